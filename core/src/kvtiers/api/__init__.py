@@ -1,0 +1,69 @@
+"""The contract: all that the author of a tier imports.
+
+Three rungs: a blocking ``ChunkStore``, the abilities that a store may add to it (``SupportsBatch``,
+``SupportsListing``, ``SupportsDiagnosis``, ``SupportsStats``), and ``SecondaryTierManager`` for tiers that bring
+their own asynchrony.
+"""
+
+from kvtiers.api.config import BreakerConfig, RateLimit, Secret, StrictModel, TierConfig
+from kvtiers.api.errors import (
+    ChunkCorrupt,
+    ConfigError,
+    KvtiersError,
+    StartError,
+    StoreFull,
+    TierPluginError,
+    TierUnavailable,
+)
+from kvtiers.api.keys import OffloadKey, block_hash_of, group_of, make_offload_key
+from kvtiers.api.plugin import API_VERSION, TierContext, TierPlugin, hookimpl, hookspec
+from kvtiers.api.store import (
+    ChunkStore,
+    Finding,
+    StoreEntry,
+    SupportsBatch,
+    SupportsDiagnosis,
+    SupportsListing,
+    SupportsStats,
+)
+from kvtiers.api.tier import JobResult, LookupResult, SecondaryTierManager, TierRequest, TransferJob
+from kvtiers.api.units import Duration, Share, Size
+
+__all__ = [
+    "API_VERSION",
+    "BreakerConfig",
+    "ChunkCorrupt",
+    "ChunkStore",
+    "ConfigError",
+    "Duration",
+    "Finding",
+    "JobResult",
+    "KvtiersError",
+    "LookupResult",
+    "OffloadKey",
+    "RateLimit",
+    "SecondaryTierManager",
+    "Secret",
+    "Share",
+    "Size",
+    "StartError",
+    "StoreEntry",
+    "StoreFull",
+    "StrictModel",
+    "SupportsBatch",
+    "SupportsDiagnosis",
+    "SupportsListing",
+    "SupportsStats",
+    "TierConfig",
+    "TierContext",
+    "TierPlugin",
+    "TierPluginError",
+    "TierRequest",
+    "TierUnavailable",
+    "TransferJob",
+    "block_hash_of",
+    "group_of",
+    "hookimpl",
+    "hookspec",
+    "make_offload_key",
+]

@@ -1,0 +1,179 @@
+"""The configuration of one tier, as one flat model: the options that every tier has, and the author's own.
+
+An author subclasses ``TierConfig`` and adds fields. Unknown options are errors, a validated config never changes,
+``${NAME}`` in any text is read from the environment, and a ``Secret`` never prints.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    SerializationInfo,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import CoreSchema, core_schema
+
+from kvtiers.api.units import RESOLVED, Duration, Share, Size
+
+__all__ = ["BreakerConfig", "RateLimit", "Secret", "StrictModel", "TierConfig"]
+
+_VARIABLE = re.compile(r"\$\{([^}]*)\}")
+
+
+def expand_variables(text: str) -> str:
+    """Replace each ``${NAME}`` by that environment variable's value; an unset one is a ValueError."""
+
+    def value_of(match: re.Match[str]) -> str:
+        name = match[1]
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ValueError(f"{match[0]!r} does not name an environment variable")
+        if name not in os.environ:
+            raise ValueError(f"environment variable {name!r} is not set")
+        return os.environ[name]
+
+    return _VARIABLE.sub(value_of, text)
+
+
+class Secret:
+    """A password or key that knows where it came from and never prints.
+
+    Written as plain text, as ``${NAME}``, or as ``{file: PATH}``; a file's content (without the last line break)
+    is read at every ``reveal``, so that a rotated secret is picked up.
+    """
+
+    def __init__(self, value: str = "", *, source: str = "config", file: str | None = None) -> None:
+        self._value = value
+        self.source = f"file {file}" if file else source
+        self.file = file
+
+    def reveal(self) -> str:
+        """Return the secret itself. OSError if its file cannot be read."""
+        return Path(self.file).read_text(encoding="utf-8").rstrip("\r\n") if self.file else self._value
+
+    def __repr__(self) -> str:
+        return f"Secret(from {self.source})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Secret) and (self._value, self.source) == (other._value, other.source)
+
+    def __hash__(self) -> int:
+        return hash((self._value, self.source))
+
+    @classmethod
+    def _validate(cls, value: object, info: ValidationInfo) -> "Secret":
+        resolved = bool(info.context and info.context.get(RESOLVED))
+        match value:
+            case Secret():
+                return value
+            case {"file": str(path), **rest} if not rest:
+                secret = cls(file=path if resolved else expand_variables(path))
+                try:
+                    secret.reveal()
+                except (OSError, UnicodeDecodeError) as error:
+                    raise ValueError(f"cannot read the secret's file: {error}") from None
+                return secret
+            case {"value": str(text), "source": str(source)} if resolved:
+                return cls(text, source=source)
+            case str(text):
+                names = ", ".join(f"${{{name}}}" for name in _VARIABLE.findall(text))
+                return cls(expand_variables(text), source=names or "config")
+        raise ValueError("expected a text, '${NAME}' or {file: PATH}")
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.with_info_plain_validator_function(
+            cls._validate,
+            serialization=core_schema.plain_serializer_function_ser_schema(cls._serialize, info_arg=True),
+            json_schema_input_schema=core_schema.union_schema(
+                [
+                    core_schema.str_schema(),
+                    core_schema.dict_schema(core_schema.str_schema(), core_schema.str_schema()),
+                ]
+            ),
+        )
+
+    @staticmethod
+    def _serialize(secret: "Secret", info: SerializationInfo) -> object:
+        if not (info.context and info.context.get(RESOLVED)):
+            return repr(secret)
+        if secret.file:
+            return {"file": secret.file}
+        return {"value": secret.reveal(), "source": secret.source}
+
+
+class StrictModel(BaseModel):
+    """A config model that forbids unknown options, never changes, and reads ``${NAME}`` from the environment."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _expand(cls, value: object, info: ValidationInfo) -> object:
+        if info.context and info.context.get(RESOLVED):
+            return value
+        if isinstance(value, str) and "${" in value and not cls._is_secret(info.field_name):
+            return expand_variables(value)
+        return value
+
+    @classmethod
+    def _is_secret(cls, field_name: str | None) -> bool:
+        annotation = cls.model_fields[field_name].annotation if field_name else None
+        return annotation is Secret or Secret in getattr(annotation, "__args__", ())
+
+
+class BreakerConfig(StrictModel):
+    """When a tier is taken out of use for a while, and when it is tried again."""
+
+    failures: int = Field(default=5, ge=1, description="failures in a row that open the breaker")
+    error_rate: Share = Field(default=0.5, description="share of failed calls in the window that opens it")
+    window: Duration = Field(default=30.0, gt=0, description="how far back the error rate looks")
+    min_calls: int = Field(default=20, ge=1, description="calls in the window before the rate counts")
+    delay: Duration = Field(default=1.0, gt=0, description="time until the first probe; doubles with each failed one")
+    max_delay: Duration = Field(default=30.0, gt=0, description="longest time between probes")
+
+
+class RateLimit(StrictModel):
+    """The most that a tier may be asked for; nothing set means no limit."""
+
+    bytes_per_second: Size | None = Field(default=None, gt=0, description="values' bytes, both ways together")
+    requests_per_second: float | None = Field(default=None, gt=0, description="calls of the store")
+
+
+class TierConfig(StrictModel):
+    """The options that every tier has. Subclass it and add the tier's own, flat, with defaults and descriptions."""
+
+    type: str = Field(description="the installed tier plugin's name")
+    name: str = Field(default="", description="this tier's name in logs and metrics; default: its type")
+    io: Literal["process", "thread"] = Field(
+        default="process", description="where its I/O runs; process: a helper of its own"
+    )
+    host: str = Field(default="", description="helpers of the same name are one process; default: one for each tier")
+    required: bool = Field(default=False, description="a tier that cannot be reached at start stops the engine")
+    read_only: bool = Field(default=False, description="never write or delete")
+    threads: int = Field(default=4, ge=1, le=256, description="transfers at the same time")
+    deadline: Duration = Field(default=30.0, gt=0, description="longest time of a transfer until it counts as failed")
+    grace: Duration = Field(
+        default=5.0, ge=0, description="time that a failed transfer has to end before its host is killed"
+    )
+    retries: int = Field(default=2, ge=0, description="further attempts after a transient error, inside the deadline")
+    store_queue: int = Field(
+        default=1024, ge=1, description="values waiting to be written; more are dropped and counted"
+    )
+    breaker: BreakerConfig = Field(default_factory=BreakerConfig, description="when the tier is taken out of use")
+    rate_limit: RateLimit = Field(default_factory=RateLimit, description="the most that the tier may be asked for")
+    admission: Literal["all", "second_access", "on_eviction"] = Field(
+        default="all", description="which chunks go down to this tier"
+    )
+    exists_ttl: Duration = Field(default=60.0, ge=0, description="how long an answer to 'is it there?' is believed")
+
+    @property
+    def tier_name(self) -> str:
+        """The tier's name: ``name``, or its type."""
+        return self.name or self.type

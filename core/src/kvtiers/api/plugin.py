@@ -1,0 +1,73 @@
+"""How a tier plugin makes itself known.
+
+A distribution declares an entry point in the group ``kvtiers.tiers``, named as the ``type`` in the YAML file, that
+leads to a module with one hook::
+
+    @hookimpl
+    def kvtiers_tier() -> TierPlugin:
+        return TierPlugin(name="memory", kind="store", config=MemoryConfig, open=open_memory, api_version=1)
+
+The module imports no client library: in the engine's process only the config model is wanted. ``open`` does.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pluggy
+
+from kvtiers.api.config import TierConfig
+from kvtiers.api.store import ChunkStore
+from kvtiers.api.tier import SecondaryTierManager
+
+__all__ = ["API_VERSION", "ENTRY_POINT_GROUP", "TierContext", "TierPlugin", "hookimpl", "hookspec"]
+
+API_VERSION = 1
+"""The number of the contract in this package. A plugin states, as a literal, the one it was written for."""
+
+ENTRY_POINT_GROUP = "kvtiers.tiers"
+
+hookspec = pluggy.HookspecMarker("kvtiers")
+hookimpl = pluggy.HookimplMarker("kvtiers")
+
+
+@dataclass(frozen=True, slots=True)
+class TierContext:
+    """What a tier is told when it is opened.
+
+    ``value_bytes``: the largest value's length; each ``dst`` and ``src`` has its own. ``namespace``: the first part
+    of every storage name. ``read_only``: nothing will be written or deleted. ``region``: the whole shared region as
+    a flat, writable view of bytes, row after row, for a tier that registers memory with a device or a library;
+    rows are ``row_stride`` bytes apart. A ``ChunkStore`` seldom needs it.
+    """
+
+    tier_name: str
+    value_bytes: int
+    namespace: str
+    read_only: bool
+    region: memoryview
+    row_stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierPlugin:
+    """One tier type: its name (the YAML ``type``), its rung, its config model, and how to open it.
+
+    ``kind`` is ``"store"`` if ``open`` returns a ``ChunkStore``, ``"manager"`` if it returns a
+    ``SecondaryTierManager``. ``open(config, context)`` may block and may raise; a ``"store"`` is opened in the
+    tier's host process. ``api_version`` is the literal number of the contract that the plugin was written for.
+    """
+
+    name: str
+    kind: Literal["store", "manager"]
+    config: type[TierConfig]
+    open: Callable[[Any, TierContext], ChunkStore | SecondaryTierManager]
+    api_version: int
+
+
+class TierHookSpec:
+    """The hooks that core calls in a plugin's entry module."""
+
+    @hookspec
+    def kvtiers_tier(self) -> TierPlugin:  # type: ignore[empty-body]
+        """Return the tier that this module offers. Called once; must not import a client library."""

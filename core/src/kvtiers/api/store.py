@@ -1,0 +1,123 @@
+"""The first two rungs of the contract: a blocking store of values, and what it may be able to do besides.
+
+A *value* is one chunk as a store sees it: a flat run of bytes whose length is a multiple of 4096, ending in a
+64-byte seal that core writes and checks. A store gives back exactly the bytes it was given, or says that it has
+none; it never looks inside.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol, runtime_checkable
+
+__all__ = [
+    "ChunkStore",
+    "Finding",
+    "StoreEntry",
+    "SupportsBatch",
+    "SupportsDiagnosis",
+    "SupportsListing",
+    "SupportsStats",
+]
+
+
+class ChunkStore(ABC):
+    """Where one tier keeps its values. Subclass it, write four methods, and core does the rest.
+
+    Core's threads call these methods, several at once, and they may block; they never run on the engine's
+    thread. Core brings the threads, retries, deadlines, the circuit breaker, integrity checks and metrics.
+
+    Names are ASCII, lower case, at most 512 characters, with ``/`` between their parts; never ``.`` or ``..`` as
+    a part. ``dst`` and ``src`` are flat 1-D views of bytes (``format "B"``) over exactly one value in the shared
+    region. They are valid only during the call: a store copies what it keeps. A buffer kept after the call is
+    detected and fails the job.
+
+    An absent value is a return value, a failure is an exception, and a full store raises ``StoreFull``.
+    """
+
+    transient_errors: ClassVar[tuple[type[Exception], ...]] = (ConnectionError, TimeoutError)
+    """Exceptions after which the same call may succeed; core retries them inside the job's deadline."""
+
+    exists_per_call: ClassVar[int] = 256
+    """How many names one ``exists`` call should get. 1: asking is expensive, so core searches the prefix by
+    bisection and takes everything below a hit as present."""
+
+    @abstractmethod
+    def read_into(self, name: str, dst: memoryview) -> bool:
+        """Fill all of ``dst`` with the value of this name and return True.
+
+        Return False if there is no such value or it has another length than ``dst``; what ``dst`` holds then does
+        not matter. Raise on failure. May be called again for the same name, from several threads at once.
+        """
+
+    @abstractmethod
+    def write(self, name: str, src: memoryview) -> None:
+        """Keep the bytes of ``src`` (read-only) under this name, replacing any older value.
+
+        Atomic: another reader, also one in another process, sees the old value, the new one or none, never a mix;
+        and so it stays if this process is killed in the middle. Raise ``StoreFull`` to drop the write.
+        """
+
+    @abstractmethod
+    def exists(self, names: Sequence[str]) -> Sequence[bool]:
+        """Say for each name, in order, whether ``read_into`` would find a value now."""
+
+    @abstractmethod
+    def delete(self, names: Sequence[str]) -> None:
+        """Remove these values. A name that is absent is no error."""
+
+    def close(self) -> None:
+        """Release connections, threads and descriptors. Called once, after all other calls have returned."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreEntry:
+    """One value in a listing: its name, its length in bytes, and when it was written (Unix seconds), if known."""
+
+    name: str
+    nbytes: int
+    modified: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that ``kvtiers check`` reports: how bad it is, what it is, and what to do about it."""
+
+    level: Literal["ok", "warning", "error"]
+    text: str
+    fix: str = ""
+
+
+@runtime_checkable
+class SupportsBatch(Protocol):
+    """A store that moves several values per call faster than one by one, by pipelining for example."""
+
+    def read_many_into(self, names: Sequence[str], dsts: Sequence[memoryview]) -> Sequence[bool]:
+        """Do ``read_into`` for each pair; one answer each, in order. An exception fails all of them."""
+
+    def write_many(self, names: Sequence[str], srcs: Sequence[memoryview]) -> Sequence[bool]:
+        """Do ``write`` for each pair; one answer each, in order: False where the store was full."""
+
+
+@runtime_checkable
+class SupportsListing(Protocol):
+    """A store that can say what it holds."""
+
+    def list(self, prefix: str) -> Iterator[StoreEntry]:
+        """Yield every value whose name starts with ``prefix``, in any order, without loading values."""
+
+
+@runtime_checkable
+class SupportsDiagnosis(Protocol):
+    """A store that can find out what is wrong with its backend or its settings."""
+
+    def diagnose(self, value_bytes: int) -> Sequence[Finding]:
+        """Look at the backend with values of this many bytes in mind. May take seconds; called by ``kvtiers check``."""
+
+
+@runtime_checkable
+class SupportsStats(Protocol):
+    """A store with figures of its own."""
+
+    def stats(self) -> Mapping[str, float]:
+        """Return current figures by name (lower case, underscores), exported as ``kvtiers_tier_<name>``."""

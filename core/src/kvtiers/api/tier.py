@@ -1,0 +1,128 @@
+"""The third rung of the contract: a tier that moves chunks asynchronously and never blocks.
+
+Most authors want ``ChunkStore`` (``kvtiers.api.store``); this rung is for RDMA, io_uring, peers and the like, and
+it is the only one that the tiering code knows.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from kvtiers.api.keys import OffloadKey
+
+__all__ = ["JobResult", "LookupResult", "SecondaryTierManager", "TierRequest", "TransferJob"]
+
+
+class LookupResult(Enum):
+    """Where a chunk stands. A secondary tier answers MISS, HIT or RETRY; HIT_PENDING is the primary's own."""
+
+    MISS = "miss"
+    """Not there."""
+    HIT = "hit"
+    """There, and ready to be read."""
+    HIT_PENDING = "hit_pending"
+    """Known to be on its way into the primary: a write is in flight."""
+    RETRY = "retry"
+    """Not known yet: ask again in the next step."""
+
+
+class TierRequest(Protocol):
+    """What a tier may know of the request on whose behalf it works."""
+
+    @property
+    def request_id(self) -> str:
+        """The engine's name of the request, unique among those in flight."""
+
+    @property
+    def params(self) -> Mapping[str, object]:
+        """The request's free-form transfer parameters, as the engine received them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TransferJob:
+    """One asynchronous transfer of many chunks between the primary's rows and a tier.
+
+    ``keys[i]`` belongs to the row ``chunk_ids[i]`` of the region (``chunk_ids``: a buffer of int32). A promotion
+    writes into the rows, a store only reads them. ``job_id`` is unique for the life of the process and grows.
+    """
+
+    job_id: int
+    keys: Sequence[OffloadKey]
+    chunk_ids: memoryview
+    is_promotion: bool
+    context: TierRequest
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """The one result of a job, reported only when nothing of the tier's can touch the job's rows any more.
+
+    ``success``: all keys. ``successful_keys``: of a job that failed in part, the keys that did land (a subset of
+    the job's); None means that all keys share the job's fate. ``nbytes`` moved, ``seconds`` taken.
+    """
+
+    job_id: int
+    success: bool
+    successful_keys: Collection[OffloadKey] | None = None
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+class SecondaryTierManager(ABC):
+    """A tier that the tiering code drives directly. All methods run on the engine's thread and must not block.
+
+    A subclass implements ``lookup`` or ``lookup_many`` and the three transfer methods. Every submitted job is
+    reported exactly once by ``get_finished_jobs``, also a failed one, and also after ``drain``.
+    """
+
+    def lookup(self, key: OffloadKey, context: TierRequest) -> LookupResult:
+        """Say whether this tier has the chunk: MISS, HIT or RETRY. Override this or ``lookup_many``."""
+        return self.lookup_many([key], context)[0]
+
+    def lookup_many(self, keys: Sequence[OffloadKey], context: TierRequest) -> Sequence[LookupResult]:
+        """Answer for each key, in order; the keys are a run of one request's prefix, head first.
+
+        The answers may end early, after the first MISS or RETRY: what follows is then neither asked nor used.
+        """
+        return [self.lookup(key, context) for key in keys]
+
+    @abstractmethod
+    def submit_store(self, job: TransferJob) -> None:
+        """Start to copy the job's rows into the tier. The rows do not change until the job is reported."""
+
+    @abstractmethod
+    def submit_load(self, job: TransferJob) -> None:
+        """Start to fill the job's rows from the tier. Nobody else touches them until the job is reported."""
+
+    @abstractmethod
+    def get_finished_jobs(self) -> Sequence[JobResult]:
+        """Return the results that have come since the last call. A job is never reported while its rows are in use."""
+
+    @abstractmethod
+    def drain(self, timeout: float) -> bool:
+        """Bring all jobs to an end within ``timeout`` seconds; True if none is left. May block: only at shutdown.
+
+        Queued jobs may be dropped; each is still reported. A running copy is never cut off.
+        """
+
+    def abandon_job(self, job_id: int) -> None:
+        """Take note that core has given this job up. Its result is still owed: it frees the rows."""
+
+    def on_new_request(self, context: TierRequest) -> bool:
+        """Take note of a request. Return True to be offered all its chunks, also those already in the primary."""
+        return False
+
+    def on_request_finished(self, context: TierRequest) -> None:
+        """Take note that no further call will name this request. Its transfers may still run."""
+
+    def on_schedule_end(self) -> None:
+        """Take note of the end of an engine step: the time to send what was collected."""
+
+    def has_pending_work(self) -> bool:
+        """Say whether the engine should keep stepping for this tier's sake though no job is in flight."""
+        return False
+
+    def close(self) -> None:
+        """Release everything. Called once, after ``drain``."""

@@ -1,0 +1,116 @@
+"""Sizes, durations and shares as people write them: ``64GiB``, ``250ms``, ``10%``.
+
+Each is a plain number once validated (bytes, seconds, a fraction) and is annotated with the ``Unit`` that it was
+written in, so that tools can show it again as text.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, TypeAlias
+
+from pydantic import BeforeValidator, Field, ValidationInfo
+
+__all__ = [
+    "Duration",
+    "Share",
+    "Size",
+    "Unit",
+    "format_duration",
+    "format_size",
+    "parse_duration",
+    "parse_size",
+]
+
+RESOLVED = "kvtiers.resolved"
+"""Key of a validation context: the options were resolved before, so numbers are numbers and ``${...}`` is plain text."""
+
+_SIZES = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "pb": 10**15,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "pib": 2**50,
+}  # fmt: skip
+_DURATIONS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z%]*)", re.IGNORECASE)
+
+
+def _split(value: object, expected: str) -> tuple[float, str]:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(f"expected {expected}, got {value!r}")  # noqa: TRY004 -- pydantic turns ValueError into a problem line
+    match = _QUANTITY.fullmatch(str(value).strip())
+    if match is None:
+        raise ValueError(f"expected {expected}, got {value!r}")
+    return float(match[1]), match[2]
+
+
+def parse_size(value: object) -> int:
+    """Return the number of bytes that ``value`` (``"64GiB"``, ``"500 MB"``, ``4096``) stands for."""
+    number, unit = _split(value, "a size such as '64GiB'")
+    factor = _SIZES.get(unit.lower())
+    if factor is None:
+        raise ValueError(f"unknown unit {unit!r} in {value!r}; use B, KiB, MiB, GiB, TiB, KB, MB, GB or TB")
+    return int(number * factor)
+
+
+def parse_duration(value: object) -> float:
+    """Return the number of seconds that ``value`` (``"250ms"``, ``"24h"``) stands for. A bare number is refused."""
+    number, unit = _split(value, "a duration such as '250ms'")
+    if not unit and number == 0:
+        return 0.0
+    factor = _DURATIONS.get(unit.lower())
+    if factor is None:
+        wrong = f"unknown unit {unit!r}" if unit else "no unit"
+        raise ValueError(f"{wrong} in {value!r}; use us, ms, s, m, h or d, such as '250ms'")
+    return number * factor
+
+
+def _duration(value: object, info: ValidationInfo) -> float:
+    if isinstance(value, float) and info.context and info.context.get(RESOLVED):
+        return value
+    return parse_duration(value)
+
+
+def _parse_share(value: object) -> float:
+    number, unit = _split(value, "a share such as '10%'")
+    if unit not in {"", "%"}:
+        raise ValueError(f"unknown unit {unit!r} in {value!r}; write a share such as '10%'")
+    share = number / 100 if unit else number
+    if share > 1:
+        raise ValueError(f"a share is at most 100%, got {value!r}")
+    return share
+
+
+def format_size(nbytes: float) -> str:
+    """Return ``nbytes`` as people write it, with at most one digit behind the point."""
+    for unit, factor in (("PiB", 2**50), ("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.1f}".removesuffix(".0") + unit
+    return f"{nbytes:.0f}B"
+
+
+def format_duration(seconds: float) -> str:
+    """Return ``seconds`` as people write it, with at most one digit behind the point."""
+    for unit, factor in (("d", 86400.0), ("h", 3600.0), ("m", 60.0)):
+        if seconds >= factor and seconds % factor == 0:
+            return f"{seconds / factor:.0f}{unit}"
+    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= factor:
+            return f"{seconds / factor:.1f}".removesuffix(".0") + unit
+    return f"{seconds / 1e-6:.0f}us" if seconds else "0s"
+
+
+def _format_share(share: float) -> str:
+    return f"{share * 100:g}%"
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """How a number in a config model is written: the type's name, and its way back to text."""
+
+    name: str
+    format: Callable[[float], str]
+
+
+Size: TypeAlias = Annotated[int, BeforeValidator(parse_size), Unit("size", format_size)]
+Duration: TypeAlias = Annotated[float, BeforeValidator(_duration), Unit("duration", format_duration)]
+Share: TypeAlias = Annotated[float, BeforeValidator(_parse_share), Field(ge=0), Unit("share", _format_share)]
