@@ -1,0 +1,1 @@
+"""The worker's side: KV blocks to rows and back."""

@@ -1,0 +1,1 @@
+"""What core does for the author of a tier: threads, helper processes, retries, seals, lookups, breaker."""

@@ -1,0 +1,1 @@
+"""Which chunk leaves the primary first."""

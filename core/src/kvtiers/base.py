@@ -1,0 +1,129 @@
+"""The engine side's words: what an engine, its scheduler, its workers and the tiering manager tell each other."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtiers.api import OffloadKey
+
+__all__ = [
+    "BlockSpec",
+    "ChunkIds",
+    "LoadPlan",
+    "OffloadEvent",
+    "OffloadPolicy",
+    "PrefixHits",
+    "RequestContext",
+    "StorePlan",
+    "TransferResult",
+]
+
+ChunkIds: TypeAlias = npt.NDArray[np.int32]
+"""Row indexes of the primary region, one a chunk."""
+
+
+class OffloadPolicy(Enum):
+    """Which chunks of a request an engine offers to ``prepare_store``."""
+
+    CHUNK_LEVEL = "chunk"
+    """Newly computed chunks only."""
+    REQUEST_LEVEL = "request"
+    """All chunks, prefix hits included: some tier wants whole requests."""
+
+
+@dataclass(slots=True, eq=False)
+class RequestContext:
+    """One request, as the engine names it; the same object in all calls for that request.
+
+    ``params``: the request's free-form transfer parameters. ``kv_load_tiers`` in them, a list of tier names, limits
+    which secondary tiers this request may load from; an empty list allows none; anything else than a list is no limit.
+    """
+
+    request_id: str
+    params: Mapping[str, object] = field(default_factory=dict)
+
+    def may_load_from(self, tier_name: str) -> bool:
+        """Say whether this request may load from this secondary tier."""
+        allowed = self.params.get("kv_load_tiers")
+        return not isinstance(allowed, list) or tier_name in allowed
+
+
+class PrefixHits(NamedTuple):
+    """The leading run of a prefix that is known to be present, in chunks.
+
+    The first ``ready`` + ``pending`` chunks are present; ``pending`` of them (anywhere in the run) are still on their
+    way into the primary. ``unresolved``: the run ended at a chunk whose presence is not known yet, so call again.
+    """
+
+    ready: int
+    pending: int
+    unresolved: bool
+
+    @property
+    def chunks(self) -> int:
+        """Length of the run."""
+        return self.ready + self.pending
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StorePlan:
+    """Leave to copy chunks from the GPU into rows; ends with exactly one ``complete_store``.
+
+    ``keys``: those of the offered keys that are to be stored, in offered order; ``chunk_ids[i]`` is the row of
+    ``keys[i]``. Nothing to store: both empty, and the plan is still completed.
+    """
+
+    plan_id: int
+    keys: Sequence[OffloadKey]
+    chunk_ids: ChunkIds
+    evicted: Sequence[OffloadKey] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadPlan:
+    """Leave to copy rows to the GPU; they are pinned until exactly one ``complete_load``. Co-indexed like StorePlan."""
+
+    plan_id: int
+    keys: Sequence[OffloadKey]
+    chunk_ids: ChunkIds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockSpec:
+    """GPU blocks of one transfer, group by group.
+
+    ``block_ids``: the physical block ids of all groups, concatenated. ``group_sizes[g]``: how many of them belong to
+    group g (zero is fine; they sum to ``len(block_ids)``). ``block_indices[g]``: the index, within its request, of
+    group g's first block; modulo ``blocks_per_chunk`` it says how many blocks of the first chunk to skip.
+    """
+
+    block_ids: npt.NDArray[np.int64]
+    group_sizes: tuple[int, ...]
+    block_indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResult:
+    """The one result of a worker's GPU transfer: bytes moved, seconds taken, and the reason if it failed."""
+
+    job_id: int
+    success: bool
+    nbytes: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadEvent:
+    """A change of what is resident: chunks that were stored in, or removed from, the primary or a tier.
+
+    ``tier`` is the secondary tier's name, or "" for the primary.
+    """
+
+    keys: Sequence[OffloadKey]
+    removed: bool
+    tier: str = ""

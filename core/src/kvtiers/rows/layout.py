@@ -1,0 +1,289 @@
+"""What a row of the primary region holds: groups, tensors, cells, sizes, and the fingerprint over all of it.
+
+A row is one chunk. Its value starts at byte 0, whatever the chunk's group; cell offsets are computed per group::
+
+    direct      | rank 0: t0 t1 ... | rank 1: t0 t1 ... | ... | zeros | seal |      value_bytes(g)
+    replicated  | rank 0: t0 t1 ... | zeros | seal |
+    canonical   | canonical t0 | canonical t1 | ... | zeros | seal |
+
+where each ``t`` is ``blocks_per_chunk`` pages of one KV tensor of group g, one block after the other.
+"""
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from kvtiers.api import ConfigError
+
+__all__ = [
+    "FINGERPRINT_FORMAT",
+    "CacheLayout",
+    "CopyRun",
+    "KVGroup",
+    "KVTensor",
+    "ModelIdentity",
+    "RankMap",
+    "RowLayout",
+]
+
+FINGERPRINT_FORMAT = 1
+SEAL_BYTES = 64
+VALUE_ALIGN = 4096  # never the OS page: values must be the same on every machine
+
+RowLayout = Literal["direct", "replicated", "canonical"]
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """What decides the meaning of KV bytes besides their layout. All of it is in the fingerprint.
+
+    ``weights``: a resolved revision or a digest of the weights; empty: unknown, so nothing is shared. ``kv_layout``:
+    the attention backend's order of a page. ``hash_*``: how the engine chains its block hashes.
+    """
+
+    name: str
+    weights: str = ""
+    kv_dtype: str = ""
+    kv_scales: str = ""
+    rope: str = ""
+    quantization: str = ""
+    kv_layout: str = ""
+    hash_algorithm: str = "sha256"
+    hash_seed: str = "0"
+    hash_bytes: int = 32
+
+
+@dataclass(frozen=True)
+class KVGroup:
+    """Layers whose KV cache is addressed by the same block table. ``window`` in tokens, for sliding windows only."""
+
+    name: str
+    tokens_per_block: int
+    kind: Literal["full_attention", "sliding_window", "state_space"] = "full_attention"
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class KVTensor:
+    """One KV tensor (usually one layer): its group and the bytes of one block in it, padding left out.
+
+    ``page_bytes``: one number, or one for each rank where they differ (0: the rank does not hold this tensor, as under
+    pipeline parallelism). ``canonical_page_bytes``: the page's size independent of tensor parallelism.
+    """
+
+    name: str
+    group: int
+    page_bytes: int | tuple[int, ...]
+    canonical_page_bytes: int = 0
+
+    def page_on(self, rank: int) -> int:
+        """Bytes of one block of this tensor on this rank."""
+        return self.page_bytes if isinstance(self.page_bytes, int) else self.page_bytes[rank]
+
+
+@dataclass(frozen=True)
+class CopyRun:
+    """``count`` fragments of ``nbytes`` each, ``*_stride`` bytes apart, from a local page into a canonical page."""
+
+    tensor: int
+    local_offset: int
+    canonical_offset: int
+    nbytes: int
+    count: int = 1
+    local_stride: int = 0
+    canonical_stride: int = 0
+
+
+@dataclass(frozen=True)
+class RankMap:
+    """Where a rank's bytes lie in a canonical value.
+
+    ``num_writers`` ranks hold identical bytes and take turns: this one writes the blocks whose id modulo
+    ``num_writers`` is ``writer_index``.
+    """
+
+    runs: tuple[CopyRun, ...]
+    writer_index: int = 0
+    num_writers: int = 1
+
+
+def _round_up(number: int, step: int) -> int:
+    return -(-number // step) * step
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """The shape of the whole KV cache, the same for the scheduler and all ranks. ConfigError if it is inconsistent."""
+
+    model: ModelIdentity
+    groups: tuple[KVGroup, ...]
+    tensors: tuple[KVTensor, ...]
+    blocks_per_chunk: int = 1
+    world_size: int = 1
+    row_layout: RowLayout = "direct"
+    _payloads: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._check()
+        object.__setattr__(self, "_payloads", tuple(self._payload(g) for g in range(len(self.groups))))
+
+    def _check(self) -> None:
+        problems = []
+        if not self.groups:
+            problems.append("no KV group")
+        if not 1 <= self.blocks_per_chunk <= 64:
+            problems.append(f"blocks_per_chunk is {self.blocks_per_chunk}, expected 1 to 64")
+        if self.world_size < 1:
+            problems.append(f"world_size is {self.world_size}, expected at least 1")
+        problems += [
+            f"group {group.name!r}: tokens_per_block is {group.tokens_per_block}, expected at least 1"
+            for group in self.groups
+            if group.tokens_per_block < 1
+        ]
+        for tensor in self.tensors:
+            problems += [f"tensor {tensor.name!r}: {text}" for text in self._tensor_problems(tensor)]
+        for index, group in enumerate(self.groups):
+            if not any(tensor.group == index for tensor in self.tensors):
+                problems.append(f"group {group.name!r} has no tensor")
+        if problems:
+            raise ConfigError([f"cache layout: {problem}" for problem in problems])
+
+    def _tensor_problems(self, tensor: KVTensor) -> list[str]:
+        problems = []
+        if not 0 <= tensor.group < len(self.groups):
+            problems.append(f"group {tensor.group} does not exist, expected 0 to {len(self.groups) - 1}")
+        pages = tensor.page_bytes
+        if isinstance(pages, tuple) and len(pages) != self.world_size:
+            problems.append(f"page_bytes has {len(pages)} entries, expected one for each of {self.world_size} ranks")
+        elif min(sizes := pages if isinstance(pages, tuple) else (pages,)) < 0 or max(sizes) < 1:
+            problems.append(f"page_bytes is {pages}, expected a positive number of bytes")
+        if self.row_layout == "replicated" and isinstance(pages, tuple) and len(set(pages)) > 1:
+            problems.append(f"page_bytes {pages} differ, but in a replicated row all ranks hold the same bytes")
+        if self.row_layout == "canonical" and tensor.canonical_page_bytes < 1:
+            problems.append("canonical_page_bytes is missing, and a canonical row needs it")
+        return problems
+
+    def _payload(self, group: int) -> int:
+        if self.row_layout == "direct":
+            return sum(self.cell_bytes(group, rank) for rank in range(self.world_size))
+        return self.cell_bytes(group, 0)
+
+    def page_in_row(self, tensor: int, rank: int) -> int:
+        """Bytes that one block of this tensor takes in a row's cell of this rank."""
+        spec = self.tensors[tensor]
+        return spec.canonical_page_bytes if self.row_layout == "canonical" else spec.page_on(rank)
+
+    def cell_bytes(self, group: int, rank: int) -> int:
+        """Bytes of one rank's cell in a chunk of this group; in a canonical row: of all its canonical pages."""
+        return self.blocks_per_chunk * sum(
+            self.page_in_row(index, rank) for index, tensor in enumerate(self.tensors) if tensor.group == group
+        )
+
+    def cell_offset(self, group: int, rank: int) -> int:
+        """Where this rank's cell starts in a chunk of this group, in bytes from the start of the row."""
+        if self.row_layout != "direct":
+            return 0
+        return sum(self.cell_bytes(group, earlier) for earlier in range(rank))
+
+    def tensor_offset(self, tensor: int, rank: int) -> int:
+        """Where this tensor's first block lies in a chunk of its group, in bytes from the start of the row.
+
+        Block j of the chunk lies ``j * page_in_row(tensor, rank)`` bytes further.
+        """
+        group = self.tensors[tensor].group
+        before = sum(self.page_in_row(i, rank) for i in range(tensor) if self.tensors[i].group == group)
+        return self.cell_offset(group, rank) + before * self.blocks_per_chunk
+
+    def payload_bytes(self, group: int) -> int:
+        """Bytes of KV in a value of this group, without the zeros and the seal."""
+        return self._payloads[group]
+
+    def value_bytes(self, group: int) -> int:
+        """Length of a value of this group: payload, zeros and the 64-byte seal, rounded up to 4096."""
+        return _round_up(self._payloads[group] + SEAL_BYTES, VALUE_ALIGN)
+
+    @cached_property
+    def row_stride(self) -> int:
+        """Bytes from one row of the region to the next: the largest value."""
+        return max(self.value_bytes(group) for group in range(len(self.groups)))
+
+    def tokens_per_chunk(self, group: int) -> int:
+        """Tokens that one chunk of this group covers."""
+        return self.groups[group].tokens_per_block * self.blocks_per_chunk
+
+    def fingerprint_json(self) -> str:
+        """Return the canonical JSON whose sha256 is the fingerprint: everything that decides what stored bytes mean."""
+        direct = self.row_layout == "direct"
+        document = {
+            "format": FINGERPRINT_FORMAT,
+            "model": dataclasses.asdict(self.model),
+            "row_layout": self.row_layout,
+            "blocks_per_chunk": self.blocks_per_chunk,
+            "groups": [
+                {
+                    "kind": group.kind,
+                    "window": group.window,
+                    "tokens_per_block": group.tokens_per_block,
+                    "payload_bytes": self.payload_bytes(index),
+                    "value_bytes": self.value_bytes(index),
+                }
+                for index, group in enumerate(self.groups)
+            ],
+            "tensors": [
+                {
+                    "name": tensor.name,
+                    "group": tensor.group,
+                    "page_bytes": [self.page_in_row(index, rank) for rank in range(self.world_size if direct else 1)],
+                }
+                for index, tensor in enumerate(self.tensors)
+            ],
+        } | ({"world_size": self.world_size} if direct else {})
+        return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Sha256 of ``fingerprint_json``, as 64 hex digits."""
+        return hashlib.sha256(self.fingerprint_json().encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """Return the layout as JSON, for a peer to compare or rebuild."""
+        return json.dumps(self._as_dict(), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> "CacheLayout":
+        """Rebuild a layout from ``to_json``."""
+        data: dict[str, Any] = json.loads(text)
+        tensors = [
+            KVTensor(**(t | {"page_bytes": tuple(p) if isinstance(p := t["page_bytes"], list) else p}))
+            for t in data.pop("tensors")
+        ]
+        return cls(
+            model=ModelIdentity(**data.pop("model")),
+            groups=tuple(KVGroup(**group) for group in data.pop("groups")),
+            tensors=tuple(tensors),
+            **data,
+        )
+
+    def _as_dict(self) -> dict[str, Any]:
+        data = dataclasses.asdict(self)
+        del data["_payloads"]
+        return data
+
+    def differences(self, other: "CacheLayout") -> list[str]:
+        """Name the fields in which ``other`` differs from this layout, with both values; empty if they are equal."""
+        return _differences("", json.loads(self.to_json()), json.loads(other.to_json()))
+
+
+def _differences(where: str, mine: Any, theirs: Any) -> list[str]:
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        names = sorted(mine.keys() | theirs.keys())
+        return [line for name in names for line in _differences(f"{where}.{name}", mine.get(name), theirs.get(name))]
+    if isinstance(mine, list) and isinstance(theirs, list) and len(mine) == len(theirs):
+        pairs = enumerate(zip(mine, theirs, strict=True))
+        return [line for i, (a, b) in pairs for line in _differences(f"{where}[{i}]", a, b)]
+    if isinstance(mine, list) and isinstance(theirs, list):
+        return [f"{where.lstrip('.')}: {len(mine)} entries here, {len(theirs)} there"]
+    return [] if mine == theirs else [f"{where.lstrip('.')}: {mine!r} here, {theirs!r} there"]
