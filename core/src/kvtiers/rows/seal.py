@@ -2,7 +2,7 @@
 
 ::
 
-    0   8   magic b"kvtSEAL\\n"
+    0   8   magic "kvtSEAL" and a line feed
     8   4   format number, little endian, like all numbers here
     12  4   zeros
     16  8   length of the whole value, seal included
