@@ -1,0 +1,174 @@
+"""Find, load and check the one plugin that a config names.
+
+Plugins are entry points: tiers in the group ``kvtiers.tiers``, eviction policies in ``kvtiers.eviction``. Only the
+one that is asked for is imported, so that a broken plugin never stops another.
+"""
+
+import difflib
+import logging
+import re
+from collections.abc import Iterable, Sequence
+from importlib.metadata import EntryPoint, distributions
+from typing import Any
+
+import pluggy
+
+from kvtiers.api import API_VERSION, TierConfig, TierPlugin, TierPluginError
+from kvtiers.api.plugin import ENTRY_POINT_GROUP, TierHookSpec
+
+__all__ = [
+    "EVICTION_GROUP",
+    "did_you_mean",
+    "distribution_of",
+    "installed_names",
+    "installed_tiers",
+    "load_class",
+    "load_tier",
+]
+
+EVICTION_GROUP = "kvtiers.eviction"
+
+_HOOK = "kvtiers_tier"
+_log = logging.getLogger("kvtiers.plugins")
+
+
+def installed_tiers() -> list[EntryPoint]:
+    """Return the entry points of all installed tier types by name, two of one name included. Imports none of them."""
+    return _installed(ENTRY_POINT_GROUP)
+
+
+def installed_names(group: str) -> list[str]:
+    """Return the names of the entry points of this group, in order, each once."""
+    return sorted({entry.name for entry in _installed(group)})
+
+
+def distribution_of(entry: EntryPoint) -> str:
+    """Return the name and version of the distribution that declares this entry point."""
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "unknown distribution"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return `` Did you mean 'x'?`` for the known word that is closest, or nothing if none is close."""
+    by_lower = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1)
+    return f" Did you mean {by_lower[close[0]]!r}?" if close else ""
+
+
+def load_tier(type_name: str) -> TierPlugin:
+    """Import the plugin of this tier type and return what it offers; TierPluginError, one line, if it is unusable."""
+    entry = _find(ENTRY_POINT_GROUP, type_name, "tier type")
+    where = f"tier type {type_name!r} ({distribution_of(entry)})"
+    plugin = _call_hook(_import(entry, where), where)
+    _check(plugin, entry, where)
+    return plugin
+
+
+def load_class(group: str, name: str, what: str) -> type[Any]:
+    """Import the class that the entry point ``name`` of this group leads to; ``what`` names the group in errors.
+
+    TierPluginError, one line, if there is no such entry point or it does not lead to a class.
+    """
+    entry = _find(group, name, what)
+    where = f"{what} {name!r} ({distribution_of(entry)})"
+    loaded = _import(entry, where)
+    if not isinstance(loaded, type):
+        raise TierPluginError(f"{where}: expected the entry point {entry.value!r} to be a class, got {_short(loaded)}")
+    return loaded
+
+
+def _installed(group: str) -> list[EntryPoint]:
+    # importlib.metadata.entry_points() raises for all distributions if one has a malformed file.
+    found: dict[tuple[str, str], EntryPoint] = {}
+    for distribution in distributions():
+        try:
+            for entry in distribution.entry_points:
+                if entry.group == group:
+                    key = (entry.name, re.sub(r"[-_.]+", "-", distribution.name).lower())
+                    found.setdefault(key, entry)  # the same distribution further down the path is shadowed
+        except Exception as error:  # noqa: BLE001 -- whatever is wrong with one, the others are fine
+            _log.warning("entry points of an installed distribution cannot be read: %s", _reason(error))
+    return [found[key] for key in sorted(found)]
+
+
+def _find(group: str, name: str, what: str) -> EntryPoint:
+    entries = _installed(group)
+    matching = [entry for entry in entries if entry.name == name]
+    if not matching:
+        known = sorted({entry.name for entry in entries})
+        installed = f"Installed {_plural(what)}: {', '.join(known)}." if known else f"No {what} is installed."
+        raise TierPluginError(f"unknown {what} {name!r}.{did_you_mean(name, known)} {installed}")
+    if len(matching) > 1:
+        claims = " and ".join(distribution_of(entry) for entry in matching)
+        raise TierPluginError(f"{what} {name!r} is claimed by {claims}; uninstall all but one of them")
+    return matching[0]
+
+
+def _plural(what: str) -> str:
+    return what[:-1] + "ies" if what.endswith("y") else what + "s"
+
+
+def _import(entry: EntryPoint, where: str) -> Any:
+    try:
+        return entry.load()
+    except (Exception, SystemExit) as error:
+        raise TierPluginError(f"{where} cannot be imported from {entry.value!r}: {_reason(error)}") from error
+
+
+def _call_hook(module: Any, where: str) -> TierPlugin:
+    # A manager of its own for each plugin: what one registers, no other ever sees.
+    manager = pluggy.PluginManager("kvtiers")
+    manager.add_hookspecs(TierHookSpec)
+    try:
+        manager.register(module)
+        manager.check_pending()
+    except Exception as error:
+        unknown = [caller.name for caller in manager.get_hookcallers(module) or () if not caller.has_spec()]
+        text = f"unknown hook {unknown[0]!r}.{did_you_mean(unknown[0], [_HOOK])}" if unknown else _reason(error)
+        raise TierPluginError(f"{where}: {text}") from error
+    if not manager.hook.kvtiers_tier.get_hookimpls():
+        raise TierPluginError(f"{where}: no hook {_HOOK!r} in {_short(module)}; define it there under @hookimpl")
+    try:
+        results: Sequence[object] = manager.hook.kvtiers_tier()
+    except (Exception, SystemExit) as error:
+        raise TierPluginError(f"{where}: its hook {_HOOK!r} failed: {_reason(error)}") from error
+    result = results[0] if results else None
+    if not isinstance(result, TierPlugin):
+        raise TierPluginError(f"{where}: expected its hook {_HOOK!r} to return a TierPlugin, got {_short(result)}")
+    return result
+
+
+def _check(plugin: TierPlugin, entry: EntryPoint, where: str) -> None:
+    # The number comes first: with another contract, the other fields may mean something else.
+    if plugin.api_version != API_VERSION or isinstance(plugin.api_version, bool):
+        raise TierPluginError(f"{where}: {_other_api(plugin.api_version, entry)}")
+    if plugin.name != entry.name:
+        problem = f"its TierPlugin is named {plugin.name!r}, expected {entry.name!r} as its entry point"
+    elif plugin.kind not in ("store", "manager"):
+        problem = f"its kind is {plugin.kind!r}, expected 'store' or 'manager'"
+    elif not (isinstance(plugin.config, type) and issubclass(plugin.config, TierConfig)):
+        problem = f"expected its config to be a subclass of TierConfig, got {_short(plugin.config)}"
+    elif not callable(plugin.open):
+        problem = f"expected its open to be a function, got {_short(plugin.open)}"
+    else:
+        return
+    raise TierPluginError(f"{where}: {problem}")
+
+
+def _other_api(theirs: object, entry: EntryPoint) -> str:
+    if not isinstance(theirs, int) or isinstance(theirs, bool):
+        return f"its api_version is {theirs!r}, expected the literal number {API_VERSION}"
+    name = entry.dist.name if entry.dist else "the plugin"
+    behind, number = ("kvtiers", theirs) if theirs > API_VERSION else (name, API_VERSION)
+    return (
+        f"it was written for tier API {theirs}, this kvtiers has tier API {API_VERSION}; "
+        f"install a {behind} for tier API {number} (pip install --upgrade {behind})"
+    )
+
+
+def _reason(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _short(value: object) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."

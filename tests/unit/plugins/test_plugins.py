@@ -1,0 +1,195 @@
+"""Tier plugins and other entry points: found, loaded one at a time, and refused with one clear line."""
+
+import sys
+
+import pytest
+
+from kvtiers import plugins
+from kvtiers.api import TierConfig, TierPluginError
+
+GOOD = """
+from kvtiers.api import TierConfig, TierPlugin, hookimpl
+
+@hookimpl
+def kvtiers_tier():
+    return TierPlugin(name="good", kind="store", config=TierConfig, open=print, api_version=1)
+"""
+
+
+def refusal(type_name: str) -> str:
+    with pytest.raises(TierPluginError) as caught:
+        plugins.load_tier(type_name)
+    text = str(caught.value)
+    assert len(text.splitlines()) == 1
+    return text
+
+
+def test_a_tier_is_loaded_by_its_entry_points_name(distributions):
+    distributions.install_tier("good", GOOD)
+    plugin = plugins.load_tier("good")
+    assert (plugin.name, plugin.kind, plugin.config, plugin.open) == ("good", "store", TierConfig, print)
+
+
+def test_listing_the_installed_tiers_imports_none_of_them(distributions):
+    module = distributions.install_tier("good", "raise AssertionError('imported')", version="1.5")
+    entry = next(entry for entry in plugins.installed_tiers() if entry.name == "good")
+    assert plugins.distribution_of(entry) == "kvtiers-good 1.5"
+    assert module not in sys.modules
+
+
+def test_loading_one_tier_imports_no_other(distributions):
+    other = distributions.install_tier("other", GOOD)
+    distributions.install_tier("good", GOOD)
+    plugins.load_tier("good")
+    assert other not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import no_such_library", "ModuleNotFoundError: No module named 'no_such_library'"),
+        ("def :", "SyntaxError: "),
+        ("raise RuntimeError('two\\nlines')", "RuntimeError: two lines"),
+        ("import sys; sys.exit(3)", "SystemExit: 3"),
+    ],
+)
+def test_an_import_that_fails_names_the_distribution_and_the_exception(distributions, source, said):
+    distributions.install_tier("bad", source, name="kvtiers-bad", version="2.0")
+    text = refusal("bad")
+    assert text.startswith("tier type 'bad' (kvtiers-bad 2.0) cannot be imported from 'kvtiers_test_module_")
+    assert said in text
+
+
+def test_an_entry_point_to_a_missing_attribute_is_one_line(distributions):
+    distributions.install("kvtiers-bad", "[kvtiers.tiers]\nbad = MODULE:nothing\n", source="")
+    assert "cannot be imported from" in refusal("bad")
+
+
+def test_a_broken_plugin_does_not_stop_another(distributions):
+    distributions.install_tier("bad", "import no_such_library")
+    distributions.install_tier("good", GOOD)
+    refusal("bad")
+    assert plugins.load_tier("good").name == "good"
+
+
+@pytest.mark.parametrize(
+    "entry_points", ["[kvtiers.tiers]\nnot a pair\n", "no section = x\n", "[kvtiers.tiers]\n = \n"]
+)
+def test_a_malformed_distribution_does_not_stop_another(distributions, entry_points):
+    distributions.install("a-malformed", entry_points)
+    distributions.install_tier("good", GOOD)
+    assert plugins.load_tier("good").name == "good"
+
+
+def test_a_misspelled_hook_is_named_with_the_right_one(distributions):
+    distributions.install_tier("bad", GOOD.replace("def kvtiers_tier", "def kvtiers_teir"))
+    assert (
+        refusal("bad") == "tier type 'bad' (kvtiers-bad 1.0): unknown hook 'kvtiers_teir'. Did you mean 'kvtiers_tier'?"
+    )
+
+
+def test_a_hook_with_arguments_that_do_not_exist_is_refused(distributions):
+    distributions.install_tier("bad", GOOD.replace("kvtiers_tier()", "kvtiers_tier(settings)"))
+    assert "settings" in refusal("bad")
+
+
+def test_a_module_without_a_hook_is_refused(distributions):
+    distributions.install_tier("bad", GOOD.replace("@hookimpl", ""))
+    assert "no hook 'kvtiers_tier' in" in refusal("bad")
+
+
+def test_a_hook_that_raises_is_one_line(distributions):
+    distributions.install_tier("bad", GOOD.replace("api_version=1", ""))
+    text = refusal("bad")
+    assert "its hook 'kvtiers_tier' failed: TypeError: " in text
+    assert "api_version" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("TierPlugin(name", "dict(name"), "to return a TierPlugin, got {'name': 'good'"),
+        (("return", "TierPlugin and"), "to return a TierPlugin, got None"),
+        (('name="good"', 'name="better"'), "its TierPlugin is named 'better', expected 'good'"),
+        (('kind="store"', 'kind="shop"'), "its kind is 'shop', expected 'store' or 'manager'"),
+        (('kind="store"', 'kind=["store"]'), "its kind is ['store'], expected 'store' or 'manager'"),
+        (
+            ("config=TierConfig", "config=dict"),
+            "expected its config to be a subclass of TierConfig, got <class 'dict'>",
+        ),
+        (("config=TierConfig", "config=7"), "expected its config to be a subclass of TierConfig, got 7"),
+        (("open=print", "open=None"), "expected its open to be a function, got None"),
+        (("api_version=1", "api_version='1'"), "its api_version is '1', expected the literal number 1"),
+        (("api_version=1", "api_version=True"), "its api_version is True, expected the literal number 1"),
+    ],
+)
+def test_a_wrong_answer_of_the_hook_is_refused(distributions, change, said):
+    distributions.install_tier("good", GOOD.replace(*change))
+    text = refusal("good")
+    assert text.startswith("tier type 'good' (kvtiers-good 1.0): ")
+    assert said in text
+
+
+@pytest.mark.parametrize(("number", "install"), [(2, "kvtiers"), (0, "kvtiers-good")])
+def test_another_api_number_names_both_and_what_to_install(distributions, number, install):
+    distributions.install_tier("good", GOOD.replace("api_version=1", f"api_version={number}, "))
+    assert refusal("good") == (
+        f"tier type 'good' (kvtiers-good 1.0): it was written for tier API {number}, this kvtiers has tier API 1; "
+        f"install a {install} for tier API {max(number, 1)} (pip install --upgrade {install})"
+    )
+
+
+def test_an_unknown_type_is_refused_with_the_closest_and_all_that_are_installed(distributions):
+    distributions.install_tier("good", GOOD)
+    distributions.install_tier("zebra", GOOD)
+    text = refusal("goood")
+    assert text.startswith("unknown tier type 'goood'. Did you mean 'good'? Installed tier types: ")
+    assert text.endswith("zebra.")
+
+
+def test_an_unknown_type_that_resembles_nothing_gets_no_suggestion(distributions):
+    distributions.install_tier("good", GOOD)
+    assert "Did you mean" not in refusal("qqqqqqqqqqqqqqq")
+
+
+def test_two_distributions_that_claim_one_name_are_both_named(distributions):
+    distributions.install_tier("good", GOOD, name="kvtiers-good")
+    distributions.install_tier("good", GOOD, name="other-good", version="3.1")
+    distributions.install_tier("fine", GOOD.replace('"good"', '"fine"'))
+    assert refusal("good") == (
+        "tier type 'good' is claimed by kvtiers-good 1.0 and other-good 3.1; uninstall all but one of them"
+    )
+    assert plugins.load_tier("fine").name == "fine"
+
+
+def test_one_distribution_found_twice_on_the_path_claims_its_name_once(distributions, monkeypatch):
+    distributions.install_tier("good", GOOD)
+    monkeypatch.syspath_prepend(f"{distributions.folder}/../{distributions.folder.name}")
+    assert plugins.load_tier("good").name == "good"
+
+
+def test_a_class_is_loaded_from_its_entry_point(distributions):
+    group = plugins.EVICTION_GROUP
+    distributions.install(
+        "policies", f"[{group}]\nfifo = MODULE:Fifo\nbad = MODULE:number\n", source="class Fifo: 'x'\nnumber = 3"
+    )
+    assert plugins.load_class(group, "fifo", "eviction policy").__name__ == "Fifo"
+    assert {"fifo", "bad"} <= set(plugins.installed_names(group))
+
+
+def test_a_class_that_cannot_be_loaded_is_one_line(distributions):
+    group = plugins.EVICTION_GROUP
+    distributions.install("policies", f"[{group}]\nfifo = MODULE:Fifo\nnumber = MODULE:number\n", source="number = 3")
+    for name, said in [
+        ("number", "eviction policy 'number' (policies 1.0): expected the entry point 'kvtiers_test_module_"),
+        ("fifo", "eviction policy 'fifo' (policies 1.0) cannot be imported"),
+        ("fif", "unknown eviction policy 'fif'. Did you mean 'fifo'? Installed eviction policies: "),
+    ]:
+        with pytest.raises(TierPluginError) as caught:
+            plugins.load_class(group, name, "eviction policy")
+        assert str(caught.value).startswith(said)
+
+
+def test_nothing_installed_says_so():
+    with pytest.raises(TierPluginError, match=r"unknown gadget 'x'\. No gadget is installed\."):
+        plugins.load_class("kvtiers.no_such_group", "x", "gadget")
