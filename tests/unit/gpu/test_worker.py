@@ -1,0 +1,218 @@
+"""The worker: jobs in, exactly one result each out, whatever happens in between."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from kvtiers.base import BlockSpec, TransferResult
+from kvtiers.gpu.worker import GpuWorker
+from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+
+PAGE = 1024
+LAYOUT = CacheLayout(ModelIdentity("m"), (KVGroup("g", 16),), (KVTensor("t", 0, PAGE),))
+
+
+class Region:
+    """A region in this process's memory; a test can hold back its answer, or take the memory away."""
+
+    def __init__(self, rows: int) -> None:
+        self.bytes = np.zeros(rows * LAYOUT.row_stride, np.uint8)
+        self.joined = True
+        self.asked = threading.Event()
+        self.answer = threading.Event()
+        self.answer.set()
+        self.closed = 0
+
+    def memory(self) -> memoryview | None:
+        self.asked.set()
+        assert self.answer.wait(30)
+        return memoryview(self.bytes) if self.joined else None
+
+    def problem(self) -> str:
+        return "the manager of engine 'e' has ended"
+
+    def close(self) -> None:
+        self.closed += 1
+
+    @property
+    def rows(self) -> np.ndarray:
+        return self.bytes.reshape(-1, LAYOUT.row_stride)
+
+
+@pytest.fixture
+def region():
+    region = Region(rows=64)
+    yield region
+    region.answer.set()
+
+
+@pytest.fixture
+def kv() -> np.ndarray:
+    return np.random.default_rng(1).integers(0, 256, (64, PAGE), np.uint8)
+
+
+@pytest.fixture
+def worker(region, kv):
+    worker = GpuWorker(LAYOUT, [kv], region, max_queued=3)
+    yield worker
+    region.answer.set()
+    worker.shutdown()
+
+
+def blocks(*ids: int) -> BlockSpec:
+    return BlockSpec(np.array(ids, np.int64), (len(ids),), (0,))
+
+
+def rows(*ids: int) -> np.ndarray:
+    return np.array(ids, np.int32)
+
+
+def ended(worker: GpuWorker, *job_ids: int) -> dict[int, TransferResult]:
+    worker.wait(job_ids)
+    results = worker.get_finished()
+    assert len({result.job_id for result in results}) == len(results)
+    return {result.job_id: result for result in results}
+
+
+def test_a_stored_block_comes_back_and_each_job_is_reported_once(worker, region, kv) -> None:
+    worker.submit_store(1, blocks(3, 5), rows(8, 9))
+    assert ended(worker, 1)[1].success
+    np.testing.assert_array_equal(region.rows[8:10, :PAGE], kv[[3, 5]])
+    wanted = kv[[5, 3]].copy()
+    worker.submit_load(2, rows(9, 8), blocks(20, 21))
+    result = ended(worker, 2)[2]
+    assert (result.success, result.nbytes, result.error) == (True, 2 * PAGE, "")
+    assert result.seconds > 0
+    np.testing.assert_array_equal(kv[[20, 21]], wanted)
+    assert worker.get_finished() == []
+
+
+def test_a_refused_job_is_a_failed_result_and_the_next_one_works(worker, region, kv) -> None:
+    worker.submit_store(1, blocks(3), rows(99))
+    worker.submit_store(2, blocks(3), rows(1))
+    results = ended(worker, 1, 2)
+    assert not results[1].success
+    assert results[1].error == "store job 1: chunk id 99 does not exist; there are 64 rows in the region"
+    assert results[2].success
+    np.testing.assert_array_equal(region.rows[1, :PAGE], kv[3])
+
+
+@pytest.mark.parametrize("chunk_ids", [None, "no rows", object()])
+def test_a_submit_with_nonsense_never_raises_into_the_engine(worker, chunk_ids) -> None:
+    worker.submit_load(1, chunk_ids, blocks(3))
+    assert not ended(worker, 1)[1].success
+
+
+def test_the_engine_may_reuse_its_arrays_as_soon_as_submit_returns(worker, region, kv) -> None:
+    region.answer.clear()
+    ids, chunk_ids = blocks(3), rows(8)
+    worker.submit_store(1, ids, chunk_ids)
+    ids.block_ids[:] = 60
+    chunk_ids[:] = 1
+    region.answer.set()
+    ended(worker, 1)
+    np.testing.assert_array_equal(region.rows[8, :PAGE], kv[3])
+    assert not region.rows[1].any()
+
+
+def test_each_direction_is_first_in_first_out_and_an_expedited_load_overtakes(worker, region) -> None:
+    region.answer.clear()
+    worker.submit_store(1, blocks(0), rows(0))
+    assert region.asked.wait(30)  # the copy thread holds job 1; all others are behind it
+    worker.submit_load(2, rows(0), blocks(10))
+    worker.submit_load(3, rows(0), blocks(11))
+    worker.submit_store(4, blocks(1), rows(1))
+    worker.submit_load(5, rows(0), blocks(12), expedited=True)
+    region.answer.set()
+    worker.wait([1, 2, 3, 4, 5])
+    order = [result.job_id for result in worker.get_finished()]
+    assert order.index(5) <= 1  # only what was under way is ahead of it
+    assert order.index(1) < order.index(4)
+    assert order.index(2) < order.index(3)
+
+
+def test_an_expedited_load_waits_for_a_piece_not_for_a_whole_bulk_transfer() -> None:
+    layout = CacheLayout(ModelIdentity("m"), (KVGroup("g", 16),), (KVTensor("t", 0, 1 << 20),))
+    region = Region(rows=0)
+    region.bytes = np.zeros(32 * layout.row_stride, np.uint8)
+    kv = np.ones((32, 1 << 20), np.uint8)
+    worker = GpuWorker(layout, [kv], region)
+    region.answer.clear()
+    worker.submit_store(1, blocks(*range(30)), rows(*range(30)))
+    assert region.asked.wait(30)
+    worker.submit_load(2, rows(31), blocks(31), expedited=True)
+    region.answer.set()
+    worker.wait([1, 2])
+    assert [result.job_id for result in worker.get_finished()] == [2, 1]
+    worker.shutdown()
+
+
+def test_a_full_queue_refuses_and_says_so(worker, region) -> None:
+    region.answer.clear()
+    worker.submit_load(1, rows(0), blocks(0))
+    assert region.asked.wait(30)
+    for job_id in (2, 3, 4, 5):
+        worker.submit_load(job_id, rows(0), blocks(0))
+    worker.submit_store(6, blocks(0), rows(0))  # the other direction has room
+    region.answer.set()
+    results = ended(worker, 1, 2, 3, 4, 5, 6)
+    assert [job_id for job_id, result in results.items() if not result.success] == [4, 5]
+    assert results[4].error == "load job 4: 3 transfers are waiting already, and no more are taken"
+
+
+def test_without_a_region_jobs_fail_and_work_again_once_it_is_there(worker, region) -> None:
+    region.joined = False
+    worker.submit_load(1, rows(0), blocks(0))
+    assert ended(worker, 1)[1].error == "load job 1: the manager of engine 'e' has ended"
+    region.joined = True
+    worker.submit_load(2, rows(0), blocks(0))
+    assert ended(worker, 2)[2].success
+
+
+def test_waiting_for_an_unknown_job_returns(worker) -> None:
+    worker.wait([12345])
+
+
+def test_shutdown_ends_the_running_copy_fails_the_queued_ones_and_leaves_the_region(worker, region, kv) -> None:
+    region.answer.clear()
+    worker.submit_store(1, blocks(3), rows(8))
+    assert region.asked.wait(30)
+    worker.submit_store(2, blocks(4), rows(9))
+    closer = threading.Thread(target=worker.shutdown)
+    closer.start()
+    worker.wait([2])
+    region.answer.set()
+    closer.join(30)
+    assert not closer.is_alive()
+    results = {result.job_id: result for result in worker.get_finished()}
+    assert results[1].success
+    assert results[2].error == "store job 2: the worker was shut down before the copy began"
+    np.testing.assert_array_equal(region.rows[8, :PAGE], kv[3])
+    assert not region.rows[9].any()
+    assert region.closed == 1
+    worker.submit_store(3, blocks(3), rows(8))
+    assert ended(worker, 3)[3].error == "store job 3: the worker is shut down"
+
+
+def test_shutdown_leaves_no_thread_and_may_come_again(region, kv) -> None:
+    before = set(threading.enumerate())
+    worker = GpuWorker(LAYOUT, [kv], region)
+    worker.submit_store(1, blocks(3), rows(8))
+    worker.shutdown()
+    worker.shutdown()
+    assert set(threading.enumerate()) == before
+    assert [result.job_id for result in worker.get_finished()] == [1]
+
+
+def test_a_replicated_row_is_written_by_rank_0_alone_and_acknowledged_by_all(kv) -> None:
+    layout = CacheLayout(
+        ModelIdentity("m"), (KVGroup("g", 16),), (KVTensor("t", 0, PAGE),), world_size=2, row_layout="replicated"
+    )
+    region = Region(rows=4)
+    other = GpuWorker(layout, [kv], region, rank=1)
+    other.submit_store(1, blocks(3), rows(2))
+    result = ended(other, 1)[1]
+    assert (result.success, result.nbytes) == (True, 0)
+    assert not region.bytes.any()
+    other.shutdown()
