@@ -1,1 +1,46 @@
-"""Which chunk leaves the primary first."""
+"""Which chunk leaves the primary next: the policies, and how one is found by its name."""
+
+from kvtiers.api import ConfigError, TierPluginError
+from kvtiers.primary.eviction.arc import ARCPolicy
+from kvtiers.primary.eviction.base import EvictionPolicy
+from kvtiers.primary.eviction.lru import LRUPolicy
+
+__all__ = ["ARCPolicy", "EvictionPolicy", "LRUPolicy", "make_policy", "policy_class"]
+
+_BUILT_IN: dict[str, type[EvictionPolicy]] = {"arc": ARCPolicy, "lru": LRUPolicy}
+
+
+def policy_class(name: str) -> type[EvictionPolicy]:
+    """Return the policy of this name: ``lru``, ``arc``, or an entry point in the group ``kvtiers.eviction``.
+
+    ConfigError, one line, if there is none or it is not a complete EvictionPolicy.
+    """
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]
+    # Only a name that is not ours is worth a walk over all installed distributions.
+    from kvtiers.plugins import EVICTION_GROUP, did_you_mean, installed_names, load_class
+
+    installed = installed_names(EVICTION_GROUP)
+    if name not in installed:
+        known = sorted({*_BUILT_IN, *installed})
+        text = f"unknown eviction policy {name!r}.{did_you_mean(name, known)} Eviction policies: {', '.join(known)}."
+        raise ConfigError(text)
+    try:
+        found = load_class(EVICTION_GROUP, name, "eviction policy")
+    except TierPluginError as error:
+        raise ConfigError(str(error)) from error
+    if not issubclass(found, EvictionPolicy):
+        raise ConfigError(f"eviction policy {name!r}: expected a subclass of EvictionPolicy, got {found!r}")
+    if missing := sorted(found.__abstractmethods__):
+        raise ConfigError(f"eviction policy {name!r}: {found.__name__} does not define {', '.join(missing)}")
+    return found
+
+
+def make_policy(name: str, capacity: int) -> EvictionPolicy:
+    """Return a new policy of this name for a primary of ``capacity`` rows; ConfigError if that is impossible."""
+    policy = policy_class(name)
+    try:
+        return policy(capacity)
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"eviction policy {name!r} cannot be made for {capacity} rows: {reason}") from error

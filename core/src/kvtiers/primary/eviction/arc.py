@@ -1,0 +1,161 @@
+"""ARC: adapts between chunks used by one request and chunks used by several.
+
+Two lists, each a leaf-first LRU: T1 (``_once``) has the chunks that only the request that brought them has used, T2
+(``_often``) those that a later request used again. Two ghost lists, B1 and B2, remember keys evicted from T1 and T2.
+A request that wants to store what B1 remembers says that T1 is too small, and the other way round: that moves the
+target size of T1. Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003; here a
+re-use counts when the request ends, and a chunk that comes back from a ghost list starts in T1.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+
+from kvtiers.api import OffloadKey
+from kvtiers.primary.eviction.base import EvictionPolicy
+from kvtiers.primary.eviction.lru import LRUPolicy
+
+__all__ = ["ARCPolicy"]
+
+
+@dataclass(slots=True)
+class _Request:
+    """What one request has done: chunks brought, others' chunks used (in order), ghosts counted."""
+
+    brought: set[OffloadKey] = field(default_factory=set)
+    reused: dict[OffloadKey, None] = field(default_factory=dict)
+    counted: set[OffloadKey] = field(default_factory=set)
+
+
+class ARCPolicy(EvictionPolicy):
+    """Keeps chunks that several requests used from being washed out by chunks used once."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._once = LRUPolicy()
+        self._often = LRUPolicy()
+        self._once_ghosts: dict[OffloadKey, None] = {}
+        self._often_ghosts: dict[OffloadKey, None] = {}
+        self._target = 0.0
+        self._unwritten: set[OffloadKey] = set()
+        self._requests: dict[str, _Request] = {}
+
+    @property
+    def target(self) -> float:
+        """How many chunks T1 should have, as learnt so far."""
+        return self._target
+
+    def on_store_miss(self, keys: Sequence[OffloadKey], request_id: str) -> None:
+        """Move the target for keys that a ghost list remembers, once for each request."""
+        once, often = self._once_ghosts, self._often_ghosts
+        found = [key for key in keys if key in once or key in often]
+        if not found:
+            return
+        counted = self._requests.setdefault(request_id, _Request()).counted if request_id else set()
+        for key in found:
+            if key in counted:
+                continue
+            counted.add(key)
+            if key in once:
+                self._target = min(self._target + max(1.0, len(often) / len(once)), float(self.capacity))
+            else:
+                self._target = max(self._target - max(1.0, len(once) / len(often)), 0.0)
+
+    def access(self, keys: Sequence[OffloadKey], request_id: str, new: Sequence[OffloadKey] = ()) -> None:
+        """Bring new chunks into T1; the others keep their list until the request ends."""
+        if not keys:
+            return
+        request = self._requests.setdefault(request_id, _Request())
+        if new:
+            for ghosts in (self._once_ghosts, self._often_ghosts):
+                for key in ghosts.keys() & new:
+                    del ghosts[key]
+            self._unwritten.update(new)
+            request.brought.update(new)
+        request.reused.update(dict.fromkeys(key for key in keys if key not in request.brought))
+        in_often = self._often.known
+        self._once.access([key for key in keys if key not in in_often], request_id, new)
+        self._often.access([key for key in keys if key in in_often], request_id)
+        if not request_id:
+            self.request_finished(request_id)
+
+    def request_finished(self, request_id: str) -> None:
+        """Move what the request used again from T1 to T2; settle the recency in both."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return
+        known_once, known_often = self._once.known, self._often.known
+        again = [key for key in request.reused if key not in self._unwritten]
+        rising = [key for key in again if key in known_once]
+        if rising:
+            used = [key for key in again if key in known_once or key in known_often]
+            evictable = self._once.take(rising)
+            # Under a request's id again, so that T1's and T2's chunks end up in the order of its prefix.
+            self._often.access(used, request_id, rising)
+            self._often.mark_evictable(evictable)
+        self._once.request_finished(request_id)
+        self._often.request_finished(request_id)
+
+    def mark_evictable(self, keys: Sequence[OffloadKey]) -> None:
+        """Put the chunks back at their places."""
+        self._unwritten.difference_update(keys)
+        once, often = self._split(keys)
+        self._once.mark_evictable(once)
+        self._often.mark_evictable(often)
+
+    def mark_pinned(self, keys: Sequence[OffloadKey]) -> None:
+        """Take the chunks out; their places are kept."""
+        once, often = self._split(keys)
+        self._once.mark_pinned(once)
+        self._often.mark_pinned(often)
+
+    def remove(self, keys: Sequence[OffloadKey]) -> None:
+        """Forget the chunks; they do not become ghosts, since nobody chose them."""
+        self._unwritten.difference_update(keys)
+        once, often = self._split(keys)
+        self._once.remove(once)
+        self._often.remove(often)
+
+    def evict(self, count: int) -> list[OffloadKey] | None:
+        """Take from T1 while it is not below its target, then from T2, then from T1 again."""
+        if count > self._once.evictable + self._often.evictable:
+            return None
+        from_once = min(count, self._once.evictable, self._above_target())
+        from_often = min(count - from_once, self._often.evictable)
+        once = self._once.evict(count - from_often)
+        often = self._often.evict(from_often)
+        assert once is not None
+        assert often is not None
+        self._remember(self._once_ghosts, once)
+        self._remember(self._often_ghosts, often)
+        return once + often
+
+    def coldest(self) -> Iterator[OffloadKey]:
+        """Yield the evictable chunks as one large eviction would take them."""
+        once = self._once.coldest()
+        return chain(islice(once, self._above_target()), self._often.coldest(), once)
+
+    def clear(self) -> None:
+        """Forget all chunks, ghosts, requests and the target."""
+        self._once.clear()
+        self._often.clear()
+        self._once_ghosts.clear()
+        self._often_ghosts.clear()
+        self._unwritten.clear()
+        self._requests.clear()
+        self._target = 0.0
+
+    def _split(self, keys: Sequence[OffloadKey]) -> tuple[Sequence[OffloadKey], Sequence[OffloadKey]]:
+        in_often = self._often.known
+        often = [key for key in keys if key in in_often]
+        return (keys if not often else [key for key in keys if key not in in_often]), often
+
+    def _above_target(self) -> int:
+        return max(0, len(self._once.known) - int(self._target) + 1)
+
+    def _remember(self, ghosts: dict[OffloadKey, None], keys: list[OffloadKey]) -> None:
+        ghosts.update(dict.fromkeys(keys))
+        excess = len(ghosts) - self.capacity
+        if excess > 0:
+            for key in list(islice(ghosts, excess)):
+                del ghosts[key]

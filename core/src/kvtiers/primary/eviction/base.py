@@ -1,0 +1,76 @@
+"""What an eviction policy is asked, and what it is told.
+
+To add one, subclass ``EvictionPolicy`` and declare an entry point in the group ``kvtiers.eviction``; its name is what
+``primary.eviction`` in the configuration says.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+from kvtiers.api import OffloadKey
+
+__all__ = ["EvictionPolicy"]
+
+
+class EvictionPolicy(ABC):
+    """Decides which chunk leaves the primary next. It holds keys only, never rows.
+
+    The primary tier calls it, on the engine's thread: no method blocks, and each should cost O(1) a chunk. All calls
+    are batches, and no batch names a key twice. A key is *known* from the ``access`` that names it in ``new`` until
+    it is removed, evicted or cleared; all other calls name known keys. A new key is not evictable; it is after
+    ``mark_evictable`` and until ``mark_pinned``.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """Start empty, for a primary of ``capacity`` rows."""
+        self.capacity = capacity
+
+    @abstractmethod
+    def access(self, keys: Sequence[OffloadKey], request_id: str, new: Sequence[OffloadKey] = ()) -> None:
+        """Count these chunks as used by this request; they are in the order of its prefix, head first.
+
+        ``new``: those of them that were stored or promoted just now, in the same order, and are not known yet. A
+        request that names a chunk again, by a retry for example, has used it once. An empty ``request_id`` stands
+        for a request of this one call. The head of a prefix is worth more than its tail: without the head, the tail
+        is never found.
+        """
+
+    @abstractmethod
+    def request_finished(self, request_id: str) -> None:
+        """Take note that a request has ended: the moment to settle what its uses mean. An unknown one is ignored."""
+
+    @abstractmethod
+    def mark_evictable(self, keys: Sequence[OffloadKey]) -> None:
+        """These chunks may be evicted from now on. That is no use: their rank is what ``access`` made it."""
+
+    @abstractmethod
+    def mark_pinned(self, keys: Sequence[OffloadKey]) -> None:
+        """These chunks, all evictable until now, must not be evicted. Their rank stays."""
+
+    @abstractmethod
+    def remove(self, keys: Sequence[OffloadKey]) -> None:
+        """Forget these chunks; they are gone, but not by eviction."""
+
+    @abstractmethod
+    def evict(self, count: int) -> list[OffloadKey] | None:
+        """Choose exactly ``count`` evictable chunks, forget and return them; None, and no change, if there are fewer.
+
+        Only evictable chunks are looked at, so that pinned ones never cost time.
+        """
+
+    @abstractmethod
+    def coldest(self) -> Iterator[OffloadKey]:
+        """Yield the evictable chunks in about the order in which they would be evicted. Changes nothing.
+
+        The caller reads as many as it wants, before any other call.
+        """
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget everything, also what was learnt and what unfinished requests did."""
+
+    def on_store_miss(self, keys: Sequence[OffloadKey], request_id: str) -> None:
+        """Take note that this request wants to store chunks that are not there. Comes before ``evict``.
+
+        The keys are not known, and may never become so: there may be no room. May come again for the same request.
+        """

@@ -1,0 +1,200 @@
+"""Least recently used, by request: the tail of a request's prefix goes before its head.
+
+Each running request has a *bucket*: the chunks that it uses, in the order of its prefix. A bucket has one rank, the
+time of the request's first use; when the request ends, its bucket becomes the hottest and takes back whatever other
+requests took from it. Eviction empties the coldest bucket from its tail. So a request counts once, however often it
+retries and whatever it does in between.
+
+A chunk's *place* is one integer, the bucket's number and the position in the bucket: one dictionary look-up tells
+both. A bucket's evictable chunks are a dictionary in the order of their places. Chunks come back from a pin mostly
+in order and behind the others; if not, the bucket is sorted once, when eviction reaches it.
+"""
+
+from collections.abc import Iterable, Iterator, KeysView, Sequence
+from itertools import chain, count
+
+from kvtiers.api import OffloadKey
+from kvtiers.primary.eviction.base import EvictionPolicy
+from kvtiers.primary.eviction.buckets import PLACE_SHIFT, Bucket, BucketQueue, merge_order
+
+__all__ = ["LRUPolicy"]
+
+
+class LRUPolicy(EvictionPolicy):
+    """Evicts what the request that ended longest ago used, tail first. The default."""
+
+    def __init__(self, capacity: int = 0) -> None:
+        super().__init__(capacity)
+        self._place_of: dict[OffloadKey, int] = {}
+        self._evictable = 0
+        self._buckets: dict[int, Bucket] = {}
+        self._running: dict[str, Bucket] = {}
+        self._queue = BucketQueue()
+        self._numbers = count(1)
+        self._ranks = count(1)
+
+    @property
+    def known(self) -> KeysView[OffloadKey]:
+        """All known keys."""
+        return self._place_of.keys()
+
+    @property
+    def evictable(self) -> int:
+        """How many of them are evictable."""
+        return self._evictable
+
+    def access(self, keys: Sequence[OffloadKey], request_id: str, new: Sequence[OffloadKey] = ()) -> None:
+        """Put the chunks into the request's bucket, unless they are in a hotter one."""
+        if not keys:
+            return
+        bucket = self._running.get(request_id)
+        if bucket is None:
+            number = next(self._numbers)
+            bucket = self._buckets[number] = Bucket(number, next(self._ranks))
+            self._running[request_id] = bucket
+        places = self._give_places(bucket, keys)
+        bucket.size += len(new)
+        if len(new) == len(keys):
+            self._place_of.update(zip(keys, places, strict=True))
+        else:
+            self._place_of.update(zip(new, bucket.places_of(new), strict=True))
+            self._move(bucket, keys)
+        if not request_id:
+            self.request_finished(request_id)
+
+    def request_finished(self, request_id: str) -> None:
+        """Make the request's bucket the hottest, with all chunks that it used and that are still here."""
+        bucket = self._running.pop(request_id, None)
+        if bucket is None:
+            return
+        places = bucket.places
+        bucket.rank = next(self._ranks)
+        now = list(map(self._place_of.get, places))
+        if now != list(places.values()):
+            self._move(bucket, [key for key, place in zip(places, now, strict=True) if place is not None])
+        bucket.places = {}
+        bucket.finished = True
+        self._queue.push(bucket)
+        self._drop_if_done(bucket)
+
+    def mark_evictable(self, keys: Sequence[OffloadKey]) -> None:
+        """Put the chunks back at their places."""
+        for bucket, part, places in self._by_bucket(keys):
+            bucket.add(part, places, self._place_of)
+            self._queue.push(bucket)
+        self._evictable += len(keys)
+
+    def mark_pinned(self, keys: Sequence[OffloadKey]) -> None:
+        """Take the chunks out; their places are kept."""
+        for bucket, part, _ in self._by_bucket(keys):
+            bucket.pin(part)
+        self._evictable -= len(keys)
+
+    def remove(self, keys: Sequence[OffloadKey]) -> None:
+        """Forget the chunks and their places."""
+        self.take(keys)
+
+    def take(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Forget the chunks and return those that were evictable."""
+        were_evictable: list[OffloadKey] = []
+        for bucket, part, _ in self._by_bucket(keys):
+            were_evictable += bucket.discard(part)
+            self._shrink(bucket, len(part))
+        for key in keys:
+            del self._place_of[key]
+        self._evictable -= len(were_evictable)
+        return were_evictable
+
+    def evict(self, count: int) -> list[OffloadKey] | None:
+        """Empty the coldest buckets, each from its tail."""
+        if count > self._evictable:
+            return None
+        victims: list[OffloadKey] = []
+        while (wanted := count - len(victims)) > 0:
+            bucket = self._queue.coldest()
+            evictable = bucket.put_in_order(self._place_of)
+            if len(evictable) <= wanted:
+                victims.extend(reversed(evictable))
+                self._shrink(bucket, len(evictable))
+                bucket.evictable = {}
+            else:
+                victims.extend([evictable.popitem()[0] for _ in range(wanted)])
+                self._shrink(bucket, wanted)
+        place_of = self._place_of
+        for key in victims:
+            del place_of[key]
+        self._evictable -= len(victims)
+        return victims
+
+    def coldest(self) -> Iterator[OffloadKey]:
+        """Yield the evictable chunks exactly in the order of eviction."""
+        return chain.from_iterable(
+            reversed(bucket.put_in_order(self._place_of)) for bucket in self._queue.coldest_first()
+        )
+
+    def clear(self) -> None:
+        """Forget all chunks and requests."""
+        self._place_of.clear()
+        self._evictable = 0
+        self._buckets.clear()
+        self._running.clear()
+        self._queue.clear()
+
+    def _give_places(self, bucket: Bucket, keys: Sequence[OffloadKey]) -> list[int]:
+        """Return the place of each key in ``bucket``; those that have none get one."""
+        if bucket.places and not bucket.places.keys().isdisjoint(keys):
+            if not all(key in bucket.places for key in keys):
+                self._merge(bucket, keys)
+            return bucket.places_of(keys)
+        first = bucket.first_place + len(bucket.places)
+        # A list, so that all dictionaries share these integers: less memory, and quickly found to be equal.
+        places = list(range(first, first + len(keys)))
+        bucket.places.update(zip(keys, places, strict=True))
+        return places
+
+    def _merge(self, bucket: Bucket, keys: Sequence[OffloadKey]) -> None:
+        """Give all places of a bucket anew, with ``keys``, some of which have one already, in their order."""
+        before = bucket.places
+        order = merge_order(before, keys)
+        places = list(range(bucket.first_place, bucket.first_place + len(order)))
+        bucket.places = dict(zip(order, places, strict=True))
+        here = [key for key, place in before.items() if self._place_of.get(key) == place]
+        self._place_of.update(zip(here, bucket.places_of(here), strict=True))
+        bucket.in_order = False
+
+    def _move(self, bucket: Bucket, keys: Sequence[OffloadKey]) -> None:
+        """Put these known chunks at their places in ``bucket``, except from hotter buckets."""
+        for source, part, _ in self._by_bucket(keys):
+            if source.rank >= bucket.rank:  # itself, or hotter: a use never makes a chunk colder
+                continue
+            evictable = source.discard(part)
+            self._shrink(source, len(part))
+            self._place_of.update(zip(part, bucket.places_of(part), strict=True))
+            bucket.size += len(part)
+            if evictable:
+                bucket.add(evictable, bucket.places_of(evictable), self._place_of)
+                self._queue.push(bucket)
+
+    def _by_bucket(self, keys: Sequence[OffloadKey]) -> Iterable[tuple[Bucket, Sequence[OffloadKey], list[int]]]:
+        if not keys:
+            return ()
+        places = list(map(self._place_of.__getitem__, keys))
+        number = min(places) >> PLACE_SHIFT
+        if number == max(places) >> PLACE_SHIFT:
+            return ((self._buckets[number], keys, places),)
+        parts: dict[int, tuple[list[OffloadKey], list[int]]] = {}
+        for key, place in zip(keys, places, strict=True):
+            part = parts.get(place >> PLACE_SHIFT)
+            if part is None:
+                part = parts[place >> PLACE_SHIFT] = ([], [])
+            part[0].append(key)
+            part[1].append(place)
+        return [(self._buckets[number], *part) for number, part in parts.items()]
+
+    def _shrink(self, bucket: Bucket, gone: int) -> None:
+        bucket.size -= gone
+        self._drop_if_done(bucket)
+
+    def _drop_if_done(self, bucket: Bucket) -> None:
+        if bucket.finished and not bucket.size:
+            del self._buckets[bucket.first_place >> PLACE_SHIFT]

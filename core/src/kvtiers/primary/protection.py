@@ -1,0 +1,43 @@
+"""Promotions that have landed and that nobody has read yet: for a while they are not evictable.
+
+Without that, promotions that land together evict each other before the requests that wait for them come to read.
+"""
+
+from collections.abc import Sequence
+from itertools import islice, takewhile
+
+from kvtiers.api import OffloadKey
+
+__all__ = ["Protection"]
+
+
+class Protection:
+    """The protected chunks, oldest first: at most ``limit`` of them, none for longer than ``seconds``."""
+
+    def __init__(self, limit: int, seconds: float) -> None:
+        self.limit = limit
+        self.seconds = seconds
+        self._since: dict[OffloadKey, float] = {}
+        self.keys = self._since.keys()
+
+    def begin(self, keys: list[OffloadKey], now: float) -> list[OffloadKey]:
+        """Protect these chunks; return those, the oldest, that lose their protection since there are too many."""
+        self._since.update(dict.fromkeys(keys, now))
+        return self.end(list(islice(self._since, max(0, len(self._since) - self.limit))))
+
+    def end(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Protect these chunks no longer; return those that were protected."""
+        if not self._since:
+            return []
+        ended = [key for key in keys if key in self._since]
+        for key in ended:
+            del self._since[key]
+        return ended
+
+    def expire(self, now: float) -> list[OffloadKey]:
+        """End and return what has been protected for ``seconds``."""
+        return self.end(list(takewhile(lambda key: now - self._since[key] >= self.seconds, self._since)))
+
+    def clear(self) -> None:
+        """Protect nothing any more."""
+        self._since.clear()

@@ -1,0 +1,196 @@
+"""Who holds each row of the primary, and for what.
+
+One signed number a row, its state, and the key that the row is bound to::
+
+    state       key      the row is
+    -2          none     free
+    -1          a key    pending: leased to one writer, not readable
+     0          a key    ready, nobody reads it
+     n > 0      a key    ready, with n readers
+    -1, n > 0   none     in quarantine: its chunk is forgotten, but the writer or n readers may still touch it
+
+A row stays leased until what leased it completes, so a completion by row is never about another lease of it.
+Completing a row that is not leased that way (a plan completed twice) changes nothing and is counted as ``misuse``.
+"""
+
+from collections.abc import Collection, Sequence
+
+from kvtiers.api import OffloadKey
+
+__all__ = ["RowTable"]
+
+_FREE = -2
+_PENDING = -1
+
+
+class RowTable:
+    """The states of all rows. Engine's thread only; every method takes a batch.
+
+    ``free + pending + idle + pinned + quarantined == num_rows`` at all times, idle being the ready rows that nobody
+    reads.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.pending = 0
+        self.idle = 0
+        self.pinned = 0
+        self.quarantined = 0
+        self.misuse = 0
+        self.state = [_FREE] * num_rows  # for others to read
+        self._key_of: list[OffloadKey | None] = [None] * num_rows
+        # Fresh rows go first and in increasing order, behind the pre-fault; then the row that was freed last.
+        self._next_fresh = 0
+        self._freed: list[int] = []
+
+    @property
+    def free(self) -> int:
+        """How many rows can be allocated."""
+        return self.num_rows - self._next_fresh + len(self._freed)
+
+    def allocate(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """Lease one free row for each key to a writer."""
+        assert len(keys) <= self.free, "more rows allocated than are free"
+        fresh = min(len(keys), self.num_rows - self._next_fresh)
+        rows = list(range(self._next_fresh, self._next_fresh + fresh))
+        self._next_fresh += fresh
+        if (again := len(keys) - fresh) > 0:
+            rows += self._freed[: -again - 1 : -1]
+            del self._freed[-again:]
+        state, key_of = self.state, self._key_of
+        for key, row in zip(keys, rows, strict=True):
+            state[row] = _PENDING
+            key_of[row] = key
+        self.pending += len(rows)
+        return rows
+
+    def evict(self, rows: Sequence[int]) -> None:
+        """Free these idle rows."""
+        state, key_of = self.state, self._key_of
+        for row in rows:
+            assert state[row] == 0, "evicted a row that is in use"
+            state[row] = _FREE
+            key_of[row] = None
+        self._freed += rows
+        self.idle -= len(rows)
+
+    def any_pending(self, rows: Sequence[int]) -> bool:
+        """Say whether one of these bound rows is not readable yet."""
+        return bool(self.pending) and min(map(self.state.__getitem__, rows), default=0) == _PENDING
+
+    def count_pending(self, rows: Sequence[int]) -> int:
+        """Return how many of these bound rows are not readable yet."""
+        return list(map(self.state.__getitem__, rows)).count(_PENDING) if self.pending else 0
+
+    def idle_keys(self, rows: Sequence[int]) -> list[OffloadKey]:
+        """Return the keys of those of these rows that are ready and that nobody reads."""
+        return [key for row in rows if not self.state[row] and (key := self._key_of[row]) is not None]
+
+    def pin(self, rows: Sequence[int]) -> list[OffloadKey]:
+        """Add one reader to each of these ready rows; return the keys of those that had none."""
+        state, key_of = self.state, self._key_of
+        first: list[OffloadKey] = []
+        for row in rows:
+            readers = state[row]
+            if not readers:
+                first.append(key_of[row])  # type: ignore[arg-type]  # a ready row has a key
+            state[row] = readers + 1
+        self.idle -= len(first)
+        self.pinned += len(first)
+        return first
+
+    def unpin(self, rows: Sequence[int]) -> list[OffloadKey]:
+        """Take one reader from each of these rows; return the keys of those that have none left."""
+        state, key_of = self.state, self._key_of
+        last: list[OffloadKey] = []
+        for row in self._real(rows):
+            readers = state[row]
+            if readers <= 0:
+                self.misuse += 1
+                continue
+            state[row] = readers - 1
+            if readers > 1:
+                continue
+            key = key_of[row]
+            if key is None:
+                self._release(row)
+            else:
+                last.append(key)
+        self.pinned -= len(last)
+        self.idle += len(last)
+        return last
+
+    def complete_write(
+        self, rows: Sequence[int], success: bool, landed: Collection[OffloadKey] = (), readers: int = 0
+    ) -> tuple[list[OffloadKey], list[OffloadKey]]:
+        """End the lease of these rows' writer; return the keys that became readable and those that are lost.
+
+        Without ``success`` only the keys in ``landed`` became readable. They start with this many readers.
+        """
+        state, key_of = self.state, self._key_of
+        readable: list[OffloadKey] = []
+        lost: list[OffloadKey] = []
+        for row in self._real(rows):
+            if state[row] != _PENDING:
+                self.misuse += 1
+                continue
+            key = key_of[row]
+            if key is None:
+                self._release(row)
+            elif success or key in landed:
+                state[row] = readers
+                readable.append(key)
+            else:
+                lost.append(key)
+                state[row] = _FREE
+                key_of[row] = None
+                self._freed.append(row)
+        self.pending -= len(readable) + len(lost)
+        if readers:
+            self.pinned += len(readable)
+        else:
+            self.idle += len(readable)
+        return readable, lost
+
+    def abandon(self, rows: Sequence[int]) -> list[OffloadKey]:
+        """Forget the chunks of these pending rows and return their keys; the writer keeps the rows."""
+        forgotten: list[OffloadKey] = []
+        for row in self._real(rows):
+            key = self._key_of[row]
+            if self.state[row] != _PENDING:
+                self.misuse += 1
+            elif key is not None:  # else a reset came first
+                self._key_of[row] = None
+                forgotten.append(key)
+        self.pending -= len(forgotten)
+        self.quarantined += len(forgotten)
+        return forgotten
+
+    def forget_all(self) -> None:
+        """Forget all chunks. Rows with a writer or readers go to quarantine, all others are free."""
+        held = [row for row, state in enumerate(self.state) if state > 0 or state == _PENDING]
+        states = [self.state[row] for row in held]
+        self.state = [_FREE] * self.num_rows
+        self._key_of = [None] * self.num_rows
+        for row, state in zip(held, states, strict=True):
+            self.state[row] = state
+        if held:
+            untouchable = set(held)
+            self._freed = [row for row in range(self._next_fresh - 1, -1, -1) if row not in untouchable]
+        else:
+            self._freed = []
+            self._next_fresh = 0
+        self.pending = self.idle = self.pinned = 0
+        self.quarantined = len(held)
+
+    def _release(self, row: int) -> None:
+        self.state[row] = _FREE
+        self._freed.append(row)
+        self.quarantined -= 1
+
+    def _real(self, rows: Sequence[int]) -> Sequence[int]:
+        if not rows or (min(rows) >= 0 and max(rows) < self.num_rows):
+            return rows
+        real = [row for row in rows if 0 <= row < self.num_rows]
+        self.misuse += len(rows) - len(real)
+        return real
