@@ -12,9 +12,10 @@ where each ``t`` is ``blocks_per_chunk`` pages of one KV tensor of group g, one 
 import dataclasses
 import hashlib
 import json
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from kvtiers.api import ConfigError
 
@@ -132,24 +133,34 @@ class CacheLayout:
 
     def _check(self) -> None:
         problems = []
+        if self.row_layout not in get_args(RowLayout):
+            problems.append(f"row_layout is {self.row_layout!r}, expected one of {', '.join(get_args(RowLayout))}")
         if not self.groups:
             problems.append("no KV group")
         if not 1 <= self.blocks_per_chunk <= 64:
             problems.append(f"blocks_per_chunk is {self.blocks_per_chunk}, expected 1 to 64")
         if self.world_size < 1:
             problems.append(f"world_size is {self.world_size}, expected at least 1")
-        problems += [
-            f"group {group.name!r}: tokens_per_block is {group.tokens_per_block}, expected at least 1"
-            for group in self.groups
-            if group.tokens_per_block < 1
-        ]
+        for index, group in enumerate(self.groups):
+            problems += [f"group {group.name!r}{text}" for text in self._group_problems(index, group)]
         for tensor in self.tensors:
             problems += [f"tensor {tensor.name!r}: {text}" for text in self._tensor_problems(tensor)]
-        for index, group in enumerate(self.groups):
-            if not any(tensor.group == index for tensor in self.tensors):
-                problems.append(f"group {group.name!r} has no tensor")
+        names = Counter(tensor.name for tensor in self.tensors)
+        problems += [f"tensor {name!r} is there {count} times" for name, count in names.items() if count > 1]
         if problems:
             raise ConfigError([f"cache layout: {problem}" for problem in problems])
+
+    def _group_problems(self, index: int, group: KVGroup) -> list[str]:
+        problems = []
+        if group.tokens_per_block < 1:
+            problems.append(f": tokens_per_block is {group.tokens_per_block}, expected at least 1")
+        windowed = group.kind == "sliding_window"
+        if windowed != (group.window is not None and group.window >= 1):
+            expected = "a number of tokens" if windowed else f"none, since its kind is {group.kind}"
+            problems.append(f": window is {group.window}, expected {expected}")
+        if not any(tensor.group == index for tensor in self.tensors):
+            problems.append(" has no tensor")
+        return problems
 
     def _tensor_problems(self, tensor: KVTensor) -> list[str]:
         problems = []
@@ -273,8 +284,19 @@ class CacheLayout:
         return data
 
     def differences(self, other: "CacheLayout") -> list[str]:
-        """Name the fields in which ``other`` differs from this layout, with both values; empty if they are equal."""
-        return _differences("", json.loads(self.to_json()), json.loads(other.to_json()))
+        """Name the fields in which ``other`` differs from this layout, with both values; empty if they are equal.
+
+        One page size for all ranks is equal to the same size written once for each rank.
+        """
+        return _differences("", _comparable(self), _comparable(other))
+
+
+def _comparable(layout: CacheLayout) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(layout.to_json())
+    for tensor in data["tensors"]:
+        if isinstance(pages := tensor["page_bytes"], list) and len(set(pages)) == 1:
+            tensor["page_bytes"] = pages[0]
+    return data
 
 
 def _differences(where: str, mine: Any, theirs: Any) -> list[str]:

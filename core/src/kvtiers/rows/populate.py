@@ -1,0 +1,123 @@
+"""The program that touches a new region's pages, front to back, so that nobody else meets an empty page.
+
+Run by its path, in a process of its own (``prefault.py`` starts it): the system call that does it would hold the
+engine's interpreter for seconds. It imports little, so that it starts in a few hundredths of a second.
+
+It gets the region's descriptor and nothing else, says on standard output how far it came (``populated BYTES``, then
+``done METHOD`` or ``failed TEXT``), and ends when standard input does: with the process that started it.
+"""
+
+import ctypes
+import errno
+import mmap
+import os
+import sys
+import threading
+
+MADV_POPULATE_WRITE = 23  # Linux 5.14
+PIECE_BYTES = 64 << 20
+
+
+class Populator:
+    """Hands the region's pieces to threads in order, and reports the run of bytes from the start that is done."""
+
+    def __init__(self, fd: int, nbytes: int, piece_bytes: int, advice: int) -> None:
+        self._region = mmap.mmap(fd, nbytes)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._region))
+        self._nbytes = nbytes
+        self._piece = piece_bytes
+        self._advice = advice
+        self._lock = threading.Lock()
+        self._next = 0
+        self._done: set[int] = set()
+        self._reported = 0
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        self.touched = False
+        self.failure = ""
+
+    def work(self) -> None:
+        """Populate pieces until none is left or one has failed. Run by each thread."""
+        while not self.failure:
+            with self._lock:
+                start = self._next
+                self._next += self._piece
+            if start >= self._nbytes:
+                return
+            try:
+                self._populate(start, min(self._piece, self._nbytes - start))
+            except OSError as error:
+                self.failure = f"at byte {start} of {self._nbytes}: {error}"
+                return
+            self._report(start)
+
+    def _populate(self, start: int, length: int) -> None:
+        while self._libc.madvise(self._address + start, length, self._advice):
+            number = ctypes.get_errno()
+            if number == errno.EINVAL:  # an older kernel; every other error means that the memory is not there
+                self._touch(start, length)
+                return
+            if number not in {errno.EINTR, errno.EAGAIN}:
+                raise OSError(number, os.strerror(number))
+
+    def _touch(self, start: int, length: int) -> None:
+        # Reading is enough: a read fault allocates the page of a shared mapping. Writing a byte back would race with
+        # a rank that has already begun to use its rows.
+        self.touched = True
+        _ = self._region[start : start + length : mmap.PAGESIZE]
+
+    def _report(self, start: int) -> None:
+        with self._lock:
+            self._done.add(start)
+            while self._reported in self._done:
+                self._done.remove(self._reported)
+                self._reported += self._piece
+            say(f"populated {min(self._reported, self._nbytes)}")
+
+
+def say(line: str) -> None:
+    """Write one line to standard output."""
+    os.write(1, line.encode() + b"\n")
+
+
+def end_with_parent() -> None:
+    """Wait for the end of standard input, then end this process, whatever its other threads do."""
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
+def be_the_first_to_go() -> None:
+    """If memory runs out, let the kernel end this process and not the engine: no data is lost with it."""
+    try:
+        fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+    except OSError:
+        return
+    try:
+        os.write(fd, b"1000")
+    except OSError:
+        pass  # not allowed here: it was only a kindness
+    finally:
+        os.close(fd)
+
+
+def main(arguments: list[str]) -> int:
+    """Populate: descriptor, bytes, bytes a piece, threads, madvise's advice."""
+    fd, nbytes, piece_bytes, threads, advice = map(int, arguments)
+    be_the_first_to_go()
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    populator = Populator(fd, nbytes, piece_bytes, advice)
+    workers = [threading.Thread(target=populator.work) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if populator.failure:
+        say(f"failed {populator.failure}")
+        return 1
+    say("done touched" if populator.touched else "done populated")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

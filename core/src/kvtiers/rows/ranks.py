@@ -1,0 +1,183 @@
+"""Where each rank of a region stands, and what is told about it.
+
+::
+
+    absent --> joined --> lost --> gone --> (another process of this rank may join)
+
+    joined   its connection is there
+    lost     its connection ended; the process, and its GPU's copies, may still touch the rows
+    gone     its process has ended, or it has said that it has unmapped the region: nothing of it touches a row
+
+The region's accept thread writes; any thread reads. The lock is never held during anything that can block.
+"""
+
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import TypeAlias
+
+from kvtiers.api import StartError
+
+__all__ = ["PrefaultEnded", "RankGone", "RankJoined", "RankLost", "RankRefused", "RankTable", "RegionEvent"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankJoined:
+    """This rank has the region's memory."""
+
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankRefused:
+    """Somebody was refused, and told why. ``rank`` is None where it did not get as far as saying it."""
+
+    rank: int | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankLost:
+    """This rank's connection ended. Its jobs have failed; its rows are not free yet."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankGone:
+    """Nothing of this rank can touch a row any more. Always follows its ``RankLost``."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefaultEnded:
+    """No more rows will be populated ahead. ``error``: the memory is not there, so the region must not be used."""
+
+    rows: int
+    error: str
+
+
+RegionEvent: TypeAlias = RankJoined | RankRefused | RankLost | RankGone | PrefaultEnded
+
+
+class RankTable:
+    """The ranks of one region, by number."""
+
+    def __init__(self, region: str, world_size: int) -> None:
+        self._region = region
+        self.world_size = world_size
+        self._events: SimpleQueue[RegionEvent] = SimpleQueue()
+        self._changed = threading.Condition()
+        self._joined: dict[int, int] = {}
+        self._lost: dict[int, int] = {}
+        self._setback = ""  # a rank that will not come; moot once all have joined after all
+        self._broken = ""
+        self.all_joined = False
+        """Every rank has joined, and none has been lost."""
+
+    def occupant(self, rank: int) -> int | None:
+        """The process that is this rank, or was and may still touch its rows."""
+        with self._changed:
+            return self._joined.get(rank, self._lost.get(rank))
+
+    @property
+    def lost(self) -> set[int]:
+        """Ranks that are lost and not known to be gone."""
+        with self._changed:
+            return set(self._lost)
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that are not joined now."""
+        with self._changed:
+            return self._missing()
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank not in self._joined]
+
+    def join(self, rank: int, pid: int) -> None:
+        """Take note that this process is now this rank."""
+        with self._changed:
+            self._joined[rank] = pid
+            self.all_joined = not self._missing()
+            self._tell(RankJoined(rank, pid))
+
+    def refuse(self, rank: int | None, reason: str, *, ours: bool) -> None:
+        """Take note of a refusal. One of ``ours`` (not a stranger's) is a mistake that no waiting mends."""
+        with self._changed:
+            if ours and not self.all_joined:
+                self._setback = self._setback or f"{_name(rank)} was refused: {reason}"
+            self._tell(RankRefused(rank, reason))
+
+    def lose(self, rank: int) -> None:
+        """Take note that this rank's connection has ended."""
+        with self._changed:
+            if not self.all_joined:
+                pid = self._joined[rank]
+                self._setback = self._setback or f"rank {rank} (process {pid}) ended before all ranks had joined"
+            self._lost[rank] = self._joined.pop(rank)
+            self.all_joined = False
+            self._tell(RankLost(rank))
+
+    def forget(self, rank: int) -> None:
+        """Take note that nothing of this lost rank is left."""
+        with self._changed:
+            del self._lost[rank]
+            self._tell(RankGone(rank))
+
+    def end_prefault(self, rows: int, error: str) -> None:
+        """Take note that pre-faulting has ended."""
+        with self._changed:
+            if error:
+                self._broken = self._broken or f"its memory cannot be populated: {error}"
+            self._tell(PrefaultEnded(rows, error))
+
+    def break_off(self, text: str) -> None:
+        """Make the start fail with this text, for whoever waits for it."""
+        with self._changed:
+            self._broken = self._broken or text
+            self._changed.notify_all()
+
+    def _tell(self, event: RegionEvent) -> None:
+        self._events.put(event)
+        self._changed.notify_all()
+
+    def take_events(self, timeout: float) -> list[RegionEvent]:
+        """Return what happened since the last call, in order; wait up to ``timeout`` seconds for the first."""
+        events = []
+        try:
+            events.append(self._events.get(timeout=timeout) if timeout > 0 else self._events.get_nowait())
+            while True:
+                events.append(self._events.get_nowait())
+        except Empty:
+            return events
+
+    def wait_all(self, timeout: float) -> None:
+        """Wait until all ranks have joined; StartError that names those that did not, or what cannot be mended."""
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while not self._broken and not self.all_joined:
+                if self._setback:
+                    raise StartError(f"{self._region}: {self._setback}")
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise StartError(f"{self._region}: {self.describe_missing(self._missing(), timeout)}")
+                self._changed.wait(left)
+            if self._broken:
+                raise StartError(f"{self._region}: {self._broken}")
+
+    def describe_missing(self, missing: Iterable[int], seconds: float) -> str:
+        """Say in one line that these ranks did not come, and what to look at."""
+        ranks = ", ".join(map(str, missing))
+        return (
+            f"of {self.world_size} ranks these did not join within {seconds:.3g} s: {ranks}; are their workers "
+            "started with this engine id, on this machine, as this user, in the same container (network namespace)?"
+        )
+
+
+def _name(rank: int | None) -> str:
+    return "a rank" if rank is None else f"rank {rank}"
