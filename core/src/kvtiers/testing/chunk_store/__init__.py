@@ -1,0 +1,45 @@
+"""What core demands of a ``ChunkStore``, as tests.
+
+::
+
+    class TestMyStore(ChunkStoreTests):
+        store_class = MyStore
+
+        @pytest.fixture
+        def open_store(self, tmp_path):
+            return partial(MyStore, tmp_path / "values")
+
+The tests of ``SupportsBatch``, ``SupportsListing``, ``SupportsDiagnosis`` and ``SupportsStats`` are there if
+``store_class`` has the ability. ``persistent = False`` (values end with the store) replaces the tests of reopening and
+of a killed writer by one that the store starts empty.
+"""
+
+from kvtiers.testing.chunk_store.abilities import DiagnosisTests, ListingTests, StatsTests
+from kvtiers.testing.chunk_store.base import StoreTestBase
+from kvtiers.testing.chunk_store.batch import BatchTests
+from kvtiers.testing.chunk_store.buffers import BufferTests
+from kvtiers.testing.chunk_store.concurrency import ConcurrencyTests
+from kvtiers.testing.chunk_store.life import LifeTests
+from kvtiers.testing.chunk_store.values import NameTests, ValueTests
+
+__all__ = ["ChunkStoreTests", "StoreTestBase"]
+
+
+class ChunkStoreTests(
+    ValueTests,
+    NameTests,
+    BufferTests,
+    ConcurrencyTests,
+    LifeTests,
+    BatchTests,
+    ListingTests,
+    DiagnosisTests,
+    StatsTests,
+):
+    """Subclass it, set ``store_class``, and give the fixture ``open_store``.
+
+    ``open_store`` returns a function without arguments that opens a store, each time on the same backing; the kit
+    closes what it opens and deletes what it wrote. For a persistent store another process calls it too, so it must
+    survive pickling: a ``functools.partial`` of a class or function that can be imported, not a lambda. The backing
+    needs room for 64 MiB. ``patience``: seconds after which a call counts as hung.
+    """

@@ -1,0 +1,117 @@
+"""What all tests of a store stand on: the author's fixture, and stores, names and rows for one test."""
+
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import ClassVar
+
+import pytest
+
+from kvtiers.api import ChunkStore
+from kvtiers.testing.guarded import PAGE, GuardedMemory
+
+__all__ = ["LARGE", "Names", "OpenStore", "StoreTestBase", "Stores", "read", "write"]
+
+LARGE = 2048 * PAGE + PAGE
+"""A value larger than what buffers and network messages usually hold, and of no round length."""
+
+OpenStore = Callable[[], ChunkStore]
+
+
+class Names:
+    """Storage names of the usual shape that no other test and no other run has used."""
+
+    def __init__(self) -> None:
+        self.prefix = f"kvtiers-kit/model-{uuid.uuid4().hex[:24]}/"
+        self.made: list[str] = []
+
+    def __call__(self, count: int) -> list[str]:
+        """Return this many new names."""
+        return [self.named(f"{uuid.uuid4().hex}00000000") for _ in range(count)]
+
+    def named(self, ending: str) -> str:
+        """Return the name with this ending."""
+        self.made.append(self.prefix + ending)
+        return self.made[-1]
+
+
+class Stores:
+    """Opens stores for one test, and closes at its end those that the test did not close."""
+
+    def __init__(self, open_store: OpenStore, *, persistent: bool) -> None:
+        self._open_store, self._persistent = open_store, persistent
+        self._open: list[ChunkStore] = []
+
+    def open(self) -> ChunkStore:
+        """Open a store on the backing that all stores of this test share."""
+        store = self._open_store()
+        self._open.append(store)
+        return store
+
+    def close(self, store: ChunkStore) -> None:
+        """Close a store within the test."""
+        self._open.remove(store)
+        store.close()
+
+    def end(self, names: list[str]) -> None:
+        """Remove what the test wrote, and close what it left open."""
+        # Deleting and closing have tests of their own; here a failure would only blame the wrong one.
+        with suppress(Exception):
+            if self._persistent and not self._open:
+                self.open()
+            if self._open:
+                self._open[0].delete(names)
+        for store in self._open:
+            with suppress(Exception):
+                store.close()
+
+
+def write(memory: GuardedMemory, store: ChunkStore, name: str, content: bytes) -> None:
+    """Write the content from a row of its own."""
+    store.write(name, memory.row(content).source())
+
+
+def read(memory: GuardedMemory, store: ChunkStore, name: str, nbytes: int) -> bytes | None:
+    """Read a value of this length into a poisoned row of its own; None: the store says that it has none."""
+    row = memory.row(nbytes)
+    found = store.read_into(name, row.destination())
+    assert isinstance(found, bool), f"read_into returned {found!r}; the contract says True or False"
+    return row.content() if found else None
+
+
+class StoreTestBase:
+    """The author's side: ``store_class``, ``persistent``, ``patience`` and the fixture ``open_store``."""
+
+    store_class: ClassVar[type[ChunkStore]]
+    persistent: ClassVar[bool] = True
+    patience: ClassVar[float] = 30.0
+
+    @pytest.fixture
+    def open_store(self) -> OpenStore:
+        """Return a function that opens a store; the author's subclass overrides this."""
+        raise pytest.UsageError(
+            f"{type(self).__name__}: define a fixture 'open_store' that returns a function without arguments, "
+            "which opens your store"
+        )
+
+    @pytest.fixture
+    def names(self) -> Names:
+        """Names for this test."""
+        return Names()
+
+    @pytest.fixture
+    def memory(self) -> GuardedMemory:
+        """Rows for this test."""
+        return GuardedMemory()
+
+    @pytest.fixture
+    def stores(self, open_store: OpenStore, names: Names) -> Iterator[Stores]:
+        """Stores for this test, closed at its end."""
+        stores = Stores(open_store, persistent=self.persistent)
+        yield stores
+        stores.end(names.made)
+
+    @pytest.fixture
+    def store(self, stores: Stores) -> ChunkStore:
+        """Return the one store that most tests need."""
+        return stores.open()

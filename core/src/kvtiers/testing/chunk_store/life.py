@@ -1,0 +1,115 @@
+"""What is there when a store is opened again, after a close or after its process was killed; what a close leaves."""
+
+import threading
+from functools import partial
+
+import pytest
+
+from kvtiers.api import ChunkStore
+from kvtiers.testing.applies import applies_to
+from kvtiers.testing.chunk_store.base import Names, OpenStore, Stores, StoreTestBase, read, write
+from kvtiers.testing.guarded import PAGE, GuardedMemory, is_one_version, pattern, same_bytes
+from kvtiers.testing.killed_writer import kill_while_writing
+from kvtiers.testing.running import call_within, open_descriptors, run_together, threads_left_since
+
+__all__ = ["LifeTests"]
+
+_BYTES = 1024 * PAGE  # long enough that a kill at any moment is most likely within a write
+
+
+def _is_persistent(tests: type[StoreTestBase]) -> bool:
+    return tests.persistent
+
+
+def _is_volatile(tests: type[StoreTestBase]) -> bool:
+    return not tests.persistent
+
+
+class LifeTests(StoreTestBase):
+    """From open to close, or to a kill."""
+
+    @applies_to(_is_persistent)
+    def test_values_survive_a_reopen(self, stores: Stores, names: Names, memory: GuardedMemory) -> None:
+        kept, deleted, replaced = names(3)
+        store = stores.open()
+        for name in (kept, deleted, replaced):
+            write(memory, store, name, pattern(1, 5 * PAGE))
+        store.delete([deleted])
+        write(memory, store, replaced, pattern(2, 2 * PAGE))
+        stores.close(store)
+        store = stores.open()
+        assert list(store.exists([kept, deleted, replaced])) == [True, False, True]
+        same_bytes(read(memory, store, kept, 5 * PAGE) or b"", pattern(1, 5 * PAGE), "a value of an earlier run")
+        same_bytes(read(memory, store, replaced, 2 * PAGE) or b"", pattern(2, 2 * PAGE), "a value of an earlier run")
+
+    @applies_to(_is_volatile)
+    def test_a_reopened_store_starts_empty(self, stores: Stores, names: Names, memory: GuardedMemory) -> None:
+        [name] = names(1)
+        store = stores.open()
+        write(memory, store, name, pattern(1, PAGE))
+        stores.close(store)
+        store = stores.open()
+        assert list(store.exists([name])) == [False], "a value survived: set persistent = True"
+        assert read(memory, store, name, PAGE) is None
+
+    @applies_to(_is_persistent)
+    @pytest.mark.parametrize("part", [0.1, 0.4, 0.7, 0.9])
+    def test_a_writer_killed_in_the_middle_leaves_no_half_value(
+        self, open_store: OpenStore, stores: Stores, names: Names, memory: GuardedMemory, part: float
+    ) -> None:
+        written = names(3)
+        kill_while_writing(open_store, written, _BYTES, part=part, patience=self.patience)
+        store = stores.open()
+        for name in written:
+            found = read(memory, store, name, _BYTES)
+            assert found is None or is_one_version(found), "a killed writer left a value that is neither old nor new"
+            assert list(store.exists([name])) == [found is not None], (
+                "a killed writer left a half value: exists says that it is there, read_into does not find it"
+            )
+
+    @applies_to(_is_persistent)
+    def test_a_killed_writer_does_not_hinder_the_next_one(
+        self, open_store: OpenStore, stores: Stores, names: Names, memory: GuardedMemory
+    ) -> None:
+        written = names(3)
+        kill_while_writing(open_store, written, _BYTES, part=0.5, patience=self.patience)
+
+        def use() -> None:
+            store = stores.open()
+            for seed, name in enumerate(written):
+                write(memory, store, name, pattern(seed, _BYTES))
+                same_bytes(read(memory, store, name, _BYTES) or b"", pattern(seed, _BYTES), "the next writer's value")
+            store.delete(written)
+            assert not any(store.exists(written))
+
+        assert call_within(self.patience, use), (
+            f"after a writer was killed the store could not be used within {self.patience:g} s: is a lock left behind?"
+        )
+
+    def test_close_ends_all_threads(self, stores: Stores, names: Names, memory: GuardedMemory) -> None:
+        self._open_use_close(stores, names, memory)  # what a library starts once, and shares, is there after this
+        before = set(threading.enumerate())
+        store = self._open_use_close(stores, names, memory)
+        left = threads_left_since(before)
+        assert not left, f"after close, {type(store).__name__} still runs the threads {left}"
+
+    def test_close_closes_all_descriptors(self, stores: Stores, names: Names, memory: GuardedMemory) -> None:
+        self._open_use_close(stores, names, memory)
+        before = open_descriptors()
+        store = self._open_use_close(stores, names, memory)
+        left = sorted(open_descriptors() - before)
+        assert not left, f"after close, {type(store).__name__} still has the descriptors {left}"
+
+    def _open_use_close(self, stores: Stores, names: Names, memory: GuardedMemory) -> ChunkStore:
+        # The store is returned, so that it is close that ends things and not its reference count.
+        store = stores.open()
+
+        def use(name: str) -> None:
+            write(memory, store, name, pattern(1, PAGE))
+            read(memory, store, name, PAGE)
+            store.exists([name])
+            store.delete([name])
+
+        run_together([partial(use, name) for name in names(4)], patience=self.patience)
+        stores.close(store)
+        return store

@@ -1,0 +1,159 @@
+"""A store gives back exactly the bytes that it was given under a name, or says that it has none."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from kvtiers.api import ChunkStore
+from kvtiers.testing.chunk_store.base import LARGE, Names, StoreTestBase, read, write
+from kvtiers.testing.guarded import PAGE, GuardedMemory, pattern, same_bytes
+
+__all__ = ["NameTests", "ValueTests"]
+
+_SIZES = {"one_page": PAGE, "three_pages": 3 * PAGE, "257_pages": 257 * PAGE, "large": LARGE}
+_CONTENTS = {
+    "zeros": bytes(2 * PAGE),
+    "ones": b"\xff" * (2 * PAGE),
+    "line_breaks": b"\r\n\x00\x1a" * (PAGE // 2),
+    "quotes": b"\"'\\%s{}" + b"$" * (2 * PAGE - 7),
+}
+
+
+def _bools(answers: Sequence[bool]) -> list[bool]:
+    assert all(isinstance(answer, bool) for answer in answers), f"expected True or False only, got {answers!r}"
+    return list(answers)
+
+
+class ValueTests(StoreTestBase):
+    """Values: what is written, read, replaced."""
+
+    def test_open_store_opens_the_class_under_test(self, store: ChunkStore) -> None:
+        assert isinstance(store, self.store_class), f"open_store opened a {type(store).__name__}, not the store_class"
+
+    def test_the_class_says_what_core_asks_of_it(self, store: ChunkStore) -> None:
+        transient = store.transient_errors
+        assert isinstance(transient, tuple)
+        assert all(isinstance(error, type) and issubclass(error, Exception) for error in transient)
+        assert isinstance(store.exists_per_call, int)
+        assert store.exists_per_call >= 1
+
+    @pytest.mark.parametrize("nbytes", _SIZES.values(), ids=_SIZES.keys())
+    def test_a_value_comes_back_as_it_was_written(
+        self, store: ChunkStore, names: Names, memory: GuardedMemory, nbytes: int
+    ) -> None:
+        [name] = names(1)
+        content = pattern(nbytes, nbytes)
+        write(memory, store, name, content)
+        back = read(memory, store, name, nbytes)
+        assert back is not None, "read_into does not find a value that was just written"
+        same_bytes(back, content, "the value that came back")
+
+    @pytest.mark.parametrize("content", _CONTENTS.values(), ids=_CONTENTS.keys())
+    def test_any_bytes_are_a_value(
+        self, store: ChunkStore, names: Names, memory: GuardedMemory, content: bytes
+    ) -> None:
+        [name] = names(1)
+        write(memory, store, name, content)
+        back = read(memory, store, name, len(content))
+        assert back is not None, "read_into does not find a value that was just written"
+        same_bytes(back, content, "the value that came back")
+
+    def test_an_absent_value_is_a_return_value(self, store: ChunkStore, names: Names, memory: GuardedMemory) -> None:
+        absent, present = names(2)
+        assert read(memory, store, absent, PAGE) is None
+        write(memory, store, present, pattern(1, PAGE))
+        assert read(memory, store, absent, PAGE) is None, "a name that was never written has a value"
+
+    @pytest.mark.parametrize("pages", [1, 2, 4, 6, 300], ids=lambda pages: f"{pages}_for_3")
+    def test_a_value_of_another_length_is_never_read_as_valid(
+        self, store: ChunkStore, names: Names, memory: GuardedMemory, pages: int
+    ) -> None:
+        [name] = names(1)
+        write(memory, store, name, pattern(1, 3 * PAGE))
+        assert read(memory, store, name, pages * PAGE) is None, (
+            f"a value of {3 * PAGE} bytes was read as one of {pages * PAGE}"
+        )
+        assert read(memory, store, name, 3 * PAGE) is not None, "the value itself is gone after that"
+
+    @pytest.mark.parametrize("pages", [2, 1, 5], ids=["same_length", "shorter", "longer"])
+    def test_a_later_write_replaces_the_value(
+        self, store: ChunkStore, names: Names, memory: GuardedMemory, pages: int
+    ) -> None:
+        [name] = names(1)
+        write(memory, store, name, pattern(1, 2 * PAGE))
+        later = pattern(2, pages * PAGE)
+        write(memory, store, name, later)
+        back = read(memory, store, name, len(later))
+        assert back is not None, "the later value is not found"
+        same_bytes(back, later, "the later value")
+        if pages != 2:
+            assert read(memory, store, name, 2 * PAGE) is None, "the older value, of another length, is still there"
+
+
+class NameTests(StoreTestBase):
+    """Names: which are there, which are not, which are removed."""
+
+    def test_names_that_look_alike_are_kept_apart(self, store: ChunkStore, names: Names, memory: GuardedMemory) -> None:
+        endings = ["a/b", "a_b", "a-b", "a.b", "ab", "a/b0", "0a/b", "_a/b", "a/0000", "a/000", "a/1e3", "a/1000"]
+        alike = [names.named(ending) for ending in endings]
+        for seed, name in enumerate(alike):
+            write(memory, store, name, pattern(seed, PAGE))
+        for seed, name in enumerate(alike):
+            same_bytes(read(memory, store, name, PAGE) or b"", pattern(seed, PAGE), f"the value of ...{name[-8:]!r}")
+
+    def test_the_longest_name_is_a_name(self, store: ChunkStore, names: Names, memory: GuardedMemory) -> None:
+        room = 512 - len(names.prefix)
+        parts = "/".join("0123456789abcdef" * 8 for _ in range(room // 129 + 1))
+        name = names.named(parts[:room])
+        write(memory, store, name, pattern(1, PAGE))
+        same_bytes(read(memory, store, name, PAGE) or b"", pattern(1, PAGE), "the value of a name of 512 characters")
+        store.delete([name])
+        assert read(memory, store, name, PAGE) is None
+
+    def test_exists_answers_each_name_in_order(self, store: ChunkStore, names: Names, memory: GuardedMemory) -> None:
+        asked = names(8)
+        expected = [True, False, True, True, False, False, False, True]
+        for name, present in zip(asked, expected, strict=True):
+            if present:
+                write(memory, store, name, pattern(1, PAGE))
+        assert _bools(store.exists(asked)) == expected
+        assert _bools(store.exists(asked[::-1])) == expected[::-1]
+        assert [_bools(store.exists([name])) for name in asked] == [[present] for present in expected]
+
+    def test_exists_answers_many_names_at_once(self, store: ChunkStore, names: Names, memory: GuardedMemory) -> None:
+        asked = names(300)
+        for name in (asked[0], asked[255], asked[-1]):
+            write(memory, store, name, pattern(1, PAGE))
+        assert [i for i, found in enumerate(_bools(store.exists(asked))) if found] == [0, 255, 299]
+
+    def test_delete_removes_these_values_and_no_others(
+        self, store: ChunkStore, names: Names, memory: GuardedMemory
+    ) -> None:
+        held = [names.named(ending) for ending in ("a/1", "a/10", "a/100", "b/1", "b/10")]
+        for seed, name in enumerate(held):
+            write(memory, store, name, pattern(seed, PAGE))
+        store.delete([held[0], held[3]])
+        expected = [False, True, True, False, True]
+        assert [read(memory, store, name, PAGE) is not None for name in held] == expected
+        assert _bools(store.exists(held)) == expected
+
+    def test_deleting_an_absent_value_is_no_error(self, store: ChunkStore, names: Names, memory: GuardedMemory) -> None:
+        present, absent, other = names(3)
+        write(memory, store, present, pattern(1, PAGE))
+        write(memory, store, other, pattern(2, PAGE))
+        store.delete([absent])
+        store.delete([present, absent])
+        store.delete([present])
+        store.delete([absent, other, absent])
+        assert _bools(store.exists([present, absent, other])) == [False, False, False]
+
+    def test_a_deleted_name_can_be_written_again(self, store: ChunkStore, names: Names, memory: GuardedMemory) -> None:
+        [name] = names(1)
+        for seed in (1, 2):
+            write(memory, store, name, pattern(seed, PAGE))
+            same_bytes(read(memory, store, name, PAGE) or b"", pattern(seed, PAGE), "the value")
+            store.delete([name])
+
+    def test_no_names_are_no_error(self, store: ChunkStore) -> None:
+        assert list(store.exists([])) == []
+        store.delete([])

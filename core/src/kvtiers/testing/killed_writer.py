@@ -1,0 +1,76 @@
+"""A process that writes values until it is killed: how a store's promise of whole values is put to the test.
+
+The parent calls ``kill_while_writing``; ``python -m kvtiers.testing.killed_writer`` is the process.
+"""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import count
+from threading import Timer
+
+from kvtiers.api import ChunkStore
+from kvtiers.testing.guarded import GuardedMemory, version
+
+__all__ = ["kill_while_writing"]
+
+_WRITES_BEFORE = 5
+
+
+def kill_while_writing(
+    open_store: Callable[[], ChunkStore], names: Sequence[str], nbytes: int, *, part: float, patience: float
+) -> None:
+    """Let another process write these names in turn, and kill it after ``part`` of the time that one write takes."""
+    try:
+        task = pickle.dumps((open_store, list(names), nbytes))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise AssertionError(
+            "a persistent store is also opened by a process that gets killed, so what the fixture open_store returns "
+            f"must survive pickling (functools.partial of a class that can be imported, not a lambda): {error}"
+        ) from None
+    command = [sys.executable, "-m", "kvtiers.testing.killed_writer"]
+    with subprocess.Popen(  # noqa: S603 -- our own interpreter and module
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as child:
+        assert child.stdin and child.stdout and child.stderr
+        watch = Timer(patience, child.kill)  # a store that hangs ends the wait for its next line
+        watch.start()
+        try:
+            with suppress(BrokenPipeError):  # it ended early: the missing lines say so
+                child.stdin.write(json.dumps(sys.path).encode() + b"\n" + task)
+                child.stdin.close()
+            begun = [time.monotonic() for _ in range(_WRITES_BEFORE) if child.stdout.readline()]
+            if len(begun) == _WRITES_BEFORE:
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(part * (begun[-1] - begun[0]) / (len(begun) - 1))
+        finally:
+            watch.cancel()
+            child.kill()
+        said = child.stderr.read().decode(errors="replace").strip()
+    assert len(begun) == _WRITES_BEFORE, (
+        f"the process that should write until it is killed made {len(begun)} writes of {_WRITES_BEFORE} and ended, "
+        f"or hung for {patience:g} s: {said[-2000:] or 'it said nothing'}"
+    )
+
+
+def main() -> None:
+    """Write versions of the values, one line on stdout before each, for ever."""
+    sys.path[:] = json.loads(sys.stdin.buffer.readline())
+    task: tuple[Callable[[], ChunkStore], list[str], int]
+    task = pickle.load(sys.stdin.buffer)  # noqa: S301 -- written by the parent, which trusts it already
+    open_store, names, nbytes = task
+    store = open_store()
+    row = GuardedMemory().row(nbytes)
+    for number in count(1):
+        row.fill(version(number, nbytes))
+        os.write(sys.stdout.fileno(), b"writing\n")
+        store.write(names[number % len(names)], row.source())
+
+
+if __name__ == "__main__":
+    main()

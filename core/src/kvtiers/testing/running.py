@@ -1,0 +1,90 @@
+"""Running code beside other code, and seeing what it leaves behind; a hang is a failure with a name."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["call_within", "frequent_switches", "open_descriptors", "run_together", "threads_left_since"]
+
+
+def run_together(functions: Sequence[Callable[[], object]], *, patience: float) -> None:
+    """Run all functions at the same time, each in a thread; raise the first error, or name how many did not end."""
+    barrier = threading.Barrier(len(functions))
+    errors: list[BaseException] = []
+
+    def run(function: Callable[[], object]) -> None:
+        try:
+            barrier.wait(patience)
+            function()
+        except BaseException as error:  # noqa: BLE001 -- raised again below, on the test's own thread
+            errors.append(error)
+
+    # Daemons, so that a call which never returns fails its test and does not keep pytest from ending.
+    threads = [threading.Thread(target=run, args=(function,), daemon=True) for function in functions]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + patience
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if errors:
+        raise errors[0]
+    hung = sum(thread.is_alive() for thread in threads)
+    assert not hung, f"{hung} of {len(threads)} threads were not done after {patience:g} s"
+
+
+def call_within(seconds: float, function: Callable[[], object]) -> bool:
+    """Call the function in a thread and say whether it returned in time. Its error is raised here."""
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            function()
+        except BaseException as error:  # noqa: BLE001 -- raised again below, on the test's own thread
+            errors.append(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    return not thread.is_alive()
+
+
+@contextmanager
+def frequent_switches() -> Iterator[None]:
+    """Let Python change threads every few microseconds, so that a race is met within few tries."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(5e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def threads_left_since(before: set[threading.Thread], *, patience: float = 5.0) -> list[str]:
+    """Return the names of the threads that are not in ``before`` and do not end within ``patience`` seconds."""
+    deadline = time.monotonic() + patience
+    # Threads that a native library started and that called into Python once stay listed as dummies; they cannot be
+    # joined, and the library shares them between its users.
+    new = [t for t in threading.enumerate() if t not in before and type(t).__name__ != "_DummyThread"]
+    for thread in new:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return [thread.name for thread in new if thread.is_alive()]
+
+
+def open_descriptors() -> set[str]:
+    """Return this process's open descriptors, each as its number and, where the system says it, what it is."""
+    descriptors = set()
+    for entry in list(Path("/dev/fd").iterdir()):
+        number = int(entry.name)
+        try:
+            os.fstat(number)
+        except OSError:  # the descriptor that the listing itself needed
+            continue
+        link = Path(f"/proc/self/fd/{number}")
+        descriptors.add(f"{number} ({link.readlink() if link.is_symlink() else 'open'})")
+    return descriptors

@@ -1,0 +1,31 @@
+"""What core demands of a ``SecondaryTierManager``, as tests.
+
+::
+
+    class TestMyTier(SecondaryTierTests):
+        @pytest.fixture
+        def open_tier(self):
+            return lambda context: MyTier(MyConfig(type="my-tier"), context)
+
+Two further things that only the author knows are tested if the subclass says them: ``max_chunks = N``, the most chunks
+that the opened tier can hold, and a fixture ``hold`` that returns a function ``hold(tier)``, a context manager within
+which the backend moves nothing.
+"""
+
+from kvtiers.testing.secondary_tier.base import TierTestBase
+from kvtiers.testing.secondary_tier.chunks import ChunkTests
+from kvtiers.testing.secondary_tier.engine import SmallEngine
+from kvtiers.testing.secondary_tier.life import LifeTests
+from kvtiers.testing.secondary_tier.results import ResultTests
+from kvtiers.testing.secondary_tier.rows import RowTests
+
+__all__ = ["SecondaryTierTests", "SmallEngine", "TierTestBase"]
+
+
+class SecondaryTierTests(ChunkTests, ResultTests, RowTests, LifeTests):
+    """Subclass it and give the fixture ``open_tier``.
+
+    ``open_tier`` returns a function that opens a tier from a ``TierContext``; the kit closes it. The tier needs room
+    for 16 chunks of 12 KiB. ``max_chunks`` and the fixture ``hold`` bring further tests (see the module).
+    ``patience``: seconds after which a job counts as hung.
+    """

@@ -1,0 +1,141 @@
+"""The least of an engine that drives a tier: rows, jobs, steps, and a book of every result."""
+
+import mmap
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import count
+
+import numpy as np
+
+from kvtiers.api import (
+    JobResult,
+    LookupResult,
+    OffloadKey,
+    SecondaryTierManager,
+    TierContext,
+    TransferJob,
+    make_offload_key,
+)
+from kvtiers.base import RequestContext
+from kvtiers.testing.guarded import PAGE, POISON, pattern
+
+__all__ = ["SmallEngine", "new_keys"]
+
+_ROWS, _VALUE_BYTES, _ROW_STRIDE = 64, 3 * PAGE, 4 * PAGE
+_STEPS_AFTER = 20
+
+
+def new_keys(number: int) -> list[OffloadKey]:
+    """Return this many keys that no run has used."""
+    return [make_offload_key(os.urandom(32), 0) for _ in range(number)]
+
+
+class SmallEngine:
+    """One tier over a region of its own. A row is longer than a value: what lies between is not the tier's either."""
+
+    def __init__(self, open_tier: Callable[[TierContext], SecondaryTierManager], *, patience: float) -> None:
+        self._patience = patience
+        region = memoryview(mmap.mmap(-1, _ROWS * _ROW_STRIDE))
+        self.rows = np.frombuffer(region, np.uint8).reshape(_ROWS, _ROW_STRIDE)
+        self.rows[:] = POISON
+        self.request = RequestContext("kit-request")
+        self.results: list[JobResult] = []
+        self._jobs: dict[int, TransferJob] = {}
+        self._ids = count(1)
+        self._is_open = True
+        context = TierContext(
+            tier_name="kit",
+            value_bytes=_VALUE_BYTES,
+            namespace="kvtiers-kit",
+            read_only=False,
+            region=region,
+            row_stride=_ROW_STRIDE,
+        )
+        self.tier = open_tier(context)
+
+    def fill(self, row: int, seed: int) -> bytes:
+        """Put a value into a row and return it."""
+        content = pattern(seed, _VALUE_BYTES)
+        self.rows[row, :_VALUE_BYTES] = np.frombuffer(content, np.uint8)
+        return content
+
+    def value_in(self, row: int) -> bytes:
+        """Return a copy of the value in a row."""
+        return self.rows[row, :_VALUE_BYTES].tobytes()
+
+    def new_job(self, keys: Sequence[OffloadKey], rows: Sequence[int], *, is_promotion: bool) -> TransferJob:
+        """Return a new job that the book knows."""
+        chunk_ids = memoryview(np.array(rows, np.int32).data)
+        job = TransferJob(next(self._ids), list(keys), chunk_ids, is_promotion, self.request)
+        self._jobs[job.job_id] = job
+        return job
+
+    def store(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> int:
+        """Submit a store of these rows under these keys; return the job's id."""
+        job = self.new_job(keys, rows, is_promotion=False)
+        self.tier.submit_store(job)
+        return job.job_id
+
+    def load(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> int:
+        """Submit a load of these keys into these rows; return the job's id."""
+        job = self.new_job(keys, rows, is_promotion=True)
+        self.tier.submit_load(job)
+        return job.job_id
+
+    def step(self) -> None:
+        """Do what an engine does to a tier at the end of each step."""
+        self.tier.on_schedule_end()
+        self._note(self.tier.get_finished_jobs())
+
+    def finish(self, *job_ids: int) -> list[JobResult]:
+        """Step until these jobs are reported; return their results."""
+        deadline = time.monotonic() + self._patience
+        wanted = set(job_ids)
+        while missing := wanted - {result.job_id for result in self.results}:
+            assert time.monotonic() < deadline, (
+                f"{len(missing)} of {len(wanted)} jobs were not reported within {self._patience:g} s"
+            )
+            self.step()
+            time.sleep(0)  # lets the tier's own threads run
+        return [next(r for r in self.results if r.job_id == job_id) for job_id in job_ids]
+
+    def finish_all(self) -> None:
+        """Drain the tier and note every result; fail unless each job has exactly one."""
+        for _ in range(_STEPS_AFTER):
+            self.step()
+        assert self.tier.drain(self._patience), f"drain did not bring all jobs to an end in {self._patience:g} s"
+        for _ in range(_STEPS_AFTER):
+            self.step()
+        times = Counter(result.job_id for result in self.results)
+        assert times == dict.fromkeys(self._jobs, 1), (
+            f"each job is reported exactly once; reported: {dict(sorted(times.items()))}, submitted: {list(self._jobs)}"
+        )
+
+    def present(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        """Ask for each key alone, step by step until the answer is known; True for a hit."""
+        return [self._ask(key) is LookupResult.HIT for key in keys]
+
+    def close(self) -> None:
+        """Drain and close the tier, once."""
+        if self._is_open:
+            self._is_open = False
+            self.tier.drain(self._patience)
+            self.tier.close()
+
+    def _ask(self, key: OffloadKey) -> LookupResult:
+        deadline = time.monotonic() + self._patience
+        while (answer := self.tier.lookup(key, self.request)) is LookupResult.RETRY:
+            assert time.monotonic() < deadline, f"lookup answered RETRY for {self._patience:g} s"
+            self.step()
+            time.sleep(0)  # lets the tier's own threads run
+        assert answer in {LookupResult.HIT, LookupResult.MISS}, f"lookup answered {answer!r}; HIT, MISS or RETRY only"
+        return answer
+
+    def _note(self, results: Sequence[JobResult]) -> None:
+        for result in results:
+            assert result.job_id in self._jobs, f"the tier reported job {result.job_id}, which was never submitted"
+            landed = set(result.successful_keys or ())
+            assert landed <= set(self._jobs[result.job_id].keys), "successful_keys has keys that are not of the job"
+            self.results.append(result)

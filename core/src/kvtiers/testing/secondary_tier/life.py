@@ -1,0 +1,38 @@
+"""What a tier leaves behind when it is closed."""
+
+import threading
+
+from kvtiers.api import SecondaryTierManager
+from kvtiers.testing.running import open_descriptors, threads_left_since
+from kvtiers.testing.secondary_tier.base import OpenTier, TierTestBase
+from kvtiers.testing.secondary_tier.engine import SmallEngine, new_keys
+
+__all__ = ["LifeTests"]
+
+
+class LifeTests(TierTestBase):
+    """From open to close."""
+
+    def test_close_ends_all_threads(self, open_tier: OpenTier) -> None:
+        self._open_use_close(open_tier)  # what a library starts once, and shares, is there after this
+        before = set(threading.enumerate())
+        tier = self._open_use_close(open_tier)
+        left = threads_left_since(before)
+        assert not left, f"after close, {type(tier).__name__} still runs the threads {left}"
+
+    def test_close_closes_all_descriptors(self, open_tier: OpenTier) -> None:
+        self._open_use_close(open_tier)
+        before = open_descriptors()
+        tier = self._open_use_close(open_tier)
+        left = sorted(open_descriptors() - before)
+        assert not left, f"after close, {type(tier).__name__} still has the descriptors {left}"
+
+    def _open_use_close(self, open_tier: OpenTier) -> SecondaryTierManager:
+        # The tier is returned, so that it is close that ends things and not its reference count.
+        engine = SmallEngine(open_tier, patience=self.patience)
+        [key] = new_keys(1)
+        engine.fill(0, 1)
+        engine.finish(engine.store([key], [0]))
+        engine.finish(engine.load([key], [1]))
+        engine.close()
+        return engine.tier
