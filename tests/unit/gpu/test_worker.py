@@ -24,12 +24,18 @@ class Region:
         self.answer.set()
         self.closed = 0
 
-    def memory(self) -> memoryview | None:
+    @property
+    def state(self) -> str:
         self.asked.set()
         assert self.answer.wait(30)
-        return memoryview(self.bytes) if self.joined else None
+        return "ready" if self.joined else "lost"
 
-    def problem(self) -> str:
+    @property
+    def view(self) -> memoryview:
+        return memoryview(self.bytes)
+
+    @property
+    def reason(self) -> str:
         return "the manager of engine 'e' has ended"
 
     def close(self) -> None:

@@ -74,7 +74,12 @@ class SecondaryTierManager(ABC):
     """A tier that the tiering code drives directly. All methods run on the engine's thread and must not block.
 
     A subclass implements ``lookup`` or ``lookup_many`` and the three transfer methods. Every submitted job is
-    reported exactly once by ``get_finished_jobs``, also a failed one, and also after ``drain``.
+    reported exactly once by ``get_finished_jobs``, also a failed one, and also after ``drain``; a ``submit_*`` that
+    raises has started nothing and is not reported. A tier that reports what it was not given (an unknown job, a key
+    that is not of the job, a job twice) is put out of use.
+
+    Keys are opaque and differ between models, weights and layouts, so one store may serve many engines. Every row that
+    a tier is given to store carries a seal, and every row that it loads is checked, by core.
     """
 
     def lookup(self, key: OffloadKey, context: TierRequest) -> LookupResult:
@@ -86,7 +91,12 @@ class SecondaryTierManager(ABC):
 
         The answers may end early, after the first MISS or RETRY: what follows is then neither asked nor used.
         """
-        return [self.lookup(key, context) for key in keys]
+        answers: list[LookupResult] = []
+        for key in keys:
+            answers.append(self.lookup(key, context))
+            if answers[-1] is not LookupResult.HIT:
+                break
+        return answers
 
     @abstractmethod
     def submit_store(self, job: TransferJob) -> None:
@@ -106,6 +116,25 @@ class SecondaryTierManager(ABC):
 
         Queued jobs may be dropped; each is still reported. A running copy is never cut off.
         """
+
+    def get_started_jobs(self) -> Sequence[int] | None:
+        """Return the jobs whose transfer has begun since the last call; None: a job begins when it is submitted.
+
+        A job that does not begin within the tier's ``deadline``, or does not end ``deadline`` after it began, is
+        given up: ``abandon_job``.
+        """
+        return None
+
+    def get_failed_jobs(self) -> Sequence[int]:
+        """Return the jobs that have failed since the last call though something may still touch their rows.
+
+        Who waits for them is told now; their results are owed as ever, and free the rows.
+        """
+        return ()
+
+    def is_available(self) -> bool:
+        """Say whether the tier can be used now. While it cannot, its lookups miss and it is given no job."""
+        return True
 
     def abandon_job(self, job_id: int) -> None:
         """Take note that core has given this job up. Its result is still owed: it frees the rows."""

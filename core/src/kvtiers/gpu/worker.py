@@ -29,13 +29,19 @@ _log = logging.getLogger("kvtiers.gpu")
 
 
 class JoinedRegion(Protocol):
-    """The rank's side of the region."""
+    """The rank's side of the region, ``kvtiers.rows.join.RegionJoin``."""
 
-    def memory(self) -> memoryview | None:
-        """Return the mapped rows, flat and writable; None while joining and after the manager's end."""
+    @property
+    def state(self) -> str:
+        """``ready`` while there is memory to copy to and from."""
 
-    def problem(self) -> str:
-        """Say in one line why there is no memory."""
+    @property
+    def reason(self) -> str:
+        """Why it is not ready, where there is something to say."""
+
+    @property
+    def view(self) -> memoryview:
+        """The mapped rows, flat and writable."""
 
     def close(self) -> None:
         """Leave the region; no view of it is in use any more."""
@@ -172,7 +178,7 @@ class GpuWorker:
         try:
             if job.pieces is None:
                 if not self._join():
-                    return True, self._region.problem()
+                    return True, self._region.reason or f"this rank's region is {self._region.state}"
                 copy = self._copier.store if job.is_store else self._copier.load
                 job.pieces = copy(job.blocks, job.chunk_ids)
             for nbytes in job.pieces:
@@ -183,11 +189,10 @@ class GpuWorker:
         return True, ""
 
     def _join(self) -> bool:
-        memory = self._region.memory()
-        if memory is None:
+        if self._region.state != "ready":
             self._copier.detach()
             self._attached = False
         elif not self._attached:
-            self._copier.attach(memory)
+            self._copier.attach(self._region.view)
             self._attached = True
         return self._attached

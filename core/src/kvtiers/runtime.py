@@ -1,0 +1,247 @@
+"""The one file that knows every part: it builds the stack from a config, and takes it down in the right order.
+
+Start: the region, then the tiers, all at once and each on a thread of its own; nobody is waited for. Shutdown: the
+tiers are drained and closed, then the region, since a tier may write into it until it is closed.
+"""
+
+import dataclasses
+import logging
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kvtiers.api import (
+    ChunkStore,
+    ConfigError,
+    SecondaryTierManager,
+    StartError,
+    TierConfig,
+    TierContext,
+    TierPlugin,
+)
+from kvtiers.config import OffloadConfig, load_config
+from kvtiers.gpu.worker import GpuWorker
+from kvtiers.plugins import load_tier
+from kvtiers.primary.chunks import CPUPrimaryTier
+from kvtiers.rows.join import RegionJoin
+from kvtiers.rows.layout import CacheLayout, ModelIdentity
+from kvtiers.rows.names import StorageNames
+from kvtiers.rows.region import AnonymousRegion, OffloadRegion, SharedOffloadRegion
+from kvtiers.secondary.chunk_store_tier import ChunkStoreTier
+from kvtiers.secondary.sealing import SealedTier
+from kvtiers.secondary.thread_backend import ThreadBackend
+from kvtiers.secondary.views import ValueViews
+from kvtiers.tiering.jobs import TieringOptions
+from kvtiers.tiering.manager import TieringManager
+from kvtiers.tiering.tiers import TierOptions, TierSlot
+
+__all__ = ["open_manager", "open_worker"]
+
+_log = logging.getLogger("kvtiers")
+_anonymous_regions: dict[str, AnonymousRegion] = {}
+"""By engine id, where the region cannot be shared with other processes: its ranks are in this one."""
+
+
+def open_manager(
+    config: OffloadConfig | str | os.PathLike[str] | Mapping[str, Any],
+    layout: CacheLayout,
+    *,
+    engine_id: str | None = None,
+) -> TieringManager:
+    """Build the scheduler's side and return at once; ranks may join before or after. ``wait_ready`` waits for them.
+
+    ``engine_id``: unique on this machine; by default a random one, which ``open_worker`` is given. ConfigError or
+    StartError, in one line each, if it cannot start.
+    """
+    config = config if isinstance(config, OffloadConfig) else load_config(config)
+    layout = _with_model(config, layout)
+    engine_id = engine_id or secrets.token_hex(8)
+    region = _create_region(config, layout, engine_id)
+    try:
+        engine = _Engine(config, layout, region)
+        primary = CPUPrimaryTier(
+            region.num_rows,
+            region.row_stride,
+            region.view,
+            policy=config.primary.eviction,
+            protected_share=config.budgets.protected,
+            protect_seconds=config.budgets.protect_for,
+        )
+    except BaseException:
+        region.close()
+        raise
+    tokens_per_chunk = [layout.tokens_per_chunk(group) for group in range(len(layout.groups))]
+    return TieringManager(engine_id, primary, engine.slots, tokens_per_chunk, engine, _tiering_options(config))
+
+
+def open_worker(
+    config: OffloadConfig | str | os.PathLike[str] | Mapping[str, Any],
+    layout: CacheLayout,
+    kv_tensors: Sequence[Any],
+    *,
+    engine_id: str,
+    rank: int = 0,
+) -> GpuWorker:
+    """Build one rank's side and return at once; it joins the engine's region in the background."""
+    config = config if isinstance(config, OffloadConfig) else load_config(config)
+    layout = _with_model(config, layout)
+    anonymous = _anonymous_regions.get(engine_id)
+    if anonymous is not None:
+        join = RegionJoin.in_process(anonymous, layout, rank)
+    else:
+        join = RegionJoin.start(engine_id, layout, rank, start_deadline=config.primary.start_deadline)
+    return GpuWorker(layout, kv_tensors, join, rank=rank)
+
+
+def _with_model(config: OffloadConfig, layout: CacheLayout) -> CacheLayout:
+    """Return the layout with the model's identity from both sources; ConfigError where they contradict each other."""
+    if config.model is None:
+        return layout
+    identity = dataclasses.asdict(layout.model)
+    defaults = dataclasses.asdict(ModelIdentity(name=""))
+    problems = []
+    for name, value in config.model.identity().items():
+        if identity[name] not in {defaults[name], value}:
+            problems.append(
+                f"model.{name}: the config says {value!r}, the engine says {identity[name]!r}; make them equal"
+            )
+        identity[name] = value
+    if problems:
+        raise ConfigError(problems)
+    return dataclasses.replace(layout, model=ModelIdentity(**identity))
+
+
+def _create_region(config: OffloadConfig, layout: CacheLayout, engine_id: str) -> OffloadRegion:
+    primary = config.primary
+    if sys.platform != "linux":
+        _log.warning(
+            "no shared region on %s: ranks must run in this process, and tiers with 'io: thread'", sys.platform
+        )
+        region = AnonymousRegion.create(layout, primary.capacity, engine_id=engine_id)
+        _anonymous_regions[engine_id] = region
+        return region
+    return SharedOffloadRegion.create(
+        engine_id,
+        layout,
+        primary.capacity,
+        huge_pages=primary.huge_pages,
+        numa_node=primary.numa_node,
+        prefault=primary.prefault,
+        start_deadline=primary.start_deadline,
+    )
+
+
+def _tiering_options(config: OffloadConfig) -> TieringOptions:
+    return TieringOptions(
+        lookup_wait=config.lookup_wait,
+        load_wait=None if config.load_wait == "auto" else config.load_wait,
+        store_reserve=config.budgets.store_reserve,
+        all_tiers=config.budgets.all_tiers,
+        one_tier=config.budgets.one_tier,
+        clean_reserve=config.clean_reserve,
+    )
+
+
+class _Engine:
+    """What the manager needs of the rest: the region's news, the tiers' life, and new names when weights change."""
+
+    def __init__(self, config: OffloadConfig, layout: CacheLayout, region: OffloadRegion) -> None:
+        self._namespace = config.namespace
+        self._layout = layout if layout.model.weights else _with_random_weights(layout)
+        self._region = region
+        self._views = ValueViews(region.view, region.row_stride)
+        self._names = StorageNames.of_layout(self._namespace, self._layout)
+        self._sizes = [(layout.payload_bytes(g), layout.value_bytes(g)) for g in range(len(layout.groups))]
+        self._tiers: dict[str, ChunkStoreTier | SealedTier] = {}
+        self._required = [tier.tier_name for tier in config.secondary if tier.required]
+        self.slots = [self._slot(index, tier) for index, tier in enumerate(config.secondary)]
+
+    def ready(self) -> bool:
+        """Say whether all ranks have joined."""
+        self._region.poll()
+        return self._region.all_joined
+
+    def dma_may_run(self) -> bool:
+        """Say whether a lost rank's copies may still run."""
+        return bool(self._region.lost_ranks)
+
+    def wait_ready(self, timeout: float) -> None:
+        """Wait for the ranks, then for the required tiers."""
+        until = time.monotonic() + timeout
+        self._region.wait_ready(timeout)
+        for name in self._required:
+            error = self._tiers[name].wait_open(max(0.0, until - time.monotonic()))
+            if error:
+                raise StartError(f"{name}: required, but cannot be opened: {error}")
+
+    def new_weights(self, version: str) -> None:
+        """Give all later keys and values another fingerprint."""
+        self._layout = dataclasses.replace(self._layout, model=dataclasses.replace(self._layout.model, weights=version))
+        self._names = StorageNames.of_layout(self._namespace, self._layout)
+        for tier in self._tiers.values():
+            tier.set_names(self._names)
+
+    def tier_stats(self, name: str) -> dict[str, float]:
+        """Return a tier's own figures."""
+        return self._tiers[name].stats()
+
+    def shutdown(self, timeout: float) -> None:
+        """Drain and close every tier, whatever the others do; then the region."""
+        until = time.monotonic() + timeout
+        for name, tier in self._tiers.items():
+            try:
+                if not tier.drain(max(0.0, until - time.monotonic())):
+                    _log.warning(
+                        "%s: did not finish within the shutdown's %gs; what was left is dropped", name, timeout
+                    )
+                tier.close()
+            except Exception:  # noqa: BLE001 -- the other tiers and the region are shut down all the same
+                _log.exception("%s: shutdown", name)
+        self._region.close()
+        _anonymous_regions.pop(self._region.engine_id, None)
+
+    def _slot(self, index: int, config: TierConfig) -> TierSlot:
+        plugin = load_tier(config.type)
+        name = config.tier_name
+        tier: ChunkStoreTier | SealedTier
+        if plugin.kind == "manager":
+            tier = SealedTier(
+                config, self._opener(plugin, config, SecondaryTierManager), self._views, self._names, self._sizes
+            )
+        else:
+            backend = ThreadBackend(
+                config, self._opener(plugin, config, ChunkStore), self._views, self._names, self._sizes
+            )
+            tier = ChunkStoreTier(config, backend)
+        self._tiers[name] = tier
+        options = TierOptions(name, config.read_only, config.admission, config.deadline)
+        return TierSlot(index, tier, options)
+
+    def _opener(self, plugin: TierPlugin, config: TierConfig, kind: type[Any]) -> Callable[[], Any]:
+        context = TierContext(
+            tier_name=config.tier_name,
+            value_bytes=max(value for _, value in self._sizes),
+            namespace=self._namespace,
+            read_only=config.read_only,
+            region=self._region.view,
+            row_stride=self._region.row_stride,
+        )
+
+        def open_tier() -> Any:
+            tier = plugin.open(config, context)
+            if not isinstance(tier, kind):
+                raise TypeError(f"plugin {plugin.name!r} opened a {type(tier).__name__}, expected a {kind.__name__}")
+            return tier
+
+        return open_tier
+
+
+def _with_random_weights(layout: CacheLayout) -> CacheLayout:
+    _log.warning(
+        "no weights identity from the engine or 'model.revision': nothing is shared, nothing survives a restart"
+    )
+    weights = f"random-{secrets.token_hex(16)}"
+    return dataclasses.replace(layout, model=dataclasses.replace(layout.model, weights=weights))

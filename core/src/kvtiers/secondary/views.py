@@ -1,0 +1,65 @@
+"""Views of one value, lent to a store for the length of a call.
+
+A fresh exporter (a small numpy array over the region) stands behind each view. If it is still alive after the call,
+somebody kept the buffer, and could read or write the row when it is another chunk's. Releasing the view alone would not
+show that: a slice of it, or an array made from it, lives on.
+"""
+
+import gc
+import weakref
+
+import numpy as np
+
+__all__ = ["Loan", "ValueViews"]
+
+
+class Loan:
+    """One view that is out. ``view``: 1-D, format B, of exactly one value."""
+
+    __slots__ = ("_exporter", "view")
+
+    def __init__(self, region: memoryview, offset: int, nbytes: int, *, readonly: bool) -> None:
+        array = np.ndarray((nbytes,), np.uint8, buffer=region, offset=offset)
+        self._exporter = weakref.ref(array)
+        view = array.data
+        self.view = view.toreadonly() if readonly else view
+
+    def take_back(self) -> bool:
+        """End the loan; False if the borrower kept the buffer."""
+        try:
+            self.view.release()
+        except BufferError:
+            return False
+        if self.is_free():
+            return True
+        gc.collect()  # a cycle (an exception and its traceback, say) may hold it for no longer than this
+        return self.is_free()
+
+    def is_free(self) -> bool:
+        """Say whether nobody holds the buffer any more."""
+        return self._exporter() is None
+
+
+class ValueViews:
+    """Cuts views of values out of a region of rows, bounds checked: a slice past the end would be silently short."""
+
+    def __init__(self, region: memoryview, row_stride: int) -> None:
+        self._region = region
+        self._row_stride = row_stride
+        self._rows = len(region) // row_stride
+
+    def lend(self, row: int, nbytes: int, *, readonly: bool) -> Loan:
+        """Lend the first ``nbytes`` of a row. IndexError if there is no such row or it is not that long."""
+        return Loan(self._region, self._offset(row, nbytes), nbytes, readonly=readonly)
+
+    def own(self, row: int, nbytes: int) -> memoryview:
+        """Return core's own writable view of the first ``nbytes`` of a row, for sealing and checking."""
+        offset = self._offset(row, nbytes)
+        return self._region[offset : offset + nbytes]
+
+    def _offset(self, row: int, nbytes: int) -> int:
+        if not 0 <= row < self._rows or not 0 <= nbytes <= self._row_stride:
+            raise IndexError(
+                f"no {nbytes} bytes in row {row}; rows 0 to {self._rows - 1} have {self._row_stride} bytes"
+            )
+        return row * self._row_stride
