@@ -6,8 +6,9 @@ An author subclasses ``TierConfig`` and adds fields. Unknown options are errors,
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -18,13 +19,14 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
-from pydantic_core import CoreSchema, core_schema
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from kvtiers.api.units import RESOLVED, Duration, Share, Size
 
-__all__ = ["BreakerConfig", "RateLimit", "Secret", "StrictModel", "TierConfig"]
+__all__ = ["BreakerConfig", "RateLimit", "Secret", "StrictModel", "TierConfig", "dump_resolved", "load_resolved"]
 
-_VARIABLE = re.compile(r"\$\{([^}]*)\}")
+_VARIABLE = re.compile(r"\$\{([^}]*)(\}?)")
+_TierConfig = TypeVar("_TierConfig", bound="TierConfig")
 
 
 def expand_variables(text: str) -> str:
@@ -32,6 +34,8 @@ def expand_variables(text: str) -> str:
 
     def value_of(match: re.Match[str]) -> str:
         name = match[1]
+        if not match[2]:
+            raise ValueError("'${' without its '}'")  # the text itself may be a secret
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ValueError(f"{match[0]!r} does not name an environment variable")
         if name not in os.environ:
@@ -82,9 +86,9 @@ class Secret:
             case {"value": str(text), "source": str(source)} if resolved:
                 return cls(text, source=source)
             case str(text):
-                names = ", ".join(f"${{{name}}}" for name in _VARIABLE.findall(text))
+                names = ", ".join(f"${{{name}}}" for name, _ in _VARIABLE.findall(text))
                 return cls(expand_variables(text), source=names or "config")
-        raise ValueError("expected a text, '${NAME}' or {file: PATH}")
+        raise ValueError("expected a text (a number in quotes), '${NAME}' or {file: PATH}")
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -108,24 +112,45 @@ class Secret:
         return {"value": secret.reveal(), "source": secret.source}
 
 
+def _types_in(annotation: Any) -> Iterator[Any]:
+    """Yield the annotation and, if it is a union, a list and so on, all that is in it."""
+    yield annotation
+    for argument in get_args(annotation):
+        yield from _types_in(argument)
+
+
+def _expand_all(value: Any) -> Any:
+    match value:
+        case str():
+            return expand_variables(value)
+        case list():
+            return [_expand_all(item) for item in value]
+        case dict():
+            return {key: _expand_all(item) for key, item in value.items()}
+    return value
+
+
 class StrictModel(BaseModel):
     """A config model that forbids unknown options, never changes, and reads ``${NAME}`` from the environment."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
     def _expand(cls, value: object, info: ValidationInfo) -> object:
-        if info.context and info.context.get(RESOLVED):
+        if (info.context and info.context.get(RESOLVED)) or info.field_name is None:
             return value
-        if isinstance(value, str) and "${" in value and not cls._is_secret(info.field_name):
-            return expand_variables(value)
-        return value
-
-    @classmethod
-    def _is_secret(cls, field_name: str | None) -> bool:
-        annotation = cls.model_fields[field_name].annotation if field_name else None
-        return annotation is Secret or Secret in getattr(annotation, "__args__", ())
+        types = [*_types_in(cls.model_fields[info.field_name].annotation)]
+        # Secrets and models inside read their own variables, once, and a secret remembers where it is from.
+        if any(isinstance(part, type) and issubclass(part, Secret | BaseModel) for part in types):
+            return value
+        if isinstance(value, bool) and (int in types or float in types) and bool not in types:
+            # YAML writes it as yes, no, on, off too, and pydantic would take it for the number 0 or 1.
+            raise PydanticCustomError("number_type", "expected a number")
+        try:
+            return _expand_all(value)
+        except RecursionError:
+            raise ValueError("it contains itself, by an alias") from None
 
 
 class BreakerConfig(StrictModel):
@@ -177,3 +202,13 @@ class TierConfig(StrictModel):
     def tier_name(self) -> str:
         """The tier's name: ``name``, or its type."""
         return self.name or self.type
+
+
+def dump_resolved(config: TierConfig) -> dict[str, Any]:
+    """Return a validated config, its secrets in plain text, as JSON values for ``load_resolved`` in another process."""
+    return config.model_dump(mode="json", context={RESOLVED: True})
+
+
+def load_resolved(model: type[_TierConfig], data: dict[str, Any]) -> _TierConfig:
+    """Rebuild a config of this model from ``dump_resolved``: no variable is read again, no unit is asked for."""
+    return model.model_validate(data, context={RESOLVED: True})

@@ -7,11 +7,15 @@ written in, so that tools can show it again as text.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
-from pydantic import BeforeValidator, Field, ValidationInfo
+from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, ValidationInfo
+from pydantic_core import CoreSchema
 
 __all__ = [
+    "DURATION",
+    "SHARE",
+    "SIZE",
     "Duration",
     "Share",
     "Size",
@@ -23,7 +27,7 @@ __all__ = [
 ]
 
 RESOLVED = "kvtiers.resolved"
-"""Key of a validation context: the options were resolved before, so numbers are numbers and ``${...}`` is plain text."""
+"""Key of a validation context: the options were resolved before, so that numbers are final and ``${...}`` is text."""
 
 _SIZES = {
     "": 1, "b": 1,
@@ -31,7 +35,8 @@ _SIZES = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "pib": 2**50,
 }  # fmt: skip
 _DURATIONS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z%]*)", re.IGNORECASE)
+_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z%]*)")
+_LARGEST = 1e18  # of any number before its unit; a longer one is a slip of the finger
 
 
 def _split(value: object, expected: str) -> tuple[float, str]:
@@ -40,11 +45,20 @@ def _split(value: object, expected: str) -> tuple[float, str]:
     match = _QUANTITY.fullmatch(str(value).strip())
     if match is None:
         raise ValueError(f"expected {expected}, got {value!r}")
+    if float(match[1]) > _LARGEST:
+        raise ValueError(f"expected {expected}, got a number of {len(match[1])} digits")
     return float(match[1]), match[2]
+
+
+def _is_resolved(value: object, info: ValidationInfo) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return bool(is_number and info.context and info.context.get(RESOLVED))
 
 
 def parse_size(value: object) -> int:
     """Return the number of bytes that ``value`` (``"64GiB"``, ``"500 MB"``, ``4096``) stands for."""
+    if type(value) is int and 0 <= value <= _LARGEST:
+        return value  # as it is: a float has not all whole numbers above 2**53
     number, unit = _split(value, "a size such as '64GiB'")
     factor = _SIZES.get(unit.lower())
     if factor is None:
@@ -64,10 +78,16 @@ def parse_duration(value: object) -> float:
     return number * factor
 
 
-def _duration(value: object, info: ValidationInfo) -> float:
-    if isinstance(value, float) and info.context and info.context.get(RESOLVED):
-        return value
-    return parse_duration(value)
+def _size(value: object, info: ValidationInfo) -> Any:
+    return value if _is_resolved(value, info) else parse_size(value)
+
+
+def _duration(value: object, info: ValidationInfo) -> Any:
+    return value if _is_resolved(value, info) else parse_duration(value)
+
+
+def _share(value: object, info: ValidationInfo) -> Any:
+    return value if _is_resolved(value, info) else _parse_share(value)
 
 
 def _parse_share(value: object) -> float:
@@ -105,12 +125,27 @@ def _format_share(share: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """How a number in a config model is written: the type's name, and its way back to text."""
+    """How a number in a config model is written: the type's name, its way back to text, an example.
+
+    ``pattern`` and ``bare`` are for the JSON schema: what its text looks like, and the JSON type of a bare number.
+    """
 
     name: str
     format: Callable[[float], str]
+    example: str
+    pattern: str
+    bare: str | None = None
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        types = ["string", self.bare] if self.bare else "string"
+        return {"type": types, "pattern": rf"^\s*{self.pattern}\s*$|\$\{{", "examples": [self.example]}
 
 
-Size: TypeAlias = Annotated[int, BeforeValidator(parse_size), Unit("size", format_size)]
-Duration: TypeAlias = Annotated[float, BeforeValidator(_duration), Unit("duration", format_duration)]
-Share: TypeAlias = Annotated[float, BeforeValidator(_parse_share), Field(ge=0), Unit("share", _format_share)]
+_NUMBER = r"[0-9]+(\.[0-9]+)?\s*"
+SIZE = Unit("size", format_size, "64GiB", rf"{_NUMBER}([KkMmGgTtPp][Ii]?)?[Bb]?", "integer")
+DURATION = Unit("duration", format_duration, "250ms", rf"({_NUMBER}([Uu]s|[Mm]s|[Ss]|[Mm]|[Mm]in|[Hh]|[Dd])|0)")
+SHARE = Unit("share", _format_share, "10%", rf"{_NUMBER}%?", "number")
+
+Size: TypeAlias = Annotated[int, BeforeValidator(_size), SIZE]
+Duration: TypeAlias = Annotated[float, BeforeValidator(_duration), DURATION]
+Share: TypeAlias = Annotated[float, BeforeValidator(_share), Field(ge=0), SHARE]

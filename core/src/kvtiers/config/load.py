@@ -1,0 +1,146 @@
+"""Read a config and say everything that is wrong with it at once, one line each."""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from pydantic import ValidationError
+
+from kvtiers.api import ConfigError, TierConfig, TierPluginError
+from kvtiers.api.config import expand_variables
+from kvtiers.config.models import OffloadConfig
+from kvtiers.config.problems import one_line, problems_in, shown
+from kvtiers.config.yaml_text import parse_yaml
+from kvtiers.plugins import did_you_mean, installed_tiers, load_tier
+
+__all__ = ["load_config"]
+
+_LARGEST_FILE = 1 << 20
+_TIER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
+_RESERVED_TIER_NAMES = {"primary"}  # wherever hits and bytes are told by tier, this is the CPU tier
+
+PathOrMapping: TypeAlias = str | os.PathLike[str] | Mapping[str, Any]
+
+
+def load_config(source: PathOrMapping) -> OffloadConfig:
+    """Return the config in this YAML file, or in this mapping, with every tier checked by its own plugin.
+
+    ConfigError with one line for each problem; a line begins with the file's name as given, or with ``config``.
+    Imports the plugins of the tiers that are named, and no client library. Opens nothing.
+    """
+    where = "config" if isinstance(source, Mapping) else os.fspath(source)
+    try:
+        document = source if isinstance(source, Mapping) else _read(where)
+        return _validate(document)
+    except ConfigError as error:
+        raise ConfigError([one_line(f"{where}: {problem}") for problem in error.problems]) from None
+
+
+def _read(path: str) -> Mapping[Any, Any]:
+    try:
+        with Path(path).open("rb") as file:
+            content = file.read(_LARGEST_FILE + 1)
+    except IsADirectoryError:
+        raise ConfigError("this is a directory; expected a YAML file") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot read the file: {reason}") from None
+    if len(content) > _LARGEST_FILE:
+        raise ConfigError("the file is larger than 1 MiB, so it is hardly a config")
+    document = parse_yaml(content)
+    if document is None:
+        raise ConfigError("the file is empty; expected at least 'version: 1' and 'primary'")
+    if not isinstance(document, Mapping):
+        raise ConfigError(f"expected a mapping of options, got {shown(document)}")
+    return document
+
+
+def _validate(document: Mapping[Any, Any]) -> OffloadConfig:
+    tiers, tier_problems = _tiers(document.get("secondary"))
+    # Tiers that are wrong are reported by themselves; the rest is checked all the same.
+    document = {**document, "secondary": tuple(tiers)}
+    try:
+        config = OffloadConfig.model_validate(document)
+    except ValidationError as error:
+        raise ConfigError([*problems_in(error, OffloadConfig, document), *tier_problems]) from None
+    problems = [*_eviction_problems(config.primary.eviction), *tier_problems]
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _eviction_problems(name: str) -> list[str]:
+    # Imported late: it loads numpy, and nothing else here needs it.
+    from kvtiers.primary.eviction import policy_class
+
+    try:
+        policy_class(name)
+    except ConfigError as error:
+        return [f"primary.eviction: {problem}" for problem in error.problems]
+    return []
+
+
+def _tiers(entries: Any) -> tuple[list[TierConfig], list[str]]:
+    if entries is None:
+        return [], []
+    if not isinstance(entries, list | tuple):
+        return [], [f"secondary: expected a list of tiers ('- type: ...'), got {shown(entries)}"]
+    tiers, problems, places = [], [], dict[str, str]()
+    for index, entry in enumerate(entries):
+        where = f"secondary[{index}]"
+        try:
+            tier = _tier(entry)
+        except ConfigError as error:
+            problems += [f"{where}{_label(entry)}: {problem}" for problem in error.problems]
+            continue
+        tiers.append(tier)
+        if problem := _name_problem(tier.tier_name, places.setdefault(tier.tier_name, where), where):
+            problems.append(f"{where} ({tier.type}): {problem}")
+    return tiers, problems
+
+
+def _name_problem(name: str, first: str, where: str) -> str:
+    """Tier names stand in logs, metric labels and reports: each tier needs one of its own."""
+    if not _TIER_NAME.fullmatch(name):
+        return f"name: {name!r} cannot be used; expected 1 to 63 of A-Z a-z 0-9 . _ -, first a letter or digit"
+    if name in _RESERVED_TIER_NAMES:
+        return f"name: {name!r} is the CPU tier's own; choose another"
+    return f"the name {name!r} is already that of {first}; give one of them another 'name'" if first != where else ""
+
+
+def _label(entry: Any) -> str:
+    """Return `` (type)`` for an entry whose type is installed: one that is not is the problem itself."""
+    type_name = str(entry.get("type")) if isinstance(entry, Mapping) else ""
+    return f" ({type_name})" if type_name in {installed.name for installed in installed_tiers()} else ""
+
+
+def _tier(entry: Any) -> TierConfig:
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"expected a mapping of options ('type: ...'), got {shown(entry)}")
+    type_name = _type_name(entry)
+    try:
+        model = load_tier(type_name).config
+    except TierPluginError as error:
+        raise ConfigError(str(error)) from None
+    try:
+        return model.model_validate(dict(entry))
+    except ValidationError as error:
+        raise ConfigError(problems_in(error, model, entry)) from None
+
+
+def _type_name(entry: Mapping[Any, Any]) -> str:
+    if "type" not in entry:
+        for key in entry:
+            if isinstance(key, str) and did_you_mean(key, ["type"]):
+                raise ConfigError(f"unknown option {shown(key)}. Did you mean 'type'?")
+        known = ", ".join(sorted({installed.name for installed in installed_tiers()})) or "none"
+        raise ConfigError(f"'type' is missing; expected an installed tier type ({known})")
+    try:
+        type_name = entry["type"]
+        if isinstance(type_name, str) and type_name:
+            return expand_variables(type_name)
+    except ValueError as error:
+        raise ConfigError(f"type: {error}") from None
+    raise ConfigError(f"type: expected a text, got {shown(type_name)}")

@@ -1,0 +1,121 @@
+"""What a config says, once it is valid: all sizes in bytes, all durations in seconds, all shares as fractions."""
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BeforeValidator, Field, SerializeAsAny, field_validator, model_validator
+
+from kvtiers.api import ConfigError, Duration, Share, Size, StrictModel, TierConfig
+from kvtiers.api.units import DURATION, parse_duration
+from kvtiers.rows.mapping import HugePages
+from kvtiers.rows.names import check_namespace
+
+__all__ = ["BudgetConfig", "ModelConfig", "OffloadConfig", "PrimaryConfig"]
+
+_MOVING_REVISIONS = {"main", "master", "head", "latest"}
+
+
+def _huge_pages(value: object) -> object:
+    # YAML reads a bare `off` as false, and `on` as true.
+    return {False: "off", True: "2MiB"}[value] if isinstance(value, bool) else value
+
+
+def _auto_or_duration(value: object) -> object:
+    if value == "auto":
+        return value
+    try:
+        return parse_duration(value)
+    except ValueError as error:
+        raise ValueError(f"{error}; or 'auto'") from None
+
+
+LoadWait: TypeAlias = Annotated[Literal["auto"] | Annotated[float, DURATION], BeforeValidator(_auto_or_duration)]
+
+
+class ModelConfig(StrictModel):
+    """Which model's KV this is. An adapter knows most of it; what both name must be equal."""
+
+    name: str = Field(min_length=1, description="the model, as its engine names it")
+    revision: str | None = Field(
+        default=None, min_length=1, description="what names these very weights: a commit, or a digest of the files"
+    )
+    kv_dtype: str | None = Field(default=None, description="type of one number in the KV cache, such as bfloat16")
+    kv_scales: str | None = Field(default=None, description="scales of a quantised KV cache, or a digest of them")
+    rope: str | None = Field(default=None, description="rotary embedding, where it differs from the model's own")
+    quantization: str | None = Field(default=None, description="quantisation of the weights")
+    kv_layout: str | None = Field(default=None, description="order of the numbers in a page, by attention backend")
+    hash_algorithm: str | None = Field(default=None, description="how the engine chains its block hashes")
+    hash_seed: str | None = Field(default=None, description="seed of the first block's hash")
+    hash_bytes: int | None = Field(default=None, ge=1, le=64, description="length of a block hash")
+
+    @field_validator("revision")
+    @classmethod
+    def _stands_still(cls, revision: str | None) -> str | None:
+        if revision and revision.lower() in _MOVING_REVISIONS:
+            raise ValueError(f"{revision!r} moves with the next upload; give the commit, or a digest of the weights")
+        return revision
+
+    def identity(self) -> dict[str, Any]:
+        """Return what is given here, by the field names of ``rows.layout.ModelIdentity``."""
+        given = self.model_dump(exclude_none=True)
+        if "revision" in given:
+            given["weights"] = given.pop("revision")
+        return given
+
+
+class PrimaryConfig(StrictModel):
+    """The CPU memory that all workers share."""
+
+    capacity: Size = Field(gt=0, description="memory for chunks, all workers together")
+    eviction: str = Field(default="lru", description="which chunk leaves first: lru, arc, or an installed policy")
+    huge_pages: Annotated[HugePages, BeforeValidator(_huge_pages)] = Field(
+        default="off", description="huge pages, which the administrator has to reserve"
+    )
+    numa_node: int | None = Field(default=None, ge=0, description="memory of this NUMA node, best the GPU's")
+    prefault: bool = Field(default=True, description="touch all memory at start, in the background")
+    start_deadline: Duration = Field(default=60.0, gt=0, description="how long all ranks have to join")
+
+
+class BudgetConfig(StrictModel):
+    """Shares of the primary's rows that may be held for one purpose; each is rounded up to at least one row."""
+
+    store_reserve: Share = Field(default=0.10, description="rows that promotions may not take from stores")
+    all_tiers: Share = Field(default=0.50, description="rows that all tiers together may pin")
+    one_tier: Share = Field(default=0.25, description="rows that one tier may pin")
+    protected: Share = Field(default=0.40, description="promoted rows that nobody has read yet and that stay")
+    protect_for: Duration = Field(default=10.0, description="how long such a row stays at most")
+
+    @model_validator(mode="after")
+    def _fit(self) -> "BudgetConfig":
+        total = self.store_reserve + self.all_tiers + self.protected
+        if total > 1 + 1e-9:
+            parts = [
+                f"{name} ({getattr(self, name) * 100:.4g}%)" for name in ("store_reserve", "all_tiers", "protected")
+            ]
+            raise ValueError(f"{', '.join(parts)} are {total * 100:.4g}% together, expected at most 100%")
+        return self
+
+
+class OffloadConfig(StrictModel):
+    """A whole config, as ``load_config`` returns it: each secondary tier is an instance of its plugin's own model."""
+
+    version: Literal[1] = Field(description="version of this file format")
+    namespace: str = Field(default="default", description="first part of every storage name")
+    model: ModelConfig | None = Field(default=None, description="the model, where no adapter fills it in")
+    primary: PrimaryConfig = Field(description="the CPU tier")
+    secondary: tuple[SerializeAsAny[TierConfig], ...] = Field(default=(), description="the tiers below, in this order")
+    lookup_wait: Duration = Field(default=0.02, description="longest wait of a request for a tier's answer")
+    load_wait: LoadWait = Field(
+        default="auto", description="longest wait of a request for a promotion; auto: as long as recomputing takes"
+    )
+    budgets: BudgetConfig = Field(default_factory=BudgetConfig, description="shares of the primary's rows")
+    clean_reserve: Share = Field(
+        default=0.05, description="rows kept free or clean, ahead of need, for tiers with 'admission: on_eviction'"
+    )
+
+    @field_validator("namespace")
+    @classmethod
+    def _can_stand_in_a_name(cls, namespace: str) -> str:
+        try:
+            return check_namespace(namespace)
+        except ConfigError as error:
+            raise ValueError(str(error).removeprefix("namespace ")) from None

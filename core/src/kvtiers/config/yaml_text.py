@@ -1,0 +1,69 @@
+"""YAML as this project reads it: plain values only, no key twice, and every problem at its line and column."""
+
+from typing import Any
+
+import yaml
+
+from kvtiers.api import ConfigError
+
+__all__ = ["parse_yaml"]
+
+
+def parse_yaml(content: bytes) -> Any:
+    """Return the one document in ``content``. ConfigError with one line, not naming the file, if that is impossible."""
+    try:
+        return yaml.load(content, _StrictLoader)  # noqa: S506 -- a SafeLoader, only stricter
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(_marked(error)) from None
+    except yaml.YAMLError as error:
+        reason = getattr(error, "reason", None) or error
+        place = f" (at {error.position})" if isinstance(error, yaml.reader.ReaderError) else ""
+        raise ConfigError(f"not valid YAML: {reason}{place}; expected UTF-8 text") from None
+    except RecursionError:
+        raise ConfigError("not valid YAML: it is nested too deeply") from None
+
+
+def _marked(error: yaml.MarkedYAMLError) -> str:
+    mark = error.problem_mark or error.context_mark
+    place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    if isinstance(error, _RefusedError):
+        return f"{place}{error.problem}"
+    context = f"{error.context}, " if error.context and str(error.problem).startswith("but ") else ""
+    return f"{place}not valid YAML: {context}{error.problem or 'it cannot be read'}"
+
+
+class _RefusedError(yaml.MarkedYAMLError):
+    """Valid YAML that we do not take."""
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses a key that is there twice, and turns a bad scalar (``2024-13-40``) into an error with its place."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        # Here, before merge keys ('<<') are resolved: overriding a merged key is what they are for.
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if first := lines.get((key.tag, key.value)):
+                raise _RefusedError(
+                    problem=f"key {_clip(key.value)} is already on line {first}; remove one of the two",
+                    problem_mark=key.start_mark,
+                )
+            lines[key.tag, key.value] = key.start_mark.line + 1
+        return node
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, KeyError, AttributeError, TypeError, OverflowError):
+            raise _RefusedError(
+                problem=f"{_clip(node.value)} cannot be read as {node.tag.rpartition(':')[2]}; put it in quotes",
+                problem_mark=node.start_mark,
+            ) from None
+
+
+def _clip(value: object) -> str:
+    text = repr(value) if isinstance(value, str) else "this"
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,130 @@
+"""One mistake, one line: where, what, what was expected, and what to do."""
+
+# ruff: noqa: E501 -- a row of these tables is a mistake and its line, side by side
+
+import pytest
+
+MINIMAL = "version: 1\nprimary: {capacity: 1GiB}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("version: 2\nprimary: {capacity: 1}\n", "version: expected 1, got 2"),
+        ("primary: {capacity: 1}\n", "'version' is missing; expected 1"),
+        ("version: 1\n", "'primary' is missing; expected a mapping of options"),
+        ("version: 1\nprimary: 7\n", "primary: expected a mapping of options, got 7"),
+        ("version: 1\nprimary:\n", "primary: expected a mapping of options, got nothing"),
+        ("version: 1\nprimary: {}\n", "primary: 'capacity' is missing; expected a size such as '64GiB'"),
+        ("version: 1\nprimary: {capcity: 1GiB}\n", "primary: unknown option 'capcity'. Did you mean 'capacity'?"),
+        ("version: 1\nprimary: {capacity: }\n", "primary.capacity: expected a size such as '64GiB', got nothing"),
+        ("version: 1\nprimary: {capacity: lots}\n", "primary.capacity: expected a size such as '64GiB', got 'lots'"),
+        ("version: 1\nprimary: {capacity: yes}\n", "primary.capacity: expected a size such as '64GiB', got true"),
+        ("version: 1\nprimary: {capacity: 0}\n", "primary.capacity: expected more than 0, got 0"),
+        ("version: 1\nprimary: {capacity: 64GX}\n", "primary.capacity: unknown unit 'GX' in '64GX'; use B, KiB, MiB, GiB, TiB, KB, MB, GB or TB"),
+        (f"version: 1\nprimary: {{capacity: {'9' * 400}GiB}}\n", "primary.capacity: expected a size such as '64GiB', got a number of 400 digits"),
+        ("version: 1\nprimary: {capacity: 1, huge_pages: 3MiB}\n", "primary.huge_pages: expected 'off', '2MiB' or '1GiB', got '3MiB'"),
+        ("version: 1\nprimary: {capacity: 1, numa_node: -1}\n", "primary.numa_node: expected at least 0, got -1"),
+        ("version: 1\nprimary: {capacity: 1, numa_node: on}\n", "primary.numa_node: expected a whole number, got true"),
+        ("version: 1\nprimary: {capacity: 1, prefault: perhaps}\n", "primary.prefault: expected true or false, got 'perhaps'"),
+        ("version: 1\nprimary: {capacity: 1, start_deadline: 0s}\n", "primary.start_deadline: expected more than 0, got '0s'"),
+        (MINIMAL + "foo: 1\n", "unknown option 'foo'. Options: version, namespace, model, primary, secondary, lookup_wait, load_wait, budgets, clean_reserve."),
+        (MINIMAL + "5: 1\n", "unknown option '5'. Options: version, namespace, model, primary, secondary, lookup_wait, load_wait, budgets, clean_reserve."),
+        (MINIMAL + "Secondary: []\n", "unknown option 'Secondary'. Did you mean 'secondary'?"),
+        (MINIMAL + "lookup_wait: 20\n", "lookup_wait: no unit in 20; use us, ms, s, m, h or d, such as '250ms'"),
+        (MINIMAL + "lookup_wait: 20xs\n", "lookup_wait: unknown unit 'xs' in '20xs'; use us, ms, s, m, h or d, such as '250ms'"),
+        (MINIMAL + "load_wait: never\n", "load_wait: expected a duration such as '250ms', got 'never'; or 'auto'"),
+        (MINIMAL + "load_wait: [auto]\n", "load_wait: expected a duration such as '250ms', got ['auto']; or 'auto'"),
+        (MINIMAL + "clean_reserve: 200%\n", "clean_reserve: a share is at most 100%, got '200%'"),
+        (MINIMAL + "clean_reserve: 5GiB\n", "clean_reserve: unknown unit 'GiB' in '5GiB'; write a share such as '10%'"),
+        (MINIMAL + "budgets: {all_tiers: 60%}\n", "budgets: store_reserve (10%), all_tiers (60%), protected (40%) are 110% together, expected at most 100%"),
+        (MINIMAL + "model: {name: ''}\n", "model.name: expected at least 1 character, got ''"),
+        (MINIMAL + "model: {name: m, kv_dtype: 16}\n", "model.kv_dtype: expected a text, got 16; put it in quotes"),
+        (MINIMAL + "model: {name: m, revision: main}\n", "model.revision: 'main' moves with the next upload; give the commit, or a digest of the weights"),
+        (MINIMAL + "secondary: {type: shelf}\n", "secondary: expected a list of tiers ('- type: ...'), got a mapping"),
+        (MINIMAL + "secondary: [shelf]\n", "secondary[0]: expected a mapping of options ('type: ...'), got 'shelf'"),
+        (MINIMAL + "secondary: [{tpye: shelf}]\n", "secondary[0]: unknown option 'tpye'. Did you mean 'type'?"),
+        (MINIMAL + "secondary: [{type: }]\n", "secondary[0]: type: expected a text, got nothing"),
+        (MINIMAL + "secondary: [{type: [shelf]}]\n", "secondary[0]: type: expected a text, got a list"),
+        (MINIMAL + "secondary: [{type: '${KVTIERS_TEST_UNSET}'}]\n", "secondary[0]: type: environment variable 'KVTIERS_TEST_UNSET' is not set"),
+        (MINIMAL + "version: &a [*a]\n", "line 3, column 1: key 'version' is already on line 1; remove one of the two"),
+        (MINIMAL + "namespace: &a [*a]\n", "namespace: it contains itself, by an alias"),
+    ],
+)  # fmt: skip
+def test_a_single_mistake_is_a_single_line(wrong, text, line):
+    assert wrong(text) == [line]
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ("hots: x", "secondary[0] (shelf): unknown option 'hots'. Did you mean 'host'?"),
+        ("name: 5", "secondary[0] (shelf): name: expected a text, got 5; put it in quotes"),
+        ("name: off", "secondary[0] (shelf): name: expected a text, got false; put it in quotes"),
+        ("name: primary", "secondary[0] (shelf): name: 'primary' is the CPU tier's own; choose another"),
+        ("name: a b", "secondary[0] (shelf): name: 'a b' cannot be used; expected 1 to 63 of A-Z a-z 0-9 . _ -, first a letter or digit"),
+        ("io: on", "secondary[0] (shelf): io: expected 'process' or 'thread', got true"),
+        ("threads: four", "secondary[0] (shelf): threads: expected a whole number, got 'four'"),
+        ("threads: 1.5", "secondary[0] (shelf): threads: expected a whole number, got 1.5"),
+        ("threads: 0", "secondary[0] (shelf): threads: expected at least 1, got 0"),
+        ("threads: 1000", "secondary[0] (shelf): threads: expected at most 256, got 1000"),
+        ("speed: .nan", "secondary[0] (shelf): speed: expected a finite number, got nan"),
+        ("nodes: here", "secondary[0] (shelf): nodes: expected a list of text, got 'here'"),
+        ("nodes: [here, 5]", "secondary[0] (shelf): nodes[1]: expected a text, got 5; put it in quotes"),
+        ("labels: {a: [1]}", "secondary[0] (shelf): labels.a: expected a text, got a list"),
+        ("breaker: 5", "secondary[0] (shelf): breaker: expected a mapping of options, got 5"),
+        ("breaker: {failure: 5}", "secondary[0] (shelf): breaker: unknown option 'failure'. Did you mean 'failures'?"),
+        ("breaker: {failures: x}", "secondary[0] (shelf): breaker.failures: expected a whole number, got 'x'"),
+        ("breaker: {window: 0s}", "secondary[0] (shelf): breaker.window: expected more than 0, got '0s'"),
+        ("password: 12345", "secondary[0] (shelf): password: expected a text (a number in quotes), '${NAME}' or {file: PATH}"),
+        ("password: ${KVTIERS_TEST_UNSET}", "secondary[0] (shelf): password: environment variable 'KVTIERS_TEST_UNSET' is not set"),
+        ("password: ${not a name}", "secondary[0] (shelf): password: '${not a name}' does not name an environment variable"),
+        ("password: ${HOME", "secondary[0] (shelf): password: '${' without its '}'"),
+        ("password: {file: /nonexistent/file}", "secondary[0] (shelf): password: cannot read the secret's file: [Errno 2] No such file or directory: '/nonexistent/file'"),
+        ("ttl: ${KVTIERS_TEST_UNSET}", "secondary[0] (shelf): ttl: environment variable 'KVTIERS_TEST_UNSET' is not set"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_a_tier_names_the_tier_and_its_type(wrong, with_tier, options, line):
+    assert wrong(with_tier(options)) == [line]
+
+
+def test_a_missing_option_of_a_tier_is_named(wrong):
+    assert wrong(MINIMAL + "secondary: [{type: shelf}]\n") == [
+        "secondary[0] (shelf): 'path' is missing; expected a text"
+    ]
+
+
+def test_a_tier_without_a_type_lists_the_installed_ones(wrong):
+    (line,) = wrong(MINIMAL + "secondary: [{path: /a}]\n")
+    assert line.startswith("secondary[0]: 'type' is missing; expected an installed tier type (")
+    assert "shelf" in line
+
+
+def test_an_unknown_tier_type_is_suggested(wrong):
+    (line,) = wrong(MINIMAL + "secondary: [{type: shlef}]\n")
+    assert line.startswith("secondary[0]: unknown tier type 'shlef'. Did you mean 'shelf'? Installed tier types: ")
+
+
+def test_an_unknown_eviction_policy_is_suggested(wrong):
+    (line,) = wrong("version: 1\nprimary: {capacity: 1, eviction: lur}\n")
+    assert line.startswith("primary.eviction: unknown eviction policy 'lur'. Did you mean 'lru'?")
+
+
+def test_a_broken_plugin_is_one_line_and_the_other_tiers_are_still_checked(wrong, distributions):
+    distributions.install_tier("broken", "import no_such_library")
+    lines = wrong(MINIMAL + "secondary: [{type: broken}, {type: shelf, pth: /a}]\n")
+    assert [line.partition(":")[0] for line in lines] == ["secondary[0] (broken)", "secondary[1] (shelf)"]
+    assert "No module named 'no_such_library'" in lines[0]
+
+
+def test_two_tiers_of_one_name_name_both_places(wrong):
+    assert wrong(MINIMAL + "secondary: [{type: shelf, path: /a}, {type: shelf, path: /b}]\n") == [
+        "secondary[1] (shelf): the name 'shelf' is already that of secondary[0]; give one of them another 'name'"
+    ]
+
+
+def test_all_mistakes_are_told_at_once(wrong):
+    lines = wrong("version: 3\nprimary: {capacity: x}\nsecondary: [{type: shelf}, {type: shelf, path: 5}]\n")
+    assert [line.partition(": ")[0] for line in lines] == [
+        "version", "primary.capacity", "secondary[0] (shelf)", "secondary[1] (shelf)",
+    ]  # fmt: skip
