@@ -142,14 +142,17 @@ class CPUPrimaryTier:
 
     def find(self, keys: Sequence[OffloadKey]) -> list[LookupResult]:
         """Do ``lookup`` for each key."""
+        miss, pending, hit = LookupResult.MISS, LookupResult.HIT_PENDING, LookupResult.HIT
+        if not self._rows.pending:
+            row_of = self._row_of
+            return [hit if key in row_of else miss for key in keys]
         state = self._rows.state
-        return [
-            LookupResult.MISS if row is None else LookupResult.HIT_PENDING if state[row] < 0 else LookupResult.HIT
-            for row in map(self._row_of.get, keys)
-        ]
+        return [miss if row is None else pending if state[row] < 0 else hit for row in map(self._row_of.get, keys)]
 
     def resident_run(self, keys: Sequence[OffloadKey]) -> tuple[int, int]:
         """Return how many of the leading keys are here, up to the first MISS, and how many of those are pending."""
+        if not keys or keys[0] not in self._row_of:
+            return 0, 0
         rows = list(map(self._row_of.get, keys))
         if None in rows:
             del rows[rows.index(None) :]
@@ -275,7 +278,7 @@ class CPUPrimaryTier:
     def _allocate(
         self, keys: Sequence[OffloadKey], request_id: str, limit: int | None, reserve: int
     ) -> Allocation | None:
-        allocation = self._chunks.allocate(keys, request_id, limit, reserve, self._clock())
+        allocation = self._chunks.allocate(keys, request_id, limit, reserve, self._clock)
         if allocation is not None:
             self._note(allocation.evicted, removed=True)
         return allocation

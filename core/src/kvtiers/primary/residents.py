@@ -4,7 +4,7 @@ A chunk is *evictable* if it is ready, nobody reads it and it is not a protected
 every change of that, and of nothing else about rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvtiers.api import OffloadKey
@@ -35,7 +35,7 @@ class Residents:
         self.evictable = 0
 
     def allocate(
-        self, keys: Sequence[OffloadKey], request_id: str, limit: int | None, reserve: int, now: float
+        self, keys: Sequence[OffloadKey], request_id: str, limit: int | None, reserve: int, clock: Callable[[], float]
     ) -> Allocation | None:
         """Lease rows for those of these keys that are not here; None, and no change, if that is not possible.
 
@@ -52,16 +52,19 @@ class Residents:
         self.policy.on_store_miss(missing, request_id)
         wanted = len(missing) if limit is None else min(limit, len(missing))
         kept: list[OffloadKey] = []
-        if wanted > self.rows.free - reserve:
-            self.unlock_idle(self.unread.expire(now))
-            kept = self._evictable_of(present)
-            room = self.rows.free + self.evictable - max(reserve, len(kept))
+        free = self.rows.free
+        if wanted > free - reserve:
+            if self.unread.keys:
+                self.unlock_idle(self.unread.expire(clock()))
+            if present:
+                kept = self._unprotected(self.rows.idle_keys([row_of[key] for key in present]))
+            room = free + self.evictable - max(reserve, len(kept))
             if room < wanted and limit is None:
                 return None
             wanted = min(wanted, room)
         if wanted <= 0:
             return None
-        evicted = self._make_room(wanted, kept)
+        evicted = self._evict(wanted - free, kept) if wanted > free else []
         if evicted is None:
             return None
         if wanted < len(missing):
@@ -84,12 +87,15 @@ class Residents:
         if self.rows.any_pending(rows):
             return None
         first = self.rows.pin(rows)
-        self._lock(self._unprotected(first))
+        if first:
+            self._lock(self._unprotected(first))
         return rows, first
 
     def unpin(self, rows: Sequence[int]) -> None:
         """Take one reader from each of these rows."""
-        self.unlock(self._unprotected(self.rows.unpin(rows)))
+        last = self.rows.unpin(rows)
+        if last:
+            self.unlock(self._unprotected(last))
 
     def unlock(self, keys: Sequence[OffloadKey]) -> None:
         """Make these chunks evictable."""
@@ -118,20 +124,18 @@ class Residents:
         self.rows.forget_all()
         self.evictable = 0
 
-    def _make_room(self, wanted: int, kept: Sequence[OffloadKey]) -> list[OffloadKey] | None:
-        """Evict until ``wanted`` rows are free, but none of ``kept``; None, and no change, if the policy refuses."""
-        deficit = wanted - self.rows.free
-        if deficit <= 0:
-            return []
+    def _evict(self, count: int, kept: Sequence[OffloadKey]) -> list[OffloadKey] | None:
+        """Evict this many chunks, but none of ``kept``; None, and no change, if the policy refuses."""
         self._lock(kept)
-        victims = self.policy.evict(deficit)
+        victims = self.policy.evict(count)
         self.unlock(kept)
         if victims is None:
             return None
-        assert len(victims) == deficit, "the policy evicted another number than it was asked for"
+        assert len(victims) == count, "the policy evicted another number than it was asked for"
         self.rows.evict(list(map(self.row_of.pop, victims)))
-        self.clean.difference_update(victims)
-        self.evictable -= deficit
+        if self.clean:
+            self.clean.difference_update(victims)
+        self.evictable -= count
         return victims
 
     def _lock(self, keys: Sequence[OffloadKey]) -> None:
@@ -142,6 +146,3 @@ class Residents:
     def _unprotected(self, keys: list[OffloadKey]) -> list[OffloadKey]:
         protected = self.unread.keys
         return [key for key in keys if key not in protected] if protected else keys
-
-    def _evictable_of(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        return self._unprotected(self.rows.idle_keys([self.row_of[key] for key in keys]))

@@ -39,15 +39,13 @@ class Bucket:
         """Return the places here of these chunks."""
         return list(map(self.places.__getitem__, keys))
 
-    def add(self, keys: Sequence[OffloadKey], places: list[int], place_of: dict[OffloadKey, int]) -> None:
-        """Make these chunks, whose places are here, evictable."""
-        if places != (ordered := sorted(places)):
-            keys = sorted(keys, key=place_of.__getitem__)
+    def add(self, keys: Sequence[OffloadKey], first_place: int, place_of: dict[OffloadKey, int]) -> None:
+        """Make these chunks evictable; they are in the order of their places here, from ``first_place`` on."""
         if not self.evictable:
             self.evictable = dict.fromkeys(keys)
             self.in_order = True
             return
-        self.in_order = self.in_order and place_of[next(reversed(self.evictable))] < ordered[0]
+        self.in_order = self.in_order and place_of[next(reversed(self.evictable))] < first_place
         self.evictable.update(dict.fromkeys(keys))
 
     def pin(self, keys: Sequence[OffloadKey]) -> None:
@@ -61,7 +59,10 @@ class Bucket:
 
     def discard(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Make those of these chunks that are evictable not evictable, and return them."""
-        found = [key for key in keys if key in self.evictable]
+        evictable = self.evictable
+        if not evictable:
+            return []
+        found = [key for key in keys if key in evictable]
         self.pin(found)
         return found
 

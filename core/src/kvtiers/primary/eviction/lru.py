@@ -10,7 +10,7 @@ both. A bucket's evictable chunks are a dictionary in the order of their places.
 in order and behind the others; if not, the bucket is sorted once, when eviction reaches it.
 """
 
-from collections.abc import Iterable, Iterator, KeysView, Sequence
+from collections.abc import Iterator, KeysView, Sequence
 from itertools import chain, count
 
 from kvtiers.api import OffloadKey
@@ -51,36 +51,37 @@ class LRUPolicy(EvictionPolicy):
         if bucket is None:
             number = next(self._numbers)
             bucket = self._buckets[number] = Bucket(number, next(self._ranks))
-            self._running[request_id] = bucket
+            if request_id:
+                self._running[request_id] = bucket
         places = self._give_places(bucket, keys)
-        bucket.size += len(new)
-        if len(new) == len(keys):
-            self._place_of.update(zip(keys, places, strict=True))
-        else:
-            self._place_of.update(zip(new, bucket.places_of(new), strict=True))
+        if not new:
             self._move(bucket, keys)
+        else:
+            bucket.size += len(new)
+            if len(new) == len(keys):
+                self._place_of.update(zip(keys, places, strict=True))
+            else:
+                self._place_of.update(zip(new, bucket.places_of(new), strict=True))
+                self._move(bucket, keys)
         if not request_id:
-            self.request_finished(request_id)
+            self._retire(bucket)
 
     def request_finished(self, request_id: str) -> None:
         """Make the request's bucket the hottest, with all chunks that it used and that are still here."""
         bucket = self._running.pop(request_id, None)
         if bucket is None:
             return
-        places = bucket.places
         bucket.rank = next(self._ranks)
-        now = list(map(self._place_of.get, places))
-        if now != list(places.values()):
-            self._move(bucket, [key for key, place in zip(places, now, strict=True) if place is not None])
-        bucket.places = {}
-        bucket.finished = True
+        now = list(map(self._place_of.get, bucket.places))
+        if now != list(bucket.places.values()):
+            self._move(bucket, [key for key, place in zip(bucket.places, now, strict=True) if place is not None])
         self._queue.push(bucket)
-        self._drop_if_done(bucket)
+        self._retire(bucket)
 
     def mark_evictable(self, keys: Sequence[OffloadKey]) -> None:
         """Put the chunks back at their places."""
-        for bucket, part, places in self._by_bucket(keys):
-            bucket.add(part, places, self._place_of)
+        for bucket, part, first_place in self._by_bucket(keys):
+            bucket.add(part, first_place, self._place_of)
             self._queue.push(bucket)
         self._evictable += len(keys)
 
@@ -172,29 +173,37 @@ class LRUPolicy(EvictionPolicy):
             self._place_of.update(zip(part, bucket.places_of(part), strict=True))
             bucket.size += len(part)
             if evictable:
-                bucket.add(evictable, bucket.places_of(evictable), self._place_of)
+                evictable.sort(key=self._place_of.__getitem__)
+                bucket.add(evictable, self._place_of[evictable[0]], self._place_of)
                 self._queue.push(bucket)
 
-    def _by_bucket(self, keys: Sequence[OffloadKey]) -> Iterable[tuple[Bucket, Sequence[OffloadKey], list[int]]]:
+    def _by_bucket(self, keys: Sequence[OffloadKey]) -> list[tuple[Bucket, Sequence[OffloadKey], int]]:
+        """Return these known chunks by bucket, in the order of their places, and the first place of each part."""
         if not keys:
-            return ()
+            return []
         places = list(map(self._place_of.__getitem__, keys))
-        number = min(places) >> PLACE_SHIFT
-        if number == max(places) >> PLACE_SHIFT:
-            return ((self._buckets[number], keys, places),)
-        parts: dict[int, tuple[list[OffloadKey], list[int]]] = {}
-        for key, place in zip(keys, places, strict=True):
-            part = parts.get(place >> PLACE_SHIFT)
-            if part is None:
-                part = parts[place >> PLACE_SHIFT] = ([], [])
-            part[0].append(key)
-            part[1].append(place)
-        return [(self._buckets[number], *part) for number, part in parts.items()]
+        if places != (ordered := sorted(places)):
+            keys, places = sorted(keys, key=self._place_of.__getitem__), ordered
+        number = places[0] >> PLACE_SHIFT
+        if number == places[-1] >> PLACE_SHIFT:
+            return [(self._buckets[number], keys, places[0])]
+        starts = [0]
+        for index, place in enumerate(places):
+            if place >> PLACE_SHIFT != number:
+                number = place >> PLACE_SHIFT
+                starts.append(index)
+        ends = [*starts[1:], len(places)]
+        return [
+            (self._buckets[places[start] >> PLACE_SHIFT], keys[start:end], places[start])
+            for start, end in zip(starts, ends, strict=True)
+        ]
 
     def _shrink(self, bucket: Bucket, gone: int) -> None:
         bucket.size -= gone
-        self._drop_if_done(bucket)
-
-    def _drop_if_done(self, bucket: Bucket) -> None:
         if bucket.finished and not bucket.size:
             del self._buckets[bucket.first_place >> PLACE_SHIFT]
+
+    def _retire(self, bucket: Bucket) -> None:
+        bucket.places = {}
+        bucket.finished = True
+        self._shrink(bucket, 0)
