@@ -37,7 +37,7 @@ class Histogram:
         for index, count in enumerate(self.counts):
             seen += count
             if count and seen >= wanted:
-                return self.bounds[min(index, _BUCKETS - 1)]
+                return float(self.bounds[min(index, _BUCKETS - 1)])
         return 0.0
 
     def copy(self) -> "Histogram":

@@ -188,8 +188,8 @@ class _Engine:
         """Return a tier's own figures."""
         return self._tiers[name].stats()
 
-    def shutdown(self, timeout: float) -> None:
-        """Drain and close every tier, whatever the others do; then the region."""
+    def close_tiers(self, timeout: float) -> None:
+        """Drain and close every tier, whatever the others do."""
         until = time.monotonic() + timeout
         for name, tier in self._tiers.items():
             try:
@@ -200,6 +200,10 @@ class _Engine:
                 tier.close()
             except Exception:  # noqa: BLE001 -- the other tiers and the region are shut down all the same
                 _log.exception("%s: shutdown", name)
+
+    def close_region(self) -> None:
+        """Let go of the region."""
+        self._views.close()
         self._region.close()
         _anonymous_regions.pop(self._region.engine_id, None)
 

@@ -81,6 +81,10 @@ class CPUPrimaryTier:
         """Return the zero-copy view of all rows: flat, bytes; row r starts at byte ``r * row_stride``."""
         return self._view
 
+    def close(self) -> None:
+        """Let go of the view, so that the region can be unmapped."""
+        self._view = memoryview(b"")
+
     @property
     def num_rows(self) -> int:
         """All rows."""

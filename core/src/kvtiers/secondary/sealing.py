@@ -175,6 +175,7 @@ class SealedTier(SecondaryTierManager):
         self._thread.join(5.0)
         if self._tier is not None:
             self._tier.close()
+            self._tier = None
 
     # -- beyond the contract, for core
 
@@ -250,6 +251,7 @@ class SealedTier(SecondaryTierManager):
         except Exception as error:  # noqa: BLE001 -- a plugin is somebody else's code
             self._open_error = f"{type(error).__name__}: {error}"
             _log.warning("%s: cannot be opened: %s; the engine goes on without it", self._name, self._open_error)
+        del open_tier  # it knows the region, which must not outlive the tier
         self._opened.set()
         while (work := self._work.get()) is not None:
             work()

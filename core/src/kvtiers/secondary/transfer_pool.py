@@ -70,7 +70,6 @@ class TransferPool:
         emit: Callable[[Event], None],
         label: str,
     ) -> None:
-        self._open_store = open_store
         self._views = views
         self._names = names
         self._options = options
@@ -90,7 +89,7 @@ class TransferPool:
         self._store: ChunkStore | None = None
         self._mover: ValueMover | None = None
         self._workers = [
-            threading.Thread(target=self._open_and_work, name=f"kvtiers-{label}-0", daemon=True),
+            threading.Thread(target=self._open_and_work, args=(open_store,), name=f"kvtiers-{label}-0", daemon=True),
         ]
         self._label = label
         self._workers[0].start()
@@ -170,9 +169,9 @@ class TransferPool:
 
     # -- the pool's threads
 
-    def _open_and_work(self) -> None:
+    def _open_and_work(self, open_store: Callable[[], ChunkStore]) -> None:
         try:
-            self._store = self._open_store()
+            self._store = open_store()
         except Exception as error:  # noqa: BLE001 -- a plugin is somebody else's code
             self._emit(Opened(f"{type(error).__name__}: {error}"))
             return
@@ -189,6 +188,7 @@ class TransferPool:
         for worker in more:
             worker.start()
         self._emit(Opened())
+        del open_store  # it knows the region, which must not outlive the pool
         self._work()
 
     def _work(self) -> None:

@@ -48,6 +48,11 @@ class ValueViews:
         self._row_stride = row_stride
         self._rows = len(region) // row_stride
 
+    def close(self) -> None:
+        """Let go of the region; there is nothing to cut from any more."""
+        self._region = memoryview(b"")
+        self._rows = 0
+
     def lend(self, row: int, nbytes: int, *, readonly: bool) -> Loan:
         """Lend the first ``nbytes`` of a row. IndexError if there is no such row or it is not that long."""
         return Loan(self._region, self._offset(row, nbytes), nbytes, readonly=readonly)

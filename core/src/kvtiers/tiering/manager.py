@@ -57,8 +57,11 @@ class EngineSide(Protocol):
     def tier_stats(self, name: str) -> dict[str, float]:
         """Return a tier's own figures."""
 
-    def shutdown(self, timeout: float) -> None:
-        """Drain and close the tiers, then the region."""
+    def close_tiers(self, timeout: float) -> None:
+        """Drain and close the tiers within ``timeout`` seconds."""
+
+    def close_region(self) -> None:
+        """Let go of the region, after all who use it."""
 
 
 class _Plan:
@@ -327,7 +330,9 @@ class TieringManager:
 
     def shutdown(self, timeout: float = 30.0) -> None:
         """Drain the tiers within ``timeout`` seconds, say what was dropped, and release everything."""
-        self._engine.shutdown(timeout)
+        self._engine.close_tiers(timeout)
+        self._primary.close()
+        self._engine.close_region()
 
     # -- inside
 
