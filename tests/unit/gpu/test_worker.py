@@ -1,5 +1,6 @@
 """The worker: jobs in, exactly one result each out, whatever happens in between."""
 
+import os
 import threading
 
 import numpy as np
@@ -7,48 +8,41 @@ import pytest
 
 from kvtiers.base import BlockSpec, TransferResult
 from kvtiers.gpu.worker import GpuWorker
+from kvtiers.rows.join import JoinStatus, RegionJoin
 from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.rows.region import AnonymousRegion, SharedOffloadRegion
 
 PAGE = 1024
 LAYOUT = CacheLayout(ModelIdentity("m"), (KVGroup("g", 16),), (KVTensor("t", 0, PAGE),))
 
 
-class Region:
-    """A region in this process's memory; a test can hold back its answer, or take the memory away."""
+class HeldJoin(RegionJoin):
+    """A rank of an anonymous region whose next answer a test can hold back, and with it the copy thread."""
 
-    def __init__(self, rows: int) -> None:
-        self.bytes = np.zeros(rows * LAYOUT.row_stride, np.uint8)
-        self.joined = True
-        self.asked = threading.Event()
-        self.answer = threading.Event()
-        self.answer.set()
-        self.closed = 0
+    asked: threading.Event
+    answer: threading.Event
 
-    @property
-    def state(self) -> str:
+    def poll(self) -> JoinStatus:
         self.asked.set()
         assert self.answer.wait(30)
-        return "ready" if self.joined else "lost"
-
-    @property
-    def view(self) -> memoryview:
-        return memoryview(self.bytes)
-
-    @property
-    def reason(self) -> str:
-        return "the manager of engine 'e' has ended"
-
-    def close(self) -> None:
-        self.closed += 1
+        return super().poll()
 
     @property
     def rows(self) -> np.ndarray:
-        return self.bytes.reshape(-1, LAYOUT.row_stride)
+        return np.frombuffer(self.view, np.uint8).reshape(-1, self.layout.row_stride)
+
+
+def join_region(layout: CacheLayout = LAYOUT, num_rows: int = 64, rank: int = 0) -> HeldJoin:
+    join = HeldJoin.in_process(AnonymousRegion.create(layout, num_rows), layout, rank)
+    assert isinstance(join, HeldJoin)
+    join.asked, join.answer = threading.Event(), threading.Event()
+    join.answer.set()
+    return join
 
 
 @pytest.fixture
 def region():
-    region = Region(rows=64)
+    region = join_region()
     yield region
     region.answer.set()
 
@@ -140,8 +134,7 @@ def test_each_direction_is_first_in_first_out_and_an_expedited_load_overtakes(wo
 
 def test_an_expedited_load_waits_for_a_piece_not_for_a_whole_bulk_transfer() -> None:
     layout = CacheLayout(ModelIdentity("m"), (KVGroup("g", 16),), (KVTensor("t", 0, 1 << 20),))
-    region = Region(rows=0)
-    region.bytes = np.zeros(32 * layout.row_stride, np.uint8)
+    region = join_region(layout, 32)
     kv = np.ones((32, 1 << 20), np.uint8)
     worker = GpuWorker(layout, [kv], region)
     region.answer.clear()
@@ -167,13 +160,38 @@ def test_a_full_queue_refuses_and_says_so(worker, region) -> None:
     assert results[4].error == "load job 4: 3 transfers are waiting already, and no more are taken"
 
 
-def test_without_a_region_jobs_fail_and_work_again_once_it_is_there(worker, region) -> None:
-    region.joined = False
-    worker.submit_load(1, rows(0), blocks(0))
-    assert ended(worker, 1)[1].error == "load job 1: the manager of engine 'e' has ended"
-    region.joined = True
-    worker.submit_load(2, rows(0), blocks(0))
-    assert ended(worker, 2)[2].success
+@pytest.fixture
+def shared():
+    region = SharedOffloadRegion.create(f"worker-test-{os.getpid()}", LAYOUT, 16 * LAYOUT.row_stride, prefault=False)
+    yield region
+    region.close()
+
+
+def test_when_the_manager_is_gone_the_worker_leaves_the_region_and_fails_what_comes_then(shared, kv) -> None:
+    join = RegionJoin.start(shared.engine_id, LAYOUT, 0)
+    worker = GpuWorker(LAYOUT, [kv], join)
+    join.wait(30)
+    worker.submit_store(1, blocks(3), rows(8))
+    assert ended(worker, 1)[1].success
+    shared.close()
+    seen = join.poll()
+    while seen.state != "closed":
+        changed = join.wait_change(seen, 30)
+        assert changed != seen, f"nothing has happened for 30 s: {seen}"
+        seen = changed
+    worker.submit_load(2, rows(8), blocks(4))
+    result = ended(worker, 2)[2]
+    assert not result.success
+    assert "has ended or closed the region" in result.error
+    worker.shutdown()
+
+
+def test_before_the_rank_has_joined_jobs_fail_and_say_so(kv) -> None:
+    join = RegionJoin("nobody", LAYOUT, 0)
+    worker = GpuWorker(LAYOUT, [kv], join)
+    worker.submit_load(1, rows(8), blocks(4))
+    assert ended(worker, 1)[1].error == "load job 1: this rank has not joined the region yet"
+    worker.shutdown()
 
 
 def test_waiting_for_an_unknown_job_returns(worker) -> None:
@@ -181,6 +199,7 @@ def test_waiting_for_an_unknown_job_returns(worker) -> None:
 
 
 def test_shutdown_ends_the_running_copy_fails_the_queued_ones_and_leaves_the_region(worker, region, kv) -> None:
+    memory = region.rows
     region.answer.clear()
     worker.submit_store(1, blocks(3), rows(8))
     assert region.asked.wait(30)
@@ -194,9 +213,9 @@ def test_shutdown_ends_the_running_copy_fails_the_queued_ones_and_leaves_the_reg
     results = {result.job_id: result for result in worker.get_finished()}
     assert results[1].success
     assert results[2].error == "store job 2: the worker was shut down before the copy began"
-    np.testing.assert_array_equal(region.rows[8, :PAGE], kv[3])
-    assert not region.rows[9].any()
-    assert region.closed == 1
+    np.testing.assert_array_equal(memory[8, :PAGE], kv[3])
+    assert not memory[9].any()
+    assert region.state == "closed"
     worker.submit_store(3, blocks(3), rows(8))
     assert ended(worker, 3)[3].error == "store job 3: the worker is shut down"
 
@@ -215,10 +234,10 @@ def test_a_replicated_row_is_written_by_rank_0_alone_and_acknowledged_by_all(kv)
     layout = CacheLayout(
         ModelIdentity("m"), (KVGroup("g", 16),), (KVTensor("t", 0, PAGE),), world_size=2, row_layout="replicated"
     )
-    region = Region(rows=4)
+    region = join_region(layout, 4, rank=1)
     other = GpuWorker(layout, [kv], region, rank=1)
     other.submit_store(1, blocks(3), rows(2))
     result = ended(other, 1)[1]
     assert (result.success, result.nbytes) == (True, 0)
-    assert not region.bytes.any()
+    assert not region.rows.any()
     other.shutdown()

@@ -5,46 +5,28 @@
     engine's thread   submit_store, submit_load, get_finished, wait, shutdown: no copy, no wait for one (but wait)
     copy thread       plans and copies, a piece at a time: expedited loads first, then loads and stores in turns
 
-Each direction is first in, first out. A job that is refused or fails is a failed result; the next one works.
+Each direction is first in, first out. A job that is refused or fails is a failed result; the next one works. When the
+manager's process ends, the copy thread lets the running copies end, leaves the region, and fails all further jobs.
 """
 
-import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtiers.base import BlockSpec, TransferResult
 from kvtiers.gpu.host_copy import HostCopier
+from kvtiers.rows.join import RegionJoin
 from kvtiers.rows.layout import CacheLayout
 
-__all__ = ["GpuWorker", "JoinedRegion"]
+__all__ = ["GpuWorker"]
 
-_log = logging.getLogger("kvtiers.gpu")
-
-
-class JoinedRegion(Protocol):
-    """The rank's side of the region, ``kvtiers.rows.join.RegionJoin``."""
-
-    @property
-    def state(self) -> str:
-        """``ready`` while there is memory to copy to and from."""
-
-    @property
-    def reason(self) -> str:
-        """Why it is not ready, where there is something to say."""
-
-    @property
-    def view(self) -> memoryview:
-        """The mapped rows, flat and writable."""
-
-    def close(self) -> None:
-        """Leave the region; no view of it is in use any more."""
+_IDLE_SECONDS = 0.5  # how often an idle worker looks whether the manager is still there
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +53,7 @@ class GpuWorker:
         self,
         layout: CacheLayout,
         kv_tensors: Sequence[Any],
-        region: JoinedRegion,
+        region: RegionJoin,
         *,
         rank: int = 0,
         max_queued: int = 1024,
@@ -79,6 +61,7 @@ class GpuWorker:
         self._copier = HostCopier(layout, rank, kv_tensors)
         self._region = region
         self._attached = False
+        self._left = ""
         self._max_queued = max_queued
         self._changed = threading.Condition()
         self._expedited: deque[_Job] = deque()
@@ -151,20 +134,34 @@ class GpuWorker:
     # -- the copy thread
 
     def _run(self) -> None:
-        while (queue := self._next_queue()) is not None:
-            job = queue[0]
-            begin = time.perf_counter()
-            ended, error = self._advance(job)
-            job.seconds += time.perf_counter() - begin
-            if ended:
-                with self._changed:
-                    queue.popleft()
-                    self._finish(job, error)
+        while not self._all_done():
+            queue = self._next_queue()
+            if queue:
+                job = queue[0]
+                begin = time.perf_counter()
+                ended, error = self._advance(job)
+                job.seconds += time.perf_counter() - begin
+                if ended:
+                    with self._changed:
+                        queue.popleft()
+                        self._finish(job, error)
+            if self._region.state == "lost" and not self._copying():
+                self._leave()
+
+    def _all_done(self) -> bool:
+        with self._changed:
+            return self._closing and not (self._expedited or self._loads or self._stores)
+
+    def _copying(self) -> bool:
+        with self._changed:
+            return any(queue[0].begun for queue in (self._expedited, self._loads, self._stores) if queue)
 
     def _next_queue(self) -> deque[_Job] | None:
-        """Wait for work; return the queue whose head is to be advanced, None at the end."""
+        """Wait for work; return the queue whose head is to be advanced, None if there is none for a while."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or self._expedited or self._loads or self._stores)
+            self._changed.wait_for(
+                lambda: self._closing or self._expedited or self._loads or self._stores, _IDLE_SECONDS
+            )
             turns = (self._loads, self._stores) if self._load_turn else (self._stores, self._loads)
             self._load_turn = not self._load_turn
             queue = self._expedited or turns[0] or turns[1]
@@ -177,8 +174,9 @@ class GpuWorker:
         """Copy the job's next piece; return whether the job has ended, and the error if it failed."""
         try:
             if job.pieces is None:
-                if not self._join():
-                    return True, self._region.reason or f"this rank's region is {self._region.state}"
+                problem = self._join()
+                if problem:
+                    return True, problem
                 copy = self._copier.store if job.is_store else self._copier.load
                 job.pieces = copy(job.blocks, job.chunk_ids)
             for nbytes in job.pieces:
@@ -188,11 +186,18 @@ class GpuWorker:
             return True, str(error) or type(error).__name__
         return True, ""
 
-    def _join(self) -> bool:
-        if self._region.state != "ready":
-            self._copier.detach()
-            self._attached = False
-        elif not self._attached:
+    def _join(self) -> str:
+        """Take the region's memory if it is there; else say why not."""
+        status = self._region.poll()
+        if status.state != "ready":
+            return self._left or status.reason or "this rank has not joined the region yet"
+        if not self._attached:
             self._copier.attach(self._region.view)
             self._attached = True
-        return self._attached
+        return ""
+
+    def _leave(self) -> None:
+        self._left = self._region.reason
+        self._copier.detach()
+        self._attached = False
+        self._region.close()
