@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from kvtiers.api import Secret
 from kvtiers.api.units import Unit
 
-__all__ = ["Option", "expected", "models_in", "options_of", "type_name"]
+__all__ = ["Option", "expected", "models_in", "options_of", "type_name", "written_default"]
 
 _NAMES: list[tuple[type, str]] = [
     (bool, "boolean"),
@@ -86,6 +86,20 @@ def _written(value: object, unit: Unit | None) -> str:
         case list() | tuple() | set() | frozenset():
             return ", ".join(_written(item, unit) for item in value)
     return str(value)
+
+
+def written_default(field: FieldInfo) -> Any:
+    """Return the default as it would be written in YAML; None if there is none to write."""
+    value = _default(field)
+    unit = _unit(field.annotation, field.metadata)
+    match value:
+        case bool() | str():
+            return value
+        case int() | float():
+            return unit.format(value) if unit else value
+        case list() | tuple() | set() | frozenset():
+            return [_written(item, None) for item in value]
+    return None
 
 
 def type_name(field: FieldInfo) -> str:

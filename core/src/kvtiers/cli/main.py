@@ -1,0 +1,100 @@
+"""The command ``kvtiers``: its commands are imported when they are used, and its errors are lines, not tracebacks."""
+
+import importlib
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import click
+
+from kvtiers._version import __version__
+from kvtiers.api import ConfigError, KvtiersError
+
+__all__ = ["LateExitError", "cli", "main"]
+
+
+class Lazy(NamedTuple):
+    """Where a command is (``module:attribute``), and what the list of commands says about it."""
+
+    target: str
+    help: str
+
+
+COMMANDS = {
+    "check": Lazy("kvtiers.cli.check:check", "Validate a config, try every tier, and examine this machine."),
+    "replay": Lazy(
+        "kvtiers.cli.replay:replay", "Drive the whole stack from a trace or a workload, and check every byte."
+    ),
+    "tiers": Lazy("kvtiers.cli.tiers:tiers", "List the installed tier types and their options."),
+}
+
+
+class LateExitError(SystemExit):
+    """End with this status although threads hang that nothing can end, as those of a backend that never answers do."""
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are used; the help needs none of them."""
+
+    def __init__(self, *args: Any, lazy: Mapping[str, Lazy], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._lazy = lazy
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 -- click's signature
+        """Return the names of the commands."""
+        return sorted(self._lazy)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 -- click's signature
+        """Import the command of this name."""
+        if cmd_name not in self._lazy:
+            return None
+        module, _, attribute = self._lazy[cmd_name].target.partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 -- click's signature
+        """Write the list of commands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, self._lazy[name].help) for name in sorted(self._lazy)])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; what is wrong is said in lines that begin with ``error:``, with exit status 2."""
+        try:
+            return super().invoke(ctx)
+        except KvtiersError as error:
+            lines = error.problems if isinstance(error, ConfigError) else str(error).splitlines()
+            for line in lines:
+                click.echo(f"error: {line}", err=True)
+            ctx.exit(2)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(130)
+
+
+@click.command(
+    cls=LazyGroup,
+    lazy=COMMANDS,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="""\b
+Examples:
+  kvtiers check tiers.yaml           is this config right, and will it run here?
+  kvtiers tiers                      what can stand under 'secondary:'?
+  kvtiers COMMAND --help             all about one command
+
+Exit status: 0 all is well, 1 a check found an error, 2 the config or the command line is wrong.""",
+)
+@click.version_option(__version__, message="%(prog)s %(version)s")
+def cli() -> None:
+    """Move an LLM engine's KV cache out of GPU memory, through tiers, and back."""
+
+
+def main() -> None:
+    """Run the command line and end the process."""
+    try:
+        cli(prog_name="kvtiers")
+    except LateExitError as end:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # A normal exit would wait for the threads that hang.
+        os._exit(end.code if isinstance(end.code, int) else 1)

@@ -1,0 +1,61 @@
+"""Tables: with rich on a terminal, as plain aligned text everywhere else. And what options on a command line mean."""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+__all__ = ["print_heading", "print_table", "with_unit"]
+
+_STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "broken": "bold red"}
+
+
+def with_unit(parse: Callable[[object], float], multiple: int = 1) -> Callable[..., Any]:
+    """Return a callback for an option that is written with a unit: more than 0, and a multiple of ``multiple``."""
+
+    def convert(ctx: click.Context, param: click.Parameter, value: str) -> float:
+        try:
+            number = parse(value)
+        except ValueError as error:
+            raise click.BadParameter(str(error), ctx, param) from None
+        if number <= 0 or (multiple > 1 and number % multiple):
+            step = f" and a multiple of {multiple}" if multiple > 1 else ""
+            raise click.BadParameter(f"expected more than 0{step}, got {value!r}", ctx, param)
+        return number
+
+    return convert
+
+
+def print_heading(text: str) -> None:
+    """Print one line that stands over a table."""
+    click.secho(text, bold=True)
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, header: bool = True) -> None:
+    """Print rows of text under these column names; a first cell that is a level (ok, warning, error) is coloured."""
+    if sys.stdout.isatty():
+        _print_rich(columns, rows, header)
+        return
+    lines = [list(columns), *rows] if header else rows
+    widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
+    for line in lines:
+        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        click.echo("  " + "  ".join(cells).rstrip())
+
+
+def _print_rich(columns: Sequence[str], rows: Sequence[Sequence[str]], header: bool) -> None:
+    # Imported here: it is the slowest import of the command line, and pipes do not need it.
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=header, header_style="dim", padding=(0, 1), pad_edge=True)
+    for index, column in enumerate(columns):
+        table.add_column(column, no_wrap=index == 0, overflow="fold")
+    for row in rows:
+        # Text, not markup: what a tier says may have brackets in it.
+        table.add_row(
+            *[Text(cell, style=_STYLES.get(cell, "")) if i == 0 else Text(cell) for i, cell in enumerate(row)]
+        )
+    Console().print(table)

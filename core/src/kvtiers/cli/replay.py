@@ -1,0 +1,152 @@
+"""``kvtiers replay``: drives the whole stack from a trace or a generated workload, and checks every byte."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from kvtiers.api import ConfigError
+from kvtiers.api.units import parse_size
+from kvtiers.cli.output import print_heading, print_table, with_unit
+from kvtiers.config import OffloadConfig, load_config
+from kvtiers.replay.workload import Workload
+
+__all__ = ["replay"]
+
+_CODE_REQUESTS = 200
+_TRACE_BYTES = 4096 - 64  # with its seal, a value of exactly one page
+_CODE_BYTES = 64 * 1024 - 64
+
+DEFAULT_CONFIG = {
+    "version": 1,
+    "namespace": "replay",
+    "primary": {"capacity": "64MiB"},
+    "secondary": [{"type": "memory", "io": "thread", "capacity": "192MiB"}],
+    # A replay has time: what a tier has is loaded, however long it takes, so that two runs have the same hits.
+    "lookup_wait": "30s",
+    "load_wait": "30s",
+}
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  kvtiers replay --workload code                        small, needs nothing but Python
+  kvtiers replay --config tiers.yaml --workload code    your tiers
+  kvtiers replay --config tiers.yaml --trace conversation_trace.jsonl.gz --requests 3000
+
+One request after the other; each begins when everything before it has ended. Without --config: a primary of 64 MiB
+and a memory tier of 192 MiB, in this process.
+
+Exit status: 0 all bytes are right, 1 some are not, 2 the config, the trace or the command line is wrong, 130 stopped
+by Ctrl-C (the report of what was done is printed)."""
+)
+@click.option("--config", "config_file", metavar="FILE", type=click.Path(), help="The tiers, as YAML.")
+@click.option("--trace", metavar="FILE", type=click.Path(), help="Requests in Mooncake's format, plain or gzip.")
+@click.option("--workload", type=click.Choice(["code"]), help="Requests made up on the spot: talks about source code.")
+@click.option(
+    "--requests",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help=f"Only so many requests.  [default: all of a trace, {_CODE_REQUESTS} of a workload]",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Another seed makes another workload.")
+@click.option(
+    "--bytes-per-chunk",
+    metavar="SIZE",
+    callback=lambda ctx, param, value: None if value is None else with_unit(parse_size)(ctx, param, value),
+    help=f"KV bytes of one block, which is one chunk here.  [default: {_TRACE_BYTES} for a trace, {_CODE_BYTES} else]",
+)
+@click.option(
+    "--gpu-blocks",
+    metavar="N",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Blocks of the engine's own prefix cache; 0: it has none.",
+)
+@click.option(
+    "--primary-chunks",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Size of the primary in chunks, instead of the config's primary.capacity.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_context
+def replay(
+    ctx: click.Context,
+    config_file: str | None,
+    trace: str | None,
+    workload: str | None,
+    requests: int | None,
+    seed: int,
+    bytes_per_chunk: int | None,
+    gpu_blocks: int,
+    primary_chunks: int | None,
+    as_json: bool,
+) -> None:
+    """Drive the whole stack from a trace or a workload, and check every byte.
+
+    A small reference engine computes each request's KV blocks by writing bytes that follow from the prompt, and stores
+    and loads them through the real manager, memory and tiers. What comes back is compared byte by byte.
+    """
+    if bool(trace) == bool(workload):
+        raise click.UsageError("give either --trace FILE or --workload code")
+    config = load_config(config_file) if config_file else _default_config()
+    # Imported here: a wrong command line is told at once.
+    from kvtiers.replay.progress import show_progress
+    from kvtiers.replay.run import ReplayOptions
+    from kvtiers.replay.run import replay as run
+
+    load = _read_workload(trace, requests, seed)
+    options = ReplayOptions(bytes_per_chunk or (_TRACE_BYTES if trace else _CODE_BYTES), gpu_blocks, primary_chunks)
+    with _stop_on_interrupt() as stop, show_progress() as progress:
+        report = run(config, load, options, stop=stop, progress=progress)
+    if as_json:
+        click.echo(report.as_json())
+    else:
+        print_heading(report.heading())
+        print_table(["", "number", "rate"], report.rows())
+        click.echo(report.verdict())
+    if report.wrong_bytes:
+        ctx.exit(1)
+    if report.interrupted:
+        ctx.exit(130)
+
+
+def _default_config() -> OffloadConfig:
+    try:
+        return load_config(DEFAULT_CONFIG)
+    except ConfigError as error:
+        raise ConfigError(
+            [*error.problems, "without --config the tier type 'memory' is used: pip install kvtiers-example"]
+        ) from None
+
+
+def _read_workload(trace: str | None, requests: int | None, seed: int) -> Workload:
+    if trace:
+        from kvtiers.replay.trace import read_trace
+
+        return read_trace(trace, requests)
+    from kvtiers.replay.code_workload import code_workload
+
+    return code_workload(requests or _CODE_REQUESTS, seed)
+
+
+@contextlib.contextmanager
+def _stop_on_interrupt() -> Iterator[threading.Event]:
+    """Make Ctrl-C a wish to stop, so that the report is still printed; a second one ends at once."""
+    stop = threading.Event()
+
+    def ask(_number: int, _frame: Any) -> None:
+        signal.signal(signal.SIGINT, before)
+        stop.set()
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
