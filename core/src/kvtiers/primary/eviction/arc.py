@@ -128,7 +128,7 @@ class ARCPolicy(EvictionPolicy):
         assert often is not None
         self._remember(self._once_ghosts, once)
         self._remember(self._often_ghosts, often)
-        return once + often
+        return once[:from_once] + often + once[from_once:]
 
     def coldest(self) -> Iterator[OffloadKey]:
         """Yield the evictable chunks as one large eviction would take them."""

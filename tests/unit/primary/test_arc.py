@@ -1,0 +1,156 @@
+"""ARC: what is used again survives what is used once, and the ghost lists teach it how much of each to keep."""
+
+from kvtiers.primary.eviction import ARCPolicy
+
+
+def names(text):
+    return [letter.encode() * 5 for letter in text]
+
+
+def text_of(keys):
+    return b"".join(key[:1] for key in keys).decode()
+
+
+def store(policy, text, request_id):
+    policy.on_store_miss(names(text), request_id)
+    policy.access(names(text), request_id, names(text))
+    policy.mark_evictable(names(text))
+    policy.request_finished(request_id)
+
+
+def use(policy, text, request_id):
+    policy.access(names(text), request_id)
+    policy.request_finished(request_id)
+
+
+def test_what_a_later_request_used_survives_a_scan():
+    policy = ARCPolicy(capacity=6)
+    store(policy, "ab", "first")
+    use(policy, "ab", "second")
+    for letter in "uvwxyz":
+        store(policy, letter, letter)
+    assert text_of(policy.evict(6)) == "uvwxyz"
+    assert text_of(policy.evict(2)) == "ba"
+
+
+def test_a_requests_own_load_of_what_it_stored_is_no_second_use():
+    policy = ARCPolicy(capacity=6)
+    policy.access(names("a"), "first", names("a"))
+    policy.mark_evictable(names("a"))
+    policy.access(names("a"), "first")
+    policy.request_finished("first")
+    store(policy, "b", "second")
+    use(policy, "b", "third")
+    store(policy, "c", "fourth")
+    assert text_of(policy.evict(3)) == "acb"
+
+
+def test_a_second_use_counts_when_its_request_ends():
+    policy = ARCPolicy(capacity=6)
+    store(policy, "a", "first")
+    policy.access(names("a"), "second")
+    store(policy, "b", "third")
+    assert text_of(policy.coldest()) == "ab"
+    policy.request_finished("second")
+    assert text_of(policy.coldest()) == "ba"
+
+
+def test_a_chunk_that_is_still_being_written_stays_in_the_first_list():
+    policy = ARCPolicy(capacity=6)
+    policy.access(names("a"), "first", names("a"))
+    use(policy, "a", "second")
+    policy.mark_evictable(names("a"))
+    store(policy, "b", "third")
+    use(policy, "b", "fourth")
+    assert text_of(policy.evict(2)) == "ab"
+
+
+def test_a_chunk_that_is_pinned_at_the_end_of_the_request_changes_lists_and_stays_pinned():
+    policy = ARCPolicy(capacity=6)
+    store(policy, "ab", "first")
+    policy.mark_pinned(names("a"))
+    use(policy, "ab", "second")
+    store(policy, "c", "third")
+    assert text_of(policy.coldest()) == "cb"
+    policy.mark_evictable(names("a"))
+    assert text_of(policy.coldest()) == "cba"
+
+
+def test_both_lists_of_a_request_are_in_the_order_of_its_prefix():
+    policy = ARCPolicy(capacity=9)
+    store(policy, "abcd", "first")
+    use(policy, "bd", "second")
+    use(policy, "abcd", "third")
+    assert text_of(policy.coldest()) == "dcba"
+
+
+def test_a_ghost_of_the_first_list_lets_it_grow_once_a_request():
+    policy = ARCPolicy(capacity=4)
+    store(policy, "abcd", "first")
+    policy.evict(2)
+    assert policy.target == 0
+    for _ in range(3):
+        policy.on_store_miss(names("dx"), "second")
+    assert policy.target == 1
+    policy.on_store_miss(names("d"), "third")
+    assert policy.target == 2
+
+
+def test_a_ghost_of_the_second_list_lets_the_first_shrink():
+    policy = ARCPolicy(capacity=4)
+    store(policy, "ab", "first")
+    use(policy, "ab", "second")
+    policy.evict(2)
+    store(policy, "cd", "third")
+    policy.evict(1)
+    policy.on_store_miss(names("d"), "fourth")
+    assert policy.target == 2  # two ghosts in the second list, one in the first
+    policy.on_store_miss(names("a"), "fifth")
+    assert policy.target == 1
+    for request_id in ("sixth", "seventh"):
+        policy.on_store_miss(names("b"), request_id)
+    assert policy.target == 0
+
+
+def test_the_target_stays_within_the_capacity():
+    policy = ARCPolicy(capacity=2)
+    store(policy, "ab", "first")
+    policy.evict(2)
+    for request_id in "uvwxyz":
+        policy.on_store_miss(names("ab"), request_id)
+    assert policy.target == 2
+
+
+def test_below_its_target_the_first_list_is_spared():
+    policy = ARCPolicy(capacity=4)
+    store(policy, "a", "first")
+    use(policy, "a", "second")
+    store(policy, "b", "third")
+    policy.evict(1)
+    for request_id in ("fourth", "fifth"):
+        policy.on_store_miss(names("b"), request_id)
+    store(policy, "b", "fifth")
+    assert policy.target == 2
+    assert text_of(policy.coldest()) == "ab"
+    store(policy, "c", "sixth")
+    assert text_of(policy.coldest()) == "bac"
+    assert text_of(policy.evict(3)) == "bac"
+
+
+def test_ghosts_never_outnumber_the_rows():
+    policy = ARCPolicy(capacity=3)
+    for letter in "abcdefgh":
+        store(policy, letter, letter)
+        policy.evict(1)
+    policy.on_store_miss(names("abcde"), "r")
+    assert policy.target == 0
+    policy.on_store_miss(names("fgh"), "r")
+    assert policy.target == 3
+
+
+def test_a_failed_eviction_leaves_no_ghosts():
+    policy = ARCPolicy(capacity=3)
+    store(policy, "abc", "r")
+    assert policy.evict(4) is None
+    policy.on_store_miss(names("abc"), "s")
+    assert policy.target == 0

@@ -1,0 +1,258 @@
+"""What every eviction policy promises, the built-in ones as the examples; and how a policy is found by its name."""
+
+import os
+
+import pytest
+
+from kvtiers.api import ConfigError
+from kvtiers.primary.chunks import CPUPrimaryTier
+from kvtiers.primary.eviction import ARCPolicy, EvictionPolicy, LRUPolicy, make_policy, policy_class
+
+POLICIES = [LRUPolicy, ARCPolicy]
+
+
+def names(text):
+    return [letter.encode() * 5 for letter in text]
+
+
+def text_of(keys):
+    return b"".join(key[:1] for key in keys).decode()
+
+
+def store(policy, text, request_id):
+    policy.access(names(text), request_id, names(text))
+    policy.mark_evictable(names(text))
+
+
+@pytest.fixture(params=POLICIES, ids=lambda policy: policy.__name__)
+def policy(request):
+    return request.param(capacity=100)
+
+
+def test_a_new_chunk_is_not_evictable_before_it_is_marked(policy):
+    policy.access(names("ab"), "r", names("ab"))
+    assert policy.evict(1) is None
+    policy.mark_evictable(names("a"))
+    assert policy.evict(2) is None
+    assert policy.evict(1) == names("a")
+
+
+def test_the_tail_of_a_prefix_goes_before_its_head(policy):
+    store(policy, "abcdef", "r")
+    policy.request_finished("r")
+    assert text_of(policy.coldest()) == "fedcba"
+    assert text_of(policy.evict(4)) == "fedc"
+
+
+def test_a_prefix_stored_in_pieces_is_one_prefix(policy):
+    for piece in ("ab", "cd", "e"):
+        store(policy, piece, "r")
+        store(policy, piece.upper(), "other")
+    assert text_of(policy.coldest()) == "edcbaEDCBA"
+
+
+def test_chunks_that_become_ready_out_of_order_leave_tail_first(policy):
+    policy.access(names("abcd"), "r", names("abcd"))
+    for key in names("cbda"):
+        policy.mark_evictable([key])
+    assert text_of(policy.evict(3)) == "dcb"
+
+
+def test_a_promoted_tail_and_the_head_that_was_there_are_one_prefix(policy):
+    store(policy, "abc", "first")
+    policy.request_finished("first")
+    policy.access(names("de"), "second", names("de"))
+    policy.mark_evictable(names("de"))
+    policy.access(names("abcde"), "second")
+    policy.request_finished("second")
+    assert text_of(policy.coldest()) == "edcba"
+
+
+def test_the_request_that_ended_last_is_the_hottest(policy):
+    for request_id in "abc":
+        store(policy, request_id, request_id)
+    for request_id in "bca":
+        policy.request_finished(request_id)
+    assert text_of(policy.coldest()) == "bca"
+
+
+def test_a_request_that_retries_counts_once(policy):
+    store(policy, "ab", "first")
+    store(policy, "cd", "second")
+    for _ in range(3):
+        policy.access(names("ab"), "first")
+    assert text_of(policy.coldest()) == "badc"
+
+
+def test_a_pin_and_its_end_leave_the_order_as_it_was(policy):
+    store(policy, "abc", "first")
+    store(policy, "def", "second")
+    before = list(policy.coldest())
+    for text in ("c", "ab", "acdf", "fedcba"):
+        policy.mark_pinned(names(text))
+        assert not set(names(text)) & set(policy.coldest())
+        policy.mark_evictable(names(text))
+        assert list(policy.coldest()) == before
+
+
+def test_the_key_touched_first_leaves_last(policy):
+    store(policy, "xyz", "r")
+    policy.request_finished("r")
+    policy.access(names("yxz"), "")
+    assert text_of(policy.coldest()) == "zxy"
+
+
+def test_eviction_is_all_or_nothing(policy):
+    store(policy, "abc", "r")
+    policy.mark_pinned(names("b"))
+    before = list(policy.coldest())
+    assert policy.evict(3) is None
+    assert list(policy.coldest()) == before
+    assert policy.evict(0) == []
+    assert text_of(policy.evict(2)) == "ca"
+
+
+def test_looking_at_the_coldest_changes_nothing(policy):
+    store(policy, "abc", "first")
+    store(policy, "de", "second")
+    assert text_of(next(policy.coldest()) for _ in range(3)) == "ccc"
+    assert text_of(policy.evict(5)) == "cbaed"
+
+
+def test_a_removed_chunk_may_come_back(policy):
+    policy.access(names("ab"), "r", names("ab"))
+    policy.remove(names("b"))
+    policy.mark_evictable(names("a"))
+    policy.access(names("b"), "r", names("b"))
+    policy.mark_evictable(names("b"))
+    policy.request_finished("r")
+    assert text_of(policy.evict(2)) == "ba"
+
+
+def test_the_end_of_a_request_whose_chunks_are_gone_is_harmless(policy):
+    store(policy, "ab", "r")
+    policy.evict(2)
+    policy.request_finished("r")
+    policy.request_finished("never heard of")
+    assert list(policy.coldest()) == []
+
+
+def test_after_clear_nothing_is_known_and_requests_go_on(policy):
+    store(policy, "ab", "r")
+    policy.clear()
+    assert policy.evict(1) is None
+    store(policy, "ab", "r")
+    policy.request_finished("r")
+    assert text_of(policy.evict(2)) == "ba"
+
+
+class CountedKey(bytes):
+    """A key that counts how often any dictionary or set has looked at it."""
+
+    looks = 0
+
+    def __hash__(self):
+        CountedKey.looks += 1
+        return super().__hash__()
+
+    __eq__ = bytes.__eq__
+
+
+def looks_during(work):
+    CountedKey.looks = 0
+    work()
+    return CountedKey.looks
+
+
+def test_pinned_chunks_cost_an_eviction_nothing(policy):
+    pinned = [CountedKey(os.urandom(36)) for _ in range(5000)]
+    policy.access(pinned, "pinned", pinned)
+    policy.mark_evictable(pinned)
+    evictable = [CountedKey(os.urandom(36)) for _ in range(10)]
+    policy.access(evictable, "evictable", evictable)
+    policy.mark_evictable(evictable)
+    policy.mark_pinned(pinned)
+    assert looks_during(lambda: policy.evict(5)) <= 5 * 4
+
+
+@pytest.mark.parametrize("name", ["lru", "arc"])
+def test_a_chunk_costs_the_same_look_ups_however_many_are_resident(name):
+    def life(resident):
+        tier = CPUPrimaryTier(resident, 0, memoryview(b""), policy=name)
+        for number in range(resident // 20):
+            batch(tier, str(number))
+        return looks_during(lambda: [batch(tier, f"more {number}") for number in range(20)])
+
+    def batch(tier, request_id):
+        keys = [CountedKey(os.urandom(36)) for _ in range(20)]
+        allocation = tier.prepare_store(keys, request_id)
+        tier.complete_store(allocation.rows, success=True)
+        tier.complete_load(tier.prepare_load(keys, request_id))
+        tier.touch(keys)
+        tier.on_request_finished(request_id)
+
+    assert life(20_000) <= life(200)
+
+
+FOREIGN = """
+from kvtiers.primary.eviction import EvictionPolicy, LRUPolicy
+
+class Mine(LRUPolicy):
+    pass
+
+class Half(EvictionPolicy):
+    def access(self, keys, request_id, new=()): ...
+    def clear(self): ...
+
+class Greedy(LRUPolicy):
+    def __init__(self, capacity):
+        raise MemoryError(f"no room\\nfor {capacity}")
+
+class Stranger: ...
+"""
+
+
+@pytest.fixture
+def foreign(distributions):
+    entries = "".join(f"{name.lower()} = MODULE:{name}\n" for name in ("Mine", "Half", "Greedy", "Stranger", "Absent"))
+    distributions.install("kvtiers-mine", f"[kvtiers.eviction]\n{entries}", source=FOREIGN)
+
+
+def refusal(name):
+    with pytest.raises(ConfigError) as caught:
+        make_policy(name, 10)
+    assert len(str(caught.value).splitlines()) == 1
+    return str(caught.value)
+
+
+def test_the_built_in_policies_have_names():
+    assert policy_class("lru") is LRUPolicy
+    assert policy_class("arc") is ARCPolicy
+    assert make_policy("arc", 7).capacity == 7
+
+
+def test_an_installed_policy_is_found_by_its_entry_point(foreign):
+    tier = CPUPrimaryTier(4, 0, memoryview(b""), policy="mine")
+    assert tier.prepare_store(names("abcd"), "r") is not None
+    assert isinstance(make_policy("mine", 3), EvictionPolicy)
+
+
+def test_an_unknown_policy_is_refused_with_the_nearest_name(foreign):
+    assert refusal("lur") == (
+        "unknown eviction policy 'lur'. Did you mean 'lru'? "
+        "Eviction policies: absent, arc, greedy, half, lru, mine, stranger."
+    )
+
+
+def test_what_is_no_policy_is_refused(foreign):
+    assert "expected a subclass of EvictionPolicy" in refusal("stranger")
+
+
+def test_a_policy_with_methods_missing_is_refused_with_their_names(foreign):
+    expected = "Half does not define coldest, evict, mark_evictable, mark_pinned, remove, request_finished"
+    assert expected in refusal("half")
+
+
+def test_a_policy_that_cannot_be_imported_or_made_is_refused_in_one_line(foreign):
+    assert "cannot be imported" in refusal("absent")
+    assert refusal("greedy") == "eviction policy 'greedy' cannot be made for 10 rows: MemoryError: no room for 10"

@@ -1,0 +1,297 @@
+"""The primary tier against a simple model: any mix of leases, failures, evictions and resets keeps the invariants.
+
+The model knows rows and chunks one by one, and nothing of recency: which chunk is evicted is the policy's affair, but
+never which chunk may be.
+"""
+
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+
+from kvtiers.api import LookupResult
+from kvtiers.primary.chunks import CPUPrimaryTier
+
+KEYS = [bytes([65 + number]) * 5 for number in range(16)]
+SECONDS = 5.0
+
+
+@dataclass(eq=False)
+class Row:
+    """A row that somebody has: a chunk's, or in quarantine (no key)."""
+
+    key: bytes | None
+    writing: bool
+    readers: int = 0
+
+    @property
+    def leased(self):
+        return self.writing or self.readers > 0
+
+
+@dataclass(eq=False)
+class Lease:
+    """What a writer or a reader holds: rows, and how it may end."""
+
+    kind: str
+    rows: list[int]
+    keys: list[bytes]
+    taken: list[Row] = field(default_factory=list)
+
+
+class PrimaryAgainstModel(RuleBasedStateMachine):
+    leases = Bundle("leases")
+    some_keys = st.lists(st.sampled_from(KEYS), max_size=7)
+    requests = st.sampled_from(["a", "b", "c", ""])
+
+    @initialize(
+        num_rows=st.integers(0, 9), policy=st.sampled_from(["lru", "arc"]), share=st.sampled_from([0.0, 0.1, 0.5, 1.0])
+    )
+    def start(self, num_rows, policy, share):
+        self.now = 0.0
+        self.tier = CPUPrimaryTier(
+            num_rows,
+            0,
+            memoryview(b""),
+            policy=policy,
+            protected_share=share,
+            protect_seconds=SECONDS,
+            clock=lambda: self.now,
+        )
+        self.num_rows = num_rows
+        self.limit = max(1, int(share * num_rows)) if share else 0
+        self.rows = {}
+        self.protected = {}
+        self.clean = set()
+        self.announced = set()
+        self.told = set()
+
+    # The model
+
+    def row_of(self, key):
+        return next((row for row in self.rows.values() if row.key == key), None)
+
+    def evictable(self):
+        return {
+            row.key
+            for row in self.rows.values()
+            if row.key is not None and not row.leased and row.key not in self.protected
+        }
+
+    def drop(self, row):
+        del self.rows[next(number for number, other in self.rows.items() if other is row)]
+
+    def release(self, row):
+        """The writer or a reader of this row has ended."""
+        if row.key is None and not row.leased:
+            self.drop(row)
+
+    def take_rows(self, allocation, keys, wanted, may_leave):
+        """Check what was allocated and take it over."""
+        assert allocation.keys == wanted
+        assert len(allocation.rows) == len(set(allocation.rows)) == len(wanted)
+        assert len(allocation.evicted) == max(0, len(wanted) - (self.num_rows - len(self.rows)))
+        assert len(set(allocation.evicted)) == len(allocation.evicted)
+        assert set(allocation.evicted) <= may_leave - set(keys)
+        for key in allocation.evicted:
+            self.drop(self.row_of(key))
+            self.clean.discard(key)
+            self.announced.discard(key)
+        assert not set(allocation.rows) & set(self.rows), "a row in two hands"
+        assert all(0 <= row < self.num_rows for row in allocation.rows)
+        self.rows.update((row, Row(key, writing=True)) for row, key in zip(allocation.rows, wanted, strict=True))
+        return [self.rows[row] for row in allocation.rows]
+
+    def end_write(self, lease, landed):
+        """End the writes of a lease; return the keys that must have become readable."""
+        readable = []
+        for row in lease.taken:
+            assert row.writing
+            row.writing = False
+            if row.key is None:
+                self.release(row)
+            elif row.key in landed:
+                readable.append(row.key)
+            else:
+                self.drop(row)
+        self.announced.update(readable)
+        return readable
+
+    # Writers
+
+    @rule(target=leases, keys=some_keys, request_id=requests)
+    def prepare_store(self, keys, request_id):
+        missing = [key for key in dict.fromkeys(keys) if self.row_of(key) is None]
+        may_leave = self.evictable()
+        room = self.num_rows - len(self.rows) + len(may_leave - set(keys))
+        allocation = self.tier.prepare_store(keys, request_id)
+        if missing and len(missing) > room:
+            assert allocation is None
+            return multiple()
+        taken = self.take_rows(allocation, keys, missing, may_leave)
+        return Lease("store", allocation.rows, missing, taken)
+
+    @rule(
+        target=leases,
+        keys=some_keys,
+        request_id=requests,
+        reserve=st.integers(0, 5),
+        most=st.one_of(st.none(), st.integers(0, 4)),
+    )
+    def prepare_write(self, keys, request_id, reserve, most):
+        missing = [key for key in dict.fromkeys(keys) if self.row_of(key) is None]
+        may_leave = self.evictable()
+        free = self.num_rows - len(self.rows)
+        room = min(free + len(may_leave) - reserve, free + len(may_leave - set(keys)))
+        room = room if most is None else min(room, most)
+        allocation = self.tier.prepare_write(keys, request_id, reserve_rows=reserve, max_rows=most)
+        if missing and room <= 0:
+            assert allocation is None
+            return multiple()
+        taken = self.take_rows(allocation, keys, missing[: max(room, 0)], may_leave)
+        return Lease("promotion", allocation.rows, allocation.keys, taken)
+
+    @rule(lease=leases, part=st.integers(0, 7))
+    def abandon(self, lease, part):
+        if lease.kind not in {"store", "promotion"}:
+            return
+        self.tier.abandon(lease.rows[:part])
+        for row in lease.taken[:part]:
+            row.key = None
+
+    @rule(target=leases, lease=consumes(leases), ok=st.booleans(), readers=st.integers(0, 2), landed=some_keys)
+    def complete(self, lease, ok, readers, landed):
+        """End a lease, with any outcome that it may have."""
+        if lease.kind == "read":
+            self.tier.complete_load(lease.rows) if ok else self.tier.complete_read(lease.rows)
+            for row in lease.taken:
+                row.readers -= 1
+                assert row.readers >= 0
+                self.release(row)
+            return multiple()
+        landed = set(lease.keys) if ok else set(landed)
+        if lease.kind == "promotion":
+            readable = self.end_write(lease, landed)
+            assert self.tier.complete_write(lease.rows, ok, landed) == readable
+            self.protected.update(dict.fromkeys(readable, self.now))
+            for key in list(self.protected)[: max(0, len(self.protected) - self.limit)]:
+                del self.protected[key]
+            return multiple()
+        readable = self.end_write(lease, landed if ok else set())
+        assert self.tier.complete_store(lease.rows, ok, readers=readers) == readable
+        return multiple(*(self.reading(readable) for _ in range(readers)))
+
+    # Readers
+
+    def reading(self, keys):
+        taken = [self.row_of(key) for key in keys]
+        for row in taken:
+            row.readers += 1
+        return Lease("read", [number for row in taken for number, own in self.rows.items() if own is row], keys, taken)
+
+    @rule(target=leases, keys=some_keys, request_id=st.one_of(st.none(), requests))
+    def prepare_read_or_load(self, keys, request_id):
+        cascade = request_id is None
+        rows = self.tier.prepare_read(keys) if cascade else self.tier.prepare_load(keys, request_id)
+        found = [self.row_of(key) for key in keys]
+        if any(row is None or row.writing for row in found):
+            assert rows is None
+            return multiple()
+        lease = self.reading(keys)
+        assert rows == lease.rows
+        if not cascade:
+            for key in keys:
+                self.protected.pop(key, None)
+        return lease
+
+    # Everything else
+
+    @rule(keys=some_keys)
+    def touch(self, keys):
+        self.tier.touch(keys)
+
+    @rule(request_id=requests)
+    def finish(self, request_id):
+        self.tier.on_request_finished(request_id)
+
+    @rule(seconds=st.sampled_from([1.0, 3.0, SECONDS]))
+    def time_passes(self, seconds):
+        self.now += seconds
+        self.tier.release_expired(self.now)
+        self.protected = {key: since for key, since in self.protected.items() if self.now - since < SECONDS}
+
+    @rule(keys=some_keys)
+    def mark_clean(self, keys):
+        self.tier.mark_clean(keys)
+        self.clean.update(key for key in keys if self.row_of(key) is not None)
+
+    @rule(rows=st.lists(st.integers(-2, 11), max_size=4))
+    def complete_what_nobody_leased(self, rows):
+        leased = {number for number, row in self.rows.items() if row.leased}
+        rows = [row for row in rows if row not in leased]
+        before = self.tier.misuse
+        self.tier.complete_load(rows)
+        self.tier.complete_store(rows, success=False)
+        self.tier.complete_write(rows, success=True)
+        self.tier.abandon(rows)
+        assert self.tier.misuse == before + 4 * len(rows)
+
+    @rule()
+    def reset(self):
+        self.tier.take_events()
+        self.tier.reset_cache()
+        self.rows = {number: row for number, row in self.rows.items() if row.leased}
+        for row in self.rows.values():
+            row.key = None
+        self.protected.clear()
+        self.clean.clear()
+        self.announced.clear()
+        assert self.tier.take_events() == []
+        self.told = set()
+
+    # What must always hold
+
+    @invariant()
+    def every_chunk_stands_where_the_model_has_it(self):
+        found = [self.row_of(key) for key in KEYS]
+        expected = [
+            LookupResult.MISS if row is None else LookupResult.HIT_PENDING if row.writing else LookupResult.HIT
+            for row in found
+        ]
+        assert self.tier.find(KEYS) == expected == [self.tier.lookup(key) for key in KEYS]
+        run = next((index for index, row in enumerate(found) if row is None), len(KEYS))
+        assert self.tier.resident_run(KEYS) == (run, sum(row.writing for row in found[:run]))
+
+    @invariant()
+    def every_row_is_accounted_for(self):
+        tier, rows = self.tier, list(self.rows.values())
+        assert tier.free_rows == self.num_rows - len(rows)
+        assert tier.pending_rows == sum(row.writing and row.key is not None for row in rows)
+        assert tier.pinned_rows == sum(row.readers > 0 and row.key is not None for row in rows)
+        assert tier.quarantined_rows == sum(row.key is None for row in rows)
+        assert tier.protected_rows == len(self.protected) <= self.limit
+        assert tier.clean_rows == len(self.clean)
+
+    @invariant()
+    def just_the_evictable_chunks_could_leave(self):
+        evictable = self.evictable()
+        coldest = self.tier.coldest(99, clean=True)
+        assert self.tier.evictable == len(coldest) == len(evictable)
+        assert set(coldest) == evictable
+        assert set(self.tier.coldest(99)) == evictable - self.clean
+
+    @invariant()
+    def events_tell_what_is_readable(self):
+        for event in self.tier.take_events():
+            if event.removed:
+                assert self.told.issuperset(event.keys)
+                self.told.difference_update(event.keys)
+            else:
+                assert self.told.isdisjoint(event.keys)
+                self.told.update(event.keys)
+        assert self.told == self.announced
+
+
+TestPrimaryAgainstModel = PrimaryAgainstModel.TestCase
+TestPrimaryAgainstModel.settings = settings(deadline=None, max_examples=300, stateful_step_count=50)
