@@ -16,15 +16,15 @@ from kvtiers.replay.workload import Workload
 
 __all__ = ["replay"]
 
-_CODE_REQUESTS = 200
+_CODE_REQUESTS = 400
 _TRACE_BYTES = 4096 - 64  # with its seal, a value of exactly one page
 _CODE_BYTES = 64 * 1024 - 64
 
 DEFAULT_CONFIG = {
     "version": 1,
     "namespace": "replay",
-    "primary": {"capacity": "64MiB"},
-    "secondary": [{"type": "memory", "io": "thread", "capacity": "192MiB"}],
+    "primary": {"capacity": "48MiB"},
+    "secondary": [{"type": "memory", "io": "thread", "capacity": "256MiB"}],
     # A replay has time: what a tier has is loaded, however long it takes, so that two runs have the same hits.
     "lookup_wait": "30s",
     "load_wait": "30s",
@@ -38,8 +38,8 @@ Examples:
   kvtiers replay --config tiers.yaml --workload code    your tiers
   kvtiers replay --config tiers.yaml --trace conversation_trace.jsonl.gz --requests 3000
 
-One request after the other; each begins when everything before it has ended. Without --config: a primary of 64 MiB
-and a memory tier of 192 MiB, in this process.
+One request after the other; each begins when everything before it has ended. Without --config: a primary of 48 MiB
+and a memory tier of 256 MiB, in this process.
 
 Exit status: 0 all bytes are right, 1 some are not, 2 the config, the trace or the command line is wrong, 130 stopped
 by Ctrl-C (the report of what was done is printed)."""

@@ -4,6 +4,7 @@ It is as small as an engine can be that uses kvtiers in full: a block pool with 
 memory, the offload scheduler, and one worker.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -62,6 +63,8 @@ class ReplayEngine:
 
     def run(self, request: ReplayRequest) -> None:
         """Serve one request to its end. Everything that earlier ones began has ended before its lookup."""
+        if self._stop.is_set():
+            raise Interrupted
         self.settle()
         running = _Request(
             RequestContext(f"replay-{self._report.requests}"), request.num_tokens, (list(request.block_hashes),)
@@ -69,20 +72,21 @@ class ReplayEngine:
         self._scheduler.add_request(running)
         blocks = running.block_ids[0]
         try:
-            cached = self._load(running, blocks)
+            in_pool, loaded = self._load(running, blocks)
+            cached = in_pool + loaded
             self._check(running, cached)
             self._compute(running, cached)
         finally:
             self._scheduler.finish_request(running)
             self._pool.release(blocks)
-        self._count(request, cached)
+        self._count(request, in_pool, loaded)
 
     def settle(self) -> None:
         """Step until nothing is under way any more: no copy, no promotion, no cascade."""
-        self._step_until(lambda: not self._scheduler.has_pending_work())
+        self.step_until(lambda: not self._scheduler.has_pending_work())
 
-    def _load(self, running: _Request, blocks: list[int]) -> int:
-        """Give the request its blocks, as many as can be had with their KV in them; return how many those are."""
+    def _load(self, running: _Request, blocks: list[int]) -> tuple[int, int]:
+        """Give the request its blocks; return how many of them were in the pool, and how many were loaded then."""
         hashes = running.block_hashes[0]
         # The last token is always computed, so a block that ends with it is of no use.
         usable = min(len(hashes), (running.num_tokens - 1) // self._tokens_per_block)
@@ -95,19 +99,17 @@ class ReplayEngine:
             found.extend([] if tokens is None else [tokens])
             return tokens is not None
 
-        self._step_until(looked_up)
+        self.step_until(looked_up)
         blocks += self._allocate(len(hashes) - in_pool)
         loading = self._scheduler.start_load(running, found[0]) // self._tokens_per_block
-        self._add_hits("gpu", in_pool)
         if not loading:
-            return in_pool
+            return in_pool, 0
         self._outcome = None
-        self._step_until(lambda: self._outcome is not None)
+        self.step_until(lambda: self._outcome is not None)
         if self._outcome is None or not self._outcome.success:
             self._report.failed_loads += 1
-            return in_pool
-        self._add_hits("primary", loading)
-        return in_pool + loading
+            return in_pool, 0
+        return in_pool, loading
 
     def _allocate(self, count: int) -> list[int]:
         allocated: list[int] = []
@@ -116,7 +118,7 @@ class ReplayEngine:
             allocated.extend(self._pool.allocate(count) or ())
             return len(allocated) == count
 
-        self._step_until(done)
+        self.step_until(done)
         return allocated
 
     def _check(self, running: _Request, cached: int) -> None:
@@ -130,27 +132,28 @@ class ReplayEngine:
         self._scheduler.on_computed(running, len(hashes) * self._tokens_per_block)
         self._step()
 
-    def _count(self, request: ReplayRequest, cached: int) -> None:
+    def _count(self, request: ReplayRequest, in_pool: int, loaded: int) -> None:
         report, hashes = self._report, request.block_hashes
+        cached = in_pool + loaded
         usable = min(len(hashes), (request.num_tokens - 1) // self._tokens_per_block)
         report.requests += 1
         report.references += len(hashes)
         report.prefix_hits += cached
+        if report.gpu_hits is not None:
+            report.gpu_hits += in_pool
+        report.loaded += loaded
         report.infinite_hits += next((i for i in range(usable) if hashes[i] not in self._seen), usable)
         self._seen.update(hashes)
         report.tokens += request.num_tokens
         report.tokens_saved += cached * self._tokens_per_block
 
-    def _add_hits(self, where: str, count: int) -> None:
-        if count:
-            self._report.hits[where] = self._report.hits.get(where, 0) + count
-
     # -- steps
 
-    def _step_until(self, done: Callable[[], bool]) -> None:
+    def step_until(self, done: Callable[[], bool], timeout: float = math.inf) -> None:
         """Step until ``done()``; a pause between steps grows while only others (the tiers) are at work."""
+        until = time.monotonic() + timeout
         pause = _SHORTEST_PAUSE
-        while not done():
+        while not done() and time.monotonic() < until:
             if self._stop.is_set():
                 raise Interrupted
             if self._step():
@@ -179,6 +182,6 @@ class ReplayEngine:
         for result in results:
             is_store = result.job_id in stores
             name = STORE_LINK if is_store else LOAD_LINK
-            links[name] = links.get(name, Link()) + Link(result.nbytes, result.seconds)
+            links[name] = links.get(name, Link()).plus(result.nbytes, result.seconds)
             if is_store and not result.success:
                 self._report.failed_stores += 1

@@ -1,10 +1,9 @@
-"""What a replay found out: figures that grow while it runs, and how they are shown at its end."""
+"""What a replay found out: figures that grow while it runs, and the texts in which they are shown."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
-
-from rich.table import Table
+from typing import Any, NamedTuple
 
 from kvtiers.api.units import format_size
 
@@ -17,25 +16,27 @@ class Link(NamedTuple):
     nbytes: int = 0
     seconds: float = 0.0
 
-    def __add__(self, other: object) -> "Link":
-        """Return both together."""
-        assert isinstance(other, Link)
-        return Link(self.nbytes + other.nbytes, self.seconds + other.seconds)
+    def plus(self, nbytes: int, seconds: float) -> "Link":
+        """Return the sum of this and one more transfer."""
+        return Link(self.nbytes + nbytes, self.seconds + seconds)
 
 
 @dataclass(slots=True)
 class ReplayReport:
-    """The figures of a replay so far; hits and references are full blocks.
+    """The figures of a replay so far; references and hits are full blocks.
 
-    ``prefix_hits``: blocks that were not computed again. ``infinite_hits``: what a cache without bounds would have
-    hit. ``hits``: by where they came from (``gpu``: the engine's own prefix cache; ``primary``; a tier's name).
+    ``prefix_hits``: blocks that were not computed again, of which ``gpu_hits`` were in the engine's own prefix cache
+    (None: it has none) and ``loaded`` came from the primary; ``tier_hits`` of these had come up from a tier, by name.
+    ``infinite_hits``: what a cache without bounds would have hit.
     """
 
     workload: str
     requests_in_all: int
+    gpu_hits: int | None = None
     requests: int = 0
     references: int = 0
     prefix_hits: int = 0
+    loaded: int = 0
     infinite_hits: int = 0
     tokens: int = 0
     tokens_saved: int = 0
@@ -44,8 +45,21 @@ class ReplayReport:
     wrong_bytes: int = 0
     seconds: float = 0.0
     interrupted: bool = False
-    hits: dict[str, int] = field(default_factory=dict)
+    tier_hits: dict[str, int] = field(default_factory=dict)
     links: dict[str, Link] = field(default_factory=dict)
+
+    def take_tiers(self, tiers: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take over what the manager counts for each tier."""
+        for name, figures in tiers.items():
+            self.tier_hits[name] = int(figures["hits"])
+            self.links[f"primary -> {name}"] = Link(int(figures["stored_bytes"]), figures["store_seconds"])
+            self.links[f"{name} -> primary"] = Link(int(figures["loaded_bytes"]), figures["load_seconds"])
+
+    @property
+    def hits(self) -> dict[str, int]:
+        """Prefix hits by where they came from: ``gpu``, ``primary``, or a tier's name."""
+        gpu = {} if self.gpu_hits is None else {"gpu": self.gpu_hits}
+        return gpu | {"primary": max(0, self.loaded - sum(self.tier_hits.values()))} | self.tier_hits
 
     def as_json(self) -> str:
         """Return the figures as one JSON object on one line."""
@@ -62,43 +76,49 @@ class ReplayReport:
 
     def progress_line(self) -> str:
         """Return where the replay is, in one line."""
-        tiers = "".join(f", {name} {_percent(count, self.references)}" for name, count in self.hits.items())
+        parts = "".join(f", {name} {_percent(count, self.references)}" for name, count in self.hits.items())
         return (
-            f"{self.requests:,} of {self.requests_in_all:,} requests, prefix hits "
-            f"{_percent(self.prefix_hits, self.references)}{tiers}, wrong bytes {self.wrong_bytes:,}"
+            f"{self.requests:,} of {self.requests_in_all:,} requests: prefix hits "
+            f"{_percent(self.prefix_hits, self.references)}{parts}; wrong bytes {self.wrong_bytes:,}"
         )
+
+    def heading(self) -> str:
+        """Return what this is the report of."""
+        return f"Replay of {self.workload}: {self.requests:,} requests in {self.seconds:.1f} s"
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Return the figures as a table: what, how many, and its share or rate."""
+        per_second = self.references / self.seconds if self.seconds else 0.0
+        rows = [
+            ("full blocks asked for", f"{self.references:,}", f"{per_second:,.0f} /s"),
+            ("prefix hits", f"{self.prefix_hits:,}", _percent(self.prefix_hits, self.references)),
+            ("  an infinite cache's", f"{self.infinite_hits:,}", _percent(self.infinite_hits, self.references)),
+            *(
+                (f"  from {name}", f"{count:,}", _percent(count, self.references))
+                for name, count in self.hits.items()
+            ),
+            ("tokens not recomputed", f"{self.tokens_saved:,}", _percent(self.tokens_saved, self.tokens)),
+        ]  # fmt: skip
+        for name, link in self.links.items():
+            rate = f"{link.nbytes / link.seconds / 1e9:.2f} GB/s" if link.nbytes and link.seconds else ""
+            rows.append((name, format_size(link.nbytes), rate))
+        if self.failed_loads or self.failed_stores:
+            rows.append(("failed loads, stores", f"{self.failed_loads:,}, {self.failed_stores:,}", ""))
+        rows.append(("wrong bytes", f"{self.wrong_bytes:,}", ""))
+        return _right_aligned(rows)
 
     def verdict(self) -> str:
         """Return the outcome in one line."""
         if self.wrong_bytes:
-            return f"WRONG: {self.wrong_bytes:,} bytes came back that are not those stored"
-        if self.interrupted:
-            return f"Stopped after {self.requests:,} of {self.requests_in_all:,} requests; all bytes so far were right."
-        return "Every chunk that came back was compared byte by byte, and is right."
-
-    def table(self) -> Table:
-        """Return the figures as a table for people."""
-        table = Table(title=f"Replay of {self.workload}: {self.requests:,} requests in {self.seconds:.1f} s")
-        table.add_column("")
-        table.add_column("blocks or bytes", justify="right")
-        table.add_column("rate", justify="right")
-        references = self.references
-        table.add_row("full blocks asked for", f"{references:,}", f"{references / max(self.seconds, 1e-9):,.0f} /s")
-        table.add_row("prefix hits", f"{self.prefix_hits:,}", _percent(self.prefix_hits, references))
-        table.add_row("  an infinite cache's", f"{self.infinite_hits:,}", _percent(self.infinite_hits, references))
-        for name, count in self.hits.items():
-            table.add_row(f"  from {name}", f"{count:,}", _percent(count, references))
-        table.add_row("tokens not recomputed", f"{self.tokens_saved:,}", _percent(self.tokens_saved, self.tokens))
-        table.add_section()
-        for name, link in self.links.items():
-            rate = f"{link.nbytes / link.seconds / 1e9:.2f} GB/s" if link.seconds else ""
-            table.add_row(name, format_size(link.nbytes), rate)
-        table.add_section()
-        if self.failed_loads or self.failed_stores:
-            table.add_row("failed loads / stores", f"{self.failed_loads:,} / {self.failed_stores:,}", "")
-        table.add_row("wrong bytes", f"{self.wrong_bytes:,}", "")
-        return table
+            return f"WRONG: {self.wrong_bytes:,} bytes that came back are not those that were stored."
+        stopped = f"Stopped after {self.requests:,} of {self.requests_in_all:,} requests. " if self.interrupted else ""
+        return f"{stopped}Every chunk that came back was compared byte by byte: all bytes are right."
 
 
 def _percent(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def _right_aligned(rows: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+    second, third = (max(len(row[column]) for row in rows) for column in (1, 2))
+    return [(what, number.rjust(second), rate.rjust(third)) for what, number, rate in rows]

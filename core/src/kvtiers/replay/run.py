@@ -74,6 +74,7 @@ def replay(
     pool = _pool(workload, options)
     tensors = [np.zeros((options.gpu_blocks or workload.longest, t.page_on(0)), np.uint8) for t in layout.tensors]
     report = ReplayReport(workload.name, len(workload.requests), links={STORE_LINK: Link(), LOAD_LINK: Link()})
+    report.gpu_hits = 0 if options.gpu_blocks else None
     with _stack(config, layout, tensors) as (manager, worker):
         scheduler = OffloadScheduler(manager, layout, pool)
         engine = ReplayEngine(
@@ -81,16 +82,25 @@ def replay(
         )
         begin = time.perf_counter()
         try:
+            engine.step_until(lambda: not _opening(manager.stats()), _START_SECONDS)
+            begin = time.perf_counter()
             for request in workload.requests:
                 engine.run(request)
-                report.seconds = time.perf_counter() - begin
+                report.take_tiers(manager.stats()["tiers"])
                 progress(report)
             engine.settle()
         except Interrupted:
             report.interrupted = True
         report.seconds = time.perf_counter() - begin
-        _take_tiers(report, manager.stats())
+        report.take_tiers(manager.stats()["tiers"])
     return report
+
+
+def _opening(stats: Mapping[str, Any]) -> bool:
+    """Say whether a tier is still on its way; one that cannot be opened is not: its breaker is open."""
+    return any(
+        not tier["own"].get("open", 1) and not tier["own"].get("breaker_state") for tier in stats["tiers"].values()
+    )
 
 
 def _pool(workload: Workload, options: ReplayOptions) -> BlockPool:
@@ -113,15 +123,3 @@ def _stack(
         closing.callback(worker.shutdown)
         manager.wait_ready(_START_SECONDS)
         yield manager, worker
-
-
-def _take_tiers(report: ReplayReport, stats: Mapping[str, Any]) -> None:
-    """Split the hits by where they came from, and add the tiers' links."""
-    tiers: Mapping[str, Mapping[str, Any]] = stats["tiers"]
-    loaded = report.hits.pop("primary", 0)
-    promoted = {name: min(int(tier["hits"]), loaded) for name, tier in tiers.items()}
-    report.hits["primary"] = max(0, loaded - sum(promoted.values()))
-    report.hits.update(promoted)
-    for name, tier in tiers.items():
-        report.links[f"primary -> {name}"] = Link(int(tier["stored_bytes"]), tier["store_seconds"])
-        report.links[f"{name} -> primary"] = Link(int(tier["loaded_bytes"]), tier["load_seconds"])
