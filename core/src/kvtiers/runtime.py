@@ -31,6 +31,8 @@ from kvtiers.rows.layout import CacheLayout, ModelIdentity
 from kvtiers.rows.names import StorageNames
 from kvtiers.rows.region import AnonymousRegion, OffloadRegion, SharedOffloadRegion
 from kvtiers.secondary.chunk_store_tier import ChunkStoreTier
+from kvtiers.secondary.hosts import HostedRegion, TierHosts
+from kvtiers.secondary.protocol import StoreBackend
 from kvtiers.secondary.sealing import SealedTier
 from kvtiers.secondary.thread_backend import ThreadBackend
 from kvtiers.secondary.views import ValueViews
@@ -156,8 +158,11 @@ class _Engine:
         self._names = StorageNames.of_layout(self._namespace, self._layout)
         self._sizes = [(layout.payload_bytes(g), layout.value_bytes(g)) for g in range(len(layout.groups))]
         self._tiers: dict[str, ChunkStoreTier | SealedTier] = {}
+        self._hosts = self._tier_hosts() if any(tier.io == "process" for tier in config.secondary) else None
         self._required = [tier.tier_name for tier in config.secondary if tier.required]
         self.slots = [self._slot(index, tier) for index, tier in enumerate(config.secondary)]
+        if self._hosts is not None:
+            self._hosts.start()
 
     def ready(self) -> bool:
         """Say whether all ranks have joined."""
@@ -192,14 +197,12 @@ class _Engine:
         """Drain and close every tier, whatever the others do."""
         until = time.monotonic() + timeout
         for name, tier in self._tiers.items():
-            try:
-                if not tier.drain(max(0.0, until - time.monotonic())):
-                    _log.warning(
-                        "%s: did not finish within the shutdown's %gs; what was left is dropped", name, timeout
-                    )
-                tier.close()
-            except Exception:  # noqa: BLE001 -- the other tiers and the region are shut down all the same
-                _log.exception("%s: shutdown", name)
+            if not _quietly(name, lambda tier=tier: tier.drain(max(0.0, until - time.monotonic()))):  # type: ignore[misc]
+                _log.warning("%s: what it had not finished within the shutdown's %gs is dropped", name, timeout)
+        for name, tier in self._tiers.items():
+            _quietly(name, tier.close)
+        if self._hosts is not None:
+            self._hosts.close(max(1.0, until - time.monotonic()))
 
     def close_region(self) -> None:
         """Let go of the region."""
@@ -216,13 +219,25 @@ class _Engine:
                 config, self._opener(plugin, config, SecondaryTierManager), self._views, self._names, self._sizes
             )
         else:
-            backend = ThreadBackend(
-                config, self._opener(plugin, config, ChunkStore), self._views, self._names, self._sizes
-            )
-            tier = ChunkStoreTier(config, backend)
+            tier = ChunkStoreTier(config, self._backend(plugin, config))
         self._tiers[name] = tier
         options = TierOptions(name, config.read_only, config.admission, config.deadline)
         return TierSlot(index, tier, options)
+
+    def _backend(self, plugin: TierPlugin, config: TierConfig) -> StoreBackend:
+        if config.io == "process" and self._hosts is not None:
+            return self._hosts.backend(config)
+        if config.io == "process":
+            name = config.tier_name
+            _log.warning("%s: no helper process, since none could map this region: its io is 'thread'", name)
+        return ThreadBackend(config, self._opener(plugin, config, ChunkStore), self._views, self._names, self._sizes)
+
+    def _tier_hosts(self) -> TierHosts | None:
+        region = self._region
+        if region.fd is None:
+            return None
+        hosted = HostedRegion(region.fd, region.map_bytes, len(region.view), region.row_stride, self._sizes)
+        return TierHosts(hosted, self._namespace, lambda: self._names)
 
     def _opener(self, plugin: TierPlugin, config: TierConfig, kind: type[Any]) -> Callable[[], Any]:
         context = TierContext(
@@ -241,6 +256,15 @@ class _Engine:
             return tier
 
         return open_tier
+
+
+def _quietly(name: str, call: Callable[[], bool | None]) -> bool:
+    """Make a call of the shutdown; what goes wrong in it is logged and stops nothing else."""
+    try:
+        return call() is not False
+    except Exception:  # noqa: BLE001 -- each tier's own
+        _log.exception("%s: shutdown", name)
+        return False
 
 
 def _with_random_weights(layout: CacheLayout) -> CacheLayout:

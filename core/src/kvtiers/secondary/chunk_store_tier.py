@@ -111,6 +111,7 @@ class ChunkStoreTier(SecondaryTierManager):
                 self._end_probe(ok=False)
         elif self._probe_until is not None and self._clock() > self._probe_until:
             self._end_probe(ok=False)
+        self._backend.flush()
 
     def drain(self, timeout: float) -> bool:
         """Let all jobs end; drop what has not begun within ``timeout`` seconds."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvtiers.api import ChunkStore, OffloadKey, RateLimit, StoreFull, SupportsBatch, group_of
+from kvtiers.api import ChunkStore, OffloadKey, RateLimit, StoreFull, SupportsBatch, TierConfig, group_of
 from kvtiers.rows.names import StorageNames
 from kvtiers.rows.seal import SealVerdict, check_value, seal_value
 from kvtiers.secondary.limits import RateLimiter
@@ -18,7 +18,7 @@ from kvtiers.secondary.protocol import Status
 from kvtiers.secondary.retry import Attempts
 from kvtiers.secondary.views import Loan, ValueViews
 
-__all__ = ["Moved", "MoverOptions", "ValueMover"]
+__all__ = ["Moved", "MoverOptions", "ValueMover", "mover_options"]
 
 _BATCH_VALUES = 32
 _BATCH_BYTES = 16 * 2**20
@@ -34,6 +34,11 @@ class MoverOptions:
     read_only: bool = False
     exists_ttl: float = 60.0
     rate_limit: RateLimit = field(default_factory=RateLimit)
+
+
+def mover_options(config: TierConfig, sizes: Sequence[tuple[int, int]]) -> MoverOptions:
+    """Return the options of a tier that the mover obeys."""
+    return MoverOptions(sizes, config.retries, config.read_only, config.exists_ttl, config.rate_limit)
 
 
 @dataclass(slots=True)

@@ -105,6 +105,9 @@ class StoreBackend(Protocol):
     def abandon(self, job_id: int) -> None:
         """Take note that nobody waits for this job any more; its JobDone is still owed."""
 
+    def flush(self) -> None:
+        """Send what was collected since the last call."""
+
     def poll(self) -> Sequence[Event]:
         """Take the news, a bounded number of messages."""
 

@@ -10,25 +10,14 @@ from collections.abc import Callable, Sequence
 
 from kvtiers.api import ChunkStore, OffloadKey, TierConfig
 from kvtiers.rows.names import StorageNames
-from kvtiers.secondary.mover import MoverOptions
+from kvtiers.secondary.mover import mover_options
 from kvtiers.secondary.protocol import Event, Opened, StoreJob
 from kvtiers.secondary.transfer_pool import TransferPool
 from kvtiers.secondary.views import ValueViews
 
-__all__ = ["ThreadBackend", "mover_options"]
+__all__ = ["ThreadBackend"]
 
 _EVENTS_PER_POLL = 1024
-
-
-def mover_options(config: TierConfig, sizes: Sequence[tuple[int, int]]) -> MoverOptions:
-    """Return the options of a tier that the mover obeys; ``sizes[g]``: payload and value bytes of KV group g."""
-    return MoverOptions(
-        sizes=sizes,
-        retries=config.retries,
-        read_only=config.read_only,
-        exists_ttl=config.exists_ttl,
-        rate_limit=config.rate_limit,
-    )
 
 
 class ThreadBackend:
@@ -78,6 +67,9 @@ class ThreadBackend:
     def abandon(self, job_id: int) -> None:
         """Begin nothing more for this job."""
         self._pool.abandon(job_id)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
 
     def poll(self) -> Sequence[Event]:
         """Take the events that have come, a bounded number."""

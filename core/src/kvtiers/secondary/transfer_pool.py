@@ -132,13 +132,16 @@ class TransferPool:
         """Return the queues' lengths, and the store's own figures as of a second ago."""
         return self._own_stats | {"queued_loads": len(self._loads), "queued_stores": len(self._stores)}
 
-    def check_kept(self) -> None:
-        """Report the jobs whose kept buffers have been let go since."""
+    def check_kept(self) -> bool:
+        """Report the jobs whose kept buffers have been let go since; say whether some are still kept."""
+        if not self._kept:
+            return False
         with self._changed:
             free = [running for running in self._kept if all(loan.is_free() for loan in running.kept)]
             self._kept = [running for running in self._kept if running not in free]
         for running in free:
             self._report(running)
+        return bool(self._kept)
 
     def drain(self, timeout: float) -> bool:
         """Wait until no job is left; what has not begun within ``timeout`` seconds is dropped and reported."""
