@@ -19,7 +19,8 @@ from kvtiers.testing.guarded import GuardedMemory, version
 
 __all__ = ["kill_while_writing"]
 
-_WRITES_BEFORE = 5
+_WRITES_BEFORE = 8
+_VERSIONS = 4
 
 
 def kill_while_writing(
@@ -65,11 +66,12 @@ def main() -> None:
     task = pickle.load(sys.stdin.buffer)  # noqa: S301 -- written by the parent, which trusts it already
     open_store, names, nbytes = task
     store = open_store()
-    row = GuardedMemory().row(nbytes)
-    for number in count(1):
-        row.fill(version(number, nbytes))
+    # Filled before, so that a kill at any moment is most likely within a write.
+    memory = GuardedMemory()
+    rows = [memory.row(version(number, nbytes)) for number in range(1, _VERSIONS + 1)]
+    for number in count():
         os.write(sys.stdout.fileno(), b"writing\n")
-        store.write(names[number % len(names)], row.source())
+        store.write(names[number % len(names)], rows[number % _VERSIONS].source())
 
 
 if __name__ == "__main__":

@@ -11,23 +11,37 @@ from pathlib import Path
 __all__ = ["call_within", "frequent_switches", "open_descriptors", "run_together", "threads_left_since"]
 
 
-def run_together(functions: Sequence[Callable[[], object]], *, patience: float) -> None:
-    """Run all functions at the same time, each in a thread; raise the first error, or name how many did not end."""
-    barrier = threading.Barrier(len(functions))
-    errors: list[BaseException] = []
+def run_together(
+    functions: Sequence[Callable[[], object]], *, meanwhile: Sequence[Callable[[], object]] = (), patience: float
+) -> None:
+    """Run all functions at the same time, each in a thread; raise the first error, or name how many did not end.
 
-    def run(function: Callable[[], object]) -> None:
+    Those in ``meanwhile`` are called again and again, each in a thread too, until the others have returned.
+    """
+    barrier = threading.Barrier(len(functions) + len(meanwhile))
+    errors: list[BaseException] = []
+    busy = set(range(len(functions)))
+    until = time.monotonic() + patience
+
+    def run(number: int, function: Callable[[], object]) -> None:
         try:
             barrier.wait(patience)
             function()
+            while number >= len(functions) and busy and time.monotonic() < until:
+                function()
         except BaseException as error:  # noqa: BLE001 -- raised again below, on the test's own thread
             errors.append(error)
+        finally:
+            busy.discard(number)
 
     # Daemons, so that a call which never returns fails its test and does not keep pytest from ending.
-    threads = [threading.Thread(target=run, args=(function,), daemon=True) for function in functions]
+    threads = [
+        threading.Thread(target=run, args=(number, function), daemon=True)
+        for number, function in enumerate([*functions, *meanwhile])
+    ]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + patience
+    deadline = until + 0.1  # leaves time for the last call of those that look at the clock themselves
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     if errors:
@@ -65,7 +79,7 @@ def frequent_switches() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-def threads_left_since(before: set[threading.Thread], *, patience: float = 5.0) -> list[str]:
+def threads_left_since(before: set[threading.Thread], *, patience: float = 2.0) -> list[str]:
     """Return the names of the threads that are not in ``before`` and do not end within ``patience`` seconds."""
     deadline = time.monotonic() + patience
     # Threads that a native library started and that called into Python once stay listed as dummies; they cannot be

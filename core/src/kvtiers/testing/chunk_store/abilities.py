@@ -8,9 +8,9 @@ from typing import Any
 
 from kvtiers.api import Finding, StoreEntry, SupportsDiagnosis, SupportsListing, SupportsStats
 from kvtiers.testing.applies import supports
-from kvtiers.testing.chunk_store.base import Names, StoreTestBase, read, write
+from kvtiers.testing.chunk_store.base import Names, StoreTestBase, write
 from kvtiers.testing.guarded import PAGE, GuardedMemory, pattern
-from kvtiers.testing.running import run_together
+from kvtiers.testing.running import frequent_switches, run_together
 
 __all__ = ["DiagnosisTests", "ListingTests", "StatsTests"]
 
@@ -61,19 +61,21 @@ class ListingTests(StoreTestBase):
     @supports(SupportsListing)
     def test_a_listing_may_run_while_values_change(self, store: Any, names: Names, memory: GuardedMemory) -> None:
         held, changing = names(20), names(20)
+        row = memory.row(pattern(1, PAGE))
         for name in held:
             write(memory, store, name, pattern(1, PAGE))
 
         def change() -> None:
             for name in changing:
-                write(memory, store, name, pattern(1, PAGE))
-                store.delete([name])
+                store.write(name, row.source())
+            store.delete(changing)
 
         def listing() -> None:
             for _ in range(5):
                 assert set(held) <= set(_listed(store, names.prefix)), "a listing lost a value that never changed"
 
-        run_together([change, listing, listing], patience=self.patience)
+        with frequent_switches():
+            run_together([listing, listing], meanwhile=[change], patience=self.patience)
 
 
 class DiagnosisTests(StoreTestBase):
@@ -107,14 +109,19 @@ class StatsTests(StoreTestBase):
 
     @supports(SupportsStats)
     def test_stats_may_be_read_while_values_move(self, store: Any, names: Names, memory: GuardedMemory) -> None:
+        rows = [memory.row(pattern(seed, PAGE)) for seed in range(10)]
+        for name in names(20):
+            store.write(name, rows[0].source())
+
         def move(name: str) -> None:
-            for seed in range(10):
-                write(memory, store, name, pattern(seed, PAGE))
-                read(memory, store, name, PAGE)
+            for row in rows:
+                store.write(name, row.source())
                 store.delete([name])
 
         def watch() -> None:
             for _ in range(20):
                 dict(store.stats())
 
-        run_together([watch, watch, *(partial(move, name) for name in names(4))], patience=self.patience)
+        moves = [partial(move, name) for name in names(4)]
+        with frequent_switches():
+            run_together([watch, watch], meanwhile=moves, patience=self.patience)

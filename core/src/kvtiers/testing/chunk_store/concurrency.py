@@ -1,7 +1,5 @@
 """Core's threads call a store at the same time, also for the same name."""
 
-import time
-from collections.abc import Callable
 from functools import partial
 
 from kvtiers.api import ChunkStore
@@ -17,13 +15,17 @@ class ConcurrencyTests(StoreTestBase):
 
     def test_64_threads_each_get_their_own_bytes(self, store: ChunkStore, names: Names, memory: GuardedMemory) -> None:
         def use(seed: int, mine: str, absent: str) -> None:
-            nbytes = (1 + seed % 5) * 4 * PAGE
+            nbytes = (1 + seed % 5) * 2 * PAGE
+            source, target = memory.row(nbytes), memory.row(nbytes)
             for turn in range(4):
                 content = pattern(64 * turn + seed, nbytes)
-                write(memory, store, mine, content)
-                same_bytes(read(memory, store, mine, nbytes) or b"", content, f"thread {seed}'s value")
+                source.fill(content)
+                store.write(mine, source.source())
+                target.poison()
+                assert store.read_into(mine, target.destination()), f"thread {seed} does not find its value"
+                same_bytes(target.content(), content, f"thread {seed}'s value")
                 assert list(store.exists([absent, mine])) == [False, True], "another thread's answer"
-                assert read(memory, store, absent, nbytes) is None, "another thread's value under a name never written"
+                assert not store.read_into(absent, target.destination()), "a value under a name never written"
             if seed % 2:
                 store.delete([mine])
 
@@ -51,22 +53,13 @@ class ConcurrencyTests(StoreTestBase):
         same_bytes(read(memory, store, name, 64 * PAGE) or b"", version(7, 64 * PAGE), "a value written after the race")
 
     def _race(self, store: ChunkStore, name: str, memory: GuardedMemory, *, writers: int, deleters: int) -> None:
-        """Write (and delete) one name from several threads, while two others read it."""
+        """Write one name from several threads, while two others read it and some delete it."""
         turns = 25
-        busy = set(range(writers))
-        deadline = time.monotonic() + self.patience
         rows = [memory.row(64 * PAGE) for _ in range(2)]
 
         def write_versions(writer: int) -> None:
-            try:
-                for turn in range(turns):
-                    write(memory, store, name, version(2 + writer * turns + turn, 64 * PAGE))
-            finally:
-                busy.discard(writer)
-
-        def until_written(act: Callable[[], None]) -> None:
-            while busy and time.monotonic() < deadline:
-                act()
+            for turn in range(turns):
+                write(memory, store, name, version(2 + writer * turns + turn, 64 * PAGE))
 
         def read_one() -> None:
             row = rows.pop()
@@ -74,8 +67,9 @@ class ConcurrencyTests(StoreTestBase):
             assert not found or is_one_version(row.content()), "a reader got a mix of two writes of the same name"
             rows.append(row)
 
-        acts: list[Callable[[], object]] = [partial(write_versions, writer) for writer in range(writers)]
-        acts += [partial(until_written, read_one) for _ in range(2)]
-        acts += [partial(until_written, partial(store.delete, [name])) for _ in range(deleters)]
         with frequent_switches():
-            run_together(acts, patience=self.patience + 1)
+            run_together(
+                [partial(write_versions, writer) for writer in range(writers)],
+                meanwhile=[read_one, read_one, *[partial(store.delete, [name])] * deleters],
+                patience=self.patience,
+            )

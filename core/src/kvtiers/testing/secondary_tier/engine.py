@@ -4,7 +4,7 @@ import mmap
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
 import numpy as np
@@ -24,7 +24,7 @@ from kvtiers.testing.guarded import PAGE, POISON, pattern
 __all__ = ["SmallEngine", "new_keys"]
 
 _ROWS, _VALUE_BYTES, _ROW_STRIDE = 64, 3 * PAGE, 4 * PAGE
-_STEPS_AFTER = 20
+_STEPS_AFTER, _STEPS_AT_LEAST = 20, 200
 
 
 def new_keys(number: int) -> list[OffloadKey]:
@@ -91,14 +91,10 @@ class SmallEngine:
 
     def finish(self, *job_ids: int) -> list[JobResult]:
         """Step until these jobs are reported; return their results."""
-        deadline = time.monotonic() + self._patience
-        wanted = set(job_ids)
-        while missing := wanted - {result.job_id for result in self.results}:
-            assert time.monotonic() < deadline, (
-                f"{len(missing)} of {len(wanted)} jobs were not reported within {self._patience:g} s"
-            )
+        for _ in self._patiently(f"of the jobs {list(job_ids)} some were not reported"):
+            if set(job_ids) <= {result.job_id for result in self.results}:
+                break
             self.step()
-            time.sleep(0)  # lets the tier's own threads run
         return [next(r for r in self.results if r.job_id == job_id) for job_id in job_ids]
 
     def finish_all(self) -> None:
@@ -125,13 +121,22 @@ class SmallEngine:
             self.tier.close()
 
     def _ask(self, key: OffloadKey) -> LookupResult:
-        deadline = time.monotonic() + self._patience
-        while (answer := self.tier.lookup(key, self.request)) is LookupResult.RETRY:
-            assert time.monotonic() < deadline, f"lookup answered RETRY for {self._patience:g} s"
+        for _ in self._patiently("lookup answered RETRY"):
+            answer = self.tier.lookup(key, self.request)
+            if answer is not LookupResult.RETRY:
+                break
             self.step()
-            time.sleep(0)  # lets the tier's own threads run
         assert answer in {LookupResult.HIT, LookupResult.MISS}, f"lookup answered {answer!r}; HIT, MISS or RETRY only"
         return answer
+
+    def _patiently(self, complaint: str) -> Iterator[None]:
+        """Yield until patience is at an end; a machine that stands still does not use it up."""
+        deadline = time.monotonic() + self._patience
+        for turn in count():
+            yield
+            if turn > _STEPS_AT_LEAST and time.monotonic() > deadline:
+                raise AssertionError(f"{complaint} within {self._patience:g} s")
+            time.sleep(0)  # lets the tier's own threads run
 
     def _note(self, results: Sequence[JobResult]) -> None:
         for result in results:

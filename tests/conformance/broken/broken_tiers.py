@@ -1,0 +1,370 @@
+"""Tiers of the third rung that each break one promise, beside the tests of the kit that must catch them.
+
+Not collected by itself: ``test_broken_tiers.py`` runs pytest on this file and compares.
+"""
+
+import os
+import threading
+from collections import OrderedDict
+
+import pytest
+
+from kvtiers.api import JobResult, LookupResult, SecondaryTierManager
+from kvtiers.testing import SecondaryTierTests
+from kvtiers_example.example_tier import ExampleSecondaryTier
+
+CAUGHT_BY: dict[str, tuple[set[str], set[str]]] = {}
+CHUNKS = 16
+
+
+def caught_by(*tests, by_chance=(), **attributes):
+    """Make a test class for the tier, and note which tests of the kit must fail for it, and which others may."""
+
+    def make(tier_class):
+        CAUGHT_BY[tier_class.__name__] = set(tests), set(by_chance)
+
+        @pytest.fixture
+        def open_tier(self):
+            return tier_class
+
+        name = f"Test{tier_class.__name__}"
+        body = {"open_tier": open_tier, "max_chunks": CHUNKS, "patience": 0.2}
+        globals()[name] = type(name, (SecondaryTierTests,), body | attributes)
+        return tier_class
+
+    return make
+
+
+class Simple(SecondaryTierManager):
+    """At most 16 chunks, copied within the submit and reported in the next step; keeps every promise."""
+
+    def __init__(self, context):
+        self.region, self.stride, self.nbytes = context.region, context.row_stride, context.value_bytes
+        self.chunks = OrderedDict()
+        self.finished = []
+
+    def row(self, chunk_id):
+        return self.region[chunk_id * self.stride : chunk_id * self.stride + self.nbytes]
+
+    def lookup(self, key, context):
+        return LookupResult.HIT if key in self.chunks else LookupResult.MISS
+
+    def submit_store(self, job):
+        fits = len(job.keys) <= CHUNKS
+        if fits:
+            for key, chunk_id in zip(job.keys, job.chunk_ids, strict=True):
+                self.keep(key, bytes(self.row(chunk_id)))
+            self.evict(job.keys)
+        self.finished.append(JobResult(job.job_id, fits))
+
+    def keep(self, key, value):
+        self.chunks[key] = value
+        self.chunks.move_to_end(key)
+
+    def evict(self, own):
+        while len(self.chunks) > CHUNKS:
+            self.chunks.popitem(last=False)
+
+    def submit_load(self, job):
+        landed = [key for key in job.keys if key in self.chunks]
+        for key, chunk_id in zip(job.keys, job.chunk_ids, strict=True):
+            if key in self.chunks:
+                self.row(chunk_id)[:] = self.chunks[key]
+        success = len(landed) == len(job.keys)
+        self.finished.append(JobResult(job.job_id, success, None if success else landed))
+
+    def get_finished_jobs(self):
+        finished, self.finished = self.finished, []
+        return finished
+
+    def drain(self, timeout):
+        return True
+
+
+@caught_by()
+class HealthySimple(Simple):
+    pass
+
+
+@pytest.fixture
+def _hold(self):
+    return lambda tier: tier.hold()
+
+
+@caught_by(hold=_hold, patience=10.0)
+class HealthyAsync(ExampleSecondaryTier):
+    def __init__(self, context):
+        super().__init__(context, max_blocks=CHUNKS)
+
+
+# Chunks.
+
+
+@caught_by(
+    "test_chunks_come_back_as_they_were_stored",
+    "test_a_load_changes_its_own_values_alone",
+    "test_a_store_has_copied_its_rows_when_it_is_reported",
+    "test_a_load_claims_no_chunk_that_is_absent",
+    "test_many_jobs_in_flight_yield_one_result_each",
+    "test_a_store_of_present_chunks_yields_exactly_one_result",
+    "test_two_jobs_may_store_the_same_chunk_at_once",
+)
+class CutsChunks(Simple):
+    def keep(self, key, value):
+        super().keep(key, value[:-64] + bytes(64))
+
+
+@caught_by("test_an_unknown_chunk_is_a_miss", "test_lookup_many_answers_in_order_and_may_end_at_a_miss")
+class HitsAlways(Simple):
+    def lookup(self, key, context):
+        return LookupResult.HIT
+
+
+@caught_by("test_lookup_many_answers_in_order_and_may_end_at_a_miss")
+class AnswersAPrefixBackwards(Simple):
+    def lookup_many(self, keys, context):
+        return [self.lookup(key, context) for key in reversed(keys)]
+
+
+@caught_by("test_lookup_many_answers_in_order_and_may_end_at_a_miss")
+class AnswersTheFirstTwo(Simple):
+    def lookup_many(self, keys, context):
+        return [self.lookup(key, context) for key in keys[:2]]
+
+
+@caught_by(
+    "test_a_load_claims_no_chunk_that_is_absent",
+    "test_a_load_of_absent_chunks_yields_exactly_one_result",
+    "test_many_jobs_in_flight_yield_one_result_each",
+)
+class ClaimsAbsentChunks(Simple):
+    def submit_load(self, job):
+        super().submit_load(job)
+        self.finished[-1] = JobResult(job.job_id, True)
+
+
+@caught_by("test_a_load_claims_no_chunk_that_is_absent")
+class ClaimsTheFirstChunks(Simple):
+    """As a tier that stops at the first absent chunk, but counts it."""
+
+    def submit_load(self, job):
+        super().submit_load(job)
+        result = self.finished[-1]
+        if not result.success and result.successful_keys:
+            self.finished[-1] = JobResult(job.job_id, False, job.keys[:2])
+
+
+@caught_by("test_a_request_may_come_and_go")
+class HasNoOpinion(Simple):
+    def on_new_request(self, context):
+        return None
+
+
+# Results.
+
+
+@caught_by("test_an_empty_job_yields_exactly_one_result")
+class ForgetsEmptyJobs(Simple):
+    def submit_store(self, job):
+        if job.keys:
+            super().submit_store(job)
+
+
+@caught_by("test_a_store_of_present_chunks_yields_exactly_one_result", "test_two_jobs_may_store_the_same_chunk_at_once")
+class ForgetsJobsWithoutWork(Simple):
+    def submit_store(self, job):
+        if not job.keys or any(key not in self.chunks for key in job.keys):
+            super().submit_store(job)
+
+
+@caught_by("test_a_store_that_cannot_fit_yields_exactly_one_result")
+class ForgetsJobsThatDoNotFit(Simple):
+    def submit_store(self, job):
+        if len(job.keys) <= CHUNKS:
+            super().submit_store(job)
+
+
+@caught_by("test_a_store_that_cannot_fit_yields_exactly_one_result")
+class StoresMoreThanFits(Simple):
+    def submit_store(self, job):
+        super().submit_store(job)
+        self.finished[-1] = JobResult(job.job_id, True)
+
+
+@caught_by("test_a_store_never_pushes_out_chunks_of_its_own")
+class PushesOutItsOwn(Simple):
+    """Chunks that are there already are not moved to the end."""
+
+    def keep(self, key, value):
+        self.chunks[key] = value
+        while len(self.chunks) > CHUNKS:
+            self.chunks.popitem(last=False)
+
+
+@caught_by("test_two_jobs_may_store_the_same_chunk_at_once")
+class ForgetsChunksOnTheirWay(Simple):
+    """Drops a chunk that another job is storing from its own job, and with the last one the job."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.on_their_way = set()
+
+    def submit_store(self, job):
+        if job.keys and self.on_their_way.issuperset(job.keys):
+            return
+        self.on_their_way.update(job.keys)
+        super().submit_store(job)
+
+    def get_finished_jobs(self):
+        self.on_their_way.clear()
+        return super().get_finished_jobs()
+
+
+@caught_by(
+    "test_many_jobs_in_flight_yield_one_result_each",
+    "test_drain_brings_every_job_to_its_result",
+    "test_an_empty_job_yields_exactly_one_result",
+    "test_an_abandoned_job_still_yields_its_result",
+    "test_two_jobs_may_store_the_same_chunk_at_once",
+    "test_a_store_never_pushes_out_chunks_of_its_own",
+)
+class ReportsTheLastOfAStep(Simple):
+    def get_finished_jobs(self):
+        return super().get_finished_jobs()[-1:]
+
+
+@caught_by(
+    "test_an_empty_job_yields_exactly_one_result",
+    "test_a_store_of_present_chunks_yields_exactly_one_result",
+    "test_two_jobs_may_store_the_same_chunk_at_once",
+    "test_a_store_that_cannot_fit_yields_exactly_one_result",
+    "test_a_load_of_absent_chunks_yields_exactly_one_result",
+    "test_many_jobs_in_flight_yield_one_result_each",
+    "test_drain_brings_every_job_to_its_result",
+    "test_an_abandoned_job_still_yields_its_result",
+    "test_a_store_changes_nothing_in_the_region",
+    "test_a_load_changes_its_own_values_alone",
+    "test_no_row_is_touched_after_the_result",
+)
+class ReportsTwice(Simple):
+    def get_finished_jobs(self):
+        return super().get_finished_jobs() * 2
+
+
+@caught_by(
+    "test_a_load_of_absent_chunks_yields_exactly_one_result",
+    "test_many_jobs_in_flight_yield_one_result_each",
+    "test_a_load_claims_no_chunk_that_is_absent",
+    "test_no_row_is_touched_after_the_result",
+    "test_an_abandoned_job_still_yields_its_result",
+)
+class ForgetsFailedLoads(Simple):
+    def submit_load(self, job):
+        super().submit_load(job)
+        if not self.finished[-1].success:
+            self.finished.pop()
+
+
+@caught_by("test_drain_brings_every_job_to_its_result")
+class DropsJobsOnDrain(Simple):
+    """A backend of one job in ten steps, and a drain that throws away what is left."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.steps = 0
+
+    def get_finished_jobs(self):
+        self.steps += 1
+        return [self.finished.pop(0)] if self.finished and self.steps % 5 == 0 else []
+
+    def drain(self, timeout):
+        self.finished.clear()
+        return True
+
+
+@caught_by("test_an_abandoned_job_still_yields_its_result")
+class ForgetsAbandonedJobs(Simple):
+    def abandon_job(self, job_id):
+        self.finished = [result for result in self.finished if result.job_id != job_id]
+
+
+@caught_by("test_submit_returns_while_the_backend_is_held", hold=_hold, patience=3.0)
+class WaitsForItsBackend(ExampleSecondaryTier):
+    def __init__(self, context):
+        super().__init__(context, max_blocks=CHUNKS)
+
+    def submit_store(self, job):
+        with self._gate:
+            super().submit_store(job)
+
+
+# Rows.
+
+
+@caught_by("test_a_load_changes_its_own_values_alone")
+class LoadsWholeRows(Simple):
+    def submit_load(self, job):
+        super().submit_load(job)
+        for chunk_id in job.chunk_ids:
+            end = (chunk_id + 1) * self.stride
+            self.region[end - 64 : end] = bytes(64)
+
+
+@caught_by("test_a_store_changes_nothing_in_the_region", "test_a_store_of_present_chunks_yields_exactly_one_result")
+class MarksStoredRows(Simple):
+    def submit_store(self, job):
+        super().submit_store(job)
+        for chunk_id in job.chunk_ids:
+            self.row(chunk_id)[-8:] = b"stored!!"
+
+
+@caught_by("test_a_store_has_copied_its_rows_when_it_is_reported", "test_a_load_changes_its_own_values_alone")
+class ReportsBeforeItCopies(Simple):
+    """Copies a row when the chunk is first asked for."""
+
+    def submit_store(self, job):
+        super().submit_store(job)
+        self.chunks.update(
+            (key, self.row(row)) for key, row in zip(job.keys, job.chunk_ids, strict=True) if len(job.keys) <= CHUNKS
+        )
+
+
+@caught_by("test_no_row_is_touched_after_the_result")
+class WritesOnceMore(Simple):
+    """As a tier that sends again what it believes lost."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.late = []
+
+    def submit_load(self, job):
+        super().submit_load(job)
+        self.late += [
+            (self.row(row), self.chunks[key])
+            for key, row in zip(job.keys, job.chunk_ids, strict=True)
+            if key in self.chunks
+        ]
+
+    def on_schedule_end(self):
+        if not self.finished:
+            for row, value in self.late:
+                row[:] = value
+            self.late.clear()
+
+
+# Life.
+
+
+@caught_by("test_close_ends_all_threads")
+class LeavesAThread(Simple):
+    def __init__(self, context):
+        super().__init__(context)
+        self.never = threading.Event()
+        threading.Thread(target=self.never.wait, daemon=True).start()
+
+
+@caught_by("test_close_closes_all_descriptors")
+class LeavesADescriptor(Simple):
+    def __init__(self, context):
+        super().__init__(context)
+        self.descriptor = os.open(os.devnull, os.O_RDONLY)

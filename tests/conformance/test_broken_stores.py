@@ -1,0 +1,70 @@
+"""A promise that a store breaks is named by the kit's test for it, and by no other."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+FILE = Path(__file__).parent / "broken" / "broken_stores.py"
+CAUGHT_BY = runpy.run_path(str(FILE))["CAUGHT_BY"]
+
+
+@pytest.fixture(scope="module")
+def report(run_kit):
+    return run_kit(FILE)
+
+
+@pytest.mark.parametrize("store", CAUGHT_BY)
+def test_a_broken_store_is_caught_by_the_test_that_names_the_promise(report, assert_caught, store):
+    assert_caught(report, store, *CAUGHT_BY[store])
+
+
+def test_every_test_of_the_kit_catches_some_store(report):
+    every = {test for name in CAUGHT_BY for tests in report.tests[f"Test{name}"].values() for test in tests}
+    assert every == {test for must, _ in CAUGHT_BY.values() for test in must}
+
+
+def test_at_least_12_stores_are_broken_and_some_are_not():
+    assert sum(bool(must) for must, _ in CAUGHT_BY.values()) >= 12
+    assert sum(not must for must, _ in CAUGHT_BY.values()) >= 3
+
+
+@pytest.mark.parametrize(
+    ("store", "kept"),
+    [
+        ("KeepsAViewOfTheSource", "write"),
+        ("KeepsASliceOfTheSource", "write"),
+        ("KeepsAnArrayOfTheSource", "write"),
+        ("KeepsTheDestination", "read_into"),
+        ("KeepsAnArrayOfAMissedDestination", "read_into"),
+    ],
+)
+def test_the_message_names_the_class_that_kept_a_buffer(report, store, kept):
+    what = "read" if kept == "read_into" else kept
+    message = report.messages[f"Test{store}", f"test_no_buffer_is_kept_after_a_{what}"]
+    assert f"{store} kept the buffer that {kept} was given" in message
+
+
+def test_tests_of_abilities_that_a_store_lacks_are_not_collected(report):
+    with_none = set().union(*report.tests["TestHealthyMemory"].values())
+    with_all = set().union(*report.tests["TestHealthyEveryAbility"].values())
+    assert with_none < with_all
+    for word in ("batch", "listing", "diagnosis", "stats"):
+        assert any(word in test for test in with_all)
+        assert not any(word in test for test in with_none)
+
+
+def test_persistence_decides_which_tests_of_reopening_there_are(report):
+    volatile = set().union(*report.tests["TestHealthyMemory"].values())
+    persistent = set().union(*report.tests["TestHealthyFolder"].values())
+    assert volatile - persistent == {"test_a_reopened_store_starts_empty"}
+    assert persistent - volatile == {
+        "test_values_survive_a_reopen",
+        "test_a_writer_killed_in_the_middle_leaves_no_half_value",
+        "test_a_killed_writer_does_not_hinder_the_next_one",
+    }
+
+
+def test_a_store_that_cannot_be_opened_in_another_process_is_told_how(report):
+    message = report.messages["TestCannotBeOpenedElsewhere", "test_a_writer_killed_in_the_middle_leaves_no_half_value"]
+    assert "functools.partial" in message

@@ -1,0 +1,31 @@
+"""A promise that a tier of the third rung breaks is named by the kit's test for it."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+FILE = Path(__file__).parent / "broken" / "broken_tiers.py"
+CAUGHT_BY = runpy.run_path(str(FILE))["CAUGHT_BY"]
+
+
+@pytest.fixture(scope="module")
+def report(run_kit):
+    return run_kit(FILE)
+
+
+@pytest.mark.parametrize("tier", CAUGHT_BY)
+def test_a_broken_tier_is_caught_by_the_test_that_names_the_promise(report, assert_caught, tier):
+    assert_caught(report, tier, *CAUGHT_BY[tier])
+
+
+def test_every_test_of_the_kit_catches_some_tier(report):
+    every = {test for name in CAUGHT_BY for tests in report.tests[f"Test{name}"].values() for test in tests}
+    assert every == {test for must, _ in CAUGHT_BY.values() for test in must}
+
+
+def test_only_a_tier_that_can_be_held_is_tested_for_it(report):
+    simple = set().union(*report.tests["TestHealthySimple"].values())
+    held = set().union(*report.tests["TestHealthyAsync"].values())
+    assert held - simple == {"test_submit_returns_while_the_backend_is_held"}
+    assert simple <= held
