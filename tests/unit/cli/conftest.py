@@ -1,0 +1,98 @@
+"""Running ``kvtiers`` in this process, and small real tiers to run it on."""
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kvtiers.cli.main import cli
+
+KVTIERS = Path(sys.executable).with_name("kvtiers")
+"""The command as it is installed."""
+
+_numbers = itertools.count()
+
+DICT_STORE = """
+from pathlib import Path
+from kvtiers.api import ChunkStore, ConfigError, Finding, StoreEntry, StoreFull
+
+class Store(ChunkStore):
+    def __init__(self, *values):
+        self.values = dict(values)
+
+    def read_into(self, name, dst):
+        value = self.values.get(name)
+        if value is None or len(value) != len(dst):
+            return False
+        dst[:] = value
+        return True
+
+    def write(self, name, src):
+        self.values[name] = bytes(src)
+
+    def exists(self, names):
+        return [name in self.values for name in names]
+
+    def delete(self, names):
+        for name in names:
+            self.values.pop(name, None)
+"""
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Result]:
+    """Return a function that runs ``kvtiers`` with these arguments; the current directory is the test's own."""
+    monkeypatch.chdir(tmp_path)
+
+    def invoke(*arguments: str) -> Result:
+        result = CliRunner().invoke(cli, arguments, prog_name="kvtiers")
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result
+
+    return invoke
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[..., str]:
+    """Return a function that writes a config with these tiers and returns its file's name."""
+
+    def write(*tiers: str, capacity: str = "1MiB", more: str = "") -> str:
+        lines = "".join(f"  - {tier}\n" for tier in tiers)
+        (tmp_path / "tiers.yaml").write_text(
+            f"version: 1\nprimary: {{capacity: {capacity}}}\n{more}secondary:\n{lines}"
+        )
+        return "tiers.yaml"
+
+    return write
+
+
+@pytest.fixture
+def store(distributions) -> Callable[[str], str]:
+    """Return a function that installs a tier type: a dict store whose class has this body too; returns its type."""
+
+    def install(body: str = "", opened: str = "return Mine()", options: str = "") -> str:
+        name = f"dict{next(_numbers)}"
+        lines = "\n".join(f"    {line}" for line in body.strip("\n").splitlines()) or "    pass"
+        distributions.tier(name, opened=f"{DICT_STORE}\nclass Mine(Store):\n{lines}\n{opened}", options=options)
+        return name
+
+    return install
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
+    """Return a function that runs the installed command ``kvtiers`` in a process of its own."""
+
+    def start(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [KVTIERS, *arguments], check=False, capture_output=True, text=True, timeout=60,
+            cwd=tmp_path, env={**os.environ, **environment},
+        )  # fmt: skip
+
+    return start

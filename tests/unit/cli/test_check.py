@@ -1,0 +1,216 @@
+"""``kvtiers check``: every tier is tried, and what it gets wrong is a line with a fix."""
+
+# ruff: noqa: E501 -- a row of these tables is a mistake and its line, side by side
+
+import json
+import re
+
+import pytest
+
+PROBED = "wrote, read back, compared and deleted 2MiB"
+
+
+def errors(result) -> list[str]:
+    return [line for line in result.stdout.splitlines() if line.split()[:1] == ["error"]]
+
+
+def test_a_config_and_tiers_that_are_right_are_ok(run, config, store):
+    result = run("check", config(f"{{type: {store()}}}", f"{{type: {store()}, name: other}}"))
+    assert result.exit_code == 0, result.output
+    assert errors(result) == []
+    assert result.stdout.count(PROBED) == 2
+    assert "valid: primary of 1MiB, secondary tiers: dict" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("tiers.yaml: no errors, ")
+
+
+def test_the_example_tiers_pass(run, config):
+    result = run("check", config("{type: memory, capacity: 64MiB}", "{type: memory-async, max_blocks: 4}"))
+    assert result.exit_code == 0, result.output
+    assert PROBED in result.stdout
+    assert "stored, loaded and compared 2MiB" in result.stdout
+
+
+def test_a_tier_without_room_for_a_value_is_an_error(run, config):
+    result = run("check", config("{type: memory, capacity: 1MiB}", "{type: memory-async, max_blocks: 4}"))
+    assert result.exit_code == 1
+    (line,) = errors(result)
+    assert "tier memory" in line
+    assert "capacity" in line
+    assert "stored, loaded and compared" in result.stdout
+
+
+def test_the_probe_value_has_the_given_size_and_is_gone_afterwards(run, config, store, tmp_path):
+    name = store(
+        body=f"""
+def write(self, name, src):
+    Path("{tmp_path}/log").write_text(f"write {{name}} {{len(src)}} {{src.readonly}}")
+    super().write(name, src)
+def close(self):
+    Path("{tmp_path}/left").write_text(str(list(self.values)))
+""",
+    )
+    assert run("check", config(f"{{type: {name}}}"), "--value-bytes", "64KiB").exit_code == 0
+    written = (tmp_path / "log").read_text()
+    assert written.startswith("write _check/")
+    assert written.endswith(" 65536 True")
+    assert (tmp_path / "left").read_text() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("def read_into(self, name, dst): return True", "what was read back is not what was written"),
+        ("def read_into(self, name, dst): return False", "read_into() of the probe value gave False, expected True"),
+        ("def exists(self, names): return [True for _ in names]", "gave [True, True], expected [True, False]"),
+        ("def exists(self, names): return []", "gave [], expected [True, False]"),
+        ("def delete(self, names): pass", "exists() of the deleted probe value gave [True], expected [False]"),
+        ("def write(self, name, src): raise StoreFull('0 bytes left')", "the store is full: 0 bytes left"),
+        ("def write(self, name, src): raise OSError('disk on fire')", "failed while writing the probe value: OSError: disk on fire"),
+        ("def read_into(self, name, dst): raise ValueError('a\\nb')", "failed while reading the probe value back: ValueError: a b"),
+        ("def close(self): raise OSError('stuck')", "failed while being closed: OSError: stuck"),
+        ("def diagnose(self, value_bytes): raise OSError('no answer')", "failed while diagnosing its backend: OSError: no answer"),
+        ("def diagnose(self, n): return [Finding('error', f'{n} is too much', 'use less')]", "2097152 is too much. Fix: use less"),
+    ],
+)  # fmt: skip
+def test_what_a_store_gets_wrong_is_one_line(run, config, store, body, said):
+    result = run("check", config(f"{{type: {store(body)}}}"))
+    assert result.exit_code == 1
+    (line,) = errors(result)
+    assert said in line
+    assert ". Fix: " in line
+
+
+@pytest.mark.parametrize(
+    ("opened", "said"),
+    [
+        ("raise ConnectionRefusedError('nobody there')", "failed while being opened: ConnectionRefusedError: nobody there"),
+        ("raise ConfigError(['this', 'that'])", "this. Fix: correct the tier's options"),
+        ("import no_such_library", "No module named 'no_such_library'"),
+        ("return object()", "open() returned a object, expected a ChunkStore"),
+    ],
+)  # fmt: skip
+def test_a_tier_that_cannot_be_opened_is_an_error_and_the_others_are_still_tried(run, config, store, opened, said):
+    result = run("check", config(f"{{type: {store(opened=opened)}}}", f"{{type: {store()}}}"))
+    assert result.exit_code == 1
+    assert said in errors(result)[0]
+    assert PROBED in result.stdout
+
+
+def test_a_store_that_finds_its_backend_well_says_so_and_a_warning_is_no_failure(run, config, store):
+    name = store("def diagnose(self, n): return [Finding('ok', 'backend 7.2'), Finding('warning', 'no TLS', 'use it')]")
+    result = run("check", config(f"{{type: {name}}}"))
+    assert result.exit_code == 0
+    assert "backend 7.2" in result.stdout
+    assert "no TLS. Fix: use it" in result.stdout
+
+
+def test_a_probe_value_is_deleted_also_when_it_came_back_wrong(run, config, store, tmp_path):
+    name = store(
+        f"""
+def read_into(self, name, dst): return True
+def close(self): Path("{tmp_path}/left").write_text(str(list(self.values)))
+"""
+    )
+    assert run("check", config(f"{{type: {name}}}")).exit_code == 1
+    assert (tmp_path / "left").read_text() == "[]"
+
+
+READ_ONLY = """
+def write(self, name, src): raise AssertionError("written")
+def delete(self, names): raise AssertionError("deleted")
+"""
+LISTING = """
+def list(self, prefix): return (StoreEntry(n, len(v)) for n, v in self.values.items() if n.startswith(prefix))
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "values", "said"),
+    [
+        ("", "", "it cannot list what it has, so no value was read"),
+        (LISTING, "", "warning .* it has no value under 'prod/'. Fix: "),
+        (LISTING, "('other/a', b'x')", "warning .* it has no value under 'prod/'. Fix: "),
+        (LISTING, "('prod/a', b'x' * 4096), ('prod/b', b'y')", "ok .* 2 values listed, one of 4KiB read in "),
+        (LISTING, "('prod/a', b'x' * 8388608)", "warning .* 1 values listed, none read. Fix: pass --value-bytes 8388608"),
+        (LISTING + "\ndef read_into(self, name, dst): return False", "('prod/a', b'x')", "the first one gone before"),
+    ],
+)  # fmt: skip
+def test_a_read_only_store_is_only_listed_and_read(run, config, store, body, values, said):
+    name = store(READ_ONLY + body, opened=f"return Mine({values})")
+    result = run("check", config(f"{{type: {name}, read_only: true}}", more="namespace: prod\n"))
+    assert result.exit_code == 0, result.output
+    assert re.search(said, result.stdout)
+
+
+def test_a_read_only_store_that_fails_is_an_error(run, config, store):
+    name = store(READ_ONLY + "def list(self, prefix): raise PermissionError('listing forbidden')")
+    result = run("check", config(f"{{type: {name}, read_only: true}}"))
+    assert result.exit_code == 1
+    assert "failed while listing its values: PermissionError: listing forbidden" in errors(result)[0]
+
+
+def test_offline_opens_nothing_and_looks_at_no_machine(run, config, store):
+    result = run("check", config(f"{{type: {store(opened='raise AssertionError')}}}", capacity="900PiB"), "--offline")
+    assert result.exit_code == 0
+    assert len(result.stdout.splitlines()) == 2
+
+
+def test_a_capacity_that_the_machine_has_not_is_an_error(run, config):
+    result = run("check", config(capacity="900PiB"))
+    assert result.exit_code == 1
+    assert "900PiB of memory are wanted" in errors(result)[0]
+
+
+def test_json_has_every_finding(run, config, store):
+    name = store("def read_into(self, name, dst): return False")
+    result = run("check", config(f"{{type: {name}}}"), "--json")
+    report = json.loads(result.stdout)
+    assert (result.exit_code, report["ok"], report["config"]) == (1, False, "tiers.yaml")
+    assert {finding["about"] for finding in report["findings"]} == {"config", "machine", f"tier {name}"}
+    (wrong,) = [finding for finding in report["findings"] if finding["level"] == "error"]
+    assert wrong["text"] == "read_into() of the probe value gave False, expected True"
+    assert wrong["fix"]
+
+
+def test_a_wrong_config_is_lines_with_status_2(run, config):
+    result = run("check", config("{type: shlef}", "{typ: a}"))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert [line.partition("]")[0] for line in result.stderr.splitlines()] == [
+        "error: tiers.yaml: secondary[0", "error: tiers.yaml: secondary[1",
+    ]  # fmt: skip
+
+
+def test_a_wrong_config_is_json_where_json_is_asked_for(run, config):
+    result = run("check", config("{typ: a}"), "--json")
+    report = json.loads(result.stdout)
+    assert (result.exit_code, report["ok"]) == (2, False)
+    assert report["findings"][0]["text"] == "tiers.yaml: secondary[0]: unknown option 'typ'. Did you mean 'type'?"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--value-bytes", "5", "a multiple of 4096, got '5'"),
+        ("--value-bytes", "0", "expected more than 0"),
+        ("--value-bytes", "2XB", "unknown unit 'XB'"),
+        ("--timeout", "5", "no unit in '5'"),
+        ("--timeout", "0s", "expected more than 0, got '0s'"),
+    ],
+)
+def test_a_wrong_option_is_refused(run, config, option, value, said):
+    result = run("check", config(), option, value)
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.split())
+
+
+def test_a_backend_that_hangs_is_a_line_and_the_command_ends(distributions, config, store, process):
+    # A thread that is no daemon keeps a normal exit waiting for ever, so this needs a process of its own.
+    hangs = store(opened="import threading; t = threading.Thread(target=threading.Event().wait); t.start(); t.join()")
+    file = config(f"{{type: {hangs}}}", f"{{type: {store()}}}")
+    done = process("check", file, "--timeout", "1s", PYTHONPATH=str(distributions.folder))
+    assert done.returncode == 1
+    (line,) = errors(done)
+    assert f"tier {hangs}" in line
+    assert "no answer within 1s while being opened. Fix: " in line
+    assert PROBED in done.stdout
+    assert done.stderr == ""
