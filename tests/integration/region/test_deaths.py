@@ -1,0 +1,181 @@
+"""``kill -9`` of each party at each stage: the others notice, and nothing is left."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+STAGES = ["before the rank has joined", "during pre-fault", "after all have joined"]
+
+
+def start(machine, stuck_populate, stage):
+    """A manager and a rank at this stage, and the pre-fault program's pid where it still runs."""
+    manager = machine.party()
+    prefault = None
+    if stage == "during pre-fault":
+        manager.do(stuck_populate)
+    manager.do("cache = layout()\nregion = SharedOffloadRegion.create(engine_id, cache, 4000 * cache.row_stride)")
+    rank = machine.rank(wait=stage != "before the rank has joined") if stage != STAGES[0] else machine.party()
+    if stage == "during pre-fault":
+        prefault = manager.do("region._server._prefault.pid")
+        populated = rank.do("wait_for(join, lambda s: s.populated_rows > 0)")
+        assert not populated[3]
+    else:
+        manager.do("gather(region, 'PrefaultEnded')")
+    return manager, rank, prefault
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_killed_scheduler_leaves_nothing_and_its_ranks_notice(machine, stuck_populate, wait_until_gone, stage):
+    manager, rank, prefault = start(machine, stuck_populate, stage)
+    manager.kill()
+    if prefault is not None:
+        wait_until_gone(prefault)
+    if stage != STAGES[0]:
+        _, reason, _, ended = rank.do("wait_for(join, lambda s: s.state == 'lost')")
+        assert f"process {manager.pid} has ended" in reason
+        assert ended
+        rank.do("join.view[0] = 1")  # until it closes, a running copy still has its memory
+        rank.do("join.close()")
+    assert machine.leftovers() == []
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_killed_rank_is_noticed_and_another_may_take_its_place(machine, stuck_populate, wait_until_gone, stage):
+    manager, rank, prefault = start(machine, stuck_populate, stage)
+    if stage == STAGES[0]:  # connected, and killed before it has said who it is
+        rank.do("sock = socket.socket(socket.AF_UNIX)\nsock.connect(socket_name(engine_id, os.geteuid()))")
+    rank.kill()
+    if stage != STAGES[0]:
+        events = manager.do("gather(region, 'RankGone')")
+        assert [event for event in events if "Rank" in event and "Joined" not in event] == [
+            "RankLost(rank=0)",
+            "RankGone(rank=0)",
+        ]
+        assert manager.do("[region.all_joined, len(region.lost_ranks)]") == [False, 0]
+    machine.rank()
+    manager.do("region.wait_ready(PATIENCE)")
+    manager.do("region.close()")
+    if prefault is not None:
+        wait_until_gone(prefault)
+
+
+def test_a_killed_prefault_program_costs_speed_only(machine, stuck_populate):
+    manager, rank, prefault = start(machine, stuck_populate, "during pre-fault")
+    os.kill(prefault, signal.SIGKILL)
+    ended = manager.do("gather(region, 'PrefaultEnded')")[-1]
+    assert "error=''" in ended
+    assert not Path(f"/proc/{prefault}").exists()  # reaped: a zombie would still be there
+    state, _, rows, _ = rank.do("wait_for(join, lambda s: s.prefault_ended)")
+    assert state == "ready"
+    assert 0 < rows < 4000
+    manager.do("region.wait_ready()")
+    rank.do("join.view[-1] = 9")
+    assert manager.do("region.view[-1]") == 9
+
+
+def test_a_region_closed_during_prefault_ends_the_program(machine, stuck_populate, wait_until_gone):
+    manager, _, prefault = start(machine, stuck_populate, "during pre-fault")
+    manager.do("region.close()")
+    wait_until_gone(prefault)
+
+
+def test_a_rank_whose_connection_ended_is_lost_and_only_gone_when_its_process_is(machine):
+    manager = machine.manager()
+    rank = machine.rank()
+    manager.do("region.wait_ready()")
+    rank.do("join._connection._sock.shutdown(socket.SHUT_RDWR)")  # no goodbye; the process and its mapping live on
+    assert manager.do("gather(region, 'RankLost')")[-1] == "RankLost(rank=0)"
+    assert manager.do("[list(region.lost_ranks), region.all_joined, region.poll()]") == [[0], False, []]
+    second = machine.rank(wait=False)
+    with pytest.raises(AssertionError, match=f"process {rank.pid} has joined as this rank already"):
+        second.do("join.wait(PATIENCE)")
+    rank.kill()
+    assert manager.do("gather(region, 'RankGone')")[-1] == "RankGone(rank=0)"
+    assert manager.do("list(region.lost_ranks)") == []
+
+
+def test_a_rank_that_closes_is_gone_at_once_though_its_process_lives_on(machine):
+    manager = machine.manager()
+    rank = machine.rank()
+    rank.do("join.close()")
+    assert manager.do("gather(region, 'RankGone')")[-2:] == ["RankLost(rank=0)", "RankGone(rank=0)"]
+    assert machine.leftovers() != []  # the manager's own
+    assert not any(f"process {rank.pid} " in line for line in machine.leftovers())
+
+
+def test_a_rank_that_closes_with_a_buffer_in_use_is_not_taken_for_gone(machine):
+    manager = machine.manager()
+    rank = machine.rank()
+    rank.do("import numpy\ncells = numpy.frombuffer(join.view[:100], dtype=numpy.uint8)\njoin.close()")
+    assert manager.do("gather(region, 'RankLost')")[-1] == "RankLost(rank=0)"
+    assert manager.do("list(region.lost_ranks)") == [0]
+    rank.do("cells[5] = 3")
+    assert manager.do("region.view[5]") == 3
+
+
+def test_a_rank_that_dies_during_the_start_is_named(machine):
+    manager = machine.manager(world_size=2)
+    rank = machine.rank(1, 2)
+    rank.kill()
+    with pytest.raises(AssertionError, match=rf"StartError: .*rank 1 \(process {rank.pid}\) ended before all ranks"):
+        manager.do("region.wait_ready()")
+
+
+def test_a_rank_finds_the_next_scheduler_when_the_first_dies_before_it_answered(machine):
+    first = machine.party()
+    first.do("sock = listen(engine_id)")
+    rank = machine.rank(wait=False)
+    first.do(
+        "sock.setblocking(True)\nsock.settimeout(PATIENCE)\npeer, _ = sock.accept()"
+    )  # it came, and gets no answer
+    first.kill()
+    machine.manager()
+    rank.do("join.wait(PATIENCE)")
+
+
+def test_a_scheduler_that_is_stopped_does_not_make_its_ranks_give_up(machine):
+    manager = machine.manager()
+    rank = machine.rank()
+    os.kill(manager.pid, signal.SIGSTOP)
+    try:
+        rank.do("join.view[0] = 4")
+        assert rank.do("join.state") == "ready"
+    finally:
+        os.kill(manager.pid, signal.SIGCONT)
+    assert manager.do("region.view[0]") == 4
+
+
+def test_a_rank_that_reads_nothing_does_not_hold_up_the_others(machine):
+    manager = machine.party()
+    manager.do("populate.PIECE_BYTES = 4096\ncache = layout(2)")  # much progress: more than a socket's buffer holds
+    deaf = machine.party()
+    deaf.do("import json")
+    deaf.send(
+        "while True:\n"
+        "    sock = socket.socket(socket.AF_UNIX)\n"
+        "    try:\n"
+        "        sock.connect(socket_name(engine_id, os.geteuid()))\n"
+        "        break\n"
+        "    except ConnectionRefusedError:\n"
+        "        sock.close()\n"
+        "hello = {'rank': 0, 'layout': json.loads(layout(2).to_json())}\n"
+        "sock.sendall(encode_message(Kind.HELLO, json.dumps(hello).encode()))"
+    )
+    manager.do("region = SharedOffloadRegion.create(engine_id, cache, 3000 * cache.row_stride)")
+    deaf.answer()
+    rank = machine.rank(1, 2)
+    manager.do("region.wait_ready()")
+    assert rank.do("wait_for(join, lambda s: s.prefault_ended)")[2] == 3000
+    # When it reads at last, the newest figure is there.
+    deaf.do(
+        "import struct\n"
+        "sock.settimeout(PATIENCE)\n"
+        "reader, ended = MessageReader(), False\n"
+        "while not ended:\n"
+        "    for message in reader.feed(sock.recv(1 << 16)):\n"
+        "        if message.kind == Kind.PROGRESS:\n"
+        "            rows, ended = struct.unpack('<QB', message.body)"
+    )
+    assert deaf.do("rows") == 3000

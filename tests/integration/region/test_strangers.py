@@ -1,0 +1,106 @@
+import os
+
+import pytest
+
+# Another user's process. As root it really is one; else both ends' idea of their own uid is shifted by one, so that
+# the uid that the kernel reports is a foreign one.
+BECOME_A_STRANGER = "os.setgid(65534)\nos.setuid(65534)" if os.geteuid() == 0 else "None"
+OUR_UID = os.geteuid() if os.geteuid() == 0 else os.geteuid() + 1
+CLAIM_OUR_UID = f"os.geteuid = lambda: {OUR_UID}"
+
+
+def test_a_rank_of_another_user_is_refused_and_does_not_disturb_the_start(machine):
+    manager = machine.party()
+    manager.do(CLAIM_OUR_UID)
+    manager.do("cache = layout()\nregion = SharedOffloadRegion.create(engine_id, cache, 8 * cache.row_stride)")
+    stranger = machine.party()
+    stranger.do(BECOME_A_STRANGER)
+    stranger.do(
+        "sock = socket.socket(socket.AF_UNIX)\n"
+        "sock.settimeout(PATIENCE)\n"
+        f"sock.connect(socket_name(engine_id, {OUR_UID}))\n"
+        "data, fds, _, _ = socket.recv_fds(sock, 10000, 4)"
+    )
+    assert stranger.do("fds") == []
+    assert "must be of one user" in stranger.do("next(MessageReader().feed(data)).body.decode()")
+    assert manager.do("gather(region, 'RankRefused')")[-1].startswith("RankRefused(rank=None, reason=")
+    with pytest.raises(AssertionError, match="did not join"):  # and not: was refused
+        manager.do("region.wait_ready(0.05)")
+
+
+def test_a_name_squatted_by_another_user_is_one_clear_line_for_the_rank(machine):
+    squatter = machine.party()
+    squatter.do(BECOME_A_STRANGER)
+    squatter.do(f"sock = socket.socket(socket.AF_UNIX)\nsock.bind(socket_name(engine_id, {OUR_UID}))\nsock.listen()")
+    rank = machine.party()
+    rank.do(CLAIM_OUR_UID)
+    rank.do("join = RegionJoin.start(engine_id, layout(), 0)")
+    with pytest.raises(
+        AssertionError, match=r"StartError: .*of user id .* answers in the scheduler's place"
+    ) as refusal:
+        rank.do("join.wait(PATIENCE)")
+    assert "\n" not in str(refusal.value)
+    # Nothing was said to the stranger.
+    squatter.do("peer, _ = sock.accept()\npeer.settimeout(PATIENCE)")
+    assert squatter.do("len(peer.recv(100))") == 0
+
+
+def test_a_name_squatted_by_another_user_is_one_clear_line_for_the_scheduler(machine):
+    squatter = machine.party()
+    squatter.do(BECOME_A_STRANGER)
+    squatter.do(f"sock = socket.socket(socket.AF_UNIX)\nsock.bind(socket_name(engine_id, {OUR_UID}))\nsock.listen()")
+    manager = machine.party()
+    manager.do(CLAIM_OUR_UID)
+    manager.do("cache = layout()")
+    with pytest.raises(
+        AssertionError, match=f"StartError: engine id .* is in use .* by process {squatter.pid} of user"
+    ):
+        manager.do("SharedOffloadRegion.create(engine_id, cache, 8 * cache.row_stride)")
+
+
+def test_an_engine_id_in_use_is_one_clear_line_that_names_the_process(machine):
+    first = machine.manager()
+    second = machine.party()
+    second.do("cache = layout()")
+    with pytest.raises(AssertionError, match=f"StartError: engine id .* is in use .* by process {first.pid} ") as error:
+        second.do("SharedOffloadRegion.create(engine_id, cache, 8 * cache.row_stride)")
+    assert "\n" not in str(error.value)
+    machine.rank()
+    first.do("region.wait_ready()")
+
+
+def test_an_engine_id_is_free_again_at_once_after_its_engine_was_killed(machine):
+    manager = machine.manager()
+    rank = machine.rank()
+    manager.kill()
+    second = machine.manager()
+    assert rank.do("wait_for(join, lambda s: s.state == 'lost')")[0] == "lost"
+    rank.do("join.close()\njoin = RegionJoin.start(engine_id, layout(), 0)\njoin.wait(PATIENCE)")
+    second.do("region.wait_ready()")
+
+
+def test_a_region_larger_than_the_machine_is_refused_before_it_is_made(machine):
+    manager = machine.party()
+    manager.do("cache = layout()")
+    with pytest.raises(
+        AssertionError, match=r"StartError: region of engine .*: 102.TiB of memory are wanted, but .*lower"
+    ):
+        manager.do("SharedOffloadRegion.create(engine_id, cache, 1 << 50)")
+    assert machine.leftovers() == []
+
+
+def test_a_capacity_below_one_row_is_refused(machine):
+    manager = machine.party()
+    manager.do("cache = layout()")
+    with pytest.raises(AssertionError, match="holds no row; one row takes 36864 bytes"):
+        manager.do("SharedOffloadRegion.create(engine_id, cache, 20000)")
+
+
+@pytest.mark.parametrize("pages", ["2MiB", "1GiB"])
+def test_huge_pages_that_are_not_reserved_are_one_clear_line(machine, pages):
+    manager = machine.party()
+    manager.do("cache = layout()")
+    with pytest.raises(AssertionError, match=r"StartError: .*huge.pages") as error:
+        manager.do(f"SharedOffloadRegion.create(engine_id, cache, 1 << 50, huge_pages={pages!r})")
+    assert "\n" not in str(error.value)
+    assert machine.leftovers() == []
