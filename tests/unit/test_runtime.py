@@ -1,0 +1,145 @@
+"""open_manager and open_worker: what they join, what they refuse, and what they leave to a system without memfd."""
+
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import kvtiers
+from kvtiers import runtime
+from kvtiers.api import ConfigError, StartError, make_offload_key
+from kvtiers.base import BlockSpec, RequestContext
+from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+
+LAYOUT = CacheLayout(ModelIdentity("m", weights="w1"), (KVGroup("g", 16),), (KVTensor("t", 0, 4000),))
+MEMORY = {"type": "memory", "capacity": "16MiB", "io": "thread"}
+KEYS = [make_offload_key(bytes([i]) * 8, 0) for i in range(8)]
+
+
+def config(**more):
+    return {"version": 1, "primary": {"capacity": "1MiB"}, "lookup_wait": "60s", "load_wait": "60s", **more}
+
+
+@contextlib.contextmanager
+def running(config, layout=LAYOUT, **options):
+    """An engine of one rank: its manager, its worker and its only KV tensor."""
+    manager = kvtiers.open_manager(config, layout, **options)
+    tensor = np.zeros((64, 4000), np.uint8)
+    worker = kvtiers.open_worker(config, layout, [tensor], engine_id=manager.engine_id)
+    try:
+        manager.wait_ready(30)
+        yield manager, worker, tensor
+    finally:
+        worker.shutdown()
+        manager.shutdown(10)
+
+
+def step_until(manager, done):
+    until = time.monotonic() + 30
+    while not done():
+        assert time.monotonic() < until, "nothing came of it within 30 s"
+        manager.on_schedule_end()
+
+
+def copied(worker, submit, *what):
+    submit(1, *what)
+    worker.wait([1])
+    (result,) = worker.get_finished()
+    assert result.success, result.error
+
+
+def round_trip(manager, worker, tensor):
+    """Store 8 chunks, lose the primary, and load them again from the tier."""
+    spec = BlockSpec(np.arange(8), (8,), (0,))
+    tensor[:8] = np.arange(8, dtype=np.uint8)[:, None] + 1
+    step_until(manager, lambda: manager.stats()["tiers"]["memory"]["own"]["open"])
+    context = RequestContext("first")
+    plan = manager.prepare_store(KEYS, context)
+    copied(worker, worker.submit_store, spec, plan.chunk_ids)
+    manager.complete_store(plan)
+    manager.on_request_finished(context)
+    step_until(manager, lambda: not manager.has_pending_work())
+    manager.reset_cache()
+    tensor[:] = 0
+    context = RequestContext("second")
+    step_until(manager, lambda: manager.lookup_prefix(KEYS, context).ready == 8)
+    plan = manager.prepare_load(KEYS, context)
+    copied(worker, worker.submit_load, plan.chunk_ids, spec)
+    manager.complete_load(plan)
+    manager.on_request_finished(context)
+    assert (tensor[:8] == np.arange(8, dtype=np.uint8)[:, None] + 1).all()
+
+
+@pytest.mark.parametrize("io", ["thread", "process"])
+def test_a_chunk_goes_its_whole_way_and_comes_back(io):
+    with running(config(secondary=[{**MEMORY, "io": io}])) as engine:
+        round_trip(*engine)
+
+
+def test_where_no_memory_can_be_shared_threads_of_one_process_do_the_same(monkeypatch, caplog):
+    monkeypatch.setattr(runtime.sys, "platform", "darwin")
+    with running(config(secondary=[{**MEMORY, "io": "process"}])) as engine:
+        round_trip(*engine)
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert sum("darwin" in line for line in lines) == 1
+    assert sum("its io is 'thread'" in line for line in lines) == 1
+
+
+def test_each_engine_gets_an_id_of_its_own():
+    with running(config()) as (one, _, _), running(config()) as (other, _, _):
+        assert one.engine_id != other.engine_id
+
+
+def test_an_engine_id_in_use_is_refused_in_one_line():
+    with running(config(), engine_id="twice"), pytest.raises(StartError, match="twice") as refused:
+        kvtiers.open_manager(config(), LAYOUT, engine_id="twice")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_model_that_config_and_engine_name_differently_is_refused_with_both_values():
+    with pytest.raises(ConfigError, match=r"model\.weights.*'w2'.*'w1'"):
+        kvtiers.open_manager(config(model={"name": "m", "revision": "w2"}), LAYOUT)
+
+
+def test_the_config_fills_in_what_the_engine_does_not_know():
+    bare = dataclasses.replace(LAYOUT, model=ModelIdentity("m"))
+    with running(config(model={"name": "m", "revision": "w1"}), bare) as (manager, _, _):
+        assert manager.engine_id
+
+
+def test_without_a_weights_identity_one_line_says_that_nothing_is_shared(caplog):
+    with running(config(), dataclasses.replace(LAYOUT, model=ModelIdentity("m"))):
+        pass
+    assert sum("nothing is shared" in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("io", ["thread", "process"])
+def test_a_required_tier_that_cannot_be_opened_fails_the_start_by_name(io):
+    tier = {**MEMORY, "capacity": "1KiB", "io": io, "required": True, "name": "must"}
+    manager = kvtiers.open_manager(config(secondary=[tier]), LAYOUT)
+    worker = kvtiers.open_worker(config(), LAYOUT, [np.zeros((1, 4000), np.uint8)], engine_id=manager.engine_id)
+    try:
+        with pytest.raises(StartError, match="must: required, but cannot be opened: .*capacity"):
+            manager.wait_ready(30)
+    finally:
+        worker.shutdown()
+        manager.shutdown(5)
+
+
+def test_a_tier_that_cannot_be_opened_does_not_stop_an_engine_that_does_not_require_it():
+    with running(config(secondary=[{**MEMORY, "capacity": "1KiB"}])) as (manager, _, _):
+        context = RequestContext("r")
+        assert manager.prepare_store(KEYS, context) is not None
+        assert manager.lookup_prefix(KEYS[:1], RequestContext("s")).chunks == 1
+
+
+def test_after_shutdown_no_thread_is_left():
+    before = set(threading.enumerate())
+    with running(config(secondary=[MEMORY, {**MEMORY, "io": "process", "name": "helped"}])):
+        pass
+    left = [thread for thread in threading.enumerate() if thread not in before]
+    assert not left, left
