@@ -1,0 +1,64 @@
+# Everything happens in a virtual environment inside this folder; `make clean` removes it.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+PIP := $(PYTHON) -m pip --disable-pip-version-check
+PROJECTS := $(wildcard core/pyproject.toml plugins/*/pyproject.toml)
+DISTRIBUTIONS := $(patsubst %/pyproject.toml,%,$(PROJECTS))
+SOURCES := $(addsuffix /src,$(DISTRIBUTIONS))
+
+# Programs that the tests run, each as command:package; installed with apt-get where they are missing.
+TEST_COMMANDS :=
+
+# $(call step,NAME,COMMAND): run it, and say how long it took.
+step = @echo "== $(1)"; TIMEFORMAT="== $(1): %1R s"; time $(2)
+
+.PHONY: help demo test lint docs bench environment system clean
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.demo  ## Replay real text through all tiers and check every byte (no GPU, no torch)
+	$(VENV)/bin/kvtiers replay --workload code
+
+test: lint docs system  ## Lint, check the docs, run all tests
+	@echo "== pytest"
+	$(PYTHON) -m pytest --durations=15 $(PYTEST_ARGS)
+
+lint: environment  ## ruff, mypy --strict, and who may import whom
+	$(call step,ruff check,$(PYTHON) -m ruff check .)
+	$(call step,ruff format,$(PYTHON) -m ruff format --check .)
+	$(call step,mypy,$(PYTHON) -m mypy --strict $(SOURCES))
+	$(call step,import-linter,$(VENV)/bin/lint-imports)
+
+docs: environment  ## Check the links between the documents
+	$(call step,links,$(PYTHON) tools/check_links.py)
+
+bench: environment  ## Run every benchmark and print its goals (BENCH_ARGS=--quick for a first look)
+	$(PYTHON) benchmarks/run.py $(BENCH_ARGS)
+
+environment: $(VENV)/.dev
+
+system:
+	@tools/system.sh commands $(TEST_COMMANDS)
+
+clean:  ## Remove the environment and everything built
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(addsuffix /dist,$(DISTRIBUTIONS)) $(addsuffix /build,$(DISTRIBUTIONS))
+	find core plugins tests benchmarks examples tools -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# An environment that a failed attempt left without pip is made anew.
+$(VENV)/.made:
+	@[ -x $(VENV)/bin/pip ] || { python=$$(tools/system.sh python) && "$$python" -m venv --clear $(VENV); }
+	$(PIP) install --quiet --upgrade 'pip>=25.1'
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.made core/pyproject.toml plugins/example_tier/pyproject.toml
+	$(PIP) install --quiet --editable core --editable plugins/example_tier
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.made pyproject.toml $(PROJECTS)
+	$(PIP) install --quiet --group dev $(addprefix --editable ,$(DISTRIBUTIONS))
+	@touch $(VENV)/.demo $@

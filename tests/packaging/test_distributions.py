@@ -1,0 +1,68 @@
+import json
+import re
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from kvtiers import __version__
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# By distribution, one tier of each of its types; no backend is needed, `check --offline` only validates.
+TIERS = {
+    "kvtiers": {},
+    "kvtiers-example": {"memory": "capacity: 64MiB", "memory-async": "max_blocks: 16"},
+}
+
+
+def config_with(folder: Path, tiers: dict[str, str]) -> Path:
+    file = folder / "tiers.yaml"
+    secondary = "".join(f"\n  - {{type: {name}, {options}}}" for name, options in tiers.items())
+    file.write_text(f"version: 1\nprimary: {{capacity: 64MiB}}\nsecondary:{secondary or ' []'}\n")
+    return file
+
+
+def test_a_wheel_holds_the_package_its_types_and_the_licence_and_no_tests(distribution, wheels):
+    package = distribution.name.replace("-", "_")
+    with zipfile.ZipFile(wheels[distribution.name]) as wheel:
+        files = wheel.namelist()
+        (licence,) = [file for file in files if file.endswith(".dist-info/licenses/LICENSE")]
+        assert wheel.read(licence) == (ROOT / "LICENSE").read_bytes()
+    assert f"{package}/py.typed" in files
+    source = distribution.folder / "src"
+    assert {file for file in files if file.endswith(".py")} == {
+        path.relative_to(source).as_posix() for path in source.rglob("*.py")
+    }
+    assert {file.partition("/")[0] for file in files} == {package, licence.partition("/")[0]}
+    assert not [file for file in files if re.search(r"(^|/)(tests?/|test_|conftest|\.)", file)]
+
+
+def test_a_distribution_runs_alone_in_a_clean_environment(distribution, alone):
+    assert not alone.packages & {"torch", "pytest", "prometheus-client", "prometheus_client"}
+    assert alone.run("kvtiers", "--version").split()[-1] == __version__
+    installed = json.loads(alone.run("kvtiers", "tiers", "--json"))
+    assert installed["broken"] == []
+    assert {tier["name"] for tier in installed["tiers"]} == distribution.tier_types
+    assert {tier["distribution"] for tier in installed["tiers"]} <= {distribution.name}
+
+
+def test_a_config_with_its_tiers_is_valid_where_it_alone_is_installed(distribution, alone):
+    tiers = TIERS[distribution.name]
+    assert set(tiers) == distribution.tier_types
+    alone.run("kvtiers", "check", "--offline", config_with(alone.folder, tiers))
+
+
+def test_a_tier_type_that_is_not_installed_is_one_line_that_names_it(alone):
+    config = config_with(alone.folder, {"nowhere": "a: 1"})
+    (line,) = alone.run("kvtiers", "check", "--offline", config, status=2).splitlines()
+    assert "'nowhere'" in line
+
+
+@pytest.mark.parametrize("distribution", sorted(ROOT.glob("plugins/*/")), ids=lambda path: path.name, indirect=True)
+def test_the_kit_of_the_testing_extra_runs_on_an_installed_plugin(distribution, wheels, alone):
+    alone.install(f"{wheels['kvtiers']}[testing]")
+    shutil.copy(distribution.folder / "tests" / "test_conformance.py", alone.folder)
+    said = alone.run("python", "-m", "pytest", "-q", "-k", "Plugin", "test_conformance.py")
+    assert re.search(r"^[1-9]\d* passed", said, re.MULTILINE), said

@@ -1,0 +1,176 @@
+"""What an import loads, who may import whom, and which words core never says."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CORE = ROOT / "core" / "src" / "kvtiers"
+PLUGIN_SOURCES = sorted(ROOT.glob("plugins/*/src/*/"))
+PLUGIN_PACKAGES = {folder.name for folder in PLUGIN_SOURCES}
+CLIENT_LIBRARIES = {"redis", "boto3", "botocore", "obstore"}
+HEAVY = {"torch", "vllm", "transformers", "rich", "click", "prometheus_client", *CLIENT_LIBRARIES, *PLUGIN_PACKAGES}
+
+# In a process for each module: the other packages are loaded before the fork, ours are not, so that a circular import
+# that shows only from one side shows here. None in sys.modules makes an import of that name fail.
+IMPORT_EACH_ALONE = """
+import os, sys, traceback
+absent, modules = sys.argv[1].split(","), sys.argv[2:]
+import click, numpy, pluggy, pydantic, pytest, rich.progress, xxhash, yaml
+assert "kvtiers" not in sys.modules
+sys.modules.update(dict.fromkeys(absent))
+for module in modules:
+    child = os.fork()
+    if child == 0:
+        try:
+            __import__(module)
+        except BaseException:
+            print(f"import {module} fails:", traceback.format_exc(), sep="\\n")
+            sys.stdout.flush()
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(1)
+"""
+
+
+def run_python(code: str, *arguments: str) -> str:
+    """Run this code in an interpreter of its own, away from the project's folder; return what it prints."""
+    command = [sys.executable, "-I", "-c", code, *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=240, check=False, cwd="/")
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Return the modules that this statement adds to those of an empty interpreter."""
+    code = "import json, sys; before = set(sys.modules)\n%s\nprint(json.dumps(sorted(set(sys.modules) - before)))"
+    return set(json.loads(run_python(code % statement)))
+
+
+def packages(modules: set[str]) -> set[str]:
+    """Return the top-level names of these modules, without the standard library's."""
+    return {module.partition(".")[0] for module in modules} - sys.stdlib_module_names
+
+
+def test_importing_kvtiers_loads_the_standard_library_alone():
+    loaded = loaded_by("import kvtiers")
+    assert packages(loaded) == {"kvtiers"}
+    assert {module for module in loaded if module.startswith("kvtiers")} == {"kvtiers", "kvtiers._version"}
+
+
+def test_the_contract_loads_no_numpy_no_yaml_and_nothing_else_of_ours():
+    loaded = loaded_by("import kvtiers.api")
+    assert not packages(loaded) & (HEAVY | {"numpy", "yaml", "xxhash", "pytest"})
+    ours = {module for module in loaded if module.startswith("kvtiers")}
+    assert {module for module in ours if not module.startswith("kvtiers.api")} == {"kvtiers", "kvtiers._version"}
+
+
+def test_the_engines_side_loads_no_torch_no_plugin_no_client_library_and_no_terminal():
+    loaded = loaded_by("from kvtiers import load_config, open_manager, open_worker")
+    assert "kvtiers" in packages(loaded)
+    assert not packages(loaded) & HEAVY
+
+
+def test_every_module_imports_on_its_own_without_torch():
+    modules = [
+        ".".join(path.relative_to(CORE.parent).with_suffix("").parts).removesuffix(".__init__")
+        for path in sorted(CORE.rglob("*.py"))
+        if path.relative_to(CORE).parts[0] != "integrations"
+    ]
+    assert "kvtiers.tiering.manager" in modules
+    run_python(IMPORT_EACH_ALONE, "torch,prometheus_client", *modules)
+
+
+def test_core_never_names_a_backend():
+    # "redistribute" and a linter's S311 are not names of a backend.
+    names = re.compile(r"redis(?!tribut)|(?<![a-z])s3(?![0-9])", re.IGNORECASE)
+    for word in ("Redis", "S3Store", "kvtiers_s3", "to s3."):
+        assert names.search(word)
+    for path in sorted((ROOT / "core" / "src").rglob("*")):
+        where = str(path.relative_to(ROOT))
+        assert not names.search(where), where
+        if path.suffix == ".py":
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+                assert not names.search(line), f"{where}:{number}: {line}"
+
+
+class Copy:
+    """A copy of the sources and of the linter's contracts, to break."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        for source in [CORE.parent, *{package.parent for package in PLUGIN_SOURCES}]:
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source, folder / "src", ignore=ignored, dirs_exist_ok=True)
+
+    def append(self, path: str, line: str) -> None:
+        file = self.folder / "src" / path
+        file.write_text(f"{file.read_text() if file.exists() else ''}\n{line}\n")
+
+    def broken_contracts(self) -> set[str]:
+        done = subprocess.run(
+            [Path(sys.executable).parent / "lint-imports", "--no-cache", "--no-logo"],
+            cwd=self.folder,
+            env={**os.environ, "PYTHONPATH": str(self.folder / "src"), "COLUMNS": "200"},
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        broken = set(re.findall(r"^(.+) BROKEN", done.stdout, re.MULTILINE))
+        assert done.returncode == (1 if broken else 0), done.stdout
+        return broken
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Copy:
+    return Copy(tmp_path)
+
+
+def test_the_sources_keep_the_contracts(copy: Copy):
+    assert copy.broken_contracts() == set()
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "contract"),
+    [
+        ("kvtiers/rows/seal.py", "from kvtiers.tiering import manager", "layers, top to bottom"),
+        ("kvtiers/api/keys.py", "from kvtiers import base", "layers, top to bottom"),
+        ("kvtiers/tiering/lookup.py", "from kvtiers.gpu import copy_plan", "layers, top to bottom"),
+        ("kvtiers/secondary/retry.py", "from kvtiers.primary import chunks", "layers, top to bottom"),
+        ("kvtiers/a_new_part.py", "", "layers, top to bottom"),
+        ("kvtiers/plugins.py", "from kvtiers import base", "plugins needs api alone"),
+        ("kvtiers/api/keys.py", "import numpy", "api imports stdlib, pydantic and pluggy only"),
+        ("kvtiers/replay/trace.py", "import torch", "torch only under gpu and integrations"),
+        ("kvtiers/testing/running.py", "from kvtiers import config", "testing imports api, base, rows, secondary"),
+        ("kvtiers/cli/main.py", "from kvtiers.testing import running", "nobody imports testing"),
+        ("kvtiers_example/memory.py", "from kvtiers.rows import seal", "a tier imports kvtiers.api only"),
+    ],
+)
+def test_an_import_that_the_design_forbids_breaks_its_contract(copy: Copy, path: str, line: str, contract: str):
+    copy.append(path, line)
+    assert contract in copy.broken_contracts()
+
+
+def test_torch_under_gpu_breaks_no_contract(copy: Copy):
+    copy.append("kvtiers/gpu/worker.py", "import torch")
+    assert copy.broken_contracts() == set()
+
+
+def test_the_contract_of_tiers_names_every_plugin_and_every_part_of_core():
+    linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    (contract,) = [item for item in linter["contracts"] if item["name"] == "a tier imports kvtiers.api only"]
+    assert set(linter["root_packages"]) == {"kvtiers", *PLUGIN_PACKAGES}
+    assert set(contract["source_modules"]) == PLUGIN_PACKAGES
+    parts = {path.stem for path in CORE.iterdir() if (path / "__init__.py").exists() or path.suffix == ".py"}
+    expected = {f"kvtiers.{part}" for part in parts - {"__init__", "_version", "api"}}
+    assert expected <= set(contract["forbidden_modules"])
