@@ -205,7 +205,9 @@ def test_a_wrong_option_is_refused(run, config, option, value, said):
 
 def test_a_backend_that_hangs_is_a_line_and_the_command_ends(distributions, config, store, process):
     # A thread that is no daemon keeps a normal exit waiting for ever, so this needs a process of its own.
-    hangs = store(opened="import threading; t = threading.Thread(target=threading.Event().wait); t.start(); t.join()")
+    hangs = store(
+        opened="import threading; t = threading.Thread(target=threading.Event().wait, daemon=False); t.start(); t.join()"
+    )
     file = config(f"{{type: {hangs}}}", f"{{type: {store()}}}")
     done = process("check", file, "--timeout", "1s", PYTHONPATH=str(distributions.folder))
     assert done.returncode == 1
