@@ -123,7 +123,7 @@ def test_a_required_tier_that_cannot_be_opened_fails_the_start_by_name(io):
     manager = kvtiers.open_manager(config(secondary=[tier]), LAYOUT)
     worker = kvtiers.open_worker(config(), LAYOUT, [np.zeros((1, 4000), np.uint8)], engine_id=manager.engine_id)
     try:
-        with pytest.raises(StartError, match="must: required, but cannot be opened: .*capacity"):
+        with pytest.raises(StartError, match=r"must: required, but cannot be opened: .*capacity"):
             manager.wait_ready(30)
     finally:
         worker.shutdown()
