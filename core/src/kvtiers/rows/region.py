@@ -256,8 +256,9 @@ class AnonymousRegion(OffloadRegion):
         """Make a region of so many rows, or of as many as fit. StartError if the memory is not there."""
         engine_id = engine_id or f"anonymous-{uuid.uuid4().hex[:12]}"
         where = f"region of engine {engine_id!r}"
-        if num_rows is None:
-            num_rows = _rows_in(where, capacity_bytes or 0, layout)
+        num_rows = _rows_in(
+            where, num_rows * layout.row_stride if num_rows is not None else capacity_bytes or 0, layout
+        )
         nbytes = num_rows * layout.row_stride
         _check_memory(where, nbytes)
         return cls(engine_id, layout, num_rows, map_memory(-1, nbytes, nbytes))
