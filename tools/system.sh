@@ -22,16 +22,20 @@ find_python() {
 install_packages() {
     local as_root=()
     if [ "$(id -u)" != 0 ]; then as_root=(sudo -n); fi
+    if ! command -v apt-get >/dev/null; then
+        echo "error: missing: $*. Install what your system has under these names" >&2
+        return 1
+    fi
     # `sudo -n` fails instead of asking for a password: a build must not stop at a question.
-    if ! command -v apt-get >/dev/null || ! ${as_root[@]+"${as_root[@]}"} true 2>/dev/null; then
+    if ! ${as_root[@]+"${as_root[@]}"} true 2>/dev/null; then
         echo "error: missing: $*. Install with: sudo apt-get install $*" >&2
         return 1
     fi
     echo "installing with apt-get: $*" >&2
     {
-        ${as_root[@]+"${as_root[@]}"} apt-get update -q -o DPkg::Lock::Timeout=300
+        ${as_root[@]+"${as_root[@]}"} apt-get update -qq -o DPkg::Lock::Timeout=300
         ${as_root[@]+"${as_root[@]}"} env DEBIAN_FRONTEND=noninteractive \
-            apt-get install -q -y --no-install-recommends -o DPkg::Lock::Timeout=300 "$@"
+            apt-get install -qq -y --no-install-recommends -o DPkg::Lock::Timeout=300 "$@"
     } >&2
 }
 
