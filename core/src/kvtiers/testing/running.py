@@ -79,7 +79,7 @@ def frequent_switches() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-def threads_left_since(before: set[threading.Thread], *, patience: float = 2.0) -> list[str]:
+def threads_left_since(before: set[threading.Thread], *, patience: float = 1.0) -> list[str]:
     """Return the names of the threads that are not in ``before`` and do not end within ``patience`` seconds."""
     deadline = time.monotonic() + patience
     # Threads that a native library started and that called into Python once stay listed as dummies; they cannot be

@@ -9,6 +9,7 @@ import pytest
 
 from kvtiers.api import ChunkStore
 from kvtiers.testing.guarded import PAGE, GuardedMemory
+from kvtiers.testing.running import call_within
 
 __all__ = ["LARGE", "Names", "OpenStore", "StoreTestBase", "Stores", "read", "write"]
 
@@ -53,16 +54,20 @@ class Stores:
         self._open.remove(store)
         store.close()
 
-    def end(self, names: list[str]) -> None:
+    def end(self, names: list[str], *, patience: float) -> None:
         """Remove what the test wrote, and close what it left open."""
-        # Deleting and closing have tests of their own; here a failure would only blame the wrong one.
+        # Deleting and closing have tests of their own; here a failure, or a hang, would only blame the wrong one.
         with suppress(Exception):
-            if self._persistent and not self._open:
-                self.open()
+            call_within(patience, lambda: self._clean_up(names))
+
+    def _clean_up(self, names: list[str]) -> None:
+        if self._persistent and not self._open:
+            self.open()
+        try:
             if self._open:
                 self._open[0].delete(names)
-        for store in self._open:
-            with suppress(Exception):
+        finally:
+            for store in self._open:
                 store.close()
 
 
@@ -109,7 +114,7 @@ class StoreTestBase:
         """Stores for this test, closed at its end."""
         stores = Stores(open_store, persistent=self.persistent)
         yield stores
-        stores.end(names.made)
+        stores.end(names.made, patience=self.patience)
 
     @pytest.fixture
     def store(self, stores: Stores) -> ChunkStore:
