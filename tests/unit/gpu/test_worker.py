@@ -186,12 +186,23 @@ def test_when_the_manager_is_gone_the_worker_leaves_the_region_and_fails_what_co
     worker.shutdown()
 
 
-def test_before_the_rank_has_joined_jobs_fail_and_say_so(kv) -> None:
-    join = RegionJoin("nobody", LAYOUT, 0)
-    worker = GpuWorker(LAYOUT, [kv], join)
-    worker.submit_load(1, rows(8), blocks(4))
-    assert ended(worker, 1)[1].error == "load job 1: this rank has not joined the region yet"
+def test_a_job_that_comes_before_the_rank_has_joined_waits_for_it(kv) -> None:
+    engine_id = f"worker-late-{os.getpid()}"
+    worker = GpuWorker(LAYOUT, [kv], RegionJoin.start(engine_id, LAYOUT, 0))
+    worker.submit_store(1, blocks(4), rows(8))
+    shared = SharedOffloadRegion.create(engine_id, LAYOUT, 16 * LAYOUT.row_stride, prefault=False)
+    assert ended(worker, 1)[1].success
+    assert bytes(shared.view[8 * LAYOUT.row_stride :][:PAGE]) == kv[4].tobytes()
     worker.shutdown()
+    shared.close()
+
+
+def test_shutdown_does_not_wait_for_a_region_that_never_comes(kv) -> None:
+    worker = GpuWorker(LAYOUT, [kv], RegionJoin.start(f"worker-none-{os.getpid()}", LAYOUT, 0))
+    worker.submit_load(1, rows(8), blocks(4))
+    worker.shutdown()
+    (result,) = worker.get_finished()
+    assert not result.success
 
 
 def test_waiting_for_an_unknown_job_returns(worker) -> None:

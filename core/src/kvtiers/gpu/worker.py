@@ -189,6 +189,9 @@ class GpuWorker:
     def _join(self) -> str:
         """Take the region's memory if it is there; else say why not."""
         status = self._region.poll()
+        # The manager may count this rank in a moment before the rank itself has mapped the rows.
+        while status.state == "joining" and not self._closing:
+            status = self._region.wait_change(status, _IDLE_SECONDS)
         if status.state != "ready":
             return self._left or status.reason or "this rank has not joined the region yet"
         if not self._attached:

@@ -1,0 +1,50 @@
+"""The workload that is made up on the spot."""
+
+from itertools import pairwise
+
+import pytest
+
+from kvtiers.api import ConfigError
+from kvtiers.replay import code_workload as module
+from kvtiers.replay.code_workload import CODE_TOKENS_PER_BLOCK, code_workload
+
+
+def blocks_of(workload) -> list[tuple[bytes, ...]]:
+    return [tuple(request.block_hashes) for request in workload.requests]
+
+
+def test_the_same_seed_makes_the_same_requests_and_another_seed_others() -> None:
+    assert blocks_of(code_workload(40, seed=3)) == blocks_of(code_workload(40, seed=3))
+    assert blocks_of(code_workload(40, seed=3)) != blocks_of(code_workload(40, seed=4))
+
+
+def test_more_requests_begin_with_the_same_ones() -> None:
+    assert blocks_of(code_workload(30))[:20] == blocks_of(code_workload(20))
+
+
+def test_conversations_grow_turn_by_turn_and_share_documents() -> None:
+    workload = code_workload(120)
+    known: set[bytes] = set()
+    repeated = 0
+    for request in workload.requests:
+        assert len(request.block_hashes) == request.num_tokens // CODE_TOKENS_PER_BLOCK
+        repeated += len(known.intersection(request.block_hashes))
+        known.update(request.block_hashes)
+    references = sum(len(request.block_hashes) for request in workload.requests)
+    assert 0.5 < repeated / references < 0.99
+    prefixes = {request.block_hashes[-2:] for request in workload.requests}
+    assert len(prefixes) > 100  # nearly every turn ends in text of its own
+
+
+def test_a_hash_stands_for_the_whole_prefix() -> None:
+    before_of: dict[bytes, bytes] = {}
+    for blocks in blocks_of(code_workload(60)):
+        assert len(set(blocks)) == len(blocks)
+        for before, block in pairwise(blocks):
+            assert before_of.setdefault(block, before) == before
+
+
+def test_without_sources_it_says_what_to_do(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(module, "_library", lambda: tmp_path)
+    with pytest.raises(ConfigError, match=r"no Python sources of the standard library under .* or use --trace"):
+        code_workload(10)
