@@ -16,6 +16,24 @@ def test_closing_leaves_nothing_and_may_be_repeated(machine):
     assert manager.do("[region.fd, region.all_joined]") == [None, False]
 
 
+def test_closing_ends_a_wait_for_ranks(machine):
+    manager = machine.manager()
+    manager.do(
+        "import threading\n"
+        "said = []\n"
+        "def wait():\n"
+        "    try:\n"
+        "        region.wait_ready(3600)\n"
+        "    except Exception as error:\n"
+        "        said.append(str(error))\n"
+        "waiting = threading.Thread(target=wait)\n"
+        "waiting.start()\n"
+        "region.close()\n"
+        "waiting.join(PATIENCE)"
+    )
+    assert manager.do("said[0]").endswith("it was closed")
+
+
 def test_closing_gives_back_every_descriptor_and_thread(machine):
     party = machine.party()
     party.do("import threading\ncache = layout()")

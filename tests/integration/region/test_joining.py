@@ -20,6 +20,23 @@ def test_the_scheduler_may_come_before_the_ranks(machine):
     assert {event.split(",")[0] for event in joined if "Joined" in event} <= {"RankJoined(rank=0", "RankJoined(rank=1"}
 
 
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b'"x"', b"[" * 100000, b'{"rank": 0, "layout": "x"}', b'{"rank": "\\ud800", "layout": {}}']
+)
+def test_no_hello_whatsoever_harms_the_scheduler(machine, body):
+    manager = machine.manager()
+    stranger = machine.party()
+    stranger.do(
+        "sock = socket.socket(socket.AF_UNIX)\n"
+        "sock.connect(socket_name(engine_id, os.geteuid()))\n"
+        "sock.settimeout(PATIENCE)\n"
+        f"sock.sendall(encode_message(Kind.HELLO, {body!r}))\n"
+        "sock.recv(1000)"
+    )
+    machine.rank()
+    manager.do("region.wait_ready()")
+
+
 @pytest.mark.parametrize("rank_first", [True, False])
 def test_a_rank_in_the_schedulers_own_thread_joins_in_either_order(machine, rank_first):
     party = machine.party()

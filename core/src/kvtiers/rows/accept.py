@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
-from kvtiers.api import ConfigError
 from kvtiers.rows.connection import Connection
 from kvtiers.rows.handshake import (
     HANDSHAKE_VERSION,
@@ -188,7 +187,7 @@ class AcceptThread:
         try:
             hello = json.loads(body)
             rank, layout = int(hello["rank"]), CacheLayout.from_json(json.dumps(hello["layout"]))
-        except (ValueError, KeyError, TypeError, ConfigError) as error:
+        except Exception as error:  # noqa: BLE001 -- whatever a peer sends, it must not end this thread
             self._refuse(connection, f"its layout cannot be read: {error!r}; install the same kvtiers for both")
             return
         reason = self._objection(rank, layout)

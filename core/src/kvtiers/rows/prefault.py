@@ -98,7 +98,12 @@ class Prefault:
             code = None
         self._close_pipes()
         if not self.method and not self.error:
-            self.remark = why or self.remark or f"ended with status {code}"
+            killed = (
+                f"killed by signal {-code}; if nobody did it, the machine ran out of memory"
+                if code and code < 0
+                else ""
+            )
+            self.remark = why or killed or self.remark or f"ended with status {code}"
 
     def _close_pipes(self) -> None:
         self._output.close()

@@ -172,20 +172,17 @@ class SharedOffloadRegion(OffloadRegion):
             memfd = create_memfd(f"kvtiers-{plain_id(engine_id)}", map_bytes, huge_pages)
             undo.callback(os.close, memfd)
             mapping = map_memory(memfd, map_bytes, num_rows * layout.row_stride, huge_pages)
+            if numa_node is not None and (trouble := bind_to_node(mapping, numa_node)):
+                _log.warning("%s: %s", where, trouble)
+            ranks = RankTable(where, world_size or layout.world_size)
+            welcome = Welcome(num_rows, layout.row_stride, map_bytes, populated_rows=0, prefault_ended=not prefault)
+            launch = partial(Prefault, memfd, map_bytes, page) if prefault else None
+            server = AcceptThread(listener, memfd, layout, welcome, ranks, launch, start_deadline)
+            server.start()
             undo.pop_all()
-        if numa_node is not None and (trouble := bind_to_node(mapping, numa_node)):
-            _log.warning("%s: %s", where, trouble)
-        ranks = RankTable(where, world_size or layout.world_size)
-        welcome = Welcome(num_rows, layout.row_stride, map_bytes, populated_rows=0, prefault_ended=not prefault)
-        launch = partial(Prefault, memfd, map_bytes, page) if prefault else None
-        server = AcceptThread(listener, memfd, layout, welcome, ranks, launch, start_deadline)
-        region = cls(engine_id, layout, num_rows, mapping, memfd, ranks, server, start_deadline)
-        server.start()
-        region.timings["create"] = time.monotonic() - started
-        _log.info(
-            "%s: %d rows of %s in %.3f s", where, num_rows, format_size(layout.row_stride), region.timings["create"]
-        )
-        return region
+        server.timings["create"] = seconds = time.monotonic() - started
+        _log.info("%s: %d rows of %s in %.3f s", where, num_rows, format_size(layout.row_stride), seconds)
+        return cls(engine_id, layout, num_rows, mapping, memfd, ranks, server, start_deadline)
 
     @property
     def fd(self) -> int | None:
@@ -200,7 +197,7 @@ class SharedOffloadRegion(OffloadRegion):
     @property
     def lost_ranks(self) -> set[int]:
         """Ranks whose connection has ended, but of which something may still touch the rows."""
-        return self._ranks.lost
+        return set() if self._closed else self._ranks.lost
 
     @property
     def populated_rows(self) -> int:
@@ -228,6 +225,7 @@ class SharedOffloadRegion(OffloadRegion):
         """Hang up on the ranks, end pre-faulting and let go of the memory. May be called again."""
         if self._closed:
             return
+        self._ranks.break_off("it was closed")  # for a thread that waits in wait_ready
         self._server.stop()
         os.close(self._memfd)
         super().close()
