@@ -76,6 +76,12 @@ def test_what_a_rank_writes_the_scheduler_and_the_other_rank_see_and_the_other_w
     assert second.do("len(join.view) == 5 * join.row_stride and join.num_rows == 5") is True
 
 
+def test_a_rank_that_is_ready_has_joined(machine):
+    manager = machine.manager()
+    machine.rank()
+    assert manager.do("region.all_joined") is True
+
+
 def test_rows_that_are_not_populated_can_be_used(machine):
     manager = machine.manager(rows=64, options="prefault=False")
     rank = machine.rank()
@@ -233,3 +239,16 @@ def test_start_up_says_what_took_how_long(machine):
     timings = manager.do("region.timings")
     assert set(timings) == {"create", "join", "prefault", "populated_rows"}
     assert timings["populated_rows"] == 100
+
+
+def test_the_end_of_the_accept_thread_is_told_to_whoever_waits(machine):
+    manager = machine.manager()
+    manager.do("def broken():\n    raise ZeroDivisionError('a bug')\nregion._server._accept = broken")
+    rank = machine.rank(wait=False, options="start_deadline=1")
+    with pytest.raises(
+        AssertionError, match=r"StartError: .*the thread that serves its ranks ended: ZeroDivisionError"
+    ):
+        manager.do("region.wait_ready()")
+    with pytest.raises(AssertionError, match="no scheduler answered within 1 s"):
+        rank.do("join.wait(PATIENCE)")
+    manager.do("region.close()")

@@ -82,11 +82,18 @@ def test_a_program_that_cannot_be_started_costs_speed_only(machine):
     manager.do("region.wait_ready()")
 
 
-def test_memory_is_asked_for_on_the_numa_node_that_is_named(machine):
-    manager = machine.manager(options="numa_node=0")
+def test_memory_is_asked_for_on_the_numa_node_that_is_named(machine, stuck_populate):
+    manager = machine.party()
+    manager.do(stuck_populate)
+    manager.do("cache = layout()")
+    manager.do("region = SharedOffloadRegion.create(engine_id, cache, 2000 * cache.row_stride, numa_node=0)")
     maps = manager.do("[line for line in open('/proc/self/numa_maps') if 'memfd:kvtiers' in line]")
     assert maps
     assert all("prefer:0" in line or "prefer (many):0" in line for line in maps)
+    machine.rank().do("wait_for(join, lambda s: s.populated_rows > 0)")
+    pid = manager.do("region._server._prefault.pid")
+    heap = [line for line in Path(f"/proc/{pid}/numa_maps").read_text().splitlines() if "heap" in line]
+    assert "prefer:0" in heap[0] or "prefer (many):0" in heap[0]
 
 
 def test_a_numa_node_that_does_not_exist_is_a_warning_only(machine):

@@ -4,6 +4,7 @@ It owns the connections, their pidfds and the pre-fault program; all of them are
 it learns goes into the ``RankTable``, which any thread may read.
 """
 
+import contextlib
 import errno
 import json
 import logging
@@ -79,7 +80,8 @@ class AcceptThread:
     def stop(self) -> None:
         """Hang up on all ranks, end pre-faulting and the thread; returns when they have ended."""
         self._stopping = True
-        self._wake_writer.send(b"x")
+        with contextlib.suppress(OSError):  # the thread has ended by itself
+            self._wake_writer.send(b"x")
         self._thread.join(_STOP_SECONDS)
 
     def let_go(self) -> None:
@@ -196,16 +198,24 @@ class AcceptThread:
             return
         try:
             watched = connection.watch_exit(lambda _: self._on_exit(connection))
-            rows, ended = self._progress()
-            welcome = replace(self._welcome, populated_rows=rows, prefault_ended=ended)
-            connection.hand_over(encode_message(Kind.WELCOME, json.dumps(asdict(welcome)).encode()), self._memfd)
-        except OSError:  # it has died in the meantime
+        except OSError:  # it has ended in the meantime
             self._lose(connection)
             return
-        connection.rank = rank
         if not watched:
             _log.warning("rank %d: process %d cannot be watched; if it dies, its rows stay taken", rank, connection.pid)
-        self._ranks.join(rank, connection.pid)
+        connection.rank = rank
+        self._ranks.join(rank, connection.pid)  # before it is told: a rank that is ready has joined
+        self._welcome_rank(connection)
+
+    def _welcome_rank(self, connection: Connection) -> None:
+        rows, ended = self._progress()
+        welcome = replace(self._welcome, populated_rows=rows, prefault_ended=ended)
+        try:
+            connection.hand_over(encode_message(Kind.WELCOME, json.dumps(asdict(welcome)).encode()), self._memfd)
+        except OSError:  # it has hung up, and never had the memory
+            self._lose(connection)
+            self._forget(connection)
+            return
         if self._ranks.all_joined and "join" not in self.timings:
             self._warned = True  # there is nothing left to warn of
             self.timings["join"] = time.monotonic() - self._started

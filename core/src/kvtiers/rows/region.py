@@ -24,6 +24,7 @@ from kvtiers.rows.mapping import (
     create_memfd,
     let_go_in_children,
     map_memory,
+    prefer_node,
 )
 from kvtiers.rows.memory import memory_problem
 from kvtiers.rows.prefault import Prefault
@@ -176,7 +177,7 @@ class SharedOffloadRegion(OffloadRegion):
                 _log.warning("%s: %s", where, trouble)
             ranks = RankTable(where, world_size or layout.world_size)
             welcome = Welcome(num_rows, layout.row_stride, map_bytes, populated_rows=0, prefault_ended=not prefault)
-            launch = partial(Prefault, memfd, map_bytes, page) if prefault else None
+            launch = partial(_start_prefault, memfd, map_bytes, page, numa_node) if prefault else None
             server = AcceptThread(listener, memfd, layout, welcome, ranks, launch, start_deadline)
             server.start()
             undo.pop_all()
@@ -260,6 +261,12 @@ class AnonymousRegion(OffloadRegion):
         nbytes = num_rows * layout.row_stride
         _check_memory(where, nbytes)
         return cls(engine_id, layout, num_rows, map_memory(-1, nbytes, nbytes))
+
+
+def _start_prefault(memfd: int, map_bytes: int, page_bytes: int, numa_node: int | None) -> Prefault:
+    if numa_node is not None:
+        prefer_node(numa_node)  # the program inherits it; what speaks against it, bind_to_node has said already
+    return Prefault(memfd, map_bytes, page_bytes)
 
 
 def _rows_in(where: str, capacity_bytes: int, layout: CacheLayout) -> int:
