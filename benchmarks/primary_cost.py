@@ -29,7 +29,7 @@ OPERATIONS = (
     "complete_load",
     "on_request_finished x2",
 )
-GOAL_LIFE_US = 3.0  # leaves the manager as much again, if its peer needs 18 us
+GOAL_LIFE_US = 3.0  # the primary's share of what the whole manager may take
 GOAL_GROWTH = 1.5  # 100,000 resident chunks against 1,000: the cache misses of larger tables
 GOAL_RUN_MS = 1.0  # of the 3 ms that a prefix look-up of 8,192 chunks may take in all
 

@@ -58,10 +58,10 @@ def test_a_second_use_counts_when_its_request_ends():
 def test_a_chunk_that_is_still_being_written_stays_in_the_first_list():
     policy = ARCPolicy(capacity=6)
     policy.access(names("a"), "first", names("a"))
-    use(policy, "a", "second")
+    store(policy, "b", "second")
+    use(policy, "b", "third")
+    use(policy, "a", "fourth")
     policy.mark_evictable(names("a"))
-    store(policy, "b", "third")
-    use(policy, "b", "fourth")
     assert text_of(policy.evict(2)) == "ab"
 
 

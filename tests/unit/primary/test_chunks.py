@@ -189,6 +189,13 @@ def test_a_key_loaded_twice_in_one_call_is_pinned_twice(tier):
     assert counts(tier) == (9, 1, 0, 0, 0)
 
 
+def test_a_key_loaded_twice_in_one_call_is_used_once(tier):
+    stored(tier, "ab")
+    tier.complete_load(tier.prepare_load(names("aabb"), "r"))
+    stored(tier, "cd", "r")
+    assert text_of(tier.coldest(4)) == "dcba"
+
+
 def test_a_load_is_a_use_and_a_cascade_is_none(tier):
     for letter in "abc":
         stored(tier, letter, letter)
@@ -241,6 +248,13 @@ def test_promotions_get_a_prefix_of_what_is_missing_and_never_evict_the_run_they
     stored(tier, "efghijkl", "new")
     allocation = tier.prepare_write(names("acbdvwxyz"), "p", reserve_rows=5, max_rows=4)
     assert (text_of(allocation.keys), text_of(allocation.evicted)) == ("abvw", "lkji")
+
+
+def test_promotions_stop_where_only_their_own_run_could_make_room(tier):
+    stored(tier, "abcdefghij")
+    allocation = tier.prepare_write(names("abcdefghxyz"), "p", reserve_rows=0)
+    assert (text_of(allocation.keys), text_of(allocation.evicted)) == ("xy", "ji")
+    assert tier.prepare_write(names("abcdefghz"), "p", reserve_rows=0) is None
 
 
 def test_of_a_promotion_that_failed_in_part_the_landed_chunks_stay(tier):
@@ -455,6 +469,15 @@ def test_the_view_is_the_regions_own_memory():
     tier = CPUPrimaryTier(4, 64, memoryview(region))
     tier.get_kv_memoryview()[3 * tier.row_stride] = 7
     assert region[192] == 7
+
+
+def test_after_close_the_region_may_be_unmapped():
+    region = bytearray(256)
+    tier = CPUPrimaryTier(4, 64, memoryview(region))
+    with pytest.raises(BufferError):
+        region.clear()
+    tier.close()
+    region.clear()
 
 
 @pytest.mark.parametrize("view", [memoryview(bytearray(255)), memoryview(bytearray(256)).cast("B", [4, 64])])

@@ -165,11 +165,13 @@ class AnyMixOfRequests(RuleBasedStateMachine):
         self.policy = LRUPolicy()
         self.model = SlowLRU()
 
-    @rule(keys=st.one_of(SOME_KEYS, RUN_OF_KEYS), request_id=REQUEST)
-    def store_and_use(self, keys, request_id):
+    @rule(keys=st.one_of(SOME_KEYS, RUN_OF_KEYS), request_id=REQUEST, ready=st.booleans())
+    def store_and_use(self, keys, request_id, ready):
         new = [key for key in keys if key not in self.model.owner]
         self.policy.access(keys, request_id, new)
         self.model.access(keys, request_id, new)
+        if ready:
+            self.make_evictable(new)
 
     @rule(keys=st.one_of(SOME_KEYS, RUN_OF_KEYS), request_id=REQUEST)
     def use(self, keys, request_id):
@@ -203,12 +205,10 @@ class AnyMixOfRequests(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 6))
     def evict(self, count):
+        assert self.policy.evict(len(self.model.evictable) + 1) is None
         expected = self.model.coldest_first()[:count]
-        if len(expected) < count:
-            assert self.policy.evict(count) is None
-        else:
-            assert self.policy.evict(count) == expected
-            self.model.forget(expected)
+        assert self.policy.evict(len(expected)) == expected
+        self.model.forget(expected)
 
     @rule(keys=SOME_KEYS)
     def remove(self, keys):

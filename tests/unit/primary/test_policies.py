@@ -1,6 +1,7 @@
 """What every eviction policy promises, the built-in ones as the examples; and how a policy is found by its name."""
 
 import os
+import tracemalloc
 
 import pytest
 
@@ -74,6 +75,7 @@ def test_the_request_that_ended_last_is_the_hottest(policy):
     for request_id in "bca":
         policy.request_finished(request_id)
     assert text_of(policy.coldest()) == "bca"
+    assert text_of(policy.evict(1) + policy.evict(2)) == "bca"
 
 
 def test_a_request_that_retries_counts_once(policy):
@@ -144,6 +146,23 @@ def test_after_clear_nothing_is_known_and_requests_go_on(policy):
     store(policy, "ab", "r")
     policy.request_finished("r")
     assert text_of(policy.evict(2)) == "ba"
+
+
+def test_what_is_remembered_of_past_requests_does_not_grow(policy):
+    def requests(count):
+        for number in range(count):
+            policy.access(names("abc"), f"request {number}")
+            policy.request_finished(f"request {number}")
+
+    store(policy, "abc", "first")
+    requests(300)
+    tracemalloc.start()
+    try:
+        requests(3000)
+        grown, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert grown < 3000 * 16
 
 
 class CountedKey(bytes):

@@ -160,8 +160,8 @@ class LRUPolicy(EvictionPolicy):
         places = list(range(bucket.first_place, bucket.first_place + len(order)))
         bucket.places = dict(zip(order, places, strict=True))
         here = [key for key, place in before.items() if self._place_of.get(key) == place]
+        # Their order among each other stays, and so does that of the evictable ones.
         self._place_of.update(zip(here, bucket.places_of(here), strict=True))
-        bucket.in_order = False
 
     def _move(self, bucket: Bucket, keys: Sequence[OffloadKey]) -> None:
         """Put these known chunks at their places in ``bucket``, except from hotter buckets."""
