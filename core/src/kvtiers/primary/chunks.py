@@ -12,9 +12,9 @@ with one completion, by row::
 A write that failed while its writer may still touch the row takes two steps: ``abandon`` (the key is gone, the row
 is in quarantine), then its completion (the row is free). A failed read takes one: the row stays pinned until then.
 
-Engine's thread only, between one lookup and the lease that follows from it nothing else may come: one step, one
-critical section. Nothing here blocks, and nothing raises after construction; what a row's state does not allow is
-ignored and counted (``misuse``).
+Engine's thread only. A lookup's answer holds until the next call that leases rows to a writer, so the lease that
+follows from it comes first. Nothing here blocks, and nothing raises after construction: a completion that a row's
+state does not allow is ignored and counted (``misuse``).
 """
 
 import time
