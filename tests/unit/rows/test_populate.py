@@ -35,6 +35,15 @@ def test_all_pages_are_there_and_the_last_report_says_so(memfd, advice, piece, m
     assert lines[-1] == f"populated {BYTES}"
 
 
+@pytest.mark.parametrize("advice", [populate.MADV_POPULATE_WRITE, 9999])
+def test_the_kernel_does_not_drop_a_populated_page_again(memfd, advice, monkeypatch):
+    """A page that was only read is clean, and under memory pressure the kernel takes clean pages back."""
+    monkeypatch.setattr(populate, "say", lambda line: None)
+    Populator(memfd, BYTES, BYTES, advice).work()
+    os.posix_fadvise(memfd, 0, BYTES, os.POSIX_FADV_DONTNEED)  # drops what is clean and mapped nowhere
+    assert allocated(memfd) == BYTES
+
+
 def test_only_an_unbroken_run_from_the_start_is_reported(memfd, monkeypatch):
     lines = []
     monkeypatch.setattr(populate, "say", lines.append)

@@ -22,6 +22,7 @@ class Populator:
     """Hands the region's pieces to threads in order, and reports the run of bytes from the start that is done."""
 
     def __init__(self, fd: int, nbytes: int, piece_bytes: int, advice: int) -> None:
+        self._fd = fd
         self._region = mmap.mmap(fd, nbytes)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._region))
         self._nbytes = nbytes
@@ -61,9 +62,10 @@ class Populator:
                 raise OSError(number, os.strerror(number))
 
     def _touch(self, start: int, length: int) -> None:
-        # Reading is enough: a read fault allocates the page of a shared mapping. Writing a byte back would race with
-        # a rank that has already begun to use its rows.
+        # No byte is written back: that would race with a rank that has already begun to use its rows. Allocating
+        # keeps the kernel from dropping a page again that is still zeros, and reading clears and maps it now.
         self.touched = True
+        os.posix_fallocate(self._fd, start, length)
         _ = self._region[start : start + length : mmap.PAGESIZE]
 
     def _report(self, start: int) -> None:
