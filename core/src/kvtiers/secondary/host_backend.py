@@ -77,6 +77,12 @@ class HostLink:
             finally:
                 self._polling.release()
 
+    def close(self) -> None:
+        """Let go of the socket; the launcher has ended the host."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
     def _poll(self) -> None:
         self.flush()
         if self._socket is None and self.host.connections and not self._awaits_burial():

@@ -61,6 +61,8 @@ class TierHosts:
     def close(self, timeout: float) -> None:
         """End all hosts; those that do not within ``timeout`` seconds are killed."""
         self._launcher.close(timeout)
+        for host in self._hosts.values():
+            host.link.close()
 
     def _hello(self, name: str) -> bytes:
         region, names, members = self._region, self._names(), self._hosts[name].members
