@@ -17,7 +17,7 @@ class ConcurrencyTests(StoreTestBase):
         def use(seed: int, mine: str, absent: str) -> None:
             nbytes = (1 + seed % 5) * 2 * PAGE
             source, target = memory.row(nbytes), memory.row(nbytes)
-            for turn in range(4):
+            for turn in range(3):
                 content = pattern(64 * turn + seed, nbytes)
                 source.fill(content)
                 store.write(mine, source.source())
@@ -54,7 +54,7 @@ class ConcurrencyTests(StoreTestBase):
 
     def _race(self, store: ChunkStore, name: str, memory: GuardedMemory, *, writers: int, deleters: int) -> None:
         """Write one name from several threads, while two others read it and some delete it."""
-        turns = 25
+        turns = 15
         rows = [memory.row(64 * PAGE) for _ in range(2)]
 
         def write_versions(writer: int) -> None:
