@@ -4,52 +4,61 @@ Each part counts into an object of its own; ``TieringManager.stats()`` puts them
 fixed powers of two, in seconds.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["EngineMetrics", "Histogram", "TierMetrics", "export"]
+__all__ = ["EngineMetrics", "Histogram", "HistogramValue", "TierMetrics", "export"]
 
 _SMALLEST = 2.0**-14  # 61 us
 _BUCKETS = 20  # up to 32 s
+
+
+class HistogramValue(NamedTuple):
+    """A histogram at one moment."""
+
+    counts: tuple[int, ...]
+    total: float
+
+    def as_data(self) -> dict[str, Any]:
+        """Return count, sum (seconds) and the counts by bucket as plain data."""
+        return {"count": sum(self.counts), "sum": self.total, "buckets": list(self.counts)}
 
 
 class Histogram:
     """Counts of observations (seconds) by power-of-two buckets; ``bounds[i]`` is bucket i's upper edge."""
 
     bounds = tuple(_SMALLEST * 2**i for i in range(_BUCKETS))
-    __slots__ = ("counts", "total")
+    __slots__ = ("_counts", "_total", "_value")
 
     def __init__(self) -> None:
-        self.counts = [0] * (_BUCKETS + 1)
-        self.total = 0.0
+        self._counts = [0] * (_BUCKETS + 1)
+        self._total = 0.0
+        self._value: HistogramValue | None = None
 
-    def observe(self, seconds: float, times: int = 1) -> None:
-        """Count ``times`` observations of this many seconds."""
+    def observe(self, seconds: float) -> None:
+        """Count one observation of this many seconds."""
         index = 0 if seconds <= _SMALLEST else min((int(seconds / _SMALLEST - 1e-9)).bit_length(), _BUCKETS)
-        self.counts[index] += times
-        self.total += seconds * times
+        self._counts[index] += 1
+        self._total += seconds
+        self._value = None
+
+    def value(self) -> HistogramValue:
+        """Return what there is now; costs nothing while nothing is observed."""
+        if self._value is None:
+            self._value = HistogramValue(tuple(self._counts), self._total)
+        return self._value
 
     def quantile(self, share: float) -> float:
         """Return the upper edge of the bucket in which this quantile (0 to 1) lies; 0.0 with no observation."""
-        wanted = share * sum(self.counts)
+        wanted = share * sum(self._counts)
         seen = 0
-        for index, count in enumerate(self.counts):
+        for index, count in enumerate(self._counts):
             seen += count
             if count and seen >= wanted:
                 return float(self.bounds[min(index, _BUCKETS - 1)])
         return 0.0
-
-    def copy(self) -> "Histogram":
-        """Return a copy that does not change any more."""
-        other = Histogram()
-        other.counts = self.counts.copy()
-        other.total = self.total
-        return other
-
-    def as_data(self) -> dict[str, Any]:
-        """Return count, sum and the buckets as plain data."""
-        return {"count": sum(self.counts), "sum": self.total, "buckets": list(self.counts)}
 
 
 @dataclass(slots=True)
@@ -57,24 +66,36 @@ class TierMetrics:
     """What happened between the manager and one secondary tier. Bytes and seconds are of finished transfers."""
 
     lookups: int = 0
+    """Answers that the tier gave."""
     hits: int = 0
+    """Chunks that a request was the first to read, and that this tier had brought; once a request and chunk."""
     loaded_chunks: int = 0
     loaded_bytes: int = 0
     load_seconds: float = 0.0
     failed_loads: int = 0
+    """Chunks of promotions that were not there, damaged, or too late."""
     stored_chunks: int = 0
     stored_bytes: int = 0
     store_seconds: float = 0.0
     failed_stores: int = 0
+    """Chunks that were sent down and are not in the tier."""
     dropped_cascades: int = 0
+    """Chunks not sent down: a pin budget was used up, or the tier was not available."""
     dropped_promotions: int = 0
+    """Chunks that the tier has but that got no row: a pin budget was used up, or the stores' reserve begins."""
+    budget_misses: int = 0
+    """Lookups that passed this tier by, as if it had nothing, since its pin budget was used up."""
     expired_jobs: int = 0
     refused_results: int = 0
     raised: int = 0
     unread_bytes: int = 0
+    """Bytes written and not read since."""
     pinned_rows: int = 0
+    """Rows that the tier's jobs, reservations and quarantine hold."""
     quarantined_rows: int = 0
     running_jobs: int = 0
+    loading_chunks: int = 0
+    """Chunks reserved for this tier's promotions or being promoted: its queue."""
     out_of_use: int = 0
     promotion_latency: Histogram = field(default_factory=Histogram)
     cascade_latency: Histogram = field(default_factory=Histogram)
@@ -86,55 +107,58 @@ class EngineMetrics:
 
     steps: int = 0
     lookups: int = 0
+    """Chunks that requests asked for; once a request and chunk."""
     primary_hits: int = 0
-    misses: int = 0
+    """Chunks that a request read and that no tier had brought for it; once a request and chunk."""
     wait_expired: int = 0
     recomputed_cheaper: int = 0
-    refused_stores: int = 0
     stored_chunks: int = 0
-    loaded_chunks: int = 0
+    refused_stores: int = 0
+    """Chunks for which there was no room in the primary."""
     failed_gpu_stores: int = 0
+    failed_gpu_loads: int = 0
     dropped_dirty: int = 0
+    """Chunks that left the primary before a tier that takes them on eviction had them."""
+    dropped_events: int = 0
     misuse: int = 0
+    """Calls that did not fit and were ignored: a plan completed twice, a request that is over."""
     generation: int = 0
     engine_seconds: float = 0.0
     step_latency: Histogram = field(default_factory=Histogram)
 
 
-def freeze(metrics: TierMetrics | EngineMetrics) -> dict[str, Any]:
-    """Return the metrics' current values as plain data that no longer changes."""
-    data = {}
-    for name in metrics.__slots__:
-        value = getattr(metrics, name)
-        data[name] = value.as_data() if isinstance(value, Histogram) else value
-    return data
+_GAUGES = {
+    "unread_bytes",
+    "pinned_rows",
+    "quarantined_rows",
+    "running_jobs",
+    "loading_chunks",
+    "out_of_use",
+    "generation",
+}
+_CORE_NAMES = frozenset(TierMetrics.__slots__)
 
 
 def export(stats: Callable[[], Mapping[str, Any]], registry: Any = None) -> Any:
     """Export ``manager.stats`` to Prometheus: ``kvtiers.metrics.export(manager.stats)``. Returns the collector.
 
-    Needs the extra ``kvtiers[metrics]``; ``registry`` defaults to the client library's own.
+    Needs the extra ``kvtiers[metrics]``; ``registry`` defaults to the client library's own. A tier's own figures are
+    gauges ``kvtiers_tier_<name>``, or ``kvtiers_tier_own_<name>`` where core has a figure of that name.
     """
     from prometheus_client import REGISTRY  # an extra, so imported only where it is wanted
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-    gauges = {"unread_bytes", "pinned_rows", "quarantined_rows", "running_jobs", "out_of_use", "generation"}
-
     class _Collector:
         def collect(self) -> Iterator[Any]:
             families: dict[str, Any] = {}
-            for name, labels, value, is_gauge in _flatten(stats(), gauges):
+            for name, labels, value, is_gauge in _flatten(stats()):
+                names = list(labels)
                 if isinstance(value, Mapping):
-                    family = families.setdefault(
-                        name, HistogramMetricFamily(f"{name}_seconds", name, labels=list(labels))
-                    )
+                    family = families.setdefault(name, HistogramMetricFamily(f"{name}_seconds", name, labels=names))
                     family.add_metric(list(labels.values()), _cumulative(value["buckets"]), value["sum"])
-                elif is_gauge:
-                    family = families.setdefault(name, GaugeMetricFamily(name, name, labels=list(labels)))
-                    family.add_metric(list(labels.values()), value)
-                else:
-                    family = families.setdefault(name, CounterMetricFamily(name, name, labels=list(labels)))
-                    family.add_metric(list(labels.values()), value)
+                    continue
+                kind = GaugeMetricFamily if is_gauge else CounterMetricFamily
+                families.setdefault(name, kind(name, name, labels=names)).add_metric(list(labels.values()), value)
             yield from families.values()
 
     collector = _Collector()
@@ -143,18 +167,20 @@ def export(stats: Callable[[], Mapping[str, Any]], registry: Any = None) -> Any:
 
 
 def _flatten(
-    stats: Mapping[str, Any], gauges: set[str]
+    stats: Mapping[str, Any],
 ) -> Iterator[tuple[str, dict[str, str], float | Mapping[str, Any], bool]]:
     for name, value in stats["engine"].items():
-        yield f"kvtiers_{name}", {}, value, name in gauges
+        yield f"kvtiers_{name}", {}, value, name in _GAUGES
     for name, value in stats["primary"].items():
         yield f"kvtiers_primary_{name}", {}, value, True
     for tier, figures in stats["tiers"].items():
+        label = {"tier": tier}
         for name, value in figures.items():
             if name != "own":
-                yield f"kvtiers_tier_{name}", {"tier": tier}, value, name in gauges
+                yield f"kvtiers_tier_{name}", label, value, name in _GAUGES
         for name, value in figures["own"].items():
-            yield f"kvtiers_tier_{name}", {"tier": tier}, value, True
+            valid = re.sub(r"[^a-zA-Z0-9_]", "_", name)
+            yield f"kvtiers_tier_{'own_' * (valid in _CORE_NAMES)}{valid}", label, value, True
 
 
 def _cumulative(counts: list[int]) -> list[tuple[str, float]]:

@@ -270,6 +270,11 @@ class CPUPrimaryTier:
             keys = filterfalse(self._chunks.clean.__contains__, keys)
         return list(islice(filter(accept, keys) if accept else keys, count))
 
+    def dirty(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return those of these chunks that are not marked clean."""
+        clean = self._chunks.clean
+        return [key for key in keys if key not in clean]
+
     def reset_cache(self) -> None:
         """Forget all chunks at once. Rows that somebody may touch are free when that lease has been completed."""
         self._chunks.forget_all()

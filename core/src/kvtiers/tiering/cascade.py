@@ -2,13 +2,17 @@
 
 Each tier has its own admission: ``all`` (as soon as a chunk is in the primary), ``second_access`` (when it is wanted a
 second time), ``on_eviction`` (when it is among the coldest: worked off ahead of need, so that nobody waits for it).
-A store that would break a pin budget, or whose tier is unavailable, is dropped and counted.
+What a tier brought is not sent on to others, unless a second access asks for it. A store that would break a pin
+budget, or whose tier is not available, is dropped and counted.
 """
 
+import math
 from collections.abc import Sequence
+from itertools import islice
 
 from kvtiers.api import LookupResult, OffloadKey
 from kvtiers.base import RequestContext
+from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.chunks import CPUPrimaryTier
 from kvtiers.tiering.jobs import JobTable, TieringOptions
 from kvtiers.tiering.requests import RequestState
@@ -24,17 +28,25 @@ class Cascades:
     """Decides and submits stores; runs on the engine's thread."""
 
     def __init__(
-        self, primary: CPUPrimaryTier, jobs: JobTable, slots: Sequence[TierSlot], options: TieringOptions
+        self,
+        primary: CPUPrimaryTier,
+        jobs: JobTable,
+        slots: Sequence[TierSlot],
+        options: TieringOptions,
+        metrics: EngineMetrics,
     ) -> None:
         self._primary = primary
         self._jobs = jobs
+        self._metrics = metrics
         writable = [slot for slot in slots if not slot.options.read_only]
         self._at_once = [slot for slot in writable if slot.options.admission == "all"]
-        self._second = {slot: _Seen() for slot in writable if slot.options.admission == "second_access"}
+        self._second = {slot: _Wanted() for slot in writable if slot.options.admission == "second_access"}
         self._late = [slot for slot in writable if slot.options.admission == "on_eviction"]
-        self._clean_rows = max(1, round(options.clean_reserve * primary.num_rows))
+        self._reserve = max(1, math.ceil(options.clean_reserve * primary.num_rows - 1e-9))
+        self._written_since_scan = self._reserve
         self._nobody = RequestState(RequestContext(""), slots)
-        jobs.on_tier_has = self._note_clean
+        jobs.on_promoted = self._note_promoted
+        jobs.on_stored = self._note_stored
 
     def takers(self, chunks: int) -> list[TierSlot]:
         """Return the tiers that take all of this many newly stored chunks; the room for them is theirs from now on."""
@@ -46,29 +58,29 @@ class Cascades:
         return takers
 
     def stored(
-        self, keys: Sequence[OffloadKey], rows: list[int], takers: Sequence[TierSlot], state: RequestState
+        self, keys: Sequence[OffloadKey], rows: Sequence[int], takers: Sequence[TierSlot], state: RequestState
     ) -> None:
         """Chunks have become readable, each with as many readers as ``takers``: send them to who wants them."""
         for slot in takers:
             self._jobs.submit(slot, keys, rows, state, promotion=False)
-        for slot in self._at_once:
-            if slot not in takers:
-                self._send(slot, keys, state)
-        for slot, seen in self._second.items():
-            if again := seen.note(keys, resend=True):
-                self._send(slot, again, state)
+        if len(takers) < len(self._at_once):
+            for slot in self._at_once:
+                if slot not in takers:
+                    self._send(slot, keys, state)
+        for slot, wanted in self._second.items():
+            again = wanted.note(keys, resend=True)
+            wanted.sent(self._send(slot, keys if slot in state.whole else again, state))
         for slot in state.whole:
-            if slot not in self._at_once:
+            if slot in self._late:
                 self._send(slot, keys, state)
 
     def read(self, keys: Sequence[OffloadKey], state: RequestState) -> None:
         """Chunks are being read by the engine: their second access, for the tiers that wait for one."""
-        for slot, seen in self._second.items():
-            if again := seen.note(keys, resend=False):
-                self._send(slot, again, state)
+        for slot, wanted in self._second.items():
+            wanted.sent(self._send(slot, wanted.note(keys, resend=False), state))
 
     def offered_again(self, keys: Sequence[OffloadKey], state: RequestState) -> None:
-        """Chunks of a whole-request tier are in the primary already: send the readable ones, park the others."""
+        """Chunks that a tier of ``whole`` wants are in the primary already: send the readable ones, park the others."""
         state.parked.update(dict.fromkeys(keys))
         self.retry_parked(state)
 
@@ -82,22 +94,55 @@ class Cascades:
         state.parked = dict.fromkeys(key for key, where in found if where is LookupResult.HIT_PENDING)
 
     def work_ahead(self) -> None:
-        """Send the coldest chunks down before their rows are needed, for tiers that take them on eviction only."""
-        if not self._late:
-            return
-        short = self._clean_rows - self._primary.free_rows - self._primary.clean_rows
-        slots = [slot for slot in self._late if self._jobs.room(slot) and slot.available()] if short > 0 else []
-        dirty = self._primary.coldest(min(short, _WORK_AHEAD_ROWS)) if slots else []
-        for slot in slots:
-            self._send(slot, dirty, self._nobody)
+        """Send the coldest chunks down before their rows are needed, for tiers that take them on eviction only.
 
-    def _note_clean(self, slot: TierSlot, keys: Sequence[OffloadKey]) -> None:
+        Of the next rows to be used, free or evicted, a reserve is kept clean. Looked at once in a while: each look
+        costs as many chunks as the reserve has.
+        """
+        if not self._late or self._written_since_scan * 4 < self._reserve:
+            return
+        ahead = self._reserve - self._primary.free_rows
+        rooms = [(slot, self._jobs.room(slot)) for slot in self._late if slot.available()]
+        most = min(max((room for _, room in rooms), default=0), _WORK_AHEAD_ROWS)
+        if ahead > 0 and not most:
+            return  # looked at again in the next step
+        self._written_since_scan = 0
+        if ahead <= 0:
+            return
+        coldest = self._primary.coldest(ahead, clean=True)
+        dirty = self._primary.dirty(coldest)
+        for slot, room in rooms:
+            self._send(slot, dirty[: min(room, most)], self._nobody)
+        if len(dirty) > most:
+            self._written_since_scan = self._reserve  # the rest in the next step
+
+    def allocated(self, rows: int, evicted: Sequence[OffloadKey], clean_before: int) -> None:
+        """So many rows were taken for new chunks; ``evicted`` left, when ``clean_before`` chunks had been clean."""
+        self._written_since_scan += rows
+        if evicted and self._late:
+            self._metrics.dropped_dirty += len(evicted) - (clean_before - self._primary.clean_rows)
+
+    def retire_keys(self) -> None:
+        """The keys mean other values from now on: no tier has them, nobody has wanted them."""
+        for wanted in self._second.values():
+            wanted.forget()
+
+    def _note_promoted(self, slot: TierSlot, keys: Sequence[OffloadKey]) -> None:
+        if self._late:
+            self._primary.mark_clean(keys)
+        if slot in self._second:
+            self._second[slot].sent(keys)
+
+    def _note_stored(self, slot: TierSlot, keys: Sequence[OffloadKey], failed: Sequence[OffloadKey]) -> None:
         if slot in self._late:
             self._primary.mark_clean(keys)
+        elif failed and slot in self._second:
+            self._second[slot].failed(failed)
 
-    def _send(self, slot: TierSlot, keys: Sequence[OffloadKey], state: RequestState) -> None:
+    def _send(self, slot: TierSlot, keys: Sequence[OffloadKey], state: RequestState) -> Sequence[OffloadKey]:
+        """Send as many of these readable chunks as there is room for; return those."""
         if not keys:
-            return
+            return ()
         some = keys[: self._jobs.room(slot)] if slot.available() else ()
         slot.metrics.dropped_cascades += len(keys) - len(some)
         if some:
@@ -105,10 +150,11 @@ class Cascades:
             assert rows is not None, "only readable chunks are sent down"
             self._jobs.hold(slot, len(rows))
             self._jobs.submit(slot, some, rows, state, promotion=False)
+        return some
 
 
-class _Seen:
-    """Keys that were wanted before, bounded; the oldest are forgotten first."""
+class _Wanted:
+    """Keys that were wanted before, and whether they were sent since; bounded, the oldest are forgotten first."""
 
     def __init__(self) -> None:
         self._sent: dict[OffloadKey, bool] = {}
@@ -117,11 +163,29 @@ class _Seen:
         """Note these keys as wanted; return those wanted before, without those already sent unless ``resend``."""
         known = self._sent
         again = []
-        for key in keys:
+        for key in dict.fromkeys(keys):
             sent = known.pop(key, None)
             if sent is False or (sent and resend):
                 again.append(key)
-            known[key] = sent is not None
-        while len(known) > _REMEMBERED:
-            del known[next(iter(known))]
+            known[key] = bool(sent)
+        self._bound()
         return again
+
+    def sent(self, keys: Sequence[OffloadKey]) -> None:
+        """These keys are on their way to the tier, or there."""
+        self._sent.update(dict.fromkeys(keys, True))
+        self._bound()
+
+    def failed(self, keys: Sequence[OffloadKey]) -> None:
+        """These keys did not get there: the next access sends them again."""
+        self._sent.update((key, False) for key in keys if key in self._sent)
+
+    def forget(self) -> None:
+        """Nothing was wanted before."""
+        self._sent.clear()
+
+    def _bound(self) -> None:
+        excess = len(self._sent) - _REMEMBERED
+        if excess > 0:
+            for key in list(islice(self._sent, excess)):
+                del self._sent[key]

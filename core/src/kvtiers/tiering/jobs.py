@@ -4,37 +4,38 @@
 state      meaning
 =========  =================================================================================
 running    submitted; its rows are pinned (a store) or not yet readable (a promotion)
-failed     given up at its deadline: told at once; its rows stay in quarantine, since the tier
-           may still touch them
+failed     given up at its deadline, or the tier says so: told at once; its rows stay in
+           quarantine, since the tier may still touch them
 (gone)     the tier has reported: the rows are released
 =========  =================================================================================
 
 Everything here runs on the engine's thread. Both clocks of a deadline are the engine's own: until the job is reported
-as started, and from then on.
+as started, and from then on. A job that a reset overtook still holds its rows; nothing else comes of its result.
 """
 
 import itertools
 import logging
-from collections.abc import Callable, Collection, Sequence
+import math
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from kvtiers.api import JobResult, OffloadKey, TransferJob
 from kvtiers.primary.chunks import CPUPrimaryTier
+from kvtiers.tiering.origins import Origins
 from kvtiers.tiering.requests import RequestState
 from kvtiers.tiering.tiers import TierSlot
 
-__all__ = ["JobTable", "RunningJob", "TieringOptions"]
+__all__ = ["JobTable", "TieringOptions"]
 
 _log = logging.getLogger("kvtiers.tiering")
 _SCAN_SECONDS = 0.05  # how often deadlines are looked at
-_UNREAD_KEYS = 1 << 18  # keys remembered as stored and not read yet
 
 
 @dataclass(frozen=True, slots=True)
 class TieringOptions:
-    """Bounds of the tiering manager; shares are of all rows, each rounded up to at least one row.
+    """Bounds of the tiering manager; shares are of all rows, at least one row each.
 
     ``load_wait`` None: wait for a promotion as long as computing the chunks would take.
     """
@@ -49,38 +50,48 @@ class TieringOptions:
 
 
 @dataclass(slots=True, eq=False)
-class RunningJob:
-    """A submitted job. ``state`` is the request that it was submitted for."""
+class _Running:
+    """A submitted job. ``state`` is the request that it was submitted for; ``generation`` that of the cache then."""
 
     job: TransferJob
     slot: TierSlot
-    rows: list[int]
+    rows: Sequence[int]
     state: RequestState
+    generation: int
     submitted: float
     started: float | None = None
     failed: bool = False
 
 
 class JobTable:
-    """All jobs in flight, and the rows that they hold."""
+    """All jobs in flight, and the budgets of rows that they, the reservations and the quarantine hold."""
 
     def __init__(
-        self, primary: CPUPrimaryTier, slots: Sequence[TierSlot], options: TieringOptions, clock: Callable[[], float]
+        self,
+        primary: CPUPrimaryTier,
+        slots: Sequence[TierSlot],
+        origins: Origins,
+        options: TieringOptions,
+        clock: Callable[[], float],
     ) -> None:
         self._primary = primary
         self._slots = slots
+        self._origins = origins
         self._clock = clock
-        self._jobs: dict[int, RunningJob] = {}
+        self._jobs: dict[int, _Running] = {}
         self._ids = itertools.count(1)
-        self._job_rows = max(1, options.job_bytes // primary.row_stride)
-        self._all_rows = max(1, round(options.all_tiers * primary.num_rows))
-        self._tier_rows = max(1, round(options.one_tier * primary.num_rows))
+        self._job_rows = max(1, options.job_bytes // max(1, primary.row_stride))
+        # Never above the share, but for the one row that each gets. The small number is floating point's.
+        self._all_rows = max(1, int(options.all_tiers * primary.num_rows + 1e-9))
+        self._tier_rows = max(1, int(options.one_tier * primary.num_rows + 1e-9))
         self._pinned = 0
         self._failed = 0
-        self._next_scan = 0.0
-        self._origin: dict[OffloadKey, TierSlot] = {}
-        self._unread: list[dict[OffloadKey, int]] = [{} for _ in slots]
-        self.on_tier_has: Callable[[TierSlot, Sequence[OffloadKey]], None] = lambda _slot, _keys: None
+        self._generation = 0
+        self._next_scan = -math.inf
+        self.on_promoted: Callable[[TierSlot, Sequence[OffloadKey]], None] = lambda _slot, _landed: None
+        self.on_stored: Callable[[TierSlot, Sequence[OffloadKey], Sequence[OffloadKey]], None] = (
+            lambda _slot, _stored, _failed: None
+        )
 
     @property
     def running(self) -> int:
@@ -89,45 +100,46 @@ class JobTable:
 
     def room(self, slot: TierSlot) -> int:
         """Rows that this tier may still pin under the budgets."""
-        return max(0, min(self._tier_rows - slot.pinned, self._all_rows - self._pinned))
+        return max(0, min(self._tier_rows - slot.metrics.pinned_rows, self._all_rows - self._pinned))
 
     def hold(self, slot: TierSlot, rows: int) -> None:
-        """Take ``rows`` (negative: give back) from the budgets of this tier and of all tiers."""
-        slot.pinned += rows
-        slot.metrics.pinned_rows = slot.pinned
+        """Take ``rows`` (negative: give back) from the budgets of this tier and of all tiers.
+
+        A row that several tiers read counts for each of them.
+        """
+        slot.metrics.pinned_rows += rows
         self._pinned += rows
 
     def submit(
-        self, slot: TierSlot, keys: Sequence[OffloadKey], rows: list[int], state: RequestState, *, promotion: bool
+        self, slot: TierSlot, keys: Sequence[OffloadKey], rows: Sequence[int], state: RequestState, *, promotion: bool
     ) -> None:
         """Hand chunks to a tier, in jobs of bounded size. Their rows are already in the budgets."""
+        now = self._clock()
         for start in range(0, len(keys), self._job_rows):
             some_rows = rows[start : start + self._job_rows]
-            chunk_ids = np.asarray(some_rows, np.int32).data
-            some_keys = keys[start : start + self._job_rows]
+            # Copies: a tier that changes what it was given must not change what we know.
+            some_keys = tuple(keys[start : start + self._job_rows])
+            chunk_ids = memoryview(array("i", some_rows))
             job = TransferJob(next(self._ids), some_keys, chunk_ids, promotion, state.context)
-            running = RunningJob(job, slot, some_rows, state, self._clock())
+            running = _Running(job, slot, some_rows, state, self._generation, now)
             self._jobs[job.job_id] = running
             slot.metrics.running_jobs += 1
-            if promotion:
-                slot.loading_chunks += len(some_keys)
             if not slot.submit(job):
                 self._finish(running, JobResult(job.job_id, success=False))
 
     def poll(self) -> None:
-        """Take all tiers' news: starts first, then results, then what is overdue."""
+        """Take all tiers' news: starts first, then failures, then results; at last look for what is overdue."""
         for slot in self._slots:
-            started = slot.started_jobs()
-            if started:
-                self._note_starts(slot, started)
-            for job_id in slot.failed_jobs():
-                running = self._jobs.get(job_id)
-                if running is not None and running.slot is slot and not running.failed:
-                    self._give_up(running, "failed", tell=False)
+            for job_id in slot.started_jobs():
+                running = self._job_of(slot, job_id)
+                if running is not None and running.started is None:
+                    running.started = self._clock()
+            failed = [self._job_of(slot, job_id) for job_id in slot.failed_jobs()]
+            self._give_up(slot, [job for job in failed if job is not None and not job.failed], "failed", tell=False)
             for result in slot.finished_jobs():
                 self._accept(slot, result)
                 if slot.retired:
-                    self._give_up_all(slot)
+                    self._give_up(slot, [job for job in self._of(slot) if not job.failed], "were given up", tell=False)
                     break
         if self._jobs:
             now = self._clock()
@@ -135,128 +147,172 @@ class JobTable:
                 self._next_scan = now + _SCAN_SECONDS
                 self._expire(now)
 
-    def served(self, keys: Sequence[OffloadKey]) -> list[TierSlot]:
-        """Return, for those of the keys that a tier brought and nobody has read before, that tier. Asked once a key."""
-        if not self._origin:
-            return []
-        origin = self._origin
-        return [origin.pop(key) for key in keys if key in origin]
+    def reset(self) -> None:
+        """The cache was emptied: of the jobs in flight only the rows matter from now on."""
+        self._generation += 1
 
-    def forget_origins(self) -> None:
-        """After a reset nothing that is resident came from a tier."""
-        self._origin.clear()
+    # -- inside
 
-    def _note_starts(self, slot: TierSlot, started: Sequence[int]) -> None:
-        now = self._clock()
-        for job_id in started:
-            running = self._jobs.get(job_id)
-            if running is not None and running.slot is slot and running.started is None:
-                running.started = now
+    def _job_of(self, slot: TierSlot, job_id: object) -> _Running | None:
+        running = self._jobs.get(job_id) if isinstance(job_id, int) else None
+        return running if running is not None and running.slot is slot else None
+
+    def _of(self, slot: TierSlot) -> Iterable[_Running]:
+        return (running for running in self._jobs.values() if running.slot is slot)
 
     def _accept(self, slot: TierSlot, result: JobResult) -> None:
-        running = self._jobs.get(result.job_id)
-        if running is None or running.slot is not slot:
-            slot.retire(f"it reported job {result.job_id}, which it does not have (or reported before)")
-        elif result.successful_keys is not None and not set(result.successful_keys) <= set(running.job.keys):
+        if not isinstance(result, JobResult):
+            slot.retire(f"it reported {result!r}, which is no JobResult")
+            return
+        running = self._job_of(slot, result.job_id)
+        if running is None:
+            slot.retire(f"it reported job {result.job_id!r}, which it does not have (or reported before)")
+        elif not _is_of(running.job, result):
             slot.retire(f"its result of job {result.job_id} names keys that are not of the job")
         else:
             self._finish(running, result)
 
-    def _finish(self, running: RunningJob, result: JobResult) -> None:
-        job, slot = running.job, running.slot
+    def _finish(self, running: _Running, result: JobResult) -> None:
+        """The tier has let go of the job's rows."""
+        job, metrics = running.job, running.slot.metrics
         del self._jobs[job.job_id]
         if running.failed:
             self._failed -= 1
-            slot.metrics.quarantined_rows -= len(running.rows)
+            metrics.quarantined_rows -= len(running.rows)
         else:
-            slot.metrics.running_jobs -= 1
-            if job.is_promotion:
-                slot.loading_chunks -= len(running.rows)
-        self.hold(slot, -len(running.rows))
-        if job.is_promotion:
-            self._finish_promotion(running, result)
-        else:
-            self._finish_store(running, result)
-
-    def _finish_promotion(self, running: RunningJob, result: JobResult) -> None:
-        job, metrics = running.job, running.slot.metrics
-        if running.failed:
+            metrics.running_jobs -= 1
+        self.hold(running.slot, -len(running.rows))
+        good = _good_keys(job, result)
+        overtaken = running.failed or running.generation != self._generation
+        if not job.is_promotion:
+            self._primary.complete_read(running.rows)
+            if not running.failed:
+                self._stored(running, result, good, overtaken=overtaken)
+            return
+        if not running.failed:
+            metrics.loading_chunks -= len(running.rows)
+        if overtaken:
             self._primary.complete_write(running.rows, success=False)
-            return
-        good: Collection[OffloadKey] = job.keys if result.success else set(result.successful_keys or ())
-        landed = self._primary.complete_write(running.rows, result.success, good)
-        unread = self._unread[running.slot.index]
-        for key in landed:
-            self._origin[key] = running.slot
-            metrics.unread_bytes -= unread.pop(key, 0)
-        self.on_tier_has(running.slot, landed)
-        seconds = self._clock() - running.submitted
-        metrics.promotion_latency.observe(seconds)
-        if good:
-            running.slot.measure(len(good), result.seconds or seconds)
-            metrics.loaded_chunks += len(good)
-            metrics.loaded_bytes += result.nbytes
-            metrics.load_seconds += result.seconds
-        if len(good) < len(job.keys):
-            metrics.failed_loads += len(job.keys) - len(good)
-            running.state.given_up.update(key for key in job.keys if key not in good)
+        else:
+            self._landed(running, result, good)
 
-    def _finish_store(self, running: RunningJob, result: JobResult) -> None:
-        job, metrics = running.job, running.slot.metrics
-        self._primary.complete_read(running.rows)
-        if running.failed:
-            return
-        good = job.keys if result.success else list(result.successful_keys or ())
+    def _landed(self, running: _Running, result: JobResult, good: Sequence[OffloadKey]) -> None:
+        job, slot, metrics = running.job, running.slot, running.slot.metrics
+        now = self._clock()
+        nbytes, seconds = _moved(result)
+        complete = len(good) == len(job.keys)
+        landed = self._primary.complete_write(running.rows, complete, () if complete else set(good))
+        metrics.promotion_latency.observe(now - running.submitted)
         if good:
+            slot.measure(len(good), seconds or now - running.submitted, now)
+            metrics.loaded_chunks += len(good)
+            metrics.loaded_bytes += nbytes
+            metrics.load_seconds += seconds
+            self._origins.read(slot, good)
+            self.on_promoted(slot, landed)
+        if not complete:
+            lost = _without(job.keys, good)
+            metrics.failed_loads += len(lost)
+            self._origins.forget(lost)
+            running.state.lose(slot, lost)
+
+    def _stored(self, running: _Running, result: JobResult, good: Sequence[OffloadKey], *, overtaken: bool) -> None:
+        job, slot, metrics = running.job, running.slot, running.slot.metrics
+        failed = _without(job.keys, good)
+        metrics.failed_stores += len(failed)
+        if good:
+            nbytes, seconds = _moved(result)
             metrics.cascade_latency.observe(self._clock() - running.submitted)
             metrics.stored_chunks += len(good)
-            metrics.stored_bytes += result.nbytes
-            metrics.store_seconds += result.seconds
-            self._note_unread(running.slot, good, result.nbytes)
-            self.on_tier_has(running.slot, good)
-        metrics.failed_stores += len(job.keys) - len(good)
-
-    def _note_unread(self, slot: TierSlot, keys: Sequence[OffloadKey], nbytes: int) -> None:
-        unread = self._unread[slot.index]
-        share = nbytes // len(keys)
-        if share and len(unread) < _UNREAD_KEYS:
-            unread.update(dict.fromkeys(keys, share))
-            slot.metrics.unread_bytes += share * len(keys)
+            metrics.stored_bytes += nbytes
+            metrics.store_seconds += seconds
+            if not overtaken:
+                self._origins.written(slot, good, nbytes)
+        if not overtaken:
+            self.on_stored(slot, good, failed)
 
     def _expire(self, now: float) -> None:
-        for running in list(self._jobs.values()):
+        overdue: defaultdict[TierSlot, list[_Running]] = defaultdict(list)
+        for running in self._jobs.values():
             begun = running.submitted if running.started is None else running.started
-            if not running.failed and now - begun > running.slot.options.deadline:
-                self._give_up(running, f"did not end within {running.slot.options.deadline:g}s")
-                running.slot.metrics.expired_jobs += 1
+            if now - begun > running.slot.options.deadline and not running.failed:
+                overdue[running.slot].append(running)
+        for slot, jobs in overdue.items():
+            slot.metrics.expired_jobs += len(jobs)
+            for running in jobs:
+                if running.job.is_promotion:  # at least that slow: it must not look fast to the next request
+                    slot.measure(len(running.rows), now - running.submitted, now)
+            self._give_up(slot, jobs, f"did not end within {slot.options.deadline:g}s", tell=True)
 
-    def _give_up_all(self, slot: TierSlot) -> None:
-        for running in list(self._jobs.values()):
-            if running.slot is slot and not running.failed:
-                self._give_up(running, "was given up")
-
-    def _give_up(self, running: RunningJob, why: str, *, tell: bool = True) -> None:
-        """Fail a job for all who wait for it; its rows stay where they are until the tier has let go of them."""
-        job, slot = running.job, running.slot
-        running.failed = True
-        self._failed += 1
-        slot.metrics.running_jobs -= 1
-        slot.metrics.quarantined_rows += len(running.rows)
-        if job.is_promotion:
-            slot.loading_chunks -= len(running.rows)
-            slot.metrics.failed_loads += len(job.keys)
-            self._primary.abandon(running.rows)
-            running.state.given_up.update(job.keys)
-        else:
-            slot.metrics.failed_stores += len(job.keys)
+    def _give_up(self, slot: TierSlot, jobs: Sequence[_Running], why: str, *, tell: bool) -> None:
+        """Fail jobs for all who wait for them; their rows stay where they are until the tier has let go of them."""
+        if not jobs:
+            return
+        metrics = slot.metrics
+        promoted = stored = 0
+        for running in jobs:
+            job, rows = running.job, running.rows
+            running.failed = True
+            metrics.quarantined_rows += len(rows)
+            if job.is_promotion:
+                promoted += len(rows)
+            else:
+                stored += len(rows)
+            if running.generation != self._generation:
+                continue
+            if job.is_promotion:
+                self._primary.abandon(rows)
+                self._origins.forget(job.keys)
+                running.state.lose(slot, job.keys)
+            else:
+                self.on_stored(slot, (), job.keys)
+        self._failed += len(jobs)
+        metrics.running_jobs -= len(jobs)
+        metrics.loading_chunks -= promoted
+        metrics.failed_loads += promoted
+        metrics.failed_stores += stored
         _log.warning(
-            "%s: %s job %d of %d chunks %s; %s, its rows are held until the tier lets go of them",
+            "%s: %d jobs, the first of them %d, %s: %d chunks are misses, %d are not stored; their rows are held until "
+            "the tier lets go of them",
             slot.name,
-            "promotion" if job.is_promotion else "store",
-            job.job_id,
-            len(job.keys),
+            len(jobs),
+            jobs[0].job.job_id,
             why,
-            "counted as misses" if job.is_promotion else "dropped",
+            promoted,
+            stored,
         )
         if tell:
-            slot.abandon(job.job_id)
+            for running in jobs:
+                slot.abandon(running.job.job_id)
+
+
+def _good_keys(job: TransferJob, result: JobResult) -> Sequence[OffloadKey]:
+    """Return the job's keys that the tier moved, in order. Keys that it names count more than its ``success``."""
+    if result.successful_keys is None:
+        return job.keys if result.success else ()
+    named = set(result.successful_keys)
+    return job.keys if len(named) == len(job.keys) else [key for key in job.keys if key in named]
+
+
+def _without(keys: Sequence[OffloadKey], some: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+    if len(keys) == len(some):
+        return ()
+    left_out = set(some)
+    return [key for key in keys if key not in left_out]
+
+
+def _is_of(job: TransferJob, result: JobResult) -> bool:
+    """Say whether the keys that a result names are the job's."""
+    try:
+        return result.successful_keys is None or set(result.successful_keys) <= set(job.keys)
+    except TypeError:
+        return False
+
+
+def _moved(result: JobResult) -> tuple[int, float]:
+    """Return the bytes and seconds of a result; 0 for what is no such number."""
+    try:
+        nbytes, seconds = int(result.nbytes), float(result.seconds)
+    except (TypeError, ValueError, OverflowError):
+        return 0, 0.0
+    return max(0, nbytes), seconds if 0 <= seconds < math.inf else 0.0

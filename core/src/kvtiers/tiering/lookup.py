@@ -1,35 +1,47 @@
-"""Lookups: how far a request's prefix is at hand, and how long it is worth waiting for the rest.
+"""Lookups: how far a request's prefix is at hand.
 
-The primary is asked first, in one sweep; for what it lacks the tiers are asked in their order. A tier's hits are
-reserved for promotion on the spot. Waiting is bounded twice, once a request each: for an answer (``lookup_wait``), and
-for a promotion (``load_wait``; ``auto``: no longer than computing the chunks would take).
+The primary is asked first; from the first chunk that it lacks the tiers are asked in their order, each about the whole
+rest of the prefix. What a tier has and the primary lacks is reserved for promotion on the spot. How long the request
+waits for it is decided in ``waits``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvtiers.api import LookupResult, OffloadKey, group_of
 from kvtiers.base import PrefixHits
 from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.chunks import CPUPrimaryTier
-from kvtiers.tiering.jobs import TieringOptions
-from kvtiers.tiering.promotion import Promotions
+from kvtiers.tiering.jobs import JobTable
+from kvtiers.tiering.origins import Origins
+from kvtiers.tiering.promotion import Found, Promotions
 from kvtiers.tiering.requests import RequestState
 from kvtiers.tiering.tiers import TierSlot
+from kvtiers.tiering.waits import Waits
 
 __all__ = ["Lookups"]
 
-_HIT = LookupResult.HIT
-_RETRY = LookupResult.RETRY
-_MEASURE_SECONDS = 5.0  # how often a tier that seems too slow is measured anew
-_PREFILL_WEIGHT = 0.2  # of the newest step in the running prefill seconds per token
+_MISS, _PENDING = LookupResult.MISS, LookupResult.HIT_PENDING
+_SMALLEST_QUESTION = 64  # chunks, once a tier was asked about the whole rest
+_MOST_RESERVED = 2048  # chunks a call: a long prefix is reserved over several steps, so that none of them is long
 
 
 class _Run(NamedTuple):
-    """The leading run of one call: its length, and whether it ended at a chunk whose presence is unknown."""
+    """A leading run: its length, whether it ended at a chunk whose presence is unknown, or at the bound of a call."""
 
     length: int
     unresolved: bool = False
+    capped: bool = False
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A tier during one lookup: how many rows it may still get, and about how many chunks it is asked next."""
+
+    slot: TierSlot
+    room: int
+    question: int
 
 
 class Lookups:
@@ -38,166 +50,166 @@ class Lookups:
     def __init__(
         self,
         primary: CPUPrimaryTier,
+        jobs: JobTable,
         promotions: Promotions,
+        origins: Origins,
+        waits: Waits,
         tokens_per_chunk: Sequence[int],
-        options: TieringOptions,
         metrics: EngineMetrics,
-        clock: Callable[[], float],
     ) -> None:
         self._primary = primary
+        self._jobs = jobs
         self._promotions = promotions
+        self._origins = origins
+        self._waits = waits
         self._tokens_per_chunk = tokens_per_chunk
-        self._options = options
         self._metrics = metrics
-        self._clock = clock
-        self._prefill_seconds_per_token: float | None = None
-        self._measured_at: dict[int, float] = {}
-
-    def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """Take what the engine has seen of its own speed."""
-        if tokens > 0 and seconds > 0:
-            now = seconds / tokens
-            before = self._prefill_seconds_per_token
-            self._prefill_seconds_per_token = now if before is None else before + _PREFILL_WEIGHT * (now - before)
+        self._asking: list[RequestState] = []
 
     def prefix(self, keys: Sequence[OffloadKey], state: RequestState) -> PrefixHits:
         """Return the leading run of ``keys`` (one group's, head first) that is present."""
-        tokens = self._tokens_per_chunk[group_of(keys[0])]
-        self._count(len(keys), state)
+        group = group_of(keys[0])
+        tokens = self._tokens_per_chunk[group]
+        counted = state.counted.get(group, 0)
+        if len(keys) > counted:
+            self._metrics.lookups += len(keys) - counted
+            state.counted[group] = len(keys)
+        hits = self._run(keys, state, tokens)
+        reach = hits.chunks * tokens
+        if state.shortest_tokens is None:
+            self._asking.append(state)
+            state.shortest_tokens = reach
+        elif reach < state.shortest_tokens:
+            state.shortest_tokens = reach
+        return hits
+
+    def single(self, key: OffloadKey, state: RequestState) -> LookupResult:
+        """Return where one chunk stands for this request."""
+        if key not in state.counted_single:
+            self._metrics.lookups += 1
+            state.counted_single.add(key)
+        hits = self._run([key], state, self._tokens_per_chunk[group_of(key)], window=True)
+        if hits.ready:
+            return LookupResult.HIT
+        if hits.pending:
+            return _PENDING
+        return LookupResult.RETRY if hits.unresolved else _MISS
+
+    def end_step(self) -> None:
+        """Forget how far the step's requests reached."""
+        for state in self._asking:
+            state.shortest_tokens = None
+        self._asking.clear()
+
+    def _run(self, keys: Sequence[OffloadKey], state: RequestState, tokens: int, *, window: bool = False) -> PrefixHits:
         if state.given_up:
             keys = _until(keys, state.given_up)
         length, pending = self._primary.resident_run(keys)
         run = _Run(length)
-        if length < len(keys) and state.slots:
+        if length < len(keys) and state.slots and not state.load_over:
             run = self._follow(keys, length, state, tokens)
-            pending = self._primary.resident_run(keys[: run.length])[1] if run.length > length else pending
+            if run.length > length:
+                # Counted anew: making room for the reserved chunks may have cost the run a later one.
+                length, pending = self._primary.resident_run(keys[: run.length])
+                run = run if length == run.length else _Run(length)
         if pending:
-            run, pending = self._bound_load(keys, run, pending, state, tokens)
-        if run.unresolved and self._lookup_expired(state):
-            state.given_up.add(keys[run.length])
-            run = _Run(run.length)
-        reach = run.length * tokens
-        state.shortest_tokens = reach if state.shortest_tokens is None else min(state.shortest_tokens, reach)
-        return PrefixHits(run.length - pending, pending, run.unresolved)
-
-    def single(self, key: OffloadKey, state: RequestState) -> LookupResult:
-        """Return where one chunk stands for this request."""
-        shortest = state.shortest_tokens
-        hits = self.prefix([key], state)
-        state.shortest_tokens = shortest  # a window's chunk is no run from the start
-        if hits.ready:
-            return _HIT
-        if hits.pending:
-            return LookupResult.HIT_PENDING
-        return _RETRY if hits.unresolved else LookupResult.MISS
-
-    def _count(self, asked: int, state: RequestState) -> None:
-        if asked > state.counted:
-            self._metrics.lookups += asked - state.counted
-            state.counted = asked
-
-    def _follow(self, keys: Sequence[OffloadKey], at: int, state: RequestState, tokens: int) -> _Run:
-        """Follow the prefix beyond its first absent chunk, through tiers and primary, to one that is not to be had."""
-        slots = [slot for slot in state.slots if slot.available()]
-        if not slots:
-            return _Run(at)
-        absent = [found is LookupResult.MISS for found in self._primary.find(keys[at:])]
-        first, window = at, len(keys)
-        while at < len(keys):
-            here = at - first
-            if not absent[here]:
-                at = first + _index(absent, True, here)
-                continue
-            end = first + _index(absent, False, here)
-            hits, unresolved = self._ask(slots, keys, at, min(end, at + window), state, tokens)
-            if not hits:
-                return _Run(at, unresolved)
-            at += hits
-            window = 64  # only the first question is about the whole rest
-        return _Run(at)
-
-    def _ask(
-        self, slots: Sequence[TierSlot], keys: Sequence[OffloadKey], at: int, end: int, state: RequestState, tokens: int
-    ) -> tuple[int, bool]:
-        """Ask the tiers in order; return how many chunks from ``at`` are on their way now, and whether to ask again."""
-        unresolved = False
-        for slot in slots:
-            answers = slot.lookup_many(keys[at:end], state.context)
-            hits = _leading_hits(answers)
-            slot.metrics.lookups += len(answers)
-            if hits:
-                if self._cheaper_to_compute(slot, hits, tokens):
-                    self._metrics.recomputed_cheaper += hits
-                    state.given_up.add(keys[at])
-                    return 0, False
-                return self._promotions.reserve(slot, keys[: at + hits], hits, state, tokens), False
-            unresolved = unresolved or answers[0] is _RETRY
-        return 0, unresolved
-
-    def _cheaper_to_compute(self, slot: TierSlot, chunks: int, tokens: int) -> bool:
-        per_token, per_chunk = self._prefill_seconds_per_token, slot.seconds_per_chunk
-        if self._options.load_wait is not None or per_token is None or per_chunk is None:
-            return False
-        if (chunks + slot.loading_chunks) * per_chunk <= chunks * tokens * per_token:
-            return False
-        now = self._clock()
-        if now - self._measured_at.get(slot.index, now - _MEASURE_SECONDS) >= _MEASURE_SECONDS:
-            self._measured_at[slot.index] = now  # one load in a while goes ahead: it is the new measurement
-            return False
-        return True
-
-    def _lookup_expired(self, state: RequestState) -> bool:
-        now = self._clock()
-        if state.lookup_until is None:
-            state.lookup_until = now + self._options.lookup_wait
-        if now < state.lookup_until:
-            return False
-        self._metrics.wait_expired += 1
-        return True
-
-    def _bound_load(
-        self, keys: Sequence[OffloadKey], run: _Run, pending: int, state: RequestState, tokens: int
-    ) -> tuple[_Run, int]:
-        """Note who shares a promotion; end the run before its first pending chunk if the request has waited enough."""
-        now = self._clock()
-        if state.load_until is None:
-            state.load_until = now + self._load_wait(pending * tokens, state)
-        waiting = self._pending_in(keys[: run.length])
-        if now < state.load_until:
+            waiting = self._pending_in(keys[:length])
+            state.window_waits.update(waiting if window else ())
+            waits_for = max(len(waiting), len(state.window_waits)) * tokens
+            if self._waits.load_over(state, waits_for, self._origins.bringing(waiting)):
+                self._metrics.wait_expired += pending
+                state.given_up.update(waiting)
+                return PrefixHits(len(_until(keys[:length], state.given_up)), 0, unresolved=False)
             self._promotions.met(waiting, state)
-            return run, pending
-        self._metrics.wait_expired += pending
-        state.given_up.update(waiting)
-        return _Run(len(_until(keys[: run.length], state.given_up))), 0
+        if run.unresolved and self._waits.lookup_over(state):
+            self._metrics.wait_expired += 1
+            state.given_up.add(keys[length])
+            run = _Run(length)
+        return PrefixHits(length - pending, pending, run.unresolved or run.capped)
 
     def _pending_in(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         found = self._primary.find(keys)
-        return [key for key, where in zip(keys, found, strict=True) if where is LookupResult.HIT_PENDING]
+        return [key for key, where in zip(keys, found, strict=True) if where is _PENDING]
 
-    def _load_wait(self, tokens: int, state: RequestState) -> float:
-        if self._options.load_wait is not None:
-            return self._options.load_wait
-        measured = all(slot.seconds_per_chunk is not None for slot in state.slots if slot.loading_chunks)
-        if self._prefill_seconds_per_token is None or not measured:
-            return self._options.lookup_wait
-        return tokens * self._prefill_seconds_per_token
+    # -- the tiers
 
+    def _follow(self, keys: Sequence[OffloadKey], at: int, state: RequestState, tokens: int) -> _Run:
+        """Follow the prefix beyond its first absent chunk, through tiers and primary, to one that is not to be had."""
+        tiers = [tier for slot in state.slots if (tier := self._askable(slot, len(keys))) is not None]
+        found: list[Found] = []
+        left, unresolved = _MOST_RESERVED, False
+        while at < len(keys) and tiers and left:
+            share, end, unresolved = self._ask(tiers, keys, at, left, state, tokens)
+            if share is None:
+                break
+            found.append(share)
+            left -= len(share.places)
+            at = self._resident_until(keys, end)
+        if found:
+            reached = self._promotions.reserve(keys[:at], found, state, tokens)
+            if reached < at:
+                return _Run(reached)
+        return _Run(at, unresolved, capped=not left and at < len(keys))
 
-def _leading_hits(answers: Sequence[LookupResult]) -> int:
-    hits = 0
-    for answer in answers:
-        if answer is not _HIT:
-            break
-        hits += 1
-    return hits
+    def _askable(self, slot: TierSlot, question: int) -> _Asked | None:
+        if not slot.available():
+            return None
+        room = self._jobs.room(slot)
+        if not room:
+            slot.metrics.budget_misses += 1
+            return None
+        return _Asked(slot, room, question)
 
+    def _ask(
+        self, tiers: list[_Asked], keys: Sequence[OffloadKey], at: int, most: int, state: RequestState, tokens: int
+    ) -> tuple[Found | None, int, bool]:
+        """Ask the tiers in order about what follows ``at``.
 
-def _index(flags: list[bool], wanted: bool, start: int) -> int:
-    """Return where ``wanted`` comes next, or the length if it does not."""
-    try:
-        return flags.index(wanted, start)
-    except ValueError:
-        return len(flags)
+        Return what the first one with a hit is to bring and up to where, and, if none has one, whether to ask again.
+        """
+        unresolved = False
+        too_slow = 0
+        for tier in tiers:
+            if tier.room <= 0:
+                continue
+            some = keys[at : at + tier.question] if at or tier.question < len(keys) else keys
+            tier.question = max(_SMALLEST_QUESTION, tier.question // 2)
+            hits, retry = tier.slot.ask(some, state.context)
+            if hits and state.lost:
+                hits = state.not_lost(tier.slot, some[:hits])
+            unresolved = unresolved or (retry and not hits)
+            if not hits:
+                continue
+            places = self._absent(some[:hits], at)
+            worth = self._waits.worth_loading(tier.slot, len(places), tokens)
+            too_slow += len(places) - worth
+            take = min(worth, tier.room, most)
+            if not take:
+                continue
+            if tier.room < min(worth, most):
+                tier.slot.metrics.dropped_promotions += worth - take
+            tier.room -= take
+            end = at + hits if take == len(places) else places[take]
+            return Found(tier.slot, places[:take]), end, False
+        if too_slow and not unresolved:
+            self._metrics.recomputed_cheaper += too_slow
+            state.given_up.add(keys[at])
+        return None, at, unresolved
+
+    def _absent(self, keys: Sequence[OffloadKey], first: int) -> list[int]:
+        found = self._primary.find(keys)
+        return [place for place, where in enumerate(found, first) if where is _MISS]
+
+    def _resident_until(self, keys: Sequence[OffloadKey], at: int) -> int:
+        """Return where, from ``at`` on, the first chunk is that the primary lacks."""
+        step = 16
+        while at < len(keys):
+            here = self._primary.resident_run(keys[at : at + step])[0]
+            at += here
+            if here < step:
+                break
+            step *= 4
+        return at
 
 
 def _until(keys: Sequence[OffloadKey], stop: set[OffloadKey]) -> Sequence[OffloadKey]:

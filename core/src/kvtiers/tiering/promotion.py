@@ -1,72 +1,95 @@
-"""Promotions: rows are reserved when a lookup finds a chunk in a tier, and filled from the end of the step on.
+"""Promotions: rows are reserved when a lookup finds chunks in a tier, and filled from the end of the step on.
 
 A reserved chunk is pending in the primary at once, so that every other lookup sees it and nobody fetches it twice. At
 the end of the step each (tier, request) becomes one batch; what lies beyond the request's shortest run of the step is
 let go again, unless another request has met it meanwhile.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvtiers.api import OffloadKey
 from kvtiers.primary.chunks import CPUPrimaryTier
 from kvtiers.tiering.jobs import JobTable, TieringOptions
+from kvtiers.tiering.origins import Origins
 from kvtiers.tiering.requests import RequestState
 from kvtiers.tiering.tiers import TierSlot
 
-__all__ = ["Promotions"]
+__all__ = ["Found", "Promotions"]
+
+
+class Found(NamedTuple):
+    """Chunks of a run that this tier has and the primary lacks: their places in the run."""
+
+    slot: TierSlot
+    places: Sequence[int]
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Chunks that a request found in a tier; ``ends[i]`` is where ``keys[i]`` ends in the request's run, in tokens."""
+    """Chunks that a request found in a tier; ``starts[i]`` is where ``keys[i]`` begins in the run, in tokens."""
 
     slot: TierSlot
     state: RequestState
     keys: list[OffloadKey] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
 
 
 class Promotions:
     """Reservations of the current step."""
 
-    def __init__(self, primary: CPUPrimaryTier, jobs: JobTable, options: TieringOptions) -> None:
+    def __init__(
+        self,
+        primary: CPUPrimaryTier,
+        jobs: JobTable,
+        origins: Origins,
+        options: TieringOptions,
+        on_allocated: Callable[[int, Sequence[OffloadKey], int], None],
+    ) -> None:
         self._primary = primary
         self._jobs = jobs
-        self._reserve_rows = max(1, round(options.store_reserve * primary.num_rows))
+        self._origins = origins
+        self._reserve_rows = max(1, math.ceil(options.store_reserve * primary.num_rows - 1e-9))
         self._batches: dict[tuple[int, str], _Batch] = {}
         self._reserved: dict[OffloadKey, RequestState] = {}
         self._shared: dict[OffloadKey, RequestState] = {}
-        self.on_evicted: Callable[[Sequence[OffloadKey]], None] = lambda _keys: None
+        self._on_allocated = on_allocated
 
     def __bool__(self) -> bool:
         return bool(self._batches)
 
-    def reserve(self, slot: TierSlot, run: Sequence[OffloadKey], hits: int, state: RequestState, tokens: int) -> int:
-        """Reserve rows for the last ``hits`` chunks of a run, which this tier has; return how many of them got one.
+    def reserve(
+        self, run: Sequence[OffloadKey], found: Sequence[Found], state: RequestState, tokens_per_chunk: int
+    ) -> int:
+        """Reserve rows for what was found for a run, head first; return how long the run is with what got one.
 
         The run's other chunks are in the primary, and stay there: they do not make room for these.
         """
-        room = min(hits, self._jobs.room(slot))
-        got = None
-        if room:
-            got = self._primary.prepare_write(
-                run, state.context.request_id, reserve_rows=self._reserve_rows, max_rows=room
-            )
+        wanted = sum([len(share.places) for share in found])
+        clean_before = self._primary.clean_rows
+        got = self._primary.prepare_write(
+            run, state.context.request_id, reserve_rows=self._reserve_rows, max_rows=wanted
+        )
         if got is None:
-            slot.metrics.dropped_promotions += hits
-            return 0
-        slot.metrics.dropped_promotions += hits - len(got.rows)
-        self._jobs.hold(slot, len(got.rows))
-        batch = self._batch(slot, state)
-        batch.keys += got.keys
-        batch.rows += got.rows
-        first = len(run) - hits + 1
-        batch.ends.extend(range(first * tokens, (first + len(got.rows)) * tokens, tokens))
+            found[0].slot.metrics.dropped_promotions += wanted
+            return found[0].places[0]
+        self._origins.forget(got.evicted)
+        self._on_allocated(len(got.keys), got.evicted, clean_before)
         self._reserved.update(dict.fromkeys(got.keys, state))
-        self.on_evicted(got.evicted)
-        return len(got.rows)
+        taken = 0
+        for slot, places in found:
+            end = taken + len(places)
+            keys, rows = got.keys[taken:end], got.rows[taken:end]
+            if keys:
+                self._add(slot, state, keys, rows, [place * tokens_per_chunk for place in places[: len(keys)]])
+            if len(keys) < len(places):
+                slot.metrics.dropped_promotions += wanted - len(got.keys)
+                return places[len(keys)]
+            taken = end
+        return len(run)
 
     def met(self, keys: Sequence[OffloadKey], state: RequestState) -> None:
         """Note that a request's run includes these pending chunks: what another one reserved is now for both."""
@@ -87,7 +110,7 @@ class Promotions:
     def drop(self) -> None:
         """Forget all reservations: none has reached a tier."""
         for batch in self._batches.values():
-            self._forget(batch.slot, batch.rows)
+            self._forget(batch.slot, batch.keys, batch.rows)
         self._batches.clear()
         self._reserved.clear()
         self._shared.clear()
@@ -100,27 +123,42 @@ class Promotions:
                 heir = self._shared.pop(key, None)
                 if heir is None or heir.finished:
                     self._reserved.pop(key, None)
-                    self._forget(batch.slot, [row])
-                else:
-                    target = self._batch(batch.slot, heir)
-                    target.keys.append(key)
-                    target.rows.append(row)
-                    target.ends.append(0)  # the heir met it inside its run
-                    self._reserved[key] = heir
+                    self._forget(batch.slot, [key], [row])
+                    continue
+                target = self._batch(batch.slot, heir)
+                target.keys.append(key)
+                target.rows.append(row)
+                target.starts.append(-1)  # the heir met it inside its run
+                self._reserved[key] = heir
+
+    def _add(
+        self, slot: TierSlot, state: RequestState, keys: list[OffloadKey], rows: list[int], starts: list[int]
+    ) -> None:
+        batch = self._batch(slot, state)
+        batch.keys += keys
+        batch.rows += rows
+        batch.starts += starts
+        self._jobs.hold(slot, len(rows))
+        slot.metrics.loading_chunks += len(rows)
+        self._origins.expect(slot, keys)
 
     def _batch(self, slot: TierSlot, state: RequestState) -> _Batch:
         return self._batches.setdefault((slot.index, state.context.request_id), _Batch(slot, state))
 
     def _let_go(self, batch: _Batch) -> None:
         shortest = batch.state.shortest_tokens
-        if shortest is None or max(batch.ends) <= shortest:
+        # By where a chunk starts: the groups of a run may begin at different tokens, less than a chunk apart.
+        if shortest is None or max(batch.starts) < shortest:
             return
         shared = self._shared
-        keep = [end <= shortest or key in shared for key, end in zip(batch.keys, batch.ends, strict=True)]
-        self._forget(batch.slot, [row for row, kept in zip(batch.rows, keep, strict=True) if not kept])
+        keep = [start < shortest or key in shared for key, start in zip(batch.keys, batch.starts, strict=True)]
+        unwanted = [i for i, kept in enumerate(keep) if not kept]
+        self._forget(batch.slot, [batch.keys[i] for i in unwanted], [batch.rows[i] for i in unwanted])
         batch.keys = [key for key, kept in zip(batch.keys, keep, strict=True) if kept]
         batch.rows = [row for row, kept in zip(batch.rows, keep, strict=True) if kept]
 
-    def _forget(self, slot: TierSlot, rows: list[int]) -> None:
+    def _forget(self, slot: TierSlot, keys: Sequence[OffloadKey], rows: Sequence[int]) -> None:
         self._primary.complete_write(rows, success=False)
+        self._origins.forget(keys)
         self._jobs.hold(slot, -len(rows))
+        slot.metrics.loading_chunks -= len(rows)

@@ -1,20 +1,31 @@
-"""What the manager remembers of one request."""
+"""What the manager remembers of each request, and when the tiers are told that it is over.
 
-from collections.abc import Sequence
+::
+
+    open --on_request_finished--> closing --its last store completed, no key parked--> told
+
+A tier hears ``on_new_request`` once and ``on_request_finished`` once, and between the two whatever names the request.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvtiers.api import OffloadKey
 from kvtiers.base import RequestContext
 from kvtiers.tiering.tiers import TierSlot
 
-__all__ = ["RequestState"]
+__all__ = ["RequestState", "RequestTable"]
+
+_REMEMBERED = 4096  # requests that are over, so that a late call for one of them does not open it anew
 
 
 @dataclass(slots=True, eq=False)
 class RequestState:
     """One request between ``on_new_request`` and the tiers' ``on_request_finished``.
 
-    ``given_up``: chunks that are a MISS for this request, for good: it waited too long for them, or their load failed.
+    ``given_up``: chunks that are a MISS for this request, for good: it waited too long for them, or computing them is
+    cheaper. ``lost``: chunks whose load failed for it, by the tiers (bits) that lost them; those are not asked again.
     The two clocks start with the first answer that makes the request wait and are never wound again.
     """
 
@@ -24,13 +35,103 @@ class RequestState:
     whole: tuple[TierSlot, ...] = ()
     """The tiers that want all chunks of this request."""
     given_up: set[OffloadKey] = field(default_factory=set)
-    lookup_until: float | None = None
-    load_until: float | None = None
+    lost: dict[OffloadKey, int] = field(default_factory=dict)
+    lookup_since: float | None = None
+    load_since: float | None = None
+    load_tokens: int = 0
+    """The most tokens whose chunks this request has waited for at once."""
+    window_waits: set[OffloadKey] = field(default_factory=set)
+    """Chunks of window groups that it has waited for."""
+    load_over: bool = False
+    """It has waited for promotions as long as it may."""
     shortest_tokens: int | None = None
     """The shortest run of this step, in tokens; None: not asked in this step."""
-    counted: int = 0
-    """Chunks already counted as looked up."""
+    counted: dict[int, int] = field(default_factory=dict)
+    """Chunks already counted as looked up, by group."""
+    counted_single: set[OffloadKey] = field(default_factory=set)
+    counted_hits: set[OffloadKey] = field(default_factory=set)
     open_stores: int = 0
     parked: dict[OffloadKey, None] = field(default_factory=dict)
     """Keys that a tier of ``whole`` wants but that are not readable yet."""
     finished: bool = False
+
+    def lose(self, slot: TierSlot, keys: Sequence[OffloadKey]) -> None:
+        """Take note that this tier could not bring these chunks."""
+        lost, bit = self.lost, 1 << slot.index
+        for key in keys:
+            lost[key] = lost.get(key, 0) | bit
+
+    def not_lost(self, slot: TierSlot, keys: Sequence[OffloadKey]) -> int:
+        """Return how many of the leading keys this tier has not lost for the request."""
+        if not self.lost or self.lost.keys().isdisjoint(keys):
+            return len(keys)
+        bit = 1 << slot.index
+        return next((i for i, key in enumerate(keys) if self.lost.get(key, 0) & bit), len(keys))
+
+
+class RequestTable:
+    """The requests that are open, and those whose end the tiers have not been told yet."""
+
+    def __init__(self, slots: Sequence[TierSlot], on_misuse: Callable[[], None]) -> None:
+        self._slots = slots
+        self._on_misuse = on_misuse
+        self._open: dict[str, RequestState] = {}
+        self._closing: dict[str, RequestState] = {}
+        self._over: OrderedDict[str, RequestContext] = OrderedDict()
+        self.parked: set[RequestState] = set()
+        """The requests with keys that wait to become readable."""
+
+    def open(self, ctx: RequestContext) -> RequestState:
+        """Take note of a new request. One that is open already stays as it is."""
+        state = self._open.get(ctx.request_id)
+        if state is not None:
+            self._on_misuse()
+            return state
+        before = self._closing.pop(ctx.request_id, None)
+        if before is not None:  # the id is used again: what the old request still has in flight is nobody's now
+            self._tell(before)
+            before.context = RequestContext("")
+            before.whole = ()
+            before.parked.clear()
+            self.parked.discard(before)
+        self._over.pop(ctx.request_id, None)
+        allowed = [slot for slot in self._slots if ctx.may_load_from(slot.name)]
+        state = self._open[ctx.request_id] = RequestState(ctx, allowed)
+        wanting = [slot for slot in self._slots if slot.request_started(ctx)]
+        state.whole = tuple(slot for slot in wanting if not slot.options.read_only)
+        return state
+
+    def get(self, ctx: RequestContext) -> RequestState | None:
+        """Return the request's state, opening it if need be; None (a misuse) if it is over."""
+        state = self._open.get(ctx.request_id)
+        if state is not None:
+            return state
+        if self._over.get(ctx.request_id) is ctx:
+            self._on_misuse()
+            return None
+        return self.open(ctx)
+
+    def finish(self, ctx: RequestContext) -> RequestState | None:
+        """Take note that the engine is done with a request; None (a misuse) if it is not open."""
+        state = self._open.pop(ctx.request_id, None)
+        if state is None:
+            self._on_misuse()
+            return None
+        state.finished = True
+        self._over[ctx.request_id] = state.context
+        if len(self._over) > _REMEMBERED:
+            self._over.popitem(last=False)
+        self._closing[ctx.request_id] = state
+        return state
+
+    def close_if_done(self, state: RequestState) -> None:
+        """Tell the tiers that the request is over, as soon as nothing can be submitted for it any more."""
+        if state.finished and not state.open_stores and not state.parked:
+            closing = self._closing.get(state.context.request_id)
+            if closing is state:
+                del self._closing[state.context.request_id]
+                self._tell(state)
+
+    def _tell(self, state: RequestState) -> None:
+        for slot in self._slots:
+            slot.request_finished(state.context)

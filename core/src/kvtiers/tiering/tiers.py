@@ -1,12 +1,13 @@
-"""One secondary tier as the tiering code sees it: guarded calls, budgets, speed, and whether it can be trusted.
+"""One secondary tier as the tiering code sees it: guarded calls, its figures, its speed, and whether it is trusted.
 
-Nothing that a tier does raises into the engine's step: an exception is logged, counted and answered as the contract
-says. A tier that reports what it was not given is retired: it is asked nothing more, and what it may still touch stays
-in quarantine.
+Nothing that a tier does raises into the engine's step: an exception, or an answer that is none, is logged, counted and
+taken as the contract says. A tier that reports what it was not given is retired: it is asked nothing more, and what it
+may still touch stays in quarantine.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -17,6 +18,7 @@ __all__ = ["TierOptions", "TierSlot"]
 
 _log = logging.getLogger("kvtiers.tiering")
 _SPEED_WEIGHT = 0.2  # of the newest transfer in the running seconds per chunk
+_HIT = LookupResult.HIT
 _T = TypeVar("_T")
 
 
@@ -40,18 +42,25 @@ class TierSlot:
         self.name = options.name
         self.metrics = TierMetrics()
         self.retired = ""
-        self.pinned = 0
-        """Rows that this tier's jobs, reservations and quarantine hold."""
-        self.loading_chunks = 0
+        """Why it is out of use; empty while it is not."""
         self.seconds_per_chunk: float | None = None
+        """Of its loads, running; None until one has been seen."""
+        self.measured_at = -math.inf
 
     def available(self) -> bool:
         """Say whether the tier may be asked and given jobs now."""
-        return not self.retired and self._guard(self.tier.is_available, otherwise=False)
+        return not self.retired and self._guard(lambda: bool(self.tier.is_available()), otherwise=False)
 
-    def lookup_many(self, keys: Sequence[OffloadKey], context: TierRequest) -> Sequence[LookupResult]:
-        """Ask the tier; a tier that raises, or answers nothing, has nothing."""
-        return self._guard(lambda: self.tier.lookup_many(keys, context), otherwise=()) or (LookupResult.MISS,)
+    def ask(self, keys: Sequence[OffloadKey], context: TierRequest) -> tuple[int, bool]:
+        """Return how many of the leading keys the tier has, and whether it does not know yet about the next one."""
+        nothing: list[LookupResult] = []
+        answers = self._guard(lambda: list(self.tier.lookup_many(keys, context)), otherwise=nothing)
+        self.metrics.lookups += len(answers)
+        hits = answers.count(_HIT)
+        if hits < len(answers):
+            hits = next(i for i, answer in enumerate(answers) if answer is not _HIT)
+            return min(hits, len(keys)), answers[hits] is LookupResult.RETRY
+        return min(hits, len(keys)), False
 
     def submit(self, job: TransferJob) -> bool:
         """Hand the job over; False if the tier did not take it, so that nothing has started."""
@@ -60,29 +69,28 @@ class TierSlot:
             (self.tier.submit_load if job.is_promotion else self.tier.submit_store)(job)
             return True
 
-        return self._guard(hand_over, otherwise=False)
+        return not self.retired and self._guard(hand_over, otherwise=False)
 
-    def finished_jobs(self) -> Sequence[JobResult]:
-        """Take the results that have come; a retired tier is no longer believed."""
-        return () if self.retired else self._guard(self.tier.get_finished_jobs, otherwise=())
-
-    def started_jobs(self) -> Sequence[int] | None:
-        """Take the jobs that have begun; None: jobs of this tier begin when they are submitted."""
-        nothing: Sequence[int] | None = ()
-        return nothing if self.retired else self._guard(self.tier.get_started_jobs, otherwise=nothing)
+    def started_jobs(self) -> Sequence[int]:
+        """Take the jobs that have begun, where the tier says so."""
+        return self._take(lambda: self.tier.get_started_jobs() or ())
 
     def failed_jobs(self) -> Sequence[int]:
         """Take the jobs that have failed but whose rows the tier may still touch."""
-        nothing: Sequence[int] = ()
-        return nothing if self.retired else self._guard(self.tier.get_failed_jobs, otherwise=nothing)
+        return self._take(self.tier.get_failed_jobs)
+
+    def finished_jobs(self) -> Sequence[JobResult]:
+        """Take the results that have come; a retired tier is no longer believed."""
+        return self._take(self.tier.get_finished_jobs)
 
     def abandon(self, job_id: int) -> None:
         """Tell the tier that a job of its was given up."""
-        self._guard(lambda: self.tier.abandon_job(job_id), otherwise=None)
+        if not self.retired:
+            self._guard(lambda: self.tier.abandon_job(job_id), otherwise=None)
 
     def request_started(self, context: TierRequest) -> bool:
         """Tell the tier of a request; True if it wants all the request's chunks."""
-        return not self.retired and self._guard(lambda: self.tier.on_new_request(context), otherwise=False)
+        return not self.retired and self._guard(lambda: bool(self.tier.on_new_request(context)), otherwise=False)
 
     def request_finished(self, context: TierRequest) -> None:
         """Tell the tier that no further call will name this request."""
@@ -96,7 +104,11 @@ class TierSlot:
 
     def has_pending_work(self) -> bool:
         """Say whether the tier wants the engine to keep stepping."""
-        return not self.retired and self._guard(self.tier.has_pending_work, otherwise=False)
+        return not self.retired and self._guard(lambda: bool(self.tier.has_pending_work()), otherwise=False)
+
+    def own_stats(self, read: Callable[[str], dict[str, float]]) -> dict[str, float]:
+        """Return the tier's own figures, read by its name."""
+        return self._guard(lambda: dict(read(self.name)), otherwise={})
 
     def retire(self, reason: str) -> None:
         """Put a tier that lies out of use, for good."""
@@ -106,12 +118,18 @@ class TierSlot:
             self.metrics.out_of_use = 1
             _log.error("%s: put out of use: %s; restart the engine to use it again", self.name, reason)
 
-    def measure(self, chunks: int, seconds: float) -> None:
-        """Take a finished load into the running seconds per chunk."""
-        if chunks:
-            now = seconds / chunks
-            before = self.seconds_per_chunk
-            self.seconds_per_chunk = now if before is None else before + _SPEED_WEIGHT * (now - before)
+    def measure(self, chunks: int, seconds: float, now: float) -> None:
+        """Take a load into the running seconds per chunk."""
+        speed = seconds / chunks
+        before = self.seconds_per_chunk
+        self.seconds_per_chunk = speed if before is None else before + _SPEED_WEIGHT * (speed - before)
+        self.measured_at = now
+
+    def _take(self, call: Callable[[], Iterable[_T]]) -> list[_T]:
+        taken: list[_T] = []
+        if not self.retired:
+            self._guard(lambda: taken.extend(call()), otherwise=None)  # what came before an exception is kept
+        return taken
 
     def _guard(self, call: Callable[[], _T], *, otherwise: _T) -> _T:
         try:

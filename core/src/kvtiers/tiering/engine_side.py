@@ -1,0 +1,30 @@
+"""What the manager needs of whoever built it."""
+
+from typing import Protocol
+
+__all__ = ["EngineSide"]
+
+
+class EngineSide(Protocol):
+    """The region, the ranks, and the tiers' life. Nothing blocks but ``wait_ready`` and the two ``close`` methods."""
+
+    def ready(self) -> bool:
+        """Say whether all ranks have joined. Takes the region's news."""
+
+    def dma_may_run(self) -> bool:
+        """Say whether a rank that was lost may still write into rows."""
+
+    def wait_ready(self, timeout: float) -> None:
+        """Block until all ranks have joined and all required tiers are open; StartError names who is missing."""
+
+    def new_weights(self, version: str) -> None:
+        """Make all later keys and values those of other weights."""
+
+    def tier_stats(self, name: str) -> dict[str, float]:
+        """Return a tier's own figures."""
+
+    def close_tiers(self, timeout: float) -> None:
+        """Drain and close the tiers within ``timeout`` seconds."""
+
+    def close_region(self) -> None:
+        """Let go of the region, after all who use it."""

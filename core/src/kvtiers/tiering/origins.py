@@ -1,0 +1,68 @@
+"""Which tier brings or brought a chunk, and what was written to a tier and not read since."""
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+from kvtiers.api import OffloadKey
+from kvtiers.tiering.tiers import TierSlot
+
+__all__ = ["Origins"]
+
+_UNREAD_KEYS = 1 << 18  # a tier; the oldest are forgotten, and stay counted as unread
+
+
+class Origins:
+    """For chunks that are resident or on their way, and unread: their tier. Never more of them than rows."""
+
+    def __init__(self, slots: Sequence[TierSlot]) -> None:
+        self._slots = slots
+        self._tier_of: dict[OffloadKey, TierSlot] = {}
+        self._unread: list[dict[OffloadKey, int]] = [{} for _ in slots]
+
+    def expect(self, slot: TierSlot, keys: Sequence[OffloadKey]) -> None:
+        """A row is reserved for these chunks, which this tier is to bring."""
+        self._tier_of.update(dict.fromkeys(keys, slot))
+
+    def forget(self, keys: Iterable[OffloadKey]) -> None:
+        """These chunks are not resident any more, or will not become so."""
+        if self._tier_of:
+            for key in keys:
+                self._tier_of.pop(key, None)
+
+    def bringing(self, keys: Iterable[OffloadKey]) -> set[TierSlot]:
+        """Return the tiers that bring these pending chunks; those that the engine writes have none."""
+        tier_of = self._tier_of
+        return {tier_of[key] for key in keys if key in tier_of}
+
+    def served(self, keys: Iterable[OffloadKey]) -> list[TierSlot]:
+        """Return, for those of the keys that a tier brought and nobody has read before, that tier. Asked once a key."""
+        tier_of = self._tier_of
+        return [tier_of.pop(key) for key in keys if key in tier_of] if tier_of else []
+
+    def written(self, slot: TierSlot, keys: Sequence[OffloadKey], nbytes: int) -> None:
+        """This tier has stored these chunks; ``nbytes`` were written for them."""
+        if not nbytes:
+            return
+        share = nbytes // len(keys)
+        unread = self._unread[slot.index]
+        before = len(unread)
+        unread.update(dict.fromkeys(keys, share))
+        slot.metrics.unread_bytes += share * (len(unread) - before)
+        if len(unread) > _UNREAD_KEYS:
+            for key in list(islice(unread, len(unread) - _UNREAD_KEYS)):
+                del unread[key]
+
+    def read(self, slot: TierSlot, keys: Iterable[OffloadKey]) -> None:
+        """These chunks have come back from this tier."""
+        unread = self._unread[slot.index]
+        if unread:
+            slot.metrics.unread_bytes -= sum([unread.pop(key, 0) for key in keys])
+
+    def reset(self) -> None:
+        """Nothing is resident any more."""
+        self._tier_of.clear()
+
+    def retire_keys(self) -> None:
+        """The keys mean other values from now on: what is unread of the old ones stays so."""
+        for unread in self._unread:
+            unread.clear()

@@ -1,0 +1,149 @@
+"""Plans: leave to copy between the GPU and rows. Each is completed once, by the engine, when all workers have ended.
+
+A plan that failed because a rank was lost keeps its rows until nothing of that rank can touch them any more.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtiers.api import OffloadKey
+from kvtiers.base import LoadPlan, StorePlan
+from kvtiers.metrics import EngineMetrics
+from kvtiers.primary.chunks import CPUPrimaryTier
+from kvtiers.tiering.cascade import Cascades
+from kvtiers.tiering.engine_side import EngineSide
+from kvtiers.tiering.jobs import JobTable
+from kvtiers.tiering.origins import Origins
+from kvtiers.tiering.requests import RequestState
+
+__all__ = ["Plans"]
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A plan in flight: its rows are leased until it is completed."""
+
+    keys: Sequence[OffloadKey]
+    rows: list[int]
+    state: RequestState
+
+
+class Plans:
+    """The plans in flight; runs on the engine's thread."""
+
+    def __init__(
+        self,
+        primary: CPUPrimaryTier,
+        jobs: JobTable,
+        cascades: Cascades,
+        origins: Origins,
+        engine: EngineSide,
+        metrics: EngineMetrics,
+    ) -> None:
+        self._primary = primary
+        self._jobs = jobs
+        self._cascades = cascades
+        self._origins = origins
+        self._engine = engine
+        self._metrics = metrics
+        self._ids = itertools.count(1)
+        self._stores: dict[int, _Open] = {}
+        self._loads: dict[int, _Open] = {}
+        self._orphans: list[tuple[bool, list[int]]] = []
+
+    def prepare_store(self, keys: Sequence[OffloadKey], state: RequestState) -> StorePlan | None:
+        """Lease rows for those of the keys that are not in the primary; None: no room."""
+        clean_before = self._primary.clean_rows
+        prepared = self._primary.prepare_store(keys, state.context.request_id)
+        if prepared is None:
+            self._metrics.refused_stores += len(keys)
+            return None
+        new, rows, evicted = prepared
+        self._origins.forget(evicted)
+        self._cascades.allocated(len(new), evicted, clean_before)
+        if state.whole and len(new) < len(keys):
+            fresh = set(new)
+            self._cascades.offered_again([key for key in keys if key not in fresh], state)
+        plan = StorePlan(next(self._ids), new, np.asarray(rows, np.int32), evicted)
+        self._stores[plan.plan_id] = _Open(new, rows, state)
+        state.open_stores += 1
+        return plan
+
+    def complete_store(self, plan: StorePlan, *, success: bool) -> RequestState | None:
+        """End a store: its chunks become readable and cascade, or are gone. Return its request; None: a misuse."""
+        leased = self._stores.pop(plan.plan_id, None)
+        if leased is None:
+            self._metrics.misuse += 1
+            return None
+        if success:
+            self._make_readable(leased)
+        else:
+            self._metrics.failed_gpu_stores += len(leased.rows)
+            if self._engine.dma_may_run():
+                self._primary.abandon(leased.rows)
+                self._orphans.append((True, leased.rows))
+            else:
+                self._primary.complete_store(leased.rows, success=False)
+        leased.state.open_stores -= 1
+        return leased.state
+
+    def prepare_load(self, keys: Sequence[OffloadKey], state: RequestState) -> LoadPlan | None:
+        """Pin readable chunks; None, with nothing pinned, if one of them is not readable."""
+        rows = self._primary.prepare_load(keys, state.context.request_id)
+        if rows is None:
+            return None
+        self._count_hits(keys, state)
+        self._cascades.read(keys, state)
+        plan = LoadPlan(next(self._ids), keys, np.asarray(rows, np.int32))
+        self._loads[plan.plan_id] = _Open(keys, rows, state)
+        return plan
+
+    def complete_load(self, plan: LoadPlan, *, success: bool) -> None:
+        """End a load: its chunks are no longer pinned by it."""
+        leased = self._loads.pop(plan.plan_id, None)
+        if leased is None:
+            self._metrics.misuse += 1
+            return
+        if not success:
+            self._metrics.failed_gpu_loads += len(leased.rows)
+            if self._engine.dma_may_run():
+                self._orphans.append((False, leased.rows))
+                return
+        self._primary.complete_load(leased.rows)
+
+    def release_orphans(self) -> None:
+        """Free the rows of failed plans, once nothing of a lost rank can touch them."""
+        if self._orphans and not self._engine.dma_may_run():
+            for is_store, rows in self._orphans:
+                if is_store:
+                    self._primary.complete_store(rows, success=False)
+                else:
+                    self._primary.complete_load(rows)
+            self._orphans.clear()
+
+    def _make_readable(self, leased: _Open) -> None:
+        rows = leased.rows
+        if not rows:
+            return
+        takers = self._cascades.takers(len(rows))
+        readable = self._primary.complete_store(rows, success=True, readers=len(takers))
+        if not readable:  # a reset came between
+            for slot in takers:
+                self._jobs.hold(slot, -len(rows))
+            return
+        assert len(readable) == len(rows), "a store's chunks become readable together"
+        self._metrics.stored_chunks += len(rows)
+        self._cascades.stored(leased.keys, rows, takers, leased.state)
+
+    def _count_hits(self, keys: Sequence[OffloadKey], state: RequestState) -> None:
+        """Count what the request reads for the first time, for the tier that brought it or for the primary."""
+        counted = state.counted_hits
+        fresh = keys if counted.isdisjoint(keys) else [key for key in keys if key not in counted]
+        served = self._origins.served(fresh)
+        for slot in served:
+            slot.metrics.hits += 1
+        self._metrics.primary_hits += len(fresh) - len(served)
+        counted.update(fresh)

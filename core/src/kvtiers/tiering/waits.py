@@ -1,0 +1,72 @@
+"""How long a request waits for a tier: never longer than is worth it.
+
+Two clocks a request, each started by the first answer that makes it wait and never wound again: one for answers that
+are not there yet (``lookup_wait``), one for chunks that are on their way (``load_wait``; ``auto``: as long as computing
+them would take, once both sides have been measured, and ``lookup_wait`` until then).
+"""
+
+import math
+from collections.abc import Callable, Collection
+
+from kvtiers.tiering.jobs import TieringOptions
+from kvtiers.tiering.requests import RequestState
+from kvtiers.tiering.tiers import TierSlot
+
+__all__ = ["Waits"]
+
+_PREFILL_WEIGHT = 0.2  # of the newest step in the running prefill seconds per token
+_MEASURE_SECONDS = 5.0  # how often a tier that seems too slow is measured anew
+_TRIAL_CHUNKS = 16  # how much is loaded for that
+
+
+class Waits:
+    """Weighs tiers against computing; runs on the engine's thread."""
+
+    def __init__(self, options: TieringOptions, clock: Callable[[], float]) -> None:
+        self._options = options
+        self._clock = clock
+        self._prefill_seconds_per_token: float | None = None
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """Take what the engine has seen of its own speed."""
+        if tokens > 0 and 0 < seconds < math.inf:
+            now = seconds / tokens
+            before = self._prefill_seconds_per_token
+            self._prefill_seconds_per_token = now if before is None else before + _PREFILL_WEIGHT * (now - before)
+
+    def worth_loading(self, slot: TierSlot, chunks: int, tokens_per_chunk: int) -> int:
+        """Return how many of these chunks, which this tier has, are worth loading: all, a few for a trial, or none."""
+        per_token, per_chunk = self._prefill_seconds_per_token, slot.seconds_per_chunk
+        if self._options.load_wait is not None or per_token is None or per_chunk is None:
+            return chunks
+        if (chunks + slot.metrics.loading_chunks) * per_chunk <= chunks * tokens_per_chunk * per_token:
+            return chunks
+        now = self._clock()
+        if now - slot.measured_at < _MEASURE_SECONDS:
+            return 0
+        slot.measured_at = now
+        return min(chunks, _TRIAL_CHUNKS)
+
+    def lookup_over(self, state: RequestState) -> bool:
+        """Say whether a request that got no answer has waited long enough for one."""
+        now = self._clock()
+        if state.lookup_since is None:
+            state.lookup_since = now
+        return now - state.lookup_since >= self._options.lookup_wait
+
+    def load_over(self, state: RequestState, tokens: int, tiers: Collection[TierSlot]) -> bool:
+        """Say whether a request has waited long enough for chunks of this many tokens, which these tiers bring."""
+        now = self._clock()
+        if state.load_since is None:
+            state.load_since = now
+        state.load_tokens = max(state.load_tokens, tokens)
+        state.load_over = state.load_over or now - state.load_since >= self._load_wait(state.load_tokens, tiers)
+        return state.load_over
+
+    def _load_wait(self, tokens: int, tiers: Collection[TierSlot]) -> float:
+        if self._options.load_wait is not None:
+            return self._options.load_wait
+        per_token = self._prefill_seconds_per_token
+        if per_token is None or any(slot.seconds_per_chunk is None for slot in tiers):
+            return self._options.lookup_wait
+        return tokens * per_token
