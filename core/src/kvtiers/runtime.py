@@ -122,7 +122,7 @@ def _create_region(config: OffloadConfig, layout: CacheLayout, engine_id: str) -
         _log.warning(
             "no shared region on %s: ranks must run in this process, and tiers with 'io: thread'", sys.platform
         )
-        region = AnonymousRegion.create(layout, primary.capacity, engine_id=engine_id)
+        region = AnonymousRegion.create(layout, capacity_bytes=primary.capacity, engine_id=engine_id)
         _anonymous_regions[engine_id] = region
         return region
     return SharedOffloadRegion.create(

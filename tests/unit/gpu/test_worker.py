@@ -33,7 +33,7 @@ class HeldJoin(RegionJoin):
 
 
 def join_region(layout: CacheLayout = LAYOUT, num_rows: int = 64, rank: int = 0) -> HeldJoin:
-    join = HeldJoin.in_process(AnonymousRegion.create(layout, num_rows), layout, rank)
+    join = HeldJoin.in_process(AnonymousRegion.create(layout, num_rows=num_rows), layout, rank)
     assert isinstance(join, HeldJoin)
     join.asked, join.answer = threading.Event(), threading.Event()
     join.answer.set()

@@ -112,7 +112,7 @@ def test_the_region_can_be_imported_where_linux_is_missing():
         "from kvtiers.rows.layout import *\n"
         "from kvtiers.api import StartError\n"
         "cache = CacheLayout(ModelIdentity('m'), (KVGroup('g', 16),), (KVTensor('t', 0, 4096),))\n"
-        "region = AnonymousRegion.create(cache, 4)\n"
+        "region = AnonymousRegion.create(cache, num_rows=4)\n"
         "join = RegionJoin.in_process(region, cache, 0)\n"
         "join.wait(1)\n"
         "join.view[5] = 1\n"

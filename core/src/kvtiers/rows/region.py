@@ -247,8 +247,8 @@ class AnonymousRegion(OffloadRegion):
     def create(
         cls,
         layout: CacheLayout,
-        num_rows: int | None = None,
         *,
+        num_rows: int | None = None,
         capacity_bytes: int | None = None,
         engine_id: str | None = None,
     ) -> "AnonymousRegion":
