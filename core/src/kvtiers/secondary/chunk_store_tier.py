@@ -3,6 +3,7 @@
 Everything here runs on the engine's thread and only posts to, and polls, the backend in which the store's I/O runs.
 """
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -18,16 +19,16 @@ from kvtiers.secondary.protocol import (
     JobStarted,
     Opened,
     Probed,
-    Status,
     StoreBackend,
     StoreJob,
 )
+from kvtiers.secondary.store_jobs import StoreJobs
 
 __all__ = ["ChunkStoreTier"]
 
-_log = logging.getLogger("kvtiers.secondary")
 _PROBE_KEY = b"\x00" * 8  # any key will do: the breaker's probe asks whether the store answers, not what
-_PROBE_ID = 0
+_FIRST_PROBE_ID = 1 << 62  # apart from those of the lookups
+_CLOSE_SECONDS = 3.0
 
 
 class ChunkStoreTier(SecondaryTierManager):
@@ -38,20 +39,17 @@ class ChunkStoreTier(SecondaryTierManager):
         self._backend = backend
         self._clock = clock
         self._deadline = config.deadline
-        self._store_queue = config.store_queue
         self._breaker = Breaker(config.breaker, clock)
-        self._lookups = TierLookups(config.exists_ttl, clock, self._send_probe)
+        self._lookups = TierLookups(config.exists_ttl, config.deadline, clock, self._send_probe)
+        self._jobs = StoreJobs(config.store_queue)
         self._open = False
-        self._jobs: dict[int, TransferJob] = {}
-        self._storing = 0
+        self._open_error = ""
+        self._probe_ids = itertools.count(_FIRST_PROBE_ID)
+        self._probe_id = 0
         self._probe_until: float | None = None
         self._started: list[int] = []
         self._failed: list[int] = []
         self._finished: list[JobResult] = []
-        self._counts = dict.fromkeys(
-            ("seal_failures", "retries", "dropped_full", "dropped_queue", "already_present", "errors", "missing"), 0
-        )
-        self.open_error = ""
 
     # -- the contract
 
@@ -60,17 +58,12 @@ class ChunkStoreTier(SecondaryTierManager):
         return self._lookups.ask(keys)
 
     def submit_store(self, job: TransferJob) -> None:
-        """Queue a store; a full queue drops it."""
-        if self._storing + len(job.keys) > self._store_queue:
-            self._counts["dropped_queue"] += len(job.keys)
-            self._finished.append(JobResult(job.job_id, success=False))
-            return
-        self._storing += len(job.keys)
-        self._submit(job)
+        """Queue a store, as far as there is room in the store queue; the rest of it is dropped and counted."""
+        self._submit(job, self._jobs.room)
 
     def submit_load(self, job: TransferJob) -> None:
         """Queue a load."""
-        self._submit(job)
+        self._submit(job, len(job.keys))
 
     def get_started_jobs(self) -> Sequence[int]:
         """Return the jobs that the backend has begun."""
@@ -94,7 +87,7 @@ class ChunkStoreTier(SecondaryTierManager):
 
     def abandon_job(self, job_id: int) -> None:
         """Count an overdue job against the breaker; the backend sees to it that its rows come free."""
-        job = self._jobs.get(job_id)
+        job = self._jobs.fail(job_id)
         if job is None:
             return
         if job.is_promotion:
@@ -105,21 +98,24 @@ class ChunkStoreTier(SecondaryTierManager):
     def on_schedule_end(self) -> None:
         """Send the step's questions, and the breaker's probe when it is due."""
         self._lookups.flush()
-        if self._open and self._breaker.wants_probe():
-            self._probe_until = self._clock() + self._deadline
-            if not self._backend.send_probe(_PROBE_ID, [_PROBE_KEY], is_prefix=False):
-                self._end_probe(ok=False)
-        elif self._probe_until is not None and self._clock() > self._probe_until:
-            self._end_probe(ok=False)
+        for _ in range(self._lookups.give_up_overdue()):
+            self._note_error("a lookup was not answered in time")
+        self._probe_when_due()
         self._backend.flush()
 
     def drain(self, timeout: float) -> bool:
-        """Let all jobs end; drop what has not begun within ``timeout`` seconds."""
-        return self._backend.drain(timeout)
+        """Let all jobs end; drop what has not begun within ``timeout`` seconds, and say how much that was."""
+        self._take_news()
+        owed = self._jobs.unfinished()
+        self._backend.drain(timeout)
+        self._take_news()
+        if dropped := self._jobs.note_dropped(owed, self._finished):
+            self._backend.log(logging.WARNING, f"{self._name}: shutdown within {timeout:g}s dropped {dropped}")
+        return not self._jobs
 
     def close(self) -> None:
         """Close the store."""
-        self._backend.close(5.0)
+        self._backend.close(_CLOSE_SECONDS)
 
     # -- beyond the contract, for core
 
@@ -130,32 +126,49 @@ class ChunkStoreTier(SecondaryTierManager):
     def set_names(self, names: StorageNames) -> None:
         """Use other names from now on; nothing that was known of the tier holds for them."""
         self._lookups.clear()
+        self._jobs.new_names()
         self._backend.set_names(names)
 
     def stats(self) -> dict[str, float]:
         """Return the tier's own figures."""
         return (
             self._backend.stats()
-            | self._counts
+            | self._jobs.counts
             | {
                 "breaker_state": int(self._breaker.state),
                 "breaker_opened": self._breaker.opened,
                 "open": int(self._open),
-                "storing_chunks": self._storing,
+                "open_probes": self._lookups.open_probes,
+                "storing_chunks": self._jobs.storing,
             }
         )
 
-    # -- inside
+    # -- inside: jobs and questions out
 
-    def _submit(self, job: TransferJob) -> None:
-        self._jobs[job.job_id] = job
-        rows = job.chunk_ids.tolist()
-        if not self._backend.send_job(StoreJob(job.job_id, job.is_promotion, job.keys, rows)):
-            self._counts["dropped_queue"] += len(job.keys)
-            self._end(job, JobResult(job.job_id, success=False))
+    def _submit(self, job: TransferJob, room: int) -> None:
+        keys = job.keys[:room]
+        self._jobs.begin(job, len(keys))
+        store_job = StoreJob(job.job_id, job.is_promotion, keys, job.chunk_ids[: len(keys)].tolist())
+        if not keys or not self._backend.send_job(store_job):
+            self._finished.append(self._jobs.refuse(job.job_id))
+            if job.is_promotion:
+                self._lookups.lost(job.keys)
 
     def _send_probe(self, probe_id: int, keys: Sequence[OffloadKey], is_prefix: bool) -> bool:
         return self._backend.send_probe(probe_id, keys, is_prefix=is_prefix)
+
+    def _probe_when_due(self) -> None:
+        now = self._clock()
+        if self._open and self._breaker.wants_probe():
+            self._probe_id = next(self._probe_ids)
+            self._probe_until = now + self._deadline
+            if not self._backend.send_probe(self._probe_id, [_PROBE_KEY], is_prefix=False):
+                self._end_probe(ok=False)
+        elif self._probe_until is not None and now > self._probe_until:
+            self._end_probe(ok=False)
+            self._backend.restart(f"it has not answered for {self._deadline:g}s")
+
+    # -- inside: news in
 
     def _take_news(self) -> None:
         for event in self._backend.poll():
@@ -168,8 +181,9 @@ class ChunkStoreTier(SecondaryTierManager):
             case JobDone():
                 self._job_done(event)
             case JobFailed(job_id, error):
-                self._failed.append(job_id)
-                self._note_error(error)
+                if self._jobs.fail(job_id) is not None:
+                    self._failed.append(job_id)
+                    self._note_error(error)
             case Probed(probe_id, answers, error):
                 self._probed(probe_id, answers, error)
             case Opened(error):
@@ -177,13 +191,19 @@ class ChunkStoreTier(SecondaryTierManager):
 
     def _opened(self, error: str) -> None:
         self._open = not error
-        self.open_error = error
-        if error:
+        if not error:
+            self._breaker.probe_soon()
+        else:
             self._breaker.trip()
-            _log.warning("%s: cannot be opened: %s; the engine goes on without it", self._name, error)
+            self._probe_until = None
+            if not self._open_error:  # one warning, however often it is tried
+                self._backend.log(
+                    logging.WARNING, f"{self._name}: out of use: {error}; its lookups miss until it is back"
+                )
+        self._open_error = error
 
     def _probed(self, probe_id: int, answers: bytes, error: str) -> None:
-        if probe_id == _PROBE_ID:
+        if probe_id == self._probe_id:
             self._end_probe(ok=not error)
         elif error:
             self._lookups.failed(probe_id)
@@ -193,56 +213,44 @@ class ChunkStoreTier(SecondaryTierManager):
             self._breaker.record(ok=True)
 
     def _end_probe(self, *, ok: bool) -> None:
-        if self._probe_until is not None:
-            self._probe_until = None
-            self._breaker.probed(ok=ok)
-            if ok:
-                _log.warning("%s: answers again; back in use", self._name)
-                self._lookups.clear()
+        if self._probe_until is None:
+            return
+        self._probe_until = None
+        self._breaker.probed(ok=ok)
+        if ok:
+            self._lookups.clear()
+            self._backend.log(logging.WARNING, f"{self._name}: answers again; back in use")
 
     def _job_done(self, event: JobDone) -> None:
-        job = self._jobs.get(event.job_id)
-        if job is None:
+        ended = self._jobs.end(event)
+        if ended is None:
             return
-        counts, statuses = self._counts, event.statuses
-        counts["retries"] += event.retries
-        good = statuses.count(Status.DONE) + statuses.count(Status.PRESENT)
-        result = JobResult(job.job_id, good == len(job.keys), None, event.nbytes, event.seconds)
-        if not result.success:
-            counts["seal_failures"] += statuses.count(Status.CORRUPT)
-            counts["missing"] += statuses.count(Status.MISSING)
-            counts["dropped_full"] += statuses.count(Status.DROPPED)
-            done = [key for key, status in zip(job.keys, statuses, strict=True) if status in _GOOD]
-            result = JobResult(
-                job.job_id, success=False, successful_keys=done, nbytes=event.nbytes, seconds=event.seconds
+        if ended.damaged:
+            self._backend.log(
+                logging.WARNING,
+                f"{self._name}: {ended.damaged} of {len(ended.job.keys)} values are damaged; counted as misses",
             )
-        counts["already_present"] += statuses.count(Status.PRESENT)
-        if damaged := statuses.count(Status.CORRUPT):
-            _log.warning("%s: %d values of job %d are damaged; counted as misses", self._name, damaged, job.job_id)
-        if Status.FAILED in statuses:
-            self._note_error(event.error)
-        else:
-            self._breaker.record(ok=True)
-        self._end(job, result)
+        if not ended.was_told:  # else it counts as a failure already, whatever became of it later
+            if ended.has_failed:
+                self._note_error(event.error)
+            else:
+                self._breaker.record(ok=True)
+        if ended.has_current_names:
+            self._learn(ended.job, ended.result)
+        self._finished.append(ended.result)
 
-    def _end(self, job: TransferJob, result: JobResult) -> None:
-        del self._jobs[job.job_id]
-        if not job.is_promotion:
-            self._storing -= len(job.keys)
+    def _learn(self, job: TransferJob, result: JobResult) -> None:
         good = job.keys if result.success else result.successful_keys or ()
         if not job.is_promotion:
             self._lookups.stored(good)
         elif not result.success:
             fine = set(good)
             self._lookups.lost(key for key in job.keys if key not in fine)
-        self._finished.append(result)
 
     def _note_error(self, error: str) -> None:
-        self._counts["errors"] += 1
+        self._jobs.counts["errors"] += 1
         was = self._breaker.state
         self._breaker.record(ok=False)
         if was is not self._breaker.state:
-            _log.warning("%s: taken out of use after %s; it is probed until it answers", self._name, error or "errors")
-
-
-_GOOD = frozenset({Status.DONE, Status.PRESENT})
+            text = f"{self._name}: taken out of use after {error or 'errors'}; it is probed until it answers"
+            self._backend.log(logging.WARNING, text)

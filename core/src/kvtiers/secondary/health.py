@@ -11,11 +11,14 @@ probing    the one probe succeeds: to closed; it fails or does not answer in tim
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntEnum
 
 from kvtiers.api import BreakerConfig
 
 __all__ = ["Breaker", "BreakerState"]
+
+_SPANS = 30  # the window moves on in so many steps
 
 
 class BreakerState(IntEnum):
@@ -24,6 +27,15 @@ class BreakerState(IntEnum):
     CLOSED = 0
     OPEN = 1
     PROBING = 2
+
+
+@dataclass(slots=True)
+class _Span:
+    """What was recorded in one part of the window."""
+
+    begin: float
+    calls: int = 0
+    failures: int = 0
 
 
 class Breaker:
@@ -35,8 +47,7 @@ class Breaker:
         self._failures = 0
         self._delay = config.delay
         self._retry_at = 0.0
-        self._recent: deque[tuple[float, bool]] = deque()
-        self._recent_failures = 0
+        self._spans: deque[_Span] = deque()
         self.state = BreakerState.CLOSED
         self.opened = 0
         """How often it has opened."""
@@ -45,24 +56,21 @@ class Breaker:
         """Take in how a call ended. While the breaker is not closed only the probe counts: ``probed``."""
         if self.state is not BreakerState.CLOSED:
             return
-        now = self._clock()
         self._failures = 0 if ok else self._failures + 1
-        self._recent.append((now, ok))
-        self._recent_failures += not ok
-        while self._recent and self._recent[0][0] < now - self._config.window:
-            self._recent_failures -= not self._recent.popleft()[1]
-        calls = len(self._recent)
-        too_many = calls >= self._config.min_calls and self._recent_failures >= self._config.error_rate * calls
-        if not ok and (self._failures >= self._config.failures or too_many):
+        self._note(ok=ok)
+        if not ok and (self._failures >= self._config.failures or self._fails_too_often()):
             self.trip()
 
     def trip(self) -> None:
         """Open now, whatever was counted: the tier is known to be gone."""
         if self.state is BreakerState.CLOSED:
             self.opened += 1
-            self._delay = self._config.delay
         self.state = BreakerState.OPEN
         self._retry_at = self._clock() + self._delay
+
+    def probe_soon(self) -> None:
+        """Let the probe be due at once, if the breaker is open: the tier seems to be back."""
+        self._retry_at = self._clock()
 
     def wants_probe(self) -> bool:
         """Say whether the one probe is due; the caller sends it then, and reports with ``probed``."""
@@ -76,10 +84,24 @@ class Breaker:
         if ok:
             self.state = BreakerState.CLOSED
             self._failures = 0
-            self._recent.clear()
-            self._recent_failures = 0
+            self._spans.clear()
             self._delay = self._config.delay
         else:
             self._delay = min(self._delay * 2, self._config.max_delay)
             self.state = BreakerState.OPEN
             self._retry_at = self._clock() + self._delay
+
+    def _note(self, *, ok: bool) -> None:
+        now, window = self._clock(), self._config.window
+        spans = self._spans
+        while spans and spans[0].begin < now - window:
+            spans.popleft()
+        if not spans or now >= spans[-1].begin + window / _SPANS:
+            spans.append(_Span(now))
+        spans[-1].calls += 1
+        spans[-1].failures += not ok
+
+    def _fails_too_often(self) -> bool:
+        calls = sum(span.calls for span in self._spans)
+        failures = sum(span.failures for span in self._spans)
+        return calls >= self._config.min_calls and failures >= self._config.error_rate * calls

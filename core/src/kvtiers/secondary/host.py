@@ -6,80 +6,73 @@ It maps the engine's region, opens the stores that the HELLO names, and moves va
     pool threads    open, move, answer; post events
     writer thread   sends events, log lines and figures to the engine
 
-It dies with its engine: by the parent-death signal, and at the latest by EOF of the socket.
+It dies with its engine: by the parent-death signal (``host_main.py``), and at the latest by EOF of the socket.
 """
 
-import ctypes
 import json
 import logging
-import mmap
 import os
-import queue
-import signal
 import socket
-import sys
 import threading
-import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from kvtiers.api import ChunkStore, TierConfig, TierContext
 from kvtiers.api.config import load_resolved
 from kvtiers.plugins import load_tier
+from kvtiers.rows.mapping import Mapping, let_go_in_children, map_memory
 from kvtiers.rows.names import StorageNames
 from kvtiers.secondary import wire
+from kvtiers.secondary.framing import Frame, FrameReader, Kind, ProtocolError
+from kvtiers.secondary.host_logs import send_logs
+from kvtiers.secondary.host_writer import HostWriter
 from kvtiers.secondary.mover import mover_options
-from kvtiers.secondary.protocol import Event
+from kvtiers.secondary.protocol import Event, Opened, error_text
 from kvtiers.secondary.transfer_pool import TransferPool
 from kvtiers.secondary.views import ValueViews
-from kvtiers.secondary.wire import Frame, FrameReader, Kind
 
-__all__ = ["main"]
+__all__ = ["TierHost"]
 
-_PR_SET_PDEATHSIG = 1
-_TICK_SECONDS = 1.0
-_KEPT_SECONDS = 0.05
-_LOGS_PER_TICK = 50
+_log = logging.getLogger("kvtiers.secondary")
+_RECEIVE_BYTES = 1 << 18
+_LAST_WORDS_SECONDS = 1.0
 
 
-def main() -> None:
-    """Run a host. Arguments: the socket's and the region's descriptors, and the engine's process id."""
-    socket_fd, region_fd, parent = map(int, sys.argv[1:4])
-    _die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the engine's; it tells us when to stop
-    _Host(socket.socket(fileno=socket_fd), region_fd).run()
-
-
-def _die_with(parent: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the signal was armed
-        os._exit(0)
-
-
-class _Host:
+class TierHost:
     """The process's state: the connection, the mapped region, one pool a tier."""
 
-    def __init__(self, connection: socket.socket, region_fd: int) -> None:
-        self._connection = connection
+    def __init__(self, socket_fd: int, region_fd: int) -> None:
+        for fd in (socket_fd, region_fd):
+            os.set_inheritable(fd, False)  # what a store starts must not keep the engine's memory, or hide our end
+        self._connection = socket.socket(fileno=socket_fd)
         self._region_fd = region_fd
-        self._reader = FrameReader()
+        self._mapping: Mapping | None = None
         self._pools: list[TransferPool] = []
-        self._out: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._logs_left = _LOGS_PER_TICK
-        self._writer = threading.Thread(target=self._write, name="kvtiers-host-writer", daemon=True)
+        self._reported: dict[int, dict[str, float]] = {}
+        self._writer = HostWriter(self._connection, self._figures, self._check_kept)
+        let_go_in_children(self)
 
     def run(self) -> None:
         """Serve until the engine says CLOSE or is gone."""
+        reader = FrameReader()
         self._writer.start()
-        while data := self._connection.recv(1 << 18):
-            self._reader.feed(data)
-            for message in self._reader.frames(1 << 30):
-                if message.kind == Kind.CLOSE:
-                    self._close(float.fromhex(str(message.body, "ascii")))
-                    return
+        while data := self._receive():
+            reader.feed(data)
+            for message in reader.frames(1 << 30):
                 self._take(message)
         os._exit(0)  # the engine is gone: nothing that is still under way matters to anybody
+
+    def let_go(self) -> None:
+        """In a forked child: close the connection, so that its end is seen when this process ends."""
+        self._connection.close()
+
+    def _receive(self) -> bytes:
+        try:
+            return self._connection.recv(_RECEIVE_BYTES)
+        except OSError:
+            return b""
 
     def _take(self, message: Frame) -> None:
         kind, tier, body = message
@@ -95,115 +88,103 @@ class _Host:
                 self._pools[tier].set_names(wire.decode_names(body))
             case Kind.ABANDON:
                 self._pools[tier].abandon(wire.decode_id(body))
+            case Kind.CLOSE:
+                self._close(wire.decode_close(body))
             case _:
-                raise wire.ProtocolError(f"a message of kind {kind}, which is not for a host")
+                raise ProtocolError(f"a message of kind {kind}, which is not for a host")
 
     def _hello(self, hello: dict[str, Any]) -> None:
+        tiers = hello["tiers"]
+        send_logs([tier["name"] for tier in tiers], hello["log_level"], self._send_line)
+        try:
+            self._set_up(hello)
+        except Exception as error:  # noqa: BLE001 -- whatever it is, the engine's log has to say why there is no host
+            for index in range(len(tiers)):
+                self._emit(index, Opened(error_text(error)))
+            self._writer.close(_LAST_WORDS_SECONDS)
+            os._exit(1)
+
+    def _set_up(self, hello: dict[str, Any]) -> None:
         if hello["protocol"] != wire.PROTOCOL_FORMAT:
-            raise wire.ProtocolError(f"protocol {hello['protocol']}, expected {wire.PROTOCOL_FORMAT}")
-        if hello["cpus"]:
-            os.sched_setaffinity(0, hello["cpus"])
+            raise ProtocolError(f"protocol {hello['protocol']}, expected {wire.PROTOCOL_FORMAT}")
+        _use_processors(hello["cpus"])
         region = hello["region"]
-        memory = memoryview(mmap.mmap(self._region_fd, region["map_bytes"]))[: region["nbytes"]]
+        self._mapping = map_memory(self._region_fd, region["map_bytes"], region["nbytes"])
         os.close(self._region_fd)
-        views = ValueViews(memory, region["row_stride"])
+        views = ValueViews(self._mapping.view, region["row_stride"])
         for index, tier in enumerate(hello["tiers"]):
-            _send_logs_of(index, tier["name"], self._log)
-            self._pools.append(self._open(index, tier, views, memory, region["row_stride"]))
+            self._pools.append(self._open(index, tier, views, self._mapping.view, region["row_stride"]))
 
     def _open(
         self, index: int, tier: dict[str, Any], views: ValueViews, memory: memoryview, row_stride: int
     ) -> TransferPool:
         options = tier["options"]
         common = load_resolved(TierConfig, {name: options[name] for name in TierConfig.model_fields})
-
-        def open_store() -> ChunkStore:
-            plugin = load_tier(common.type)
-            config = load_resolved(plugin.config, options)
-            context = TierContext(
-                tier_name=tier["name"],
-                value_bytes=max(value for _, value in tier["sizes"]),
-                namespace=tier["namespace"],
-                read_only=common.read_only,
-                region=memory,
-                row_stride=row_stride,
-            )
-            store = plugin.open(config, context)
-            if not isinstance(store, ChunkStore):
-                raise TypeError(f"plugin {plugin.name!r} opened a {type(store).__name__}, expected a ChunkStore")
-            return store
-
+        context = TierContext(
+            tier_name=tier["name"],
+            value_bytes=max(value for _, value in tier["sizes"]),
+            namespace=tier["namespace"],
+            read_only=common.read_only,
+            region=memory,
+            row_stride=row_stride,
+        )
         return TransferPool(
-            open_store,
+            _opener(common.type, options, context),
             views,
             StorageNames(tier["prefix"], bytes.fromhex(tier["layout_id"])),
             mover_options(common, [(payload, value) for payload, value in tier["sizes"]]),
             threads=common.threads,
             deadline=common.deadline,
+            reopen=(common.breaker.delay, common.breaker.max_delay),
             emit=partial(self._emit, index),
             label=tier["name"],
         )
 
     def _emit(self, tier: int, event: Event) -> None:
-        self._out.put(wire.encode_event(tier, event))
+        self._writer.post(wire.encode_event(tier, event))
 
-    def _log(self, tier: int, level: int, text: str) -> None:
-        if self._logs_left > 0:  # a backend that logs without end must not drown the engine
-            self._logs_left -= 1
-            self._out.put(wire.frame(Kind.LOG, tier, bytes([min(level, 255)]) + text.encode()[:4096]))
+    def _send_line(self, tier: int, level: int, text: str) -> bool:
+        return self._writer.post_line(wire.encode_log(tier, level, text))
 
-    def _write(self) -> None:
-        next_tick = time.monotonic() + _TICK_SECONDS
-        try:
-            while True:
-                kept = any(pool.check_kept() for pool in self._pools)
-                wait = _KEPT_SECONDS if kept else max(0.0, next_tick - time.monotonic())
-                try:
-                    message = self._out.get(timeout=wait)
-                except queue.Empty:
-                    message = b""
-                if message is None:
-                    return
-                if message:
-                    self._connection.sendall(message)
-                if time.monotonic() >= next_tick:
-                    next_tick = time.monotonic() + _TICK_SECONDS
-                    self._logs_left = _LOGS_PER_TICK
-                    self._report()
-        except OSError:
-            os._exit(0)  # the engine is gone
-
-    def _report(self) -> None:
+    def _figures(self) -> Iterator[bytes]:
+        """Return a message for each tier whose figures have changed."""
         for index, pool in enumerate(self._pools):
-            self._connection.sendall(wire.frame(Kind.STATS, index, json.dumps(pool.stats()).encode()))
+            figures = pool.stats()
+            if figures != self._reported.get(index):
+                self._reported[index] = figures
+                yield wire.encode_stats(index, figures)
+
+    def _check_kept(self) -> bool:
+        kept = [pool.check_kept() for pool in self._pools]  # all of them are to look, whatever the first one says
+        return any(kept)
 
     def _close(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        for pool in self._pools:
-            pool.drain(max(0.0, until - time.monotonic()))
-        for pool in self._pools:
-            pool.close(max(0.1, until - time.monotonic()))
-        self._out.put(None)
-        self._writer.join(1.0)
+        closers = [threading.Thread(target=pool.close, args=(seconds,), daemon=True) for pool in self._pools]
+        for closer in closers:
+            closer.start()
+        for closer in closers:
+            closer.join(seconds + _LAST_WORDS_SECONDS)
+        self._writer.close(_LAST_WORDS_SECONDS)
         os._exit(0)  # a thread that hangs in a store must not hold the process
 
 
-class _LogSender(logging.Handler):
-    """Passes what is logged in this process on to the engine's log."""
+def _opener(type_name: str, options: dict[str, Any], context: TierContext) -> Callable[[], ChunkStore]:
+    def open_store() -> ChunkStore:
+        plugin = load_tier(type_name)
+        store = plugin.open(load_resolved(plugin.config, options), context)
+        if not isinstance(store, ChunkStore):
+            raise TypeError(f"plugin {plugin.name!r} opened a {type(store).__name__}, expected a ChunkStore")
+        return store
 
-    def __init__(self, tier: int, name: str, send: Any) -> None:
-        super().__init__(logging.INFO)
-        self._tier = tier
-        self._name = name
-        self._send = send
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Send one record."""
-        self._send(self._tier, record.levelno, f"{self._name}: {self.format(record)}")
+    return open_store
 
 
-def _send_logs_of(index: int, name: str, send: Any) -> None:
-    root = logging.getLogger()
-    if index == 0:  # one host, one log: with several tiers its lines go out under the first one's name
-        root.setLevel(logging.INFO)
-        root.addHandler(_LogSender(index, name, send))
+def _use_processors(cpus: Sequence[int]) -> None:
+    """Let all threads of this process, also those that a library has started at its import, run on these only."""
+    if not cpus:
+        return
+    try:
+        for thread in Path("/proc/self/task").iterdir():
+            os.sched_setaffinity(int(thread.name), cpus)
+    except OSError as error:
+        _log.warning("its 'cpus' %s cannot be used: %s; it runs on all", list(cpus), error)

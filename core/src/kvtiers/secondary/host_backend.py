@@ -1,149 +1,45 @@
-"""``io: process``: the engine's end of a tier host. Runs on the engine's thread and never waits for the host.
+"""``io: process``: one tier's share of a tier host, seen from the engine.
 
-Messages go into a bounded outbox and out as far as the socket takes them. When a host ends, its jobs have failed at
-once; they are done, and their rows free, when the process has been reaped: from then on nothing can touch them.
+Keeps what the host owes an answer for, and takes from it nothing else: a host that reports what it was not asked for
+does not keep to the protocol, and is killed.
 """
 
-import json
-import socket
-import threading
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvtiers.api import OffloadKey
 from kvtiers.rows.names import StorageNames
 from kvtiers.secondary import wire
-from kvtiers.secondary.launcher import HostLauncher, HostProcess
-from kvtiers.secondary.protocol import Event, JobDone, JobFailed, Opened, Probed, Status, StoreJob
-from kvtiers.secondary.wire import Frame, FrameReader, Kind, ProtocolError
+from kvtiers.secondary.framing import ProtocolError
+from kvtiers.secondary.host_link import HostLink
+from kvtiers.secondary.protocol import Event, JobDone, JobFailed, JobStarted, Opened, Probed, Status, StoreJob
 
-__all__ = ["HostBackend", "HostLink"]
+__all__ = ["HostBackend"]
 
-_OUTBOX_BYTES = 4 * 2**20
-_FRAMES_PER_POLL = 1024
-_RECEIVE_BYTES = 1 << 18
+_EVENTS_PER_POLL = 2048
+_POLL_SECONDS = 0.005
 _GONE = "its host ended"
+_ENDS = {
+    True: frozenset({Status.MISSING, Status.DONE, Status.CORRUPT, Status.FAILED}),
+    False: frozenset({Status.DONE, Status.FAILED, Status.DROPPED, Status.PRESENT}),
+}
+"""What can become of a value of a load, and of a store."""
 
 
-class HostLink:
-    """The connection to one host, shared by the backends of all tiers that live in it."""
+@dataclass(slots=True)
+class _Sent:
+    """A job that the host owes a result for."""
 
-    def __init__(self, launcher: HostLauncher, host: HostProcess) -> None:
-        self.launcher = launcher
-        self.host = host
-        self.tiers: list[HostBackend] = []
-        self._socket: socket.socket | None = None
-        self._polling = threading.Lock()
-        self._reader = FrameReader()
-        self._outbox: deque[bytes] = deque()
-        self._outbox_bytes = 0
-
-    @property
-    def connected(self) -> bool:
-        """There is a host to talk to."""
-        return self._socket is not None
-
-    def send(self, message: bytes) -> bool:
-        """Put a message into the outbox; False if it is full or there is no host."""
-        if self._socket is None or self._outbox_bytes + len(message) > _OUTBOX_BYTES:
-            return False
-        self._outbox.append(message)
-        self._outbox_bytes += len(message)
-        return True
-
-    def flush(self) -> None:
-        """Send what the socket takes."""
-        while self._outbox and self._socket is not None:
-            message = self._outbox[0]
-            try:
-                sent = self._socket.send(message)
-            except BlockingIOError:
-                return
-            except OSError:
-                self._lost()
-                return
-            self._outbox_bytes -= sent
-            if sent == len(message):
-                self._outbox.popleft()
-            else:
-                self._outbox[0] = message[sent:]
-
-    def poll(self) -> None:
-        """Take what the host and the launcher have to say, a bounded amount, and pass it on."""
-        if self._polling.acquire(blocking=False):  # at start ``wait_open`` may poll on another thread
-            try:
-                self._poll()
-            finally:
-                self._polling.release()
-
-    def close(self) -> None:
-        """Let go of the socket; the launcher has ended the host."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-
-    def _poll(self) -> None:
-        self.flush()
-        if self._socket is None and self.host.connections and not self._awaits_burial():
-            self._socket = self.host.connections.popleft()
-            self._reader = FrameReader()
-            for index, tier in enumerate(self.tiers):  # they may have changed since its HELLO
-                self.send(wire.encode_names(index, tier.names))
-        if self._socket is not None:
-            self._receive(self._socket)
-        if self._socket is None:
-            while self.host.reaped:
-                self.host.reaped.popleft()
-                for tier in self.tiers:
-                    tier.buried()
-        elif self.host.reaped:
-            self._lost()
-
-    def _awaits_burial(self) -> bool:
-        return any(tier.has_dead_jobs for tier in self.tiers) or bool(self.host.reaped)
-
-    def _receive(self, connection: socket.socket) -> None:
-        try:
-            data = connection.recv(_RECEIVE_BYTES)
-        except BlockingIOError:
-            data = None
-        except OSError:
-            data = b""
-        if data == b"":
-            self._lost()
-            return
-        try:
-            if data:
-                self._reader.feed(data)
-            for message in self._reader.frames(_FRAMES_PER_POLL):
-                self._take(message)
-        except (ProtocolError, ValueError, IndexError) as error:
-            self.launcher.kill(self.host, f"it does not keep to the protocol: {error}")
-            self._lost()
-
-    def _take(self, message: Frame) -> None:
-        tier = self.tiers[message.tier]
-        if message.kind == Kind.LOG:
-            self.launcher.log(message.body[0], str(message.body[1:], "utf-8", "replace"))
-        elif message.kind == Kind.STATS:
-            tier.take_stats(json.loads(bytes(message.body)))
-        else:
-            tier.take(wire.decode_event(message))
-
-    def _lost(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-        self._outbox.clear()
-        self._outbox_bytes = 0
-        self.launcher.kill(self.host, "its connection is gone")
-        for tier in self.tiers:
-            tier.lost()
+    job: StoreJob
+    started: bool = False
+    failed: bool = False
 
 
 class HostBackend:
-    """One tier's share of a host."""
+    """A ``StoreBackend``; engine's thread, but for ``wait_open``."""
 
     def __init__(self, link: HostLink, names: StorageNames, grace: float) -> None:
         self._link = link
@@ -152,9 +48,8 @@ class HostBackend:
         self.names = names
         self._grace = grace
         self._events: deque[Event] = deque()
-        self._jobs: dict[int, StoreJob] = {}
-        self._dead: dict[int, StoreJob] = {}
-        self._probes: dict[int, None] = {}
+        self._jobs: dict[int, _Sent] = {}
+        self._probes: dict[int, int] = {}
         self._stats: dict[str, float] = {}
         self._open_error: str | None = None
 
@@ -165,34 +60,37 @@ class HostBackend:
         until = time.monotonic() + timeout
         while self._open_error is None and time.monotonic() < until:
             self._link.poll()
-            time.sleep(0.005)
-        return "not opened yet" if self._open_error is None else self._open_error
+            time.sleep(_POLL_SECONDS)
+        if self._open_error is None:
+            return self._link.host.trouble or "not opened yet"
+        return self._open_error
 
     def send_job(self, job: StoreJob) -> bool:
         """Send a job."""
         if not self._link.send(wire.encode_job(self._index, job)):
             return False
-        self._jobs[job.job_id] = job
+        self._jobs[job.job_id] = _Sent(job)
         return True
 
     def send_probe(self, probe_id: int, keys: Sequence[OffloadKey], *, is_prefix: bool) -> bool:
         """Send a question."""
         if not self._link.send(wire.encode_probe(self._index, probe_id, keys, is_prefix=is_prefix)):
             return False
-        self._probes[probe_id] = None
+        self._probes[probe_id] = len(keys)
         return True
 
     def set_names(self, names: StorageNames) -> None:
-        """Send other names, in order with the jobs; a host that is not there gets them in its HELLO."""
+        """Send other names, in order with the jobs; a host that is not there gets them when it is."""
         self.names = names
         if self._link.connected and not self._link.send(wire.encode_names(self._index, names)):
-            self._link.launcher.kill(self._link.host, "it cannot be told that the weights have changed")
+            self._link.kill("it cannot be told that the weights have changed, since it does not read")
 
     def abandon(self, job_id: int) -> None:
         """Have the host drop the job if it has not begun, and be killed if it does not end it in time."""
-        if job_id in self._jobs:
+        life = self._link.life
+        if job_id in self._jobs and life is not None and self._link.connected:
             self._link.send(wire.encode_abandon(self._index, job_id))
-            self._link.launcher.kill_unless_done(self._link.host, job_id, self._grace)
+            self._link.launcher.kill_unless_forgiven(life, _overdue(job_id), self._grace)
 
     def flush(self) -> None:
         """Send what the step has collected."""
@@ -201,64 +99,100 @@ class HostBackend:
     def poll(self) -> Sequence[Event]:
         """Take the events that have come."""
         self._link.poll()
-        events = list(self._events)
-        self._events.clear()
-        return events
+        events = self._events
+        return [events.popleft() for _ in range(min(len(events), _EVENTS_PER_POLL))]
+
+    def restart(self, reason: str) -> None:
+        """Have the host killed, and another one started."""
+        self._link.kill(reason)
+
+    def log(self, level: int, text: str) -> None:
+        """Write a line to the log, on a thread of its own."""
+        self._link.logs.post(level, text)
 
     def stats(self) -> dict[str, float]:
         """Return the host's last figures."""
-        return self._stats
+        return self._stats | {"host_starts": self._link.host.started}
 
     def drain(self, timeout: float) -> bool:
-        """Wait for all jobs to end; blocks, so only at shutdown."""
+        """Wait for all jobs to end; blocks, so only at shutdown. What is left is dropped with the host."""
         until = time.monotonic() + timeout
-        while self._jobs and time.monotonic() < until:
+        self._link.poll()
+        while self._jobs and self._link.life is not None and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
             self._link.poll()
-            time.sleep(0.002)
         return not self._jobs
 
     def close(self, timeout: float) -> None:
         """Tell the host to end."""
-        self._link.host.ending = True
-        self._link.send(wire.frame(Kind.CLOSE, self._index, timeout.hex().encode()))
-        self._link.flush()
+        self._link.end(timeout)
 
     # -- for the link
 
-    @property
-    def has_dead_jobs(self) -> bool:
-        """Jobs of a host that has ended but has not been reaped."""
-        return bool(self._dead)
-
     def take(self, event: Event) -> None:
-        """Take in an event of this tier."""
+        """Take in an event of this tier; ProtocolError if it is not one that the host can have to report."""
         match event:
             case Opened(error):
                 self._open_error = error
-            case JobDone(job_id):
-                if self._jobs.pop(job_id, None) is None:
-                    raise ProtocolError(f"job {job_id} is reported, which it does not have")
-                self._link.launcher.job_done(self._link.host, job_id)
-            case Probed(probe_id):
-                self._probes.pop(probe_id, None)
+            case JobStarted(job_id):
+                self._take_start(job_id)
+            case JobFailed(job_id):
+                self._take_failure(job_id)
+            case JobDone():
+                self._take_result(event)
+            case Probed(probe_id, answers):
+                if len(answers) > self._probes.pop(probe_id, -1):
+                    raise ProtocolError(f"{len(answers)} answers to question {probe_id}, which did not ask for them")
         self._events.append(event)
 
     def take_stats(self, figures: dict[str, float]) -> None:
         """Take in the host's figures."""
-        self._stats = {name: float(figure) for name, figure in figures.items()}
+        self._stats = figures
 
     def lost(self) -> None:
         """The host is gone or as good as gone: all its jobs have failed, their rows wait for its burial."""
         self._open_error = _GONE
         self._events.append(Opened(_GONE))
-        self._events.extend(JobFailed(job_id, _GONE) for job_id in self._jobs)
+        self._events.extend(JobFailed(job_id, _GONE) for job_id, sent in self._jobs.items() if not sent.failed)
         self._events.extend(Probed(probe_id, b"", _GONE) for probe_id in self._probes)
-        self._dead |= self._jobs
-        self._jobs = {}
         self._probes.clear()
 
     def buried(self) -> None:
         """The process has been reaped: nothing touches the rows of its jobs any more."""
-        for job_id, job in self._dead.items():
-            self._events.append(JobDone(job_id, bytes([Status.FAILED]) * len(job.keys), 0, 0.0, error=_GONE))
-        self._dead = {}
+        for job_id, sent in self._jobs.items():
+            self._events.append(JobDone(job_id, bytes([Status.FAILED]) * len(sent.job.keys), 0, 0.0, error=_GONE))
+        self._jobs.clear()
+
+    # -- inside
+
+    def _sent(self, job_id: int) -> _Sent:
+        sent = self._jobs.get(job_id)
+        if sent is None:
+            raise ProtocolError(f"job {job_id} is reported, which it does not have")
+        return sent
+
+    def _take_start(self, job_id: int) -> None:
+        sent = self._sent(job_id)
+        if sent.started:
+            raise ProtocolError(f"job {job_id} is reported as started twice")
+        sent.started = True
+
+    def _take_failure(self, job_id: int) -> None:
+        sent = self._sent(job_id)
+        if sent.failed:
+            raise ProtocolError(f"job {job_id} is reported as failed twice")
+        sent.failed = True
+
+    def _take_result(self, event: JobDone) -> None:
+        job = self._sent(event.job_id).job
+        if len(event.statuses) != len(job.keys) or not _ENDS[job.is_load].issuperset(event.statuses):
+            raise ProtocolError(f"the result of job {event.job_id} does not fit its {len(job.keys)} chunks")
+        if not (math.isfinite(event.seconds) and event.seconds >= 0):
+            raise ProtocolError(f"job {event.job_id} took {event.seconds} seconds")
+        del self._jobs[event.job_id]
+        if self._link.life is not None:
+            self._link.life.forgive(_overdue(event.job_id))
+
+
+def _overdue(job_id: int) -> str:
+    return f"job {job_id} did not end"

@@ -1,16 +1,24 @@
 """Which host a tier lives in, and what each host is told at its start."""
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvtiers.api import TierConfig
 from kvtiers.api.config import dump_resolved
 from kvtiers.rows.names import StorageNames
-from kvtiers.secondary.host_backend import HostBackend, HostLink
+from kvtiers.secondary.host_backend import HostBackend
+from kvtiers.secondary.host_link import HostLink
 from kvtiers.secondary.launcher import HostLauncher, HostProcess
+from kvtiers.secondary.log_thread import LogThread
 from kvtiers.secondary.wire import PROTOCOL_FORMAT, encode_hello
 
 __all__ = ["HostedRegion", "TierHosts"]
+
+_log = logging.getLogger("kvtiers.secondary")
+_POLL_SECONDS = 0.005
+_LOG_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +48,19 @@ class TierHosts:
         self._region = region
         self._namespace = namespace
         self._names = names
-        self._launcher = HostLauncher(region.fd)
-        self._hosts: dict[str, _Host] = {}
+        self._logs = LogThread()
+        self._launcher = HostLauncher(region.fd, self._logs.post)
+        self._hosts: dict[tuple[bool, str], _Host] = {}
 
     def backend(self, config: TierConfig) -> HostBackend:
         """Return the backend of one tier, in the host that it shares or has for itself."""
         name = config.host or config.tier_name
-        host = self._hosts.get(name)
+        host = self._hosts.get((bool(config.host), name))
         if host is None:
-            process = HostProcess(name, lambda: self._hello(name))
-            host = self._hosts[name] = _Host(HostLink(self._launcher, process))
+            members: list[TierConfig] = []
+            process = HostProcess(name, lambda: self._hello(members))
+            host = _Host(HostLink(self._launcher, process, self._logs), members)
+            self._hosts[bool(config.host), name] = host
         host.members.append(config)
         return HostBackend(host.link, self._names(), config.grace)
 
@@ -59,13 +70,23 @@ class TierHosts:
             self._launcher.start(host.link.host)
 
     def close(self, timeout: float) -> None:
-        """End all hosts; those that do not within ``timeout`` seconds are killed."""
-        self._launcher.close(timeout)
-        for host in self._hosts.values():
-            host.link.close()
+        """End all hosts; those that do not within ``timeout`` seconds are killed. Their last words are still logged."""
+        until = time.monotonic() + timeout
+        links = [host.link for host in self._hosts.values()]
+        for link in links:
+            link.end(timeout)
+            link.poll()
+        while any(link.host.life is not None for link in links) and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
+            for link in links:
+                link.poll()
+        self._launcher.close(max(0.0, until - time.monotonic()))
+        for link in links:
+            link.poll()
+        self._logs.close(_LOG_SECONDS)
 
-    def _hello(self, name: str) -> bytes:
-        region, names, members = self._region, self._names(), self._hosts[name].members
+    def _hello(self, members: Sequence[TierConfig]) -> bytes:
+        region, names = self._region, self._names()
         mapped = {"map_bytes": region.map_bytes, "nbytes": region.nbytes, "row_stride": region.row_stride}
         tiers = [
             {
@@ -78,5 +99,12 @@ class TierHosts:
             }
             for config in members
         ]
-        cpus = sorted({cpu for config in members for cpu in config.cpus})
-        return encode_hello({"protocol": PROTOCOL_FORMAT, "cpus": cpus, "region": mapped, "tiers": tiers})
+        return encode_hello(
+            {
+                "protocol": PROTOCOL_FORMAT,
+                "log_level": _log.getEffectiveLevel(),
+                "cpus": sorted({cpu for config in members for cpu in config.cpus}),
+                "region": mapped,
+                "tiers": tiers,
+            }
+        )

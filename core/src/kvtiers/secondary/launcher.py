@@ -1,8 +1,15 @@
 """Starts tier hosts, watches them, kills those that hang, and starts them again.
 
-One thread for each manager, which lives as long as the manager: the parent-death signal of a host follows the thread
-that started it. Everything that may wait (a fork, a reaped process, a log) happens here and never on the engine's
-thread; the two exchange requests and events through queues.
+=================  ==========================================================================================
+thread             does
+=================  ==========================================================================================
+any                posts requests; takes new lives from ``HostProcess.lives``, reads what became of them
+launcher (1)       forks, kills, reaps. It lives until the last host has ended: the parent-death signal of a
+                   host follows the thread that started it
+waiter (1 a life)  waits in the kernel until the process has ended, without reaping it, and says so
+=================  ==========================================================================================
+
+Nobody polls: an idle engine is not woken.
 """
 
 import contextlib
@@ -19,44 +26,60 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-__all__ = ["HostLauncher", "HostProcess"]
+from kvtiers.secondary.protocol import error_text
 
-_log = logging.getLogger("kvtiers.secondary")
+__all__ = ["HostLauncher", "HostLife", "HostProcess"]
+
 _FIRST_DELAY, _LONGEST_DELAY = 1.0, 60.0
 _HEALTHY_SECONDS = 60.0  # a host that lived this long starts again without delay
-_WATCH_SECONDS = 0.05
-_START = "import json, sys; sys.path[:] = json.loads(sys.argv[4]); from kvtiers.secondary.host import main; main()"
+_REAP_SECONDS = 5.0
+_START = "import json, sys; sys.path[:] = json.loads(sys.argv[4]); from kvtiers.secondary.host_main import main; main()"
+
+
+@dataclass(slots=True, eq=False)
+class HostLife:
+    """One life of a host, from fork to burial. ``connection``: our end of its socket, non-blocking, HELLO sent."""
+
+    process: subprocess.Popen[bytes]
+    connection: socket.socket
+    started: float
+    kill_at: dict[str, float] = field(default_factory=dict)
+    """Reasons to kill it, and from when. From any thread."""
+    condemned: bool = False
+    """It has been killed, or is about to be: nothing that it says counts any more."""
+    status: int | None = None
+    """The exit status, once it has been reaped: nothing of it touches memory any more."""
+
+    def forgive(self, reason: str) -> None:
+        """Take back a reason to kill it."""
+        self.kill_at.pop(reason, None)
 
 
 @dataclass(slots=True, eq=False)
 class HostProcess:
-    """One host over all its lives. ``connections`` and ``reaped`` are for the engine's thread to take from."""
+    """One host over all its lives. ``hello``: makes the first message of each life, on the launcher's thread."""
 
     name: str
     hello: Callable[[], bytes]
-    connections: deque[socket.socket] = field(default_factory=deque)
-    """The engine's end of the socket of each life, as it begins; non-blocking, the HELLO is sent already."""
-    reaped: deque[int] = field(default_factory=deque)
-    """One entry, the exit status, for each life that has ended: nothing of it touches memory any more."""
-    process: subprocess.Popen[bytes] | None = None
-    started: float = 0.0
+    lives: deque[HostLife] = field(default_factory=deque)
+    """For the engine's thread to take from, in order."""
+    life: HostLife | None = None
     delay: float = 0.0
     start_at: float = 0.0
+    started: int = 0
+    """Lives so far."""
+    trouble: str = ""
+    """Why it could not be started, the last time that it could not."""
     ending: bool = False
     """It was told to end, and stays away."""
-    kill_at: dict[int, float] = field(default_factory=dict)
-    """Jobs that the host may not outlive: when each is due."""
-
-    def forgive(self, job_id: int) -> None:
-        """Note that the job has ended after all."""
-        self.kill_at.pop(job_id, None)
 
 
 class HostLauncher:
-    """The thread. ``region_fd`` is handed to every host; it stays the caller's."""
+    """The thread. ``region_fd`` is handed to every host and stays the caller's; ``log`` takes lines and never waits."""
 
-    def __init__(self, region_fd: int) -> None:
+    def __init__(self, region_fd: int, log: Callable[[int, str], None]) -> None:
         self._region_fd = region_fd
+        self._log = log
         self._hosts: list[HostProcess] = []
         self._requests: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closing = False
@@ -69,106 +92,129 @@ class HostLauncher:
         """Start a host, and start it again whenever it ends."""
         self._requests.put(lambda: self._hosts.append(host))
 
-    def kill_unless_done(self, host: HostProcess, job_id: int, seconds: float) -> None:
-        """Kill the host in so many seconds unless ``job_done`` comes first."""
-        due = time.monotonic() + seconds
-        self._requests.put(lambda: host.kill_at.__setitem__(job_id, due))
+    def kill(self, host: HostProcess, life: HostLife, reason: str) -> None:
+        """Kill this life of the host now."""
+        life.condemned = True
+        self._requests.put(lambda: self._kill(host, life, reason))
 
-    def job_done(self, host: HostProcess, job_id: int) -> None:
-        """Take back ``kill_unless_done``."""
-        self._requests.put(lambda: host.forgive(job_id))
-
-    def kill(self, host: HostProcess, reason: str) -> None:
-        """Kill the host now."""
-        self._requests.put(lambda: self._kill(host, reason))
-
-    def log(self, level: int, text: str) -> None:
-        """Write a host's log line, here and not on the engine's thread."""
-        self._requests.put(lambda: _log.log(level, "%s", text))
+    def kill_unless_forgiven(self, life: HostLife, reason: str, seconds: float) -> None:
+        """Kill the host in so many seconds unless ``life.forgive(reason)`` comes first."""
+        life.kill_at[reason] = time.monotonic() + seconds
+        self._requests.put(lambda: None)  # so that the thread wakes up in time
 
     def close(self, timeout: float) -> None:
-        """Let the hosts end by themselves within ``timeout`` seconds, then kill them; reap all, end the thread."""
+        """Let the hosts end by themselves within ``timeout`` seconds, then kill them; return when all are reaped.
+
+        One in uninterruptible sleep ends when the kernel lets it, and is reaped then: it is not waited for.
+        """
         until = time.monotonic() + timeout
         self._requests.put(lambda: self._end(until))
-        self._thread.join(timeout + 10.0)
+        self._thread.join(timeout + _REAP_SECONDS)
 
     # -- the thread
 
     def _run(self) -> None:
-        while not self._closing:
+        while not (self._closing and all(host.life is None for host in self._hosts)):
+            request = self._look
             with contextlib.suppress(queue.Empty):
-                self._requests.get(timeout=self._pause())()
-                while True:
-                    self._requests.get_nowait()()
-            now = time.monotonic()
-            for host in self._hosts:
-                self._watch(host, now)
+                request = self._requests.get(timeout=self._pause())
+            for work in (request, self._look):
+                try:
+                    work()
+                except Exception as error:  # noqa: BLE001 -- with this thread, all hosts would die
+                    self._log(logging.ERROR, f"tier hosts: {error_text(error)}")
 
-    def _pause(self) -> float:
-        return _WATCH_SECONDS if self._hosts else 3600.0
+    def _pause(self) -> float | None:
+        """Return how long there is nothing to do but requests; None: for ever."""
+        due = [host.start_at for host in self._hosts if host.life is None and not host.ending]
+        due += [min(times) for host in self._hosts if host.life and (times := list(host.life.kill_at.values()))]
+        return max(0.0, min(due) - time.monotonic()) if due else None
 
-    def _watch(self, host: HostProcess, now: float) -> None:
-        if host.process is None:
-            if now >= host.start_at and not host.ending:
-                self._spawn(host)
-        elif (status := host.process.poll()) is not None:
-            self._buried(host, status)
-            if host.ending:
-                return
-            lived = now - host.started
-            host.delay = 0.0 if lived >= _HEALTHY_SECONDS else min(max(host.delay * 2, _FIRST_DELAY), _LONGEST_DELAY)
-            host.start_at = now + host.delay
-            _log.warning("%s: its host ended (%s); a new one starts in %gs", host.name, _how(status), host.delay)
-        elif host.kill_at and min(host.kill_at.values()) <= now:
-            self._kill(host, "a job did not end")
+    def _look(self) -> None:
+        now = time.monotonic()
+        for host in self._hosts:
+            life = host.life
+            if life is None:
+                if now >= host.start_at and not host.ending:
+                    self._spawn(host)
+            elif any(due <= now for due in list(life.kill_at.values())):
+                reasons = [reason for reason, due in list(life.kill_at.items()) if due <= now]
+                self._kill(host, life, reasons[0] if reasons else "")
 
     def _spawn(self, host: HostProcess) -> None:
-        host.started = time.monotonic()
+        started = time.monotonic()
         ours, theirs = socket.socketpair()
-        told = [str(theirs.fileno()), str(self._region_fd), str(os.getpid()), json.dumps(sys.path)]
-        arguments = [sys.executable, "-c", _START, *told]
         try:
-            host.process = subprocess.Popen(  # noqa: S603 -- our own interpreter, our own module
-                arguments, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(), self._region_fd)
-            )
-            ours.sendall(host.hello())
-        except OSError as error:
-            _log.warning("%s: its host cannot be started: %s", host.name, error)
+            hello = host.hello()
+            life = HostLife(self._fork(host, theirs), ours, started)
+        except Exception as error:  # noqa: BLE001 -- no memory, no processes, no interpreter: it is tried again
             ours.close()
-            host.start_at = host.started + _FIRST_DELAY
-        else:
-            ours.setblocking(False)
-            host.connections.append(ours)
+            host.trouble = f"its host cannot be started: {error_text(error)}"
+            self._back_off(host, 0.0)
+            self._log(logging.WARNING, f"{host.name}: {host.trouble}; next try in {host.delay:g}s")
+            return
         finally:
             theirs.close()
+        host.life = life
+        host.started += 1
+        threading.Thread(target=self._wait, args=(host, life), name="kvtiers-waiter", daemon=True).start()
+        with contextlib.suppress(OSError):  # it has ended already: the waiter says so
+            ours.sendall(hello)
+        ours.setblocking(False)
+        host.lives.append(life)
+        if host.ending:
+            life.process.kill()
 
-    def _kill(self, host: HostProcess, reason: str) -> None:
-        host.kill_at.clear()
-        if host.process is not None and host.process.poll() is None:
-            _log.warning("%s: its host is killed: %s", host.name, reason)
-            host.process.kill()
+    def _fork(self, host: HostProcess, theirs: socket.socket) -> subprocess.Popen[bytes]:
+        told = [str(theirs.fileno()), str(self._region_fd), str(os.getpid()), json.dumps([str(p) for p in sys.path])]
+        # -P: nothing in the working directory stands in for a module before sys.path is ours. The name is for `ps`.
+        arguments = [sys.executable, "-P", "-c", _START, *told, host.name]
+        stderr = 2 if _is_open(2) else subprocess.DEVNULL
+        return subprocess.Popen(  # noqa: S603 -- our own interpreter, our own module
+            arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=stderr,  # the engine's own stdout may be somebody's data
+            stderr=stderr,
+            pass_fds=(theirs.fileno(), self._region_fd),
+        )
+
+    def _wait(self, host: HostProcess, life: HostLife) -> None:
+        with contextlib.suppress(OSError):  # somebody else in this process has reaped it: it has ended, too
+            os.waitid(os.P_PID, life.process.pid, os.WEXITED | os.WNOWAIT)
+        self._requests.put(lambda: self._bury(host, life))
+
+    def _bury(self, host: HostProcess, life: HostLife) -> None:
+        status = life.process.wait()
+        host.life = None
+        self._back_off(host, time.monotonic() - life.started)
+        if not host.ending:
+            how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+            self._log(logging.WARNING, f"{host.name}: its host ended ({how}); a new one starts in {host.delay:g}s")
+        life.status = status  # last: from now on its rows may be anybody's
 
     @staticmethod
-    def _buried(host: HostProcess, status: int) -> None:
-        host.process = None
-        host.kill_at.clear()
-        host.reaped.append(status)
+    def _back_off(host: HostProcess, lived: float) -> None:
+        host.delay = 0.0 if lived >= _HEALTHY_SECONDS else min(max(host.delay * 2, _FIRST_DELAY), _LONGEST_DELAY)
+        host.start_at = time.monotonic() + host.delay
+
+    def _kill(self, host: HostProcess, life: HostLife, reason: str) -> None:
+        life.condemned = True
+        life.kill_at.clear()
+        if life.status is None and life.process.poll() is None:
+            self._log(logging.WARNING, f"{host.name}: its host is killed: {reason}")
+            life.process.kill()
 
     def _end(self, until: float) -> None:
         self._closing = True
         for host in self._hosts:
-            while host.connections:  # never taken up: nobody told that host to end, but the end of its socket does
-                host.connections.popleft().close()
-        for host in self._hosts:
-            if host.process is None:
-                continue
-            try:
-                host.process.wait(max(0.0, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                self._kill(host, "it did not end with the engine")
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    host.process.wait(5.0)  # one in uninterruptible sleep ends when the kernel lets it
+            host.ending = True
+            if host.life is not None:
+                host.life.kill_at["it did not end with the engine"] = until
 
 
-def _how(status: int) -> str:
-    return f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True

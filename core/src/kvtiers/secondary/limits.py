@@ -1,4 +1,8 @@
-"""Rate limits of one tier: bytes and calls a second, as token buckets of one second's worth."""
+"""Rate limits of one tier: bytes and calls a second.
+
+A call that has to wait its turn may be a load or a question, which somebody waits for, or a store, which nobody does.
+The first take the next turn there is, and pay for it ahead; a store waits until no turn is owed to anybody.
+"""
 
 import threading
 import time
@@ -8,18 +12,23 @@ from kvtiers.api import RateLimit
 
 __all__ = ["RateLimiter"]
 
+_BURST_SECONDS = 1.0  # so much of an unused rate is kept
+
 
 class _Bucket:
-    """Time at which the next unit may pass; up to one second of unused rate is kept."""
+    """A token bucket that may go into debt: ``_paid_at`` is when it will be out of it."""
 
     def __init__(self, per_second: float) -> None:
         self._seconds_per_unit = 1.0 / per_second
-        self._next = 0.0
+        self._paid_at = float("-inf")
 
-    def reserve(self, units: float, now: float) -> float:
-        """Take units and return how many seconds to wait before using them."""
-        self._next = max(self._next, now - 1.0) + units * self._seconds_per_unit
-        return max(0.0, self._next - now)
+    def debt(self, now: float) -> float:
+        """Return how many seconds it takes to pay for what has been taken so far."""
+        return max(0.0, self._paid_at - now)
+
+    def take(self, units: float, now: float) -> None:
+        """Take units, in stock or not."""
+        self._paid_at = max(self._paid_at, now - _BURST_SECONDS) + units * self._seconds_per_unit
 
 
 class RateLimiter:
@@ -32,13 +41,29 @@ class RateLimiter:
         self._stop = stop
         self._clock = clock
 
-    def pass_through(self, nbytes: int, calls: int = 1) -> None:
-        """Wait until ``calls`` calls that move ``nbytes`` are allowed; at once when the tier is being closed."""
+    def wait(self, nbytes: int, *, urgent: bool, give_up_at: float) -> bool:
+        """Wait for the turn of one call that moves ``nbytes``.
+
+        False, and nothing taken, if it does not come before ``give_up_at`` (by the clock) or the tier is being closed.
+        """
         if self._bytes is None and self._calls is None:
-            return
-        with self._lock:
-            now = self._clock()
-            wait = self._bytes.reserve(nbytes, now) if self._bytes else 0.0
-            wait = max(wait, self._calls.reserve(calls, now) if self._calls else 0.0)
-        if wait > 0:
-            self._stop.wait(wait)
+            return True
+        while True:
+            with self._lock:
+                now = self._clock()
+                debt = max(bucket.debt(now) for bucket in (self._bytes, self._calls) if bucket is not None)
+                if debt and now + debt >= give_up_at:
+                    return False
+                mine = urgent or not debt
+                if mine:
+                    self._take(nbytes, now)
+            if debt and self._stop.wait(debt):
+                return False
+            if mine:
+                return True
+
+    def _take(self, nbytes: int, now: float) -> None:
+        if self._bytes is not None:
+            self._bytes.take(nbytes, now)
+        if self._calls is not None:
+            self._calls.take(1, now)

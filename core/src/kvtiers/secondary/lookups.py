@@ -7,29 +7,50 @@ chunk. Runs on the engine's thread; the asking itself is done elsewhere.
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from kvtiers.api import LookupResult, OffloadKey
 
 __all__ = ["TierLookups"]
 
-_MAX_VERDICTS = 1_000_000
+_MAX_VERDICTS = 250_000
+_DROPPED_AT_ONCE = 2_000  # so that no single step has to drop many more than it learns
 _MISS_SECONDS = 1.0  # another engine may store it at any time; a MISS is believed no longer than this
+_LEAST_SECONDS = 0.2  # an answer that is not believed until the next lookup would be asked for again and again
+_MOST_PROBES = 128  # under way at once; a tier that has not answered these is too slow to be asked more
+_LONGEST_RUN = 8_192  # keys in one question
 _HIT, _MISS, _RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
+_QUEUED = 0  # in place of a probe's id: to be asked at the end of the step
+
+
+class _Probe(NamedTuple):
+    """A question under way."""
+
+    keys: Sequence[OffloadKey]
+    overdue_at: float
 
 
 class TierLookups:
-    """The verdicts of one tier. ``send(probe_id, keys, is_prefix)`` asks; False: it cannot be asked now."""
+    """The verdicts of one tier. ``send(probe_id, keys, is_prefix)`` asks; False: it cannot be asked now.
+
+    ``exists_ttl``: seconds for which an answer is believed. ``deadline``: seconds in which a question is answered.
+    """
 
     def __init__(
-        self, exists_ttl: float, clock: Callable[[], float], send: Callable[[int, Sequence[OffloadKey], bool], bool]
+        self,
+        exists_ttl: float,
+        deadline: float,
+        clock: Callable[[], float],
+        send: Callable[[int, Sequence[OffloadKey], bool], bool],
     ) -> None:
-        self._hit_seconds = exists_ttl
-        self._miss_seconds = min(exists_ttl, _MISS_SECONDS)
+        self._hit_seconds = max(_LEAST_SECONDS, exists_ttl)
+        self._miss_seconds = max(_LEAST_SECONDS, min(exists_ttl, _MISS_SECONDS))
+        self._deadline = deadline
         self._clock = clock
         self._send = send
         self._verdicts: dict[OffloadKey, float] = {}  # until when: positive a HIT, negative a MISS
         self._asked: dict[OffloadKey, int] = {}
-        self._probes: dict[int, Sequence[OffloadKey]] = {}
+        self._probes: dict[int, _Probe] = {}  # the oldest first
         self._ids = itertools.count(1)
         self._runs: list[Sequence[OffloadKey]] = []
         self._singles: dict[OffloadKey, None] = {}
@@ -51,8 +72,7 @@ class TierLookups:
                 return answers
             answers.append(_HIT)
         if len(answers) < len(keys):
-            self._want(keys[len(answers) :], now)
-            answers.append(_RETRY)
+            answers.append(self._want(keys[len(answers) :], now))
         return answers
 
     def flush(self) -> None:
@@ -66,11 +86,13 @@ class TierLookups:
 
     def answered(self, probe_id: int, answers: bytes) -> None:
         """Take in the answers to a probe, for its first keys; the others stay unknown."""
-        keys = self._probes.pop(probe_id, ())
+        probe = self._probes.pop(probe_id, None)
+        if probe is None:
+            return
         asked = self._asked
         now = self._clock()
         hit, miss = now + self._hit_seconds, -(now + self._miss_seconds)
-        for key, there in itertools.zip_longest(keys, answers):
+        for key, there in itertools.zip_longest(probe.keys, answers[: len(probe.keys)]):
             if asked.get(key) == probe_id:  # else it has become known otherwise, or is asked for anew
                 del asked[key]
                 if there is not None:
@@ -79,7 +101,20 @@ class TierLookups:
 
     def failed(self, probe_id: int) -> None:
         """A probe could not be asked: its chunks are misses for now."""
-        self.answered(probe_id, bytes(len(self._probes.get(probe_id, ()))))
+        if probe_id in self._probes:
+            self.answered(probe_id, bytes(len(self._probes[probe_id].keys)))
+
+    def give_up_overdue(self) -> int:
+        """Take what was asked too long ago as misses; return how many questions these were."""
+        now = self._clock()
+        overdue = 0
+        while self._probes:
+            oldest = next(iter(self._probes))
+            if self._probes[oldest].overdue_at > now:
+                break
+            self.failed(oldest)
+            overdue += 1
+        return overdue
 
     def stored(self, keys: Iterable[OffloadKey]) -> None:
         """These chunks are in the tier now."""
@@ -104,21 +139,25 @@ class TierLookups:
             self._asked.pop(key, None)
         self._bound()
 
-    def _want(self, keys: Sequence[OffloadKey], now: float) -> None:
+    def _want(self, keys: Sequence[OffloadKey], now: float) -> LookupResult:
         """Note an unknown run, as far as it is not being asked for already and does not end in a known MISS."""
         if keys[0] in self._asked or keys[0] in self._singles:
-            return
+            return _RETRY
+        if len(self._probes) + len(self._runs) >= _MOST_PROBES:
+            return _MISS
         if len(keys) == 1:
             self._singles[keys[0]] = None
-            return
+            return _RETRY
+        keys = keys[:_LONGEST_RUN]
         asked, verdicts = self._asked, self._verdicts
         end = next((i for i, key in enumerate(keys) if key in asked or verdicts.get(key, 0.0) < -now), len(keys))
         self._runs.append(keys[:end])
-        asked.update(dict.fromkeys(keys[:end], 0))
+        asked.update(dict.fromkeys(keys[:end], _QUEUED))
+        return _RETRY
 
     def _post(self, keys: Sequence[OffloadKey], *, is_prefix: bool) -> None:
         probe_id = next(self._ids)
-        self._probes[probe_id] = keys
+        self._probes[probe_id] = _Probe(keys, self._clock() + self._deadline)
         self._asked.update(dict.fromkeys(keys, probe_id))
         if not self._send(probe_id, keys, is_prefix):
             self.failed(probe_id)
@@ -126,5 +165,5 @@ class TierLookups:
     def _bound(self) -> None:
         excess = len(self._verdicts) - _MAX_VERDICTS
         if excess > 0:
-            for key in list(itertools.islice(self._verdicts, excess + _MAX_VERDICTS // 10)):
+            for key in list(itertools.islice(self._verdicts, excess + _DROPPED_AT_ONCE)):
                 del self._verdicts[key]

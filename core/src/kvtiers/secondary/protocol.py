@@ -12,7 +12,20 @@ from typing import Protocol, TypeAlias
 from kvtiers.api import OffloadKey
 from kvtiers.rows.names import StorageNames
 
-__all__ = ["Event", "JobDone", "JobFailed", "JobStarted", "Opened", "Probed", "Status", "StoreBackend", "StoreJob"]
+__all__ = [
+    "Event",
+    "JobDone",
+    "JobFailed",
+    "JobStarted",
+    "Opened",
+    "Probed",
+    "Status",
+    "StoreBackend",
+    "StoreJob",
+    "error_text",
+]
+
+_LONGEST_ERROR = 1_000
 
 
 class Status(IntEnum):
@@ -43,7 +56,7 @@ class StoreJob:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The store is open (``error`` empty), or could not be opened."""
+    """The store is open (``error`` empty), or cannot be opened: that is tried again, and reported again."""
 
     error: str = ""
 
@@ -111,6 +124,12 @@ class StoreBackend(Protocol):
     def poll(self) -> Sequence[Event]:
         """Take the news, a bounded number of messages."""
 
+    def restart(self, reason: str) -> None:
+        """Begin anew, if that is possible: the store does not answer any more."""
+
+    def log(self, level: int, text: str) -> None:
+        """Write a line to the log, on another thread than the engine's."""
+
     def stats(self) -> dict[str, float]:
         """Return the store's own figures, as of its last report."""
 
@@ -119,3 +138,13 @@ class StoreBackend(Protocol):
 
     def close(self, timeout: float) -> None:
         """End it all; what has not ended within ``timeout`` seconds is dropped."""
+
+
+def error_text(error: BaseException) -> str:
+    """Return an exception in one line of bounded length, whatever somebody else's code has put into it."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # noqa: BLE001 -- a broken __str__
+        text = ""
+    name = type(error).__name__
+    return (f"{name}: {text}" if text else name)[:_LONGEST_ERROR]

@@ -1,22 +1,18 @@
 """Core's protection around a tier of the third rung: seals, keys that differ between models, a breaker.
 
 Such a tier runs in the engine's process and moves rows by itself, so its values are sealed and checked on a thread of
-core's own:
+core's own (``sealer.py``):
 
 =======================  =========================================================================================
 engine's thread          ``submit_store`` queues the job; a later step hands the sealed job to the tier
-sealing thread           opens the tier; seals rows of stores; checks rows of loads
+sealing thread           opens the tier; seals rows of stores; checks rows of loads; closes the tier
 engine's thread          a load's result is held back until its rows are checked; damaged ones are left out of it
 =======================  =========================================================================================
 """
 
 import logging
-import queue
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from kvtiers.api import (
     JobResult,
@@ -27,25 +23,17 @@ from kvtiers.api import (
     TierConfig,
     TierRequest,
     TransferJob,
-    group_of,
 )
 from kvtiers.rows.names import StorageNames
-from kvtiers.rows.seal import SealVerdict, check_value, seal_value
 from kvtiers.secondary.health import Breaker, BreakerState
+from kvtiers.secondary.protocol import error_text
+from kvtiers.secondary.sealer import SealedJob, Sealer
+from kvtiers.secondary.store_jobs import not_done
 from kvtiers.secondary.views import ValueViews
 
 __all__ = ["SealedTier"]
 
-_log = logging.getLogger("kvtiers.secondary")
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    """A job between us and the tier. ``names``: those current when it was submitted. ``inner``: as the tier sees it."""
-
-    job: TransferJob
-    inner: TransferJob
-    names: StorageNames
+_CLOSE_SECONDS = 5.0
 
 
 class SealedTier(SecondaryTierManager):
@@ -61,128 +49,125 @@ class SealedTier(SecondaryTierManager):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = config.tier_name
-        self._views = views
         self._names = names
-        self._sizes = sizes
         self._breaker = Breaker(config.breaker, clock)
-        self._tier: SecondaryTierManager | None = None
-        self._opened = threading.Event()
-        self._open_error = "not opened yet"
-        self._jobs: dict[int, _Job] = {}
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._sealed: deque[_Job] = deque()
-        self._results: deque[JobResult] = deque()
-        self._seal_failures = 0
+        self._jobs: dict[int, SealedJob] = {}
         self._probing_with: int | None = None
-        self._thread = threading.Thread(
-            target=self._seal_and_check, args=(open_tier,), name=f"kvtiers-{self._name}-seal", daemon=True
-        )
-        self._thread.start()
+        reopen = (config.breaker.delay, config.breaker.max_delay)
+        self._sealer = Sealer(open_tier, views, sizes, reopen, self._name)
 
     # -- the contract
 
     def lookup_many(self, keys: Sequence[OffloadKey], context: TierRequest) -> Sequence[LookupResult]:
         """Ask the tier, by keys that no other model shares."""
-        assert self._tier is not None
         layout_id = self._names.layout_id
         return self._tier.lookup_many([layout_id + key for key in keys], context)
 
     def submit_store(self, job: TransferJob) -> None:
         """Have the rows sealed; the tier gets the job in a later step."""
-        sealed = self._take(job)
-        self._work.put(lambda: self._seal(sealed))
+        self._sealer.seal(self._take(job))
 
     def submit_load(self, job: TransferJob) -> None:
         """Hand the job to the tier."""
-        assert self._tier is not None
-        self._tier.submit_load(self._take(job).inner)
+        taken = self._take(job)
+        taken.handed_over = True
+        try:
+            self._tier.submit_load(taken.inner)
+        except BaseException:
+            self._judge(taken, ok=False)
+            raise
 
     def get_finished_jobs(self) -> Sequence[JobResult]:
         """Return the results that need no check, or have had theirs."""
-        if self._tier is None:
-            return ()
-        self._hand_over()
-        finished = []
-        for result in self._tier.get_finished_jobs():
-            known = self._jobs.get(result.job_id)
-            if known is None:
-                finished.append(result)  # nothing of ours: let the manager judge it
-            elif known.job.is_promotion and (result.success or result.successful_keys):
-                self._work.put(lambda known=known, result=result: self._check(known, result))  # type: ignore[misc]
-            else:
-                finished.append(self._outer(known, result))
-        finished += [self._results.popleft() for _ in range(len(self._results))]
+        finished: list[JobResult] = []
+        tier = self._sealer.tier
+        if tier is not None:
+            self._hand_over(tier)
+            for result in tier.get_finished_jobs():
+                finished += self._reported(result)
+        results = self._sealer.results
+        finished += [results.popleft() for _ in range(len(results))]
         for result in finished:
-            if self._jobs.pop(result.job_id, None) is not None:
-                self._judge(result)
+            known = self._jobs.get(result.job_id)
+            if known is not None:
+                self._judge(known, ok=result.success or result.successful_keys is not None)
         return finished
 
     def get_started_jobs(self) -> Sequence[int] | None:
         """Return the jobs that the tier has begun, where it says so."""
-        return self._tier.get_started_jobs() if self._tier is not None else None
+        return None if self._sealer.tier is None else self._sealer.tier.get_started_jobs()
 
     def get_failed_jobs(self) -> Sequence[int]:
         """Return the jobs that have failed but whose rows the tier may still touch."""
-        return self._tier.get_failed_jobs() if self._tier is not None else ()
+        return () if self._sealer.tier is None else self._sealer.tier.get_failed_jobs()
 
     def is_available(self) -> bool:
         """Say whether the tier is open, in order, and not just being tried with one job."""
-        if self._tier is None or self._breaker.state is BreakerState.OPEN or self._probing_with is not None:
+        tier = self._sealer.tier
+        if tier is None or self._breaker.state is BreakerState.OPEN or self._probing_with is not None:
             return False
-        return self._tier.is_available()
+        return tier.is_available()
 
     def abandon_job(self, job_id: int) -> None:
-        """Count an overdue job against the tier."""
-        self._breaker.record(ok=False)
-        if self._tier is not None:
+        """Count an overdue job against the tier, which is told of it if it has it already."""
+        known = self._jobs.get(job_id)
+        if known is None:
+            return
+        known.abandoned = True
+        if job_id != self._probing_with:
+            self._breaker.record(ok=False)
+        if known.handed_over:
             self._tier.abandon_job(job_id)
 
     def on_new_request(self, context: TierRequest) -> bool:
         """Pass on."""
-        return self._tier.on_new_request(context) if self._tier is not None else False
+        return False if self._sealer.tier is None else self._sealer.tier.on_new_request(context)
 
     def on_request_finished(self, context: TierRequest) -> None:
         """Pass on."""
-        if self._tier is not None:
-            self._tier.on_request_finished(context)
+        if self._sealer.tier is not None:
+            self._sealer.tier.on_request_finished(context)
 
     def on_schedule_end(self) -> None:
         """Hand over what has been sealed; the breaker's probe is the next job."""
-        if self._tier is not None:
+        tier = self._sealer.tier
+        if tier is not None:
             self._breaker.wants_probe()
-            self._hand_over()
-            self._tier.on_schedule_end()
+            self._hand_over(tier)
+            tier.on_schedule_end()
 
     def has_pending_work(self) -> bool:
         """Pass on."""
-        return self._tier.has_pending_work() if self._tier is not None else False
+        return False if self._sealer.tier is None else self._sealer.tier.has_pending_work()
 
     def drain(self, timeout: float) -> bool:
-        """Seal, hand over, let the tier end, check."""
+        """Seal, hand over, let the tier end, check; say how much was dropped."""
         until = time.monotonic() + timeout
-        self._settle(until)
-        if self._tier is None:
-            return True
-        self._hand_over()
-        done = self._tier.drain(max(0.0, until - time.monotonic()))
-        self._results.extend(self.get_finished_jobs())
-        self._settle(until)
-        return done
+        owed = {job_id: known.job for job_id, known in self._jobs.items()}
+        self._sealer.settle(timeout)
+        tier = self._sealer.tier
+        if tier is not None:
+            self._hand_over(tier)
+            tier.drain(max(0.0, until - time.monotonic()))
+        results = list(self.get_finished_jobs())
+        self._sealer.settle(max(0.0, until - time.monotonic()))
+        results += self.get_finished_jobs()
+        self._sealer.results.extend(results)  # they are still to be reported
+        jobs, chunks = not_done(owed, results)
+        if jobs:
+            text = f"{self._name}: shutdown within {timeout:g}s dropped {jobs} jobs with {chunks} chunks"
+            self._sealer.log(logging.WARNING, text)
+        return not self._jobs
 
     def close(self) -> None:
         """End the thread and the tier."""
-        self._work.put(None)
-        self._thread.join(5.0)
-        if self._tier is not None:
-            self._tier.close()
-            self._tier = None
+        self._sealer.close(_CLOSE_SECONDS)
 
     # -- beyond the contract, for core
 
     def wait_open(self, timeout: float) -> str:
         """Wait (from any thread) until the tier is open; return "" then, else why it is not."""
-        self._opened.wait(timeout)
-        return self._open_error
+        return self._sealer.wait_open(timeout)
 
     def set_names(self, names: StorageNames) -> None:
         """Use other keys and names from now on."""
@@ -190,88 +175,78 @@ class SealedTier(SecondaryTierManager):
 
     def stats(self) -> dict[str, float]:
         """Return the tier's own figures and the seal's."""
-        own: dict[str, float] = dict(self._tier.stats()) if isinstance(self._tier, SupportsStats) else {}
+        tier = self._sealer.tier
+        own: dict[str, float] = {}
+        if isinstance(tier, SupportsStats):
+            try:
+                own = {str(name): float(figure) for name, figure in tier.stats().items()}
+            except Exception:  # noqa: BLE001 -- a tier is somebody else's code, and figures are no promise
+                own = {}
         return own | {
-            "seal_failures": self._seal_failures,
+            "seal_failures": self._sealer.seal_failures,
             "breaker_state": int(self._breaker.state),
             "breaker_opened": self._breaker.opened,
-            "open": int(self._tier is not None),
+            "open": int(tier is not None),
         }
 
-    # -- inside, on the engine's thread
+    # -- inside
 
-    def _take(self, job: TransferJob) -> _Job:
+    @property
+    def _tier(self) -> SecondaryTierManager:
+        assert self._sealer.tier is not None, "asked before it is available"
+        return self._sealer.tier
+
+    def _take(self, job: TransferJob) -> SealedJob:
         layout_id = self._names.layout_id
         keys = [layout_id + key for key in job.keys]
         inner = TransferJob(job.job_id, keys, job.chunk_ids, job.is_promotion, job.context)
-        taken = self._jobs[job.job_id] = _Job(job, inner, self._names)
-        if self._breaker.state is BreakerState.PROBING:
+        taken = self._jobs[job.job_id] = SealedJob(job, inner, self._names)
+        if self._breaker.state is BreakerState.PROBING and self._probing_with is None:
             self._probing_with = job.job_id
         return taken
 
-    def _hand_over(self) -> None:
-        assert self._tier is not None
-        for _ in range(len(self._sealed)):
-            sealed = self._sealed.popleft()
-            try:
-                self._tier.submit_store(sealed.inner)
-            except Exception as error:  # noqa: BLE001 -- a tier is somebody else's code; a submit that raises began nothing
-                _log.warning("%s: store job %d was refused: %s", self._name, sealed.job.job_id, error)
-                self._results.append(JobResult(sealed.job.job_id, success=False))
+    def _hand_over(self, tier: SecondaryTierManager) -> None:
+        for _ in range(len(self._sealer.sealed)):
+            sealed = self._sealer.sealed.popleft()
+            error = sealed.error or ("given up before it began" if sealed.abandoned else "")
+            if not error:
+                sealed.handed_over = True
+                try:
+                    tier.submit_store(sealed.inner)
+                except Exception as raised:  # noqa: BLE001 -- a tier is somebody else's code; a submit that raises began nothing
+                    error = error_text(raised)
+            if error:
+                self._sealer.log(logging.INFO, f"{self._name}: store job {sealed.job.job_id}: {error}")
+                self._sealer.results.append(JobResult(sealed.job.job_id, success=False))
 
-    def _judge(self, result: JobResult) -> None:
-        ok = result.success or result.successful_keys is not None
-        if result.job_id == self._probing_with:
+    def _reported(self, result: JobResult) -> list[JobResult]:
+        """Return what may be passed on of the tier's own result; what it has loaded is checked first."""
+        known = self._jobs.get(result.job_id)
+        if known is None:
+            return [result]  # nothing of ours: let the manager judge it
+        if known.reported:
+            return [JobResult(result.job_id, success=False)]  # the check's own result makes it the second one
+        known.reported = True
+        good = result.successful_keys
+        lies = good is not None and not set(known.inner.keys).issuperset(good)
+        if known.job.is_promotion and (result.success or good) and not lies:
+            self._sealer.check(known, result)
+            return []
+        return [_outer(known, result)]
+
+    def _judge(self, known: SealedJob, *, ok: bool) -> None:
+        del self._jobs[known.job.job_id]
+        if known.job.job_id == self._probing_with:
             self._probing_with = None
-            self._breaker.probed(ok=ok)
-        else:
+            self._breaker.probed(ok=ok and not known.abandoned)
+        elif not known.abandoned:
             self._breaker.record(ok=ok)
 
-    @staticmethod
-    def _outer(known: _Job, result: JobResult) -> JobResult:
-        """Return a result in the manager's keys."""
-        if result.successful_keys is None:
-            return result
-        outer = dict(zip(known.inner.keys, known.job.keys, strict=True))
-        keys = [outer.get(key, key) for key in result.successful_keys]
-        return JobResult(result.job_id, result.success, keys, result.nbytes, result.seconds)
 
-    def _settle(self, until: float) -> None:
-        """Wait until the sealing thread has done what was asked of it so far."""
-        done = threading.Event()
-        self._work.put(done.set)
-        done.wait(max(0.0, until - time.monotonic()))
-
-    # -- inside, on the sealing thread
-
-    def _seal_and_check(self, open_tier: Callable[[], SecondaryTierManager]) -> None:
-        try:
-            self._tier = open_tier()
-            self._open_error = ""
-        except Exception as error:  # noqa: BLE001 -- a plugin is somebody else's code
-            self._open_error = f"{type(error).__name__}: {error}"
-            _log.warning("%s: cannot be opened: %s; the engine goes on without it", self._name, self._open_error)
-        del open_tier  # it knows the region, which must not outlive the tier
-        self._opened.set()
-        while (work := self._work.get()) is not None:
-            work()
-
-    def _seal(self, sealed: _Job) -> None:
-        for key, row in zip(sealed.job.keys, sealed.job.chunk_ids, strict=True):
-            payload, value = self._sizes[group_of(key)]
-            seal_value(self._views.own(row, value), payload, sealed.names.name(key), sealed.names.layout_id)
-        self._sealed.append(sealed)
-
-    def _check(self, known: _Job, result: JobResult) -> None:
-        good = set(known.inner.keys if result.success else result.successful_keys or ())
-        pairs = zip(known.inner.keys, known.job.keys, known.job.chunk_ids, strict=True)
-        landed = [key for inner, key, row in pairs if inner in good and self._is_sound(known.names, key, row)]
-        if len(landed) < len(good):
-            self._seal_failures += len(good) - len(landed)
-            _log.warning("%s: %d values are damaged; counted as misses", self._name, len(good) - len(landed))
-        success = len(landed) == len(known.job.keys)
-        self._results.append(JobResult(result.job_id, success, landed, result.nbytes, result.seconds))
-
-    def _is_sound(self, names: StorageNames, key: OffloadKey, row: int) -> bool:
-        payload, value = self._sizes[group_of(key)]
-        return check_value(self._views.own(row, value), payload, names.name(key), names.layout_id) is SealVerdict.OK
+def _outer(known: SealedJob, result: JobResult) -> JobResult:
+    """Return a result in the manager's keys."""
+    if result.successful_keys is None:
+        return result
+    outer = dict(zip(known.inner.keys, known.job.keys, strict=True))
+    keys = [outer.get(key, key) for key in result.successful_keys]
+    return JobResult(result.job_id, result.success, keys, result.nbytes, result.seconds)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from kvtiers.api import ChunkStore, OffloadKey, TierConfig
 from kvtiers.rows.names import StorageNames
+from kvtiers.secondary.log_thread import LogThread
 from kvtiers.secondary.mover import mover_options
 from kvtiers.secondary.protocol import Event, Opened, StoreJob
 from kvtiers.secondary.transfer_pool import TransferPool
@@ -34,6 +35,7 @@ class ThreadBackend:
         self._events: deque[Event] = deque()
         self._opened = threading.Event()
         self._open_error = "not opened yet"
+        self._logs = LogThread()
         self._pool = TransferPool(
             open_store,
             views,
@@ -41,6 +43,7 @@ class ThreadBackend:
             mover_options(config, sizes),
             threads=config.threads,
             deadline=config.deadline,
+            reopen=(config.breaker.delay, config.breaker.max_delay),
             emit=self._emit,
             label=config.tier_name,
         )
@@ -77,6 +80,13 @@ class ThreadBackend:
         events = self._events
         return [events.popleft() for _ in range(min(len(events), _EVENTS_PER_POLL))]
 
+    def restart(self, reason: str) -> None:
+        """Nothing can be begun anew here: a thread that hangs cannot be ended."""
+
+    def log(self, level: int, text: str) -> None:
+        """Write a line to the log, on a thread of its own."""
+        self._logs.post(level, text)
+
     def stats(self) -> dict[str, float]:
         """Return the pool's and the store's figures."""
         return self._pool.stats()
@@ -94,3 +104,4 @@ class ThreadBackend:
     def close(self, timeout: float) -> None:
         """End the threads and close the store."""
         self._pool.close(timeout)
+        self._logs.close(1.0)

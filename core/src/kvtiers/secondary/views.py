@@ -1,16 +1,21 @@
 """Views of one value, lent to a store for the length of a call.
 
-A fresh exporter (a small numpy array over the region) stands behind each view. If it is still alive after the call,
-somebody kept the buffer, and could read or write the row when it is another chunk's. Releasing the view alone would not
-show that: a slice of it, or an array made from it, lives on.
+A fresh exporter (a small array over the region) stands behind each view. If it is still alive after the call, somebody
+kept the buffer, and could read or write the row when it is another chunk's. Releasing the view alone would not show
+that: a slice of it, or an array made from it, lives on.
+
+The arrays are of ctypes, not of numpy, which would bring a pool of threads of its own into every tier host.
 """
 
+import contextlib
+import ctypes
 import gc
+import threading
 import weakref
 
-import numpy as np
-
 __all__ = ["Loan", "ValueViews"]
+
+_collecting = threading.Lock()  # a collection that meets another one under way does nothing at all
 
 
 class Loan:
@@ -19,25 +24,30 @@ class Loan:
     __slots__ = ("_exporter", "view")
 
     def __init__(self, region: memoryview, offset: int, nbytes: int, *, readonly: bool) -> None:
-        array = np.ndarray((nbytes,), np.uint8, buffer=region, offset=offset)
+        array = (ctypes.c_ubyte * nbytes).from_buffer(region, offset)
         self._exporter = weakref.ref(array)
-        view = array.data
+        view = memoryview(array).cast("B")
         self.view = view.toreadonly() if readonly else view
 
     def take_back(self) -> bool:
         """End the loan; False if the borrower kept the buffer."""
-        try:
+        with contextlib.suppress(BufferError):  # what was made from it cannot be taken away; it shows below
             self.view.release()
-        except BufferError:
-            return False
-        if self.is_free():
-            return True
-        gc.collect()  # a cycle (an exception and its traceback, say) may hold it for no longer than this
-        return self.is_free()
+        del self.view  # else our own reference would keep the exporter when the borrower has let go of it
+        return self.is_free() or _is_garbage(self)
 
     def is_free(self) -> bool:
         """Say whether nobody holds the buffer any more."""
         return self._exporter() is None
+
+
+def _is_garbage(loan: Loan) -> bool:
+    """Say whether only a cycle (an exception and its traceback, say) still held the buffer, which nobody can reach."""
+    with _collecting:
+        gc.collect(1)  # it is as young as the call; a full collection can take long in an engine
+        if not loan.is_free():
+            gc.collect()
+    return loan.is_free()
 
 
 class ValueViews:
@@ -63,7 +73,7 @@ class ValueViews:
         return self._region[offset : offset + nbytes]
 
     def _offset(self, row: int, nbytes: int) -> int:
-        if not 0 <= row < self._rows or not 0 <= nbytes <= self._row_stride:
+        if not 0 <= row < self._rows or not 0 < nbytes <= self._row_stride:
             raise IndexError(
                 f"no {nbytes} bytes in row {row}; rows 0 to {self._rows - 1} have {self._row_stride} bytes"
             )

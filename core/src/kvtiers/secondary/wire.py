@@ -1,8 +1,7 @@
-"""The wire between the engine and a tier host: length-prefixed struct messages on a stream socket, format 1.
+"""The messages between the engine and a tier host, format 1. How they follow each other is in ``framing.py``.
 
-Every message is ``u32 length | u8 kind | u16 tier | body``, little endian; ``length`` counts what follows it. Texts are
-UTF-8; a text before other fields has a u16 length. Keys travel raw: ``u32 count | u16 key length | keys``, all of one
-length, or key length 0 and a u16 length before each. ``tier`` is the tier's place in the HELLO.
+Little endian. Texts are UTF-8 and end their message. Keys travel raw: ``u32 count | u16 key length | keys``, all of one
+length, or key length 0 and a u16 length before each.
 
 =============  ======  ==================================================================================
 message        sender  body
@@ -25,87 +24,44 @@ LOG            host    u8 level, text
 
 import json
 import struct
-from array import array
 from collections.abc import Mapping, Sequence
-from enum import IntEnum
-from typing import NamedTuple
+from typing import Any
 
 from kvtiers.api import OffloadKey
 from kvtiers.rows.names import StorageNames
+from kvtiers.secondary.framing import Frame, Kind, ProtocolError, frame
 from kvtiers.secondary.protocol import Event, JobDone, JobFailed, JobStarted, Opened, Probed, StoreJob
 
-__all__ = ["PROTOCOL_FORMAT", "Frame", "FrameReader", "Kind", "ProtocolError"]
+__all__ = [
+    "PROTOCOL_FORMAT",
+    "decode_close",
+    "decode_event",
+    "decode_id",
+    "decode_job",
+    "decode_log",
+    "decode_names",
+    "decode_probe",
+    "decode_stats",
+    "encode_abandon",
+    "encode_close",
+    "encode_event",
+    "encode_hello",
+    "encode_job",
+    "encode_log",
+    "encode_names",
+    "encode_probe",
+    "encode_stats",
+]
 
 PROTOCOL_FORMAT = 1
-MAX_FRAME = 64 * 2**20
 
-_HEAD = struct.Struct("<IBH")
+_LAYOUT_ID_BYTES = 8
 _KEYS = struct.Struct("<IH")
 _JOB = struct.Struct("<QB")
 _DONE = struct.Struct("<QQdII")
 _PROBED = struct.Struct("<QI")
 _U64 = struct.Struct("<Q")
-
-
-class ProtocolError(Exception):
-    """The other side sent what this format does not know."""
-
-
-class Kind(IntEnum):
-    """Message kinds; the engine's below 64, the host's from 64."""
-
-    HELLO = 1
-    NAMES = 2
-    JOB = 3
-    PROBE = 4
-    ABANDON = 5
-    CLOSE = 6
-    OPENED = 64
-    STARTED = 65
-    FAILED = 66
-    DONE = 67
-    PROBED = 68
-    STATS = 69
-    LOG = 70
-
-
-class Frame(NamedTuple):
-    """One message, its body not yet read."""
-
-    kind: int
-    tier: int
-    body: memoryview
-
-
-class FrameReader:
-    """Cuts a stream into frames. ``feed`` what came in, then iterate over ``frames``."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes | memoryview) -> None:
-        """Take in bytes from the stream."""
-        self._buffer += data
-
-    def frames(self, most: int) -> list[Frame]:
-        """Return the complete frames, at most so many; ProtocolError if the stream makes no sense."""
-        frames: list[Frame] = []
-        at, buffer = 0, self._buffer
-        while len(frames) < most and len(buffer) - at >= _HEAD.size:
-            length, kind, tier = _HEAD.unpack_from(buffer, at)
-            if not _HEAD.size - 4 <= length <= MAX_FRAME:
-                raise ProtocolError(f"a message of {length} bytes; expected at most {MAX_FRAME}")
-            if len(buffer) - at < length + 4:
-                break
-            frames.append(Frame(kind, tier, memoryview(bytes(buffer[at + _HEAD.size : at + 4 + length]))))
-            at += length + 4
-        del buffer[:at]
-        return frames
-
-
-def frame(kind: Kind, tier: int, body: bytes = b"") -> bytes:
-    """Return a message."""
-    return _HEAD.pack(len(body) + _HEAD.size - 4, kind, tier) + body
+_F64 = struct.Struct("<d")
 
 
 def encode_hello(hello: Mapping[str, object]) -> bytes:
@@ -120,24 +76,26 @@ def encode_names(tier: int, names: StorageNames) -> bytes:
 
 def decode_names(body: memoryview) -> StorageNames:
     """Read a NAMES message."""
-    return StorageNames(str(body[8:], "utf-8"), bytes(body[:8]))
+    if len(body) < _LAYOUT_ID_BYTES:
+        raise ProtocolError(f"names of {len(body)} bytes")
+    prefix = str(body[_LAYOUT_ID_BYTES:], "utf-8", "replace")
+    return StorageNames(prefix, bytes(body[:_LAYOUT_ID_BYTES]))
 
 
 def encode_job(tier: int, job: StoreJob) -> bytes:
     """Return a JOB message."""
-    rows = array("i", job.rows).tobytes()
+    rows = struct.pack(f"<{len(job.rows)}i", *job.rows)
     return frame(Kind.JOB, tier, _JOB.pack(job.job_id, job.is_load) + _encode_keys(job.keys) + rows)
 
 
 def decode_job(body: memoryview) -> StoreJob:
     """Read a JOB message."""
-    job_id, is_load = _JOB.unpack_from(body)
+    job_id, is_load = _head(_JOB, body)
     keys, end = _decode_keys(body, _JOB.size)
-    rows = array("i")
-    rows.frombytes(body[end:])
-    if len(rows) != len(keys):
-        raise ProtocolError(f"job {job_id} has {len(keys)} keys and {len(rows)} rows")
-    return StoreJob(job_id, bool(is_load), keys, rows.tolist())
+    if len(body) - end != 4 * len(keys):
+        raise ProtocolError(f"job {job_id} has {len(keys)} keys and {len(body) - end} bytes of rows")
+    rows = list(struct.unpack_from(f"<{len(keys)}i", body, end))
+    return StoreJob(job_id, bool(is_load), keys, rows)
 
 
 def encode_probe(tier: int, probe_id: int, keys: Sequence[OffloadKey], *, is_prefix: bool) -> bytes:
@@ -147,8 +105,10 @@ def encode_probe(tier: int, probe_id: int, keys: Sequence[OffloadKey], *, is_pre
 
 def decode_probe(body: memoryview) -> tuple[int, list[OffloadKey], bool]:
     """Read a PROBE message: probe id, keys, whether they are a prefix."""
-    probe_id, is_prefix = _JOB.unpack_from(body)
-    keys, _ = _decode_keys(body, _JOB.size)
+    probe_id, is_prefix = _head(_JOB, body)
+    keys, end = _decode_keys(body, _JOB.size)
+    if end != len(body):
+        raise ProtocolError(f"probe {probe_id} has {len(body) - end} bytes too many")
     return probe_id, keys, bool(is_prefix)
 
 
@@ -159,47 +119,97 @@ def encode_abandon(tier: int, job_id: int) -> bytes:
 
 def decode_id(body: memoryview) -> int:
     """Read the id at the start of a message."""
-    return int(_U64.unpack_from(body)[0])
+    (number,) = _head(_U64, body)
+    return int(number)
+
+
+def encode_close(tier: int, seconds: float) -> bytes:
+    """Return a CLOSE message."""
+    return frame(Kind.CLOSE, tier, _F64.pack(seconds))
+
+
+def decode_close(body: memoryview) -> float:
+    """Read a CLOSE message: how many seconds there are to end."""
+    (seconds,) = _head(_F64, body)
+    return float(seconds)
+
+
+def encode_stats(tier: int, figures: Mapping[str, float]) -> bytes:
+    """Return a STATS message."""
+    return frame(Kind.STATS, tier, json.dumps(figures).encode())
+
+
+def decode_stats(body: memoryview) -> dict[str, float]:
+    """Read a STATS message."""
+    try:
+        return {str(name): float(figure) for name, figure in json.loads(bytes(body)).items()}
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ProtocolError(f"figures: {error}") from None
+
+
+def encode_log(tier: int, level: int, text: str) -> bytes:
+    """Return a LOG message; ``level`` as in ``logging``, at most 255."""
+    return frame(Kind.LOG, tier, bytes([max(0, min(level, 255))]) + _text(text))
+
+
+def decode_log(body: memoryview) -> tuple[int, str]:
+    """Read a LOG message: level and text."""
+    if not body:
+        raise ProtocolError("a log line without a level")
+    return body[0], str(body[1:], "utf-8", "replace")
 
 
 def encode_event(tier: int, event: Event) -> bytes:
     """Return the message for an event of the pool."""
     match event:
         case Opened(error):
-            return frame(Kind.OPENED, tier, error.encode())
+            return frame(Kind.OPENED, tier, _text(error))
         case JobStarted(job_id):
             return frame(Kind.STARTED, tier, _U64.pack(job_id))
         case JobFailed(job_id, error):
-            return frame(Kind.FAILED, tier, _U64.pack(job_id) + error.encode())
+            return frame(Kind.FAILED, tier, _U64.pack(job_id) + _text(error))
         case JobDone(job_id, statuses, nbytes, seconds, retries, error):
             head = _DONE.pack(job_id, nbytes, seconds, retries, len(statuses))
-            return frame(Kind.DONE, tier, head + statuses + error.encode())
+            return frame(Kind.DONE, tier, head + statuses + _text(error))
         case Probed(probe_id, answers, error):
-            return frame(Kind.PROBED, tier, _PROBED.pack(probe_id, len(answers)) + answers + error.encode())
+            return frame(Kind.PROBED, tier, _PROBED.pack(probe_id, len(answers)) + answers + _text(error))
 
 
 def decode_event(message: Frame) -> Event:
     """Read a message that is an event of the pool; ProtocolError if it is none."""
     kind, _, body = message
-    try:
-        match kind:
-            case Kind.OPENED:
-                return Opened(str(body, "utf-8"))
-            case Kind.STARTED:
-                return JobStarted(decode_id(body))
-            case Kind.FAILED:
-                return JobFailed(decode_id(body), str(body[8:], "utf-8"))
-            case Kind.DONE:
-                job_id, nbytes, seconds, retries, count = _DONE.unpack_from(body)
-                statuses, error = body[_DONE.size : _DONE.size + count], body[_DONE.size + count :]
-                return JobDone(job_id, bytes(statuses), nbytes, seconds, retries, str(error, "utf-8"))
-            case Kind.PROBED:
-                probe_id, count = _PROBED.unpack_from(body)
-                answers, error = body[_PROBED.size : _PROBED.size + count], body[_PROBED.size + count :]
-                return Probed(probe_id, bytes(answers), str(error, "utf-8"))
-    except (struct.error, UnicodeDecodeError) as error:
-        raise ProtocolError(f"a message of kind {kind}: {error}") from None
+    match kind:
+        case Kind.OPENED:
+            return Opened(str(body, "utf-8", "replace"))
+        case Kind.STARTED:
+            return JobStarted(decode_id(body))
+        case Kind.FAILED:
+            return JobFailed(decode_id(body), str(body[_U64.size :], "utf-8", "replace"))
+        case Kind.DONE:
+            job_id, nbytes, seconds, retries, count = _head(_DONE, body)
+            statuses, error = _bytes_and_text(body, _DONE.size, count)
+            return JobDone(job_id, statuses, nbytes, seconds, retries, error)
+        case Kind.PROBED:
+            probe_id, count = _head(_PROBED, body)
+            answers, error = _bytes_and_text(body, _PROBED.size, count)
+            return Probed(probe_id, answers, error)
     raise ProtocolError(f"a message of kind {kind}, which is no event")
+
+
+def _head(fields: struct.Struct, body: memoryview) -> tuple[Any, ...]:
+    if len(body) < fields.size:
+        raise ProtocolError(f"a message of {len(body)} bytes, too short for its kind")
+    return fields.unpack_from(body)
+
+
+def _bytes_and_text(body: memoryview, at: int, count: int) -> tuple[bytes, str]:
+    if len(body) < at + count:
+        raise ProtocolError(f"{count} bytes announced, {len(body) - at} sent")
+    return bytes(body[at : at + count]), str(body[at + count :], "utf-8", "replace")
+
+
+def _text(text: str) -> bytes:
+    return text.encode("utf-8", "replace")  # an exception's text may hold what UTF-8 has no bytes for
 
 
 def _encode_keys(keys: Sequence[OffloadKey]) -> bytes:
@@ -211,20 +221,21 @@ def _encode_keys(keys: Sequence[OffloadKey]) -> bytes:
 
 
 def _decode_keys(body: memoryview, at: int) -> tuple[list[OffloadKey], int]:
-    try:
-        count, length = _KEYS.unpack_from(body, at)
-    except struct.error as error:
-        raise ProtocolError(f"keys: {error}") from None
+    if len(body) < at + _KEYS.size:
+        raise ProtocolError("a message that ends before its keys")
+    count, length = _KEYS.unpack_from(body, at)
     at += _KEYS.size
+    if len(body) < at + count * max(length, 2):
+        raise ProtocolError(f"{count} keys announced, {len(body) - at} bytes sent")
     data = bytes(body)
+    if length:
+        end = at + count * length
+        return [data[i : i + length] for i in range(at, end, length)], end
     keys = []
     for _ in range(count):
-        size = length
-        if not length:
-            size = int.from_bytes(data[at : at + 2], "little")
-            at += 2
-        keys.append(data[at : at + size])
-        at += size
+        size = int.from_bytes(data[at : at + 2], "little")
+        keys.append(data[at + 2 : at + 2 + size])
+        at += 2 + size
     if at > len(data):
         raise ProtocolError(f"keys end {at - len(data)} bytes behind their message")
     return keys, at

@@ -1,0 +1,80 @@
+"""The thread of a tier host that sends: events as they come, and once a second the stores' figures."""
+
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+__all__ = ["HostWriter"]
+
+_TICK_SECONDS = 1.0
+_KEPT_SECONDS = 0.05
+_BYTES_PER_SEND = 1 << 16
+_MOST_LINES_WAITING = 1_000
+
+
+class HostWriter:
+    """Sends messages in order.
+
+    ``figures`` is asked for messages once a second; ``check_kept`` more often, as long as it says True.
+    """
+
+    def __init__(
+        self, connection: socket.socket, figures: Callable[[], Iterable[bytes]], check_kept: Callable[[], bool]
+    ) -> None:
+        self._connection = connection
+        self._figures = figures
+        self._check_kept = check_kept
+        self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kvtiers-host-writer", daemon=True)
+
+    def start(self) -> None:
+        """Begin to send."""
+        self._thread.start()
+
+    def post(self, message: bytes) -> None:
+        """Have a message sent; never waits."""
+        self._messages.put(message)
+
+    def post_line(self, message: bytes) -> bool:
+        """Have a log line sent, unless very much is waiting because the engine does not read."""
+        if self._messages.qsize() >= _MOST_LINES_WAITING:
+            return False
+        self._messages.put(message)
+        return True
+
+    def close(self, timeout: float) -> None:
+        """Send what is waiting, and end the thread."""
+        self._messages.put(None)
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        tick_at = time.monotonic() + _TICK_SECONDS
+        going = True
+        try:
+            while going:
+                wait = _KEPT_SECONDS if self._check_kept() else max(0.0, tick_at - time.monotonic())
+                data, going = self._collect(wait)
+                if time.monotonic() >= tick_at:
+                    tick_at = time.monotonic() + _TICK_SECONDS
+                    data += b"".join(self._figures())
+                if data:
+                    self._connection.sendall(data)
+        except OSError:
+            os._exit(0)  # the engine is gone
+
+    def _collect(self, wait: float) -> tuple[bytes, bool]:
+        """Wait for a message and take all there are, up to a sensible size; say whether to go on after these."""
+        parts: list[bytes] = []
+        try:
+            message = self._messages.get(timeout=wait)
+            while message is not None:
+                parts.append(message)
+                if sum(map(len, parts)) >= _BYTES_PER_SEND:
+                    return b"".join(parts), True
+                message = self._messages.get_nowait()
+        except queue.Empty:
+            return b"".join(parts), True
+        return b"".join(parts), False

@@ -1,0 +1,52 @@
+"""A thread that writes log lines, so that a log which is slow or stuck holds up nobody else.
+
+The engine's thread must not wait for it, and neither must the launcher: a host that has to be killed is killed though
+nobody reads the log.
+"""
+
+import logging
+import queue
+import threading
+
+__all__ = ["LogThread"]
+
+_log = logging.getLogger("kvtiers.secondary")
+_MOST_WAITING = 1_000
+
+
+class LogThread:
+    """Writes to the logger of this package, in order. Its thread starts with the first line."""
+
+    def __init__(self) -> None:
+        self._lines: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._dropped = 0
+
+    def post(self, level: int, text: str) -> None:
+        """Have a line written; never waits. It is dropped, and counted, if very many are waiting already."""
+        if self._lines.qsize() >= _MOST_WAITING:
+            self._dropped += 1
+            return
+        self._lines.put((level, text))
+        if self._thread is None:
+            self._start()
+
+    def close(self, timeout: float) -> None:
+        """Write what is waiting, for ``timeout`` seconds at most, and end the thread."""
+        if self._thread is not None:
+            self._lines.put(None)
+            self._thread.join(timeout)
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kvtiers-log", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while (line := self._lines.get()) is not None:
+            _log.log(line[0], "%s", line[1])
+            if self._dropped:
+                dropped, self._dropped = self._dropped, 0
+                _log.warning("%d log lines were dropped, since the log is too slow", dropped)

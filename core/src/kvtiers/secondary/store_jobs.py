@@ -1,0 +1,149 @@
+"""The jobs that a store tier owes a result for, and what became of those that have ended. Engine's thread."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvtiers.api import JobResult, TransferJob
+from kvtiers.secondary.protocol import JobDone, Status
+
+__all__ = ["EndedJob", "StoreJobs", "not_done"]
+
+_GOOD = frozenset({Status.DONE, Status.PRESENT})
+
+
+@dataclass(slots=True)
+class _Open:
+    """A job under way. ``sent``: its first so many chunks were handed over. ``epoch``: which names it has."""
+
+    job: TransferJob
+    sent: int
+    epoch: int
+    told: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EndedJob:
+    """A job that has ended. ``was_told``: it had been reported, or given up, as failed before."""
+
+    job: TransferJob
+    result: JobResult
+    was_told: bool
+    has_failed: bool
+    has_current_names: bool
+    damaged: int
+
+
+class StoreJobs:
+    """One tier's jobs and counts. ``store_queue``: chunks that may be on their way into the store."""
+
+    def __init__(self, store_queue: int) -> None:
+        self._store_queue = store_queue
+        self._open: dict[int, _Open] = {}
+        self._epoch = 0
+        self.storing = 0
+        """Chunks on their way into the store."""
+        self.counts = dict.fromkeys(
+            (
+                "seal_failures",
+                "retries",
+                "dropped_full",
+                "dropped_queue",
+                "dropped_shutdown",
+                "already_present",
+                "errors",
+                "missing",
+            ),
+            0,
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self._open)
+
+    @property
+    def room(self) -> int:
+        """Chunks that the store queue has room for."""
+        return max(0, self._store_queue - self.storing)
+
+    def new_names(self) -> None:
+        """What is under way has names that are no longer current."""
+        self._epoch += 1
+
+    def begin(self, job: TransferJob, sent: int) -> None:
+        """Take note of a job of which the first ``sent`` chunks are handed over; the others are dropped."""
+        self._open[job.job_id] = _Open(job, sent, self._epoch)
+        self.counts["dropped_queue"] += len(job.keys) - sent
+        if not job.is_promotion:
+            self.storing += sent
+
+    def refuse(self, job_id: int) -> JobResult:
+        """A job was not taken after all: return its result."""
+        begun = self._forget(job_id)
+        self.counts["dropped_queue"] += begun.sent
+        return JobResult(job_id, success=False)
+
+    def fail(self, job_id: int) -> TransferJob | None:
+        """Take note that a job has failed though its result is still owed; None: nothing new."""
+        begun = self._open.get(job_id)
+        if begun is None or begun.told:
+            return None
+        begun.told = True
+        return begun.job
+
+    def end(self, event: JobDone) -> EndedJob | None:
+        """Take note of a job's end; None if there is no such job."""
+        if event.job_id not in self._open:
+            return None
+        begun = self._forget(event.job_id)
+        job, statuses, counts = begun.job, event.statuses, self.counts
+        counts["retries"] += event.retries
+        counts["seal_failures"] += statuses.count(Status.CORRUPT)
+        counts["missing"] += statuses.count(Status.MISSING)
+        counts["dropped_full"] += statuses.count(Status.DROPPED)
+        counts["already_present"] += statuses.count(Status.PRESENT)
+        return EndedJob(
+            job,
+            _result(job, event),
+            was_told=begun.told,
+            has_failed=Status.FAILED in statuses,
+            has_current_names=begun.epoch == self._epoch,
+            damaged=statuses.count(Status.CORRUPT),
+        )
+
+    def unfinished(self) -> dict[int, TransferJob]:
+        """Return the jobs under way by id."""
+        return {job_id: begun.job for job_id, begun in self._open.items()}
+
+    def note_dropped(self, owed: Mapping[int, TransferJob], results: Iterable[JobResult]) -> str:
+        """Count what of the ``owed`` jobs was not done before the shutdown; return it in words, "" for nothing."""
+        jobs, chunks = not_done(owed, results)
+        self.counts["dropped_shutdown"] += chunks
+        return f"{jobs} jobs with {chunks} chunks" if jobs else ""
+
+    def _forget(self, job_id: int) -> _Open:
+        begun = self._open.pop(job_id)
+        if not begun.job.is_promotion:
+            self.storing -= begun.sent
+        return begun
+
+
+def not_done(owed: Mapping[int, TransferJob], results: Iterable[JobResult]) -> tuple[int, int]:
+    """Return how many of these jobs, and how many of their chunks, were not done, by their results as far as known."""
+    missing = {job_id: len(job.keys) for job_id, job in owed.items()}
+    for result in results:
+        if result.job_id in missing:
+            done = missing[result.job_id] if result.success else len(result.successful_keys or ())
+            missing[result.job_id] -= done
+    lost = [chunks for chunks in missing.values() if chunks]
+    return len(lost), sum(lost)
+
+
+def _result(job: TransferJob, event: JobDone) -> JobResult:
+    done: Sequence[bytes] = [key for key, status in zip(job.keys, event.statuses, strict=False) if status in _GOOD]
+    success = len(done) == len(job.keys)
+    return JobResult(
+        job.job_id,
+        success,
+        successful_keys=None if success else done,
+        nbytes=event.nbytes,
+        seconds=event.seconds,
+    )
