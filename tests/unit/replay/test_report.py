@@ -83,7 +83,7 @@ def test_without_a_terminal_progress_is_a_plain_line_at_times() -> None:
             update(report())
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2
-    assert lines[0].startswith("3 of 9 requests: prefix hits 60.0 %, gpu 10.0 %, primary 30.0 %, memory 15.0 %")
+    assert lines[0].startswith("3/9 requests, 0 wrong bytes, hits 60.0 % (gpu 10.0 %, primary 30.0 %, memory 15.0 %")
     assert "\x1b" not in stream.getvalue()
 
 
@@ -95,4 +95,4 @@ def test_on_a_terminal_progress_is_a_bar() -> None:
     stream = Terminal()
     with show_progress(stream) as update:
         update(report())
-    assert "3 of 9 requests" in stream.getvalue()
+    assert "3/9 requests" in stream.getvalue()

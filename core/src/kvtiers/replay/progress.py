@@ -47,7 +47,7 @@ def _bar(stream: TextIO) -> Iterator[Callable[[ReplayReport], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (BarColumn(20), TimeRemainingColumn(), TextColumn("{task.description}", markup=False))
+    columns = (BarColumn(10), TimeRemainingColumn(compact=True), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=Console(file=stream), transient=True) as progress:
         task = progress.add_task("starting")
 

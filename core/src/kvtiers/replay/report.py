@@ -76,11 +76,10 @@ class ReplayReport:
 
     def progress_line(self) -> str:
         """Return where the replay is, in one line."""
-        parts = "".join(f", {name} {_percent(count, self.references)}" for name, count in self.hits.items())
-        return (
-            f"{self.requests:,} of {self.requests_in_all:,} requests: prefix hits "
-            f"{_percent(self.prefix_hits, self.references)}{parts}; wrong bytes {self.wrong_bytes:,}"
-        )
+        # What matters most comes first: a narrow terminal cuts the end off.
+        parts = ", ".join(f"{name} {_percent(count, self.references)}" for name, count in self.hits.items())
+        hits = f"hits {_percent(self.prefix_hits, self.references)} ({parts})"
+        return f"{self.requests:,}/{self.requests_in_all:,} requests, {self.wrong_bytes:,} wrong bytes, {hits}"
 
     def heading(self) -> str:
         """Return what this is the report of."""
