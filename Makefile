@@ -31,7 +31,7 @@ lint: environment  ## ruff, mypy --strict, and who may import whom
 	$(call step,ruff check,$(PYTHON) -m ruff check .)
 	$(call step,ruff format,$(PYTHON) -m ruff format --check .)
 	$(call step,mypy,$(PYTHON) -m mypy --strict $(SOURCES))
-	$(call step,import-linter,$(VENV)/bin/lint-imports)
+	$(call step,import-linter,$(VENV)/bin/lint-imports --no-logo)
 
 docs: environment  ## Check the links between the documents
 	$(call step,links,$(PYTHON) tools/check_links.py)
