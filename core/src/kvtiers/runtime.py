@@ -43,6 +43,7 @@ from kvtiers.tiering.tiers import TierOptions, TierSlot
 __all__ = ["open_manager", "open_worker"]
 
 _log = logging.getLogger("kvtiers")
+_CLOSE_SECONDS = 4.0  # for hosts to close their stores, also when draining took all the time there was
 _anonymous_regions: dict[str, AnonymousRegion] = {}
 """By engine id, where the region cannot be shared with other processes: its ranks are in this one."""
 
@@ -63,7 +64,6 @@ def open_manager(
     engine_id = engine_id or secrets.token_hex(8)
     region = _create_region(config, layout, engine_id)
     try:
-        engine = _Engine(config, layout, region)
         primary = CPUPrimaryTier(
             region.num_rows,
             region.row_stride,
@@ -72,6 +72,7 @@ def open_manager(
             protected_share=config.budgets.protected,
             protect_seconds=config.budgets.protect_for,
         )
+        engine = _Engine(config, layout, region)  # last: from now on there are threads and processes
     except BaseException:
         region.close()
         raise
@@ -160,7 +161,11 @@ class _Engine:
         self._tiers: dict[str, ChunkStoreTier | SealedTier] = {}
         self._hosts = self._tier_hosts() if any(tier.io == "process" for tier in config.secondary) else None
         self._required = [tier.tier_name for tier in config.secondary if tier.required]
-        self.slots = [self._slot(index, tier) for index, tier in enumerate(config.secondary)]
+        try:
+            self.slots = [self._slot(index, tier) for index, tier in enumerate(config.secondary)]
+        except BaseException:
+            self.close_tiers(0.0)
+            raise
         if self._hosts is not None:
             self._hosts.start()
 
@@ -194,15 +199,14 @@ class _Engine:
         return self._tiers[name].stats()
 
     def close_tiers(self, timeout: float) -> None:
-        """Drain and close every tier, whatever the others do."""
+        """Drain every tier, which says what it had to drop, and close it, whatever the others do."""
         until = time.monotonic() + timeout
         for name, tier in self._tiers.items():
-            if not _quietly(name, lambda tier=tier: tier.drain(max(0.0, until - time.monotonic()))):  # type: ignore[misc]
-                _log.warning("%s: what it had not finished within the shutdown's %gs is dropped", name, timeout)
+            _quietly(name, lambda tier=tier: tier.drain(max(0.0, until - time.monotonic())))  # type: ignore[misc]
         for name, tier in self._tiers.items():
             _quietly(name, tier.close)
         if self._hosts is not None:
-            self._hosts.close(max(1.0, until - time.monotonic()))
+            self._hosts.close(max(_CLOSE_SECONDS, until - time.monotonic()))
 
     def close_region(self) -> None:
         """Let go of the region."""
@@ -258,13 +262,12 @@ class _Engine:
         return open_tier
 
 
-def _quietly(name: str, call: Callable[[], bool | None]) -> bool:
+def _quietly(name: str, call: Callable[[], object]) -> None:
     """Make a call of the shutdown; what goes wrong in it is logged and stops nothing else."""
     try:
-        return call() is not False
+        call()
     except Exception:  # noqa: BLE001 -- each tier's own
         _log.exception("%s: shutdown", name)
-        return False
 
 
 def _with_random_weights(layout: CacheLayout) -> CacheLayout:
