@@ -1,0 +1,1 @@
+"""A kvtiers tier that keeps values as files in one directory, shared by many processes and machines."""

@@ -1,0 +1,157 @@
+"""What ``kvtiers check`` is told about the directory and its file system."""
+
+import os
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from kvtiers.api import Finding
+from kvtiers.api.units import format_duration, format_size
+from kvtiers_fs.plugin import FsConfig
+from kvtiers_fs.tree import Tree
+from kvtiers_fs.usage import UsageFile
+from kvtiers_fs.values import try_direct
+
+__all__ = ["diagnose"]
+
+_MOUNTS = Path("/proc/self/mountinfo")
+_VOLATILE = {"tmpfs", "ramfs"}
+_LAYERED = {"overlay", "aufs", "fuse.fuse-overlayfs"}
+_CLOCK_SECONDS = 60.0
+
+
+class _Mount(NamedTuple):
+    point: str
+    kind: str
+
+
+def diagnose(config: FsConfig, tree: Tree, usage: UsageFile, value_bytes: int, *, read_only: bool) -> Sequence[Finding]:
+    """Return the findings."""
+    findings = [
+        *_file_system(config.path),
+        *_access(config, tree),
+        *_room(config, tree, usage),
+        *_inodes(config, tree, value_bytes),
+    ]
+    if not read_only:
+        findings += [*_direct(config, tree), *_locks(usage), *_clock(usage)]
+    return findings
+
+
+def _mount(path: Path) -> _Mount | None:
+    try:
+        lines = _MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    found = None
+    for line in lines:
+        mount, _, kind = line.partition(" - ")
+        point = mount.split()[4].replace("\\040", " ")
+        # The last of those that are as near as possible: a later mount covers an earlier one.
+        if path.is_relative_to(point) and (found is None or len(point) >= len(found.point)):
+            found = _Mount(point, kind.split()[0])
+    return found
+
+
+def _file_system(path: Path) -> Iterator[Finding]:
+    mount = _mount(path.resolve())
+    if mount is None:
+        return
+    what = f"{mount.kind}, mounted at {mount.point}"
+    if mount.kind in _VOLATILE:
+        yield Finding("warning", f"{what}: values take memory and end with the machine", "use a directory on a disk")
+    elif mount.kind in _LAYERED:
+        yield Finding(
+            "warning",
+            f"{what}, a container's own layer: values end with the container, and writing is slow",
+            "mount a volume, and use a directory on it",
+        )
+    else:
+        yield Finding("ok", f"file system: {what}")
+
+
+def _access(config: FsConfig, tree: Tree) -> Iterator[Finding]:
+    about = os.fstat(tree.fd)
+    mode = stat.S_IMODE(about.st_mode)
+    who = f"owner uid {about.st_uid}, group {about.st_gid}, mode {mode:04o}"
+    if mode & 0o007:
+        yield Finding(
+            "warning", f"others may look into the directory ({who}): they see names", f"chmod o-rwx {config.path}"
+        )
+    else:
+        yield Finding("ok", f"{who}; files {config.mode}")
+
+
+def _room(config: FsConfig, tree: Tree, usage: UsageFile) -> Iterator[Finding]:
+    about = os.fstatvfs(tree.fd)
+    free, disk = about.f_bavail * about.f_frsize, about.f_blocks * about.f_frsize
+    used, values = usage.load().total()
+    limits = f"capacity {format_size(config.capacity)}, min_free {format_size(config.min_free)}"
+    held = f"{values} values of {format_size(used)} held, {format_size(free)} of {format_size(disk)} free"
+    if free < config.min_free:
+        yield Finding(
+            "warning", f"less than min_free is free, so nothing is written ({limits}; {held})", "make room on the disk"
+        )
+    elif config.capacity > used + free - config.min_free:
+        yield Finding(
+            "warning",
+            f"the disk has no room for the capacity: {limits}; {held}",
+            f"lower capacity to {format_size(max(0, used + free - config.min_free))}; until then min_free is the limit",
+        )
+    else:
+        yield Finding("ok", f"{limits}; {held}")
+
+
+def _inodes(config: FsConfig, tree: Tree, value_bytes: int) -> Iterator[Finding]:
+    about = os.fstatvfs(tree.fd)
+    need = config.capacity // value_bytes
+    if not about.f_files:  # the file system makes them as it goes
+        return
+    if need > about.f_favail:
+        yield Finding(
+            "warning",
+            f"{about.f_favail} more files can be made, {need} values of {format_size(value_bytes)} make the capacity",
+            "use a file system with more inodes, or larger values (blocks_per_chunk)",
+        )
+    else:
+        yield Finding("ok", f"{about.f_favail} more files can be made, {need} are needed")
+
+
+def _direct(config: FsConfig, tree: Tree) -> Iterator[Finding]:
+    problem = try_direct(tree)
+    if not problem:
+        yield Finding("ok", f"O_DIRECT works; direct is {'on' if config.direct else 'off'}")
+    elif config.direct:
+        yield Finding(
+            "warning",
+            f"O_DIRECT does not work here: {problem}",
+            "values go through the page cache; set 'direct: false'",
+        )
+    else:
+        yield Finding("ok", f"O_DIRECT does not work here ({problem}), and is not wanted")
+
+
+def _locks(usage: UsageFile) -> Iterator[Finding]:
+    with usage.locked():
+        pass
+    if usage.locks:
+        yield Finding("ok", "locks work: one process at a time evicts")
+    else:
+        yield Finding(
+            "warning",
+            "this file system has no locks: several processes may evict at once, and too much",
+            "mount it with locks (flock), if it has them",
+        )
+
+
+def _clock(usage: UsageFile) -> Iterator[Finding]:
+    ahead = usage.now() - time.time()
+    if abs(ahead) > _CLOCK_SECONDS:
+        yield Finding(
+            "warning",
+            f"the file system's clock differs from this machine's by {format_duration(round(abs(ahead)))}: values "
+            "count as older or newer than they are",
+            "run an NTP service on both",
+        )

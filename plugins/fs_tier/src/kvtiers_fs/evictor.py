@@ -1,0 +1,225 @@
+"""Keeps the directory within its capacity, its values' age and the disk's free space: one thread a store.
+
+The thread reports what its process has written, and, holding the lock on ``.usage``, does the work for all processes,
+in rounds of a fraction of a second, so that the others get their turn to report::
+
+    count   shard after shard anew, slowly: what is too old goes, and temporary files that a killed writer left
+    evict   from the next shards, whose values together show how old the oldest in the whole directory are, those that
+            were not used for longest; of a directory with few values, from all shards at once, in exact order
+
+Reads, lookups and writes take no lock of the evictor's.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from kvtiers_fs.places import SHARDS, shard_folder
+from kvtiers_fs.tree import Found, Head, Tree
+from kvtiers_fs.usage import Index, Ledger, UsageFile
+
+__all__ = ["Evictor", "free_bytes"]
+
+_log = logging.getLogger("kvtiers_fs")
+_HIGH, _LOW = 0.95, 0.94
+_BATCH_VALUES = 4096
+_BATCH_SHARE = 10  # the tenth of a batch that is the oldest, if the batch is not the whole directory
+_ROUND_SECONDS = 0.2
+_TICK_SECONDS = 1.0
+_IDLE_SECONDS = 60.0
+_BUSY_SECONDS = 0.02
+_FLOOR_SECONDS = 5.0  # some file systems take a while to give back what was removed
+_UNLIMITED = 1 << 62  # for a file system that does not say how large it is
+_LONGEST_PAUSE = 7 * 86400.0
+_VALUES_PER_SECOND = 64  # counted anew, all processes together: a million in four hours
+_ORPHAN_SECONDS = 600.0  # longer than a write may take
+_WARN_SECONDS = 60.0
+
+
+def free_bytes(fd: int) -> int:
+    """Return how many bytes a process that is not root can still write to this file system."""
+    about = os.fstatvfs(fd)
+    return about.f_bavail * about.f_frsize if about.f_blocks else _UNLIMITED
+
+
+class Evictor:
+    """The thread, and the rounds that it makes. ``ledger`` is set before ``start``."""
+
+    ledger: Ledger
+
+    def __init__(self, tree: Tree, usage: UsageFile, *, capacity: int, max_age: float | None, min_free: int) -> None:
+        self._tree = tree
+        self._usage = usage
+        self._capacity = capacity
+        self._max_age = max_age
+        self._min_free = min_free
+        self._woken = threading.Event()
+        self._stopping = False
+        self._disk_is_full = False
+        self._turn = threading.Lock()
+        self._next_warning = self._next_floor = 0.0
+        self._counts: Counter[str] = Counter()
+        self._figures: dict[str, float] = {}
+        self._thread = threading.Thread(target=self._run, name="kvtiers-fs-evictor", daemon=True)
+
+    def start(self) -> None:
+        """Begin, and return at once."""
+        self._thread.start()
+
+    def stop(self, timeout: float) -> bool:
+        """End after a last report; False if the file system does not let it end in time."""
+        self._stopping = True
+        self._woken.set()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def wake(self) -> None:
+        """Ask for a round now."""
+        self._woken.set()
+
+    def disk_is_full(self) -> None:
+        """Take note that the disk, or a quota on it, refused a write; what is free may not show it."""
+        self._disk_is_full = True
+        self._woken.set()
+
+    def figures(self) -> Mapping[str, float]:
+        """Return what the last round saw, and what was removed since the start. Asks nobody."""
+        return self._figures
+
+    def _run(self) -> None:
+        due = 0.0
+        while not self._stopping:
+            woken = self._woken.wait(min(_TICK_SECONDS, max(0.0, due - time.monotonic())))
+            if woken or time.monotonic() >= due or self.ledger.has_news():
+                self._woken.clear()
+                due = time.monotonic() + self._safe_round()
+        until = time.monotonic() + _TICK_SECONDS
+        while self.ledger.has_news() and time.monotonic() < until:
+            time.sleep(min(_BUSY_SECONDS, self._safe_round()))
+
+    def _safe_round(self) -> float:
+        try:
+            return self.round()
+        except Exception as error:  # noqa: BLE001 -- without this thread nothing would ever be removed again
+            if time.monotonic() >= self._next_warning:
+                self._next_warning = time.monotonic() + _WARN_SECONDS
+                _log.warning("the directory cannot be kept within its limits now: %s: %s", type(error).__name__, error)
+            return _TICK_SECONDS
+
+    def round(self) -> float:
+        """Report, and do a part of the work if it is this process's turn; return when to come again, in seconds."""
+        with self._turn, self._usage.locked() as is_mine:
+            if not is_mine:
+                return _BUSY_SECONDS
+            index = self._usage.load()
+            index.add(self.ledger.take())
+            until = time.monotonic() + _ROUND_SECONDS
+            try:
+                uncounted = self._count(index, until)
+                more = self._evict(index, until) or uncounted
+            finally:
+                self._usage.save(index)
+                self._publish(index)
+            if self._disk_is_full:
+                return max(_BUSY_SECONDS, self._next_floor - time.monotonic())
+            return _BUSY_SECONDS if more else _IDLE_SECONDS
+
+    def _publish(self, index: Index) -> None:
+        nbytes, values = index.total()
+        self.ledger.publish(nbytes)
+        free = float(free_bytes(self._tree.fd))
+        self._figures = {"bytes": nbytes, "values": values, "free_bytes": free, **self._counts}
+
+    def _count(self, index: Index, until: float) -> bool:
+        """Count the shards that are due; True if some were never counted."""
+        now = self._usage.now()
+        unknown = index.uncounted()
+        # A time far ahead is no plan of ours: some clock was wrong.
+        if not unknown and 0 < index.next_count - now < _LONGEST_PAUSE:
+            return False
+        self._reclaim_in_root(now)
+        heads, seen = list(self._tree.heads()), 0
+        for shard in unknown or sorted(range(SHARDS), key=index.counted.__getitem__):
+            seen += 1 + len(self._count_shard(index, heads, shard, now))
+            if time.monotonic() >= until or (not unknown and seen >= _VALUES_PER_SECOND * _IDLE_SECONDS):
+                break
+        index.next_count = now + seen / _VALUES_PER_SECOND
+        return bool(index.uncounted())
+
+    def _count_shard(self, index: Index, heads: Sequence[Head], shard: int, now: float) -> list[tuple[int, Found]]:
+        """Count one shard over all heads, and remove what has no right to be there; return what stays."""
+        kept: list[tuple[int, Found]] = []
+        for head in heads:
+            if shard not in head.shards:
+                continue
+            files = self._tree.files(head.folder, shard)
+            kept += [(shard, file) for file in files if not self._is_reclaimed(file, now)]
+            if not files:
+                self._tree.remove_empty(shard_folder(head.folder, shard))
+        values = [file.nbytes for _, file in kept if file.last is not None]
+        index.nbytes[shard], index.values[shard], index.counted[shard] = sum(values), len(values), now
+        return kept
+
+    def _is_reclaimed(self, file: Found, now: float) -> bool:
+        age = now - file.modified
+        if file.last is None:
+            what, is_due = "reclaimed_files", age > _ORPHAN_SECONDS
+        else:
+            what, is_due = "expired_values", self._max_age is not None and age > self._max_age
+        if not is_due:
+            return False
+        self._counts[what] += self._tree.remove(file.folder, file.leaf) is not None
+        return True
+
+    def _reclaim_in_root(self, now: float) -> None:
+        for file in self._tree.root_temps():
+            self._is_reclaimed(file, now)
+
+    def _evict(self, index: Index, until: float) -> bool:
+        """Remove values until there is room again; True if that is not done yet."""
+        need = self._need(index)
+        heads = list(self._tree.heads()) if need > 0 else []
+        now = self._usage.now()
+        while need > 0:
+            freed = self._evict_batch(index, heads, need, now, until)
+            need = min(need - freed, index.total()[0])
+            if need > 0 and (time.monotonic() >= until or self._stopping):
+                return True
+        return False
+
+    def _need(self, index: Index) -> int:
+        used, _ = index.total()
+        need = used - int(_LOW * self._capacity) if used > _HIGH * self._capacity else 0
+        now = time.monotonic()
+        if now >= self._next_floor:
+            short = self._min_free - free_bytes(self._tree.fd)
+            if short > 0 or self._disk_is_full:
+                self._disk_is_full = False
+                self._next_floor = now + _FLOOR_SECONDS
+                need = max(need, max(0, short) + self._capacity // 100, 1)
+        return min(need, used)
+
+    def _evict_batch(self, index: Index, heads: Sequence[Head], need: int, now: float, until: float) -> int:
+        """Remove the oldest of the next shards' values; return their bytes."""
+        batch: list[tuple[int, Found]] = []
+        shards = 0
+        while shards < SHARDS and len(batch) < _BATCH_VALUES and (not shards or time.monotonic() < until):
+            batch += self._count_shard(index, heads, index.cursor, now)
+            index.cursor = (index.cursor + 1) % SHARDS
+            shards += 1
+        values = [(shard, file) for shard, file in batch if file.last is not None]
+        quota = need if shards == SHARDS else min(need, 1 + sum(file.nbytes for _, file in values) // _BATCH_SHARE)
+        freed = 0
+        for shard, file in sorted(values, key=lambda pair: (pair[1].modified, pair[1].leaf)):
+            if freed >= quota:
+                break
+            freed += file.nbytes
+            index.nbytes[shard] -= file.nbytes
+            index.values[shard] -= 1
+            if self._tree.remove(file.folder, file.leaf) is not None:
+                self._counts["evicted_values"] += 1
+                self._counts["evicted_bytes"] += file.nbytes
+        return freed

@@ -1,0 +1,63 @@
+"""The entry module of the tier type ``fs``: its options, and how to open it."""
+
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import BeforeValidator, Field, field_validator
+
+from kvtiers.api import ChunkStore, ConfigError, Duration, Size, TierConfig, TierContext, TierPlugin, hookimpl
+
+__all__ = ["FsConfig", "kvtiers_tier"]
+
+_MODES = {0o600: "0600", 0o640: "0640", 0o660: "0660"}
+
+
+def _mode(value: object) -> object:
+    # YAML reads a bare 0660 as an octal number.
+    return _MODES.get(value, value) if type(value) is int else value
+
+
+Mode: TypeAlias = Annotated[Literal["0600", "0640", "0660"], BeforeValidator(_mode)]
+
+
+class FsConfig(TierConfig):
+    """The options of an ``fs`` tier."""
+
+    path: Path = Field(description="the directory, absolute; made if only its last part is missing")
+    capacity: Size = Field(gt=0, description="most bytes of values; those not used for longest go first")
+    max_age: Duration | None = Field(
+        default=None, gt=0, description="a value that nobody has written or read for so long is gone"
+    )
+    min_free: Size = Field(
+        default=1 << 30, ge=0, description="free space that is left to others: below it, values go and none is written"
+    )
+    direct: bool = Field(default=False, description="move values past the page cache (O_DIRECT), where that works")
+    fsync: bool = Field(default=False, description="wait at each write until the value would survive a power cut")
+    mode: Mode = Field(default="0600", description="permissions of files; directories get theirs to match")
+    group: str = Field(default="", description="group of all files, by name or number: its members may share them")
+
+    @field_validator("path")
+    @classmethod
+    def _is_absolute(cls, path: Path) -> Path:
+        path = path.expanduser()
+        if not path.is_absolute() or ".." in path.parts:
+            raise ValueError("expected an absolute path without '..'")
+        return path
+
+
+def _open(config: FsConfig, context: TierContext) -> ChunkStore:
+    # Imported here, so that the engine's process, which wants the options alone, stays small.
+    from kvtiers_fs.store import FsStore
+
+    if config.capacity < context.value_bytes:
+        raise ConfigError(
+            f"{context.tier_name}: capacity {config.capacity} bytes has no room for one value of "
+            f"{context.value_bytes} bytes; set it to many values"
+        )
+    return FsStore(config, read_only=context.read_only)
+
+
+@hookimpl
+def kvtiers_tier() -> TierPlugin:
+    """Return the tier type ``fs``."""
+    return TierPlugin(name="fs", kind="store", config=FsConfig, open=_open, api_version=1)

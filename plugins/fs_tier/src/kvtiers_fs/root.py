@@ -1,0 +1,141 @@
+"""Opening the root: made if it is missing, and refused if it is not ours or others could write to it."""
+
+import errno
+import grp
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from kvtiers.api import ConfigError, TierUnavailable
+from kvtiers_fs.plugin import FsConfig
+from kvtiers_fs.tree import TEMP_PREFIX, Permissions, Tree
+
+__all__ = ["FORMAT_FILE", "open_root"]
+
+FORMAT_FILE = ".kvtiers-fs"
+_FORMAT = b"kvtiers-fs 1\n"
+_INNOCENT = {"lost+found", ".snapshot", ".snapshots"}  # what file systems put into a new top directory
+
+
+def open_root(config: FsConfig, *, read_only: bool) -> Tree:
+    """Return the tree at the config's path. ConfigError: what has to be mended; TierUnavailable: it is not there."""
+    permissions = Permissions(int(config.mode, 8), _gid(config))
+    made = not read_only and _make(config.path, permissions)
+    try:
+        fd = os.open(config.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise _cannot_open(config.path, error) from None
+    tree = Tree(fd, permissions)
+    try:
+        if made:
+            permissions.apply(fd, permissions.folder)
+        _check_owner(config, os.fstat(fd), permissions.gid)
+        _check_format(config.path, tree, read_only=read_only)
+    except BaseException:
+        tree.close()
+        raise
+    return tree
+
+
+def _gid(config: FsConfig) -> int:
+    if not config.group:
+        return os.getegid() if int(config.mode, 8) & 0o070 else -1
+    if config.group.isdecimal():
+        return int(config.group)
+    try:
+        return grp.getgrnam(config.group).gr_gid
+    except KeyError:
+        raise ConfigError(f"group: there is no group {config.group!r} on this machine") from None
+
+
+def _make(path: Path, permissions: Permissions) -> bool:
+    try:
+        path.mkdir(mode=permissions.folder)
+    except FileExistsError:
+        return False
+    except FileNotFoundError:
+        raise ConfigError(
+            f"path {str(path)!r}: {str(path.parent)!r} does not exist; make it, or mount the file system that has it"
+        ) from None
+    except OSError as error:
+        raise _cannot_open(path, error) from None
+    return True
+
+
+def _cannot_open(path: Path, error: OSError) -> Exception:
+    if error.errno in (errno.ELOOP, errno.ENOTDIR) and path.is_symlink():
+        return ConfigError(
+            f"path {str(path)!r} is a symbolic link, which is not followed; write {str(path.resolve())!r} instead"
+        )
+    if error.errno == errno.ENOTDIR:
+        return ConfigError(f"path {str(path)!r} is not a directory")
+    if isinstance(error, PermissionError):
+        return ConfigError(f"path {str(path)!r} cannot be used by uid {os.geteuid()}: {error.strerror}")
+    return TierUnavailable(f"path {str(path)!r}: {error.strerror}")
+
+
+def _check_owner(config: FsConfig, about: os.stat_result, gid: int) -> None:
+    path, uid, mode = str(config.path), os.geteuid(), stat.S_IMODE(about.st_mode)
+    if mode & stat.S_IWOTH:
+        raise ConfigError(f"path {path!r}: anybody may write to it (mode {mode:04o}); chmod o-w it, or use another")
+    if about.st_uid != uid and (gid < 0 or about.st_gid != gid):
+        raise ConfigError(
+            f"path {path!r} is owned by uid {about.st_uid}, this process is uid {uid}; chown it, use another "
+            "directory, or share it with 'group' and a mode such as '0660'"
+        )
+    if mode & stat.S_IWGRP and about.st_gid != gid:
+        raise ConfigError(
+            f"path {path!r}: the group with id {about.st_gid} may write to it (mode {mode:04o}); chmod g-w it, or "
+            f"trust that group with 'group: \"{about.st_gid}\"'"
+        )
+
+
+def _check_format(path: Path, tree: Tree, *, read_only: bool) -> None:
+    found = _format(tree)
+    if found is None and _is_empty(tree):
+        if read_only:
+            return
+        _write_format(tree)
+    # Asked again: another process may have been making the directory just now.
+    found = found or _format(tree)
+    if found is None:
+        raise ConfigError(
+            f"path {str(path)!r} is neither empty nor a directory of this tier (there is no {FORMAT_FILE}); "
+            "use an empty or a new one"
+        )
+    if found != _FORMAT:
+        raise ConfigError(
+            f"path {str(path)!r} was made by another version of this tier ({found[:40]!r}, expected {_FORMAT!r}); "
+            "use another directory"
+        )
+
+
+def _is_empty(tree: Tree) -> bool:
+    inside = os.listdir(tree.fd)  # noqa: PTH208 -- a descriptor has no path
+    return all(name in _INNOCENT or name.startswith(TEMP_PREFIX) for name in inside)
+
+
+def _format(tree: Tree) -> bytes | None:
+    try:
+        fd = tree.open(FORMAT_FILE, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{FORMAT_FILE} cannot be read: {error.strerror}") from None
+    try:
+        return os.read(fd, 4096)
+    finally:
+        os.close(fd)
+
+
+def _write_format(tree: Tree) -> None:
+    # Written aside and renamed: another process that starts at the same time sees it whole or not at all.
+    temp = f"{TEMP_PREFIX}format-{secrets.token_hex(8)}"
+    fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, tree.permissions.file, dir_fd=tree.fd)
+    try:
+        tree.permissions.apply(fd, tree.permissions.file)
+        os.write(fd, _FORMAT)
+    finally:
+        os.close(fd)
+    os.rename(temp, FORMAT_FILE, src_dir_fd=tree.fd, dst_dir_fd=tree.fd)

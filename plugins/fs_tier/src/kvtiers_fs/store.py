@@ -1,0 +1,155 @@
+"""The store of the tier type ``fs``: a file a value, in one directory, for many processes and machines at once."""
+
+import errno
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+from kvtiers.api import ChunkStore, ConfigError, Finding, StoreEntry, StoreFull
+from kvtiers.api.units import format_size
+from kvtiers_fs.evictor import Evictor, free_bytes
+from kvtiers_fs.places import place_of
+from kvtiers_fs.plugin import FsConfig
+from kvtiers_fs.root import open_root
+from kvtiers_fs.usage import Ledger, UsageFile
+from kvtiers_fs.values import ValueFiles
+
+__all__ = ["FsStore"]
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_FREE_SECONDS = 1.0
+_CLOSE_SECONDS = 5.0
+
+
+class FsStore(ChunkStore):
+    """Values under one directory. Opening it asks for the root and one small file, however many values there are.
+
+    A store that is read-only changes nothing at all, not even the values' last use. Another one has a thread, which
+    removes what goes over the limits (``evictor``).
+    """
+
+    def __init__(self, config: FsConfig, *, read_only: bool = False) -> None:
+        self._config = config
+        self._tree = open_root(config, read_only=read_only)
+        self._evictor: Evictor | None = None
+        self._ledger: Ledger | None = None
+        self._dropped = 0
+        self._room = (0.0, 0)
+        try:
+            self._files = ValueFiles(
+                self._tree,
+                direct=config.direct,
+                fsync=config.fsync,
+                max_age=config.max_age,
+                refresh=not read_only,
+            )
+            self._usage = UsageFile(self._tree, read_only=read_only)
+        except PermissionError as error:
+            self._tree.close()
+            raise ConfigError(
+                f"path {str(config.path)!r} cannot be written by uid {os.geteuid()}: {error}; give it the right to, or "
+                "set 'read_only: true'"
+            ) from None
+        except BaseException:
+            self._tree.close()
+            raise
+        known, values = self._usage.load().total()
+        self._figures: Mapping[str, float] = {"bytes": known, "values": values}
+        if not read_only:
+            self._evictor = Evictor(
+                self._tree,
+                self._usage,
+                capacity=config.capacity,
+                max_age=config.max_age,
+                min_free=config.min_free,
+            )
+            self._ledger = self._evictor.ledger = Ledger(config.capacity, known, self._evictor.wake)
+            self._evictor.start()
+
+    def read_into(self, name: str, dst: memoryview) -> bool:
+        """Fill ``dst`` from the value's file."""
+        return self._files.read(place_of(name), dst)
+
+    def write(self, name: str, src: memoryview) -> None:
+        """Write the value's file aside and rename it. StoreFull beyond the capacity or the free-space floor."""
+        evictor, ledger = self._writable()
+        nbytes, place = len(src), place_of(name)
+        try:
+            self._expect_free(nbytes, evictor)
+            ledger.claim(nbytes)
+        except StoreFull:
+            self._dropped += 1
+            raise
+        try:
+            before = self._files.write(place, src)
+            ledger.count(place.shard, nbytes - (before or 0), before is None)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            self._dropped += 1
+            evictor.disk_is_full()
+            raise StoreFull(f"the disk has no room: {error.strerror}") from None
+        finally:
+            ledger.settle(nbytes)
+
+    def _writable(self) -> tuple[Evictor, Ledger]:
+        if self._evictor is None or self._ledger is None:
+            raise PermissionError(errno.EROFS, "this tier is read-only", str(self._config.path))
+        return self._evictor, self._ledger
+
+    def _expect_free(self, nbytes: int, evictor: Evictor) -> None:
+        """Raise StoreFull if this write would go below ``min_free``. Asks the system each second, oftener near it."""
+        until, room = self._room
+        if time.monotonic() >= until or nbytes > room:
+            # Half of it: other processes take from the same room until this one asks again.
+            room = (free_bytes(self._tree.fd) - self._config.min_free) // 2
+            until = time.monotonic() + _FREE_SECONDS
+            if nbytes > 2 * room:
+                evictor.disk_is_full()
+                raise StoreFull(f"the disk would have less than {format_size(self._config.min_free)} free")
+        self._room = (until, room - nbytes)
+
+    def exists(self, names: Sequence[str]) -> Sequence[bool]:
+        """Ask for each file, without opening it."""
+        is_there = self._files.is_there
+        return [is_there(place_of(name)) for name in names]
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Remove the files, and folders that are empty then."""
+        _, ledger = self._writable()
+        folders = set()
+        for name in names:
+            place = place_of(name)
+            nbytes = self._tree.remove(place.folder, place.leaf)
+            if nbytes is not None:
+                ledger.count(place.shard, -nbytes, -1)
+                folders.add(place.folder)
+        for folder in folders:
+            self._tree.remove_empty(folder)
+
+    def list(self, prefix: str) -> Iterator[StoreEntry]:
+        """Walk the folders whose names fit, one shard at a time; ``modified`` is a value's last use."""
+        for head in self._tree.heads(prefix):
+            for shard in sorted(head.shards):
+                for file in self._tree.files(head.folder, shard):
+                    if file.last is not None and (name := head.name + file.last).startswith(prefix):
+                        yield StoreEntry(name, file.nbytes, file.modified)
+
+    def diagnose(self, value_bytes: int) -> Sequence[Finding]:
+        """Look at the file system: what it is, what works on it, and whether capacity and values have room."""
+        # Imported here: only `kvtiers check` asks.
+        from kvtiers_fs.diagnosis import diagnose
+
+        return diagnose(self._config, self._tree, self._usage, value_bytes, read_only=self._evictor is None)
+
+    def stats(self) -> Mapping[str, float]:
+        """Return what the evictor last saw; asks nobody, so that it answers also while the file system does not."""
+        figures = (self._evictor.figures() if self._evictor else None) or self._figures
+        return {**figures, "dropped_values": self._dropped, "direct": float(self._files.is_direct)}
+
+    def close(self) -> None:
+        """Report what was written, end the thread, close the directory."""
+        if self._evictor is not None and not self._evictor.stop(_CLOSE_SECONDS):
+            return  # the file system hangs: its thread still uses the descriptors, which end with the process
+        self._usage.close()
+        self._tree.close()

@@ -1,0 +1,204 @@
+"""Values as files: written whole or not at all, read straight into the caller's memory.
+
+A value is written under a temporary name in its own folder and renamed over the old one. Both ways the caller's memory
+is the buffer: no copy is made on the way to the kernel. A file's time of modification is the value's last use.
+"""
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import logging
+import mmap
+import os
+import secrets
+import stat
+import time
+
+from kvtiers_fs.places import Place
+from kvtiers_fs.tree import GONE, TEMP_PREFIX, Tree
+
+__all__ = ["ValueFiles", "try_direct"]
+
+_log = logging.getLogger("kvtiers_fs")
+_PAGE = 4096
+_REFRESH_SECONDS = 3600.0  # each use as a write of its own would cost more than the order is worth
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_READ = os.O_RDONLY | os.O_NONBLOCK  # without it, opening a pipe that somebody put there would wait for a writer
+
+
+class ValueFiles:
+    """Reads and writes the value files of one tree. Safe to use from several threads.
+
+    ``max_age``: seconds after which a value that was not used is absent. ``refresh``: a read counts as use.
+    """
+
+    def __init__(self, tree: Tree, *, direct: bool, fsync: bool, max_age: float | None, refresh: bool) -> None:
+        self._tree = tree
+        self._fsync = fsync
+        self._direct = _DIRECT if direct else 0
+        self._max_age = max_age
+        self._refresh = refresh
+        self._token = secrets.token_hex(8)
+        self._numbers = itertools.count()
+        if direct and refresh and (problem := try_direct(tree)):
+            self._direct = 0
+            _log.warning("O_DIRECT does not work in this directory (%s): values go through the page cache", problem)
+
+    @property
+    def is_direct(self) -> bool:
+        """Say whether values move past the page cache."""
+        return bool(self._direct)
+
+    def is_there(self, place: Place) -> bool:
+        """Say whether there is a value of any length. Opens nothing."""
+        try:
+            about = os.stat(f"{place.folder}/{place.leaf}", dir_fd=self._tree.fd, follow_symlinks=False)
+        except OSError as error:
+            if error.errno in GONE:
+                return False
+            raise
+        return stat.S_ISREG(about.st_mode) and not self._is_expired(about)
+
+    def _is_expired(self, about: os.stat_result) -> bool:
+        return self._max_age is not None and about.st_mtime < time.time() - self._max_age
+
+    def read(self, place: Place, dst: memoryview) -> bool:
+        """Fill ``dst``; False if there is no value of this length."""
+        try:
+            fd = self._open(f"{place.folder}/{place.leaf}")
+        except OSError as error:
+            if error.errno in GONE:
+                return False
+            raise
+        try:
+            about = os.fstat(fd)
+            if not stat.S_ISREG(about.st_mode) or about.st_size != len(dst) or self._is_expired(about):
+                return False
+            if not _fill(fd, dst):
+                return False
+            if self._refresh and about.st_mtime < time.time() - _REFRESH_SECONDS:
+                with contextlib.suppress(OSError):  # another member of the group's: not ours to touch
+                    os.utime(fd)
+        except OSError as error:
+            if error.errno == errno.ESTALE:  # another machine removed the file while it was read
+                return False
+            raise
+        finally:
+            os.close(fd)
+        return True
+
+    def _open(self, path: str) -> int:
+        try:
+            return self._tree.open(path, _READ | self._direct)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self._direct:
+                raise
+        return self._tree.open(path, _READ)
+
+    def write(self, place: Place, src: memoryview) -> int | None:
+        """Write a value; return the length of the one that it replaced, None if there was none."""
+        temp = f"{TEMP_PREFIX}{self._token}-{next(self._numbers)}"
+        fd, folder = self._tree.create(place.folder, temp, os.O_WRONLY | self._direct)
+        try:
+            try:
+                _pour(fd, src)
+                if self._fsync:
+                    os.fsync(fd)
+            finally:
+                os.close(fd)  # network file systems say here what they could not write
+            before = _length(place.leaf, folder)
+            os.rename(temp, place.leaf, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temp, dir_fd=folder)
+            raise
+        finally:
+            os.close(folder)
+        if self._fsync:
+            self._sync_folder(place.folder)
+        return before
+
+    def _sync_folder(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):  # emptied and removed meanwhile: there is nothing to keep
+            fd = self._tree.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+
+def _fill(fd: int, dst: memoryview) -> bool:
+    done = _read_some(fd, dst)
+    while 0 < done < len(dst):
+        with dst[done:] as rest:
+            more = _read_some(fd, rest)
+        if not more:
+            return False
+        done += more
+    return done == len(dst)
+
+
+def _pour(fd: int, src: memoryview) -> None:
+    done = _write_some(fd, src)
+    while done < len(src):
+        with src[done:] as rest:
+            done += _write_some(fd, rest)
+
+
+def _read_some(fd: int, view: memoryview) -> int:
+    try:
+        return os.readv(fd, [view])
+    except OSError as error:
+        if error.errno != errno.EINVAL or not _end_direct(fd):
+            raise
+    return os.readv(fd, [view])
+
+
+def _write_some(fd: int, view: memoryview) -> int:
+    try:
+        return os.write(fd, view)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not _end_direct(fd):
+            raise
+    return os.write(fd, view)
+
+
+def _end_direct(fd: int) -> bool:
+    """Let this file go through the page cache; False if it does already. Memory or length may be unaligned."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    if not flags & _DIRECT:
+        return False
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~_DIRECT)
+    return True
+
+
+def _length(leaf: str, folder: int) -> int | None:
+    try:
+        return os.stat(leaf, dir_fd=folder, follow_symlinks=False).st_size
+    except FileNotFoundError:
+        return None
+
+
+def try_direct(tree: Tree) -> str:
+    """Write and read one page with O_DIRECT; return why it does not work, or ''."""
+    if not _DIRECT:
+        return "this system has no O_DIRECT"
+    temp = f"{TEMP_PREFIX}direct-{secrets.token_hex(8)}"
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC | _DIRECT
+    with mmap.mmap(-1, 2 * _PAGE) as memory, memoryview(memory) as pages, pages[:_PAGE] as out, pages[_PAGE:] as back:
+        out[:] = os.urandom(_PAGE)
+        try:
+            fd = os.open(temp, flags, 0o600, dir_fd=tree.fd)
+            try:
+                os.write(fd, out)
+                os.lseek(fd, 0, os.SEEK_SET)
+                os.readv(fd, [back])
+            finally:
+                os.close(fd)
+        except OSError as error:
+            return error.strerror or str(error)
+        finally:
+            with contextlib.suppress(OSError):  # some systems make the file and then refuse to open it
+                os.unlink(temp, dir_fd=tree.fd)
+        return "" if out == back else "it reads back other bytes than were written"

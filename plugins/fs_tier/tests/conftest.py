@@ -1,0 +1,121 @@
+"""Stores in a directory of the test's own, and what it takes to look at them from outside."""
+
+import mmap
+import os
+import subprocess
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from kvtiers_fs.places import place_of
+from kvtiers_fs.plugin import FsConfig
+from kvtiers_fs.store import FsStore
+
+PAGE = 4096
+_PATIENCE = 30.0
+
+
+class Folder:
+    """One root, its stores, and its files as the file system has them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.stores: list[FsStore] = []
+
+    def open(self, capacity="1GiB", *, read_only=False, **options) -> FsStore:
+        config = FsConfig(type="fs", path=self.path, capacity=capacity, **{"min_free": 0, **options})
+        self.stores.append(FsStore(config, read_only=read_only))
+        return self.stores[-1]
+
+    def close(self) -> None:
+        while self.stores:
+            self.stores.pop().close()
+
+    def file(self, name: str) -> Path:
+        place = place_of(name)
+        return self.path / place.folder / place.leaf
+
+    def age(self, name: str, seconds: float) -> None:
+        then = time.time() - seconds
+        os.utime(self.file(name), (then, then))
+
+    def files(self) -> list[Path]:
+        return [path for path in self.path.rglob("*") if path.is_file() and path.parent != self.path]
+
+    def temps(self) -> list[Path]:
+        return list(self.path.rglob(".tmp-*"))
+
+    @staticmethod
+    def names(store) -> list[str]:
+        return sorted(entry.name for entry in store.list(""))
+
+    @staticmethod
+    def settle(store) -> None:
+        """Let the evictor come to rest: what is reported is counted, what is over the limits is gone."""
+        until = time.monotonic() + _PATIENCE
+        while store._evictor.round() < 1:
+            assert time.monotonic() < until, "the evictor does not come to rest"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = Folder(tmp_path / "values")
+    yield folder
+    folder.close()
+
+
+@pytest.fixture
+def value():
+    """Return a function that gives a value of so many pages, page-aligned, each with the same bytes."""
+
+    def make(byte: int, pages: int = 1) -> memoryview:
+        memory = memoryview(mmap.mmap(-1, pages * PAGE))
+        memory[:] = bytes([byte]) * len(memory)
+        return memory
+
+    return make
+
+
+@pytest.fixture
+def names():
+    """Return a function that gives so many new names of the usual shape."""
+
+    def make(count: int, model: str = "model-0123456789abcdef01234567", namespace: str = "ns") -> list[str]:
+        return [f"{namespace}/{model}/{uuid.uuid4().hex}00000000" for _ in range(count)]
+
+    return make
+
+
+@pytest.fixture
+def read():
+    """Return a function that reads a value of so many pages, or None."""
+
+    def read_one(store, name: str, pages: int = 1) -> bytes | None:
+        back = memoryview(mmap.mmap(-1, pages * PAGE))
+        return bytes(back) if store.read_into(name, back) else None
+
+    return read_one
+
+
+@pytest.fixture
+def mounted(tmp_path, folder):
+    """Return a function that mounts a small file system for ``folder``; without the right to, the test is skipped."""
+    points = []
+
+    def mount(kind: str, options: str) -> None:
+        point = tmp_path / f"mount{len(points)}"
+        point.mkdir()
+        command = ["mount", "-t", kind, "-o", options, "none", str(point)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"this user may not mount a {kind}: {done.stderr.strip()}")
+        points.append(point)
+        point.chmod(0o700)
+        folder.path = point
+
+    yield mount
+    folder.close()
+    for point in points:
+        subprocess.run(["umount", str(point)], check=True)

@@ -1,0 +1,191 @@
+"""Which directories are taken, and which are refused, each with a line that says what to do."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvtiers.api import ConfigError, TierContext
+from kvtiers.testing.running import open_descriptors
+from kvtiers_fs.plugin import FsConfig, kvtiers_tier
+
+
+def refusal(folder, **options) -> str:
+    with pytest.raises(ConfigError) as refused:
+        folder.open(**options)
+    [line] = refused.value.problems
+    return line
+
+
+def test_a_directory_with_other_things_in_it_is_refused_and_left_alone(folder):
+    folder.path.mkdir(0o700)
+    (folder.path / "thesis.tex").write_text("x")
+    assert "is neither empty nor a directory of this tier" in refusal(folder)
+    assert [path.name for path in folder.path.iterdir()] == ["thesis.tex"]
+
+
+def test_the_top_of_a_new_file_system_is_taken(folder):
+    (folder.path / "lost+found").mkdir(0o700, parents=True)
+    folder.path.chmod(0o700)
+    folder.open()
+
+
+def test_a_directory_of_another_format_is_refused(folder):
+    folder.open()
+    folder.close()
+    (folder.path / ".kvtiers-fs").write_text("kvtiers-fs 2\n")
+    assert "made by another version of this tier (b'kvtiers-fs 2\\n'" in refusal(folder)
+
+
+def test_a_foreign_owner_is_refused(folder):
+    folder.path.mkdir(0o700)
+    if os.geteuid():
+        folder.path.chmod(0o700)
+        pytest.skip("only root can give a directory away")
+    os.chown(folder.path, 12345, -1)
+    assert "is owned by uid 12345, this process is uid 0" in refusal(folder)
+    os.chown(folder.path, 12345, 54321)
+    assert "is owned by uid 12345" in refusal(folder, group="54322")
+    folder.open(group="54321", mode="0660")
+
+
+@pytest.mark.parametrize(("mode", "said"), [(0o777, "anybody may write"), (0o1777, "anybody may write")])
+def test_a_directory_that_anybody_may_write_to_is_refused(folder, mode, said):
+    folder.path.mkdir()
+    folder.path.chmod(mode)
+    assert said in refusal(folder)
+
+
+def test_a_directory_that_a_group_may_write_to_needs_the_trust_said(folder):
+    folder.path.mkdir()
+    folder.path.chmod(0o770)
+    assert "may write to it (mode 0770); chmod g-w it, or trust that group with" in refusal(folder)
+    folder.open(group=str(folder.path.stat().st_gid))
+
+
+def test_a_symbolic_link_as_the_path_is_refused(folder, tmp_path):
+    (tmp_path / "real").mkdir(0o700)
+    folder.path.symlink_to("real")
+    assert refusal(folder).endswith(f"is a symbolic link, which is not followed; write '{tmp_path}/real' instead")
+    assert list((tmp_path / "real").iterdir()) == []
+
+
+def test_a_missing_parent_is_not_made(folder, tmp_path):
+    folder.path = tmp_path / "not mounted" / "values"
+    assert f"{str(folder.path.parent)!r} does not exist; make it, or mount" in refusal(folder)
+    assert not folder.path.parent.exists()
+
+
+def test_a_path_that_is_a_file_is_refused(folder):
+    folder.path.write_text("x")
+    assert "is not a directory" in refusal(folder)
+
+
+def test_an_unknown_group_is_refused(folder):
+    assert "there is no group 'no-such-group'" in refusal(folder, group="no-such-group")
+
+
+def test_many_stores_that_open_a_new_directory_at_once_all_can(folder):
+    barrier, stores, errors = threading.Barrier(16), [], []
+
+    def start():
+        barrier.wait(30)
+        try:
+            stores.append(folder.open())
+        except ConfigError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=start) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not errors
+    assert len(stores) == 16
+    assert not folder.temps()
+
+
+def test_nothing_stays_open_when_opening_is_refused(folder):
+    folder.path.mkdir()
+    folder.path.chmod(0o777)
+    refusal(folder)
+    before = open_descriptors()
+    refusal(folder)
+    assert open_descriptors() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"path": "values"}, "absolute path"),
+        ({"path": "/a/../b"}, "absolute path"),
+        ({"capacity": 0}, "greater than 0"),
+        ({"mode": "0644"}, "'0600', '0640' or '0660'"),
+        ({"mode": 0o666}, "'0600', '0640' or '0660'"),
+        ({"max_age": "0s"}, "greater than 0"),
+    ],
+)
+def test_a_wrong_option_is_refused(tmp_path, options, said):
+    with pytest.raises(ValueError, match=said):
+        FsConfig.model_validate({"type": "fs", "path": str(tmp_path), "capacity": "1GiB", **options})
+
+
+def test_a_mode_may_be_written_without_quotes_as_yaml_reads_it(tmp_path):
+    config = FsConfig.model_validate({"type": "fs", "path": str(tmp_path), "capacity": "1GiB", "mode": 0o660})
+    assert config.mode == "0660"
+
+
+def test_a_home_directory_may_be_written_as_a_tilde(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/kv")
+    assert str(FsConfig(type="fs", path="~/cache", capacity=1).path) == "/home/kv/cache"
+
+
+def test_a_capacity_without_room_for_one_value_is_one_clear_line(tmp_path):
+    config = FsConfig(type="fs", path=tmp_path / "values", capacity="1MiB")
+    context = TierContext("disk", 2 << 20, "ns", read_only=False, region=memoryview(b""), row_stride=2 << 20)
+    with pytest.raises(ConfigError, match="disk: capacity 1048576 bytes has no room for one value of 2097152 bytes"):
+        kvtiers_tier().open(config, context)
+    assert not (tmp_path / "values").exists()
+
+
+_AS_SOMEBODY_ELSE = """
+import os, sys
+from kvtiers.api import ConfigError
+from kvtiers_fs.plugin import FsConfig
+from kvtiers_fs.store import FsStore
+
+path, name = sys.argv[1:]
+config = FsConfig(type="fs", path=path, capacity="1GiB", mode="0640", group="54321")
+import kvtiers_fs.diagnosis
+os.setgroups([54321])
+os.setresgid(54321, 54321, 54321)
+os.setresuid(12345, 12345, 12345)
+try:
+    FsStore(config)
+except ConfigError as error:
+    print(error)
+back = memoryview(bytearray(4096))
+assert FsStore(config, read_only=True).read_into(name, back)
+print(bytes(back[:1]).hex())
+"""
+
+
+def test_who_may_only_read_is_told_to_say_read_only(folder, value, names):
+    if os.geteuid():
+        pytest.skip("only root can become another user")
+    [name] = names(1)
+    with tempfile.TemporaryDirectory() as top:
+        Path(top).chmod(0o755)
+        folder.path = Path(top, "values")
+        folder.open(mode="0640", group="54321").write(name, value(0xAB))
+        folder.close()
+        command = [sys.executable, "-c", _AS_SOMEBODY_ELSE, str(folder.path), name]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    refused, found = done.stdout.splitlines()
+    assert "cannot be written by uid 12345" in refused
+    assert refused.endswith("set 'read_only: true'")
+    assert found == "ab"
