@@ -225,7 +225,7 @@ def _decode_keys(body: memoryview, at: int) -> tuple[list[OffloadKey], int]:
         raise ProtocolError("a message that ends before its keys")
     count, length = _KEYS.unpack_from(body, at)
     at += _KEYS.size
-    if len(body) < at + count * max(length, 2):
+    if len(body) < at + count * (length or 2):
         raise ProtocolError(f"{count} keys announced, {len(body) - at} bytes sent")
     data = bytes(body)
     if length:

@@ -1,0 +1,272 @@
+"""Small real stores, a region of rows to move, and a clock that only the test winds."""
+
+import logging
+import threading
+import time
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+
+from kvtiers.api import ChunkStore, StoreFull, make_offload_key
+from kvtiers.rows.names import StorageNames
+from kvtiers.secondary.mover import MoverOptions, ValueMover, ValueRun
+from kvtiers.secondary.transfer_pool import TransferPool
+from kvtiers.secondary.views import ValueViews
+
+PATIENCE = 20.0
+VALUE, PAYLOAD, ROWS = 4096, 4000, 64
+POISON = 0xDB
+NAMES = StorageNames("test/model-0123456789abcdef01234567/", b"layout-1")
+
+
+class Clock:
+    """Time that passes when the test says so; as a stop event, a wait is passed time."""
+
+    def __init__(self, now=1000.0):
+        self.now = now
+        self.waits = []
+        self.stopped = False
+
+    def __call__(self):
+        return self.now
+
+    def wait(self, seconds):
+        self.waits.append(seconds)
+        self.now += seconds
+        return self.stopped
+
+    def is_set(self):
+        return self.stopped
+
+
+class DictStore(ChunkStore):
+    """Values in a dict, and what was asked of it, in order."""
+
+    def __init__(self):
+        self.values = {}
+        self.calls = []
+        self.closed = 0
+
+    def read_into(self, name, dst):
+        self.calls.append(("read", name))
+        value = self.values.get(name, b"")
+        if len(value) != len(dst):
+            return False
+        dst[:] = value
+        return True
+
+    def write(self, name, src):
+        self.calls.append(("write", name))
+        self.values[name] = bytes(src)
+
+    def exists(self, names):
+        self.calls.append(("exists", tuple(names)))
+        return [name in self.values for name in names]
+
+    def delete(self, names):
+        self.calls.append(("delete", tuple(names)))
+        for name in names:
+            self.values.pop(name, None)
+
+    def close(self):
+        self.closed += 1
+
+    def count(self, what):
+        return sum(call[0] == what for call in self.calls)
+
+
+class FullStore(DictStore):
+    def write(self, name, src):
+        raise StoreFull("no room")
+
+
+class BatchStore(DictStore):
+    """The same, several values at a time."""
+
+    def read_many_into(self, names, dsts):
+        self.calls.append(("read_many", tuple(names)))
+        return [DictStore.read_into(self, name, dst) for name, dst in zip(names, dsts, strict=True)]
+
+    def write_many(self, names, srcs):
+        self.calls.append(("write_many", tuple(names)))
+        for name, src in zip(names, srcs, strict=True):
+            self.values[name] = bytes(src)
+        return [True] * len(names)
+
+
+class GatedStore(DictStore):
+    """Calls stand at a gate until the test opens it; ``reached`` counts those that have come to it."""
+
+    def __init__(self, *gated):
+        super().__init__()
+        self.gated = set(gated)
+        self.gate = threading.Event()
+        self.reached = threading.Semaphore(0)
+        self.running = []
+        self.most_running = {}
+        self._lock = threading.Lock()
+
+    def _pass(self, what):
+        with self._lock:
+            self.running.append(what)
+            self.most_running[what] = max(self.most_running.get(what, 0), self.running.count(what))
+        if what in self.gated:
+            self.reached.release()
+            assert self.gate.wait(PATIENCE), "the gate stays shut"
+        with self._lock:
+            self.running.remove(what)
+
+    def read_into(self, name, dst):
+        self._pass("read")
+        return super().read_into(name, dst)
+
+    def write(self, name, src):
+        self._pass("write")
+        super().write(name, src)
+
+    def exists(self, names):
+        self._pass("exists")
+        return super().exists(names)
+
+    def close(self):
+        self._pass("close")
+        super().close()
+
+    def await_calls(self, count):
+        for _ in range(count):
+            assert self.reached.acquire(timeout=PATIENCE), "the call does not come"
+
+
+class Events:
+    """What a pool has emitted."""
+
+    def __init__(self):
+        self._events = deque()
+        self._came = threading.Condition()
+
+    def __call__(self, event):
+        with self._came:
+            self._events.append(event)
+            self._came.notify_all()
+
+    def all(self):
+        with self._came:
+            return list(self._events)
+
+    def of(self, kind):
+        return [event for event in self.all() if isinstance(event, kind)]
+
+    def wait(self, kind, count=1):
+        """Wait until so many events of this kind have come; return them."""
+        with self._came:
+            came = self._came.wait_for(
+                lambda: sum(isinstance(event, kind) for event in self._events) >= count, PATIENCE
+            )
+        assert came, f"no {count} {kind.__name__} in {self.all()}"
+        return self.of(kind)
+
+
+class Rows:
+    """A region of rows."""
+
+    def __init__(self, rows=ROWS):
+        self.memory = memoryview(bytearray([POISON]) * (rows * VALUE))
+        self.views = ValueViews(self.memory, VALUE)
+
+    def fill(self, row, key):
+        self.memory[row * VALUE : row * VALUE + PAYLOAD] = payload(key)
+
+    def poison(self, row):
+        self.memory[row * VALUE : (row + 1) * VALUE] = bytes([POISON]) * VALUE
+
+    def holds(self, row, key):
+        return bytes(self.memory[row * VALUE : row * VALUE + PAYLOAD]) == payload(key)
+
+    def is_poisoned(self, row):
+        return bytes(self.memory[row * VALUE : (row + 1) * VALUE]) == bytes([POISON]) * VALUE
+
+
+def key(number, group=0):
+    return make_offload_key(number.to_bytes(32, "big"), group)
+
+
+def payload(of):
+    return (of * (PAYLOAD // len(of) + 1))[:PAYLOAD]
+
+
+def wait_until(condition, what="it"):
+    """Wait until the condition holds; a hang is a failure with a name."""
+    until = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < until, f"{what} does not happen"
+        time.sleep(0.002)
+
+
+@pytest.fixture
+def kit():
+    """The parts above by name; ``mover`` and ``pool`` make theirs over one region, and pools are closed at the end."""
+    rows = Rows()
+    pools = []
+
+    def mover(store, *, stop=None, **options):
+        sizes = options.pop("sizes", [(PAYLOAD, VALUE)])
+        return ValueMover(store, rows.views, MoverOptions(sizes, **options), stop or threading.Event())
+
+    def run(keys, *, within=PATIENCE, names=NAMES, **more):
+        return ValueRun(names, keys, range(len(keys)), time.monotonic() + within, **more)
+
+    def pool(store, *, threads=2, deadline=PATIENCE, reopen=(0.01, 0.02), **options):
+        def open_store():
+            return store() if not isinstance(store, ChunkStore) else store
+
+        events = Events()
+        made = TransferPool(
+            open_store,
+            rows.views,
+            NAMES,
+            MoverOptions([(PAYLOAD, VALUE)], **options),
+            threads=threads,
+            deadline=deadline,
+            reopen=reopen,
+            emit=events,
+            label="test",
+        )
+        pools.append((made, store))
+        return made, events
+
+    yield SimpleNamespace(
+        Clock=Clock,
+        DictStore=DictStore,
+        FullStore=FullStore,
+        BatchStore=BatchStore,
+        GatedStore=GatedStore,
+        Events=Events,
+        NAMES=NAMES,
+        PATIENCE=PATIENCE,
+        VALUE=VALUE,
+        PAYLOAD=PAYLOAD,
+        key=key,
+        payload=payload,
+        rows=rows,
+        mover=mover,
+        run=run,
+        pool=pool,
+        wait_until=wait_until,
+    )
+    for made, store in pools:
+        if isinstance(store, GatedStore):
+            store.gate.set()
+        made.close(PATIENCE)
+
+
+@pytest.fixture
+def log_lines(caplog):
+    """Wait for a line in the log that a thread writes; return it."""
+    caplog.set_level(logging.INFO, "kvtiers")
+
+    def wait(text):
+        wait_until(lambda: text in caplog.text, f"{text!r} in the log")
+        return next(record.getMessage() for record in caplog.records if text in record.getMessage())
+
+    return wait
