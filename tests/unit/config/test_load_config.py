@@ -98,6 +98,7 @@ def test_the_models_identity_is_what_was_given():
         ("a: 1\nb: 2\na: 3\n", "line 3, column 1: key 'a' is already on line 1; remove one of the two"),
         ("{a: 1, a: 2}", "line 1, column 8: key 'a' is already on line 1; remove one of the two"),
         ("a: 2024-13-44", "line 1, column 4: '2024-13-44' cannot be read as timestamp; put it in quotes"),
+        ("a: !!int", "line 1, column 4: '' cannot be read as int; put it in quotes"),
         ("a: !!int x", "line 1, column 4: 'x' cannot be read as int; put it in quotes"),
         ("? [a]\n: b", "line 1, column 3: not valid YAML: found unhashable key"),
         (

@@ -61,7 +61,14 @@ def test_a_single_mistake_is_a_single_line(wrong, text, line):
         ("hots: x", "secondary[0] (shelf): unknown option 'hots'. Did you mean 'host'?"),
         ("name: 5", "secondary[0] (shelf): name: expected a text, got 5; put it in quotes"),
         ("name: off", "secondary[0] (shelf): name: expected a text, got false; put it in quotes"),
-        ("name: primary", "secondary[0] (shelf): name: 'primary' is the CPU tier's own; choose another"),
+        (
+            "name: primary",
+            "secondary[0] (shelf): name: 'primary' stands for the engine's own memory in every report; choose another",
+        ),
+        (
+            "name: gpu",
+            "secondary[0] (shelf): name: 'gpu' stands for the engine's own memory in every report; choose another",
+        ),
         ("name: a b", "secondary[0] (shelf): name: 'a b' cannot be used; expected 1 to 63 of A-Z a-z 0-9 . _ -, first a letter or digit"),
         ("io: on", "secondary[0] (shelf): io: expected 'process' or 'thread', got true"),
         ("threads: four", "secondary[0] (shelf): threads: expected a whole number, got 'four'"),

@@ -19,7 +19,7 @@ __all__ = ["load_config"]
 
 _LARGEST_FILE = 1 << 20
 _TIER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
-_RESERVED_TIER_NAMES = {"primary"}  # wherever hits and bytes are told by tier, this is the CPU tier
+_RESERVED_TIER_NAMES = {"primary", "gpu"}  # in reports of hits and bytes: the CPU tier, the engine's own cache
 
 PathOrMapping: TypeAlias = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -106,7 +106,7 @@ def _name_problem(name: str, first: str, where: str) -> str:
     if not _TIER_NAME.fullmatch(name):
         return f"name: {name!r} cannot be used; expected 1 to 63 of A-Z a-z 0-9 . _ -, first a letter or digit"
     if name in _RESERVED_TIER_NAMES:
-        return f"name: {name!r} is the CPU tier's own; choose another"
+        return f"name: {name!r} stands for the engine's own memory in every report; choose another"
     return f"the name {name!r} is already that of {first}; give one of them another 'name'" if first != where else ""
 
 

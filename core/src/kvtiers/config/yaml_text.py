@@ -57,7 +57,7 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
-        except (ValueError, KeyError, AttributeError, TypeError, OverflowError):
+        except (ValueError, LookupError, AttributeError, TypeError, OverflowError):
             raise _RefusedError(
                 problem=f"{_clip(node.value)} cannot be read as {node.tag.rpartition(':')[2]}; put it in quotes",
                 problem_mark=node.start_mark,
