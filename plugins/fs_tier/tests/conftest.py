@@ -1,5 +1,6 @@
 """Stores in a directory of the test's own, and what it takes to look at them from outside."""
 
+import contextlib
 import mmap
 import os
 import subprocess
@@ -38,11 +39,25 @@ class Folder:
         return self.path / place.folder / place.leaf
 
     def age(self, name: str, seconds: float) -> None:
+        self.age_file(self.file(name), seconds)
+
+    @staticmethod
+    def age_file(path: Path, seconds: float) -> None:
         then = time.time() - seconds
-        os.utime(self.file(name), (then, then))
+        os.utime(path, (then, then))
 
     def files(self) -> list[Path]:
-        return [path for path in self.path.rglob("*") if path.is_file() and path.parent != self.path]
+        """Return all files but those in the root itself. Folders may come and go meanwhile."""
+        found = [Path(folder, name) for folder, _, names in os.walk(self.path) for name in names]
+        return [path for path in found if path.parent != self.path and not path.name.startswith(".tmp-")]
+
+    def held(self) -> int:
+        """Return the bytes of all values."""
+        total = 0
+        for path in self.files():
+            with contextlib.suppress(FileNotFoundError):
+                total += path.stat().st_size
+        return total
 
     def temps(self) -> list[Path]:
         return list(self.path.rglob(".tmp-*"))

@@ -1,0 +1,297 @@
+import errno
+import fcntl
+import os
+import random
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kvtiers.api import StoreFull
+from kvtiers_fs import evictor
+
+PAGE = 4096
+DAY = 86400.0
+
+
+def fill(store, names, value, *, pages=1):
+    """Write all names; one that is refused while the evictor works is written again."""
+    until = time.monotonic() + 60
+    for name in names:
+        while True:
+            try:
+                store.write(name, value(1, pages))
+                break
+            except StoreFull:
+                assert time.monotonic() < until, "there is never room"
+
+
+def test_those_not_used_for_longest_go_first(folder, value, names):
+    store = folder.open(capacity=100 * PAGE)
+    written = names(90)
+    for age, name in enumerate(random.Random(3).sample(written, 90)):
+        store.write(name, value(1))
+        folder.age(name, 1000.0 * (1 + age))
+    oldest = sorted(written, key=lambda name: folder.file(name).stat().st_mtime)
+    fill(store, names(8), value)
+    folder.settle(store)
+    left = set(folder.names(store))
+    gone = [name for name in oldest if name not in left]
+    assert gone == oldest[: len(gone)]
+    assert gone
+    assert len(left) <= 95
+
+
+def test_a_read_value_stays_and_one_that_was_only_asked_for_goes(folder, value, names, read):
+    store = folder.open(capacity=20 * PAGE)
+    written = names(18)
+    for name in written:
+        store.write(name, value(1))
+        folder.age(name, DAY)
+    assert read(store, written[0])
+    assert store.exists(written) == [True] * 18
+    fill(store, names(15), value)
+    folder.settle(store)
+    assert store.exists(written[:1]) == [True]
+    assert not all(store.exists(written[1:]))
+
+
+def test_the_capacity_is_never_passed_and_stays_in_use(folder, value, names):
+    store = folder.open(capacity=200 * PAGE)
+    written, most = names(1500), 0
+    for number, name in enumerate(written):
+        fill(store, [name], value)
+        if number % 5 == 0:
+            most = max(most, folder.held())
+    assert most <= 200 * PAGE
+    folder.settle(store)
+    held = folder.held()
+    assert 0.9 * 200 * PAGE <= held <= 0.95 * 200 * PAGE
+    count_all_again(store)  # a value that was counted before it was reported is counted twice until now
+    folder.settle(store)
+    stats = store.stats()
+    assert stats["bytes"] == held
+    assert stats["values"] == held // PAGE
+    assert stats["evicted_values"] == 1500 - held // PAGE
+    assert stats["evicted_bytes"] == stats["evicted_values"] * PAGE
+
+
+def test_usage_is_known_after_a_restart_and_the_capacity_still_holds(folder, value, names):
+    fill(folder.open(capacity=100 * PAGE), names(80), value)
+    folder.close()
+    store = folder.open(capacity=100 * PAGE)
+    assert (store.stats()["values"], store.stats()["bytes"]) == (80, 80 * PAGE)
+    fill(store, names(40), value)
+    folder.settle(store)
+    assert len(folder.files()) <= 95
+
+
+def test_a_smaller_capacity_is_kept_from_the_next_start_on(folder, value, names):
+    fill(folder.open(capacity=100 * PAGE), names(90), value)
+    folder.close()
+    folder.settle(folder.open(capacity=50 * PAGE))
+    assert 40 < len(folder.files()) <= 47
+
+
+@pytest.mark.parametrize("harm", ["missing", "empty", "cut", "flipped", "of another kind"])
+def test_a_usage_file_that_is_gone_or_broken_is_made_anew(folder, value, names, harm):
+    fill(folder.open(capacity=100 * PAGE), names(60), value)
+    folder.close()
+    usage = folder.path / ".usage"
+    content = usage.read_bytes()
+    if harm == "missing":
+        usage.unlink()
+    else:
+        flipped = bytes([content[0]]) + bytes([content[1] ^ 1]) + content[2:]
+        usage.write_bytes({"empty": b"", "cut": content[:100], "flipped": flipped}.get(harm, b"x" * len(content)))
+    store = folder.open(capacity=100 * PAGE)
+    folder.settle(store)
+    assert (store.stats()["values"], store.stats()["bytes"]) == (60, 60 * PAGE)
+    fill(store, names(60), value)
+    folder.settle(store)
+    assert len(folder.files()) <= 95
+
+
+def test_a_mistake_in_the_usage_is_found_by_counting(folder, value, names):
+    store = folder.open(capacity=1000 * PAGE)
+    fill(store, names(50), value)
+    folder.settle(store)
+    for path in folder.files()[:20]:
+        path.unlink()  # behind the store's back
+    with store._usage.locked():
+        index = store._usage.load()
+        index.next_count = 0.0
+        store._usage.save(index)
+    folder.settle(store)
+    assert store.stats()["values"] == 30
+
+
+def test_values_past_their_age_are_removed(folder, value, names):
+    store = folder.open(max_age="2d")
+    old, young = names(5), names(5)
+    for name in (*old, *young):
+        store.write(name, value(1))
+    for name in old:
+        folder.age(name, 3 * DAY)
+    count_all_again(store)
+    folder.settle(store)
+    assert folder.names(store) == sorted(young)
+    assert store.stats()["expired_values"] == 5
+    assert len(folder.files()) == 5
+
+
+def count_all_again(store):
+    with store._usage.locked():
+        index = store._usage.load()
+        index.counted = [0.0] * len(index.counted)
+        store._usage.save(index)
+
+
+def test_orphaned_temporary_files_are_reclaimed_and_those_being_written_are_not(folder, value, names):
+    store = folder.open()
+    [name] = names(1)
+    store.write(name, value(1))
+    shard = folder.file(name).parent
+    orphans = [shard / ".tmp-dead-0", folder.path / ".tmp-direct-dead"]
+    busy = [shard / ".tmp-busy-0", folder.path / ".tmp-format-busy"]
+    for path in (*orphans, *busy):
+        path.write_bytes(b"x" * PAGE)
+    for path in orphans:
+        os.utime(path, (time.time() - 700, time.time() - 700))
+    assert folder.names(store) == [name]
+    count_all_again(store)
+    folder.settle(store)
+    assert sorted(folder.temps()) == sorted(busy)
+    assert store.stats()["reclaimed_files"] == 2
+    assert folder.names(store) == [name]
+
+
+def test_empty_folders_of_models_that_are_gone_are_removed(folder, value, names):
+    store = folder.open()
+    gone, kept = names(3, model="gone-" + "0" * 24), names(1)
+    for name in (*gone, *kept):
+        store.write(name, value(1))
+    for name in gone:
+        folder.file(name).unlink()
+    count_all_again(store)
+    folder.settle(store)
+    assert [path.name for path in (folder.path / "ns").iterdir()] == ["model-0123456789abcdef01234567"]
+
+
+def test_files_that_are_not_ours_are_neither_listed_nor_counted_nor_removed(folder, value, names):
+    store = folder.open(max_age="1d")
+    [name] = names(1)
+    store.write(name, value(1))
+    foreign = [folder.file(name).parent / "README.TXT", folder.path / "notes.txt", folder.file(name).parent / "A%41"]
+    for path in foreign:
+        path.write_text("x")
+        os.utime(path, (0, 0))
+    count_all_again(store)
+    folder.settle(store)
+    assert all(path.exists() for path in foreign)
+    assert folder.names(store) == [name]
+    assert store.stats()["values"] == 1
+
+
+def test_a_full_disk_drops_the_write_leaves_nothing_of_it_and_makes_room(folder, mounted, value, names, read):
+    mounted("tmpfs", "size=4m,mode=0700")
+    store = folder.open(capacity="64MiB")
+    written, dropped = names(3000), 0
+    for number, name in enumerate(written):
+        try:
+            store.write(name, value(number % 251))
+        except StoreFull:
+            dropped += 1
+    assert dropped
+    assert not folder.temps()
+    for number, name in enumerate(written):
+        assert read(store, name) in (None, bytes(value(number % 251)))
+    assert store.stats()["dropped_values"] == dropped
+    store._evictor._next_floor = 0.0
+    assert not wrote(store, names(1)[0], value) or store.stats()["evicted_values"]
+    folder.settle(store)
+    assert wrote(store, names(1)[0], value)
+
+
+def wrote(store, name, value) -> bool:
+    try:
+        store.write(name, value(1))
+    except StoreFull:
+        return False
+    return True
+
+
+def test_the_free_space_floor_is_kept_and_values_give_way_to_others(folder, mounted, value, names):
+    mounted("tmpfs", "size=8m,mode=0700")
+    store = folder.open(capacity="64MiB", min_free="4MiB")
+    lowest = 1 << 60
+    for name in names(2000):
+        wrote(store, name, value)
+        lowest = min(lowest, evictor.free_bytes(store._tree.fd))
+    assert lowest >= 4 << 20
+    held = len(folder.files())
+    assert held > 300
+    (folder.path / "others").write_bytes(b"x" * (2 << 20))
+    assert evictor.free_bytes(store._tree.fd) < 4 << 20
+    store._evictor._next_floor = 0.0
+    folder.settle(store)
+    assert evictor.free_bytes(store._tree.fd) >= 4 << 20
+    assert len(folder.files()) < held
+
+
+_TOO_LARGE = """
+import resource, sys
+from kvtiers.api import StoreFull
+from kvtiers_fs.plugin import FsConfig
+from kvtiers_fs.store import FsStore
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+store = FsStore(FsConfig(type="fs", path=sys.argv[1], capacity="1GiB", min_free=0))
+store.write("ns/m/small", memoryview(bytes(8192)))
+try:
+    store.write("ns/m/large", memoryview(bytes(16384)))
+except StoreFull as error:
+    print(error)
+print(sorted(entry.name for entry in store.list("")))
+"""
+
+
+def test_a_limit_that_the_system_sets_in_the_middle_of_a_value_drops_it(folder):
+    command = [sys.executable, "-c", _TOO_LARGE, str(folder.path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["the disk has no room: File too large", "['ns/m/small']"]
+    assert not folder.temps()
+
+
+def test_an_error_of_the_disk_is_an_error_and_not_a_full_store(folder, value, names, monkeypatch):
+    store = folder.open()
+
+    def broken(*_args, **_kwargs):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", broken)
+        with pytest.raises(OSError, match="Input/output error"):
+            store.write(names(1)[0], value(1))
+    assert not folder.temps()
+    store.write(names(1)[0], value(1))
+
+
+def test_writers_are_not_kept_waiting_while_another_process_holds_the_lock(folder, value, names, read):
+    store = folder.open(capacity=256 * PAGE)
+    [name] = names(1)
+    store.write(name, value(1))
+    folder.settle(store)
+    with (folder.path / ".usage").open() as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        begin = time.monotonic()
+        written = [wrote(store, other, value) for other in names(300)]
+        assert read(store, name)
+        assert store.exists([name]) == [True]
+        taken = time.monotonic() - begin
+    # What fits without a report is written; then one write waits a moment, and the others are refused at once.
+    assert 0 < sum(written) < 10
+    assert taken < 5
+    folder.settle(store)
+    assert wrote(store, names(1)[0], value)
