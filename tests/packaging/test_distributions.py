@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TIERS = {
     "kvtiers": {},
     "kvtiers-example": {"memory": "capacity: 64MiB", "memory-async": "max_blocks: 16"},
+    "kvtiers-fs": {"fs": "path: /nowhere, capacity: 1GiB"},
 }
 
 
@@ -63,6 +64,6 @@ def test_a_tier_type_that_is_not_installed_is_one_line_that_names_it(alone):
 @pytest.mark.parametrize("distribution", sorted(ROOT.glob("plugins/*/")), ids=lambda path: path.name, indirect=True)
 def test_the_kit_of_the_testing_extra_runs_on_an_installed_plugin(distribution, wheels, alone):
     alone.install(f"{wheels['kvtiers']}[testing]")
-    shutil.copy(distribution.folder / "tests" / "test_conformance.py", alone.folder)
-    said = alone.run("python", "-m", "pytest", "-q", "-k", "Plugin", "test_conformance.py")
+    shutil.copytree(distribution.folder / "tests", alone.folder / "tests", dirs_exist_ok=True)
+    said = alone.run("python", "-m", "pytest", "-q", "-k", "Plugin", "tests/test_conformance.py")
     assert re.search(r"^[1-9]\d* passed", said, re.MULTILINE), said
