@@ -175,7 +175,7 @@ class Ledger:
 
         No process writes more than a step (1/128 of the capacity), or one value if that is more, without a report of
         its own and the news of the others. So the capacity is passed by at most a step, or a value, for each process
-        that writes at that moment. Eviction begins 5 % below it: up to six processes never pass it.
+        that writes at that moment, and only if evicting, which begins 5 % below it, does not keep up.
         """
         if nbytes > self._capacity:
             raise StoreFull(f"a value of {format_size(nbytes)} is larger than the capacity")
