@@ -10,8 +10,8 @@ NEVER = float("inf")
 class Flaky:
     """Fails so many times, then answers."""
 
-    def __init__(self, failures, error=ConnectionError("reset")):
-        self.failures, self.error, self.calls = failures, error, 0
+    def __init__(self, failures, error=None):
+        self.failures, self.error, self.calls = failures, error or ConnectionError("reset"), 0
 
     def __call__(self):
         self.calls += 1

@@ -58,7 +58,8 @@ class _LogSender(logging.Handler):
 
     def _tier_of(self, thread: str) -> tuple[int, str]:
         """Find the tier by its pool's threads, which are named after it."""
+        pool = thread.rpartition("-")[0]
         for index, name in enumerate(self._tiers):
-            if thread.startswith(f"kvtiers-{name}-"):
+            if pool == f"kvtiers-{name}":
                 return index, name
         return 0, ", ".join(self._tiers)

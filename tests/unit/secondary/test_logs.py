@@ -1,0 +1,107 @@
+import logging
+import threading
+
+import pytest
+
+from kvtiers.secondary import host_logs, log_thread
+from kvtiers.secondary.host_logs import send_logs
+from kvtiers.secondary.log_thread import LogThread
+
+
+def test_lines_are_written_in_order_on_a_thread_of_their_own(caplog):
+    caplog.set_level(logging.INFO, "kvtiers")
+    logs = LogThread()
+    for number in range(100):
+        logs.post(logging.INFO, f"line {number} with 100% and {{}}")
+    logs.close(20)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"line {number} with 100% and {{}}" for number in range(100)
+    ]
+    assert {record.threadName for record in caplog.records} == {"kvtiers-log"}
+
+
+def test_a_log_that_stands_still_holds_up_nobody_and_what_is_dropped_is_said(monkeypatch):
+    monkeypatch.setattr(log_thread, "_MOST_WAITING", 50)
+    gate, lines = threading.Event(), []
+
+    class Stuck(logging.Handler):
+        def emit(self, record):
+            assert gate.wait(20)
+            lines.append(record.getMessage())
+
+    handler = Stuck()
+    logger = logging.getLogger("kvtiers.secondary")
+    logger.addHandler(handler)
+    try:
+        logs = LogThread()
+        for number in range(1000):
+            logs.post(logging.WARNING, f"line {number}")
+        gate.set()
+        logs.close(20)
+    finally:
+        logger.removeHandler(handler)
+    assert lines[0] == "line 0"
+    assert len(lines) < 60
+    assert any("log lines were dropped" in line for line in lines)
+
+
+def test_a_log_that_nobody_used_has_no_thread():
+    before = threading.active_count()
+    LogThread().close(20)
+    assert threading.active_count() == before
+
+
+@pytest.fixture
+def sent():
+    """Lines that were sent by a host's root logger, which is put back afterwards."""
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    root.handlers.clear()  # a host has none but its own
+    lines = []
+
+    def send(tier, level, text):
+        lines.append((tier, level, text))
+        return True
+
+    send_logs(["cache", "cache-2"], logging.INFO, send)
+    yield lines
+    logging.captureWarnings(False)
+    root.handlers[:] = before
+    root.setLevel(level)
+
+
+def in_thread(name, function):
+    thread = threading.Thread(target=function, name=name)
+    thread.start()
+    thread.join(20)
+
+
+def test_a_line_bears_the_name_of_the_tier_whose_thread_wrote_it(sent):
+    in_thread("kvtiers-cache-2-0", lambda: logging.getLogger("client").warning("slow: %s", 3))
+    in_thread("kvtiers-cache-lookup", lambda: logging.getLogger("client").error("gone"))
+    in_thread("somebody", lambda: logging.getLogger("client").error("who?"))
+    assert sent == [
+        (1, logging.WARNING, "cache-2: slow: 3"),
+        (0, logging.ERROR, "cache: gone"),
+        (0, logging.ERROR, "cache, cache-2: who?"),
+    ]
+
+
+def test_lines_for_debugging_are_never_sent(sent):
+    logging.getLogger("client").debug("Authorization: secret")
+    assert sent == []
+
+
+def test_a_flood_is_cut_and_its_size_said(sent, monkeypatch):
+    seconds = iter([*[5.0] * 500, 6.0])
+    monkeypatch.setattr(host_logs.time, "monotonic", lambda: next(seconds))
+    for number in range(501):
+        logging.getLogger("client").warning("line %d", number)
+    assert len(sent) == 51
+    assert sent[-1][2].endswith("line 500 (450 lines before this one were dropped)")
+
+
+def test_a_record_that_cannot_be_formatted_raises_nothing_in_the_store(sent):
+    logging.getLogger("client").warning("%d", "no number")
+    logging.getLogger("client").warning("fine")
+    assert [text.rpartition(":")[2].split()[0] for _, _, text in sent] == ["fine"]

@@ -1,0 +1,357 @@
+"""Tiers of the third rung under core's protection."""
+
+import itertools
+import threading
+import time
+from array import array
+
+import pytest
+
+from kvtiers.api import JobResult, LookupResult, SecondaryTierManager, TierConfig, TransferJob
+from kvtiers.base import RequestContext
+from kvtiers.rows.names import StorageNames
+from kvtiers.secondary.sealing import SealedTier
+
+HIT, MISS = LookupResult.HIT, LookupResult.MISS
+REQUEST = RequestContext("r")
+
+
+class AsyncTier(SecondaryTierManager):
+    """Holds values by key; a job moves when the test says so."""
+
+    def __init__(self, rows, value_bytes):
+        self.rows, self.value_bytes = rows, value_bytes
+        self.values, self.waiting, self.results = {}, [], []
+        self.abandoned, self.closed, self.ended_steps = [], 0, 0
+        self.refuse = False
+
+    def lookup(self, key, context):
+        return HIT if key in self.values else MISS
+
+    def submit_store(self, job):
+        self._submit(job)
+
+    def submit_load(self, job):
+        self._submit(job)
+
+    def _submit(self, job):
+        if self.refuse:
+            raise OSError("no")
+        self.waiting.append(job)
+
+    def move(self, *, success=True, keys=None):
+        """End the oldest job."""
+        job = self.waiting.pop(0)
+        for key, row in zip(job.keys, job.chunk_ids, strict=True):
+            place = slice(row * self.value_bytes, (row + 1) * self.value_bytes)
+            if job.is_promotion:
+                self.rows.memory[place] = self.values[key]
+            else:
+                self.values[key] = bytes(self.rows.memory[place])
+        self.results.append(JobResult(job.job_id, success, keys, 1, 0.1))
+
+    def get_finished_jobs(self):
+        results, self.results = self.results, []
+        return results
+
+    def drain(self, timeout):
+        while self.waiting:
+            self.move()
+        return True
+
+    def abandon_job(self, job_id):
+        self.abandoned.append(job_id)
+
+    def on_schedule_end(self):
+        self.ended_steps += 1
+
+    def close(self):
+        self.closed += 1
+
+
+@pytest.fixture
+def clock(kit):
+    return kit.Clock()
+
+
+@pytest.fixture
+def made(kit, clock):
+    """Make a sealed tier; all are closed at the end."""
+    tiers = []
+
+    def make(opener=None, **options):
+        inner = AsyncTier(kit.rows, kit.VALUE)
+        config = TierConfig.model_validate({"type": "t", "breaker": {"failures": 2, "delay": "10ms"}, **options})
+        sizes = [(kit.PAYLOAD, kit.VALUE)]
+        tier = SealedTier(config, opener or (lambda: inner), kit.rows.views, kit.NAMES, sizes, clock)
+        tiers.append(tier)
+        if opener is None:
+            assert tier.wait_open(kit.PATIENCE) == ""
+        return tier, inner
+
+    yield make
+    for tier in tiers:
+        tier.close()
+
+
+@pytest.fixture
+def keys(kit):
+    return [kit.key(number) for number in range(4)]
+
+
+_ids = itertools.count(1)
+
+
+def job(keys, *, promotion=False):
+    return TransferJob(next(_ids), keys, memoryview(array("i", range(len(keys)))), promotion, REQUEST)
+
+
+def finish(kit, tier):
+    """Step until a result comes."""
+    results = []
+
+    def step():
+        tier.on_schedule_end()
+        results.extend(tier.get_finished_jobs())
+        return bool(results)
+
+    kit.wait_until(step, "a result")
+    return results
+
+
+def handed_over(kit, tier, inner):
+    def step():
+        tier.on_schedule_end()
+        return bool(inner.waiting)
+
+    kit.wait_until(step, "the job's hand-over")
+
+
+def store(kit, tier, inner, keys):
+    for row, key in enumerate(keys):
+        kit.rows.fill(row, key)
+    tier.submit_store(job(keys))
+    handed_over(kit, tier, inner)
+    inner.move()
+    (result,) = finish(kit, tier)
+    assert result.success
+    for row in range(len(keys)):
+        kit.rows.poison(row)
+
+
+def test_stores_are_sealed_off_the_engines_thread_and_loads_come_back(kit, made, keys):
+    tier, inner = made()
+    store(kit, tier, inner, keys)
+    assert all(value[-64:-57] == b"kvtSEAL" for value in inner.values.values())
+    tier.submit_load(job(keys, promotion=True))
+    inner.move()
+    (result,) = finish(kit, tier)
+    assert result.success
+    assert all(kit.rows.holds(row, key) for row, key in enumerate(keys))
+
+
+def test_a_damaged_value_is_left_out_of_the_result(kit, made, keys):
+    tier, inner = made()
+    store(kit, tier, inner, keys)
+    name = list(inner.values)[1]
+    inner.values[name] = inner.values[name][:100] + b"?" + inner.values[name][101:]
+    tier.submit_load(job(keys, promotion=True))
+    inner.move()
+    (result,) = finish(kit, tier)
+    assert (result.success, list(result.successful_keys)) == (False, [keys[0], *keys[2:]])
+    assert tier.stats()["seal_failures"] == 1
+    assert tier.is_available()
+
+
+def test_values_under_other_names_are_other_values(kit, made, keys):
+    tier, inner = made()
+    store(kit, tier, inner, keys)
+    assert list(tier.lookup_many(keys, REQUEST)) == [HIT] * 4
+    tier.set_names(StorageNames("test/other-0123456789abcdef01234567/", b"layout-2"))
+    assert list(tier.lookup_many(keys, REQUEST)) == [MISS]
+
+
+def test_two_values_that_a_tier_swapped_are_both_left_out(kit, made, keys):
+    tier, inner = made()
+    store(kit, tier, inner, keys)
+    first, second, *_ = list(inner.values)
+    inner.values[first], inner.values[second] = inner.values[second], inner.values[first]
+    tier.submit_load(job(keys, promotion=True))
+    inner.move()
+    (result,) = finish(kit, tier)
+    assert list(result.successful_keys) == keys[2:]
+
+
+def test_keys_that_are_not_of_the_job_reach_the_manager_which_judges_them(kit, made, keys):
+    tier, inner = made()
+    store(kit, tier, inner, keys)
+    tier.submit_load(job(keys, promotion=True))
+    inner.move(success=False, keys=[b"never heard of"])
+    (result,) = finish(kit, tier)
+    assert list(result.successful_keys) == [b"never heard of"]
+
+
+def test_a_second_result_never_passes_unchecked_and_reaches_the_manager(kit, made, keys):
+    tier, inner = made()
+    store(kit, tier, inner, keys)
+    loading = job(keys, promotion=True)
+    tier.submit_load(loading)
+    inner.values = {name: bytes(kit.VALUE) for name in inner.values}
+    inner.move()
+    inner.results *= 2
+    results = list(tier.get_finished_jobs())
+    kit.wait_until(lambda: results.extend(tier.get_finished_jobs()) or len(results) == 2, "two results")
+    assert [result.job_id for result in results] == [loading.job_id] * 2
+    assert not any(result.success or result.successful_keys for result in results)
+
+
+def test_a_submit_that_raises_is_a_failed_job_for_a_store_and_raises_for_a_load(kit, made, keys):
+    tier, inner = made(breaker={"failures": 9})
+    inner.refuse = True
+    tier.submit_store(job(keys))
+    (result,) = finish(kit, tier)
+    assert not result.success
+    with pytest.raises(OSError, match="no"):
+        tier.submit_load(job(keys, promotion=True))
+    assert not tier._jobs, "what has not begun is not owed"
+
+
+def test_a_store_that_is_given_up_before_the_tier_has_it_never_reaches_it(kit, made, keys):
+    gate = threading.Event()
+    tier, inner = made()
+    tier._sealer._work.put(lambda: gate.wait(kit.PATIENCE))
+    waiting = job(keys)
+    tier.submit_store(waiting)
+    tier.abandon_job(waiting.job_id)
+    gate.set()
+    (result,) = finish(kit, tier)
+    assert not result.success
+    assert (inner.waiting, inner.abandoned) == ([], [])
+
+
+def test_a_job_that_is_given_up_is_the_tiers_to_know_and_its_late_result_frees_the_rows(kit, made, keys):
+    tier, inner = made()
+    store(kit, tier, inner, keys)
+    loading = job(keys, promotion=True)
+    tier.submit_load(loading)
+    tier.abandon_job(loading.job_id)
+    assert inner.abandoned == [loading.job_id]
+    inner.move()
+    assert [result.job_id for result in finish(kit, tier)] == [loading.job_id]
+
+
+def test_failures_open_the_breaker_and_the_next_job_is_the_probe(kit, made, keys, clock):
+    tier, inner = made()
+    for _ in range(2):
+        tier.submit_load(job(keys, promotion=True))
+        inner.waiting.clear()
+        inner.results.append(JobResult(next(reversed(tier._jobs)), success=False))
+        finish(kit, tier)
+    assert not tier.is_available()
+    clock.now += 1
+    tier.on_schedule_end()
+    assert tier.is_available()
+    inner.values = {kit.NAMES.layout_id + key: bytes(kit.VALUE) for key in keys}
+    tier.submit_load(job(keys, promotion=True))
+    assert not tier.is_available(), "one probe, and nothing beside it"
+    inner.move()
+    finish(kit, tier)
+    assert tier.is_available()
+
+
+def test_a_probe_that_the_tier_refuses_does_not_leave_it_out_of_use_for_ever(kit, made, keys, clock):
+    tier, inner = made()
+    inner.refuse = True
+    for _ in range(3):
+        with pytest.raises(OSError, match="no"):
+            tier.submit_load(job(keys, promotion=True))
+        clock.now += 1
+        tier.on_schedule_end()
+    clock.now += 100
+    tier.on_schedule_end()
+    assert tier.is_available()
+
+
+def test_a_tier_that_cannot_be_opened_is_tried_again(kit, made, log_lines):
+    tries = []
+
+    def opener():
+        tries.append(1)
+        if len(tries) < 4:
+            raise ConnectionRefusedError("refused")
+        return AsyncTier(kit.rows, kit.VALUE)
+
+    tier, _ = made(opener)
+    assert "refused" in tier.wait_open(kit.PATIENCE) or len(tries) > 3
+    assert "t: out of use: ConnectionRefusedError: refused" in log_lines("out of use")
+    kit.wait_until(tier.is_available, "its opening")
+    assert tier.wait_open(0) == ""
+
+
+def test_a_tier_that_never_opens_does_not_hold_up_the_end(kit, made):
+    gate = threading.Event()
+
+    def opener():
+        gate.wait(kit.PATIENCE)
+        raise OSError("late")
+
+    tier, _ = made(opener)
+    assert not tier.is_available()
+    assert tier.drain(0.05)
+    gate.set()
+    tier.close()
+
+
+def test_a_row_that_cannot_be_sealed_fails_the_store_and_not_the_thread(kit, made, keys):
+    tier, inner = made()
+    bad = TransferJob(next(_ids), keys[:1], memoryview(array("i", [10_000])), False, REQUEST)
+    tier.submit_store(bad)
+    (result,) = finish(kit, tier)
+    assert not result.success
+    store(kit, tier, inner, keys)
+
+
+def test_a_drain_reports_every_job_and_says_what_was_dropped(kit, made, keys, log_lines):
+    tier, inner = made()
+    for row, key in enumerate(keys):
+        kit.rows.fill(row, key)
+    for _ in range(3):
+        tier.submit_store(job(keys))
+    assert tier.drain(kit.PATIENCE)
+    assert len(tier.get_finished_jobs()) == 3
+    inner.drain = lambda timeout: False
+    tier.submit_store(job(keys))
+    assert not tier.drain(0.05)
+    assert log_lines("dropped") == "t: shutdown within 0.05s dropped 1 jobs with 4 chunks"
+
+
+def test_figures_of_a_tier_that_raises_or_counts_nonsense_do_no_harm(made):
+    tier, inner = made()
+    inner.stats = lambda: {"a": 1, "b": 2.5}
+    assert tier.stats()["b"] == 2.5
+    inner.stats = lambda: 1 / 0
+    assert tier.stats()["open"] == 1
+    inner.stats = lambda: {"a": "many"}
+    assert "a" not in tier.stats()
+
+
+def test_close_closes_the_tier_once_on_its_own_thread(kit, made):
+    tier, inner = made()
+    threads = []
+    inner.close = lambda: threads.append(threading.current_thread().name)
+    tier.close()
+    assert threads == ["kvtiers-t-seal"]
+    assert not tier.is_available()
+
+
+def test_a_tier_whose_close_hangs_is_left_behind(kit, made, monkeypatch):
+    from kvtiers.secondary import sealing
+
+    monkeypatch.setattr(sealing, "_CLOSE_SECONDS", 0.05)
+    gate = threading.Event()
+    tier, inner = made()
+    inner.close = lambda: gate.wait(kit.PATIENCE)
+    begin = time.monotonic()
+    tier.close()
+    assert time.monotonic() - begin < 5
+    gate.set()
