@@ -39,8 +39,9 @@ class OffloadPolicy(Enum):
 class RequestContext:
     """One request, as the engine names it; the same object in all calls for that request.
 
-    ``params``: the request's free-form transfer parameters. ``kv_load_tiers`` in them, a list of tier names, limits
-    which secondary tiers this request may load from; an empty list allows none; anything else than a list is no limit.
+    ``params``: the request's free-form transfer parameters. ``kv_load_tiers`` in them, a list of tier names in any case,
+    limits which secondary tiers this request may load from; an empty list allows none. What is no name is skipped; a
+    list without any name, or anything else than a list, is no limit.
     """
 
     request_id: str
@@ -49,7 +50,10 @@ class RequestContext:
     def may_load_from(self, tier_name: str) -> bool:
         """Say whether this request may load from this secondary tier."""
         allowed = self.params.get("kv_load_tiers")
-        return not isinstance(allowed, list) or tier_name in allowed
+        if not isinstance(allowed, list):
+            return True
+        names = [name.lower() for name in allowed if isinstance(name, str)]
+        return tier_name.lower() in names or (bool(allowed) and not names)
 
 
 class PrefixHits(NamedTuple):
