@@ -26,6 +26,7 @@ COMMANDS = {
     "replay": Lazy(
         "kvtiers.cli.replay:replay", "Drive the whole stack from a trace or a workload, and check every byte."
     ),
+    "store": Lazy("kvtiers.cli.store:store", "List, count, check and delete the values in a tier's store."),
     "tiers": Lazy("kvtiers.cli.tiers:tiers", "List the installed tier types and their options."),
 }
 

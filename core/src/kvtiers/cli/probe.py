@@ -4,7 +4,6 @@ A probe yields findings. ``Bench.stage`` always says, as a part of a sentence, w
 tier that raises or hangs.
 """
 
-import mmap
 import os
 import secrets
 import time
@@ -26,18 +25,19 @@ from kvtiers.api import (
 )
 from kvtiers.api.units import format_duration, format_size
 from kvtiers.base import RequestContext
+from kvtiers.cli.opening import anonymous_region
 
-__all__ = ["Bench", "ProbeError", "probe_manager", "probe_store"]
+__all__ = ["OWN_FAULT", "Bench", "ProbeError", "probe_manager", "probe_store"]
 
 _LISTED = 100
 _POLL_SECONDS = 0.001
-_OWN_FAULT = "this is a bug of the tier's plugin; report it to its author"
+OWN_FAULT = "this is a bug of the tier's plugin; report it to its author"
 
 
 class ProbeError(Exception):
     """The tier did not do what it must; the text says what."""
 
-    def __init__(self, text: str, fix: str = _OWN_FAULT) -> None:
+    def __init__(self, text: str, fix: str = OWN_FAULT) -> None:
         super().__init__(text)
         self.fix = fix
 
@@ -56,7 +56,7 @@ class Bench:
     payload: bytes = field(init=False)
 
     def __post_init__(self) -> None:
-        self.region = memoryview(mmap.mmap(-1, 2 * self.value_bytes))
+        self.region = anonymous_region(2, self.value_bytes)
         self.payload = os.urandom(self.value_bytes)
         self.region[: self.value_bytes] = self.payload
 

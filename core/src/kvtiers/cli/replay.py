@@ -1,15 +1,10 @@
 """``kvtiers replay``: drives the whole stack from a trace or a generated workload, and checks every byte."""
 
-import contextlib
-import signal
-import threading
-from collections.abc import Iterator
-from typing import Any
-
 import click
 
 from kvtiers.api import ConfigError
 from kvtiers.api.units import parse_size
+from kvtiers.cli.live import stop_on_interrupt
 from kvtiers.cli.output import print_heading, print_table, with_unit
 from kvtiers.config import OffloadConfig, load_config
 from kvtiers.replay.workload import Workload
@@ -104,7 +99,7 @@ def replay(
 
     load = _read_workload(trace, requests, seed)
     options = ReplayOptions(bytes_per_chunk or (_TRACE_BYTES if trace else _CODE_BYTES), gpu_blocks, primary_chunks)
-    with _stop_on_interrupt() as stop, show_progress() as progress:
+    with stop_on_interrupt() as stop, show_progress() as progress:
         report = run(config, load, options, stop=stop, progress=progress)
     if as_json:
         click.echo(report.as_json())
@@ -135,19 +130,3 @@ def _read_workload(trace: str | None, requests: int | None, seed: int) -> Worklo
     from kvtiers.replay.code_workload import code_workload
 
     return code_workload(requests or _CODE_REQUESTS, seed)
-
-
-@contextlib.contextmanager
-def _stop_on_interrupt() -> Iterator[threading.Event]:
-    """Make Ctrl-C a wish to stop, so that the report is still printed; a second one ends at once."""
-    stop = threading.Event()
-
-    def ask(_number: int, _frame: Any) -> None:
-        signal.signal(signal.SIGINT, before)
-        stop.set()
-
-    before = signal.signal(signal.SIGINT, ask)
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGINT, before)

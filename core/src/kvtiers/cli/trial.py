@@ -12,11 +12,11 @@ from kvtiers.api import (
     SecondaryTierManager,
     SupportsDiagnosis,
     TierConfig,
-    TierContext,
+    TierPluginError,
 )
 from kvtiers.api.units import format_duration
-from kvtiers.cli.probe import Bench, ProbeError, probe_manager, probe_store
-from kvtiers.plugins import load_tier
+from kvtiers.cli.opening import open_tier
+from kvtiers.cli.probe import OWN_FAULT, Bench, ProbeError, probe_manager, probe_store
 
 __all__ = ["Trial", "try_tiers"]
 
@@ -60,20 +60,8 @@ class Trial:
         self._attempt(lambda: self._close(tier))
 
     def _open(self) -> ChunkStore | SecondaryTierManager:
-        plugin = load_tier(self._config.type)
-        context = TierContext(
-            tier_name=self.name,
-            value_bytes=self._bench.value_bytes,
-            namespace=self._bench.namespace,
-            read_only=self._config.read_only,
-            region=self._bench.region,
-            row_stride=self._bench.value_bytes,
-        )
-        tier = plugin.open(self._config, context)
-        expected = ChunkStore if plugin.kind == "store" else SecondaryTierManager
-        if not isinstance(tier, expected):
-            raise ProbeError(f"open() returned a {type(tier).__name__}, expected a {expected.__name__}")
-        return tier
+        bench = self._bench
+        return open_tier(self._config, namespace=bench.namespace, value_bytes=bench.value_bytes, region=bench.region)
 
     def _probe(self, tier: ChunkStore | SecondaryTierManager) -> None:
         self._take(probe_store(tier, self._bench) if isinstance(tier, ChunkStore) else probe_manager(tier, self._bench))
@@ -97,6 +85,8 @@ class Trial:
             return action()
         except ProbeError as error:
             self._say(Finding("error", str(error), error.fix))
+        except TierPluginError as error:
+            self._say(Finding("error", str(error), OWN_FAULT))
         except ConfigError as error:
             self._take(Finding("error", problem, "correct the tier's options") for problem in error.problems)
         except Exception as error:  # noqa: BLE001 -- whatever a tier raises is a line of the report

@@ -1,0 +1,33 @@
+"""Opening one tier of a config without an engine: over an anonymous region."""
+
+import mmap
+
+from kvtiers.api import ChunkStore, SecondaryTierManager, TierConfig, TierContext, TierPluginError
+from kvtiers.plugins import load_tier
+
+__all__ = ["anonymous_region", "open_tier"]
+
+
+def anonymous_region(rows: int, value_bytes: int) -> memoryview:
+    """Return memory for so many rows. Only what is touched is taken from the machine."""
+    return memoryview(mmap.mmap(-1, rows * value_bytes))
+
+
+def open_tier(
+    config: TierConfig, *, namespace: str, value_bytes: int, region: memoryview
+) -> ChunkStore | SecondaryTierManager:
+    """Open the tier over this region, whose rows are ``value_bytes`` apart. Raises whatever its plugin raises."""
+    plugin = load_tier(config.type)
+    context = TierContext(
+        tier_name=config.tier_name,
+        value_bytes=value_bytes,
+        namespace=namespace,
+        read_only=config.read_only,
+        region=region,
+        row_stride=value_bytes,
+    )
+    tier = plugin.open(config, context)
+    expected = ChunkStore if plugin.kind == "store" else SecondaryTierManager
+    if not isinstance(tier, expected):
+        raise TierPluginError(f"open() returned a {type(tier).__name__}, expected a {expected.__name__}")
+    return tier
