@@ -39,9 +39,9 @@ class OffloadPolicy(Enum):
 class RequestContext:
     """One request, as the engine names it; the same object in all calls for that request.
 
-    ``params``: the request's free-form transfer parameters. ``kv_load_tiers`` in them, a list of tier names in any case,
-    limits which secondary tiers this request may load from; an empty list allows none. What is no name is skipped; a
-    list without any name, or anything else than a list, is no limit.
+    ``params``: the request's free-form transfer parameters. ``kv_load_tiers`` in them, a list of tier names in any
+    case, limits which secondary tiers this request may load from; an empty list allows none. What is no name is
+    skipped; a list without any name, or anything else than a list, is no limit.
     """
 
     request_id: str
