@@ -67,6 +67,15 @@ def test_a_directory_that_others_may_look_into(folder):
     the("warning", "others may look into the directory", findings(folder.open()))
 
 
+def test_what_was_written_and_deleted_just_now_is_in_the_figures(folder, value, names):
+    store = folder.open()
+    one, other = names(2)
+    store.write(one, value(1))
+    store.write(other, value(1))
+    store.delete([one])
+    the("ok", "1 value of 4KiB held", findings(store))
+
+
 @pytest.mark.parametrize("read_only", [False, True])
 def test_what_is_held_is_known_without_a_walk(folder, value, names, read_only):
     store = folder.open()

@@ -89,7 +89,8 @@ def _room(config: FsConfig, tree: Tree, usage: UsageFile) -> Iterator[Finding]:
     free, disk = about.f_bavail * about.f_frsize, about.f_blocks * about.f_frsize
     used, values = usage.load().total()
     limits = f"capacity {format_size(config.capacity)}, min_free {format_size(config.min_free)}"
-    held = f"{values} values of {format_size(used)} held, {format_size(free)} of {format_size(disk)} free"
+    count = f"{values} value{'' if values == 1 else 's'} of {format_size(used)}"
+    held = f"{count} held, {format_size(free)} of {format_size(disk)} free"
     if free < config.min_free:
         yield Finding(
             "warning", f"less than min_free is free, so nothing is written ({limits}; {held})", "make room on the disk"

@@ -140,6 +140,8 @@ class FsStore(ChunkStore):
         # Imported here: only `kvtiers check` asks.
         from kvtiers_fs.diagnosis import diagnose
 
+        if self._evictor is not None:
+            self._evictor.round()  # what was written and removed just now is to be in the figures
         return diagnose(self._config, self._tree, self._usage, value_bytes, read_only=self._evictor is None)
 
     def stats(self) -> Mapping[str, float]:

@@ -1,0 +1,520 @@
+"""``kvtiers store``: on a real directory, and on stores that do what directories do not."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kvtiers.cli.live import telling
+from kvtiers.rows.names import StorageNames
+from kvtiers.rows.seal import seal_value
+from kvtiers_fs.places import place_of
+from kvtiers_fs.plugin import FsConfig
+from kvtiers_fs.store import FsStore
+
+KVTIERS = Path(sys.executable).with_name("kvtiers")
+HOUR, DAY = 3600.0, 86400.0
+LLAMA, QWEN = "llama-3.1-8b-" + "5f" * 12, "qwen-2-" + "a0" * 12
+
+
+def names_of(namespace, model):
+    return StorageNames(f"{namespace}/{model}/", bytes.fromhex(model[-24:-8]))
+
+
+class Disk:
+    """An fs tier's directory, with sealed values in it."""
+
+    def __init__(self, path):
+        self.path = path
+        self.store = FsStore(FsConfig(type="fs", path=path, capacity="1GiB", min_free=0))
+
+    def put(self, number, *, namespace="prod", model=LLAMA, pages=1, age=0.0):
+        names = names_of(namespace, model)
+        name = names.name(number.to_bytes(8, "big") + bytes(4))
+        value = memoryview(bytearray(bytes([number]) * (4096 * pages)))
+        seal_value(value, len(value) - 100, name, names.layout_id)
+        self.store.write(name, value)
+        self.age(name, age)
+        return name
+
+    def raw(self, name, content, age=0.0):
+        self.store.write(name, memoryview(content))
+        self.age(name, age)
+        return name
+
+    def file(self, name):
+        place = place_of(name)
+        return self.path / place.folder / place.leaf
+
+    def age(self, name, seconds):
+        os.utime(self.file(name), (time.time() - seconds,) * 2)
+
+    def change(self, name, at, byte):
+        content = bytearray(self.file(name).read_bytes())
+        content[at] ^= byte
+        self.file(name).write_bytes(content)
+
+    def names(self):
+        return sorted(entry.name for entry in self.store.list(""))
+
+
+@pytest.fixture
+def disk(tmp_path):
+    disk = Disk(tmp_path / "values")
+    yield disk
+    disk.store.close()
+
+
+@pytest.fixture
+def file(config, tmp_path):
+    return config(
+        f"{{type: fs, name: disk, path: {tmp_path}/values, capacity: 1GiB, min_free: 0}}",
+        f"{{type: fs, name: archive, path: {tmp_path}/values, capacity: 1GiB, min_free: 0, read_only: true}}",
+        "{type: memory-async, name: peers, max_blocks: 4}",
+    )
+
+
+@pytest.fixture
+def kvtiers(run, file):
+    """Return a function that runs ``kvtiers store COMMAND TIER --config FILE ...``."""
+
+    def invoke(command, *arguments, tier="disk", status=0):
+        result = run("store", command, tier, "--config", file, *arguments)
+        assert result.exit_code == status, result.output + result.stderr
+        return result
+
+    return invoke
+
+
+# -- du and ls
+
+
+def fill(disk):
+    return {
+        "fresh": disk.put(1),
+        "hours": disk.put(2, age=5 * HOUR),
+        "days": disk.put(3, pages=2, age=3 * DAY),
+        "old": disk.put(4, model=QWEN, age=40 * DAY),
+        "test": disk.put(5, namespace="test", age=10 * DAY),
+        "probe": disk.raw("_check/0123", bytes(4096)),
+    }
+
+
+def test_du_counts_by_namespace_model_fingerprint_and_age(kvtiers, disk):
+    fill(disk)
+    found = json.loads(kvtiers("du", "--json").stdout)
+    assert found["complete"] is True
+    assert (found["total"]["values"], found["total"]["bytes"]) == (6, 7 * 4096)
+    assert [(m["namespace"], m["model"], m["fingerprint"], m["values"], m["bytes"]) for m in found["models"]] == [
+        ("_check", "", "", 1, 4096),
+        ("prod", "llama-3.1-8b", "5f" * 12, 3, 4 * 4096),
+        ("prod", "qwen-2", "a0" * 12, 1, 4096),
+        ("test", "llama-3.1-8b", "5f" * 12, 1, 4096),
+    ]
+    assert {age: share["values"] for age, share in found["ages"].items()} == {
+        "under 1h": 2,
+        "under 1d": 1,
+        "under 7d": 1,
+        "under 30d": 1,
+        "30d and more": 1,
+    }
+
+
+def test_du_is_plain_text_where_it_is_piped(kvtiers, disk):
+    fill(disk)
+    lines = [line.split() for line in kvtiers("du").stdout.splitlines()]
+    assert lines[0] == ["namespace", "model", "fingerprint", "values", "bytes", "oldest", "newest"]
+    assert ["prod", "llama-3.1-8b", "5f" * 12, "3", "16KiB", "3d", "0s"] in [[*line[:6], "0s"] for line in lines]
+    assert ["total", "6", "28KiB"] in [line[:3] for line in lines]
+    assert ["30d", "and", "more", "1", "4KiB"] in lines
+
+
+def test_an_empty_store_is_no_error(kvtiers, disk):
+    assert json.loads(kvtiers("du", "--json").stdout)["total"]["values"] == 0
+    assert kvtiers("ls").stdout == "0 values, 0B\n"
+    kvtiers("du")
+    kvtiers("verify")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ((), {"fresh", "hours", "days", "old", "test", "probe"}),
+        (("--namespace", "prod"), {"fresh", "hours", "days", "old"}),
+        (("--model", "llama-3.1-8b"), {"fresh", "hours", "days", "test"}),
+        (("--model", "meta/QWEN 2"), set()),
+        (("--model", "Qwen 2"), {"old"}),
+        (("--model", "qwen-2-a0a0"), {"old"}),
+        (("--model", "qwen-2-a0a1"), set()),
+        (("--model", "llama"), set()),
+        (("--older-than", "2d"), {"days", "old", "test"}),
+        (("--larger-than", "4KiB"), {"days"}),
+        (("--prefix", "_check/"), {"probe"}),
+        (("--namespace", "prod", "--older-than", "2d", "--model", "llama-3.1-8b"), {"days"}),
+        (("--namespace", "pro"), set()),
+    ],
+)
+def test_ls_shows_the_values_that_fit_everything_that_is_given(kvtiers, disk, options, expected):
+    names = fill(disk)
+    found = json.loads(kvtiers("ls", "--json", *options).stdout)
+    assert {value["name"] for value in found["values"]} == {names[key] for key in expected}
+
+
+def test_ls_prints_size_age_and_name_and_ends_at_the_limit(kvtiers, disk):
+    names = fill(disk)
+    lines = kvtiers("ls", "--prefix", names["days"]).stdout.splitlines()
+    assert lines[0].split() == ["8KiB", "3d", names["days"]]
+    assert lines[1] == "1 value, 8KiB"
+    assert len(kvtiers("ls", "--limit", "2").stdout.splitlines()) == 3
+
+
+def test_looking_changes_nothing(kvtiers, disk):
+    names = fill(disk)
+    disk.store.close()
+    before = {path: path.stat().st_mtime_ns for path in disk.path.rglob("*")}
+    for command in ("ls", "du", "verify"):
+        kvtiers(command)
+    kvtiers("prune", "--older-than", "1h", "--dry-run")
+    assert {path: path.stat().st_mtime_ns for path in disk.path.rglob("*")} == before
+    disk.__init__(disk.path)
+    assert sorted(names.values()) == disk.names()
+
+
+# -- verify
+
+
+def spoil(disk):
+    """Fill the directory with whole values and with everything else that there can be."""
+    expected = {disk.put(number, pages=1 + number % 3): "ok" for number in range(10, 20)}
+    flipped, swapped, format2, short, empty = (disk.put(number) for number in range(1, 6))
+    disk.change(flipped, 17, 1)
+    disk.file(swapped).write_bytes(disk.file(disk.put(10)).read_bytes())
+    disk.change(format2, 4096 - 64 + 8, 3)  # the seal's format number
+    disk.file(short).write_bytes(b"x" * 32)
+    disk.file(empty).write_bytes(b"")
+    alien = disk.put(6, model=QWEN)
+    disk.file(alien).write_bytes(disk.file(disk.put(6)).read_bytes())
+    expected |= {flipped: "damaged", swapped: "damaged", short: "damaged", empty: "damaged"}
+    expected |= {format2: "foreign", alien: "foreign", disk.put(6): "ok"}
+    expected[disk.raw("prod/not-our-format/00", bytes(4096))] = "foreign"
+    return expected
+
+
+def test_verify_tells_whole_values_from_damaged_and_foreign_ones(kvtiers, disk):
+    expected = spoil(disk)
+    found = json.loads(kvtiers("verify", "--json", status=1).stdout)
+    counts = {verdict: found[verdict]["values"] for verdict in ("ok", "foreign", "damaged", "gone", "unreadable")}
+    assert counts == {"ok": 11, "foreign": 3, "damaged": 4, "gone": 0, "unreadable": 0}
+    assert sorted(found["damaged_names"]) == sorted(name for name, verdict in expected.items() if verdict == "damaged")
+    assert found["deleted"] == 0
+    assert disk.names() == sorted(expected)
+
+
+def test_verify_of_a_whole_store_ends_well_and_reads_only_what_is_meant(kvtiers, disk):
+    spoil(disk)
+    lines = kvtiers("verify", "--larger-than", "4KiB").stdout.splitlines()
+    assert [line.split() for line in lines] == [["verdict", "values", "bytes"], ["ok", "6", "60KiB"]]
+
+
+def test_verify_deletes_damaged_values_and_no_others(kvtiers, disk):
+    expected = spoil(disk)
+    lines = kvtiers("verify", "--delete-damaged", status=1).stdout.splitlines()
+    assert lines[-1] == "4 damaged values deleted"
+    assert disk.names() == sorted(name for name, verdict in expected.items() if verdict != "damaged")
+    kvtiers("verify")
+
+
+def test_values_larger_than_the_memory_that_was_asked_for_are_verified_too(kvtiers, disk):
+    for number, pages in enumerate((1, 3, 700, 2), start=1):
+        disk.put(number, pages=pages)
+    found = json.loads(kvtiers("verify", "--json", "--value-bytes", "4KiB").stdout)
+    assert found["ok"] == {"values": 4, "bytes": 706 * 4096}
+
+
+# -- prune
+
+
+@pytest.mark.parametrize(
+    ("options", "gone"),
+    [
+        (("--older-than", "4d"), {"old", "test"}),
+        (("--larger-than", "4KiB"), {"days"}),
+        (("--model", "llama-3.1-8b"), {"fresh", "hours", "days", "test"}),
+        (("--namespace", "test"), {"test"}),
+        (("--prefix", "_"), {"probe"}),
+        (("--model", "llama-3.1-8b", "--older-than", "4d"), {"test"}),
+        (("--to-size", "20KiB"), {"old", "test"}),
+        (("--to-size", "28KiB"), set()),
+        (("--namespace", "prod", "--to-size", "8KiB"), {"old", "days"}),
+        (("--other-formats",), {"probe"}),
+        (("--other-formats", "--older-than", "1h"), set()),
+    ],
+)
+def test_prune_deletes_what_fits_everything_that_is_given_and_a_dry_run_says_the_same(kvtiers, disk, options, gone):
+    names = fill(disk)
+    doomed = {names[key] for key in gone}
+    dry = kvtiers("prune", *options, "--dry-run").stdout
+    assert {line.split()[2] for line in dry.splitlines() if line.endswith(tuple(names.values()))} == doomed
+    assert disk.names() == sorted(names.values())
+    done = kvtiers("prune", *options).stdout
+    assert disk.names() == sorted(set(names.values()) - doomed)
+    assert done.splitlines()[-1] == dry.splitlines()[-1].replace("would be deleted", "deleted")
+    assert done.splitlines()[-1].startswith(f"deleted: {len(gone)} value")
+
+
+def test_prune_finds_other_formats_by_name_and_by_seal_and_leaves_damage_alone(kvtiers, disk):
+    expected = spoil(disk)
+    found = json.loads(kvtiers("prune", "--other-formats", "--json").stdout)
+    assert found["total"]["values"] == 3
+    assert disk.names() == sorted(name for name, verdict in expected.items() if verdict != "foreign")
+
+
+def test_prune_wants_to_be_told_what(kvtiers, disk):
+    names = fill(disk)
+    assert "say which values: --older-than" in kvtiers("prune", status=2).stderr
+    assert disk.names() == sorted(names.values())
+
+
+@pytest.mark.parametrize("command", [("prune", "--older-than", "1h"), ("verify", "--delete-damaged")])
+def test_a_read_only_tier_refuses_to_delete(kvtiers, disk, command):
+    names = fill(disk)
+    said = kvtiers(*command, tier="archive", status=2).stderr
+    assert said.startswith("error: tiers.yaml: tier 'archive' is read-only, so nothing is deleted from it; ")
+    assert disk.names() == sorted(names.values())
+    kvtiers("du", tier="archive")
+
+
+def test_pruning_and_verifying_while_an_engine_writes_and_reads(kvtiers, disk):
+    stop, errors = threading.Event(), []
+
+    def engine():
+        number = 0
+        while not stop.is_set():
+            number = number % 250 + 1
+            try:
+                disk.put(number)
+            except FileNotFoundError:  # pruned before its age was set: the test's own helper
+                continue
+            except OSError as error:
+                errors.append(error)
+
+    worker = threading.Thread(target=engine)
+    worker.start()
+    try:
+        for _ in range(5):
+            kvtiers("prune", "--prefix", "prod/")
+            assert json.loads(kvtiers("verify", "--json").stdout)["damaged"]["values"] == 0
+    finally:
+        stop.set()
+        worker.join()
+    assert not errors
+
+
+# -- what cannot be done
+
+
+def test_a_tier_that_the_config_does_not_have_is_one_line(kvtiers, disk):
+    said = kvtiers("du", tier="dsk", status=2).stderr
+    assert said == "error: tiers.yaml: no tier is named 'dsk'. Did you mean 'disk'? Tiers: disk, archive, peers\n"
+
+
+def test_a_tier_manager_cannot_list(kvtiers, disk):
+    said = kvtiers("du", tier="peers", status=2).stderr
+    assert said == "error: tier 'peers' is a tier manager (type 'memory-async'), which cannot list what it holds\n"
+
+
+def test_a_store_without_a_listing_is_one_line_and_is_closed(run, config, store, tmp_path):
+    name = store(f'def close(self):\n    Path("{tmp_path}/closed").touch()')
+    result = run("store", "ls", name, "--config", config(f"{{type: {name}}}"))
+    assert result.exit_code == 2
+    assert result.stderr == f"error: tier {name!r} cannot list what it holds: its store, Mine, has no method list()\n"
+    assert (tmp_path / "closed").exists()
+
+
+def test_a_store_that_cannot_be_opened_is_one_line(run, config, store):
+    name = store(opened='raise ConnectionRefusedError("nobody there")')
+    result = run("store", "ls", name, "--config", config(f"{{type: {name}}}"))
+    assert result.exit_code == 2
+    assert result.stderr == f"error: tier {name!r} cannot be opened: ConnectionRefusedError: nobody there\n"
+
+
+LISTING = """
+def list(self, prefix):
+    for number in range(30):
+        yield StoreEntry(f"prod/{MODEL}/{number:016x}00000000", 4096, {MODIFIED})
+    {END}
+"""
+
+
+CTRL_C = "import os, signal; os.kill(os.getpid(), signal.SIGINT)\n    yield from self.list(prefix)"
+
+
+def listing(end="return", modified="100.0 + number"):
+    return LISTING.replace("{MODEL}", LLAMA).replace("{MODIFIED}", modified).replace("{END}", end)
+
+
+def test_a_store_that_fails_in_the_middle_of_its_listing_leaves_the_report_so_far(run, config, store):
+    name = store(listing(end='raise TimeoutError("no answer")'))
+    result = run("store", "du", name, "--config", config(f"{{type: {name}}}"), "--json")
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert found["total"]["values"] == 30
+    assert found["complete"] is False
+    assert f"error: tier {name!r} cannot be listed: TimeoutError: no answer; the figures are those until then" in (
+        result.stderr
+    )
+
+
+def test_values_that_are_gone_or_cannot_be_read_are_counted_apart(run, config, store):
+    name = store(
+        listing()
+        + """
+def read_into(self, name, dst):
+    if name.endswith("1d00000000"):
+        raise ConnectionResetError("lost")
+    return False
+"""
+    )
+    result = run("store", "verify", name, "--config", config(f"{{type: {name}}}"), "--json")
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert (found["gone"]["values"], found["unreadable"]["values"]) == (29, 1)
+    assert "ConnectionResetError: lost" in result.stderr
+
+
+def test_values_are_read_into_the_region_that_the_store_was_given(run, config, store, tmp_path):
+    """A store may register its region with a device: memory of another place would be of no use to it."""
+    name = store(
+        listing().replace("4096, ", "4096 * (1 + number), ")
+        + """
+def read_into(self, name, dst):
+    import numpy
+    at = numpy.frombuffer(dst, numpy.uint8).ctypes.data
+    regions = [numpy.frombuffer(region, numpy.uint8) for region in self.regions]
+    assert any(r.ctypes.data <= at and at + len(dst) <= r.ctypes.data + len(r) for r in regions)
+    return False
+""",
+        opened="mine = Mine()\nMine.regions = [*getattr(Mine, 'regions', []), context.region]\nreturn mine",
+    )
+    result = run("store", "verify", name, "--config", config(f"{{type: {name}}}"), "--value-bytes", "8KiB", "--json")
+    assert json.loads(result.stdout)["gone"]["values"] == 30, result.stderr
+
+
+@pytest.mark.parametrize("options", [("--older-than", "1h"), ("--to-size", "4KiB")])
+def test_a_store_that_does_not_know_ages_cannot_be_pruned_by_age(run, config, store, options):
+    name = store(listing(modified="None"))
+    file = config(f"{{type: {name}}}")
+    result = run("store", "prune", name, "--config", file, *options)
+    assert result.exit_code == 2
+    assert "does not know how old its values are, so they cannot be chosen by age" in result.stderr
+    assert "unknown" in run("store", "du", name, "--config", file).stdout
+
+
+# -- stopping, and saying where it is
+
+
+def test_ctrl_c_ends_with_the_report_so_far(run, config, store):
+    name = store(listing(end=CTRL_C))
+    file = config(f"{{type: {name}}}")
+    for command in ("ls", "du", "verify"):
+        result = run("store", command, name, "--config", file, "--json")
+        assert result.exit_code == 130
+        assert json.loads(result.stdout)["complete"] is False
+        assert "interrupted: the figures are those until then" in result.stderr
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_before_everything_is_listed_prunes_nothing_to_size(run, config, store, tmp_path):
+    name = store(
+        listing(end=CTRL_C) + f'\ndef delete(self, names):\n    Path("{tmp_path}/deleted").write_text(str(names))'
+    )
+    result = run("store", "prune", name, "--config", config(f"{{type: {name}}}"), "--to-size", "4KiB")
+    assert result.exit_code == 130
+    assert not (tmp_path / "deleted").exists()
+
+
+def test_a_second_ctrl_c_ends_although_the_store_hangs(tmp_path):
+    """A process of its own: threads that hang would keep this one from ending too."""
+    package = tmp_path / "hanging-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: hanging\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text("[kvtiers.tiers]\nhanging = hanging\n")
+    (tmp_path / "hanging.py").write_text(
+        f"""
+import threading
+from kvtiers.api import ChunkStore, StoreEntry, TierConfig, TierPlugin, hookimpl
+
+class Store(ChunkStore):
+    def read_into(self, name, dst):
+        print("reading", flush=True)
+        threading.Event().wait()
+
+    def list(self, prefix):
+        yield StoreEntry("prod/{LLAMA}/{"00" * 12}", 4096, 1.0)
+
+    write = exists = delete = read_into
+
+@hookimpl
+def kvtiers_tier():
+    return TierPlugin(
+        name="hanging", kind="store", config=TierConfig, open=lambda config, context: Store(), api_version=1
+    )
+"""
+    )
+    (tmp_path / "t.yaml").write_text("version: 1\nprimary: {capacity: 1MiB}\nsecondary: [{type: hanging}]\n")
+    command = [KVTIERS, "store", "verify", "hanging", "--config", "t.yaml"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout.readline() == "reading\n", process.stderr.read()
+            until = time.monotonic() + 30
+            while process.poll() is None:
+                assert time.monotonic() < until, "it does not end"
+                process.send_signal(signal.SIGINT)
+                threading.Event().wait(0.05)
+        finally:
+            process.kill()
+        assert process.returncode == 130
+
+
+def test_where_it_is_is_a_plain_line_every_few_seconds_and_none_for_a_short_run():
+    now, out, asked = [0.0], io.StringIO(), []
+
+    def text():
+        asked.append(now[0])
+        return f"{now[0]:g} s"
+
+    with telling(out, lambda: now[0]) as tell:
+        for now[0] in (1.0, 4.9, 5.0, 6.0, 9.9, 10.5):
+            tell(text)
+    assert out.getvalue() == "5 s\n10.5 s\n"
+    assert asked == [5.0, 10.5]
+
+
+def test_on_a_terminal_it_is_a_line_that_changes():
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    now, out = [0.0], Terminal()
+    with telling(out, lambda: now[0]) as tell:
+        now[0] = 1.0
+        tell(lambda: "12 values [bold]of[/] 3MiB")
+    assert "12 values [bold]of[/] 3MiB" in out.getvalue()
+
+
+@pytest.mark.parametrize("command", ["ls", "du", "verify", "prune"])
+def test_each_commands_help_says_its_exit_statuses(run, command):
+    result = run("store", command, "--help")
+    assert result.exit_code == 0
+    assert "Exit status: 0 all is well, 1 " in result.output
+    assert "TIER" in result.output
