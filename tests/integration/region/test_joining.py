@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 
@@ -233,12 +235,29 @@ def test_a_rank_that_waits_can_be_closed(machine):
 
 
 def test_start_up_says_what_took_how_long(machine):
-    manager = machine.manager(rows=100)
+    manager = machine.party()
+    manager.do("import logging\nlines = []\ncache = layout()")
+    manager.do(
+        "class Keep(logging.Handler):\n"
+        "    def emit(self, record):\n"
+        "        lines.append(record.getMessage())\n"
+        "log = logging.getLogger('kvtiers.region')\n"
+        "log.addHandler(Keep())\n"
+        "log.setLevel(logging.INFO)"
+    )
+    manager.do("region = SharedOffloadRegion.create(engine_id, cache, 100 * cache.row_stride)")
     machine.rank()
     manager.do("region.wait_ready()\ngather(region, 'PrefaultEnded')")
     timings = manager.do("region.timings")
     assert set(timings) == {"create", "join", "prefault", "populated_rows"}
     assert timings["populated_rows"] == 100
+    logged = manager.do("'; '.join(lines)")
+    for said in (
+        r"100 rows of 36KiB in [\d.]+ s",
+        r"all 1 ranks have joined after [\d.]+ s",
+        r"pre-faulted .* in [\d.]+ s",
+    ):
+        assert re.search(said, logged), logged
 
 
 def test_the_end_of_the_accept_thread_is_told_to_whoever_waits(machine):

@@ -204,8 +204,16 @@ class AcceptThread:
         if not watched:
             _log.warning("rank %d: process %d cannot be watched; if it dies, its rows stay taken", rank, connection.pid)
         connection.rank = rank
+        if self._ranks.missing == [rank]:
+            self._note_all_joined()  # first: whoever waits for all ranks finds the time in the figures
         self._ranks.join(rank, connection.pid)  # before it is told: a rank that is ready has joined
         self._welcome_rank(connection)
+
+    def _note_all_joined(self) -> None:
+        if "join" not in self.timings:
+            self._warned = True  # there is nothing left to warn of
+            self.timings["join"] = time.monotonic() - self._started
+            _log.info("all %d ranks have joined after %.3f s", self._ranks.world_size, self.timings["join"])
 
     def _welcome_rank(self, connection: Connection) -> None:
         rows, ended = self._progress()
@@ -215,11 +223,6 @@ class AcceptThread:
         except OSError:  # it has hung up, and never had the memory
             self._lose(connection)
             self._forget(connection)
-            return
-        if self._ranks.all_joined and "join" not in self.timings:
-            self._warned = True  # there is nothing left to warn of
-            self.timings["join"] = time.monotonic() - self._started
-            _log.info("all %d ranks have joined after %.3f s", self._ranks.world_size, self.timings["join"])
 
     def _objection(self, rank: int, layout: CacheLayout) -> str:
         differences = self._layout.differences(layout)
