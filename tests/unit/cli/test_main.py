@@ -45,7 +45,7 @@ def test_the_help_lists_every_command(run):
     assert "Examples:" in result.output
 
 
-@pytest.mark.parametrize("command", ["check", "tiers"])
+@pytest.mark.parametrize("command", ["check", "replay", "tiers"])
 def test_each_commands_help_has_examples_and_exit_statuses(run, command):
     result = run(command, "--help")
     assert result.exit_code == 0
