@@ -41,7 +41,11 @@ def _platform(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:
     helpers = [tier.tier_name for tier in stores if tier.io == "process"]
     if helpers:
         names = ", ".join(helpers)
-        yield Finding("error", f"'io: process' needs Linux (tiers: {names})", "write 'io: thread' in these tiers")
+        yield Finding(
+            "warning",
+            f"'io: process' needs Linux: these tiers run on threads of the engine's process: {names}",
+            "write 'io: thread' in them",
+        )
 
 
 def _memory(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:
