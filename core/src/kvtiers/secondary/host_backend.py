@@ -87,10 +87,9 @@ class HostBackend:
 
     def abandon(self, job_id: int) -> None:
         """Have the host drop the job if it has not begun, and be killed if it does not end it in time."""
-        life = self._link.life
-        if job_id in self._jobs and life is not None and self._link.connected:
+        if job_id in self._jobs and self._link.connected:
             self._link.send(wire.encode_abandon(self._index, job_id))
-            self._link.launcher.kill_unless_forgiven(life, _overdue(job_id), self._grace)
+            self._kill_unless_done(job_id)
 
     def flush(self) -> None:
         """Send what the step has collected."""
@@ -182,6 +181,12 @@ class HostBackend:
         if sent.failed:
             raise ProtocolError(f"job {job_id} is reported as failed twice")
         sent.failed = True
+        self._kill_unless_done(job_id)
+
+    def _kill_unless_done(self, job_id: int) -> None:
+        """A job has failed: if the host does not let go of its rows in time, it is ended."""
+        if self._link.life is not None:
+            self._link.launcher.kill_unless_forgiven(self._link.life, _overdue(job_id), self._grace)
 
     def _take_result(self, event: JobDone) -> None:
         job = self._sent(event.job_id).job

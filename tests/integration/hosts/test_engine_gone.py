@@ -1,0 +1,237 @@
+"""However an engine ends, and whatever its process does besides: nothing of it stays behind."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+
+def await_nothing_left(machine, engine_id, hosts):
+    for pid in hosts:
+        machine.await_end(pid)
+    machine.wait_until(lambda: machine.holders(engine_id) == [], "the end of the last mapping")
+    assert [pid for pid in hosts if machine.state_of(pid) not in {"", "Z"}] == []
+
+
+@pytest.fixture
+def two_tiers(faulty):
+    return faulty(), faulty("second")
+
+
+def test_an_engine_that_is_killed_leaves_no_host_and_no_memory(party, two_tiers, machine):
+    engine = party()
+    engine_id = engine.engine(*two_tiers)
+    engine.do("engine.store(keys(0, 8))")
+    hosts = engine.hosts()
+    assert len(hosts) == 2
+    assert len(machine.holders(engine_id)) >= 3
+    engine.process.kill()
+    await_nothing_left(machine, engine_id, hosts)
+
+
+@pytest.mark.parametrize("stage", ["read", "write", "open"])
+def test_an_engine_that_is_killed_while_its_host_hangs_in_the_kernel_leaves_nothing(
+    party, faulty, gates, machine, stage
+):
+    tier = faulty()
+    engine = party()
+    if stage == "open":
+        gates.set("open", "hang")
+        engine.do(f"engine = Engine({tier!r})")
+        engine_id = engine.do("engine.manager.engine_id")
+    else:
+        engine_id = engine.engine(tier)
+        engine.do("engine.store(keys(0, 4)); engine.forget()")
+        gates.set(stage, "hang")
+        if stage == "read":
+            engine.do("ctx = engine.request(); engine.until(lambda: engine.lookup(keys(0, 4), ctx).pending)")
+            engine.do("engine.step()")
+        else:
+            engine.do("None if engine.put(keys(10, 4)) else None")
+    machine.wait_until(lambda: gates.reached(stage), "the hang")
+    hosts = engine.hosts()
+    engine.process.kill()
+    await_nothing_left(machine, engine_id, hosts)
+
+
+def test_an_engine_that_is_killed_before_its_hosts_have_begun_leaves_nothing(party, two_tiers, machine):
+    engine = party()
+    engine.do(f"engine = Engine(*{list(two_tiers)!r})")
+    engine_id = engine.do("engine.manager.engine_id")
+    machine.wait_until(engine.hosts, "the first host")
+    hosts = engine.hosts()
+    engine.process.kill()
+    await_nothing_left(machine, engine_id, hosts)
+
+
+@pytest.mark.parametrize("ending", ["sys.exit(3)", "os._exit(3)", "os.kill(os.getpid(), 15)", "os.abort()"])
+def test_an_engine_that_ends_without_a_shutdown_ends_at_once_and_leaves_nothing(party, two_tiers, machine, ending):
+    engine = party()
+    engine_id = engine.engine(*two_tiers)
+    hosts = engine.hosts()
+    engine.process.stdin.write(b'"import os, sys; ' + ending.encode() + b'"\n')
+    engine.process.stdin.flush()
+    engine.process.wait(machine.PATIENCE)
+    await_nothing_left(machine, engine_id, hosts)
+
+
+def test_an_engine_that_falls_off_its_end_ends_at_once_and_leaves_nothing(party, two_tiers, machine):
+    engine = party()
+    engine_id = engine.engine(*two_tiers)
+    hosts = engine.hosts()
+    _, errors = engine.process.communicate(timeout=machine.PATIENCE)
+    assert engine.process.returncode == 0
+    assert b"Traceback" not in errors
+    await_nothing_left(machine, engine_id, hosts)
+
+
+def test_ctrl_c_reaches_the_engine_alone_which_still_brings_its_stores_down(party, faulty, gates, machine):
+    """The whole group gets the signal, as from a terminal; the engine ends its work in order."""
+    engine = party(start_new_session=True)
+    engine_id = engine.engine(faulty())
+    hosts = engine.hosts()
+    gates.set("write", "sleep 0.3")
+    engine.do(
+        "import time\n"
+        "plan = engine.put(keys(0, 8))\n"
+        "def run():\n"
+        "    try:\n"
+        "        while True: time.sleep(0.01)\n"
+        "    except KeyboardInterrupt:\n"
+        "        engine.close()\n"
+        "        return 'closed'\n"
+        "None"
+    )
+    machine.wait_until(lambda: gates.reached("write"), "the store")
+    threading.Timer(0.1, os.killpg, (engine.pid, signal.SIGINT)).start()
+    assert engine.do("run()") == "closed"
+    assert len(gates.values()) == 8
+    await_nothing_left(machine, engine_id, hosts)
+
+
+def test_a_store_that_prints_does_not_write_into_the_engines_stdout(party, faulty, gates):
+    engine = party()
+    engine.engine(faulty())
+    gates.set("write", "prints")
+    engine.do("engine.store(keys(0, 1))")
+    engine.do("print('the engine prints', flush=True); engine.close()")
+    out, err = engine.process.communicate()
+    assert out == b"the engine prints\n"
+    assert b"a store that prints" in err
+
+
+def test_an_engine_without_stderr_has_hosts_too(party, faulty):
+    engine = party()
+    engine.do("import os; os.close(2)")
+    engine.engine(faulty())
+    engine.do("engine.store(keys(0, 4)); engine.forget()")
+    assert engine.do("engine.load(keys(0, 4))") == 4
+
+
+def test_nothing_in_the_working_directory_stands_in_for_a_module_of_the_host(party, faulty, tmp_path):
+    for name in ("json", "kvtiers", "pydantic", "logging"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('hijacked')")
+    engine = party(cwd=tmp_path)
+    engine.engine(faulty())
+    engine.do("engine.store(keys(0, 4))")
+
+
+def test_a_fork_in_the_engine_neither_ends_its_hosts_nor_outlives_them_with_the_memory(party, faulty, machine):
+    engine = party()
+    engine_id = engine.engine(faulty())
+    hosts = engine.hosts()
+    child = engine.do(
+        "import os, time\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    time.sleep(600)\n"
+        "    os._exit(0)\n"
+        "other = os.fork()\n"
+        "if other == 0:\n"
+        "    os._exit(0)\n"
+        "os.waitpid(other, 0)\n"
+        "child"
+    )
+    try:
+        engine.do("engine.store(keys(0, 4)); engine.forget()")
+        assert engine.do("engine.load(keys(0, 4))") == 4
+        assert set(hosts) <= set(engine.hosts())
+        engine.process.kill()
+        await_nothing_left(machine, engine_id, hosts)
+        assert machine.state_of(child) not in {"", "Z"}, "the forked child is what stays, as it should"
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_an_engine_that_reaps_children_that_are_not_its_own_confuses_nobody(start, faulty, machine):
+    """A library in the engine that waits for any child takes the host's exit status away."""
+    engine = start(faulty())
+    engine.until_available()
+    pid = engine.host()
+    stop = threading.Event()
+
+    def reap():
+        while not stop.is_set():
+            try:
+                os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                stop.wait(0.001)
+
+    reaper = threading.Thread(target=reap)
+    reaper.start()
+    try:
+        os.kill(pid, signal.SIGKILL)
+        engine.until(lambda: engine.linked_life() is not None and engine.host() != pid, "its second life")
+    finally:
+        stop.set()
+        reaper.join()
+    engine.until_available()
+    engine.store(machine.keys(0, 4))
+    engine.forget()
+    assert engine.load(machine.keys(0, 4)) == 4
+
+
+def test_hosts_that_were_started_from_a_thread_that_ended_live_on(start, faulty, machine):
+    engines = []
+    thread = threading.Thread(target=lambda: engines.append(start(faulty())))
+    thread.start()
+    thread.join()
+    (engine,) = engines
+    engine.until_available()
+    pid = engine.host()
+    engine.store(machine.keys(0, 4))
+    engine.forget()
+    assert engine.load(machine.keys(0, 4)) == 4
+    assert engine.host() == pid
+    assert engine.own()["host_starts"] == 1
+
+
+def test_many_engines_one_after_the_other_leave_no_thread_and_no_descriptor(start, faulty, machine):
+    tier = faulty()
+    first = start(tier)
+    first.until_available()
+    first.close()
+    threads, descriptors = threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        engine = start(tier)
+        engine.until_available()
+        engine.store(machine.keys(0, 4))
+        engine.close()
+    machine.wait_until(lambda: threading.active_count() <= threads, "the end of the last thread")
+    assert len(list(Path("/proc/self/fd").iterdir())) <= descriptors
+
+
+def test_a_start_that_fails_leaves_no_host(faulty, machine):
+    before = set(machine.children())
+    with pytest.raises(Exception, match="eviction"):
+        machine.bench.kvtiers.open_manager(
+            {
+                "version": 1,
+                "primary": {"capacity": "1MiB", "eviction": "no such policy", "prefault": False},
+                "secondary": [faulty()],
+            },
+            machine.bench.LAYOUT,
+        )
+    machine.wait_until(lambda: set(machine.children()) <= before, "the end of all children")

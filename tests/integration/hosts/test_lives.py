@@ -1,0 +1,245 @@
+"""A host that dies, stops or goes wrong, at every stage of its life: the engine loses hits, and nothing else."""
+
+import os
+import signal
+import time
+
+import pytest
+
+QUICK = {"deadline": "400ms", "grace": "200ms", "breaker": {"failures": 3, "delay": "50ms"}}
+DEATHS = ["kill", "segfault", "exit"]
+
+
+def hits_resume(engine, machine, first=1000):
+    """The tier comes back by itself, and stores and loads again."""
+    engine.until_available("faulty")
+    wanted = machine.keys(first, 8)
+    engine.store(wanted)
+    engine.forget()
+    assert engine.load(wanted) == 8
+
+
+def no_row_is_lost(engine):
+    engine.until(lambda: not engine.figures()["quarantined_rows"], "the release of the rows")
+    assert engine.figures()["pinned_rows"] == 0
+    assert engine.primary["quarantined_rows"] == engine.primary["pinned_rows"] == 0
+
+
+@pytest.mark.parametrize("death", DEATHS)
+def test_a_host_that_dies_while_it_opens_is_started_again(start, faulty, gates, machine, log, death):
+    tier = faulty()
+    gates.set("open", death)
+    engine = start(tier)
+    hits_resume(engine, machine)
+    assert gates.reached("open") == 1
+    (line,) = log("a new one starts")
+    assert line.startswith("faulty: its host ended (")
+    assert ("signal" in line) == (death != "exit")
+
+
+@pytest.mark.parametrize("death", DEATHS)
+def test_a_host_that_dies_in_the_middle_of_a_load_fails_it_at_once(start, faulty, gates, machine, death):
+    engine = start(faulty())
+    engine.until_available()
+    wanted = machine.keys(0, 8)
+    engine.store(wanted)
+    engine.forget()
+    gates.set("read", death)
+    ready, seconds = engine.resolve(wanted)
+    assert ready < 8
+    assert seconds < 5, "a dead host is not waited for until the deadline"
+    no_row_is_lost(engine)
+    engine.until_available("faulty")
+    engine.forget()
+    assert engine.load(wanted) == 8
+
+
+@pytest.mark.parametrize("death", DEATHS)
+def test_a_host_that_dies_in_the_middle_of_a_store_drops_it(start, faulty, gates, machine, death):
+    engine = start(faulty())
+    engine.until_available()
+    gates.set("write", death)
+    wanted = machine.keys(0, 8)
+    engine.put(wanted)
+    engine.until(lambda: engine.figures()["failed_stores"], "the store's failure")
+    no_row_is_lost(engine)
+    assert engine.load(wanted) == 8, "in the primary the chunks stay readable"
+    hits_resume(engine, machine)
+
+
+@pytest.mark.parametrize("death", DEATHS)
+def test_a_host_that_dies_at_a_question_makes_it_a_miss(start, faulty, gates, machine, death):
+    engine = start(faulty())
+    engine.until_available()
+    gates.set("exists", death)
+    ready, seconds = engine.resolve(machine.keys(0, 8))
+    assert ready == 0
+    assert seconds < 5
+    hits_resume(engine, machine)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_an_idle_host_that_is_killed_from_outside_is_started_again(start, faulty, machine, number):
+    engine = start(faulty())
+    engine.until_available()
+    os.kill(engine.host(), number)
+    engine.until(lambda: not engine.manager._slots[0].available(), "its becoming unavailable")
+    hits_resume(engine, machine)
+    assert engine.own()["host_starts"] == 2
+
+
+def test_a_host_is_deaf_to_what_is_meant_for_the_engine(start, faulty, machine):
+    engine = start(faulty())
+    engine.until_available()
+    pid = engine.host()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(pid, number)
+    engine.store(machine.keys(0, 4))
+    assert engine.host() == pid
+    assert engine.own()["host_starts"] == 1
+
+
+@pytest.mark.parametrize("stage", ["read", "write"])
+def test_a_host_that_is_stopped_in_a_job_is_killed_after_deadline_and_grace(start, faulty, gates, machine, log, stage):
+    engine = start(faulty(**QUICK))
+    engine.until_available()
+    wanted = machine.keys(0, 4)
+    if stage == "read":
+        engine.store(wanted)
+        engine.forget()
+    pid = engine.host()
+    gates.set(stage, "stop")
+    if stage == "read":
+        ready, seconds = engine.resolve(wanted)
+        assert ready < 4
+        assert 0.3 < seconds < 5
+    else:
+        engine.put(wanted)
+    engine.until(lambda: machine.state_of(pid) in {"", "Z"} or engine.life() is None, "its end")
+    assert log("its host is killed: job ")
+    no_row_is_lost(engine)
+    hits_resume(engine, machine)
+
+
+def test_an_idle_host_that_is_stopped_is_found_out_by_its_silence_and_killed(start, faulty, machine, log):
+    engine = start(faulty(**QUICK))
+    engine.until_available()
+    pid = engine.host()
+    os.kill(pid, signal.SIGSTOP)
+    asked = 0
+
+    def is_killed():
+        nonlocal asked
+        asked += 1
+        ctx = engine.request()
+        engine.lookup([machine.key(10_000 + asked)], ctx)
+        engine.manager.on_request_finished(ctx)
+        return log.lines("its host is killed: it has not answered for 0.4s")
+
+    engine.until(is_killed, "its end")
+    hits_resume(engine, machine)
+
+
+@pytest.mark.parametrize("stage", ["read", "write"])
+def test_a_call_that_hangs_in_the_kernel_costs_its_host_and_nothing_more(start, faulty, gates, machine, stage):
+    """Blocked in a read of a FIFO that nobody writes: no exception and no signal handler gets it out of there."""
+    engine = start(faulty(threads=1, **QUICK))
+    engine.until_available()
+    wanted = machine.keys(0, 4)
+    if stage == "read":
+        engine.store(wanted)
+        engine.forget()
+    gates.set(stage, "hang")
+    if stage == "read":
+        engine.resolve(wanted)
+    else:
+        engine.put(wanted)
+    engine.until(lambda: engine.own()["host_starts"] == 2, "its second life")
+    no_row_is_lost(engine)
+    hits_resume(engine, machine)
+
+
+def test_a_queued_job_that_a_busy_host_never_begins_costs_hits_but_not_the_host(start, faulty, gates, machine):
+    engine = start(faulty(threads=1, deadline="500ms", grace="10s", breaker={"failures": 100}))
+    engine.until_available()
+    for number in range(6):
+        engine.store(machine.keys(10 * number, 1))
+    engine.forget()
+    gates.set("read", "always sleep 0.3")
+    requests = [engine.request() for _ in range(6)]
+
+    def all_resolved():
+        hits = [engine.lookup(machine.keys(10 * n, 1), ctx) for n, ctx in enumerate(requests)]
+        return not any(hit.pending or hit.unresolved for hit in hits)
+
+    engine.until(all_resolved, "six answers")
+    no_row_is_lost(engine)
+    assert engine.figures()["expired_jobs"] >= 1
+    assert engine.own()["host_starts"] == 1
+
+
+def test_after_a_death_the_next_start_is_delayed_more_and_more(start, faulty, gates, machine, log):
+    gates_set = faulty()
+    gates.set("open", "always exit")
+    engine = start(gates_set)
+    engine.until(lambda: len(log.lines("a new one starts in")) >= 4, "its fourth death")
+    delays = [line.rpartition(" in ")[2] for line in log.lines("a new one starts in")[:4]]
+    assert delays == ["0.05s", "0.1s", "0.2s", "0.4s"]
+    assert len(log.lines("out of use")) == 1, "one warning"
+    gates.lift("open")
+    hits_resume(engine, machine)
+
+
+def test_a_host_that_was_killed_does_not_drag_its_successor_along(start, faulty, machine):
+    """The engine sleeps through a death and a new start; what it does about the old life then must not hit the new."""
+    engine = start(faulty())
+    engine.until_available()
+    first = engine.host()
+    os.kill(first, signal.SIGKILL)
+    machine.wait_until(lambda: engine.life() is not None and engine.life().process.pid != first, "its second life")
+    second = engine.life()
+    engine.until(lambda: engine.linked_life() is second, "its notice of the second life")
+    hits_resume(engine, machine)
+    assert engine.life() is second
+    assert engine.own()["host_starts"] == 2
+
+
+def test_what_a_store_forks_keeps_neither_the_host_alive_nor_the_memory(start, faulty, gates, machine):
+    tier = faulty()
+    engine = start(tier)
+    engine.until_available()
+    gates.set("write", "forks")
+    engine.store(machine.keys(0, 1))
+    child = int((gates.root / "child").read_text())
+    try:
+        assert not any(str(child) in line for line in machine.holders(engine.manager.engine_id))
+        pid = engine.host()
+        os.kill(pid, signal.SIGKILL)
+        engine.until(lambda: not engine.manager._slots[0].available(), "its becoming unavailable")
+        hits_resume(engine, machine)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_the_engines_thread_never_waits_while_its_hosts_are_stopped(start, faulty, machine):
+    """Stores, loads and questions go on into a socket that nobody reads, until the outbox is full and beyond."""
+    engine = start(faulty(store_queue=100_000, deadline="60s"), rows=2048)
+    engine.until_available()
+    pid = engine.host()
+    os.kill(pid, signal.SIGSTOP)
+    longest = 0.0
+    for number in range(200):
+        begin = time.perf_counter()
+        ctx = engine.request()
+        engine.lookup(machine.keys(1_000_000 + 1000 * number, 1000), ctx)
+        engine.manager.on_request_finished(ctx)
+        if number < 150:
+            engine.put(machine.keys(10 * number, 10))
+        else:
+            engine.step()
+        longest = max(longest, time.perf_counter() - begin)
+    assert longest < 2.0, "a step waited for the host"
+    figures = engine.own()
+    assert figures["open_probes"] <= 128
+    os.kill(pid, signal.SIGCONT)
+    engine.until_idle()

@@ -1,0 +1,118 @@
+"""A host that does not keep to the protocol is killed; its jobs fail, its rows come free, and an honest one follows."""
+
+from pathlib import Path
+
+import pytest
+
+from kvtiers.secondary import launcher
+
+HERE = Path(__file__).parent
+START = """
+import sys, json
+sys.path[:] = [*json.loads(sys.argv[4]), {here!r}]
+import lying_host
+if not lying_host.main({orders!r}):
+    from kvtiers.secondary.host_main import main
+    main()
+"""
+AT_START = [
+    "garbage",
+    "endless_message",
+    "other_tier",
+    "engines_message",
+    "unknown_kind",
+    "bad_figures",
+    "empty_log",
+    "unasked_job",
+    "unasked_start",
+    "unasked_failure",
+    "unasked_answer",
+]
+AT_JOB = [
+    "other_job",
+    "twice",
+    "starts_twice",
+    "fails_twice",
+    "too_few",
+    "too_many",
+    "no_such_status",
+    "missing_in_a_store",
+    "no_time",
+    "before_time",
+    "cut_short",
+]
+FLOODS = ["flood_log", "flood_figures", "flood_opened"]
+
+
+@pytest.fixture
+def liar(start, faulty, tmp_path, monkeypatch):
+    """Start an engine whose host lies in its first life."""
+
+    def liar(lie):
+        orders = tmp_path / "orders"
+        orders.write_text(lie)
+        monkeypatch.setattr(launcher, "_START", START.format(here=str(HERE), orders=str(orders)))
+        return start(faulty())
+
+    return liar
+
+
+def honest_again(engine, machine):
+    engine.until(lambda: engine.own()["host_starts"] == 2, "its second life")
+    engine.until_available()
+    wanted = machine.keys(500, 8)
+    engine.store(wanted)
+    engine.forget()
+    assert engine.load(wanted) == 8
+    assert engine.figures()["pinned_rows"] == 0
+    assert engine.figures()["raised"] == 0, "nothing of it reached the engine as an exception"
+
+
+@pytest.mark.parametrize("lie", AT_START)
+def test_a_message_that_makes_no_sense_ends_the_host(liar, machine, log, lie):
+    engine = liar(lie)
+    engine.until(lambda: log.lines("its host is killed"), "its end")
+    assert log("it does not keep to the protocol")
+    honest_again(engine, machine)
+
+
+@pytest.mark.parametrize("lie", AT_JOB)
+def test_a_result_that_cannot_be_ends_the_host_and_the_job(liar, machine, log, lie):
+    engine = liar(lie)
+    engine.until_available()
+    engine.put(machine.keys(0, 4))
+    engine.until(lambda: log.lines("it does not keep to the protocol"), "its end")
+    honest_again(engine, machine)
+
+
+@pytest.mark.parametrize("lie", ["too_many_answers", "answers_twice"])
+def test_an_answer_that_was_not_asked_for_ends_the_host(liar, machine, log, lie):
+    engine = liar(lie)
+    engine.until_available()
+    ready, _ = engine.resolve(machine.keys(0, 4))
+    assert ready == 0
+    engine.until(lambda: log.lines("it does not keep to the protocol"), "its end")
+    honest_again(engine, machine)
+
+
+@pytest.mark.parametrize("lie", FLOODS)
+def test_a_flood_ends_the_host_and_neither_fills_the_engine_nor_holds_it_up(liar, machine, log, lie):
+    engine = liar(lie)
+    longest = 0.0
+
+    def is_killed():
+        nonlocal longest
+        longest = max(longest, engine.step())
+        return log.lines("it floods the engine")
+
+    engine.until(is_killed, "its end")
+    assert longest < 1.0
+    assert len(engine.manager._slots[0].tier._backend._events) < 5000
+    assert len(log.lines("flood flood")) < 1000
+    honest_again(engine, machine)
+
+
+def test_a_host_that_hangs_up_but_lives_on_is_killed(liar, machine, log):
+    engine = liar("hangs_up")
+    engine.until(lambda: log.lines("its host is killed: it has closed its connection"), "its end")
+    honest_again(engine, machine)

@@ -1,0 +1,256 @@
+"""Rows: never written after their release, never reused before it, and always under the right names."""
+
+import os
+import signal
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvtiers.secondary.launcher import HostLauncher
+
+QUICK = {"deadline": "300ms", "grace": "200ms", "breaker": {"failures": 100}}
+BOTH = pytest.mark.parametrize("io", ["process", "thread"])
+
+
+def stuck_load(start, faulty, gates, machine, io, **options):
+    """An engine with a load that has written half a value and hangs, and that the engine has given up."""
+    engine = start(faulty(io=io, threads=1, **QUICK), **options)
+    engine.until_available()
+    wanted = machine.keys(0, 4)
+    engine.store(wanted)
+    engine.forget()
+    gates.set("read", "hang")
+    ready, _ = engine.resolve(wanted)
+    assert ready == 0
+    engine.until(lambda: gates.reached("read") and engine.figures()["expired_jobs"], "the load's failure")
+    return engine
+
+
+def test_no_row_is_written_after_its_release(start, faulty, gates, machine):
+    engine = stuck_load(start, faulty, gates, machine, "process")
+    pid = engine.host()
+    engine.until(lambda: not engine.figures()["quarantined_rows"], "the release of the rows")
+    assert machine.state_of(pid) == "", "rows come free only when the process is no more"
+    engine.poison()
+    machine.release(gates.root / "fifo")
+    engine.until_available()
+    for _ in range(50):
+        engine.step()
+    assert engine.written_rows() == []
+
+
+def test_rows_of_a_call_that_cannot_be_ended_are_not_used_again_until_it_returns(start, faulty, gates, machine):
+    engine = stuck_load(start, faulty, gates, machine, "thread", rows=32)
+    held = engine.figures()["quarantined_rows"]
+    assert held == 4
+    others = machine.keys(100, 28)
+    engine.put(others)
+    assert engine.primary["quarantined_rows"] == 4
+    assert engine.manager.prepare_store(machine.keys(200, 29), engine.request()) is None, "there are 28 rows, not 32"
+    assert engine.load(others) == 28
+    machine.release(gates.root / "fifo")
+    engine.until(lambda: not engine.figures()["quarantined_rows"], "the release of the rows")
+    assert engine.load(others) == 28, "what the late call wrote went into no row of theirs"
+
+
+def test_a_stopped_host_that_wakes_up_too_late_writes_nothing(start, faulty, gates, machine):
+    """It is killed while it is stopped; SIGCONT comes only after the rows are free."""
+    engine = start(faulty(threads=1, **QUICK))
+    engine.until_available()
+    wanted = machine.keys(0, 4)
+    engine.store(wanted)
+    engine.forget()
+    pid = engine.host()
+    gates.set("read", "stop")
+    engine.resolve(wanted)
+    engine.until(lambda: not engine.figures()["quarantined_rows"], "the release of the rows")
+    engine.poison()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+    engine.until_available()
+    assert engine.written_rows() == []
+
+
+def test_a_buffer_that_a_store_keeps_costs_its_host_and_then_the_rows_come_free(start, faulty, gates, machine, log):
+    engine = start(faulty(**QUICK))
+    engine.until_available()
+    wanted = machine.keys(0, 4)
+    engine.store(wanted)
+    engine.forget()
+    gates.set("read", "keeps")
+    ready, _ = engine.resolve(wanted)
+    assert ready < 4
+    assert engine.figures()["quarantined_rows"] == 4
+    engine.until(lambda: not engine.figures()["quarantined_rows"], "the release of the rows")
+    assert log("its host is killed: job ")
+    engine.until(lambda: engine.own()["host_starts"] == 2, "its second life")
+    engine.until_available()
+    assert engine.load(wanted) == 4
+
+
+def test_a_host_that_cannot_be_reaped_for_a_while_holds_its_rows_for_as_long(
+    start, faulty, gates, machine, monkeypatch
+):
+    """Simulated: the process really dies at once, and only the news of it is late, as from a sleep in the kernel."""
+    may_end = threading.Event()
+    honest = HostLauncher._wait
+
+    def wait(self, host, life):
+        if host.started == 1:
+            assert may_end.wait(machine.PATIENCE)
+        honest(self, host, life)
+
+    monkeypatch.setattr(HostLauncher, "_wait", wait)
+    engine = stuck_load(start, faulty, gates, machine, "process", rows=32)
+    pid = engine.host()
+    engine.until(lambda: machine.state_of(pid) == "Z", "its death")
+    engine.until(lambda: not engine.manager._slots[0].available(), "its becoming unavailable")
+    for _ in range(50):
+        engine.step()
+    assert engine.figures()["quarantined_rows"] == 4
+    assert engine.manager.prepare_store(machine.keys(200, 29), engine.request()) is None
+    may_end.set()
+    engine.until(lambda: not engine.figures()["quarantined_rows"], "the release of the rows")
+    engine.until_available()
+    assert engine.load(machine.keys(0, 4)) == 4
+
+
+@pytest.fixture
+def frozen(tmp_path):
+    """A small file system that can be frozen; skipped where this machine does not let us mount one."""
+    image, mounted = tmp_path / "image", tmp_path / "mounted"
+    mounted.mkdir()
+    with image.open("wb") as file:
+        file.truncate(16 << 20)
+
+    def run(*command):
+        return subprocess.run(command, capture_output=True, timeout=30, check=False).returncode == 0
+
+    try:
+        usable = run("mkfs.ext4", "-q", str(image)) and run("mount", "-o", "loop", str(image), str(mounted))
+    except FileNotFoundError:
+        usable = False
+    if not usable:
+        pytest.skip("needs root, mkfs.ext4 and a loop device")
+    yield mounted, run
+    run("fsfreeze", "-u", str(mounted))
+    run("umount", "-l", str(mounted))
+
+
+def test_a_host_in_uninterruptible_sleep_holds_its_rows_until_the_kernel_lets_it_go(
+    start, faulty, machine, frozen, log
+):
+    """A store that writes to a frozen file system: not even SIGKILL ends it before that thaws."""
+    mounted, run = frozen
+    tier = faulty(**QUICK)
+    (mounted / "values").mkdir()
+    tier["root"] = str(mounted)
+    for part in ("gates", "reached"):
+        (mounted / part).mkdir()
+    engine = start(tier)
+    engine.until_available()
+    engine.store(machine.keys(0, 2))
+    pid = engine.host()
+    assert run("fsfreeze", "-f", str(mounted))
+    try:
+        engine.put(machine.keys(10, 4))
+        engine.until(lambda: log.lines("its host is killed: job "), "its sentence")
+        for _ in range(50):
+            engine.step()
+        tasks = Path(f"/proc/{pid}/task").iterdir()
+        assert "D" in {machine.state_of(task.name) for task in tasks}, "it is asleep in the kernel, killed as it is"
+        assert engine.figures()["quarantined_rows"] == 4
+        assert engine.load(machine.keys(0, 2)) == 2, "the engine goes on"
+    finally:
+        run("fsfreeze", "-u", str(mounted))
+    engine.until(lambda: not engine.figures()["quarantined_rows"], "the release of the rows")
+    engine.until_available()
+    engine.store(machine.keys(20, 2))
+
+
+@BOTH
+def test_a_thousand_jobs_in_flight_each_end_once(start, faulty, gates, machine, io):
+    engine = start(faulty(io=io, deadline="60s"), rows=1400)
+    engine.until_available()
+    gates.set("write", "always hang")
+    wanted = machine.keys(0, 1000)
+    for chunk in wanted:
+        ctx = engine.request()
+        plan = engine.manager.prepare_store([chunk], ctx)
+        engine.fill(plan)
+        engine.manager.complete_store(plan)
+        engine.manager.on_request_finished(ctx)
+    assert engine.figures()["running_jobs"] == 1000
+    gates.lift("write")
+    engine.until(
+        lambda: machine.release(gates.root / "fifo") or not engine.manager.has_pending_work(), "the last result"
+    )
+    figures = engine.figures()
+    assert (figures["stored_chunks"], figures["failed_stores"], figures["pinned_rows"]) == (1000, 0, 0)
+    engine.forget()
+    requests = [(chunk, engine.request()) for chunk in wanted]
+
+    def all_landed():
+        return all(engine.lookup([chunk], ctx).ready for chunk, ctx in requests)
+
+    engine.until(all_landed, "a thousand loads")
+    assert engine.figures()["loaded_chunks"] == 1000
+    assert engine.load(wanted) == 1000
+    assert engine.figures()["refused_results"] == 0
+
+
+@BOTH
+def test_names_change_in_order_with_the_jobs(start, faulty, gates, machine, io):
+    """A store that began before the weights changed ends under their old name, the next one under the new."""
+    engine = start(faulty(io=io, threads=1))
+    engine.until_available()
+    gates.set("write", "hang")
+    wanted = machine.keys(0, 2)
+    engine.put(wanted)
+    machine.wait_until(lambda: gates.reached("write"), "the first store")
+    engine.new_weights("w2")
+    engine.put(wanted)
+    machine.release(gates.root / "fifo")
+    engine.until_idle()
+    names = gates.values()
+    assert len({name.rpartition("_")[0] for name in names}) == 2
+    assert len(names) == 4
+    engine.forget()
+    assert engine.load(wanted) == 2, "the bytes of the new weights"
+    engine.new_weights("w1")
+    assert engine.load(wanted) == 2, "and those of the old, under theirs"
+
+
+def test_a_load_of_the_old_weights_never_becomes_readable_under_the_new(start, faulty, gates, machine):
+    engine = start(faulty(threads=1))
+    engine.until_available()
+    wanted = machine.keys(0, 2)
+    engine.store(wanted)
+    engine.forget()
+    gates.set("read", "hang")
+    ctx = engine.request()
+    engine.until(lambda: engine.lookup(wanted, ctx).pending, "the promotion")
+    engine.step()
+    machine.wait_until(lambda: gates.reached("read"), "the load")
+    engine.new_weights("w2")
+    machine.release(gates.root / "fifo")
+    assert engine.load(wanted) == 0
+    engine.until_idle()
+    assert engine.load(wanted) == 0
+
+
+def test_a_host_that_starts_after_the_weights_changed_has_the_new_names(start, faulty, gates, machine):
+    engine = start(faulty())
+    engine.until_available()
+    pid = engine.host()
+    engine.store(machine.keys(0, 2))
+    engine.new_weights("w2")
+    os.kill(pid, signal.SIGKILL)
+    engine.until(lambda: engine.linked_life() is not None and engine.host() != pid, "its second life")
+    engine.until_available()
+    engine.store(machine.keys(0, 2))
+    engine.forget()
+    assert engine.load(machine.keys(0, 2)) == 2
+    assert len(gates.values()) == 4
