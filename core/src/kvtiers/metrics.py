@@ -178,9 +178,18 @@ def _flatten(
         for name, value in figures.items():
             if name != "own":
                 yield f"kvtiers_tier_{name}", label, value, name in _GAUGES
-        for name, value in figures["own"].items():
-            valid = re.sub(r"[^a-zA-Z0-9_]", "_", name)
-            yield f"kvtiers_tier_{'own_' * (valid in _CORE_NAMES)}{valid}", label, value, True
+        for name, value in _own(figures["own"]).items():
+            yield f"kvtiers_tier_{name}", label, value, True
+
+
+def _own(figures: Mapping[str, Any]) -> dict[str, float]:
+    """Return those of a tier's own figures that are numbers, by names that Prometheus takes and core does not use."""
+    valid = {re.sub(r"[^a-zA-Z0-9_]", "_", name): value for name, value in figures.items()}
+    return {
+        f"own_{name}" if name in _CORE_NAMES else name: value
+        for name, value in valid.items()
+        if isinstance(value, (int, float))
+    }
 
 
 def _cumulative(counts: list[int]) -> list[tuple[str, float]]:

@@ -224,11 +224,11 @@ class ManagerAgainstModel(RuleBasedStateMachine):
         self.take_load(DOCUMENTS[document][first : first + count], self.request(index))
 
     def take_load(self, keys, ctx):
-        readable = all(found is HIT for found in self.primary.find(keys))
         plan = self.manager.prepare_load(keys, ctx)
+        readable = all(found is HIT for found in self.primary.find(keys))
+        assert readable or plan is None
         if plan is None:
             return None
-        assert readable
         load = (plan, self.bench.engine.version, plan.chunk_ids.tolist())
         self.open_loads.append(load)
         self.check_load(load)

@@ -69,7 +69,7 @@ class Cascades:
                     self._send(slot, keys, state)
         for slot, wanted in self._second.items():
             again = wanted.note(keys, resend=True)
-            wanted.sent(self._send(slot, keys if slot in state.whole else again, state))
+            self._send(slot, keys if slot in state.whole else again, state)
         for slot in state.whole:
             if slot in self._late:
                 self._send(slot, keys, state)
@@ -77,7 +77,7 @@ class Cascades:
     def read(self, keys: Sequence[OffloadKey], state: RequestState) -> None:
         """Chunks are being read by the engine: their second access, for the tiers that wait for one."""
         for slot, wanted in self._second.items():
-            wanted.sent(self._send(slot, wanted.note(keys, resend=False), state))
+            self._send(slot, wanted.note(keys, resend=False), state)
 
     def offered_again(self, keys: Sequence[OffloadKey], state: RequestState) -> None:
         """Chunks that a tier of ``whole`` wants are in the primary already: send the readable ones, park the others."""
@@ -139,18 +139,20 @@ class Cascades:
         elif failed and slot in self._second:
             self._second[slot].failed(failed)
 
-    def _send(self, slot: TierSlot, keys: Sequence[OffloadKey], state: RequestState) -> Sequence[OffloadKey]:
-        """Send as many of these readable chunks as there is room for; return those."""
+    def _send(self, slot: TierSlot, keys: Sequence[OffloadKey], state: RequestState) -> None:
+        """Send as many of these readable chunks as there is room for, the first ones; drop and count the others."""
         if not keys:
-            return ()
+            return
         some = keys[: self._jobs.room(slot)] if slot.available() else ()
         slot.metrics.dropped_cascades += len(keys) - len(some)
-        if some:
-            rows = self._primary.prepare_read(some)
-            assert rows is not None, "only readable chunks are sent down"
-            self._jobs.hold(slot, len(rows))
-            self._jobs.submit(slot, some, rows, state, promotion=False)
-        return some
+        if not some:
+            return
+        rows = self._primary.prepare_read(some)
+        assert rows is not None, "only readable chunks are sent down"
+        self._jobs.hold(slot, len(rows))
+        if slot in self._second:
+            self._second[slot].sent(some)  # before the tier can say that it was not
+        self._jobs.submit(slot, some, rows, state, promotion=False)
 
 
 class _Wanted:

@@ -98,8 +98,13 @@ class JobTable:
         """Jobs whose result somebody waits for."""
         return len(self._jobs) - self._failed
 
+    @property
+    def room_in_all(self) -> int:
+        """Rows that all tiers together may still pin."""
+        return max(0, self._all_rows - self._pinned)
+
     def room(self, slot: TierSlot) -> int:
-        """Rows that this tier may still pin under the budgets."""
+        """Rows that this tier may still pin, by its own budget and that of all tiers."""
         return max(0, min(self._tier_rows - slot.metrics.pinned_rows, self._all_rows - self._pinned))
 
     def hold(self, slot: TierSlot, rows: int) -> None:

@@ -44,6 +44,15 @@ class _Asked:
     question: int
 
 
+@dataclass(slots=True)
+class _Search:
+    """One lookup among the tiers: rows that all of them may still get, and chunks that this call may still reserve."""
+
+    tiers: list[_Asked]
+    room: int
+    left: int = _MOST_RESERVED
+
+
 class Lookups:
     """Answers ``lookup`` and ``lookup_prefix``; runs on the engine's thread and never waits."""
 
@@ -109,9 +118,7 @@ class Lookups:
         if length < len(keys) and state.slots and not state.load_over:
             run = self._follow(keys, length, state, tokens)
             if run.length > length:
-                # Counted anew: making room for the reserved chunks may have cost the run a later one.
                 length, pending = self._primary.resident_run(keys[: run.length])
-                run = run if length == run.length else _Run(length)
         if pending:
             waiting = self._pending_in(keys[:length])
             state.window_waits.update(waiting if window else ())
@@ -136,20 +143,20 @@ class Lookups:
     def _follow(self, keys: Sequence[OffloadKey], at: int, state: RequestState, tokens: int) -> _Run:
         """Follow the prefix beyond its first absent chunk, through tiers and primary, to one that is not to be had."""
         tiers = [tier for slot in state.slots if (tier := self._askable(slot, len(keys))) is not None]
+        search = _Search(tiers, self._jobs.room_in_all)
         found: list[Found] = []
-        left, unresolved = _MOST_RESERVED, False
-        while at < len(keys) and tiers and left:
-            share, end, unresolved = self._ask(tiers, keys, at, left, state, tokens)
+        unresolved = False
+        while at < len(keys) and tiers and search.room and search.left:
+            share, end, unresolved = self._ask(search, keys, at, state, tokens)
             if share is None:
                 break
             found.append(share)
-            left -= len(share.places)
             at = self._resident_until(keys, end)
         if found:
             reached = self._promotions.reserve(keys[:at], found, state, tokens)
             if reached < at:
                 return _Run(reached)
-        return _Run(at, unresolved, capped=not left and at < len(keys))
+        return _Run(at, unresolved, capped=not search.left and at < len(keys))
 
     def _askable(self, slot: TierSlot, question: int) -> _Asked | None:
         if not slot.available():
@@ -161,7 +168,7 @@ class Lookups:
         return _Asked(slot, room, question)
 
     def _ask(
-        self, tiers: list[_Asked], keys: Sequence[OffloadKey], at: int, most: int, state: RequestState, tokens: int
+        self, search: _Search, keys: Sequence[OffloadKey], at: int, state: RequestState, tokens: int
     ) -> tuple[Found | None, int, bool]:
         """Ask the tiers in order about what follows ``at``.
 
@@ -169,28 +176,28 @@ class Lookups:
         """
         unresolved = False
         too_slow = 0
-        for tier in tiers:
-            if tier.room <= 0:
+        for tier in search.tiers:
+            if not tier.room:
                 continue
-            some = keys[at : at + tier.question] if at or tier.question < len(keys) else keys
+            some = keys[at : at + tier.question]
             tier.question = max(_SMALLEST_QUESTION, tier.question // 2)
-            hits, retry = tier.slot.ask(some, state.context)
-            if hits and state.lost:
-                hits = state.not_lost(tier.slot, some[:hits])
-            unresolved = unresolved or (retry and not hits)
+            there, retry = tier.slot.ask(some, state.context)
+            hits = state.not_lost(tier.slot, some[:there])
             if not hits:
+                unresolved = unresolved or (retry and not there)
                 continue
             places = self._absent(some[:hits], at)
             worth = self._waits.worth_loading(tier.slot, len(places), tokens)
             too_slow += len(places) - worth
-            take = min(worth, tier.room, most)
-            if not take:
-                continue
-            if tier.room < min(worth, most):
-                tier.slot.metrics.dropped_promotions += worth - take
-            tier.room -= take
-            end = at + hits if take == len(places) else places[take]
-            return Found(tier.slot, places[:take]), end, False
+            allowed = min(worth, tier.room, search.room)
+            tier.slot.metrics.dropped_promotions += worth - allowed
+            take = min(allowed, search.left)
+            if take:
+                tier.room -= take
+                search.room -= take
+                search.left -= take
+                end = at + hits if take == len(places) else places[take]
+                return Found(tier.slot, places[:take]), end, False
         if too_slow and not unresolved:
             self._metrics.recomputed_cheaper += too_slow
             state.given_up.add(keys[at])

@@ -257,6 +257,8 @@ class TieringManager:
         """
         stepping = not self.lock.acquire(timeout=_STEP_SECONDS)
         closed, self._closed = self._closed, True
+        for slot in self._slots:
+            slot.leave()
         if not stepping:
             self.lock.release()
         if not closed:

@@ -51,7 +51,7 @@ class _Moment(NamedTuple):
 
     engine: tuple[tuple[Any, ...], list[HistogramValue]]
     primary: tuple[Any, ...]
-    tiers: list[tuple[str, tuple[tuple[Any, ...], list[HistogramValue]], dict[str, float]]]
+    tiers: list[tuple[str, dict[str, float], tuple[tuple[Any, ...], list[HistogramValue]]]]
 
 
 class Snapshots:
@@ -75,7 +75,7 @@ class Snapshots:
         self._moment = _Moment(
             _ENGINE.read(self._metrics),
             _read_primary(self._primary),
-            [(slot.name, _TIER.read(slot.metrics), slot.own_stats(self._own_stats)) for slot in self._slots],
+            [(slot.name, slot.own_stats(self._own_stats), _TIER.read(slot.metrics)) for slot in self._slots],
         )
 
     def data(self) -> dict[str, Any]:
@@ -84,5 +84,5 @@ class Snapshots:
         return {
             "engine": _ENGINE.as_data(*moment.engine),
             "primary": dict(zip(_PRIMARY, moment.primary, strict=True)),
-            "tiers": {name: _TIER.as_data(*figures) | {"own": own} for name, figures, own in moment.tiers},
+            "tiers": {name: _TIER.as_data(*figures) | {"own": own} for name, own, figures in moment.tiers},
         }

@@ -17,7 +17,8 @@ from kvtiers.metrics import TierMetrics
 __all__ = ["TierOptions", "TierSlot"]
 
 _log = logging.getLogger("kvtiers.tiering")
-_SPEED_WEIGHT = 0.2  # of the newest transfer in the running seconds per chunk
+_SPEED_WEIGHT = 0.2  # of the newest transfer in the running seconds per chunk, at least
+_SPEED_SECONDS = 5.0  # after which what was measured before counts no more
 _HIT = LookupResult.HIT
 _T = TypeVar("_T")
 
@@ -46,6 +47,8 @@ class TierSlot:
         self.seconds_per_chunk: float | None = None
         """Of its loads, running; None until one has been seen."""
         self.measured_at = -math.inf
+        self.tried_at = -math.inf
+        """When a load was last let through only to measure the tier anew."""
 
     def available(self) -> bool:
         """Say whether the tier may be asked and given jobs now."""
@@ -118,11 +121,15 @@ class TierSlot:
             self.metrics.out_of_use = 1
             _log.error("%s: put out of use: %s; restart the engine to use it again", self.name, reason)
 
+    def leave(self) -> None:
+        """Make no further call to the tier: it is being closed."""
+        self.retired = self.retired or "it is closed"
+
     def measure(self, chunks: int, seconds: float, now: float) -> None:
         """Take a load into the running seconds per chunk."""
-        speed = seconds / chunks
-        before = self.seconds_per_chunk
-        self.seconds_per_chunk = speed if before is None else before + _SPEED_WEIGHT * (speed - before)
+        weight = min(1.0, max(_SPEED_WEIGHT, (now - self.measured_at) / _SPEED_SECONDS))
+        before = self.seconds_per_chunk or 0.0
+        self.seconds_per_chunk = before + weight * (seconds / chunks - before)
         self.measured_at = now
 
     def _take(self, call: Callable[[], Iterable[_T]]) -> list[_T]:

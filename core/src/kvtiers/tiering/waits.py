@@ -42,9 +42,9 @@ class Waits:
         if (chunks + slot.metrics.loading_chunks) * per_chunk <= chunks * tokens_per_chunk * per_token:
             return chunks
         now = self._clock()
-        if now - slot.measured_at < _MEASURE_SECONDS:
+        if now - max(slot.measured_at, slot.tried_at) < _MEASURE_SECONDS:
             return 0
-        slot.measured_at = now
+        slot.tried_at = now
         return min(chunks, _TRIAL_CHUNKS)
 
     def lookup_over(self, state: RequestState) -> bool:

@@ -1,0 +1,130 @@
+"""Figures: how they are counted, and how they look in Prometheus."""
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvtiers import metrics
+from kvtiers.metrics import EngineMetrics, Histogram, TierMetrics
+
+
+def test_a_histogram_counts_by_powers_of_two_seconds():
+    histogram = Histogram()
+    for seconds in (0.0, Histogram.bounds[0], Histogram.bounds[0] * 1.01, 1.0, 1.001, 1e9):
+        histogram.observe(seconds)
+    data = histogram.value().as_data()
+    assert data["count"] == 6
+    assert data["sum"] == pytest.approx(1e9 + 2.001, rel=1e-6)
+    counted = {bound: count for bound, count in zip((*Histogram.bounds, None), data["buckets"], strict=True) if count}
+    assert counted == {Histogram.bounds[0]: 2, Histogram.bounds[1]: 1, 1.0: 1, 2.0: 1, None: 1}
+
+
+@pytest.mark.parametrize("bound", Histogram.bounds)
+def test_a_bound_belongs_to_its_own_bucket(bound):
+    histogram = Histogram()
+    histogram.observe(bound)
+    assert histogram.value().counts.index(1) == Histogram.bounds.index(bound)
+    histogram.observe(bound * 1.0001)
+    assert histogram.value().counts[Histogram.bounds.index(bound) + 1] == 1
+
+
+def test_a_histograms_value_does_not_change_any_more():
+    histogram = Histogram()
+    before = histogram.value()
+    histogram.observe(1.0)
+    assert sum(before.counts) == 0
+    assert histogram.value() is histogram.value()
+    assert sum(histogram.value().counts) == 1
+
+
+def test_quantiles_are_upper_edges():
+    histogram = Histogram()
+    assert histogram.quantile(0.99) == 0.0
+    for _ in range(99):
+        histogram.observe(0.9)
+    histogram.observe(100.0)
+    assert histogram.quantile(0.5) == histogram.quantile(0.99) == 1.0
+    assert histogram.quantile(1.0) == Histogram.bounds[-1]
+
+
+def figures(own=None, **engine):
+    def plain(values):
+        return {
+            name: value.value().as_data() if isinstance(value, Histogram) else value
+            for name in type(values).__slots__
+            for value in [getattr(values, name)]
+        }
+
+    tier = TierMetrics(hits=3, loaded_bytes=4096, pinned_rows=5)
+    tier.promotion_latency.observe(0.5)
+    return {
+        "engine": plain(EngineMetrics(**engine)),
+        "primary": {"rows": 16, "free_rows": 7},
+        "tiers": {"fs": plain(tier) | {"own": own or {}}, "redis": plain(TierMetrics(hits=1)) | {"own": {}}},
+    }
+
+
+def scraped(stats):
+    registry = CollectorRegistry()
+    metrics.export(lambda: stats, registry)
+    text = generate_latest(registry).decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    return families, {
+        (sample.name, sample.labels.get("tier"), sample.labels.get("le")): sample.value
+        for family in families.values()
+        for sample in family.samples
+    }
+
+
+def test_one_line_exports_everything():
+    families, values = scraped(figures(steps=7, engine_seconds=1.5))
+    assert values["kvtiers_steps_total", None, None] == 7
+    assert values["kvtiers_engine_seconds_total", None, None] == 1.5
+    assert values["kvtiers_primary_free_rows", None, None] == 7
+    assert values["kvtiers_tier_hits_total", "fs", None] == 3
+    assert values["kvtiers_tier_hits_total", "redis", None] == 1
+    assert values["kvtiers_tier_pinned_rows", "fs", None] == 5
+    assert values["kvtiers_tier_promotion_latency_seconds_count", "fs", None] == 1
+    assert values["kvtiers_tier_promotion_latency_seconds_sum", "fs", None] == 0.5
+    assert values["kvtiers_tier_promotion_latency_seconds_bucket", "fs", "0.25"] == 0
+    assert values["kvtiers_tier_promotion_latency_seconds_bucket", "fs", "0.5"] == 1
+    assert values["kvtiers_tier_promotion_latency_seconds_bucket", "fs", "+Inf"] == 1
+    assert families["kvtiers_tier_hits"].type == "counter"
+    assert families["kvtiers_tier_pinned_rows"].type == "gauge"
+    exported = {name.removeprefix("kvtiers_tier_").removeprefix("kvtiers_") for name in families}
+    for name in (*EngineMetrics.__slots__, *TierMetrics.__slots__):
+        assert name in exported or f"{name}_seconds" in exported
+
+
+def test_the_newest_figures_are_exported_each_time():
+    current = figures(steps=1)
+    registry = CollectorRegistry()
+    metrics.export(lambda: current, registry)
+    assert b"kvtiers_steps_total 1.0" in generate_latest(registry)
+    current = figures(steps=2)
+    assert b"kvtiers_steps_total 2.0" in generate_latest(registry)
+
+
+def test_a_tiers_own_figures_are_gauges_of_their_own_whatever_they_are_called():
+    own = {"breaker_state": 1, "hits": 55.0, "used bytes/now": 9.0, "promotion_latency": 4.0}
+    families, values = scraped(figures(own))
+    assert values["kvtiers_tier_breaker_state", "fs", None] == 1
+    assert values["kvtiers_tier_hits_total", "fs", None] == 3
+    assert values["kvtiers_tier_own_hits", "fs", None] == 55
+    assert values["kvtiers_tier_own_promotion_latency", "fs", None] == 4
+    assert values["kvtiers_tier_used_bytes_now", "fs", None] == 9
+    assert families["kvtiers_tier_own_hits"].type == "gauge"
+
+
+def test_an_own_figure_that_is_no_number_is_left_out():
+    _, values = scraped(figures({"state": "good", "depth": 3}))
+    assert values["kvtiers_tier_depth", "fs", None] == 3
+    assert not [name for name, _, _ in values if name == "kvtiers_tier_state"]
+
+
+def test_a_collector_can_be_taken_out_again():
+    registry = CollectorRegistry()
+    collector = metrics.export(figures, registry)
+    registry.unregister(collector)
+    metrics.export(figures, registry)
+    assert generate_latest(registry)

@@ -1,0 +1,176 @@
+"""How far a prefix is said to be at hand, and who is asked about it."""
+
+import pytest
+
+from kvtiers.tiering.jobs import TieringOptions
+
+from .bench import HIT, MISS, PENDING, RETRY, Bench, chain
+
+WIDE = TieringOptions(lookup_wait=0.02, load_wait=0.1, one_tier=1.0, all_tiers=1.0)
+KEYS = chain("k", 8)
+
+
+def test_a_prefix_in_the_primary_is_ready():
+    bench = Bench(tiers={})
+    bench.store(KEYS[:5])
+    assert bench.lookup(KEYS, bench.request()) == (5, 0, False)
+
+
+def test_nobody_has_it_nobody_waits():
+    bench = Bench()
+    assert bench.lookup(KEYS, bench.request()) == (0, 0, False)
+    assert bench.lookup([], bench.request()) == (0, 0, False)
+
+
+def test_what_a_tier_has_is_pending_and_fetched_at_the_end_of_the_step():
+    bench = Bench(options=WIDE)
+    bench.tier["a"].put(KEYS[:5])
+    ctx = bench.request()
+    assert bench.lookup(KEYS, ctx) == (0, 5, False)
+    assert not bench.tier["a"].loads
+    bench.step()
+    assert [list(job.keys) for job in bench.tier["a"].loads] == [KEYS[:5]]
+    assert bench.lookup(KEYS, ctx) == (5, 0, False)
+    assert bench.load(KEYS[:5], ctx)
+
+
+def test_a_chunk_on_its_way_is_fetched_once_whoever_asks():
+    bench = Bench(options=WIDE, hold=True)
+    bench.tier["a"].put(KEYS[:3])
+    first, second = bench.request(), bench.request()
+    assert bench.lookup(KEYS, first) == bench.lookup(KEYS, second) == (0, 3, False)
+    bench.step()
+    assert bench.lookup(KEYS, second) == (0, 3, False)
+    bench.step()
+    assert len(bench.tier["a"].loads) == 1
+    assert bench.tier["a"].loads[0].context is first
+
+
+def test_tiers_are_asked_in_their_order_and_the_first_hit_serves():
+    bench = Bench(tiers={"a": {}, "b": {}}, options=WIDE)
+    bench.tier["a"].put(KEYS[:2])
+    bench.tier["b"].put(KEYS[:4])
+    assert bench.lookup(KEYS, bench.request()) == (0, 4, False)
+    bench.step()
+    assert [list(job.keys) for job in bench.tier["a"].loads] == [KEYS[:2]]
+    assert [list(job.keys) for job in bench.tier["b"].loads] == [KEYS[2:4]]
+
+
+def test_a_run_goes_on_through_primary_and_tiers_in_any_order():
+    bench = Bench(tiers={"a": {}, "b": {}}, options=WIDE)
+    bench.tier["a"].answer = bench.tier["b"].answer = MISS
+    bench.store([KEYS[0], KEYS[3], KEYS[4], KEYS[6]])
+    for tier in bench.tier.values():
+        tier.answer = None
+        tier.values.clear()
+    bench.tier["a"].put([KEYS[1], KEYS[5]])
+    bench.tier["b"].put([KEYS[2]])
+    assert bench.lookup(KEYS, bench.request()) == (4, 3, False)
+    bench.step()
+    assert [list(job.keys) for job in bench.tier["a"].loads] == [[KEYS[1], KEYS[5]]]
+    assert [list(job.keys) for job in bench.tier["b"].loads] == [[KEYS[2]]]
+
+
+def test_a_hit_of_a_later_tier_counts_more_than_an_earlier_one_that_does_not_know():
+    bench = Bench(tiers={"a": {}, "b": {}}, options=WIDE)
+    bench.tier["a"].answer = RETRY
+    bench.tier["b"].put(KEYS[:2])
+    assert bench.lookup(KEYS, bench.request()) == (0, 2, True)
+    bench.tier["b"].values.clear()
+    assert bench.lookup(chain("other", 3), bench.request()) == (0, 0, True)
+
+
+def test_the_answers_run_ends_where_a_tier_does_not_know():
+    bench = Bench(options=WIDE)
+    tier = bench.tier["a"]
+    tier.lookup_many = lambda keys, context: [HIT, HIT, RETRY][: len(keys)]
+    hits = bench.manager.lookup_prefix(KEYS, bench.request())
+    assert hits.pending == len(KEYS)  # each question is answered anew: HIT, HIT, do not know
+    tier.lookup_many = lambda keys, context: [HIT if key in other[:2] else RETRY for key in keys]
+    other = chain("other", 5)
+    bench.forget()
+    assert bench.lookup(other, bench.request()) == (0, 2, True)
+
+
+def test_each_tier_is_asked_about_the_whole_rest_first():
+    bench = Bench(rows=8, tiers={"a": {}, "b": {}}, options=WIDE)
+    bench.store(KEYS[:2])
+    for tier in bench.tier.values():
+        tier.values.clear()
+        tier.asked.clear()
+    bench.lookup(KEYS, bench.request())
+    assert [tier.asked for tier in bench.tier.values()] == [[KEYS[2:]], [KEYS[2:]]]
+
+
+def test_a_request_loads_only_from_tiers_that_it_may_use_but_always_from_the_primary():
+    bench = Bench(tiers={"fast": {}, "slow": {}}, options=WIDE)
+    bench.store(KEYS[:1])
+    bench.tier["fast"].put(KEYS[:2])
+    bench.tier["slow"].put(KEYS[:4])
+    assert bench.lookup(KEYS, bench.request(kv_load_tiers=[])) == (1, 0, False)
+    assert bench.lookup(KEYS, bench.request(kv_load_tiers=["FAST", 3])) == (1, 1, False)
+    assert not bench.tier["slow"].asked
+    assert bench.lookup(KEYS, bench.request(kv_load_tiers="slow")) == (1, 3, False)  # no list: no limit
+    assert bench.lookup(KEYS, bench.request(kv_load_tiers=[3, None])) == (1, 3, False)  # no name in it: no limit
+
+
+def test_until_all_ranks_have_joined_nothing_is_found_and_nothing_stored():
+    bench = Bench()
+    bench.tier["a"].put(KEYS)
+    bench.engine.all_joined = False
+    ctx = bench.request()
+    assert bench.lookup(KEYS, ctx) == (0, 0, False)
+    assert bench.manager.lookup(KEYS[0], ctx) is MISS
+    assert bench.manager.prepare_store(KEYS, ctx) is None
+    assert bench.manager.prepare_load(KEYS[:1], ctx) is None
+    bench.engine.all_joined = True
+    bench.step()
+    assert bench.lookup(KEYS[:2], ctx) == (0, 2, False)
+
+
+def test_one_lookup_finds_what_the_prefix_lookup_finds():
+    bench = Bench(options=WIDE, tokens_per_chunk=(16, 16))
+    window = chain("w", 3, group=1)
+    bench.store(window[:1])
+    bench.tier["a"].put(window[:2])
+    ctx = bench.request()
+    assert [bench.manager.lookup(key, ctx) for key in reversed(window)] == [MISS, PENDING, HIT]
+    bench.step()
+    assert [bench.manager.lookup(key, ctx) for key in window] == [HIT, HIT, MISS]
+    bench.tier["a"].answer = RETRY
+    assert bench.manager.lookup(window[2], bench.request()) is RETRY
+
+
+def test_a_long_prefix_is_reserved_over_several_steps_so_that_none_of_them_is_long():
+    keys = chain("long", 5000)
+    bench = Bench(rows=8192, options=TieringOptions(lookup_wait=0.0, load_wait=10.0, one_tier=0.8, all_tiers=0.8))
+    bench.tier["a"].put(keys)
+    ctx = bench.request()
+    found = []
+    for _ in range(4):
+        found.append(bench.lookup(keys, ctx))
+        bench.step(1.0)
+    assert found == [(0, 2048, True), (2048, 2048, True), (4096, 904, False), (5000, 0, False)]
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_a_runs_own_chunks_do_not_make_room_for_the_rest_of_it(policy):
+    bench = Bench(rows=6, options=WIDE, policy=policy, tiers={"a": {"read_only": True}})
+    bench.store(KEYS[:2] + KEYS[6:8])  # the coldest of all
+    bench.store(chain("other", 2))
+    bench.tier["a"].put(KEYS[2:6])
+    assert bench.lookup(KEYS, bench.request()) == (2, 2, False)
+    assert bench.primary.find(KEYS) == [HIT, HIT, PENDING, PENDING, MISS, MISS, HIT, HIT]
+
+
+def test_asking_is_counted_once_for_each_chunk_and_request_whatever_is_asked_again():
+    bench = Bench(tokens_per_chunk=(16, 16), options=WIDE)
+    ctx = bench.request()
+    for _ in range(3):
+        bench.lookup(KEYS[:4], ctx)
+        bench.lookup(chain("k", 4, group=1), ctx)
+        bench.manager.lookup(chain("w", 1, group=1)[0], ctx)
+        bench.step()
+    assert bench.figures()["lookups"] == 9
+    bench.lookup(KEYS, ctx)
+    assert bench.figures()["lookups"] == 13

@@ -1,0 +1,312 @@
+"""The manager as a whole: resets, weights, pending work, events, figures, and its end."""
+
+import threading
+
+import pytest
+
+from kvtiers.tiering import origins
+from kvtiers.tiering.events import EventLog
+from kvtiers.tiering.jobs import TieringOptions
+
+from .bench import HIT, MISS, Bench, chain, payload
+
+WIDE = TieringOptions(lookup_wait=0.02, load_wait=60.0, one_tier=1.0, all_tiers=1.0)
+KEYS = chain("k", 8)
+
+
+def with_everything_in_flight():
+    """A store and a load of the GPU's, a cascade, a promotion, a reservation, and a parked chunk."""
+    bench = Bench(rows=64, tiers={"a": {}, "w": {}}, options=WIDE, hold=True)
+    bench.tier["a"].put(chain("promoted", 4) + chain("reserved", 4))
+    bench.manager.complete_store(bench.begin_store(chain("cascading", 4)))
+    load = bench.manager.prepare_load(chain("cascading", 4), bench.request())
+    bench.lookup(chain("promoted", 4), bench.request())
+    bench.step()
+    store = bench.begin_store(chain("storing", 4))
+    bench.tier["w"].wants_whole = True
+    ctx = bench.request()
+    parked = bench.begin_store(chain("storing", 4), ctx)
+    bench.manager.complete_store(parked)
+    bench.lookup(chain("reserved", 4), bench.request())
+    return bench, store, load, ctx
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_a_reset_forgets_all_at_once_and_rows_come_back_when_nobody_touches_them(weights):
+    bench, store, load, ctx = with_everything_in_flight()
+    tier = bench.tier["a"]
+    if weights:
+        bench.manager.set_weights_version("new")
+    else:
+        bench.manager.reset_cache()
+    names = ["cascading", "promoted", "storing", "reserved"]
+    assert all(bench.primary.find(chain(name, 4)) == [MISS] * 4 for name in names)
+    held = 4 + 4 + 4  # the load's and the cascades', the promotion's, the store's
+    assert bench.primary.free_rows == bench.rows - held
+    assert bench.primary.quarantined_rows == held
+    # Late results change nothing but free the rows; late copies hurt nobody.
+    fresh = bench.begin_store(KEYS)
+    for key, row in zip(store.keys, store.chunk_ids.tolist(), strict=True):
+        bench.row(row)[:] = payload(key, "late")
+    bench.manager.complete_store(store)
+    bench.manager.complete_load(load)
+    for faulty in bench.tier.values():
+        faulty.end_all()
+    bench.step()
+    bench.step()
+    assert all(bench.primary.find(chain(name, 4)) == [MISS] * 4 for name in names)
+    assert bench.primary.free_rows == bench.rows - 8
+    assert [bytes(bench.row(row)) for row in fresh.chunk_ids] == [payload(k, bench.engine.version) for k in KEYS]
+    bench.manager.complete_store(fresh)
+    for faulty in bench.tier.values():
+        faulty.end_all()
+    bench.manager.on_request_finished(ctx)
+    bench.settle()
+    assert bench.load(KEYS, bench.request())
+    assert bench.figures()["generation"] == 1
+    # The tiers keep what they have, under its own weights.
+    assert ("", chain("cascading", 4)[0]) in tier.values
+    assert (bench.engine.version, KEYS[0]) in tier.values
+    assert bench.lookup(chain("promoted", 4), bench.request())[1] == (0 if weights else 4)
+
+
+def test_a_result_that_a_reset_overtook_says_nothing_about_the_chunk_that_has_the_key_now():
+    bench = Bench(rows=16, tiers={"a": {"admission": "on_eviction"}}, options=WIDE, hold=True)
+    bench.tier["a"].put(KEYS[:2])
+    ctx = bench.request()
+    bench.lookup(KEYS, ctx)
+    bench.step()
+    bench.manager.reset_cache()
+    bench.manager.complete_store(bench.begin_store(KEYS[:2], ctx))
+    bench.tier["a"].end(1, landed=[])
+    bench.step()
+    assert bench.primary.find(KEYS[:2]) == [HIT, HIT]
+    assert bench.lookup(KEYS[:2], ctx) == (2, 0, False)
+    assert bench.figures("a")["failed_loads"] == 0
+
+
+def test_old_weights_bytes_are_never_read_as_the_new_ones():
+    bench = Bench(options=WIDE)
+    bench.store(KEYS)
+    bench.manager.set_weights_version("new")
+    ctx = bench.request()
+    assert bench.lookup(KEYS, ctx) == (0, 0, False)
+    bench.store(KEYS, ctx)
+    assert bench.load(KEYS, ctx)
+    bench.forget()
+    other = bench.request()
+    bench.lookup(KEYS, other)
+    bench.settle()
+    assert bench.load(KEYS, other)
+
+
+# -- pending work
+
+
+def test_the_engine_keeps_stepping_while_somebody_waits_for_something():
+    bench = Bench(options=WIDE, hold=True)
+    manager = bench.manager
+    assert not manager.has_pending_work()
+    manager.complete_store(bench.begin_store(KEYS[:2]))
+    assert manager.has_pending_work()
+    bench.step()
+    bench.tier["a"].end_all()
+    assert manager.has_pending_work()
+    bench.step()
+    assert not manager.has_pending_work()
+    bench.tier["a"].put(chain("x", 1))
+    bench.lookup(chain("x", 1), bench.request())
+    assert manager.has_pending_work(), "reserved, not submitted"
+    bench.manager.reset_cache()
+    assert not manager.has_pending_work()
+    bench.tier["a"].pending_work = True
+    assert manager.has_pending_work()
+
+
+# -- events
+
+
+def events(bench):
+    return [(list(event.keys), event.removed, event.tier) for event in bench.manager.take_events()]
+
+
+def test_events_tell_what_became_resident_and_what_left_in_order():
+    bench = Bench(rows=4, options=WIDE)
+    bench.store(KEYS[:4])
+    bench.step()
+    bench.store(chain("x", 3))
+    told = events(bench)
+    assert told[0] == (KEYS[:4], False, "")
+    assert (sorted(told[1][0]), told[1][1:]) == (KEYS[1:4], (True, ""))
+    assert told[2:] == [(chain("x", 3), False, "")]
+    assert events(bench) == []
+
+
+def test_a_store_that_failed_is_no_event_and_a_promotion_is_one():
+    bench = Bench(options=WIDE)
+    bench.manager.complete_store(bench.begin_store(KEYS[:2]), success=False)
+    bench.tier["a"].put(chain("p", 2))
+    bench.lookup(chain("p", 2), bench.request())
+    bench.settle()
+    assert events(bench) == [(chain("p", 2), False, "")]
+
+
+def test_a_reset_takes_back_events_that_nobody_has_taken():
+    bench = Bench(options=WIDE)
+    bench.store(KEYS[:2])
+    bench.manager.complete_store(bench.begin_store(chain("x", 1)))
+    bench.manager.reset_cache()
+    assert events(bench) == []
+
+
+def test_events_that_nobody_takes_do_not_pile_up():
+    log = EventLog()
+    bench = Bench(tiers={}, rows=16)
+    bench.manager._events = log
+    for number in range(40_000):
+        bench.manager.complete_store(bench.begin_store(chain(f"n{number:06}", 4), ctx := bench.request()))
+        bench.manager.on_request_finished(ctx)
+        bench.step()
+    assert sum(len(event.keys) for event in log._events) <= 1 << 17
+    assert bench.figures()["dropped_events"] > 0
+    assert list(bench.manager.take_events()[-1].keys) == chain("n039999", 4)
+    assert len(bench.primary.take_events()) == 0
+
+
+# -- figures
+
+
+def test_stats_are_those_of_the_last_steps_end_and_plain_data():
+    bench = Bench(tiers={"a": {}, "b": {}}, options=WIDE)
+    before = bench.manager.stats()
+    assert before["engine"]["stored_chunks"] == 0
+    assert before["primary"]["free_rows"] == 16
+    bench.engine.own["a"] = {"breaker_state": 0.0}
+    bench.store(KEYS[:3])
+    bench.load(KEYS[:3], bench.request())
+    after = bench.manager.stats()
+    assert after["engine"]["primary_hits"] == 0, "the step has not ended"
+    bench.step()
+    stats = bench.manager.stats()
+    assert stats["engine"]["primary_hits"] == 3
+    assert stats["engine"]["stored_chunks"] == 3
+    assert stats["engine"]["engine_seconds"] > 0
+    assert stats["engine"]["step_latency"]["count"] == stats["engine"]["steps"] > 0
+    assert stats["tiers"]["a"]["own"] == {"breaker_state": 0.0}
+    assert stats["tiers"]["b"]["stored_chunks"] == 3
+    assert stats["tiers"]["b"]["cascade_latency"]["count"] == 1
+    assert stats["primary"] == {
+        "rows": 16,
+        "free_rows": 13,
+        "evictable_rows": 3,
+        "pending_rows": 0,
+        "pinned_rows": 0,
+        "protected_rows": 0,
+        "quarantined_rows": 0,
+        "clean_rows": 0,
+        "misuse": 0,
+    }
+    stats["engine"]["primary_hits"] = 99
+    assert bench.manager.stats()["engine"]["primary_hits"] == 3
+
+
+def test_a_tier_whose_own_figures_cannot_be_read_has_none():
+    bench = Bench(options=WIDE)
+    bench.engine.own["a"] = OSError("no")
+    bench.step()
+    assert bench.manager.stats()["tiers"]["a"]["own"] == {}
+    assert bench.manager.stats()["tiers"]["a"]["raised"] >= 1
+
+
+def test_stats_may_be_read_from_another_thread_while_the_engine_steps():
+    bench = Bench(rows=64, options=WIDE)
+    stop, seen, wrong = threading.Event(), [0], []
+
+    def read():
+        while not stop.is_set():
+            figures = bench.manager.stats()
+            tier = figures["tiers"]["a"]
+            if tier["stored_chunks"] * 16 != tier["stored_bytes"]:
+                wrong.append(figures)
+            seen[0] += 1
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        number = 0
+        while seen[0] < 200:
+            bench.store(chain(f"n{number}", 3))
+            number += 1
+    finally:
+        stop.set()
+        reader.join()
+    assert not wrong
+
+
+def test_unread_keys_are_bounded(monkeypatch):
+    monkeypatch.setattr(origins, "_UNREAD_KEYS", 100)
+    bench = Bench(rows=64, options=WIDE)
+    for number in range(30):
+        bench.store(chain(f"n{number}", 8))
+    assert len(bench.manager._origins._unread[0]) == 100
+    assert bench.figures("a")["unread_bytes"] == 240 * 16
+
+
+# -- the end
+
+
+def test_shutdown_closes_the_tiers_before_the_region_and_only_once():
+    bench = Bench(options=WIDE)
+    bench.store(KEYS)
+    bench.manager.shutdown(timeout=7.0)
+    bench.manager.shutdown()
+    assert bench.engine.closed == [("tiers", 7.0), "region"]
+    assert len(bench.primary.get_kv_memoryview()) == 0
+
+
+def test_calls_after_the_shutdown_find_nothing_and_touch_no_tier():
+    bench = Bench(options=WIDE)
+    ctx = bench.request()
+    store = bench.begin_store(KEYS, ctx)
+    bench.manager.shutdown()
+    steps = bench.tier["a"].steps
+    assert bench.lookup(KEYS, ctx) == (0, 0, False)
+    assert bench.manager.prepare_store(chain("x", 1), ctx) is None
+    assert bench.manager.prepare_load(KEYS, ctx) is None
+    bench.manager.complete_store(store)
+    bench.manager.on_request_finished(ctx)
+    bench.manager.on_schedule_end()
+    assert not bench.manager.has_pending_work()
+    assert bench.manager.stats()["engine"]["steps"] == 0
+    assert bench.tier["a"].steps == steps
+    assert not bench.tier["a"].submitted
+
+
+def test_shutdown_waits_for_the_step_that_another_thread_is_in():
+    bench = Bench(options=WIDE)
+    inside, go_on, order = threading.Event(), threading.Event(), []
+    bench.engine.close_tiers = lambda timeout: order.append("closed")
+
+    def step():
+        with bench.manager.lock:
+            inside.set()
+            go_on.wait(10)
+            bench.manager.on_schedule_end()
+            order.append("stepped")
+
+    stepping = threading.Thread(target=step)
+    stepping.start()
+    inside.wait(10)
+    closing = threading.Thread(target=bench.manager.shutdown)
+    closing.start()
+    go_on.set()
+    stepping.join(10)
+    closing.join(10)
+    assert order == ["stepped", "closed"]
+    assert bench.manager.lock.acquire(blocking=False)
+
+
+def test_waiting_for_the_start_is_the_engines_sides():
+    bench = Bench()
+    bench.manager.wait_ready(3.0)
+    assert bench.engine.waited == 3.0

@@ -1,0 +1,171 @@
+"""Plans: leave to copy between the GPU and rows, and rows that a lost rank may still touch."""
+
+import pytest
+
+from kvtiers.tiering.jobs import TieringOptions
+
+from .bench import HIT, MISS, PENDING, Bench, chain
+
+WIDE = TieringOptions(lookup_wait=0.02, load_wait=0.1, one_tier=1.0, all_tiers=1.0)
+KEYS = chain("k", 4)
+
+
+def test_a_chunk_that_is_there_in_whatever_state_gets_no_second_row():
+    bench = Bench(options=WIDE)
+    first = bench.begin_store(KEYS[:2])
+    second = bench.begin_store(KEYS)
+    assert list(second.keys) == KEYS[2:]
+    assert not set(first.chunk_ids.tolist()) & set(second.chunk_ids.tolist())
+    assert bench.primary.find(KEYS) == [PENDING] * 4
+    bench.manager.complete_store(first)
+    assert bench.primary.find(KEYS) == [HIT] * 2 + [PENDING] * 2
+
+
+def test_a_plan_is_completed_once():
+    bench = Bench(options=WIDE)
+    store = bench.begin_store(KEYS)
+    bench.manager.complete_store(store)
+    bench.manager.complete_store(store, success=False)
+    assert bench.primary.find(KEYS) == [HIT] * 4
+    load = bench.manager.prepare_load(KEYS, bench.request())
+    bench.manager.complete_load(load)
+    bench.manager.complete_load(load)
+    bench.settle()
+    assert bench.primary.evictable == 4
+    assert bench.figures()["misuse"] == 2
+
+
+def test_no_room_is_no_plan_and_no_change():
+    bench = Bench(rows=4, options=WIDE)
+    plan = bench.begin_store(KEYS[:3])
+    assert bench.manager.prepare_store(chain("x", 2), bench.request()) is None
+    assert bench.figures()["refused_stores"] == 2
+    assert bench.primary.free_rows == 1
+    bench.manager.complete_store(plan)
+
+
+def test_what_is_not_readable_cannot_be_loaded_and_nothing_stays_pinned():
+    bench = Bench(options=WIDE)
+    bench.store(KEYS[:2])
+    pending = bench.begin_store(KEYS[2:3])
+    ctx = bench.request()
+    assert bench.manager.prepare_load(KEYS[:3], ctx) is None
+    assert bench.manager.prepare_load([*KEYS[:2], KEYS[3]], ctx) is None
+    assert bench.primary.evictable == 2
+    bench.manager.complete_store(pending)
+    assert bench.load(KEYS[:3], ctx)
+
+
+def test_loaded_chunks_stay_while_they_are_being_copied():
+    bench = Bench(rows=4, options=WIDE)
+    bench.store(KEYS)
+    plan = bench.manager.prepare_load(KEYS[:3], bench.request())
+    assert bench.manager.prepare_store(chain("x", 2), bench.request()) is None
+    bench.manager.complete_load(plan, success=False)
+    assert bench.begin_store(chain("x", 2)) is not None
+    assert bench.figures()["failed_gpu_loads"] == 3
+
+
+def test_the_rows_of_a_lost_ranks_store_are_nobodys_until_it_is_gone():
+    bench = Bench(rows=4, options=WIDE, tiers={})
+    plan = bench.begin_store(KEYS)
+    bench.engine.dma = True
+    bench.manager.complete_store(plan, success=False)
+    assert bench.primary.find(KEYS) == [MISS] * 4
+    bench.step()
+    assert bench.manager.prepare_store(KEYS[:1], bench.request()) is None
+    bench.engine.dma = False
+    bench.step()
+    assert bench.primary.free_rows == 4
+
+
+def test_the_rows_of_a_lost_ranks_load_stay_as_they_are_until_it_is_gone():
+    bench = Bench(rows=4, options=WIDE, tiers={})
+    bench.store(KEYS)
+    plan = bench.manager.prepare_load(KEYS, bench.request())
+    bench.engine.dma = True
+    bench.manager.complete_load(plan, success=False)
+    assert bench.primary.find(KEYS) == [HIT] * 4
+    assert bench.manager.prepare_store(chain("x", 1), bench.request()) is None
+    bench.engine.dma = False
+    bench.step()
+    assert bench.begin_store(chain("x", 4)) is not None
+
+
+@pytest.mark.parametrize("kind", ["store", "load"])
+def test_a_reset_between_does_not_free_what_a_lost_rank_touches(kind):
+    bench = Bench(rows=4, options=WIDE, tiers={})
+    if kind == "load":
+        bench.store(KEYS)
+        plan = bench.manager.prepare_load(KEYS, bench.request())
+    else:
+        plan = bench.begin_store(KEYS)
+    bench.engine.dma = True
+    if kind == "load":
+        bench.manager.complete_load(plan, success=False)
+    else:
+        bench.manager.complete_store(plan, success=False)
+    bench.manager.reset_cache()
+    bench.step()
+    assert bench.primary.free_rows == 0
+    bench.engine.dma = False
+    bench.step()
+    assert bench.primary.free_rows == 4
+
+
+# -- who served
+
+
+def test_hits_are_counted_for_the_tier_that_brought_the_chunk_and_once_a_request():
+    bench = Bench(tiers={"a": {}, "b": {}}, options=WIDE)
+    bench.tier["b"].put(KEYS[:3])
+    first, second = bench.request(), bench.request()
+    bench.lookup(KEYS, first)
+    bench.settle()
+    for _ in range(3):
+        assert bench.load(KEYS[:3], first)
+    assert bench.load(KEYS[:3], second)
+    assert (bench.figures("a")["hits"], bench.figures("b")["hits"]) == (0, 3)
+    assert bench.figures()["primary_hits"] == 3
+
+
+def test_a_chunk_that_left_and_was_computed_again_is_the_primarys():
+    bench = Bench(rows=8, tiers={"a": {"read_only": True}}, options=WIDE)
+    bench.tier["a"].put(KEYS)
+    bench.lookup(KEYS, bench.request())
+    bench.settle()
+    bench.step(20.0)
+    bench.store(chain("x", 8))
+    assert bench.primary.find(KEYS) == [MISS] * 4
+    bench.tier["a"].values.clear()
+    bench.store(KEYS)
+    assert bench.load(KEYS, bench.request())
+    assert bench.figures("a")["hits"] == 0
+    assert bench.figures()["primary_hits"] == 4
+    assert len(bench.manager._origins._tier_of) == 0
+
+
+def test_bytes_that_were_written_and_not_read_since_are_known():
+    bench = Bench(options=WIDE)
+    bench.store(KEYS)
+    bench.store(KEYS)
+    assert bench.figures("a")["unread_bytes"] == 4 * 16
+    bench.forget()
+    bench.lookup(KEYS[:3], bench.request())
+    bench.settle()
+    assert bench.figures("a")["unread_bytes"] == 16
+    bench.forget()
+    bench.tier["a"].values.clear()
+    bench.store(KEYS[:2])
+    assert bench.figures("a")["unread_bytes"] == 3 * 16
+
+
+def test_what_is_unread_of_old_weights_stays_unread():
+    bench = Bench(options=WIDE)
+    bench.store(KEYS)
+    bench.manager.set_weights_version("new")
+    bench.tier["a"].put(KEYS)
+    bench.lookup(KEYS, bench.request())
+    bench.settle()
+    assert bench.figures("a")["loaded_chunks"] == 4
+    assert bench.figures("a")["unread_bytes"] == 4 * 16

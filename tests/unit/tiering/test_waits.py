@@ -1,0 +1,288 @@
+"""No request waits longer for a tier than is worth it."""
+
+import itertools
+
+import pytest
+
+from kvtiers.tiering.jobs import TieringOptions
+
+from .bench import HIT, MISS, PENDING, RETRY, Bench, chain
+
+KEYS = chain("k", 8)
+_measures = itertools.count()
+
+
+def bench_with(load_wait, tiers=("a",), rows=64):
+    options = TieringOptions(lookup_wait=0.02, load_wait=load_wait, one_tier=0.4, all_tiers=0.5)
+    return Bench(rows=rows, tiers={name: {} for name in tiers}, options=options, hold=True)
+
+
+def waited(bench, keys, ctx, tick=0.005, most=4000):
+    """Ask each step until the answer is final; return it and how long that took."""
+    begin = bench.clock.now
+    for _ in range(most):
+        ready, pending, unresolved = bench.lookup(keys, ctx)
+        if not pending and not unresolved:
+            return ready, bench.clock.now - begin
+        bench.step(tick)
+    raise AssertionError("it waits for ever")
+
+
+def test_an_answer_that_does_not_come_is_a_miss_after_lookup_wait_and_for_good():
+    bench = bench_with(load_wait=1.0)
+    tier = bench.tier["a"]
+    tier.answer = RETRY
+    ctx = bench.request()
+    ready, seconds = waited(bench, KEYS, ctx)
+    assert ready == 0
+    assert 0.02 <= seconds <= 0.02 + 0.005 + 1e-9
+    assert bench.figures()["wait_expired"] == 1
+    tier.answer = None
+    tier.put(KEYS)
+    assert bench.lookup(KEYS, ctx) == (0, 0, False)
+    assert bench.lookup(KEYS, bench.request()) == (0, 8, False)
+
+
+def test_waiting_is_counted_from_the_first_answer_once_a_request():
+    bench = bench_with(load_wait=1.0)
+    tier = bench.tier["a"]
+    tier.answer = RETRY
+    ctx = bench.request()
+    bench.lookup(KEYS[:4], ctx)
+    bench.step(0.015)
+    tier.answer = None
+    assert bench.lookup(KEYS[:4], ctx) == (0, 0, False)
+    tier.answer = RETRY
+    assert bench.lookup(KEYS, ctx) == (0, 0, True)
+    bench.step(0.006)
+    assert bench.lookup(KEYS, ctx) == (0, 0, False)
+
+
+def test_a_promotion_that_does_not_come_is_a_miss_after_load_wait_for_good_but_lands_for_others():
+    bench = bench_with(load_wait=0.5)
+    bench.tier["a"].put(KEYS)
+    ctx = bench.request()
+    ready, seconds = waited(bench, KEYS, ctx)
+    assert ready == 0
+    assert 0.5 <= seconds <= 0.5 + 0.005 + 1e-9
+    assert bench.figures()["wait_expired"] == 8
+    bench.tier["a"].end_all()
+    bench.step()
+    assert bench.lookup(KEYS, ctx) == (0, 0, False)
+    assert bench.lookup(KEYS, bench.request()) == (8, 0, False)
+
+
+def test_what_came_in_time_counts_though_the_rest_did_not():
+    bench = bench_with(load_wait=0.5)
+    bench.tier["a"].put(KEYS)
+    ctx = bench.request()
+    bench.lookup(KEYS[:3], ctx)
+    bench.step(0.1)
+    bench.lookup(KEYS, ctx)
+    bench.step(0.1)
+    bench.tier["a"].end(min(bench.tier["a"].held))
+    assert waited(bench, KEYS, ctx)[0] == 3
+
+
+def test_a_request_that_has_waited_enough_waits_no_more_whatever_it_asks():
+    bench = bench_with(load_wait=0.5)
+    bench.tier["a"].put(KEYS)
+    ctx = bench.request()
+    waited(bench, KEYS[:2], ctx)
+    asked = len(bench.tier["a"].asked)
+    assert bench.lookup(chain("other", 3), ctx) == (0, 0, False)
+    assert len(bench.tier["a"].asked) == asked
+    bench.store_plan = bench.begin_store(chain("mine", 2))
+    assert bench.lookup(chain("mine", 2), ctx) == (0, 0, False)
+
+
+def test_a_chunk_that_another_request_is_storing_is_not_waited_for_without_end():
+    bench = bench_with(load_wait=0.5)
+    plan = bench.begin_store(KEYS[:2])
+    ctx = bench.request()
+    assert bench.manager.lookup(KEYS[0], ctx) is PENDING
+    ready, seconds = waited(bench, KEYS, ctx)
+    assert (ready, round(seconds, 2)) == (0, 0.5)
+    bench.manager.complete_store(plan)
+    assert bench.lookup(KEYS, ctx) == (0, 0, False)
+    assert bench.lookup(KEYS, bench.request()) == (2, 0, False)
+
+
+def test_a_tier_that_never_answers_and_one_that_never_loads_cost_at_most_both_waits_and_a_step():
+    bench = bench_with(load_wait=0.5, tiers=("silent", "stuck"))
+    bench.tier["silent"].answer = RETRY
+    bench.tier["stuck"].put(KEYS[:4])
+    ready, seconds = waited(bench, KEYS, bench.request(), tick=0.01)
+    assert ready == 0
+    assert seconds <= 0.02 + 0.5 + 0.01 + 1e-9
+
+
+# -- auto
+
+
+def prefill(bench, seconds_per_token=0.001):
+    bench.step(prefill_tokens=1000, prefill_seconds=1000 * seconds_per_token)
+
+
+def measure(bench, seconds, name="a", chunks=4):
+    """Let a tier load some chunks in this time."""
+    tier = bench.tier[name]
+    keys = chain(f"measured-{next(_measures)}-", chunks)
+    tier.put(keys)
+    tier.seconds = seconds
+    bench.lookup(keys, ctx := bench.request())
+    bench.step()
+    tier.end_all()
+    bench.step()
+    bench.manager.on_request_finished(ctx)
+    return keys
+
+
+@pytest.mark.parametrize("known", ["nothing", "prefill", "tier"])
+def test_auto_waits_as_long_as_for_an_answer_until_both_sides_have_been_measured(known):
+    bench = bench_with(load_wait=None)
+    if known == "prefill":
+        prefill(bench)
+    if known == "tier":
+        measure(bench, 0.001)
+    bench.tier["a"].put(KEYS)
+    ready, seconds = waited(bench, KEYS, bench.request())
+    assert ready == 0
+    assert 0.02 <= seconds <= 0.02 + 0.005 + 1e-9
+
+
+def test_auto_waits_as_long_as_computing_would_take():
+    bench = bench_with(load_wait=None)
+    prefill(bench)
+    measure(bench, 0.001)
+    bench.tier["a"].put(KEYS)
+    ready, seconds = waited(bench, KEYS, bench.request())
+    assert ready == 0
+    assert 8 * 16 * 0.001 <= seconds <= 8 * 16 * 0.001 + 0.005 + 1e-9
+
+
+def test_auto_waits_for_all_that_it_has_found_not_only_for_the_first_of_it():
+    bench = bench_with(load_wait=None)
+    prefill(bench)
+    measure(bench, 0.001)
+    bench.tier["a"].put(KEYS[:1])
+    ctx = bench.request()
+    assert bench.lookup(KEYS, ctx) == (0, 1, False)
+    bench.step(0.01)
+    bench.tier["a"].put(KEYS)
+    assert bench.lookup(KEYS, ctx) == (0, 8, False)
+    bench.step(0.1)
+    assert bench.lookup(KEYS, ctx) == (0, 8, False)
+    bench.step(0.02)
+    assert bench.lookup(KEYS, ctx) == (0, 0, False)
+
+
+def test_auto_waits_for_a_windows_chunks_together():
+    bench = bench_with(load_wait=None)
+    prefill(bench)
+    measure(bench, 0.001)
+    bench.tier["a"].put(KEYS)
+    ctx = bench.request()
+    assert {bench.manager.lookup(key, ctx) for key in KEYS[:4]} == {PENDING}
+    bench.step(3 * 16 * 0.001)
+    assert {bench.manager.lookup(key, ctx) for key in KEYS[:4]} == {PENDING}
+    bench.step(2 * 16 * 0.001)
+    assert {bench.manager.lookup(key, ctx) for key in KEYS[:4]} == {MISS}
+
+
+def test_auto_computes_what_a_tier_is_too_slow_for_at_once_and_counts_it():
+    bench = bench_with(load_wait=None)
+    prefill(bench)
+    measure(bench, 4 * 16 * 0.001 * 1.1)
+    bench.tier["a"].put(KEYS)
+    ctx = bench.request()
+    assert bench.lookup(KEYS, ctx) == (0, 0, False)
+    assert bench.figures()["recomputed_cheaper"] == 8
+    assert bench.lookup(KEYS, ctx) == (0, 0, False)
+    assert bench.figures()["recomputed_cheaper"] == 8, "the same chunks are counted once"
+    assert not bench.tier["a"].held
+
+
+def test_auto_loads_what_is_cheaper_to_load():
+    bench = bench_with(load_wait=None)
+    prefill(bench)
+    measure(bench, 4 * 16 * 0.001 * 0.9)
+    bench.tier["a"].put(KEYS)
+    assert bench.lookup(KEYS, bench.request()) == (0, 8, False)
+
+
+def test_auto_counts_a_tiers_queue_as_part_of_its_price():
+    bench = bench_with(load_wait=None)
+    prefill(bench)
+    measure(bench, 4 * 16 * 0.001 * 0.6)
+    first, second = chain("first", 8), chain("second", 8)
+    bench.tier["a"].put(first + second)
+    assert bench.lookup(first, bench.request()) == (0, 8, False)
+    assert bench.lookup(second, bench.request()) == (0, 0, False)
+
+
+def test_a_faster_tier_serves_what_the_first_one_is_too_slow_for():
+    bench = bench_with(load_wait=None, tiers=("slow", "fast"))
+    prefill(bench)
+    measure(bench, 10.0, "slow")
+    measure(bench, 0.001, "fast")
+    bench.tier["slow"].put(KEYS)
+    bench.tier["fast"].put(KEYS[:5])
+    assert bench.lookup(KEYS, bench.request()) == (0, 5, False)
+    bench.step()
+    assert not bench.tier["slow"].held
+    assert [list(held.job.keys) for held in bench.tier["fast"].held.values()] == [KEYS[:5]]
+
+
+def test_a_slow_tier_is_measured_anew_once_in_a_while_with_a_few_chunks():
+    bench = bench_with(load_wait=None, rows=256)
+    prefill(bench)
+    measure(bench, 40.0)
+    keys = chain("many", 60)
+    bench.tier["a"].put(keys)
+    assert bench.lookup(keys, bench.request()) == (0, 0, False)
+    bench.step(5.1)
+    assert bench.lookup(keys, bench.request()) == (0, 16, False)
+    assert bench.lookup(chain("x", 1), bench.request()) == (0, 0, False)
+    bench.tier["a"].seconds = 16 * 0.001
+    bench.step()
+    bench.tier["a"].end_all()
+    bench.step()
+    assert bench.lookup(keys, bench.request()) == (16, 44, False)
+
+
+def test_a_load_that_never_ended_makes_the_tier_look_as_slow_as_it_is():
+    bench = bench_with(load_wait=None)
+    prefill(bench)
+    here = measure(bench, 0.001)
+    bench.tier["a"].put(KEYS)
+    bench.lookup(KEYS, bench.request())
+    bench.step(0.1)
+    bench.step(31.0)
+    assert bench.slots[0].seconds_per_chunk > 0.5
+    assert bench.lookup(here, bench.request()) == (4, 0, False)
+    other = chain("other", 4)
+    bench.tier["a"].put(other)
+    assert bench.lookup(other, bench.request()) == (0, 0, False)
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_tier_that_needs_ten_seconds_a_load_costs_a_request_little_before_and_after_it_was_measured(measured):
+    bench = bench_with(load_wait=None)
+    prefill(bench)
+    if measured:
+        measure(bench, 40.0)
+    bench.tier["a"].put(KEYS)
+    assert bench.tier["a"].answer in {None, HIT}
+    ready, seconds = waited(bench, KEYS, bench.request(), tick=0.01)
+    assert ready == 0
+    assert seconds <= 0.02 + 8 * 16 * 0.001 + 0.01 + 1e-9
+
+
+def test_no_time_of_the_engines_is_believed_that_is_none():
+    bench = bench_with(load_wait=None)
+    for tokens, seconds in [(0, 1.0), (5, 0.0), (-5, 1.0), (5, float("nan")), (5, float("inf"))]:
+        bench.step(prefill_tokens=tokens, prefill_seconds=seconds)
+    measure(bench, 0.001)
+    bench.tier["a"].put(KEYS)
+    assert waited(bench, KEYS, bench.request())[1] < 0.03
