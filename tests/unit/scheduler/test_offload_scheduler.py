@@ -1,138 +1,14 @@
 """The offload scheduler over a real manager and a real primary; the tests play the engine and its workers."""
 
 import threading
-from collections import Counter
-from dataclasses import dataclass, field
 
 import pytest
 
 from kvtiers.api import ConfigError, JobResult, LookupResult, SecondaryTierManager, make_offload_key
-from kvtiers.base import RequestContext, TransferResult
-from kvtiers.primary.chunks import CPUPrimaryTier
-from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
-from kvtiers.scheduler import OffloadScheduler, StepTransfers
-from kvtiers.tiering.jobs import TieringOptions
-from kvtiers.tiering.manager import TieringManager
-from kvtiers.tiering.tiers import TierOptions, TierSlot
+from kvtiers.base import TransferResult
+from kvtiers.scheduler import SchedulerOptions
 
-TOKENS = 16
-
-
-def layout_of(per_chunk: int = 1, groups: tuple[int, ...] = (TOKENS,), world_size: int = 1) -> CacheLayout:
-    return CacheLayout(
-        ModelIdentity("m"),
-        tuple(KVGroup(f"g{index}", tokens) for index, tokens in enumerate(groups)),
-        tuple(KVTensor(f"t{index}", index, 64) for index in range(len(groups))),
-        blocks_per_chunk=per_chunk,
-        world_size=world_size,
-    )
-
-
-class ReadyEngine:
-    """An engine side whose ranks and tiers are all there."""
-
-    def ready(self) -> bool:
-        return True
-
-    def dma_may_run(self) -> bool:
-        return False
-
-    def wait_ready(self, timeout: float) -> None:
-        pass
-
-    def new_weights(self, version: str) -> None:
-        pass
-
-    def tier_stats(self, name: str) -> dict[str, float]:
-        return {}
-
-    def close_tiers(self, timeout: float) -> None:
-        pass
-
-    def close_region(self) -> None:
-        pass
-
-
-class Blocks:
-    """Who holds which GPU block."""
-
-    def __init__(self) -> None:
-        self.held: Counter[int] = Counter()
-
-    def hold(self, block_ids) -> None:
-        self.held.update(block_ids)
-
-    def release(self, block_ids) -> None:
-        self.held.subtract(block_ids)
-        assert min(self.held.values(), default=0) >= 0
-        self.held = +self.held
-
-
-@dataclass(eq=False)
-class Request:
-    name: str
-    num_tokens: int
-    block_hashes: list[list[bytes]]
-    block_ids: list[list[int]]
-    params: dict = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.context = RequestContext(self.name, self.params)
-
-
-@dataclass(eq=False)
-class Bench:
-    layout: CacheLayout
-    rows: int = 64
-    slots: tuple[TierSlot, ...] = ()
-
-    def __post_init__(self) -> None:
-        stride = self.layout.row_stride
-        self.primary = CPUPrimaryTier(self.rows, stride, memoryview(bytearray(self.rows * stride)))
-        tokens = [self.layout.tokens_per_chunk(group) for group in range(len(self.layout.groups))]
-        options = TieringOptions(lookup_wait=60, load_wait=60)
-        self.manager = TieringManager("e", self.primary, self.slots, tokens, ReadyEngine(), options)
-        self.blocks = Blocks()
-        self.scheduler = OffloadScheduler(self.manager, self.layout, self.blocks)
-
-    def request(self, name: str, tokens: int, first_block: int = 0, text: str = "") -> Request:
-        """A request of one text: the hashes of its full blocks, and blocks from ``first_block`` on."""
-        text = text or "a" * tokens
-        hashes, ids, at = [], [], first_block
-        for group in self.layout.groups:
-            count = tokens // group.tokens_per_block
-            hashes.append([text[: (i + 1) * group.tokens_per_block].encode() for i in range(count)])
-            ids.append(list(range(at, at + count)))
-            at += count
-        request = Request(name, tokens, hashes, ids)
-        self.scheduler.add_request(request)
-        return request
-
-    def done(self, transfers: StepTransfers, ranks=(0,), success=True):
-        """Let the workers end these transfers; return the load outcomes."""
-        outcomes = []
-        for rank in ranks:
-            for job in [*transfers.loads, *transfers.stores]:
-                outcomes += self.scheduler.report([TransferResult(job.job_id, success)], rank)
-        return outcomes
-
-    def serve(self, request: Request) -> None:
-        """Compute a whole request and store it."""
-        self.scheduler.lookup(request, 0)
-        self.scheduler.on_computed(request, request.num_tokens)
-        self.done(self.scheduler.end_step(), range(self.layout.world_size))
-        self.scheduler.finish_request(request)
-
-    def lookup(self, request: Request, computed: int = 0) -> int | None:
-        found = self.scheduler.lookup(request, computed)
-        self.scheduler.end_step()
-        return found
-
-    def present(self, request: Request, group: int = 0) -> list[bool]:
-        """Which of the request's chunks are readable in the primary."""
-        step = self.layout.blocks_per_chunk
-        keys = [make_offload_key(h, group) for h in request.block_hashes[group][step - 1 :: step]]
-        return [found is LookupResult.HIT for found in self.primary.find(keys)]
+from .bench import TOKENS, Bench, layout_of, stored
 
 
 @pytest.fixture
@@ -384,12 +260,6 @@ def test_a_call_between_steps_waits_for_another_holder_of_the_lock(bench) -> Non
     assert not other.is_alive()
 
 
-def test_only_full_attention_groups_are_served() -> None:
-    layout = CacheLayout(ModelIdentity("m"), (KVGroup("w", TOKENS, "sliding_window", 128),), (KVTensor("t", 0, 64),))
-    with pytest.raises(ConfigError, match="group 'w' is sliding_window"):
-        OffloadScheduler(Bench(layout_of()).manager, layout, Blocks())
-
-
 class WholeRequests(SecondaryTierManager):
     """A tier that is offered all chunks of every request; it notes the keys and keeps nothing."""
 
@@ -420,7 +290,7 @@ class WholeRequests(SecondaryTierManager):
 
 def test_a_tier_that_wants_whole_requests_is_offered_loaded_chunks_too() -> None:
     tier = WholeRequests()
-    bench = Bench(layout_of(), slots=(TierSlot(0, tier, TierOptions("whole")),))
+    bench = Bench(layout_of(), tier=tier)
     bench.serve(bench.request("a", 3 * TOKENS))
     tier.stored.clear()
     request = bench.request("b", 4 * TOKENS, first_block=20)

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 __all__ = ["BlockPool"]
 
@@ -18,6 +19,8 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # the next to be reused first
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
+        self.allocated = 0
+        """Blocks handed out since the start."""
 
     @property
     def free(self) -> int:
@@ -45,6 +48,7 @@ class BlockPool:
             old = self._hash_of.pop(block, None)
             if old is not None:
                 del self._block_of[old]
+        self.allocated += count
         return blocks
 
     def publish(self, hashes: Iterable[bytes], block_ids: Iterable[int]) -> None:
@@ -53,6 +57,14 @@ class BlockPool:
             for block_hash, block in zip(hashes, block_ids, strict=True):
                 if self._block_of.setdefault(block_hash, block) == block:
                     self._hash_of[block] = block_hash
+
+    def next_free(self, count: int) -> list[int]:
+        """Return that many free blocks, or all there are, in the order in which they will be reused."""
+        return list(islice(self._free, count))
+
+    def hash_of(self, block_id: int) -> bytes | None:
+        """Return the hash under which the block is in the cache; None: it is not."""
+        return self._hash_of.get(block_id)
 
     def hold(self, block_ids: Sequence[int]) -> None:
         """Count one more holder for each of these blocks."""
@@ -68,3 +80,10 @@ class BlockPool:
             assert self._holders[block] >= 0, f"block {block} was released too often"
             if not self._holders[block]:
                 self._free[block] = None
+
+    def put_back(self, block_ids: Sequence[int]) -> None:
+        """Count one holder less; those that become free are the next to be reused, the first of them first."""
+        self.release(block_ids)
+        for block in reversed(block_ids):
+            if not self._holders[block]:
+                self._free.move_to_end(block, last=False)

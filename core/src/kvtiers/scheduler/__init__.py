@@ -1,15 +1,20 @@
 """Which blocks to offload and which prefix to load, for engines that do not bring a scheduler of their own."""
 
-from kvtiers.scheduler.engine import BlockHolder, EngineRequest, OffloadManager
+from kvtiers.scheduler.block_hash import BlockHashChain
+from kvtiers.scheduler.engine import BlockHolder, EngineRequest, FreeQueue, OffloadManager
 from kvtiers.scheduler.offload import OffloadScheduler
+from kvtiers.scheduler.options import SchedulerOptions
 from kvtiers.scheduler.transfers import LoadOutcome, StepTransfers, WorkerJob
 
 __all__ = [
+    "BlockHashChain",
     "BlockHolder",
     "EngineRequest",
+    "FreeQueue",
     "LoadOutcome",
     "OffloadManager",
     "OffloadScheduler",
+    "SchedulerOptions",
     "StepTransfers",
     "WorkerJob",
 ]

@@ -2,12 +2,12 @@
 
 import threading
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from kvtiers.api import OffloadKey
+from kvtiers.api import LookupResult, OffloadKey
 from kvtiers.base import LoadPlan, OffloadPolicy, PrefixHits, RequestContext, StorePlan
 
-__all__ = ["BlockHolder", "EngineRequest", "OffloadManager"]
+__all__ = ["BlockHolder", "EngineRequest", "FreeQueue", "OffloadManager"]
 
 
 class OffloadManager(Protocol):
@@ -19,6 +19,9 @@ class OffloadManager(Protocol):
 
     def on_new_request(self, ctx: RequestContext) -> OffloadPolicy:
         """Take note of a request."""
+
+    def lookup(self, key: OffloadKey, ctx: RequestContext) -> LookupResult:
+        """Return where one chunk stands."""
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], ctx: RequestContext) -> PrefixHits:
         """Return the leading run of one group's keys that is present."""
@@ -44,6 +47,12 @@ class OffloadManager(Protocol):
     def has_pending_work(self) -> bool:
         """Say whether the engine should keep stepping though it has no request."""
 
+    def reset_cache(self) -> None:
+        """Forget all chunks."""
+
+    def set_weights_version(self, version: str) -> None:
+        """Retire all KV of the weights so far."""
+
 
 class EngineRequest(Protocol):
     """A request as the engine keeps it. The scheduler only reads it, and reads it anew in every call."""
@@ -58,11 +67,18 @@ class EngineRequest(Protocol):
 
     @property
     def block_hashes(self) -> Sequence[Sequence[bytes]]:
-        """By group: the chained hash of each full block, from the first on."""
+        """By group: the chained hash of each full block, from the first on; entries only ever come behind the others.
+
+        Equal hashes must mean equal KV, so whatever varies by request is in them: the adapter, the salt of a tenant,
+        an image behind placeholder tokens. ``BlockHashChain`` makes such hashes.
+        """
 
     @property
     def block_ids(self) -> Sequence[Sequence[int]]:
-        """By group: the GPU block of each logical block, as far as they are allocated."""
+        """By group: the GPU block of each logical block, as far as they are allocated.
+
+        ``SchedulerOptions.null_block`` stands where the request has no block (any more), as before a sliding window.
+        """
 
 
 class BlockHolder(Protocol):
@@ -73,3 +89,21 @@ class BlockHolder(Protocol):
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Count one holder less for each of these blocks."""
+
+
+@runtime_checkable
+class FreeQueue(BlockHolder, Protocol):
+    """A block pool that shows which of its free blocks are reused next: what lazy offloading needs besides."""
+
+    @property
+    def allocated(self) -> int:
+        """How many blocks have been handed out since the start."""
+
+    def next_free(self, count: int) -> Sequence[int]:
+        """Return that many free blocks, or all there are, in the order in which they will be reused."""
+
+    def hash_of(self, block_id: int) -> bytes | None:
+        """Return the chained hash of what the block holds, in use or free; None: nothing that could be found again."""
+
+    def put_back(self, block_ids: Sequence[int]) -> None:
+        """Do what ``release`` does, but blocks that become free by it are the next to be reused, the first id first."""

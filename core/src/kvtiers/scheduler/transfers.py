@@ -1,13 +1,16 @@
 """The transfers of a step, and the jobs in flight: a job is done when every worker has reported it."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-from kvtiers.base import BlockSpec, ChunkIds, LoadPlan, StorePlan, TransferResult
+from kvtiers.base import BlockSpec, ChunkIds, TransferResult
 
 __all__ = ["JobsInFlight", "LoadOutcome", "StepTransfers", "WorkerJob"]
+
+JobEnded: TypeAlias = Callable[[int, bool], None]
+"""Told the job's id and whether all workers succeeded."""
 
 
 class WorkerJob(NamedTuple):
@@ -36,42 +39,57 @@ class LoadOutcome(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class JobInFlight:
-    """A job that workers have; ``load`` is None for a store."""
-
-    plan: StorePlan | LoadPlan
-    held: Sequence[int]
+class _Job:
     waiting: set[int]
-    load: LoadOutcome | None = None
+    ended: JobEnded
     success: bool = True
 
 
 class JobsInFlight:
-    """The jobs that workers have not all reported yet."""
+    """The jobs that workers have not all reported yet, and those of this step that no worker has been given."""
 
     def __init__(self, world_size: int) -> None:
         self._ranks = range(world_size)
-        self._jobs: dict[int, JobInFlight] = {}
+        self._jobs: dict[int, _Job] = {}
         self._ids = itertools.count(1)
+        self._step = StepTransfers()
 
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def add(
-        self, plan: StorePlan | LoadPlan, held: Sequence[int], blocks: BlockSpec, load: LoadOutcome | None = None
-    ) -> WorkerJob:
-        """Take a job in; its id is new for the life of the process."""
-        job_id = next(self._ids)
-        self._jobs[job_id] = JobInFlight(plan, held, set(self._ranks), load)
-        return WorkerJob(job_id, blocks, plan.chunk_ids)
+    def load(self, blocks: BlockSpec, chunk_ids: ChunkIds, ended: JobEnded) -> int:
+        """Add a load to the step; return its id, which is new for the life of the scheduler."""
+        job = self._add(blocks, chunk_ids, ended)
+        self._step.loads.append(job)
+        return job.job_id
 
-    def report(self, result: TransferResult, rank: int, done: Callable[[JobInFlight], None]) -> None:
-        """Take one rank's result; call ``done`` if it was the last one. A rank that reports twice counts once."""
+    def store(self, blocks: BlockSpec, chunk_ids: ChunkIds, ended: JobEnded) -> int:
+        """Add a store to the step; return its id."""
+        job = self._add(blocks, chunk_ids, ended)
+        self._step.stores.append(job)
+        return job.job_id
+
+    def take_step(self) -> StepTransfers:
+        """Return the step's transfers, and begin the next step."""
+        step, self._step = self._step, StepTransfers()
+        return step
+
+    def report(self, result: TransferResult, rank: int) -> bool:
+        """Take one rank's result; the last one ends the job. False: nobody waited for it, so it changes nothing.
+
+        Each rank counts once for each job, with its first report.
+        """
         job = self._jobs.get(result.job_id)
-        if job is None:
-            return
+        if job is None or rank not in job.waiting:
+            return False
         job.waiting.discard(rank)
         job.success = job.success and result.success
         if not job.waiting:
             del self._jobs[result.job_id]
-            done(job)
+            job.ended(result.job_id, job.success)
+        return True
+
+    def _add(self, blocks: BlockSpec, chunk_ids: ChunkIds, ended: JobEnded) -> WorkerJob:
+        job_id = next(self._ids)
+        self._jobs[job_id] = _Job(set(self._ranks), ended)
+        return WorkerJob(job_id, blocks, chunk_ids)

@@ -1,0 +1,211 @@
+"""Loads: what a lookup has found is pinned, copied into the request's blocks, and let go.
+
+::
+
+    nothing --lookup--> pinned --start--> loading --all workers have reported--> loaded, or to be computed
+                          |  ^
+                          '--'  the next lookup, start of less, preemption, the request's end: let go
+
+A chunk that is on its way to the GPU for one request is not loaded for another meanwhile: that one waits, and finds it
+in the engine's prefix cache. A request whose load has failed is not offered another one: it computes.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+from kvtiers.api import OffloadKey
+from kvtiers.scheduler.engine import BlockHolder, EngineRequest, OffloadManager
+from kvtiers.scheduler.geometry import Geometry, in_prefix_order
+from kvtiers.scheduler.options import SchedulerOptions
+from kvtiers.scheduler.prefix import PrefixSearch
+from kvtiers.scheduler.tracked import Hit, TrackedRequest
+from kvtiers.scheduler.transfers import JobsInFlight, LoadOutcome
+
+__all__ = ["Loads"]
+
+_log = logging.getLogger("kvtiers.scheduler")
+
+
+class Loads:
+    """The hits that are pinned and the loads in flight."""
+
+    def __init__(
+        self,
+        manager: OffloadManager,
+        geometry: Geometry,
+        blocks: BlockHolder,
+        jobs: JobsInFlight,
+        options: SchedulerOptions,
+    ) -> None:
+        self._manager = manager
+        self._geometry = geometry
+        self._blocks = blocks
+        self._jobs = jobs
+        self._options = options
+        self._search = PrefixSearch(manager, geometry)
+        self._arriving: Counter[OffloadKey] = Counter()  # on their way to the GPU
+        self._claimed: dict[OffloadKey, TrackedRequest] = {}  # in this step, by whoever has pinned them
+        self._outcomes: list[LoadOutcome] = []
+        self._generation = 0
+
+    def lookup(self, request: EngineRequest, tracked: TrackedRequest, computed: int) -> int | None:
+        """Return how many tokens after ``computed`` can be loaded, and pin them; None: ask in the next step."""
+        if tracked.loading is not None:
+            return None
+        if tracked.hit is None or tracked.hit.start != computed:
+            self.let_go(tracked)
+            if not self._search_and_pin(request, tracked, computed):
+                return None
+        if tracked.hit is None:
+            return 0
+        self._claimed.update(dict.fromkeys(tracked.hit.plan.keys, tracked))
+        return tracked.hit.end - tracked.hit.start
+
+    def start(self, request: EngineRequest, tracked: TrackedRequest, tokens: int) -> int:
+        """Begin to load the first ``tokens`` of the pinned hit; return how many that are. The rest is let go."""
+        hit = tracked.hit
+        if hit is None:
+            return 0
+        end = self._geometry.floor(hit.start + tokens)
+        if end < hit.end:
+            self.let_go(tracked)
+            # The windows before this end are others than those that were pinned.
+            end, wait = self._search.find(request, tracked, hit.start, end)
+            if wait or end <= hit.start:
+                return 0
+            self._pin(self._keys(request, tracked, hit.start, end), tracked, hit.start, end)
+            hit = tracked.hit
+        if hit is None:
+            return 0
+        blocks, firsts = self._blocks_of(request, hit)
+        if blocks is None:
+            _log.warning("request %s: no load, its blocks are not all allocated", tracked.context.request_id)
+            self.let_go(tracked)
+            return 0
+        self._unclaim(tracked)
+        tracked.hit = None
+        tracked.yielded = False
+        self._submit(tracked, hit, blocks, firsts)
+        return hit.end - hit.start
+
+    def let_go(self, tracked: TrackedRequest) -> None:
+        """Unpin what the request's last lookup has found, if it is still pinned."""
+        if tracked.hit is not None:
+            self._unclaim(tracked)
+            self._manager.complete_load(tracked.hit.plan)
+            tracked.hit = None
+
+    def end_step(self) -> None:
+        """Forget who comes first: who wants to, asks again in the next step."""
+        self._claimed.clear()
+
+    def take_outcomes(self) -> list[LoadOutcome]:
+        """Return the loads that have ended since the last call, but for requests that do not wait for them any more."""
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def reset(self) -> None:
+        """Make all loads in flight failed ones: what they bring has been retired."""
+        self._generation += 1
+
+    # -- inside
+
+    def _search_and_pin(self, request: EngineRequest, tracked: TrackedRequest, computed: int) -> bool:
+        """Pin what can be loaded after ``computed``, perhaps nothing; False: it is not known yet, or not ready."""
+        wanted = self._wanted_end(request, tracked, computed)
+        end, wait = self._search.find(request, tracked, computed, wanted)
+        if wait:
+            return False
+        if end - computed >= max(1, self._options.min_load_tokens):
+            keys = self._keys(request, tracked, computed, end)
+            if self._goes_first(keys, tracked):
+                return False
+            self._pin(keys, tracked, computed, end)
+        return True
+
+    def _wanted_end(self, request: EngineRequest, tracked: TrackedRequest, computed: int) -> int:
+        """Return where a load that starts at ``computed`` would best end: one token is left to compute."""
+        limit = tracked.limits.max_load_tokens
+        end = request.num_tokens - 1 if limit is None else min(request.num_tokens - 1, computed + limit)
+        if not tracked.may_load or computed % self._geometry.load_step:
+            return 0
+        end = self._geometry.floor(end)
+        return end if end - computed >= self._options.min_load_tokens else 0
+
+    def _keys(self, request: EngineRequest, tracked: TrackedRequest, start: int, end: int) -> list[OffloadKey]:
+        geometry = self._geometry
+        parts = []
+        for group in geometry.groups:
+            chunks = geometry.chunks_of(geometry.blocks_between(group, start, end))
+            keys = tracked.chunk_keys(request, group.index, geometry.blocks_per_chunk)
+            parts.append((group, chunks, keys[chunks.start : chunks.stop]))
+        return in_prefix_order(parts)
+
+    def _goes_first(self, keys: Sequence[OffloadKey], tracked: TrackedRequest) -> bool:
+        """Say whether another request loads one of these chunks, so that this one should wait for it."""
+        if not self._options.prefix_caching:
+            return False
+        if not self._arriving.keys().isdisjoint(keys):
+            return True
+        # Another one has pinned them in this step and will probably load them. It may not get blocks, though, so it is
+        # given way once, not for ever.
+        if tracked.yielded or self._claimed.keys().isdisjoint(keys):
+            return False
+        tracked.yielded = True
+        return True
+
+    def _pin(self, keys: list[OffloadKey], tracked: TrackedRequest, start: int, end: int) -> None:
+        plan = self._manager.prepare_load(keys, tracked.context)
+        tracked.hit = None if plan is None else Hit(plan, start, end)
+
+    def _unclaim(self, tracked: TrackedRequest) -> None:
+        if tracked.hit is not None:
+            for key in tracked.hit.plan.keys:
+                if self._claimed.get(key) is tracked:
+                    del self._claimed[key]
+
+    def _blocks_of(self, request: EngineRequest, hit: Hit) -> tuple[list[Sequence[int]] | None, list[int]]:
+        """Return, by group, the blocks to load into and the index of the first; None if some are not there."""
+        blocks, firsts = [], []
+        for group in self._geometry.groups:
+            wanted = self._geometry.blocks_between(group, hit.start, hit.end)
+            ids = request.block_ids[group.index][wanted.start : wanted.stop]
+            if len(ids) != len(wanted) or self._options.null_block in ids:
+                return None, []
+            blocks.append(ids)
+            firsts.append(wanted.start)
+        return blocks, firsts
+
+    def _submit(
+        self, tracked: TrackedRequest, hit: Hit, blocks: Sequence[Sequence[int]], firsts: Sequence[int]
+    ) -> None:
+        plan, generation = hit.plan, self._generation
+        spec = self._geometry.spec(blocks, firsts)
+        held = spec.block_ids.tolist()
+
+        def ended(job_id: int, success: bool) -> None:
+            self._manager.complete_load(plan, success)
+            self._blocks.release(held)
+            self._arriving.subtract(plan.keys)
+            for key in plan.keys:
+                if not self._arriving[key]:
+                    del self._arriving[key]
+            if tracked.loading == job_id:
+                tracked.may_load = success
+                self._loaded(tracked, hit, success=success and generation == self._generation)
+
+        self._blocks.hold(held)
+        self._arriving.update(plan.keys)
+        tracked.loading = self._jobs.load(spec, self._geometry.chunk_ids(plan.keys, plan.chunk_ids), ended)
+
+    def _loaded(self, tracked: TrackedRequest, hit: Hit, *, success: bool) -> None:
+        tracked.loading = None
+        if success:
+            tracked.loaded = range(hit.start, hit.end)
+            for group in self._geometry.windowed:
+                blocks = self._geometry.blocks_between(group, hit.start, hit.end)
+                first = blocks.start * group.tokens_per_block if blocks else hit.end
+                before = tracked.unloaded.get(group.index, range(hit.start, first))
+                tracked.unloaded[group.index] = range(before.start, max(before.stop, first))
+        self._outcomes.append(LoadOutcome(tracked.context.request_id, success, hit.start, hit.end))

@@ -1,0 +1,72 @@
+"""What can be chosen: for a scheduler, and by each request."""
+
+import logging
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from kvtiers.api import ConfigError
+from kvtiers.base import RequestContext
+
+__all__ = ["RequestLimits", "SchedulerOptions", "StoreMode"]
+
+_log = logging.getLogger("kvtiers.scheduler")
+
+StoreMode = Literal["eager", "lazy"]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOptions:
+    """The engine's choices; ConfigError if one of them is out of range.
+
+    ``mode``: store chunks as soon as they are computed, or when their blocks are about to be reused. ``prompt_only``:
+    store no chunk with generated tokens. ``min_offload_tokens``: store nothing of a prefix shorter than that.
+    ``min_load_tokens``: a shorter hit is not loaded. ``prefix_caching``: the engine finds loaded blocks in its own
+    prefix cache, so a chunk that is just being loaded for another request is waited for. ``null_block``: the id in a
+    request's block table that stands for no block.
+    """
+
+    mode: StoreMode = "eager"
+    prompt_only: bool = False
+    min_offload_tokens: int = 0
+    min_load_tokens: int = 0
+    prefix_caching: bool = True
+    null_block: int = -1
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"scheduler: {name} is {value!r}, expected a number of tokens, 0 for no limit"
+            for name in ("min_offload_tokens", "min_load_tokens")
+            if (value := getattr(self, name)) < 0
+        ]
+        if self.mode not in get_args(StoreMode):
+            problems.append(f"scheduler: mode is {self.mode!r}, expected one of {', '.join(get_args(StoreMode))}")
+        if problems:
+            raise ConfigError(problems)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """A request's own limits, from its ``params``; None: no limit.
+
+    ``max_load_tokens``: at most so many tokens are loaded at once. ``max_offload_tokens``: only the first so many are
+    stored. 0 switches the one or the other off. ``skip_reading_prefix_cache``: nothing is looked up.
+    """
+
+    max_load_tokens: int | None = None
+    max_offload_tokens: int | None = None
+
+    @classmethod
+    def of(cls, context: RequestContext) -> "RequestLimits":
+        """Read a request's limits. What is no number of tokens is ignored, with a warning."""
+        load = _tokens(context, "max_load_tokens")
+        if context.params.get("skip_reading_prefix_cache") is True:
+            load = 0
+        return cls(load, _tokens(context, "max_offload_tokens"))
+
+
+def _tokens(context: RequestContext, name: str) -> int | None:
+    value = context.params.get(name)
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        return value
+    _log.warning("request %s: %s is %r, expected a number of tokens; ignored", context.request_id, name, value)
+    return None
