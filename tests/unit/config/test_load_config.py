@@ -85,6 +85,8 @@ def test_the_models_identity_is_what_was_given():
 
 # Files that are no config at all
 
+QUOTED = '; within { } write a variable in quotes: "${NAME}"'
+
 
 @pytest.mark.parametrize(
     ("text", "line"),
@@ -100,6 +102,7 @@ def test_the_models_identity_is_what_was_given():
         ("a: 2024-13-44", "line 1, column 4: '2024-13-44' cannot be read as timestamp; put it in quotes"),
         ("a: !!int", "line 1, column 4: '' cannot be read as int; put it in quotes"),
         ("a: !!int x", "line 1, column 4: 'x' cannot be read as int; put it in quotes"),
+        ("{a: ${NAME}}", "line 1, column 6: not valid YAML: expected ',' or '}', but got '{'" + QUOTED),
         ("? [a]\n: b", "line 1, column 3: not valid YAML: found unhashable key"),
         (
             "--- a\n--- b\n",

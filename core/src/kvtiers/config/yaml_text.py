@@ -29,7 +29,10 @@ def _marked(error: yaml.MarkedYAMLError) -> str:
     if isinstance(error, _RefusedError):
         return f"{place}{error.problem}"
     context = f"{error.context}, " if error.context and str(error.problem).startswith("but ") else ""
-    return f"{place}not valid YAML: {context}{error.problem or 'it cannot be read'}"
+    # '{' begins a mapping where another is open, so that a variable there takes quotes.
+    is_variable = mark is not None and mark.buffer and mark.buffer[max(0, mark.pointer - 1) :].startswith("${")
+    fix = '; within { } write a variable in quotes: "${NAME}"' if is_variable else ""
+    return f"{place}not valid YAML: {context}{error.problem or 'it cannot be read'}{fix}"
 
 
 class _RefusedError(yaml.MarkedYAMLError):
