@@ -27,6 +27,7 @@ def test_every_test_that_the_document_names_is_collected():
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *files]
     collected = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False).stdout
     ids = {line.partition("[")[0] for line in collected.splitlines() if "::" in line}
+    assert all(test.partition("::")[0].endswith(".py") for test in TESTS), "a folder is no test"
     missing = [
         test
         for test in TESTS

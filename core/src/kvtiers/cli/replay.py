@@ -20,7 +20,7 @@ DEFAULT_CONFIG = {
     "namespace": "replay",
     "primary": {"capacity": "48MiB"},
     # The tier evicts behind its users' backs: what is believed of it must be young.
-    "secondary": [{"type": "memory", "io": "thread", "capacity": "256MiB", "exists_ttl": "200ms"}],
+    "secondary": [{"type": "memory", "capacity": "256MiB", "exists_ttl": "200ms"}],
     # A replay has time: what a tier has is loaded, however long it takes, so that two runs have the same hits.
     "lookup_wait": "30s",
     "load_wait": "30s",
