@@ -162,7 +162,10 @@ def wait_until(condition, what="it"):
 def start(tmp_path, caplog, monkeypatch):
     """Start an engine in this process; at the end it is shut down, and must have left nothing behind."""
     caplog.set_level(logging.INFO, "kvtiers")
-    monkeypatch.setattr("kvtiers.secondary.launcher._FIRST_DELAY", 0.05)  # a second after each death is much for a test
+    # Seconds after each death, and at each end that hangs, are much for many tests.
+    monkeypatch.setattr("kvtiers.secondary.launcher._FIRST_DELAY", 0.05)
+    monkeypatch.setattr("kvtiers.secondary.chunk_store_tier._CLOSE_SECONDS", 0.7)
+    monkeypatch.setattr("kvtiers.runtime._CLOSE_SECONDS", 1.0)
     engines = []
     before = set(children())
 
@@ -180,8 +183,8 @@ def start(tmp_path, caplog, monkeypatch):
     with releasing(tmp_path):
         for engine in engines:
             engine.close()
-    for engine in engines:
-        assert holders(engine.manager.engine_id) == []
+        for engine in engines:
+            wait_until(lambda engine=engine: holders(engine.manager.engine_id) == [], "the end of the last mapping")
     assert set(children()) <= before, "a host, or its zombie, is left"
 
 

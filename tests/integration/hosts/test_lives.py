@@ -7,7 +7,7 @@ import time
 import pytest
 
 QUICK = {"deadline": "400ms", "grace": "200ms", "breaker": {"failures": 3, "delay": "50ms"}}
-DEATHS = ["kill", "segfault", "exit"]
+DEATHS = pytest.mark.parametrize("death", ["kill", "segfault", "exit"])
 
 
 def hits_resume(engine, machine, first=1000):
@@ -25,7 +25,7 @@ def no_row_is_lost(engine):
     assert engine.primary["quarantined_rows"] == engine.primary["pinned_rows"] == 0
 
 
-@pytest.mark.parametrize("death", DEATHS)
+@DEATHS
 def test_a_host_that_dies_while_it_opens_is_started_again(start, faulty, gates, machine, log, death):
     tier = faulty()
     gates.set("open", death)
@@ -37,7 +37,7 @@ def test_a_host_that_dies_while_it_opens_is_started_again(start, faulty, gates, 
     assert ("signal" in line) == (death != "exit")
 
 
-@pytest.mark.parametrize("death", DEATHS)
+@pytest.mark.parametrize("death", ["kill", "segfault"])
 def test_a_host_that_dies_in_the_middle_of_a_load_fails_it_at_once(start, faulty, gates, machine, death):
     engine = start(faulty())
     engine.until_available()
@@ -54,11 +54,10 @@ def test_a_host_that_dies_in_the_middle_of_a_load_fails_it_at_once(start, faulty
     assert engine.load(wanted) == 8
 
 
-@pytest.mark.parametrize("death", DEATHS)
-def test_a_host_that_dies_in_the_middle_of_a_store_drops_it(start, faulty, gates, machine, death):
+def test_a_host_that_dies_in_the_middle_of_a_store_drops_it(start, faulty, gates, machine):
     engine = start(faulty())
     engine.until_available()
-    gates.set("write", death)
+    gates.set("write", "kill")
     wanted = machine.keys(0, 8)
     engine.put(wanted)
     engine.until(lambda: engine.figures()["failed_stores"], "the store's failure")
@@ -67,11 +66,10 @@ def test_a_host_that_dies_in_the_middle_of_a_store_drops_it(start, faulty, gates
     hits_resume(engine, machine)
 
 
-@pytest.mark.parametrize("death", DEATHS)
-def test_a_host_that_dies_at_a_question_makes_it_a_miss(start, faulty, gates, machine, death):
+def test_a_host_that_dies_at_a_question_makes_it_a_miss(start, faulty, gates, machine):
     engine = start(faulty())
     engine.until_available()
-    gates.set("exists", death)
+    gates.set("exists", "segfault")
     ready, seconds = engine.resolve(machine.keys(0, 8))
     assert ready == 0
     assert seconds < 5

@@ -190,10 +190,11 @@ def test_a_thousand_jobs_in_flight_each_end_once(start, faulty, gates, machine, 
     figures = engine.figures()
     assert (figures["stored_chunks"], figures["failed_stores"], figures["pinned_rows"]) == (1000, 0, 0)
     engine.forget()
-    requests = [(chunk, engine.request()) for chunk in wanted]
+    waiting = [(chunk, engine.request()) for chunk in wanted]
 
     def all_landed():
-        return all(engine.lookup([chunk], ctx).ready for chunk, ctx in requests)
+        waiting[:] = [(chunk, ctx) for chunk, ctx in waiting if not engine.lookup([chunk], ctx).ready]
+        return not waiting
 
     engine.until(all_landed, "a thousand loads")
     assert engine.figures()["loaded_chunks"] == 1000

@@ -110,7 +110,7 @@ class ChunkStoreTier(SecondaryTierManager):
         self._backend.drain(timeout)
         self._take_news()
         if dropped := self._jobs.note_dropped(owed, self._finished):
-            self._backend.log(logging.WARNING, f"{self._name}: shutdown within {timeout:g}s dropped {dropped}")
+            self._backend.log(logging.WARNING, f"{self._name}: shutdown within {timeout:.3g}s dropped {dropped}")
         return not self._jobs
 
     def close(self) -> None:

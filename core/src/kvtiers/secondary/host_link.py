@@ -94,8 +94,8 @@ class HostLink:
                     sent = self.life.connection.send(memoryview(self._outbox)[:_BYTES_AT_ONCE])
                 except BlockingIOError:
                     return
-                except OSError:
-                    self._lose()
+                except OSError:  # it is gone; what it has said before is still to be read, up to the EOF
+                    self._outbox.clear()
                     return
                 del self._outbox[:sent]
 
@@ -129,7 +129,7 @@ class HostLink:
                 self.flush()
 
     def let_go(self) -> None:
-        """In a forked child: close the connection, else the host would not see the engine's end."""
+        """Close the connections: after the end, and in a forked child, where they would hide the engine's end."""
         for life in (*self.host.lives, *([self.life] if self.life is not None else [])):
             life.connection.close()
 

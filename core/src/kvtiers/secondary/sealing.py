@@ -155,7 +155,7 @@ class SealedTier(SecondaryTierManager):
         self._sealer.results.extend(results)  # they are still to be reported
         jobs, chunks = not_done(owed, results)
         if jobs:
-            text = f"{self._name}: shutdown within {timeout:g}s dropped {jobs} jobs with {chunks} chunks"
+            text = f"{self._name}: shutdown within {timeout:.3g}s dropped {jobs} jobs with {chunks} chunks"
             self._sealer.log(logging.WARNING, text)
         return not self._jobs
 

@@ -1,0 +1,251 @@
+"""How hosts start, what they are told and what they inherit, and what a tier that is not there costs."""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kvtiers.api import StartError
+
+BOTH = pytest.mark.parametrize("io", ["process", "thread"])
+SOON = {"breaker": {"delay": "20ms", "max_delay": "50ms"}}
+
+
+@BOTH
+def test_an_engine_runs_though_no_tier_can_be_reached_and_hits_begin_when_they_can(
+    start, faulty, gates_of, machine, log, io
+):
+    tiers = [faulty(name, io=io, **SOON) for name in ("first", "second", "third")]
+    for tier in tiers:
+        gates_of(tier["name"]).set("open", "always fail")
+    engine = start(*tiers)
+    wanted = machine.keys(0, 8)
+    engine.store(wanted)
+    assert engine.load(wanted) == 8, "from the primary"
+    ready, seconds = engine.resolve(machine.keys(100, 8))
+    assert ready == 0
+    assert seconds < 1
+    for name in ("first", "second", "third"):
+        engine.until(lambda name=name: gates_of(name).reached("open") >= 3, "its third try")
+        assert len(log(f"{name}: out of use: OSError: it was told to")) == 1
+        gates_of(name).lift("open")
+    engine.until_available()
+    engine.store(machine.keys(200, 8))
+    engine.forget()
+    assert engine.load(machine.keys(200, 8)) == 8
+    assert {engine.figures(name)["stored_chunks"] for name in ("first", "second", "third")} == {8}
+
+
+def test_open_manager_returns_before_any_host_is_there(start, faulty, machine):
+    begin = time.perf_counter()
+    engine = start(*(faulty(f"tier-{number}") for number in range(3)))
+    assert time.perf_counter() - begin < 2
+    assert not any(slot.available() for slot in engine.manager._slots)
+    engine.until_available()
+
+
+def test_hosts_start_side_by_side(start, faulty, gates_of, machine):
+    names = ["first", "second", "third", "fourth"]
+    tiers = [faulty(name) for name in names]
+    for name in names:
+        gates_of(name).set("open", "hang")
+    engine = start(*tiers)
+    machine.wait_until(lambda: all(gates_of(name).reached("open") for name in names), "all four hanging at once")
+    for name in names:
+        machine.release(gates_of(name).root / "fifo")
+    engine.until_available()
+
+
+def test_a_store_that_hangs_while_it_opens_holds_up_no_other_tier(start, faulty, gates_of, machine):
+    stuck, fine = faulty("stuck"), faulty("fine")
+    gates_of("stuck").set("open", "hang")
+    engine = start(stuck, fine)
+    engine.until_available("fine")
+    engine.store(machine.keys(0, 4))
+    engine.forget()
+    assert engine.load(machine.keys(0, 4)) == 4
+
+
+# -- required
+
+
+@BOTH
+def test_a_required_tier_that_cannot_be_opened_is_named_with_the_reason(start, faulty, gates, io):
+    tier = faulty(io=io, required=True)
+    gates.set("open", "always fail")
+    engine = start(tier)
+    with pytest.raises(StartError, match=r"faulty: required, but cannot be opened: OSError: it was told to"):
+        engine.manager.wait_ready(20)
+
+
+@BOTH
+def test_wait_ready_waits_until_required_tiers_are_open(start, faulty, gates, machine, io):
+    tier = faulty(io=io, required=True)
+    gates.set("open", "sleep 0.3")
+    engine = start(tier)
+    engine.manager.wait_ready(20)
+    engine.step()
+    assert engine.manager._slots[0].available()
+
+
+def test_wait_ready_from_another_thread_does_not_disturb_an_engine_that_steps(start, faulty, gates, machine):
+    tier = faulty(required=True)
+    gates.set("open", "sleep 0.5")
+    engine = start(tier)
+    errors = []
+
+    def wait():
+        try:
+            engine.manager.wait_ready(20)
+        except Exception as error:  # noqa: BLE001 -- raised below
+            errors.append(error)
+
+    threads = [threading.Thread(target=wait) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    number = 0
+    while any(thread.is_alive() for thread in threads):
+        number += 1
+        engine.resolve(machine.keys(10_000 + 10 * number, 4))
+        engine.put(machine.keys(20 * number, 2))
+    for thread in threads:
+        thread.join()
+    assert not errors
+    engine.store(machine.keys(500_000, 4))
+    engine.forget()
+    assert engine.load(machine.keys(500_000, 4)) == 4
+    assert engine.own()["host_starts"] == 1
+    assert engine.figures()["raised"] == 0
+
+
+# -- a shared host
+
+
+def test_tiers_that_name_the_same_host_share_a_process_and_its_fate(start, faulty, machine, log, gates_of):
+    tiers = [faulty("first", host="both"), faulty("second", host="both"), faulty("third")]
+    engine = start(*tiers)
+    engine.until_available()
+    engine.store(machine.keys(0, 4))
+    engine.until(lambda: "pid" in engine.own("first") and "pid" in engine.own("second"), "their figures")
+    assert engine.own("first")["pid"] == engine.own("second")["pid"] == engine.host("first")
+    assert engine.host("third") != engine.host("first")
+    gates_of("second").set("write", "says something odd")
+    engine.store(machine.keys(100, 1))
+    assert log("something odd") == ["second: something odd"]
+    os.kill(engine.host("first"), 9)
+    engine.until(lambda: not engine.manager._slots[0].available(), "its becoming unavailable")
+    assert not engine.manager._slots[1].available()
+    assert engine.manager._slots[2].available()
+    engine.until_available()
+    engine.store(machine.keys(200, 4))
+    engine.forget()
+    assert engine.load(machine.keys(200, 4)) == 4
+
+
+def test_a_host_name_that_is_also_a_tiers_name_does_not_make_it_share(start, faulty):
+    engine = start(faulty("first"), faulty("second", host="first"))
+    engine.until_available()
+    assert engine.host("first") != engine.host("second")
+
+
+# -- what a host gets
+
+
+def test_a_host_runs_on_the_processors_that_it_is_given(start, faulty):
+    allowed = sorted(os.sched_getaffinity(0))
+    engine = start(faulty(cpus=allowed[:1]))
+    engine.until(lambda: "processors" in engine.own(), "its figures")
+    assert engine.own()["processors"] == 1
+
+
+def test_processors_that_are_not_there_are_a_warning(start, faulty, log, machine):
+    engine = start(faulty(cpus=[4095]))
+    engine.until_available()
+    engine.until(lambda: log.lines("cannot be used"), "the warning")
+    engine.store(machine.keys(0, 1))
+
+
+def test_secrets_travel_neither_on_the_command_line_nor_in_the_environment(start, faulty, machine):
+    engine = start(faulty(password="swordfish-1234"))
+    engine.until(lambda: "password" in engine.own(), "its figures")
+    assert engine.own()["password"] == len("swordfish-1234"), "the store has it"
+    for pid in machine.children():
+        seen = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
+        assert b"swordfish" not in seen
+
+
+def test_a_host_inherits_the_engines_environment_unchanged(start, faulty, monkeypatch):
+    monkeypatch.setenv("AWS_PROFILE", "test")
+    engine = start(faulty())
+    environment = Path(f"/proc/{engine.host()}/environ").read_bytes().split(b"\0")
+    expected = {f"{name}={value}".encode() for name, value in os.environ.items()}
+    assert {entry for entry in expected if not entry.startswith(b"PYTEST")} <= set(environment)
+    assert not [entry for entry in environment if b"KVTIERS" in entry and entry not in expected]
+
+
+def test_a_host_has_no_descriptor_of_the_engine_but_its_two(start, faulty, tmp_path):
+    with (tmp_path / "engines own").open("w") as file:
+        os.set_inheritable(file.fileno(), True)
+        engine = start(faulty())
+        engine.until_available()
+        links = [str(fd.readlink()) for fd in Path(f"/proc/{engine.host()}/fd").iterdir()]
+    assert not [link for link in links if "engines own" in link]
+    assert sum("socket:" in link for link in links) == 1
+    assert not [link for link in links if "memfd" in link], "mapped, and closed"
+
+
+def test_a_host_loads_no_numpy_and_few_threads(start, faulty):
+    """Every library there is times the number of tiers, in memory."""
+    engine = start(faulty(threads=2))
+    engine.until_available()
+    maps = Path(f"/proc/{engine.host()}/maps").read_text()
+    assert "numpy" not in maps
+    assert "_yaml" not in maps
+    assert len(list(Path(f"/proc/{engine.host()}/task").iterdir())) <= 5
+
+
+# -- replicas
+
+
+def test_replicas_do_not_write_what_another_has_written(start, faulty, machine):
+    tier = faulty()
+    first, second = start(tier), start(tier)
+    for engine in (first, second):
+        engine.until_available()
+    prompt = machine.keys(0, 16)
+    first.store(prompt)
+    second.store([*prompt, *machine.keys(100, 4)])
+    assert first.own()["already_present"] == 0
+    assert second.own()["already_present"] == 16
+    assert second.figures()["stored_bytes"] == 4 * machine.VALUE
+
+
+# -- the log
+
+
+def test_a_line_of_a_stores_log_reaches_the_engines_log_with_the_tiers_name(start, faulty, gates, machine, log):
+    engine = start(faulty())
+    engine.until_available()
+    gates.set("write", "says I am slow today")
+    engine.store(machine.keys(0, 1))
+    assert log("I am slow today") == ["faulty: I am slow today"]
+
+
+def test_a_store_that_floods_its_log_is_cut_short_and_goes_on(start, faulty, gates, machine, log):
+    engine = start(faulty())
+    engine.until_available()
+    gates.set("write", "flood")
+    engine.store(machine.keys(0, 4))
+    engine.until(lambda: log.lines("flood"), "its first lines")
+    assert len(log.lines("faulty: flood")) <= 200
+    assert engine.own()["host_starts"] == 1
+    numbers = iter(range(1000, 100_000))
+
+    def heard():
+        gates.set("write", "says and that was all")
+        engine.store([machine.key(next(numbers))])
+        return log.lines("and that was all")
+
+    engine.until(heard, "the line after it")

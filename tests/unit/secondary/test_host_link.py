@@ -1,0 +1,359 @@
+"""The engine's end of a host, whose other end the test plays: a real launcher, a real process to kill, a real socket.
+
+Here are the lies that a host can tell one by one; whole lying hosts are in ``tests/integration/hosts``.
+"""
+
+import contextlib
+import math
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from kvtiers.secondary import host_link, wire
+from kvtiers.secondary.framing import FrameReader, Kind, frame
+from kvtiers.secondary.host_backend import HostBackend
+from kvtiers.secondary.host_link import HostLink
+from kvtiers.secondary.launcher import HostLauncher, HostProcess
+from kvtiers.secondary.log_thread import LogThread
+from kvtiers.secondary.protocol import JobDone, JobFailed, JobStarted, Opened, Probed, Status, StoreJob
+
+DONE, FAILED = Status.DONE, Status.FAILED
+
+
+class Host:
+    """The other end of the socket: what the engine said, and what is answered."""
+
+    def __init__(self, socket):
+        self.socket = socket
+        socket.setblocking(False)
+        self._reader = FrameReader()
+
+    def heard(self):
+        """Return (kind, tier, body) of the messages that have come."""
+        with contextlib.suppress(BlockingIOError):
+            self._reader.feed(self.socket.recv(1 << 20))
+        return self._reader.frames(10_000)
+
+    def say(self, *events, tier=0):
+        self.send(*(wire.encode_event(tier, event) for event in events))
+
+    def send(self, *messages):
+        self.socket.setblocking(True)
+        self.socket.settimeout(20)
+        self.socket.sendall(b"".join(messages))
+        self.socket.setblocking(False)
+
+
+@pytest.fixture
+def ends(kit, monkeypatch):
+    """Two tiers in one host, and all its lives, of which the test plays each."""
+    hosts, processes = [], []
+
+    def fork(_launcher, _host, theirs):
+        hosts.append(Host(theirs.dup()))
+        processes.append(subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"]))
+        return processes[-1]
+
+    monkeypatch.setattr(HostLauncher, "_fork", fork)
+    monkeypatch.setattr("kvtiers.secondary.launcher._FIRST_DELAY", 0.01)
+    logs = LogThread()
+    launcher = HostLauncher(0, logs.post)
+    process = HostProcess("test", lambda: wire.encode_hello({"protocol": 1}))
+    link = HostLink(launcher, process, logs)
+    tiers = [HostBackend(link, kit.NAMES, 0.05) for _ in range(2)]
+    launcher.start(process)
+
+    def poll(tier=0, *, until=None):
+        """Poll until an event of this kind has come; return all that came."""
+        events = list(tiers[tier].poll())
+        if until is not None:
+            kit.wait_until(
+                lambda: events.extend(tiers[tier].poll()) or any(isinstance(event, until) for event in events),
+                f"a {until.__name__}",
+            )
+        return events
+
+    kit.wait_until(lambda: tiers[0].poll() or link.connected, "the first life")
+    yield SimpleNamespace(hosts=hosts, link=link, tiers=tiers, process=process, processes=processes, poll=poll)
+    launcher.close(0.0)
+    link.let_go()
+    for host in hosts:
+        host.socket.close()
+    logs.close(20)
+    assert all(process.returncode is not None for process in processes)
+
+
+@pytest.fixture
+def keys(kit):
+    return [kit.key(number) for number in range(4)]
+
+
+def load(job_id, keys):
+    return StoreJob(job_id, True, keys, list(range(len(keys))))
+
+
+def store(job_id, keys):
+    return StoreJob(job_id, False, keys, list(range(len(keys))))
+
+
+# -- what is sent
+
+
+def test_a_host_hears_hello_then_its_names_then_jobs_and_questions_in_order(ends, kit, keys):
+    tier = ends.tiers[1]
+    assert tier.send_job(load(1, keys))
+    other = type(kit.NAMES)("test/other-0123456789abcdef01234567/", b"layout-2")
+    tier.set_names(other)
+    assert tier.send_probe(5, keys[:2], is_prefix=True)
+    tier.abandon(1)
+    tier.flush()
+    heard = ends.hosts[0].heard()
+    assert [(Kind(message.kind).name, message.tier) for message in heard] == [
+        ("HELLO", 0),
+        ("NAMES", 0),
+        ("NAMES", 1),
+        ("JOB", 1),
+        ("NAMES", 1),
+        ("PROBE", 1),
+        ("ABANDON", 1),
+    ]
+    assert wire.decode_names(heard[4].body) == other
+
+
+def test_a_host_that_does_not_read_fills_the_outbox_and_then_nothing_is_taken(ends, keys, monkeypatch):
+    monkeypatch.setattr(host_link, "_OUTBOX_BYTES", 1 << 16)
+    tier = ends.tiers[0]
+    many = keys * 2000
+    taken = 0
+    begin = time.monotonic()
+    while tier.send_probe(taken, many[:1000], is_prefix=False):
+        tier.flush()
+        taken += 1
+    assert time.monotonic() - begin < 10
+    assert 5 < taken < 100
+    assert not tier.send_job(load(1, many[:1000]))
+    assert tier.send_job(load(2, keys[:1])), "what is small may still fit"
+    ends.hosts[0].heard()
+    tier.flush()
+    assert tier.send_probe(taken, many[:1000], is_prefix=False)
+
+
+def test_a_host_that_cannot_be_told_new_names_is_killed(ends, kit, keys, monkeypatch, log_lines):
+    monkeypatch.setattr(host_link, "_OUTBOX_BYTES", 100)
+    ends.tiers[0].set_names(type(kit.NAMES)("x" * 200 + "/", b"layout-2"))
+    assert log_lines("its host is killed: it cannot be told that the weights have changed")
+
+
+def test_after_a_death_the_next_life_gets_the_names_of_now(ends, kit, keys):
+    ends.processes[0].kill()
+    ends.poll(until=Opened)
+    other = type(kit.NAMES)("test/other-0123456789abcdef01234567/", b"layout-2")
+    ends.tiers[0].set_names(other)
+    kit.wait_until(lambda: ends.tiers[0].poll() or ends.link.connected, "the next life")
+    ends.link.flush()
+    names = [wire.decode_names(message.body) for message in ends.hosts[1].heard() if message.kind == Kind.NAMES]
+    assert names == [other, kit.NAMES]
+
+
+# -- what is taken
+
+
+def test_results_come_to_the_tier_that_they_are_for(ends, keys):
+    ends.tiers[0].send_job(load(1, keys))
+    ends.tiers[1].send_job(store(2, keys))
+    ends.hosts[0].say(JobStarted(1), JobDone(1, bytes([DONE] * 4), 4, 0.1))
+    ends.hosts[0].say(JobStarted(2), JobDone(2, bytes([DONE] * 4), 4, 0.1), tier=1)
+    assert [event.job_id for event in ends.poll(0, until=JobDone)] == [1, 1]
+    assert [event.job_id for event in ends.poll(1, until=JobDone)] == [2, 2]
+
+
+def test_no_step_takes_more_than_its_share_and_nothing_is_lost(ends, kit):
+    tier = ends.tiers[0]
+    count = 3 * host_link._FRAMES_PER_POLL
+    for number in range(count):
+        tier.send_job(load(number, [kit.key(number)]))
+        if number % 1000 == 0:
+            tier.flush()
+            ends.hosts[0].heard()
+    message = [wire.encode_event(0, JobDone(number, bytes([DONE]), 1, 0.1)) for number in range(count)]
+    events = []
+    for at in range(0, count, 512):
+        ends.hosts[0].send(*message[at : at + 512])
+        came = tier.poll()
+        assert len(came) <= host_link._FRAMES_PER_POLL
+        events += came
+    kit.wait_until(lambda: events.extend(tier.poll()) or len(events) == count, "the last result")
+    assert [event.job_id for event in events] == list(range(count))
+
+
+ABOUT_NOTHING = {
+    "garbage": b"\xff" * 100,
+    "a message of two gigabytes": (2**31).to_bytes(4, "little") + bytes(10),
+    "a tier that is not there": wire.encode_event(7, Opened()),
+    "a message of the engine's": frame(Kind.JOB, 0, bytes(30)),
+    "an unknown kind": frame(200, 0, b"?"),
+    "figures that are none": frame(Kind.STATS, 0, b"[[[["),
+    "a log line without a level": frame(Kind.LOG, 0),
+    "a result of no job": wire.encode_event(0, JobDone(99, b"\x01", 0, 0.1)),
+    "the start of no job": wire.encode_event(0, JobStarted(99)),
+    "the failure of no job": wire.encode_event(0, JobFailed(99, "?")),
+    "an answer to no question": wire.encode_event(0, Probed(99, b"")),
+}
+
+
+def is_killed(ends, kit, log_lines):
+    """The host is killed for what it said, and reaped; what it owed is reported as failed."""
+    assert "it does not keep to the protocol" in log_lines("its host is killed")
+    kit.wait_until(lambda: ends.processes[0].returncode is not None, "its burial")
+
+
+@pytest.mark.parametrize("message", ABOUT_NOTHING.values(), ids=ABOUT_NOTHING.keys())
+def test_a_message_that_makes_no_sense_kills_the_host_and_fails_its_jobs(ends, kit, keys, log_lines, message):
+    ends.tiers[0].send_job(load(1, keys))
+    ends.hosts[0].send(message)
+    events = ends.poll(until=JobDone)
+    assert [type(event) for event in events] == [Opened, JobFailed, JobDone]
+    assert events[-1].statuses == bytes([FAILED]) * 4
+    assert Opened("its host ended") in ends.poll(1)
+    is_killed(ends, kit, log_lines)
+
+
+def done(statuses, seconds=0.1):
+    return [JobDone(1, bytes(statuses), 0, seconds)]
+
+
+LIES = {
+    "a result of another job": [JobDone(2, bytes([DONE] * 4), 0, 0.1)],
+    "two results": done([DONE] * 4) * 2,
+    "two starts": [JobStarted(1), JobStarted(1)],
+    "two failures": [JobFailed(1, "a"), JobFailed(1, "b")],
+    "too few statuses": done([DONE] * 3),
+    "too many statuses": done([DONE] * 5),
+    "no status": done([]),
+    "a status that is none": done([99] * 4),
+    "a store's status for a load": done([Status.PRESENT] * 4),
+    "a time that is none": done([DONE] * 4, math.nan),
+    "a time before the start": done([DONE] * 4, -1.0),
+    "more answers than questions": [Probed(5, b"\x01\x01\x01")],
+    "two answers": [Probed(5, b"\x01\x01"), Probed(5, b"\x01\x01")],
+}
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
+def test_a_report_that_cannot_be_kills_the_host(ends, kit, keys, log_lines, lie):
+    tier = ends.tiers[0]
+    tier.send_job(load(1, keys))
+    tier.send_probe(5, keys[:2], is_prefix=True)
+    ends.hosts[0].say(*lie)
+    ends.poll(until=Opened)
+    is_killed(ends, kit, log_lines)
+    kit.wait_until(lambda: tier.poll() is None or not tier._jobs, "the end of its jobs")
+
+
+def test_a_loads_status_for_a_store_kills_the_host(ends, kit, keys, log_lines):
+    ends.tiers[0].send_job(store(1, keys))
+    ends.hosts[0].say(*done([Status.MISSING] * 4))
+    ends.poll(until=Opened)
+    is_killed(ends, kit, log_lines)
+
+
+# -- the end of a life
+
+
+def test_jobs_fail_at_once_and_are_done_only_when_the_process_has_been_reaped(ends, kit, keys, monkeypatch):
+    ends.tiers[0].send_job(load(1, keys))
+    ends.tiers[0].send_probe(5, keys, is_prefix=True)
+    ends.hosts[0].socket.close()
+    events = ends.poll(until=JobFailed)
+    assert [type(event) for event in events] == [Opened, JobFailed, Probed]
+    assert ends.process.lives == type(ends.process.lives)(), "its successor waits for the burial"
+    assert ends.processes[0].returncode is None
+    assert not ends.tiers[0].send_job(load(2, keys))
+    (result,) = ends.poll(until=JobDone)
+    assert result.job_id == 1
+    assert ends.processes[0].returncode is not None
+
+
+def test_what_a_host_reported_before_it_died_still_counts(ends, kit, keys):
+    ends.tiers[0].send_job(load(1, keys))
+    ends.tiers[0].send_job(load(2, keys))
+    ends.hosts[0].say(JobDone(1, bytes([DONE] * 4), 16, 0.1))
+    ends.hosts[0].socket.close()
+    ends.processes[0].kill()
+    events = ends.poll(until=Opened)
+    kit.wait_until(
+        lambda: events.extend(ends.tiers[0].poll()) or sum(isinstance(event, JobDone) for event in events) == 2,
+        "both results",
+    )
+    results = {event.job_id: event.statuses for event in events if isinstance(event, JobDone)}
+    assert results == {1: bytes([DONE] * 4), 2: bytes([FAILED] * 4)}
+    assert [event.job_id for event in events if isinstance(event, JobFailed)] == [2]
+
+
+def test_a_death_that_only_the_kernel_reports_is_noticed_too(ends, keys):
+    """Somebody else holds the other end of the socket open, so there is no EOF."""
+    ends.tiers[0].send_job(load(1, keys))
+    ends.processes[0].kill()
+    events = ends.poll(until=JobDone)
+    assert [type(event) for event in events] == [Opened, JobFailed, JobDone]
+
+
+def test_a_failed_job_costs_the_host_its_life_after_the_grace_unless_it_ends(ends, kit, keys):
+    tier = ends.tiers[0]
+    for number in (1, 2):
+        tier.send_job(load(number, keys))
+        tier.abandon(number)
+    ends.hosts[0].say(*[JobDone(number, bytes([FAILED] * 4), 0, 0.1) for number in (1, 2)])
+    ends.poll(until=JobDone)
+    deadline = time.monotonic() + 0.2
+    while time.monotonic() < deadline:
+        tier.poll()
+    assert ends.processes[0].poll() is None
+    tier.send_job(load(3, keys))
+    ends.hosts[0].say(JobFailed(3, "it kept the buffer"))
+    ends.poll(until=JobDone)
+    assert ends.processes[0].returncode is not None
+
+
+def test_what_was_meant_for_one_life_does_not_reach_the_next(ends, kit, keys):
+    tier = ends.tiers[0]
+    tier.send_job(load(1, keys))
+    tier.flush()
+    tier.abandon(1)
+    ends.processes[0].kill()
+    kit.wait_until(lambda: len(ends.processes) == 2, "the next life")
+    ends.poll(until=JobDone)
+    kit.wait_until(lambda: tier.poll() is None or ends.link.connected, "its connection")
+    deadline = time.monotonic() + 0.2
+    while time.monotonic() < deadline:
+        tier.poll()
+    assert ends.processes[1].poll() is None
+    kinds = [message.kind for message in ends.hosts[1].heard()]
+    assert Kind.JOB not in kinds
+    assert Kind.ABANDON not in kinds
+
+
+def test_an_end_is_told_once_also_to_a_host_that_the_engine_has_not_met_yet(ends, kit):
+    ends.processes[0].kill()
+    kit.wait_until(lambda: ends.process.lives, "the next life")
+    ends.link.end(1.5)
+    ends.link.end(9.0)
+    ends.poll(until=Opened)
+    kit.wait_until(lambda: ends.tiers[0].poll() is None or ends.link.connected, "its connection")
+    ends.link.flush()
+    heard = ends.hosts[1].heard()
+    assert [wire.decode_close(message.body) for message in heard if message.kind == Kind.CLOSE] == [1.5]
+
+
+def test_a_host_that_was_told_to_end_is_not_started_again(ends, kit):
+    ends.link.end(1.5)
+    ends.processes[0].kill()
+    ends.poll(until=Opened)
+    kit.wait_until(lambda: ends.tiers[0].poll() is None or ends.link.life is None, "its burial")
+    deadline = time.monotonic() + 0.1
+    while time.monotonic() < deadline:
+        ends.tiers[0].poll()
+    assert len(ends.processes) == 1
