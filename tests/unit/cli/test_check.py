@@ -104,6 +104,14 @@ def test_a_store_that_finds_its_backend_well_says_so_and_a_warning_is_no_failure
     assert "no TLS. Fix: use it" in result.stdout
 
 
+def test_strictly_a_warning_is_a_failure(run, config, store):
+    name = store("def diagnose(self, n): return [Finding('warning', 'no TLS', 'use it')]")
+    assert run("check", "--strict", config(f"{{type: {name}}}")).exit_code == 1
+    result = run("check", "--strict", "--json", config(f"{{type: {name}}}"))
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["ok"] is False
+
+
 def test_a_probe_value_is_deleted_also_when_it_came_back_wrong(run, config, store, tmp_path):
     name = store(
         f"""

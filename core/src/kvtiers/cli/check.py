@@ -33,9 +33,10 @@ Examples:
   kvtiers check tiers.yaml --json | jq .ok
 
 Each line is ok, a warning (it runs, but worse) or an error (it does not run), with the fix. All tiers are tried at
-the same time, in this process; a value is written as '_check/...' and deleted again.
+the same time, in this process; a value is written as '_check/...' and deleted again (a tier of the third rung has
+no delete: there it stays, under a random key, until the tier evicts it).
 
-Exit status: 0 no error, 1 an error, 2 the config or the command line is wrong."""
+Exit status: 0 no error (with --strict: no warning either), 1 an error, 2 the config or the command line is wrong."""
 )
 @click.argument("file", type=click.Path())
 @click.option("--offline", is_flag=True, help="Only validate the file; open nothing.")
@@ -55,9 +56,12 @@ Exit status: 0 no error, 1 an error, 2 the config or the command line is wrong."
     show_default=True,
     help="How long all tiers together may take.",
 )
+@click.option("--strict", is_flag=True, help="Count a warning as a failure.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
-def check(ctx: click.Context, file: str, offline: bool, value_bytes: int, timeout: float, as_json: bool) -> None:
+def check(
+    ctx: click.Context, file: str, offline: bool, value_bytes: int, timeout: float, strict: bool, as_json: bool
+) -> None:
     """Validate the config FILE, try every tier, and examine this machine.
 
     Every tier is opened; one random value is written, read back, compared and deleted. A read-only tier is only
@@ -68,14 +72,14 @@ def check(ctx: click.Context, file: str, offline: bool, value_bytes: int, timeou
     except ConfigError as error:
         if not as_json:
             raise
-        _report(file, [_Line("config", Finding("error", problem)) for problem in error.problems], as_json=True)
+        _report(file, [_Line("config", Finding("error", problem)) for problem in error.problems], as_json, strict)
         ctx.exit(2)
     lines = [_Line("config", Finding("ok", _summary(config)))]
     hangs = False
     if not offline:
         more, hangs = _examine(config, value_bytes, timeout)
         lines += more
-    failed = _report(file, lines, as_json)
+    failed = _report(file, lines, as_json, strict)
     if hangs:
         raise LateExitError(1)
     ctx.exit(1 if failed else 0)
@@ -98,21 +102,22 @@ def _examine(config: OffloadConfig, value_bytes: int, timeout: float) -> tuple[l
     return lines, any(trial.hangs for trial in trials)
 
 
-def _report(file: str, lines: Sequence[_Line], as_json: bool) -> bool:
-    """Print the report; return whether there is an error in it."""
+def _report(file: str, lines: Sequence[_Line], as_json: bool, strict: bool) -> bool:
+    """Print the report; return whether there is an error in it, or, if ``strict``, a warning."""
     errors = sum(line.finding.level == "error" for line in lines)
     warnings = sum(line.finding.level == "warning" for line in lines)
+    failed = errors > 0 or (strict and warnings > 0)
     if as_json:
         findings = [
             {"about": about, "level": finding.level, "text": finding.text, "fix": finding.fix}
             for about, finding in lines
         ]
-        click.echo(json.dumps({"ok": not errors, "config": file, "findings": findings}, indent=2))
+        click.echo(json.dumps({"ok": not failed, "config": file, "findings": findings}, indent=2))
     else:
         rows = [[finding.level, about, _with_fix(finding)] for about, finding in lines]
         print_table(["level", "about", "finding"], rows, header=False)
         click.echo(f"{file}: {_count(errors, 'error')}, {_count(warnings, 'warning')}")
-    return errors > 0
+    return failed
 
 
 def _with_fix(finding: Finding) -> str:
