@@ -1,0 +1,267 @@
+"""What the directory tier moves, beside a plain Python loop, dd and fio on the same disk in the same run.
+
+Lanes take turns, a round after the other, each on new values, which it removes again: `tier` calls the store in one
+thread; `host` is the whole contract with `io: process`: 4 threads in a tier host, with seal, check and jobs of 64 MiB;
+`plain` writes each value to a temporary file and renames it; `dd` (and `fio`, where it is installed) copies as much
+into one file with one block a value, which is a ceiling: no file is made, no name looked up. These go through the page
+cache, both ways; `tier-direct` and `dd-direct` do not, and show the disk. Medians.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvtiers.api import JobResult, OffloadKey, TransferJob, make_offload_key
+from kvtiers.api.units import format_size
+from kvtiers.base import RequestContext
+from kvtiers.rows.mapping import create_memfd, map_memory
+from kvtiers.rows.names import StorageNames
+from kvtiers.secondary.chunk_store_tier import ChunkStoreTier
+from kvtiers.secondary.hosts import HostedRegion, TierHosts
+from kvtiers_fs.plugin import FsConfig
+from kvtiers_fs.store import FsStore
+
+SIZES = [64 << 10, 1 << 20, 4 << 20]
+JOB_BYTES = 64 << 20
+FILLERS = 2000
+NAMES = StorageNames("bench/model-0123456789abcdef01234567/", bytes.fromhex("0123456789abcdef"))
+# One thread in a store does what the plain loop does, and looks after capacity, free space and links besides.
+GOAL_SHARE_OF_PLAIN = 0.75
+GOAL_FROM_BYTES = 1 << 20
+DD_SECONDS = re.compile(r"copied, ([0-9.e-]+) s")
+
+Keyed = Callable[[Sequence[OffloadKey]], None]
+Lane = tuple[Keyed, Keyed, Keyed]
+"""How a lane writes values under these keys, reads them back, and removes them."""
+
+
+def tier_lane(path: Path, rows: memoryview, nbytes: int, stack: ExitStack, *, direct: bool = False) -> Lane:
+    """Call the store as one of core's threads does."""
+    store = open_filled(path, stack, direct=direct)
+    value = rows[:nbytes]
+
+    def write(keys: Sequence[OffloadKey]) -> None:
+        for name in NAMES.names(keys):
+            store.write(name, value)
+
+    def read(keys: Sequence[OffloadKey]) -> None:
+        for name in NAMES.names(keys):
+            assert store.read_into(name, value)
+
+    return write, read, lambda keys: store.delete(NAMES.names(keys))
+
+
+def open_filled(path: Path, stack: ExitStack, *, direct: bool = False) -> FsStore:
+    """Open a store in which other values are, so that its folders are there as in one that is in use."""
+    store = stack.enter_context(closing(FsStore(config(path, direct=direct))))
+    for number in range(FILLERS):
+        store.write(NAMES.prefix + f"{number:064x}", memoryview(bytes(4096)))
+    return store
+
+
+def plain_lane(path: Path, rows: memoryview, nbytes: int) -> Lane:
+    """Do by hand the least that keeps values whole: one folder, a temporary name, a rename."""
+    path.mkdir()
+    value = rows[:nbytes]
+
+    def write(keys: Sequence[OffloadKey]) -> None:
+        for key in keys:
+            with open(f"{path}/tmp", "wb", buffering=0) as file:  # noqa: PTH123 -- as people write it
+                file.write(value)
+            os.rename(f"{path}/tmp", f"{path}/{key.hex()}")  # noqa: PTH104
+
+    def read(keys: Sequence[OffloadKey]) -> None:
+        for key in keys:
+            with open(f"{path}/{key.hex()}", "rb", buffering=0) as file:  # noqa: PTH123
+                assert file.readinto(value) == nbytes
+
+    def remove(keys: Sequence[OffloadKey]) -> None:
+        for key in keys:
+            os.unlink(f"{path}/{key.hex()}")  # noqa: PTH108
+
+    return write, read, remove
+
+
+def host_lane(path: Path, fd: int, rows: memoryview, nbytes: int, stack: ExitStack) -> Lane:
+    """Send jobs to a tier host that maps the same rows."""
+    options, other = config(path), open_filled(path, stack)
+    region = HostedRegion(fd, len(rows), len(rows), nbytes, [(nbytes - 64, nbytes)])
+    hosts = TierHosts(region, "bench", lambda: NAMES)
+    stack.callback(hosts.close, 10.0)
+    tier = ChunkStoreTier(options, hosts.backend(options))
+    stack.callback(tier.close)
+    hosts.start()
+    assert not (problem := tier.wait_open(30.0)), problem
+    numbers = iter(range(1, 1 << 30))
+    request = RequestContext("bench")
+
+    def run(keys: Sequence[OffloadKey], *, load: bool) -> None:
+        per_job = JOB_BYTES // nbytes
+        for start in range(0, len(keys), per_job):
+            part = keys[start : start + per_job]
+            row_ids = memoryview(array("i", range(len(part))))
+            job = TransferJob(next(numbers), part, row_ids, is_promotion=load, context=request)
+            (tier.submit_load if load else tier.submit_store)(job)
+            tier.on_schedule_end()
+            results: Sequence[JobResult] = ()
+            while not results:
+                time.sleep(0.0002)
+                tier.get_started_jobs()
+                results = tier.get_finished_jobs()
+            assert results[0].success, results
+
+    return partial(run, load=False), partial(run, load=True), lambda keys: other.delete(NAMES.names(keys))
+
+
+def config(path: Path, *, direct: bool = False) -> FsConfig:
+    """Return the tier's options: nothing is evicted here."""
+    return FsConfig(type="fs", path=path, capacity="64GiB", min_free=0, direct=direct, store_queue=1 << 20)
+
+
+def seconds_of(work: Keyed, keys: Sequence[OffloadKey]) -> float:
+    start = time.perf_counter()
+    work(keys)
+    return time.perf_counter() - start
+
+
+def dd_seconds(file: Path, nbytes: int, count: int, flags: Sequence[str] = ("", "")) -> tuple[float, float]:
+    """Return how long dd says that it wrote, and read, this many blocks."""
+    taken = []
+    for source, target, flag in (("/dev/zero", file, flags[0]), (file, "/dev/null", flags[1])):
+        command = ["dd", f"if={source}", f"of={target}", f"bs={nbytes}", f"count={count}", *([flag] if flag else [])]
+        said = subprocess.run(command, capture_output=True, text=True, check=True, env={"LC_ALL": "C"}).stderr
+        found = DD_SECONDS.search(said)
+        assert found, said
+        taken.append(float(found[1]))
+    return taken[0], taken[1]
+
+
+def fio_seconds(file: Path, nbytes: int, count: int) -> tuple[float, float]:
+    """Return the same by fio, which is not in every installation."""
+    taken = []
+    for mode in ("write", "read"):
+        command = ["fio", "--name=x", f"--filename={file}", f"--rw={mode}", f"--bs={nbytes}", "--output-format=json"]
+        command += [f"--size={nbytes * count}", "--ioengine=psync", "--invalidate=0", "--fallocate=none"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        taken.append(json.loads(said[said.index("{") :])["jobs"][0][mode]["runtime"] / 1e3)
+    return taken[0], taken[1]
+
+
+@contextmanager
+def memory() -> Iterator[tuple[int, memoryview]]:
+    """Give a memfd and its bytes, which are random: rows for one job of the largest size."""
+    fd = create_memfd("kvtiers-bench", JOB_BYTES)
+    mapping = map_memory(fd, JOB_BYTES, JOB_BYTES)
+    np.frombuffer(mapping.view, np.uint8)[:] = np.random.default_rng(0).integers(0, 256, JOB_BYTES, np.uint8)
+    try:
+        yield fd, mapping.view
+    finally:
+        os.close(fd)
+
+
+def measure(folder: Path, nbytes: int, total: int, rounds: int) -> dict[str, Any]:
+    """Return the rates of all lanes with values of this size."""
+    count = total // nbytes
+    direct = partial(dd_seconds, flags=("oflag=direct", "iflag=direct"))
+    ceilings = {"dd": dd_seconds, "dd-direct": direct} | ({"fio": fio_seconds} if shutil.which("fio") else {})
+    with memory() as (fd, rows), ExitStack() as stack:
+        lanes = {
+            "tier": tier_lane(folder / "tier", rows, nbytes, stack),
+            "host": host_lane(folder / "host", fd, rows, nbytes, stack),
+            "plain": plain_lane(folder / "plain", rows, nbytes),
+            "tier-direct": tier_lane(folder / "tier-direct", rows, nbytes, stack, direct=True),
+        }
+        order = [*lanes, *ceilings]
+        samples: dict[str, list[tuple[float, float]]] = {name: [] for name in order}
+        for turn in range(rounds + 1):
+            keys = [make_offload_key(os.urandom(32), 0) for _ in range(count)]
+            for name in order[turn % len(order) :] + order[: turn % len(order)]:
+                if name in lanes:
+                    write, read, remove = lanes[name]
+                    pair = seconds_of(write, keys), seconds_of(read, keys)
+                    remove(keys)
+                else:
+                    pair = ceilings[name](folder / name, nbytes, count)
+                    (folder / name).unlink()
+                if turn:  # the first one warms up
+                    samples[name].append(pair)
+    shutil.rmtree(folder)
+    folder.mkdir()
+    rates = {
+        name: {
+            way: count * nbytes / 1e9 / statistics.median(pair[i] for pair in pairs)
+            for i, way in enumerate(("write", "read"))
+        }
+        for name, pairs in samples.items()
+    }
+    return {"value_bytes": nbytes, "gb_per_s": rates}
+
+
+def goals_of(sizes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    goals = []
+    for way in ("write", "read"):
+        shares = [
+            size["gb_per_s"]["tier"][way] / size["gb_per_s"]["plain"][way]
+            for size in sizes
+            if size["value_bytes"] >= GOAL_FROM_BYTES
+        ]
+        name = f"{way}, the store as a share of a plain loop, values of {format_size(GOAL_FROM_BYTES)} and more"
+        goals.append(
+            {"name": name, "value": min(shares), "goal": GOAL_SHARE_OF_PLAIN, "met": min(shares) >= GOAL_SHARE_OF_PLAIN}
+        )
+    return goals
+
+
+def report(found: dict[str, Any]) -> None:
+    """Print the rates as a table, each with its share of the plain loop's."""
+    print(f"{found['file_system']} at {found['path']}; GB/s (share of the plain loop's)")
+    names = list(found["sizes"][0]["gb_per_s"])
+    print(f"  {'value':8}{'':6}" + "".join(f"{name:>14}" for name in names))
+    for size in found["sizes"]:
+        rates = size["gb_per_s"]
+        for way in ("write", "read"):
+            cells = [f"{rates[name][way]:.2f} ({rates[name][way] / rates['plain'][way]:.2f})" for name in names]
+            print(f"  {format_size(size['value_bytes']):8}{way:6}" + "".join(f"{cell:>14}" for cell in cells))
+    for goal in found["goals"]:
+        print(f"{goal['name']}: {goal['value']:.2f}; goal {goal['goal']:g}: {'met' if goal['met'] else 'MISSED'}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--path", type=Path, help="a folder on the disk to measure (the one for temporary files)")
+    parser.add_argument("--quick", action="store_true", help="fewer bytes and rounds")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args()
+    if not sys.platform.startswith("linux"):
+        sys.exit("error: tier hosts need Linux")
+    total, rounds = (64 << 20, 3) if options.quick else (128 << 20, 5)
+    with tempfile.TemporaryDirectory(dir=options.path, prefix="kvtiers-bench-") as top:
+        kind = subprocess.run(["stat", "-f", "-c", "%T", top], capture_output=True, text=True, check=True).stdout
+        folder = Path(top, "disk")
+        folder.mkdir()
+        sizes = [measure(folder, nbytes, total, rounds) for nbytes in SIZES]
+        where = {"path": str(Path(top).parent), "file_system": kind.strip()}
+    found = {**where, "sizes": sizes, "goals": goals_of(sizes)}
+    if options.json:
+        print(json.dumps(found))
+    else:
+        report(found)
+
+
+if __name__ == "__main__":
+    main()
