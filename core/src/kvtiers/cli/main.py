@@ -23,9 +23,13 @@ class Lazy(NamedTuple):
 
 COMMANDS = {
     "check": Lazy("kvtiers.cli.check:check", "Validate a config, try every tier, and examine this machine."),
+    "plan": Lazy(
+        "kvtiers.cli.plan:plan", "Find the sizes and policies that reach a hit rate on a trace, without moving bytes."
+    ),
     "replay": Lazy(
         "kvtiers.cli.replay:replay", "Drive the whole stack from a trace or a workload, and check every byte."
     ),
+    "size": Lazy("kvtiers.cli.size:size", "Say what a model's KV cache takes, and how large chunks should be."),
     "store": Lazy("kvtiers.cli.store:store", "List, count, check and delete the values in a tier's store."),
     "tiers": Lazy("kvtiers.cli.tiers:tiers", "List the installed tier types and their options."),
 }
