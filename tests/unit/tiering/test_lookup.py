@@ -142,15 +142,15 @@ def test_one_lookup_finds_what_the_prefix_lookup_finds():
 
 
 def test_a_long_prefix_is_reserved_over_several_steps_so_that_none_of_them_is_long():
-    keys = chain("long", 5000)
-    bench = Bench(rows=8192, options=TieringOptions(lookup_wait=0.0, load_wait=10.0, one_tier=0.8, all_tiers=0.8))
+    keys = chain("long", 2500)
+    bench = Bench(rows=4096, options=TieringOptions(lookup_wait=0.0, load_wait=10.0, one_tier=0.8, all_tiers=0.8))
     bench.tier["a"].put(keys)
     ctx = bench.request()
     found = []
     for _ in range(4):
         found.append(bench.lookup(keys, ctx))
         bench.step(1.0)
-    assert found == [(0, 2048, True), (2048, 2048, True), (4096, 904, False), (5000, 0, False)]
+    assert found == [(0, 1024, True), (1024, 1024, True), (2048, 452, False), (2500, 0, False)]
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])

@@ -437,8 +437,8 @@ class ManagerAgainstModel(RuleBasedStateMachine):
             ids = [job.job_id for job in tier.submitted]
             assert ids == sorted(set(ids))
             for job in tier.submitted[self.seen_jobs[number] :]:
-                held = tier.held.get(job.job_id)
-                if held is None or self.manager._jobs._jobs[job.job_id].generation < self.generation():
+                held, running = tier.held.get(job.job_id), self.manager._jobs._jobs.get(job.job_id)
+                if held is None or running is None or running.failed or running.generation < self.generation():
                     continue
                 assert [row_of.get(key) for key in job.keys] == held.rows
                 if job.is_promotion:

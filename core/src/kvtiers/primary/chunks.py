@@ -155,12 +155,16 @@ class CPUPrimaryTier:
 
     def resident_run(self, keys: Sequence[OffloadKey]) -> tuple[int, int]:
         """Return how many of the leading keys are here, up to the first MISS, and how many of those are pending."""
-        if not keys or keys[0] not in self._row_of:
-            return 0, 0
-        rows = list(map(self._row_of.get, keys))
-        if None in rows:
-            del rows[rows.index(None) :]
-        return len(rows), self._rows.count_pending(cast("list[int]", rows))
+        rows: list[int] = []
+        step = 64  # growing: neither a short run of a long prefix nor a long one costs much more than its length
+        while len(rows) < len(keys):
+            more = list(map(self._row_of.get, keys[len(rows) : len(rows) + step]))
+            if None in more:
+                rows += cast("list[int]", more[: more.index(None)])
+                break
+            rows += cast("list[int]", more)
+            step *= 8
+        return len(rows), self._rows.count_pending(rows)
 
     # The engine's leases
 

@@ -139,8 +139,9 @@ class JobTable:
                 running = self._job_of(slot, job_id)
                 if running is not None and running.started is None:
                     running.started = self._clock()
-            failed = dict.fromkeys(self._job_of(slot, job_id) for job_id in slot.failed_jobs())
-            self._give_up(slot, [job for job in failed if job is not None and not job.failed], "failed", tell=False)
+            if failed := slot.failed_jobs():
+                jobs = dict.fromkeys(self._job_of(slot, job_id) for job_id in failed)
+                self._give_up(slot, [job for job in jobs if job is not None and not job.failed], "failed", tell=False)
             for result in slot.finished_jobs():
                 self._accept(slot, result)
                 if slot.retired:

@@ -24,7 +24,7 @@ __all__ = ["Lookups"]
 
 _MISS, _PENDING = LookupResult.MISS, LookupResult.HIT_PENDING
 _SMALLEST_QUESTION = 64  # chunks, once a tier was asked about the whole rest
-_MOST_RESERVED = 2048  # chunks a call: a long prefix is reserved over several steps, so that none of them is long
+_MOST_RESERVED = 1024  # chunks a call: a long prefix is reserved over several steps, so that none of them is long
 
 
 class _Run(NamedTuple):
@@ -117,22 +117,23 @@ class Lookups:
         run = _Run(length)
         if length < len(keys) and state.slots and not state.load_over:
             run = self._follow(keys, length, state, tokens)
-            if run.length > length:
-                length, pending = self._primary.resident_run(keys[: run.length])
-        if pending:
+        waiting: list[OffloadKey] = []
+        if pending or run.length > length:
+            length = run.length
             waiting = self._pending_in(keys[:length])
+        if waiting:
             state.window_waits.update(waiting if window else ())
             waits_for = max(len(waiting), len(state.window_waits)) * tokens
             if self._waits.load_over(state, waits_for, self._origins.bringing(waiting)):
-                self._metrics.wait_expired += pending
+                self._metrics.wait_expired += len(waiting)
                 state.given_up.update(waiting)
-                return PrefixHits(len(_until(keys[:length], state.given_up)), 0, unresolved=False)
+                return PrefixHits(keys.index(waiting[0]), 0, unresolved=False)
             self._promotions.met(waiting, state)
         if run.unresolved and self._waits.lookup_over(state):
             self._metrics.wait_expired += 1
             state.given_up.add(keys[length])
             run = _Run(length)
-        return PrefixHits(length - pending, pending, run.unresolved or run.capped)
+        return PrefixHits(length - len(waiting), len(waiting), run.unresolved or run.capped)
 
     def _pending_in(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         found = self._primary.find(keys)
@@ -182,7 +183,7 @@ class Lookups:
             some = keys[at : at + tier.question]
             tier.question = max(_SMALLEST_QUESTION, tier.question // 2)
             there, retry = tier.slot.ask(some, state.context)
-            hits = state.not_lost(tier.slot, some[:there])
+            hits = state.not_lost(tier.slot, some[: min(there, _MOST_RESERVED)])
             if not hits:
                 unresolved = unresolved or (retry and not there)
                 continue

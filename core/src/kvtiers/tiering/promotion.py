@@ -119,17 +119,19 @@ class Promotions:
         """Forget what only this request wanted; hand the rest to one who wants it too."""
         for name in [name for name, batch in self._batches.items() if batch.state is state]:
             batch = self._batches.pop(name)
+            unwanted: list[tuple[OffloadKey, int]] = []
             for key, row in zip(batch.keys, batch.rows, strict=True):
                 heir = self._shared.pop(key, None)
                 if heir is None or heir.finished:
-                    self._reserved.pop(key, None)
-                    self._forget(batch.slot, [key], [row])
+                    del self._reserved[key]
+                    unwanted.append((key, row))
                     continue
                 target = self._batch(batch.slot, heir)
                 target.keys.append(key)
                 target.rows.append(row)
                 target.starts.append(-1)  # the heir met it inside its run
                 self._reserved[key] = heir
+            self._forget(batch.slot, [key for key, _ in unwanted], [row for _, row in unwanted])
 
     def _add(
         self, slot: TierSlot, state: RequestState, keys: list[OffloadKey], rows: list[int], starts: list[int]

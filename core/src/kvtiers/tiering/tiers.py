@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, ParamSpec, TypeVar
 
 from kvtiers.api import JobResult, LookupResult, OffloadKey, SecondaryTierManager, TierRequest, TransferJob
 from kvtiers.metrics import TierMetrics
@@ -20,6 +20,7 @@ _log = logging.getLogger("kvtiers.tiering")
 _SPEED_WEIGHT = 0.2  # of the newest transfer in the running seconds per chunk, at least
 _SPEED_SECONDS = 5.0  # after which what was measured before counts no more
 _HIT = LookupResult.HIT
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
@@ -52,12 +53,11 @@ class TierSlot:
 
     def available(self) -> bool:
         """Say whether the tier may be asked and given jobs now."""
-        return not self.retired and self._guard(lambda: bool(self.tier.is_available()), otherwise=False)
+        return self._says_yes(self.tier.is_available)
 
     def ask(self, keys: Sequence[OffloadKey], context: TierRequest) -> tuple[int, bool]:
         """Return how many of the leading keys the tier has, and whether it does not know yet about the next one."""
-        nothing: list[LookupResult] = []
-        answers = self._guard(lambda: list(self.tier.lookup_many(keys, context)), otherwise=nothing)
+        answers = self._take(self.tier.lookup_many, keys, context)
         self.metrics.lookups += len(answers)
         hits = answers.count(_HIT)
         if hits < len(answers):
@@ -67,16 +67,11 @@ class TierSlot:
 
     def submit(self, job: TransferJob) -> bool:
         """Hand the job over; False if the tier did not take it, so that nothing has started."""
-
-        def hand_over() -> bool:
-            (self.tier.submit_load if job.is_promotion else self.tier.submit_store)(job)
-            return True
-
-        return not self.retired and self._guard(hand_over, otherwise=False)
+        return self._do(self.tier.submit_load if job.is_promotion else self.tier.submit_store, job)
 
     def started_jobs(self) -> Sequence[int]:
         """Take the jobs that have begun, where the tier says so."""
-        return self._take(lambda: self.tier.get_started_jobs() or ())
+        return self._take(self.tier.get_started_jobs)
 
     def failed_jobs(self) -> Sequence[int]:
         """Take the jobs that have failed but whose rows the tier may still touch."""
@@ -88,30 +83,31 @@ class TierSlot:
 
     def abandon(self, job_id: int) -> None:
         """Tell the tier that a job of its was given up."""
-        if not self.retired:
-            self._guard(lambda: self.tier.abandon_job(job_id), otherwise=None)
+        self._do(self.tier.abandon_job, job_id)
 
     def request_started(self, context: TierRequest) -> bool:
         """Tell the tier of a request; True if it wants all the request's chunks."""
-        return not self.retired and self._guard(lambda: bool(self.tier.on_new_request(context)), otherwise=False)
+        return self._says_yes(self.tier.on_new_request, context)
 
     def request_finished(self, context: TierRequest) -> None:
         """Tell the tier that no further call will name this request."""
-        if not self.retired:
-            self._guard(lambda: self.tier.on_request_finished(context), otherwise=None)
+        self._do(self.tier.on_request_finished, context)
 
     def end_step(self) -> None:
         """Tell the tier that the step is over."""
-        if not self.retired:
-            self._guard(self.tier.on_schedule_end, otherwise=None)
+        self._do(self.tier.on_schedule_end)
 
     def has_pending_work(self) -> bool:
         """Say whether the tier wants the engine to keep stepping."""
-        return not self.retired and self._guard(lambda: bool(self.tier.has_pending_work()), otherwise=False)
+        return self._says_yes(self.tier.has_pending_work)
 
     def own_stats(self, read: Callable[[str], dict[str, float]]) -> dict[str, float]:
         """Return the tier's own figures, read by its name."""
-        return self._guard(lambda: dict(read(self.name)), otherwise={})
+        try:
+            return read(self.name)
+        except Exception:  # noqa: BLE001 -- see _do
+            self._count_raised()
+            return {}
 
     def retire(self, reason: str) -> None:
         """Put a tier that lies out of use, for good."""
@@ -132,17 +128,39 @@ class TierSlot:
         self.seconds_per_chunk = before + weight * (seconds / chunks - before)
         self.measured_at = now
 
-    def _take(self, call: Callable[[], Iterable[_T]]) -> list[_T]:
+    # The engine's step makes a dozen of these calls: no layer more than these.
+
+    def _do(self, call: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs) -> bool:
+        """Make a call; False if it raised, or if the tier is retired and was not called."""
+        if self.retired:
+            return False
+        try:
+            call(*args, **kwargs)
+        except Exception:  # noqa: BLE001 -- a tier is somebody else's code: nothing of it reaches the engine
+            self._count_raised()
+            return False
+        return True
+
+    def _says_yes(self, call: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs) -> bool:
+        if self.retired:
+            return False
+        try:
+            return bool(call(*args, **kwargs))
+        except Exception:  # noqa: BLE001 -- see _do
+            self._count_raised()
+            return False
+
+    def _take(self, call: Callable[_P, Iterable[_T] | None], *args: _P.args, **kwargs: _P.kwargs) -> list[_T]:
+        """Return what a call returns, as a list; what comes before an exception is kept."""
         taken: list[_T] = []
         if not self.retired:
-            self._guard(lambda: taken.extend(call()), otherwise=None)  # what came before an exception is kept
+            try:
+                taken.extend(call(*args, **kwargs) or ())
+            except Exception:  # noqa: BLE001 -- see _do
+                self._count_raised()
         return taken
 
-    def _guard(self, call: Callable[[], _T], *, otherwise: _T) -> _T:
-        try:
-            return call()
-        except Exception:  # noqa: BLE001 -- a tier is somebody else's code: nothing of it reaches the engine
-            self.metrics.raised += 1
-            if self.metrics.raised.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... time: a broken tier is no flood
-                _log.exception("%s: the tier raised (%d times so far)", self.name, self.metrics.raised)
-            return otherwise
+    def _count_raised(self) -> None:
+        self.metrics.raised += 1
+        if self.metrics.raised.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... time: a broken tier is no flood
+            _log.exception("%s: the tier raised (%d times so far)", self.name, self.metrics.raised)

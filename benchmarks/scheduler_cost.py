@@ -1,0 +1,382 @@
+"""What the tiering manager costs on the engine's thread, beside vLLM's.
+
+The life of a chunk, in microseconds a chunk: it is looked up and missed, stored, cascaded to two tiers (which answer at
+once), touched; a later request, whose chunks are chosen at random among the resident ones, hits and loads it; both
+requests end. Requests have 64 chunks. The primary is full, with 1,000 or 100,000 chunks, so that every store evicts.
+All times are processor time of the engine's thread, medians over the rounds; the managers take turns in blocks of
+rounds; the garbage collector runs as it would in an engine.
+
+Besides: a look-up of a long prefix, an idle step, and the same life with real tiers: behind core's sealing threads, and
+in two host processes.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from peers import vllm_tiering
+
+import kvtiers
+from kvtiers.api import JobResult, LookupResult, OffloadKey, SecondaryTierManager, TierConfig, TierRequest, TransferJob
+from kvtiers.base import RequestContext
+from kvtiers.primary.chunks import CPUPrimaryTier
+from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.rows.names import StorageNames
+from kvtiers.secondary.sealing import SealedTier
+from kvtiers.secondary.views import ValueViews
+from kvtiers.tiering.manager import TieringManager
+from kvtiers.tiering.tiers import TierOptions, TierSlot
+
+BATCH = 64
+BLOCK = 50
+STEP_SECONDS = 0.002  # shorter than any engine's step, so that more steps than in an engine's life are in the figures
+PHASES = ("miss", "store", "cascade", "touch", "hit", "load", "end")
+SIZES = (1_024, 102_400)
+PREFIX = 8192
+STRETCH = 64  # chunks in a row that are at the same place, in the mixed prefix
+VALUE_BYTES = 4096
+LAYOUT = CacheLayout(ModelIdentity("benchmark", weights="w"), (KVGroup("g", 16),), (KVTensor("t", 0, 4000),))
+# vLLM 0.33 on a machine like this one, by the same phases: the lower ends of what was measured with 20,000 chunks.
+QUOTED_VLLM = {"miss": 8.0, "store": 8.0, "touch": 0.2, "hit": 1.3, "load": 1.2, "end": 1.5}
+GOAL_SHARE, GOAL_GROWTH, GOAL_PREFIX_MS, GOAL_IDLE_US = 1 / 3, 1.25, 3.0, 20.0
+
+
+class InstantTier(SecondaryTierManager):
+    """Takes everything, has what ``there`` says, and has ended each job when it is asked."""
+
+    def __init__(self) -> None:
+        self.there: set[OffloadKey] = set()
+        self._finished: list[JobResult] = []
+
+    def lookup_many(self, keys: Sequence[OffloadKey], context: TierRequest) -> Sequence[LookupResult]:
+        """Answer up to the first chunk that is not there."""
+        del context
+        there, hits = self.there, 0
+        for key in keys:
+            if key not in there:
+                return [*[LookupResult.HIT] * hits, LookupResult.MISS]
+            hits += 1
+        return [LookupResult.HIT] * hits
+
+    def submit_store(self, job: TransferJob) -> None:
+        """Have done it."""
+        self._finished.append(JobResult(job.job_id, True, None, VALUE_BYTES * len(job.keys), 0.001))
+
+    submit_load = submit_store
+
+    def get_finished_jobs(self) -> Sequence[JobResult]:
+        """Report what came since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def drain(self, timeout: float) -> bool:
+        """Nothing is ever left."""
+        del timeout
+        return True
+
+
+class EngineSide:
+    """All ranks are there, and no tier has figures of its own."""
+
+    def ready(self) -> bool:
+        """Yes."""
+        return True
+
+    def dma_may_run(self) -> bool:
+        """No."""
+        return False
+
+    def tier_stats(self, name: str) -> dict[str, float]:
+        """None."""
+        del name
+        return {}
+
+
+class Life(Protocol):
+    """A manager that leads batches of chunks through their lives."""
+
+    def free_rows(self) -> int:
+        """Rows that nothing was stored in yet."""
+
+    def one(self, keys: list[bytes], timed: Callable[[str, Callable[[], Any]], Any]) -> None:
+        """Lead one batch through its life; every call of the manager goes through ``timed``."""
+
+
+class OurLife:
+    """Our manager over any primary and tiers. ``pause``: between steps, while the tiers have something to do."""
+
+    def __init__(self, manager: TieringManager, *, pause: float = 0.0) -> None:
+        self.manager = manager
+        self.primary = manager._primary  # noqa: SLF001 -- to choose, untimed, chunks that are resident
+        self.pause = pause
+        self.stored: list[list[bytes]] = []
+        self._requests = 0
+
+    def free_rows(self) -> int:
+        """Return the rows that nothing was stored in yet."""
+        return int(self.manager.stats()["primary"]["free_rows"])
+
+    def one(self, keys: list[bytes], timed: Callable[[str, Callable[[], Any]], Any]) -> None:
+        """Lead one batch of new chunks through its life, and an old one through a hit."""
+        manager = self.manager
+        ctx = self.request()
+        timed("end", lambda: manager.on_new_request(ctx))
+        hits = timed("miss", lambda: manager.lookup_prefix(keys, ctx))
+        while hits.pending or hits.unresolved:  # a tier has to ask elsewhere
+            self.step(timed)
+            hits = timed("miss", lambda: manager.lookup_prefix(keys, ctx))
+        plan = timed("store", lambda: manager.prepare_store(keys, ctx))
+        timed("store", lambda: manager.complete_store(plan))
+        self.step(timed)
+        timed("touch", lambda: manager.touch(keys))
+        timed("end", lambda: manager.on_request_finished(ctx))
+        self.stored.append(keys)
+        reader, old = self.any_resident(timed)
+        load = timed("load", lambda: manager.prepare_load(old, reader))
+        timed("load", lambda: manager.complete_load(load))
+        timed("end", lambda: manager.on_request_finished(reader))
+        self.step(timed)
+
+    def step(self, timed: Callable[[str, Callable[[], Any]], Any]) -> None:
+        """End the step, and as many more as the tiers need."""
+        timed("cascade", self.manager.on_schedule_end)
+        while self.pause and self.manager.has_pending_work():
+            time.sleep(self.pause)
+            timed("cascade", self.manager.on_schedule_end)
+
+    def request(self) -> RequestContext:
+        """Return a new request."""
+        self._requests += 1
+        return RequestContext(f"r{self._requests}")
+
+    def any_resident(self, timed: Callable[[str, Callable[[], Any]], Any]) -> tuple[RequestContext, list[bytes]]:
+        """Let a new request look up some earlier one's chunks that are all still here."""
+        manager, primary = self.manager, self.primary
+        while True:
+            index = random.randrange(len(self.stored))
+            keys = self.stored[index]
+            if primary.resident_run(keys)[0] == len(keys):
+                break
+            self.stored[index] = self.stored[-1]
+            self.stored.pop()
+        ctx = self.request()
+        timed("end", lambda: manager.on_new_request(ctx))
+        timed("hit", lambda: manager.lookup_prefix(keys, ctx))
+        return ctx, keys
+
+
+def new_keys(count: int = BATCH) -> list[bytes]:
+    """Return keys as an engine's: 32 bytes of hash, 4 of group."""
+    return [os.urandom(32) + bytes(4) for _ in range(count)]
+
+
+def measure(lives: Sequence[Life], rounds: int) -> list[dict[str, float]]:
+    """Fill each primary; return the medians of microseconds a chunk by phase."""
+    for life in lives:
+        while life.free_rows() >= BATCH:
+            life.one(new_keys(), lambda _phase, work: work())
+    samples: list[dict[str, list[float]]] = [{phase: [] for phase in PHASES} for _ in lives]
+    for _ in range(0, rounds, BLOCK):
+        for life, sample in zip(lives, samples, strict=True):
+            for _ in range(BLOCK):
+                spent = one_round(life)
+                for phase, seconds in spent.items():
+                    sample[phase].append(seconds / BATCH * 1e6)
+    return [with_sum({phase: statistics.median(values) for phase, values in sample.items()}) for sample in samples]
+
+
+def one_round(life: Life) -> dict[str, float]:
+    """Return the seconds that one batch's life takes, by phase."""
+    spent = dict.fromkeys(PHASES, 0.0)
+
+    def timed(phase: str, work: Callable[[], Any]) -> Any:
+        begin = time.thread_time()
+        result = work()
+        spent[phase] += time.thread_time() - begin
+        return result
+
+    life.one(new_keys(), timed)
+    return spent
+
+
+def with_sum(phases: dict[str, float]) -> dict[str, float]:
+    """Add the sum of the phases."""
+    return {**phases, "sum": sum(phases.values())}
+
+
+def in_process(resident: int) -> tuple[OurLife, list[InstantTier]]:
+    """Return our manager with two instant tiers, given to it directly."""
+    primary = CPUPrimaryTier(resident, VALUE_BYTES, memoryview(bytearray(resident * VALUE_BYTES)))
+    tiers = [InstantTier(), InstantTier()]
+    slots = [
+        TierSlot(index, tier, TierOptions(name)) for index, (name, tier) in enumerate(zip("ab", tiers, strict=True))
+    ]
+    return OurLife(TieringManager("benchmark", primary, slots, [16], EngineSide())), tiers
+
+
+@contextlib.contextmanager
+def sealed(resident: int) -> Iterator[OurLife]:
+    """Yield our manager with two instant tiers behind core's sealing threads, over real rows."""
+    view = memoryview(bytearray(resident * VALUE_BYTES))
+    primary = CPUPrimaryTier(resident, VALUE_BYTES, view)
+    names = StorageNames.of_layout("benchmark", LAYOUT)
+    sizes = [(LAYOUT.payload_bytes(0), LAYOUT.value_bytes(0))]
+    tiers = [
+        SealedTier(TierConfig(type=name), InstantTier, ValueViews(view, VALUE_BYTES), names, sizes) for name in "ab"
+    ]
+    for tier in tiers:
+        assert not tier.wait_open(10)
+    slots = [
+        TierSlot(index, tier, TierOptions(name)) for index, (name, tier) in enumerate(zip("ab", tiers, strict=True))
+    ]
+    yield OurLife(TieringManager("benchmark", primary, slots, [16], EngineSide()), pause=STEP_SECONDS)
+    for tier in tiers:
+        tier.close()
+
+
+@contextlib.contextmanager
+def hosted(resident: int) -> Iterator[OurLife]:
+    """Yield our manager with two memory tiers in host processes."""
+    config = {
+        "version": 1,
+        "primary": {"capacity": resident * VALUE_BYTES},
+        "secondary": [{"type": "memory", "name": name, "capacity": "256MiB"} for name in "ab"],
+        "lookup_wait": "10s",
+        "load_wait": "10s",
+        "budgets": {"one_tier": "50%"},
+    }
+    manager = kvtiers.open_manager(config, LAYOUT)
+    worker = kvtiers.open_worker(config, LAYOUT, [np.zeros((1, 4000), np.uint8)], engine_id=manager.engine_id)
+    try:
+        manager.wait_ready(30)
+        until = time.monotonic() + 30
+        while not all(tier["own"]["open"] for tier in manager.stats()["tiers"].values()):
+            if time.monotonic() > until:
+                raise TimeoutError("the hosts do not open")
+            manager.on_schedule_end()
+            time.sleep(0.001)
+        yield OurLife(manager, pause=STEP_SECONDS)
+    finally:
+        worker.shutdown()
+        manager.shutdown(5)
+
+
+def prefix_ms(life: OurLife, tiers: list[InstantTier], rounds: int) -> dict[str, float]:
+    """Return the milliseconds of one ``lookup_prefix`` of 8,192 chunks, by where the chunks are."""
+    here = [key for keys in life.stored if life.primary.resident_run(keys)[0] == BATCH for key in keys]
+    away = new_keys(PREFIX)
+    mixed: list[bytes] = []
+    for number, start in enumerate(range(0, PREFIX, STRETCH)):
+        mixed += (here, away)[number % 2][start : start + STRETCH]
+    cases = {"miss": new_keys(PREFIX), "hit": here[:PREFIX], "mixed": mixed, "in a tier": away}
+    for number, start in enumerate(range(STRETCH, PREFIX, 2 * STRETCH)):
+        tiers[number % 2].there.update(away[start : start + STRETCH])
+    results = {}
+    for name, keys in cases.items():
+        if name == "in a tier":
+            tiers[0].there.update(away)
+        assert len(keys) == PREFIX
+        seconds = []
+        for _ in range(rounds):
+            ctx = life.request()
+            life.manager.on_new_request(ctx)
+            begin = time.thread_time()
+            life.manager.lookup_prefix(keys, ctx)
+            seconds.append(time.thread_time() - begin)
+            life.manager.on_request_finished(ctx)  # what was reserved is dropped again
+            life.manager.on_schedule_end()
+        results[name] = statistics.median(seconds) * 1e3
+    return results
+
+
+def idle_us(manager: TieringManager, steps: int) -> float:
+    """Return the microseconds of a step in which nothing happens."""
+    seconds = []
+    for _ in range(20):
+        begin = time.thread_time()
+        for _ in range(steps // 20):
+            manager.on_schedule_end()
+        seconds.append((time.thread_time() - begin) / (steps // 20))
+    return statistics.median(seconds) * 1e6
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure everything."""
+    rounds = 200 if options.quick else 1500
+    ours, tiers = zip(*(in_process(size) for size in SIZES), strict=True)
+    results: dict[str, Any] = {"us_per_chunk": {}, "vllm": vllm_tiering.prepare(options.vllm) or "measured in this run"}
+    lives: dict[str, Life] = {f"kvtiers, {size:,}": life for size, life in zip(SIZES, ours, strict=True)}
+    if results["vllm"] == "measured in this run":
+        lives |= {f"vLLM, {size:,}": vllm_tiering.VllmLife(size, BATCH) for size in SIZES}
+    else:
+        results["us_per_chunk"]["vLLM, quoted"] = with_sum(QUOTED_VLLM)
+    results["us_per_chunk"] |= zip(lives, measure(list(lives.values()), rounds), strict=True)
+    results["prefix_lookup_ms"] = prefix_ms(ours[-1], tiers[-1], 10 if options.quick else 40)
+    results["idle_step_us"] = {"given directly": idle_us(ours[0].manager, rounds * 4)}
+    for name, opened in (("behind the sealing thread", sealed), ("in two host processes", hosted)):
+        with opened(SIZES[0]) as life:
+            (figures,) = measure([life], rounds // 10)
+            results["us_per_chunk"][f"kvtiers, {name}, {SIZES[0]:,}"] = figures
+            results["idle_step_us"][name] = idle_us(life.manager, rounds * 4)
+    results["goals"] = goals(results)
+    return results
+
+
+def goals(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Compare with what was promised."""
+    sums = {name: figures["sum"] for name, figures in results["us_per_chunk"].items()}
+    found = []
+
+    def goal(name: str, value: float, limit: float) -> None:
+        found.append({"name": name, "value": value, "goal": limit, "met": value <= limit})
+
+    small, large = (sums[f"kvtiers, {size:,}"] for size in SIZES)
+    for size in SIZES:
+        peer = f"vLLM, {size:,}" if f"vLLM, {size:,}" in sums else "vLLM, quoted"
+        share = sums[f"kvtiers, {size:,}"] / sums[peer]
+        goal(f"a chunk's life, {size:,} resident, as a share of {peer}", share, GOAL_SHARE)
+    goal(f"a chunk's life, {SIZES[1]:,} resident against {SIZES[0]:,}", large / small, GOAL_GROWTH)
+    for name, milliseconds in results["prefix_lookup_ms"].items():
+        goal(f"lookup_prefix of {PREFIX:,} chunks, {name}, ms", milliseconds, GOAL_PREFIX_MS)
+    for name, microseconds in results["idle_step_us"].items():
+        goal(f"idle step, two tiers {name}, us", microseconds, GOAL_IDLE_US)
+    return found
+
+
+def report(results: dict[str, Any]) -> None:
+    """Print the figures as tables."""
+    print(f"vLLM's TieringOffloadingManager: {results['vllm']}\n")
+    print(f"{'us a chunk':46}" + "".join(f"{phase:>9}" for phase in (*PHASES, "sum")))
+    for name, figures in results["us_per_chunk"].items():
+        print(f"{name:46}" + "".join(f"{figures.get(phase, 0.0):9.2f}" for phase in (*PHASES, "sum")))
+    print()
+    for one in results["goals"]:
+        print(f"{'met   ' if one['met'] else 'MISSED'} {one['name']}: {one['value']:.3g} (goal {one['goal']:.3g})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--vllm",
+        metavar="FOLDER",
+        default=os.environ.get("KVTIERS_VLLM"),
+        help="the unpacked Python files of its wheel",
+    )
+    results = run(options := parser.parse_args())
+    if options.json:
+        print(json.dumps(results))
+    else:
+        report(results)
+
+
+if __name__ == "__main__":
+    main()
