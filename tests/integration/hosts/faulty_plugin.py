@@ -8,6 +8,7 @@ import ctypes
 import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -93,6 +94,11 @@ class Gates:
             time.sleep(600)
             os._exit(0)
         (self.root / "child").write_text(str(pid))
+
+    def spawns(self):
+        """Leave a child behind that inherits whatever can be inherited."""
+        child = subprocess.Popen(["sleep", "600"], close_fds=False)
+        (self.root / "child").write_text(str(child.pid))
 
     def keeps(self):
         """The buffer is kept already."""

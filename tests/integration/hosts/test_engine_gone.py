@@ -155,6 +155,8 @@ def test_a_fork_in_the_engine_neither_ends_its_hosts_nor_outlives_them_with_the_
         "child"
     )
     try:
+        descriptors = [str(fd.readlink()) for fd in Path(f"/proc/{child}/fd").iterdir()]
+        assert not [link for link in descriptors if "socket:" in link], "it would hide the engine's end from the host"
         engine.do("engine.store(keys(0, 4)); engine.forget()")
         assert engine.do("engine.load(keys(0, 4))") == 4
         assert set(hosts) <= set(engine.hosts())

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -202,19 +203,23 @@ def test_a_host_that_was_killed_does_not_drag_its_successor_along(start, faulty,
     assert engine.own()["host_starts"] == 2
 
 
-def test_what_a_store_forks_keeps_neither_the_host_alive_nor_the_memory(start, faulty, gates, machine):
+@pytest.mark.parametrize("how", ["forks", "spawns"])
+def test_what_a_store_starts_keeps_neither_the_host_alive_nor_the_memory(start, faulty, gates, machine, how):
     tier = faulty()
     engine = start(tier)
     engine.until_available()
-    gates.set("write", "forks")
+    gates.set("write", how)
     engine.store(machine.keys(0, 1))
     child = int((gates.root / "child").read_text())
     try:
         assert not any(str(child) in line for line in machine.holders(engine.manager.engine_id))
+        if how == "spawns":
+            assert not [fd for fd in Path(f"/proc/{child}/fd").iterdir() if "socket:" in str(fd.readlink())]
         pid = engine.host()
         os.kill(pid, signal.SIGKILL)
         engine.until(lambda: not engine.manager._slots[0].available(), "its becoming unavailable")
         hits_resume(engine, machine)
+        assert machine.state_of(child) not in {"", "Z"}
     finally:
         os.kill(child, signal.SIGKILL)
 

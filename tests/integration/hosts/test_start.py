@@ -144,8 +144,9 @@ def test_tiers_that_name_the_same_host_share_a_process_and_its_fate(start, fault
     assert engine.load(machine.keys(200, 4)) == 4
 
 
-def test_a_host_name_that_is_also_a_tiers_name_does_not_make_it_share(start, faulty):
-    engine = start(faulty("first"), faulty("second", host="first"))
+@pytest.mark.parametrize("hosts", [("", "first"), ("second", "")])
+def test_a_host_name_that_is_also_a_tiers_name_does_not_make_it_share(start, faulty, hosts):
+    engine = start(faulty("first", host=hosts[0]), faulty("second", host=hosts[1]))
     engine.until_available()
     assert engine.host("first") != engine.host("second")
 

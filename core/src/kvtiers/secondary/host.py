@@ -22,7 +22,7 @@ from typing import Any
 from kvtiers.api import ChunkStore, TierConfig, TierContext
 from kvtiers.api.config import load_resolved
 from kvtiers.plugins import load_tier
-from kvtiers.rows.mapping import Mapping, let_go_in_children, map_memory
+from kvtiers.rows.mapping import Mapping, map_memory
 from kvtiers.rows.names import StorageNames
 from kvtiers.secondary import wire
 from kvtiers.secondary.framing import Frame, FrameReader, Kind, ProtocolError
@@ -45,14 +45,13 @@ class TierHost:
 
     def __init__(self, socket_fd: int, region_fd: int) -> None:
         for fd in (socket_fd, region_fd):
-            os.set_inheritable(fd, False)  # what a store starts must not keep the engine's memory, or hide our end
+            os.set_inheritable(fd, False)  # what a store starts must not keep the engine's memory
         self._connection = socket.socket(fileno=socket_fd)
         self._region_fd = region_fd
         self._mapping: Mapping | None = None
         self._pools: list[TransferPool] = []
         self._reported: dict[int, dict[str, float]] = {}
         self._writer = HostWriter(self._connection, self._figures, self._check_kept)
-        let_go_in_children(self)
 
     def run(self) -> None:
         """Serve until the engine says CLOSE or is gone."""
@@ -63,10 +62,6 @@ class TierHost:
             for message in reader.frames(1 << 30):
                 self._take(message)
         os._exit(0)  # the engine is gone: nothing that is still under way matters to anybody
-
-    def let_go(self) -> None:
-        """In a forked child: close the connection, so that its end is seen when this process ends."""
-        self._connection.close()
 
     def _receive(self) -> bytes:
         try:

@@ -1,0 +1,97 @@
+"""The host's program by itself, with the test in the place of the engine."""
+
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kvtiers.secondary import wire
+from kvtiers.secondary.framing import FrameReader, Kind
+
+START = "from kvtiers.secondary.host_main import main; main()"
+
+
+@pytest.fixture
+def host():
+    """Start the program; return the process and our end of its socket."""
+    processes, sockets = [], []
+
+    def host(parent=None):
+        ours, theirs = socket.socketpair()
+        memory = os.memfd_create("test")
+        os.ftruncate(memory, 1 << 16)
+        arguments = [sys.executable, "-P", "-c", START, str(theirs.fileno()), str(memory), str(parent or os.getpid())]
+        process = subprocess.Popen(arguments, pass_fds=[theirs.fileno(), memory], stderr=subprocess.PIPE)
+        theirs.close()
+        os.close(memory)
+        processes.append(process)
+        sockets.append(ours)
+        return process, ours
+
+    yield host
+    for ours in sockets:
+        ours.close()
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def hello(**changes):
+    region = {"map_bytes": 1 << 16, "nbytes": 1 << 16, "row_stride": 4096}
+    return wire.encode_hello({"protocol": 1, "log_level": 30, "cpus": [], "region": region, "tiers": []} | changes)
+
+
+def messages(ours, patience=30.0):
+    """Read to the end; return the messages."""
+    reader, read = FrameReader(), []
+    deadline = time.monotonic() + patience
+    while select.select([ours], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        data = ours.recv(1 << 16)
+        if not data:
+            return read
+        reader.feed(data)
+        read += reader.frames(1000)
+    raise AssertionError("it does not end")
+
+
+def test_a_host_whose_engine_ended_before_it_could_follow_ends_by_itself(host):
+    process, ours = host(parent=1)
+    assert messages(ours) == []
+    assert process.wait(30) == 0
+
+
+def test_a_host_ends_when_the_socket_does(host):
+    process, ours = host()
+    ours.sendall(hello())
+    ours.shutdown(socket.SHUT_WR)
+    assert process.wait(30) == 0
+
+
+def test_a_host_of_another_protocol_says_so_and_ends(host):
+    process, ours = host()
+    tier = {"name": "cache"}
+    ours.sendall(hello(protocol=99, tiers=[tier, tier]))
+    said = messages(ours)
+    assert [(message.kind, message.tier) for message in said] == [(Kind.OPENED, 0), (Kind.OPENED, 1)]
+    assert "protocol 99, expected 1" in wire.decode_event(said[0]).error
+    assert process.wait(30) == 1
+
+
+def test_a_host_that_cannot_map_the_region_says_so_and_ends(host):
+    process, ours = host()
+    region = {"map_bytes": 1 << 62, "nbytes": 1 << 62, "row_stride": 4096}
+    ours.sendall(hello(region=region, tiers=[{"name": "cache"}]))
+    (said,) = messages(ours)
+    assert "cannot map" in wire.decode_event(said).error
+    assert process.wait(30) == 1
+
+
+def test_a_host_closes_within_its_time_and_without_a_word_on_stderr(host):
+    process, ours = host()
+    ours.sendall(hello() + wire.encode_close(0, 5.0))
+    assert process.wait(30) == 0
+    assert process.stderr.read() == b""
