@@ -135,7 +135,7 @@ def test_only_the_window_that_is_used_is_promoted() -> None:
 
 
 def test_a_pending_chunk_keeps_the_window_and_ends_the_scan() -> None:
-    bench, shelf, keys = shelved(layout_of(**FULL_AND_WINDOW), 8)
+    bench, _, keys = shelved(layout_of(**FULL_AND_WINDOW), 8)
     request = bench.request("b", 8 * TOKENS, first_block=50)
     bench.lookup(request)
     assert bench.manager.looked_up == [keys[1][6], keys[1][5], keys[1][4]]  # from the right, one window
@@ -165,6 +165,35 @@ def test_a_miss_cancels_the_wait_for_a_pending_chunk_to_its_right() -> None:
     request = bench.request("b", 8 * TOKENS, first_block=100)
     assert bench.lookup(request) == 5 * TOKENS  # at once, though the chunk at 6 is on its way
     assert keys[1][6] in shelf.loaded
+
+
+def test_in_a_model_of_windows_alone_a_pending_chunk_is_waited_for_unless_a_miss_cancels_it() -> None:
+    bench, shelf, (keys,) = shelved(layout_of(windows=(40,)), 8)
+    request = bench.request("b", 8 * TOKENS, first_block=50)
+    assert bench.lookup(request) is None
+    assert set(shelf.loaded) == set(keys[4:7])
+    shelf.land()
+    assert bench.load(request) == 7 * TOKENS
+
+    bench, shelf, (keys,) = shelved(layout_of(windows=(40,)), 8)
+    again = bench.request("a2", 8 * TOKENS, first_block=50)
+    again.block_ids[0][5] = again.block_ids[0][6] = NONE
+    bench.serve(again)
+    del shelf.values[keys[5]]
+    request = bench.request("b", 8 * TOKENS, first_block=100)
+    assert bench.load(request) == 5 * TOKENS
+    assert bench.wrong(request, 5 * TOKENS) == []
+
+
+def test_windows_are_not_asked_before_the_prefix_is_known() -> None:
+    bench, shelf, keys = shelved(layout_of(**FULL_AND_WINDOW), 8)
+    shelf.unknown.add(keys[0][5])
+    request = bench.request("b", 8 * TOKENS, first_block=50)
+    assert bench.lookup(request) is None
+    assert bench.manager.looked_up == []
+    shelf.unknown.clear()
+    bench.lookup(request)
+    assert bench.manager.looked_up == [keys[1][6], keys[1][5], keys[1][4]]
 
 
 def test_pending_chunks_behind_the_shortest_run_are_neither_waited_for_nor_promoted() -> None:
@@ -242,6 +271,17 @@ def test_what_a_load_has_left_out_before_a_window_is_never_stored() -> None:
     assert stored(transfers) == [*range(50, 60), *range(65, 70)]
     bench.done(transfers)
     assert bench.present(request, 1) == [False] * 5 + [True] * 5
+
+
+def test_what_a_load_has_left_out_is_stored_once_it_was_computed_after_all() -> None:
+    bench = Bench(layout_of(**FULL_AND_WINDOW))
+    bench.serve(bench.request("a", 8 * TOKENS))
+    request = bench.request("b", 10 * TOKENS, first_block=50)
+    assert bench.load(request) == 8 * TOKENS
+    bench.scheduler.preempt_request(request)
+    bench.scheduler.reset_cache()
+    assert bench.lookup(request) == 0
+    assert stored(bench.store_step(request)) == list(range(50, 70))
 
 
 def test_chunks_that_slide_out_of_the_window_are_stored_before_and_skipped_after() -> None:

@@ -151,6 +151,25 @@ def test_a_chunk_is_offered_once_while_its_blocks_wait_to_be_reused() -> None:
     assert sum(len(keys) for keys in engine.bench.manager.offered) == 16
 
 
+def test_a_chunk_is_offered_once_however_long_its_copy_takes() -> None:
+    engine = crowded()
+    transfers = engine.scheduler.end_step()
+    for _ in range(3):
+        assert engine.step() == []
+    engine.bench.done(transfers)
+    assert engine.step() == []
+    assert sum(len(keys) for keys in engine.bench.manager.offered) == 16
+
+
+def test_a_pause_does_not_make_the_next_step_smaller() -> None:
+    engine = Engine(num_blocks=32)
+    requests = [engine.begin(text_of(name, 8)) for name in "abcd"]
+    for _ in range(100):
+        assert engine.step() == []
+    engine.end(requests[0])
+    assert len(engine.step()) == 8
+
+
 def test_a_block_that_is_hit_again_is_offered_again_when_it_is_about_to_be_reused_again() -> None:
     engine = crowded()
     (key, *_) = keys = engine.bench.keys(engine.bench.request("look", 8 * TOKENS, text=text_of("a", 8)))

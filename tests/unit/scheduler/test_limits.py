@@ -81,10 +81,8 @@ def test_with_prompt_only_no_chunk_with_generated_tokens_is_stored() -> None:
 
 def test_without_prompt_only_generated_tokens_are_stored_as_they_come(bench) -> None:
     request = bench.request("a", 4 * TOKENS)
-    computed = []
-    for tokens in range(2 * TOKENS, 4 * TOKENS + 1):
-        computed.append(stored(bench.store_step(request, tokens)))
-    assert [step for step in computed if step] == [[0, 1], [2], [3]]
+    steps = [stored(bench.store_step(request, tokens)) for tokens in range(2 * TOKENS, 4 * TOKENS + 1)]
+    assert [step for step in steps if step] == [[0, 1], [2], [3]]
 
 
 def test_of_a_prefix_below_the_minimum_nothing_is_stored_and_all_of_it_once_it_is_longer() -> None:

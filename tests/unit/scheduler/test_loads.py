@@ -66,6 +66,11 @@ def test_a_request_that_has_looked_up_but_gets_no_blocks_holds_no_other_one_up(b
         bench.scheduler.end_step()
 
 
+def test_a_request_that_has_looked_up_in_an_earlier_step_alone_holds_no_other_one_up(bench) -> None:
+    assert bench.lookup(bench.request("b", 5 * TOKENS, first_block=20)) == 4 * TOKENS
+    assert bench.lookup(bench.request("c", 5 * TOKENS, first_block=40)) == 4 * TOKENS
+
+
 @pytest.mark.parametrize("how", ["fails", "preempted", "finished"])
 def test_after_a_load_that_came_to_nothing_the_next_request_loads_for_itself(bench, how) -> None:
     first = bench.request("b", 5 * TOKENS, first_block=20)
@@ -94,7 +99,10 @@ def test_without_a_prefix_cache_in_the_engine_each_request_loads_for_itself() ->
     assert [bench.wrong(request, 4 * TOKENS) for request in requests] == [[], []]
 
 
-def test_a_request_that_loads_is_not_looked_up_again(bench) -> None:
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_a_request_that_loads_is_not_looked_up_again(prefix_caching) -> None:
+    bench = Bench(layout_of(), options=SchedulerOptions(prefix_caching=prefix_caching))
+    bench.serve(bench.request("a", 4 * TOKENS))
     request = bench.request("b", 5 * TOKENS, first_block=20)
     begin_load(bench, request)
     assert bench.lookup(request) is None

@@ -4,11 +4,10 @@ import threading
 
 import pytest
 
-from kvtiers.api import ConfigError, JobResult, LookupResult, SecondaryTierManager, make_offload_key
+from kvtiers.api import JobResult, LookupResult, SecondaryTierManager, make_offload_key
 from kvtiers.base import TransferResult
-from kvtiers.scheduler import SchedulerOptions
 
-from .bench import TOKENS, Bench, layout_of, stored
+from .bench import TOKENS, Bench, layout_of
 
 
 @pytest.fixture
@@ -106,6 +105,7 @@ def test_a_loaded_prefix_is_copied_into_the_requests_own_blocks_and_not_stored_a
     (store,) = bench.scheduler.end_step().stores
     assert store.blocks.block_ids.tolist() == [23, 24]
     assert store.blocks.block_indices == (3,)
+    assert bench.manager.offered[-1] == bench.keys(request)[3:]
 
 
 def test_a_load_behind_the_engines_own_hit_starts_at_the_right_block(bench) -> None:
