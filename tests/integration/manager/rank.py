@@ -1,0 +1,14 @@
+"""A rank in a process of its own: joins an engine's region, says so, and lives until it is killed or told to end."""
+
+import sys
+
+from kvtiers.rows.join import RegionJoin
+from kvtiers.rows.layout import CacheLayout
+
+engine_id, rank, layout = sys.argv[1], int(sys.argv[2]), CacheLayout.from_json(sys.argv[3])
+join = RegionJoin.start(engine_id, layout, rank, start_deadline=30)
+join.wait(30)
+sys.stdout.write("joined\n")
+sys.stdout.flush()
+sys.stdin.read()
+join.close()
