@@ -100,8 +100,8 @@ def plan_cases(wanted: Wanted, sizes: PlanSizes, config: OffloadConfig | None = 
     policies = wanted.policies or ([config.primary.eviction] if config else ["lru"])
     for name in policies:
         policy_class(name)
-    primaries = list(_primaries(wanted, sizes, config))
     tiers = list(_tiers(wanted.secondary or {}, sizes, config))
+    primaries = _primaries(wanted, sizes, config)
     count = len(policies) * len(primaries) * math.prod(len(choices) for choices in tiers)
     if count > _MOST_CASES:
         raise ConfigError(f"{count:,} combinations of sizes and policies, expected at most {_MOST_CASES:,}")

@@ -10,6 +10,7 @@ import multiprocessing
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Self, TypeAlias
 
@@ -117,7 +118,9 @@ class _Worker:
         self.pipe, theirs = context.Pipe()
         self.index = -1
         self._process = context.Process(target=_work, args=(theirs,), daemon=True)
-        # Ctrl-C is the parent's to handle, from the child's very first moment on: it inherits what is blocked.
+        # Ctrl-C is the parent's to handle, from the child's very first moment on: it inherits what is blocked. The
+        # tracker, which multiprocessing starts with its first process, unblocks it: so it comes before.
+        resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self._process.start()
