@@ -136,10 +136,11 @@ class Shelf(SecondaryTierManager):
 
     def land(self) -> None:
         for job in self.loads:
+            here = [] if self.fails else [key for key in job.keys if key in self.values]
             for key, row in zip(job.keys, job.chunk_ids, strict=True):
-                if not self.fails:
+                if key in here:
                     self._row(row)[:] = self.values[key]
-            self.finished.append(JobResult(job.job_id, success=not self.fails))
+            self.finished.append(JobResult(job.job_id, len(here) == len(job.keys), here))
         self.loads.clear()
 
     def get_finished_jobs(self):

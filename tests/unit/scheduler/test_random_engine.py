@@ -1,18 +1,17 @@
 """An engine that does anything in any order: what comes back is right, and in the end nothing is held or pinned."""
 
 import hashlib
+import random
 from dataclasses import dataclass
 
 import numpy as np
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+import pytest
 
 from kvtiers.base import TransferResult
 from kvtiers.replay.block_pool import BlockPool
 from kvtiers.scheduler import SchedulerOptions, WorkerJob
 
-from .bench import NONE, PAGE, Bench, Request, layout_of
+from .bench import NONE, PAGE, Bench, Request, Shelf, layout_of
 
 TEXTS = ["a" * 96, "a" * 40 + "b" * 56, "a" * 64 + "c" * 32, "d" * 96]
 BLOCKS, ROWS = 90, 40
@@ -52,19 +51,28 @@ class VersionedBench(Bench):
         return hashlib.sha256(block_hash + bytes([tensor, rank, self.version])).digest() * 2
 
 
-class AnyEngine(RuleBasedStateMachine):
-    @initialize(
-        groups=st.sampled_from([((8,), ()), ((8, 8), (None, 20)), ((8, 16), ()), ((8, 8, 16), (None, 12, 33))]),
-        per_chunk=st.integers(1, 3),
-        ranks=st.integers(1, 2),
-        lazy=st.booleans(),
-        caching=st.booleans(),
-    )
-    def begin(self, groups, per_chunk, ranks, lazy, caching) -> None:
-        layout = layout_of(per_chunk, groups[0], ranks, groups[1])
+LAYOUTS = [((8,), ()), ((8, 8), (None, 20)), ((8, 16), ()), ((8, 8, 16), (None, 12, 33))]
+
+
+class AnyEngine:
+    """Draws what it is and what it does from ``chance``."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance = chance
+        groups, windows = chance.choice(LAYOUTS)
+        layout = layout_of(chance.randint(1, 3), groups, chance.randint(1, 2), windows)
+        lazy, caching = chance.random() < 0.4, chance.random() < 0.7
         self.pool = Pool(BLOCKS, caching=caching)
         options = SchedulerOptions(mode="lazy" if lazy else "eager", prefix_caching=caching)
-        self.bench = VersionedBench(layout, ROWS, options, blocks=self.pool, num_blocks=BLOCKS)
+        self.shelf = Shelf(layout.row_stride)
+        self.bench = VersionedBench(
+            layout,
+            ROWS,
+            options,
+            blocks=self.pool,
+            num_blocks=BLOCKS,
+            tier=self.shelf if chance.random() < 0.6 else None,
+        )
         self.scheduler = self.bench.scheduler
         self.running: list[Running] = []
         self.jobs: list[Job] = []
@@ -73,11 +81,11 @@ class AnyEngine(RuleBasedStateMachine):
 
     # -- requests
 
-    @precondition(lambda self: len(self.running) < 5)
-    @rule(text=st.sampled_from(TEXTS), tokens=st.integers(1, 96))
-    def arrive(self, text, tokens) -> None:
+    def arrive(self) -> None:
+        if len(self.running) == 5:
+            return
         self.names += 1
-        request = self.bench.request(f"r{self.names}", tokens, text=text)
+        request = self.bench.request(f"r{self.names}", self.chance.randint(1, 96), text=self.chance.choice(TEXTS))
         for group, ids in enumerate(request.block_ids):
             ids.clear()
             step = self.bench.layout.blocks_per_chunk
@@ -85,9 +93,8 @@ class AnyEngine(RuleBasedStateMachine):
                 self.chunks[key] = group, request.block_hashes[group][place * step : (place + 1) * step]
         self.running.append(Running(request))
 
-    @rule(data=st.data(), take=st.floats(0, 1))
-    def schedule(self, data, take) -> None:
-        if (one := self.pick(data, "waiting")) is None:
+    def schedule(self) -> None:
+        if (one := self.pick("waiting")) is None:
             return
         request = one.request
         found = [self.match(request, group) for group in range(len(request.block_ids))]
@@ -111,15 +118,15 @@ class AnyEngine(RuleBasedStateMachine):
         for group, count in enumerate(needed):
             request.block_ids[group] += self.pool.allocate(count)
         one.computed, one.mixed = computed, False
-        one.state = "loading" if self.scheduler.start_load(request, int(tokens * take)) else "running"
+        take = tokens if self.chance.random() < 0.8 else self.chance.randint(0, tokens)
+        one.state = "loading" if self.scheduler.start_load(request, take) else "running"
         assert self.bench.wrong(request, computed) == []
 
-    @rule(data=st.data(), tokens=st.integers(1, 60))
-    def compute(self, data, tokens) -> None:
-        if (one := self.pick(data, "running")) is None:
+    def compute(self) -> None:
+        if (one := self.pick("running")) is None:
             return
         request = one.request
-        start, one.computed = one.computed, min(one.computed + tokens, request.num_tokens)
+        start, one.computed = one.computed, min(one.computed + self.chance.randint(1, 60), request.num_tokens)
         for group, spec in enumerate(self.bench.layout.groups):
             first, last = start // spec.tokens_per_block, one.computed // spec.tokens_per_block
             for index in range(first, last):
@@ -136,34 +143,30 @@ class AnyEngine(RuleBasedStateMachine):
                 out = max(0, one.computed - spec.window + 1) // spec.tokens_per_block
                 self.free(request, group, out)
 
-    @rule(data=st.data())
-    def preempt(self, data) -> None:
-        if one := self.pick(data, "running", "loading"):
+    def preempt(self) -> None:
+        if one := self.pick("running", "loading"):
             self.give_up(one)
 
-    @rule(data=st.data(), told=st.booleans())
-    def finish(self, data, told) -> None:
-        if one := self.pick(data, "running", "loading", "waiting"):
-            self.scheduler.finish_request(one.request, one.computed if told and one.state == "running" else None)
+    def finish(self) -> None:
+        if one := self.pick("running", "running", "loading", "waiting"):
+            told = one.state == "running" and self.chance.random() < 0.5
+            self.scheduler.finish_request(one.request, one.computed if told else None)
             self.release_all(one.request)
             self.running.remove(one)
 
     # -- steps and workers
 
-    @rule()
     def step(self) -> None:
         transfers = self.scheduler.end_step()
         ranks = range(self.bench.layout.world_size)
         self.jobs += [Job(job, False, list(ranks)) for job in transfers.loads]
         self.jobs += [Job(job, True, list(ranks)) for job in transfers.stores]
 
-    @rule(data=st.data(), success=st.sampled_from([True] * 9 + [False]))
-    def report(self, data, success) -> None:
+    def report(self) -> None:
         if self.jobs:
-            one = data.draw(st.sampled_from(self.jobs))
-            self.copy(one, data.draw(st.sampled_from(one.waiting)), success=success)
+            one = self.chance.choice(self.jobs)
+            self.copy(one, self.chance.choice(one.waiting), success=self.chance.random() < 0.95)
 
-    @rule()
     def report_all(self) -> None:
         while self.jobs:
             self.copy(self.jobs[0], self.jobs[0].waiting[0], success=True)
@@ -183,28 +186,35 @@ class AnyEngine(RuleBasedStateMachine):
                 loaded.computed = outcome.end
                 assert self.bench.wrong(loaded.request, outcome.end, outcome.start) == []
 
+    def land(self) -> None:
+        self.shelf.fails = self.chance.random() < 0.2
+        self.shelf.land()
+
+    def forget_values(self) -> None:
+        if self.shelf.values:
+            self.shelf.values.pop(self.chance.choice(sorted(self.shelf.values)))
+
     # -- life
 
-    @rule()
     def reset(self) -> None:
         self.scheduler.reset_cache()
 
-    @rule(data=st.data())
-    def new_weights(self, data) -> None:
+    def new_weights(self) -> None:
         self.scheduler.set_weights_version(str(self.bench.version + 1))
         self.bench.version += 1
         self.pool.forget()
+        self.shelf.values.clear()  # they have other names now
         for one in list(self.running):
-            if one.state != "waiting" and data.draw(st.booleans()):
+            if one.state != "waiting" and self.chance.random() < 0.5:
                 self.give_up(one)
             elif one.state != "waiting":
                 one.mixed = True
 
     # -- inside
 
-    def pick(self, data, *states: str) -> Running | None:
+    def pick(self, *states: str) -> Running | None:
         some = [one for one in self.running if one.state in states]
-        return data.draw(st.sampled_from(some)) if some else None
+        return self.chance.choice(some) if some else None
 
     def match(self, request: Request, group: int) -> list[int]:
         return self.pool.match([h + bytes([group]) for h in request.block_hashes[group]])
@@ -224,24 +234,44 @@ class AnyEngine(RuleBasedStateMachine):
             self.free(request, group, len(ids))
             ids.clear()
 
-    def teardown(self) -> None:
-        if not hasattr(self, "bench"):
-            return
+    # -- the test
+
+    def live(self, actions: int) -> None:
+        weights = {
+            self.arrive: 10,
+            self.schedule: 20,
+            self.compute: 20,
+            self.finish: 8,
+            self.preempt: 2,
+            self.step: 20,
+            self.report: 20,
+            self.report_all: 3,
+            self.land: 10,
+            self.forget_values: 1,
+            self.reset: 0.3,
+            self.new_weights: 0.3,
+        }
+        for action in self.chance.choices(list(weights), list(weights.values()), k=actions):
+            action()
+
+    def end(self) -> None:
         for one in self.running:
             self.scheduler.finish_request(one.request)
             self.release_all(one.request)
         self.running.clear()
-        while self.scheduler.has_pending_work() or self.jobs:
+        steps = 0
+        while steps < 5 or self.scheduler.has_pending_work() or self.jobs:
             self.step()
             self.report_all()
-        self.step()
-        self.report_all()
+            self.land()
+            steps += 1
+            assert steps < 50, "work that never ends"
         assert self.pool.free == BLOCKS
         assert not self.scheduler.blocks_in_flight
         primary = self.bench.primary
         assert self.bench.manager.stats()["engine"]["misuse"] == primary.misuse == 0
         assert primary.pinned_rows == primary.pending_rows == primary.quarantined_rows == 0
-        assert primary.free_rows + primary.evictable == ROWS
+        assert primary.free_rows + primary.evictable + primary.protected_rows == ROWS
         self.check_rows()
 
     def check_rows(self) -> None:
@@ -256,7 +286,8 @@ class AnyEngine(RuleBasedStateMachine):
             assert self.bench.region[row * stride : row * stride + len(want)] == want
 
 
-TestAnyEngine = AnyEngine.TestCase
-TestAnyEngine.settings = settings(
-    deadline=None, max_examples=60, stateful_step_count=60, suppress_health_check=list(HealthCheck)
-)
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_an_engine_does_what_comes_back_is_right_and_nothing_stays_held(seed) -> None:
+    engine = AnyEngine(random.Random(seed))
+    engine.live(600)
+    engine.end()

@@ -78,6 +78,8 @@ class EngineRequest(Protocol):
         """By group: the GPU block of each logical block, as far as they are allocated.
 
         ``SchedulerOptions.null_block`` stands where the request has no block (any more), as before a sliding window.
+        A chunk that loses a block before it is full is never stored: with windows shorter than a chunk, an engine keeps
+        the chunk's blocks until then.
         """
 
 
