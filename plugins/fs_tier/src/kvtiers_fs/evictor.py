@@ -15,7 +15,8 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from kvtiers_fs.places import SHARDS, shard_folder
 from kvtiers_fs.tree import Found, Head, Tree
@@ -37,6 +38,13 @@ _LONGEST_PAUSE = 7 * 86400.0
 _VALUES_PER_SECOND = 64  # counted anew, all processes together: a million in four hours
 _ORPHAN_SECONDS = 600.0  # longer than a write may take
 _WARN_SECONDS = 60.0
+
+
+class _View(NamedTuple):
+    """The folders that there are, and what this process had done to each shard just before they were listed."""
+
+    heads: list[Head]
+    changes: list[int]
 
 
 def free_bytes(fd: int) -> int:
@@ -141,26 +149,34 @@ class Evictor:
         if not unknown and 0 < index.next_count - now < _LONGEST_PAUSE:
             return False
         self._reclaim_in_root(now)
-        heads, seen = list(self._tree.heads()), 0
+        view, seen = self._look(), 0
         for shard in unknown or sorted(range(SHARDS), key=index.counted.__getitem__):
-            seen += 1 + len(self._count_shard(index, heads, shard, now))
+            seen += 1 + len(self._count_shard(index, view, shard, now))
             if time.monotonic() >= until or (not unknown and seen >= _VALUES_PER_SECOND * _IDLE_SECONDS):
                 break
         index.next_count = now + seen / _VALUES_PER_SECOND
         return bool(index.uncounted())
 
-    def _count_shard(self, index: Index, heads: Sequence[Head], shard: int, now: float) -> list[tuple[int, Found]]:
-        """Count one shard over all heads, and remove what has no right to be there; return what stays."""
+    def _look(self) -> _View:
+        changes = self.ledger.changes()  # first: a folder that is made from now on is not among the heads'
+        return _View(list(self._tree.heads()), changes)
+
+    def _count_shard(self, index: Index, view: _View, shard: int, now: float) -> list[tuple[int, Found]]:
+        """Count one shard over all heads, and remove what has no right to be there; return what stays.
+
+        A shard that this process has changed since that look keeps the figures it had: it is counted another time.
+        """
         kept: list[tuple[int, Found]] = []
-        for head in heads:
+        for head in view.heads:
             if shard not in head.shards:
                 continue
             files = self._tree.files(head.folder, shard)
             kept += [(shard, file) for file in files if not self._is_reclaimed(file, now)]
             if not files:
                 self._tree.remove_empty(shard_folder(head.folder, shard))
-        values = [file.nbytes for _, file in kept if file.last is not None]
-        index.nbytes[shard], index.values[shard], index.counted[shard] = sum(values), len(values), now
+        if self.ledger.was_counted(shard, view.changes[shard]):
+            values = [file.nbytes for _, file in kept if file.last is not None]
+            index.nbytes[shard], index.values[shard], index.counted[shard] = sum(values), len(values), now
         return kept
 
     def _is_reclaimed(self, file: Found, now: float) -> bool:
@@ -181,10 +197,9 @@ class Evictor:
     def _evict(self, index: Index, until: float) -> bool:
         """Remove values until there is room again; True if that is not done yet."""
         need = self._need(index)
-        heads = list(self._tree.heads()) if need > 0 else []
         now = self._usage.now()
         while need > 0:
-            freed = self._evict_batch(index, heads, need, now, until)
+            freed = self._evict_batch(index, self._look(), need, now, until)
             need = min(need - freed, index.total()[0])
             if need > 0 and (time.monotonic() >= until or self._stopping):
                 return True
@@ -202,12 +217,12 @@ class Evictor:
                 need = max(need, max(0, short) + self._capacity // 100, 1)
         return min(need, used)
 
-    def _evict_batch(self, index: Index, heads: Sequence[Head], need: int, now: float, until: float) -> int:
+    def _evict_batch(self, index: Index, view: _View, need: int, now: float, until: float) -> int:
         """Remove the oldest of the next shards' values; return their bytes."""
         batch: list[tuple[int, Found]] = []
         shards = 0
         while shards < SHARDS and len(batch) < _BATCH_VALUES and (not shards or time.monotonic() < until):
-            batch += self._count_shard(index, heads, index.cursor, now)
+            batch += self._count_shard(index, view, index.cursor, now)
             index.cursor = (index.cursor + 1) % SHARDS
             shards += 1
         values = [(shard, file) for shard, file in batch if file.last is not None]
@@ -217,8 +232,8 @@ class Evictor:
             if freed >= quota:
                 break
             freed += file.nbytes
-            index.nbytes[shard] -= file.nbytes
-            index.values[shard] -= 1
+            index.nbytes[shard] = max(0, index.nbytes[shard] - file.nbytes)
+            index.values[shard] = max(0, index.values[shard] - 1)
             if self._tree.remove(file.folder, file.leaf) is not None:
                 self._counts["evicted_values"] += 1
                 self._counts["evicted_bytes"] += file.nbytes

@@ -81,13 +81,15 @@ class FsStore(ChunkStore):
             self._dropped += 1
             raise
         try:
-            before = self._files.write(place, src)
-            ledger.count(place.shard, nbytes - (before or 0), before is None)
+            with ledger.changing(place.shard):
+                before = self._files.write(place, src)
+                ledger.count(place.shard, nbytes - (before or 0), before is None)
         except OSError as error:
             if error.errno not in _FULL:
                 raise
             self._dropped += 1
-            evictor.disk_is_full()
+            if error.errno != errno.EFBIG:  # a limit on one file's size: removing others would not help
+                evictor.disk_is_full()
             raise StoreFull(f"the disk has no room: {error.strerror}") from None
         finally:
             ledger.settle(nbytes)
@@ -120,10 +122,11 @@ class FsStore(ChunkStore):
         folders = set()
         for name in names:
             place = place_of(name)
-            nbytes = self._tree.remove(place.folder, place.leaf)
-            if nbytes is not None:
-                ledger.count(place.shard, -nbytes, -1)
-                folders.add(place.folder)
+            with ledger.changing(place.shard):
+                nbytes = self._tree.remove(place.folder, place.leaf)
+                if nbytes is not None:
+                    ledger.count(place.shard, -nbytes, -1)
+                    folders.add(place.folder)
         for folder in folders:
             self._tree.remove_empty(folder)
 

@@ -167,6 +167,8 @@ class Ledger:
         self._net = 0
         self._written = 0
         self._in_flight = 0
+        self._changing = [0] * SHARDS  # changes under way: on the disk already, or not yet, and not counted
+        self._changes = [0] * SHARDS
         self._refuse_until = 0.0
         self._step = capacity // _STEPS
 
@@ -206,8 +208,36 @@ class Ledger:
             self._in_flight -= claimed
             self._changed.notify_all()
 
+    @contextlib.contextmanager
+    def changing(self, shard: int) -> Iterator[None]:
+        """Bracket a change of a shard and the ``count`` of it, so that nobody takes it in twice or not at all."""
+        with self._changed:
+            self._changing[shard] += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._changing[shard] -= 1
+                self._changes[shard] += 1  # here: a listing that began before may or may not have it
+
+    def changes(self) -> list[int]:
+        """Return a number for each shard to give to ``was_counted``, before anything of it is listed."""
+        return self._changes.copy()
+
+    def was_counted(self, shard: int, changes: int) -> bool:
+        """Say whether a listing of the shard, begun at this number, has all that this process did there.
+
+        If so, what was not reported of it yet is forgotten: the listing has it. If not, the listing tells nothing.
+        """
+        with self._changed:
+            if self._changing[shard] or self._changes[shard] != changes:
+                return False
+            self._net -= self._deltas.nbytes[shard]
+            self._deltas.nbytes[shard] = self._deltas.values[shard] = 0
+            return True
+
     def count(self, shard: int, nbytes: int, values: int) -> None:
-        """Take note of what was written (or removed: less than 0)."""
+        """Take note of what was written (or removed: less than 0), within ``changing``."""
         with self._changed:
             self._deltas.nbytes[shard] += nbytes
             self._deltas.values[shard] += values
