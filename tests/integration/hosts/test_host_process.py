@@ -1,5 +1,6 @@
 """The host's program by itself, with the test in the place of the engine."""
 
+import mmap
 import os
 import select
 import socket
@@ -9,6 +10,7 @@ import time
 
 import pytest
 
+from kvtiers.rows.seal import seal_value
 from kvtiers.secondary import wire
 from kvtiers.secondary.framing import FrameReader, Kind
 
@@ -95,3 +97,30 @@ def test_a_host_closes_within_its_time_and_without_a_word_on_stderr(host):
     ours.sendall(hello() + wire.encode_close(0, 5.0))
     assert process.wait(30) == 0
     assert process.stderr.read() == b""
+
+
+SEAL_FOR_EVER = """
+import mmap, sys
+from kvtiers.rows.seal import seal_value
+value = memoryview(mmap.mmap(int(sys.argv[1]), 4096))
+while True:
+    seal_value(value, 4000, "a/b", b"layout-1")
+"""
+
+
+def test_a_value_that_another_host_is_sealing_again_is_whole_at_every_moment():
+    """Two tiers' hosts seal the same row, and one may be storing it while the other still seals."""
+    memory = os.memfd_create("row")
+    os.ftruncate(memory, 4096)
+    value = memoryview(mmap.mmap(memory, 4096))
+    seal_value(value, 4000, "a/b", b"layout-1")
+    whole = bytes(value)
+    with subprocess.Popen([sys.executable, "-c", SEAL_FOR_EVER, str(memory)], pass_fds=[memory]) as other:
+        value[4000] = 1
+        until = time.monotonic() + 30
+        while value[4000]:
+            assert time.monotonic() < until, "the other process does not seal"
+        torn = sum(bytes(value[-128:]) != whole[-128:] for _ in range(500_000))
+        other.kill()
+    os.close(memory)
+    assert torn == 0

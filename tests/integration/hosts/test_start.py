@@ -197,6 +197,13 @@ def test_a_host_has_no_descriptor_of_the_engine_but_its_two(start, faulty, tmp_p
     assert not [link for link in links if "memfd" in link], "mapped, and closed"
 
 
+def test_a_host_does_not_put_the_engine_off_its_processor(start, faulty):
+    engine = start(faulty())
+    engine.until_available()
+    tasks = [int(task.name) for task in Path(f"/proc/{engine.host()}/task").iterdir()]
+    assert {os.sched_getscheduler(task) for task in tasks} == {os.SCHED_BATCH}
+
+
 def test_a_host_loads_no_numpy_and_few_threads(start, faulty):
     """Every library there is times the number of tiers, in memory."""
     engine = start(faulty(threads=2))

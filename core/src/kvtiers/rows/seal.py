@@ -52,7 +52,8 @@ def seal_value(value: memoryview, payload_bytes: int, name: str, layout_id: byte
     seal_at = length - SEAL_BYTES
     value[payload_bytes:seal_at] = bytes(seal_at - payload_bytes)
     digest = _digest(value[:payload_bytes], name)
-    _SEAL.pack_into(value, seal_at, _MAGIC, SEAL_FORMAT, length, payload_bytes, layout_id, digest)
+    # Not pack_into, which writes zeros first: another tier's host may be reading the seal that it has just written.
+    value[seal_at:] = _SEAL.pack(_MAGIC, SEAL_FORMAT, length, payload_bytes, layout_id, digest)
 
 
 def check_value(value: memoryview, payload_bytes: int, name: str, layout_id: bytes) -> SealVerdict:

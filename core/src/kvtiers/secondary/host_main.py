@@ -21,6 +21,7 @@ def main() -> None:
     # Handlers and not SIG_IGN: what a store starts must not inherit the deafness.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave_to_the_engine)
+    _give_way()
     with contextlib.suppress(RuntimeError, OSError):  # no stderr to write to
         faulthandler.enable()
     from kvtiers.secondary.host import TierHost
@@ -33,6 +34,13 @@ def _die_with(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it ended before the signal was armed
         os._exit(0)
+
+
+def _give_way() -> None:
+    """Run as a batch process: the engine's thread is not put off its processor when a message from it wakes us."""
+    if hasattr(os, "SCHED_BATCH"):
+        with contextlib.suppress(OSError):  # forbidden in some containers
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _leave_to_the_engine(_number: int, _frame: FrameType | None) -> None:
