@@ -6,6 +6,7 @@ Every chunk has its own bytes, made from its key and the weights' version, in th
 import hashlib
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from kvtiers.api import JobResult, LookupResult, SecondaryTierManager, make_offload_key
 from kvtiers.base import RequestContext
@@ -86,7 +87,8 @@ class FaultyTier(SecondaryTierManager):
     """Holds real bytes; by default it ends each job within the submit. What goes wrong is up to the test.
 
     ``hold``: jobs wait in ``held`` until ``end`` is called. ``raises``: names of methods that raise. ``answer``: what
-    it says to every lookup, instead of the truth. ``unreported``: job ids that it still owes a result for.
+    it says to every lookup, instead of the truth. ``violations``: what it was asked that no tier may be asked; every
+    test ends with a look at them, since nothing that a tier raises reaches the engine.
     """
 
     def __init__(self, view, *, hold=False, reports_starts=False):
@@ -104,11 +106,12 @@ class FaultyTier(SecondaryTierManager):
         self.started, self.failed, self.finished = [], [], []
         self.abandoned = []
         self.told = Counter()
-        self.over = set()
+        self.begun, self.over = set(), set()
         self.submitted = []
         self.asked = []
         self.steps = 0
         self.seconds = 0.0
+        self.violations = []
 
     # -- the contract
 
@@ -160,11 +163,13 @@ class FaultyTier(SecondaryTierManager):
         self._called("abandon_job")
 
     def on_new_request(self, context):
+        self._demand(context not in self.begun, "a request that begins twice")
+        self.begun.add(context)
         self._called("on_new_request")
-        self.over.discard(context)
         return self.wants_whole
 
     def on_request_finished(self, context):
+        self._demand(context in self.begun - self.over, "the end of a request that this tier does not have")
         self.told[context] += 1
         self.over.add(context)
         self._called("on_request_finished")
@@ -229,9 +234,9 @@ class FaultyTier(SecondaryTierManager):
 
     def _submit(self, method, job):
         self._called(method, job.context)
-        assert len(job.keys) == len(job.chunk_ids) > 0
-        assert job.chunk_ids.format == "i"
-        assert job.is_promotion == (method == "submit_load")
+        self._demand(len(job.keys) == len(job.chunk_ids) > 0, f"{len(job.keys)} keys, {len(job.chunk_ids)} rows")
+        self._demand(job.is_promotion == (method == "submit_load"), f"{method} with the other kind of job")
+        self._demand(not self.submitted or job.job_id > self.submitted[-1].job_id, "a job id that does not grow")
         self.submitted.append(job)
         self.held[job.job_id] = Held(job, self.version, job.chunk_ids.tolist())
         if not self.hold:
@@ -239,15 +244,21 @@ class FaultyTier(SecondaryTierManager):
 
     def _called(self, method, context=None):
         if context is not None and context.request_id:
-            assert context not in self.over, f"{method} for a request whose end this tier was told"
+            self._demand(context not in self.over, f"{method} for a request whose end this tier was told")
+            self._demand(context in self.begun, f"{method} for a request that this tier was not told of")
         if method in self.raises:
             raise RuntimeError(f"{method} fails")
+
+    def _demand(self, fulfilled, what):
+        if not fulfilled:
+            self.violations.append(what)
 
 
 @dataclass(eq=False)
 class Bench:
-    """A manager over real rows and faulty tiers. ``tiers``: options of each, by name."""
+    """A manager over real rows and faulty tiers. ``tiers``: options of each, by name. ``all``: those of this test."""
 
+    all: ClassVar[list] = []
     rows: int = 16
     tiers: dict = field(default_factory=lambda: {"a": {}})
     tokens_per_chunk: tuple = (16,)
@@ -277,6 +288,10 @@ class Bench:
             "test", self.primary, self.slots, self.tokens_per_chunk, self.engine, self.options, self.clock
         )
         self._requests = 0
+        self.all.append(self)
+
+    def violations(self):
+        return [what for tier in self.tier.values() for what in tier.violations]
 
     # -- an engine's doings, in short
 

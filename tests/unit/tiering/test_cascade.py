@@ -87,6 +87,12 @@ def test_what_would_break_a_budget_is_dropped_from_the_tail_and_counted():
     assert bench.figures("a")["dropped_cascades"] == 4 + 2
 
 
+def test_all_tiers_together_keep_to_their_budget():
+    bench = Bench(rows=40, tiers={name: {} for name in "abc"}, options=TieringOptions(), hold=True)
+    bench.manager.complete_store(bench.begin_store(chain("n", 10)))
+    assert [bench.figures(name)["pinned_rows"] for name in "abc"] == [10, 10, 0]
+
+
 def test_a_tier_that_is_not_available_gets_nothing_and_that_is_counted():
     bench = Bench(options=WIDE)
     bench.tier["a"].available = False
@@ -149,20 +155,23 @@ def test_second_access_does_not_send_back_what_the_tier_brought():
     assert not stores(bench)
 
 
-@pytest.mark.parametrize("trouble", ["refused", "failed", "no room"])
+@pytest.mark.parametrize("trouble", ["refused", "failed", "overdue", "no room"])
 def test_second_access_sends_again_what_did_not_get_there(trouble):
     bench = second_access()
     bench.store(KEYS[:4])
     tier = bench.tier["a"]
     if trouble == "refused":
         tier.raises = {"submit_store"}
-    elif trouble == "failed":
+    elif trouble in {"failed", "overdue"}:
         tier.hold = True
     else:
         tier.available = False
     bench.load(KEYS[:4], bench.request())
     if trouble == "failed":
         tier.end(min(tier.held), landed=[])
+    if trouble == "overdue":
+        bench.step()
+        bench.step(31.0)
     bench.settle()
     tier.raises, tier.hold, tier.available = set(), False, True
     bench.load(KEYS[:4], bench.request())
@@ -202,6 +211,26 @@ def test_on_eviction_works_ahead_so_that_what_leaves_has_been_stored():
     assert bench.tier["a"].has(evicted) == [True] * 20
     assert bench.figures()["dropped_dirty"] == 0
     assert len(bench.tier["a"].values) <= 20 + 2 + 2, "no more than is needed soon"
+    sent = [key for keys in stores(bench) for key in keys]
+    assert len(sent) == len(set(sent)), "what is clean is not sent again"
+
+
+def test_on_eviction_goes_on_step_by_step_where_a_budget_keeps_its_steps_short():
+    options = TieringOptions(one_tier=0.02, all_tiers=1.0)
+    bench = Bench(rows=100, tiers={"a": {"admission": "on_eviction"}}, options=options)
+    bench.manager.complete_store(bench.begin_store(chain("n", 100)))
+    for _ in range(10):
+        bench.step()
+    assert [len(keys) for keys in stores(bench)] == [2, 2, 1]
+
+
+def test_a_promotion_that_makes_a_dirty_chunk_leave_counts_it_too():
+    bench = on_eviction(rows=10)
+    bench.tier["a"].raises = {"submit_store"}
+    bench.store(chain("dirty", 10))
+    bench.tier["a"].put(KEYS)
+    assert bench.lookup(KEYS, bench.request()) == (0, 8, False)
+    assert bench.figures()["dropped_dirty"] == 8
 
 
 def test_a_chunk_that_leaves_before_it_was_stored_is_dropped_and_counted_and_nobody_waits():
@@ -276,6 +305,7 @@ def test_chunks_that_are_still_being_written_are_parked_and_sent_when_they_are_t
     assert list(second.keys) == KEYS[2:4]
     bench.manager.complete_store(second)
     bench.manager.on_request_finished(ctx)
+    bench.step()
     bench.step()
     assert stores(bench, "w") == [KEYS[2:4]]
     assert bench.manager.has_pending_work()

@@ -55,6 +55,29 @@ def test_a_load_that_does_not_end_in_time_fails_at_once_for_all_who_wait_by_the_
     assert not bench.manager.has_pending_work(), "nobody waits for what is in quarantine"
 
 
+def test_a_chunk_whose_load_was_given_up_is_not_asked_of_that_tier_again_for_this_request():
+    bench, ctx = loading()
+    bench.step(31.0)
+    assert bench.lookup(KEYS, ctx) == (0, 0, False)
+    assert bench.lookup(KEYS, bench.request()) == (0, 4, False)
+
+
+def test_a_job_that_a_reset_overtook_and_that_is_overdue_then_says_nothing_about_the_keys():
+    bench, ctx = loading()
+    bench.manager.reset_cache()
+    assert bench.lookup(KEYS, ctx) == (0, 4, False)
+    bench.step(25.0)
+    bench.tier["a"].end(2)
+    bench.step()
+    bench.step(6.0)
+    assert bench.figures("a")["expired_jobs"] == 1
+    assert bench.load(KEYS[:4], ctx)
+    assert bench.figures("a")["hits"] == 4
+    bench.forget()
+    bench.tier["a"].put(KEYS[:4])
+    assert bench.lookup(KEYS, ctx) == (0, 4, False)
+
+
 def test_rows_of_a_load_that_was_given_up_are_nobodys_until_the_tier_reports():
     bench, _ = loading(rows=8)
     bench.step(31.0)

@@ -102,6 +102,20 @@ def test_each_tier_is_asked_about_the_whole_rest_first():
     assert [tier.asked for tier in bench.tier.values()] == [[KEYS[2:]], [KEYS[2:]]]
 
 
+def test_a_prefix_that_two_tiers_share_chunk_by_chunk_costs_little_more_than_its_length():
+    keys = chain("mixed", 600)
+    bench = Bench(rows=1024, tiers={"a": {}, "b": {}}, options=WIDE)
+    bench.tier["a"].put(keys[::2])
+    bench.tier["b"].put(keys[1::2])
+    asked = []
+    for tier in bench.tier.values():
+        tier.lookup_many = lambda questions, context, tier=tier: [
+            asked.append(1) or (HIT if found else MISS) for found in tier.has(questions)
+        ]
+    assert bench.lookup(keys, bench.request()) == (0, 600, False)
+    assert len(asked) < 600 * 2 * 64
+
+
 def test_a_request_loads_only_from_tiers_that_it_may_use_but_always_from_the_primary():
     bench = Bench(tiers={"fast": {}, "slow": {}}, options=WIDE)
     bench.store(KEYS[:1])

@@ -71,6 +71,7 @@ class ManagerAgainstModel(RuleBasedStateMachine):
             policy=policy,
             hold=True,
         )
+        Bench.all.clear()
         self.manager, self.primary = self.bench.manager, self.bench.primary
         self.tier = list(self.bench.tier.values())
         for tier, reports in zip(self.tier, starts, strict=True):
@@ -475,6 +476,10 @@ class ManagerAgainstModel(RuleBasedStateMachine):
         assert table._pinned == sum(slot.metrics.pinned_rows for slot in self.bench.slots)
         assert table._pinned <= max(1, rows.num_rows // 2)
         assert self.manager._metrics.misuse == self.misuse
+
+    @invariant()
+    def no_tier_is_asked_what_none_may_be_asked(self):
+        assert not self.bench.violations()
 
     @invariant()
     def origins_are_of_chunks_that_are_here(self):

@@ -145,9 +145,58 @@ def test_a_chunk_that_left_and_was_computed_again_is_the_primarys():
     assert len(bench.manager._origins._tier_of) == 0
 
 
+def test_a_chunk_that_left_for_a_promotion_is_not_the_tiers_any_more():
+    bench = Bench(rows=8, tiers={"a": {"read_only": True}}, options=WIDE)
+    bench.tier["a"].put(KEYS)
+    bench.lookup(KEYS, bench.request())
+    bench.settle()
+    bench.step(20.0)
+    bench.tier["a"].put(chain("other", 7))
+    assert bench.lookup(chain("other", 7), bench.request()) == (0, 7, False)
+    assert len(bench.manager._origins._tier_of) == 7 + bench.primary.find(KEYS).count(HIT)
+
+
+@pytest.mark.parametrize("end", ["failed", "overdue", "reset"])
+def test_a_chunk_that_a_tier_did_not_bring_and_that_was_computed_is_the_primarys(end):
+    bench = Bench(options=WIDE, hold=True)
+    bench.tier["a"].put(KEYS)
+    bench.lookup(KEYS, bench.request())
+    bench.step()
+    if end == "failed":
+        bench.tier["a"].end(1, landed=[])
+    elif end == "reset":
+        bench.manager.reset_cache()
+    bench.step(31.0 if end == "overdue" else 0.0)
+    bench.manager.complete_store(bench.begin_store(KEYS))
+    assert bench.load(KEYS, bench.request())
+    assert bench.figures("a")["hits"] == 0
+    assert bench.figures()["primary_hits"] == 4
+
+
+def test_a_store_that_a_reset_overtook_takes_nothing_of_the_budgets():
+    bench = Bench(options=WIDE)
+    plan = bench.begin_store(KEYS)
+    bench.manager.reset_cache()
+    bench.manager.complete_store(plan)
+    assert bench.figures("a")["pinned_rows"] == 0
+    assert not bench.tier["a"].submitted
+
+
+def test_the_request_that_ends_last_has_the_hottest_chunks():
+    bench = Bench(rows=8, tiers={}, options=WIDE)
+    first, second = bench.request(), bench.request()
+    for ctx, name in ((first, "first"), (second, "second")):
+        bench.manager.complete_store(bench.begin_store(chain(name, 4), ctx))
+    bench.manager.on_request_finished(second)
+    bench.manager.on_request_finished(first)
+    bench.store(chain("new", 4))
+    assert bench.primary.find(chain("first", 4)) == [HIT] * 4
+
+
 def test_bytes_that_were_written_and_not_read_since_are_known():
     bench = Bench(options=WIDE)
     bench.store(KEYS)
+    bench.forget()
     bench.store(KEYS)
     assert bench.figures("a")["unread_bytes"] == 4 * 16
     bench.forget()

@@ -76,6 +76,19 @@ def test_what_a_request_that_ends_had_reserved_is_dropped_or_handed_on():
     assert bench.load(KEYS[:3], second)
 
 
+def test_nothing_is_handed_on_to_a_request_that_has_ended_too():
+    bench = Bench(options=WIDE)
+    bench.tier["a"].put(KEYS)
+    first, second = bench.request(), bench.request()
+    bench.lookup(KEYS, first)
+    bench.lookup(KEYS, second)
+    bench.manager.on_request_finished(second)
+    bench.manager.on_request_finished(first)
+    bench.step()
+    assert not loads(bench)
+    assert bench.primary.free_rows == bench.rows
+
+
 def test_nothing_is_fetched_for_a_request_that_ends_in_its_first_step():
     bench = Bench(options=WIDE)
     bench.tier["a"].put(KEYS)
@@ -123,6 +136,15 @@ def test_one_tier_pins_a_quarter_of_the_rows_and_all_tiers_a_half_at_most():
     assert hits == [10, 10, 0]
     bench.step()
     assert [bench.figures(name)["pinned_rows"] for name in names] == hits
+
+
+def test_one_lookup_keeps_to_the_budgets_too():
+    names = ["a", "b", "c"]
+    bench = Bench(rows=40, tiers={name: {} for name in names}, options=TieringOptions(load_wait=0.1), hold=True)
+    keys = chain("k", 30)
+    for number, name in enumerate(names):
+        bench.tier[name].put(keys[10 * number : 10 * number + 10])
+    assert bench.lookup(keys, bench.request()) == (0, 20, False)
 
 
 def test_each_budget_has_one_row_at_least():
@@ -249,6 +271,16 @@ def test_a_chunk_that_has_landed_is_there_when_the_request_that_waits_for_it_com
     for number in range(5):
         bench.store(chain(f"store{number}", 6))
     assert bench.load(KEYS[:4], ctx)
+
+
+def test_a_chunk_that_nobody_comes_for_is_like_any_other_after_a_while():
+    bench = Bench(rows=10, options=WIDE)
+    bench.tier["a"].put(KEYS[:4])
+    bench.lookup(KEYS, bench.request())
+    bench.settle()
+    assert (bench.primary.protected_rows, bench.primary.evictable) == (4, 0)
+    bench.step(10.0)
+    assert (bench.primary.protected_rows, bench.primary.evictable) == (0, 4)
 
 
 def test_it_is_not_kept_for_ever():

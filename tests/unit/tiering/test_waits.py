@@ -234,6 +234,20 @@ def test_a_faster_tier_serves_what_the_first_one_is_too_slow_for():
     assert [list(held.job.keys) for held in bench.tier["fast"].held.values()] == [KEYS[:5]]
 
 
+def test_what_one_tier_is_too_slow_for_is_not_given_up_while_another_may_have_it():
+    bench = bench_with(load_wait=None, tiers=("slow", "silent"))
+    prefill(bench)
+    measure(bench, 10.0, "slow")
+    measure(bench, 0.001, "silent")
+    bench.tier["slow"].put(KEYS)
+    bench.tier["silent"].answer = RETRY
+    ctx = bench.request()
+    assert bench.lookup(KEYS, ctx) == (0, 0, True)
+    bench.tier["silent"].answer = None
+    bench.tier["silent"].put(KEYS)
+    assert bench.lookup(KEYS, ctx) == (0, 8, False)
+
+
 def test_a_slow_tier_is_measured_anew_once_in_a_while_with_a_few_chunks():
     bench = bench_with(load_wait=None, rows=256)
     prefill(bench)

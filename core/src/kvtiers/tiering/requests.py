@@ -91,7 +91,6 @@ class RequestTable:
         if before is not None:  # the id is used again: what the old request still has in flight is nobody's now
             self._tell(before)
             before.context = RequestContext("")
-            before.whole = ()
             before.parked.clear()
             self.parked.discard(before)
         self._over.pop(ctx.request_id, None)

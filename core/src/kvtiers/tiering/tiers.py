@@ -62,8 +62,8 @@ class TierSlot:
         hits = answers.count(_HIT)
         if hits < len(answers):
             hits = next(i for i, answer in enumerate(answers) if answer is not _HIT)
-            return min(hits, len(keys)), answers[hits] is LookupResult.RETRY
-        return min(hits, len(keys)), False
+            return hits, answers[hits] is LookupResult.RETRY
+        return hits, False
 
     def submit(self, job: TransferJob) -> bool:
         """Hand the job over; False if the tier did not take it, so that nothing has started."""
