@@ -131,6 +131,7 @@ class OurLife:
         hits = timed("miss", lambda: manager.lookup_prefix(keys, ctx))
         while hits.pending or hits.unresolved:  # a tier has to ask elsewhere
             self.step(timed)
+            time.sleep(self.pause)
             hits = timed("miss", lambda: manager.lookup_prefix(keys, ctx))
         plan = timed("store", lambda: manager.prepare_store(keys, ctx))
         timed("store", lambda: manager.complete_store(plan))

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvtiers.tiering import cascade
 from kvtiers.tiering.jobs import TieringOptions
 
 from .bench import HIT, MISS, Bench, chain, payload
@@ -190,6 +191,19 @@ def test_second_access_forgets_what_was_sent_when_the_weights_change():
     bench.load(KEYS[:2], bench.request())
     bench.settle()
     assert bench.tier["a"].has(KEYS[:2]) == [True, True]
+
+
+def test_what_second_access_remembers_is_bounded(monkeypatch):
+    monkeypatch.setattr(cascade, "_REMEMBERED", 100)
+    bench = second_access()
+    for number in range(50):
+        bench.store(chain(f"n{number:02}", 8))
+    (wanted,) = bench.manager._cascades._second.values()
+    assert 50 < len(wanted._sent) <= 100
+    assert not stores(bench)
+    bench.forget()
+    bench.store(chain("n00", 8) + chain("n49", 8))
+    assert stores(bench) == [chain("n49", 8)], "the oldest are forgotten first"
 
 
 # -- on eviction

@@ -243,13 +243,27 @@ def test_stats_may_be_read_from_another_thread_while_the_engine_steps():
     assert not wrong
 
 
-def test_unread_keys_are_bounded(monkeypatch):
-    monkeypatch.setattr(origins, "_UNREAD_KEYS", 100)
+def test_unread_keys_are_bounded_and_what_stands_for_many_is_about_right(monkeypatch):
+    monkeypatch.setattr(origins, "_EXACT_KEYS", 160)
+    monkeypatch.setattr(origins, "_UNREAD_KEYS", 400)
     bench = Bench(rows=64, options=WIDE)
-    for number in range(30):
-        bench.store(chain(f"n{number}", 8))
-    assert len(bench.manager._origins._unread[0]) == 100
-    assert bench.figures("a")["unread_bytes"] == 240 * 16
+    for number in range(20):
+        bench.store(chain(f"n{number:04}", 8))
+    assert bench.figures("a")["unread_bytes"] == 20 * 8 * 16, "exact while there are few"
+    for number in range(20, 1000):
+        bench.store(chain(f"n{number:04}", 8))
+    assert 300 < len(bench.manager._origins._unread[0]) <= 400
+    assert bench.figures("a")["unread_bytes"] == pytest.approx(1000 * 8 * 16, rel=0.02)
+    before = bench.figures("a")["unread_bytes"]
+    for number in range(900, 1000):
+        ctx = bench.request()
+        bench.lookup(chain(f"n{number:04}", 8), ctx)
+        bench.settle()
+        bench.manager.on_request_finished(ctx)
+        bench.forget()
+    assert bench.figures("a")["loaded_chunks"] > 700
+    read = before - bench.figures("a")["unread_bytes"]
+    assert read == pytest.approx(bench.figures("a")["loaded_chunks"] * 16, rel=0.2)
 
 
 # -- the end

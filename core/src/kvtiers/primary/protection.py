@@ -3,6 +3,7 @@
 Without that, promotions that land together evict each other before the requests that wait for them come to read.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import islice, takewhile
 
@@ -17,7 +18,8 @@ class Protection:
     def __init__(self, limit: int, seconds: float) -> None:
         self.limit = limit
         self.seconds = seconds
-        self._since: dict[OffloadKey, float] = {}
+        # Not a dict: looking for the first key of one costs time for each that was removed before it.
+        self._since: OrderedDict[OffloadKey, float] = OrderedDict()
         self.keys = self._since.keys()
 
     def begin(self, keys: list[OffloadKey], now: float) -> list[OffloadKey]:

@@ -187,7 +187,7 @@ class _Wanted:
         self._sent.clear()
 
     def _bound(self) -> None:
-        excess = len(self._sent) - _REMEMBERED
-        if excess > 0:
-            for key in list(islice(self._sent, excess)):
+        if len(self._sent) > _REMEMBERED:
+            # Many at once: finding the oldest key of a dict costs time for each that was removed before it.
+            for key in list(islice(self._sent, _REMEMBERED // 8)):
                 del self._sent[key]

@@ -1,4 +1,7 @@
-"""Which tier brings or brought a chunk, and what was written to a tier and not read since."""
+"""Which tier brings or brought a chunk, and what was written to a tier and not read since.
+
+The latter is exact while there is little of it; of more every 16th chunk stands for 16.
+"""
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -8,7 +11,9 @@ from kvtiers.tiering.tiers import TierSlot
 
 __all__ = ["Origins"]
 
-_UNREAD_KEYS = 1 << 18  # a tier; the oldest are forgotten, and stay counted as unread
+_EXACT_KEYS = 4096  # unread keys of a tier of which each is remembered
+_SAMPLE = 16
+_UNREAD_KEYS = 1 << 16  # most keys remembered a tier; the oldest are forgotten, and stay counted as unread
 
 
 class Origins:
@@ -18,6 +23,7 @@ class Origins:
         self._slots = slots
         self._tier_of: dict[OffloadKey, TierSlot] = {}
         self._unread: list[dict[OffloadKey, int]] = [{} for _ in slots]
+        self._turns = [0] * len(slots)
 
     def expect(self, slot: TierSlot, keys: Sequence[OffloadKey]) -> None:
         """A row is reserved for these chunks, which this tier is to bring."""
@@ -41,15 +47,20 @@ class Origins:
 
     def written(self, slot: TierSlot, keys: Sequence[OffloadKey], nbytes: int) -> None:
         """This tier has stored these chunks; ``nbytes`` were written for them."""
-        if not nbytes:
-            return
         share = nbytes // len(keys)
+        if not share:
+            return
         unread = self._unread[slot.index]
+        if len(unread) >= _EXACT_KEYS:
+            turn = self._turns[slot.index] = (self._turns[slot.index] + 1) % _SAMPLE
+            keys = keys[turn::_SAMPLE]
+            share *= _SAMPLE
         before = len(unread)
         unread.update(dict.fromkeys(keys, share))
         slot.metrics.unread_bytes += share * (len(unread) - before)
         if len(unread) > _UNREAD_KEYS:
-            for key in list(islice(unread, len(unread) - _UNREAD_KEYS)):
+            # Many at once: finding the oldest key of a dict costs time for each that was removed before it.
+            for key in list(islice(unread, _UNREAD_KEYS // 8)):
                 del unread[key]
 
     def read(self, slot: TierSlot, keys: Iterable[OffloadKey]) -> None:
