@@ -69,6 +69,24 @@ def test_two_engines_share_what_one_of_them_has_stored(start, keys, tmp_path):
     assert other.load(keys(10)) == 0
 
 
+def test_a_hole_below_a_probed_hit_costs_the_rest_of_the_run_and_no_more(start, keys, monkeypatch, tmp_path):
+    """A store that is expensive to ask is asked about few chunks; those below a hit count as hits."""
+    from kvtiers_fs.store import FsStore
+
+    monkeypatch.setattr(FsStore, "exists_per_call", 1)
+    fs = {"type": "fs", "path": str(tmp_path), "capacity": "1GiB", "io": "thread"}
+    start(fs, rows=128).store(wanted := keys(24))
+    (hole,) = [path for path in tmp_path.rglob("*") if wanted[5].hex() in path.name]
+    hole.unlink()
+    engine = start(fs, rows=128)
+    assert engine.load(wanted) == 5
+    assert engine.figures("fs")["failed_loads"] == 1
+    assert engine.load(wanted) == 5, "and the failed load is remembered"
+    assert engine.figures("fs")["failed_loads"] == 1
+    engine.store(wanted[5:6])
+    assert engine.load(wanted) == 24
+
+
 def test_a_primary_that_is_too_small_costs_hits_and_nothing_else(start, keys):
     engine = start(MEMORY, ASYNC, rows=8)
     for number in range(20):
