@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from kvtiers.tiering import origins
-from kvtiers.tiering.events import EventLog
 from kvtiers.tiering.jobs import TieringOptions
+from kvtiers.tiering.reports import EventLog
 
 from .bench import HIT, MISS, Bench, chain, payload
 

@@ -25,6 +25,7 @@ from kvtiers.api import JobResult, OffloadKey, TransferJob
 from kvtiers.primary.chunks import CPUPrimaryTier
 from kvtiers.tiering.origins import Origins
 from kvtiers.tiering.requests import RequestState
+from kvtiers.tiering.results import good_keys, is_of, moved, without
 from kvtiers.tiering.tiers import TierSlot
 
 __all__ = ["JobTable", "TieringOptions"]
@@ -173,7 +174,7 @@ class JobTable:
         running = self._job_of(slot, result.job_id)
         if running is None:
             slot.retire(f"it reported job {result.job_id!r}, which it does not have (or reported before)")
-        elif not _is_of(running.job, result):
+        elif not is_of(running.job, result):
             slot.retire(f"its result of job {result.job_id} names keys that are not of the job")
         else:
             self._finish(running, result)
@@ -188,7 +189,7 @@ class JobTable:
         else:
             metrics.running_jobs -= 1
         self.hold(running.slot, -len(running.rows))
-        good = _good_keys(job, result)
+        good = good_keys(job, result)
         overtaken = running.failed or running.generation != self._generation
         if not job.is_promotion:
             self._primary.complete_read(running.rows)
@@ -205,7 +206,7 @@ class JobTable:
     def _landed(self, running: _Running, result: JobResult, good: Sequence[OffloadKey]) -> None:
         job, slot, metrics = running.job, running.slot, running.slot.metrics
         now = self._clock()
-        nbytes, seconds = _moved(result)
+        nbytes, seconds = moved(result)
         complete = len(good) == len(job.keys)
         landed = self._primary.complete_write(running.rows, complete, () if complete else set(good))
         metrics.promotion_latency.observe(now - running.submitted)
@@ -217,17 +218,17 @@ class JobTable:
             self._origins.read(slot, good)
             self.on_promoted(slot, landed)
         if not complete:
-            lost = _without(job.keys, good)
+            lost = without(job.keys, good)
             metrics.failed_loads += len(lost)
             self._origins.forget(lost)
             running.state.lose(slot, lost)
 
     def _stored(self, running: _Running, result: JobResult, good: Sequence[OffloadKey], *, overtaken: bool) -> None:
         job, slot, metrics = running.job, running.slot, running.slot.metrics
-        failed = _without(job.keys, good)
+        failed = without(job.keys, good)
         metrics.failed_stores += len(failed)
         if good:
-            nbytes, seconds = _moved(result)
+            nbytes, seconds = moved(result)
             metrics.cascade_latency.observe(self._clock() - running.submitted)
             metrics.stored_chunks += len(good)
             metrics.stored_bytes += nbytes
@@ -290,35 +291,3 @@ class JobTable:
         if tell:
             for running in jobs:
                 slot.abandon(running.job.job_id)
-
-
-def _good_keys(job: TransferJob, result: JobResult) -> Sequence[OffloadKey]:
-    """Return the job's keys that the tier moved, in order. Keys that it names count more than its ``success``."""
-    if result.successful_keys is None:
-        return job.keys if result.success else ()
-    named = set(result.successful_keys)
-    return job.keys if len(named) == len(job.keys) else [key for key in job.keys if key in named]
-
-
-def _without(keys: Sequence[OffloadKey], some: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
-    if len(keys) == len(some):
-        return ()
-    left_out = set(some)
-    return [key for key in keys if key not in left_out]
-
-
-def _is_of(job: TransferJob, result: JobResult) -> bool:
-    """Say whether the keys that a result names are the job's."""
-    try:
-        return result.successful_keys is None or set(result.successful_keys) <= set(job.keys)
-    except TypeError:
-        return False
-
-
-def _moved(result: JobResult) -> tuple[int, float]:
-    """Return the bytes and seconds of a result; 0 for what is no such number."""
-    try:
-        nbytes, seconds = int(result.nbytes), float(result.seconds)
-    except (TypeError, ValueError, OverflowError):
-        return 0, 0.0
-    return max(0, nbytes), seconds if 0 <= seconds < math.inf else 0.0

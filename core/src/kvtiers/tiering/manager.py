@@ -23,14 +23,13 @@ from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.chunks import CPUPrimaryTier
 from kvtiers.tiering.cascade import Cascades
 from kvtiers.tiering.engine_side import EngineSide
-from kvtiers.tiering.events import EventLog
 from kvtiers.tiering.jobs import JobTable, TieringOptions
 from kvtiers.tiering.lookup import Lookups
 from kvtiers.tiering.origins import Origins
 from kvtiers.tiering.plans import Plans
 from kvtiers.tiering.promotion import Promotions
+from kvtiers.tiering.reports import EventLog, Snapshots
 from kvtiers.tiering.requests import RequestTable
-from kvtiers.tiering.snapshot import Snapshots
 from kvtiers.tiering.tiers import TierSlot
 from kvtiers.tiering.waits import Waits
 

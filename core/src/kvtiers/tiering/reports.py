@@ -1,15 +1,23 @@
-"""What ``stats`` tells: taken at the end of each step, in a few microseconds, put into words by whoever asks."""
+"""What the manager tells others: figures, and events.
 
+Figures are taken at the end of each step, in a few microseconds, and put into words by whoever asks. Events are kept
+in order for whoever takes them; they are bounded, and a reset forgets them.
+"""
+
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from kvtiers.base import OffloadEvent
 from kvtiers.metrics import EngineMetrics, Histogram, HistogramValue, TierMetrics
 from kvtiers.primary.chunks import CPUPrimaryTier
 from kvtiers.tiering.tiers import TierSlot
 
-__all__ = ["Snapshots"]
+__all__ = ["EventLog", "Snapshots"]
+
+_MAX_KEYS = 1 << 17  # of events that nobody has taken
 
 _PRIMARY = {
     "rows": "num_rows",
@@ -86,3 +94,32 @@ class Snapshots:
             "primary": dict(zip(_PRIMARY, moment.primary, strict=True)),
             "tiers": {name: _TIER.as_data(*figures) | {"own": own} for name, own, figures in moment.tiers},
         }
+
+
+class EventLog:
+    """The events since the last ``take``. Of too many the oldest are dropped."""
+
+    def __init__(self) -> None:
+        self._events: deque[OffloadEvent] = deque()
+        self._keys = 0
+
+    def add(self, events: Sequence[OffloadEvent]) -> int:
+        """Append these events; return how many old ones were dropped for them."""
+        self._events.extend(events)
+        self._keys += sum([len(event.keys) for event in events])
+        dropped = 0
+        while self._keys > _MAX_KEYS:
+            self._keys -= len(self._events.popleft().keys)
+            dropped += 1
+        return dropped
+
+    def take(self) -> list[OffloadEvent]:
+        """Return the events, oldest first, and keep none."""
+        events = list(self._events)
+        self.clear()
+        return events
+
+    def clear(self) -> None:
+        """Keep none."""
+        self._events.clear()
+        self._keys = 0
