@@ -6,6 +6,7 @@ import os
 import subprocess
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from kvtiers_fs.places import place_of
 from kvtiers_fs.plugin import FsConfig
 from kvtiers_fs.store import FsStore
+from kvtiers_fs.usage import Index
 
 PAGE = 4096
 _PATIENCE = 30.0
@@ -65,6 +67,22 @@ class Folder:
     @staticmethod
     def names(store) -> list[str]:
         return sorted(entry.name for entry in store.list(""))
+
+    @staticmethod
+    @contextlib.contextmanager
+    def index_of(store) -> Iterator[Index]:
+        """Give the index to be changed; the store's own evictor waits meanwhile."""
+        with store._evictor._turn, store._usage.locked() as is_mine:
+            assert is_mine
+            index = store._usage.load()
+            yield index
+            store._usage.save(index)
+
+    def count_anew(self, store) -> None:
+        """Let the evictor count every shard as if it never had."""
+        with self.index_of(store) as index:
+            index.counted = [0.0] * len(index.counted)
+        self.settle(store)
 
     @staticmethod
     def settle(store) -> None:

@@ -57,14 +57,6 @@ def start(folder, seed, turns):
     return worker
 
 
-def count_anew(folder, store):
-    with store._usage.locked():
-        index = store._usage.load()
-        index.counted = [0.0] * len(index.counted)
-        store._usage.save(index)
-    folder.settle(store)
-
-
 @pytest.mark.parametrize("killed", [0, 12], ids=["none_killed", "killed_in_the_middle"])
 def test_processes_that_write_read_delete_and_evict_together_keep_whole_values_and_the_capacity(folder, read, killed):
     choice, most = random.Random(7), 0
@@ -94,7 +86,7 @@ def test_processes_that_write_read_delete_and_evict_together_keep_whole_values_a
     # A step or a value more for each process that writes; what a killed one had not reported is found by counting.
     assert most <= CAPACITY + 4 * max(CAPACITY // 128, PAGES * PAGE)
     store = folder.open(capacity=CAPACITY)
-    count_anew(folder, store)
+    folder.count_anew(store)
     assert folder.held() <= 0.95 * CAPACITY
     listed = folder.names(store)
     assert len(listed) > 300
@@ -115,7 +107,7 @@ def test_temporary_files_of_killed_processes_are_reclaimed(folder, value, names)
         left = folder.temps()
     for path in left:
         folder.age_file(path, 700)
-    count_anew(folder, store)
+    folder.count_anew(store)
     assert not folder.temps()
 
 

@@ -154,8 +154,10 @@ class Tree:
                         os.rmdir(last, dir_fd=at)
                 else:
                     os.rmdir(last, dir_fd=self.fd)
+            except FileNotFoundError:
+                pass  # somebody else is at it; what is above may be left to us
             except OSError:
-                return  # it is in use, or gone
+                return  # it is in use
             folder = above
 
     def heads(self, prefix: str = "") -> Iterator[Head]:
