@@ -7,6 +7,7 @@ import contextlib
 import math
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -334,6 +335,33 @@ def test_what_was_meant_for_one_life_does_not_reach_the_next(ends, kit, keys):
     kinds = [message.kind for message in ends.hosts[1].heard()]
     assert Kind.JOB not in kinds
     assert Kind.ABANDON not in kinds
+
+
+def test_lives_that_an_idle_engine_never_met_leave_no_descriptor(ends, kit):
+    for number in range(5):
+        ends.processes[number].kill()
+        kit.wait_until(lambda number=number: len(ends.processes) == number + 2, "the next life")
+        kit.wait_until(lambda: ends.process.life is not None and ends.process.lives, "its connection")
+        assert len(ends.process.lives) == 1
+    events = ends.poll(until=Opened)
+    assert events == [Opened("its host ended")]
+    kit.wait_until(lambda: ends.tiers[0].poll() is None or ends.link.connected, "the last life")
+    assert ends.link.life is ends.process.life
+
+
+def test_a_host_that_cannot_be_waited_for_is_not_kept(ends, kit, monkeypatch, log_lines):
+    honest = threading.Thread.start
+
+    def start(thread):
+        if thread.name == "kvtiers-waiter":
+            raise RuntimeError("can't start new thread")
+        honest(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    ends.processes[0].kill()
+    assert "its host cannot be started: RuntimeError" in log_lines("cannot be started")
+    kit.wait_until(lambda: ends.processes[1].returncode is not None, "its burial")
+    monkeypatch.undo()
 
 
 def test_an_end_is_told_once_also_to_a_host_that_the_engine_has_not_met_yet(ends, kit):

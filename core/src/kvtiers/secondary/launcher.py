@@ -146,7 +146,7 @@ class HostLauncher:
         ours, theirs = socket.socketpair()
         try:
             hello = host.hello()
-            life = HostLife(self._fork(host, theirs), ours, started)
+            life = self._begin(host, HostLife(self._fork(host, theirs), ours, started))
         except Exception as error:  # noqa: BLE001 -- no memory, no processes, no interpreter: it is tried again
             ours.close()
             host.trouble = f"its host cannot be started: {error_text(error)}"
@@ -155,15 +155,24 @@ class HostLauncher:
             return
         finally:
             theirs.close()
-        host.life = life
-        host.started += 1
-        threading.Thread(target=self._wait, args=(host, life), name="kvtiers-waiter", daemon=True).start()
         with contextlib.suppress(OSError):  # it has ended already: the waiter says so
             ours.sendall(hello)
         ours.setblocking(False)
+        _forget_unmet(host)
         host.lives.append(life)
         if host.ending:
             life.process.kill()
+
+    def _begin(self, host: HostProcess, life: HostLife) -> HostLife:
+        try:
+            threading.Thread(target=self._wait, args=(host, life), name="kvtiers-waiter", daemon=True).start()
+        except RuntimeError:  # no thread to be had: nobody would bury it
+            life.process.kill()
+            life.process.wait()
+            raise
+        host.life = life
+        host.started += 1
+        return life
 
     def _fork(self, host: HostProcess, theirs: socket.socket) -> subprocess.Popen[bytes]:
         told = [str(theirs.fileno()), str(self._region_fd), str(os.getpid()), json.dumps([str(p) for p in sys.path])]
@@ -210,6 +219,13 @@ class HostLauncher:
             host.ending = True
             if host.life is not None:
                 host.life.kill_at["it did not end with the engine"] = until
+
+
+def _forget_unmet(host: HostProcess) -> None:
+    """Close what earlier lives, which have all ended, left for an engine that has not stepped since."""
+    with contextlib.suppress(IndexError):
+        while True:
+            host.lives.popleft().connection.close()
 
 
 def _is_open(fd: int) -> bool:
