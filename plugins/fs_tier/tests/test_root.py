@@ -168,13 +168,17 @@ try:
     FsStore(config)
 except ConfigError as error:
     print(error)
+try:
+    FsStore(config.model_copy(update={"group": "54399"}))
+except ConfigError as error:
+    print(error)
 back = memoryview(bytearray(4096))
 assert FsStore(config, read_only=True).read_into(name, back)
 print(bytes(back[:1]).hex())
 """
 
 
-def test_who_may_only_read_is_told_to_say_read_only(folder, value, names):
+def test_who_may_only_read_is_told_to_say_read_only_and_who_is_not_in_the_group_that_he_is_not(folder, value, names):
     if os.geteuid():
         pytest.skip("only root can become another user")
     [name] = names(1)
@@ -185,7 +189,8 @@ def test_who_may_only_read_is_told_to_say_read_only(folder, value, names):
         folder.close()
         command = [sys.executable, "-c", _AS_SOMEBODY_ELSE, str(folder.path), name]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-    refused, found = done.stdout.splitlines()
+    refused, stranger, found = done.stdout.splitlines()
+    assert "(uid 12345) is not in the group with id 54399" in stranger
     assert "cannot be written by uid 12345" in refused
     assert refused.endswith("set 'read_only: true'")
     assert found == "ab"

@@ -21,6 +21,11 @@ _INNOCENT = {"lost+found", ".snapshot", ".snapshots"}  # what file systems put i
 def open_root(config: FsConfig, *, read_only: bool) -> Tree:
     """Return the tree at the config's path. ConfigError: what has to be mended; TierUnavailable: it is not there."""
     permissions = Permissions(int(config.mode, 8), _gid(config))
+    if permissions.gid >= 0 and os.geteuid() and permissions.gid not in {os.getegid(), *os.getgroups()}:
+        raise ConfigError(
+            f"group: this process (uid {os.geteuid()}) is not in the group with id {permissions.gid}, so it cannot "
+            "give files to it; add it to the group"
+        )
     made = not read_only and _make(config.path, permissions)
     try:
         fd = os.open(config.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import stat
+import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE})
 
 _LIST = os.O_RDONLY | os.O_DIRECTORY
 _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_FOLDER_TRIES = 100  # each lost to somebody who removes the folder as empty at that very moment
+_FOLDER_SECONDS = 5.0  # each try is lost only to somebody who removes the folder, as empty, at that very moment
 
 
 class Permissions(NamedTuple):
@@ -90,26 +91,30 @@ class Tree:
 
     def create(self, folder: str, temp: str, flags: int) -> tuple[int, int]:
         """Make a new file for writing, and its folders where they are missing; return (file, folder) descriptors."""
-        for tries in range(_FOLDER_TRIES):
+        until = time.monotonic() + _FOLDER_SECONDS
+        while True:
             try:
-                at = self._open(self.fd, folder, FOLDER)
+                return self._create(folder, temp, flags)
             except FileNotFoundError:
-                self._make(folder)
-                continue
-            try:
-                fd = os.open(temp, flags | _NEW, self.permissions.file, dir_fd=at)
-            except FileNotFoundError:
-                # Somebody removed the folder, which was empty, after it was opened.
-                os.close(at)
-                if tries == _FOLDER_TRIES - 1:
+                if time.monotonic() >= until:
                     raise
-                continue
-            except BaseException:
-                os.close(at)
-                raise
+            self._make(folder)
+
+    def _create(self, folder: str, temp: str, flags: int) -> tuple[int, int]:
+        at = self._open(self.fd, folder, FOLDER)
+        try:
+            fd = os.open(temp, flags | _NEW, self.permissions.file, dir_fd=at)
+        except BaseException:
+            os.close(at)
+            raise
+        try:
             self.permissions.apply(fd, self.permissions.file)
-            return fd, at
-        raise FileNotFoundError(errno.ENOENT, "the folder cannot be made: something removes it again and again", folder)
+        except BaseException:
+            os.close(fd)
+            os.unlink(temp, dir_fd=at)
+            os.close(at)
+            raise
+        return fd, at
 
     def _make(self, path: str) -> None:
         at = os.dup(self.fd)
