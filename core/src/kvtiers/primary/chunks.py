@@ -155,6 +155,8 @@ class CPUPrimaryTier:
 
     def resident_run(self, keys: Sequence[OffloadKey]) -> tuple[int, int]:
         """Return how many of the leading keys are here, up to the first MISS, and how many of those are pending."""
+        if not keys or keys[0] not in self._row_of:
+            return 0, 0
         rows: list[int] = []
         step = 64  # growing: neither a short run of a long prefix nor a long one costs much more than its length
         while len(rows) < len(keys):
