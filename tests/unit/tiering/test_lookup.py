@@ -142,6 +142,14 @@ def test_until_all_ranks_have_joined_nothing_is_found_and_nothing_stored():
     assert bench.lookup(KEYS[:2], ctx) == (0, 2, False)
 
 
+def test_a_key_of_a_group_that_there_is_not_raises_nothing():
+    bench = Bench(options=WIDE)
+    ctx = bench.request()
+    assert bench.lookup(chain("k", 3, group=7), ctx) == (0, 0, False)
+    assert bench.manager.lookup(chain("k", 1, group=7)[0], ctx) is MISS
+    assert bench.figures()["misuse"] == 2
+
+
 def test_one_lookup_finds_what_the_prefix_lookup_finds():
     bench = Bench(options=WIDE, tokens_per_chunk=(16, 16))
     window = chain("w", 3, group=1)

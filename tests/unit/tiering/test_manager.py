@@ -289,7 +289,12 @@ def test_calls_after_the_shutdown_find_nothing_and_touch_no_tier():
     assert bench.manager.prepare_load(KEYS, ctx) is None
     bench.manager.complete_store(store)
     bench.manager.on_request_finished(ctx)
+    bench.manager.touch(KEYS)
+    bench.manager.reset_cache()
+    bench.manager.set_weights_version("new")
+    bench.manager.take_events()
     bench.manager.on_schedule_end()
+    assert bench.engine.version == ""
     assert not bench.manager.has_pending_work()
     assert bench.manager.stats()["engine"]["steps"] == 0
     assert bench.tier["a"].steps == steps

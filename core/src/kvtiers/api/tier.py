@@ -33,7 +33,7 @@ class TierRequest(Protocol):
 
     @property
     def request_id(self) -> str:
-        """The engine's name of the request, unique among those in flight."""
+        """The engine's name of the request, unique among those in flight; empty in a job on nobody's behalf."""
 
     @property
     def params(self) -> Mapping[str, object]:

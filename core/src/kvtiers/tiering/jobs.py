@@ -160,8 +160,11 @@ class JobTable:
 
     # -- inside
 
-    def _job_of(self, slot: TierSlot, job_id: object) -> _Running | None:
-        running = self._jobs.get(job_id) if isinstance(job_id, int) else None
+    def _job_of(self, slot: TierSlot, job_id: int) -> _Running | None:
+        try:
+            running = self._jobs.get(job_id)
+        except TypeError:  # no id at all
+            return None
         return running if running is not None and running.slot is slot else None
 
     def _of(self, slot: TierSlot) -> Iterable[_Running]:

@@ -78,7 +78,7 @@ class Lookups:
     def prefix(self, keys: Sequence[OffloadKey], state: RequestState) -> PrefixHits:
         """Return the leading run of ``keys`` (one group's, head first) that is present."""
         group = group_of(keys[0])
-        tokens = self._tokens_per_chunk[group]
+        tokens = self._tokens_in_a_chunk(group)
         counted = state.counted.get(group, 0)
         if len(keys) > counted:
             self._metrics.lookups += len(keys) - counted
@@ -97,7 +97,7 @@ class Lookups:
         if key not in state.counted_single:
             self._metrics.lookups += 1
             state.counted_single.add(key)
-        hits = self._run([key], state, self._tokens_per_chunk[group_of(key)], window=True)
+        hits = self._run([key], state, self._tokens_in_a_chunk(group_of(key)), window=True)
         if hits.ready:
             return LookupResult.HIT
         if hits.pending:

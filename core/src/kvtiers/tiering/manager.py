@@ -226,6 +226,8 @@ class TieringManager:
 
     def reset_cache(self) -> None:
         """Forget all chunks at once, without waiting: what is in flight ends in quarantine. Tiers keep their values."""
+        if self._closed:
+            return
         self._promotions.drop()
         self._primary.reset_cache()
         self._jobs.reset()
@@ -240,6 +242,8 @@ class TieringManager:
 
     def set_weights_version(self, version: str) -> None:
         """Retire all KV of the weights so far: a reset, and another fingerprint for all that follows, in one call."""
+        if self._closed:
+            return
         self.reset_cache()
         self._cascades.retire_keys()
         self._origins.retire_keys()
