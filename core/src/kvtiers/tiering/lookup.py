@@ -110,6 +110,12 @@ class Lookups:
             state.shortest_tokens = None
         self._asking.clear()
 
+    def _tokens_in_a_chunk(self, group: int) -> int:
+        if group < len(self._tokens_per_chunk):
+            return self._tokens_per_chunk[group]
+        self._metrics.misuse += 1  # no such group: nothing that is waited for
+        return 0
+
     def _run(self, keys: Sequence[OffloadKey], state: RequestState, tokens: int, *, window: bool = False) -> PrefixHits:
         if state.given_up:
             keys = _until(keys, state.given_up)
