@@ -50,7 +50,7 @@ def test_rows_of_a_call_that_cannot_be_ended_are_not_used_again_until_it_returns
     assert engine.primary["quarantined_rows"] == 4
     assert engine.manager.prepare_store(machine.keys(200, 29), engine.request()) is None, "there are 28 rows, not 32"
     assert engine.load(others) == 28
-    machine.release(gates.root / "fifo")
+    assert machine.release(gates.root / "fifo")
     engine.until(lambda: not engine.figures()["quarantined_rows"], "the release of the rows")
     assert engine.load(others) == 28, "what the late call wrote went into no row of theirs"
 
@@ -94,11 +94,12 @@ def test_a_host_that_cannot_be_reaped_for_a_while_holds_its_rows_for_as_long(
     start, faulty, gates, machine, monkeypatch
 ):
     """Simulated: the process really dies at once, and only the news of it is late, as from a sleep in the kernel."""
-    may_end = threading.Event()
+    may_end, lives = threading.Event(), []
     honest = HostLauncher._wait
 
     def wait(self, host, life):
-        if host.started == 1:
+        lives.append(life)
+        if life is lives[0]:
             assert may_end.wait(machine.PATIENCE)
         honest(self, host, life)
 
@@ -106,6 +107,12 @@ def test_a_host_that_cannot_be_reaped_for_a_while_holds_its_rows_for_as_long(
     engine = stuck_load(start, faulty, gates, machine, "process", rows=32)
     pid = engine.host()
     engine.until(lambda: machine.state_of(pid) == "Z", "its death")
+    again = threading.Event()
+    link = engine._link("faulty")
+    link.launcher.kill(link.host, link.host.life, "once more")
+    link.launcher._requests.put(again.set)
+    assert again.wait(machine.PATIENCE)
+    assert machine.state_of(pid) == "Z", "nobody but its burial reaps it, however often it is sentenced"
     engine.until(lambda: not engine.manager._slots[0].available(), "its becoming unavailable")
     for _ in range(50):
         engine.step()
@@ -184,9 +191,8 @@ def test_a_thousand_jobs_in_flight_each_end_once(start, faulty, gates, machine, 
         engine.manager.on_request_finished(ctx)
     assert engine.figures()["running_jobs"] == 1000
     gates.lift("write")
-    engine.until(
-        lambda: machine.release(gates.root / "fifo") or not engine.manager.has_pending_work(), "the last result"
-    )
+    with machine.releasing(gates.root.parent):
+        engine.until_idle()
     figures = engine.figures()
     assert (figures["stored_chunks"], figures["failed_stores"], figures["pinned_rows"]) == (1000, 0, 0)
     engine.forget()
@@ -213,7 +219,7 @@ def test_names_change_in_order_with_the_jobs(start, faulty, gates, machine, io):
     machine.wait_until(lambda: gates.reached("write"), "the first store")
     engine.new_weights("w2")
     engine.put(wanted)
-    machine.release(gates.root / "fifo")
+    assert machine.release(gates.root / "fifo")
     engine.until_idle()
     names = gates.values()
     assert len({name.rpartition("_")[0] for name in names}) == 2
@@ -236,7 +242,7 @@ def test_a_load_of_the_old_weights_never_becomes_readable_under_the_new(start, f
     engine.step()
     machine.wait_until(lambda: gates.reached("read"), "the load")
     engine.new_weights("w2")
-    machine.release(gates.root / "fifo")
+    assert machine.release(gates.root / "fifo")
     assert engine.load(wanted) == 0
     engine.until_idle()
     assert engine.load(wanted) == 0

@@ -47,6 +47,8 @@ class HostLife:
     """Reasons to kill it, and from when. From any thread."""
     condemned: bool = False
     """It has been killed, or is about to be: nothing that it says counts any more."""
+    killed: bool = False
+    """The launcher has seen to that. Once is enough: a second signal would reap it before its burial."""
     status: int | None = None
     """The exit status, once it has been reaped: nothing of it touches memory any more."""
 
@@ -209,7 +211,10 @@ class HostLauncher:
     def _kill(self, host: HostProcess, life: HostLife, reason: str) -> None:
         life.condemned = True
         life.kill_at.clear()
-        if life.status is None and life.process.poll() is None:
+        if life.killed or life.status is not None:
+            return
+        life.killed = True
+        if life.process.poll() is None:
             self._log(logging.WARNING, f"{host.name}: its host is killed: {reason}")
             life.process.kill()
 
