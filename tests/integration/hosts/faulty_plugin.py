@@ -7,6 +7,7 @@ it, unless it begins with ``always``); each call that does is noted in ``reached
 import ctypes
 import logging
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -44,6 +45,8 @@ class Gates:
                 gate.unlink()
         except (FileNotFoundError, ValueError):
             return
+        if order == "hang":  # its end of the FIFO is open before anybody sees that it came: no release is lost
+            rest = [os.open(self.root / "fifo", os.O_RDONLY | os.O_NONBLOCK)]
         self.hit += 1
         (self.root / "reached" / f"{stage}.{os.getpid()}.{self.hit}.{time.monotonic_ns()}").touch()
         if dst is not None:
@@ -72,9 +75,12 @@ class Gates:
     def sleep(self, seconds):
         time.sleep(float(seconds))
 
-    def hang(self):
-        """Block in a system call until somebody opens the other end."""
-        (self.root / "fifo").read_bytes()
+    def hang(self, fifo):
+        """Block in a system call until somebody has opened the other end."""
+        hung_up = select.poll()
+        hung_up.register(fifo)
+        hung_up.poll()
+        os.close(fifo)
 
     def flood(self):
         for number in range(20_000):

@@ -42,9 +42,8 @@ def test_a_shutdown_says_how_many_jobs_and_chunks_it_dropped(start, faulty, gate
     assert seconds < 0.3 + SLACK
     assert log("dropped") == ["faulty: shutdown within 0.3s dropped 3 jobs with 12 chunks"]
     gates.lift("write")
-    machine.wait_until(
-        lambda: machine.release(gates.root / "fifo") or not machine.holders(engine.manager.engine_id), "its very end"
-    )
+    with machine.releasing(gates.root.parent):
+        machine.wait_until(lambda: not machine.holders(engine.manager.engine_id), "its very end")
 
 
 @pytest.mark.parametrize(

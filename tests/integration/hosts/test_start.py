@@ -54,7 +54,7 @@ def test_hosts_start_side_by_side(start, faulty, gates_of, machine):
     engine = start(*tiers)
     machine.wait_until(lambda: all(gates_of(name).reached("open") for name in names), "all four hanging at once")
     for name in names:
-        machine.release(gates_of(name).root / "fifo")
+        assert machine.release(gates_of(name).root / "fifo")
     engine.until_available()
 
 

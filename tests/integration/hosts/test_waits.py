@@ -83,7 +83,8 @@ def test_a_late_load_still_lands_for_others(start, faulty, gates, machine):
     gates.set("read", "hang")
     ready, _ = engine.resolve(wanted)
     assert ready < 8
-    machine.release(gates.root / "fifo")
+    machine.wait_until(lambda: gates.reached("read"), "the load")
+    assert machine.release(gates.root / "fifo")
     engine.until_idle()
     assert engine.load(wanted) == 8
 
@@ -106,5 +107,6 @@ def test_a_tier_at_its_pin_budget_takes_no_new_job_until_a_row_returns(start, fa
     assert engine.figures()["pinned_rows"] == 8
     assert engine.own()["breaker_state"] == 0, "a full budget is no failure"
     gates.lift("write")
-    engine.until(lambda: machine.release(gates.root / "fifo") or not engine.figures()["pinned_rows"], "its release")
+    with machine.releasing(gates.root.parent):
+        engine.until(lambda: not engine.figures()["pinned_rows"], "its release")
     assert engine.load(machine.keys(0, 4)) == 4
