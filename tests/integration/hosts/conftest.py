@@ -69,6 +69,12 @@ def faulty(tmp_path):
 
 
 @pytest.fixture
+def faulty_at():
+    """Make the config of a faulty tier whose root is this folder."""
+    return _faulty
+
+
+@pytest.fixture
 def gates(tmp_path):
     return bench.Gates(tmp_path / "faulty")
 

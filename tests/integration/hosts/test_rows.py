@@ -2,9 +2,7 @@
 
 import os
 import signal
-import subprocess
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -122,59 +120,6 @@ def test_a_host_that_cannot_be_reaped_for_a_while_holds_its_rows_for_as_long(
     engine.until(lambda: not engine.figures()["quarantined_rows"], "the release of the rows")
     engine.until_available()
     assert engine.load(machine.keys(0, 4)) == 4
-
-
-@pytest.fixture
-def frozen(tmp_path):
-    """A small file system that can be frozen; skipped where this machine does not let us mount one."""
-    image, mounted = tmp_path / "image", tmp_path / "mounted"
-    mounted.mkdir()
-    with image.open("wb") as file:
-        file.truncate(16 << 20)
-
-    def run(*command):
-        return subprocess.run(command, capture_output=True, timeout=30, check=False).returncode == 0
-
-    try:
-        usable = run("mkfs.ext4", "-q", str(image)) and run("mount", "-o", "loop", str(image), str(mounted))
-    except FileNotFoundError:
-        usable = False
-    if not usable:
-        pytest.skip("needs root, mkfs.ext4 and a loop device")
-    yield mounted, run
-    run("fsfreeze", "-u", str(mounted))
-    run("umount", "-l", str(mounted))
-
-
-def test_a_host_in_uninterruptible_sleep_holds_its_rows_until_the_kernel_lets_it_go(
-    start, faulty, machine, frozen, log
-):
-    """A store that writes to a frozen file system: not even SIGKILL ends it before that thaws."""
-    mounted, run = frozen
-    tier = faulty(**QUICK)
-    (mounted / "values").mkdir()
-    tier["root"] = str(mounted)
-    for part in ("gates", "reached"):
-        (mounted / part).mkdir()
-    engine = start(tier)
-    engine.until_available()
-    engine.store(machine.keys(0, 2))
-    pid = engine.host()
-    assert run("fsfreeze", "-f", str(mounted))
-    try:
-        engine.put(machine.keys(10, 4))
-        engine.until(lambda: log.lines("its host is killed: job "), "its sentence")
-        for _ in range(50):
-            engine.step()
-        tasks = Path(f"/proc/{pid}/task").iterdir()
-        assert "D" in {machine.state_of(task.name) for task in tasks}, "it is asleep in the kernel, killed as it is"
-        assert engine.figures()["quarantined_rows"] == 4
-        assert engine.load(machine.keys(0, 2)) == 2, "the engine goes on"
-    finally:
-        run("fsfreeze", "-u", str(mounted))
-    engine.until(lambda: not engine.figures()["quarantined_rows"], "the release of the rows")
-    engine.until_available()
-    engine.store(machine.keys(20, 2))
 
 
 @BOTH
