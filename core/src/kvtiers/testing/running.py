@@ -8,7 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["call_within", "frequent_switches", "open_descriptors", "run_together", "threads_left_since"]
+__all__ = [
+    "call_within",
+    "descriptors_left_since",
+    "frequent_switches",
+    "open_descriptors",
+    "run_together",
+    "threads_left_since",
+]
 
 
 def run_together(
@@ -88,6 +95,17 @@ def threads_left_since(before: set[threading.Thread], *, patience: float = 1.0) 
     for thread in new:
         thread.join(max(0.0, deadline - time.monotonic()))
     return [thread.name for thread in new if thread.is_alive()]
+
+
+def descriptors_left_since(before: set[str], *, patience: float = 1.0) -> list[str]:
+    """Return the descriptors that are not in ``before`` and are not closed within ``patience`` seconds.
+
+    A native library may close its sockets on a thread of its own, a moment after it was told to.
+    """
+    deadline = time.monotonic() + patience
+    while (left := open_descriptors() - before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return sorted(left)
 
 
 def open_descriptors() -> set[str]:

@@ -10,7 +10,13 @@ from kvtiers.testing.applies import applies_to
 from kvtiers.testing.chunk_store.base import Names, OpenStore, Stores, StoreTestBase, read, write
 from kvtiers.testing.guarded import PAGE, GuardedMemory, is_one_version, pattern, same_bytes
 from kvtiers.testing.killed_writer import kill_while_writing
-from kvtiers.testing.running import call_within, open_descriptors, run_together, threads_left_since
+from kvtiers.testing.running import (
+    call_within,
+    descriptors_left_since,
+    open_descriptors,
+    run_together,
+    threads_left_since,
+)
 
 __all__ = ["LifeTests"]
 
@@ -97,7 +103,7 @@ class LifeTests(StoreTestBase):
         self._open_use_close(stores, names, memory)
         before = open_descriptors()
         store = self._open_use_close(stores, names, memory)
-        left = sorted(open_descriptors() - before)
+        left = descriptors_left_since(before)
         assert not left, f"after close, {type(store).__name__} still has the descriptors {left}"
 
     def _open_use_close(self, stores: Stores, names: Names, memory: GuardedMemory) -> ChunkStore:

@@ -3,7 +3,7 @@
 import threading
 
 from kvtiers.api import SecondaryTierManager
-from kvtiers.testing.running import open_descriptors, threads_left_since
+from kvtiers.testing.running import descriptors_left_since, open_descriptors, threads_left_since
 from kvtiers.testing.secondary_tier.base import OpenTier, TierTestBase
 from kvtiers.testing.secondary_tier.engine import SmallEngine, new_keys
 
@@ -24,7 +24,7 @@ class LifeTests(TierTestBase):
         self._open_use_close(open_tier)
         before = open_descriptors()
         tier = self._open_use_close(open_tier)
-        left = sorted(open_descriptors() - before)
+        left = descriptors_left_since(before)
         assert not left, f"after close, {type(tier).__name__} still has the descriptors {left}"
 
     def _open_use_close(self, open_tier: OpenTier) -> SecondaryTierManager:
