@@ -10,7 +10,7 @@ DISTRIBUTIONS := $(patsubst %/pyproject.toml,%,$(PROJECTS))
 SOURCES := $(addsuffix /src,$(DISTRIBUTIONS))
 
 # Programs that the tests run, each as command:package; installed with apt-get where they are missing.
-TEST_COMMANDS :=
+TEST_COMMANDS := redis-server:redis-server redis-sentinel:redis-sentinel redis-benchmark:redis-tools openssl:openssl
 
 # $(call step,NAME,COMMAND): run it, and say how long it took.
 step = @echo "== $(1)"; TIMEFORMAT="== $(1): %1R s"; time $(2)

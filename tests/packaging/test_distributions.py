@@ -15,6 +15,7 @@ TIERS = {
     "kvtiers": {},
     "kvtiers-example": {"memory": "capacity: 64MiB", "memory-async": "max_blocks: 16"},
     "kvtiers-fs": {"fs": "path: /nowhere, capacity: 1GiB"},
+    "kvtiers-redis": {"redis": "url: 'redis://nowhere:6379/0'"},
 }
 
 

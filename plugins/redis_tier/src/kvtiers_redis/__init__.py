@@ -1,0 +1,1 @@
+"""A kvtiers tier that keeps values in Redis, Valkey and their kin: one server, Sentinel or Cluster."""

@@ -1,0 +1,150 @@
+"""One connection: requests go out, replies come back in their order, a value straight into the memory that wants it.
+
+A reply is taken whole or the connection is given up: no byte of it is ever taken for a part of the next one. So what
+one value is, absent, an error or of another size, never shifts the values behind it.
+"""
+
+import select
+import socket
+import time
+from collections.abc import Sequence
+
+from kvtiers_redis.sockets import stream_of
+
+__all__ = ["GarbageReply", "Link", "ReplyError"]
+
+_BUFFER_BYTES = 4096
+_HEAD_BYTES = 48  # a value's header, and as little as possible of the value, which would have to be copied
+_SCRATCH_BYTES = 64 << 10
+_LONGEST_LENGTH = 10  # digits
+
+
+class ReplyError(Exception):
+    """What the server answered instead of a result: ``OOM ...``, ``MOVED ...``, ``ERR ...``."""
+
+    @property
+    def code(self) -> str:
+        """The first word of it, by which clients know what happened."""
+        return str(self).partition(" ")[0]
+
+
+class GarbageReply(ConnectionError):  # noqa: N818 -- named after what came
+    """What came is no reply to what was asked; the connection cannot be used any further."""
+
+
+class Link:
+    """A logged-in connection. Used by one thread at a time; after any exception it has to be closed.
+
+    ``seconds``: the longest time of an exchange, from ``begin`` to its last reply.
+    """
+
+    def __init__(self, connected: socket.socket, seconds: float) -> None:
+        self._stream = stream_of(connected, seconds)
+        self._seconds = seconds
+        self._poll = select.poll()
+        self._poll.register(connected, select.POLLIN)
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
+        self._start = self._end = 0  # of what has been received and not been taken yet
+
+    def is_idle(self) -> bool:
+        """Say whether the connection is there and silent; one that was closed, or has bytes to say, is of no use."""
+        return self._start == self._end and not self._poll.poll(0)
+
+    def begin(self) -> None:
+        """Start the clock of an exchange."""
+        self._stream.until = time.monotonic() + self._seconds
+
+    def send(self, parts: Sequence[bytes | memoryview]) -> None:
+        """Send all parts, in order."""
+        self._stream.send(parts)
+
+    def read_value(self, dst: memoryview) -> bool | ReplyError:
+        """Take the reply to a read: fill ``dst`` and return True; False if it is absent or of another length."""
+        line = self._line(_HEAD_BYTES)
+        if line[:1] == b"-":
+            return _error(line)
+        if line == b"$-1":
+            return False
+        if line[:1] != b"$":
+            raise _garbage(line, "a value")
+        length = _length(line)
+        if length != len(dst):
+            self._skip(length)
+            return False
+        self._fill(dst)
+        return True
+
+    def read_status(self) -> str | int | ReplyError | None:
+        """Take a reply that is no value: a status, a number, nothing, or an error."""
+        line = self._line(_BUFFER_BYTES)
+        kind, rest = line[:1], line[1:]
+        if kind == b"+":
+            return rest.decode("ascii", "replace")
+        if kind == b":" and rest.removeprefix(b"-").isdigit() and len(rest) <= 2 * _LONGEST_LENGTH:
+            return int(rest)
+        if kind == b"-":
+            return _error(line)
+        if line in {b"$-1", b"_"}:
+            return None
+        raise _garbage(line, "a status")
+
+    def _line(self, ahead: int) -> bytes:
+        """Take the next line, without its end. ``ahead``: the most bytes to be received at a time."""
+        while (at := self._buffer.find(b"\r\n", self._start, self._end)) < 0:
+            if self._end == _BUFFER_BYTES:
+                if not self._start:
+                    raise _garbage(bytes(self._buffer[:64]), "a line")
+                rest = self._buffer[self._start : self._end]
+                self._buffer[: len(rest)] = rest
+                self._start, self._end = 0, len(rest)
+            self._end += self._stream.receive(self._view[self._end : self._end + ahead])
+        line = bytes(self._buffer[self._start : at])
+        self._start = at + 2
+        if self._start == self._end:
+            self._start = self._end = 0
+        return line
+
+    def _fill(self, dst: memoryview) -> None:
+        """Fill ``dst``, then take the line break behind it."""
+        early = self._view[self._start : min(self._end, self._start + len(dst))]
+        dst[: len(early)] = early
+        self._start += len(early)
+        if len(early) < len(dst):  # nothing is left in the buffer, so that what follows goes to its front
+            self._start = 0
+            self._end = self._stream.fill(dst[len(early) :], self._view[:_HEAD_BYTES], 2)
+        self._take_break()
+
+    def _skip(self, length: int) -> None:
+        """Let a value of another length go by."""
+        early = min(length, self._end - self._start)
+        self._start += early
+        left = length - early
+        scratch = memoryview(bytearray(min(left, _SCRATCH_BYTES)))
+        while left:
+            left -= self._stream.receive(scratch[:left])
+        self._take_break()
+
+    def _take_break(self) -> None:
+        while self._end - self._start < 2:
+            if self._start == self._end:
+                self._start = self._end = 0
+            self._end += self._stream.receive(self._view[self._end : self._end + _HEAD_BYTES])
+        if self._buffer[self._start : self._start + 2] != b"\r\n":
+            raise _garbage(bytes(self._buffer[self._start : self._start + 2]), "the end of a value")
+        self._start += 2
+
+
+def _length(line: bytes) -> int:
+    digits = line[1:]
+    if not digits.isdigit() or len(digits) > _LONGEST_LENGTH:
+        raise _garbage(line, "a value's length")
+    return int(digits)
+
+
+def _error(line: bytes) -> ReplyError:
+    return ReplyError(line[1:].decode("utf-8", "replace"))
+
+
+def _garbage(line: bytes, expected: str) -> GarbageReply:
+    return GarbageReply(f"expected {expected}, got {line[:64]!r}")

@@ -1,0 +1,144 @@
+"""Requests to the servers that have their keys: split by server, sent again where a server says that they moved."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+from redis.exceptions import RedisError
+
+from kvtiers.api import TierUnavailable
+from kvtiers_redis.link import Link, ReplyError
+from kvtiers_redis.places import Address
+from kvtiers_redis.servers import Server
+from kvtiers_redis.topology import Topology
+from kvtiers_redis.windows import Answer
+
+__all__ = ["Router", "Talk"]
+
+_ROUNDS = 5  # a slot that moves at this moment takes two
+_PASSING = frozenset({"BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MOVED", "ASK", "NOAUTH", "READONLY", "TRYAGAIN"})
+"""What a server answers that may have an answer soon, or is about to be replaced by another one."""
+
+Talk: TypeAlias = Callable[[Link, Sequence[int], bool], Sequence[Answer]]
+"""Send the requests of these indexes on a link, each behind ASKING or not, and return the answers."""
+
+_Groups: TypeAlias = dict[tuple[Server, bool], list[int]]
+"""Indexes by the server that is to be asked, behind ASKING or not."""
+
+
+class Router:
+    """Used by several threads."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self.redirected = 0
+        """Requests that a server sent to another one."""
+        self.unreachable = 0
+        """Values that count as absent, or were not kept, because their server, one of several, does not answer."""
+
+    def ask(
+        self, keys: Sequence[bytes], talk: Talk, *, instead: Mapping[str, Answer] | None = None, partial: bool = True
+    ) -> list[Answer]:
+        """Return an answer for each key.
+
+        ``instead``: what to return for an error with this code. Other errors are raised. With ``partial``, False stands
+        for the keys of a server of many that cannot be reached, unless no server can.
+        """
+        answers = self._run(keys, talk)
+        for i, answer in enumerate(answers):
+            if isinstance(answer, ReplyError) and instead is not None and answer.code in instead:
+                answers[i] = instead[answer.code]
+        failed = [i for i, answer in enumerate(answers) if isinstance(answer, Exception)]
+        if not failed:
+            return answers
+        for i in failed:
+            if isinstance(answers[i], ReplyError) and not _is_passing(answers[i]):
+                raise _as_error(answers[i])
+        if not (partial and self._topology.is_split) or len(failed) == len(answers):
+            raise _as_error(answers[failed[0]])
+        self.unreachable += len(failed)
+        for i in failed:
+            answers[i] = False
+        return answers
+
+    def _run(self, keys: Sequence[bytes], talk: Talk) -> list[Answer]:
+        answers: list[Answer] = [None] * len(keys)
+        groups = self._split(keys, range(len(keys)), answers)
+        for _ in range(_ROUNDS):
+            for (server, asking), indexes in groups.items():
+                for i, answer in zip(indexes, _talk(server, talk, indexes, asking=asking), strict=True):
+                    answers[i] = answer
+            groups = self._redirect(keys, groups, answers)
+            if not groups:
+                break
+        return answers
+
+    def _split(self, keys: Sequence[bytes], indexes: Sequence[int], answers: list[Answer]) -> _Groups:
+        groups: _Groups = defaultdict(list)
+        for i in indexes:
+            try:
+                groups[self._topology.server_of(keys[i]), False].append(i)
+            except TierUnavailable as error:
+                answers[i] = error.with_traceback(None)
+        return groups
+
+    def _redirect(self, keys: Sequence[bytes], groups: _Groups, answers: list[Answer]) -> _Groups:
+        """Return who is to be asked in the next round: other servers, for keys that were not answered."""
+        again: _Groups = defaultdict(list)
+        lost: list[tuple[int, Server]] = []
+        stale = False
+        for (server, _), indexes in groups.items():
+            for i in indexes:
+                answer = answers[i]
+                if not isinstance(answer, Exception):
+                    continue
+                target = self._target(answer, server)
+                if target is not None:
+                    self.redirected += 1
+                    again[target].append(i)
+                    stale = stale or not target[1]
+                elif not isinstance(answer, ReplyError) or _is_passing(answer):
+                    lost.append((i, server))
+        if lost or stale:
+            self._topology.refresh()
+        for i, server in lost:
+            for other in self._split(keys, [i], answers):
+                if other[0] is not server:
+                    again[other].append(i)
+        return again
+
+    def _target(self, answer: Exception, server: Server) -> tuple[Server, bool] | None:
+        """Return the server that a redirection names, and whether it wants ASKING."""
+        if not isinstance(answer, ReplyError) or answer.code not in {"MOVED", "ASK"}:
+            return None
+        address = _address_in(str(answer), server)
+        other = self._topology.server_at(address) if address is not None else None
+        return (other, answer.code == "ASK") if other is not None else None
+
+
+def _talk(server: Server, talk: Talk, indexes: Sequence[int], *, asking: bool) -> Sequence[Answer]:
+    try:
+        with server.link() as link:
+            return talk(link, indexes, asking)
+    except (OSError, RedisError, TierUnavailable) as error:
+        # A new one, since the traceback of this one holds the callers' buffers.
+        failure = TierUnavailable(f"{server.name}: {error or type(error).__name__}")
+    return [failure] * len(indexes)
+
+
+def _address_in(text: str, server: Server) -> Address | None:
+    """Return the address in ``MOVED 3999 127.0.0.1:6381``; without a host it is the one that was asked."""
+    words = text.split()
+    host, colon, port = words[2].rpartition(":") if len(words) == 3 else ("", "", "")
+    if not colon or not port.isdecimal():
+        return None
+    return host or server.host, int(port)
+
+
+def _is_passing(answer: Answer) -> bool:
+    return isinstance(answer, ReplyError) and answer.code in _PASSING
+
+
+def _as_error(answer: Answer) -> Exception:
+    assert isinstance(answer, Exception)
+    return TierUnavailable(str(answer)) if _is_passing(answer) else answer

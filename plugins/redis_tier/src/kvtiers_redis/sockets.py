@@ -1,0 +1,130 @@
+"""Bytes between a connected socket and memory of the caller's: nothing is copied on the way without TLS."""
+
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+__all__ = ["ByteStream", "PlainStream", "TlsStream", "stream_of"]
+
+_Buffers = Sequence[bytes | memoryview]
+_CLOSED = "the server closed the connection"
+
+
+class ByteStream(Protocol):
+    """What a link needs of a socket. Every method raises OSError on failure, TimeoutError when it takes too long.
+
+    ``until``: by the monotonic clock, when whatever is still to be received counts as too late. A server that sends a
+    byte now and then keeps every single wait short, and is given up all the same.
+    """
+
+    until: float
+
+    def send(self, parts: _Buffers) -> None:
+        """Send all parts, in order."""
+
+    def receive(self, into: memoryview) -> int:
+        """Wait for bytes and put what is there into the front of ``into``; return how many, at least one."""
+
+    def fill(self, whole: memoryview, spare: memoryview, least: int) -> int:
+        """Fill ``whole``, then at least ``least`` bytes of ``spare``; return how many came into ``spare``."""
+
+
+def stream_of(connected: socket.socket, seconds: float) -> ByteStream:
+    """Take over a connected socket; no single wait on it is longer than this."""
+    if isinstance(connected, ssl.SSLSocket):
+        return TlsStream(connected, seconds)
+    return PlainStream(connected, seconds)
+
+
+class PlainStream:
+    """A TCP or UNIX socket. One call moves a whole value: each return from the kernel waits for the GIL."""
+
+    def __init__(self, connected: socket.socket, seconds: float) -> None:
+        self._socket = connected
+        self.until = 0.0
+        # Not settimeout: Python would poll before each call and make MSG_WAITALL end at the first bytes.
+        connected.settimeout(None)
+        limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+    def send(self, parts: _Buffers) -> None:
+        """Send all parts with one call, or with as many as it takes."""
+        left = sum(map(len, parts))
+        rest = list(parts)
+        while True:
+            try:
+                sent = self._socket.sendmsg(rest)
+            except BlockingIOError:
+                raise TimeoutError("the server takes no more bytes") from None
+            left -= sent
+            if not left:
+                return
+            while sent >= len(rest[0]):
+                sent -= len(rest.pop(0))
+            rest[0] = memoryview(rest[0])[sent:]
+
+    def receive(self, into: memoryview) -> int:
+        """Wait for the next bytes."""
+        try:
+            count = self._socket.recv_into(into)
+        except BlockingIOError:
+            raise TimeoutError("no reply") from None
+        return _received(count, self.until)
+
+    def fill(self, whole: memoryview, spare: memoryview, least: int) -> int:
+        """Take what has come first, with what follows the value if that is there; then wait for the rest at once."""
+        length = len(whole)
+        done, buffers, flags = 0, [whole, spare], 0
+        while True:
+            try:
+                count, _, _, _ = self._socket.recvmsg_into(buffers, 0, flags)
+            except BlockingIOError:
+                raise TimeoutError("the reply stopped in the middle") from None
+            done += _received(count, self.until)
+            if done >= length + least:
+                return done - length
+            flags = socket.MSG_WAITALL
+            end = spare[max(0, done - length) : least]
+            buffers = [whole[done:], end] if done < length else [end]
+
+
+class TlsStream:
+    """A TLS socket: OpenSSL decrypts into the caller's memory, a record of at most 16 KiB a call."""
+
+    def __init__(self, connected: ssl.SSLSocket, seconds: float) -> None:
+        self._socket = connected
+        self.until = 0.0
+        connected.settimeout(seconds)
+
+    def send(self, parts: _Buffers) -> None:
+        """Send part by part."""
+        for part in parts:
+            self._socket.sendall(part)
+
+    def receive(self, into: memoryview) -> int:
+        """Wait for the next record."""
+        count = self._socket.recv_into(into)
+        return _received(count, self.until)
+
+    def fill(self, whole: memoryview, spare: memoryview, least: int) -> int:
+        """Fill both, record by record."""
+        receive, length, done = self._socket.recv_into, len(whole), 0
+        while done < length:
+            count = receive(whole[done:])
+            done += _received(count, self.until)
+        done = 0
+        while done < least:
+            done += self.receive(spare[done:])
+        return done
+
+
+def _received(count: int, until: float) -> int:
+    if not count:
+        raise ConnectionResetError(_CLOSED)
+    if time.monotonic() > until:
+        raise TimeoutError("the replies take too long")
+    return count

@@ -1,0 +1,135 @@
+"""The store of the tier type ``redis``: a key a value, on one server or many."""
+
+import logging
+from collections.abc import Sequence
+from typing import ClassVar
+
+from redis import exceptions as client_errors
+
+from kvtiers.api import ChunkStore, StoreFull, TierUnavailable
+from kvtiers_redis.link import Link
+from kvtiers_redis.places import is_loopback
+from kvtiers_redis.plugin import RedisConfig
+from kvtiers_redis.routing import Router
+from kvtiers_redis.topology import open_topology
+from kvtiers_redis.windows import Answer, ask, command, read_values, write_values
+
+__all__ = ["RedisStore"]
+
+_log = logging.getLogger("kvtiers_redis")
+_NOT_KEPT = dict.fromkeys(("OOM", "MISCONF", "NOREPLICAS"), False)  # the server takes no writes now, and answers reads
+
+
+class RedisStore(ChunkStore):
+    """Values in Redis. Opening it connects to one server at least."""
+
+    transient_errors: ClassVar[tuple[type[Exception], ...]] = (
+        ConnectionError,
+        TimeoutError,
+        TierUnavailable,
+        client_errors.ConnectionError,
+        client_errors.TimeoutError,
+    )
+
+    def __init__(self, config: RedisConfig, *, read_only: bool = False) -> None:
+        self._config = config
+        self._read_only = read_only
+        self._prefix = config.prefix.encode()
+        ttl = [] if config.ttl is None else [b"PX", b"%d" % round(config.ttl * 1e3)]
+        self._set_options = [*ttl, *([b"NX"] if config.set_nx else [])]
+        self._refresh = ttl if config.refresh_ttl and not read_only else []
+        self._dropped = 0
+        places = config.places
+        if not places.tls and not all(is_loopback(host) for host, _ in places.addresses):
+            _log.warning("values travel in clear text to %s; use rediss:// for TLS", config.url)
+        self._topology = open_topology(config)
+        self._router = Router(self._topology)
+        try:
+            self._topology.reach()
+        except BaseException:
+            self._topology.close()
+            raise
+
+    # -- values
+
+    def read_into(self, name: str, dst: memoryview) -> bool:
+        """Fill ``dst`` with the value."""
+        return self.read_many_into([name], [dst])[0]
+
+    def read_many_into(self, names: Sequence[str], dsts: Sequence[memoryview]) -> Sequence[bool]:
+        """Ask for all, and receive each into its ``dst``."""
+        keys = [self._key(name) for name in names]
+        words = (b"GETEX", self._refresh) if self._refresh else (b"GET", [])
+
+        def talk(link: Link, indexes: Sequence[int], asking: bool) -> Sequence[Answer]:
+            return read_values(
+                link,
+                [command(words[0], keys[i], *words[1]) for i in indexes],
+                [dsts[i] for i in indexes],
+                window=self._config.window,
+                asking=asking,
+            )
+
+        # A key of another type, too, is not a value of ours.
+        return [answer is True for answer in self._router.ask(keys, talk, instead={"WRONGTYPE": False})]
+
+    def write(self, name: str, src: memoryview) -> None:
+        """Set the value. StoreFull if the server takes none now."""
+        if not self.write_many([name], [src])[0]:
+            raise StoreFull("the server has no room, or takes no writes now")
+
+    def write_many(self, names: Sequence[str], srcs: Sequence[memoryview]) -> Sequence[bool]:
+        """Send all values, then see what became of each."""
+        keys = [self._key(name) for name in names]
+        done = self._set(keys, srcs, self._set_options)
+        if None in done:  # a value is there already, and NX has left it
+            self._replace_others(keys, srcs, done)
+        dropped = done.count(False)
+        self._dropped += dropped
+        return [answer is not False for answer in done]
+
+    def _set(self, keys: Sequence[bytes], srcs: Sequence[memoryview], options: Sequence[bytes]) -> list[Answer]:
+        def talk(link: Link, indexes: Sequence[int], asking: bool) -> Sequence[Answer]:
+            return write_values(
+                link,
+                [keys[i] for i in indexes],
+                [srcs[i] for i in indexes],
+                options=options,
+                window=self._config.window,
+                asking=asking,
+            )
+
+        return self._router.ask(keys, talk, instead=_NOT_KEPT)
+
+    def _replace_others(self, keys: Sequence[bytes], srcs: Sequence[memoryview], done: list[Answer]) -> None:
+        """Of the values that NX has left, write those that had another length."""
+        left = [i for i, answer in enumerate(done) if answer is None]
+        lengths = self._ask([keys[i] for i in left], b"STRLEN")
+        others = [i for i, length in zip(left, lengths, strict=True) if length != len(srcs[i])]
+        options = [word for word in self._set_options if word != b"NX"]
+        answers = self._set([keys[i] for i in others], [srcs[i] for i in others], options)
+        for i, answer in zip(others, answers, strict=True):
+            done[i] = answer
+
+    # -- names
+
+    def exists(self, names: Sequence[str]) -> Sequence[bool]:
+        """Ask for all at once."""
+        return [answer == 1 for answer in self._ask([self._key(name) for name in names], b"EXISTS")]
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Take the keys away; the server frees their memory later, in a thread of its own."""
+        self._ask([self._key(name) for name in names], b"UNLINK", partial=False)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._topology.close()
+
+    def _key(self, name: str) -> bytes:
+        return self._prefix + name.encode("ascii")
+
+    def _ask(self, keys: Sequence[bytes], word: bytes, *, partial: bool = True) -> list[Answer]:
+        def talk(link: Link, indexes: Sequence[int], asking: bool) -> Sequence[Answer]:
+            return ask(link, [command(word, keys[i]) for i in indexes], asking=asking)
+
+        return self._router.ask(keys, talk, partial=partial)

@@ -1,0 +1,163 @@
+"""Which server has a key: one server, the master that Sentinels name, or the node of a Cluster."""
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.cluster import ClusterNode, RedisCluster
+from redis.exceptions import RedisError
+from redis.retry import Retry
+from redis.sentinel import Sentinel
+
+from kvtiers.api import TierUnavailable
+from kvtiers_redis.places import Address
+from kvtiers_redis.plugin import RedisConfig
+from kvtiers_redis.servers import Server, client_options, sentinel_options
+
+__all__ = ["Topology", "open_topology"]
+
+_REFRESH_SECONDS = 0.25  # a failover takes seconds; all threads together look no oftener than this
+_HOLD_SECONDS = 1.0
+
+
+class Topology(ABC):
+    """The servers of one tier. Used by several threads."""
+
+    is_split = False
+    """Whether the loss of one server leaves others that have values."""
+
+    @abstractmethod
+    def server_of(self, key: bytes) -> Server:
+        """Return the server that has this key, as far as is known. TierUnavailable if none has."""
+
+    @abstractmethod
+    def masters(self) -> Sequence[Server]:
+        """Return every server that has values of its own."""
+
+    def server_at(self, address: Address) -> Server | None:  # noqa: ARG002 -- what a Cluster needs
+        """Return the server at the address that a redirection names; None: nobody may send us elsewhere here."""
+        return None
+
+    def reach(self) -> None:
+        """Connect to one server, or raise what the last of them had against it."""
+        masters = self.masters()
+        for server in masters:
+            try:
+                server.ping()
+            except (OSError, RedisError, TierUnavailable):
+                if server is masters[-1]:
+                    raise
+            else:
+                return
+
+    def refresh(self) -> None:
+        """Find out anew who has which keys, because somebody who should have one does not answer, or has it no more."""
+
+    def close(self) -> None:
+        """Close all connections."""
+        for server in self.masters():
+            server.close()
+
+
+def open_topology(config: RedisConfig) -> Topology:
+    """Return what the config describes. Nothing is connected yet, except that a Cluster is asked for its nodes."""
+    if config.topology == "cluster":
+        return _Cluster(config)
+    options, places = client_options(config), config.places
+    if config.topology == "sentinel":
+        return _Sentinels(config)
+    if places.path:
+        return _Single(Server(Redis(unix_socket_path=places.path, **options), config, places.path))
+    host, port = places.addresses[0]
+    return _Single(Server(Redis(host, port, **options), config, f"{host}:{port}"))
+
+
+class _Single(Topology):
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    def server_of(self, key: bytes) -> Server:  # noqa: ARG002 -- all keys are there
+        return self._server
+
+    def masters(self) -> Sequence[Server]:
+        return [self._server]
+
+
+class _Sentinels(_Single):
+    """redis-py asks the Sentinels at each new connection, so that closing the old ones is all that a failover takes."""
+
+    def __init__(self, config: RedisConfig) -> None:
+        self._sentinel = Sentinel(
+            list(config.places.addresses), sentinel_kwargs=sentinel_options(config), **client_options(config)
+        )
+        super().__init__(Server(self._sentinel.master_for(config.master), config, f"master {config.master!r}"))
+
+    def refresh(self) -> None:
+        self._server.drop_idle()
+
+    def close(self) -> None:
+        super().close()
+        self._sentinel.close()
+
+
+class _Cluster(Topology):
+    """redis-py keeps the map of the slots; connections are ours, by address, and outlive changes of the map."""
+
+    is_split = True
+
+    def __init__(self, config: RedisConfig) -> None:
+        self._config = config
+        self._options = client_options(config)
+        self._lock = threading.Lock()
+        self._servers: dict[Address, Server] = {}
+        self._refreshing = threading.Lock()
+        self._refreshed = 0.0
+        retry = self._options.pop("retry")
+        self._cluster = RedisCluster(
+            startup_nodes=[ClusterNode(*address) for address in config.places.addresses],
+            require_full_coverage=False,  # some slots without a node are no reason to do without the others
+            retry=Retry(NoBackoff(), 0),
+            **self._options,
+        )
+        self._options["retry"] = retry
+
+    def server_of(self, key: bytes) -> Server:
+        try:
+            node = self._cluster.get_node_from_key(key)
+        except RedisError as error:
+            raise TierUnavailable(str(error)) from None
+        return self.server_at((node.host, node.port))
+
+    def server_at(self, address: Address) -> Server:
+        server = self._servers.get(address)
+        if server is None:
+            with self._lock:
+                server = self._servers.get(address)
+                if server is None:
+                    client = Redis(*address, **self._options)
+                    server = self._servers[address] = Server(
+                        client, self._config, f"{address[0]}:{address[1]}", hold=_HOLD_SECONDS
+                    )
+        return server
+
+    def masters(self) -> Sequence[Server]:
+        return [self.server_at((node.host, node.port)) for node in self._cluster.get_primaries()]
+
+    def refresh(self) -> None:
+        with self._refreshing:
+            if time.monotonic() < self._refreshed + _REFRESH_SECONDS:
+                return
+            try:
+                self._cluster.nodes_manager.initialize()
+            except (RedisError, OSError):  # nobody answers; the map stays, and who is asked next will say the same
+                return
+            finally:
+                self._refreshed = time.monotonic()
+
+    def close(self) -> None:
+        for server in list(self._servers.values()):
+            server.close()
+        self._cluster.close()

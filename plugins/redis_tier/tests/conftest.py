@@ -1,0 +1,119 @@
+"""Servers and values for the tests of the ``redis`` tier."""
+
+import mmap
+import uuid
+
+import pytest
+
+from kvtiers_redis.plugin import RedisConfig
+from kvtiers_redis.store import RedisStore
+
+from .servers import Cluster, Sentinels, Server, Tls, valkey
+
+PAGE = 4096
+
+
+class Tier:
+    """Opens stores on one backend, and closes them."""
+
+    def __init__(self) -> None:
+        self._stores: list[RedisStore] = []
+
+    def open(self, url: str, *, read_only: bool = False, **options) -> RedisStore:
+        self._stores.append(RedisStore(RedisConfig(type="redis", url=url, **options), read_only=read_only))
+        return self._stores[-1]
+
+    def close(self) -> None:
+        while self._stores:
+            self._stores.pop().close()
+
+
+@pytest.fixture
+def tier():
+    tier = Tier()
+    yield tier
+    tier.close()
+
+
+@pytest.fixture(scope="session")
+def single(tmp_path_factory):
+    """A server that all tests share which leave it as it was."""
+    server = Server(tmp_path_factory.mktemp("single")).start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def valkey_server(tmp_path_factory):
+    server = Server(tmp_path_factory.mktemp("valkey"), binary=valkey()).start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def shared_cluster(tmp_path_factory):
+    cluster = Cluster(tmp_path_factory.mktemp("cluster")).start()
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture(scope="session")
+def shared_sentinels(tmp_path_factory):
+    sentinels = Sentinels(tmp_path_factory.mktemp("sentinels")).start()
+    yield sentinels
+    sentinels.stop()
+
+
+@pytest.fixture(scope="session")
+def tls_server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tls")
+    server = Server(folder / "server", tls=Tls(folder / "ca", ask_clients=True)).start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Return a function that starts a server, Cluster or Sentinels of the test's own, stopped at its end."""
+    started = []
+
+    def start_one(kind=Server, *options, **more):
+        started.append(kind(tmp_path / f"server{len(started)}", *options, **more))
+        return started[-1].start()
+
+    yield start_one
+    for one in started:
+        one.stop()
+
+
+@pytest.fixture
+def value():
+    """Return a function that gives a value of so many pages, each with the same bytes."""
+
+    def make(byte: int, pages: int = 1) -> memoryview:
+        memory = memoryview(mmap.mmap(-1, pages * PAGE))
+        memory[:] = bytes([byte]) * len(memory)
+        return memory
+
+    return make
+
+
+@pytest.fixture
+def names():
+    """Return a function that gives so many new names of the usual shape."""
+
+    def make(count: int, namespace: str = "ns") -> list[str]:
+        return [f"{namespace}/model-0123456789abcdef01234567/{uuid.uuid4().hex}00000000" for _ in range(count)]
+
+    return make
+
+
+@pytest.fixture
+def read():
+    """Return a function that reads a value of so many pages, or None."""
+
+    def read_one(store, name: str, pages: int = 1) -> bytes | None:
+        back = memoryview(bytearray(pages * PAGE))
+        return bytes(back) if store.read_into(name, back) else None
+
+    return read_one

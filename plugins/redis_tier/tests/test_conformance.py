@@ -1,0 +1,84 @@
+"""The conformance kit against every topology: real servers, each with what sets it apart."""
+
+from functools import partial
+
+import pytest
+
+from kvtiers.testing import ChunkStoreTests, TierPluginTests
+from kvtiers_redis.plugin import RedisConfig
+from kvtiers_redis.store import RedisStore
+
+
+def opener(url: str, **options):
+    return partial(RedisStore, RedisConfig(type="redis", url=url, **options))
+
+
+class TestRedisStoreOverTcp(ChunkStoreTests):
+    store_class = RedisStore
+
+    @pytest.fixture
+    def open_store(self, single):
+        return opener(single.url)
+
+
+class TestRedisStoreOverUnixSocket(ChunkStoreTests):
+    store_class = RedisStore
+
+    @pytest.fixture
+    def open_store(self, single):
+        return opener(f"unix://{single.socket}", database=3, prefix="a*b[?]:", ttl="1h", refresh_ttl=True)
+
+
+class TestRedisStoreInOneByteWindows(ChunkStoreTests):
+    store_class = RedisStore
+
+    @pytest.fixture
+    def open_store(self, single):
+        return opener(single.url, window=1)
+
+
+class TestRedisStoreOnValkey(ChunkStoreTests):
+    store_class = RedisStore
+
+    @pytest.fixture
+    def open_store(self, valkey_server):
+        return opener(valkey_server.url, ttl="1h", refresh_ttl=True)
+
+
+class TestRedisStoreInACluster(ChunkStoreTests):
+    store_class = RedisStore
+
+    @pytest.fixture
+    def open_store(self, shared_cluster):
+        return opener(shared_cluster.url, topology="cluster")
+
+
+class TestRedisStoreBehindSentinels(ChunkStoreTests):
+    store_class = RedisStore
+
+    @pytest.fixture
+    def open_store(self, shared_sentinels):
+        return opener(shared_sentinels.url, topology="sentinel", master=shared_sentinels.name)
+
+
+class TestRedisStoreOverTlsAsARestrictedUser(ChunkStoreTests):
+    store_class = RedisStore
+
+    @pytest.fixture
+    def open_store(self, tls_server):
+        tls = tls_server.tls
+        return opener(
+            tls_server.url,
+            username="kv",
+            password="tier-secret",
+            tls_ca=tls.ca,
+            tls_cert=tls.cert,
+            tls_key=tls.key,
+            prefix="kv:",
+        )
+
+
+class TestRedisPlugin(TierPluginTests):
+    @pytest.fixture
+    def tier_options(self, single):
+        return {"type": "redis", "url": single.url, "ttl": "1h", "window": "1MiB"}
