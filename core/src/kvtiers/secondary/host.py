@@ -30,6 +30,7 @@ from kvtiers.secondary.host_logs import send_logs
 from kvtiers.secondary.host_writer import HostWriter
 from kvtiers.secondary.mover import mover_options
 from kvtiers.secondary.protocol import Event, Opened, error_text
+from kvtiers.secondary.staging import value_views
 from kvtiers.secondary.transfer_pool import TransferPool
 from kvtiers.secondary.views import ValueViews
 
@@ -106,7 +107,8 @@ class TierHost:
         region = hello["region"]
         self._mapping = map_memory(self._region_fd, region["map_bytes"], region["nbytes"])
         os.close(self._region_fd)
-        views = ValueViews(self._mapping.view, region["row_stride"])
+        largest = max((value for tier in hello["tiers"] for _, value in tier["sizes"]), default=0)
+        views = value_views(self._mapping.view, region["row_stride"], largest)
         for index, tier in enumerate(hello["tiers"]):
             self._pools.append(self._open(index, tier, views, self._mapping.view, region["row_stride"]))
 

@@ -168,6 +168,13 @@ class ValueMover:
 
     def _move(self, moved: Moved, run: ValueRun, indexes: Sequence[int], *, is_load: bool) -> bool:
         """Move one batch; False ends the run: the store failed, or there is no time left."""
+        self._views.begin([run.rows[i] for i in indexes], filled=not is_load)
+        try:
+            return self._move_begun(moved, run, indexes, is_load=is_load)
+        finally:
+            self._views.end(kept=bool(moved.kept))
+
+    def _move_begun(self, moved: Moved, run: ValueRun, indexes: Sequence[int], *, is_load: bool) -> bool:
         names = run.names.names(run.keys[i] for i in indexes)
         rows = [run.rows[i] for i in indexes]
         sizes = [self._options.sizes[group_of(run.keys[i])] for i in indexes]
@@ -241,6 +248,7 @@ class ValueMover:
         payload, value = size
         verdict = check_value(self._views.own(row, value), payload, name, names.layout_id)
         if verdict is SealVerdict.OK:
+            self._views.land(row, payload)
             self._known.learn([name])
             return Status.DONE
         if verdict is SealVerdict.CORRUPT and not self._options.read_only:

@@ -12,6 +12,7 @@ import ctypes
 import gc
 import threading
 import weakref
+from collections.abc import Sequence
 
 __all__ = ["Loan", "ValueViews"]
 
@@ -51,7 +52,11 @@ def _is_garbage(loan: Loan) -> bool:
 
 
 class ValueViews:
-    """Cuts views of values out of a region of rows, bounds checked: a slice past the end would be silently short."""
+    """Cuts views of values out of a region of rows, bounds checked: a slice past the end would be silently short.
+
+    Work on the values of some rows is bracketed by ``begin`` and ``end``, of one thread. Here a value lies in its row
+    and they do nothing; see ``staging.py`` for rows that have no room for one.
+    """
 
     def __init__(self, region: memoryview, row_stride: int) -> None:
         self._region = region
@@ -63,14 +68,27 @@ class ValueViews:
         self._region = memoryview(b"")
         self._rows = 0
 
+    def begin(self, rows: Sequence[int], *, filled: bool) -> None:
+        """Begin work on the values of these rows; ``filled``: with what the rows hold."""
+
+    def land(self, row: int, nbytes: int) -> None:
+        """See that the first ``nbytes`` of this value are in its row."""
+
+    def end(self, *, kept: bool) -> None:
+        """End the work; ``kept``: somebody still holds what was lent."""
+
     def lend(self, row: int, nbytes: int, *, readonly: bool) -> Loan:
-        """Lend the first ``nbytes`` of a row. IndexError if there is no such row or it is not that long."""
-        return Loan(self._region, self._offset(row, nbytes), nbytes, readonly=readonly)
+        """Lend the value of a row, ``nbytes`` long. IndexError if there is no such row or it is not that long."""
+        memory, offset = self._place(row, nbytes)
+        return Loan(memory, offset, nbytes, readonly=readonly)
 
     def own(self, row: int, nbytes: int) -> memoryview:
-        """Return core's own writable view of the first ``nbytes`` of a row, for sealing and checking."""
-        offset = self._offset(row, nbytes)
-        return self._region[offset : offset + nbytes]
+        """Return core's own writable view of the value of a row, ``nbytes`` long, for sealing and checking."""
+        memory, offset = self._place(row, nbytes)
+        return memory[offset : offset + nbytes]
+
+    def _place(self, row: int, nbytes: int) -> tuple[memoryview, int]:
+        return self._region, self._offset(row, nbytes)
 
     def _offset(self, row: int, nbytes: int) -> int:
         if not 0 <= row < self._rows or not 0 < nbytes <= self._row_stride:
