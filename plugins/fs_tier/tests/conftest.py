@@ -1,6 +1,7 @@
 """Stores in a directory of the test's own, and what it takes to look at them from outside."""
 
 import contextlib
+import importlib.util
 import mmap
 import os
 import subprocess
@@ -18,6 +19,9 @@ from kvtiers_fs.usage import Index
 
 PAGE = 4096
 _PATIENCE = 30.0
+_spec = importlib.util.spec_from_file_location("kvtiers_fs_pretended", Path(__file__).with_name("pretended.py"))
+pretended = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(pretended)
 
 
 class Folder:
@@ -132,23 +136,50 @@ def read():
     return read_one
 
 
-@pytest.fixture
-def mounted(tmp_path, folder):
-    """Return a function that mounts a small file system for ``folder``; without the right to, the test is skipped."""
+def _may_mount() -> bool:
+    """Say whether we may mount a file system; the one that is tried ends with its mount namespace."""
+    trial = ["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/mnt"]
+    try:
+        return subprocess.run(trial, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture(params=["real", "pretended"] if _may_mount() else ["pretended"])
+def mounted(request, tmp_path, folder, monkeypatch):
+    """Return a function that mounts a small file system for ``folder``, or pretends to: that anybody may do."""
     points = []
 
     def mount(kind: str, options: str) -> None:
-        point = tmp_path / f"mount{len(points)}"
-        point.mkdir()
-        command = ["mount", "-t", kind, "-o", options, "none", str(point)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            pytest.skip(f"this user may not mount a {kind}: {done.stderr.strip()}")
-        points.append(point)
-        point.chmod(0o700)
-        folder.path = point
+        folder.path = tmp_path / "mount"
+        folder.path.mkdir(0o700)
+        if request.param == "real":
+            subprocess.run(["mount", "-t", kind, "-o", options, "none", str(folder.path)], check=True)
+            points.append(folder.path)
+            folder.path.chmod(0o700)
+        else:
+            limits = dict(option.split("=") for option in options.split(","))
+            pretended.PretendedMount(monkeypatch, folder.path, kind, limits)
 
     yield mount
     folder.close()
     for point in points:
         subprocess.run(["umount", str(point)], check=True)
+
+
+@pytest.fixture
+def disk(tmp_path, monkeypatch):
+    """Let the test's folder be on a disk, also in a container, in a chroot, or where /tmp is memory."""
+    pretended.pretend_mounts(monkeypatch, tmp_path / "mounts", ("/", "ext4"))
+
+
+@pytest.fixture
+def group(tmp_path):
+    """The id of a group to share with: a foreign one where we may give it files, else the best of our own."""
+    probe = tmp_path / "probe"
+    probe.touch()
+    for gid in (54321, *(gid for gid in os.getgroups() if gid != os.getegid())):
+        with contextlib.suppress(PermissionError):
+            os.chown(probe, -1, gid)
+            return gid
+    return os.getegid()

@@ -16,10 +16,11 @@ def the(level, part, found) -> str:
     return finding.text
 
 
+@pytest.mark.usefixtures("disk")
 def test_a_healthy_directory_has_nothing_but_good_news(folder):
     found = findings(folder.open(capacity="64MiB"))
     assert {finding.level for finding in found} == {"ok"}
-    the("ok", "file system: ", found)
+    the("ok", "file system: ext4, mounted at /", found)
     the("ok", "mode 0700; files 0600", found)
     the("ok", "capacity 64MiB, min_free 0B; 0 values of 0B held", found)
     the("ok", "more files can be made, 32 are needed", found)
