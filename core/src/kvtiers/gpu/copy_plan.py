@@ -15,8 +15,9 @@ import numpy.typing as npt
 from kvtiers.api import KvtiersError
 from kvtiers.base import BlockSpec
 from kvtiers.rows.layout import CacheLayout
+from kvtiers.rows.rank_map import RankMap
 
-__all__ = ["GeometryError", "GroupCopy", "Indexes", "plan_copy"]
+__all__ = ["GeometryError", "GroupCopy", "Indexes", "plan_copy", "writers_turn"]
 
 Indexes: TypeAlias = npt.NDArray[np.int64]
 
@@ -78,6 +79,21 @@ def plan_copy(
         first_block += size
         first_chunk += _chunks_of(layout, spec, group)
     return plan
+
+
+def writers_turn(
+    layout: CacheLayout, rank: int, rank_map: RankMap | None, plan: list[GroupCopy]
+) -> Iterator[GroupCopy]:
+    """Yield what this rank writes of a store: all of it, unless other ranks hold the same bytes.
+
+    Of a replicated row rank 0 is the one writer; in a canonical row the ranks of a map take turns, block by block.
+    """
+    if layout.row_layout == "replicated" and rank != 0:
+        return
+    writers, turn = (rank_map.num_writers, rank_map.writer_index) if rank_map else (1, 0)
+    for part in plan:
+        mine = part.blocks % writers == turn
+        yield part if mine.all() else GroupCopy(part.group, part.blocks[mine], part.rows[mine], part.places[mine])
 
 
 def _chunks_of(layout: CacheLayout, spec: BlockSpec, group: int) -> int:

@@ -1,129 +1,129 @@
-"""Copies between KV tensors in host memory (numpy arrays) and rows, vectorised over blocks.
+"""Copies between KV tensors in host memory and rows, vectorised over blocks.
 
-A tensor's pages are seen as a matrix ``(num_blocks, page_bytes)``, its places in the region as an array
-``(num_rows, blocks_per_chunk, page_bytes)`` of strides ``(row_stride, page_bytes, 1)``: both are views, and a copy is
-one indexed assignment for each tensor and piece.
+A run of fragments is seen as an array ``(num_blocks, count, nbytes)`` in the tensor and as one of
+``(num_rows, blocks_per_chunk, count, nbytes)`` in the region: both are views, and a copy is one indexed assignment for
+each run and piece. Where a page is one fragment, as in direct and replicated rows, ``count`` is left out.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import as_strided
 
-from kvtiers.api import ConfigError
 from kvtiers.base import BlockSpec
-from kvtiers.gpu.copy_plan import GroupCopy, plan_copy
+from kvtiers.gpu.copy_plan import GroupCopy, plan_copy, writers_turn
+from kvtiers.gpu.tensors import Bytes, KVPages, kv_pages
 from kvtiers.rows.layout import CacheLayout
+from kvtiers.rows.rank_map import CopyRun, RankMap, runs_of_rank
 
 __all__ = ["HostCopier"]
-
-Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 # numpy gathers a piece into a buffer and scatters it from there; at this size the buffer stays in the core's cache
 # (measured: 1 MiB is as fast as 4 MiB, 256 KiB half as fast), and an expedited load waits for one piece only.
 PIECE_BYTES = 1 << 20
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Run:
+    """One run of fragments: where it lies in the tensor, and in the region while there is one."""
+
+    tensor: int
+    run: CopyRun
+    pages: Bytes
+    rows: Bytes | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one block."""
+        return self.run.nbytes * self.run.count
+
+
 class HostCopier:
     """One rank's KV tensors, and the copies between them and the rows. ConfigError if they do not fit the layout.
 
-    ``kv_tensors[i]`` holds the pages of ``layout.tensors[i]``: first axis the blocks, the rest contiguous, at least a
-    page long (more is padding, which is not copied); None where this rank does not hold that tensor.
+    ``kv_tensors``: as ``kv_pages`` says; ``rank_map``: where this rank's bytes lie in a canonical row.
     """
 
-    def __init__(self, layout: CacheLayout, rank: int, kv_tensors: Sequence[Any]) -> None:
-        _check_layout(layout, rank, kv_tensors)
+    def __init__(
+        self,
+        layout: CacheLayout,
+        rank: int,
+        kv_tensors: Sequence[Any],
+        rank_map: RankMap | None = None,
+    ) -> None:
         self._layout = layout
         self._rank = rank
-        # In a replicated row all ranks hold the same bytes: one of them writes, all read.
-        self._writes = layout.row_layout != "replicated" or rank == 0
-        self._pages = [_pages(layout, rank, index, tensor) for index, tensor in enumerate(kv_tensors)]
-        self._of_group = [
-            [i for i, tensor in enumerate(layout.tensors) if tensor.group == group and self._pages[i] is not None]
-            for group in range(len(layout.groups))
+        self._rank_map = rank_map
+        pages = kv_pages(layout, rank, kv_tensors)
+        self._tensors = pages  # keeps their memory alive
+        runs = runs_of_rank(layout, rank, rank_map)
+        self._runs = [
+            _Run(index, run, _fragments(page, run))
+            for index, page in enumerate(pages)
+            if page is not None
+            for run in runs[index]
         ]
         self.num_blocks = [
-            min((len(pages) for i in indexes if (pages := self._pages[i]) is not None), default=2**62)
-            for indexes in self._of_group
+            min((p.num_blocks for p, t in zip(pages, layout.tensors, strict=True) if p and t.group == g), default=2**62)
+            for g in range(len(layout.groups))
         ]
-        self._rows: list[npt.NDArray[np.uint8]] = []
         self.num_rows = 0
 
     def attach(self, region: memoryview) -> None:
         """Use this memory (flat, writable, whole rows) as the region."""
         memory = np.frombuffer(region, np.uint8)
-        layout = self._layout
-        self.num_rows = len(memory) // layout.row_stride
-        self._rows = [
-            as_strided(
-                memory[layout.tensor_offset(index, self._rank) :],
-                (self.num_rows, layout.blocks_per_chunk, page := layout.page_in_row(index, self._rank)),
-                (layout.row_stride, page, 1),
-            )
-            for index in range(len(layout.tensors))
-        ]
+        self.num_rows = len(memory) // self._layout.row_stride
+        self._runs = [_Run(r.tensor, r.run, r.pages, self._in_rows(memory, r)) for r in self._runs]
 
     def detach(self) -> None:
         """Forget the region: no view of it is left here."""
-        self._rows = []
+        self._runs = [_Run(r.tensor, r.run, r.pages) for r in self._runs]
         self.num_rows = 0
 
     def store(self, spec: BlockSpec, chunk_ids: npt.NDArray[Any]) -> Iterator[int]:
         """Copy blocks into rows; yields the bytes copied after each piece. GeometryError before the first one."""
-        plan = self._plan(spec, chunk_ids, into_rows=True)
-        if self._writes:
-            for part, rows_of, pages_of, step in self._tensors(plan):
-                for blocks, rows, places in part.pieces(step):
-                    rows_of[rows, places] = pages_of[blocks]
-                    yield len(blocks) * pages_of.shape[1]
+        for part in writers_turn(self._layout, self._rank, self._rank_map, self._plan(spec, chunk_ids, into_rows=True)):
+            for run, blocks, rows, places in self._pieces(part):
+                assert run.rows is not None
+                run.rows[rows, places] = run.pages[blocks]
+                yield len(blocks) * run.nbytes
 
     def load(self, spec: BlockSpec, chunk_ids: npt.NDArray[Any]) -> Iterator[int]:
         """Copy rows into blocks; yields the bytes copied after each piece. GeometryError before the first one."""
-        plan = self._plan(spec, chunk_ids, into_rows=False)
-        for part, rows_of, pages_of, step in self._tensors(plan):
-            for blocks, rows, places in part.pieces(step):
-                pages_of[blocks] = rows_of[rows, places]
-                yield len(blocks) * pages_of.shape[1]
+        for part in self._plan(spec, chunk_ids, into_rows=False):
+            for run, blocks, rows, places in self._pieces(part):
+                assert run.rows is not None
+                run.pages[blocks] = run.rows[rows, places]
+                yield len(blocks) * run.nbytes
 
     def _plan(self, spec: BlockSpec, chunk_ids: npt.NDArray[Any], *, into_rows: bool) -> list[GroupCopy]:
         return plan_copy(
             self._layout, spec, chunk_ids, num_blocks=self.num_blocks, num_rows=self.num_rows, into_rows=into_rows
         )
 
-    def _tensors(self, plan: list[GroupCopy]) -> Iterator[tuple[GroupCopy, Bytes, Bytes, int]]:
-        for part in plan:
-            for index in self._of_group[part.group]:
-                pages = self._pages[index]
-                assert pages is not None
-                yield part, self._rows[index], pages, max(1, PIECE_BYTES // pages.shape[1])
+    def _pieces(self, part: GroupCopy) -> Iterator[tuple[_Run, Any, Any, Any]]:
+        for run in self._runs:
+            if self._layout.tensors[run.tensor].group == part.group:
+                for blocks, rows, places in part.pieces(max(1, PIECE_BYTES // run.nbytes)):
+                    yield run, blocks, rows, places
+
+    def _in_rows(self, memory: Bytes, of: _Run) -> Bytes:
+        layout, run = self._layout, of.run
+        first = layout.tensor_offset(of.tensor, self._rank) + run.canonical_offset
+        shape = (self.num_rows, layout.blocks_per_chunk)
+        strides = (layout.row_stride, layout.page_in_row(of.tensor, self._rank))
+        return _array(memory[first:], shape, strides, run, run.canonical_stride)
 
 
-def _check_layout(layout: CacheLayout, rank: int, kv_tensors: Sequence[Any]) -> None:
-    if not 0 <= rank < layout.world_size:
-        raise ConfigError(f"rank {rank} does not exist; the layout's world_size is {layout.world_size}")
-    if layout.row_layout == "canonical":
-        raise ConfigError("row_layout 'canonical' cannot be copied from host memory; use 'direct' or 'replicated'")
-    if len(kv_tensors) != len(layout.tensors):
-        raise ConfigError(f"{len(kv_tensors)} KV tensors, but the layout names {len(layout.tensors)}")
+def _fragments(page: KVPages, run: CopyRun) -> Bytes:
+    memory = page.host_bytes()[run.local_offset :]
+    return _array(memory, (page.num_blocks,), (page.stride,), run, run.local_stride)
 
 
-def _pages(layout: CacheLayout, rank: int, index: int, tensor: Any) -> Bytes | None:
-    """Return the tensor's pages as bytes, (num_blocks, page_bytes), a view of the engine's own memory."""
-    page = layout.tensors[index].page_on(rank)
-    if page == 0:
-        return None
-    where = f"kv_tensors[{index}] ({layout.tensors[index].name!r})"
-    if not isinstance(tensor, np.ndarray):
-        raise ConfigError(f"{where}: expected a numpy array, got {type(tensor).__name__}")
-    if tensor.ndim < 2 or not len(tensor) or not tensor[0].flags.c_contiguous or not tensor.flags.writeable:
-        raise ConfigError(
-            f"{where}: expected a writable array of blocks, each of them contiguous, got shape {tensor.shape} "
-            f"and strides {tensor.strides}"
-        )
-    block_bytes = tensor[0].nbytes
-    if block_bytes < page:
-        raise ConfigError(f"{where}: a block has {block_bytes} bytes, but the layout's page_bytes is {page}")
-    flat = as_strided(tensor, (len(tensor), tensor[0].size), (tensor.strides[0], tensor.itemsize))
-    return flat.view(np.uint8)[:, :page]
+def _array(memory: Bytes, shape: tuple[int, ...], strides: tuple[int, ...], run: CopyRun, apart: int) -> Bytes:
+    if run.count == 1:
+        return as_strided(memory, (*shape, run.nbytes), (*strides, 1))
+    return as_strided(memory, (*shape, run.count, run.nbytes), (*strides, apart, 1))

@@ -22,11 +22,9 @@ from kvtiers.api import ConfigError
 __all__ = [
     "FINGERPRINT_FORMAT",
     "CacheLayout",
-    "CopyRun",
     "KVGroup",
     "KVTensor",
     "ModelIdentity",
-    "RankMap",
     "RowLayout",
 ]
 
@@ -83,32 +81,6 @@ class KVTensor:
     def page_on(self, rank: int) -> int:
         """Bytes of one block of this tensor on this rank."""
         return self.page_bytes if isinstance(self.page_bytes, int) else self.page_bytes[rank]
-
-
-@dataclass(frozen=True)
-class CopyRun:
-    """``count`` fragments of ``nbytes`` each, ``*_stride`` bytes apart, from a local page into a canonical page."""
-
-    tensor: int
-    local_offset: int
-    canonical_offset: int
-    nbytes: int
-    count: int = 1
-    local_stride: int = 0
-    canonical_stride: int = 0
-
-
-@dataclass(frozen=True)
-class RankMap:
-    """Where a rank's bytes lie in a canonical value.
-
-    ``num_writers`` ranks hold identical bytes and take turns: this one writes the blocks whose id modulo
-    ``num_writers`` is ``writer_index``.
-    """
-
-    runs: tuple[CopyRun, ...]
-    writer_index: int = 0
-    num_writers: int = 1
 
 
 def _round_up(number: int, step: int) -> int:
