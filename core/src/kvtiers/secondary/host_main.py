@@ -8,7 +8,7 @@ import signal
 import sys
 from types import FrameType
 
-__all__ = ["main"]
+__all__ = ["die_with", "main"]
 
 _PR_SET_PDEATHSIG = 1
 
@@ -16,7 +16,7 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Run a host. Arguments: the socket's and the region's descriptors, and the engine's process id."""
     socket_fd, region_fd, parent = map(int, sys.argv[1:4])
-    _die_with(parent)
+    die_with(parent)
     # Ctrl-C and a service manager's SIGTERM reach the whole group; the engine, which gets them too, says when to end.
     # Handlers and not SIG_IGN: what a store starts must not inherit the deafness.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -29,7 +29,8 @@ def main() -> None:
     TierHost(socket_fd, region_fd).run()
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
+    """Make this process end when its parent does, and at once if it has ended already."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it ended before the signal was armed
