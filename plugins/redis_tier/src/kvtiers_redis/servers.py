@@ -1,76 +1,23 @@
-"""Connections to one server: redis-py connects, logs in and speaks TLS; then its socket is ours."""
+"""Connections to one server: redis-py makes them and logs in; then its socket is ours."""
 
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from redis import Redis
-from redis.backoff import NoBackoff
 from redis.connection import Connection
-from redis.credentials import CredentialProvider
 from redis.exceptions import ResponseError
-from redis.retry import Retry
 
-from kvtiers.api import Secret, TierUnavailable
+from kvtiers.api import TierUnavailable
 from kvtiers_redis.link import Link, ReplyError
 from kvtiers_redis.plugin import RedisConfig
 from kvtiers_redis.windows import ask, command
 
-__all__ = ["Server", "client_options", "sentinel_options"]
+__all__ = ["Server"]
 
 _MOST_IDLE = 16
-_KEEPALIVE_PROBES = 3
-
-
-class _LogIn(CredentialProvider):
-    """User and password, read anew at each connection."""
-
-    def __init__(self, username: str, password: Secret) -> None:
-        self._username, self._password = username, password
-
-    def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        password = self._password.reveal()
-        return (self._username, password) if self._username else (password,)
-
-
-def client_options(config: RedisConfig) -> dict[str, Any]:
-    """Return redis-py's options for a client of a server."""
-    options = _connection_options(config) | _log_in(config.username, config.password)
-    return options | ({"db": config.database_number} if config.database_number else {})
-
-
-def sentinel_options(config: RedisConfig) -> dict[str, Any]:
-    """Return redis-py's options for a client of a Sentinel."""
-    return _connection_options(config) | _log_in(config.sentinel_username, config.sentinel_password)
-
-
-def _log_in(username: str, password: Secret | None) -> dict[str, Any]:
-    return {"credential_provider": _LogIn(username, password)} if password is not None else {}
-
-
-def _connection_options(config: RedisConfig) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        "protocol": 2,  # nothing but replies comes over the connection, in the order of the requests
-        "retry": Retry(NoBackoff(), 0),  # core retries
-        "socket_connect_timeout": config.connect_timeout,
-        "socket_timeout": config.reply_seconds,
-    }
-    if not config.places.path:
-        idle = round(config.keepalive)
-        options["socket_keepalive_options"] = {
-            socket.TCP_KEEPIDLE: idle,
-            socket.TCP_KEEPINTVL: max(1, idle // _KEEPALIVE_PROBES),
-            socket.TCP_KEEPCNT: _KEEPALIVE_PROBES,
-        }
-    if config.places.tls:
-        options["ssl"] = True
-        options["ssl_check_hostname"] = config.tls_check_hostname
-        files = {"ssl_ca_certs": config.tls_ca, "ssl_certfile": config.tls_cert, "ssl_keyfile": config.tls_key}
-        options |= {name: str(path) for name, path in files.items() if path is not None}
-    return options
 
 
 class _Lent(NamedTuple):

@@ -1,13 +1,14 @@
 """The store of the tier type ``redis``: a key a value, on one server or many."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from redis import exceptions as client_errors
 
-from kvtiers.api import ChunkStore, StoreFull, TierUnavailable
+from kvtiers.api import ChunkStore, Finding, StoreEntry, StoreFull, TierUnavailable
 from kvtiers_redis.link import Link
+from kvtiers_redis.listing import list_values
 from kvtiers_redis.places import is_loopback
 from kvtiers_redis.plugin import RedisConfig
 from kvtiers_redis.routing import Router
@@ -121,6 +122,26 @@ class RedisStore(ChunkStore):
         """Take the keys away; the server frees their memory later, in a thread of its own."""
         self._ask([self._key(name) for name in names], b"UNLINK", partial=False)
 
+    def list(self, prefix: str) -> Iterator[StoreEntry]:
+        """Scan every master, at the bounded rate."""
+        return list_values(self._topology.masters(), self._prefix, prefix, rate=self._config.scan_rate)
+
+    def diagnose(self, value_bytes: int) -> Sequence[Finding]:
+        """Look at the way to the servers, their memory, limits and persistence."""
+        # Imported here: only `kvtiers check` asks.
+        from kvtiers_redis.diagnosis import diagnose
+
+        return diagnose(self._config, self._topology.masters(), value_bytes, read_only=self._read_only)
+
+    def stats(self) -> Mapping[str, float]:
+        """Return what happened since the store was opened; asks no server."""
+        return {
+            "connects": sum(server.connects for server in self._topology.masters()),
+            "dropped_values": self._dropped,
+            "redirected_requests": self._router.redirected,
+            "unreachable_values": self._router.unreachable,
+        }
+
     def close(self) -> None:
         """Close all connections."""
         self._topology.close()
@@ -128,7 +149,7 @@ class RedisStore(ChunkStore):
     def _key(self, name: str) -> bytes:
         return self._prefix + name.encode("ascii")
 
-    def _ask(self, keys: Sequence[bytes], word: bytes, *, partial: bool = True) -> list[Answer]:
+    def _ask(self, keys: Sequence[bytes], word: bytes, *, partial: bool = True) -> Sequence[Answer]:
         def talk(link: Link, indexes: Sequence[int], asking: bool) -> Sequence[Answer]:
             return ask(link, [command(word, keys[i]) for i in indexes], asking=asking)
 

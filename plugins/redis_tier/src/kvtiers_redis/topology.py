@@ -5,17 +5,16 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from redis import Redis
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
 from redis.exceptions import RedisError
 from redis.retry import Retry
-from redis.sentinel import Sentinel
 
 from kvtiers.api import TierUnavailable
+from kvtiers_redis.clients import client_of, client_options, client_over_socket, sentinel_of
 from kvtiers_redis.places import Address
 from kvtiers_redis.plugin import RedisConfig
-from kvtiers_redis.servers import Server, client_options, sentinel_options
+from kvtiers_redis.servers import Server
 
 __all__ = ["Topology", "open_topology"]
 
@@ -66,13 +65,16 @@ def open_topology(config: RedisConfig) -> Topology:
     """Return what the config describes. Nothing is connected yet, except that a Cluster is asked for its nodes."""
     if config.topology == "cluster":
         return _Cluster(config)
-    options, places = client_options(config), config.places
     if config.topology == "sentinel":
         return _Sentinels(config)
-    if places.path:
-        return _Single(Server(Redis(unix_socket_path=places.path, **options), config, places.path))
-    host, port = places.addresses[0]
-    return _Single(Server(Redis(host, port, **options), config, f"{host}:{port}"))
+    if config.places.path:
+        return _Single(Server(client_over_socket(config), config, config.places.path))
+    (address,) = config.places.addresses
+    return _Single(_server_at(address, config))
+
+
+def _server_at(address: Address, config: RedisConfig, *, hold: float = 0.0) -> Server:
+    return Server(client_of(address, config), config, f"{address[0]}:{address[1]}", hold=hold)
 
 
 class _Single(Topology):
@@ -90,10 +92,8 @@ class _Sentinels(_Single):
     """redis-py asks the Sentinels at each new connection, so that closing the old ones is all that a failover takes."""
 
     def __init__(self, config: RedisConfig) -> None:
-        self._sentinel = Sentinel(
-            list(config.places.addresses), sentinel_kwargs=sentinel_options(config), **client_options(config)
-        )
-        super().__init__(Server(self._sentinel.master_for(config.master), config, f"master {config.master!r}"))
+        self._sentinel, client = sentinel_of(config)
+        super().__init__(Server(client, config, f"master {config.master!r}"))
 
     def refresh(self) -> None:
         self._server.drop_idle()
@@ -110,19 +110,19 @@ class _Cluster(Topology):
 
     def __init__(self, config: RedisConfig) -> None:
         self._config = config
-        self._options = client_options(config)
         self._lock = threading.Lock()
         self._servers: dict[Address, Server] = {}
         self._refreshing = threading.Lock()
         self._refreshed = 0.0
-        retry = self._options.pop("retry")
+        options = client_options(config)
+        del options["retry"]  # it has one for all nodes
         self._cluster = RedisCluster(
             startup_nodes=[ClusterNode(*address) for address in config.places.addresses],
             require_full_coverage=False,  # some slots without a node are no reason to do without the others
             retry=Retry(NoBackoff(), 0),
-            **self._options,
+            ssl=config.places.tls,
+            **options,
         )
-        self._options["retry"] = retry
 
     def server_of(self, key: bytes) -> Server:
         try:
@@ -137,10 +137,7 @@ class _Cluster(Topology):
             with self._lock:
                 server = self._servers.get(address)
                 if server is None:
-                    client = Redis(*address, **self._options)
-                    server = self._servers[address] = Server(
-                        client, self._config, f"{address[0]}:{address[1]}", hold=_HOLD_SECONDS
-                    )
+                    server = self._servers[address] = _server_at(address, self._config, hold=_HOLD_SECONDS)
         return server
 
     def masters(self) -> Sequence[Server]:
