@@ -11,6 +11,7 @@ SOURCES := $(addsuffix /src,$(DISTRIBUTIONS))
 
 # Programs that the tests run, each as command:package; installed with apt-get where they are missing.
 TEST_COMMANDS := redis-server:redis-server redis-sentinel:redis-sentinel redis-benchmark:redis-tools openssl:openssl
+TEST_COMMANDS += ceph-mon:ceph-mon ceph-osd:ceph-osd radosgw:radosgw setpriv:util-linux
 
 # $(call step,NAME,COMMAND): run it, and say how long it took.
 step = @echo "== $(1)"; TIMEFORMAT="== $(1): %1R s"; time $(2)

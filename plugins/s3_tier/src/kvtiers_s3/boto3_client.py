@@ -1,0 +1,81 @@
+"""Values by boto3: slower, and there where obstore is not."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from botocore.exceptions import BotoCoreError, ClientError
+
+from kvtiers_s3.boto3_errors import translated
+from kvtiers_s3.connection import Connection
+from kvtiers_s3.failures import failure
+
+__all__ = ["Boto3Client"]
+
+_PIECE = 1 << 20  # between two looks at the clock
+_ABSENT = {"NoSuchKey", "404", "InvalidRange", "416"}
+
+
+class Boto3Client:
+    """The fallback."""
+
+    name = "boto3"
+
+    def __init__(self, connection: Connection) -> None:
+        self._client = connection.boto3_client(attempts=1)
+        self._bucket = connection.config.bucket
+        self._timeout = connection.config.timeout
+        self._put_options = connection.put_options
+        self._requests = connection.requests
+
+    def read(self, key: str, dst: memoryview, start: int, total: int) -> str | None:
+        """Fill ``dst``, a piece at a time, so that a body that drips ends in time too."""
+        until = time.monotonic() + self._timeout
+        part = {"Range": f"bytes={start}-{start + len(dst) - 1}"} if len(dst) != total else {}
+        with self._asking("GET", key):
+            found = self._client.get_object(Bucket=self._bucket, Key=key, **part)
+            with contextlib.closing(found["Body"]) as body:
+                if int(found.get("ContentRange", "").rpartition("/")[2] or found["ContentLength"]) != total:
+                    return None
+                at = 0
+                while at < len(dst):
+                    piece: bytes = body.read(min(_PIECE, len(dst) - at))
+                    if not piece or time.monotonic() > until:
+                        raise failure(f"GET {key}", 0, "Timeout" if piece else "CutOff")
+                    dst[at : at + len(piece)] = piece
+                    at += len(piece)
+            self._requests.count_bytes(read=at)
+            return str(found.get("ETag", ""))
+        return None
+
+    def write(self, key: str, src: memoryview, *, only_new: bool) -> bool:
+        """Put the object from a copy: boto3 takes no view."""
+        options = self._put_options | ({"IfNoneMatch": "*"} if only_new else {})
+        with self._asking("PUT", key, absent={"PreconditionFailed", "412"}):
+            self._client.put_object(Bucket=self._bucket, Key=key, Body=bytes(src), **options)
+            self._requests.count_bytes(written=len(src))
+            return True
+        return False
+
+    def size(self, key: str) -> int | None:
+        """Ask for the head alone."""
+        with self._asking("HEAD", key):
+            return int(self._client.head_object(Bucket=self._bucket, Key=key)["ContentLength"])
+        return None
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    @contextlib.contextmanager
+    def _asking(self, method: str, key: str, absent: set[str] = _ABSENT) -> Iterator[None]:
+        """Swallow an error that says absent; translate every other."""
+        try:
+            yield
+        except (ClientError, BotoCoreError, OSError) as error:
+            if isinstance(error, ClientError) and error.response["Error"]["Code"] in absent:
+                return
+            raised: Any = translated(f"{method} {key}", error)
+            self._requests.count_failed(raised)
+            raise raised from None

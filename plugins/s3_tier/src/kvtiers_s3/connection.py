@@ -1,0 +1,161 @@
+"""Where the bucket is, and the clients that reach it: obstore's store, and boto3's for everything but values."""
+
+import os
+import threading
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import boto3
+from botocore.config import Config
+
+from kvtiers.api import ConfigError
+from kvtiers_s3.credentials import open_session
+from kvtiers_s3.plugin import S3Config
+from kvtiers_s3.requests import Requests
+
+if TYPE_CHECKING:
+    from obstore.store import S3Config as ObstoreConfig
+    from obstore.store import S3Credential, S3Store
+
+__all__ = ["Connection"]
+
+_ENCRYPTION = {"sse-s3": "AES256", "sse-kms": "aws:kms"}
+# obstore asks again when five minutes or less are left, so that what it holds is never older than one.
+_LENT = timedelta(minutes=6)
+
+
+class Connection:
+    """One bucket as one user. Makes clients; asks nobody until one is used."""
+
+    def __init__(self, config: S3Config, requests: Requests) -> None:
+        self.config = config
+        self.requests = requests
+        environment = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+        self.endpoint = config.endpoint or environment.rstrip("/")
+        session = open_session(config)
+        self._session = boto3.Session(botocore_session=session)
+        self.region: str = config.region or session.get_config_variable("region") or "us-east-1"
+        self._certificates = _read_certificates(config)
+        self._lock = threading.RLock()
+        self._clients: dict[int, Any] = {}
+
+    @property
+    def is_virtual(self) -> bool:
+        """Say whether the bucket is a part of the host's name."""
+        if self.config.addressing == "auto":
+            # A dot in the bucket's name would be one too many for the certificate.
+            return not self.endpoint and "." not in self.config.bucket
+        return self.config.addressing == "virtual"
+
+    @property
+    def put_options(self) -> dict[str, str]:
+        """What each new object is to have, as arguments of boto3's put_object and create_multipart_upload."""
+        config, options = self.config, {}
+        if config.storage_class:
+            options["StorageClass"] = config.storage_class
+        if config.encryption in _ENCRYPTION:
+            options["ServerSideEncryption"] = _ENCRYPTION[config.encryption]
+        if config.kms_key:
+            options["SSEKMSKeyId"] = config.kms_key
+        return options
+
+    def boto3_client(self, *, attempts: int) -> Any:
+        """Return boto3's client that makes a request so many times at most; there is one for each number."""
+        with self._lock:  # a session makes one client at a time
+            if attempts not in self._clients:
+                self._clients[attempts] = self._new_boto3_client(attempts)
+            return self._clients[attempts]
+
+    def close(self) -> None:
+        """Close what boto3 has open."""
+        with self._lock:
+            while self._clients:
+                self._clients.popitem()[1].close()
+
+    def _new_boto3_client(self, attempts: int) -> Any:
+        config = self.config
+        checksums = "when_supported" if config.checksums == "always" else "when_required"
+        options = Config(
+            connect_timeout=config.connect_timeout,
+            read_timeout=config.timeout,
+            max_pool_connections=config.connections,
+            retries={"mode": "standard", "total_max_attempts": attempts},
+            s3={
+                "addressing_style": "virtual" if self.is_virtual else "path",
+                "payload_signing_enabled": not config.unsigned_payload,
+            },
+            request_checksum_calculation=checksums,
+            response_checksum_validation=checksums,
+            user_agent_extra="kvtiers-s3",
+        )
+        client = self._session.client(
+            "s3",
+            region_name=self.region,
+            endpoint_url=self.endpoint or None,
+            verify=str(config.ca_file) if config.ca_file else None,
+            config=options,
+        )
+        client.meta.events.register("before-send.s3", self.requests.count_sent)
+        return client
+
+    def obstore(self) -> "S3Store":
+        """Return obstore's store for the bucket; it never tries again by itself."""
+        from obstore.store import S3Store
+
+        config = self.config
+        options: ObstoreConfig = {
+            "region": self.region,
+            "virtual_hosted_style_request": self.is_virtual,
+            "unsigned_payload": config.unsigned_payload,
+            "skip_signature": False,
+        }
+        if self.endpoint:
+            options["endpoint"] = self._endpoint_of_the_bucket()
+        if config.checksums == "always":
+            options["checksum_algorithm"] = "CRC64NVME"
+        if config.encryption in _ENCRYPTION:
+            options["server_side_encryption"] = _ENCRYPTION[config.encryption]
+        if config.kms_key:
+            options["sse_kms_key_id"] = config.kms_key
+        return S3Store(
+            config.bucket,
+            config=options,
+            client_options={
+                "allow_http": self.endpoint.startswith("http://"),
+                "connect_timeout": timedelta(seconds=config.connect_timeout),
+                "timeout": timedelta(seconds=config.timeout),
+                "pool_max_idle_per_host": str(config.connections),
+                "user_agent": "kvtiers-s3",
+                **({"root_certificate": self._certificates} if self._certificates else {}),
+            },
+            retry_config={"max_retries": 0, "retry_timeout": timedelta(0)},
+            credential_provider=self._lend_credentials,
+        )
+
+    def _endpoint_of_the_bucket(self) -> str:
+        if not self.is_virtual:
+            return self.endpoint
+        url = urlsplit(self.endpoint)
+        return f"{url.scheme}://{self.config.bucket}.{url.netloc}"
+
+    def _lend_credentials(self) -> "S3Credential":
+        keys = self._session.get_credentials().get_frozen_credentials()
+        return {
+            "access_key_id": keys.access_key,
+            "secret_access_key": keys.secret_key,
+            "token": keys.token,
+            "expires_at": datetime.now(UTC) + _LENT,
+        }
+
+
+def _read_certificates(config: S3Config) -> bytes:
+    if config.ca_file is None:
+        return b""
+    try:
+        certificates = config.ca_file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"ca_file {str(config.ca_file)!r} cannot be read: {error.strerror}") from None
+    if b"-----BEGIN CERTIFICATE-----" not in certificates:
+        raise ConfigError(f"ca_file {str(config.ca_file)!r} has no certificate in it; expected PEM")
+    return certificates

@@ -1,0 +1,140 @@
+"""Values by obstore: HTTP in Rust, outside of Python's lock."""
+
+import contextlib
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError
+
+from kvtiers_s3.connection import Connection
+from kvtiers_s3.failures import failure
+
+__all__ = ["ObstoreClient"]
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>\s*([\w.]+)\s*</Code>")
+# Without an answer: obstore's debug text says how the connection failed. The first that matches.
+_CAUSES = (
+    (re.compile(r"without LOCATION|BareRedirect"), "PermanentRedirect"),
+    (re.compile(r"kind: Timeout"), "Timeout"),
+    (re.compile(r"dns error"), "NoAddress"),
+    (re.compile(r"InvalidCertificate|UnknownIssuer|certificate"), "Certificate"),
+    (re.compile(r"InvalidContentType|InvalidMessage|tls"), "NotTls"),
+    (re.compile(r"kind: Connect"), "NoConnection"),
+    (re.compile(r"kind: (Interrupted|Request|Decode|Unknown)|IncompleteMessage"), "CutOff"),
+)
+_LET_GO_SECONDS = 1.0
+
+
+class ObstoreClient:
+    """The data path of choice."""
+
+    name = "obstore"
+
+    def __init__(self, connection: Connection) -> None:
+        self._store: Any = connection.obstore()
+        self._requests = connection.requests
+        storage_class = connection.config.storage_class
+        self._attributes = {"Storage-Class": storage_class} if storage_class else None
+
+    def read(self, key: str, dst: memoryview, start: int, total: int) -> str | None:
+        """Fill ``dst``; the answer's head says the length, so that the body of another one is never asked for."""
+        part = {"range": (start, start + len(dst))} if len(dst) != total else None
+        with self._asking("get", key):
+            try:
+                found = obstore.get(self._store, key, options=part)  # type: ignore[arg-type]
+            except FileNotFoundError as error:
+                if _is_of_the_bucket(error):  # which would be a miss for ever
+                    raise
+                return None
+            except BaseError as error:
+                if "416" in _status(str(error)):  # it ends before this part begins
+                    return None
+                raise
+            meta = found.meta
+            if meta["size"] != total:
+                return None
+            body = found.bytes()
+            if len(body) != len(dst):
+                raise failure(f"GET {key}", 0, "CutOff")
+            dst[:] = body
+        self._requests.count_bytes(read=len(dst))
+        return meta["e_tag"] or ""
+
+    def write(self, key: str, src: memoryview, *, only_new: bool) -> bool:
+        """Put the object from ``src`` itself; nothing is copied."""
+        lent = memoryview(src)
+        try:
+            with self._asking("put", key):
+                obstore.put(
+                    self._store,
+                    key,
+                    lent,
+                    mode="create" if only_new else "overwrite",
+                    use_multipart=False,
+                    attributes=self._attributes,
+                )
+        except AlreadyExistsError:
+            return False
+        finally:
+            _take_back(lent)
+        self._requests.count_bytes(written=len(src))
+        return True
+
+    def size(self, key: str) -> int | None:
+        """Ask for the head alone."""
+        with self._asking("head", key):
+            try:
+                return obstore.head(self._store, key)["size"]
+            except FileNotFoundError:
+                return None
+
+    def close(self) -> None:
+        """Let go of the store; its connections end with it."""
+        self._store = None
+
+    @contextlib.contextmanager
+    def _asking(self, kind: str, key: str) -> Iterator[None]:
+        self._requests.count(kind)
+        try:
+            yield
+        except AlreadyExistsError:
+            raise
+        except (BaseError, FileNotFoundError) as error:
+            raised = _translated(f"{kind.upper()} {key}", str(error))
+            self._requests.count_failed(raised)
+            raise raised from None
+
+
+def _is_of_the_bucket(error: FileNotFoundError) -> bool:
+    """Say whether the bucket is absent, and not the object alone."""
+    return "<Code>NoSuchBucket<" in str(error)
+
+
+def _status(text: str) -> str:
+    found = _STATUS.search(text)
+    return found[1] if found else ""
+
+
+def _translated(what: str, text: str) -> Exception:
+    status = _status(text)
+    if status:
+        code = _CODE.search(text)
+        return failure(what, int(status), code[1] if code else "")
+    cause = next((code for pattern, code in _CAUSES if pattern.search(text)), "")
+    return failure(what, 0, cause, text.partition("\n")[0])
+
+
+def _take_back(lent: memoryview) -> None:
+    """Wait until obstore's own thread has let go of a value whose request was answered or given up half-way."""
+    until = time.monotonic() + _LET_GO_SECONDS
+    while True:
+        try:
+            return lent.release()
+        except BufferError:
+            if time.monotonic() >= until:  # then core finds out, and keeps the row from being used
+                return None
+        time.sleep(0.0005)

@@ -1,0 +1,62 @@
+"""Counts a store's requests by kind, and says what they cost."""
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from kvtiers_s3.failures import S3Error, S3ThrottledError
+
+__all__ = ["Requests"]
+
+_KINDS = ("get", "head", "put", "post", "list", "delete")
+_CONTROL = ("list-type=", "uploads", "lifecycle", "versioning")  # a GET with one of these is paid for as a LIST
+
+
+class Requests:
+    """The requests of one store, counted by all its threads.
+
+    ``put_price``, ``get_price``: US dollars for 1,000 of PUT, POST and LIST, and of GET and HEAD; a DELETE is free.
+    """
+
+    def __init__(self, put_price: float, get_price: float) -> None:
+        self._prices = {"put": put_price, "post": put_price, "list": put_price, "get": get_price, "head": get_price}
+        self._lock = threading.Lock()
+        self._counts = dict.fromkeys(_KINDS, 0)
+        self._failed = self._throttled = 0
+        self._read = self._written = 0
+
+    def count(self, kind: str) -> None:
+        """Count one request before it is sent. ``kind``: get, head, put, post, list or delete."""
+        with self._lock:
+            self._counts[kind] += 1
+
+    def count_sent(self, request: Any, **_: Any) -> None:
+        """Count what boto3 sends, retries included; a handler of its event ``before-send``."""
+        kind = request.method.lower()
+        url = str(request.url)
+        self.count("list" if kind == "get" and any(word in url.partition("?")[2] for word in _CONTROL) else kind)
+
+    def count_failed(self, error: Exception) -> None:
+        """Count a request that came to nothing."""
+        with self._lock:
+            self._failed += isinstance(error, S3Error)
+            self._throttled += isinstance(error, S3ThrottledError)
+
+    def count_bytes(self, *, read: int = 0, written: int = 0) -> None:
+        """Count bytes of values that arrived."""
+        with self._lock:
+            self._read += read
+            self._written += written
+
+    def figures(self) -> Mapping[str, float]:
+        """Return all counts, and the estimate of what the requests cost in US dollars, without transfer and storage."""
+        with self._lock:
+            counts = dict(self._counts)
+            others = {
+                "failed_requests": self._failed,
+                "throttled_requests": self._throttled,
+                "read_bytes": self._read,
+                "written_bytes": self._written,
+            }
+        dollars = sum(counts[kind] * price / 1000 for kind, price in self._prices.items())
+        return {**{f"{kind}_requests": n for kind, n in counts.items()}, **others, "request_dollars": dollars}

@@ -1,0 +1,98 @@
+"""The store of the tier type ``s3``: an object a value, in one bucket, for many processes and machines at once."""
+
+import errno
+from collections.abc import Iterator, Mapping, Sequence
+
+from kvtiers.api import ChunkStore, ConfigError, Finding, StoreEntry, TierUnavailable
+from kvtiers_s3.bucket import Bucket
+from kvtiers_s3.client import open_client
+from kvtiers_s3.connection import Connection
+from kvtiers_s3.failures import S3BusyError, S3Error
+from kvtiers_s3.parts import Parts
+from kvtiers_s3.plugin import S3Config
+from kvtiers_s3.requests import Requests
+
+__all__ = ["S3Store"]
+
+_NOBODY = "_kvtiers/nobody"
+
+
+class S3Store(ChunkStore):
+    """Values as objects under one prefix. Opening it makes one request, for an object that is not there."""
+
+    transient_errors = (S3BusyError,)
+    exists_per_call = 1
+
+    def __init__(self, config: S3Config, *, read_only: bool = False) -> None:
+        self._config = config
+        self._read_only = read_only
+        self._prefix = f"{config.prefix}/" if config.prefix else ""
+        self._requests = Requests(config.put_price, config.get_price)
+        self._connection = Connection(config, self._requests)
+        self._client = open_client(self._connection)
+        self._bucket = Bucket(self._connection)
+        self._parts = Parts(self._connection, self._client, self._bucket)
+        try:
+            # Not a HEAD: its answers have no body, and so do not say what is wrong.
+            self._client.read(self._prefix + _NOBODY, memoryview(b""), 0, 0)
+        except S3BusyError as error:
+            self.close()
+            raise TierUnavailable(f"{self._where()}: {error}") from None
+        except S3Error as error:
+            region = self._bucket.region()
+            self.close()
+            more = f" (it says {region!r})" if region and region != self._connection.region else ""
+            raise ConfigError(f"{self._where()}: {error}{more}") from None
+
+    def read_into(self, name: str, dst: memoryview) -> bool:
+        """Read the object, a large one in ranges."""
+        key = self._prefix + name
+        if len(dst) > self._config.part_size:
+            return self._parts.read(key, dst)
+        return self._client.read(key, dst, 0, len(dst)) is not None
+
+    def write(self, name: str, src: memoryview) -> None:
+        """Put the object, a large one as an upload in parts. StoreFull when a quota is used up."""
+        self._expect_writable()
+        key = self._prefix + name
+        put = self._parts.write if len(src) > self._config.part_size else self._client.write
+        only_new = self._config.conditional_put
+        # One of another length would be a miss for ever: it is no reason to leave it there.
+        if not put(key, src, only_new=only_new) and self._client.size(key) != len(src):
+            put(key, src, only_new=False)
+
+    def exists(self, names: Sequence[str]) -> Sequence[bool]:
+        """Ask for the head of each object."""
+        return [self._client.size(self._prefix + name) is not None for name in names]
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete the objects, up to 1,000 in one request."""
+        self._expect_writable()
+        self._bucket.delete([self._prefix + name for name in names])
+
+    def list(self, prefix: str) -> Iterator[StoreEntry]:
+        """List the objects, 1,000 in one request; ``modified`` is when a value was written."""
+        for key, nbytes, modified in self._bucket.objects(self._prefix + prefix):
+            yield StoreEntry(key.removeprefix(self._prefix), nbytes, modified.timestamp())
+
+    def diagnose(self, value_bytes: int) -> Sequence[Finding]:
+        """Look at the bucket's rules, and at what a request costs beside the bytes that it moves."""
+        return [Finding("ok", f"{self._where()}, by {self._client.name}")]
+
+    def stats(self) -> Mapping[str, float]:
+        """Return the requests by kind, the bytes, and what the requests cost."""
+        return self._requests.figures()
+
+    def close(self) -> None:
+        """End the threads and the connections."""
+        self._parts.close()
+        self._client.close()
+        self._connection.close()
+
+    def _where(self) -> str:
+        connection = self._connection
+        return f"bucket {self._config.bucket!r} at {connection.endpoint or 'AWS'}, region {connection.region}"
+
+    def _expect_writable(self) -> None:
+        if self._read_only:
+            raise PermissionError(errno.EROFS, "this tier is read-only", self._config.bucket)

@@ -1,0 +1,55 @@
+from functools import partial
+
+import pytest
+
+from kvtiers.testing import ChunkStoreTests, TierPluginTests
+from kvtiers_s3.store import S3Store
+
+
+class TestObstoreOnCeph(ChunkStoreTests):
+    store_class = S3Store
+
+    @pytest.fixture
+    def open_store(self, config):
+        return partial(S3Store, config(client="obstore"))
+
+
+class TestBoto3OnCeph(ChunkStoreTests):
+    store_class = S3Store
+
+    @pytest.fixture
+    def open_store(self, config):
+        return partial(S3Store, config(client="boto3"))
+
+
+class TestObstoreAndPartsOnCeph(ChunkStoreTests):
+    """The largest value of the kit is moved in two parts."""
+
+    store_class = S3Store
+
+    @pytest.fixture
+    def open_store(self, config):
+        return partial(S3Store, config(client="obstore", part_size="5MiB"))
+
+
+class TestObstoreOnMotoWithChecksums(ChunkStoreTests):
+    store_class = S3Store
+
+    @pytest.fixture
+    def open_store(self, moto_config):
+        return partial(S3Store, moto_config(client="obstore", checksums="always", part_size="5MiB"))
+
+
+class TestBoto3OnMotoWithChecksums(ChunkStoreTests):
+    store_class = S3Store
+
+    @pytest.fixture
+    def open_store(self, moto_config):
+        return partial(S3Store, moto_config(client="boto3", checksums="always", part_size="5MiB"))
+
+
+class TestS3Plugin(TierPluginTests):
+    @pytest.fixture
+    def tier_options(self, empty_server):
+        keys = {"access_key": "AK", "secret_key": "SK"}
+        return {"type": "s3", "bucket": "some-bucket", "prefix": "team/kv", "endpoint": empty_server, **keys}
