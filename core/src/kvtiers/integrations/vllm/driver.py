@@ -1,0 +1,238 @@
+"""One kvtiers tier under somebody else's manager: its jobs and their deadlines, its requests' waits, its life.
+
+That manager is vLLM's. It asks key by key, step by step, and frees a job's rows when the job's result is reported: so a
+result is reported only when nothing can touch the rows any more, also that of a job which is given up. What a request
+can be spared is decided at its lookups:
+
+===============================  ==================================================================
+a lookup is                      when
+===============================  ==================================================================
+MISS                             the tier is off, or its breaker open; the request lost this chunk
+                                 before, or has waited ``lookup_wait`` for an answer
+RETRY                            the question is on its way
+HIT                              the tier has it: vLLM submits the load at the end of its step
+===============================  ==================================================================
+
+Runs on the engine's thread, or under its lock. Nothing raises.
+"""
+
+import time
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvtiers.api import JobResult, LookupResult, OffloadKey, TransferJob
+from kvtiers.base import RequestContext
+from kvtiers.metrics import TierMetrics
+from kvtiers.secondary.chunk_store_tier import ChunkStoreTier
+from kvtiers.tiering.results import good_keys, moved
+from kvtiers.tiering.tiers import TierSlot
+
+__all__ = ["TierDriver"]
+
+_SCAN_SECONDS = 0.05  # how often deadlines are looked at
+_DRAIN_POLL_SECONDS = 0.002
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A job of vLLM's that is not reported yet. Ids are vLLM's own."""
+
+    job: TransferJob
+    submitted: float
+    started: float | None = None
+    given_up: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """What is known of a request: since when it waits, and which chunks are misses for it."""
+
+    context: RequestContext
+    waits_since: float | None = None
+    lost: set[OffloadKey] = field(default_factory=set)
+
+
+class TierDriver:
+    """Drives ``slot``. ``lookup_wait``: seconds that a request waits for answers in all."""
+
+    def __init__(
+        self,
+        slot: TierSlot,
+        lookup_wait: float,
+        close: Callable[[float], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._slot = slot
+        self._lookup_wait = lookup_wait
+        self._close = close
+        self._clock = clock
+        self._jobs: dict[int, _Running] = {}
+        self._requests: dict[str, _Request] = {}
+        self._results: list[JobResult] = []
+        self._next_scan = 0.0
+        self._closed = False
+        self.wait_expired = 0
+        """Lookups that were misses since their request had waited long enough."""
+
+    @property
+    def metrics(self) -> TierMetrics:
+        """What happened between the engine and the tier."""
+        return self._slot.metrics
+
+    def own_stats(self) -> dict[str, float]:
+        """Return the tier's own figures."""
+        tier = self._slot.tier
+        return self._slot.own_stats(lambda _name: tier.stats() if isinstance(tier, ChunkStoreTier) else {})
+
+    # -- requests
+
+    def request_started(self, request_id: str, params: Mapping[str, object] | None) -> None:
+        """Take note of a request."""
+        self._requests[request_id] = _Request(RequestContext(request_id, params or {}))
+
+    def request_finished(self, request_id: str) -> None:
+        """Forget a request."""
+        self._requests.pop(request_id, None)
+
+    def lookup(self, key: OffloadKey, request_id: str) -> LookupResult:
+        """Say whether the tier has this chunk."""
+        request = self._request(request_id)
+        if key in request.lost or not self._slot.available():
+            return LookupResult.MISS
+        hits, unresolved = self._slot.ask([key], request.context)
+        if hits:
+            return LookupResult.HIT
+        if not unresolved:
+            return LookupResult.MISS
+        now = self._clock()
+        if request.waits_since is None:
+            request.waits_since = now
+        if now - request.waits_since < self._lookup_wait:
+            return LookupResult.RETRY
+        request.lost.add(key)
+        self.wait_expired += 1
+        return LookupResult.MISS
+
+    # -- jobs
+
+    def submit(
+        self, job_id: int, keys: Iterable[OffloadKey], rows: Sequence[int], request_id: str, *, is_promotion: bool
+    ) -> None:
+        """Hand a job to the tier; its one result comes by ``finished``, whatever happens."""
+        chunk_ids = memoryview(array("i", rows))
+        context = self._request(request_id).context
+        job = TransferJob(job_id, tuple(keys), chunk_ids, is_promotion, context)
+        running = self._jobs[job_id] = _Running(job, self._clock())
+        self.metrics.running_jobs += 1
+        if is_promotion:
+            self.metrics.loading_chunks += len(job.keys)
+        usable = self._slot.available()
+        if not usable and not is_promotion:
+            self.metrics.dropped_cascades += len(job.keys)
+        if not usable or not self._slot.submit(job):
+            self._finish(running, JobResult(job_id, success=False))
+
+    def finished(self) -> list[JobResult]:
+        """Take the results that have come."""
+        self._poll()
+        results, self._results = self._results, []
+        return results
+
+    def end_step(self) -> None:
+        """Send what the step has collected."""
+        self._slot.end_step()
+
+    def has_jobs(self) -> bool:
+        """Say whether a result is owed."""
+        return bool(self._jobs or self._results)
+
+    def drain(self) -> None:
+        """Wait until nothing of the tier's touches a row: every job ends by its own or by its deadline."""
+        self.end_step()
+        self._poll()
+        while self._jobs:
+            time.sleep(_DRAIN_POLL_SECONDS)
+            self._poll()
+            self.end_step()
+
+    def close(self, timeout: float) -> None:
+        """Let the tier end what it is doing within so many seconds, and close it. What is owed is reported failed."""
+        if self._closed:
+            return
+        self._closed = True
+        self._close(timeout)
+        self._poll()
+        self._slot.leave()
+        for running in list(self._jobs.values()):
+            self._finish(running, JobResult(running.job.job_id, success=False))
+
+    # -- inside
+
+    def _request(self, request_id: str) -> _Request:
+        request = self._requests.get(request_id)
+        return request if request is not None else _Request(RequestContext(request_id, {}))
+
+    def _poll(self) -> None:
+        slot = self._slot
+        for job_id in slot.started_jobs():
+            running = self._jobs.get(job_id)
+            if running is not None and running.started is None:
+                running.started = self._clock()
+        for job_id in slot.failed_jobs():
+            if (failed := self._jobs.get(job_id)) is not None:
+                self._give_up(failed, tell=False)
+        for result in slot.finished_jobs():
+            if (ended := self._jobs.get(result.job_id)) is not None:
+                self._finish(ended, result)
+        now = self._clock()
+        if self._jobs and now >= self._next_scan:
+            self._next_scan = now + _SCAN_SECONDS
+            self._expire(now)
+
+    def _expire(self, now: float) -> None:
+        for running in list(self._jobs.values()):
+            begun = running.submitted if running.started is None else running.started
+            if now - begun > self._slot.options.deadline and not running.given_up:
+                self.metrics.expired_jobs += 1
+                self._give_up(running, tell=True)
+
+    def _give_up(self, running: _Running, *, tell: bool) -> None:
+        """A job has failed, but its rows are still in use: vLLM cannot be told before they are not."""
+        if running.given_up:
+            return
+        running.given_up = True
+        self.metrics.quarantined_rows += len(running.job.keys)
+        if tell:
+            self._slot.abandon(running.job.job_id)
+
+    def _finish(self, running: _Running, result: JobResult) -> None:
+        job, metrics = running.job, self.metrics
+        del self._jobs[job.job_id]
+        metrics.running_jobs -= 1
+        if running.given_up:
+            metrics.quarantined_rows -= len(job.keys)
+        good = good_keys(job, result)
+        nbytes, seconds = moved(result)
+        if job.is_promotion:
+            metrics.loading_chunks -= len(job.keys)
+            metrics.loaded_chunks += len(good)
+            metrics.loaded_bytes += nbytes
+            metrics.load_seconds += seconds
+            self._note_lost(job, good)
+        else:
+            metrics.stored_chunks += len(good)
+            metrics.stored_bytes += nbytes
+            metrics.store_seconds += seconds
+            metrics.failed_stores += len(job.keys) - len(good)
+        complete = len(good) == len(job.keys)
+        partly = None if complete or not job.is_promotion else good
+        self._results.append(JobResult(job.job_id, complete, partly, nbytes, seconds))
+
+    def _note_lost(self, job: TransferJob, good: Sequence[OffloadKey]) -> None:
+        """A chunk whose load failed is a miss for the request that asked for it, or it would ask for ever."""
+        lost = set(job.keys).difference(good)
+        self.metrics.failed_loads += len(lost)
+        request = self._requests.get(job.context.request_id)
+        if request is not None:
+            request.lost |= lost

@@ -1,0 +1,91 @@
+"""A tier's figures for vLLM's own ``/metrics``: counters as what was added since the last time, gauges as they are."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvtiers.integrations.vllm.opening import OpenedTier
+
+__all__ = ["COUNTERS", "GAUGES", "LABELS", "TierFigures"]
+
+LABELS = ("tier",)
+COUNTERS = {
+    "kvtiers_tier_lookups": "Answers that the tier gave, in chunks.",
+    "kvtiers_tier_wait_expired": "Chunks that were misses since their request had waited long enough for an answer.",
+    "kvtiers_tier_loaded_chunks": "Chunks that the tier brought, each checked.",
+    "kvtiers_tier_loaded_bytes": "Bytes of these.",
+    "kvtiers_tier_load_seconds": "Seconds that bringing them took.",
+    "kvtiers_tier_failed_loads": "Chunks that were not there, damaged, or too late.",
+    "kvtiers_tier_stored_chunks": "Chunks that the tier has taken, or had already.",
+    "kvtiers_tier_stored_bytes": "Bytes written.",
+    "kvtiers_tier_store_seconds": "Seconds that writing them took.",
+    "kvtiers_tier_failed_stores": "Chunks that were sent down and are not in the tier.",
+    "kvtiers_tier_dropped_cascades": "Chunks not sent down, since the tier was not available.",
+    "kvtiers_tier_expired_jobs": "Jobs that did not end within the deadline.",
+    "kvtiers_tier_raised": "Calls in which the tier raised.",
+    "kvtiers_tier_seal_failures": "Values whose bytes were not those that were stored.",
+    "kvtiers_tier_missing": "Values that were gone when they were to be read.",
+    "kvtiers_tier_already_present": "Values that needed no write.",
+    "kvtiers_tier_dropped_queue": "Values dropped since too many were waiting to be written.",
+    "kvtiers_tier_dropped_full": "Values dropped since the store was full.",
+    "kvtiers_tier_errors": "Calls of the store that failed.",
+    "kvtiers_tier_retries": "Further attempts after a transient error.",
+    "kvtiers_tier_breaker_opened": "How often the tier was taken out of use.",
+    "kvtiers_tier_host_starts": "Lives of the tier's helper process.",
+}
+GAUGES = {
+    "kvtiers_tier_running_jobs": "Jobs under way.",
+    "kvtiers_tier_loading_chunks": "Chunks being brought.",
+    "kvtiers_tier_storing_chunks": "Chunks on their way into the tier.",
+    "kvtiers_tier_quarantined_rows": "Rows of jobs that were given up and that something may still touch.",
+    "kvtiers_tier_breaker_state": "0: in use, 1: out of use, 2: being tried.",
+    "kvtiers_tier_open": "1: the tier's store is open.",
+    "kvtiers_tier_off": "1: the tier does nothing in this engine; the log says why.",
+    "kvtiers_tier_shared": "1: another process can find what this one stores; 0: the log says why not.",
+}
+_PREFIX = "kvtiers_tier_"
+
+
+class _Stats(Protocol):
+    """vLLM's collection of figures."""
+
+    def increase_counter(self, name: str, value: float, labels: tuple[str, ...], /) -> None:
+        """Add to a counter."""
+
+    def set_gauge(self, name: str, value: float, labels: tuple[str, ...], /) -> None:
+        """Set a gauge."""
+
+
+@dataclass(slots=True)
+class TierFigures:
+    """One tier's figures, and what of them was reported last."""
+
+    opened: OpenedTier
+    _reported: dict[str, float] = field(default_factory=dict)
+
+    def report(self, stats: _Stats) -> None:
+        """Put what has changed since the last call into ``stats``."""
+        labels = (self.opened.name,)
+        for name, value in self._figures():
+            before = self._reported.get(name)
+            if value == before:
+                continue
+            self._reported[name] = value
+            if name in GAUGES:
+                stats.set_gauge(name, value, labels)
+            elif value > (before or 0.0):
+                stats.increase_counter(name, value - (before or 0.0), labels)
+
+    def _figures(self) -> Iterator[tuple[str, float]]:
+        driver = self.opened.driver
+        own: Mapping[str, Any] = driver.own_stats()
+        extra = {
+            "wait_expired": driver.wait_expired,
+            "off": int(bool(self.opened.off)),
+            "shared": int(self.opened.shared),
+        }
+        for full_name in (*COUNTERS, *GAUGES):
+            name = full_name.removeprefix(_PREFIX)
+            value = extra.get(name, own.get(name, getattr(driver.metrics, name, None)))
+            if isinstance(value, (int, float)):
+                yield full_name, float(value)

@@ -1,0 +1,72 @@
+"""The options in vLLM's ``kv_connector_extra_config``: a tier's own, checked as in YAML, and those of all tiers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from kvtiers.api import ConfigError, Duration, StrictModel, TierConfig
+from kvtiers.config import load_config
+from kvtiers.config.problems import problems_in
+
+__all__ = ["OPTIONS_KEY", "PREFIX", "TierSettings", "load_tier_options"]
+
+PREFIX = "kvtiers-"
+"""In front of a tier's type, in vLLM's names for tiers."""
+OPTIONS_KEY = "kvtiers"
+"""The key in kv_connector_extra_config under which the options of all kvtiers tiers stand."""
+
+
+class TierSettings(StrictModel):
+    """Options for all kvtiers tiers of an engine."""
+
+    namespace: str = Field(default="default", description="first part of every storage name")
+    weights: str | None = Field(
+        default=None, min_length=1, description="what names these very weights, where vLLM's config does not"
+    )
+    lookup_wait: Duration = Field(default=0.02, description="longest wait of a request for a tier's answer")
+    drain: Duration = Field(default=10.0, description="how long an engine that ends may still write to a tier")
+
+
+def load_tier_options(
+    tier_type: str, options: Mapping[str, Any], extra_config: Mapping[str, Any]
+) -> tuple[TierConfig, TierSettings]:
+    """Return a tier's options and those of all tiers; ConfigError with one line for each problem.
+
+    ``tier_type``: as in vLLM's config, with the prefix. ``extra_config``: vLLM's ``kv_connector_extra_config``.
+    """
+    where = f"kv_connector_extra_config: {OPTIONS_KEY}"
+    common = extra_config.get(OPTIONS_KEY, {})
+    try:
+        settings = TierSettings.model_validate(common)
+    except ValidationError as error:
+        raise ConfigError([f"{where}: {problem}" for problem in problems_in(error, TierSettings, common)]) from None
+    entry = {"type": tier_type.removeprefix(PREFIX), **options}
+    document = {"version": 1, "namespace": settings.namespace, "primary": {"capacity": "1MiB"}, "secondary": [entry]}
+    try:
+        (config,) = load_config(document).secondary
+    except ConfigError as error:
+        raise ConfigError([_placed(problem, tier_type) for problem in error.problems]) from None
+    problems = [f"secondary_tiers ({tier_type}): {problem}" for problem in _not_here(config)]
+    if problems:
+        raise ConfigError([f"kv_connector_extra_config: {problem}" for problem in problems])
+    return config, settings
+
+
+def _placed(problem: str, tier_type: str) -> str:
+    """Name a problem's place in vLLM's config instead of that in a file of ours."""
+    place, _, text = problem.removeprefix("config: ").partition(": ")
+    where = f"secondary_tiers ({tier_type})" if place.startswith("secondary") else f"{OPTIONS_KEY}.{place}"
+    return f"kv_connector_extra_config: {where}: {text}"
+
+
+def _not_here(config: TierConfig) -> list[str]:
+    """Return what cannot be had where vLLM's own primary decides."""
+    problems = []
+    if config.admission != "all":
+        problems.append(
+            f"admission: {config.admission!r} needs kvtiers' own primary; use KvtiersOffloadingSpec, or 'all'"
+        )
+    if config.host:
+        problems.append("host: needs KvtiersOffloadingSpec; here each tier has a helper of its own")
+    return problems

@@ -1,0 +1,77 @@
+"""What changed between the releases of vLLM, as far as it matters here. One row a minor release, nothing else knows.
+
+A minor release that is not listed is refused. The layout epoch stands in the fingerprint: releases that share one were
+seen to read each other's values in tests; one that was not tested so has an epoch of its own, and misses.
+"""
+
+import re
+from dataclasses import dataclass
+
+from kvtiers.api import StartError
+
+__all__ = ["RELEASES", "Release", "release_of", "supported"]
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """One minor release.
+
+    ``rows_attribute``: where a job says which rows. ``takes_detector``: tiers are built with a back-pressure detector.
+    ``random_seed``: without PYTHONHASHSEED, block hashes differ between processes whatever the algorithm.
+    ``tags_salt``: a salt is hashed with a tag; where it is not, it is still the only text in the hash of a text-only
+    request without an adapter. ``reports_bytes``: a job's result has ``transfer_bytes``.
+    """
+
+    version: str
+    rows_attribute: str = "chunk_ids"
+    takes_detector: bool = True
+    random_seed: bool = False
+    tags_salt: bool = True
+    reports_bytes: bool = True
+    tested: tuple[str, ...] = ()
+    """The exact releases that the tests run."""
+
+    def epoch(self, version: str) -> str:
+        """Return what stands for the layout of this very version in the fingerprint."""
+        return f"vllm-{self.version}" if version in self.tested else f"vllm-{version}-untested"
+
+
+RELEASES = {
+    release.version: release
+    for release in (
+        Release(
+            "0.28",
+            rows_attribute="block_ids",
+            takes_detector=False,
+            random_seed=True,
+            tags_salt=False,
+            reports_bytes=False,
+            tested=("0.28.0",),
+        ),
+        Release("0.29", rows_attribute="block_ids", takes_detector=False, tags_salt=False, reports_bytes=False),
+        Release("0.30", takes_detector=False, tags_salt=False, reports_bytes=False, tested=("0.30.0",)),
+        Release("0.31"),
+        Release("0.32", tested=("0.32.0",)),
+        Release("0.33"),
+    )
+}
+
+
+def supported() -> str:
+    """Return the supported releases in words."""
+    versions = list(RELEASES)
+    return f"{versions[0]} to {versions[-1]}"
+
+
+def release_of(version: str) -> Release:
+    """Return what is known of this version of vLLM; StartError, one line, if it is not supported."""
+    match = re.match(r"(\d+\.\d+)", version)
+    release = RELEASES.get(match[1]) if match else None
+    if release is None:
+        raise StartError(f"kvtiers does not know vLLM {version}; it supports vLLM {supported()}")
+    return release
+
+
+def public_version(version: str) -> str:
+    """Return a version without what a build adds to it, as ``+cpu``."""
+    return version.partition("+")[0]

@@ -1,0 +1,71 @@
+"""One vLLM engine in a process of its own: commands come as lines of JSON, answers go as lines of JSON."""
+
+import json
+import os
+import sys
+from typing import Any
+
+
+def main() -> None:
+    out = os.fdopen(int(sys.argv[1]), "w", buffering=1)
+    options = json.loads(sys.argv[2])
+    try:
+        engine = Engine(options)
+    except BaseException as error:
+        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=out)
+        raise
+    print(json.dumps({"ready": True}), file=out)
+    for line in sys.stdin:
+        command = json.loads(line)
+        name = command.pop("do")
+        try:
+            answer = getattr(engine, name)(**command)
+        except Exception as error:  # noqa: BLE001 -- the test's own process raises it
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=out)
+        if name == "shutdown":
+            return
+
+
+class Engine:
+    """The commands."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self._llm = LLM(**options)
+
+    def generate(self, prompts: list[list[int]], max_tokens: int, salt: str | None = None) -> dict[str, Any]:
+        from vllm import SamplingParams
+
+        inputs = [{"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {}) for prompt in prompts]
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        results = self._llm.generate(inputs, sampling, use_tqdm=False)
+        return {
+            "tokens": [list(result.outputs[0].token_ids) for result in results],
+            "cached": [result.num_cached_tokens or 0 for result in results],
+        }
+
+    def reset_prefix_cache(self, connector: bool = False) -> dict[str, Any]:
+        if connector:
+            return {"ok": self._llm.reset_prefix_cache(reset_connector=True)}
+        return {"ok": self._llm.reset_prefix_cache()}
+
+    def metrics(self) -> dict[str, float]:
+        from prometheus_client import REGISTRY
+
+        found: dict[str, float] = {}
+        for family in REGISTRY.collect():
+            for sample in family.samples:
+                name = sample.name.removesuffix("_total")
+                tier = sample.labels.get("tier", "")
+                found[f"{name}{{{tier}}}" if tier else name] = float(sample.value)
+        return found
+
+    def shutdown(self) -> dict[str, Any]:
+        self._llm.llm_engine.engine_core.shutdown()
+        return {"ok": True}
+
+
+if __name__ == "__main__":
+    main()
