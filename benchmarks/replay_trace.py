@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtiers.config import OffloadConfig, load_config
-from kvtiers.replay.report import ReplayReport
+from kvtiers.replay.results import ReplayResults
 from kvtiers.replay.run import ReplayOptions, replay
 from kvtiers.replay.trace import read_trace
 
@@ -67,7 +67,7 @@ def config_for(secondary_chunks: int) -> OffloadConfig:
     )
 
 
-def row_of(case: Case, report: ReplayReport, expected: float) -> dict[str, Any]:
+def row_of(case: Case, report: ReplayResults, expected: float) -> dict[str, Any]:
     """Return one line of the table."""
     return {
         "name": case.name,

@@ -38,7 +38,7 @@ def test_json_is_exactly_one_object_on_stdout(config_file, trace_file) -> None:
     done = run("--config", config_file, "--trace", trace_file, "--requests", 60, "--json")
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
-    assert set(figures) == {"references", "prefix_hits", "hits", "wrong_bytes", "bytes", "seconds"}
+    assert {"references", "prefix_hits", "hits", "wrong_bytes", "bytes", "seconds"} <= set(figures)
     assert figures["wrong_bytes"] == 0
     assert 0 < figures["prefix_hits"] == sum(figures["hits"].values()) < figures["references"]
     assert set(figures["hits"]) == {"primary", "memory"}

@@ -7,8 +7,9 @@ import pytest
 
 from kvtiers.api import ConfigError
 from kvtiers.config import OffloadConfig, load_config
-from kvtiers.replay import run as module
-from kvtiers.replay.run import ReplayOptions, replay, replay_layout
+from kvtiers.replay import engine_task as module
+from kvtiers.replay.options import replay_layout
+from kvtiers.replay.run import ReplayOptions, replay
 from kvtiers.replay.trace import read_trace
 from kvtiers.replay.workload import Workload
 from kvtiers_example.memory_store import MemoryStore
@@ -52,7 +53,7 @@ def managers(monkeypatch) -> list:
 
 
 def test_a_flipped_bit_in_a_row_is_counted_as_a_wrong_byte(workload, managers) -> None:
-    layout = replay_layout(config(), 512, 4032)
+    layout = replay_layout(config(), 512, ReplayOptions())
 
     def damage(report) -> None:
         if report.requests == 100:
@@ -63,7 +64,7 @@ def test_a_flipped_bit_in_a_row_is_counted_as_a_wrong_byte(workload, managers) -
     bad = replay(config(), workload, ReplayOptions(), progress=damage)
     assert good.wrong_bytes == 0
     assert 0 < bad.wrong_bytes <= bad.prefix_hits
-    assert bad.verdict().startswith("WRONG")
+    assert bad.verdict[0].startswith("WRONG")
 
 
 def test_damage_in_a_tier_costs_hits_and_never_gives_a_wrong_byte(workload, monkeypatch) -> None:
@@ -138,6 +139,6 @@ def test_nothing_is_left_running_after_a_replay(workload) -> None:
 
 def test_a_config_with_a_model_of_its_own_is_replayed_under_that_name(workload) -> None:
     model = {"name": "org/Model-7B", "revision": "abc123", "kv_dtype": "bfloat16"}
-    ours = replay_layout(config(model=model), 512, 4032)
+    ours = replay_layout(config(model=model), 512, ReplayOptions())
     assert (ours.model.name, ours.model.weights, ours.model.kv_dtype) == ("org/Model-7B", "abc123", "bfloat16")
     assert replay(config(MEMORY, model=model), workload, ReplayOptions()).wrong_bytes == 0

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvtiers.config import load_config
-from kvtiers.replay.report import ReplayReport
+from kvtiers.replay.results import ReplayResults
 from kvtiers.replay.run import ReplayOptions, replay
 from kvtiers.replay.trace import read_trace
 from kvtiers.replay.workload import Workload
@@ -16,7 +16,7 @@ VALUE_BYTES = 4096
 POINTS = 0.003
 
 
-def run(workload: Workload, primary_chunks: int, secondary_chunks: int = 0) -> ReplayReport:
+def run(workload: Workload, primary_chunks: int, secondary_chunks: int = 0) -> ReplayResults:
     # This tier evicts behind its users' backs: what is believed of it must be young.
     options = {"io": "thread", "threads": 1, "exists_ttl": "200ms"}
     tiers = [{"type": "memory", "capacity": secondary_chunks * VALUE_BYTES, **options}]
@@ -31,7 +31,8 @@ def run(workload: Workload, primary_chunks: int, secondary_chunks: int = 0) -> R
         }
     )
     report = replay(config, workload, ReplayOptions(primary_chunks=primary_chunks))
-    assert report.wrong_bytes == report.failed_loads == report.failed_stores == 0
+    assert report.wrong_bytes == 0
+    assert not [name for name in report.errors if name.startswith("gpu")]
     assert report.prefix_hits == sum(report.hits.values())
     assert report.requests == len(workload.requests)
     return report

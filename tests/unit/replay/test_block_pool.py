@@ -16,10 +16,11 @@ def test_a_freed_block_is_found_again_until_it_is_reused() -> None:
     blocks = pool.allocate(2)
     pool.publish([A, B], blocks)
     assert pool.match([A, B, C]) == blocks
+    pool.hold(blocks)
     pool.release(blocks)
+    assert pool.allocate(4) is None
     pool.release(blocks)
     assert pool.match([A, B, C]) == blocks
-    pool.release(blocks)
     assert pool.allocate(4) is not None
     assert pool.match([A, B]) == []
 
@@ -58,6 +59,7 @@ def test_two_blocks_of_one_hash_are_two_blocks_of_which_one_is_found() -> None:
     pool.publish([A], second)
     assert pool.match([A]) == first
     pool.release(second)
+    pool.allocate(2)
     assert pool.match([A]) == first
 
 
@@ -80,6 +82,7 @@ def test_the_cache_never_names_a_block_that_holds_something_else(prompts, num_bl
         hashes = [bytes(prompt[: end + 1]) for end in range(len(prompt))]
         blocks = pool.match(hashes)
         assert [content[block] for block in blocks] == hashes[: len(blocks)]
+        pool.hold(blocks)
         held.update(blocks)
         while (more := pool.allocate(len(hashes) - len(blocks))) is None:
             done = running.pop(0)

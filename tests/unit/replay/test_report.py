@@ -1,78 +1,78 @@
-"""What a replay says."""
+"""What a replay says in a terminal."""
 
 import io
-import json
 
+from kvtiers.replay.measures import Progress
 from kvtiers.replay.progress import show_progress
-from kvtiers.replay.report import Link, ReplayReport
+from kvtiers.replay.report import heading, progress_line, tables
+from kvtiers.replay.results import Latencies, Link, OverTime, ReplayResults, TimeToFirstToken
 
-TIERS = {
-    "memory": {"hits": 30, "stored_bytes": 2048, "store_seconds": 0.5, "loaded_bytes": 4096, "load_seconds": 0.0},
-    "fs": {"hits": 10, "stored_bytes": 0, "store_seconds": 0.0, "loaded_bytes": 0, "load_seconds": 0.0},
-}
+PROGRESS = Progress(3, 9, 200, 0, {"gpu": 20, "primary": 60, "memory": 30, "fs": 10})
 
 
-def report(**figures) -> ReplayReport:
+def results(**figures) -> ReplayResults:
     values = {
         "requests": 3,
+        "requests_in_all": 9,
         "references": 200,
         "prefix_hits": 120,
-        "loaded": 100,
-        "gpu_hits": 20,
         "infinite_hits": 130,
+        "hits": {"gpu": 20, "primary": 60, "memory": 30, "fs": 10},
         "tokens": 1000,
         "tokens_saved": 600,
         "seconds": 2.0,
-        "links": {"gpu -> primary": Link(1 << 30, 0.5)},
+        "links": {"gpu -> primary": Link(1 << 30, 0.5), "primary -> fs": Link()},
     }
-    made = ReplayReport("t", 9, **(values | figures))
-    made.take_tiers(TIERS)
-    return made
+    return ReplayResults("t", **(values | figures))
 
 
-def test_json_is_one_object_with_the_promised_names() -> None:
-    assert json.loads(report().as_json()) == {
-        "references": 200,
-        "prefix_hits": 120,
-        "hits": {"gpu": 20, "primary": 60, "memory": 30, "fs": 10},
-        "wrong_bytes": 0,
-        "bytes": {
-            "gpu -> primary": 1 << 30,
-            "primary -> memory": 2048,
-            "memory -> primary": 4096,
-            "primary -> fs": 0,
-            "fs -> primary": 0,
-        },
-        "seconds": 2.0,
-    }
+def shown(made: ReplayResults) -> dict[str, list[str]]:
+    return {row[0].strip(): [cell.strip() for cell in row[1:]] for table in tables(made) for row in table.rows}
 
 
-def test_an_engine_without_a_prefix_cache_has_no_hits_in_it() -> None:
-    assert "gpu" not in report(gpu_hits=None).hits
+def test_the_tables_have_hit_rates_links_and_wrong_bytes() -> None:
+    rows = shown(results())
+    assert rows["prefix hits"] == ["120", "60.0 %"]
+    assert rows["an infinite cache's"] == ["130", "65.0 %"]
+    assert rows["from memory"] == ["30", "15.0 %"]
+    assert rows["tokens not recomputed"] == ["600", "60.0 %"]
+    assert rows["gpu -> primary"] == ["1GiB", "2.15 GB/s"]
+    assert rows["primary -> fs"] == ["0B", ""]
+    assert rows["wrong bytes"] == ["0", ""]
 
 
-def test_the_table_has_hit_rates_links_and_wrong_bytes() -> None:
-    rows = {what.strip(): (number.strip(), rate.strip()) for what, number, rate in report().rows()}
-    assert rows["prefix hits"] == ("120", "60.0 %")
-    assert rows["an infinite cache's"] == ("130", "65.0 %")
-    assert rows["from memory"] == ("30", "15.0 %")
-    assert rows["tokens not recomputed"] == ("600", "60.0 %")
-    assert rows["gpu -> primary"] == ("1GiB", "2.15 GB/s")
-    assert rows["wrong bytes"] == ("0", "")
-    assert "failed loads, stores" not in rows
+def test_what_did_not_happen_is_not_spoken_of() -> None:
+    rows = shown(results(dropped_cascades={"fs": 0}))
+    assert not {"preemptions", "fs: chunks not sent down", "lookup"} & set(rows)
+    rows = shown(results(dropped_cascades={"fs": 7}, preemptions=2, errors={"fs: chunks not stored": 3}))
+    assert rows["fs: chunks not sent down"] == ["7"]
+    assert rows["fs: chunks not stored"] == ["3"]
+    assert rows["preemptions"] == ["2", ""]
 
 
-def test_the_verdict_says_what_happened() -> None:
-    assert "all bytes are right" in report().verdict()
-    assert "Stopped after 3 of 9 requests" in report(interrupted=True).verdict()
-    assert report(wrong_bytes=7).verdict().startswith("WRONG: 7 bytes")
+def test_times_have_their_percentiles_in_units_that_people_read() -> None:
+    lookup = Latencies.of_samples([0.0005] * 98 + [0.002, 3.0])
+    estimate = TimeToFirstToken(8000.0, Latencies.of_samples([0.5]), Latencies.of_samples([1.5]))
+    rows = shown(results(latencies={"lookup": lookup}, first_token=estimate))
+    assert rows["lookup"] == ["500 us", "2 ms", "3 s"]
+    assert rows["first token at 8,000 tokens/s, with tiers"] == ["500 ms"] * 3
+    assert rows["first token at 8,000 tokens/s, without"] == ["1.5 s"] * 3
+
+
+def test_hits_over_time_are_shares_of_what_was_asked_for_then() -> None:
+    over_time = OverTime(
+        [float(at) for at in range(1, 21)], {"fs": [0.25, 0.75, *[None] * 18]}, {"fs: chunks": [5.0] * 20}
+    )
+    rows = shown(results(over_time=over_time))
+    assert rows["hits from fs"] == ["50 %", *["-"] * 9]
+    assert rows["fs: chunks"] == ["5"] * 10
 
 
 def test_an_empty_report_can_be_shown() -> None:
-    empty = ReplayReport("t", 9)
-    assert empty.rows()
-    assert empty.progress_line()
-    assert json.loads(empty.as_json())["hits"] == {"primary": 0}
+    empty = ReplayResults("t", requests_in_all=9)
+    assert tables(empty)
+    assert heading(empty) == "Replay of t: 0 requests in 0.0 s"
+    assert progress_line(Progress(0, 9, 0, 0, {}))
 
 
 def test_without_a_terminal_progress_is_a_plain_line_at_times() -> None:
@@ -80,7 +80,7 @@ def test_without_a_terminal_progress_is_a_plain_line_at_times() -> None:
     times = iter([0.0, 1.0, 5.0, 6.0, 9.9, 10.0])
     with show_progress(stream, clock=lambda: next(times)) as update:
         for _ in range(5):
-            update(report())
+            update(PROGRESS)
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2
     assert lines[0].startswith("3/9 requests, 0 wrong bytes, hits 60.0 % (gpu 10.0 %, primary 30.0 %, memory 15.0 %")
@@ -94,5 +94,5 @@ def test_on_a_terminal_progress_is_a_bar() -> None:
 
     stream = Terminal()
     with show_progress(stream) as update:
-        update(report())
+        update(PROGRESS)
     assert "3/9 requests" in stream.getvalue()

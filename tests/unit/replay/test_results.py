@@ -7,8 +7,7 @@ import pytest
 from kvtiers.api import Secret, TierConfig
 from kvtiers.config import load_config
 from kvtiers.metrics import Histogram
-from kvtiers.replay.report import Link
-from kvtiers.replay.results import Latencies, ReplayResults, config_as_data
+from kvtiers.replay.results import Latencies, Link, ReplayResults, config_as_data
 
 
 def test_percentiles_of_samples_are_exact_and_every_sample_is_in_its_bucket() -> None:

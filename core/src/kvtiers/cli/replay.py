@@ -1,5 +1,7 @@
 """``kvtiers replay``: drives the whole stack from a trace or a generated workload, and checks every byte."""
 
+from typing import TYPE_CHECKING, Any
+
 import click
 
 from kvtiers.api import ConfigError
@@ -8,6 +10,10 @@ from kvtiers.cli.live import stop_on_interrupt
 from kvtiers.cli.output import print_heading, print_table, with_unit
 from kvtiers.config import OffloadConfig, load_config
 from kvtiers.replay.workload import Workload
+
+if TYPE_CHECKING:
+    from kvtiers.replay.options import ReplayOptions
+    from kvtiers.replay.results import ReplayResults
 
 __all__ = ["replay"]
 
@@ -33,12 +39,14 @@ Examples:
   kvtiers replay --workload code                        small, needs nothing but Python
   kvtiers replay --config tiers.yaml --workload code    your tiers
   kvtiers replay --config tiers.yaml --trace conversation_trace.jsonl.gz --requests 3000
+  kvtiers replay --config tiers.yaml --trace FILE --concurrency 16 --gpu-blocks 4000 --workers 2
+  kvtiers replay --config tiers.yaml --trace FILE --engines 4 --speed 60
 
-One request after the other; each begins when everything before it has ended. Without --config: a primary of 48 MiB
-and a memory tier of 256 MiB, in this process.
+With --concurrency 1, each request begins when everything before it has ended, so that two runs have the same hits.
+Without --config: a primary of 48 MiB and a memory tier of 256 MiB, in this process.
 
-Exit status: 0 all bytes are right, 1 some are not, 2 the config, the trace or the command line is wrong, 130 stopped
-by Ctrl-C (the report of what was done is printed)."""
+Exit status: 0 all bytes are right, 1 some are not, 2 the config, the trace or the command line is wrong or a process
+of the replay ended early, 130 stopped by Ctrl-C (the report of what was done is printed)."""
 )
 @click.option("--config", "config_file", metavar="FILE", type=click.Path(), help="The tiers, as YAML.")
 @click.option("--trace", metavar="FILE", type=click.Path(), help="Requests in Mooncake's format, plain or gzip.")
@@ -54,7 +62,7 @@ by Ctrl-C (the report of what was done is printed)."""
     "--bytes-per-chunk",
     metavar="SIZE",
     callback=lambda ctx, param, value: None if value is None else with_unit(parse_size)(ctx, param, value),
-    help=f"KV bytes of one block, which is one chunk here.  [default: {_TRACE_BYTES} for a trace, {_CODE_BYTES} else]",
+    help=f"KV bytes of one chunk, of all ranks.  [default: {_TRACE_BYTES} for a trace, {_CODE_BYTES} else]",
 )
 @click.option(
     "--gpu-blocks",
@@ -62,27 +70,85 @@ by Ctrl-C (the report of what was done is printed)."""
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="Blocks of the engine's own prefix cache; 0: it has none.",
+    help="Blocks of each engine, with a prefix cache of its own; 0: as many as it needs, without one.",
 )
 @click.option(
     "--primary-chunks",
     metavar="N",
     type=click.IntRange(min=1),
-    help="Size of the primary in chunks, instead of the config's primary.capacity.",
+    help="Size of each engine's primary in chunks, instead of the config's primary.capacity.",
+)
+@click.option(
+    "--blocks-per-chunk",
+    metavar="N",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    help="Blocks that are stored and loaded as one value.",
+)
+@click.option(
+    "--concurrency",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Requests in flight in each engine.",
+)
+@click.option(
+    "--speed",
+    metavar="X",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Requests arrive as recorded, X times as fast.  [default: as soon as there is room for them]",
+)
+@click.option(
+    "--step-tokens",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=8192,
+    show_default=True,
+    help="Tokens that are computed in a step at most; longer prompts are computed in pieces.",
+)
+@click.option(
+    "--store",
+    type=click.Choice(["eager", "lazy"]),
+    default="eager",
+    show_default=True,
+    help="Store blocks when they are computed, or when the engine's prefix cache is about to lose them.",
+)
+@click.option(
+    "--workers",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Ranks of each engine, in processes of their own.  [default: one, in the engine's process]",
+)
+@click.option(
+    "--engines",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Engines that share the config's tiers, each a process; requests go to them in turns.",
+)
+@click.option(
+    "--prefill-speed",
+    metavar="N",
+    type=click.FloatRange(min=0, min_open=True),
+    default=10_000.0,
+    show_default=True,
+    help="Tokens per second, for the estimated time to the first token.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def replay(
     ctx: click.Context,
+    /,
     config_file: str | None,
     trace: str | None,
     workload: str | None,
     requests: int | None,
     seed: int,
-    bytes_per_chunk: int | None,
-    gpu_blocks: int,
-    primary_chunks: int | None,
     as_json: bool,
+    **chosen: Any,
 ) -> None:
     """Drive the whole stack from a trace or a workload, and check every byte.
 
@@ -91,26 +157,42 @@ def replay(
     """
     if bool(trace) == bool(workload):
         raise click.UsageError("give either --trace FILE or --workload code")
+    if chosen["engines"] > 1 and not config_file:
+        raise click.UsageError("--engines needs a --config with tiers that processes share; without one there are none")
     config = load_config(config_file) if config_file else _default_config()
     # Imported here: a wrong command line is told at once.
     from kvtiers.replay.progress import show_progress
-    from kvtiers.replay.run import ReplayOptions
     from kvtiers.replay.run import replay as run
 
-    load = _read_workload(trace, requests, seed)
-    options = ReplayOptions(bytes_per_chunk or (_TRACE_BYTES if trace else _CODE_BYTES), gpu_blocks, primary_chunks)
+    load, options = _read_workload(trace, requests, seed), _options(trace, **chosen)
     with stop_on_interrupt() as stop, show_progress() as progress:
-        report = run(config, load, options, stop=stop, progress=progress)
+        results = run(config, load, options, stop=stop, progress=progress)
     if as_json:
-        click.echo(report.as_json())
+        click.echo(results.to_json())
     else:
-        print_heading(report.heading())
-        print_table(["", "number", "rate"], report.rows())
-        click.echo(report.verdict())
-    if report.wrong_bytes:
+        _print_report(results)
+    if results.wrong_bytes:
         ctx.exit(1)
-    if report.interrupted:
+    if results.interrupted:
         ctx.exit(130)
+
+
+def _options(trace: str | None, bytes_per_chunk: int | None, workers: int | None, **chosen: Any) -> "ReplayOptions":
+    from kvtiers.replay.options import ReplayOptions
+
+    return ReplayOptions(bytes_per_chunk or (_TRACE_BYTES if trace else _CODE_BYTES), workers=workers or 0, **chosen)
+
+
+def _print_report(results: "ReplayResults") -> None:
+    from kvtiers.replay.report import heading, tables
+
+    print_heading(heading(results))
+    for table in tables(results):
+        click.echo()
+        print_table(table.columns, table.rows)
+    click.echo()
+    for line in results.verdict:
+        click.echo(line)
 
 
 def _default_config() -> OffloadConfig:

@@ -28,14 +28,13 @@ class BlockPool:
         return len(self._free)
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return, and hold, the blocks of the leading run that is cached."""
+        """Return the blocks of the leading run that is cached. They may be reused unless they are held."""
         found = []
         for block_hash in hashes:
             block = self._block_of.get(block_hash)
             if block is None:
                 break
             found.append(block)
-        self.hold(found)
         return found
 
     def allocate(self, count: int) -> list[int] | None:

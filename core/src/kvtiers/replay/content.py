@@ -1,7 +1,8 @@
 """The bytes of a block, made from its hash: fast, the same on every machine, and different in every word.
 
 Word i of a block is ``table[i] * multiplier + addend`` (64 bits, wrapping), where the table is one of random words and
-multiplier (odd) and addend come from the block's hash. So a block that is swapped, shifted, torn or stale is found.
+multiplier (odd) and addend come from the block's hash, and from the rank if it is not the first. So a block that is
+swapped, shifted, torn, stale or another rank's is found.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,8 +24,9 @@ Ids: TypeAlias = npt.NDArray[np.int64]
 class BlockContent:
     """Writes and checks blocks in KV tensors; a block's bytes lie in the tensors one after the other."""
 
-    def __init__(self, kv_tensors: Sequence[Bytes]) -> None:
+    def __init__(self, kv_tensors: Sequence[Bytes], rank: int = 0) -> None:
         self._tensors = kv_tensors
+        self._salt = rank.to_bytes(2, "little") if rank else b""
         self._block_bytes = sum(tensor.shape[1] for tensor in kv_tensors)
         words = -(-self._block_bytes // 8)
         self._table = np.random.Generator(np.random.Philox(key=7)).integers(0, 2**64, words, np.uint64)
@@ -32,7 +34,8 @@ class BlockContent:
 
     def bytes_of(self, hashes: Sequence[bytes]) -> Bytes:
         """Return the right bytes of these blocks, one block a row."""
-        seeds = np.frombuffer(b"".join([xxhash.xxh3_128_digest(each) for each in hashes]), "<u8").reshape(-1, 2)
+        salt = self._salt
+        seeds = np.frombuffer(b"".join([xxhash.xxh3_128_digest(each + salt) for each in hashes]), "<u8").reshape(-1, 2)
         words = self._table * (seeds[:, :1] | np.uint64(1))
         words += seeds[:, 1:]
         right: Bytes = words.astype("<u8", copy=False).view(np.uint8)

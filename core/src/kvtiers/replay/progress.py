@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
-from kvtiers.replay.report import ReplayReport
+from kvtiers.replay.measures import Progress as Replayed
+from kvtiers.replay.report import progress_line
 
 __all__ = ["show_progress"]
 
@@ -16,8 +17,8 @@ _LINE_SECONDS = 5.0
 @contextlib.contextmanager
 def show_progress(
     stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
-) -> Iterator[Callable[[ReplayReport], None]]:
-    """Give a function to be called with the report after every request."""
+) -> Iterator[Callable[[Replayed], None]]:
+    """Give a function to be called with the progress after every request."""
     stream = stream or sys.stderr
     if stream.isatty():
         with _bar(stream) as update:
@@ -34,15 +35,15 @@ class _Lines:
         self._clock = clock
         self._next = clock() + _LINE_SECONDS
 
-    def __call__(self, report: ReplayReport) -> None:
+    def __call__(self, replayed: Replayed) -> None:
         now = self._clock()
         if now >= self._next:
             self._next = now + _LINE_SECONDS
-            print(report.progress_line(), file=self._stream, flush=True)
+            print(progress_line(replayed), file=self._stream, flush=True)
 
 
 @contextlib.contextmanager
-def _bar(stream: TextIO) -> Iterator[Callable[[ReplayReport], None]]:
+def _bar(stream: TextIO) -> Iterator[Callable[[Replayed], None]]:
     # Imported here: it is slow, and pipes do not need it.
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -51,12 +52,12 @@ def _bar(stream: TextIO) -> Iterator[Callable[[ReplayReport], None]]:
     with Progress(*columns, console=Console(file=stream), transient=True) as progress:
         task = progress.add_task("starting")
 
-        def update(report: ReplayReport) -> None:
+        def update(replayed: Replayed) -> None:
             progress.update(
                 task,
-                completed=report.requests,
-                total=report.requests_in_all,
-                description=report.progress_line(),
+                completed=replayed.requests,
+                total=replayed.requests_in_all,
+                description=progress_line(replayed),
             )
 
         yield update

@@ -12,16 +12,26 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtiers.config import OffloadConfig
 from kvtiers.metrics import Histogram
-from kvtiers.replay.report import Link
 
-__all__ = ["Latencies", "OverTime", "ReplayResults", "TimeToFirstToken", "config_as_data"]
+__all__ = ["Latencies", "Link", "OverTime", "ReplayResults", "TimeToFirstToken", "config_as_data"]
 
 _BOUNDS = tuple(1e-6 * 2 ** (step / 2) for step in range(56))  # 1 us to 190 s, in steps of the square root of 2
 _USER_INFO = re.compile(r"(?<=://)[^/?#\s]*@")
+
+
+class Link(NamedTuple):
+    """What went over one link in one direction; ``seconds``: the transfers' own time, not the run's."""
+
+    nbytes: int = 0
+    seconds: float = 0.0
+
+    def plus(self, nbytes: int, seconds: float) -> "Link":
+        """Return the sum of this and one more transfer."""
+        return Link(self.nbytes + nbytes, self.seconds + seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +127,7 @@ class ReplayResults:
     hits: dict[str, int] = field(default_factory=dict)
     tokens: int = 0
     tokens_saved: int = 0
+    preemptions: int = 0
     wrong_bytes: int = 0
     links: dict[str, Link] = field(default_factory=dict)
     over_time: OverTime = field(default_factory=OverTime)
