@@ -1,0 +1,1 @@
+"""Four acts that show on this machine, within two minutes, what kvtiers promises. ``python -m demo --help``."""

@@ -1,0 +1,35 @@
+"""The demo's modules, and a look at what a run of it leaves behind."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+sys.path.append(str(EXAMPLES))  # behind everything: nothing of the demo's stands in for another module
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """Run the command in a process of its own, with a folder for temporary files that is its own."""
+    temp = tmp_path / "temp"
+    temp.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temp))
+
+    def run(*arguments):
+        done = subprocess.run(
+            [sys.executable, "-m", "demo", *arguments],
+            cwd=EXAMPLES, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200, check=False,
+        )  # fmt: skip
+        assert list(temp.iterdir()) == [], "the demo leaves temporary files behind"
+        return done
+
+    return run
+
+
+@pytest.fixture
+def setting(tmp_path):
+    from demo.setting import Setting
+
+    return Setting.quick(tmp_path)
