@@ -204,6 +204,20 @@ def test_a_host_does_not_put_the_engine_off_its_processor(start, faulty):
     assert {os.sched_getscheduler(task) for task in tasks} == {os.SCHED_BATCH}
 
 
+@pytest.mark.parametrize(("options", "below"), [({}, 5), ({"nice": 0}, 0), ({"nice": 10}, 10)])
+def test_a_host_gives_way_to_the_engine_as_far_as_it_is_told(start, faulty, options, below):
+    engine = start(faulty(**options))
+    engine.until_available()
+    tasks = [int(task.name) for task in Path(f"/proc/{engine.host()}/task").iterdir()]
+    assert {os.getpriority(os.PRIO_PROCESS, task) for task in tasks} == {min(19, os.nice(0) + below)}
+
+
+def test_a_host_that_tiers_share_gives_way_as_little_as_one_of_them_wants(start, faulty):
+    engine = start(faulty("one", host="shared", nice=7), faulty("other", host="shared", nice=3))
+    engine.until_available()
+    assert os.getpriority(os.PRIO_PROCESS, engine.host("one")) == min(19, os.nice(0) + 3)
+
+
 def test_a_host_loads_no_numpy_and_few_threads(start, faulty):
     """Every library there is times the number of tiers, in memory."""
     engine = start(faulty(threads=2))

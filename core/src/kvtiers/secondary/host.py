@@ -39,6 +39,7 @@ __all__ = ["TierHost"]
 _log = logging.getLogger("kvtiers.secondary")
 _RECEIVE_BYTES = 1 << 18
 _LAST_WORDS_SECONDS = 1.0
+_LOWEST_PRIORITY = 19
 
 
 class TierHost:
@@ -107,6 +108,7 @@ class TierHost:
         region = hello["region"]
         self._mapping = map_memory(self._region_fd, region["map_bytes"], region["nbytes"])
         os.close(self._region_fd)
+        _give_way(min((tier["options"]["nice"] for tier in hello["tiers"]), default=0))
         largest = max((value for tier in hello["tiers"] for _, value in tier["sizes"]), default=0)
         views = value_views(self._mapping.view, region["row_stride"], largest)
         for index, tier in enumerate(hello["tiers"]):
@@ -185,3 +187,10 @@ def _use_processors(cpus: Sequence[int]) -> None:
             os.sched_setaffinity(int(thread.name), cpus)
     except OSError as error:
         _log.warning("its 'cpus' %s cannot be used: %s; it runs on all", list(cpus), error)
+
+
+def _give_way(nice: int) -> None:
+    """Lower the priority of all threads of this process, those to come included, by so much below the engine's."""
+    for thread in Path("/proc/self/task").iterdir():
+        before = os.getpriority(os.PRIO_PROCESS, int(thread.name))
+        os.setpriority(os.PRIO_PROCESS, int(thread.name), min(before + nice, _LOWEST_PRIORITY))
