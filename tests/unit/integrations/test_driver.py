@@ -1,0 +1,242 @@
+"""A tier under somebody else's manager: every job is reported once, when nothing touches its rows; no request waits."""
+
+import threading
+import time
+
+import pytest
+
+from kvtiers.api import ChunkStore, LookupResult, TierConfig, make_offload_key
+from kvtiers.integrations.vllm.driver import TierDriver
+from kvtiers.rows.names import StorageNames
+from kvtiers.secondary.chunk_store_tier import ChunkStoreTier
+from kvtiers.secondary.staging import value_views
+from kvtiers.secondary.thread_backend import ThreadBackend
+from kvtiers.tiering.tiers import TierOptions, TierSlot
+
+HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
+ROW, VALUE, ROWS = 4096, 8192, 16
+NAMES = StorageNames("test/model-0123456789abcdef01234567/", b"layout-1")
+KEYS = [make_offload_key(bytes([number]) * 32, 0) for number in range(8)]
+PATIENCE = 20.0
+
+
+class Store(ChunkStore):
+    """Values in a dict; calls wait while ``gate`` is shut; ``broken``: calls fail."""
+
+    def __init__(self):
+        self.values = {}
+        self.gate = threading.Event()
+        self.gate.set()
+        self.broken = False
+
+    def _enter(self):
+        assert self.gate.wait(PATIENCE)
+        if self.broken:
+            raise OSError("no backend")
+
+    def read_into(self, name, dst):
+        self._enter()
+        if len(self.values.get(name, b"")) != len(dst):
+            return False
+        dst[:] = self.values[name]
+        return True
+
+    def write(self, name, src):
+        self._enter()
+        self.values[name] = bytes(src)
+
+    def exists(self, names):
+        self._enter()
+        return [name in self.values for name in names]
+
+    def delete(self, names):
+        for name in names:
+            self.values.pop(name, None)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+class Bench:
+    """A driver, its store, the rows, and the time."""
+
+    def __init__(self, **options):
+        self.memory = bytearray(ROWS * ROW)
+        self.store = Store()
+        self.clock = Clock()
+        self.closed = []
+        config = TierConfig(type="test", retries=0, **options)
+        sizes = [(ROW, VALUE)]
+        views = value_views(memoryview(self.memory), ROW, VALUE)
+        backend = ThreadBackend(config, lambda: self.store, views, NAMES, sizes)
+        self.tier = ChunkStoreTier(config, backend, self.clock)
+        assert self.tier.wait_open(PATIENCE) == ""
+        self.slot = TierSlot(0, self.tier, TierOptions("test", config.read_only, deadline=config.deadline))
+        self.driver = TierDriver(self.slot, 0.02, self._close, self.clock)
+        self.driver.request_started("a", None)
+        self.until(self.slot.available)
+
+    def _close(self, seconds):
+        self.closed.append(seconds)
+        self.tier.drain(seconds)
+        self.tier.close()
+
+    def until(self, condition):
+        """Step until a condition holds."""
+        end = time.monotonic() + PATIENCE
+        self.results = getattr(self, "results", [])
+        while not condition():
+            assert time.monotonic() < end
+            self.results += self.driver.finished()
+            self.driver.end_step()
+            time.sleep(0.001)
+
+    def result(self, job_id):
+        self.until(lambda: any(result.job_id == job_id for result in self.results))
+        (found,) = [result for result in self.results if result.job_id == job_id]
+        return found
+
+    def lookup(self, key, request="a"):
+        """Ask until the tier has answered."""
+        answers = []
+        self.until(lambda: answers.append(self.driver.lookup(key, request)) or answers[-1] is not RETRY)
+        return answers[-1]
+
+    def fill(self, row):
+        self.memory[row * ROW : (row + 1) * ROW] = bytes([row + 1]) * ROW
+
+    def store_rows(self, keys, rows, job_id=1):
+        for row in rows:
+            self.fill(row)
+        self.driver.submit(job_id, keys, rows, "a", is_promotion=False)
+        return self.result(job_id)
+
+
+@pytest.fixture
+def bench():
+    bench = Bench()
+    yield bench
+    bench.store.gate.set()
+    bench.driver.close(PATIENCE)
+
+
+def test_what_was_stored_is_found_and_comes_back(bench):
+    assert bench.lookup(KEYS[0]) is MISS
+    stored = bench.store_rows(KEYS[:2], [3, 5])
+    assert (stored.success, stored.nbytes) == (True, 2 * VALUE)
+    assert bench.lookup(KEYS[1]) is HIT
+    bench.driver.submit(2, KEYS[:2], [7, 8], "a", is_promotion=True)
+    assert bench.result(2).success
+    assert bench.memory[7 * ROW] == 4
+    assert bench.memory[9 * ROW - 1] == 6
+    assert bench.driver.metrics.loaded_chunks == 2
+    assert not bench.driver.has_jobs()
+
+
+def test_a_load_that_failed_in_part_says_which_chunks_landed_and_the_others_are_misses_for_their_request(bench):
+    bench.store_rows(KEYS[:3], [0, 1, 2])
+    name = NAMES.name(KEYS[1])
+    bench.store.values[name] = bytes(VALUE)
+    bench.driver.submit(2, KEYS[:3], [4, 5, 6], "a", is_promotion=True)
+    result = bench.result(2)
+    assert not result.success
+    assert list(result.successful_keys) == [KEYS[0], KEYS[2]]
+    bench.store_rows([KEYS[1]], [1], job_id=3)
+    assert bench.driver.lookup(KEYS[1], "a") is MISS, "else a request could ask, load and lose for ever"
+    bench.driver.request_started("b", None)
+    assert bench.lookup(KEYS[1], "b") is HIT
+
+
+def test_a_request_waits_no_longer_than_lookup_wait_for_all_its_answers_together(bench):
+    bench.store.gate.clear()
+    assert bench.driver.lookup(KEYS[0], "a") is RETRY
+    bench.driver.end_step()
+    bench.clock.now += 0.019
+    assert bench.driver.lookup(KEYS[0], "a") is RETRY
+    assert bench.driver.lookup(KEYS[1], "a") is RETRY
+    bench.clock.now += 0.002
+    assert bench.driver.lookup(KEYS[0], "a") is MISS
+    assert bench.driver.lookup(KEYS[1], "a") is MISS, "its time began with the first answer that made it wait"
+    assert bench.driver.wait_expired == 2
+    bench.driver.request_started("b", None)
+    assert bench.driver.lookup(KEYS[1], "b") is RETRY
+
+
+def test_a_job_that_hangs_is_reported_only_when_its_rows_are_free(bench):
+    bench.store_rows([KEYS[0]], [0])
+    bench.store.gate.clear()
+    bench.driver.submit(2, [KEYS[0]], [5], "a", is_promotion=True)
+    bench.until(lambda: bench.driver._jobs[2].started is not None)
+    bench.clock.now += 31
+    bench.until(lambda: bench.driver.metrics.quarantined_rows == 1)
+    bench.clock.now += 300
+    for _ in range(50):
+        bench.results += bench.driver.finished()
+    assert not [result for result in bench.results if result.job_id == 2]
+    assert bench.driver.metrics.expired_jobs == 1
+    bench.store.gate.set()
+    bench.result(2)
+    assert bench.driver.metrics.quarantined_rows == 0
+
+
+def test_a_tier_whose_breaker_is_open_misses_and_takes_nothing(bench):
+    bench.store.broken = True
+    for job_id in range(10, 16):
+        bench.driver.submit(job_id, [KEYS[0]], [0], "a", is_promotion=False)
+        assert not bench.result(job_id).success
+    assert not bench.slot.available()
+    assert bench.driver.lookup(KEYS[0], "a") is MISS
+    before = bench.driver.metrics.dropped_cascades
+    bench.driver.submit(20, KEYS[:3], [0, 1, 2], "a", is_promotion=False)
+    assert not bench.result(20).success
+    assert bench.driver.metrics.dropped_cascades == before + 3
+    bench.store.broken = False
+    bench.clock.now += 60
+    bench.until(bench.slot.available)
+    assert bench.store_rows([KEYS[0]], [0], job_id=21).success
+
+
+def test_draining_waits_for_every_job_and_reports_it(bench):
+    bench.store.gate.clear()
+    bench.driver.submit(1, KEYS[:4], [0, 1, 2, 3], "a", is_promotion=False)
+    drained = threading.Thread(target=bench.driver.drain)
+    drained.start()
+    drained.join(0.05)
+    assert drained.is_alive()
+    bench.store.gate.set()
+    drained.join(PATIENCE)
+    assert not drained.is_alive()
+    assert [result.job_id for result in bench.driver.finished()] == [1]
+
+
+def test_after_the_end_everything_is_a_miss_and_every_job_has_a_result():
+    bench = Bench()
+    bench.store_rows([KEYS[0]], [0])
+    bench.driver.submit(2, [KEYS[0]], [1], "a", is_promotion=True)
+    bench.driver.close(PATIENCE)
+    bench.driver.close(PATIENCE)
+    assert bench.closed == [PATIENCE]
+    assert [result.job_id for result in bench.driver.finished()] == [2]
+    bench.driver.submit(3, [KEYS[0]], [1], "a", is_promotion=True)
+    assert [(result.job_id, result.success) for result in bench.driver.finished()] == [(3, False)]
+    assert bench.driver.lookup(KEYS[0], "a") is MISS
+
+
+def test_a_read_only_tier_takes_nothing_and_that_is_no_failure():
+    bench = Bench(read_only=True)
+    result = bench.store_rows([KEYS[0]], [0])
+    assert result.success
+    assert bench.store.values == {}
+    assert bench.driver.metrics.failed_stores == 0
+    bench.driver.close(PATIENCE)
+
+
+def test_a_request_that_was_never_announced_is_answered(bench):
+    bench.store_rows([KEYS[0]], [0])
+    assert bench.lookup(KEYS[0], "somebody") is HIT
+    bench.driver.request_finished("somebody")

@@ -1,0 +1,190 @@
+"""The fingerprint follows vLLM's config: what changes the bytes or the keys changes it, and nothing else does."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+
+from kvtiers.integrations.vllm.identity import Engine, engine_of_stack, identity_of, row_layout
+from kvtiers.rows.names import StorageNames
+
+from .test_weights import COMMIT
+
+
+@dataclasses.dataclass(frozen=True)
+class Parallel:
+    rank: int = 0
+    world_size: int = 1
+    tp_size: int = 1
+    data_parallel_index: int = 0
+    is_parallelism_agnostic: bool = True
+
+
+class HfConfig(SimpleNamespace):
+    def to_dict(self):
+        return dict(vars(self))
+
+
+def offloading(**more):
+    group = SimpleNamespace(tokens_per_block=32, layer_names=("layer.0", "layer.1"))
+    fields = {
+        "groups": (group,),
+        "worker_kv_bytes_per_block": 4096,
+        "model": SimpleNamespace(name="somebody/model", dtype="bfloat16"),
+        "cache": SimpleNamespace(tokens_per_hash=32, blocks_per_chunk=2),
+        "parallel": Parallel(),
+        "replicated_layout": False,
+        "canonical_layout": False,
+        "kv_cache_layout": "LBHNC",
+    }
+    return SimpleNamespace(**fields | more)
+
+
+def engine(**more):
+    hf_config = HfConfig(_commit_hash=COMMIT, rope_theta=10000.0, sliding_window=None)
+    sections = {
+        "model_config": {
+            "model": "somebody/model",
+            "revision": None,
+            "hf_config": hf_config,
+            "quantization": None,
+            "dtype": "bfloat16",
+        },
+        "load_config": {"load_format": "auto"},
+        "cache_config": {"prefix_caching_hash_algo": "sha256", "cache_dtype": "auto"},
+        "attention_config": {"backend": None},
+        "device_config": {"device_type": "cuda"},
+    }
+    for path, value in more.items():
+        section, _, name = path.partition("__")
+        if name:
+            sections[section][name] = value
+        else:
+            sections[section] = value
+    config = SimpleNamespace(
+        **{name: SimpleNamespace(**fields) if isinstance(fields, dict) else fields for name, fields in sections.items()}
+    )
+    spec = more.get("spec", "FullAttentionSpec(block_size=32, head_size=64)")
+    group = SimpleNamespace(kv_cache_spec=type("Spec", (), {"__repr__": lambda self: spec})())
+    return Engine(config, SimpleNamespace(kv_cache_groups=[group]))
+
+
+@pytest.fixture(autouse=True)
+def _no_seed_and_no_device(monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    monkeypatch.setattr("kvtiers.integrations.vllm.identity._device", lambda: {"name": "some GPU"})
+
+
+def fingerprint(engine_=None, offloading_=None, version="0.32.0", weights=None):
+    identity = identity_of(engine_ or engine(), offloading_ or offloading(), version, weights)
+    return row_layout(identity.model, offloading_ or offloading(), 8192).fingerprint
+
+
+def test_two_processes_of_one_engine_share_it_whatever_their_rank_and_build():
+    other = offloading(parallel=Parallel(rank=1, data_parallel_index=3))
+    assert fingerprint() == fingerprint(offloading_=other) == fingerprint(version="0.32.0+cpu")
+
+
+CHANGES = {
+    "commit": {"engine_": engine(model_config__hf_config=HfConfig(_commit_hash=COMMIT[::-1], rope_theta=10000.0))},
+    "rope": {
+        "engine_": engine(model_config__hf_config=HfConfig(_commit_hash=COMMIT, rope_theta=1.0, sliding_window=None))
+    },
+    "quantisation": {"engine_": engine(model_config__quantization="fp8")},
+    "KV dtype": {"offloading_": offloading(model=SimpleNamespace(name="somebody/model", dtype="fp8"))},
+    "cache dtype": {"engine_": engine(cache_config__cache_dtype="fp8_e5m2")},
+    "computed scales": {"engine_": engine(cache_config__calculate_kv_scales=True)},
+    "attention backend": {"engine_": engine(attention_config__backend="FLASHINFER")},
+    "device": {"engine_": engine(device_config__device_type="cpu")},
+    "KV layout": {"offloading_": offloading(kv_cache_layout="BLHNC")},
+    "canonical": {"offloading_": offloading(canonical_layout=True)},
+    "parallel map": {"offloading_": offloading(parallel=Parallel(world_size=2, tp_size=2))},
+    "block size": {"offloading_": offloading(worker_kv_bytes_per_block=2048)},
+    "blocks a chunk": {"offloading_": offloading(cache=SimpleNamespace(tokens_per_hash=32, blocks_per_chunk=1))},
+    "groups": {"engine_": engine(spec="SlidingWindowSpec(block_size=32, sliding_window=64)")},
+    "hash algorithm": {"engine_": engine(cache_config__prefix_caching_hash_algo="sha256_cbor")},
+    "release": {"version": "0.30.0"},
+    "untested release": {"version": "0.32.9"},
+    "given weights": {"weights": "v2"},
+    "speculation": {"engine_": engine(speculative_config={"method": "eagle", "draft_model_config": None})},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_what_changes_the_bytes_or_the_keys_is_another_fingerprint(change):
+    assert fingerprint(**change) != fingerprint()
+
+
+def test_a_seed_of_ones_own_is_part_of_it(monkeypatch):
+    before = fingerprint()
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert before != fingerprint() == fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("version", "algorithm"), [("0.28.0", "sha256"), ("0.32.0", "xxhash"), ("0.32.0", "xxhash_cbor")]
+)
+def test_a_random_seed_is_told_with_the_setting_to_change_and_shares_nothing(monkeypatch, version, algorithm):
+    unseeded = engine(cache_config__prefix_caching_hash_algo=algorithm)
+    assert fingerprint(unseeded, version=version) != fingerprint(unseeded, version=version)
+    (line,) = identity_of(unseeded, offloading(), version, None).warnings
+    assert "nothing is shared" in line
+    assert "set PYTHONHASHSEED" in line
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert fingerprint(unseeded, version=version) == fingerprint(unseeded, version=version)
+    assert identity_of(unseeded, offloading(), version, None).warnings == ()
+
+
+def test_weights_without_a_name_are_told_with_the_setting_to_change_and_share_nothing():
+    dummy = engine(load_config__load_format="dummy")
+    assert fingerprint(dummy) != fingerprint(dummy)
+    (line,) = identity_of(dummy, offloading(), "0.32.0", None).warnings
+    assert "kvtiers.weights in kv_connector_extra_config" in line
+    assert fingerprint(dummy, weights="mine") == fingerprint(dummy, weights="mine")
+    assert identity_of(dummy, offloading(), "0.32.0", "mine").warnings == ()
+
+
+def test_a_draft_model_is_part_of_the_weights():
+    draft = SimpleNamespace(model="somebody/draft", revision=None, hf_config=HfConfig(_commit_hash=COMMIT[::-1]))
+    with_draft = engine(speculative_config={"method": "eagle", "draft_model_config": draft})
+    weights = identity_of(with_draft, offloading(), "0.32.0", None).model.weights
+    assert weights == f"commit-{COMMIT}+commit-{COMMIT[::-1]}"
+
+
+def test_a_local_models_place_is_no_part_of_its_name(tmp_path):
+    (tmp_path / "deep" / "tiny").mkdir(parents=True)
+    local = offloading(model=SimpleNamespace(name=str(tmp_path / "deep" / "tiny"), dtype="float32"))
+    model = identity_of(engine(), local, "0.32.0", "v1").model
+    assert model.name == "tiny"
+    assert StorageNames.of_layout("prod", row_layout(model, local, 4096)).prefix.startswith("prod/tiny-")
+
+
+def test_a_row_of_the_engine_is_the_payload_and_the_seal_lies_behind_it():
+    layout = row_layout(identity_of(engine(), offloading(), "0.32.0", None).model, offloading(), 12288)
+    assert (layout.payload_bytes(0), layout.value_bytes(0)) == (12288, 16384)
+    assert layout.tokens_per_chunk(0) == 64
+
+
+class Connector:
+    """As vLLM's: tiers are built somewhere below its constructor."""
+
+    def __init__(self, vllm_config, kv_cache_config):
+        self.found = self.somewhere_below()
+
+    def somewhere_below(self):
+        return self.further_below()
+
+    def further_below(self):
+        return engine_of_stack()
+
+
+def test_the_engines_config_is_found_on_the_stack_and_nowhere_else():
+    assert Connector("config", "cache").found == Engine("config", "cache")
+    assert engine_of_stack() == Engine(None, None)
+
+
+def test_an_engine_whose_config_is_not_found_shares_nothing_and_says_so():
+    unknown = Engine(None, None)
+    identity = identity_of(unknown, offloading(), "0.32.0", None)
+    assert "vLLM's config was not found" in identity.warnings[0]
+    assert fingerprint(unknown) != fingerprint(unknown)
