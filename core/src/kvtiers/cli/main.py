@@ -32,6 +32,7 @@ COMMANDS = {
     "size": Lazy("kvtiers.cli.size:size", "Say what a model's KV cache takes, and how large chunks should be."),
     "store": Lazy("kvtiers.cli.store:store", "List, count, check and delete the values in a tier's store."),
     "tiers": Lazy("kvtiers.cli.tiers:tiers", "List the installed tier types and their options."),
+    "vllm-config": Lazy("kvtiers.cli.vllm_config:vllm_config", "Print a config as vLLM's --kv-transfer-config."),
 }
 
 

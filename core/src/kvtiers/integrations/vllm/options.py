@@ -64,9 +64,7 @@ def _not_here(config: TierConfig) -> list[str]:
     """Return what cannot be had where vLLM's own primary decides."""
     problems = []
     if config.admission != "all":
-        problems.append(
-            f"admission: {config.admission!r} needs kvtiers' own primary; use KvtiersOffloadingSpec, or 'all'"
-        )
+        problems.append(f"admission: {config.admission!r} needs KvtiersOffloadingSpec; here it can be 'all' alone")
     if config.host:
         problems.append("host: needs KvtiersOffloadingSpec; here each tier has a helper of its own")
     return problems
