@@ -70,7 +70,7 @@ def test_a_variable_stays_a_variable(run):
         (("revision: abc", "revision: abc, kv_dtype: fp8"), "model.kv_dtype: the engine says that itself"),
         (("deadline: 3s", "admission: on_eviction"), "admission: 'on_eviction' needs KvtiersOffloadingSpec"),
         (("deadline: 3s", "host: shared"), "host: needs KvtiersOffloadingSpec"),
-        (("type: memory, name: far", "type: memory-async, name: far"), "moves rows by itself"),
+        (("memory, name: far, capacity: 2GiB", "memory-async, name: far, max_blocks: 9"), "moves rows by itself"),
         (("type: memory, name: far", "type: memroy, name: far"), "unknown tier type 'memroy'. Did you mean 'memory'?"),
     ],
 )
