@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from kvtiers.replay import engine_task
+from kvtiers.replay.trace import read_trace
+from kvtiers.replay.workload import Workload
+
 TRACES = "KVTIERS_TRACES"
 
 
@@ -46,3 +50,22 @@ def conversation_trace() -> Path:
     if not folder:
         pytest.skip(f"{TRACES} is not set")
     return Path(folder) / "conversation_trace.jsonl.gz"
+
+
+@pytest.fixture
+def workload(trace_file) -> Workload:
+    return read_trace(trace_file, limit=150)
+
+
+@pytest.fixture
+def managers(monkeypatch) -> list:
+    """The managers that replays in this process open."""
+    opened = []
+    open_manager = engine_task.kvtiers.open_manager
+
+    def open_and_note(*args, **kwargs):
+        opened.append(open_manager(*args, **kwargs))
+        return opened[-1]
+
+    monkeypatch.setattr(engine_task.kvtiers, "open_manager", open_and_note, raising=False)
+    return opened

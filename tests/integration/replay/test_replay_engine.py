@@ -6,50 +6,14 @@ import numpy as np
 import pytest
 
 from kvtiers.api import ConfigError
-from kvtiers.config import OffloadConfig, load_config
-from kvtiers.replay import engine_task as module
 from kvtiers.replay.options import replay_layout
 from kvtiers.replay.run import ReplayOptions, replay
-from kvtiers.replay.trace import read_trace
-from kvtiers.replay.workload import Workload
 from kvtiers_example.memory_store import MemoryStore
 
-
-def config(*tiers: dict, **options) -> OffloadConfig:
-    return load_config(
-        {
-            "version": 1,
-            "primary": {"capacity": "8MiB"},
-            "secondary": list(tiers),
-            "lookup_wait": "60s",
-            "load_wait": "60s",
-            "budgets": {"one_tier": "50%"},
-            **options,
-        }
-    )
-
+from .setups import config
 
 MEMORY = {"type": "memory", "io": "thread", "capacity": "64MiB"}
 MEMORY_ASYNC = {"type": "memory-async", "max_blocks": 5000}
-
-
-@pytest.fixture
-def workload(trace_file) -> Workload:
-    return read_trace(trace_file, limit=150)
-
-
-@pytest.fixture
-def managers(monkeypatch) -> list:
-    """The managers that the replay opens."""
-    opened = []
-    open_manager = module.kvtiers.open_manager
-
-    def open_and_note(*args, **kwargs):
-        opened.append(open_manager(*args, **kwargs))
-        return opened[-1]
-
-    monkeypatch.setattr(module.kvtiers, "open_manager", open_and_note, raising=False)
-    return opened
 
 
 def test_a_flipped_bit_in_a_row_is_counted_as_a_wrong_byte(workload, managers) -> None:

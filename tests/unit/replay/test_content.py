@@ -62,3 +62,11 @@ def test_many_large_blocks_are_made_in_pieces_and_are_all_right() -> None:
     content.write(hashes, range(100))
     np.testing.assert_array_equal(kv[0][77], content.bytes_of(hashes[77:78])[0])
     assert content.count_wrong(hashes, range(100)) == 0
+
+
+def test_another_ranks_bytes_are_wrong_bytes() -> None:
+    kv = tensors(4096)
+    first, second = BlockContent(kv, rank=0), BlockContent(kv, rank=1)
+    second.write(HASHES, range(6))
+    assert second.count_wrong(HASHES, range(6)) == 0
+    assert first.count_wrong(HASHES, range(6)) > 6 * 4000

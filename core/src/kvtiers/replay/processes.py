@@ -63,11 +63,11 @@ class Child:
         except (EOFError, OSError, pickle.UnpicklingError):
             raise self._lost() from None
 
-    def end(self, timeout: float = _END_SECONDS) -> None:
+    def end(self) -> None:
         """Let the child end, which it does when its connection is closed; kill it if it does not in time."""
         self.connection.close()
         try:
-            self.process.wait(timeout)
+            self.process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             self.kill()
 
