@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
-from .engines import Engine, make_model, make_prompt
+from .engines import BLOCK, Engine, make_model, make_prompt
 
 PROMPTS = [make_prompt(1, 700), make_prompt(2, 333)]
 """Two prompts that share nothing; both end inside a block."""
+WHOLE = [len(prompt) // BLOCK * BLOCK for prompt in PROMPTS]
+"""Tokens of each prompt in whole blocks."""
 
 
 @pytest.fixture(scope="session")

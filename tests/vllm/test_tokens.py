@@ -8,8 +8,6 @@ from .conftest import PROMPTS
 from .engines import BLOCK, tiers
 
 FIRST, SECOND = PROMPTS
-WHOLE = [len(prompt) // BLOCK * BLOCK for prompt in PROMPTS]
-"""Tokens of each prompt in whole blocks."""
 
 
 def fs(path: Path, **more):

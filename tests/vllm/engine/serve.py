@@ -62,6 +62,12 @@ class Engine:
                 found[f"{name}{{{tier}}}" if tier else name] = float(sample.value)
         return found
 
+    def trust_every_value(self) -> dict[str, Any]:
+        from kvtiers.secondary import mover
+
+        mover.check_value = lambda *_: mover.SealVerdict.OK
+        return {"ok": True}
+
     def shutdown(self) -> dict[str, Any]:
         self._llm.llm_engine.engine_core.shutdown()
         return {"ok": True}
