@@ -1,14 +1,16 @@
 """The recorded conversation trace through the whole stack: prefix hits beside the truth, references/s, wrong bytes.
 
-The truth: a leaf-first LRU, one request after the other, full blocks only, on all 12,031 requests (276,491 references,
-170,899 unique blocks). ``--quick`` replays the first 3,000 requests, whose truth was computed in the same way. The
-folder with the trace is named by KVTIERS_TRACES.
+Every block that comes back, from the primary, a memory tier or a directory tier, is compared byte by byte. The truth: a
+leaf-first LRU, one request after the other, full blocks only, on all 12,031 requests (276,491 references, 170,899
+unique blocks). ``--quick`` replays the first 3,000 requests, whose truth was computed in the same way. The folder with
+the trace is named by KVTIERS_TRACES.
 """
 
 import argparse
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,18 +26,23 @@ QUICK_REQUESTS = 3000
 
 
 class Case(NamedTuple):
-    """Sizes as shares of the trace's unique blocks, and the prefix hits to be expected, in percent of references."""
+    """Sizes as shares of the trace's unique blocks, and the prefix hits to be expected, in percent of references.
+
+    ``fs``: a directory tier below holds everything.
+    """
 
     primary: float
     secondary: float
     whole: float
     quick: float
+    fs: bool = False
 
     @property
     def name(self) -> str:
         """What this case is called."""
         primary = "unbounded" if self.primary == 1 else f"{self.primary:.0%}"
-        return f"primary {primary}" + (f", memory tier {self.secondary:.0%}" if self.secondary else "")
+        memory = f", memory {self.secondary:.0%}" if self.secondary else ""
+        return f"primary {primary}{memory}{', fs' if self.fs else ''}"
 
 
 CASES = [
@@ -44,23 +51,26 @@ CASES = [
     Case(0.20, 0.0, 35.8, 22.23),
     Case(1.00, 0.0, 38.2, 32.60),
     Case(0.10, 0.5, 37.8, 30.96),
+    Case(0.10, 0.2, 38.2, 32.60, fs=True),
 ]
 
 
-def config_for(secondary_chunks: int) -> OffloadConfig:
+def config_for(memory_chunks: int, fs_path: str | None) -> OffloadConfig:
     """Return a config in which no request waits in vain, so that two runs have the same hits."""
     # The tier evicts behind its users' backs: what is believed of it must be young.
     memory = {
         "type": "memory",
         "io": "thread",
-        "capacity": secondary_chunks * VALUE_BYTES,
+        "capacity": memory_chunks * VALUE_BYTES,
         "exists_ttl": "200ms",
     }
+    # Twice what there is: what a directory tier evicts is not what this measures.
+    fs = {"type": "fs", "path": fs_path, "capacity": 2 * 170_899 * VALUE_BYTES}
     return load_config(
         {
             "version": 1,
             "primary": {"capacity": "1MiB"},
-            "secondary": [memory] if secondary_chunks else [],
+            "secondary": ([memory] if memory_chunks else []) + ([fs] if fs_path else []),
             "lookup_wait": "60s",
             "load_wait": "60s",
         }
@@ -88,7 +98,9 @@ def results(folder: Path, quick: bool) -> dict[str, Any]:
     rows, goals = [], []
     for case in CASES:
         options = ReplayOptions(VALUE_BYTES - 64, primary_chunks=int(unique * case.primary))
-        report = replay(config_for(int(unique * case.secondary)), workload, options)
+        with tempfile.TemporaryDirectory(prefix="kvtiers-replay-") as fs_path:
+            config = config_for(int(unique * case.secondary), fs_path if case.fs else None)
+            report = replay(config, workload, options)
         row = row_of(case, report, case.quick if quick else case.whole)
         rows.append(row)
         off = abs(row["hits_percent"] - row["expected_percent"])

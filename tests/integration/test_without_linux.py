@@ -54,6 +54,13 @@ def test_replay_works_and_says_in_a_line_what_does_not(tmp_path, io, fallen_back
     assert all(line.startswith("memory: no helper process") for line in others)
 
 
+def test_ranks_in_processes_are_refused_in_a_line():
+    done = run(RUN_COMMAND, "replay", "--workload", "code", "--requests", 10, "--workers", 2)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --workers needs memory that processes share, which there is on Linux only")
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_the_conformance_kit_works():
     done = run(RUN_TESTS, "-q", "-p", "no:cacheprovider", EXAMPLE_TESTS)
     assert done.returncode == 0, done.stdout[-3000:]

@@ -1,5 +1,6 @@
 """What can be chosen for a replay, and the KV layout that follows from it."""
 
+import sys
 from dataclasses import dataclass, replace
 
 from kvtiers.api import ConfigError
@@ -78,6 +79,8 @@ def check_options(workload: Workload, options: ReplayOptions) -> None:
             f"--gpu-blocks {options.gpu_blocks}: the longest request has {workload.longest} full blocks; give that "
             "many at least, or 0 for blocks without a prefix cache"
         )
+    if options.workers and sys.platform != "linux":
+        raise ConfigError("--workers needs memory that processes share, which there is on Linux only; leave it out")
     if options.store == "lazy" and not options.gpu_blocks:
         raise ConfigError(
             "--store lazy stores what the engine's own prefix cache is about to lose, and without --gpu-blocks it has "
