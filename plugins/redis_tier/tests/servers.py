@@ -67,6 +67,11 @@ class Server:
     def url(self) -> str:
         return f"{'rediss' if self.tls else 'redis'}://127.0.0.1:{self.port}"
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def start(self) -> "Server":
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen([self._binary, *self._options], stdout=log, stderr=log)
@@ -95,6 +100,13 @@ class Server:
         with contextlib.closing(self.client()) as client:
             return client.info(section)
 
+    def has_role(self, role: str) -> bool:
+        """Say whether it is "master" or "slave"; one that changes it closes connections."""
+        try:
+            return self.info("replication")["role"] == role
+        except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
+            return False
+
     def kill(self) -> None:
         self._end(signal.SIGKILL)
 
@@ -108,8 +120,7 @@ class Server:
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: int) -> None:
-        assert self._process is not None
-        os.kill(self._process.pid, number)
+        os.kill(self.pid, number)
 
     def _end(self, number: int) -> None:
         if self._process is None:
@@ -170,9 +181,9 @@ class Cluster:
     def owner(self, key: bytes) -> Server:
         """Return the node that has this key's slot, as the first node knows it."""
         slot = self.nodes[0].call("CLUSTER", "KEYSLOT", key)
-        for (first, last), owners in self.nodes[0].call("CLUSTER SLOTS").items():
+        for first, last, master, *_ in self.nodes[0].call("CLUSTER SLOTS"):
             if first <= slot <= last:
-                return next(node for node in self.nodes if node.port == owners["primary"][1])
+                return next(node for node in self.nodes if node.port == master[1])
         raise AssertionError(f"nobody has slot {slot}")
 
     def stop(self) -> None:

@@ -48,7 +48,9 @@ class RedisConfig(TierConfig):
         default=False,
         description="leave a value of the same length as it is: saves replicas and an append-only file a rewrite",
     )
-    window: Size = Field(default=4 << 20, gt=0, description="bytes under way on one connection, unless a value is more")
+    window: Size = Field(
+        default=512 << 10, gt=0, description="most bytes of values under way on one connection, or one value"
+    )
     connect_timeout: Duration = Field(default=2.0, gt=0, description="longest time to connect, log-in included")
     timeout: Duration = Field(
         default=10.0, gt=0, description="longest time of one call's replies; never more than the tier's deadline"

@@ -119,7 +119,8 @@ class _Cluster(Topology):
         self._cluster = RedisCluster(
             startup_nodes=[ClusterNode(*address) for address in config.places.addresses],
             require_full_coverage=False,  # some slots without a node are no reason to do without the others
-            retry=Retry(NoBackoff(), 0),
+            # It asks one node which commands there are, and another one if that does not answer.
+            retry=Retry(NoBackoff(), len(config.places.addresses) + 1),
             ssl=config.places.tls,
             **options,
         )

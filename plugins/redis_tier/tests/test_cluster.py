@@ -1,0 +1,167 @@
+"""A Cluster: batches split by node, slots that move, nodes that fail."""
+
+import threading
+import time
+
+import pytest
+
+from .servers import Cluster, wait_until
+
+PAGES = 4
+BYTES = PAGES * 4096
+
+
+def content_of(name: str) -> bytes:
+    return (name.encode() * (BYTES // len(name) + 1))[:BYTES]
+
+
+def slot_of(cluster, name: str) -> int:
+    return cluster.nodes[0].call("CLUSTER KEYSLOT", name)
+
+
+def read_all(store, many) -> list[bytes | None]:
+    backs = [memoryview(bytearray(BYTES)) for _ in many]
+    found = store.read_many_into(many, backs)
+    return [bytes(back) if there else None for back, there in zip(backs, found, strict=True)]
+
+
+def write_all(store, many) -> list[bool]:
+    return list(store.write_many(many, [memoryview(content_of(name)) for name in many]))
+
+
+def test_a_batch_is_split_by_node_and_answered_in_order(tier, shared_cluster, names):
+    store = tier.open(shared_cluster.url, topology="cluster")
+    many = names(60)
+    absent = set(many[::7])
+    assert all(write_all(store, [name for name in many if name not in absent]))
+    held = [sum(bool(node.call("EXISTS", name)) for name in many if shared_cluster.owner(name) is node)
+            for node in shared_cluster.masters]  # fmt: skip
+    assert min(held) > 5
+    assert sum(held) == len(many) - len(absent)
+    assert read_all(store, many) == [None if name in absent else content_of(name) for name in many]
+    assert list(store.exists(many)) == [name not in absent for name in many]
+    assert sorted(entry.name for entry in store.list("ns/")) == sorted(set(many) - absent)
+    store.delete(many)
+    assert not any(store.exists(many))
+
+
+def test_any_node_of_the_cluster_will_do_to_find_the_others(tier, start, names):
+    cluster = start(Cluster)
+    urls = [node.url for node in cluster.masters]
+    many = names(20)
+    assert all(write_all(tier.open(urls[0], topology="cluster"), many))
+    cluster.masters[0].kill()
+    store = tier.open(",".join([urls[0], *(url.removeprefix("redis://") for url in urls[1:])]), topology="cluster")
+    found = read_all(store, many)
+    assert any(found)
+
+
+def move_slot(slot: int, source, target) -> None:
+    """Move an empty slot, or what is left of one: the last step of a migration."""
+    to = target.call("CLUSTER MYID").decode()
+    for node in (target, source):
+        node.call("CLUSTER SETSLOT", slot, "NODE", to)
+
+
+def begin_to_move(slot: int, source, target) -> None:
+    target.call("CLUSTER SETSLOT", slot, "IMPORTING", source.call("CLUSTER MYID").decode())
+    source.call("CLUSTER SETSLOT", slot, "MIGRATING", target.call("CLUSTER MYID").decode())
+
+
+def migrate(names, source, target) -> None:
+    source.call("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *names)
+
+
+def test_a_slot_that_has_moved_is_followed_and_remembered(tier, start, names):
+    cluster = start(Cluster)
+    store = tier.open(cluster.url, topology="cluster")
+    tag = "{moved}"
+    moved = [f"{tag}/{i}" for i in range(6)]
+    others = names(20)
+    assert all(write_all(store, [*moved, *others]))
+    slot, source = slot_of(cluster, tag), cluster.owner(tag)
+    target = next(node for node in cluster.masters if node is not source)
+    begin_to_move(slot, source, target)
+    migrate(moved, source, target)
+    move_slot(slot, source, target)
+    everything = [*moved, *others]
+    assert read_all(store, everything) == [content_of(name) for name in everything]
+    redirected = store.stats()["redirected_requests"]
+    assert redirected >= 1
+    read_all(store, everything)
+    assert store.stats()["redirected_requests"] == redirected, "the new map is used"
+
+
+def test_a_slot_that_is_being_moved_is_read_and_written_on_both_sides(tier, start):
+    cluster = start(Cluster)
+    store = tier.open(cluster.url, topology="cluster")
+    tag = "{half}"
+    many = [f"{tag}/{i}" for i in range(8)]
+    assert all(write_all(store, many))
+    slot, source = slot_of(cluster, tag), cluster.owner(tag)
+    target = next(node for node in cluster.masters if node is not source)
+    begin_to_move(slot, source, target)
+    migrate(many[:4], source, target)
+    new = [f"{tag}/new{i}" for i in range(4)]
+    assert read_all(store, [*many, *new]) == [*map(content_of, many), *[None] * 4]
+    assert all(write_all(store, new))
+    assert read_all(store, [*new, *many]) == [content_of(name) for name in [*new, *many]]
+    store.delete([many[0], many[7], new[0]])
+    assert list(store.exists([*many, *new])) == [False, *[True] * 6, False, False, *[True] * 3]
+
+
+def test_a_lost_node_costs_its_share_of_the_values_and_the_others_are_there(tier, start, names):
+    cluster = start(Cluster)
+    for node in cluster.masters:
+        node.call("CONFIG SET", "cluster-require-full-coverage", "no")
+    store = tier.open(cluster.url, topology="cluster")
+    many = names(60)
+    assert all(write_all(store, many))
+    lost = [name for name in many if cluster.owner(name) is cluster.masters[2]]
+    cluster.masters[2].kill()
+    begin = time.monotonic()
+    assert read_all(store, many) == [None if name in lost else content_of(name) for name in many]
+    assert [not kept for kept in write_all(store, many)] == [name in lost for name in many]
+    assert time.monotonic() - begin < 10
+    assert store.stats()["unreachable_values"] == 2 * len(lost)
+    with pytest.raises(type(store).transient_errors):
+        read_all(store, lost)
+
+
+def test_a_failover_under_load_yields_no_wrong_byte_and_ends(tier, start, names):
+    cluster = start(Cluster, replicas=1)
+    store = tier.open(cluster.url, topology="cluster", timeout="2s", connect_timeout="500ms")
+    many = names(48)
+    assert all(write_all(store, many))
+    wrong, stop = [], threading.Event()
+
+    def load() -> None:
+        while not stop.is_set():
+            try:
+                write_all(store, many)
+                found = read_all(store, many)
+            except type(store).transient_errors:
+                continue
+            wrong.extend(name for name, got in zip(many, found, strict=True) if got not in {None, content_of(name)})
+
+    threads = [threading.Thread(target=load) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        cluster.masters[0].kill()
+        rest = [node for node in cluster.nodes if node is not cluster.masters[0]]
+        wait_until(lambda: cluster.replicas[0].has_role("master"), "the replica takes over")
+        wait_until(lambda: cluster.is_whole(rest), "the cluster is whole again")
+        # While others load, too: everybody finds the new master.
+        wait_until(lambda: all(write_all(store, many)) and None not in read_all(store, many), "all values are back")
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(30)
+    assert not wrong
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_server_that_is_no_cluster_is_said_so(tier, single):
+    with pytest.raises(Exception, match="Cluster mode is not enabled"):
+        tier.open(single.url, topology="cluster")

@@ -1,0 +1,275 @@
+"""The reader of replies: whatever a server sends, and however it arrives, no byte lands in the wrong row."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtiers_redis.link import GarbageReply, Link, ReplyError
+from kvtiers_redis.windows import ask, command, read_values, write_values
+
+SECONDS = 5.0
+POISON = 0xDB
+
+
+class Rows:
+    """Destinations between guard bytes, and what each is to hold when it is over."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.memory = bytearray([POISON]) * (sum(sizes) + 16 * (len(sizes) + 1))
+        self.places = []
+        at = 16
+        for size in sizes:
+            self.places.append((at, size))
+            at += size + 16
+
+    @property
+    def views(self) -> list[memoryview]:
+        whole = memoryview(self.memory)
+        return [whole[at : at + size] for at, size in self.places]
+
+    def content(self, index: int) -> bytes:
+        at, size = self.places[index]
+        return bytes(self.memory[at : at + size])
+
+    def guards(self) -> bytes:
+        left = bytearray(self.memory)
+        for at, size in reversed(self.places):
+            del left[at : at + size]
+        return bytes(left)
+
+
+@contextlib.contextmanager
+def linked(*pieces: bytes, close: bool = True, seconds: float = SECONDS):
+    """Give a link whose other end sends these pieces, one send each, and reads all that it is sent."""
+    near, far = socket.socketpair()
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            for piece in pieces:
+                far.sendall(piece)
+                time.sleep(0)
+            if close:
+                far.shutdown(socket.SHUT_WR)
+            while far.recv(1 << 16):
+                pass
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield Link(near, seconds)
+    finally:
+        near.close()
+        thread.join(10)
+        far.close()
+
+
+def value_reply(content: bytes) -> bytes:
+    return b"$%d\r\n%b\r\n" % (len(content), content)
+
+
+def read_all(link: Link, rows: Rows, window: int = 1 << 20):
+    requests = [command(b"GET", b"key%d" % i) for i in range(len(rows.places))]
+    return read_values(link, requests, rows.views, window=window)
+
+
+# What may come for one key: the value itself, one of another length, none, an error.
+@st.composite
+def replies(draw):
+    sizes = draw(st.lists(st.integers(1, 300), min_size=1, max_size=8))
+    texts, kinds = [], []
+    for size in sizes:
+        kind = draw(st.sampled_from(["value", "value", "other", "absent", "error"]))
+        content = draw(st.binary(min_size=size, max_size=size))
+        if kind == "other":
+            content = draw(st.binary(max_size=700).filter(lambda other, size=size: len(other) != size))
+        text = {"absent": b"$-1\r\n", "error": b"-ERR no\r\n"}.get(kind, value_reply(content))
+        texts.append(text)
+        kinds.append((kind, content))
+    return sizes, kinds, texts
+
+
+@settings(max_examples=300, deadline=None)
+@given(replies(), st.integers(1, 2000), st.data())
+def test_however_replies_are_cut_each_value_lands_in_its_row_and_nothing_else(case, window, data):
+    sizes, kinds, texts = case
+    stream = b"".join(texts)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
+    pieces = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True) if a < b]
+    rows = Rows(sizes)
+    with linked(*pieces) as link:
+        answers = read_all(link, rows, window)
+    for i, ((kind, content), answer) in enumerate(zip(kinds, answers, strict=True)):
+        if kind == "value":
+            assert answer is True
+            assert rows.content(i) == content
+        elif kind == "error":
+            assert isinstance(answer, ReplyError)
+        else:
+            assert answer is False
+        if kind != "value":
+            assert rows.content(i) == bytes([POISON]) * sizes[i], "a row that got no value was written to"
+    assert set(rows.guards()) == {POISON}
+
+
+def test_a_window_may_be_split_at_every_byte():
+    sizes = [100, 100, 7, 100]
+    contents = [bytes([65 + i]) * size for i, size in enumerate(sizes)]
+    stream = value_reply(contents[0]) + b"$-1\r\n" + value_reply(b"another length") + value_reply(contents[3])
+    for cut in range(1, len(stream)):
+        rows = Rows(sizes)
+        with linked(stream[:cut], stream[cut:]) as link:
+            assert read_all(link, rows) == [True, False, False, True], cut
+        assert (rows.content(0), rows.content(3)) == (contents[0], contents[3])
+        assert set(rows.guards()) == {POISON}
+
+
+def test_a_window_may_come_byte_by_byte():
+    rows = Rows([50, 50])
+    stream = value_reply(b"a" * 50) + value_reply(b"b" * 50)
+    with linked(*[bytes([byte]) for byte in stream]) as link:
+        assert read_all(link, rows) == [True, True]
+    assert (rows.content(0), rows.content(1)) == (b"a" * 50, b"b" * 50)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_stream_that_ends_early_is_an_error_and_never_a_value(data):
+    sizes = [200, 200]
+    stream = value_reply(b"a" * 200) + value_reply(b"b" * 200)
+    end = data.draw(st.integers(0, len(stream) - 1))
+    rows = Rows(sizes)
+    with linked(stream[:end]) as link, pytest.raises(ConnectionError):
+        read_all(link, rows)
+    assert set(rows.guards()) == {POISON}
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.binary(min_size=1, max_size=200))
+def test_garbage_is_an_error_or_a_miss_and_writes_nothing_outside_the_rows(garbage):
+    rows = Rows([64, 64])
+    with linked(garbage) as link:
+        try:
+            answers = read_all(link, rows)
+        except OSError:
+            answers = []
+    assert True not in answers or b"$64\r\n" in garbage
+    assert set(rows.guards()) == {POISON}
+
+
+NO_VALUE = [b"+OK", b":1", b"*1\r\n$1\r\na", b"$abc", b"$-2", b"$ 64", b"$+64", b"$99999999999", b""]
+
+
+@pytest.mark.parametrize(
+    "reply", [*(line + b"\r\n" for line in NO_VALUE), b"$64\n", b"$64\r\n" + b"x" * 64 + b"xx", b"x" * 5000]
+)
+def test_what_is_no_reply_to_a_read_ends_the_connection(reply):
+    with linked(reply, b"$64\r\n" + b"y" * 64 + b"\r\n") as link, pytest.raises((GarbageReply, ConnectionError)):
+        read_all(link, Rows([64, 64]))
+
+
+@pytest.mark.parametrize("reply", [b"$2\r\nOK\r\n", b":x\r\n", b":\r\n", b"*0\r\n", b"?\r\n"])
+def test_what_is_no_reply_to_a_question_ends_the_connection(reply):
+    with linked(reply) as link, pytest.raises(GarbageReply):
+        ask(link, [command(b"EXISTS", b"a")])
+
+
+def test_a_value_of_another_length_that_is_larger_than_all_buffers_goes_by():
+    rows = Rows([4096])
+    with linked(value_reply(bytes(3_000_000)), b"+next\r\n") as link:
+        assert read_all(link, rows) == [False]
+        link.begin()
+        assert link.read_status() == "next"
+    assert rows.content(0) == bytes([POISON]) * 4096
+
+
+def test_an_error_in_the_middle_of_a_window_of_writes_is_that_writes_own():
+    srcs = [memoryview(bytes(100))] * 4
+    with linked(b"+OK\r\n-OOM full\r\n$-1\r\n+OK\r\n") as link:
+        answers = write_values(link, [b"k"] * 4, srcs, options=[], window=150)
+    assert (answers[0], answers[2], answers[3]) == ("OK", None, "OK")
+    assert isinstance(answers[1], ReplyError)
+    assert answers[1].code == "OOM"
+
+
+def test_a_server_that_never_answers_is_given_up_in_time():
+    with linked(close=False, seconds=0.2) as link:
+        begin = time.monotonic()
+        with pytest.raises(TimeoutError):
+            read_all(link, Rows([64]))
+        assert time.monotonic() - begin < 5
+
+
+def test_a_server_that_stops_in_the_middle_of_a_value_is_given_up_in_time():
+    with linked(b"$64\r\nhalf", close=False, seconds=0.2) as link, pytest.raises(TimeoutError):
+        read_all(link, Rows([64]))
+
+
+def test_a_server_that_says_a_byte_now_and_then_is_given_up_all_the_same():
+    near, far = socket.socketpair()
+    stop = threading.Event()
+
+    def trickle() -> None:
+        with contextlib.suppress(OSError):
+            far.sendall(b"$100000\r\n")
+            while not stop.wait(0.02):
+                far.sendall(b"x")
+
+    thread = threading.Thread(target=trickle, daemon=True)
+    thread.start()
+    begin = time.monotonic()
+    try:
+        with pytest.raises(TimeoutError):
+            read_all(Link(near, 0.3), Rows([100_000]))
+    finally:
+        stop.set()
+        thread.join(10)
+        near.close()
+        far.close()
+    assert time.monotonic() - begin < 5
+
+
+def test_a_server_that_takes_nothing_is_given_up_in_time():
+    near, far = socket.socketpair()
+    with contextlib.closing(near), contextlib.closing(far), pytest.raises(TimeoutError):
+        write_values(Link(near, 0.2), [b"k"], [memoryview(bytes(8 << 20))], options=[], window=1)
+
+
+def test_a_link_with_something_to_say_or_closed_is_not_idle():
+    near, far = socket.socketpair()
+    with contextlib.closing(near):
+        link = Link(near, SECONDS)
+        assert link.is_idle()
+        far.sendall(b"+late\r\n")
+        assert not link.is_idle()
+        link.begin()
+        assert link.read_status() == "late"
+        assert link.is_idle()
+        far.close()
+        assert not link.is_idle()
+
+
+def test_no_more_than_a_window_is_asked_for_ahead():
+    """The far end answers nothing before it has seen all that would come unasked."""
+    near, far = socket.socketpair()
+    with contextlib.closing(near), contextlib.closing(far):
+        rows = Rows([1000] * 10)
+        outcome = []
+        thread = threading.Thread(target=lambda: outcome.append(read_all(Link(near, SECONDS), rows, 3000)), daemon=True)
+        thread.start()
+        far.settimeout(SECONDS)
+        seen = b""
+        while seen.count(b"GET") < 3:
+            seen += far.recv(1 << 16)
+        far.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            far.recv(1)
+        far.settimeout(SECONDS)
+        for _ in range(10):
+            far.sendall(value_reply(bytes(1000)))
+        thread.join(10)
+        assert outcome == [[True] * 10]

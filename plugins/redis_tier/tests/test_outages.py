@@ -1,0 +1,173 @@
+"""Servers that end, come back, hang or lie: calls fail in time, or say so, and the next ones are right."""
+
+import threading
+import time
+
+import pytest
+
+from kvtiers.api import TierUnavailable
+from kvtiers_redis.store import RedisStore
+
+from .scripted import Scripted
+
+TRANSIENT = RedisStore.transient_errors
+PAGES = 4
+BYTES = PAGES * 4096
+
+
+@pytest.fixture
+def scripted():
+    servers = []
+
+    def start(*scripts, **options):
+        servers.append(Scripted(*scripts, **options))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def test_a_server_that_restarts_empty_costs_its_values_and_nothing_else(tier, start, names, value, read):
+    server = start()
+    store = tier.open(server.url)
+    [name] = names(1)
+    store.write(name, value(1))
+    server.stop()
+    server.start()
+    assert read(store, name) is None, "the idle connection is dead, and the call is not to notice"
+    store.write(name, value(2))
+    assert read(store, name) == bytes(value(2))
+
+
+def test_while_a_server_is_gone_calls_fail_at_once_and_then_work_again(tier, start, names, value, read):
+    server = start()
+    store = tier.open(server.url)
+    [name] = names(1)
+    store.write(name, value(1))
+    server.kill()
+    for call in (lambda: read(store, name), lambda: store.write(name, value(1)), lambda: store.exists([name])):
+        begin = time.monotonic()
+        with pytest.raises(TRANSIENT, match=str(server.port)):
+            call()
+        assert time.monotonic() - begin < 5
+    server.start()
+    store.write(name, value(3))
+    assert read(store, name) == bytes(value(3))
+
+
+def test_a_server_that_hangs_fails_a_call_within_the_timeout(tier, start, names, value, read):
+    server = start()
+    store = tier.open(server.url, timeout="300ms", connect_timeout="300ms")
+    [name] = names(1)
+    store.write(name, value(1))
+    server.pause()
+    begin = time.monotonic()
+    with pytest.raises(TRANSIENT):
+        read(store, name)
+    with pytest.raises(TRANSIENT):
+        read(store, name)
+    assert time.monotonic() - begin < 5
+    server.resume()
+    assert read(store, name) == bytes(value(1))
+
+
+def test_a_late_reply_is_never_taken_for_another_calls(tier, start, names, value, read):
+    """What a paused server answers when it goes on belongs to a connection that nobody reads any more."""
+    server = start()
+    store = tier.open(server.url, timeout="200ms")
+    one, other = names(2)
+    store.write(one, value(1))
+    store.write(other, value(2))
+    for _ in range(5):
+        server.pause()
+        with pytest.raises(TRANSIENT):
+            read(store, one)
+        server.resume()
+        assert read(store, other) == bytes(value(2))
+
+
+def test_the_deadline_of_the_tier_bounds_the_timeout(tier, start, names, value, read):
+    server = start()
+    store = tier.open(server.url, timeout="1h", deadline="300ms")
+    server.pause()
+    with pytest.raises(TRANSIENT):
+        read(store, names(1)[0])
+    server.resume()
+
+
+def test_a_connection_that_is_reset_in_the_middle_of_a_window_fails_the_whole_batch(tier, scripted, names):
+    whole = b"$%d\r\n" % BYTES + bytes(BYTES) + b"\r\n"
+    server = scripted([whole, whole[:5000]])
+    store = tier.open(server.url)
+    with pytest.raises(TRANSIENT):
+        store.read_many_into(names(3), [memoryview(bytearray(BYTES)) for _ in range(3)])
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x15\x03\x01\x00\x02", b"*3\r\n", b"\n" * 9999]
+)
+def test_what_is_no_redis_is_a_failure_and_the_connection_is_not_used_again(tier, scripted, names, garbage):
+    whole = b"$%d\r\n" % BYTES + b"a" * BYTES + b"\r\n"
+    server = scripted([garbage], [whole], close=False)
+    store = tier.open(server.url, timeout="500ms")
+    row = bytearray(BYTES)
+    with pytest.raises(TRANSIENT):
+        store.read_many_into(names(1), [memoryview(row)])
+    assert store.read_many_into(names(1), [memoryview(row)]) == [True]
+    assert row == b"a" * BYTES
+    assert server.connections == 2
+
+
+def test_after_a_failure_the_next_call_has_a_new_connection(tier, start, names, value, read):
+    server = start()
+    store = tier.open(server.url)
+    [name] = names(1)
+    store.write(name, value(1))
+    server.call("CLIENT KILL", "TYPE", "normal", "SKIPME", "yes")
+    assert read(store, name) == bytes(value(1))
+    assert store.stats()["connects"] == 2
+
+
+def test_loading_is_a_state_that_passes(tier, scripted, names):
+    server = scripted([b"-LOADING Redis is loading the dataset in memory\r\n"])
+    store = tier.open(server.url)
+    with pytest.raises(TierUnavailable, match="LOADING"):
+        store.read_many_into(names(1), [memoryview(bytearray(BYTES))])
+
+
+def test_clients_killed_under_load_never_yield_wrong_bytes(tier, start, names):
+    """Connections die at any moment of a window; what is read is right or is not read."""
+    server = start()
+    store = tier.open(server.url, window="64KiB")
+    many = names(64)
+    content = [bytes([i]) * BYTES for i in range(64)]
+    wrong, right, failed = [], [0], [0]
+    stop = threading.Event()
+
+    def work(turn: int) -> None:
+        backs = [bytearray(BYTES) for _ in many]
+        while not stop.is_set():
+            try:
+                store.write_many(many, [memoryview(c) for c in content])
+                found = store.read_many_into(many, [memoryview(back) for back in backs])
+            except TRANSIENT:
+                failed[0] += 1
+                continue
+            for back, expected, there in zip(backs, content, found, strict=True):
+                right[0] += there
+                if there and back != expected:
+                    wrong.append(turn)
+
+    threads = [threading.Thread(target=work, args=(turn,)) for turn in range(3)]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + 3
+    while time.monotonic() < until or not failed[0] or not right[0]:
+        server.call("CLIENT KILL", "TYPE", "normal", "SKIPME", "yes")
+        assert time.monotonic() < until + 30
+    stop.set()
+    for thread in threads:
+        thread.join(30)
+    assert not wrong
+    assert not any(thread.is_alive() for thread in threads)

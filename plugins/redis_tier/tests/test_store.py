@@ -1,0 +1,218 @@
+"""What the tier asks of a server, seen from the server."""
+
+import tracemalloc
+
+import pytest
+
+from kvtiers.api import StoreFull
+from kvtiers_redis.store import RedisStore
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def redis(single):
+    """Return a client that looks into the shared server beside the tier."""
+    with single.client() as client:
+        yield client
+
+
+def test_a_key_a_chunk_under_its_name_behind_the_prefix(tier, single, redis, names, value):
+    [name] = names(1)
+    tier.open(single.url, prefix="app:").write(name, value(7))
+    assert redis.get(f"app:{name}") == bytes([7]) * 4096
+    assert redis.ttl(f"app:{name}") == -1
+
+
+def test_stores_with_different_prefixes_or_databases_do_not_meet(tier, single, names, value, read):
+    [name] = names(1)
+    tier.open(single.url, prefix="a:").write(name, value(1))
+    for other in (tier.open(single.url, prefix="b:"), tier.open(f"{single.url}/5", prefix="a:")):
+        assert list(other.exists([name])) == [False]
+        assert read(other, name) is None
+    assert read(tier.open(single.url, prefix="a:", database=0), name) is not None
+
+
+def test_the_database_of_the_url_or_of_the_option_is_used(tier, single, names, value):
+    one, other = names(2)
+    tier.open(f"{single.url}/4").write(one, value(1))
+    tier.open(single.url, database=4).write(other, value(1))
+    with single.client(db=4) as client:
+        assert client.exists(one, other) == 2
+        client.flushdb()
+
+
+def test_a_value_lives_for_its_ttl(tier, single, redis, names, value):
+    [name] = names(1)
+    tier.open(single.url, ttl="1h").write(name, value(1))
+    assert 3_590_000 < redis.pttl(name) <= 3_600_000
+
+
+def test_a_value_is_gone_after_its_ttl(tier, single, redis, names, value, read):
+    [name] = names(1)
+    store = tier.open(single.url, ttl="1h")
+    store.write(name, value(1))
+    redis.pexpire(name, 1)
+    while redis.exists(name):
+        pass
+    assert read(store, name) is None
+    assert list(store.exists([name])) == [False]
+
+
+@pytest.mark.parametrize(("options", "renewed"), [({"refresh_ttl": True}, True), ({}, False)])
+def test_reading_renews_the_ttl_if_it_is_to(tier, single, redis, names, value, read, options, renewed):
+    [name] = names(1)
+    store = tier.open(single.url, ttl="1h", **options)
+    store.write(name, value(1))
+    redis.pexpire(name, 60_000)
+    assert read(store, name) is not None
+    assert (redis.pttl(name) > 3_000_000) == renewed
+
+
+def test_a_read_only_tier_renews_nothing(tier, single, redis, names, value, read):
+    [name] = names(1)
+    redis.set(name, bytes(value(1)), px=60_000)
+    assert read(tier.open(single.url, ttl="1h", refresh_ttl=True, read_only=True), name) is not None
+    assert redis.pttl(name) <= 60_000
+
+
+def test_a_write_renews_the_ttl(tier, single, redis, names, value):
+    [name] = names(1)
+    store = tier.open(single.url, ttl="1h")
+    store.write(name, value(1))
+    redis.pexpire(name, 60_000)
+    store.write(name, value(1))
+    assert redis.pttl(name) > 3_000_000
+
+
+def test_with_nx_a_value_of_the_same_length_is_left_as_it_is(tier, single, redis, names, value):
+    same, longer, absent = names(3)
+    redis.set(same, bytes(value(1)))
+    redis.set(longer, bytes(value(1, 2)))
+    store = tier.open(single.url, set_nx=True, ttl="1h")
+    assert list(store.write_many([same, longer, absent], [value(2), value(2), value(2)])) == [True, True, True]
+    assert [redis.get(name) == bytes(value(2)) for name in (same, longer, absent)] == [False, True, True]
+    assert redis.ttl(longer) > 3000
+
+
+def test_a_key_of_another_type_is_no_value(tier, single, redis, names, value, read):
+    [name] = names(1)
+    redis.rpush(name, "a")
+    store = tier.open(single.url)
+    assert read(store, name) is None
+    store.write(name, value(3))
+    assert read(store, name) == bytes(value(3))
+
+
+def test_deleting_is_left_to_the_servers_own_thread(tier, single, redis, names, value):
+    [name] = names(1)
+    store = tier.open(single.url)
+    store.write(name, value(1))
+    before = redis.info("commandstats").get("cmdstat_unlink", {}).get("calls", 0)
+    store.delete([name])
+    after = redis.info("commandstats")
+    assert after["cmdstat_unlink"]["calls"] == before + 1
+    assert "cmdstat_del" not in after
+
+
+def test_questions_go_out_together(tier, single, redis, names):
+    """256 names cost one turn of the server's event loop or a few, not 256."""
+    store = tier.open(single.url)
+    store.exists(names(1))
+    asked = names(256)
+    before = redis.info("stats")
+    store.exists(asked)
+    after = redis.info("stats")
+    assert after["total_commands_processed"] - before["total_commands_processed"] >= 256
+    assert after["total_reads_processed"] - before["total_reads_processed"] < 16
+
+
+def test_connections_are_named_and_few(tier, single, redis, names, value):
+    store = tier.open(single.url, client_name="my-tier")
+    for name in names(20):
+        store.write(name, value(1))
+        store.exists([name])
+    assert [client["name"] for client in redis.client_list()].count("my-tier") == 1
+    assert store.stats()["connects"] == 1
+
+
+def test_a_batch_larger_than_all_windows_comes_back(tier, single, names, value):
+    store = tier.open(single.url, window="64KiB")
+    many = names(700)
+    assert all(store.write_many(many, [value(i % 250) for i in range(700)]))
+    backs = [memoryview(bytearray(4096)) for _ in many]
+    assert all(store.read_many_into(many, backs))
+    assert [back[17] for back in backs] == [i % 250 for i in range(700)]
+
+
+def test_nothing_of_a_values_size_is_made_on_the_way(tier, single, names):
+    """Rows go out and come in without a copy in this process."""
+    size = 8 * MIB
+    src, dst = memoryview(bytearray(size)), memoryview(bytearray(size))
+    store = tier.open(single.url)
+    [name] = names(1)
+    store.write(name, src)
+    tracemalloc.start()
+    try:
+        store.write_many([name] * 3, [src] * 3)
+        assert all(store.read_many_into([name] * 3, [dst] * 3))
+        assert tracemalloc.get_traced_memory()[1] < MIB // 4
+    finally:
+        tracemalloc.stop()
+        store.delete([name])
+
+
+@pytest.mark.parametrize("policy", ["noeviction", "volatile-lru", "volatile-ttl"])
+def test_a_full_server_drops_writes_and_is_read_all_the_same(tier, start, names, value, read, policy):
+    server = start()
+    store = tier.open(server.url)
+    first, *more = names(600)
+    store.write(first, value(1, 16))
+    server.call("CONFIG SET", "maxmemory-policy", policy)
+    server.call("CONFIG SET", "maxmemory", server.info("memory")["used_memory"] + 4 * MIB)
+    kept = [answer for name in more for answer in store.write_many([name], [value(2, 16)])]
+    assert kept.count(True) > 8
+    assert kept.count(False) > 8
+    assert read(store, first, 16) == bytes(value(1, 16))
+    with pytest.raises(StoreFull):
+        store.write(more[-1], value(2, 16))
+    assert store.stats()["dropped_values"] == kept.count(False) + 1
+    store.delete([first])
+
+
+@pytest.mark.parametrize("policy", ["allkeys-lru", "allkeys-lfu", "allkeys-random"])
+def test_a_server_that_evicts_takes_every_write(tier, start, names, value, read, policy):
+    server = start()
+    server.call("CONFIG SET", "maxmemory-policy", policy)
+    server.call("CONFIG SET", "maxmemory", server.info("memory")["used_memory"] + 8 * MIB)
+    store = tier.open(server.url)
+    many = names(400)
+    for name in many:
+        store.write(name, value(2, 16))
+    assert 8 < list(store.exists(many)).count(True) < 300
+    # Reading takes memory too, so that some more may go meanwhile.
+    found = [read(store, name, 16) for name in many]
+    assert set(found) == {None, bytes(value(2, 16))}
+
+
+def test_a_server_that_cannot_save_drops_writes_and_is_read(tier, start, names, value, read):
+    server = start()
+    store = tier.open(server.url)
+    one, other = names(2)
+    store.write(one, value(1))
+    server.call("CONFIG SET", "save", "1 1")
+    (server.folder / "dump.rdb").mkdir()  # what cannot be replaced by a file
+    with server.client() as client:
+        client.bgsave()
+        while client.info("persistence")["rdb_bgsave_in_progress"]:
+            pass
+    with pytest.raises(StoreFull):
+        store.write(other, value(1))
+    assert read(store, one) is not None
+
+
+def test_a_server_that_cannot_be_reached_is_said_so_at_open(tier, start):
+    server = start()
+    server.kill()
+    with pytest.raises(RedisStore.transient_errors, match=str(server.port)):
+        tier.open(server.url)
