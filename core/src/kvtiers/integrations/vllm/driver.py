@@ -32,6 +32,7 @@ __all__ = ["TierDriver"]
 
 _SCAN_SECONDS = 0.05  # how often deadlines are looked at
 _DRAIN_POLL_SECONDS = 0.002
+_MOST_UNREAD = 250_000
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +73,7 @@ class TierDriver:
         self._results: list[JobResult] = []
         self._next_scan = 0.0
         self._closed = False
+        self._unread: dict[OffloadKey, None] = {}
         self.wait_expired = 0
         """Lookups that were misses since their request had waited long enough."""
 
@@ -79,6 +81,11 @@ class TierDriver:
     def metrics(self) -> TierMetrics:
         """What happened between the engine and the tier."""
         return self._slot.metrics
+
+    @property
+    def unread_chunks(self) -> int:
+        """Chunks that this engine has stored and not read since, as far as it remembers."""
+        return len(self._unread)
 
     def own_stats(self) -> dict[str, float]:
         """Return the tier's own figures."""
@@ -219,12 +226,16 @@ class TierDriver:
             metrics.loaded_chunks += len(good)
             metrics.loaded_bytes += nbytes
             metrics.load_seconds += seconds
+            for key in good:
+                self._unread.pop(key, None)
             self._note_lost(job, good)
         else:
             metrics.stored_chunks += len(good)
             metrics.stored_bytes += nbytes
             metrics.store_seconds += seconds
             metrics.failed_stores += len(job.keys) - len(good)
+            if len(self._unread) + len(good) <= _MOST_UNREAD:
+                self._unread.update(dict.fromkeys(good))
         complete = len(good) == len(job.keys)
         partly = None if complete or not job.is_promotion else good
         self._results.append(JobResult(job.job_id, complete, partly, nbytes, seconds))

@@ -41,8 +41,13 @@ class OpenedTier:
 
     driver: TierDriver
     name: str
+    model: str
     shared: bool
     off: str = ""
+    value_bytes: int = 0
+    """Bytes of one value in the tier, the seal's included."""
+    tokens_per_chunk: int = 0
+    """Tokens whose KV one value holds, of the first group."""
 
 
 def open_tier(
@@ -60,7 +65,7 @@ def open_tier(
     if off := _why_off(engine):
         _log.warning("%s: off: %s", name, off)
         driver = TierDriver(TierSlot(0, OffTier(), _options(config)), settings.lookup_wait, lambda _seconds: None)
-        return OpenedTier(driver, name, shared=False, off=off)
+        return OpenedTier(driver, name, str(offloading.model.name), shared=False, off=off)
     identity = identity_of(engine, offloading, version, settings.weights)
     for warning in identity.warnings:
         _log.warning("%s: %s", name, warning)
@@ -72,7 +77,14 @@ def open_tier(
         parts.close(0.0)
         raise StartError(f"{name}: required, but cannot be opened: {error}")
     shared = not is_random(identity.model.weights) and not is_random(identity.model.hash_seed)
-    return OpenedTier(driver, name, shared)
+    return OpenedTier(
+        driver,
+        name,
+        identity.model.name,
+        shared,
+        value_bytes=layout.value_bytes(0),
+        tokens_per_chunk=layout.tokens_per_chunk(0),
+    )
 
 
 def _refuse_several_hosts(engine: Engine) -> None:

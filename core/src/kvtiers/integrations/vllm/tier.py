@@ -26,6 +26,7 @@ from kvtiers.integrations.vllm.metrics import COUNTERS, GAUGES, LABELS, TierFigu
 from kvtiers.integrations.vllm.opening import open_tier
 from kvtiers.integrations.vllm.options import load_tier_options
 from kvtiers.integrations.vllm.releases import release_of
+from kvtiers.integrations.vllm.report import open_status
 
 __all__ = ["KvtiersTier"]
 
@@ -73,6 +74,7 @@ class KvtiersTier(SecondaryTierManager):
         opened = open_tier(config, settings, offloading_spec.config, primary_kv_view, engine_of_stack(), vllm_version)
         self._driver = opened.driver
         self._figures = TierFigures(opened)
+        self._status = open_status(opened, f"vLLM {vllm_version}")
 
     # -- requests
 
@@ -127,6 +129,7 @@ class KvtiersTier(SecondaryTierManager):
     @_never_raises(lambda: None)
     def shutdown(self) -> None:
         """End within a bound, and let go of vLLM's memory."""
+        self._status.close()
         self._driver.close(self._drain_seconds)
 
     # -- figures

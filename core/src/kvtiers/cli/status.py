@@ -1,0 +1,104 @@
+"""``kvtiers status``: whether it is on in the engines of this machine, and whether it pays."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from kvtiers.api.units import format_size
+from kvtiers.cli.output import print_heading, print_table
+from kvtiers.integrations.status import ask, running
+
+__all__ = ["status", "verdict"]
+
+_BREAKER = {0: "in use", 1: "out of use", 2: "being tried"}
+_FEW_CHUNKS = 100  # before so many were written nobody can say whether that pays
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  kvtiers status
+  kvtiers status --json | jq '.[].tiers'
+
+Asks every engine on this machine that runs as the same user (root asks all), by a local socket, and changes nothing.
+Exit status: 0, or 1 if there is no engine that answers."""
+)
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list, one object an engine.")
+@click.pass_context
+def status(ctx: click.Context, as_json: bool) -> None:
+    """Say what each tier of each running engine does, and whether it pays."""
+    engines: dict[int, dict[str, Any]] = {}
+    for name in running():
+        try:
+            answer = ask(name)
+        except (OSError, ValueError) as error:
+            click.echo(f"{name}: no answer: {error}", err=True)
+            continue
+        known = engines.setdefault(answer["pid"], answer)
+        known["tiers"] |= answer["tiers"]  # each tier of an engine has a socket of its own
+    answers = list(engines.values())
+    if as_json:
+        click.echo(json.dumps(answers))
+    elif not answers:
+        click.echo("no engine with kvtiers runs here as this user", err=True)
+    for answer in [] if as_json else answers:
+        _print(answer)
+    ctx.exit(0 if answers else 1)
+
+
+def _print(answer: Mapping[str, Any]) -> None:
+    print_heading(f"{answer['engine']}, process {answer['pid']}: {answer['model']}")
+    columns = ("tier", "state", "hits", "tokens", "read", "written", "never read", "queue", "last trouble")
+    print_table(columns, [_row(name, tier) for name, tier in answer["tiers"].items()])
+    for name, tier in answer["tiers"].items():
+        click.echo(f"  {name}: {verdict(tier)}")
+
+
+def _row(name: str, tier: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        name,
+        _state(tier),
+        f"{tier['hits']:.0f}",
+        f"{tier['tokens']:.0f}",
+        format_size(int(tier["loaded_bytes"])),
+        format_size(int(tier["stored_bytes"])),
+        format_size(int(tier["unread_bytes"])),
+        f"{tier['queue']:.0f}",
+        tier["trouble"] or "none",
+    )
+
+
+def _state(tier: Mapping[str, Any]) -> str:
+    if tier["off"]:
+        return "off"
+    return _BREAKER.get(int(tier["breaker_state"]), "?") if tier["open"] else "not open"
+
+
+def verdict(tier: Mapping[str, Any]) -> str:
+    """Return, in one sentence, whether a tier pays, and if not, why."""
+    trouble = tier["trouble"] or "not opened yet"
+    sentences = (
+        (tier["off"], f"it does nothing here: {tier['off']}"),
+        (not tier["open"] or tier["breaker_state"], f"it brings nothing now, since it cannot be used: {trouble}"),
+        (
+            not tier["shared"],
+            "what it stores can be found by this process alone, and dies with it; see the log's start",
+        ),
+        (tier["hits"], f"it pays: {tier['tokens']:.0f} tokens came from it in {tier['load_seconds']:.2g} s of reading"),
+        (
+            tier["seal_failures"],
+            f"it does not pay: {tier['seal_failures']:.0f} values came back damaged; look at the backend",
+        ),
+        (
+            tier["wait_expired"],
+            "it does not pay: its answers come too late; see 'lookup_wait', or the way to the backend",
+        ),
+        (
+            tier["stored_chunks"] >= _FEW_CHUNKS,
+            "it does not pay: no prompt that it holds has come again after it had left the engine's own memory",
+        ),
+        (True, "nothing can be said yet: little was written, and nothing read"),
+    )
+    return next(sentence for holds, sentence in sentences if holds)

@@ -1,0 +1,123 @@
+"""``kvtiers status``: what an engine says of its tiers, whether they pay, and why not."""
+
+import json
+import logging
+import os
+import socket
+import time
+
+import pytest
+from click.testing import CliRunner
+
+from kvtiers.cli.main import cli
+from kvtiers.cli.status import verdict
+from kvtiers.integrations.status import LastTrouble, StatusSocket, ask, running
+
+TIER = {
+    "off": "",
+    "shared": True,
+    "open": True,
+    "breaker_state": 0,
+    "hits": 0,
+    "tokens": 0,
+    "load_seconds": 0.0,
+    "loaded_bytes": 0,
+    "stored_chunks": 0,
+    "stored_bytes": 0,
+    "unread_bytes": 0,
+    "queue": 0,
+    "seal_failures": 0,
+    "wait_expired": 0,
+    "trouble": "",
+}
+
+
+def answer(**tiers):
+    return {"engine": "vLLM 0.32.0", "pid": os.getpid(), "model": "somebody/model", "tiers": tiers}
+
+
+@pytest.fixture
+def serve():
+    """Answer as an engine would until the test ends."""
+    sockets = []
+
+    def serve(status):
+        sockets.append(StatusSocket(lambda: status))
+        return sockets[-1]
+
+    yield serve
+    for one in sockets:
+        one.close()
+
+
+def test_an_engine_is_found_and_answers(serve):
+    served = serve(answer(fs=TIER))
+    assert served.name in running()
+    assert ask(served.name) == answer(fs=TIER)
+
+
+def test_nothing_is_left_of_a_socket_that_was_closed(serve):
+    served = serve({})
+    served.close()
+    until = time.monotonic() + 10
+    while served.name in running():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_somebody_who_connects_and_asks_nothing_holds_nobody_up(serve):
+    served = serve(answer(fs=TIER))
+    with socket.socket(socket.AF_UNIX) as idle:
+        idle.connect(f"\0{served.name}")
+        assert ask(served.name)["model"] == "somebody/model"
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli, ["status", *arguments])
+
+
+def test_all_tiers_of_one_engine_stand_in_one_screen(serve):
+    serve(answer(fs=TIER | {"hits": 30, "tokens": 960, "load_seconds": 0.5, "loaded_bytes": 3 << 20}))
+    serve(answer(redis=TIER | {"breaker_state": 1, "trouble": "no route to host"}))
+    result = run()
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    own = [line for line in lines if f"process {os.getpid()}: somebody/model" in line]
+    assert len(own) == 1
+    assert any("fs" in line and "in use" in line and "960" in line and "3MiB" in line for line in lines)
+    assert any("redis" in line and "out of use" in line and "no route to host" in line for line in lines)
+    assert "  fs: it pays: 960 tokens came from it in 0.5 s of reading" in lines
+    engines = json.loads(run("--json").stdout)
+    (mine,) = [engine for engine in engines if engine["pid"] == os.getpid()]
+    assert set(mine["tiers"]) == {"fs", "redis"}
+
+
+@pytest.mark.parametrize(
+    ("figures", "sentence"),
+    [
+        ({"off": "LoRA is enabled"}, "it does nothing here: LoRA is enabled"),
+        ({"open": False, "trouble": "no such host"}, "cannot be used: no such host"),
+        ({"breaker_state": 1}, "cannot be used"),
+        ({"shared": False, "hits": 5}, "by this process alone"),
+        ({"hits": 5, "tokens": 160}, "it pays: 160 tokens"),
+        ({"seal_failures": 2}, "2 values came back damaged"),
+        ({"wait_expired": 9}, "too late"),
+        ({"stored_chunks": 1000}, "no prompt that it holds has come again"),
+        ({}, "nothing can be said yet"),
+    ],
+)
+def test_one_sentence_says_whether_a_tier_pays_and_if_not_why(figures, sentence):
+    assert sentence in verdict(TIER | figures)
+
+
+def test_a_tiers_last_trouble_is_its_own_last_warning():
+    logger, trouble = logging.getLogger("kvtiers.test_status"), LastTrouble("fs")
+    logging.getLogger("kvtiers").addHandler(trouble)
+    try:
+        logger.warning("%s: %s", "fs", "the first")
+        logger.warning("fs: the second")
+        logger.warning("redis: somebody else's")
+        logger.info("fs: no trouble")
+        assert trouble.text == "the second"
+    finally:
+        logging.getLogger("kvtiers").removeHandler(trouble)

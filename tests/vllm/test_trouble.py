@@ -1,0 +1,95 @@
+"""A tier that hangs, dies or is not there costs hits: every request ends with right tokens, and hits come back."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from .conftest import PROMPTS, WHOLE
+from .engines import tiers
+from .test_tokens import fs
+
+GRACE = 2.0
+DEADLINE = 3.0
+BOUND = 2 * DEADLINE + GRACE + 10.0
+"""Seconds: a job may wait for its start and for its end as long as the deadline, and be killed after the grace."""
+
+
+def options(path, **more):
+    return fs(path, deadline=f"{DEADLINE}s", grace=f"{GRACE}s", breaker={"delay": "200ms", "max_delay": "1s"}, **more)
+
+
+def hits_again(engine):
+    """Wait until the tier is in use and brings what is asked for."""
+    engine.wait_for(lambda figures: figures["kvtiers_tier_open{fs}"] and not figures["kvtiers_tier_breaker_state{fs}"])
+
+
+@pytest.fixture
+def engine(start, model, tmp_path, right):
+    """An engine that has stored the prompts, and has only the tier to get them from."""
+    engine = start(model, tiers(options(tmp_path / "store")))
+    assert right(engine, *PROMPTS) == [0, 0]
+    engine.forget()
+    return engine
+
+
+def test_a_tier_that_is_killed_or_hangs_in_the_middle_of_requests(engine, right):
+    for name in ("SIGKILL", "SIGSTOP"):
+        (host,) = engine.hosts()
+        os.kill(host, getattr(signal, name))
+        begun = time.monotonic()
+        right(engine, *PROMPTS)
+        assert time.monotonic() - begun < BOUND, name
+        hits_again(engine)
+        assert engine.hosts() != [host], name
+        engine.forget()
+        assert right(engine, *PROMPTS) == WHOLE, f"{name}: hits come back"
+        engine.forget()
+    assert engine.metrics()["kvtiers_tier_host_starts{fs}"] >= 3
+    assert engine.lines("its host ended")
+
+
+def test_an_engine_that_is_killed_leaves_nothing_of_ours(engine, start, model, tmp_path, right):
+    (host,) = engine.hosts()
+    theirs = set(Path("/dev/shm").glob("vllm_offload_*"))
+    engine.kill()
+    until = time.monotonic() + 10
+    while Path(f"/proc/{host}").exists():
+        assert time.monotonic() < until, "the host outlives its engine"
+        time.sleep(0.01)
+    for path in theirs:  # vLLM's own, which it leaves behind when it is killed
+        path.unlink(missing_ok=True)
+    again = start(model, tiers(options(tmp_path / "store")))
+    assert right(again, *PROMPTS) == WHOLE
+    again.shutdown()
+    assert not again.lines("ERROR")
+
+
+def test_a_tier_that_is_down_at_the_start_comes_into_use_when_it_is_there(start, model, tmp_path, right):
+    store = tmp_path / "store"
+    store.write_text("in the folder's place")
+    engine = start(model, tiers(options(store, required=False)))
+    assert right(engine, *PROMPTS) == [0, 0]
+    (line,) = engine.lines("out of use")
+    assert "fs: out of use" in line
+    store.unlink()
+    hits_again(engine)
+    assert engine.do("reset_prefix_cache", connector=True)["ok"]
+    assert right(engine, *PROMPTS) == [0, 0]
+    engine.forget()
+    assert right(engine, *PROMPTS) == WHOLE
+    engine.shutdown()
+
+
+def test_with_lora_the_tier_is_off_for_the_whole_engine_and_says_so_once(start, model, tmp_path, right):
+    engine = start(model, tiers(fs(tmp_path / "store")), enable_lora=True, max_lora_rank=8)
+    assert right(engine, *PROMPTS) == [0, 0]
+    engine.forget()
+    assert right(engine, *PROMPTS) == [0, 0]
+    (line,) = engine.lines("fs: off: ")
+    assert "LoRA is enabled" in line
+    assert engine.metrics()["kvtiers_tier_off{fs}"] == 1
+    assert engine.hosts() == []
+    assert not (tmp_path / "store").exists()
