@@ -15,7 +15,8 @@ HERE = Path(__file__).parent
 
 
 def _load(name):
-    spec = importlib.util.spec_from_file_location(f"kvtiers_s3_{name}", HERE / f"{name}.py")
+    """Import a module of this folder as ``s3_NAME``, so that tests can import it by that name."""
+    spec = importlib.util.spec_from_file_location(f"s3_{name}", HERE / f"{name}.py")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -23,10 +24,12 @@ def _load(name):
 
 servers = _load("servers")
 proxy = _load("proxy")
+service = _load("service")
 KEYS = {"access_key": servers.ACCESS_KEY, "secret_key": servers.SECRET_KEY, "region": "us-east-1"}
 
 
 def configs(endpoint, bucket):
+    """Return a function that gives the options of a tier there, under a prefix that nobody else uses."""
     prefix = uuid.uuid4().hex
 
     def make(**options):
@@ -62,8 +65,25 @@ def moto_bucket(moto):
 
 @pytest.fixture
 def config(radosgw, ceph_bucket):
-    """Return a function that gives the options of a tier on Ceph's gateway, under a prefix of the test's own."""
+    """Return a function that gives the options of a tier on Ceph's gateway."""
     return configs(radosgw.endpoint, ceph_bucket)
+
+
+@pytest.fixture(scope="module", params=["obstore", "boto3"])
+def proxied(request, radosgw, ceph_bucket):
+    """A tier whose server lies behind a proxy, and the proxy. Its breaker is out of the way: each fault is met."""
+    with proxy.Proxy(int(radosgw.endpoint.rpartition(":")[2])) as between:
+        config = configs(between.endpoint, ceph_bucket)(
+            client=request.param,
+            threads=4,
+            timeout="2s",
+            deadline="10s",
+            retries=1,
+            breaker={"failures": 10_000, "min_calls": 100_000},
+        )
+        with service.service(config, 16 * PAGE, 8) as tier:
+            yield tier, between
+            between.script = lambda _request: None
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ class Fault:
 
     ``answer``: sent instead of asking the server, with ``early`` before the body is read. ``first_byte``: seconds until
     the answer begins. ``cut``: the connection ends after so many bytes of the answer's body, with ``reset`` rudely.
-    ``drip``: seconds between pieces of 1 KiB of the body. ``extra``: bytes put behind the body, counted in its length.
+    ``drip``: seconds between pieces of 1 KiB of the body.
     """
 
     answer: bytes = b""
@@ -83,9 +83,10 @@ class Proxy:
     def hang_up(self) -> None:
         """End all connections."""
         with self._lock:
-            for connection in self._open:
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+            connections = list(self._open)
+        for connection in connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def methods(self) -> list[str]:
         return [request.method for request in self.log]
@@ -115,9 +116,13 @@ class Proxy:
                 rest = self._one(client, server, rest)
 
     def _keep(self, connection: socket.socket, stack: contextlib.ExitStack) -> None:
+        def let_go() -> None:
+            with self._lock:
+                self._open.discard(connection)
+
         with self._lock:
             self._open.add(connection)
-        stack.callback(self._open.discard, connection)
+        stack.callback(let_go)
 
     def _one(self, client: socket.socket, server: socket.socket | None, rest: bytes) -> bytes:
         """Serve one request; return what was read behind it."""

@@ -165,6 +165,8 @@ class Radosgw:
         self._run("radosgw-admin", "user", "create", "--uid=kv", "--display-name=kv", *keys)
         self._serve("radosgw", "-n", "client.rgw", "-f")
         until(lambda: answers(self.endpoint), "Ceph's gateway", self._processes[-1])
+        # The first object makes the pools, which takes a second or more.
+        client_of(self.endpoint).put_object(Bucket=new_bucket(self.endpoint), Key="first", Body=b"")
 
     def _environment(self) -> dict[str, str]:
         return {**os.environ, "CEPH_CONF": f"{self._folder}/ceph.conf"}

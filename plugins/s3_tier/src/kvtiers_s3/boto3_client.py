@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from botocore.exceptions import BotoCoreError, ClientError
+from urllib3.exceptions import HTTPError
 
 from kvtiers_s3.boto3_errors import translated
 from kvtiers_s3.connection import Connection
@@ -13,7 +14,6 @@ from kvtiers_s3.failures import failure
 
 __all__ = ["Boto3Client"]
 
-_PIECE = 1 << 20  # between two looks at the clock
 _ABSENT = {"NoSuchKey", "404", "InvalidRange", "416"}
 
 
@@ -30,7 +30,7 @@ class Boto3Client:
         self._requests = connection.requests
 
     def read(self, key: str, dst: memoryview, start: int, total: int) -> str | None:
-        """Fill ``dst``, a piece at a time, so that a body that drips ends in time too."""
+        """Fill ``dst``; a body that does not come whole in time is given up."""
         until = time.monotonic() + self._timeout
         part = {"Range": f"bytes={start}-{start + len(dst) - 1}"} if len(dst) != total else {}
         with self._asking("GET", key):
@@ -40,7 +40,8 @@ class Boto3Client:
                     return None
                 at = 0
                 while at < len(dst):
-                    piece: bytes = body.read(min(_PIECE, len(dst) - at))
+                    # One recv at a time: body.read() would wait for a body that drips for as long as it does.
+                    piece: bytes = body._raw_stream.read1(len(dst) - at)  # noqa: SLF001
                     if not piece or time.monotonic() > until:
                         raise failure(f"GET {key}", 0, "Timeout" if piece else "CutOff")
                     dst[at : at + len(piece)] = piece
@@ -73,7 +74,7 @@ class Boto3Client:
         """Swallow an error that says absent; translate every other."""
         try:
             yield
-        except (ClientError, BotoCoreError, OSError) as error:
+        except (ClientError, BotoCoreError, HTTPError, OSError) as error:
             if isinstance(error, ClientError) and error.response["Error"]["Code"] in absent:
                 return
             raised: Any = translated(f"{method} {key}", error)

@@ -1,5 +1,6 @@
 """boto3's exceptions in the words of ``failures``."""
 
+import urllib3.exceptions
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
@@ -7,8 +8,8 @@ from botocore.exceptions import (
     ConnectTimeoutError,
     EndpointConnectionError,
     HTTPClientError,
+    IncompleteReadError,
     ReadTimeoutError,
-    ResponseStreamingError,
     SSLError,
 )
 
@@ -32,12 +33,13 @@ def _cause(error: Exception) -> str:
     match error:
         case SSLError():
             return "Certificate" if "CERTIFICATE" in text.upper() else "NotTls"
-        case ConnectTimeoutError() | ReadTimeoutError():
+        case ConnectTimeoutError() | ReadTimeoutError() | TimeoutError() | urllib3.exceptions.TimeoutError():
             return "Timeout"
         case EndpointConnectionError():
-            return "NoAddress" if "resolution" in text or "Name or service" in text else "NoConnection"
-        case ConnectionClosedError() | ResponseStreamingError() | HTTPClientError() | ConnectionError():
+            reason = error.kwargs.get("error")
+            return "NoAddress" if isinstance(reason, urllib3.exceptions.NameResolutionError) else "NoConnection"
+        case ConnectionClosedError() | HTTPClientError() | IncompleteReadError():
             return "CutOff"
         case BotoCoreError():
             return ""
-    return "CutOff"
+    return "CutOff"  # by the system, or by urllib3 in the middle of a body

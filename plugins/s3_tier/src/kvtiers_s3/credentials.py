@@ -15,7 +15,7 @@ from botocore.credentials import (
     ReadOnlyCredentials,
     create_assume_role_refresher,
 )
-from botocore.exceptions import BotoCoreError
+from botocore.exceptions import BotoCoreError, ClientError
 
 from kvtiers.api import ConfigError, Secret
 from kvtiers_s3.plugin import S3Config
@@ -60,7 +60,9 @@ def open_session(config: S3Config) -> Any:
         if config.role:
             session = _with_role(session, config)
         credentials = session.get_credentials()
-    except (BotoCoreError, OSError) as error:
+        if credentials is not None:
+            credentials.get_frozen_credentials()  # a role is assumed now, so that what is wrong is said now
+    except (BotoCoreError, ClientError, OSError) as error:
         raise ConfigError(f"credentials cannot be had: {error}") from None
     if credentials is None:
         raise ConfigError(

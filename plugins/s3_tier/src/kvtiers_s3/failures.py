@@ -55,18 +55,28 @@ _HINTS = {
     "NoConnection": "nobody answers there; check endpoint, and that the server runs",
     "Timeout": "no answer in time; the server is slow or far away (timeout, connect_timeout)",
     "CutOff": "the connection ended in the middle of an answer",
+    "Replaced": "the object was replaced while it was read",
 }
 _BY_STATUS = {301: "PermanentRedirect", 403: "AccessDenied", 429: "SlowDown", 501: "NotImplemented", 503: "SlowDown"}
 _FULL = {"QuotaExceeded", "XMinioAdminBucketQuotaExceeded", "XMinioStorageFull", "EntityTooLarge"}
 _THROTTLES = {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequests"}
-_PASSING = {"RequestTimeout", "InternalError", "OperationAborted", "NoConnection", "Timeout", "CutOff", "NoAddress"}
+_PASSING = {
+    "RequestTimeout",
+    "InternalError",
+    "OperationAborted",
+    "NoConnection",
+    "Timeout",
+    "CutOff",
+    "NoAddress",
+    "Replaced",
+}
 
 
 def failure(what: str, status: int, code: str = "", detail: str = "") -> Exception:
     """Return what to raise for a request that failed.
 
     ``what``: the request, as ``GET KEY``. ``code``: S3's own, or without an answer one of ours: Certificate, NotTls,
-    NoAddress, NoConnection, Timeout, CutOff. ``detail``: what is said if we have no hint for the code.
+    NoAddress, NoConnection, Timeout, CutOff, Replaced. ``detail``: what is said if we have no hint for the code.
     """
     code = code or _BY_STATUS.get(status, "")
     answer = " ".join(part for part in (str(status or ""), code) if part)

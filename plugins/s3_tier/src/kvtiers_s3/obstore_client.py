@@ -23,8 +23,8 @@ _CAUSES = (
     (re.compile(r"dns error"), "NoAddress"),
     (re.compile(r"InvalidCertificate|UnknownIssuer|certificate"), "Certificate"),
     (re.compile(r"InvalidContentType|InvalidMessage|tls"), "NotTls"),
-    (re.compile(r"kind: Connect"), "NoConnection"),
-    (re.compile(r"kind: (Interrupted|Request|Decode|Unknown)|IncompleteMessage"), "CutOff"),
+    (re.compile(r"kind: Connect,"), "NoConnection"),
+    (re.compile(r"kind: (ConnectionReset|Interrupted|Request|Decode|Unknown)"), "CutOff"),
 )
 _LET_GO_SECONDS = 1.0
 

@@ -4,6 +4,7 @@ An upload that fails is aborted, so that its parts are not paid for. Those of a 
 later one, when they are a day old, and by the bucket's lifecycle rule if it has one.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,6 +20,7 @@ from kvtiers_s3.failures import S3Error, failure
 
 __all__ = ["Parts"]
 
+_log = logging.getLogger("kvtiers.s3")
 _ABANDONED = timedelta(days=1)
 _T = TypeVar("_T")
 
@@ -45,11 +47,14 @@ class Parts:
         if None in etags:
             return False
         if len(set(etags)) > 1:
-            raise failure(f"GET {key}", 0, "CutOff", "it was replaced while it was read")
+            raise failure(f"GET {key}", 0, "Replaced")
         return True
 
     def write(self, key: str, src: memoryview, *, only_new: bool) -> bool:
         """Write an object in one upload. False, and nothing is changed, if ``only_new`` and there is one already."""
+        # Asked before the parts are sent, and again by the last request, where the server looks at its condition.
+        if only_new and self._client.size(key) is not None:
+            return False
         where = {"Bucket": self._connection.config.bucket, "Key": key}
         with asking(f"PUT {key}"):
             where["UploadId"] = self._s3.create_multipart_upload(**where, **self._connection.put_options)["UploadId"]
@@ -64,13 +69,17 @@ class Parts:
         self._connection.requests.count_bytes(written=len(src) if done else 0)
         return done
 
-    def abort_abandoned(self, prefix: str, age: timedelta = _ABANDONED) -> int:
-        """Abort uploads under this prefix that were begun so long ago and never ended; return how many."""
-        before = datetime.now(UTC) - age
-        abandoned = [upload for upload in self._bucket.uploads(prefix) if upload.started <= before]
-        for upload in abandoned:
-            self._bucket.abort(upload.key, upload.upload_id)
-        return len(abandoned)
+    def start_clean_up(self, prefix: str, age: timedelta = _ABANDONED) -> None:
+        """Abort, in the background, uploads under this prefix that were begun so long ago and never ended."""
+        self._pool.submit(self._clean_up, prefix, datetime.now(UTC) - age)
+
+    def _clean_up(self, prefix: str, before: datetime) -> None:
+        try:
+            for upload in self._bucket.uploads(prefix):
+                if upload.started <= before:
+                    self._bucket.abort(upload.key, upload.upload_id)
+        except S3Error as error:
+            _log.info("uploads that killed processes left are not cleaned up: %s", error)
 
     def close(self) -> None:
         """End the threads."""

@@ -90,6 +90,8 @@ class S3Config(TierConfig):
             raise ValueError("session_token belongs to an access_key and a secret_key")
         if self.profile and self.access_key is not None:
             raise ValueError("profile and access_key are two sources of credentials: give one")
+        if self.role_external_id and not self.role:
+            raise ValueError("role_external_id belongs to a role")
         if self.kms_key and self.encryption != "sse-kms":
             raise ValueError("kms_key needs 'encryption: sse-kms'")
         if self.timeout > self.deadline:
@@ -101,7 +103,7 @@ def _open(config: S3Config, context: TierContext) -> ChunkStore:
     # Imported here, so that the engine's process, which wants the options alone, stays small.
     from kvtiers_s3.store import S3Store
 
-    return S3Store(config, read_only=context.read_only)
+    return S3Store(config, value_bytes=context.value_bytes, read_only=context.read_only)
 
 
 @hookimpl

@@ -18,12 +18,15 @@ _NOBODY = "_kvtiers/nobody"
 
 
 class S3Store(ChunkStore):
-    """Values as objects under one prefix. Opening it makes one request, for an object that is not there."""
+    """Values as objects under one prefix. Opening it makes one request, for an object that is not there.
+
+    ``value_bytes``: the largest value's length; values that are moved in parts leave something to clean up.
+    """
 
     transient_errors = (S3BusyError,)
     exists_per_call = 1
 
-    def __init__(self, config: S3Config, *, read_only: bool = False) -> None:
+    def __init__(self, config: S3Config, *, value_bytes: int = 0, read_only: bool = False) -> None:
         self._config = config
         self._read_only = read_only
         self._prefix = f"{config.prefix}/" if config.prefix else ""
@@ -43,6 +46,8 @@ class S3Store(ChunkStore):
             self.close()
             more = f" (it says {region!r})" if region and region != self._connection.region else ""
             raise ConfigError(f"{self._where()}: {error}{more}") from None
+        if value_bytes > config.part_size and not read_only:
+            self._parts.start_clean_up(self._prefix)
 
     def read_into(self, name: str, dst: memoryview) -> bool:
         """Read the object, a large one in ranges."""
@@ -77,7 +82,15 @@ class S3Store(ChunkStore):
 
     def diagnose(self, value_bytes: int) -> Sequence[Finding]:
         """Look at the bucket's rules, and at what a request costs beside the bytes that it moves."""
-        return [Finding("ok", f"{self._where()}, by {self._client.name}")]
+        # Imported here: only `kvtiers check` asks.
+        from kvtiers_s3.diagnosis import bucket_findings, speed_findings
+
+        style = "virtual-host" if self._connection.is_virtual else "path"
+        findings = [Finding("ok", f"{self._where()}, {style} addressing, values by {self._client.name}")]
+        findings += bucket_findings(self._bucket, self._prefix)
+        if not self._read_only:
+            findings += speed_findings(self, value_bytes)
+        return findings
 
     def stats(self) -> Mapping[str, float]:
         """Return the requests by kind, the bytes, and what the requests cost."""

@@ -1,0 +1,116 @@
+"""The tier as an engine has it: jobs and questions to a tier host, over rows that both map."""
+
+import contextlib
+import os
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from kvtiers.api import JobResult, LookupResult, OffloadKey, TransferJob, make_offload_key
+from kvtiers.base import RequestContext
+from kvtiers.rows.mapping import create_memfd, map_memory
+from kvtiers.rows.names import StorageNames
+from kvtiers.secondary.chunk_store_tier import ChunkStoreTier
+from kvtiers.secondary.hosts import HostedRegion, TierHosts
+from kvtiers_s3.plugin import S3Config
+
+__all__ = ["NAMES", "Service", "new_keys", "service"]
+
+NAMES = StorageNames("bench/model-0123456789abcdef01234567/", bytes.fromhex("0123456789abcdef"))
+_SEAL = 64
+_REQUEST = RequestContext("test")
+
+
+def new_keys(count: int) -> list[OffloadKey]:
+    """Return keys that nobody has used."""
+    return [make_offload_key(os.urandom(32), 0) for _ in range(count)]
+
+
+class Service:
+    """One tier in a host of its own. ``rows``: what both see; row i is ``rows[i]``, a value with room for its seal."""
+
+    def __init__(
+        self, tier: ChunkStoreTier, config: S3Config, rows: "np.ndarray[tuple[int, int], np.dtype[np.uint8]]"
+    ) -> None:
+        self.tier = tier
+        self.config = config
+        self.rows = rows
+        self._jobs = 0
+
+    @property
+    def payload(self) -> "np.ndarray[tuple[int, int], np.dtype[np.uint8]]":
+        return self.rows[:, :-_SEAL]
+
+    def store(self, keys: Sequence[OffloadKey], first_row: int = 0) -> JobResult:
+        return self.run(keys, first_row, load=False)
+
+    def load(self, keys: Sequence[OffloadKey], first_row: int = 0) -> JobResult:
+        return self.run(keys, first_row, load=True)
+
+    def run(self, keys: Sequence[OffloadKey], first_row: int, *, load: bool) -> JobResult:
+        """Move one job and wait for its end."""
+        self.submit(keys, first_row, load=load)
+        results: list[JobResult] = []
+        self._step_until(lambda: bool(results.extend(self.tier.get_finished_jobs()) or results))
+        return results[0]
+
+    def submit(self, keys: Sequence[OffloadKey], first_row: int, *, load: bool) -> None:
+        self._jobs += 1
+        rows = memoryview(array("i", range(first_row, first_row + len(keys))))
+        job = TransferJob(self._jobs, keys, rows, is_promotion=load, context=_REQUEST)
+        (self.tier.submit_load if load else self.tier.submit_store)(job)
+
+    def hits(self, keys: Sequence[OffloadKey]) -> int:
+        """Return how long the leading run is that the tier has."""
+        answers: Sequence[LookupResult] = ()
+
+        def answered() -> bool:
+            nonlocal answers
+            answers = self.tier.lookup_many(keys, _REQUEST)
+            return LookupResult.RETRY not in answers
+
+        self._step_until(answered)
+        return sum(answer is LookupResult.HIT for answer in answers)
+
+    def figure(self, name: str) -> float:
+        return self.tier.stats()[name]
+
+    def figures_after(self, seconds: float = 1.2) -> dict[str, float]:
+        """Return the tier's figures when the store's own, which are taken once a second, are new."""
+        until = time.monotonic() + seconds
+        self._step_until(lambda: time.monotonic() >= until)
+        return self.tier.stats()
+
+    def _step_until(self, done: Callable[[], bool], patience: float = 60.0) -> None:
+        until = time.monotonic() + patience
+        while True:
+            self.tier.on_schedule_end()
+            self.tier.get_started_jobs()
+            if done():
+                return
+            if time.monotonic() > until:
+                raise AssertionError("the tier does not come to an end")
+            time.sleep(0.0002)
+
+
+@contextlib.contextmanager
+def service(config: S3Config, value_bytes: int, rows: int) -> Iterator[Service]:
+    """Start a host with this tier and wait until it is open."""
+    total = rows * value_bytes
+    fd = create_memfd("kvtiers-s3-test", total)
+    mapping = map_memory(fd, total, total)
+    hosts = TierHosts(
+        HostedRegion(fd, total, total, value_bytes, [(value_bytes - _SEAL, value_bytes)]), "bench", lambda: NAMES
+    )
+    tier = ChunkStoreTier(config, hosts.backend(config))
+    try:
+        hosts.start()
+        problem = tier.wait_open(60.0)
+        assert not problem, problem
+        yield Service(tier, config, np.frombuffer(mapping.view, np.uint8).reshape(rows, value_bytes))
+    finally:
+        tier.close()
+        hosts.close(10.0)
+        os.close(fd)

@@ -1,0 +1,276 @@
+"""What ``kvtiers check`` says of a server that does not do what it should: one line, with what to do about it."""
+
+import ssl
+
+import pytest
+import trustme
+from s3_proxy import Fault, Proxy, refusal
+from s3_servers import client_of, free_ports, new_bucket
+
+from kvtiers.api import Finding
+from kvtiers.cli.trial import try_tiers
+from kvtiers_s3.store import S3Store
+
+MIB = 1 << 20
+CLIENTS = ["obstore", "boto3"]
+
+
+def check(config, value_bytes=MIB) -> list[Finding]:
+    [trial] = try_tiers([config], "ns", value_bytes, 60.0)
+    return trial.findings
+
+
+def the_error(config) -> str:
+    """Return the one error of the check; it is one line, and says what to do."""
+    [error] = [finding for finding in check(config) if finding.level == "error"]
+    assert "\n" not in error.text
+    assert error.fix
+    return error.text
+
+
+def warnings(findings):
+    return [f"{finding.text}. Fix: {finding.fix}" for finding in findings if finding.level == "warning"]
+
+
+@pytest.fixture
+def between(radosgw):
+    with Proxy(int(radosgw.endpoint.rpartition(":")[2])) as proxy:
+        yield proxy
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_healthy_bucket_has_no_error(config, client):
+    found = check(config(client=client))
+    assert [finding for finding in found if finding.level == "error"] == []
+    assert any(f"region us-east-1, path addressing, values by {client}" in finding.text for finding in found)
+
+
+# -- what the server itself refuses
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_wrong_access_key(config, client):
+    text = the_error(config(client=client, access_key="NOBODY"))
+    assert "403 InvalidAccessKeyId: the server does not know this access key; check access_key" in text
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_wrong_secret_key(config, client):
+    text = the_error(config(client=client, secret_key="not-this-one"))
+    assert "403 SignatureDoesNotMatch: the secret key does not belong to the access key" in text
+    assert "not-this-one" not in text
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_missing_bucket(config, client):
+    text = the_error(config(client=client, bucket="there-is-none"))
+    assert "bucket 'there-is-none'" in text
+    assert "404 NoSuchBucket: there is no such bucket here; check bucket, endpoint and region" in text
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_no_permission(radosgw, config, client):
+    keys = {"access_key": f"GUEST{client}", "secret_key": "GUESTKEY"}
+    user = [f"--uid=guest-{client}", f"--display-name={client}", f"--access-key={keys['access_key']}"]
+    radosgw.admin("user", "create", *user, "--secret-key=GUESTKEY")
+    text = the_error(config(client=client, **keys))
+    assert "403 AccessDenied: not allowed; grant s3:GetObject" in text
+
+
+# -- what a script makes it say
+
+
+def said_of(config, proxy, script, **options) -> str:
+    proxy.script = script
+    return the_error(config(endpoint=proxy.endpoint, **options))
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize(
+    ("status", "code", "expected"),
+    [
+        (400, "ExpiredToken", "the session token has expired; renew it"),
+        (403, "RequestTimeTooSkewed", "this machine's clock is wrong"),
+        (500, "InternalError", "500 InternalError"),
+        (503, "SlowDown", "503 SlowDown"),
+        (429, "TooManyRequests", "429 TooManyRequests"),
+    ],
+)
+def test_a_refusal_is_named_with_its_cure(config, between, client, status, code, expected):
+    assert expected in said_of(config, between, lambda _: Fault(refusal(status, code)), client=client)
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize(("status", "code"), [(400, "AuthorizationHeaderMalformed"), (301, "PermanentRedirect")])
+def test_a_wrong_region_is_named_with_the_right_one(config, between, client, status, code):
+    answer = refusal(status, code, "x-amz-bucket-region: eu-west-1\r\n")
+    text = said_of(config, between, lambda _: Fault(answer), client=client)
+    assert code in text
+    assert "set 'region' to the bucket's region (it says 'eu-west-1')" in text
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        (Fault(cut=0, reset=True), "CutOff: the connection ended in the middle of an answer"),
+        (Fault(first_byte=3.0), "Timeout: no answer in time"),
+    ],
+    ids=["reset", "slow"],
+)
+def test_a_connection_that_fails_at_the_start(config, between, client, fault, expected):
+    assert expected in said_of(config, between, lambda _: fault, client=client, timeout="1s")
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        (Fault(cut=1000), "CutOff"),
+        (Fault(cut=1000, reset=True), "CutOff"),
+        (Fault(drip=0.1), "Timeout"),
+    ],
+    ids=["truncated", "reset", "drips"],
+)
+def test_a_body_that_fails(config, between, client, fault, expected):
+    def script(request):
+        return fault if request.method == "GET" and "_check/" in request.path else None
+
+    between.script = script
+    found = check(config(client=client, endpoint=between.endpoint, timeout="2s"), 64 << 10)
+    errors = [finding.text for finding in found if finding.level == "error"]
+    assert "reading the probe value back" in errors[0]
+    assert expected in errors[0]
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_an_object_of_another_size_than_was_written(config, between, client):
+    """Somebody else writes under the same names."""
+    options = config(client=client, endpoint=between.endpoint)
+    elsewhere = client_of(config().endpoint)
+
+    def script(request):
+        if request.method == "GET" and "/_check/" in request.path:
+            key = request.path.split("/", 2)[2]
+            elsewhere.put_object(Bucket=options.bucket, Key=key, Body=b"short")
+
+    between.script = script
+    errors = [finding.text for finding in check(options) if finding.level == "error"]
+    assert "read_into() of the probe value gave False" in errors[0]
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_nobody_answers(config, client):
+    [port] = free_ports(1)
+    text = the_error(config(client=client, endpoint=f"http://127.0.0.1:{port}"))
+    assert "NoConnection: nobody answers there; check endpoint" in text
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_an_endpoint_without_an_address(config, client):
+    assert "NoAddress" in the_error(config(client=client, endpoint="http://nowhere.invalid"))
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_no_tls_where_it_is_expected(config, radosgw, client):
+    endpoint = radosgw.endpoint.replace("http:", "https:")
+    assert "NotTls: the server does not speak TLS there" in the_error(config(client=client, endpoint=endpoint))
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_private_authority_has_to_be_given(config, radosgw, tmp_path, client):
+    authority = trustme.CA()
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(tls)
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    trustme.CA().cert_pem.write_to_path(tmp_path / "other.pem")
+    with Proxy(int(radosgw.endpoint.rpartition(":")[2]), tls=tls) as proxy:
+        text = the_error(config(client=client, endpoint=proxy.endpoint))
+        assert "Certificate: the server's certificate is not trusted; give its authority's certificate" in text
+        text = the_error(config(client=client, endpoint=proxy.endpoint, ca_file=tmp_path / "other.pem"))
+        assert "Certificate: " in text
+        found = check(config(client=client, endpoint=proxy.endpoint, ca_file=tmp_path / "ca.pem"))
+    assert [finding for finding in found if finding.level == "error"] == []
+
+
+@pytest.mark.parametrize(("content", "said"), [(None, "cannot be read: No such file"), ("x", "has no certificate")])
+def test_a_file_without_certificates(config, tmp_path, content, said):
+    if content:
+        (tmp_path / "ca.pem").write_text(content)
+    assert said in the_error(config(ca_file=tmp_path / "ca.pem"))
+
+
+# -- what the bucket is set to
+
+
+def test_a_bucket_without_rules_is_warned_of_and_told_the_command(config):
+    found = warnings(check(config(prefix="team/llama")))
+    assert any(
+        "the bucket grows for ever. Fix: 'kvtiers-s3 lifecycle --days N --prefix team/llama'" in w for w in found
+    )
+    assert any("no lifecycle rule aborts uploads that a killed process left" in w for w in found)
+
+
+def test_the_rule_that_the_command_prints_is_the_one_that_is_wanted(config, radosgw, capsys, monkeypatch):
+    import json
+    import sys
+
+    from kvtiers_s3.cli import main
+
+    monkeypatch.setattr(sys, "argv", ["kvtiers-s3", "lifecycle", "--days", "9", "--prefix", "team/llama"])
+    main()
+    printed = json.loads(capsys.readouterr().out)
+    bucket = new_bucket(radosgw.endpoint)
+    client_of(radosgw.endpoint).put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration=printed)
+    found = check(config(bucket=bucket, prefix="team/llama"))
+    assert not any("lifecycle" in text for text in warnings(found))
+    texts = [finding.text for finding in found]
+    assert "values are removed 9 days after they were written" in texts
+    assert "uploads that never ended are aborted after 1 days" in texts
+    found = warnings(check(config(bucket=bucket, prefix="team/other")))
+    assert any("grows for ever" in warning for warning in found)
+
+
+def test_uploads_under_way_are_reported(config):
+    options = config()
+    client = client_of(options.endpoint)
+    where = {"Bucket": options.bucket, "Key": f"{options.prefix}/a"}
+    upload = client.create_multipart_upload(**where)["UploadId"]
+    assert any(finding.text.startswith("1 uploads under way, or left") for finding in check(options))
+    client.abort_multipart_upload(**where, UploadId=upload)
+
+
+def test_versions_are_warned_of(config, radosgw):
+    bucket = new_bucket(radosgw.endpoint)
+    client = client_of(radosgw.endpoint)
+    client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
+    assert any("the bucket keeps versions" in warning for warning in warnings(check(config(bucket=bucket))))
+
+
+def test_what_may_not_be_looked_at_is_a_warning(config, between):
+    between.script = lambda r: Fault(refusal(403, "AccessDenied")) if "?lifecycle" in r.path else None
+    found = warnings(check(config(endpoint=between.endpoint)))
+    assert any("GET of the bucket's lifecycle rules: 403 AccessDenied" in warning for warning in found)
+
+
+# -- what a request costs
+
+
+def test_small_values_far_away_are_warned_of_and_large_ones_are_not(config, between):
+    between.script = lambda _request: Fault(first_byte=0.03)
+    between.bytes_per_second = 100e6
+    store = S3Store(config(endpoint=between.endpoint))
+    try:
+        [small] = warnings(f for f in store.diagnose(64 << 10) if "is read in" in f.text)
+        assert "of it the request itself: more requests than bytes are paid for. Fix: raise blocks_per_chunk" in small
+        [large] = [finding for finding in store.diagnose(8 * MIB) if "is read in" in finding.text]
+        assert large.level == "ok"
+    finally:
+        store.close()
+
+
+def test_a_check_leaves_nothing_behind(config):
+    options = config()
+    check(options)
+    listed = client_of(options.endpoint).list_objects_v2(Bucket=options.bucket, Prefix=options.prefix)
+    assert listed["KeyCount"] == 0
