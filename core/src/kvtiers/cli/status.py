@@ -84,7 +84,7 @@ def verdict(tier: Mapping[str, Any]) -> str:
         (not tier["open"] or tier["breaker_state"], f"it brings nothing now, since it cannot be used: {trouble}"),
         (
             not tier["shared"],
-            "what it stores can be found by this process alone, and dies with it; see the log's start",
+            "what it stores is found by this process alone, and dies with it; see the log's start",
         ),
         (tier["hits"], f"it pays: {tier['tokens']:.0f} tokens came from it in {tier['load_seconds']:.2g} s of reading"),
         (
