@@ -11,6 +11,7 @@ SOURCES := $(addsuffix /src,$(DISTRIBUTIONS))
 
 # Programs that the tests run, each as command:package; installed with apt-get where they are missing.
 TEST_COMMANDS := redis-server:redis-server redis-sentinel:redis-sentinel redis-benchmark:redis-tools openssl:openssl
+TEST_COMMANDS += chromium:chromium
 TEST_COMMANDS += ceph-mon:ceph-mon ceph-osd:ceph-osd radosgw:radosgw setpriv:util-linux
 
 # The demo's tiers: Redis takes part where there is a server for it.

@@ -2,11 +2,14 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
 
-__all__ = ["print_heading", "print_table", "with_unit"]
+from kvtiers.api import ConfigError
+
+__all__ = ["file_to_write", "print_heading", "print_table", "with_unit", "write_file"]
 
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "broken": "bold red"}
 
@@ -25,6 +28,30 @@ def with_unit(parse: Callable[[object], float], multiple: int = 1) -> Callable[.
         return number
 
     return convert
+
+
+def file_to_write(*endings: str) -> Callable[..., Path | None]:
+    """Return a callback for an option that names a file to write; what is wrong is told before minutes of work."""
+
+    def convert(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
+        if value is None:
+            return None
+        path = Path(value)
+        if path.suffix not in endings:
+            raise click.BadParameter(f"expected a name that ends in {' or '.join(endings)}, got {value!r}", ctx, param)
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            raise click.BadParameter(f"{value!r} cannot be written: there is no such folder, or it is one", ctx, param)
+        return path
+
+    return convert
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a result. ConfigError, one line, if that is not possible."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 def print_heading(text: str) -> None:

@@ -1,5 +1,6 @@
 """``kvtiers replay``: drives the whole stack from a trace or a generated workload, and checks every byte."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -7,7 +8,7 @@ import click
 from kvtiers.api import ConfigError
 from kvtiers.api.units import parse_size
 from kvtiers.cli.live import stop_on_interrupt
-from kvtiers.cli.output import print_heading, print_table, with_unit
+from kvtiers.cli.output import file_to_write, print_heading, print_table, with_unit, write_file
 from kvtiers.config import OffloadConfig, load_config
 from kvtiers.replay.workload import Workload
 
@@ -137,6 +138,9 @@ of the replay ended early, 130 stopped by Ctrl-C (the report of what was done is
     show_default=True,
     help="Tokens per second, for the estimated time to the first token.",
 )
+@click.option(
+    "--report", metavar="FILE.html", callback=file_to_write(".html"), help="Write a page with plots of all of it, too."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def replay(
@@ -147,6 +151,7 @@ def replay(
     workload: str | None,
     requests: int | None,
     seed: int,
+    report: Path | None,
     as_json: bool,
     **chosen: Any,
 ) -> None:
@@ -171,6 +176,10 @@ def replay(
         click.echo(results.to_json())
     else:
         _print_report(results)
+    if report:
+        from kvtiers.replay.page import as_page
+
+        write_file(report, as_page(results))
     if results.wrong_bytes:
         ctx.exit(1)
     if results.interrupted:
