@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from redis import Redis
 from redis.connection import Connection
-from redis.exceptions import ResponseError
+from redis.exceptions import RedisError, ResponseError
 
 from kvtiers.api import TierUnavailable
 from kvtiers_redis.link import Link, ReplyError
@@ -18,6 +18,8 @@ from kvtiers_redis.windows import ask, command
 __all__ = ["Server"]
 
 _MOST_IDLE = 16
+# What else it may say to a PING (NOPERM, MISCONF of one that cannot save) it says to somebody whom it has let in.
+_NOT_LET_IN = frozenset({"NOAUTH", "LOADING"})
 
 
 class _Lent(NamedTuple):
@@ -68,11 +70,14 @@ class Server:
             lent.connection.disconnect()
 
     def ping(self) -> None:
-        """See that the server answers and lets us in."""
-        with self.link() as link:
-            (answer,) = ask(link, [command(b"PING")])
-            if isinstance(answer, ReplyError) and answer.code != "NOPERM":  # whom it forbids PING it has let in
-                raise TierUnavailable(f"{self.name}: {answer}")
+        """See that the server answers and lets us in, or raise TierUnavailable with what is wrong."""
+        try:
+            with self.link() as link:
+                (answer,) = ask(link, [command(b"PING")])
+        except (OSError, RedisError) as error:
+            raise TierUnavailable(f"{self.name}: {error}") from None
+        if isinstance(answer, ReplyError) and answer.code in _NOT_LET_IN:
+            raise TierUnavailable(f"{self.name}: {answer}")
 
     def drop_idle(self) -> None:
         """Close the connections that nobody uses."""

@@ -46,7 +46,7 @@ class Topology(ABC):
         for server in masters:
             try:
                 server.ping()
-            except (OSError, RedisError, TierUnavailable):
+            except TierUnavailable:
                 if server is masters[-1]:
                     raise
             else:

@@ -1,0 +1,83 @@
+"""The options: what is accepted, and what one clear line refuses."""
+
+import pytest
+from pydantic import ValidationError
+
+from kvtiers_redis.places import is_loopback, parse_url
+from kvtiers_redis.plugin import RedisConfig
+
+URL = "redis://cache:6379"
+
+
+def config(url=URL, **options) -> RedisConfig:
+    return RedisConfig(type="redis", url=url, **options)
+
+
+@pytest.mark.parametrize(
+    ("url", "tls", "addresses", "path", "database"),
+    [
+        ("redis://cache", False, (("cache", 6379),), "", None),
+        ("redis://cache/", False, (("cache", 6379),), "", None),
+        ("rediss://cache.internal:6380/7", True, (("cache.internal", 6380),), "", 7),
+        ("redis://a:1,b,[::1]:3/0", False, (("a", 1), ("b", 6379), ("::1", 3)), "", 0),
+        ("unix:///run/redis/redis.sock", False, (), "/run/redis/redis.sock", None),
+    ],
+)
+def test_a_url_says_where_the_servers_are(url, tls, addresses, path, database):
+    places = parse_url(url)
+    assert (places.tls, places.addresses, places.path, places.database) == (tls, addresses, path, database)
+
+
+def test_sentinels_have_a_port_of_their_own():
+    assert config("redis://a,b:1", topology="sentinel").places.addresses == (("a", 26379), ("b", 1))
+
+
+@pytest.mark.parametrize(
+    ("problem", "options"),
+    [
+        ("expected redis://", {"url": "cache:6379"}),
+        ("expected redis://", {"url": "http://cache"}),
+        ("expected redis://", {"url": "redis://"}),
+        ("expected redis://", {"url": "redis://a:99999"}),
+        ("expected redis://", {"url": "redis://a:0"}),
+        ("expected redis://", {"url": "redis://a,,b", "topology": "cluster"}),
+        ("expected a database number", {"url": "redis://a/x"}),
+        ("has no parameters", {"url": "redis://a?db=1"}),
+        ("an absolute path", {"url": "unix://redis.sock"}),
+        ("give user and password as the options", {"url": "redis://user:hunter2@cache"}),
+        ("not a UNIX socket", {"url": "unix:///a", "topology": "cluster"}),
+        ("several hosts need", {"url": "redis://a,b"}),
+        ("names database 1, the option 'database' 2", {"url": "redis://a/1", "database": 2}),
+        ("database 0 only", {"url": "redis://a/1", "topology": "cluster"}),
+        ("needs a url that begins with rediss://", {"tls_ca": __file__}),
+        ("no file '/nowhere'", {"url": "rediss://a", "tls_ca": "/nowhere"}),
+        ("'tls_key' needs 'tls_cert'", {"url": "rediss://a", "tls_key": __file__}),
+        ("'username' needs 'password'", {"username": "kv"}),
+        ("'sentinel_username' needs", {"sentinel_username": "kv"}),
+        ("'refresh_ttl' needs 'ttl'", {"refresh_ttl": True}),
+        ("pattern", {"prefix": "white space"}),
+        ("pattern", {"client_name": "white space"}),
+        ("no unit", {"ttl": 60}),
+    ],
+)
+def test_a_mistake_is_one_clear_line(problem, options):
+    with pytest.raises(ValidationError) as refusal:
+        config(**options)
+    (error,) = refusal.value.errors()
+    assert problem in error["msg"]
+    assert "hunter2" not in error["msg"]
+
+
+def test_a_timeout_is_never_longer_than_the_deadline():
+    assert config(timeout="1m", deadline="20s").reply_seconds == 20
+    assert config(timeout="5s", deadline="20s").reply_seconds == 5
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.8.9.10", "::1"])
+def test_what_stays_on_this_machine(host):
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["cache", "10.0.0.1", "127.0.0.1.example.com", "::2", "1270.0.0.1"])
+def test_what_does_not_stay_on_this_machine(host):
+    assert not is_loopback(host)
