@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 QUICK = {"deadline": "400ms", "grace": "200ms", "breaker": {"failures": 3, "delay": "50ms"}}
+STEP = 1.0  # what a step may take on a busy machine
 DEATHS = pytest.mark.parametrize("death", ["kill", "segfault", "exit"])
 
 
@@ -24,6 +25,31 @@ def no_row_is_lost(engine):
     engine.until(lambda: not engine.figures()["quarantined_rows"], "the release of the rows")
     assert engine.figures()["pinned_rows"] == 0
     assert engine.primary["quarantined_rows"] == engine.primary["pinned_rows"] == 0
+
+
+@pytest.mark.parametrize("stage", ["open", "exists", "read", "write"])
+@pytest.mark.parametrize("what", ["kill", "stop", "segfault", "sleep 2", "flood"])
+def test_whatever_a_host_does_at_whatever_stage_costs_hits_and_nothing_else(
+    start, faulty, gates, machine, monkeypatch, stage, what
+):
+    monkeypatch.setattr("kvtiers.secondary.host_backend._LEAST_OPEN_SECONDS", 2.0)
+    tier, wanted = faulty(**QUICK), machine.keys(0, 8)
+    if stage == "open":
+        gates.set(stage, what)
+    engine = start(tier, lookup_wait="200ms", load_wait="200ms")
+    if stage != "open":
+        engine.until_available()
+        engine.store(wanted)
+        engine.forget()
+        gates.set(stage, what)
+    _, seconds = engine.resolve([*wanted, *machine.keys(50, 2)])
+    assert seconds < 0.2 + 0.2 + STEP
+    engine.put(machine.keys(100, 8))
+    assert max(engine.step() for _ in range(100)) < STEP, "the engine's thread has waited"
+    machine.wait_until(lambda: gates.reached(stage), "the call")
+    engine.until(lambda: not engine.figures()["pinned_rows"], "the end of its jobs")
+    no_row_is_lost(engine)
+    hits_resume(engine, machine)
 
 
 @DEATHS

@@ -64,7 +64,7 @@ def ends(kit, monkeypatch):
     launcher = HostLauncher(0, logs.post)
     process = HostProcess("test", lambda: wire.encode_hello({"protocol": 1}))
     link = HostLink(launcher, process, logs)
-    tiers = [HostBackend(link, kit.NAMES, 0.05) for _ in range(2)]
+    tiers = [HostBackend(link, kit.NAMES, deadline=20.0, grace=0.05) for _ in range(2)]
     launcher.start(process)
 
     def poll(tier=0, *, until=None):

@@ -15,6 +15,7 @@ from kvtiers.rows.names import StorageNames
 from kvtiers.secondary import wire
 from kvtiers.secondary.framing import ProtocolError
 from kvtiers.secondary.host_link import HostLink
+from kvtiers.secondary.launcher import HostLife
 from kvtiers.secondary.protocol import Event, JobDone, JobFailed, JobStarted, Opened, Probed, Status, StoreJob
 
 __all__ = ["HostBackend"]
@@ -22,6 +23,7 @@ __all__ = ["HostBackend"]
 _EVENTS_PER_POLL = 2048
 _POLL_SECONDS = 0.005
 _GONE = "its host ended"
+_LEAST_OPEN_SECONDS = 30.0  # a busy machine loads a client library slowly
 _ENDS = {
     True: frozenset({Status.MISSING, Status.DONE, Status.CORRUPT, Status.FAILED}),
     False: frozenset({Status.DONE, Status.FAILED, Status.DROPPED, Status.PRESENT}),
@@ -41,12 +43,13 @@ class _Sent:
 class HostBackend:
     """A ``StoreBackend``; engine's thread, but for ``wait_open``."""
 
-    def __init__(self, link: HostLink, names: StorageNames, grace: float) -> None:
+    def __init__(self, link: HostLink, names: StorageNames, *, deadline: float, grace: float) -> None:
         self._link = link
         self._index = len(link.tiers)
         link.tiers.append(self)
         self.names = names
         self._grace = grace
+        self._open_within = max(_LEAST_OPEN_SECONDS, deadline + grace)
         self._events: deque[Event] = deque()
         self._jobs: dict[int, _Sent] = {}
         self._probes: dict[int, int] = {}
@@ -128,11 +131,17 @@ class HostBackend:
 
     # -- for the link
 
+    def met(self, life: HostLife) -> None:
+        """A life has begun: it is ended unless the store opens in time, or says why it cannot; it may be stopped."""
+        self._link.launcher.kill_unless_forgiven(life, self._unopened, self._open_within)
+
     def take(self, event: Event) -> None:
         """Take in an event of this tier; ProtocolError if it is not one that the host can have to report."""
         match event:
             case Opened(error):
                 self._open_error = error
+                if self._link.life is not None:
+                    self._link.life.forgive(self._unopened)
             case JobStarted(job_id):
                 self._take_start(job_id)
             case JobFailed(job_id):
@@ -163,6 +172,10 @@ class HostBackend:
         self._jobs.clear()
 
     # -- inside
+
+    @property
+    def _unopened(self) -> str:
+        return f"store {self._index} of it has been opening for {self._open_within:g}s"
 
     def _sent(self, job_id: int) -> _Sent:
         sent = self._jobs.get(job_id)

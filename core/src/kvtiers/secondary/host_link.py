@@ -39,6 +39,9 @@ class LinkedTier(Protocol):
 
     names: StorageNames
 
+    def met(self, life: HostLife) -> None:
+        """A new life of the host has begun."""
+
     def take(self, event: Event) -> None:
         """Take in an event; ProtocolError if it makes no sense."""
 
@@ -140,6 +143,7 @@ class HostLink:
         self._unasked = 0
         for index, tier in enumerate(self.tiers):  # they may have changed since its HELLO
             self.send(wire.encode_names(index, tier.names))
+            tier.met(life)
         if self._end_within is not None:
             self.send(wire.encode_close(0, self._end_within))
 
