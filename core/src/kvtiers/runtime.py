@@ -23,12 +23,13 @@ from kvtiers.api import (
     TierPlugin,
 )
 from kvtiers.config import OffloadConfig, load_config
-from kvtiers.gpu.worker import GpuWorker
+from kvtiers.gpu.worker import CopySettings, GpuWorker
 from kvtiers.plugins import load_tier
 from kvtiers.primary.chunks import CPUPrimaryTier
 from kvtiers.rows.join import RegionJoin
 from kvtiers.rows.layout import CacheLayout, ModelIdentity
 from kvtiers.rows.names import StorageNames
+from kvtiers.rows.rank_map import RankMap
 from kvtiers.rows.region import AnonymousRegion, OffloadRegion, SharedOffloadRegion
 from kvtiers.secondary.chunk_store_tier import ChunkStoreTier
 from kvtiers.secondary.hosts import HostedRegion, TierHosts
@@ -87,8 +88,13 @@ def open_worker(
     *,
     engine_id: str,
     rank: int = 0,
+    rank_map: RankMap | None = None,
+    copying: CopySettings | None = None,
 ) -> GpuWorker:
-    """Build one rank's side and return at once; it joins the engine's region in the background."""
+    """Build one rank's side and return at once; it joins the engine's region in the background.
+
+    ``rank_map``: where the rank's bytes lie in a canonical row. ``copying``: how copies to and from a GPU are made.
+    """
     config = config if isinstance(config, OffloadConfig) else load_config(config)
     layout = _with_model(config, layout)
     anonymous = _anonymous_regions.get(engine_id)
@@ -96,7 +102,7 @@ def open_worker(
         join = RegionJoin.in_process(anonymous, layout, rank)
     else:
         join = RegionJoin.start(engine_id, layout, rank, start_deadline=config.primary.start_deadline)
-    return GpuWorker(layout, kv_tensors, join, rank=rank)
+    return GpuWorker(layout, kv_tensors, join, rank=rank, rank_map=rank_map, copying=copying)
 
 
 def _with_model(config: OffloadConfig, layout: CacheLayout) -> CacheLayout:

@@ -33,7 +33,7 @@ class KVPages:
     def host_bytes(self) -> Bytes:
         """Return the blocks' memory as flat bytes, from the first block's first byte to the last one's end."""
         nbytes = (self.num_blocks - 1) * self.stride + self.page_bytes
-        return np.frombuffer((ctypes.c_ubyte * nbytes).from_address(self.address), np.uint8)
+        return np.frombuffer(memoryview((ctypes.c_ubyte * nbytes).from_address(self.address)), np.uint8)
 
 
 def kv_pages(layout: CacheLayout, rank: int, kv_tensors: Sequence[Any]) -> list[KVPages | None]:

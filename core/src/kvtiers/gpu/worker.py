@@ -3,50 +3,68 @@
 ::
 
     engine's thread   submit_store, submit_load, get_finished, wait, shutdown: no copy, no wait for one (but wait)
-    copy thread       plans and copies, a piece at a time: expedited loads first, then loads and stores in turns
+    copy thread       plans and begins copies, a piece at a time: expedited loads first, then loads and stores in turns
 
-Each direction is first in, first out. A job that is refused or fails is a failed result; the next one works. When the
-manager's process ends, the copy thread lets the running copies end, leaves the region, and fails all further jobs.
+    queued --> begun --> launched (all pieces begun) --> reported, once every piece has ended
+
+Each lane (stores, loads, expedited loads) is first in, first out. A job that is refused or fails is a failed result,
+given when nothing of it runs any more; the next one works. When the manager's process ends, the copy thread lets the
+running copies end, leaves the region, and fails all further jobs. When the device is lost, all jobs fail at once.
 """
 
+import logging
 import threading
-import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtiers.base import BlockSpec, TransferResult
-from kvtiers.gpu.host_copy import HostCopier
+from kvtiers.gpu.copies import Copier, Copy, Lane, LostDeviceError
+from kvtiers.gpu.open_copier import CopySettings, open_copier
 from kvtiers.rows.join import RegionJoin
 from kvtiers.rows.layout import CacheLayout
+from kvtiers.rows.rank_map import RankMap
 
-__all__ = ["GpuWorker"]
+__all__ = ["CopySettings", "GpuWorker"]
 
+_log = logging.getLogger("kvtiers.gpu")
 _IDLE_SECONDS = 0.5  # how often an idle worker looks whether the manager is still there
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A job and how far it is; ``pieces`` copies when it is advanced."""
+    """A job and how far it is."""
 
     job_id: int
-    is_store: bool
+    lane: Lane
     blocks: BlockSpec
     chunk_ids: npt.NDArray[np.int64]
+    mark: Any = None
     begun: bool = False
-    pieces: Iterator[int] | None = None
-    nbytes: int = 0
-    seconds: float = 0.0
+    copy: Copy | None = None
+    error: str = ""
+
+    def __str__(self) -> str:
+        return f"{'store' if self.lane == 'store' else 'load'} job {self.job_id}"
+
+
+@dataclass(slots=True, eq=False)
+class _LaneJobs:
+    """The jobs of one lane, oldest first."""
+
+    queued: deque[_Job] = field(default_factory=deque)
+    launched: deque[_Job] = field(default_factory=deque)
 
 
 class GpuWorker:
     """Moves KV blocks between one rank's KV tensors and the region's rows. Its calls never raise into the engine.
 
-    ``kv_tensors``: as ``HostCopier`` says. ``max_queued``: jobs that may wait in each direction; more are refused.
+    ``kv_tensors``: CUDA tensors, CPU tensors or numpy arrays, as ``kv_pages`` says. ``rank_map``: where this rank's
+    bytes lie in a canonical row. ``max_queued``: jobs that may wait in each lane; more are refused.
     """
 
     def __init__(
@@ -56,17 +74,17 @@ class GpuWorker:
         region: RegionJoin,
         *,
         rank: int = 0,
+        rank_map: RankMap | None = None,
+        copying: CopySettings | None = None,
         max_queued: int = 1024,
     ) -> None:
-        self._copier = HostCopier(layout, rank, kv_tensors)
+        self._copier: Copier = open_copier(layout, rank, kv_tensors, rank_map, copying or CopySettings())
         self._region = region
         self._attached = False
-        self._left = ""
+        self._left = self._gone = ""
         self._max_queued = max_queued
         self._changed = threading.Condition()
-        self._expedited: deque[_Job] = deque()
-        self._loads: deque[_Job] = deque()
-        self._stores: deque[_Job] = deque()
+        self._lanes: dict[Lane, _LaneJobs] = {lane: _LaneJobs() for lane in get_args(Lane)}
         self._load_turn = True
         self._open: set[int] = set()
         self._results: deque[TransferResult] = deque()
@@ -75,16 +93,20 @@ class GpuWorker:
         self._thread.start()
 
     def submit_store(self, job_id: int, blocks: BlockSpec, chunk_ids: npt.NDArray[Any]) -> None:
-        """Start to copy these blocks into these rows. What the engine wrote before this call is what is stored."""
-        self._submit(job_id, blocks, chunk_ids, self._stores, is_store=True)
+        """Start to copy these blocks into these rows. What the engine wrote before this call is what is stored.
+
+        On a CUDA device "before" is the order of the stream that is current when this is called.
+        """
+        self._submit(job_id, "store", blocks, chunk_ids)
 
     def submit_load(self, job_id: int, chunk_ids: npt.NDArray[Any], blocks: BlockSpec, expedited: bool = False) -> None:
         """Start to copy these rows into these blocks; an expedited load overtakes all other transfers."""
-        self._submit(job_id, blocks, chunk_ids, self._expedited if expedited else self._loads, is_store=False)
+        self._submit(job_id, "expedited" if expedited else "load", blocks, chunk_ids)
 
     def get_finished(self) -> list[TransferResult]:
         """Return the results that have come since the last call: exactly one for every job submitted."""
         with self._changed:
+            self._harvest()
             results = list(self._results)
             self._results.clear()
         return results
@@ -92,99 +114,144 @@ class GpuWorker:
     def wait(self, job_ids: Iterable[int]) -> None:
         """Block until these jobs have ended; ``get_finished`` still reports them. Unknown ids are ignored."""
         wanted = set(job_ids)
-        with self._changed:
-            self._changed.wait_for(lambda: not wanted & self._open)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: not wanted & self._open or self._launched(wanted))
+                self._harvest()
+                running = self._launched(wanted)
+                if not wanted & self._open:
+                    return
+            if running:
+                running[0].wait()
 
     def shutdown(self) -> None:
         """End: a copy that runs is finished, queued jobs fail, the region is left. May be called again."""
         with self._changed:
             self._closing = True
-            for queue in (self._expedited, self._loads, self._stores):
-                for job in [job for job in queue if not job.begun]:
-                    queue.remove(job)
-                    self._finish(job, "the worker was shut down before the copy began")
+            self._fail_queued("the worker was shut down before the copy began")
             self._changed.notify_all()
         self._thread.join()
         self._copier.detach()
+        with self._changed:
+            self._harvest()
+        self._copier.close()
         self._region.close()
 
-    def _submit(
-        self, job_id: int, blocks: BlockSpec, chunk_ids: npt.NDArray[Any], queue: deque[_Job], *, is_store: bool
-    ) -> None:
-        # Copies: the engine may reuse its arrays as soon as this call returns.
-        own = BlockSpec(np.array(blocks.block_ids), tuple(blocks.group_sizes), tuple(blocks.block_indices))
-        job = _Job(job_id, is_store, own, np.array(chunk_ids))
+    def _submit(self, job_id: int, lane: Lane, blocks: BlockSpec, chunk_ids: npt.NDArray[Any]) -> None:
+        job = _Job(job_id, lane, blocks, chunk_ids)
+        try:
+            # Copies: the engine may reuse its arrays as soon as this call returns.
+            job.blocks = BlockSpec(np.array(blocks.block_ids), tuple(blocks.group_sizes), tuple(blocks.block_indices))
+            job.chunk_ids = np.array(chunk_ids)
+            job.mark = self._copier.mark()
+        except Exception as error:  # noqa: BLE001 -- nothing raises into the engine: what is no job is a failed one
+            job.error = f"cannot be taken: {error!r}"
         with self._changed:
             self._open.add(job_id)
+            queued = self._lanes[lane].queued
             if self._closing:
-                self._finish(job, "the worker is shut down")
-            elif len(queue) >= self._max_queued:
-                self._finish(job, f"{len(queue)} transfers are waiting already, and no more are taken")
+                job.error = "the worker is shut down"
+            elif not job.error and len(queued) >= self._max_queued:
+                job.error = f"{len(queued)} transfers are waiting already, and no more are taken"
+            if job.error:
+                self._report(job)
             else:
-                queue.append(job)
+                queued.append(job)
                 self._changed.notify_all()
 
-    def _finish(self, job: _Job, error: str = "") -> None:
-        """Post the job's result; the lock is held."""
-        error = error and f"{'store' if job.is_store else 'load'} job {job.job_id}: {error}"
-        self._results.append(TransferResult(job.job_id, not error, job.nbytes, job.seconds, error))
+    # -- with the lock held
+
+    def _report(self, job: _Job) -> None:
+        error = job.error and f"{job}: {job.error}"
+        nbytes, seconds = (job.copy.nbytes, job.copy.seconds) if job.copy else (0, 0.0)
+        self._results.append(TransferResult(job.job_id, not error, nbytes, seconds, error))
         self._open.discard(job.job_id)
         self._changed.notify_all()
+
+    def _fail_queued(self, error: str) -> None:
+        for lane in self._lanes.values():
+            for job in [job for job in lane.queued if not job.begun]:
+                lane.queued.remove(job)
+                job.error = error
+                self._report(job)
+
+    def _launched(self, wanted: set[int]) -> list[Copy]:
+        jobs = (job for lane in self._lanes.values() for job in lane.launched)
+        return [job.copy for job in jobs if job.copy and job.job_id in wanted]
+
+    def _harvest(self) -> None:
+        """Report the launched jobs whose copies have ended, in each lane's order."""
+        for lane in self._lanes.values():
+            while lane.launched and self._has_ended(lane.launched[0]):
+                self._report(lane.launched.popleft())
+
+    def _has_ended(self, job: _Job) -> bool:
+        try:
+            return job.copy is None or bool(self._gone) or job.copy.ended()
+        except LostDeviceError as error:
+            self._lose(error)
+            job.error = str(error)
+        except Exception as error:  # noqa: BLE001 -- whatever went wrong in a copy is the job's failure
+            job.error = job.error or str(error) or type(error).__name__
+        return True
+
+    def _lose(self, error: LostDeviceError) -> None:
+        """Fail everything there is and will be: the device is gone."""
+        if self._gone:
+            return
+        self._gone = str(error)
+        _log.error("KV offload has ended, and the engine goes on without it: %s", error)
+        self._fail_queued(self._gone)
+        for lane in self._lanes.values():
+            for job in lane.launched:
+                job.error = self._gone
 
     # -- the copy thread
 
     def _run(self) -> None:
-        while not self._all_done():
-            queue = self._next_queue()
-            if queue:
-                job = queue[0]
-                begin = time.perf_counter()
-                ended, error = self._advance(job)
-                job.seconds += time.perf_counter() - begin
-                if ended:
-                    with self._changed:
-                        queue.popleft()
-                        self._finish(job, error)
+        while (job := self._next_job()) is not None or not self._closing:
+            if job is not None and not self._advance(job):
+                lane = self._lanes[job.lane]
+                with self._changed:
+                    lane.queued.popleft()
+                    lane.launched.append(job)
+                    self._changed.notify_all()
+                    self._harvest()
             if self._region.state == "lost" and not self._copying():
                 self._leave()
 
-    def _all_done(self) -> bool:
-        with self._changed:
-            return self._closing and not (self._expedited or self._loads or self._stores)
-
     def _copying(self) -> bool:
         with self._changed:
-            return any(queue[0].begun for queue in (self._expedited, self._loads, self._stores) if queue)
+            return any(lane.queued[0].begun for lane in self._lanes.values() if lane.queued)
 
-    def _next_queue(self) -> deque[_Job] | None:
-        """Wait for work; return the queue whose head is to be advanced, None if there is none for a while."""
+    def _next_job(self) -> _Job | None:
+        """Wait for work; return the job that is to be advanced, None if there is none for a while."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._closing or self._expedited or self._loads or self._stores, _IDLE_SECONDS
-            )
-            turns = (self._loads, self._stores) if self._load_turn else (self._stores, self._loads)
+            turns: list[Lane] = ["load", "store"] if self._load_turn else ["store", "load"]
+            queues = [self._lanes[lane].queued for lane in ("expedited", *turns)]
+            self._changed.wait_for(lambda: self._closing or any(queues), _IDLE_SECONDS)
             self._load_turn = not self._load_turn
-            queue = self._expedited or turns[0] or turns[1]
-            if not queue:
-                return None
-            queue[0].begun = True
-            return queue
+            job = next((queue[0] for queue in queues if queue), None)
+            if job is not None:
+                job.begun = True
+            return job
 
-    def _advance(self, job: _Job) -> tuple[bool, str]:
-        """Copy the job's next piece; return whether the job has ended, and the error if it failed."""
+    def _advance(self, job: _Job) -> bool:
+        """Begin the job's next piece; False if all have been begun, or it has failed."""
         try:
-            if job.pieces is None:
-                problem = self._join()
-                if problem:
-                    return True, problem
-                copy = self._copier.store if job.is_store else self._copier.load
-                job.pieces = copy(job.blocks, job.chunk_ids)
-            for nbytes in job.pieces:
-                job.nbytes += nbytes
-                return False, ""
+            if job.copy is None:
+                job.error = self._gone or self._join()
+                if job.error:
+                    return False
+                job.copy = self._copier.copy(job.lane, job.blocks, job.chunk_ids, job.mark)
+            return job.copy.advance()
+        except LostDeviceError as error:
+            job.error = str(error)
+            with self._changed:
+                self._lose(error)
         except Exception as error:  # noqa: BLE001 -- whatever goes wrong in a copy is the job's failure, not the engine's
-            return True, str(error) or type(error).__name__
-        return True, ""
+            job.error = str(error) or type(error).__name__
+        return False
 
     def _join(self) -> str:
         """Take the region's memory if it is there; else say why not."""
@@ -195,7 +262,7 @@ class GpuWorker:
         if status.state != "ready":
             return self._left or status.reason or "this rank has not joined the region yet"
         if not self._attached:
-            self._copier.attach(self._region.view)
+            self._copier.attach(self._region)
             self._attached = True
         return ""
 

@@ -1,0 +1,146 @@
+"""Pins the region's rows for one device, in pieces, in the background, behind the pre-faulting.
+
+::
+
+    pinning --> pinned ---> closed: every piece is unpinned again, last first
+       '------> given up ------^    copies go on without
+
+A copy that needs pinned rows holds a lease while it is being launched. Giving up takes new leases away, waits for
+those that are held and for the copies that run, and only then unpins.
+"""
+
+import logging
+import mmap
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from kvtiers.api.units import format_size
+from kvtiers.gpu.cuda_driver import CudaError
+from kvtiers.rows.join import RegionJoin
+
+__all__ = ["PinnedRows", "Pinner"]
+
+_log = logging.getLogger("kvtiers.gpu")
+_WAIT_SECONDS = 0.5
+
+
+class Pinner(Protocol):
+    """What pins memory: the driver."""
+
+    def enter(self) -> None:
+        """Prepare the calling thread."""
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Pin this memory; CudaError if that cannot be."""
+
+    def unpin(self, address: int) -> None:
+        """Unpin what was pinned from this address on."""
+
+
+class PinnedRows:
+    """The rows that copies may treat as pinned: the first ``rows`` of the region, which only grow, or fall to none."""
+
+    def __init__(
+        self, pinner: Pinner, region: RegionJoin, address: int, settle: Callable[[], None], piece_bytes: int
+    ) -> None:
+        self.rows = 0
+        self.given_up = ""
+        self._pinner = pinner
+        self._region = region
+        self._address = address
+        self._settle = settle
+        self._piece_rows = _whole_pages(max(1, piece_bytes // region.row_stride), region.row_stride)
+        self._pieces: list[int] = []
+        self._leases = 0
+        self._closing = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="kvtiers-pin", daemon=True)
+        self._thread.start()
+
+    def lease(self, rows: int) -> bool:
+        """Say whether the first ``rows`` rows are pinned; if so they stay it until ``release``."""
+        with self._changed:
+            if rows > self.rows:
+                return False
+            self._leases += 1
+            return True
+
+    def release(self) -> None:
+        """End a lease."""
+        with self._changed:
+            self._leases -= 1
+            self._changed.notify_all()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until all rows are pinned, or it was given up; say which."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.given_up or self.rows == self._region.num_rows, timeout)
+            return self.rows == self._region.num_rows
+
+    def close(self) -> None:
+        """Unpin everything; no copy runs any more. Waits for the piece that is being pinned."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._pinner.enter()
+            while not self._closing and self.rows < self._region.num_rows:
+                end = min(self.rows + self._piece_rows, self._region.num_rows)
+                if self._wait_for(end):
+                    self._pin(end)
+        except Exception as error:  # noqa: BLE001 -- whatever it is, copies go on without pinning
+            self._give_up(str(error) or type(error).__name__)
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing)
+            self.rows = 0
+        self._unpin_all()
+
+    def _wait_for(self, rows: int) -> bool:
+        """Wait a while until these rows are populated, so that pinning does not do it in the driver."""
+        status = self._region.poll()
+        if status.populated_rows < rows and not status.prefault_ended:
+            status = self._region.wait_change(status, _WAIT_SECONDS)
+        return status.populated_rows >= rows or status.prefault_ended
+
+    def _pin(self, end: int) -> None:
+        stride = self._region.row_stride
+        address = self._address + self.rows * stride
+        self._pinner.pin(address, (end - self.rows) * stride)
+        with self._changed:
+            self._pieces.append(address)
+            self.rows = end
+            self._changed.notify_all()
+
+    def _give_up(self, reason: str) -> None:
+        with self._changed:
+            pinned, self.rows = self.rows, 0
+            self._changed.wait_for(lambda: not self._leases)
+        _log.warning(
+            "rows cannot be pinned (after %s of %s): %s; copies to and from the GPU go on, slower",
+            format_size(pinned * self._region.row_stride),
+            format_size(self._region.num_rows * self._region.row_stride),
+            reason,
+        )
+        self._settle()
+        self._unpin_all()
+        with self._changed:
+            self.given_up = reason
+            self._changed.notify_all()
+
+    def _unpin_all(self) -> None:
+        while self._pieces:
+            try:
+                self._pinner.unpin(self._pieces.pop())
+            except CudaError as error:  # the device is lost, and its registrations with it
+                _log.debug("unpinning: %s", error)
+
+
+def _whole_pages(rows: int, row_stride: int) -> int:
+    """Return the next number of rows that are whole pages of the system: no page may be pinned twice."""
+    while rows * row_stride % mmap.PAGESIZE:
+        rows += 1
+    return rows
