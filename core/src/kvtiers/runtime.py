@@ -39,6 +39,7 @@ from kvtiers.secondary.thread_backend import ThreadBackend
 from kvtiers.secondary.views import ValueViews
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.manager import TieringManager
+from kvtiers.tiering.recorder import Recorder
 from kvtiers.tiering.tiers import TierOptions, TierSlot
 
 __all__ = ["open_manager", "open_worker"]
@@ -78,7 +79,15 @@ def open_manager(
         region.close()
         raise
     tokens_per_chunk = [layout.tokens_per_chunk(group) for group in range(len(layout.groups))]
-    return TieringManager(engine_id, primary, engine.slots, tokens_per_chunk, engine, _tiering_options(config))
+    return TieringManager(
+        engine_id,
+        primary,
+        engine.slots,
+        tokens_per_chunk,
+        engine,
+        _tiering_options(config),
+        recorder=_recorder(config, layout),
+    )
 
 
 def open_worker(
@@ -141,6 +150,14 @@ def _create_region(config: OffloadConfig, layout: CacheLayout, engine_id: str) -
         prefault=primary.prefault,
         start_deadline=primary.start_deadline,
     )
+
+
+def _recorder(config: OffloadConfig, layout: CacheLayout) -> Recorder | None:
+    if config.record is None:
+        return None
+    full = [index for index, group in enumerate(layout.groups) if group.kind == "full_attention"]
+    group = full[0] if full else 0
+    return Recorder(config.record.path, config.record.max_bytes, layout.groups[group].tokens_per_block, group)
 
 
 def _tiering_options(config: OffloadConfig) -> TieringOptions:

@@ -15,7 +15,7 @@ def line(tokens: int, ids: list, timestamp: int = 0) -> str:
     return json.dumps({"timestamp": timestamp, "input_length": tokens, "output_length": 9, "hash_ids": ids}) + "\n"
 
 
-GOOD = line(1500, [0, 1, 2], 2500) + "\n" + line(1024, [0, 7])
+GOOD = line(1500, [0, 1, 2], 2500) + "\n" + line(1024, [0, 7], 2600)
 
 
 @pytest.mark.parametrize("pack", [lambda data: data, gzip.compress], ids=["plain", "gzip"])
@@ -33,6 +33,29 @@ def test_equal_hashes_mean_equal_whole_prefixes() -> None:
     assert chain_hashes([1, 2, 3])[:2] == chain_hashes([1, 2, 4])[:2]
     assert chain_hashes([1, 2, 3])[2] != chain_hashes([1, 2, 4])[2]
     assert chain_hashes([5, 2])[1] != chain_hashes([1, 2])[1]
+
+
+def test_a_last_line_that_was_cut_off_is_left_out(tmp_path) -> None:
+    whole = read_trace_of(tmp_path, GOOD)
+    for length in range(1, len(GOOD.splitlines()[-1])):
+        assert len(read_trace_of(tmp_path, GOOD + line(1024, [0, 7], 2600)[:length])) == len(whole) == 2
+
+
+def read_trace_of(folder, text: str):
+    (folder / "cut.jsonl").write_text(text)
+    return read_trace(folder / "cut.jsonl").requests
+
+
+def test_requests_come_in_the_order_of_their_arrival(tmp_path) -> None:
+    requests = read_trace_of(tmp_path, line(1024, [0, 1], 9) + line(512, [2], 3))
+    assert [request.arrival for request in requests] == [0.003, 0.009]
+
+
+def test_blocks_of_another_size_are_read_and_must_be_the_same_throughout(tmp_path) -> None:
+    small = '{"timestamp": 0, "input_length": 40, "hash_ids": [1, 2, 3], "tokens_per_block": 16}\n'
+    assert len(read_trace_of(tmp_path, small)[0].block_hashes) == 2
+    with pytest.raises(ConfigError, match="'tokens_per_block' is 512, expected that of the first line, 16"):
+        read_trace_of(tmp_path, small + GOOD)
 
 
 def test_only_the_wanted_requests_are_read(tmp_path) -> None:
@@ -57,7 +80,7 @@ def test_only_the_wanted_requests_are_read(tmp_path) -> None:
 )
 def test_a_malformed_line_is_one_clear_line_with_file_and_number(tmp_path, bad, text) -> None:
     path = tmp_path / "trace.jsonl"
-    path.write_text(GOOD + bad)
+    path.write_text(GOOD + bad + "\n")
     with pytest.raises(ConfigError) as refused:
         read_trace(path)
     (problem,) = refused.value.problems

@@ -1,6 +1,6 @@
 """The YAML file: read, validated and explained. ``load_config`` is the way in."""
 
 from kvtiers.config.load import load_config
-from kvtiers.config.models import BudgetConfig, ModelConfig, OffloadConfig, PrimaryConfig
+from kvtiers.config.models import BudgetConfig, ModelConfig, OffloadConfig, PrimaryConfig, RecordConfig
 
-__all__ = ["BudgetConfig", "ModelConfig", "OffloadConfig", "PrimaryConfig", "load_config"]
+__all__ = ["BudgetConfig", "ModelConfig", "OffloadConfig", "PrimaryConfig", "RecordConfig", "load_config"]

@@ -9,7 +9,7 @@ from kvtiers.api.units import DURATION, parse_duration
 from kvtiers.rows.mapping import HugePages
 from kvtiers.rows.names import check_namespace
 
-__all__ = ["BudgetConfig", "ModelConfig", "OffloadConfig", "PrimaryConfig"]
+__all__ = ["BudgetConfig", "ModelConfig", "OffloadConfig", "PrimaryConfig", "RecordConfig"]
 
 _MOVING_REVISIONS = {"main", "master", "head", "latest"}
 
@@ -95,6 +95,13 @@ class BudgetConfig(StrictModel):
         return self
 
 
+class RecordConfig(StrictModel):
+    """A recording of what the engine is asked for: lengths and keyed hashes, as ``kvtiers plan --trace`` reads them."""
+
+    path: str = Field(min_length=1, description="file to write; where it exists, -1, -2 ... come before its ending")
+    max_bytes: Size = Field(default=1 << 30, gt=0, description="size at which the recording ends")
+
+
 class OffloadConfig(StrictModel):
     """A whole config, as ``load_config`` returns it: each secondary tier is an instance of its plugin's own model."""
 
@@ -111,6 +118,7 @@ class OffloadConfig(StrictModel):
     clean_reserve: Share = Field(
         default=0.05, description="rows kept free or clean, ahead of need, for tiers with 'admission: on_eviction'"
     )
+    record: RecordConfig | None = Field(default=None, description="record the engine's requests, without their tokens")
 
     @field_validator("namespace")
     @classmethod

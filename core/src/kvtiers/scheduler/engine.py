@@ -41,6 +41,11 @@ class OffloadManager(Protocol):
     def on_request_finished(self, ctx: RequestContext) -> None:
         """Take note that the engine is done with a request."""
 
+    def record_request(
+        self, arrival: float, prompt_tokens: int, tokens: int, block_hashes: Sequence[Sequence[bytes]]
+    ) -> None:
+        """Record what a request was."""
+
     def on_schedule_end(self, prefill_tokens: int = 0, prefill_seconds: float = 0.0) -> None:
         """End the step."""
 

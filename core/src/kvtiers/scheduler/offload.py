@@ -101,6 +101,9 @@ class OffloadScheduler:
         with self._briefly():
             self._loads.let_go(tracked)
             self._stores.on_finished(request, tracked)
+            self._manager.record_request(
+                tracked.arrival, tracked.prompt_tokens, request.num_tokens, request.block_hashes
+            )
             self._manager.on_request_finished(request.context)
         tracked.start_over()
 

@@ -1,5 +1,6 @@
 """What the scheduler remembers of a request between two calls."""
 
+import time
 from dataclasses import dataclass, field
 
 from kvtiers.api import OffloadKey, make_offload_key
@@ -33,6 +34,7 @@ class TrackedRequest:
     keys: list[list[OffloadKey]]
     """By group: the keys of its full chunks, as far as their hashes were known."""
 
+    arrival: float = field(default_factory=time.time)
     hit: Hit | None = None
     loading: int | None = None
     """The job of its load in flight."""

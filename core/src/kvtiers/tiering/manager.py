@@ -28,6 +28,7 @@ from kvtiers.tiering.lookup import Lookups
 from kvtiers.tiering.origins import Origins
 from kvtiers.tiering.plans import Plans
 from kvtiers.tiering.promotion import Promotions
+from kvtiers.tiering.recorder import Recorder
 from kvtiers.tiering.reports import EventLog, Snapshots
 from kvtiers.tiering.requests import RequestTable
 from kvtiers.tiering.tiers import TierSlot
@@ -37,6 +38,7 @@ __all__ = ["EngineSide", "TieringManager"]
 
 _NO_HITS = PrefixHits(0, 0, unresolved=False)
 _STEP_SECONDS = 1.0  # how long a shutdown waits for a step that is under way on another thread
+_RECORD_SECONDS = 5.0  # what a shutdown gives the recording to write what is waiting
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -69,6 +71,7 @@ class TieringManager:
         engine: EngineSide,
         options: TieringOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
+        recorder: Recorder | None = None,
     ) -> None:
         options = options or TieringOptions()
         metrics = EngineMetrics()
@@ -79,6 +82,7 @@ class TieringManager:
         self._engine = engine
         self._metrics = metrics
         self._clock = clock
+        self._recorder = recorder
         self._origins = Origins(self._slots)
         self._jobs = JobTable(primary, self._slots, self._origins, options, clock)
         self._cascades = Cascades(primary, self._jobs, self._slots, options, metrics)
@@ -111,6 +115,17 @@ class TieringManager:
             self._primary.on_request_finished(ctx.request_id)
             self._promotions.request_finished(state)
             self._requests.close_if_done(state)
+
+    @_timed
+    def record_request(
+        self, arrival: float, prompt_tokens: int, tokens: int, block_hashes: Sequence[Sequence[bytes]]
+    ) -> None:
+        """Tell what a request was that ends now, for ``record`` in the config; without it nothing happens.
+
+        ``arrival``: by ``time.time``. ``tokens``: prompt and output. ``block_hashes``: chained, by KV group.
+        """
+        if self._recorder is not None:
+            self._recorder.request(arrival, prompt_tokens, tokens, block_hashes)
 
     # -- lookups
 
@@ -265,6 +280,8 @@ class TieringManager:
         if not stepping:
             self.lock.release()
         if not closed:
+            if self._recorder is not None:
+                self._recorder.close(min(timeout, _RECORD_SECONDS))
             self._engine.close_tiers(timeout)
             self._primary.close()
             self._engine.close_region()

@@ -1,0 +1,131 @@
+"""The recording of an engine's requests: whole lines, keyed hashes, within its bounds, and never in the way."""
+
+import json
+import logging
+import os
+import stat
+import threading
+
+import pytest
+
+from kvtiers.replay.trace import read_trace
+from kvtiers.tiering import recorder as module
+from kvtiers.tiering.recorder import Recorder
+
+BLOCKS = [bytes([number]) * 32 for number in range(40)]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "trace.jsonl"
+
+
+def lines(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_request_is_a_line_of_a_mooncake_trace_for_its_owner_alone(path) -> None:
+    recorder = Recorder(path, 1 << 20, 512, clock=lambda: 100.0)
+    recorder.request(100.25, 1100, 1130, [BLOCKS[:2]])
+    recorder.request(101.5, 1024, 1024, [BLOCKS[:2]])
+    recorder.close(10)
+    first, second = lines(path)
+    assert list(first) == ["timestamp", "input_length", "output_length", "hash_ids"]
+    assert (first["timestamp"], first["input_length"], first["output_length"]) == (250, 1100, 30)
+    assert len(first["hash_ids"]) == 3  # the last stands for the 76 tokens that are not a full block
+    assert second["hash_ids"] == first["hash_ids"][:2]
+    assert all(0 <= number < 2**53 for number in first["hash_ids"])
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_equal_prompts_have_other_ids_in_another_recording_and_no_hash_stands_in_the_file(path) -> None:
+    for _ in range(2):
+        recorder = Recorder(path, 1 << 20, 16)
+        recorder.request(0.0, 32, 32, [BLOCKS[1:3]])
+        recorder.close(10)
+    other = path.with_name("trace-1.jsonl")
+    ids, others = lines(path)[0]["hash_ids"], lines(other)[0]["hash_ids"]
+    assert not set(ids) & set(others)
+    for block in BLOCKS[1:3]:
+        for size in (6, 7, 8):
+            assert str(int.from_bytes(block[:size], "little")) not in path.read_text()
+
+
+def test_blocks_of_another_size_are_said_and_only_the_prompts_blocks_count(path) -> None:
+    recorder = Recorder(path, 1 << 20, 64, group=1)
+    recorder.request(0.0, 130, 400, [[], BLOCKS[:6]])
+    recorder.close(10)
+    (line,) = lines(path)
+    assert line["tokens_per_block"] == 64
+    assert len(line["hash_ids"]) == 3
+    workload = read_trace(path)
+    assert workload.tokens_per_block == 64
+    assert len(workload.requests[0].block_hashes) == 2
+
+
+def test_nothing_is_made_before_the_first_request(path) -> None:
+    Recorder(path, 1 << 20, 16).close(10)
+    assert not path.exists()
+
+
+def test_at_max_bytes_it_ends_with_a_whole_line_and_says_so(path, caplog) -> None:
+    recorder = Recorder(path, 1000, 16)
+    for _ in range(50):
+        recorder.request(0.0, 320, 320, [BLOCKS[:20]])
+    with caplog.at_level(logging.WARNING, "kvtiers.record"):
+        recorder.close(10)
+    assert path.stat().st_size <= 1000
+    assert len(lines(path)) == recorder.recorded >= 1
+    assert "max_bytes is reached" in caplog.text
+    assert f"after {recorder.recorded} requests" in caplog.text
+
+
+def test_a_disk_that_is_full_leaves_no_half_line(path, caplog, monkeypatch) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[: 7 if path.stat().st_size > 200 else None]))
+    recorder = Recorder(path, 1 << 20, 16)
+    for _ in range(20):
+        recorder.request(0.0, 48, 48, [BLOCKS[:3]])
+    recorder.close(10)
+    assert 1 < len(lines(path)) < 20
+    assert "no space left" in caplog.text
+
+
+@pytest.mark.parametrize("where", ["no/such/folder/trace.jsonl", "link.jsonl"])
+def test_a_file_that_cannot_be_made_is_one_line_in_the_log_and_no_more(tmp_path, caplog, where) -> None:
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "elsewhere")
+    recorder = Recorder(tmp_path / where, 1 << 20, 16)
+    for _ in range(3):
+        recorder.request(0.0, 48, 48, [BLOCKS[:3]])
+    recorder.close(10)
+    assert not (tmp_path / "elsewhere").exists()  # a link is not followed: the recording has another name
+    if where.startswith("no"):
+        assert len(caplog.records) == 1
+        assert "cannot be written: No such file or directory" in caplog.text
+
+
+def test_when_writing_is_slow_requests_are_dropped_and_counted_and_nobody_waits(path, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(module, "_MOST_WAITING", 50)
+    goes_on = threading.Event()
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: goes_on.wait(30) and write(file, data))
+    recorder = Recorder(path, 1 << 20, 16)
+    for _ in range(100):
+        recorder.request(0.0, 160, 160, [BLOCKS[:10]])
+    assert recorder.dropped >= 95
+    goes_on.set()
+    recorder.close(10)
+    assert len(lines(path)) == recorder.recorded == 100 - recorder.dropped
+    assert f"{recorder.dropped} requests are missing" in caplog.text
+
+
+def test_recordings_side_by_side_have_files_of_their_own(path) -> None:
+    recorders = [Recorder(path, 1 << 20, 16) for _ in range(4)]
+    for _ in range(20):
+        for recorder in recorders:
+            recorder.request(0.0, 48, 48, [BLOCKS[:3]])
+    for recorder in recorders:
+        recorder.close(10)
+    files = sorted(path.parent.iterdir())
+    assert len(files) == 4
+    assert [len(lines(file)) for file in files] == [20] * 4
