@@ -3,6 +3,7 @@
 import os
 import signal
 
+import numpy as np
 import pytest
 
 from kvtiers.replay.processes import ReplayError
@@ -31,6 +32,19 @@ def test_all_ranks_store_and_load_their_own_parts(workload, managers, workers, b
     stored = managers[-1].stats()["engine"]["stored_chunks"]
     assert results.links["gpu -> primary"].nbytes == stored * 4032
     assert results.preemptions == 0
+
+
+def test_each_rank_has_bytes_of_its_own_so_that_a_mix_up_would_be_seen(workload, managers) -> None:
+    seen = []
+
+    def look(_progress) -> None:
+        first_row = np.frombuffer(managers[-1]._engine._region.view, np.uint8, 4032)
+        seen.append((first_row[:2016].copy(), first_row[2016:].copy()))
+
+    replay(config(), workload, ReplayOptions(workers=2, primary_chunks=200), progress=look)
+    first, second = seen[10]
+    assert first.any()
+    assert np.count_nonzero(first != second) > 1900
 
 
 def test_ranks_whose_blocks_run_out_never_hold_wrong_bytes(workload) -> None:

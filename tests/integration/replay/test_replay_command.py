@@ -1,6 +1,8 @@
 """``kvtiers replay`` as people run it: a process, its exit status, and what it prints."""
 
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,6 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+
+from kvtiers.cli.main import cli
+from kvtiers.replay.content import BlockContent
+
+from .setups import named, wait_until
 
 CONFIG = """\
 version: 1
@@ -74,6 +82,10 @@ def test_the_engines_prefix_cache_appears_among_the_hits(config_file, trace_file
         (("--workload", "code", "--bytes-per-chunk", "0"), "expected more than 0"),
         (("--workload", "code", "--gpu-blocks", "2"), "error: --gpu-blocks 2: the longest request has"),
         (("--workload", "code", "--requests", "0"), "0 is not in the range"),
+        (("--workload", "code", "--engines", "2"), "--engines needs a --config with tiers that processes share"),
+        (("--workload", "code", "--store", "lazy"), "error: --store lazy stores what the engine's own prefix cache"),
+        (("--workload", "code", "--workers", "3", "--bytes-per-chunk", "4KiB"), "give a multiple of 3"),
+        (("--workload", "code", "--speed", "0"), "0.0 is not in the range x>0"),
     ],
 )
 def test_a_wrong_command_line_is_one_clear_line_and_exit_status_2(arguments, text) -> None:
@@ -82,6 +94,35 @@ def test_a_wrong_command_line_is_one_clear_line_and_exit_status_2(arguments, tex
     assert text in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+def test_wrong_bytes_are_exit_status_1_and_one_clear_line(config_file, trace_file, monkeypatch) -> None:
+    write = BlockContent.write
+
+    def write_with_a_flipped_bit(content, hashes, block_ids) -> None:
+        write(content, hashes, block_ids)
+        content._tensors[0][block_ids[-1], 7] ^= 1
+
+    monkeypatch.setattr(BlockContent, "write", write_with_a_flipped_bit)
+    arguments = ["replay", "--config", str(config_file), "--trace", str(trace_file), "--requests", "60"]
+    done = CliRunner().invoke(cli, arguments)
+    assert done.exit_code == 1
+    last = done.stdout.splitlines()[-1]
+    assert re.fullmatch(r"WRONG: [\d,]+ bytes that came back are not those that were stored\.", last)
+
+
+def test_a_process_that_ends_early_is_one_line_and_no_report(config_file, trace_file) -> None:
+    arguments = ("--config", config_file, "--trace", trace_file, "--workers", 2, "--speed", 1)
+    process = subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: named(process.pid, "rank 1"))
+    os.kill(named(process.pid, "rank 1")[0], signal.SIGKILL)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert out == ""
+    assert re.search(
+        r"^error: rank 1 \(process \d+\) was killed by signal 9; the replay cannot go on", err, re.MULTILINE
+    )
+    assert "Traceback" not in err
 
 
 def test_a_malformed_trace_names_file_and_line(tmp_path, trace_file) -> None:
