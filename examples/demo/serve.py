@@ -72,10 +72,11 @@ def _serve(engine: Engine, request: Request) -> dict[str, Any]:
     while not request.done:
         engine.step()
     assert request.first_token is not None
+    computed = sum(tokens for step in engine.steps for start, tokens in step.work if start < request.prompt_tokens)
     return {
         "tokens": request.answer,
         "first_token": request.first_token - arrived,
-        "saved": request.cached + request.loaded,
+        "saved": request.prompt_tokens - computed,
         "sources": _sources(request, before, _stats(engine)),
         "steps": engine.steps,
     }

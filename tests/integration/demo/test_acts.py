@@ -175,9 +175,11 @@ def test_whatever_is_left_of_an_engine_is_seen(tmp_path):
             assert host in children(os.getpid())
             assert is_alive(host)
             assert not is_alive(Process(host.pid, host.started + 1, host.name)), "a later process of the same id"
+            (here,) = [process for process in children(os.getpid()) if process.pid == parent.pid]
         finally:
             parent.kill()
             parent.stdin.close()
+        assert wait_until(lambda: not is_alive(here), 10), "it has ended, though nobody has waited for it"
         parent.wait()
         assert wait_until(lambda: not is_alive(host), 10)
         assert holders("some-id") == []

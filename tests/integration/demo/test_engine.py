@@ -84,8 +84,11 @@ def test_what_was_computed_once_is_loaded_from_primary_and_tier(answers, tiered)
     (first,) = serve(tiered, prompts[0])
     assert (first.answer, first.loaded) == (right[0], 0)
     serve(tiered, [5] * 630)  # its own cache knows the document no longer
+    tiered.steps.clear()
     (second,) = serve(tiered, prompts[1])
     assert (second.answer, second.cached, second.loaded) == (right[1], 0, 256)
+    # Not a token of it was computed: only the one behind it, and the answer's.
+    assert [step.work for step in tiered.steps if step.work] == [((at, 1),) for at in range(256, 262)]
     settle(tiered)
     serve(tiered, [6] * 630)
     settle(tiered)
