@@ -91,6 +91,21 @@ def test_a_killed_engine_ends_the_replay_with_one_line_that_names_it(tmp_path, w
     wait_until(lambda: not descendants(os.getpid()))
 
 
+def test_an_engines_rank_that_is_killed_is_named_with_its_engine(tmp_path, workload) -> None:
+    killed = []
+
+    def kill(_progress) -> None:
+        if not killed:
+            (engine,) = named(os.getpid(), "engine 1")
+            killed.extend(named(engine, "rank 0"))
+            os.kill(killed[0], signal.SIGKILL)
+
+    options = ReplayOptions(engines=2, workers=2, speed=1.0)
+    with pytest.raises(ReplayError, match=r"^engine 1: rank 0 \(process \d+\) was killed by signal 9"):
+        replay(sharing(tmp_path), workload, options, progress=kill)
+    wait_until(lambda: not descendants(os.getpid()))
+
+
 def test_what_an_engine_cannot_do_is_told_with_its_name(tmp_path, workload, monkeypatch) -> None:
     monkeypatch.setenv("KVTIERS_NO_SUCH", "1")
     required = config({"type": "fs", "path": "/proc/no such folder", "capacity": "1GiB", "required": True})

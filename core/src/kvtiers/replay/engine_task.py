@@ -67,17 +67,17 @@ def run_engine(
             manager, task.layout, pool, SchedulerOptions(options.store, prefix_caching=options.gpu_blocks > 0)
         )
         engine = ReplayEngine(scheduler, ranks, pool, engine_options, measures, stop)
-        started = time.perf_counter()
+        started, told = time.perf_counter(), 0
 
         def stepped() -> None:
+            nonlocal told
             measures.seconds = time.perf_counter() - started
             if measures.curve.is_due(measures.seconds):
                 measures.note(measures.seconds, manager.stats(), engine.waiting)
-            if measures.requests != told[-1]:
-                told[-1] = measures.requests
+            if measures.requests != told:
+                told = measures.requests
                 progress(measures.progress(len(task.requests)))
 
-        told = [0]
         try:
             engine.step_until(lambda: not _opening(manager.stats()), _START_SECONDS)
             begin()
