@@ -69,6 +69,9 @@ budgets:
   protected: 40%
   protect_for: 10s
 clean_reserve: 5%
+record:
+  path: /var/log/kvtiers/trace.jsonl
+  max_bytes: 2GB
 """
 
 

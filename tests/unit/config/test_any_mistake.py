@@ -89,6 +89,7 @@ def test_a_wrong_unit_is_refused_anywhere(tiers_yaml, shelf, document, keys, uni
     with_units = [p for p in keys if p[-1] in {
         "capacity", "start_deadline", "ttl", "fill", "window", "bytes_per_second", "deadline", "lookup_wait",
         "load_wait", "store_reserve", "all_tiers", "one_tier", "protected", "protect_for", "clean_reserve",
+        "max_bytes",
     }]  # fmt: skip
     assert len(with_units) >= 15
     for path in with_units:

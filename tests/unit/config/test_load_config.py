@@ -23,6 +23,7 @@ def test_every_option_of_a_full_config_arrives(tiers_yaml, shelf, full):
     assert config.primary.capacity == 64 * 2**30
     assert (config.primary.huge_pages, config.primary.start_deadline) == ("off", 60.0)
     assert (config.lookup_wait, config.load_wait, config.clean_reserve) == (0.02, "auto", 0.05)
+    assert config.record.model_dump() == {"path": "/var/log/kvtiers/trace.jsonl", "max_bytes": 2 * 10**9}
     first, second = config.secondary
     assert (first.capacity, first.ttl, first.fill, first.nodes) == (500 * 2**30, 86400.0, 0.8, ["here", "there"])
     assert (first.breaker.failures, first.breaker.window, first.rate_limit.bytes_per_second) == (3, 20.0, 10**9)
@@ -33,7 +34,7 @@ def test_every_option_of_a_full_config_arrives(tiers_yaml, shelf, full):
 
 def test_what_is_left_out_has_the_documented_defaults():
     config = load_config({"version": 1, "primary": {"capacity": "1GiB"}})
-    assert (config.namespace, config.model, config.secondary) == ("default", None, ())
+    assert (config.namespace, config.model, config.secondary, config.record) == ("default", None, (), None)
     assert (config.lookup_wait, config.load_wait, config.clean_reserve) == (0.02, "auto", 0.05)
     assert config.primary.model_dump(exclude={"capacity"}) == {
         "eviction": "lru", "huge_pages": "off", "numa_node": None, "prefault": True, "start_deadline": 60.0,
