@@ -39,6 +39,7 @@ class Engine:
         request = self.bench.request(f"r{self.served}", len(text) + 1, text=text)
         hashes = request.block_hashes[0]
         hit = self.pool.match(hashes)
+        self.pool.hold(hit)
         request.block_ids[0][:] = hit + self.pool.allocate(len(hashes) - len(hit))
         self.bench.compute(request, len(hit) * TOKENS)
         self.pool.publish(hashes, request.block_ids[0])
@@ -275,7 +276,6 @@ def test_whatever_comes_back_is_right_and_no_block_stays_held(prompts, num_block
         hit = engine.pool.match(hashes.block_hashes[0])
         hashes.block_ids[0][: len(hit)] = hit
         assert engine.bench.wrong(hashes, len(hit) * TOKENS) == []  # nothing was ever copied over a block in use
-        engine.pool.release(hit)
         engine.scheduler.finish_request(hashes)
         request = engine.serve(text)
         loader = engine.bench.request(f"load-{engine.served}", len(text) + 1, text=text)
