@@ -183,7 +183,8 @@ def test_every_figure_is_there_for_requests_side_by_side(workload) -> None:
     computed = (results.tokens - results.tokens_saved) / 5000
     assert computed < results.first_token.with_tiers.total < computed + results.seconds * 4
     assert set(results.over_time.hit_rates) == {"primary", "memory"}
-    assert max(results.over_time.queue_depths["memory: chunks to store"]) > 0
+    assert {"memory: chunks to load", "memory: chunks to store"} <= set(results.over_time.queue_depths)
+    assert any(map(any, results.over_time.queue_depths.values()))
     assert len(results.over_time.seconds) > 5
-    assert results.over_time.seconds[-1] == pytest.approx(results.seconds, rel=0.2)
+    assert results.over_time.seconds[-1] == pytest.approx(results.seconds)
     assert all(link.nbytes and link.seconds for link in results.links.values())

@@ -62,14 +62,14 @@ class Curve:
 
     def add(self, now: float, counts: Mapping[str, float], depths: Mapping[str, float]) -> None:
         """Add a point; every point has the same names."""
-        self.seconds.append(now)
-        for columns, values in ((self.counts, counts), (self.depths, depths)):
-            for name, value in values.items():
-                columns.setdefault(name, []).append(value)
         if len(self.seconds) >= _POINTS:
             self.interval *= 2
             for column in (self.seconds, *self.counts.values(), *self.depths.values()):
                 del column[1::2]
+        self.seconds.append(now)
+        for columns, values in ((self.counts, counts), (self.depths, depths)):
+            for name, value in values.items():
+                columns.setdefault(name, []).append(value)
 
 
 @dataclass(slots=True)
