@@ -54,18 +54,20 @@ ACTS = (
         it_stays_out_of_the_way,
     ),
 )
+_KVTIERS = Path(sysconfig.get_path("scripts"), "kvtiers")
 _NEXT = (
     ("kvtiers check tiers.yaml", "what is wrong with a config, a tier or this machine"),
+    ("kvtiers replay --help", "traffic of your own through tiers of your own"),
     ("kvtiers size --model config.json", "what a model's KV takes, and when a load pays"),
     ("kvtiers plan --trace FILE --config tiers.yaml", "which sizes and policies are worth it"),
-    ("examples/demo/tiered.py", "all that an engine of your own needs"),
+    ("docs/your-own-engine.md", "what an engine of your own has to do"),
 )
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--act", "numbers", metavar="N", multiple=True, type=click.IntRange(1, len(ACTS)), help="Only this act.")
 @click.option("--quick", is_flag=True, help="A tiny model: everything happens, but gains mean nothing.")
-@click.option("--folder", type=click.Path(path_type=Path), help="Where values and logs go, and stay.  [default: none]")
+@click.option("--folder", type=click.Path(path_type=Path), help="Values and logs go there, and stay.")
 @click.option("--report", metavar="FILE", type=click.Path(path_type=Path), help="Write a replay's report page there.")
 def main(numbers: tuple[int, ...], quick: bool, folder: Path | None, report: Path | None) -> None:
     """Show on this machine what kvtiers promises: four acts, measured, nothing estimated.
@@ -82,9 +84,9 @@ def main(numbers: tuple[int, ...], quick: bool, folder: Path | None, report: Pat
     finally:
         if folder is None:
             shutil.rmtree(place)
-    if report is not None and not _write_report(report):
+    if report is not None and not _write_report(report, 40 if quick else 400):
         failed.append("the report")
-    say(f"\nWhat to try next ({time.perf_counter() - began:.0f} s so far)", bold=True)
+    say(f"\nAll that took {time.perf_counter() - began:.0f} s. What to try next (kvtiers is {_KVTIERS}):", bold=True)
     for command, about in _NEXT:
         say(f"  {command:46} {about}")
     if failed:
@@ -107,11 +109,15 @@ def _show(number: int, setting: Setting) -> bool:
     return True
 
 
-def _write_report(file: Path) -> bool:
-    say("\nThe report page: talks about real source code through all tiers, every byte compared", bold=True)
-    command = [str(Path(sysconfig.get_path("scripts"), "kvtiers")), "replay", "--workload", "code"]
-    done = subprocess.run([*command, "--report", str(file)], check=False)
-    return done.returncode == 0
+def _write_report(file: Path, requests: int) -> bool:
+    say("\nThe report page: talks about real source code, replayed through all tiers", bold=True)
+    command = [str(_KVTIERS), "replay", "--workload", "code", "--requests", str(requests), "--report", str(file)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)  # its progress is on stderr
+    if done.returncode:
+        say(f"  FAILED: kvtiers replay: exit status {done.returncode}", fg="red", bold=True)
+        return False
+    say(f"  {done.stdout.splitlines()[-1]} Open {file.resolve().as_uri()}", fg="green", bold=True)
+    return True
 
 
 if __name__ == "__main__":

@@ -91,6 +91,21 @@ def shown(setting, monkeypatch):
     return run
 
 
+def test_the_report_page_comes_last_and_can_fail(shown, tmp_path):
+    status, lines = shown(lambda _: "all is well", arguments=("--quick", "--report", str(tmp_path / "page.html")))
+    assert status == 0, lines
+    assert any("all bytes are right" in line and (tmp_path / "page.html").as_uri() in line for line in lines)
+    assert (tmp_path / "page.html").read_text(encoding="utf-8").startswith("<!")
+
+
+def test_a_report_page_that_cannot_be_written_is_a_failure(shown, tmp_path):
+    status, lines = shown(
+        lambda _: "all is well", arguments=("--quick", "--report", str(tmp_path / "no" / "page.html"))
+    )
+    assert status == 1
+    assert lines[-1].startswith("Failed: the report.")
+
+
 def test_an_act_that_fails_is_one_line_and_exit_status_1_and_the_others_go_on(shown):
     def fails(_setting):
         raise ActError("the sky fell")
