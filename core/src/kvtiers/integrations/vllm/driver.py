@@ -168,9 +168,11 @@ class TierDriver:
         if self._closed:
             return
         self._closed = True
-        self._close(timeout)
+        until = self._clock() + timeout
+        self._slot.tier.drain(timeout)
         self._poll()
         self._slot.leave()
+        self._close(max(0.0, until - self._clock()))
         for running in list(self._jobs.values()):
             self._finish(running, JobResult(running.job.job_id, success=False))
 

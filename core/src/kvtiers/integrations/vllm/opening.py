@@ -5,7 +5,6 @@ What is wrong with the config stops the engine's start, in one line each; what i
 
 import logging
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -138,12 +137,10 @@ class _Parts:
             self._views = views
 
     def close(self, seconds: float) -> None:
-        """Let the tier end what it has begun within so many seconds, then end it and let go of vLLM's memory."""
-        until = time.monotonic() + seconds
-        self.tier.drain(seconds)
+        """End the tier, which has been drained, within so many seconds, and let go of vLLM's memory."""
         self.tier.close()
         if self._hosts is not None:
-            self._hosts.close(max(_CLOSE_SECONDS, until - time.monotonic()))
+            self._hosts.close(max(_CLOSE_SECONDS, seconds))
             os.close(self._fd)
         elif self._rows is not None:
             self._views.close()
