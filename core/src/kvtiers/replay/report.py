@@ -77,7 +77,7 @@ def _links(results: ReplayResults) -> Table:
 
 
 def _rate(link: Link) -> str:
-    return f"{link.nbytes / link.seconds / 1e9:.2f} GB/s" if link.nbytes and link.seconds else ""
+    return f"{link.nbytes / link.seconds / 1e9:.3g} GB/s" if link.nbytes and link.seconds else ""
 
 
 def _times(results: ReplayResults) -> Table:
