@@ -118,7 +118,7 @@ def test_a_user_who_may_not_look_is_told_what_was_not_checked(tier, tls_server):
 
 
 def test_clear_text_to_another_machine_is_a_warning(tier, single, monkeypatch):
-    monkeypatch.setattr("kvtiers_redis.diagnosis.is_loopback", lambda host: False)
+    monkeypatch.setattr("kvtiers_redis.plugin.is_loopback", lambda host: False)
     the("warning", "values travel in clear text", found_on(tier, single))
 
 

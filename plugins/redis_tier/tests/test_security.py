@@ -123,7 +123,7 @@ def test_a_password_comes_from_the_environment_and_is_never_logged(tier, tls_ser
 
 
 def test_clear_text_to_another_machine_warns_once(tier, caplog, monkeypatch, single):
-    monkeypatch.setattr("kvtiers_redis.store.is_loopback", lambda host: False)
+    monkeypatch.setattr("kvtiers_redis.plugin.is_loopback", lambda host: False)
     store = tier.open(single.url)
     store.exists(["a"])
     assert [record.levelname for record in caplog.records if "clear text" in record.message] == ["WARNING"]

@@ -7,7 +7,6 @@ from redis.exceptions import RedisError, ResponseError
 
 from kvtiers.api import Finding
 from kvtiers.api.units import format_size, parse_size
-from kvtiers_redis.places import is_loopback
 from kvtiers_redis.plugin import RedisConfig
 from kvtiers_redis.servers import Server
 
@@ -48,7 +47,7 @@ def _way(config: RedisConfig) -> Iterator[Finding]:
     if places.tls:
         checked = "certificate and host name are" if config.tls_check_hostname else "the certificate is"
         yield Finding("ok", f"TLS; {checked} checked")
-    elif places.path or all(is_loopback(host) for host, _ in places.addresses):
+    elif config.is_local:
         yield Finding("ok", "clear text, which stays on this machine")
     else:
         yield Finding("warning", f"values travel in clear text to {config.url}", "use rediss:// and set tls_ca")
@@ -122,7 +121,7 @@ def _limits(name: str, settings: _Facts, value_bytes: int, config: RedisConfig) 
                 f"{name}: {setting} {format_size(limit)} refuses values of {format_size(value_bytes)}",
                 f"CONFIG SET {setting} {max(512 << 20, 2 * value_bytes)}",
             )
-    need = max(config.window, value_bytes)
+    need = max(config.window_bytes, value_bytes)
     words = str(settings.get("client-output-buffer-limit", "")).split()
     normal = words[words.index("normal") + 1 :][:3] if "normal" in words else []
     hard, soft = (parse_size(word) for word in normal[:2]) if len(normal) == 3 else (0, 0)

@@ -6,10 +6,12 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from kvtiers.api import ChunkStore, Duration, Secret, Size, TierConfig, TierContext, TierPlugin, hookimpl
-from kvtiers_redis.places import Places, parse_url
+from kvtiers_redis.places import Places, is_loopback, parse_url
 
 __all__ = ["RedisConfig", "kvtiers_tier"]
 
+# A small window stays in the processor's cache on its way; a large one hides a round trip of a millisecond and more.
+_LOCAL_WINDOW, _REMOTE_WINDOW = 512 << 10, 4 << 20
 _TLS_OPTIONS = ("tls_ca", "tls_cert", "tls_key")
 
 
@@ -48,8 +50,11 @@ class RedisConfig(TierConfig):
         default=False,
         description="leave a value of the same length as it is: saves replicas and an append-only file a rewrite",
     )
-    window: Size = Field(
-        default=512 << 10, gt=0, description="most bytes of values under way on one connection, or one value"
+    window: Size | None = Field(
+        default=None,
+        gt=0,
+        description="most bytes of values under way on one connection, or one value; default: 512KiB on this machine, "
+        "4MiB across a network",
     )
     connect_timeout: Duration = Field(default=2.0, gt=0, description="longest time to connect, log-in included")
     timeout: Duration = Field(
@@ -106,6 +111,16 @@ class RedisConfig(TierConfig):
     def database_number(self) -> int:
         """The database that the url or the option names."""
         return self.places.database or self.database
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all servers that the url names are on this machine."""
+        return bool(self.places.path) or all(is_loopback(host) for host, _ in self.places.addresses)
+
+    @property
+    def window_bytes(self) -> int:
+        """The window, or the one that suits the way to the servers."""
+        return self.window or (_LOCAL_WINDOW if self.is_local else _REMOTE_WINDOW)
 
     @property
     def reply_seconds(self) -> float:

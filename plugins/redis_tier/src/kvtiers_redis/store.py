@@ -9,7 +9,6 @@ from redis import exceptions as client_errors
 from kvtiers.api import ChunkStore, Finding, StoreEntry, StoreFull, TierUnavailable
 from kvtiers_redis.link import Link
 from kvtiers_redis.listing import list_values
-from kvtiers_redis.places import is_loopback
 from kvtiers_redis.plugin import RedisConfig
 from kvtiers_redis.routing import Router
 from kvtiers_redis.topology import open_topology
@@ -40,8 +39,7 @@ class RedisStore(ChunkStore):
         self._set_options = [*ttl, *([b"NX"] if config.set_nx else [])]
         self._refresh = ttl if config.refresh_ttl and not read_only else []
         self._dropped = 0
-        places = config.places
-        if not places.tls and not all(is_loopback(host) for host, _ in places.addresses):
+        if not config.places.tls and not config.is_local:
             _log.warning("values travel in clear text to %s; use rediss:// for TLS", config.url)
         self._topology = open_topology(config)
         self._router = Router(self._topology)
@@ -67,7 +65,7 @@ class RedisStore(ChunkStore):
                 link,
                 [command(words[0], keys[i], *words[1]) for i in indexes],
                 [dsts[i] for i in indexes],
-                window=self._config.window,
+                window=self._config.window_bytes,
                 asking=asking,
             )
 
@@ -96,7 +94,7 @@ class RedisStore(ChunkStore):
                 [keys[i] for i in indexes],
                 [srcs[i] for i in indexes],
                 options=options,
-                window=self._config.window,
+                window=self._config.window_bytes,
                 asking=asking,
             )
 

@@ -1,0 +1,322 @@
+"""What the Redis tier moves, beside redis-benchmark with 1, 4 and 16 connections to the same server in the same run.
+
+`tier` is the whole contract with `io: process`: a tier host with 4 threads, which seals what it writes and checks what
+it reads, in jobs of 64 MiB. `redis-py` sets and gets a value at a time. `lmcache` is LMCache's native connector, where
+it can be had. All of them move as many values under as many keys, in turns, a round after the other; medians, and of
+redis-benchmark the best of the three. Then with TLS, beside redis-benchmark and a bare Python TLS socket; then over a
+network with 1 ms of round trip, beside raw streams over the same; then with an engine's thread that runs pure Python
+flat out, beside the same loop in an unrelated process.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from array import array
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvtiers.api import OffloadKey, TransferJob, make_offload_key
+from kvtiers.api.units import format_size
+from kvtiers.base import RequestContext
+from kvtiers.rows.names import StorageNames
+from kvtiers.secondary.chunk_store_tier import ChunkStoreTier
+from kvtiers.secondary.hosts import HostedRegion, TierHosts
+from kvtiers_redis.plugin import RedisConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "benchmarks" / "peers"), str(ROOT / "plugins" / "redis_tier" / "tests")]
+
+import redis_lanes as lanes  # noqa: E402
+from servers import Server, Tls  # noqa: E402 -- the servers of the tier's tests
+
+SIZES = [64 << 10, 256 << 10, 1 << 20, 4 << 20, 8 << 20]
+JOB_BYTES = 64 << 20
+NAMES = StorageNames("bench/model-0123456789abcdef01234567/", bytes.fromhex("0123456789abcdef"))
+CONNECTIONS = (1, 4, 16)
+DELAY_SECONDS = 0.0005  # each way
+GOALS = {"plain": 0.9, "tls": 0.9, "delayed": 0.8, "busy": 0.9}
+DELAYED_FROM = 256 << 10
+REMOTE_WINDOW = 4 << 20  # what a server on another machine gets by default; the proxy is on this one
+PATIENCE = 120.0
+COST_ROUNDS = 5
+
+
+class TierLane:
+    """A tier host that maps the rows, driven as an engine drives it."""
+
+    def __init__(
+        self, server: Server, fd: int, rows: memoryview, nbytes: int, config: RedisConfig, stack: ExitStack
+    ) -> None:
+        self._server = server
+        before = lanes.children()
+        region = HostedRegion(fd, len(rows), len(rows), nbytes, [(nbytes - 64, nbytes)])
+        hosts = TierHosts(region, "bench", lambda: NAMES)
+        stack.callback(hosts.close, 10.0)
+        self.tier = ChunkStoreTier(config, hosts.backend(config))
+        stack.callback(self.tier.close)
+        hosts.start()
+        assert not (problem := self.tier.wait_open(30.0)), problem
+        self.pids = [*lanes.children() - before]
+        self.keys: list[OffloadKey] = []
+        self.busy = False
+        self._count = len(rows) // nbytes
+        self._nbytes = len(rows)
+        self._per_job = JOB_BYTES // nbytes
+        self._numbers = iter(range(1, 1 << 30))
+
+    def forget(self) -> None:
+        """Take new keys, since core writes none twice; the old values are freed at once, like those overwritten."""
+        with self._server.client() as client:
+            client.delete("nothing", *NAMES.names(self.keys))
+        self.keys = [make_offload_key(os.urandom(32), 0) for _ in range(self._count)]
+
+    def rate(self, way: str) -> float:
+        """Return the GB/s at which all values are written, under new keys, or read."""
+        if way == "write":
+            self.forget()
+        begin = time.perf_counter()
+        self.move(way)
+        return self._nbytes / 1e9 / (time.perf_counter() - begin)
+
+    def move(self, way: str) -> None:
+        """Move all values."""
+        left = 0
+        for start in range(0, self._count, self._per_job):
+            keys = self.keys[start : start + self._per_job]
+            rows = memoryview(array("i", range(start, start + len(keys))))
+            job = TransferJob(next(self._numbers), keys, rows, is_promotion=way == "read", context=RequestContext("b"))
+            (self.tier.submit_load if way == "read" else self.tier.submit_store)(job)
+            left += 1
+        self.tier.on_schedule_end()
+        until = time.perf_counter() + PATIENCE
+        while left:
+            self._step()
+            self.tier.get_started_jobs()
+            for result in self.tier.get_finished_jobs():
+                assert result.success, result
+                left -= 1
+            assert time.perf_counter() < until, "the tier has not answered"
+
+    def _step(self) -> None:
+        """Spend a part of an engine's step: asleep, or in pure Python."""
+        if not self.busy:
+            time.sleep(0.0002)
+            return
+        end = time.perf_counter() + 0.001
+        while time.perf_counter() < end:
+            pass
+
+
+def config(url: str, **options: Any) -> RedisConfig:
+    return RedisConfig(type="redis", url=url, store_queue=1 << 20, deadline="60s", **options)
+
+
+def measure_plain(server: Server, nbytes: int, total: int, rounds: int) -> dict[str, Any]:
+    """Return the rates of all lanes at this size, and what the tier costs."""
+    count = total // nbytes
+    with lanes.memory(total) as (fd, rows), ExitStack() as stack:
+        tier = TierLane(server, fd, rows, nbytes, config(server.url), stack)
+        with server.client() as client:
+            client.flushall()
+            lanes.fill(client, nbytes, count)
+
+        def benchmark(way: str, connections: int) -> float:
+            return lanes.redis_benchmark(server.port, connections, nbytes, count, way) * nbytes / 1e9
+
+        moves = {f"redis-benchmark -c {c}": partial(benchmark, connections=c) for c in CONNECTIONS}
+        moves["tier"] = tier.rate
+        moves["redis-py"] = lanes.timed(lanes.redis_py(server.port, rows, nbytes, count), total)
+        missing = ""
+        try:
+            moves["lmcache"] = lanes.timed(lanes.lmcache(server.port, rows, nbytes, count), total)
+        except (ImportError, OSError) as error:
+            missing = str(error).splitlines()[0]
+        rates = lanes.rates_of(moves, rounds)
+        cost = cpu_of(tier, server, total)
+        with server.client() as client:
+            client.flushall()
+    found = {"value_bytes": nbytes, "gb_per_s": rates, "cpu_seconds_per_gb": cost}
+    return found | ({"lmcache_missing": missing} if missing else {})
+
+
+def cpu_of(tier: TierLane, server: Server, total: int) -> dict[str, dict[str, float]]:
+    """Return the processor seconds per GB of the host and of the server."""
+    who = {"client": tier.pids, "server": [server.pid]}
+    cost: dict[str, dict[str, float]] = {name: {} for name in who}
+    for way in lanes.WAYS:
+        spent = dict.fromkeys(who, 0.0)
+        for _ in range(COST_ROUNDS):
+            if way == "write":
+                tier.forget()
+            before = {name: lanes.cpu_seconds(pids) for name, pids in who.items()}
+            tier.move(way)
+            for name, pids in who.items():
+                spent[name] += lanes.cpu_seconds(pids) - before[name]
+        for name, seconds in spent.items():
+            cost[name][way] = seconds * 1e9 / (COST_ROUNDS * total)
+    return cost
+
+
+def measure_busy(server: Server, nbytes: int, total: int, rounds: int) -> dict[str, Any]:
+    """Return the tier's rate beside an engine's thread that runs Python, and beside a process that does."""
+    with lanes.memory(total) as (fd, rows), ExitStack() as stack:
+        tier = TierLane(server, fd, rows, nbytes, config(server.url), stack)
+
+        def beside_thread(way: str) -> float:
+            tier.busy = True
+            try:
+                return tier.rate(way)
+            finally:
+                tier.busy = False
+
+        spinner = stack.enter_context(lanes.spinning())
+
+        def beside_process(way: str) -> float:
+            spinner.send_signal(signal.SIGCONT)
+            try:
+                return tier.rate(way)
+            finally:
+                spinner.send_signal(signal.SIGSTOP)
+
+        rates = lanes.rates_of(
+            {"idle": tier.rate, "busy thread": beside_thread, "busy process": beside_process}, rounds
+        )
+        with server.client() as client:
+            client.flushall()
+    return {"value_bytes": nbytes, "gb_per_s": rates}
+
+
+def measure_tls(server: Server, nbytes: int, total: int, rounds: int) -> dict[str, Any]:
+    """Return the rates with TLS."""
+    tls, count = server.tls, total // nbytes
+    assert tls is not None
+    options = {"username": "admin", "password": "secret", "tls_ca": tls.ca, "tls_cert": tls.cert, "tls_key": tls.key}
+    with lanes.memory(total) as (fd, rows), ExitStack() as stack:
+        tier = TierLane(server, fd, rows, nbytes, config(server.url, **options), stack)
+        with server.client() as client:
+            client.flushall()
+            lanes.fill(client, nbytes, count)
+
+        def benchmark(way: str) -> float:
+            return lanes.redis_benchmark(server.port, 4, nbytes, count, way, tls=tls) * nbytes / 1e9
+
+        python = lanes.timed(lanes.tls_socket(server.port, tls, rows, nbytes, count), total)
+        moves = {"redis-benchmark --tls -c 4": benchmark, "tier": tier.rate, "Python TLS socket": python}
+        rates = lanes.rates_of(moves, rounds)
+        with server.client() as client:
+            client.flushall()
+    return {"value_bytes": nbytes, "gb_per_s": rates}
+
+
+def measure_delayed(server: Server, nbytes: int, total: int, rounds: int) -> dict[str, Any]:
+    """Return the tier's rates through a proxy with 1 ms of round trip, and those of raw streams through the same."""
+    with lanes.memory(total) as (fd, rows), ExitStack() as stack:
+        proxy = stack.enter_context(lanes.in_process(lanes.delaying_proxy, server.port, DELAY_SECONDS))
+        raw = stack.enter_context(lanes.in_process(lanes.raw_server))
+        raw_proxy = stack.enter_context(lanes.in_process(lanes.delaying_proxy, raw, DELAY_SECONDS))
+        tier = TierLane(server, fd, rows, nbytes, config(f"redis://127.0.0.1:{proxy}", window=REMOTE_WINDOW), stack)
+        moves = {f"raw, {n} streams": lanes.timed(lanes.raw_stream(raw_proxy, rows, n), total) for n in (1, 4)}
+        rates = lanes.rates_of({**moves, "tier": tier.rate}, rounds)
+        with server.client() as client:
+            client.flushall()
+    return {"value_bytes": nbytes, "gb_per_s": rates}
+
+
+def shares(found: Sequence[dict[str, Any]], of: str, beside: Sequence[str], way: str) -> list[float]:
+    """Return, for each size, the lane's rate as a share of the best of the others."""
+    return [size["gb_per_s"][of][way] / max(size["gb_per_s"][name][way] for name in beside) for size in found]
+
+
+def goals_of(found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the goals, each with the worst size's share."""
+    best = [f"redis-benchmark -c {c}" for c in CONNECTIONS]
+    goals = []
+    for way in lanes.WAYS:
+        for kind, of, beside, text in (
+            ("plain", "tier", best, "of redis-benchmark's best of 1, 4 and 16 connections, at every size"),
+            ("delayed", "tier", ["raw, 1 streams", "raw, 4 streams"], "of the raw rate with 1 ms of round trip"),
+            ("busy", "busy thread", ["busy process"], "beside a busy engine thread, of beside a busy process"),
+        ):
+            goals.append(_goal(f"{way}, {text}", min(shares(found[kind], of, beside, way)), GOALS[kind]))
+        # Either peer will do, whichever is the slower.
+        tls = [
+            max(shares([size], "tier", [name], way)[0] for name in size["gb_per_s"] if name != "tier")
+            for size in found["tls"]
+        ]
+        goals.append(_goal(f"{way}, TLS, of redis-benchmark or of a Python TLS socket", min(tls), GOALS["tls"]))
+    return goals
+
+
+def _goal(name: str, value: float, goal: float) -> dict[str, Any]:
+    return {"name": name, "value": value, "goal": goal, "met": value >= goal}
+
+
+def report(found: dict[str, Any]) -> None:
+    """Print the rates as tables."""
+    for kind in GOALS:
+        print(f"{kind}, GB/s (write / read)")
+        names = list(found[kind][0]["gb_per_s"])
+        print("  " + " " * 10 + "".join(f"{name:>28}" for name in names))
+        for size in found[kind]:
+            cells = ["{write:.2f} / {read:.2f}".format(**size["gb_per_s"][name]) for name in names]
+            print(f"  {format_size(size['value_bytes']):10}" + "".join(f"{cell:>28}" for cell in cells))
+    print("processor seconds per GB of the tier (write / read): host, server")
+    for size in found["plain"]:
+        cells = ["{write:.2f} / {read:.2f}".format(**size["cpu_seconds_per_gb"][name]) for name in ("client", "server")]
+        print(f"  {format_size(size['value_bytes']):10}" + "".join(f"{cell:>20}" for cell in cells))
+    if missing := found["plain"][0].get("lmcache_missing"):
+        print(f"LMCache's connector was not measured: {missing}")
+    for goal in found["goals"]:
+        print(f"{goal['name']}: {goal['value']:.2f}; goal {goal['goal']:g}: {'met' if goal['met'] else 'MISSED'}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer bytes, sizes and rounds")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--only", choices=[*GOALS], action="append", help="only this part (for a look; states no goals)"
+    )
+    options = parser.parse_args()
+    if not sys.platform.startswith("linux"):
+        sys.exit("error: tier hosts need Linux")
+    total, rounds = (128 << 20, 3) if options.quick else (256 << 20, 5)
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="kvtiers-bench-") as top, ExitStack() as stack:
+        memory_options = ("--maxmemory", "4gb", "--maxmemory-policy", "allkeys-lru")
+        plain = Server(Path(top, "plain"), *memory_options).start()
+        stack.callback(plain.stop)
+        secure = Server(Path(top, "tls"), *memory_options, tls=Tls(Path(top, "ca"))).start()
+        stack.callback(secure.stop)
+        some = SIZES[::2] if options.quick else SIZES
+        for kind, measure, server, sizes in (
+            ("plain", measure_plain, plain, SIZES),
+            ("tls", measure_tls, secure, some),
+            ("delayed", measure_delayed, plain, [size for size in SIZES if size >= DELAYED_FROM]),
+            ("busy", measure_busy, plain, some),
+        ):
+            if options.only and kind not in options.only:
+                continue
+            found[kind] = []
+            for nbytes in sizes:
+                print(f"{kind}, {format_size(nbytes)} ...", file=sys.stderr)
+                found[kind].append(measure(server, nbytes, total, rounds))
+    if options.only:
+        print(json.dumps(found))
+        return
+    found["goals"] = goals_of(found)
+    if options.json:
+        print(json.dumps(found))
+    else:
+        report(found)
+
+
+if __name__ == "__main__":
+    main()
