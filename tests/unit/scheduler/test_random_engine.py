@@ -217,7 +217,9 @@ class AnyEngine:
         return self.chance.choice(some) if some else None
 
     def match(self, request: Request, group: int) -> list[int]:
-        return self.pool.match([h + bytes([group]) for h in request.block_hashes[group]])
+        found = self.pool.match([h + bytes([group]) for h in request.block_hashes[group]])
+        self.pool.hold(found)
+        return found
 
     def give_up(self, one: Running) -> None:
         self.scheduler.preempt_request(one.request)
