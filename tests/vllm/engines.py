@@ -1,6 +1,7 @@
 """Engines in processes of their own, models with random weights, and the config that puts tiers under an engine."""
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -16,6 +17,7 @@ START_SECONDS = 180.0
 ANSWER_SECONDS = 90.0
 BLOCK = 32
 """Tokens in a block: the smallest that vLLM's CPU backend has."""
+_numbers = itertools.count()
 
 
 def make_model(folder: Path, *, seed: int, **config: Any) -> Path:
@@ -51,12 +53,22 @@ def tiers(*secondary: dict[str, Any], **more: Any) -> dict[str, Any]:
     return common | {"secondary_tiers": list(secondary)} | more
 
 
+def release_folder(version: str) -> Path:
+    """Return the folder in which another release of vLLM lies, to be put before the environment's own."""
+    folder = Path(sys.prefix) / "releases" / version
+    assert (folder / "vllm").is_dir(), f"vLLM {version} is not there; install it with: make test-vllm"
+    return folder
+
+
 class EngineError(Exception):
     """What the engine's process answered instead of a result."""
 
 
 class Engine:
-    """One vLLM in a process of its own. ``extra``: its kv_connector_extra_config; None: no connector at all."""
+    """One vLLM in a process of its own. ``extra``: its kv_connector_extra_config; None: no connector at all.
+
+    ``release``: another release than the environment's.
+    """
 
     def __init__(
         self,
@@ -64,8 +76,10 @@ class Engine:
         log: Path,
         extra: dict[str, Any] | None = None,
         env: dict[str, str] | None = None,
+        release: str = "",
         **options: Any,
     ) -> None:
+        self.id = f"kvtiers-test-{os.getpid()}-{next(_numbers)}"
         options = {
             "model": str(model),
             "skip_tokenizer_init": True,
@@ -80,6 +94,7 @@ class Engine:
             options["kv_transfer_config"] = {
                 "kv_connector": "OffloadingConnector",
                 "kv_role": "kv_both",
+                "engine_id": self.id,
                 "kv_connector_extra_config": extra,
             }
         self.log = log
@@ -90,9 +105,10 @@ class Engine:
             "VLLM_NO_USAGE_STATS": "1",
             "TORCHDYNAMO_DISABLE": "1",
             "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "HF_HUB_OFFLINE": "1",
             "PYTHONUNBUFFERED": "1",
-            "PYTHONPATH": os.pathsep.join([str(HERE / "engine"), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join([str(HERE / "engine"), *([str(release_folder(release))] if release else [])]),
         }
         with log.open("a") as output:
             self.process = subprocess.Popen(
@@ -186,6 +202,8 @@ class Engine:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
         self.process.wait(30)
+        for path in Path("/dev/shm").glob(f"vllm_offload_{self.id}*"):  # vLLM leaves it behind when it is killed
+            path.unlink(missing_ok=True)
         if self.process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self.process.stdin.close()

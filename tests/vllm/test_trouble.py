@@ -23,7 +23,9 @@ def options(path, **more):
 
 def hits_again(engine):
     """Wait until the tier is in use and brings what is asked for."""
-    engine.wait_for(lambda figures: figures["kvtiers_tier_open{fs}"] and not figures["kvtiers_tier_breaker_state{fs}"])
+    engine.wait_for(
+        lambda figures: figures.get("kvtiers_tier_open{fs}") and not figures["kvtiers_tier_breaker_state{fs}"]
+    )
 
 
 @pytest.fixture
@@ -53,14 +55,11 @@ def test_a_tier_that_is_killed_or_hangs_in_the_middle_of_requests(engine, right)
 
 def test_an_engine_that_is_killed_leaves_nothing_of_ours(engine, start, model, tmp_path, right):
     (host,) = engine.hosts()
-    theirs = set(Path("/dev/shm").glob("vllm_offload_*"))
     engine.kill()
     until = time.monotonic() + 10
     while Path(f"/proc/{host}").exists():
         assert time.monotonic() < until, "the host outlives its engine"
         time.sleep(0.01)
-    for path in theirs:  # vLLM's own, which it leaves behind when it is killed
-        path.unlink(missing_ok=True)
     again = start(model, tiers(options(tmp_path / "store")))
     assert right(again, *PROMPTS) == WHOLE
     again.shutdown()
