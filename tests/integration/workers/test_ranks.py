@@ -1,0 +1,78 @@
+"""A scheduler's process and worker processes (spawn) on one region: what ranks store they load again, bit by bit."""
+
+import os
+import signal
+
+import pytest
+
+from kvtiers.api import StartError
+from kvtiers.base import TransferResult
+from kvtiers.rows.join import RegionJoin
+
+from .conftest import PATIENCE, Request, layout_of
+
+SHAPES = {
+    "tensor parallel 2": layout_of(tp=2),
+    "pipeline parallel 2, uneven": layout_of(stages=((0, 1), (2,))),
+    "2 x 2": layout_of(tp=2, stages=((0,), (1, 2))),
+    "replicated, 2 ranks": layout_of(tp=2, row_layout="replicated"),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_all_processes_store_each_of_them_loads_again(start, shape):
+    tp = 1 if "pipeline" in shape else 2
+    engine = start(SHAPES[shape], tp)
+    engine.serve(Request("a", 0, 6))
+    engine.on_all("clear")
+    tokens, wrong = engine.load(Request("a", 20, 6))
+    assert tokens == 6 * 4
+    assert wrong == [0] * SHAPES[shape].world_size
+
+
+def test_a_store_is_done_only_when_all_workers_have_reported(start):
+    engine = start(layout_of(tp=2), 2)
+    request = Request("a", 0, 4)
+    engine.scheduler.add_request(request)
+    engine.on_all("compute", request.ids, request.hashes)
+    engine.scheduler.on_computed(request, 16)
+    transfers = engine.scheduler.end_step()
+    engine.scheduler.report(engine.ranks[0].transfer([], list(transfers.stores)), 0)
+    probe = Request("a", 20, 4)
+    engine.scheduler.add_request(probe)
+    assert engine.scheduler.lookup(probe, 0) is None  # on its way, and not there yet
+    engine.scheduler.report(engine.ranks[1].transfer([], list(transfers.stores)), 1)
+    engine.scheduler.end_step()
+    assert engine.scheduler.lookup(probe, 0) == 16
+
+
+def test_a_killed_worker_fails_its_jobs_and_nobody_hangs(start):
+    engine = start(layout_of(tp=2), 2)
+    request = Request("a", 0, 4)
+    engine.scheduler.add_request(request)
+    engine.on_all("compute", request.ids, request.hashes)
+    engine.scheduler.on_computed(request, 16)
+    (store,) = engine.scheduler.end_step().stores
+    victim = engine.ranks[1]
+    os.kill(victim.process.pid, signal.SIGKILL)
+    victim.process.join(PATIENCE)
+    # The engine sees that its worker is gone, and says so for each job that it had.
+    engine.scheduler.report([TransferResult(store.job_id, False, error="the worker is gone")], 1)
+    engine.scheduler.report(engine.ranks[0].transfer([], [store]), 0)
+    engine.scheduler.finish_request(request)
+    engine.ranks = engine.ranks[:1]
+    engine.settle()
+    probe = Request("a", 20, 4)
+    engine.scheduler.add_request(probe)
+    assert engine.scheduler.lookup(probe, 0) == 0
+    victim.pipe.close()
+
+
+def test_a_worker_of_another_layout_is_refused_and_told_in_what_it_differs(start):
+    layout = layout_of(tp=1)
+    engine = start(layout, 1)
+    other = layout_of(tp=1, blocks_per_chunk=4)
+    join = RegionJoin.start(engine.manager.engine_id, other, 0)
+    with pytest.raises(StartError, match="blocks_per_chunk: 2 here, 4 there"):
+        join.wait(PATIENCE)
+    join.close()

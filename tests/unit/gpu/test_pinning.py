@@ -1,0 +1,122 @@
+"""Pinning: in pieces, behind the pre-faulting, undone as one; what pins is played, everything else is real."""
+
+import logging
+import threading
+
+import pytest
+
+from kvtiers.gpu.cuda_driver import CudaError
+from kvtiers.gpu.pinning import PinnedRows
+from kvtiers.rows.join import JoinStatus, RegionJoin
+from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+
+LAYOUT = CacheLayout(ModelIdentity("m"), (KVGroup("g", 16),), (KVTensor("t", 0, 100),))
+STRIDE = LAYOUT.row_stride
+ADDRESS = 1 << 40
+
+
+class Pinner:
+    """Notes what is pinned; refuses from the ``limit``-th piece on."""
+
+    def __init__(self, limit=None):
+        self.pieces, self.unpinned, self.limit = {}, [], limit
+        self.threads = set()
+
+    def enter(self):
+        self.threads.add(threading.current_thread().name)
+
+    def pin(self, address, nbytes):
+        if self.limit is not None and len(self.pieces) >= self.limit:
+            raise CudaError("cuMemHostRegister failed: CUDA_ERROR_OUT_OF_MEMORY")
+        assert all(address >= at + n or address + nbytes <= at for at, n in self.pieces.items())
+        self.pieces[address] = nbytes
+
+    def unpin(self, address):
+        self.unpinned.append(address)
+
+
+class Join(RegionJoin):
+    """A rank whose region the test populates."""
+
+    def populate(self, rows, ended=False):
+        self._set(JoinStatus("ready", "", rows, ended))
+
+
+@pytest.fixture
+def join():
+    join = Join("e", LAYOUT, 0)
+    join.num_rows = 10
+    join.populate(0)
+    yield join
+    join.close()
+
+
+def start(pinner, join, settle=lambda: None, piece=3 * STRIDE):
+    return PinnedRows(pinner, join, ADDRESS, settle, piece)
+
+
+def until(condition):
+    pause = threading.Event()
+    for _ in range(3000):
+        if condition():
+            return
+        pause.wait(0.01)
+    raise AssertionError("nothing came of it in 30 s")
+
+
+def test_pieces_follow_the_prefault_end_on_row_borders_and_cover_every_row(join):
+    pinner = Pinner()
+    pinned = start(pinner, join)
+    assert pinned.rows == 0
+    join.populate(7)
+    until(lambda: pinned.rows == 6)  # two whole pieces of three rows; the third is not populated yet
+    assert not pinned.lease(7)
+    assert pinned.lease(6)
+    pinned.release()
+    join.populate(10, ended=True)
+    assert pinned.wait(30)
+    assert pinner.pieces == {ADDRESS + row * STRIDE: min(3, 10 - row) * STRIDE for row in (0, 3, 6, 9)}
+    assert pinner.threads == {"kvtiers-pin"}
+    pinned.close()
+    assert pinner.unpinned == [ADDRESS + row * STRIDE for row in (9, 6, 3, 0)]
+    assert not pinned.lease(1)
+
+
+def test_a_failure_unpins_everything_last_first_once_no_copy_needs_it_and_says_so_once(join, caplog):
+    pinner, settled = Pinner(limit=2), []
+    pinned = start(pinner, join, settle=lambda: settled.append(list(pinner.unpinned)))
+    join.populate(6)
+    until(lambda: pinned.rows == 6)
+    assert pinned.lease(6)  # a copy is being launched
+    with caplog.at_level(logging.WARNING, "kvtiers.gpu"):
+        join.populate(10, ended=True)
+        until(lambda: pinned.rows == 0)
+        assert not pinned.lease(1)
+        assert pinner.unpinned == []
+        pinned.release()
+        assert not pinned.wait(30)
+        until(lambda: pinned.given_up)
+    assert settled == [[]]  # it waited for the copies before it unpinned a byte
+    assert pinner.unpinned == [ADDRESS + 3 * STRIDE, ADDRESS]
+    (record,) = caplog.records
+    assert "rows cannot be pinned" in record.message
+    assert "copies to and from the GPU go on, slower" in record.message
+    pinned.close()
+    assert len(pinner.unpinned) == 2
+
+
+def test_closing_stops_in_the_middle_and_unpins_what_there_was(join):
+    pinner = Pinner()
+    pinned = start(pinner, join)
+    join.populate(4)
+    until(lambda: pinned.rows == 3)
+    pinned.close()
+    assert pinner.unpinned == [ADDRESS]
+
+
+def test_a_region_without_prefault_is_pinned_all_the_same(join):
+    pinner = Pinner()
+    join.populate(0, ended=True)
+    pinned = start(pinner, join)
+    assert pinned.wait(30)
+    pinned.close()
