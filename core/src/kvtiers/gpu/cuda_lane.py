@@ -208,10 +208,11 @@ class CudaLane:
 
     def _make_room(self) -> None:
         """Wait until fewer than ``ahead`` pieces are under way."""
-        while self._pieces and (self._driver.has_ended(self._pieces[0]) or len(self._pieces) >= self._ahead):
-            if not self._driver.has_ended(self._pieces[0]):
-                self._driver.wait(self._pieces[0])
-            self._spare.append(self._pieces.popleft())
+        while len(self._pieces) >= self._ahead:
+            oldest = self._pieces.popleft()
+            if not self._driver.has_ended(oldest):
+                self._driver.wait(oldest)
+            self._spare.append(oldest)
 
     def _launched(self, stream: int) -> None:
         event = self._spare.pop() if self._spare else self._driver.new_event()

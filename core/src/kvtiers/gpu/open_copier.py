@@ -32,7 +32,7 @@ class CopySettings:
     load: CopyMethod | Literal["auto"] = "auto"
     ring_bytes: int = 256 << 20
     slots: int = 3
-    ahead: int = 6
+    ahead: int = 3
     staging_programs: int = 0
     direct_programs: int = 16
     pin: bool = True

@@ -244,6 +244,8 @@ class GpuWorker:
                 if job.error:
                     return False
                 job.copy = self._copier.copy(job.lane, job.blocks, job.chunk_ids, job.mark)
+            if job.lane == "load":
+                self._let_expedited_pass()
             return job.copy.advance()
         except LostDeviceError as error:
             job.error = str(error)
@@ -252,6 +254,13 @@ class GpuWorker:
         except Exception as error:  # noqa: BLE001 -- whatever goes wrong in a copy is the job's failure, not the engine's
             job.error = str(error) or type(error).__name__
         return False
+
+    def _let_expedited_pass(self) -> None:
+        """Wait until no expedited load is under way: a copy engine serves a queue that is fed until it is empty."""
+        with self._changed:
+            expedited = [job.copy for job in self._lanes["expedited"].launched if job.copy]
+        for copy in expedited:
+            copy.wait()
 
     def _join(self) -> str:
         """Take the region's memory if it is there; else say why not."""
