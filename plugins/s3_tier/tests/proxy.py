@@ -4,6 +4,7 @@ import contextlib
 import socket
 import ssl
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -139,28 +140,16 @@ class Proxy:
         if fault.early:
             client.sendall(fault.answer)
         body, rest = _exactly(client, rest, length)
-        time.sleep(fault.first_byte)
+        begin = time.monotonic() + fault.first_byte
         if fault.early:
             return rest
-        if fault.answer or server is None:
-            self._send(client, fault.answer or NOT_THERE, fault)
-            return rest
-        server.sendall(_without_expect(head) + body)
-        self._relay(server, client, fault, has_body=method != "HEAD")
+        answer = fault.answer or NOT_THERE
+        if server is not None and not fault.answer:
+            server.sendall(_without_expect(head) + body)
+            answer = _answer_of(server, has_body=method != "HEAD")
+        time.sleep(max(0.0, begin - time.monotonic()))
+        self._send(client, answer, fault)
         return rest
-
-    def _relay(self, server: socket.socket, client: socket.socket, fault: Fault, *, has_body: bool) -> None:
-        head, rest = _head(server, b"")
-        headers = _headers(head)
-        if headers.get("transfer-encoding") == "chunked":
-            body = b""
-            while not (body + rest).endswith(b"0\r\n\r\n"):
-                rest += _some(server)
-            body = rest
-        else:
-            length = int(headers.get("content-length", 0)) if has_body else 0
-            body, _ = _exactly(server, rest, length)
-        self._send(client, head + body, fault)
 
     def _send(self, client: socket.socket, answer: bytes, fault: Fault) -> None:
         head, _, body = answer.partition(b"\r\n\r\n")
@@ -183,6 +172,18 @@ class Proxy:
                 self._link = max(self._link, time.monotonic()) + nbytes / self.bytes_per_second
                 pause = self._link - time.monotonic()
             time.sleep(max(0.0, pause))
+
+
+def _answer_of(server: socket.socket, *, has_body: bool) -> bytes:
+    """Return a server's whole answer."""
+    head, rest = _head(server, b"")
+    headers = _headers(head)
+    if headers.get("transfer-encoding") == "chunked":
+        while not rest.endswith(b"0\r\n\r\n"):
+            rest += _some(server)
+        return head + rest
+    body, _ = _exactly(server, rest, int(headers.get("content-length", 0)) if has_body else 0)
+    return head + body
 
 
 def _some(connection: socket.socket) -> bytes:
@@ -216,3 +217,16 @@ def _exactly(connection: socket.socket, rest: bytes, length: int) -> tuple[bytes
 def _without_expect(head: bytes) -> bytes:
     lines = head.split(b"\r\n")
     return b"\r\n".join(line for line in lines if not line.lower().startswith(b"expect:"))
+
+
+def main() -> None:
+    """Stand before a server until killed; arguments: its port, seconds to the first byte, bytes a second."""
+    port, first_byte, rate = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+    with Proxy(port, lambda _request: Fault(first_byte=first_byte), bytes_per_second=rate) as proxy:
+        sys.stdout.write(f"{proxy.endpoint}\n")
+        sys.stdout.flush()
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -21,7 +21,16 @@ from typing import Any, Self
 import boto3
 from botocore.config import Config
 
-__all__ = ["ACCESS_KEY", "SECRET_KEY", "Radosgw", "client_of", "free_ports", "moto_server", "new_bucket"]
+__all__ = [
+    "ACCESS_KEY",
+    "SECRET_KEY",
+    "Radosgw",
+    "client_of",
+    "free_ports",
+    "moto_server",
+    "new_bucket",
+    "trivial_server",
+]
 
 ACCESS_KEY, SECRET_KEY = "AKKV", "SKKV"
 _PATIENCE = 60.0
@@ -117,10 +126,25 @@ def moto_server() -> Iterator[str]:
             stop(process)
 
 
+@contextlib.contextmanager
+def trivial_server() -> Iterator[str]:
+    """Run a server that keeps objects in memory and looks at nothing, in a process of its own; give its URL."""
+    [port] = free_ports(1)
+    with tempfile.TemporaryDirectory(prefix="kvs3") as folder:
+        script = Path(__file__).with_name("trivial.py")
+        process = start([sys.executable, str(script), str(port)], Path(folder, "log"))
+        try:
+            until(lambda: answers(f"http://127.0.0.1:{port}/"), "the trivial server", process)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            stop(process)
+
+
 class Radosgw:
     """Ceph's S3 gateway over one object store daemon in memory, without a manager. Ready in some 12 s, about 0.5 GB."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory_bytes: int = 2 << 30) -> None:
+        self._memory_bytes = memory_bytes
         missing = sorted(package for command, package in _CEPH_PROGRAMS.items() if shutil.which(command) is None)
         if missing:
             raise RuntimeError(
@@ -152,7 +176,8 @@ class Radosgw:
         for name in ("mon", "osd", "rgw"):
             (folder / name).mkdir()
         (folder / "keyring").touch()
-        (folder / "ceph.conf").write_text(_CEPH_CONF.format(D=folder, fsid=fsid, mon=mon, port=self._ports[2]))
+        settings = {"fsid": fsid, "mon": mon, "port": self._ports[2], "memory": self._memory_bytes}
+        (folder / "ceph.conf").write_text(_CEPH_CONF.format(D=folder, **settings))
         self._run("monmaptool", "--create", "--fsid", fsid, "--addv", "a", mon, f"{folder}/monmap")
         self._run("ceph-mon", "--mkfs", "-i", "a", "--monmap", f"{folder}/monmap")
         self._serve("ceph-mon", "-i", "a", "-f")
@@ -227,7 +252,7 @@ mon data avail crit = 0
 [osd]
 osd data = {D}/osd
 osd objectstore = memstore
-memstore device bytes = 2147483648
+memstore device bytes = {memory}
 osd memory target = 939524096
 osd op num shards = 2
 osd op num threads per shard = 1

@@ -51,10 +51,20 @@ class Service:
 
     def run(self, keys: Sequence[OffloadKey], first_row: int, *, load: bool) -> JobResult:
         """Move one job and wait for its end."""
-        self.submit(keys, first_row, load=load)
+        return self.run_all([(keys, first_row)], load=load)[0]
+
+    def run_all(self, jobs: Sequence[tuple[Sequence[OffloadKey], int]], *, load: bool) -> list[JobResult]:
+        """Move these jobs at the same time and wait for their end."""
+        for keys, first_row in jobs:
+            self.submit(keys, first_row, load=load)
         results: list[JobResult] = []
-        self._step_until(lambda: bool(results.extend(self.tier.get_finished_jobs()) or results))
-        return results[0]
+
+        def ended() -> bool:
+            results.extend(self.tier.get_finished_jobs())
+            return len(results) == len(jobs)
+
+        self._step_until(ended)
+        return results
 
     def submit(self, keys: Sequence[OffloadKey], first_row: int, *, load: bool) -> None:
         self._jobs += 1

@@ -1,16 +1,17 @@
 """Values by obstore: HTTP in Rust, outside of Python's lock."""
 
-import contextlib
 import re
 import time
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 
 from kvtiers_s3.connection import Connection
 from kvtiers_s3.failures import failure
+
+if TYPE_CHECKING:
+    from obstore import GetOptions, PutMode
 
 __all__ = ["ObstoreClient"]
 
@@ -42,43 +43,39 @@ class ObstoreClient:
 
     def read(self, key: str, dst: memoryview, start: int, total: int) -> str | None:
         """Fill ``dst``; the answer's head says the length, so that the body of another one is never asked for."""
-        part = {"range": (start, start + len(dst))} if len(dst) != total else None
-        with self._asking("get", key):
-            try:
-                found = obstore.get(self._store, key, options=part)  # type: ignore[arg-type]
-            except FileNotFoundError as error:
-                if _is_of_the_bucket(error):  # which would be a miss for ever
-                    raise
-                return None
-            except BaseError as error:
-                if "416" in _status(str(error)):  # it ends before this part begins
-                    return None
-                raise
+        part: GetOptions | None = {"range": (start, start + len(dst))} if len(dst) != total else None
+        self._requests.count("get")
+        try:
+            found = obstore.get(self._store, key, options=part)
             meta = found.meta
             if meta["size"] != total:
                 return None
             body = found.bytes()
-            if len(body) != len(dst):
-                raise failure(f"GET {key}", 0, "CutOff")
-            dst[:] = body
+        except FileNotFoundError as error:
+            if "<Code>NoSuchBucket<" not in str(error):
+                return None
+            raise self._failed("GET", key, error) from None  # it would be a miss for ever
+        except BaseError as error:
+            if _status(str(error)) == "416":  # the object ends before this part begins
+                return None
+            raise self._failed("GET", key, error) from None
+        if len(body) != len(dst):
+            raise failure(f"GET {key}", 0, "CutOff")
+        dst[:] = body
         self._requests.count_bytes(read=len(dst))
         return meta["e_tag"] or ""
 
     def write(self, key: str, src: memoryview, *, only_new: bool) -> bool:
         """Put the object from ``src`` itself; nothing is copied."""
         lent = memoryview(src)
+        mode: PutMode = "create" if only_new else "overwrite"
+        self._requests.count("put")
         try:
-            with self._asking("put", key):
-                obstore.put(
-                    self._store,
-                    key,
-                    lent,
-                    mode="create" if only_new else "overwrite",
-                    use_multipart=False,
-                    attributes=self._attributes,
-                )
+            obstore.put(self._store, key, lent, mode=mode, use_multipart=False, attributes=self._attributes)
         except AlreadyExistsError:
             return False
+        except (BaseError, FileNotFoundError) as error:
+            raise self._failed("PUT", key, error) from None
         finally:
             _take_back(lent)
         self._requests.count_bytes(written=len(src))
@@ -86,32 +83,22 @@ class ObstoreClient:
 
     def size(self, key: str) -> int | None:
         """Ask for the head alone."""
-        with self._asking("head", key):
-            try:
-                return obstore.head(self._store, key)["size"]
-            except FileNotFoundError:
-                return None
+        self._requests.count("head")
+        try:
+            return obstore.head(self._store, key)["size"]
+        except FileNotFoundError:
+            return None
+        except BaseError as error:
+            raise self._failed("HEAD", key, error) from None
 
     def close(self) -> None:
         """Let go of the store; its connections end with it."""
         self._store = None
 
-    @contextlib.contextmanager
-    def _asking(self, kind: str, key: str) -> Iterator[None]:
-        self._requests.count(kind)
-        try:
-            yield
-        except AlreadyExistsError:
-            raise
-        except (BaseError, FileNotFoundError) as error:
-            raised = _translated(f"{kind.upper()} {key}", str(error))
-            self._requests.count_failed(raised)
-            raise raised from None
-
-
-def _is_of_the_bucket(error: FileNotFoundError) -> bool:
-    """Say whether the bucket is absent, and not the object alone."""
-    return "<Code>NoSuchBucket<" in str(error)
+    def _failed(self, method: str, key: str, error: Exception) -> Exception:
+        raised = _translated(f"{method} {key}", str(error))
+        self._requests.count_failed(raised)
+        return raised
 
 
 def _status(text: str) -> str:

@@ -1,0 +1,441 @@
+"""What the S3 tier moves, beside the clients that it stands on and their peers, against the same servers in one run.
+
+Servers: Ceph's gateway, which is a real one and mostly measures itself, and a trivial one, which costs next to nothing
+and is the ceiling. Lanes take turns, a round after the other, each on new values, with as many threads as the tier:
+
+boto3        as users write it: a default client, put_object and get_object()["Body"].read()
+boto3-tuned  the tier's own fallback client, without the tier
+obstore      the library that moves the tier's values, alone in this process, which is idle; copied out of its buffer
+obstore-asks the same, and before each write the question whether the value is there, which the tier pays for too
+awscrt       AWS's client in C, with its own threads
+tier         the whole contract with `io: process`: jobs to a tier host, with seal, check and the question whether a
+             value is there before each store
+tier-busy    the same beside a thread of pure Python in this process, as an engine's is
+tier-beside  the same beside the same loop in an unrelated process
+tier-boto3   the tier with `client: boto3`
+
+CPU seconds are the client's, without the server's. Medians.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import boto3
+import numpy as np
+import obstore
+from botocore.config import Config
+
+from kvtiers.api import OffloadKey
+from kvtiers.api.units import format_size
+from kvtiers_s3.boto3_client import Boto3Client
+from kvtiers_s3.connection import Connection
+from kvtiers_s3.plugin import S3Config
+from kvtiers_s3.requests import Requests
+
+TESTS = Path(__file__).resolve().parents[1] / "plugins" / "s3_tier" / "tests"
+SIZES = [64 << 10, 512 << 10, 2 << 20, 8 << 20]
+JOB_BYTES = 64 << 20
+THREADS = 8
+FIRST_BYTE, LINK = 0.03, 125e6
+FAR_VALUES, FAR_BYTES = 64, 2 << 20
+PREFIX_CHUNKS = 200
+GOAL_OF_OBSTORE = GOAL_BESIDE_BUSY = 0.9
+GOAL_FIRST_BYTES = 4.0
+GOAL_LOOKUPS = 9
+MODES = ("write", "read")
+
+
+def load(name: str) -> Any:
+    """Import a module of the plugin's tests."""
+    spec = importlib.util.spec_from_file_location(f"s3_{name}", TESTS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[f"s3_{name}"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+servers, proxies, services = load("servers"), load("proxy"), load("service")
+
+Keyed = Callable[[Sequence[OffloadKey]], None]
+Lane = tuple[Keyed, Keyed]
+"""How a lane writes values under these keys, and reads them back."""
+
+
+def config(endpoint: str, bucket: str, **options: Any) -> S3Config:
+    keys = {"access_key": servers.ACCESS_KEY, "secret_key": servers.SECRET_KEY, "region": "us-east-1"}
+    where = {"endpoint": endpoint, "bucket": bucket, "prefix": "bench"}
+    return S3Config(**{"type": "s3", "threads": THREADS, "store_queue": 1 << 20, **where, **keys, **options})
+
+
+class Rows:
+    """Memory for the values of one job, random, and a pool of threads that each move some of them."""
+
+    def __init__(self, nbytes: int, stack: ExitStack) -> None:
+        memory = bytearray(os.urandom(1 << 20) * (JOB_BYTES >> 20))
+        self.views = [memoryview(memory)[at : at + nbytes] for at in range(0, JOB_BYTES, nbytes)]
+        self._pool = stack.enter_context(ThreadPoolExecutor(THREADS))
+
+    def each(self, move: Callable[[str, memoryview], object]) -> Keyed:
+        """Return how a lane moves values one by one, some at the same time."""
+
+        def run(keys: Sequence[OffloadKey]) -> None:
+            views = (self.views[i % len(self.views)] for i in range(len(keys)))
+            for _ in self._pool.map(move, [f"bench/{name}" for name in services.NAMES.names(keys)], views):
+                pass
+
+        return run
+
+
+def boto3_lane(options: S3Config, rows: Rows) -> Lane:
+    """Do what its documentation shows."""
+    client = boto3.client(
+        "s3",
+        endpoint_url=options.endpoint,
+        region_name="us-east-1",
+        aws_access_key_id=servers.ACCESS_KEY,
+        aws_secret_access_key=servers.SECRET_KEY,
+        # Without these two it does not work with every server: the rest is as it comes.
+        config=Config(request_checksum_calculation="when_required", s3={"addressing_style": "path"}),
+    )
+
+    def read(key: str, view: memoryview) -> None:
+        view[:] = client.get_object(Bucket=options.bucket, Key=key)["Body"].read()
+
+    def write(key: str, view: memoryview) -> None:
+        client.put_object(Bucket=options.bucket, Key=key, Body=bytes(view))
+
+    return rows.each(write), rows.each(read)
+
+
+def boto3_tuned_lane(options: S3Config, rows: Rows) -> Lane:
+    client = Boto3Client(Connection(options, Requests(0, 0)))
+    return (
+        rows.each(lambda key, view: client.write(key, view, only_new=False)),
+        rows.each(lambda key, view: client.read(key, view, 0, len(view))),
+    )
+
+
+def obstore_lane(options: S3Config, rows: Rows, *, asks: bool = False) -> Lane:
+    store = Connection(options, Requests(0, 0)).obstore()
+
+    def read(key: str, view: memoryview) -> None:
+        view[:] = obstore.get(store, key).bytes()
+
+    def write(key: str, view: memoryview) -> None:
+        if asks:
+            with contextlib.suppress(FileNotFoundError):
+                obstore.head(store, key)
+        obstore.put(store, key, view, use_multipart=False)
+
+    return rows.each(write), rows.each(read)
+
+
+def awscrt_lane(options: S3Config, rows: Rows) -> Lane:
+    """Keep as many requests under way as there are threads; its own threads do the work."""
+    from awscrt.auth import AwsCredentialsProvider
+    from awscrt.http import HttpHeaders, HttpRequest
+    from awscrt.io import ClientBootstrap, DefaultHostResolver, EventLoopGroup
+    from awscrt.s3 import S3Client, S3RequestTlsMode, S3RequestType, create_default_s3_signing_config
+
+    loops = EventLoopGroup()
+    provider = AwsCredentialsProvider.new_static(servers.ACCESS_KEY, servers.SECRET_KEY)
+    client = S3Client(
+        bootstrap=ClientBootstrap(loops, DefaultHostResolver(loops)),
+        region="us-east-1",
+        tls_mode=S3RequestTlsMode.DISABLED,
+        signing_config=create_default_s3_signing_config(region="us-east-1", credential_provider=provider),
+        part_size=16 << 20,
+    )
+    host = options.endpoint.removeprefix("http://")
+
+    def ask(method: str, key: str, more: Sequence[tuple[str, str]], body: Any, **what: Any) -> None:
+        headers = HttpHeaders([("host", host), *more])
+        request = HttpRequest(method, f"/{options.bucket}/{key}", headers, body)
+        client.make_request(request=request, **what).finished_future.result(60)
+
+    def write(key: str, view: memoryview) -> None:
+        length = [("content-length", str(len(view))), ("content-type", "application/octet-stream")]
+        ask("PUT", key, length, io.BytesIO(view), type=S3RequestType.PUT_OBJECT)
+
+    def read(key: str, view: memoryview) -> None:
+        def arrived(chunk: bytes, offset: int, **_: Any) -> None:
+            view[offset : offset + len(chunk)] = chunk
+
+        ask("GET", key, [], None, type=S3RequestType.GET_OBJECT, on_body=arrived)
+
+    return rows.each(write), rows.each(read)
+
+
+def tier_lane(tier: Any) -> Lane:
+    """Send jobs of 64 MiB to a tier host, all at once, as the manager does."""
+    per_job = max(1, JOB_BYTES // tier.rows.shape[1])
+
+    def run(keys: Sequence[OffloadKey], *, is_load: bool) -> None:
+        jobs = [(keys[start : start + per_job], start) for start in range(0, len(keys), per_job)]
+        results = tier.run_all(jobs, load=is_load)
+        assert all(result.success for result in results), results
+
+    return (lambda keys: run(keys, is_load=False)), (lambda keys: run(keys, is_load=True))
+
+
+@contextlib.contextmanager
+def busy_thread() -> Iterator[None]:
+    """Run pure Python in a thread of this process, as an engine's scheduler does."""
+    stop = threading.Event()
+
+    def spin() -> None:
+        number = 0
+        while not stop.is_set():
+            number = (number * 31 + 7) % 1_000_003
+
+    thread = threading.Thread(target=spin)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def busy_process() -> Iterator[None]:
+    """Run the same loop in a process that has nothing to do with ours."""
+    code = "n = 0\nprint(flush=True)\nwhile True:\n    n = (n * 31 + 7) % 1_000_003"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        process.stdout.readline()
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+def client_cpu() -> float:
+    """Return the CPU seconds of this process and of its tier hosts."""
+    ticks = 0.0
+    for task in Path("/proc/self/task").iterdir():
+        for child in (task / "children").read_text().split():
+            with contextlib.suppress(OSError):
+                if b"kvtiers" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+                    ticks += int(fields[11]) + int(fields[12])
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def lanes_of(options: S3Config, nbytes: int, count: int, stack: ExitStack) -> dict[str, tuple[Lane, Callable[[], Any]]]:
+    """Return the lanes, each with what runs beside it."""
+    rows = Rows(nbytes, stack)
+
+    def tier(client: str) -> Lane:
+        service = stack.enter_context(services.service(options.model_copy(update={"client": client}), nbytes, count))
+        service.rows[:] = np.frombuffer(os.urandom(nbytes), np.uint8)
+        return tier_lane(service)
+
+    by_obstore = tier("obstore")
+    alone = contextlib.nullcontext
+    return {
+        "boto3": (boto3_lane(options, rows), alone),
+        "boto3-tuned": (boto3_tuned_lane(options, rows), alone),
+        "obstore": (obstore_lane(options, rows), alone),
+        "obstore-asks": (obstore_lane(options, rows, asks=True), alone),
+        "awscrt": (awscrt_lane(options, rows), alone),
+        "tier": (by_obstore, alone),
+        "tier-busy": (by_obstore, busy_thread),
+        "tier-beside": (by_obstore, busy_process),
+        "tier-boto3": (tier("boto3"), alone),
+    }
+
+
+def measure(
+    options: S3Config, nbytes: int, total: int, rounds: int, forget: Callable[[S3Config, Sequence[OffloadKey]], None]
+) -> dict[str, Any]:
+    """Return the rates of all lanes with values of this size; ``forget`` deletes what was written."""
+    count = max(THREADS, min(total // nbytes, 2048))
+    samples: dict[str, list[dict[str, float]]] = {}
+    with ExitStack() as stack:
+        lanes = lanes_of(options, nbytes, count, stack)
+        names = list(lanes)
+        for turn in range(rounds + 1):
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                (write, read), beside = lanes[name]
+                keys = services.new_keys(count)
+                with beside():
+                    sample = {mode: timed(work, keys) for mode, work in zip(MODES, (write, read), strict=True)}
+                forget(options, keys)
+                if turn:  # the first one warms up
+                    samples.setdefault(name, []).append(sample)  # type: ignore[arg-type]
+    return {"value_bytes": nbytes, "lanes": {name: rates(found, count, nbytes) for name, found in samples.items()}}
+
+
+def delete_all(options: S3Config, keys: Sequence[OffloadKey]) -> None:
+    """Delete these values, under whichever prefix a lane has put them."""
+    client = servers.client_of(options.endpoint)
+    for start in range(0, len(keys), 1000):
+        names = [{"Key": f"{options.prefix}/{name}"} for name in services.NAMES.names(keys[start : start + 1000])]
+        client.delete_objects(Bucket=options.bucket, Delete={"Objects": names, "Quiet": True})
+    client.close()
+
+
+def timed(work: Keyed, keys: Sequence[OffloadKey]) -> tuple[float, float]:
+    """Return seconds and CPU seconds."""
+    cpu, begin = client_cpu(), time.perf_counter()
+    work(keys)
+    return time.perf_counter() - begin, client_cpu() - cpu
+
+
+def rates(samples: Sequence[dict[str, Any]], count: int, nbytes: int) -> dict[str, Any]:
+    gigabytes = count * nbytes / 1e9
+    found: dict[str, Any] = {}
+    for mode in MODES:
+        seconds = statistics.median(sample[mode][0] for sample in samples)
+        cpu = statistics.median(sample[mode][1] for sample in samples)
+        found[mode] = {
+            "gb_per_s": gigabytes / seconds,
+            "values_per_s": count / seconds,
+            "cpu_s_per_gb": cpu / gigabytes,
+            "seconds": [sample[mode][0] for sample in samples],
+        }
+    return found
+
+
+def far_away(endpoint: str, bucket: str, rounds: int) -> dict[str, Any]:
+    """Measure the tier as it is configured by default, behind 30 ms to the first byte and a link of 1 Gbit/s."""
+    port = int(endpoint.rpartition(":")[2])
+    with ExitStack() as stack:
+        proxy = stack.enter_context(far_proxy(port))
+        options = config(proxy, bucket).model_copy(update={"threads": S3Config.model_fields["threads"].default})
+        tier = stack.enter_context(services.service(options, FAR_BYTES, FAR_VALUES))
+        tier.rows[:] = np.frombuffer(os.urandom(FAR_BYTES), np.uint8)
+        keys = services.new_keys(PREFIX_CHUNKS)
+        write, read = tier_lane(tier)
+        write(keys[:FAR_VALUES])
+        seconds = []
+        for _ in range(rounds + 1):
+            begin = time.perf_counter()
+            read(keys[:FAR_VALUES])
+            seconds.append(time.perf_counter() - begin)
+        transfer = FAR_VALUES * FAR_BYTES / LINK
+        tier.tier.set_names(services.NAMES)  # what it knows of them is forgotten
+        before = tier.figures_after(2.5)["head_requests"]
+        hits = tier.hits(keys)
+        assert hits == FAR_VALUES, hits
+        lookups = tier.figures_after(2.5)["head_requests"] - before
+    taken = statistics.median(seconds[1:])
+    return {
+        "seconds": taken,
+        "transfer_seconds": transfer,
+        "first_byte_times": (taken - transfer) / FIRST_BYTE,
+        "lookup_requests": lookups,
+    }
+
+
+@contextlib.contextmanager
+def far_proxy(port: int) -> Iterator[str]:
+    """Run the tests' proxy in a process of its own."""
+    with subprocess.Popen(
+        [sys.executable, str(TESTS / "proxy.py"), str(port), str(FIRST_BYTE), str(LINK)],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.kill()
+
+
+def goals_of(found: dict[str, Any]) -> list[dict[str, Any]]:
+    goals = []
+    for server, sizes in found["servers"].items():
+        for mode in MODES:
+            shares = [paired(size["lanes"], mode, "tier", "obstore") for size in sizes]
+            name = f"{server}, {mode}: the tier as a share of obstore alone, at every size"
+            goals.append(at_least(name, min(shares), GOAL_OF_OBSTORE))
+            shares = [paired(size["lanes"], mode, "tier-busy", "tier-beside") for size in sizes]
+            name = f"{server}, {mode}: beside a busy engine thread as a share of beside the same loop elsewhere"
+            goals.append(at_least(name, min(shares), GOAL_BESIDE_BUSY))
+    far = found["far"]
+    for name, value, goal in (
+        (f"{FAR_VALUES} values of 2 MiB from 30 ms away, first-byte times", far["first_byte_times"], GOAL_FIRST_BYTES),
+        (f"requests that locate the end of a {PREFIX_CHUNKS}-chunk prefix", far["lookup_requests"], GOAL_LOOKUPS),
+    ):
+        goals.append({"name": name, "value": value, "goal": goal, "met": value <= goal})
+    return goals
+
+
+def paired(lanes: dict[str, Any], mode: str, one: str, other: str) -> float:
+    """Return how fast one lane is as a share of the other, round by round, in the middle."""
+    pairs = zip(lanes[one][mode]["seconds"], lanes[other][mode]["seconds"], strict=True)
+    return statistics.median(theirs / ours for ours, theirs in pairs)
+
+
+def at_least(name: str, value: float, goal: float) -> dict[str, Any]:
+    return {"name": name, "value": value, "goal": goal, "met": value >= goal}
+
+
+def report(found: dict[str, Any]) -> None:
+    for server, sizes in found["servers"].items():
+        print(f"{server}; GB/s, values/s, client's CPU s per GB")
+        for size in sizes:
+            for name, lane in size["lanes"].items():
+                cells = [
+                    f"{mode} {lane[mode]['gb_per_s']:6.3f} {lane[mode]['values_per_s']:7.0f}"
+                    f" {lane[mode]['cpu_s_per_gb']:6.2f}"
+                    for mode in MODES
+                ]
+                print(f"  {format_size(size['value_bytes']):7} {name:12} {'   '.join(cells)}")
+    for peer in found["left_out"]:
+        print(peer)
+    for goal in found["goals"]:
+        print(f"{goal['name']}: {goal['value']:.2f}; goal {goal['goal']:g}: {'met' if goal['met'] else 'MISSED'}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer bytes, sizes and rounds")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args()
+    if not sys.platform.startswith("linux"):
+        sys.exit("error: tier hosts need Linux")
+    total, rounds, sizes = (32 << 20, 3, SIZES[::2] + SIZES[-1:]) if options.quick else (128 << 20, 5, SIZES)
+    left_out = []
+    if importlib.util.find_spec("lmcache") is None:
+        left_out.append("LMCache's S3 connector: left out, lmcache is not installed here")
+    found: dict[str, Any] = {"servers": {}, "left_out": left_out}
+    with ExitStack() as stack:
+        endpoints = {"trivial": stack.enter_context(servers.trivial_server())}
+        if shutil.which("radosgw"):
+            endpoints["radosgw"] = stack.enter_context(servers.Radosgw(memory_bytes=8 << 30)).endpoint
+        else:
+            left_out.append("Ceph's gateway: left out, radosgw is not installed here")
+        for name, endpoint in endpoints.items():
+            trivial = name == "trivial"
+            where = config(endpoint, "bench-bucket" if trivial else servers.new_bucket(endpoint))
+            forget = (lambda *_: None) if trivial else delete_all  # the trivial one forgets by itself
+            found["servers"][name] = [measure(where, nbytes, total, rounds, forget) for nbytes in sizes]
+        found["far"] = far_away(endpoints["trivial"], "bench-bucket", rounds)
+    found["goals"] = goals_of(found)
+    if options.json:
+        print(json.dumps(found))
+    else:
+        report(found)
+
+
+if __name__ == "__main__":
+    main()
