@@ -69,7 +69,7 @@ def _processes() -> Iterator[tuple[int, Process]]:
 def _stat(pid: int) -> tuple[str, int, int] | None:
     """Return state, parent and start time."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
     return fields[0], int(fields[1]), int(fields[19])
@@ -77,7 +77,7 @@ def _stat(pid: int) -> tuple[str, int, int] | None:
 
 def _maps_and_files(pid: int) -> Iterator[str]:
     with contextlib.suppress(OSError):  # it has ended, or is not ours to look into
-        yield from Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()
+        yield from Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     with contextlib.suppress(OSError):
         for link in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
