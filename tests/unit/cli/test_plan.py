@@ -8,7 +8,6 @@ import re
 import select
 import signal
 import subprocess
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -53,8 +52,9 @@ def test_the_table_has_a_line_for_each_combination(run, trace):
     assert "full blocks of 512 tokens" in heading
     infinite = heading.split()[-2]
     assert cells(table[0])[:5] == ["policy", "primary", "secondary", "hits", "from primary"]
-    rows = [cells(line) for line in table[1:]]
+    rows = [cells(line) for line in table[1 : table.index("")]]
     assert len(rows) == 8
+    assert sum("|" in line for line in table[table.index("") :]) == 1 + 8  # and as bars, under their heading
     assert [row[0] for row in rows] == ["lru"] * 4 + ["arc"] * 4
     for row in rows:
         enough = row[1].startswith("100 %") or row[2] == "unlimited"
@@ -125,8 +125,7 @@ def test_the_result_is_drawn_where_asked(run, trace, tmp_path, name):
     result = run("plan", "--trace", trace, "--primary", "5%,20%,80%", "--secondary", "0,50%", "--plot", name)
     assert result.exit_code == 0
     text = (tmp_path / name).read_text(encoding="utf-8")
-    svg = text[text.index("<svg") : text.index("</svg>") + 6]
-    assert len(list(ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}polyline"))) == 2 + 3 + 1
+    assert text.count("<polyline ") == 2 + 3 + 1
 
 
 def test_only_the_wanted_requests_are_read(run, trace):

@@ -99,7 +99,7 @@ def test_a_wrong_unit_is_refused_anywhere(tiers_yaml, shelf, document, keys, uni
 
 
 def test_a_missing_key_is_named_or_has_a_default(tiers_yaml, shelf, document, keys):
-    required = {("version",), ("primary",), ("primary", "capacity"), ("model", "name"),
+    required = {("version",), ("primary",), ("primary", "capacity"), ("model", "name"), ("record", "path"),
                 *[("secondary", n, key) for n in (0, 1) for key in ("type", "path")]}  # fmt: skip
     for path in keys:
         lines = lines_of(changed(document, path, lambda p, k: p.pop(k)), tiers_yaml)

@@ -4,7 +4,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from kvtiers.replay.plan import Plan, PlanCase, PlanSizes, PlanTier, PlanTrace, as_html, as_svg, simulate
+from kvtiers.replay.plan import Plan, PlanCase, PlanSizes, PlanTier, PlanTrace, as_bars, as_html, as_svg, simulate
 from kvtiers.replay.workload import ReplayRequest, Workload
 
 from .made_up import WIDE
@@ -67,12 +67,37 @@ def test_a_page_has_the_chart_and_the_tables_loads_nothing_and_escapes_names(tra
     plan = finished(trace, [PlanCase(70), PlanCase(400, tiers=(PlanTier("<disk>", 300),))], wish=0.2)
     plan.smallest = plan.points[1:]
     page = as_html(plan)
-    assert as_svg(plan) in page
+    assert page.count("<figure") == page.count("<svg") == 3
     assert page.count("<table>") == 2
     assert "&lt;a &amp; b&gt;" in page
     assert "<disk>" not in page
-    assert page.count("http") == page.count("http://www.w3.org/2000/svg") == 1
+    assert page.count("http:") == page.count("http://www.w3.org/2000/svg") == 3
     assert not {"<script", "<link", "<img", "src=", "@import", "url("} & {part for part in PARTS if part in page}
+
+
+def test_in_a_terminal_each_case_has_a_bar_as_long_as_its_hit_rate(trace):
+    cases = [PlanCase(rows, tiers=held, budgets=WIDE) for held in ((), (PlanTier("disk"),)) for rows in (70, 400, 3000)]
+    plan = finished(trace, cases)
+    heading, *lines = as_bars(plan)
+    assert heading.startswith("Hit rate by primary: █ from primary, ▒ from disk; | infinite cache, ")
+    bars = [line for line in lines if "|" in line]
+    assert len(bars) == 6
+    drawn = [(line.count("█"), line.count("▒")) for line in bars]
+    ordered = sorted(plan.points, key=lambda point: len(point.case.tiers))
+    for point, (first, second) in zip(ordered, drawn, strict=True):
+        assert abs(first + second - 48 * point.rate / plan.infinite_rate) <= 1
+        assert abs(first - 48 * point.hits["primary"] / point.references / plan.infinite_rate) <= 1
+    assert drawn[2] == (48, 0)  # it holds everything, so it hits what an infinite cache hits
+    assert len({line.index("|") for line in bars}) == 1
+    assert "\n".join(as_bars(plan, "ascii")).isascii()
+
+
+def test_no_point_and_far_too_many_are_not_drawn_in_a_terminal(trace):
+    plan = finished(trace, [PlanCase(70)])
+    plan.points *= 101
+    assert as_bars(plan) == []
+    plan.points.clear()
+    assert as_bars(plan) == []
 
 
 PARTS = ["<script", "<link", "<img", "src=", "@import", "url("]

@@ -4,15 +4,15 @@ import bisect
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from kvtiers.api import ConfigError
 from kvtiers.api.units import parse_size
 from kvtiers.cli.live import stop_on_interrupt, telling
-from kvtiers.cli.output import print_heading, print_table, with_unit
+from kvtiers.cli.output import file_to_write, print_heading, print_table, with_unit, write_file
 from kvtiers.cli.size import model_options
 from kvtiers.config import load_config
 from kvtiers.replay.plan import (
@@ -23,6 +23,7 @@ from kvtiers.replay.plan import (
     PlanTrace,
     Task,
     Wanted,
+    as_bars,
     as_html,
     as_svg,
     plan_cases,
@@ -68,18 +69,6 @@ def _wish(_ctx: click.Context, param: click.Parameter, value: str | None) -> flo
         if 0 < (percent := float(value.strip().removesuffix("%"))) <= 100 and "%" in value:
             return percent / 100
     raise click.BadParameter(f"expected a hit rate such as '35%', got {value!r}", param=param)
-
-
-def _chart_file(_ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
-    if value is None:
-        return None
-    path = Path(value)
-    # Found out before minutes of work, not behind them.
-    if path.suffix not in _CHARTS:
-        raise click.BadParameter(f"expected a name that ends in {' or '.join(_CHARTS)}, got {value!r}", param=param)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise click.BadParameter(f"{value!r} cannot be written: there is no such folder, or it is one", param=param)
-    return path
 
 
 @click.command(
@@ -130,7 +119,9 @@ by Ctrl-C (what was found so far is printed)."""
     "--processes", metavar="N", type=click.IntRange(1, 256), default=min(2, os.cpu_count() or 1), show_default=True,
     help="Simulations at the same time.",
 )  # fmt: skip
-@click.option("--plot", metavar="FILE", callback=_chart_file, help="Draw the result as .svg, or as .html with tables.")
+@click.option(
+    "--plot", metavar="FILE", callback=file_to_write(*_CHARTS), help="Draw it as .svg, or as .html with tables."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def plan(
@@ -164,7 +155,7 @@ def plan(
     found = Plan(workload.name, chunks, sizes, wish)
     _fill(found, plan_cases(Wanted(primary, secondary, policy), sizes, config), processes)
     if plot and found.points:
-        _write(plot, found)
+        write_file(plot, _CHARTS[plot.suffix](found))
     if as_json:
         click.echo(json.dumps(found.as_data(), indent=2))
     else:
@@ -212,14 +203,10 @@ def _print(plan: Plan) -> None:
     print_heading(plan.heading())
     if plan.points:
         print_table(plan.columns(), plan.rows(plan.points))
+        click.echo()
+        for line in as_bars(plan, sys.stdout.encoding or "ascii"):
+            click.echo(line)
     if verdict := plan.verdict():
         click.echo(verdict)
     if plan.smallest:
         print_table(plan.columns(), plan.rows(plan.smallest))
-
-
-def _write(path: Path, plan: Plan) -> None:
-    try:
-        path.write_text(_CHARTS[path.suffix](plan), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--plot {path}: cannot be written: {error.strerror}") from None

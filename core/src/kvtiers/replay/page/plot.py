@@ -47,7 +47,7 @@ class Plot:
         self._x = x
         self._y = y
         self._width = width
-        self._height = height
+        self._frame_height = height
         self._marks: list[str] = []
         self._key: dict[str, str] = {}
 
@@ -98,13 +98,17 @@ class Plot:
     def svg(self) -> str:
         """Return the drawing."""
         frame = [self._gridlines(), self._ticks(), _text(_LEFT - 50, 14, self._y.title, "start", "axis")]
-        frame.append(_text(self._width - _RIGHT, self._height - 6, self._x.title, "end", "axis"))
-        height = self._height + self._key_height
+        frame.append(_text(self._width - _RIGHT, self._frame_height - 6, self._x.title, "end", "axis"))
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" class="plot" role="img" aria-label="{escape(self._label)}" '
-            f'viewBox="0 0 {self._width} {height}" width="{self._width}" height="{height}">'
+            f'viewBox="0 0 {self._width} {self.height}" width="{self._width}" height="{self.height}">'
             f"{''.join(frame)}{''.join(self._marks)}{self._legend()}</svg>"
         )
+
+    @property
+    def height(self) -> int:
+        """Its height in pixels, with the legend."""
+        return self._frame_height + (_ROW * (self._places()[-1][1] + 1) + 6 if self._key else 0)
 
     # -- inside
 
@@ -114,7 +118,7 @@ class Plot:
 
     @property
     def _bottom(self) -> int:
-        return self._height - _BOTTOM
+        return self._frame_height - _BOTTOM
 
     def _at_x(self, value: float) -> float:
         return _LEFT + (self._width - _LEFT - _RIGHT) * self._x.at(value)
@@ -155,14 +159,10 @@ class Plot:
             x += needed
         return found
 
-    @property
-    def _key_height(self) -> int:
-        return _ROW * (self._places()[-1][1] + 1) + 6 if self._key else 0
-
     def _legend(self) -> str:
         places = zip(self._key.items(), self._places(), strict=True)
         return "".join(
-            f'<g transform="translate({x:.1f} {self._height + 14 + _ROW * row})">{sample}{_text(32, 0, name)}</g>'
+            f'<g transform="translate({x:.1f} {self._frame_height + 14 + _ROW * row})">{sample}{_text(32, 0, name)}</g>'
             for (name, sample), (x, row) in places
         )
 

@@ -1,5 +1,6 @@
 """Plans: what other sizes and policies would hit on a trace, found without moving a byte."""
 
+from kvtiers.replay.plan.bars import as_bars
 from kvtiers.replay.plan.chart import as_html, as_svg
 from kvtiers.replay.plan.report import Plan
 from kvtiers.replay.plan.simulate import PlanCase, PlanPoint, PlanTier, PlanTrace, simulate
@@ -16,6 +17,7 @@ __all__ = [
     "Search",
     "Task",
     "Wanted",
+    "as_bars",
     "as_html",
     "as_svg",
     "plan_cases",
