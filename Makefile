@@ -16,6 +16,7 @@ TEST_COMMANDS += ceph-mon:ceph-mon ceph-osd:ceph-osd radosgw:radosgw setpriv:uti
 
 # The demo's tiers: Redis takes part where there is a server for it.
 DEMO := core plugins/example_tier plugins/fs_tier $(if $(shell command -v redis-server),plugins/redis_tier)
+DEMO_ARGS ?= --report demo-report.html
 
 # $(call step,NAME,COMMAND): run it, and say how long it took.
 step = @echo "== $(1)"; TIMEFORMAT="== $(1): %1R s"; time $(2)
@@ -59,7 +60,7 @@ system:
 	@tools/system.sh commands $(TEST_COMMANDS)
 
 clean:  ## Remove the environment and everything built
-	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-report.html
 	rm -rf $(addsuffix /dist,$(DISTRIBUTIONS)) $(addsuffix /build,$(DISTRIBUTIONS))
 	find core plugins tests benchmarks examples tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
