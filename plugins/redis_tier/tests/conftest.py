@@ -1,16 +1,29 @@
 """Servers and values for the tests of the ``redis`` tier."""
 
+import importlib.util
 import mmap
+import sys
 import uuid
+from pathlib import Path
 
 import pytest
 
 from kvtiers_redis.plugin import RedisConfig
 from kvtiers_redis.store import RedisStore
 
-from .servers import Cluster, Sentinels, Server, Tls, valkey
-
 PAGE = 4096
+
+
+def _load(name):
+    """Import a module of this folder as ``redis_NAME``, so that tests can import it by that name."""
+    spec = importlib.util.spec_from_file_location(f"redis_{name}", Path(__file__).with_name(f"{name}.py"))
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+servers = _load("servers")
+_load("scripted")
 
 
 class Tier:
@@ -20,7 +33,8 @@ class Tier:
         self._stores: list[RedisStore] = []
 
     def open(self, url: str, *, read_only: bool = False, **options) -> RedisStore:
-        self._stores.append(RedisStore(RedisConfig(type="redis", url=url, **options), read_only=read_only))
+        config = RedisConfig(type="redis", url=url, **{"connect_timeout": "20s", **options})
+        self._stores.append(RedisStore(config, read_only=read_only))
         return self._stores[-1]
 
     def close(self) -> None:
@@ -38,28 +52,28 @@ def tier():
 @pytest.fixture(scope="session")
 def single(tmp_path_factory):
     """A server that all tests share which leave it as it was."""
-    server = Server(tmp_path_factory.mktemp("single")).start()
+    server = servers.Server(tmp_path_factory.mktemp("single")).start()
     yield server
     server.stop()
 
 
 @pytest.fixture(scope="session")
 def valkey_server(tmp_path_factory):
-    server = Server(tmp_path_factory.mktemp("valkey"), binary=valkey()).start()
+    server = servers.Server(tmp_path_factory.mktemp("valkey"), binary=servers.valkey()).start()
     yield server
     server.stop()
 
 
 @pytest.fixture(scope="session")
 def shared_cluster(tmp_path_factory):
-    cluster = Cluster(tmp_path_factory.mktemp("cluster")).start()
+    cluster = servers.Cluster(tmp_path_factory.mktemp("cluster")).start()
     yield cluster
     cluster.stop()
 
 
 @pytest.fixture(scope="session")
 def shared_sentinels(tmp_path_factory):
-    sentinels = Sentinels(tmp_path_factory.mktemp("sentinels")).start()
+    sentinels = servers.Sentinels(tmp_path_factory.mktemp("sentinels")).start()
     yield sentinels
     sentinels.stop()
 
@@ -67,7 +81,7 @@ def shared_sentinels(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tls_server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tls")
-    server = Server(folder / "server", tls=Tls(folder / "ca", ask_clients=True)).start()
+    server = servers.Server(folder / "server", tls=servers.Tls(folder / "ca", ask_clients=True)).start()
     yield server
     server.stop()
 
@@ -77,7 +91,7 @@ def start(tmp_path):
     """Return a function that starts a server, Cluster or Sentinels of the test's own, stopped at its end."""
     started = []
 
-    def start_one(kind=Server, *options, **more):
+    def start_one(kind=servers.Server, *options, **more):
         started.append(kind(tmp_path / f"server{len(started)}", *options, **more))
         return started[-1].start()
 

@@ -4,8 +4,7 @@ import threading
 import time
 
 import pytest
-
-from .servers import Cluster, wait_until
+from redis_servers import Cluster, wait_until
 
 PAGES = 4
 BYTES = PAGES * 4096

@@ -10,7 +10,8 @@ from kvtiers_redis.store import RedisStore
 
 
 def opener(url: str, **options):
-    return partial(RedisStore, RedisConfig(type="redis", url=url, **options))
+    # The kit connects 64 threads at once, on machines that have other things to do.
+    return partial(RedisStore, RedisConfig(type="redis", url=url, connect_timeout="30s", **options))
 
 
 class TestRedisStoreOverTcp(ChunkStoreTests):

@@ -1,8 +1,7 @@
 """What ``kvtiers check`` is told about a server, each with what to do about it."""
 
 import pytest
-
-from .servers import Cluster
+from redis_servers import Cluster
 
 MIB = 1 << 20
 

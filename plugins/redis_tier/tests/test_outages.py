@@ -4,11 +4,10 @@ import threading
 import time
 
 import pytest
+from redis_scripted import Scripted
 
 from kvtiers.api import TierUnavailable
 from kvtiers_redis.store import RedisStore
-
-from .scripted import Scripted
 
 TRANSIENT = RedisStore.transient_errors
 PAGES = 4

@@ -4,10 +4,9 @@ import logging
 import tracemalloc
 
 import pytest
+from redis_servers import Server, Tls
 
 from kvtiers_redis.store import RedisStore
-
-from .servers import Server, Tls
 
 CANARY = "canary-6b1f"
 

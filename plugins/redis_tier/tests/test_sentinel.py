@@ -3,8 +3,7 @@
 import threading
 
 import pytest
-
-from .servers import Sentinels, wait_until
+from redis_servers import Sentinels, wait_until
 
 BYTES = 16384
 

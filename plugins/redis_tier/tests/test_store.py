@@ -1,5 +1,6 @@
 """What the tier asks of a server, seen from the server."""
 
+import time
 import tracemalloc
 
 import pytest
@@ -160,6 +161,18 @@ def test_nothing_of_a_values_size_is_made_on_the_way(tier, single, names):
     finally:
         tracemalloc.stop()
         store.delete([name])
+
+
+def test_a_listing_looks_at_no_more_keys_a_second_than_it_may(tier, start, names):
+    server = start()
+    many = names(2500)
+    with server.client() as client:
+        client.mset(dict.fromkeys(many, b"x"))
+    store = tier.open(server.url, scan_rate=5000)
+    begin = time.monotonic()
+    assert sorted(entry.name for entry in store.list("ns/")) == sorted(many)
+    assert time.monotonic() - begin > 0.4
+    assert server.info("commandstats")["cmdstat_scan"]["calls"] >= 3
 
 
 @pytest.mark.parametrize("policy", ["noeviction", "volatile-lru", "volatile-ttl"])
