@@ -120,6 +120,8 @@ class EngineMetrics:
     dropped_dirty: int = 0
     """Chunks that left the primary before a tier that takes them on eviction had them."""
     dropped_events: int = 0
+    dropped_records: int = 0
+    """Requests that are missing in the recording, since its writer was behind."""
     misuse: int = 0
     """Calls that did not fit and were ignored: a plan completed twice, a request that is over."""
     generation: int = 0

@@ -5,6 +5,7 @@ import logging
 import os
 import stat
 import threading
+import time
 
 import pytest
 
@@ -110,8 +111,10 @@ def test_when_writing_is_slow_requests_are_dropped_and_counted_and_nobody_waits(
     write = os.write
     monkeypatch.setattr(os, "write", lambda file, data: goes_on.wait(30) and write(file, data))
     recorder = Recorder(path, 1 << 20, 16)
+    begin = time.perf_counter()
     for _ in range(100):
         recorder.request(0.0, 160, 160, [BLOCKS[:10]])
+    assert time.perf_counter() - begin < 5
     assert recorder.dropped >= 95
     goes_on.set()
     recorder.close(10)

@@ -126,6 +126,7 @@ class TieringManager:
         """
         if self._recorder is not None:
             self._recorder.request(arrival, prompt_tokens, tokens, block_hashes)
+            self._metrics.dropped_records = self._recorder.dropped
 
     # -- lookups
 
