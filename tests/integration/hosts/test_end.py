@@ -99,6 +99,17 @@ def test_a_shutdown_right_after_the_start_is_quick(start, faulty):
     assert closed(engine, 5.0) < 5
 
 
+def test_a_shutdown_waits_for_no_store_that_is_still_opening(start, faulty, gates_of, machine, caplog):
+    names = ["first", "second"]
+    tiers = [faulty(name) for name in names]
+    for name in names:
+        gates_of(name).set("open", "hang")
+    engine = start(*tiers)
+    machine.wait_until(lambda: all(gates_of(name).reached("open") for name in names), "both hanging")
+    assert closed(engine, 20.0) < 20.0 / 2
+    assert [record.getMessage() for record in caplog.records if record.levelname != "INFO"] == []
+
+
 def test_the_last_words_of_a_store_reach_the_log(start, faulty, gates, machine, log):
     engine = start(faulty())
     engine.until_available()

@@ -364,16 +364,24 @@ def test_a_host_that_cannot_be_waited_for_is_not_kept(ends, kit, monkeypatch, lo
     monkeypatch.undo()
 
 
-def test_an_end_is_told_once_also_to_a_host_that_the_engine_has_not_met_yet(ends, kit):
-    ends.processes[0].kill()
-    kit.wait_until(lambda: ends.process.lives, "the next life")
+def test_an_end_is_told_once(ends):
+    ends.hosts[0].say(Opened())
+    ends.poll(until=Opened)
     ends.link.end(1.5)
     ends.link.end(9.0)
-    ends.poll(until=Opened)
-    kit.wait_until(lambda: ends.tiers[0].poll() is None or ends.link.connected, "its connection")
-    ends.link.flush()
-    heard = ends.hosts[1].heard()
+    heard = ends.hosts[0].heard()
     assert [wire.decode_close(message.body) for message in heard if message.kind == Kind.CLOSE] == [1.5]
+
+
+@pytest.mark.parametrize("met", [True, False])
+def test_a_host_that_has_not_said_a_word_is_ended_without_one(ends, kit, met):
+    if not met:
+        ends.processes[0].kill()
+        kit.wait_until(lambda: ends.process.lives, "the next life")
+    ends.link.end(1.5)
+    kit.wait_until(lambda: ends.tiers[0].poll() is None or ends.process.life is None, "its burial")
+    assert len(ends.processes) == (1 if met else 2)
+    assert not [message for message in ends.hosts[-1].heard() if message.kind == Kind.CLOSE]
 
 
 def test_a_host_that_was_told_to_end_is_not_started_again(ends, kit):

@@ -73,7 +73,7 @@ class HostLink:
         self._reader = FrameReader(MAX_EVENT_BYTES)
         self._outbox = bytearray()
         self._unasked = 0
-        self._end_within: float | None = None
+        self._ending = False
         let_go_in_children(self)
 
     @property
@@ -123,11 +123,15 @@ class HostLink:
                 self._lose()
 
     def end(self, seconds: float) -> None:
-        """Tell the host to end within so many seconds."""
+        """Tell the host to end within so many seconds; one that has not said a word yet is not waited for."""
         with self._lock:
-            if self._end_within is None:
-                self._end_within = seconds
-                self.host.ending = True
+            if self._ending:
+                return
+            self.poll()
+            self._ending = self.host.ending = True
+            if self.life is not None and not self.life.heard:
+                self.launcher.discard(self.life)
+            else:
                 self.send(wire.encode_close(0, seconds))
                 self.flush()
 
@@ -144,8 +148,8 @@ class HostLink:
         for index, tier in enumerate(self.tiers):  # they may have changed since its HELLO
             self.send(wire.encode_names(index, tier.names))
             tier.met(life)
-        if self._end_within is not None:
-            self.send(wire.encode_close(0, self._end_within))
+        if self._ending:
+            self.launcher.discard(life)
 
     def _receive(self, life: HostLife) -> None:
         try:
@@ -154,6 +158,7 @@ class HostLink:
                 return  # what comes faster than it is taken stays in the socket, and holds the host up
             data = self._read(life)
             if data:
+                life.heard = True
                 self._reader.feed(data)
                 self._take_frames(left)
         except ProtocolError as error:

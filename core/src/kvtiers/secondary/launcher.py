@@ -47,6 +47,8 @@ class HostLife:
     """Reasons to kill it, and from when. From any thread."""
     condemned: bool = False
     """It has been killed, or is about to be: nothing that it says counts any more."""
+    heard: bool = False
+    """It has said something. Before that nothing was given to it, and it owes nothing."""
     killed: bool = False
     """The launcher has seen to that. Once is enough: a second signal would reap it before its burial."""
     status: int | None = None
@@ -98,6 +100,11 @@ class HostLauncher:
         """Kill this life of the host now."""
         life.condemned = True
         self._requests.put(lambda: self._kill(host, life, reason))
+
+    def discard(self, life: HostLife) -> None:
+        """Kill a life that has not been given anything to do, without a word."""
+        life.condemned = True
+        self._requests.put(life.process.kill)
 
     def kill_unless_forgiven(self, life: HostLife, reason: str, seconds: float) -> None:
         """Kill the host in so many seconds unless ``life.forgive(reason)`` comes first."""
