@@ -64,6 +64,16 @@ def test_blocks_of_another_size_are_said_and_only_the_prompts_blocks_count(path)
     assert len(workload.requests[0].block_hashes) == 2
 
 
+def test_blocks_that_are_not_full_are_equal_to_no_other(path) -> None:
+    recorder = Recorder(path, 1 << 20, 16)
+    for _ in range(2):
+        recorder.request(0.0, 40, 40, [BLOCKS[:2]])
+    recorder.close(10)
+    first, second = (line["hash_ids"] for line in lines(path))
+    assert first[:2] == second[:2]
+    assert len({*first, *second}) == 4
+
+
 def test_nothing_is_made_before_the_first_request(path) -> None:
     Recorder(path, 1 << 20, 16).close(10)
     assert not path.exists()
