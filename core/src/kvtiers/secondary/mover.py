@@ -79,10 +79,10 @@ class ValueMover:
         self._attempts = Attempts(store.transient_errors, options.retries, limiter, stop)
         self._known = KnownNames(options.exists_ttl)
         self._names_per_call = max(1, int(store.exists_per_call))
+        # Looked at once: what a runtime Protocol is asked costs as much as moving a small value.
+        self._batched = store if isinstance(store, SupportsBatch) else None
         largest = max(value for _, value in options.sizes)
-        self.batch_values = (
-            max(1, min(_BATCH_VALUES, _BATCH_BYTES // largest)) if isinstance(store, SupportsBatch) else 1
-        )
+        self.batch_values = max(1, min(_BATCH_VALUES, _BATCH_BYTES // largest)) if self._batched is not None else 1
 
     def load(self, run: ValueRun) -> Moved:
         """Fill the rows; a value that is absent, foreign or damaged is not DONE, whatever its row holds now."""
@@ -221,18 +221,18 @@ class ValueMover:
         return answers
 
     def _read_call(self, names: Sequence[str], views: Sequence[memoryview]) -> Callable[[], list[bool]]:
-        store = self._store
-        if isinstance(store, SupportsBatch):
-            return lambda: [bool(answer) for answer in store.read_many_into(names, views)]
+        store, batched = self._store, self._batched
+        if batched is not None:
+            return lambda: [bool(answer) for answer in batched.read_many_into(names, views)]
         return lambda: [bool(store.read_into(names[0], views[0]))]
 
     def _write_call(self, names: Sequence[str], views: Sequence[memoryview]) -> Callable[[], list[bool]]:
-        store = self._store
+        store, batched = self._store, self._batched
 
         def write() -> list[bool]:
             try:
-                if isinstance(store, SupportsBatch):
-                    return [bool(answer) for answer in store.write_many(names, views)]
+                if batched is not None:
+                    return [bool(answer) for answer in batched.write_many(names, views)]
                 store.write(names[0], views[0])
             except StoreFull:  # here, so that no definition of a transient error can have it retried
                 return [False] * len(names)
