@@ -58,6 +58,9 @@ GOAL_OF_OBSTORE = GOAL_BESIDE_BUSY = 0.9
 GOAL_FIRST_BYTES = 4.0
 GOAL_LOOKUPS = 9
 MODES = ("write", "read")
+LMCACHE = (
+    "LMCache's S3 connector: left out, its package wants torch, cupy for CUDA and an older numpy; it stands on awscrt"
+)
 
 
 def load(name: str) -> Any:
@@ -226,16 +229,16 @@ def busy_process() -> Iterator[None]:
             process.kill()
 
 
-def client_cpu() -> float:
-    """Return the CPU seconds of this process and of its tier hosts."""
-    ticks = 0.0
+def hosts_cpu() -> float:
+    """Return the CPU seconds of this process's tier hosts."""
+    ticks = 0
     for task in Path("/proc/self/task").iterdir():
         for child in (task / "children").read_text().split():
             with contextlib.suppress(OSError):
                 if b"kvtiers" in Path(f"/proc/{child}/cmdline").read_bytes():
                     fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
                     ticks += int(fields[11]) + int(fields[12])
-    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def lanes_of(options: S3Config, nbytes: int, count: int, stack: ExitStack) -> dict[str, tuple[Lane, Callable[[], Any]]]:
@@ -276,7 +279,9 @@ def measure(
                 (write, read), beside = lanes[name]
                 keys = services.new_keys(count)
                 with beside():
-                    sample = {mode: timed(work, keys) for mode, work in zip(MODES, (write, read), strict=True)}
+                    # Of a tier its host's alone: what this process does is the engine's, or the loop beside it.
+                    cpu = hosts_cpu if name.startswith("tier") else time.process_time
+                    sample = {mode: timed(work, keys, cpu) for mode, work in zip(MODES, (write, read), strict=True)}
                 forget(options, keys)
                 if turn:  # the first one warms up
                     samples.setdefault(name, []).append(sample)  # type: ignore[arg-type]
@@ -292,11 +297,11 @@ def delete_all(options: S3Config, keys: Sequence[OffloadKey]) -> None:
     client.close()
 
 
-def timed(work: Keyed, keys: Sequence[OffloadKey]) -> tuple[float, float]:
+def timed(work: Keyed, keys: Sequence[OffloadKey], cpu_seconds: Callable[[], float]) -> tuple[float, float]:
     """Return seconds and CPU seconds."""
-    cpu, begin = client_cpu(), time.perf_counter()
+    cpu, begin = cpu_seconds(), time.perf_counter()
     work(keys)
-    return time.perf_counter() - begin, client_cpu() - cpu
+    return time.perf_counter() - begin, cpu_seconds() - cpu
 
 
 def rates(samples: Sequence[dict[str, Any]], count: int, nbytes: int) -> dict[str, Any]:
@@ -414,9 +419,7 @@ def main() -> None:
     if not sys.platform.startswith("linux"):
         sys.exit("error: tier hosts need Linux")
     total, rounds, sizes = (32 << 20, 3, SIZES[::2] + SIZES[-1:]) if options.quick else (128 << 20, 5, SIZES)
-    left_out = []
-    if importlib.util.find_spec("lmcache") is None:
-        left_out.append("LMCache's S3 connector: left out, lmcache is not installed here")
+    left_out = [LMCACHE]
     found: dict[str, Any] = {"servers": {}, "left_out": left_out}
     with ExitStack() as stack:
         endpoints = {"trivial": stack.enter_context(servers.trivial_server())}
