@@ -3,14 +3,12 @@
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from botocore.exceptions import BotoCoreError, ClientError
 from urllib3.exceptions import HTTPError
 
 from kvtiers_s3.boto3_errors import translated
 from kvtiers_s3.connection import Connection
-from kvtiers_s3.failures import failure
 
 __all__ = ["Boto3Client"]
 
@@ -43,7 +41,7 @@ class Boto3Client:
                     # One recv at a time: body.read() would wait for a body that drips for as long as it does.
                     piece: bytes = body._raw_stream.read1(len(dst) - at)  # noqa: SLF001
                     if not piece or time.monotonic() > until:
-                        raise failure(f"GET {key}", 0, "Timeout" if piece else "CutOff")
+                        raise TimeoutError if piece else ConnectionResetError
                     dst[at : at + len(piece)] = piece
                     at += len(piece)
             self._requests.count_bytes(read=at)
@@ -77,6 +75,5 @@ class Boto3Client:
         except (ClientError, BotoCoreError, HTTPError, OSError) as error:
             if isinstance(error, ClientError) and error.response["Error"]["Code"] in absent:
                 return
-            raised: Any = translated(f"{method} {key}", error)
-            self._requests.count_failed(raised)
+            self._requests.count_failed(raised := translated(f"{method} {key}", error))
             raise raised from None
