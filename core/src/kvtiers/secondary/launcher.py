@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -49,8 +50,6 @@ class HostLife:
     """It has been killed, or is about to be: nothing that it says counts any more."""
     heard: bool = False
     """It has said something. Before that nothing was given to it, and it owes nothing."""
-    killed: bool = False
-    """The launcher has seen to that. Once is enough: a second signal would reap it before its burial."""
     status: int | None = None
     """The exit status, once it has been reaped: nothing of it touches memory any more."""
 
@@ -85,7 +84,7 @@ class HostLauncher:
         self._region_fd = region_fd
         self._log = log
         self._hosts: list[HostProcess] = []
-        self._requests: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kvtiers-launcher", daemon=True)
         self._thread.start()
@@ -104,7 +103,7 @@ class HostLauncher:
     def discard(self, life: HostLife) -> None:
         """Kill a life that has not been given anything to do, without a word."""
         life.condemned = True
-        self._requests.put(life.process.kill)
+        self._requests.put(lambda: _kill_if_running(life))
 
     def kill_unless_forgiven(self, life: HostLife, reason: str, seconds: float) -> None:
         """Kill the host in so many seconds unless ``life.forgive(reason)`` comes first."""
@@ -124,7 +123,7 @@ class HostLauncher:
 
     def _run(self) -> None:
         while not (self._closing and all(host.life is None for host in self._hosts)):
-            request = self._look
+            request: Callable[[], object] = self._look
             with contextlib.suppress(queue.Empty):
                 request = self._requests.get(timeout=self._pause())
             for work in (request, self._look):
@@ -170,7 +169,7 @@ class HostLauncher:
         _forget_unmet(host)
         host.lives.append(life)
         if host.ending:
-            life.process.kill()
+            _kill_if_running(life)
 
     def _begin(self, host: HostProcess, life: HostLife) -> HostLife:
         try:
@@ -218,12 +217,8 @@ class HostLauncher:
     def _kill(self, host: HostProcess, life: HostLife, reason: str) -> None:
         life.condemned = True
         life.kill_at.clear()
-        if life.killed or life.status is not None:
-            return
-        life.killed = True
-        if life.process.poll() is None:
+        if _kill_if_running(life):
             self._log(logging.WARNING, f"{host.name}: its host is killed: {reason}")
-            life.process.kill()
 
     def _end(self, until: float) -> None:
         self._closing = True
@@ -238,6 +233,20 @@ def _forget_unmet(host: HostProcess) -> None:
     with contextlib.suppress(IndexError):
         while True:
             host.lives.popleft().connection.close()
+
+
+def _kill_if_running(life: HostLife) -> bool:
+    """Kill it without reaping it, as ``Popen.poll`` and ``Popen.kill`` would: that is for its burial alone."""
+    pid = life.process.pid
+    if life.status is not None:
+        return False
+    try:
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            return False
+        os.kill(pid, signal.SIGKILL)
+    except (ChildProcessError, ProcessLookupError):  # somebody else in this process has reaped it
+        return False
+    return True
 
 
 def _is_open(fd: int) -> bool:
