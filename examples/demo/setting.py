@@ -55,7 +55,7 @@ class Setting:
     question_tokens: int = 64
     new_tokens: int = 8
     piece: int = 256
-    threads: int = 2
+    threads: int = 1  # with several, each waits for the slowest: on a busy machine that takes most of the time
     least_gain: float = 2.0
     load_wait: str = "auto"
 
@@ -64,7 +64,7 @@ class Setting:
         """Return a size for tests: everything happens, but hardly anything takes time, so gains mean nothing."""
         size = Size(layers=2, width=128, heads=2, hidden=256, vocabulary=512)
         # Computing is quicker than any tier here: 'auto' would rightly wait for none.
-        return cls(folder, size, document_tokens=512, piece=128, threads=1, least_gain=0.0, load_wait="300ms")
+        return cls(folder, size, document_tokens=512, piece=128, least_gain=0.0, load_wait="300ms")
 
     @property
     def chunks(self) -> int:

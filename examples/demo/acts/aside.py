@@ -28,9 +28,9 @@ _DEADLINE = "2s"
 
 def it_stays_out_of_the_way(setting: Setting) -> str:
     """Ask an engine with a tier and one without in turns, while bad things happen to the tier; then kill the engine."""
-    # Many short steps, on one thread, which leaves the other core to whoever else wants it: a delay would be seen.
+    # Many short steps: a delay would be seen.
     tokens = max(setting.document_tokens // 8, 2 * TOKENS_PER_CHUNK)
-    setting = replace(setting, document_tokens=tokens, new_tokens=24, piece=TOKENS_PER_CHUNK, threads=1)
+    setting = replace(setting, document_tokens=tokens, new_tokens=24, piece=TOKENS_PER_CHUNK)
     tier = setting.fs(required=True, deadline=_DEADLINE, grace="500ms", exists_ttl="60s")
     # Four documents are asked for in turns, and the primary has no room for two: what is known comes from the tier.
     config = setting.config(tier, documents=1.7) | {"lookup_wait": "100ms", "load_wait": setting.load_wait}
