@@ -5,6 +5,7 @@ import time
 
 import pytest
 from redis_scripted import Scripted
+from redis_servers import wait_until
 
 from kvtiers.api import TierUnavailable
 from kvtiers_redis.store import RedisStore
@@ -126,6 +127,20 @@ def test_after_a_failure_the_next_call_has_a_new_connection(tier, start, names, 
     server.call("CLIENT KILL", "TYPE", "normal", "SKIPME", "yes")
     assert read(store, name) == bytes(value(1))
     assert store.stats()["connects"] == 2
+
+
+def test_after_a_failure_no_idle_connection_is_trusted(tier, start):
+    """Others to the same server are as dead, most likely, and would each cost a caller its time-out."""
+    server = start()
+    store = tier.open(server.url)
+    (master,) = store._topology.masters()
+    with master.link(), master.link(), master.link():
+        pass
+    with server.client() as client:
+        assert len(client.client_list()) == 4
+        with pytest.raises(TimeoutError), master.link():
+            raise TimeoutError
+        wait_until(lambda: len(client.client_list()) == 1, "all of them are closed")
 
 
 def test_loading_is_a_state_that_passes(tier, scripted, names):

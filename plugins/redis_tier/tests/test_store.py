@@ -163,6 +163,16 @@ def test_nothing_of_a_values_size_is_made_on_the_way(tier, single, names):
         store.delete([name])
 
 
+def test_a_key_that_a_scan_names_twice_is_listed_once(tier, single, redis, names, value, monkeypatch):
+    [name] = names(1)
+    store = tier.open(single.url)
+    store.write(name, value(1))
+    (master,) = store._topology.masters()
+    pages = iter([(7, [name.encode()]), (0, [name.encode(), name.encode()])])
+    monkeypatch.setattr(master.client, "scan", lambda *_, **__: next(pages))
+    assert [entry.name for entry in store.list("ns/")] == [name]
+
+
 def test_a_listing_looks_at_no_more_keys_a_second_than_it_may(tier, start, names):
     server = start()
     many = names(2500)
