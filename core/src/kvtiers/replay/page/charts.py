@@ -1,6 +1,6 @@
 """The plots of a replay, each from plain data to one drawing."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
 from kvtiers.api.units import format_size
@@ -89,8 +89,8 @@ def histogram(times: Latencies, what: str, colour: int) -> str:
     return plot.svg()
 
 
-def links(moved: Mapping[str, Link]) -> str:
-    """Draw one bar for each link and direction, with its rate beside it."""
+def links(moved: Mapping[str, Link], origins: Sequence[str]) -> str:
+    """Draw one bar for each link and direction, its rate beside it, in the colour of its end that is further down."""
     highest = max(link.nbytes for link in moved.values())
     base = next((unit for unit in (2.0**40, 2.0**30, 2.0**20, 2.0**10) if highest >= unit), 1.0)
     x = linear("bytes moved", highest, format_size, base, head=0.35)
@@ -98,13 +98,22 @@ def links(moved: Mapping[str, Link]) -> str:
     places = {name: len(moved) - 1 - index for index, name in enumerate(moved)}
     y = Axis(_BLANK, 0.0, float(len(moved)), ())
     plot = Plot("bytes by link", x, y, width=WIDE, height=60 + 30 * len(moved))
-    for index, (name, link) in enumerate(moved.items()):
+    for name, link in moved.items():
         rate = f", {link.nbytes / link.seconds / 1e9:.2f} GB/s" if link.seconds and link.nbytes else ""
         text = f"{names[name]}: {format_size(link.nbytes)}{rate}"
         low = places[name] + 0.15
-        plot.bars(_BLANK, [Interval(0.0, link.nbytes, low, low + 0.7 if link.nbytes else low, text)], index // 2 + 1)
+        plot.bars(
+            _BLANK,
+            [Interval(0.0, link.nbytes, low, low + 0.7 if link.nbytes else low, text)],
+            _lower_end(name, origins),
+        )
         plot.note(link.nbytes, low + 0.35, text)
     return plot.svg()
+
+
+def _lower_end(link: str, origins: Sequence[str]) -> int:
+    """Return the place of a link's lower end among the origins of hits, and so its colour there."""
+    return max([origins.index(end) for end in link.split(" -> ") if end in origins], default=_GREY)
 
 
 def depths_over_time(over: OverTime) -> str:

@@ -100,7 +100,7 @@ def _cost_figures(results: ReplayResults) -> list[str]:
     found = []
     if results.links:
         note = "and how fast while moving"
-        found.append(figure("Bytes by link", note, links(results.links), wide=True))
+        found.append(figure("Bytes by link", note, links(results.links, list(results.hits)), wide=True))
     if results.stalls.count:
         note = f"what kvtiers took of each step; {_quantiles(results.stalls)}"
         found.append(figure("Time on the engine's thread", note, histogram(results.stalls, "steps", 1)))
