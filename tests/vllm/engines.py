@@ -48,8 +48,16 @@ def make_prompt(seed: int, tokens: int) -> list[int]:
 
 
 def tiers(*secondary: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """Return vLLM's kv_connector_extra_config for its own tiering, with these tiers."""
-    common = {"spec_name": "CpuTieringSpec", "spec_module_path": "cpu_spec", "cpu_bytes_to_use": 64 << 20}
+    """Return vLLM's kv_connector_extra_config for its own tiering, with these tiers.
+
+    A request waits longer for an answer than it would by default: a busy machine is to cost time here, not hits.
+    """
+    common = {
+        "spec_name": "CpuTieringSpec",
+        "spec_module_path": "cpu_spec",
+        "cpu_bytes_to_use": 64 << 20,
+        "kvtiers": {"lookup_wait": "3s"},
+    }
     return common | {"secondary_tiers": list(secondary)} | more
 
 

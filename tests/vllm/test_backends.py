@@ -21,6 +21,11 @@ def test_a_tier_in_memory_serves_what_the_primary_has_lost(start, model, right):
     engine.forget()
     assert right(engine, *reversed(PROMPTS)) == WHOLE[::-1]
     assert engine.metrics()["kvtiers_tier_loaded_chunks{memory}"] == sum(WHOLE) / BLOCK
+    first, whole = PROMPTS[0], WHOLE[0]
+    assert right(engine, first, salt="mine") == [0], "a salted request shares nothing with one that is not"
+    engine.forget()
+    assert right(engine, first, salt="mine") == [whole]
+    assert right(engine, first, salt="somebody else's") == [0]
     engine.shutdown()
 
 
