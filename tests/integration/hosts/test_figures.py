@@ -8,7 +8,7 @@ import prometheus_client
 from kvtiers import metrics
 
 OPERATE = Path(__file__).parents[3] / "docs" / "operate.md"
-QUICK = {"deadline": "300ms", "grace": "200ms", "threads": 1, "breaker": {"failures": 3, "delay": "60s"}}
+QUICK = {"deadline": "1s", "grace": "200ms", "threads": 1, "breaker": {"failures": 3, "delay": "60s"}}
 
 
 def test_one_line_exports_every_figure_that_the_documentation_names(start, faulty, machine):

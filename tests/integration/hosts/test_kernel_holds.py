@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-QUICK = {"deadline": "300ms", "grace": "200ms", "breaker": {"failures": 100}}
+QUICK = {"deadline": "1s", "grace": "200ms", "breaker": {"failures": 100}}
 PTRACE_DETACH, PTRACE_SEIZE, PTRACE_O_TRACEEXIT = 17, 0x4206, 0x40
 TRY_TO_FREEZE = (
     "set -e; truncate -s 16M i && mkfs.ext4 -q i && mkdir m && mount -o loop i m && fsfreeze -f m && fsfreeze -u m"

@@ -8,7 +8,7 @@ import pytest
 
 from kvtiers.secondary.launcher import HostLauncher
 
-QUICK = {"deadline": "300ms", "grace": "200ms", "breaker": {"failures": 100}}
+QUICK = {"deadline": "1s", "grace": "200ms", "breaker": {"failures": 100}}
 BOTH = pytest.mark.parametrize("io", ["process", "thread"])
 
 
