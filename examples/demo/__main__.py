@@ -1,6 +1,7 @@
 """The command: runs the acts, says what each has shown, and what to try next."""
 
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -75,6 +76,7 @@ def main(numbers: tuple[int, ...], quick: bool, folder: Path | None, report: Pat
     A transformer in numpy with random weights is the engine. Exit status: 0 every act holds, 1 one does not.
     """
     began = time.perf_counter()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # engines and folder are tidied up
     say("kvtiers in four acts. The engine is a transformer in numpy; all times are measured, here and now.", bold=True)
     place = folder or Path(tempfile.mkdtemp(prefix="kvtiers-demo-"))
     try:

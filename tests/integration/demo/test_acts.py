@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -217,3 +218,17 @@ def test_a_killed_demo_leaves_no_engine(setting):
         parent.kill()
         parent.wait()
         assert wait_until(lambda: not any(map(is_alive, left)), 30)
+
+
+def test_a_demo_that_is_ended_leaves_no_file_and_no_engine(tmp_path):
+    examples = demo.Path(demo.__file__).parents[1]
+    surroundings = {**os.environ, "PYTHONPATH": str(examples), "TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "demo", "--quick", "--act", "1"], env=surroundings, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert any("Act 1" in line for line in parent.stdout)
+        assert list(tmp_path.glob("kvtiers-demo-*"))
+        parent.terminate()
+        parent.communicate(timeout=60)
+    assert parent.returncode == 128 + signal.SIGTERM
+    assert not list(tmp_path.iterdir())
