@@ -9,7 +9,10 @@ engine's process.
 
 Flat out, the tiers take what processor time they find, and do not move the same bytes beside both loops: that compares
 the tiers. To compare the loops, the tiers then move the same bytes a second beside both, four fifths of the lower of
-the two rates. The loop in the engine pays for the manager's steps, the other one does not; the steps are given too.
+the two rates. The loop in the engine pays for the manager's steps, the other one does not: its speed is bounded by the
+share of time in steps, which is given too. A step costs several times what `scheduler_cost.py` says, since ten
+milliseconds of loop and copies have emptied the caches: an idle one 75 us instead of 17 (two processors, others busy).
+On a machine that others use, the speeds' ratio alone varies by a tenth and more, with no tier at work at all.
 """
 
 import argparse
