@@ -33,6 +33,7 @@ def test_where_block_hashes_are_random_nothing_is_shared_and_one_line_says_what_
     engine = start(model, config, release="0.28.0")
     (line,) = engine.lines("nothing is shared")
     assert "set PYTHONHASHSEED" in line
+    engine.generate(PROMPTS[0])  # figures come with the steps
     assert engine.metrics()["kvtiers_tier_shared{fs}"] == 0
     engine.shutdown()
 
