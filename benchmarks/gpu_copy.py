@@ -12,11 +12,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import torch
+from peers.gpu_link import BATCH, IN_FLIGHT, MATRIX, Products, link_beside, peaks, timed
 
 from kvtiers.base import BlockSpec
 from kvtiers.gpu.worker import CopySettings, GpuWorker
@@ -25,44 +26,10 @@ from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.rows.region import AnonymousRegion
 
 LAYERS = 32
-BATCH = 1 << 30
 KV_BYTES = 2 * BATCH
-IN_FLIGHT = 4
 PAGES = [4 << 10, 8 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20]
 ALONE_GOALS = {4 << 10: 0.85, 8 << 10: 0.90, 16 << 10: 0.93, 64 << 10: 0.96, 256 << 10: 0.96, 1 << 20: 0.96}
 BOTH_GOAL, BESIDE_GOAL, PRODUCT_GOAL, PYTHON_GOAL, SUBMIT_GOAL_MS = 0.85, 0.90, 0.97, 0.01, 1.0
-MATRIX = 8192
-
-
-def timed(call: Callable[[], None], repeats: int) -> float:
-    """Return the median seconds of a call, after one that warms up."""
-    call()
-    found = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        call()
-        found.append(time.perf_counter() - begin)
-    return statistics.median(found)
-
-
-def peaks(repeats: int) -> dict[str, float]:
-    """Return GB/s of contiguous pinned copies: store (to the host), load, both in sum."""
-    host = [torch.empty(BATCH, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    device = [torch.empty(BATCH, dtype=torch.uint8, device="cuda") for _ in range(2)]
-    streams = [torch.cuda.Stream() for _ in range(2)]
-
-    def move(ways: list[int]) -> None:
-        for _ in range(IN_FLIGHT):
-            for way in ways:
-                with torch.cuda.stream(streams[way]):
-                    (device if way else host)[way].copy_((host if way else device)[way], non_blocking=True)
-        torch.cuda.synchronize()
-
-    ways = {"store": [0], "load": [1], "both": [0, 1]}
-    return {
-        name: IN_FLIGHT * BATCH * len(some) / 1e9 / timed(lambda some=some: move(some), repeats)
-        for name, some in ways.items()
-    }
 
 
 class Setup:
@@ -96,7 +63,7 @@ class Setup:
         if way == "store":
             self.worker.submit_store(self.job, spec, rows)
         else:
-            self.worker.submit_load(self.job, rows, spec)
+            self.worker.submit_load(self.job, rows, spec, expedited=way == "expedited")
         return self.job
 
     def batch(self, way: str) -> int:
@@ -157,35 +124,6 @@ def alone(page: int, peak: dict[str, float], repeats: int, **settings: Any) -> d
     return found
 
 
-class Products:
-    """A model's stand-in: matrix products that fill the GPU, at most three of them queued."""
-
-    def __init__(self) -> None:
-        self.a, self.b = (torch.randn(MATRIX, MATRIX, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-        self.out = torch.empty_like(self.a)
-        self.events = [torch.cuda.Event(blocking=True) for _ in range(3)]
-        self.count = 0
-
-    def step(self) -> None:
-        """Launch one, once no more than two are under way."""
-        event = self.events[self.count % 3]
-        event.synchronize()
-        torch.matmul(self.a, self.b, out=self.out)
-        event.record()
-        self.count += 1
-
-    def rate(self, goes_on: Callable[[], bool]) -> float:
-        """Return products a second for as long as it goes on."""
-        for _ in range(5):
-            self.step()
-        torch.cuda.synchronize()
-        begin, first = time.perf_counter(), self.count
-        while goes_on():
-            self.step()
-        torch.cuda.synchronize()
-        return (self.count - first) / (time.perf_counter() - begin)
-
-
 def while_for(seconds: float) -> Callable[[], bool]:
     """Return a question that is answered by True for so long."""
     until = time.perf_counter() + seconds
@@ -195,9 +133,11 @@ def while_for(seconds: float) -> Callable[[], bool]:
 def beside(made: Setup, products: Products, way: str, batches: int) -> dict[str, Any]:
     """Return GB/s of a stream of batches beside the products, and the share of their speed that they keep.
 
-    The rate is that of a stream that is under way: from the end of the first batch to that of the last one.
+    The rate is that of a stream that is under way: the slope of the batches' ends, without the first two.
     """
-    before = products.rate(while_for(0.4))
+    seconds = batches * BATCH / 50e9  # about as long as the batches take: a GPU that works for longer gets slower
+    products.rate(while_for(0.5))
+    before = products.rate(while_for(seconds))
     submitted = 0
     ends: list[float] = []
 
@@ -212,31 +152,15 @@ def beside(made: Setup, products: Products, way: str, batches: int) -> dict[str,
         return len(ends) < batches
 
     during = products.rate(goes_on)
-    alone_rate = (before + products.rate(while_for(0.4))) / 2
+    alone_rate = (before + products.rate(while_for(seconds))) / 2
+    seconds_per_batch = np.polyfit(np.arange(len(ends) - 2), ends[2:], 1)[0]
     return {
         "page": made.page,
         "way": way,
-        "gb_per_s": (batches - 1) * BATCH / 1e9 / (ends[-1] - ends[0]),
+        "gb_per_s": float(BATCH / 1e9 / seconds_per_batch),
         "product_share": during / alone_rate,
         "tflops_alone": alone_rate * 2 * MATRIX**3 / 1e12,
     }
-
-
-def link_beside(products: Products, copies: int) -> dict[str, float]:
-    """Return GB/s of contiguous pinned copies beside the products: what the link gives then, to whoever asks."""
-    host = torch.empty(BATCH, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty(BATCH, dtype=torch.uint8, device="cuda")
-    stream = torch.cuda.Stream()
-    found = {}
-    for way, to, source in (("store", host, device), ("load", device, host)):
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(copies)]
-        with torch.cuda.stream(stream):
-            for event in events:
-                to.copy_(source, non_blocking=True)
-                event.record()
-        products.rate(lambda last=events[-1]: not last.query())
-        found[way] = (copies - 1) * BATCH / 1e6 / events[0].elapsed_time(events[-1])
-    return found
 
 
 def copy_thread_ms(made: Setup, way: str) -> float:
@@ -249,33 +173,52 @@ def copy_thread_ms(made: Setup, way: str) -> float:
     return (time.clock_gettime(clock) - begin) / 8 * 1e3
 
 
+def expedited_ms(made: Setup) -> float:
+    """Return the median milliseconds of an expedited load of some 2 MiB amid 3 GiB of bulk loads."""
+    count = max(1, (2 << 20) // (made.page * LAYERS))
+    blocks, rows = (some[:count] for some in made.halves["store"])  # the others are being loaded
+    found = []
+    for _ in range(5):
+        bulk = [made.batch("load") for _ in range(3)]
+        time.sleep(0.015)  # it is well under way
+        begin = time.perf_counter()
+        job = made.submit("expedited", blocks, rows)
+        made.worker.wait([job])
+        found.append((time.perf_counter() - begin) * 1e3)
+        made.finish(bulk)
+    return statistics.median(found)
+
+
 def python_cost(made: Setup, seconds: float, pairs: int) -> dict[str, float]:
-    """Return what share of pure Python's speed copies cost the thread that submits them, and their GB/s meanwhile."""
+    """Return what share of its time a thread of pure Python waits for the copy thread, and GB/s meanwhile.
+
+    The thread never lets the interpreter go by itself, as bad an engine as there can be. What it waits is the time in
+    which it does not run: by its own CPU clock, so that a machine of changing speed disturbs nothing.
+    """
+    eighth = {way: [some[: len(some) // 8] for some in halves] for way, halves in made.halves.items()}
     rates: list[float] = []
 
-    def loops(busy: bool) -> float:
-        count = moved = 0
+    def waits(busy: bool) -> float:
+        count = moved = finished = 0
         jobs: list[int] = []
-        begin = time.perf_counter()
-        until = begin + seconds
-        while time.perf_counter() < until:
+        begin, used = time.perf_counter(), time.thread_time()
+        while time.perf_counter() - begin < seconds:
             for _ in range(2000):
                 count += 1
             if busy and count % 100_000 == 0:  # as often as an engine steps: every few milliseconds
-                moved += sum(result.nbytes for result in made.worker.get_finished())
-                while len(jobs) * BATCH - moved < 4 * BATCH:
-                    jobs.append(made.batch(("store", "load")[len(jobs) % 2]))
-        taken = time.perf_counter() - begin
+                results = made.worker.get_finished()
+                finished += len(results)
+                moved += sum(result.nbytes for result in results)
+                while len(jobs) - finished < 16:
+                    way = ("store", "load")[len(jobs) % 2]
+                    jobs.append(made.submit(way, *eighth[way]))
+        used, taken = time.thread_time() - used, time.perf_counter() - begin
         made.finish(jobs)
         if busy:
             rates.append(moved / 1e9 / taken)
-        return count / taken
+        return 1 - used / taken
 
-    loops(False)
-    costs = []
-    for _ in range(pairs):
-        idle, busy, again = loops(False), loops(True), loops(False)
-        costs.append(1 - busy / ((idle + again) / 2))
+    costs = [waits(True) - waits(False) for _ in range(pairs)]
     return {"cost": statistics.median(costs), "gb_per_s": statistics.median(rates)}
 
 
@@ -305,7 +248,9 @@ def goals_of(found: dict[str, Any]) -> list[dict[str, Any]]:
         goals.append(goal(f"{what}: share of the peak", line["gb_per_s"] / found["peak"][line["way"]], BESIDE_GOAL))
         goals.append(goal(f"{what}: share of their speed that they keep", line["product_share"], PRODUCT_GOAL))
     cost = found["python"]["cost"]
-    goals.append(goal("share of a Python thread's speed that the copies cost it", cost, PYTHON_GOAL, at_most=True))
+    goals.append(
+        goal("share of its time that a thread of pure Python waits for copies", cost, PYTHON_GOAL, at_most=True)
+    )
     return goals
 
 
@@ -341,39 +286,31 @@ def results(*, quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
                 )
     with setup(64 << 10) as made:
         found["python"] = python_cost(made, 1.0, 3 if quick else 7)
-    say(f"pure Python loses {found['python']['cost']:.4f} beside {found['python']['gb_per_s']:.1f} GB/s")
+        found["expedited_ms"] = expedited_ms(made)
+    say(f"pure Python waits {found['python']['cost']:.4f} of its time beside {found['python']['gb_per_s']:.1f} GB/s")
+    say(f"an expedited load amid bulk loads takes {found['expedited_ms']:.2f} ms")
     found["goals"] = goals_of(found)
     return found
-
-
-@dataclass(frozen=True)
-class Variant:
-    """Settings to try, each with a short name."""
-
-    name: str
-    settings: dict[str, Any]
 
 
 def explore(say: Callable[[str], None]) -> list[dict[str, Any]]:
     """Return the curves of the settings: alone at several pages, and beside the products."""
     mib = 1 << 20
     ways = {"store": "staged", "load": "staged"}
-    variants = [
-        Variant(f"staged {ring} MiB x{slots}", {**ways, "ring_bytes": ring * mib, "slots": slots, "ahead": 2 * slots})
-        for ring, slots in [(64, 3), (128, 3), (192, 3), (256, 2), (256, 3), (256, 4), (256, 6), (384, 3), (512, 3)]
-    ]
-    variants += [
-        Variant(f"direct, {programs} programs", {"store": "direct", "load": "direct", "direct_programs": programs})
-        for programs in (2, 8, 32)
-    ]
-    variants.append(Variant("pages", {"store": "pages", "load": "pages"}))
+    variants: dict[str, dict[str, Any]] = {
+        f"staged {ring} MiB x{slots}": {**ways, "ring_bytes": ring * mib, "slots": slots}
+        for ring, slots in [(64, 3), (128, 3), (192, 3), (256, 2), (256, 3), (256, 4), (256, 6), (512, 3)]
+    }
+    for programs in (2, 8, 32):
+        variants[f"direct, {programs} programs"] = {"store": "direct", "load": "direct", "direct_programs": programs}
+    variants["pages"] = {"store": "pages", "load": "pages"}
     products, lines = Products(), []
-    for variant in variants:
+    for name, settings in variants.items():
         for page in (16 << 10, 64 << 10):
-            if variant.name == "pages" and page < 64 << 10:
+            if name == "pages" and page < 64 << 10:
                 continue
-            with setup(page, **variant.settings) as made:
-                line: dict[str, Any] = {"variant": variant.name, "page": page}
+            with setup(page, **settings) as made:
+                line: dict[str, Any] = {"variant": name, "page": page, "python": python_cost(made, 0.5, 1)}
                 for way in ("store", "load"):
                     line[way] = made.rate([way], 3)
                     line[f"{way}_beside"] = beside(made, products, way, 6)
@@ -383,7 +320,8 @@ def explore(say: Callable[[str], None]) -> list[dict[str, Any]]:
                 f"keeps {line[f'{way}_beside']['product_share']:.3f}"
                 for way in ("store", "load")
             )
-            say(f"{variant.name:24} {size(page):>8}  {text}")
+            waits = f"pure Python waits {line['python']['cost']:.3f} beside {line['python']['gb_per_s']:.1f} GB/s"
+            say(f"{name:24} {size(page):>8}  {text}  {waits}")
     return lines
 
 

@@ -3,7 +3,8 @@
 An engine's thread ticks every millisecond while the region is populated: by the pre-fault program, as kvtiers does
 it, and by `mmap.madvise` in a thread of the engine's process, which holds the interpreter for the whole call. Between
 them stands a pause of the same length, for what the machine does by itself. The longest gap between two ticks is
-the stall.
+the stall. Where there is a GPU: the time until its first row is usable and until all of 16 GiB are pre-faulted and
+pinned, against populating and registering everything before the first use.
 """
 
 import argparse
@@ -15,6 +16,10 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
+from kvtiers.base import BlockSpec
+from kvtiers.gpu.worker import CopySettings, GpuWorker
 from kvtiers.rows.join import RegionJoin
 from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.rows.populate import MADV_POPULATE_WRITE
@@ -22,13 +27,15 @@ from kvtiers.rows.region import PrefaultEnded, SharedOffloadRegion
 
 RANKS = 2
 GOAL_START_MS = 50.0  # create() and start() together: they only begin things
+GOAL_FIRST_ROW_SHARE = 0.1  # of the time in which all of the memory is populated and registered in one go
+GOAL_ALL_PINNED_SHARE = 1.0
 GOAL_STALL_SHARE = 0.1  # of the stall of the same work in the engine's process
 
 
-def layout() -> CacheLayout:
+def layout(ranks: int = RANKS) -> CacheLayout:
     """Return a layout of 2 MiB rows, and a page."""
     tensors = tuple(KVTensor(f"layer{i}", 0, 32 << 10) for i in range(32))
-    return CacheLayout(ModelIdentity("bench"), (KVGroup("full", 16),), tensors, world_size=RANKS)
+    return CacheLayout(ModelIdentity("bench"), (KVGroup("full", 16),), tensors, world_size=ranks)
 
 
 def longest_gap_ms(begin: float, finished: Callable[[], bool]) -> float:
@@ -76,6 +83,68 @@ def populate_in_process(total: int) -> dict[str, float]:
     return {"prefault_gb_per_s": total / 1e9 / seconds, "stall_ms": gap}
 
 
+def pin_in_background(total: int) -> dict[str, float]:
+    """Start a region and a worker with KV in GPU memory; return seconds until a first job and until all is pinned."""
+    import torch
+
+    cache, engine_id = layout(ranks=1), f"bench-{uuid.uuid4().hex}"
+    kv = [torch.zeros((4, tensor.page_on(0)), dtype=torch.uint8, device="cuda") for tensor in cache.tensors]
+    for settings in (CopySettings(pin=False), CopySettings()):  # the first one warms up: kernel, streams, measurement
+        begin = time.perf_counter()
+        region = SharedOffloadRegion.create(engine_id, cache, total if settings.pin else cache.row_stride)
+        worker = GpuWorker(cache, kv, RegionJoin.start(engine_id, cache, 0), copying=settings)
+        returned = time.perf_counter()
+        worker.submit_store(1, BlockSpec(np.array([0]), (1,), (0,)), np.array([0]))
+        worker.wait([1])
+        first = time.perf_counter()
+        assert all(result.success for result in worker.get_finished())
+        copier: Any = worker._copier  # noqa: SLF001 -- to wait for pinning, which jobs need not
+        assert not settings.pin or copier.pinned.wait(300)
+        pinned = time.perf_counter()
+        worker.shutdown()
+        region.close()
+    return {"calls_ms": (returned - begin) * 1e3, "first_row_s": first - begin, "all_pinned_s": pinned - begin}
+
+
+def allocate_then_wait(total: int) -> dict[str, float]:
+    """Populate and register as much memory in one go, with one thread: then the first row is usable."""
+    import torch
+
+    memory = mmap.mmap(-1, total)
+    begin = time.perf_counter()
+    memory.madvise(MADV_POPULATE_WRITE)
+    address = np.frombuffer(memory, np.uint8).ctypes.data
+    status = torch.cuda.cudart().cudaHostRegister(address, total, 0)
+    seconds = time.perf_counter() - begin
+    assert int(status) == 0, status
+    torch.cuda.cudart().cudaHostUnregister(address)
+    return {"first_row_s": seconds, "all_pinned_s": seconds}
+
+
+def cuda_start(total: int) -> dict[str, Any]:
+    """Return both ways of starting with a GPU, and their goals; nothing where there is none."""
+    try:
+        import torch
+    except ImportError:
+        return {"goals": []}
+    if not torch.cuda.is_available():
+        return {"goals": []}
+    ours, theirs = pin_in_background(total), allocate_then_wait(total)
+    goals = [
+        ("first row usable on the GPU, as a share of allocate-then-wait", "first_row_s", GOAL_FIRST_ROW_SHARE),
+        ("all rows pre-faulted and pinned, as a share of allocate-then-wait", "all_pinned_s", GOAL_ALL_PINNED_SHARE),
+    ]
+    return {
+        "bytes": total,
+        "kvtiers": ours,
+        "allocate_then_wait": theirs,
+        "goals": [
+            {"name": name, "value": (share := ours[key] / theirs[key]), "goal": goal, "met": share <= goal}
+            for name, key, goal in goals
+        ],
+    }
+
+
 def results(*, quick: bool) -> dict[str, Any]:
     """Return the figures and the goals."""
     total = (256 << 20) if quick else (2 << 30)
@@ -99,7 +168,9 @@ def results(*, quick: bool) -> dict[str, Any]:
             "met": share <= GOAL_STALL_SHARE,
         },
     ]
-    return {"bytes": total, "kvtiers": ours, "pause": pause, "in_process": in_process, "goals": goals}
+    cuda = cuda_start((2 << 30) if quick else (16 << 30))
+    goals += cuda.pop("goals")
+    return {"bytes": total, "kvtiers": ours, "pause": pause, "in_process": in_process, "cuda": cuda, "goals": goals}
 
 
 def report(found: dict[str, Any]) -> None:
@@ -110,6 +181,13 @@ def report(found: dict[str, Any]) -> None:
         figures = found[name]
         print(f"  {name:12} {figures['prefault_gb_per_s']:6.2f} GB/s, longest stall {figures['stall_ms']:8.1f} ms")
     print(f"  {'pause':12} {'':11}  longest stall {found['pause']['stall_ms']:8.1f} ms")
+    if found["cuda"]:
+        for name in ("kvtiers", "allocate_then_wait"):
+            cuda = found["cuda"][name]
+            print(
+                f"  {found['cuda']['bytes'] >> 30} GiB for a GPU, {name:18} first row {cuda['first_row_s']:.3f} s, "
+                f"all pinned {cuda['all_pinned_s']:.2f} s"
+            )
     for goal in found["goals"]:
         print(f"{goal['name']}: {goal['value']:.3g}; goal {goal['goal']:g}: {'met' if goal['met'] else 'MISSED'}")
 

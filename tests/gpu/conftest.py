@@ -11,7 +11,7 @@ from kvtiers.gpu.worker import CopySettings, GpuWorker
 from kvtiers.rows.join import RegionJoin
 from kvtiers.rows.region import AnonymousRegion
 
-SMALL_RING = {"ring_bytes": 1 << 16, "ahead": 3, "pin_piece_bytes": 1 << 14}
+SMALL_RING = {"ring_bytes": 1 << 16, "pin_piece_bytes": 1 << 14}
 
 
 def pytest_collection_modifyitems(config, items):

@@ -13,7 +13,7 @@ from kvtiers.gpu.copies import Lane
 from kvtiers.gpu.copy_plan import GroupCopy, plan_copy, writers_turn
 from kvtiers.gpu.cuda_driver import MAX_ENTRIES, CudaDriver, CudaError
 from kvtiers.gpu.cuda_geometry import GroupGeometry, group_geometry
-from kvtiers.gpu.cuda_lane import CudaLane, KernelGroup
+from kvtiers.gpu.cuda_lane import CudaLane, KernelGroup, UnitTable
 from kvtiers.gpu.cuda_pieces import page_pieces, staged_pieces
 from kvtiers.gpu.measure import Choice, Scratch, choose
 from kvtiers.gpu.open_copier import CopyMethod, CopySettings
@@ -194,9 +194,10 @@ class CudaCopies:
             mark = self._driver.new_event()
             self._driver.record(mark, lane.stream)
 
-            def copy(method: CopyMethod, part: GroupCopy) -> None:
-                for _ in self._launch(part, group, method, lane, mark, pinned=True):
-                    pass
+            def copy(method: CopyMethod, parts: list[GroupCopy]) -> None:
+                for part in parts:
+                    for _ in self._launch(part, group, method, lane, mark, pinned=True):
+                        pass
                 lane.settle()
 
             _measured[shape] = choose(scratch, possible, copy)
@@ -216,7 +217,7 @@ class CudaCopies:
 
     def _with_units(self, geometry: GroupGeometry) -> KernelGroup:
         tables = [self._torch.from_numpy(geometry.units(image=image)).to(self._device) for image in (False, True)]
-        return KernelGroup(geometry, *tables)
+        return KernelGroup(geometry, *map(UnitTable, tables))
 
     def _new_memory(self, nbytes: int) -> Any:
         return self._torch.empty(nbytes, dtype=self._torch.uint8, device=self._device)
@@ -238,7 +239,6 @@ class CudaCopies:
                 to_rows=lane == "store",
                 urgent=lane == "expedited",
                 slots=slots,
-                ahead=settings.ahead,
                 staging_programs=programs,
                 direct_programs=settings.direct_programs,
             )

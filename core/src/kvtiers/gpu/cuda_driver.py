@@ -75,7 +75,8 @@ class CudaDriver:
             "cuDevicePrimaryCtxRetain", self._slow.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), handle)
         )
         self._batched = hasattr(self._slow, "cuMemcpyBatchAsync")  # a driver of CUDA 12.8 or later
-        self._attributes = {order: _CopyAttributes(order=order) for order in (_ORDER_STREAM, _ORDER_ANY)}
+        self._any_order, self._stream_order = (_CopyAttributes(order=o) for o in (_ORDER_ANY, _ORDER_STREAM))
+        self._first, self._failed = (ctypes.byref(ctypes.c_size_t()) for _ in range(2))
         self._kernel, self._module = ctypes.c_void_p(), ctypes.c_void_p()
         self._handle = handle
         self._events: list[int] = []
@@ -165,16 +166,16 @@ class CudaDriver:
         if not self._batched:
             self.copy_each(to, source, nbytes, stream)
             return
-        attributes = self._attributes[_ORDER_ANY if source_is_settled else _ORDER_STREAM]
+        attributes = self._any_order if source_is_settled else self._stream_order
         status = self._slow.cuMemcpyBatchAsync(
             _address(to),
             _address(source),
             _address(nbytes),
             len(to),
             ctypes.byref(attributes),
-            ctypes.byref(ctypes.c_size_t(0)),
+            self._first,
             1,
-            ctypes.byref(ctypes.c_size_t()),
+            self._failed,
             stream,
         )
         self._check("cuMemcpyBatchAsync", status)

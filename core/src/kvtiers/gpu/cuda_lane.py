@@ -11,10 +11,11 @@ engine's kernels ends, and every slot has a stream of its own, so that all slots
 copy engine moves the rows and holds no multiprocessor. Everything is ordered by events, on the device.
 """
 
-import ctypes
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from kvtiers.gpu.cuda_driver import CudaDriver, KernelParams
 from kvtiers.gpu.cuda_geometry import Copies, GroupGeometry
@@ -23,20 +24,29 @@ from kvtiers.gpu.cuda_pieces import Piece
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CudaLane", "KernelGroup"]
+__all__ = ["CudaLane", "KernelGroup", "UnitTable"]
 
 _THREADS = 512
 _HIGH_PRIORITY = -1
 _SLOT_ALIGN = 4096
+_AHEAD = 4  # pieces without a slot that may be under way: more would keep an expedited load waiting
 
 
-@dataclass(slots=True, eq=False)
+class UnitTable:
+    """The kernel's table of units, in GPU memory."""
+
+    def __init__(self, table: "torch.Tensor") -> None:
+        self._table = table  # keeps it alive
+        self.address, self.count = table.data_ptr(), len(table)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class KernelGroup:
-    """A KV group's geometry and its tables of units in GPU memory (kept alive here)."""
+    """A KV group's geometry and its tables of units, for rows and for images."""
 
     geometry: GroupGeometry
-    row_units: "torch.Tensor"
-    image_units: "torch.Tensor"
+    row_units: UnitTable
+    image_units: UnitTable
 
 
 @dataclass(slots=True, eq=False)
@@ -55,9 +65,8 @@ class _Slot:
 class CudaLane:
     """Launches pieces in order, into rows or out of them. Used by one thread, which has entered the driver.
 
-    ``region``: the address of row 0. ``ring``: GPU memory for that many slots. ``ahead``: pieces that may be under way.
-    ``urgent``: one stream, of high priority, for everything. Streams are few on purpose: the device has few queues, and
-    streams that share one wait for each other.
+    ``region``: the address of row 0. ``ring``: GPU memory for so many slots. ``urgent``: one stream, of high priority.
+    Streams are few on purpose: the device has few queues, and streams that share one wait for each other.
     """
 
     def __init__(
@@ -67,7 +76,6 @@ class CudaLane:
         *,
         to_rows: bool,
         slots: int,
-        ahead: int,
         urgent: bool,
         staging_programs: int,
         direct_programs: int,
@@ -79,7 +87,6 @@ class CudaLane:
         self.slot_bytes = len(ring) // slots // _SLOT_ALIGN * _SLOT_ALIGN
         self._driver = driver
         self._ring = ring
-        self._ahead = ahead
         self._staging_programs, self._direct_programs = staging_programs, direct_programs
         own = torch.cuda.Stream(ring.device, priority=_HIGH_PRIORITY if urgent else 0)
         streams = [own if urgent else torch.cuda.Stream(ring.device, priority=_HIGH_PRIORITY) for _ in range(slots)]
@@ -95,20 +102,19 @@ class CudaLane:
         self._spare: list[int] = []
         self._spare_timed: list[int] = []
         self._params = KernelParams()
-        self._entries = ctypes.addressof(self._params.entries)
+        self._entries = np.frombuffer(self._params.entries, np.uint32).reshape(-1, 3)
 
     # -- pieces
 
     def staged(self, group: KernelGroup, piece: Piece, mark: int, *, pinned: bool) -> None:
-        """Move one piece through the next slot."""
-        self._make_room()
+        """Move one piece through the next slot, once what was in it has gone."""
         slot = self._slots[self._next]
         self._next = (self._next + 1) % len(self._slots)
         driver = self._driver
         image_bytes = group.geometry.block_bytes * piece.per_tensor
         first, second = (slot.stream, self.stream) if self.to_rows else (self.stream, slot.stream)
-        if slot.used:
-            driver.order_after(first, slot.free)
+        if slot.used and not driver.has_ended(slot.free):
+            driver.wait(slot.free)
         driver.order_after(slot.stream, mark)
         if self.to_rows:
             self._launch(slot.address, image_bytes, group.image_units, piece, self._staging_programs, slot.stream)
@@ -122,7 +128,6 @@ class CudaLane:
             self._launch(slot.address, image_bytes, group.image_units, piece, self._staging_programs, slot.stream)
         driver.record(slot.free, second)
         slot.used = True
-        self._launched(second)
 
     def direct(self, group: KernelGroup, piece: Piece, mark: int) -> None:
         """Let the kernel reach into pinned rows."""
@@ -130,14 +135,14 @@ class CudaLane:
         self._driver.order_after(self.stream, mark)
         row_0 = self.region + group.geometry.cell_offset
         self._launch(row_0, group.geometry.row_stride, group.row_units, piece, self._direct_programs, self.stream)
-        self._launched(self.stream)
+        self._launched()
 
     def pages(self, geometry: GroupGeometry, piece: Piece, mark: int, *, pinned: bool) -> None:
         """Let the copy engine move page by page, without a slot."""
         self._make_room()
         self._driver.order_after(self.stream, mark)
         self._copy(piece.page_copies(geometry), None, pinned=pinned)
-        self._launched(self.stream)
+        self._launched()
 
     # -- beginnings and ends
 
@@ -184,14 +189,14 @@ class CudaLane:
         self._driver.record(event, stream)
         return event
 
-    def _launch(self, base: int, stride: int, units: "torch.Tensor", piece: Piece, programs: int, stream: int) -> None:
+    def _launch(self, base: int, stride: int, units: UnitTable, piece: Piece, programs: int, stream: int) -> None:
         """Launch the kernel; row (or image) i of the piece's entries starts at ``base + i * stride``."""
         params, entries = self._params, piece.entries
         params.base, params.row_stride = base, stride
-        params.units, params.num_units = units.data_ptr(), units.shape[0]
+        params.units, params.num_units = units.address, units.count
         params.num_entries, params.into_rows = len(entries), self.to_rows
         params.places, params.first = piece.per_tensor, piece.first
-        ctypes.memmove(self._entries, entries.__array_interface__["data"][0], entries.nbytes)
+        self._entries[: len(entries)] = entries
         self._driver.launch(params, programs, _THREADS, stream)
 
     def _copy(self, copies: Copies, slot: _Slot | None, *, pinned: bool) -> None:
@@ -207,14 +212,14 @@ class CudaLane:
             self._driver.copy_each(to, source, copies.nbytes, self.stream)
 
     def _make_room(self) -> None:
-        """Wait until fewer than ``ahead`` pieces are under way."""
-        while len(self._pieces) >= self._ahead:
+        """Wait until few enough pieces without a slot are under way."""
+        while len(self._pieces) >= _AHEAD:
             oldest = self._pieces.popleft()
             if not self._driver.has_ended(oldest):
                 self._driver.wait(oldest)
             self._spare.append(oldest)
 
-    def _launched(self, stream: int) -> None:
+    def _launched(self) -> None:
         event = self._spare.pop() if self._spare else self._driver.new_event()
-        self._driver.record(event, stream)
+        self._driver.record(event, self.stream)
         self._pieces.append(event)

@@ -23,6 +23,8 @@ __all__ = ["Choice", "Scratch", "choose"]
 
 _log = logging.getLogger("kvtiers.gpu")
 _BULK_BYTES, _MOST_BLOCKS, _MOST_HOST_BYTES = 32 << 20, 512, 256 << 20
+_STREAM_BYTES = 128 << 20  # bulk copies in a row: several staging slots full, so that their pieces overlap
+_MOST_TIMES = 8  # of tiny blocks: they are slow, and a worker waits for its measurement
 _ROUNDS = 3
 _WORTH_IT = {"staged": 1.0, "direct": 0.75, "pages": 0.9}
 """A way is chosen if it takes less than this share of the time that staged copies take."""
@@ -71,22 +73,27 @@ class Scratch:
         self._driver.unpin(self.address)
 
 
-def choose(scratch: Scratch, methods: list[CopyMethod], copy: Callable[[CopyMethod, GroupCopy], None]) -> Choice:
-    """Return the best of the methods; ``copy`` makes one copy and waits for it."""
+def choose(scratch: Scratch, methods: list[CopyMethod], copy: Callable[[CopyMethod, list[GroupCopy]], None]) -> Choice:
+    """Return the best of the methods; ``copy`` makes these copies in a row and waits for them."""
     row_bytes = scratch.geometry.block_bytes * scratch.geometry.blocks_per_chunk
-    small, bulk = (_best(methods, copy, scratch.part(rows)) for rows in (1, scratch.rows))
+    times = min(-(-_STREAM_BYTES // (row_bytes * scratch.rows)), _MOST_TIMES)
+    small = _best(methods, copy, [scratch.part(1)])
+    bulk = _best(methods, copy, [scratch.part(scratch.rows)] * times)
     return Choice(small, bulk, int(row_bytes * scratch.rows**0.5))
 
 
-def _best(methods: list[CopyMethod], copy: Callable[[CopyMethod, GroupCopy], None], part: GroupCopy) -> CopyMethod:
+def _best(
+    methods: list[CopyMethod], copy: Callable[[CopyMethod, list[GroupCopy]], None], parts: list[GroupCopy]
+) -> CopyMethod:
     seconds: dict[CopyMethod, float] = {}
     for method in methods:
-        copy(method, part)
+        copy(method, parts)
         rounds = []
         for _ in range(_ROUNDS):
             begin = time.perf_counter()
-            copy(method, part)
+            copy(method, parts)
             rounds.append(time.perf_counter() - begin)
         seconds[method] = statistics.median(rounds)
-    _log.debug("%d blocks: %s", len(part.blocks), {name: f"{taken * 1e6:.0f} us" for name, taken in seconds.items()})
+    blocks = sum(len(part.blocks) for part in parts)
+    _log.debug("%d blocks: %s", blocks, {name: f"{taken * 1e6:.0f} us" for name, taken in seconds.items()})
     return min(methods, key=lambda method: seconds[method] / _WORTH_IT[method])
