@@ -19,6 +19,7 @@ DOCUMENTS = [
     if path.name != "write-a-tier.md"
 ]
 BLOCK = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
+VARIABLE = re.compile(r"\$\{(\w+)\}")
 CONFIGS = [
     pytest.param(text, id=f"{path.relative_to(ROOT)}-{number}")
     for path in DOCUMENTS
@@ -27,12 +28,15 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("text", CONFIGS)
-def test_a_config_in_a_document_is_valid(text, tmp_path):
+def test_a_config_in_a_document_is_valid(text, tmp_path, monkeypatch):
     file = tmp_path / "tiers.yaml"
+    for variable in VARIABLE.findall(text):
+        monkeypatch.setenv(variable, "a-secret")
     # A part of a config is shown where the rest does not matter.
     head = "" if "version:" in text else "version: 1\n"
     rest = "" if "primary:" in text else "primary: {capacity: 1GiB}\n"
-    file.write_text(head + rest + text, encoding="utf-8")
+    tiers = "secondary:\n" if text.lstrip().startswith("- ") else ""
+    file.write_text(head + rest + tiers + text, encoding="utf-8")
     assert load_config(file).secondary
 
 
