@@ -29,9 +29,9 @@ class Request(NamedTuple):
 class Fault:
     """What happens to one request.
 
-    ``answer``: sent instead of asking the server, with ``early`` before the body is read. ``first_byte``: seconds until
-    the answer begins. ``cut``: the connection ends after so many bytes of the answer's body, with ``reset`` rudely.
-    ``drip``: seconds between pieces of 1 KiB of the body.
+    ``answer``: sent instead of asking the server. ``first_byte``: seconds until the answer begins, or with ``early``
+    from the answer until the request's body is read. ``cut``: the connection ends after so many bytes of the answer's
+    body, with ``reset`` rudely. ``drip``: seconds between pieces of 1 KiB of the body.
     """
 
     answer: bytes = b""
@@ -139,6 +139,7 @@ class Proxy:
             client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
         if fault.early:
             client.sendall(fault.answer)
+            time.sleep(fault.first_byte)
         body, rest = _exactly(client, rest, length)
         begin = time.monotonic() + fault.first_byte
         if fault.early:

@@ -127,15 +127,6 @@ def test_a_store_that_fails_is_counted_and_leaves_what_is_there(stored, fault):
     assert sound(tier, expected)
 
 
-def test_a_refusal_before_the_value_is_sent_holds_no_row(stored):
-    tier, proxy, _, _ = stored
-    proxy.script = always(Fault(refusal(503, "SlowDown"), early=True), "PUT")
-    begin = time.monotonic()
-    assert not tier.store(new_keys(COUNT)).success
-    assert time.monotonic() - begin < 5.0
-    assert not tier.tier.get_failed_jobs(), "a row was kept beyond the store's call"
-
-
 @pytest.mark.parametrize("fault", [*PASSING.values(), *LASTING.values()], ids=[*PASSING, *LASTING])
 def test_a_question_that_fails_is_a_miss(stored, fault):
     tier, proxy, keys, _ = stored

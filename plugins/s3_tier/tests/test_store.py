@@ -1,5 +1,6 @@
 """The store itself: parts, conditions, what is asked of the server, what is counted."""
 
+import contextlib
 import threading
 from datetime import UTC, datetime, timedelta
 
@@ -8,6 +9,7 @@ from s3_proxy import Fault, Proxy, refusal
 from s3_servers import client_of
 
 from kvtiers.api import StoreFull
+from kvtiers.testing.guarded import GuardedMemory
 from kvtiers_s3.failures import S3BusyError, S3Error
 from kvtiers_s3.store import S3Store
 
@@ -147,13 +149,17 @@ def test_a_conditional_put_leaves_what_is_there_unless_it_is_of_another_length(o
     assert uploads(config()) == []
 
 
-def test_a_conditional_put_that_is_refused_holds_no_buffer(opened, config, value):
-    store = opened(config(client="obstore", conditional_put=True))
-    source = value(1, 1024)
-    for _ in range(5):
-        view = memoryview(source)
-        store.write("a/b", view)
-        view.release()
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize(("status", "code"), [(503, "SlowDown"), (412, "PreconditionFailed"), (403, "AccessDenied")])
+def test_a_value_that_is_refused_before_it_is_sent_is_let_go(opened, config, between, client, status, code):
+    store = opened(config(client=client, endpoint=between.endpoint, conditional_put=True))
+    fault = Fault(refusal(status, code), early=True, first_byte=0.1)
+    between.script = lambda r: fault if r.method == "PUT" else None
+    row = GuardedMemory().row(bytes(8 * MIB))
+    for _ in range(3):
+        with contextlib.suppress(S3Error):
+            store.write("a/b", row.source())
+        assert not row.is_kept()
 
 
 @pytest.mark.parametrize("client", CLIENTS)
