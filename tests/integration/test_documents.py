@@ -20,6 +20,7 @@ DOCUMENTS = [
 ]
 BLOCK = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 VARIABLE = re.compile(r"\$\{(\w+)\}")
+SECRET_FILE = re.compile(r"/(?:run/secrets|etc/kvtiers)/[\w.-]+")
 CONFIGS = [
     pytest.param(text, id=f"{path.relative_to(ROOT)}-{number}")
     for path in DOCUMENTS
@@ -32,6 +33,9 @@ def test_a_config_in_a_document_is_valid(text, tmp_path, monkeypatch):
     file = tmp_path / "tiers.yaml"
     for variable in VARIABLE.findall(text):
         monkeypatch.setenv(variable, "a-secret")
+    for path in set(SECRET_FILE.findall(text)):
+        (tmp_path / Path(path).name).write_text("a-secret", encoding="utf-8")
+        text = text.replace(path, str(tmp_path / Path(path).name))
     # A part of a config is shown where the rest does not matter.
     head = "" if "version:" in text else "version: 1\n"
     rest = "" if "primary:" in text else "primary: {capacity: 1GiB}\n"
