@@ -91,6 +91,26 @@ def test_a_killed_engine_ends_the_replay_with_one_line_that_names_it(tmp_path, w
     wait_until(lambda: not descendants(os.getpid()))
 
 
+def test_an_engine_that_hangs_ends_the_replay_too(tmp_path, workload, monkeypatch) -> None:
+    stopped = []
+
+    def stop(_progress) -> None:
+        if not stopped:
+            monkeypatch.setattr("kvtiers.replay.engines._ANSWER_SECONDS", 5.0)
+            stopped.extend(named(os.getpid(), "engine 1"))
+            os.kill(stopped[0], signal.SIGSTOP)
+
+    with pytest.raises(ReplayError, match=r"^engine 1 \(process \d+\) has not answered for 5 s; the replay "):
+        replay(sharing(tmp_path), workload, ReplayOptions(engines=2, speed=1.0), progress=stop)
+    wait_until(lambda: not descendants(os.getpid()))
+
+
+def test_engines_that_wait_for_the_next_arrival_do_not_hang(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("kvtiers.replay.engines._ANSWER_SECONDS", 5.0)
+    seldom = Workload("seldom", 512, [ReplayRequest(513, [b"one"], 0.0), ReplayRequest(513, [b"two"], 8.0)])
+    assert replay(sharing(tmp_path), seldom, ReplayOptions(engines=2, speed=1.0)).requests == 2
+
+
 def test_an_engines_rank_that_is_killed_is_named_with_its_engine(tmp_path, workload) -> None:
     killed = []
 
@@ -116,9 +136,13 @@ def test_what_an_engine_cannot_do_is_told_with_its_name(tmp_path, workload, monk
 
 def test_a_wish_to_stop_reaches_all_engines(tmp_path, workload) -> None:
     stop = threading.Event()
-    results = replay(
-        sharing(tmp_path), workload, ReplayOptions(engines=2, speed=1.0), stop=stop, progress=lambda _told: stop.set()
-    )
+
+    def stop_at_the_first(progress) -> None:
+        if progress.requests:
+            stop.set()
+
+    options = ReplayOptions(engines=2, speed=1.0)
+    results = replay(sharing(tmp_path), workload, options, stop=stop, progress=stop_at_the_first)
     assert results.interrupted
     assert 0 < results.requests < len(workload.requests)
     assert results.verdict[0].startswith(f"Stopped after {results.requests} of ")

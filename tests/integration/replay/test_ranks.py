@@ -88,6 +88,6 @@ def test_a_rank_that_hangs_ends_the_replay_too(workload, monkeypatch) -> None:
             stopped.extend(named(os.getpid(), "rank 1"))
             os.kill(stopped[0], signal.SIGSTOP)
 
-    with pytest.raises(ReplayError, match=r"^rank 1 \(process \d+\) has not answered for 5 s$"):
+    with pytest.raises(ReplayError, match=r"^rank 1 \(process \d+\) has not answered for 5 s; the replay cannot go on"):
         replay(config(), workload, ReplayOptions(workers=2, concurrency=4, primary_chunks=200), progress=stop)
     wait_until(lambda: not is_running(stopped[0]))

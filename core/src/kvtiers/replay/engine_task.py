@@ -22,6 +22,7 @@ from kvtiers.tiering.manager import TieringManager
 __all__ = ["EngineTask", "deal_out", "run_engine"]
 
 _START_SECONDS = 60.0
+_TELL_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +56,10 @@ def run_engine(
     progress: Callable[[Progress], None],
     begin: Callable[[], None] = lambda: None,
 ) -> Measures:
-    """Run one engine in this process; ``begin`` is called when all is open, before the first request."""
+    """Run one engine in this process. ``begin``: called when all is open, before the first request.
+
+    ``progress``: called after every request, and each second, so that who waits for them knows that it goes on.
+    """
     options = task.options
     measures = Measures(has_prefix_cache=options.gpu_blocks > 0)
     pool = BlockPool(task.pool_blocks, caching=options.gpu_blocks > 0)
@@ -67,15 +71,15 @@ def run_engine(
             manager, task.layout, pool, SchedulerOptions(options.store, prefix_caching=options.gpu_blocks > 0)
         )
         engine = ReplayEngine(scheduler, ranks, pool, engine_options, measures, stop)
-        started, told = time.perf_counter(), 0
+        started, told, due = time.perf_counter(), 0, _TELL_SECONDS
 
         def stepped() -> None:
-            nonlocal told
+            nonlocal told, due
             measures.seconds = time.perf_counter() - started
             if measures.curve.is_due(measures.seconds):
                 measures.note(measures.seconds, manager.stats(), engine.waiting)
-            if measures.requests != told:
-                told = measures.requests
+            if measures.requests != told or measures.seconds >= due:
+                told, due = measures.requests, measures.seconds + _TELL_SECONDS
                 progress(measures.progress(len(task.requests)))
 
         try:

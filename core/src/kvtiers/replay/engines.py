@@ -15,15 +15,17 @@ from kvtiers.replay.processes import Child
 __all__ = ["run_engines"]
 
 _OPEN_SECONDS = 120.0  # many processes start at the same time
+_ANSWER_SECONDS = 120.0  # twice what an engine waits for a rank: it is the one to name the rank
 _LOOK_SECONDS = 0.1
 
 
 def run_engines(
     tasks: Sequence[EngineTask], stop: threading.Event, progress: Callable[[Progress], None]
 ) -> list[Measures]:
-    """Run each task in a process of its own and return their measures. ReplayError names the engine that ended early.
+    """Run each task in a process of its own and return their measures.
 
-    What an engine raises is raised here. Whatever happens, no process is left.
+    What an engine raises is raised here. ReplayError names the engine that ended early, or that has not stepped for
+    long. Whatever happens, no process is left.
     """
     engines: list[Child] = []
     try:
@@ -46,8 +48,9 @@ def run_engines(
 def _gather(
     engines: Sequence[Child], requests: Sequence[int], stop: threading.Event, progress: Callable[[Progress], None]
 ) -> list[Measures]:
-    """Pass progress on until every engine has handed in its measures."""
+    """Pass progress on until every engine has handed in its measures. Each says a few times a second where it is."""
     latest = [Progress(0, count, 0, 0, {}) for count in requests]
+    heard = [time.monotonic()] * len(engines)
     measures: dict[int, Measures] = {}
     numbers = {engine.connection: number for number, engine in enumerate(engines)}
     stopping = False
@@ -59,12 +62,16 @@ def _gather(
         for ready in wait(list(numbers), _LOOK_SECONDS):
             number = numbers[ready]  # type: ignore[index]  # of what was asked for
             message = _next(engines[number], _LOOK_SECONDS)
+            heard[number] = time.monotonic()
             if isinstance(message, Measures):
                 measures[number] = message
                 del numbers[engines[number].connection]
             else:
                 latest[number] = message
                 progress(total_progress(latest))
+        for number in numbers.values():
+            if time.monotonic() - heard[number] > _ANSWER_SECONDS:
+                raise engines[number].silent(_ANSWER_SECONDS)
     return [measures[number] for number in range(len(engines))]
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from kvtiers.secondary.host_main import die_with
 __all__ = ["Child", "ReplayError"]
 
 _END_SECONDS = 10.0
+_STUCK_SECONDS = 120  # in the middle of a message, whose other end has stopped; a child that starts takes a while
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[3]); from kvtiers.replay.processes import main; main()"
 
 
@@ -34,6 +36,8 @@ class Child:
     def __init__(self, name: str, serve: Callable[..., None], *args: object) -> None:
         self.name = name
         ours, theirs = socket.socketpair()
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", _STUCK_SECONDS, 0))
         with theirs:
             told = [str(theirs.fileno()), str(os.getpid()), json.dumps([str(path) for path in sys.path]), name]
             # -P: nothing in the working directory stands in for a module. The name is for `ps`.
@@ -48,9 +52,11 @@ class Child:
         self.send((serve, args))
 
     def send(self, message: object) -> None:
-        """Send a message. ReplayError if the child has ended."""
+        """Send a message. ReplayError if the child has ended, or does not take it."""
         try:
             self.connection.send(message)
+        except BlockingIOError:
+            raise self.silent(_STUCK_SECONDS) from None
         except OSError:
             raise self._lost() from None
 
@@ -58,8 +64,10 @@ class Child:
         """Return the child's next message. ReplayError if it has ended, or says nothing for so many seconds."""
         try:
             if not self.connection.poll(timeout):
-                raise ReplayError(f"{self.name} (process {self.process.pid}) has not answered for {timeout:g} s")
+                raise self.silent(timeout)
             return self.connection.recv()
+        except BlockingIOError:
+            raise self.silent(_STUCK_SECONDS) from None
         except (EOFError, OSError, pickle.UnpicklingError):
             raise self._lost() from None
 
@@ -75,6 +83,13 @@ class Child:
         """End the child at once."""
         self.process.kill()
         self.process.wait()
+
+    def silent(self, seconds: float) -> ReplayError:
+        """Return the error that the child lives, and has said nothing for so many seconds."""
+        return ReplayError(
+            f"{self.name} (process {self.process.pid}) has not answered for {seconds:g} s; the replay cannot go on "
+            "without it"
+        )
 
     def _lost(self) -> ReplayError:
         with contextlib.suppress(subprocess.TimeoutExpired):

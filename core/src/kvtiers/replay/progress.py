@@ -18,7 +18,7 @@ _LINE_SECONDS = 5.0
 def show_progress(
     stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[Replayed], None]]:
-    """Give a function to be called with the progress after every request."""
+    """Give a function to be called with the progress, as often as there is any."""
     stream = stream or sys.stderr
     if stream.isatty():
         with _bar(stream) as update:

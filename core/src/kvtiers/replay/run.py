@@ -25,8 +25,8 @@ def replay(
 ) -> ReplayResults:
     """Replay a workload over the real manager, region and tiers; return the figures, also if ``stop`` ended it.
 
-    ``progress`` is called after every request, or, with several engines, a few times a second. ConfigError and
-    StartError if it cannot begin; ReplayError if a process of it ends.
+    ``progress`` is called after every request and each second, or, with several engines, a few times a second.
+    ConfigError and StartError if it cannot begin; ReplayError if a process of it ends, or hangs.
     """
     stop = stop or threading.Event()
     check_options(workload, options)
