@@ -35,7 +35,7 @@ VLLM_PYTEST := $(VLLM_PYTHON) -m pytest tests/vllm --durations=15 --override-ini
 vllm_releases = for wanted in $(1); do \
 	$(VLLM_PIP) install --quiet --no-deps --upgrade --target $(VLLM_VENV)/releases/$${wanted\#\#*=} $$wanted || exit 1; done
 
-.PHONY: help demo test test-vllm test-vllm-all lint docs bench environment system clean
+.PHONY: help demo test test-vllm test-vllm-all test-gpu lint docs bench environment system clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,6 +61,9 @@ lint: environment  ## ruff, mypy --strict, and who may import whom
 
 docs: environment  ## Check the links between the documents
 	$(call step,links,$(PYTHON) tools/check_links.py)
+
+test-gpu: $(if $(GPU_PYTHON),,environment)  ## Tests and benchmarks on a CUDA device (GPU_PYTHON: a Python with CUDA's torch)
+	tools/test_gpu.sh $(or $(GPU_PYTHON),$(PYTHON)) $(GPU_OUT)
 
 bench: environment  ## Run every benchmark and print its goals (BENCH_ARGS=--quick for a first look)
 	$(PYTHON) benchmarks/run.py $(BENCH_ARGS)
