@@ -15,7 +15,7 @@ step() {  # step NAME SECONDS COMMAND...: run it within a time, keep its output,
 }
 
 "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "no CUDA device here"; exit 1; }
-step tests 240 "$python" -m pytest tests/gpu -m gpu -q -p no:cacheprovider
+step tests 240 "$python" -m pytest tests/gpu tests/unit/gpu -m gpu -q -p no:cacheprovider
 if command -v compute-sanitizer >/dev/null; then
     step sanitizer 240 compute-sanitizer --tool memcheck --error-exitcode 9 --target-processes all \
         "$python" -m pytest tests/gpu/test_sanitized.py -m gpu -q -p no:cacheprovider

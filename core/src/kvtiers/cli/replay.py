@@ -139,6 +139,13 @@ of the replay ended early, 130 stopped by Ctrl-C (the report of what was done is
     help="Tokens per second, for the estimated time to the first token.",
 )
 @click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="Where the engine's KV lies: host memory, or a GPU's.",
+)
+@click.option(
     "--report", metavar="FILE.html", callback=file_to_write(".html"), help="Write a page with plots of all of it, too."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvtiers.gpu.device_blocks import DeviceBlocks
+
 __all__ = ["CONTENT_VERSION", "BlockContent"]
 
 CONTENT_VERSION = "replay-content-1"
@@ -24,7 +26,7 @@ Ids: TypeAlias = npt.NDArray[np.int64]
 class BlockContent:
     """Writes and checks blocks in KV tensors; a block's bytes lie in the tensors one after the other."""
 
-    def __init__(self, kv_tensors: Sequence[Bytes], rank: int = 0) -> None:
+    def __init__(self, kv_tensors: Sequence[Bytes | DeviceBlocks], rank: int = 0) -> None:
         self._tensors = kv_tensors
         self._salt = rank.to_bytes(2, "little") if rank else b""
         self._block_bytes = sum(tensor.shape[1] for tensor in kv_tensors)

@@ -107,7 +107,12 @@ def _stack(task: EngineTask) -> Iterator[tuple[TieringManager, Ranks]]:
         closing.callback(manager.shutdown)
         ranks = closing.enter_context(
             open_ranks(
-                task.config, task.layout, manager.engine_id, task.pool_blocks, processes=task.options.workers > 0
+                task.config,
+                task.layout,
+                manager.engine_id,
+                task.pool_blocks,
+                processes=task.options.workers > 0,
+                device=task.options.device,
             )
         )
         manager.wait_ready(_START_SECONDS)

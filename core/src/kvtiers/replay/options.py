@@ -2,17 +2,22 @@
 
 import sys
 from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
 
 from kvtiers.api import ConfigError
 from kvtiers.config import OffloadConfig
+from kvtiers.gpu.device_blocks import cuda_problem
 from kvtiers.replay.content import CONTENT_VERSION
 from kvtiers.replay.workload import Workload
 from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.scheduler.options import StoreMode
 
-__all__ = ["ReplayOptions", "check_options", "replay_layout"]
+__all__ = ["Device", "ReplayOptions", "check_options", "replay_layout"]
 
 _KV_TENSORS = 2
+
+Device: TypeAlias = Literal["cpu", "cuda"]
+"""Where the reference engine's KV lies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +29,7 @@ class ReplayOptions:
     ``primary.capacity``. ``concurrency``: requests in flight in each engine. ``speed``: requests arrive so many times
     as fast as they were recorded; None: back to back. ``step_tokens``: tokens computed in a step at most. ``workers``:
     ranks of each engine in processes of their own; 0: one rank in the engine's. ``engines``: processes among which the
-    requests are dealt out. ``prefill_speed``: tokens per second, for estimates.
+    requests are dealt out. ``prefill_speed``: tokens per second, for estimates. ``device``: where KV lies.
     """
 
     bytes_per_chunk: int = 4032
@@ -38,6 +43,7 @@ class ReplayOptions:
     workers: int = 0
     engines: int = 1
     prefill_speed: float = 10_000.0
+    device: Device = "cpu"
 
     @property
     def world_size(self) -> int:
@@ -79,6 +85,8 @@ def check_options(workload: Workload, options: ReplayOptions) -> None:
             f"--gpu-blocks {options.gpu_blocks}: the longest request has {workload.longest} full blocks; give that "
             "many at least, or 0 for blocks without a prefix cache"
         )
+    if options.device == "cuda" and (problem := cuda_problem()):
+        raise ConfigError(f"--device cuda: {problem}")
     if options.workers and sys.platform != "linux":
         raise ConfigError("--workers needs memory that processes share, which there is on Linux only; leave it out")
     if options.store == "lazy" and not options.gpu_blocks:

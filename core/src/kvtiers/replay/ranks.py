@@ -15,7 +15,9 @@ import numpy as np
 import kvtiers
 from kvtiers.base import TransferResult
 from kvtiers.config import OffloadConfig
+from kvtiers.gpu.device_blocks import DeviceBlocks
 from kvtiers.replay.content import BlockContent
+from kvtiers.replay.options import Device
 from kvtiers.replay.processes import Child
 from kvtiers.rows.layout import CacheLayout
 from kvtiers.scheduler import WorkerJob
@@ -66,9 +68,23 @@ class _Rank(Protocol):
 class RankHere:
     """One rank and its KV tensors, in this process."""
 
-    def __init__(self, config: OffloadConfig, layout: CacheLayout, engine_id: str, rank: int, num_blocks: int) -> None:
-        tensors = [np.zeros((num_blocks, tensor.page_on(rank)), np.uint8) for tensor in layout.tensors]
-        self._content = BlockContent(tensors, rank)
+    def __init__(
+        self,
+        config: OffloadConfig,
+        layout: CacheLayout,
+        engine_id: str,
+        rank: int,
+        num_blocks: int,
+        device: Device,
+    ) -> None:
+        pages = [tensor.page_on(rank) for tensor in layout.tensors]
+        if device == "cuda":
+            blocks = [DeviceBlocks(num_blocks, page, rank) for page in pages]
+            tensors: list[Any] = [each.tensor for each in blocks]
+            self._content = BlockContent(blocks, rank)
+        else:
+            tensors = [np.zeros((num_blocks, page), np.uint8) for page in pages]
+            self._content = BlockContent(tensors, rank)
         self._storing: set[int] = set()
         self.worker = kvtiers.open_worker(config, layout, tensors, engine_id=engine_id, rank=rank)
 
@@ -104,8 +120,16 @@ class RankHere:
 class RankProcess:
     """One rank in a process of its own."""
 
-    def __init__(self, config: OffloadConfig, layout: CacheLayout, engine_id: str, rank: int, num_blocks: int) -> None:
-        self.child = Child(f"rank {rank}", _serve, config, layout, engine_id, rank, num_blocks)
+    def __init__(
+        self,
+        config: OffloadConfig,
+        layout: CacheLayout,
+        engine_id: str,
+        rank: int,
+        num_blocks: int,
+        device: Device,
+    ) -> None:
+        self.child = Child(f"rank {rank}", _serve, config, layout, engine_id, rank, num_blocks, device)
 
     def begin(self, orders: StepOrders) -> None:
         """Send a step's orders."""
@@ -161,12 +185,13 @@ def open_ranks(
     num_blocks: int,
     *,
     processes: bool,
+    device: Device = "cpu",
 ) -> Iterator[Ranks]:
     """Open an engine's ranks, each in a process of its own or all in this one. They join its region by themselves."""
     with contextlib.ExitStack() as closing:
         ranks: list[_Rank] = []
         for number in range(layout.world_size):
-            arguments = (config, layout, engine_id, number, num_blocks)
+            arguments = (config, layout, engine_id, number, num_blocks, device)
             if processes:
                 process = RankProcess(*arguments)
                 closing.callback(process.child.end)
