@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -282,3 +283,32 @@ def test_writers_are_not_kept_waiting_while_another_process_holds_the_lock(folde
     assert taken < 5
     folder.settle(store)
     assert wrote(store, names(1)[0], value)
+
+
+def test_while_the_file_system_hangs_figures_are_told_and_the_end_does_not_wait_for_it(
+    folder, value, names, monkeypatch
+):
+    store = folder.open()
+    store.write(names(1)[0], value(1))
+    folder.settle(store)
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def hanging(_fd):
+        hangs.set()
+        goes_on.wait(60)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("kvtiers_fs.evictor.free_bytes", hanging)
+    monkeypatch.setattr("kvtiers_fs.store._CLOSE_SECONDS", 0.5)
+    try:
+        store.write(names(2)[1], value(2))
+        store._evictor.wake()
+        assert hangs.wait(30)
+        assert store.stats()["values"] == 1
+        store.close()
+        os.fstat(store._tree.fd)  # its thread still uses the descriptor
+    finally:
+        goes_on.set()
+    assert store._evictor.stop(30)
+    store.close()
+    folder.stores.remove(store)

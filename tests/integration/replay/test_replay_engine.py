@@ -1,5 +1,7 @@
 """The reference engine over the real stack: what it must notice, and where its hits come from."""
 
+import os
+import signal
 import threading
 
 import numpy as np
@@ -10,7 +12,7 @@ from kvtiers.replay.options import replay_layout
 from kvtiers.replay.run import ReplayOptions, replay
 from kvtiers_example.memory_store import MemoryStore
 
-from .setups import config
+from .setups import config, named
 
 MEMORY = {"type": "memory", "io": "thread", "capacity": "64MiB"}
 MEMORY_ASYNC = {"type": "memory-async", "max_blocks": 5000}
@@ -18,9 +20,11 @@ MEMORY_ASYNC = {"type": "memory-async", "max_blocks": 5000}
 
 def test_a_flipped_bit_in_a_row_is_counted_as_a_wrong_byte(workload, managers) -> None:
     layout = replay_layout(config(), 512, ReplayOptions())
+    damaged = []
 
     def damage(report) -> None:
-        if report.requests == 100:
+        if report.requests >= 100 and not damaged:
+            damaged.append(report)
             rows = np.frombuffer(managers[-1]._engine._region.view, np.uint8).reshape(-1, layout.row_stride)
             rows[:, 1234] ^= 4
 
@@ -47,6 +51,30 @@ def test_damage_in_a_tier_costs_hits_and_never_gives_a_wrong_byte(workload, monk
     assert bad.hits["memory"] == 0
     assert good.wrong_bytes == bad.wrong_bytes == 0
     assert bad.prefix_hits < good.prefix_hits
+
+
+def test_a_directory_that_does_not_answer_any_more_costs_hits_and_nothing_else(workload, tmp_path) -> None:
+    options = ReplayOptions(concurrency=4, primary_chunks=200)
+    stopped: set[int] = set()
+
+    def hang(progress) -> None:
+        if progress.requests >= 40:
+            new = set(named(os.getpid(), "fs")) - stopped  # each host that is started anew hangs as well
+            for pid in new:
+                os.kill(pid, signal.SIGSTOP)
+            stopped.update(new)
+
+    def run(name, progress):
+        tier = {"type": "fs", "path": str(tmp_path / name), "capacity": "1GiB", "deadline": "1s", "grace": "200ms"}
+        return replay(config(tier, lookup_wait="100ms", load_wait="500ms"), workload, options, progress=progress)
+
+    good, hung = run("good", lambda _progress: None), run("hung", hang)
+    assert stopped
+    assert hung.requests == good.requests == len(workload.requests)
+    assert hung.wrong_bytes == 0
+    assert 0 <= hung.hits["fs"] < good.hits["fs"]
+    assert hung.stalls.p99 < 1.0  # no step has waited for the tier's deadline
+    assert not named(os.getpid(), "fs")
 
 
 @pytest.mark.parametrize("tier", [MEMORY, MEMORY_ASYNC], ids=["memory", "memory-async"])
