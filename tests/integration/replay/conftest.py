@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtiers.replay import engine_task
+from kvtiers.replay.engine import task
 from kvtiers.replay.trace import read_trace
 from kvtiers.replay.workload import Workload
 
@@ -61,11 +61,11 @@ def workload(trace_file) -> Workload:
 def managers(monkeypatch) -> list:
     """The managers that replays in this process open."""
     opened = []
-    open_manager = engine_task.kvtiers.open_manager
+    open_manager = task.kvtiers.open_manager
 
     def open_and_note(*args, **kwargs):
         opened.append(open_manager(*args, **kwargs))
         return opened[-1]
 
-    monkeypatch.setattr(engine_task.kvtiers, "open_manager", open_and_note, raising=False)
+    monkeypatch.setattr(task.kvtiers, "open_manager", open_and_note, raising=False)
     return opened

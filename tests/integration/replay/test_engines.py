@@ -11,7 +11,7 @@ import pytest
 
 from kvtiers.api import StartError
 from kvtiers.config import OffloadConfig
-from kvtiers.replay.processes import ReplayError
+from kvtiers.replay.engine.processes import ReplayError
 from kvtiers.replay.run import ReplayOptions, replay
 from kvtiers.replay.workload import ReplayRequest, Workload
 
@@ -96,7 +96,7 @@ def test_an_engine_that_hangs_ends_the_replay_too(tmp_path, workload, monkeypatc
 
     def stop(_progress) -> None:
         if not stopped:
-            monkeypatch.setattr("kvtiers.replay.engines._ANSWER_SECONDS", 5.0)
+            monkeypatch.setattr("kvtiers.replay.engine.engines._ANSWER_SECONDS", 5.0)
             stopped.extend(named(os.getpid(), "engine 1"))
             os.kill(stopped[0], signal.SIGSTOP)
 
@@ -106,7 +106,7 @@ def test_an_engine_that_hangs_ends_the_replay_too(tmp_path, workload, monkeypatc
 
 
 def test_engines_that_wait_for_the_next_arrival_do_not_hang(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("kvtiers.replay.engines._ANSWER_SECONDS", 5.0)
+    monkeypatch.setattr("kvtiers.replay.engine.engines._ANSWER_SECONDS", 5.0)
     seldom = Workload("seldom", 512, [ReplayRequest(513, [b"one"], 0.0), ReplayRequest(513, [b"two"], 8.0)])
     assert replay(sharing(tmp_path), seldom, ReplayOptions(engines=2, speed=1.0)).requests == 2
 

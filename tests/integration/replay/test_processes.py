@@ -8,8 +8,8 @@ from operator import methodcaller
 
 import pytest
 
-from kvtiers.replay import processes
-from kvtiers.replay.processes import Child, ReplayError
+from kvtiers.replay.engine import processes
+from kvtiers.replay.engine.processes import Child, ReplayError
 
 MUCH = bytes(16 << 20)  # far more than a socket holds
 

@@ -6,7 +6,7 @@ import signal
 import numpy as np
 import pytest
 
-from kvtiers.replay.processes import ReplayError
+from kvtiers.replay.engine.processes import ReplayError
 from kvtiers.replay.run import ReplayOptions, replay
 
 from .setups import config, is_running, named, wait_until
@@ -79,12 +79,12 @@ def test_a_killed_rank_ends_the_replay_with_one_line_that_names_it(workload, wor
 
 
 def test_a_rank_that_hangs_ends_the_replay_too(workload, monkeypatch) -> None:
-    monkeypatch.setattr("kvtiers.replay.processes._END_SECONDS", 1.0)
+    monkeypatch.setattr("kvtiers.replay.engine.processes._END_SECONDS", 1.0)
     stopped: list[int] = []
 
     def stop(progress) -> None:
         if progress.requests >= 30 and not stopped:
-            monkeypatch.setattr("kvtiers.replay.ranks._ANSWER_SECONDS", 5.0)
+            monkeypatch.setattr("kvtiers.replay.engine.ranks._ANSWER_SECONDS", 5.0)
             stopped.extend(named(os.getpid(), "rank 1"))
             os.kill(stopped[0], signal.SIGSTOP)
 

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvtiers.cli.main import cli
-from kvtiers.replay.content import BlockContent
+from kvtiers.replay.engine.content import BlockContent
 
 from .setups import named, wait_until
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from kvtiers.api import ConfigError
-from kvtiers.replay import engine_task
-from kvtiers.replay.block_pool import BlockPool
+from kvtiers.replay.engine import task
+from kvtiers.replay.engine.block_pool import BlockPool
+from kvtiers.replay.engine.ranks import Ranks
 from kvtiers.replay.options import replay_layout
-from kvtiers.replay.ranks import Ranks
 from kvtiers.replay.run import ReplayOptions, replay
 
 from .setups import config
@@ -27,7 +27,7 @@ def pools(monkeypatch) -> list[BlockPool]:
             self.num_blocks = num_blocks
             made.append(self)
 
-    monkeypatch.setattr(engine_task, "BlockPool", NotedPool)
+    monkeypatch.setattr(task, "BlockPool", NotedPool)
     return made
 
 
@@ -89,9 +89,7 @@ def test_who_loses_its_blocks_is_served_again_and_nothing_is_left(
 
 def test_without_a_prefix_cache_a_preempted_request_loads_again_what_it_had_stored(workload, monkeypatch) -> None:
     # All blocks that there are, so that they run out though none is kept for anybody.
-    monkeypatch.setattr(
-        engine_task, "BlockPool", lambda _blocks, *, caching: BlockPool(workload.longest, caching=caching)
-    )
+    monkeypatch.setattr(task, "BlockPool", lambda _blocks, *, caching: BlockPool(workload.longest, caching=caching))
     results = replay(config(), workload, ReplayOptions(concurrency=8, primary_chunks=5000))
     assert results.preemptions > 0
     assert results.wrong_bytes == 0

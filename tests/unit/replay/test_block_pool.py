@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtiers.replay.block_pool import BlockPool
+from kvtiers.replay.engine.block_pool import BlockPool
 
 A, B, C, D = (bytes([number]) for number in range(4))
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvtiers.base import TransferResult
-from kvtiers.replay.block_pool import BlockPool
+from kvtiers.replay.engine.block_pool import BlockPool
 from kvtiers.scheduler import SchedulerOptions, WorkerJob
 
 from .bench import NONE, PAGE, Bench, Request, Shelf, layout_of

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 from kvtiers.api import ConfigError
 from kvtiers.config import OffloadConfig
 from kvtiers.gpu.device_blocks import cuda_problem
-from kvtiers.replay.content import CONTENT_VERSION
+from kvtiers.replay.engine.content import CONTENT_VERSION
 from kvtiers.replay.workload import Workload
 from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.scheduler.options import StoreMode

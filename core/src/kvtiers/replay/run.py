@@ -4,8 +4,8 @@ import threading
 from collections.abc import Callable
 
 from kvtiers.config import OffloadConfig
-from kvtiers.replay.engine_task import deal_out, run_engine
-from kvtiers.replay.engines import run_engines
+from kvtiers.replay.engine.engines import run_engines
+from kvtiers.replay.engine.task import deal_out, run_engine
 from kvtiers.replay.measures import Progress
 from kvtiers.replay.options import ReplayOptions, check_options, replay_layout
 from kvtiers.replay.results import ReplayResults

@@ -23,7 +23,9 @@ __all__ = ["Child", "ReplayError"]
 
 _END_SECONDS = 10.0
 _STUCK_SECONDS = 120  # in the middle of a message, whose other end has stopped; a child that starts takes a while
-_START = "import json, sys; sys.path[:] = json.loads(sys.argv[3]); from kvtiers.replay.processes import main; main()"
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); from kvtiers.replay.engine.processes import main; main()"
+)
 
 
 class ReplayError(KvtiersError):

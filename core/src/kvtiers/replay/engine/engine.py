@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 from kvtiers.base import RequestContext
-from kvtiers.replay.block_pool import BlockPool
+from kvtiers.replay.engine.block_pool import BlockPool
+from kvtiers.replay.engine.ranks import BlockRun, Ranks, StepOrders, StepReply
 from kvtiers.replay.measures import Measures
-from kvtiers.replay.ranks import BlockRun, Ranks, StepOrders, StepReply
 from kvtiers.replay.workload import Arrivals
 from kvtiers.scheduler import LoadOutcome, OffloadScheduler
 

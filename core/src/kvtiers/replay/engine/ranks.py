@@ -16,9 +16,9 @@ import kvtiers
 from kvtiers.base import TransferResult
 from kvtiers.config import OffloadConfig
 from kvtiers.gpu.device_blocks import DeviceBlocks
-from kvtiers.replay.content import BlockContent
+from kvtiers.replay.engine.content import BlockContent
+from kvtiers.replay.engine.processes import Child
 from kvtiers.replay.options import Device
-from kvtiers.replay.processes import Child
 from kvtiers.rows.layout import CacheLayout
 from kvtiers.scheduler import WorkerJob
 

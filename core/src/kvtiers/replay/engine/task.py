@@ -9,11 +9,11 @@ from typing import Any
 
 import kvtiers
 from kvtiers.config import OffloadConfig
-from kvtiers.replay.block_pool import BlockPool
-from kvtiers.replay.engine import EngineOptions, Interrupted, ReplayEngine
+from kvtiers.replay.engine.block_pool import BlockPool
+from kvtiers.replay.engine.engine import EngineOptions, Interrupted, ReplayEngine
+from kvtiers.replay.engine.ranks import Ranks, open_ranks
 from kvtiers.replay.measures import Measures, Progress
 from kvtiers.replay.options import ReplayOptions
-from kvtiers.replay.ranks import Ranks, open_ranks
 from kvtiers.replay.workload import Arrivals, ReplayRequest, Workload, infinite_hits
 from kvtiers.rows.layout import CacheLayout
 from kvtiers.scheduler import OffloadScheduler, SchedulerOptions

@@ -8,9 +8,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from kvtiers.api import KvtiersError
-from kvtiers.replay.engine_task import EngineTask, run_engine
+from kvtiers.replay.engine.processes import Child
+from kvtiers.replay.engine.task import EngineTask, run_engine
 from kvtiers.replay.measures import Measures, Progress, total_progress
-from kvtiers.replay.processes import Child
 
 __all__ = ["run_engines"]
 
