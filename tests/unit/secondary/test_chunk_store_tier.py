@@ -216,6 +216,21 @@ def test_a_chunk_that_could_not_be_loaded_is_a_miss_from_then_on(tier, backend, 
     assert lookup(tier, keys) == [HIT, HIT, MISS]
 
 
+@pytest.mark.parametrize("who", ["engine", "backend"])
+def test_a_chunk_whose_load_failed_is_a_miss_though_the_load_has_not_ended(tier, backend, keys, who):
+    tier.submit_store(job(1, keys))
+    result_of(backend, 1, *[Status.DONE] * 6)
+    step(tier)
+    assert lookup(tier, keys) == [HIT] * 6
+    tier.submit_load(job(2, keys[3:], promotion=True))
+    if who == "engine":
+        tier.abandon_job(2)
+    else:
+        backend.say(JobFailed(2, "ListStore kept the buffer"))
+        step(tier)
+    assert lookup(tier, keys) == [HIT, HIT, HIT, MISS]
+
+
 def test_a_tier_whose_lookups_are_never_answered_is_taken_out_of_use_and_begun_anew(make, backend, clock, kit):
     tier = make(deadline="30s", breaker={"failures": 3})
     for number in range(3):
@@ -403,6 +418,21 @@ def test_after_new_names_nothing_old_is_believed_and_old_jobs_teach_nothing(tier
     assert sorted(result.job_id for result in finished) == [1, 2]
     assert lookup(tier, keys[:1]) == [RETRY]
     assert lookup(tier, keys[3:]) == [RETRY]
+
+
+@pytest.mark.parametrize("who", ["engine", "backend"])
+def test_a_load_of_old_names_that_fails_says_nothing_of_the_new(tier, backend, kit, keys, who):
+    tier.submit_load(job(1, keys, promotion=True))
+    tier.set_names(kit.NAMES)
+    tier.submit_store(job(2, keys))
+    result_of(backend, 2, *[Status.DONE] * 6)
+    step(tier)
+    if who == "engine":
+        tier.abandon_job(1)
+    else:
+        backend.say(JobFailed(1, "ListStore kept the buffer"))
+        step(tier)
+    assert lookup(tier, keys) == [HIT] * 6
 
 
 def test_a_drain_says_how_much_was_dropped_and_still_reports_it(tier, backend, keys):

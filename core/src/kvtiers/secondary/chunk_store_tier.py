@@ -87,13 +87,8 @@ class ChunkStoreTier(SecondaryTierManager):
 
     def abandon_job(self, job_id: int) -> None:
         """Count an overdue job against the breaker; the backend sees to it that its rows come free."""
-        job = self._jobs.fail(job_id)
-        if job is None:
-            return
-        if job.is_promotion:
-            self._lookups.lost(job.keys)
-        self._note_error("a job did not end in time")
-        self._backend.abandon(job_id)
+        if self._fail(job_id, "a job did not end in time"):
+            self._backend.abandon(job_id)
 
     def on_schedule_end(self) -> None:
         """Send the step's questions, and the breaker's probe when it is due."""
@@ -181,9 +176,8 @@ class ChunkStoreTier(SecondaryTierManager):
             case JobDone():
                 self._job_done(event)
             case JobFailed(job_id, error):
-                if self._jobs.fail(job_id) is not None:
+                if self._fail(job_id, error):
                     self._failed.append(job_id)
-                    self._note_error(error)
             case Probed(probe_id, answers, error):
                 self._probed(probe_id, answers, error)
             case Opened(error):
@@ -220,6 +214,16 @@ class ChunkStoreTier(SecondaryTierManager):
         if ok:
             self._lookups.clear()
             self._backend.log(logging.WARNING, f"{self._name}: answers again; back in use")
+
+    def _fail(self, job_id: int, error: str) -> bool:
+        """Count a job as failed whose end is still to come: what it was to load is a miss. False: it was before."""
+        job = self._jobs.fail(job_id)
+        if job is None:
+            return False
+        if job.is_promotion and self._jobs.has_current_names(job_id):
+            self._lookups.lost(job.keys)
+        self._note_error(error)
+        return True
 
     def _job_done(self, event: JobDone) -> None:
         ended = self._jobs.end(event)

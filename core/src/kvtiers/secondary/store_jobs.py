@@ -68,6 +68,10 @@ class StoreJobs:
         """What is under way has names that are no longer current."""
         self._epoch += 1
 
+    def has_current_names(self, job_id: int) -> bool:
+        """Say whether what is learnt of this job, which is under way, holds for the names of now."""
+        return self._open[job_id].epoch == self._epoch
+
     def begin(self, job: TransferJob, sent: int) -> None:
         """Take note of a job of which the first ``sent`` chunks are handed over; the others are dropped."""
         self._open[job.job_id] = _Open(job, sent, self._epoch)
