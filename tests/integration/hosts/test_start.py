@@ -244,6 +244,20 @@ def test_replicas_do_not_write_what_another_has_written(start, faulty, machine):
     assert second.figures()["stored_bytes"] == 4 * machine.VALUE
 
 
+# -- rates
+
+
+@BOTH
+@pytest.mark.parametrize(("limit", "written"), [({"bytes_per_second": 16}, 1), ({"requests_per_second": 0.001}, 0)])
+def test_a_tier_is_used_no_faster_than_its_config_allows(start, faulty, gates, machine, io, limit, written):
+    """The next turn is minutes away: a value is 256 seconds' worth of bytes, the question before it all the calls."""
+    engine = start(faulty(io=io, rate_limit=limit, deadline="5s"))
+    engine.until_available()
+    engine.store(machine.keys(0, 4))
+    assert engine.figures()["stored_chunks"] == len(gates.values()) == written
+    assert engine.figures()["failed_stores"] == 4 - written
+
+
 # -- the log
 
 

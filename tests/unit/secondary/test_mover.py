@@ -166,6 +166,15 @@ def test_what_is_known_to_be_there_is_not_even_asked_for(kit, store, keys):
     assert store.count("exists") == asked
 
 
+def test_what_another_has_written_is_asked_for_once(kit, store, keys):
+    stored(kit, store, keys)
+    mover = kit.mover(store)
+    for _ in range(2):
+        asked = store.count("exists")
+        assert set(mover.store(kit.run(keys)).statuses) == {PRESENT}
+    assert store.count("exists") == asked
+
+
 def test_presence_is_asked_in_calls_of_the_size_that_the_store_wants(kit, keys):
     class Few(kit.DictStore):
         exists_per_call = 4

@@ -127,6 +127,15 @@ def test_a_tenth_of_the_rows_is_left_to_stores():
     assert bench.begin_store(chain("mine", 2)) is not None
 
 
+def test_chunks_of_which_none_gets_a_row_are_counted_too():
+    bench = Bench(rows=20, options=WIDE)
+    keys = chain("many", 4)
+    bench.tier["a"].put(keys)
+    assert bench.begin_store(chain("mine", 18)) is not None
+    assert bench.lookup(keys, bench.request()) == (0, 0, False)
+    assert bench.figures("a")["dropped_promotions"] == 4
+
+
 def test_one_tier_pins_a_quarter_of_the_rows_and_all_tiers_a_half_at_most():
     names = ["a", "b", "c"]
     bench = Bench(rows=40, tiers={name: {} for name in names}, options=TieringOptions(load_wait=0.1), hold=True)

@@ -177,6 +177,21 @@ def test_auto_waits_for_all_that_it_has_found_not_only_for_the_first_of_it():
     assert bench.lookup(KEYS, ctx) == (0, 0, False)
 
 
+def test_auto_waits_no_less_for_the_rest_when_most_of_it_has_come():
+    bench = bench_with(load_wait=None, tiers=("a", "b"))
+    prefill(bench)
+    measure(bench, 0.001, "a")
+    measure(bench, 0.001, "b")
+    bench.tier["a"].put(KEYS[:7])
+    bench.tier["b"].put(KEYS[7:])
+    ctx = bench.request()
+    assert bench.lookup(KEYS, ctx) == (0, 8, False)
+    bench.step()
+    bench.tier["a"].end_all()
+    bench.step(3 * 16 * 0.001)
+    assert bench.lookup(KEYS, ctx) == (7, 1, False)
+
+
 def test_auto_waits_for_a_windows_chunks_together():
     bench = bench_with(load_wait=None)
     prefill(bench)
