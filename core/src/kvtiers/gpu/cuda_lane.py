@@ -13,10 +13,11 @@ copy engine moves the rows and holds no multiprocessor. Everything is ordered by
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from kvtiers.gpu.copy_plan import Indexes
 from kvtiers.gpu.cuda_driver import CudaDriver, KernelParams
 from kvtiers.gpu.cuda_geometry import Copies, GroupGeometry
 from kvtiers.gpu.cuda_pieces import Piece
@@ -30,6 +31,9 @@ _THREADS = 512
 _HIGH_PRIORITY = -1
 _SLOT_ALIGN = 4096
 _AHEAD = 4  # pieces without a slot that may be under way: more would keep an expedited load waiting
+
+_Descriptors: TypeAlias = tuple[Indexes, Indexes, Indexes]
+"""Destinations, sources and lengths of copies."""
 
 
 class UnitTable:
@@ -58,7 +62,7 @@ class _Slot:
     filled: int
     free: int
     used: bool = False
-    descriptors: Any = None
+    descriptors: "_Descriptors | None" = None
     """Kept until the slot is used again: a copy may still be reading them."""
 
 
@@ -98,7 +102,7 @@ class CudaLane:
                 for i, stream in enumerate(streams)
             ]
         self._next = 0
-        self._pieces: deque[int] = deque()
+        self._pieces: deque[tuple[int, _Descriptors | None]] = deque()
         self._spare: list[int] = []
         self._spare_timed: list[int] = []
         self._params = KernelParams()
@@ -119,11 +123,11 @@ class CudaLane:
         if self.to_rows:
             self._launch(slot.address, image_bytes, group.image_units, piece, self._staging_programs, slot.stream)
         else:
-            self._copy(piece.row_copies(group.geometry), slot, pinned=pinned)
+            slot.descriptors = self._copy(piece.row_copies(group.geometry), slot.address, pinned=pinned)
         driver.record(slot.filled, first)
         driver.order_after(second, slot.filled)
         if self.to_rows:
-            self._copy(piece.row_copies(group.geometry), slot, pinned=pinned)
+            slot.descriptors = self._copy(piece.row_copies(group.geometry), slot.address, pinned=pinned)
         else:
             self._launch(slot.address, image_bytes, group.image_units, piece, self._staging_programs, slot.stream)
         driver.record(slot.free, second)
@@ -141,8 +145,7 @@ class CudaLane:
         """Let the copy engine move page by page, without a slot."""
         self._make_room()
         self._driver.order_after(self.stream, mark)
-        self._copy(piece.page_copies(geometry), None, pinned=pinned)
-        self._launched()
+        self._launched(self._copy(piece.page_copies(geometry), pinned=pinned))
 
     # -- beginnings and ends
 
@@ -199,27 +202,27 @@ class CudaLane:
         self._entries[: len(entries)] = entries
         self._driver.launch(params, programs, _THREADS, stream)
 
-    def _copy(self, copies: Copies, slot: _Slot | None, *, pinned: bool) -> None:
-        rows = copies.rows + self.region
-        others = copies.others + (slot.address if slot else 0)
+    def _copy(self, copies: Copies, base: int = 0, *, pinned: bool) -> _Descriptors:
+        """Begin these copies, the other side's offsets from ``base`` on; what is returned lives as long as they run."""
+        rows, others = copies.rows + self.region, copies.others + base
         to, source = (rows, others) if self.to_rows else (others, rows)
-        if slot is not None:
-            slot.descriptors = (to, source, copies.nbytes)
         if pinned:
             # Rows are not written to while they are loaded from; blocks and slots are, by what is under way.
             self._driver.copy_batch(to, source, copies.nbytes, self.stream, source_is_settled=not self.to_rows)
         else:
             self._driver.copy_each(to, source, copies.nbytes, self.stream)
+        return to, source, copies.nbytes
 
     def _make_room(self) -> None:
         """Wait until few enough pieces without a slot are under way."""
         while len(self._pieces) >= _AHEAD:
-            oldest = self._pieces.popleft()
+            oldest, _ = self._pieces[0]
             if not self._driver.has_ended(oldest):
                 self._driver.wait(oldest)
+            self._pieces.popleft()
             self._spare.append(oldest)
 
-    def _launched(self) -> None:
+    def _launched(self, descriptors: _Descriptors | None = None) -> None:
         event = self._spare.pop() if self._spare else self._driver.new_event()
         self._driver.record(event, self.stream)
-        self._pieces.append(event)
+        self._pieces.append((event, descriptors))
