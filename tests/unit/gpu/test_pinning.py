@@ -105,6 +105,19 @@ def test_a_failure_unpins_everything_last_first_once_no_copy_needs_it_and_says_s
     assert len(pinner.unpinned) == 2
 
 
+def test_a_failure_on_a_lost_device_is_told_to_whoever_waits_and_ends_the_thread_in_order(join):
+    def lost():
+        raise CudaError("cuStreamSynchronize failed: CUDA_ERROR_LAUNCH_FAILED")
+
+    pinner = Pinner(limit=2)
+    pinned = start(pinner, join, settle=lost)
+    join.populate(10, ended=True)
+    assert not pinned.wait(30)
+    assert "OUT_OF_MEMORY" in pinned.given_up
+    assert pinner.unpinned == [ADDRESS + 3 * STRIDE, ADDRESS]
+    pinned.close()
+
+
 def test_closing_stops_in_the_middle_and_unpins_what_there_was(join):
     pinner = Pinner()
     pinned = start(pinner, join)

@@ -125,7 +125,10 @@ class PinnedRows:
             format_size(self._region.num_rows * self._region.row_stride),
             reason,
         )
-        self._settle()
+        try:
+            self._settle()
+        except Exception as error:  # noqa: BLE001 -- a lost device runs nothing any more
+            _log.debug("before unpinning: %s", error)
         self._unpin_all()
         with self._changed:
             self.given_up = reason
