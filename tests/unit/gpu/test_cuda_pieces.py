@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib.util
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 
 from kvtiers.base import BlockSpec
 from kvtiers.gpu.copy_plan import plan_copy, writers_turn
+from kvtiers.gpu.cuda_copy import _PAGES_PER_PIECE
+from kvtiers.gpu.cuda_driver import MAX_ENTRIES
 from kvtiers.gpu.cuda_geometry import UNIT_BYTES, group_geometry
 from kvtiers.gpu.cuda_pieces import page_pieces, staged_pieces
 from kvtiers.gpu.tensors import kv_pages
@@ -157,3 +160,77 @@ def test_a_row_that_is_larger_than_a_slot_goes_in_parts():
     pieces = list(staged_pieces(part, geometry, 10 * 32 * 4096 + 5, 480))
     assert [len(piece.blocks) for piece in pieces] == [10, 10, 10, 10, 10, 10, 4] * 2
     assert pieces[1].row_copies(geometry).nbytes.tolist() == [10 * 4096] * 32
+
+
+class MillionTokens:
+    """62,500 blocks of 16 tokens, 64 tensors of one word a block: so many words that a table of all is 96 MB."""
+
+    blocks, tensors, per_chunk = 62_500, 64, 5
+
+    def __init__(self):
+        rows = self.blocks // self.per_chunk
+        pages = (8,) * self.tensors
+        self.layout = CacheLayout(
+            ModelIdentity("m"),
+            (KVGroup("g", 16),),
+            tuple(KVTensor(f"t{i}", 0, page) for i, page in enumerate(pages)),
+            blocks_per_chunk=self.per_chunk,
+        )
+        self.kv = np.arange(self.tensors * self.blocks, dtype=np.int64)
+        self.region = np.full(rows * self.layout.row_stride // 8, -1, np.int64)
+        tensors = list(self.kv.view(np.uint8).reshape(self.tensors, self.blocks, 8))
+        runs = runs_of_rank(self.layout, 0, None)
+        self.geometry = group_geometry(self.layout, 0, 0, kv_pages(self.layout, 0, tensors), runs)
+        self.block_ids = np.arange(self.blocks)[::-1].copy()  # no two neighbours: nothing merges but whole rows
+        self.chunk_ids = np.arange(rows)
+        at = self.kv.reshape(self.tensors, -1)[:, self.block_ids].reshape(self.tensors, rows, self.per_chunk)
+        self.wanted = at.transpose(1, 0, 2).reshape(rows, -1)
+
+    def plan(self):
+        transfer = BlockSpec(self.block_ids, (self.blocks,), (0,))
+        limits = {"num_blocks": [self.blocks], "num_rows": len(self.chunk_ids), "into_rows": True}
+        (part,) = plan_copy(self.layout, transfer, self.chunk_ids, **limits)
+        return part
+
+    def kernel(self, piece, image_of, units, rows, row_bytes):
+        """Store a piece's words into rows (or images), all at once."""
+        kv, stride, tensor, page, within, _ = units.T
+        block, row, place = (column[:, None].astype(np.int64) for column in piece.entries.T)
+        at = row * row_bytes + tensor * piece.per_tensor + (place - piece.first) * page + within
+        rows[(image_of + at) // 8] = self.kv[(kv + block * stride - self.kv.ctypes.data) // 8]
+
+    def store(self, method):
+        geometry, slot_bytes = self.geometry, 30 << 20
+        if method == "staged":
+            slot = np.zeros(MAX_ENTRIES * geometry.block_bytes // 8, np.int64)
+            units = geometry.units(image=True)
+            for piece in staged_pieces(self.plan(), geometry, slot_bytes, MAX_ENTRIES):
+                self.kernel(piece, 0, units, slot, geometry.block_bytes * piece.per_tensor)
+                copies = piece.row_copies(geometry)
+                for row, image, nbytes in zip(copies.rows // 8, copies.others // 8, copies.nbytes // 8, strict=True):
+                    self.region[row : row + nbytes] = slot[image : image + nbytes]
+        elif method == "direct":
+            units = geometry.units(image=False)
+            for piece in page_pieces(self.plan(), geometry, MAX_ENTRIES):
+                self.kernel(piece, geometry.cell_offset, units, self.region, geometry.row_stride)
+        else:
+            for piece in page_pieces(self.plan(), geometry, _PAGES_PER_PIECE // self.tensors):
+                copies = piece.page_copies(geometry)
+                assert len(copies.rows) <= _PAGES_PER_PIECE
+                assert (copies.nbytes == 8).all()
+                self.region[copies.rows // 8] = self.kv[(copies.others - self.kv.ctypes.data) // 8]
+
+
+@pytest.mark.parametrize("method", ["staged", "direct", "pages"])
+def test_a_million_tokens_are_one_transfer_whose_descriptors_take_bounded_memory(method):
+    million = MillionTokens()
+    tracemalloc.start()
+    try:
+        million.store(method)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # What grows with the blocks is a few words for each, whatever the number of tensors; the rest is one piece's.
+    assert peak < 12 * million.blocks * 8 + (4 << 20)
+    rows = million.region.reshape(len(million.chunk_ids), -1)[:, : million.per_chunk * million.tensors]
+    np.testing.assert_array_equal(rows, million.wanted)
