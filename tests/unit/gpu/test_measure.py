@@ -1,10 +1,11 @@
 """The choice of a way to copy: by what was measured, and never for a small gain at the model's cost."""
 
-import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from kvtiers.gpu import measure
 from kvtiers.gpu.cuda_geometry import group_geometry
 from kvtiers.gpu.measure import Choice, Scratch, choose
 from kvtiers.gpu.tensors import kv_pages
@@ -65,10 +66,13 @@ def test_the_measurement_stays_in_memory_of_its_own(scratch):
         ({"staged": 20, "pages": 8, "direct": 20}, "pages"),
     ],
 )
-def test_what_is_a_good_deal_faster_than_staging_is_chosen(scratch, milliseconds, chosen):
+def test_what_is_a_good_deal_faster_than_staging_is_chosen(scratch, milliseconds, chosen, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
     def copy(method, parts):
         many = sum(len(part.blocks) for part in parts) > 4
-        time.sleep(milliseconds[method] / 1e3 if many else 0.002 if method == "pages" else 0.02)
+        now[0] += milliseconds[method] if many else 2 if method == "pages" else 20
 
     choice = choose(scratch, list(milliseconds), copy)
     assert choice.bulk == chosen
