@@ -22,6 +22,10 @@ if command -v compute-sanitizer >/dev/null; then
 else
     echo "== no compute-sanitizer here: the kernel was not checked with it"
 fi
+for ranks in "" "--workers 2"; do  # one rank in the engine's process; two that share the device or have one each
+    step "replay${ranks// /-}" 180 "$python" -c "from kvtiers.cli.main import main; main()" replay --workload code --requests 60 --device cuda \
+        --blocks-per-chunk 3 --concurrency 8 --step-tokens 4096 $ranks
+done
 step gpu_copy 300 "$python" benchmarks/gpu_copy.py ${GPU_BENCH_ARGS:-}
 step region_start 120 "$python" benchmarks/region_start.py ${GPU_BENCH_ARGS:-}
 exit $status
