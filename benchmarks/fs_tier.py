@@ -5,6 +5,9 @@ thread; `host` is the whole contract with `io: process`: 4 threads in a tier hos
 `plain` writes each value to a temporary file and renames it; `dd` (and `fio`, where it is installed) copies as much
 into one file with one block a value, which is a ceiling: no file is made, no name looked up. These go through the page
 cache, both ways; `tier-direct` and `dd-direct` do not, and show the disk. Medians.
+
+Last: what it takes to open a directory of a million values (``--quick``: 100,000) beside an empty one, and to count
+it.
 """
 
 import argparse
@@ -33,6 +36,7 @@ from kvtiers.rows.mapping import create_memfd, map_memory
 from kvtiers.rows.names import StorageNames
 from kvtiers.secondary.chunk_store_tier import ChunkStoreTier
 from kvtiers.secondary.hosts import HostedRegion, TierHosts
+from kvtiers_fs.places import SHARDS, place_of
 from kvtiers_fs.plugin import FsConfig
 from kvtiers_fs.store import FsStore
 
@@ -43,6 +47,8 @@ NAMES = StorageNames("bench/model-0123456789abcdef01234567/", bytes.fromhex("012
 # One thread in a store does what the plain loop does, and looks after capacity, free space and links besides.
 GOAL_SHARE_OF_PLAIN = 0.8
 GOAL_FROM_BYTES = 1 << 20
+GOAL_OPEN_MS = 100.0
+OPENINGS = 7
 DD_SECONDS = re.compile(r"copied, ([0-9.e-]+) s")
 
 Keyed = Callable[[Sequence[OffloadKey]], None]
@@ -212,6 +218,41 @@ def measure(folder: Path, nbytes: int, total: int, rounds: int) -> dict[str, Any
     return {"value_bytes": nbytes, "gb_per_s": rates}
 
 
+def start_cost(folder: Path, values: int) -> dict[str, float]:
+    """Return how long it takes to open a directory of so many values and one of none, and to count the first."""
+    with closing(FsStore(config(folder / "full"))):
+        pass
+    for number in range(values):
+        place = place_of(f"{NAMES.prefix}{number:064x}")
+        path = folder / "full" / place.folder
+        if number < 8 * SHARDS:  # by then each of them has had one
+            path.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(path / place.leaf, os.O_CREAT | os.O_WRONLY))
+    (folder / "full/.usage").unlink()
+    start = time.perf_counter()
+    with closing(FsStore(config(folder / "full"))) as store:
+        while store.stats()["values"] != values:
+            time.sleep(0.01)
+        counted = time.perf_counter() - start
+    return {
+        "values": values,
+        "count_s": counted,
+        "open_s": open_seconds(folder / "full"),
+        "open_empty_s": open_seconds(folder / "empty"),
+    }
+
+
+def open_seconds(path: Path) -> float:
+    """Return the median of some openings, the first of which makes the directory if it is not there."""
+    taken = []
+    for _ in range(OPENINGS + 1):
+        start = time.perf_counter()
+        store = FsStore(config(path))
+        taken.append(time.perf_counter() - start)
+        store.close()
+    return statistics.median(taken[1:])
+
+
 def goals_of(sizes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     goals = []
     for way in ("write", "read"):
@@ -237,6 +278,11 @@ def report(found: dict[str, Any]) -> None:
         for way in ("write", "read"):
             cells = [f"{rates[name][way]:.2f} ({rates[name][way] / rates['plain'][way]:.2f})" for name in names]
             print(f"  {format_size(size['value_bytes']):8}{way:6}" + "".join(f"{cell:>14}" for cell in cells))
+    start = found["start"]
+    print(
+        f"  {start['values']:,} values: opened in {start['open_s'] * 1e3:.1f} ms (an empty directory in "
+        f"{start['open_empty_s'] * 1e3:.1f} ms), counted in {start['count_s']:.1f} s"
+    )
     for goal in found["goals"]:
         print(f"{goal['name']}: {goal['value']:.2f}; goal {goal['goal']:g}: {'met' if goal['met'] else 'MISSED'}")
 
@@ -255,8 +301,12 @@ def main() -> None:
         folder = Path(top, "disk")
         folder.mkdir()
         sizes = [measure(folder, nbytes, total, rounds) for nbytes in SIZES]
+        start = start_cost(folder, 100_000 if options.quick else 1_000_000)
         where = {"path": str(Path(top).parent), "file_system": kind.strip()}
-    found = {**where, "sizes": sizes, "goals": goals_of(sizes)}
+    opened, goals = 1e3 * start["open_s"], goals_of(sizes)
+    name = f"ms to open a directory of {start['values']:,} values"
+    goals.append({"name": name, "value": opened, "goal": GOAL_OPEN_MS, "met": opened <= GOAL_OPEN_MS})
+    found = {**where, "sizes": sizes, "start": start, "goals": goals}
     if options.json:
         print(json.dumps(found))
     else:
