@@ -13,7 +13,10 @@ import kvtiers
 from kvtiers import runtime
 from kvtiers.api import ConfigError, StartError, make_offload_key
 from kvtiers.base import BlockSpec, RequestContext
+from kvtiers.config import load_config
 from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.tiering.jobs import TieringOptions
+from kvtiers.tiering.tiers import TierOptions
 
 LAYOUT = CacheLayout(ModelIdentity("m", weights="w1"), (KVGroup("g", 16),), (KVTensor("t", 0, 4000),))
 MEMORY = {"type": "memory", "capacity": "16MiB", "io": "thread"}
@@ -78,6 +81,18 @@ def round_trip(manager, worker, tensor):
 def test_a_chunk_goes_its_whole_way_and_comes_back(io):
     with running(config(secondary=[{**MEMORY, "io": io}])) as engine:
         round_trip(*engine)
+
+
+def test_what_the_config_says_of_tiering_reaches_the_parts_that_obey_it():
+    budgets = {"store_reserve": "11%", "all_tiers": "41%", "one_tier": "21%", "protected": "12%", "protect_for": "7s"}
+    tier = {**MEMORY, "read_only": True, "admission": "second_access", "deadline": "9s"}
+    asked = config(secondary=[tier], budgets=budgets, clean_reserve="6%") | {"lookup_wait": "50ms", "load_wait": "2s"}
+    assert runtime._tiering_options(load_config(asked)) == TieringOptions(0.05, 2.0, 0.11, 0.41, 0.21, 0.06)
+    assert runtime._tiering_options(load_config(asked | {"load_wait": "auto"})).load_wait is None
+    with running(asked) as (manager, _, _):
+        assert [slot.options for slot in manager._slots] == [TierOptions("memory", True, "second_access", 9.0)]
+        unread = manager._primary._unread
+        assert (unread.limit, unread.seconds) == (int(0.12 * manager._primary.num_rows), 7.0)
 
 
 def test_where_no_memory_can_be_shared_threads_of_one_process_do_the_same(monkeypatch, caplog):

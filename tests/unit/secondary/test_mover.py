@@ -8,6 +8,7 @@ import pytest
 
 from kvtiers.api import RateLimit, StoreFull
 from kvtiers.rows.names import StorageNames
+from kvtiers.secondary.limits import RateLimiter
 from kvtiers.secondary.protocol import Status
 
 DONE, MISSING, CORRUPT = Status.DONE, Status.MISSING, Status.CORRUPT
@@ -384,6 +385,19 @@ def test_a_rate_limit_that_the_deadline_does_not_allow_fails_the_values(kit, key
     moved = mover.store(kit.run(keys, within=5.0))
     assert set(moved.statuses) == {FAILED}
     assert "no turn under the rate limit" in moved.error
+
+
+def test_under_a_rate_limit_loads_take_their_turn_before_stores(kit, keys, monkeypatch):
+    turns, honest = [], RateLimiter.wait
+
+    def wait(self, nbytes, *, urgent, give_up_at):
+        turns.append((nbytes, urgent))
+        return honest(self, nbytes, urgent=urgent, give_up_at=give_up_at)
+
+    monkeypatch.setattr(RateLimiter, "wait", wait)
+    mover = stored(kit, kit.DictStore(), keys[:1])
+    assert list(mover.load(kit.run(keys[:1])).statuses) == [DONE]
+    assert turns == [(0, True), (kit.VALUE, False), (kit.VALUE, True)], "a question, a store, a load"
 
 
 def test_a_tier_that_is_being_closed_does_not_wait_for_its_turn(kit, keys):
