@@ -377,6 +377,9 @@ def test_nothing_begins_for_a_job_that_nobody_wants_any_more(kit, keys):
     reads_before = store.count("read")
     moved = mover.load(kit.run(keys, wanted=lambda: store.count("read") < reads_before + 2))
     assert list(moved.statuses) == [DONE, DONE, FAILED, FAILED, FAILED, FAILED]
+    calls_before = len(store.calls)
+    assert set(kit.mover(store).store(kit.run(keys, wanted=lambda: False)).statuses) == {FAILED}
+    assert len(store.calls) == calls_before, "not even a question"
 
 
 def test_a_rate_limit_that_the_deadline_does_not_allow_fails_the_values(kit, keys):
