@@ -162,6 +162,19 @@ def test_a_row_that_is_larger_than_a_slot_goes_in_parts():
     assert pieces[1].row_copies(geometry).nbytes.tolist() == [10 * 4096] * 32
 
 
+@pytest.mark.parametrize("slot_blocks", [1, 2, 3, 4, 7, 8, 100])
+def test_a_chunk_that_is_loaded_twice_in_one_transfer_arrives_twice_whatever_the_slot_holds(slot_blocks):
+    layout, kv, geometry = geometry_of(per_chunk=4, pages=(96, 32))
+    region = np.random.default_rng(0).integers(0, 256, 3 * layout.row_stride, np.uint8)
+    hands = Hands(layout, 0, kv, region)
+    transfer = BlockSpec(np.arange(12), (12,), (0,))
+    hands.move(transfer, np.array([1, 1, 2]), "staged", slot_blocks * geometry.block_bytes, store=False)
+    row = region[layout.row_stride :]
+    np.testing.assert_array_equal(kv[0][:8].ravel(), np.tile(row[: 4 * 96], 2))
+    np.testing.assert_array_equal(kv[1][:8].ravel(), np.tile(row[4 * 96 : 4 * 128], 2))
+    np.testing.assert_array_equal(kv[0][8:12].ravel(), row[layout.row_stride :][: 4 * 96])
+
+
 class MillionTokens:
     """62,500 blocks of 16 tokens, 64 tensors of one word a block: so many words that a table of all is 96 MB."""
 
