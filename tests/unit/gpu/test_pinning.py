@@ -2,9 +2,11 @@
 
 import logging
 import threading
+from types import SimpleNamespace
 
 import pytest
 
+from kvtiers.gpu import pinning
 from kvtiers.gpu.cuda_driver import CudaError
 from kvtiers.gpu.pinning import PinnedRows
 from kvtiers.rows.join import JoinStatus, RegionJoin
@@ -125,6 +127,16 @@ def test_closing_stops_in_the_middle_and_unpins_what_there_was(join):
     until(lambda: pinned.rows == 3)
     pinned.close()
     assert pinner.unpinned == [ADDRESS]
+
+
+def test_where_the_systems_pages_are_larger_than_rows_no_page_is_pinned_twice(join, monkeypatch):
+    monkeypatch.setattr(pinning, "mmap", SimpleNamespace(PAGESIZE=4 * STRIDE))
+    pinner = Pinner()
+    join.populate(10, ended=True)
+    pinned = start(pinner, join, piece=STRIDE)
+    assert pinned.wait(30)
+    assert pinner.pieces == {ADDRESS + row * STRIDE: min(4, 10 - row) * STRIDE for row in (0, 4, 8)}
+    pinned.close()
 
 
 def test_a_region_without_prefault_is_pinned_all_the_same(join):
