@@ -186,24 +186,31 @@ class CudaCopies:
             possible = self._possible(lane, geometry, pinned=True)
             try:
                 scratch = Scratch(geometry, self._driver, self._new_memory)
-            except CudaError as error:  # nothing can be pinned
+                try:
+                    _measured[shape] = self._measured_on(scratch, possible, lane)
+                finally:
+                    lane.settle()  # nothing runs on in memory that is given back
+                    scratch.close()
+            except (CudaError, RuntimeError) as error:  # nothing can be pinned, or torch has no memory left
+                self.raise_if_lost()
                 _log.debug("no measurement: %s", error)
                 return Choice(possible[0], possible[0], 0)
-            group = self._with_units(scratch.geometry)
-            lane.region = scratch.address
-            mark = self._driver.new_event()
-            self._driver.record(mark, lane.stream)
-
-            def copy(method: CopyMethod, parts: list[GroupCopy]) -> None:
-                for part in parts:
-                    for _ in self._launch(part, group, method, lane, mark, pinned=True):
-                        pass
-                lane.settle()
-
-            _measured[shape] = choose(scratch, possible, copy)
-            scratch.close()
             _log.info("%s, %s: %s", self._device, "stores" if lane.to_rows else "loads", _measured[shape])
         return _measured[shape]
+
+    def _measured_on(self, scratch: Scratch, possible: list[CopyMethod], lane: CudaLane) -> Choice:
+        group = self._with_units(scratch.geometry)
+        lane.region = scratch.address
+        mark = self._driver.new_event()
+        self._driver.record(mark, lane.stream)
+
+        def copy(method: CopyMethod, parts: list[GroupCopy]) -> None:
+            for part in parts:
+                for _ in self._launch(part, group, method, lane, mark, pinned=True):
+                    pass
+            lane.settle()
+
+        return choose(scratch, possible, copy)
 
     # -- parts
 

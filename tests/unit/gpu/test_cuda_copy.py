@@ -1,0 +1,93 @@
+"""The measurement at the start of CUDA copies, on a device that refuses: played, since a real one seldom does."""
+
+import numpy as np
+import pytest
+
+from kvtiers.gpu import cuda_copy
+from kvtiers.gpu.copies import LostDeviceError
+from kvtiers.gpu.cuda_copy import CudaCopies
+from kvtiers.gpu.cuda_driver import CudaError
+from kvtiers.gpu.cuda_geometry import group_geometry
+from kvtiers.gpu.measure import Choice
+from kvtiers.gpu.open_copier import CopySettings
+from kvtiers.gpu.tensors import kv_pages
+from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.rows.rank_map import runs_of_rank
+
+LAYOUT = CacheLayout(ModelIdentity("m"), (KVGroup("g", 16),), (KVTensor("t", 0, 4096),))
+
+
+class Memory(np.ndarray):
+    def data_ptr(self):
+        return self.ctypes.data
+
+
+class Device(CudaCopies):
+    """Copies on no device: what pins, and what runs, is noted."""
+
+    def __init__(self, *, failure=None, lost=False):
+        self.failure, self.lost = failure, lost
+        self.notes, self.pinned = [], set()
+        self.stream = self.region = 0
+        self.to_rows, self.slot_bytes = True, 1 << 20
+        self._settings, self._has_kernel = CopySettings(), True
+        self._driver = self
+        self._device = "cuda:0"
+        self._torch = self.cuda = self
+
+    def get_device_name(self, device):
+        return f"{device} {id(self)}"
+
+    def _new_memory(self, nbytes):
+        if isinstance(self.failure, RuntimeError):
+            raise self.failure
+        return np.zeros(nbytes, np.uint8).view(Memory)
+
+    def _with_units(self, geometry):
+        del geometry
+        raise self.failure
+
+    def settle(self):
+        self.notes.append("settled")
+
+    def pin(self, address, nbytes):
+        del nbytes
+        self.pinned.add(address)
+
+    def unpin(self, address):
+        self.notes.append("unpinned")
+        self.pinned.remove(address)
+
+    def raise_if_lost(self):
+        if self.lost:
+            raise LostDeviceError("cuda:0 is lost")
+
+
+def choice_on(device):
+    pages = kv_pages(LAYOUT, 0, [np.zeros((4, 4096), np.uint8)])
+    geometry = group_geometry(LAYOUT, 0, 0, pages, runs_of_rank(LAYOUT, 0, None))
+    before = dict(cuda_copy._measured)
+    try:
+        return device._choice(geometry, device)
+    finally:
+        assert cuda_copy._measured == before  # the next start may do better
+
+
+def test_a_measurement_that_fails_leaves_nothing_pinned_and_copies_go_the_usual_way():
+    device = Device(failure=CudaError("cuLaunchKernel failed"))
+    assert choice_on(device) == Choice("staged", "staged", 0)
+    assert device.notes == ["settled", "unpinned"]
+    assert not device.pinned
+
+
+def test_where_there_is_no_gpu_memory_to_measure_with_copies_go_the_usual_way():
+    device = Device(failure=RuntimeError("CUDA out of memory"))
+    assert choice_on(device) == Choice("staged", "staged", 0)
+    assert not device.pinned
+
+
+def test_a_device_that_is_lost_in_the_measurement_is_said_to_be_lost():
+    device = Device(failure=CudaError("cuLaunchKernel failed"), lost=True)
+    with pytest.raises(LostDeviceError):
+        choice_on(device)
+    assert not device.pinned
