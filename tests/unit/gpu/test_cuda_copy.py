@@ -1,4 +1,4 @@
-"""The measurement at the start of CUDA copies, on a device that refuses: played, since a real one seldom does."""
+"""CUDA copies' beginning and end on a device that refuses: played, since a real one seldom does."""
 
 import numpy as np
 import pytest
@@ -22,11 +22,17 @@ class Memory(np.ndarray):
         return self.ctypes.data
 
 
+class LostDriver:
+    def close(self):
+        raise CudaError("cuCtxPushCurrent failed")
+
+
 class Device(CudaCopies):
     """Copies on no device: what pins, and what runs, is noted."""
 
     def __init__(self, *, failure=None, lost=False):
         self.failure, self.lost = failure, lost
+        self._lanes, self._groups = {"store": self}, []
         self.notes, self.pinned = [], set()
         self.stream = self.region = 0
         self.to_rows, self.slot_bytes = True, 1 << 20
@@ -91,3 +97,11 @@ def test_a_device_that_is_lost_in_the_measurement_is_said_to_be_lost():
     with pytest.raises(LostDeviceError):
         choice_on(device)
     assert not device.pinned
+
+
+def test_to_close_on_a_lost_device_raises_nothing_and_may_come_again():
+    device = Device()
+    device._driver = LostDriver()
+    device.close()
+    device.close()
+    assert not device._lanes

@@ -113,7 +113,10 @@ class CudaCopies:
         if self._lanes:
             self._lanes.clear()
             self._groups.clear()
-            self._driver.close()
+            try:
+                self._driver.close()
+            except CudaError as error:  # the device is lost, and all that it held with it
+                _log.debug("closing: %s", error)
 
     def raise_if_lost(self) -> None:
         """LostDeviceError if the device's context is gone."""
