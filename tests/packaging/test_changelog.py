@@ -7,15 +7,19 @@ from kvtiers.rows.handshake import HANDSHAKE_VERSION
 from kvtiers.rows.layout import FINGERPRINT_FORMAT
 from kvtiers.rows.names import NAME_FORMAT
 from kvtiers.rows.seal import SEAL_FORMAT
+from kvtiers.scheduler.block_hash import BLOCK_HASH_ALGORITHM
 from kvtiers.secondary.wire import PROTOCOL_FORMAT
+from kvtiers_fs.root import FORMAT as DIRECTORY_FORMAT
 
 ROOT = Path(__file__).resolve().parents[2]
 NUMBERS = {
     "storage name": NAME_FORMAT,
     "seal": SEAL_FORMAT,
     "fingerprint": FINGERPRINT_FORMAT,
+    "block hash": int(BLOCK_HASH_ALGORITHM.rpartition("-")[2]),
     "handshake of the region": HANDSHAKE_VERSION,
     "host protocol": PROTOCOL_FORMAT,
+    "directory of the `fs` tier": int(DIRECTORY_FORMAT.split()[1]),
     "API for tiers": API_VERSION,
 }
 

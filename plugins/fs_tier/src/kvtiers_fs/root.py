@@ -11,10 +11,10 @@ from kvtiers.api import ConfigError, TierUnavailable
 from kvtiers_fs.plugin import FsConfig
 from kvtiers_fs.tree import TEMP_PREFIX, Permissions, Tree
 
-__all__ = ["FORMAT_FILE", "open_root"]
+__all__ = ["FORMAT", "FORMAT_FILE", "open_root"]
 
 FORMAT_FILE = ".kvtiers-fs"
-_FORMAT = b"kvtiers-fs 1\n"
+FORMAT = b"kvtiers-fs 1\n"
 _INNOCENT = {"lost+found", ".snapshot", ".snapshots"}  # what file systems put into a new top directory
 
 
@@ -109,9 +109,9 @@ def _check_format(path: Path, tree: Tree, *, read_only: bool) -> None:
             f"path {str(path)!r} is neither empty nor a directory of this tier (there is no {FORMAT_FILE}); "
             "use an empty or a new one"
         )
-    if found != _FORMAT:
+    if found != FORMAT:
         raise ConfigError(
-            f"path {str(path)!r} was made by another version of this tier ({found[:40]!r}, expected {_FORMAT!r}); "
+            f"path {str(path)!r} was made by another version of this tier ({found[:40]!r}, expected {FORMAT!r}); "
             "use another directory"
         )
 
@@ -140,7 +140,7 @@ def _write_format(tree: Tree) -> None:
     fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, tree.permissions.file, dir_fd=tree.fd)
     try:
         tree.permissions.apply(fd, tree.permissions.file)
-        os.write(fd, _FORMAT)
+        os.write(fd, FORMAT)
     finally:
         os.close(fd)
     os.rename(temp, FORMAT_FILE, src_dir_fd=tree.fd, dst_dir_fd=tree.fd)
