@@ -24,6 +24,7 @@ def _load(name):
 
 servers = _load("servers")
 _load("scripted")
+_load("traffic")
 
 
 class Tier:

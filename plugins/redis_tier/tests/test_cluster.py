@@ -1,31 +1,14 @@
 """A Cluster: batches split by node, slots that move, nodes that fail."""
 
-import threading
 import time
 
 import pytest
 from redis_servers import Cluster, wait_until
-
-PAGES = 4
-BYTES = PAGES * 4096
-
-
-def content_of(name: str) -> bytes:
-    return (name.encode() * (BYTES // len(name) + 1))[:BYTES]
+from redis_traffic import content_of, read_all, under_load, write_all
 
 
 def slot_of(cluster, name: str) -> int:
     return cluster.nodes[0].call("CLUSTER KEYSLOT", name)
-
-
-def read_all(store, many) -> list[bytes | None]:
-    backs = [memoryview(bytearray(BYTES)) for _ in many]
-    found = store.read_many_into(many, backs)
-    return [bytes(back) if there else None for back, there in zip(backs, found, strict=True)]
-
-
-def write_all(store, many) -> list[bool]:
-    return list(store.write_many(many, [memoryview(content_of(name)) for name in many]))
 
 
 def test_a_batch_is_split_by_node_and_answered_in_order(tier, shared_cluster, names):
@@ -131,34 +114,13 @@ def test_a_failover_under_load_yields_no_wrong_byte_and_ends(tier, start, names)
     cluster = start(Cluster, replicas=1)
     store = tier.open(cluster.url, topology="cluster", timeout="2s", connect_timeout="500ms")
     many = names(48)
-    assert all(write_all(store, many))
-    wrong, stop = [], threading.Event()
-
-    def load() -> None:
-        while not stop.is_set():
-            try:
-                write_all(store, many)
-                found = read_all(store, many)
-            except type(store).transient_errors:
-                continue
-            wrong.extend(name for name, got in zip(many, found, strict=True) if got not in {None, content_of(name)})
-
-    threads = [threading.Thread(target=load) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    try:
+    with under_load(store, many):
         cluster.masters[0].kill()
         rest = [node for node in cluster.nodes if node is not cluster.masters[0]]
         wait_until(lambda: cluster.replicas[0].has_role("master"), "the replica takes over")
         wait_until(lambda: cluster.is_whole(rest), "the cluster is whole again")
         # While others load, too: everybody finds the new master.
         wait_until(lambda: all(write_all(store, many)) and None not in read_all(store, many), "all values are back")
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(30)
-    assert not wrong
-    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_a_server_that_is_no_cluster_is_said_so(tier, single):

@@ -1,0 +1,57 @@
+"""Values whose content follows from their name, and threads that write and read them while something happens."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+BYTES = 16384
+_JOIN_SECONDS = 30
+
+
+def content_of(name: str) -> bytes:
+    return (name.encode() * (BYTES // len(name) + 1))[:BYTES]
+
+
+def read_all(store, many) -> list[bytes | None]:
+    backs = [memoryview(bytearray(BYTES)) for _ in many]
+    found = store.read_many_into(many, backs)
+    return [bytes(back) if there else None for back, there in zip(backs, found, strict=True)]
+
+
+def write_all(store, many) -> list[bool]:
+    return list(store.write_many(many, [memoryview(content_of(name)) for name in many]))
+
+
+def works(store, many) -> bool:
+    try:
+        return all(write_all(store, many)) and read_all(store, many) == [content_of(name) for name in many]
+    except type(store).transient_errors:
+        return False
+
+
+@contextmanager
+def under_load(store, many) -> Iterator[None]:
+    """Write and read all in three threads meanwhile; every value that comes back is the one of its name, or absent."""
+    assert all(write_all(store, many))
+    wrong, stop = [], threading.Event()
+
+    def load() -> None:
+        while not stop.is_set():
+            try:
+                write_all(store, many)
+                found = read_all(store, many)
+            except type(store).transient_errors:
+                continue
+            wrong.extend(name for name, got in zip(many, found, strict=True) if got not in {None, content_of(name)})
+
+    threads = [threading.Thread(target=load) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(_JOIN_SECONDS)
+    assert not wrong
+    assert not any(thread.is_alive() for thread in threads)
