@@ -65,18 +65,22 @@ class _Rank(Protocol):
     def reply(self) -> StepReply: ...
 
 
+class RankSetup(NamedTuple):
+    """What a rank is made with."""
+
+    config: OffloadConfig
+    layout: CacheLayout
+    engine_id: str
+    rank: int
+    num_blocks: int
+    device: Device
+
+
 class RankHere:
     """One rank and its KV tensors, in this process."""
 
-    def __init__(
-        self,
-        config: OffloadConfig,
-        layout: CacheLayout,
-        engine_id: str,
-        rank: int,
-        num_blocks: int,
-        device: Device,
-    ) -> None:
+    def __init__(self, setup: RankSetup) -> None:
+        config, layout, engine_id, rank, num_blocks, device = setup
         pages = [tensor.page_on(rank) for tensor in layout.tensors]
         if device == "cuda":
             blocks = [DeviceBlocks(num_blocks, page, rank) for page in pages]
@@ -120,16 +124,8 @@ class RankHere:
 class RankProcess:
     """One rank in a process of its own."""
 
-    def __init__(
-        self,
-        config: OffloadConfig,
-        layout: CacheLayout,
-        engine_id: str,
-        rank: int,
-        num_blocks: int,
-        device: Device,
-    ) -> None:
-        self.child = Child(f"rank {rank}", _serve, config, layout, engine_id, rank, num_blocks, device)
+    def __init__(self, setup: RankSetup) -> None:
+        self.child = Child(f"rank {setup.rank}", _serve, setup)
 
     def begin(self, orders: StepOrders) -> None:
         """Send a step's orders."""
@@ -141,9 +137,9 @@ class RankProcess:
         return reply
 
 
-def _serve(connection: "Connection[Any, Any]", *args: Any) -> None:
+def _serve(connection: "Connection[Any, Any]", setup: RankSetup) -> None:
     """Be a rank until the engine closes the connection."""
-    rank = RankHere(*args)
+    rank = RankHere(setup)
     try:
         connection.send("open")
         while True:
@@ -191,13 +187,13 @@ def open_ranks(
     with contextlib.ExitStack() as closing:
         ranks: list[_Rank] = []
         for number in range(layout.world_size):
-            arguments = (config, layout, engine_id, number, num_blocks, device)
+            setup = RankSetup(config, layout, engine_id, number, num_blocks, device)
             if processes:
-                process = RankProcess(*arguments)
+                process = RankProcess(setup)
                 closing.callback(process.child.end)
                 ranks.append(process)
             else:
-                here = RankHere(*arguments)
+                here = RankHere(setup)
                 closing.callback(here.worker.shutdown)
                 ranks.append(here)
         for rank in ranks:
