@@ -37,7 +37,8 @@ class Loop:
             if step is not None and now >= next_step:
                 step()
                 next_step = now + STEP_SECONDS
-        self.speeds.append(units / (now - begin))
+        if now > begin:  # else it was over before it began
+            self.speeds.append(units / (now - begin))
         self._number = number
 
     def figures(self) -> dict[str, Any]:
