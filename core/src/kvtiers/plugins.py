@@ -13,7 +13,7 @@ from typing import Any
 
 import pluggy
 
-from kvtiers.api import API_VERSION, TierConfig, TierPlugin, TierPluginError
+from kvtiers.api import API_VERSION, TierConfig, TierContext, TierPlugin, TierPluginError
 from kvtiers.api.plugin import ENTRY_POINT_GROUP, TierHookSpec
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "installed_tiers",
     "load_class",
     "load_tier",
+    "open_plugin",
 ]
 
 EVICTION_GROUP = "kvtiers.eviction"
@@ -52,6 +53,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     by_lower = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1)
     return f" Did you mean {by_lower[close[0]]!r}?" if close else ""
+
+
+def open_plugin(plugin: TierPlugin, config: TierConfig, context: TierContext, kind: type[Any]) -> Any:
+    """Open a plugin's store or tier; TypeError if what it opens is not a ``kind``."""
+    opened = plugin.open(config, context)
+    if not isinstance(opened, kind):
+        raise TypeError(f"plugin {plugin.name!r} opened a {type(opened).__name__}, expected a {kind.__name__}")
+    return opened
 
 
 def load_tier(type_name: str) -> TierPlugin:

@@ -11,6 +11,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from kvtiers.api import (
@@ -24,7 +25,7 @@ from kvtiers.api import (
 )
 from kvtiers.config import OffloadConfig, load_config
 from kvtiers.gpu.worker import CopySettings, GpuWorker
-from kvtiers.plugins import load_tier
+from kvtiers.plugins import load_tier, open_plugin
 from kvtiers.primary.chunks import CPUPrimaryTier
 from kvtiers.rows.join import RegionJoin
 from kvtiers.rows.layout import CacheLayout, ModelIdentity
@@ -275,14 +276,7 @@ class _Engine:
             region=self._region.view,
             row_stride=self._region.row_stride,
         )
-
-        def open_tier() -> Any:
-            tier = plugin.open(config, context)
-            if not isinstance(tier, kind):
-                raise TypeError(f"plugin {plugin.name!r} opened a {type(tier).__name__}, expected a {kind.__name__}")
-            return tier
-
-        return open_tier
+        return partial(open_plugin, plugin, config, context, kind)
 
 
 def _quietly(name: str, call: Callable[[], object]) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from kvtiers.api import ChunkStore, TierConfig, TierContext
 from kvtiers.api.config import load_resolved
-from kvtiers.plugins import load_tier
+from kvtiers.plugins import load_tier, open_plugin
 from kvtiers.rows.mapping import Mapping, map_memory
 from kvtiers.rows.names import StorageNames
 from kvtiers.secondary import wire
@@ -170,9 +170,7 @@ class TierHost:
 def _opener(type_name: str, options: dict[str, Any], context: TierContext) -> Callable[[], ChunkStore]:
     def open_store() -> ChunkStore:
         plugin = load_tier(type_name)
-        store = plugin.open(load_resolved(plugin.config, options), context)
-        if not isinstance(store, ChunkStore):
-            raise TypeError(f"plugin {plugin.name!r} opened a {type(store).__name__}, expected a ChunkStore")
+        store: ChunkStore = open_plugin(plugin, load_resolved(plugin.config, options), context, ChunkStore)
         return store
 
     return open_store

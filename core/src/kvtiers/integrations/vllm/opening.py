@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvtiers.api import ChunkStore, ConfigError, StartError, TierConfig, TierContext, TierPlugin
@@ -16,7 +17,7 @@ from kvtiers.integrations.vllm.off_tier import OffTier
 from kvtiers.integrations.vllm.options import TierSettings
 from kvtiers.integrations.vllm.region import address_of, open_mapped_file
 from kvtiers.integrations.vllm.weights import is_random
-from kvtiers.plugins import load_tier
+from kvtiers.plugins import load_tier, open_plugin
 from kvtiers.rows.layout import CacheLayout
 from kvtiers.rows.names import StorageNames
 from kvtiers.secondary.chunk_store_tier import ChunkStoreTier
@@ -166,11 +167,4 @@ class _Parts:
             region=rows,
             row_stride=self._row_bytes,
         )
-
-        def open_store() -> ChunkStore:
-            store = plugin.open(config, context)
-            if not isinstance(store, ChunkStore):
-                raise TypeError(f"plugin {plugin.name!r} opened a {type(store).__name__}, expected a ChunkStore")
-            return store
-
-        return open_store
+        return partial(open_plugin, plugin, config, context, ChunkStore)
