@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks" / "peers"), str(ROOT / "plugins" / "redis_tier" / "tests")]
 
 import redis_lanes as lanes  # noqa: E402
+from processes import children, processor_seconds  # noqa: E402
 from servers import Server, Tls  # noqa: E402 -- the servers of the tier's tests
 
 SIZES = [64 << 10, 256 << 10, 1 << 20, 4 << 20, 8 << 20]
@@ -55,7 +56,7 @@ class TierLane:
         self, server: Server, fd: int, rows: memoryview, nbytes: int, config: RedisConfig, stack: ExitStack
     ) -> None:
         self._server = server
-        before = lanes.children()
+        before = set(children())
         region = HostedRegion(fd, len(rows), len(rows), nbytes, [(nbytes - 64, nbytes)])
         hosts = TierHosts(region, "bench", lambda: NAMES)
         stack.callback(hosts.close, 10.0)
@@ -63,7 +64,7 @@ class TierLane:
         stack.callback(self.tier.close)
         hosts.start()
         assert not (problem := self.tier.wait_open(30.0)), problem
-        self.pids = [*lanes.children() - before]
+        self.pids = [*set(children()) - before]
         self.keys: list[OffloadKey] = []
         self.busy = False
         self._count = len(rows) // nbytes
@@ -155,10 +156,10 @@ def cpu_of(tier: TierLane, server: Server, total: int) -> dict[str, dict[str, fl
         for _ in range(COST_ROUNDS):
             if way == "write":
                 tier.forget()
-            before = {name: lanes.cpu_seconds(pids) for name, pids in who.items()}
+            before = {name: sum(map(processor_seconds, pids)) for name, pids in who.items()}
             tier.move(way)
             for name, pids in who.items():
-                spent[name] += lanes.cpu_seconds(pids) - before[name]
+                spent[name] += sum(map(processor_seconds, pids)) - before[name]
         for name, seconds in spent.items():
             cost[name][way] = seconds * 1e9 / (COST_ROUNDS * total)
     return cost

@@ -19,8 +19,6 @@ CPU seconds are the client's, without the server's. Medians.
 
 import argparse
 import contextlib
-import importlib.util
-import io
 import json
 import os
 import shutil
@@ -30,28 +28,33 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import boto3
 import numpy as np
-import obstore
-from botocore.config import Config
+from peers.processes import children, processor_seconds
+from peers.s3_lanes import (
+    JOB_BYTES,
+    TESTS,
+    THREADS,
+    Keyed,
+    Lane,
+    Rows,
+    awscrt_lane,
+    boto3_lane,
+    boto3_tuned_lane,
+    obstore_lane,
+    servers,
+    services,
+)
 
 from kvtiers.api import OffloadKey
 from kvtiers.api.units import format_size
-from kvtiers_s3.boto3_client import Boto3Client
-from kvtiers_s3.connection import Connection
 from kvtiers_s3.plugin import S3Config
-from kvtiers_s3.requests import Requests
 
-TESTS = Path(__file__).resolve().parents[1] / "plugins" / "s3_tier" / "tests"
 SIZES = [64 << 10, 512 << 10, 2 << 20, 8 << 20]
-JOB_BYTES = 64 << 20
 TOTAL_BYTES = 128 << 20
-THREADS = 8
 FIRST_BYTE, LINK = 0.03, 125e6
 FAR_VALUES, FAR_BYTES = 64, 2 << 20
 PREFIX_CHUNKS = 200
@@ -64,127 +67,11 @@ LMCACHE = (
 )
 
 
-def load(name: str) -> Any:
-    """Import a module of the plugin's tests."""
-    spec = importlib.util.spec_from_file_location(f"s3_{name}", TESTS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[f"s3_{name}"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-servers, proxies, services = load("servers"), load("proxy"), load("service")
-
-Keyed = Callable[[Sequence[OffloadKey]], None]
-Lane = tuple[Keyed, Keyed]
-"""How a lane writes values under these keys, and reads them back."""
-
-
 def config(endpoint: str, bucket: str, **options: Any) -> S3Config:
     keys = {"access_key": servers.ACCESS_KEY, "secret_key": servers.SECRET_KEY, "region": "us-east-1"}
     where = {"endpoint": endpoint, "bucket": bucket, "prefix": "bench"}
     # `nice: 0`: on a machine that others use too, its host is to have what the lanes in this process have.
     return S3Config(**{"type": "s3", "nice": 0, "threads": THREADS, "store_queue": 1 << 20, **where, **keys, **options})
-
-
-class Rows:
-    """Memory for the values of one job, random, and a pool of threads that each move some of them."""
-
-    def __init__(self, nbytes: int, stack: ExitStack) -> None:
-        memory = bytearray(os.urandom(1 << 20) * (JOB_BYTES >> 20))
-        self.views = [memoryview(memory)[at : at + nbytes] for at in range(0, JOB_BYTES, nbytes)]
-        self._pool = stack.enter_context(ThreadPoolExecutor(THREADS))
-
-    def each(self, move: Callable[[str, memoryview], object]) -> Keyed:
-        """Return how a lane moves values one by one, some at the same time."""
-
-        def run(keys: Sequence[OffloadKey]) -> None:
-            views = (self.views[i % len(self.views)] for i in range(len(keys)))
-            for _ in self._pool.map(move, [f"bench/{name}" for name in services.NAMES.names(keys)], views):
-                pass
-
-        return run
-
-
-def boto3_lane(options: S3Config, rows: Rows) -> Lane:
-    """Do what its documentation shows."""
-    client = boto3.client(
-        "s3",
-        endpoint_url=options.endpoint,
-        region_name="us-east-1",
-        aws_access_key_id=servers.ACCESS_KEY,
-        aws_secret_access_key=servers.SECRET_KEY,
-        # Without these two it does not work with every server: the rest is as it comes.
-        config=Config(request_checksum_calculation="when_required", s3={"addressing_style": "path"}),
-    )
-
-    def read(key: str, view: memoryview) -> None:
-        view[:] = client.get_object(Bucket=options.bucket, Key=key)["Body"].read()
-
-    def write(key: str, view: memoryview) -> None:
-        client.put_object(Bucket=options.bucket, Key=key, Body=bytes(view))
-
-    return rows.each(write), rows.each(read)
-
-
-def boto3_tuned_lane(options: S3Config, rows: Rows) -> Lane:
-    client = Boto3Client(Connection(options, Requests(0, 0)))
-    return (
-        rows.each(lambda key, view: client.write(key, view, only_new=False)),
-        rows.each(lambda key, view: client.read(key, view, 0, len(view))),
-    )
-
-
-def obstore_lane(options: S3Config, rows: Rows, *, asks: bool = False) -> Lane:
-    store = Connection(options, Requests(0, 0)).obstore()
-
-    def read(key: str, view: memoryview) -> None:
-        view[:] = obstore.get(store, key).bytes()
-
-    def write(key: str, view: memoryview) -> None:
-        if asks:
-            with contextlib.suppress(FileNotFoundError):
-                obstore.head(store, key)
-        obstore.put(store, key, view, use_multipart=False)
-
-    return rows.each(write), rows.each(read)
-
-
-def awscrt_lane(options: S3Config, rows: Rows) -> Lane:
-    """Keep as many requests under way as there are threads; its own threads do the work."""
-    from awscrt.auth import AwsCredentialsProvider
-    from awscrt.http import HttpHeaders, HttpRequest
-    from awscrt.io import ClientBootstrap, DefaultHostResolver, EventLoopGroup
-    from awscrt.s3 import S3Client, S3RequestTlsMode, S3RequestType, create_default_s3_signing_config
-
-    loops = EventLoopGroup()
-    provider = AwsCredentialsProvider.new_static(servers.ACCESS_KEY, servers.SECRET_KEY)
-    client = S3Client(
-        bootstrap=ClientBootstrap(loops, DefaultHostResolver(loops)),
-        region="us-east-1",
-        tls_mode=S3RequestTlsMode.DISABLED,
-        signing_config=create_default_s3_signing_config(region="us-east-1", credential_provider=provider),
-        part_size=16 << 20,
-    )
-    host = options.endpoint.removeprefix("http://")
-
-    def ask(method: str, key: str, more: Sequence[tuple[str, str]], body: Any, **what: Any) -> None:
-        headers = HttpHeaders([("host", host), *more])
-        request = HttpRequest(method, f"/{options.bucket}/{key}", headers, body)
-        client.make_request(request=request, **what).finished_future.result(60)
-
-    def write(key: str, view: memoryview) -> None:
-        length = [("content-length", str(len(view))), ("content-type", "application/octet-stream")]
-        ask("PUT", key, length, io.BytesIO(view), type=S3RequestType.PUT_OBJECT)
-
-    def read(key: str, view: memoryview) -> None:
-        def arrived(chunk: bytes, offset: int, **_: Any) -> None:
-            view[offset : offset + len(chunk)] = chunk
-
-        ask("GET", key, [], None, type=S3RequestType.GET_OBJECT, on_body=arrived)
-
-    return rows.each(write), rows.each(read)
 
 
 def tier_lane(tier: Any) -> Lane:
@@ -233,14 +120,8 @@ def busy_process() -> Iterator[None]:
 
 def hosts_cpu() -> float:
     """Return the CPU seconds of this process's tier hosts."""
-    ticks = 0
-    for task in Path("/proc/self/task").iterdir():
-        for child in (task / "children").read_text().split():
-            with contextlib.suppress(OSError):
-                if b"kvtiers" in Path(f"/proc/{child}/cmdline").read_bytes():
-                    fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
-                    ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+    hosts = [pid for pid in children() if b"kvtiers" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return sum(map(processor_seconds, hosts))
 
 
 def lanes_of(options: S3Config, nbytes: int, count: int, stack: ExitStack) -> dict[str, tuple[Lane, Callable[[], Any]]]:

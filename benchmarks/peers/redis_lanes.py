@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -271,23 +271,3 @@ def raw_stream(port: int, rows: memoryview, connections: int) -> Lane:
             thread.join()
 
     return move
-
-
-def cpu_seconds(pids: Sequence[int]) -> float:
-    """Return the processor time of these processes so far."""
-    total = 0.0
-    for pid in pids:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return total
-
-
-def children() -> set[int]:
-    """Return the processes that this one has started."""
-    found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with contextlib.suppress(OSError):
-                if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == os.getpid():
-                    found.add(int(entry.name))
-    return found
