@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -71,6 +72,7 @@ class Tree:
         self.fd = fd
         self.permissions = permissions
         self._open = open_by_parts if by_parts else opener()
+        self._shaping = threading.Lock()
 
     def close(self) -> None:
         """Close the root."""
@@ -91,14 +93,17 @@ class Tree:
 
     def create(self, folder: str, temp: str, flags: int) -> tuple[int, int]:
         """Make a new file for writing, and its folders where they are missing; return (file, folder) descriptors."""
+        with contextlib.suppress(FileNotFoundError):
+            return self._create(folder, temp, flags)
         until = time.monotonic() + _FOLDER_SECONDS
-        while True:
-            try:
-                return self._create(folder, temp, flags)
-            except FileNotFoundError:
-                if time.monotonic() >= until:
-                    raise
-            self._make(folder)
+        with self._shaping:  # this process removes no folder meanwhile; another one may, again and again
+            while True:
+                self._make(folder)
+                try:
+                    return self._create(folder, temp, flags)
+                except FileNotFoundError:
+                    if time.monotonic() >= until:
+                        raise
 
     def _create(self, folder: str, temp: str, flags: int) -> tuple[int, int]:
         at = self._open(self.fd, folder, FOLDER)
@@ -154,11 +159,8 @@ class Tree:
         while folder:
             above, _, last = folder.rpartition("/")
             try:
-                if above:
-                    with self.folder(above) as at:
-                        os.rmdir(last, dir_fd=at)
-                else:
-                    os.rmdir(last, dir_fd=self.fd)
+                with self._shaping, self.folder(above or ".") as at:
+                    os.rmdir(last, dir_fd=at)
             except FileNotFoundError:
                 pass  # somebody else is at it; what is above may be left to us
             except OSError:
