@@ -14,7 +14,7 @@ from kvtiers.secondary.mover import MoverOptions, ValueMover, ValueRun
 from kvtiers.secondary.transfer_pool import TransferPool
 from kvtiers.secondary.views import ValueViews
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 VALUE, PAYLOAD, ROWS = 4096, 4000, 64
 POISON = 0xDB
 NAMES = StorageNames("test/model-0123456789abcdef01234567/", b"layout-1")
@@ -111,11 +111,13 @@ class GatedStore(DictStore):
         with self._lock:
             self.running.append(what)
             self.most_running[what] = max(self.most_running.get(what, 0), self.running.count(what))
-        if what in self.gated:
-            self.reached.release()
-            assert self.gate.wait(PATIENCE), "the gate stays shut"
-        with self._lock:
-            self.running.remove(what)
+        try:
+            if what in self.gated:
+                self.reached.release()
+                assert self.gate.wait(PATIENCE), "the gate stays shut"
+        finally:
+            with self._lock:
+                self.running.remove(what)
 
     def read_into(self, name, dst):
         self._pass("read")
@@ -157,14 +159,16 @@ class Events:
     def of(self, kind):
         return [event for event in self.all() if isinstance(event, kind)]
 
-    def wait(self, kind, count=1):
+    def wait(self, kind, count=1, having=lambda _: True):
         """Wait until so many events of this kind have come; return them."""
+
+        def these():
+            return [event for event in self._events if isinstance(event, kind) and having(event)]
+
         with self._came:
-            came = self._came.wait_for(
-                lambda: sum(isinstance(event, kind) for event in self._events) >= count, PATIENCE
-            )
-        assert came, f"no {count} {kind.__name__} in {self.all()}"
-        return self.of(kind)
+            came = self._came.wait_for(lambda: len(these()) >= count, PATIENCE)
+            assert came, f"no {count} {kind.__name__} in {list(self._events)}"
+            return these()
 
 
 class Rows:

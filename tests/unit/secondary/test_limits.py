@@ -1,5 +1,3 @@
-import threading
-
 import pytest
 
 from kvtiers.api import RateLimit
@@ -75,25 +73,27 @@ def test_a_tier_that_is_being_closed_lets_nobody_wait_on(clock):
     assert not limit.wait(1, urgent=False, give_up_at=NEVER)
 
 
-def test_loads_go_before_stores_that_have_waited_longer():
+def test_loads_go_before_stores_that_have_waited_longer(clock):
     """A store waits until no turn is owed; a load that comes meanwhile takes its turn ahead of it."""
-    passed = []
-    order = threading.Lock()
-    stop = threading.Event()
-    limit = RateLimiter(RateLimit(requests_per_second=20), stop)
+    waited = {"store": [], "load": []}
+
+    class Waits:
+        who = "store"
+
+        def wait(self, seconds):
+            waited[self.who].append(seconds)
+            if waited == {"store": [seconds], "load": []}:
+                self.who = "load"
+                for _ in range(4):
+                    assert limit.wait(0, urgent=True, give_up_at=NEVER)
+                self.who = "store"
+            if self.who == "store":
+                clock.now += seconds
+            return False
+
+    limit = RateLimiter(RateLimit(requests_per_second=20), Waits(), clock)
     for _ in range(21):  # the kept second and one more call: from now on there is debt
-        limit.wait(0, urgent=True, give_up_at=NEVER)
-
-    def call(name, *, urgent):
-        assert limit.wait(0, urgent=urgent, give_up_at=NEVER)
-        with order:
-            passed.append(name)
-
-    stores = [threading.Thread(target=call, args=("store",), kwargs={"urgent": False}) for _ in range(2)]
-    loads = [threading.Thread(target=call, args=("load",), kwargs={"urgent": True}) for _ in range(4)]
-    for thread in (*stores, *loads):
-        thread.start()
-    for thread in (*stores, *loads):
-        thread.join(20)
-    assert passed[-1] == "store"
-    assert passed.index("store") >= 3, passed
+        assert limit.wait(0, urgent=True, give_up_at=NEVER)
+    assert limit.wait(0, urgent=False, give_up_at=NEVER)
+    assert waited["load"] == pytest.approx([0.05, 0.1, 0.15, 0.2])
+    assert waited["store"] == pytest.approx([0.05, 0.2])

@@ -13,7 +13,7 @@ def test_lines_are_written_in_order_on_a_thread_of_their_own(caplog):
     logs = LogThread()
     for number in range(100):
         logs.post(logging.INFO, f"line {number} with 100% and {{}}")
-    logs.close(20)
+    logs.close(60)
     assert [record.getMessage() for record in caplog.records] == [
         f"line {number} with 100% and {{}}" for number in range(100)
     ]
@@ -26,7 +26,7 @@ def test_a_log_that_stands_still_holds_up_nobody_and_what_is_dropped_is_said(mon
 
     class Stuck(logging.Handler):
         def emit(self, record):
-            assert gate.wait(20)
+            assert gate.wait(60)
             lines.append(record.getMessage())
 
     handler = Stuck()
@@ -37,7 +37,7 @@ def test_a_log_that_stands_still_holds_up_nobody_and_what_is_dropped_is_said(mon
         for number in range(1000):
             logs.post(logging.WARNING, f"line {number}")
         gate.set()
-        logs.close(20)
+        logs.close(60)
     finally:
         logger.removeHandler(handler)
     assert lines[0] == "line 0"
@@ -47,7 +47,7 @@ def test_a_log_that_stands_still_holds_up_nobody_and_what_is_dropped_is_said(mon
 
 def test_a_log_that_nobody_used_has_no_thread():
     before = threading.active_count()
-    LogThread().close(20)
+    LogThread().close(60)
     assert threading.active_count() == before
 
 
@@ -72,7 +72,7 @@ def sent():
 def in_thread(name, function):
     thread = threading.Thread(target=function, name=name)
     thread.start()
-    thread.join(20)
+    thread.join(60)
 
 
 def test_a_line_bears_the_name_of_the_tier_whose_thread_wrote_it(sent):

@@ -123,9 +123,9 @@ def test_threads_do_not_share_their_memory(memory):
     read_into = store.read_into
 
     def meet(name, dst):
-        inside.wait(10)  # both have their places
+        inside.wait(60)  # both have their places
         read = read_into(name, dst)
-        inside.wait(10)  # both have read, neither has landed
+        inside.wait(60)  # both have read, neither has landed
         return read
 
     store.read_into = meet
@@ -137,7 +137,7 @@ def test_threads_do_not_share_their_memory(memory):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert done == [Status.DONE, Status.DONE]
     assert [row(memory, 0), row(memory, 1)] == [content(0), content(1)]
 
