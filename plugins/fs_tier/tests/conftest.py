@@ -18,7 +18,7 @@ from kvtiers_fs.store import FsStore
 from kvtiers_fs.usage import Index
 
 PAGE = 4096
-_PATIENCE = 30.0
+PATIENCE = 60.0
 _spec = importlib.util.spec_from_file_location("kvtiers_fs_pretended", Path(__file__).with_name("pretended.py"))
 pretended = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(pretended)
@@ -91,13 +91,17 @@ class Folder:
     @staticmethod
     def settle(store) -> None:
         """Let the evictor come to rest: what is reported is counted, what is over the limits is gone."""
-        until = time.monotonic() + _PATIENCE
+        until = time.monotonic() + PATIENCE
         while store._evictor.round() < 1:
             assert time.monotonic() < until, "the evictor does not come to rest"
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path, monkeypatch):
+    """A folder whose writes wait for the evictor, and whose evictor's rounds take, as long as a busy machine needs."""
+    monkeypatch.setattr("kvtiers_fs.usage._WAIT_SECONDS", PATIENCE)
+    monkeypatch.setattr("kvtiers_fs.evictor._ROUND_SECONDS", PATIENCE)
+    monkeypatch.setattr("kvtiers_fs.store._CLOSE_SECONDS", PATIENCE)
     folder = Folder(tmp_path / "values")
     yield folder
     folder.close()

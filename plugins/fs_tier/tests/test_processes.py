@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from kvtiers_fs import usage
 from kvtiers_fs.tree import Permissions, Tree
 from kvtiers_fs.usage import UsageFile
 
@@ -20,10 +21,12 @@ CAPACITY = 400 * PAGES * PAGE
 _WORKER = """
 import mmap, random, sys
 from kvtiers.api import StoreFull
+from kvtiers_fs import usage
 from kvtiers_fs.plugin import FsConfig
 from kvtiers_fs.store import FsStore
 
-path, numbers = sys.argv[1], sys.argv[2:]
+path, wait, *numbers = sys.argv[1:]
+usage._WAIT_SECONDS = float(wait)
 capacity, nbytes, seed, turns = map(int, numbers)
 store = FsStore(FsConfig(type="fs", path=path, capacity=capacity, min_free=0))
 choice = random.Random(seed)
@@ -50,26 +53,42 @@ print("done", dropped, flush=True)
 """
 
 
-def start(folder, seed, turns):
-    command = [sys.executable, "-c", _WORKER, folder.path, CAPACITY, PAGES * PAGE, seed, turns]
+def start(folder, seed, turns, *, wait=usage._WAIT_SECONDS):
+    """Start a worker that waits so many seconds for the evictor before it drops a value."""
+    command = [sys.executable, "-c", _WORKER, folder.path, wait, CAPACITY, PAGES * PAGE, seed, turns]
     worker = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert worker.stdout.readline() == "ready\n", worker.stderr.read()
     return worker
+
+
+def held(folder, workers):
+    """Return the bytes of all values at one moment, at which all workers stand still."""
+    running = [worker for worker in workers if worker.poll() is None]
+    for worker in running:
+        worker.send_signal(signal.SIGSTOP)
+    for worker in running:
+        os.waitid(os.P_PID, worker.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+    try:
+        return folder.held()
+    finally:
+        for worker in running:
+            worker.send_signal(signal.SIGCONT)
 
 
 @pytest.mark.parametrize("killed", [0, 12], ids=["none_killed", "killed_in_the_middle"])
 def test_processes_that_write_read_delete_and_evict_together_keep_whole_values_and_the_capacity(folder, read, killed):
     choice, most = random.Random(7), 0
     workers = [start(folder, seed, 3000 if not killed else 10**9) for seed in range(4)]
-    until = time.monotonic() + 120
+    until = time.monotonic() + 250
     seed = 100
     while killed or any(worker.poll() is None for worker in workers):
         assert time.monotonic() < until, "the workers do not end"
-        most = max(most, folder.held())
+        time.sleep(0.05)  # they stand still while they are looked at
+        most = max(most, held(folder, workers))
         if killed:
             victim = workers.pop(choice.randrange(len(workers)))
             victim.send_signal(signal.SIGKILL)
-            assert victim.wait(30) == -signal.SIGKILL, victim.stderr.read()
+            assert victim.wait(60) == -signal.SIGKILL, victim.stderr.read()
             victim.stdout.close()
             victim.stderr.close()
             killed -= 1
@@ -97,7 +116,7 @@ def test_processes_that_write_read_delete_and_evict_together_keep_whole_values_a
 
 def test_temporary_files_of_killed_processes_are_reclaimed(folder, value, names):
     store = folder.open(capacity=CAPACITY)
-    left, until = [], time.monotonic() + 60
+    left, until = [], time.monotonic() + 250
     while not left:
         assert time.monotonic() < until, "no kill has met a write"
         worker = start(folder, 1, 10**9)
@@ -112,7 +131,7 @@ def test_temporary_files_of_killed_processes_are_reclaimed(folder, value, names)
 
 
 def test_what_one_process_wrote_another_finds_at_once(folder, read):
-    worker = start(folder, 5, 500)
+    worker = start(folder, 5, 500, wait=60)
     out, errors = worker.communicate(timeout=60)
     assert out == "done 0\n", errors
     store = folder.open(capacity=CAPACITY)

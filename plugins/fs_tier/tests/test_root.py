@@ -92,7 +92,7 @@ def test_many_stores_that_open_a_new_directory_at_once_all_can(folder):
     barrier, stores, errors = threading.Barrier(16), [], []
 
     def start():
-        barrier.wait(30)
+        barrier.wait(60)
         try:
             stores.append(folder.open())
         except ConfigError as error:
@@ -102,7 +102,7 @@ def test_many_stores_that_open_a_new_directory_at_once_all_can(folder):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert not errors
     assert len(stores) == 16
     assert not folder.temps()

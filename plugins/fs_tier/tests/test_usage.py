@@ -1,7 +1,6 @@
 """What is known of the directory without a walk: the index, the reports, and whether a write fits."""
 
 import threading
-import time
 
 import pytest
 
@@ -10,6 +9,7 @@ from kvtiers_fs.places import SHARDS
 from kvtiers_fs.usage import Index, Ledger
 
 MIB = 1 << 20
+HOUR = 3600.0
 
 
 def ledger(capacity=128 * MIB, known=0):
@@ -79,18 +79,29 @@ def test_writes_that_are_under_way_count():
     made.claim(MIB - 1)
 
 
-def test_a_write_waits_for_the_evictor_and_the_next_ones_do_not_wait_in_vain():
+def test_a_write_waits_for_the_evictor_and_the_next_ones_do_not_wait_in_vain(monkeypatch):
     made, woken = ledger(known=128 * MIB)
-    threading.Timer(0.05, made.publish, [0]).start()
-    made.claim(MIB)
+    waits, wait_for = [], made._changed.wait_for
+
+    def wait(fits, seconds):
+        waits.append(seconds)
+        return wait_for(fits, 60.0 if len(waits) == 1 else 0.0)
+
+    monkeypatch.setattr(made._changed, "wait_for", wait)
+    monkeypatch.setattr("kvtiers_fs.usage._REFUSE_SECONDS", HOUR)
+    writer = threading.Thread(target=made.claim, args=[MIB])
+    writer.start()
+    while not waits:
+        writer.join(0.001)
+    made.publish(0)
+    writer.join()
     made.settle(MIB)
     made.publish(128 * MIB)
-    begin = time.monotonic()
     for _ in range(50):
         with pytest.raises(StoreFull, match="128MiB of 128MiB are in use"):
             made.claim(MIB)
-    assert time.monotonic() - begin < 1.0  # one of them waited
-    assert len(woken) >= 51
+    assert len(waits) == 2
+    assert len(woken) == 51
 
 
 def test_a_listing_counts_what_it_has_and_only_once():
