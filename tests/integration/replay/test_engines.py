@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,13 @@ def talks(requests: int) -> Workload:
     return Workload(
         "talks", 512, [ReplayRequest(len(each) * 512 + 1, each, at / 10) for at, each in enumerate(prompts)]
     )
+
+
+@pytest.fixture
+def nobody_is_left() -> Callable[[], bool]:
+    """Say whether all processes have ended that were started since: multiprocessing keeps one of its own."""
+    before = descendants(os.getpid()).keys()
+    return lambda: descendants(os.getpid()).keys() <= before
 
 
 def test_what_one_engine_stored_another_hits(tmp_path) -> None:
@@ -76,7 +84,7 @@ def test_the_figures_of_all_engines_are_summed_up(tmp_path, workload) -> None:
     assert set(results.over_time.hit_rates) == {"primary", "fs"}
 
 
-def test_a_killed_engine_ends_the_replay_with_one_line_that_names_it(tmp_path, workload) -> None:
+def test_a_killed_engine_ends_the_replay_with_one_line_that_names_it(tmp_path, workload, nobody_is_left) -> None:
     killed = []
 
     def kill(progress) -> None:
@@ -88,10 +96,10 @@ def test_a_killed_engine_ends_the_replay_with_one_line_that_names_it(tmp_path, w
     with pytest.raises(ReplayError, match=r"^engine 1 \(process \d+\) was killed by signal 9; the replay cannot go on"):
         replay(sharing(tmp_path), workload, options, progress=kill)
     assert killed
-    wait_until(lambda: not descendants(os.getpid()))
+    wait_until(nobody_is_left)
 
 
-def test_an_engine_that_hangs_ends_the_replay_too(tmp_path, workload, monkeypatch) -> None:
+def test_an_engine_that_hangs_ends_the_replay_too(tmp_path, workload, nobody_is_left, monkeypatch) -> None:
     stopped = []
 
     def stop(_progress) -> None:
@@ -102,7 +110,7 @@ def test_an_engine_that_hangs_ends_the_replay_too(tmp_path, workload, monkeypatc
 
     with pytest.raises(ReplayError, match=r"^engine 1 \(process \d+\) has not answered for 5 s; the replay "):
         replay(sharing(tmp_path), workload, ReplayOptions(engines=2, speed=1.0), progress=stop)
-    wait_until(lambda: not descendants(os.getpid()))
+    wait_until(nobody_is_left)
 
 
 def test_engines_that_wait_for_the_next_arrival_do_not_hang(tmp_path, monkeypatch) -> None:
@@ -111,7 +119,7 @@ def test_engines_that_wait_for_the_next_arrival_do_not_hang(tmp_path, monkeypatc
     assert replay(sharing(tmp_path), seldom, ReplayOptions(engines=2, speed=1.0)).requests == 2
 
 
-def test_an_engines_rank_that_is_killed_is_named_with_its_engine(tmp_path, workload) -> None:
+def test_an_engines_rank_that_is_killed_is_named_with_its_engine(tmp_path, workload, nobody_is_left) -> None:
     killed = []
 
     def kill(_progress) -> None:
@@ -123,18 +131,18 @@ def test_an_engines_rank_that_is_killed_is_named_with_its_engine(tmp_path, workl
     options = ReplayOptions(engines=2, workers=2, speed=1.0)
     with pytest.raises(ReplayError, match=r"^engine 1: rank 0 \(process \d+\) was killed by signal 9"):
         replay(sharing(tmp_path), workload, options, progress=kill)
-    wait_until(lambda: not descendants(os.getpid()))
+    wait_until(nobody_is_left)
 
 
-def test_what_an_engine_cannot_do_is_told_with_its_name(tmp_path, workload, monkeypatch) -> None:
+def test_what_an_engine_cannot_do_is_told_with_its_name(tmp_path, workload, nobody_is_left, monkeypatch) -> None:
     monkeypatch.setenv("KVTIERS_NO_SUCH", "1")
     required = config({"type": "fs", "path": "/proc/no such folder", "capacity": "1GiB", "required": True})
     with pytest.raises(StartError, match=r"^engine [01]: fs: required, but cannot be opened"):
         replay(required, workload, ReplayOptions(engines=2))
-    wait_until(lambda: not descendants(os.getpid()))
+    wait_until(nobody_is_left)
 
 
-def test_a_wish_to_stop_reaches_all_engines(tmp_path, workload) -> None:
+def test_a_wish_to_stop_reaches_all_engines(tmp_path, workload, nobody_is_left) -> None:
     stop = threading.Event()
 
     def stop_at_the_first(progress) -> None:
@@ -146,7 +154,7 @@ def test_a_wish_to_stop_reaches_all_engines(tmp_path, workload) -> None:
     assert results.interrupted
     assert 0 < results.requests < len(workload.requests)
     assert results.verdict[0].startswith(f"Stopped after {results.requests} of ")
-    wait_until(lambda: not descendants(os.getpid()))
+    wait_until(nobody_is_left)
 
 
 @pytest.fixture
