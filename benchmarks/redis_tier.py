@@ -6,6 +6,10 @@ it can be had. All of them move as many values under as many keys, in turns, a r
 redis-benchmark the best of the three. Then with TLS, beside redis-benchmark and a bare Python TLS socket; then over a
 network with 1 ms of round trip, beside raw streams over the same; then with an engine's thread that runs pure Python
 flat out, beside the same loop in an unrelated process.
+
+The servers keep the memory of what is deleted, as a full cache uses that of what it evicts: redis-benchmark overwrites
+its keys, core writes each key once, and neither is to pay for new pages that the other has not. All lanes have the same
+priority, except beside the busy thread, where the host gives way to the engine as it does by default.
 """
 
 import argparse
@@ -47,6 +51,8 @@ DELAYED_FROM = 256 << 10
 REMOTE_WINDOW = 4 << 20  # what a server on another machine gets by default; the proxy is on this one
 PATIENCE = 120.0
 COST_ROUNDS = 5
+DEFAULT_NICE = RedisConfig.model_fields["nice"].default
+KEPT_MEMORY = "dirty_decay_ms:-1,oversize_threshold:0,lg_extent_max_active_fit:30"  # for jemalloc
 
 
 class TierLane:
@@ -73,7 +79,7 @@ class TierLane:
         self._numbers = iter(range(1, 1 << 30))
 
     def forget(self) -> None:
-        """Take new keys, since core writes none twice; the old values are freed at once, like those overwritten."""
+        """Take new keys, since core writes none twice; the old values make room for the new ones."""
         with self._server.client() as client:
             client.delete("nothing", *NAMES.names(self.keys))
         self.keys = [make_offload_key(os.urandom(32), 0) for _ in range(self._count)]
@@ -116,7 +122,18 @@ class TierLane:
 
 
 def config(url: str, **options: Any) -> RedisConfig:
-    return RedisConfig(type="redis", url=url, store_queue=1 << 20, deadline="60s", **options)
+    return RedisConfig(type="redis", url=url, store_queue=1 << 20, deadline="60s", **{"nice": 0, **options})
+
+
+def start(stack: ExitStack, folder: Path, **options: Any) -> Server:
+    """Start a server that keeps what is freed."""
+    variables = ("MALLOC_CONF", "JE_MALLOC_CONF")  # of the system's jemalloc, and of the one that Redis brings along
+    os.environ |= dict.fromkeys(variables, KEPT_MEMORY)
+    server = Server(folder, "--maxmemory", "4gb", "--maxmemory-policy", "allkeys-lru", **options).start()
+    for variable in variables:
+        del os.environ[variable]
+    stack.callback(server.stop)
+    return server
 
 
 def measure_plain(server: Server, nbytes: int, total: int, rounds: int) -> dict[str, Any]:
@@ -168,7 +185,7 @@ def cpu_of(tier: TierLane, server: Server, total: int) -> dict[str, dict[str, fl
 def measure_busy(server: Server, nbytes: int, total: int, rounds: int) -> dict[str, Any]:
     """Return the tier's rate beside an engine's thread that runs Python, and beside a process that does."""
     with lanes.memory(total) as (fd, rows), ExitStack() as stack:
-        tier = TierLane(server, fd, rows, nbytes, config(server.url), stack)
+        tier = TierLane(server, fd, rows, nbytes, config(server.url, nice=DEFAULT_NICE), stack)
 
         def beside_thread(way: str) -> float:
             tier.busy = True
@@ -291,11 +308,8 @@ def main() -> None:
     total, rounds = (128 << 20, 3) if options.quick else (256 << 20, 5)
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="kvtiers-bench-") as top, ExitStack() as stack:
-        memory_options = ("--maxmemory", "4gb", "--maxmemory-policy", "allkeys-lru")
-        plain = Server(Path(top, "plain"), *memory_options).start()
-        stack.callback(plain.stop)
-        secure = Server(Path(top, "tls"), *memory_options, tls=Tls(Path(top, "ca"))).start()
-        stack.callback(secure.stop)
+        plain = start(stack, Path(top, "plain"))
+        secure = start(stack, Path(top, "tls"), tls=Tls(Path(top, "ca")))
         some = SIZES[::2] if options.quick else SIZES
         for kind, measure, server, sizes in (
             ("plain", measure_plain, plain, SIZES),
