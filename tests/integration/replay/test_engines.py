@@ -7,11 +7,13 @@ import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvtiers.api import StartError
 from kvtiers.config import OffloadConfig
+from kvtiers.replay.engine import engines
 from kvtiers.replay.engine.processes import ReplayError
 from kvtiers.replay.run import ReplayOptions, replay
 from kvtiers.replay.workload import ReplayRequest, Workload
@@ -100,23 +102,27 @@ def test_a_killed_engine_ends_the_replay_with_one_line_that_names_it(tmp_path, w
 
 
 def test_an_engine_that_hangs_ends_the_replay_too(tmp_path, workload, nobody_is_left, monkeypatch) -> None:
-    stopped = []
+    stopped, now = [], [0.0]
+    monkeypatch.setattr(engines, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(engines, "_ANSWER_SECONDS", 5.0)
 
     def stop(_progress) -> None:
         if not stopped:
-            monkeypatch.setattr("kvtiers.replay.engine.engines._ANSWER_SECONDS", 5.0)
             stopped.extend(named(os.getpid(), "engine 1"))
             os.kill(stopped[0], signal.SIGSTOP)
+        now[0] += 1.0  # by this clock a second is a word of an engine's
 
     with pytest.raises(ReplayError, match=r"^engine 1 \(process \d+\) has not answered for 5 s; the replay "):
         replay(sharing(tmp_path), workload, ReplayOptions(engines=2, speed=1.0), progress=stop)
     wait_until(nobody_is_left)
 
 
-def test_engines_that_wait_for_the_next_arrival_do_not_hang(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("kvtiers.replay.engine.engines._ANSWER_SECONDS", 5.0)
-    seldom = Workload("seldom", 512, [ReplayRequest(513, [b"one"], 0.0), ReplayRequest(513, [b"two"], 8.0)])
-    assert replay(sharing(tmp_path), seldom, ReplayOptions(engines=2, speed=1.0)).requests == 2
+def test_engines_that_wait_for_the_next_arrival_say_that_they_do_not_hang(tmp_path) -> None:
+    seldom = Workload("seldom", 512, [ReplayRequest(513, [b"one"], 0.0), ReplayRequest(513, [b"two"], 4.0)])
+    told = []
+    results = replay(sharing(tmp_path), seldom, ReplayOptions(engines=2, speed=1.0), progress=told.append)
+    assert results.requests == 2
+    assert len([progress for progress in told if progress.requests < 2]) > 3
 
 
 def test_an_engines_rank_that_is_killed_is_named_with_its_engine(tmp_path, workload, nobody_is_left) -> None:

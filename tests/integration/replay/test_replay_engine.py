@@ -65,7 +65,7 @@ def test_a_directory_that_does_not_answer_any_more_costs_hits_and_nothing_else(w
             stopped.update(new)
 
     def run(name, progress):
-        tier = {"type": "fs", "path": str(tmp_path / name), "capacity": "1GiB", "deadline": "1s", "grace": "200ms"}
+        tier = {"type": "fs", "path": str(tmp_path / name), "capacity": "1GiB", "deadline": "4s", "grace": "200ms"}
         return replay(config(tier, lookup_wait="100ms", load_wait="500ms"), workload, options, progress=progress)
 
     good, hung = run("good", lambda _progress: None), run("hung", hang)
@@ -73,7 +73,7 @@ def test_a_directory_that_does_not_answer_any_more_costs_hits_and_nothing_else(w
     assert hung.requests == good.requests == len(workload.requests)
     assert hung.wrong_bytes == 0
     assert 0 <= hung.hits["fs"] < good.hits["fs"]
-    assert hung.stalls.p99 < 1.0  # no step has waited for the tier's deadline
+    assert hung.stalls.p99 < 4.0  # no step has waited for the tier's deadline
     assert not named(os.getpid(), "fs")
 
 
