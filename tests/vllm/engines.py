@@ -61,6 +61,13 @@ def tiers(*secondary: dict[str, Any], **more: Any) -> dict[str, Any]:
     return common | {"secondary_tiers": list(secondary)} | more
 
 
+def whole_stack(*secondary: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Return vLLM's kv_connector_extra_config for kvtiers' own manager, primary and workers, over these tiers."""
+    config = {"version": 1, "primary": {"capacity": "64MiB"}, "lookup_wait": "3s", "load_wait": "10s"}
+    config |= {"secondary": list(secondary)}
+    return {"spec_name": "KvtiersOffloadingSpec", "kvtiers_config": config} | more
+
+
 def release_folder(version: str) -> Path:
     """Return the folder in which another release of vLLM lies, to be put before the environment's own."""
     folder = Path(sys.prefix) / "releases" / version

@@ -104,6 +104,16 @@ def test_a_wrong_layout_is_refused_and_the_field_is_named_at_both_ends(machine):
     assert "blocks_per_chunk" in manager.do("gather(region, 'RankRefused')")[-1]
 
 
+def test_a_rank_need_not_know_which_model_it_copies_for_but_must_not_think_it_another(machine):
+    machine.manager(world_size=2)
+    rank, other = machine.party(), machine.party()
+    rank.do("join = RegionJoin.start(engine_id, layout(2, model=ModelIdentity('')), 0)")
+    rank.do("join.wait(PATIENCE)")
+    other.do("join = RegionJoin.start(engine_id, layout(2, model=ModelIdentity('another')), 1)")
+    with pytest.raises(AssertionError, match=r"model\.name"):
+        other.do("join.wait(PATIENCE)")
+
+
 def test_a_layout_with_many_differences_is_refused_in_one_short_line(machine):
     machine.manager()
     rank = machine.party()

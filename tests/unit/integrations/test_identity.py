@@ -179,7 +179,8 @@ class Connector:
 
 
 def test_the_engines_config_is_found_on_the_stack_and_nowhere_else():
-    assert Connector("config", "cache").found == Engine("config", "cache")
+    connector = Connector("config", "cache")
+    assert connector.found == Engine("config", "cache", connector)
     assert engine_of_stack() == Engine(None, None)
 
 

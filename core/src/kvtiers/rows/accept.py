@@ -26,7 +26,7 @@ from kvtiers.rows.handshake import (
     encode_message,
     encode_progress,
 )
-from kvtiers.rows.layout import CacheLayout
+from kvtiers.rows.layout import CacheLayout, ModelIdentity
 from kvtiers.rows.mapping import let_go_in_children
 from kvtiers.rows.prefault import Prefault
 from kvtiers.rows.ranks import RankTable
@@ -225,6 +225,8 @@ class AcceptThread:
             self._forget(connection)
 
     def _objection(self, rank: int, layout: CacheLayout) -> str:
+        if layout.model == ModelIdentity(""):  # a rank need not know which model's KV it copies
+            layout = replace(layout, model=self._layout.model)
         differences = self._layout.differences(layout)
         if differences:
             shown = "; ".join(differences[:_DIFFERENCES_SHOWN])

@@ -30,10 +30,11 @@ _NOT_THE_MODEL = ("_name_or_path", "_commit_hash", "transformers_version", "arch
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Engine:
-    """vLLM's config, as its connector was given it; both are None where the connector is not on the stack."""
+    """vLLM's config, as its connector was given it, and that connector; None where it is not on the stack."""
 
     vllm_config: Any
     kv_cache_config: Any
+    connector: Any = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,12 +46,12 @@ class Identity:
 
 
 def engine_of_stack() -> Engine:
-    """Return the configs of the connector that is being built."""
+    """Return the connector that is being built, and its configs."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 -- see the module's first lines
     while frame is not None:
         names = frame.f_locals
         if frame.f_code.co_name == "__init__" and "vllm_config" in names and "kv_cache_config" in names:
-            return Engine(names["vllm_config"], names["kv_cache_config"])
+            return Engine(names["vllm_config"], names["kv_cache_config"], names.get("self"))
         frame = frame.f_back
     return Engine(None, None)
 

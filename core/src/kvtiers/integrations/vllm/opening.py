@@ -13,6 +13,7 @@ from typing import Any
 from kvtiers.api import ChunkStore, ConfigError, StartError, TierConfig, TierContext, TierPlugin
 from kvtiers.integrations.vllm.driver import TierDriver
 from kvtiers.integrations.vllm.identity import Engine, identity_of, row_layout
+from kvtiers.integrations.vllm.nodes import refuse_several_hosts
 from kvtiers.integrations.vllm.off_tier import OffTier
 from kvtiers.integrations.vllm.options import TierSettings
 from kvtiers.integrations.vllm.region import address_of, open_mapped_file
@@ -26,7 +27,7 @@ from kvtiers.secondary.staging import value_views
 from kvtiers.secondary.thread_backend import ThreadBackend
 from kvtiers.tiering.tiers import TierOptions, TierSlot
 
-__all__ = ["OpenedTier", "open_tier"]
+__all__ = ["OpenedTier", "open_tier", "refuse_several_hosts"]
 
 _log = logging.getLogger("kvtiers.vllm")
 _CLOSE_SECONDS = 4.0  # for a host to close its store, also when draining took all the time there was
@@ -55,7 +56,7 @@ def open_tier(
 ) -> OpenedTier:
     """Open one tier of an engine. ``view``: vLLM's rows, one behind the other. ``version``: vLLM's."""
     name = config.tier_name
-    _refuse_several_hosts(engine)
+    refuse_several_hosts(engine)
     plugin = load_tier(config.type)
     if plugin.kind != "store":
         raise ConfigError(
@@ -85,16 +86,6 @@ def open_tier(
         value_bytes=layout.value_bytes(0),
         tokens_per_chunk=layout.tokens_per_chunk(0),
     )
-
-
-def _refuse_several_hosts(engine: Engine) -> None:
-    parallel = getattr(engine.vllm_config, "parallel_config", None)
-    nodes = max(int(getattr(parallel, name, 1) or 1) for name in ("nnodes", "nnodes_within_dp"))
-    if nodes > 1:
-        raise StartError(
-            f"this engine's ranks lie on {nodes} hosts, and each host has rows of its own: KV would come back in part; "
-            "use kvtiers with engines of one host each"
-        )
 
 
 def _why_off(engine: Engine) -> str:

@@ -1,9 +1,11 @@
-"""What vLLM calls at the start of each of its processes: make every installed tier known under ``kvtiers-<type>``.
+"""What vLLM calls at the start of each of its processes: make kvtiers known by its short names.
 
-Nothing is imported but vLLM's registry, which it has imported itself; tiers are loaded when a config names them.
+Every installed tier is registered as ``kvtiers-<type>``, the whole stack as ``KvtiersOffloadingSpec``. Nothing is
+imported but vLLM's registries, which it has imported itself; the rest is loaded when a config names it.
 """
 
 import logging
+from collections.abc import Callable
 
 from kvtiers.integrations.vllm.options import PREFIX
 from kvtiers.plugins import installed_tiers
@@ -11,24 +13,31 @@ from kvtiers.plugins import installed_tiers
 __all__ = ["register"]
 
 _log = logging.getLogger("kvtiers.vllm")
-_MODULE = "kvtiers.integrations.vllm.tier"
+_TIERS = "kvtiers.integrations.vllm.tier"
+_SPEC = "kvtiers.integrations.vllm.stack.spec"
 
 
 def register() -> None:
-    """Register all tiers. Never raises: a vLLM that does not use kvtiers must not notice it."""
+    """Register all tiers and the whole stack. Never raises: a vLLM that does not use kvtiers must not notice it."""
     try:
+        from vllm.v1.kv_offload.factory import OffloadingSpecFactory
         from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
     except ImportError as error:
         _log.info("this vLLM has no tiers that kvtiers could be: %s", error)
         return
     _log_like_vllm()
     for name in dict.fromkeys(entry.name for entry in installed_tiers()):
-        try:
-            SecondaryTierFactory.register_tier(f"{PREFIX}{name}", _MODULE, "KvtiersTier")
-        except ValueError:  # vLLM loads its plugins more than once in a process
-            continue
-        except Exception as error:  # noqa: BLE001 -- a registry of another shape: no tier, but an engine
-            _log.warning("%s%s cannot be registered with this vLLM: %s", PREFIX, name, error)
+        _register(SecondaryTierFactory.register_tier, f"{PREFIX}{name}", _TIERS, "KvtiersTier")
+    _register(OffloadingSpecFactory.register_spec, "KvtiersOffloadingSpec", _SPEC, "KvtiersOffloadingSpec")
+
+
+def _register(registry: Callable[[str, str, str], None], name: str, module: str, kind: str) -> None:
+    try:
+        registry(name, module, kind)
+    except ValueError:  # vLLM loads its plugins more than once in a process
+        return
+    except Exception as error:  # noqa: BLE001 -- a registry of another shape: nothing of ours, but an engine
+        _log.warning("%s cannot be registered with this vLLM: %s", name, error)
 
 
 def _log_like_vllm() -> None:

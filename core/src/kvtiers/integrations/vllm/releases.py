@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvtiers.api import StartError
 
-__all__ = ["RELEASES", "Release", "release_of", "supported"]
+__all__ = ["RELEASES", "Release", "release_of", "require_whole_stack", "supported"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,8 @@ class Release:
     ``rows_attribute``: where a job says which rows. ``takes_detector``: tiers are built with a back-pressure detector.
     ``random_seed``: without PYTHONHASHSEED, block hashes differ between processes whatever the algorithm.
     ``tags_salt``: a salt is hashed with a tag; where it is not, it is still the only text in the hash of a text-only
-    request without an adapter. ``reports_bytes``: a job's result has ``transfer_bytes``.
+    request without an adapter. ``reports_bytes``: a job's result has ``transfer_bytes``. ``whole_stack``: kvtiers' own
+    manager and workers run under its connector, which the tests show with its engine.
     """
 
     version: str
@@ -28,6 +29,7 @@ class Release:
     random_seed: bool = False
     tags_salt: bool = True
     reports_bytes: bool = True
+    whole_stack: bool = False
     tested: tuple[str, ...] = ()
     """The exact releases that the tests run."""
 
@@ -49,9 +51,16 @@ RELEASES = {
             tested=("0.28.0",),
         ),
         Release("0.29", rows_attribute="block_ids", takes_detector=False, tags_salt=False, reports_bytes=False),
-        Release("0.30", takes_detector=False, tags_salt=False, reports_bytes=False, tested=("0.30.0",)),
+        Release(
+            "0.30",
+            takes_detector=False,
+            tags_salt=False,
+            reports_bytes=False,
+            whole_stack=True,
+            tested=("0.30.0",),
+        ),
         Release("0.31"),
-        Release("0.32", tested=("0.32.0",)),
+        Release("0.32", whole_stack=True, tested=("0.32.0",)),
         Release("0.33"),
     )
 }
@@ -70,6 +79,16 @@ def release_of(version: str) -> Release:
     if release is None:
         raise StartError(f"kvtiers does not know vLLM {version}; it supports vLLM {supported()}")
     return release
+
+
+def require_whole_stack(version: str) -> None:
+    """StartError, one line, if kvtiers' own manager and workers do not run under this version's connector."""
+    if not release_of(version).whole_stack:
+        able = [release.version for release in RELEASES.values() if release.whole_stack]
+        raise StartError(
+            f"KvtiersOffloadingSpec runs on vLLM {' and '.join(able)}, not on {version}; "
+            "with this vLLM use kvtiers' tiers under vLLM's own tiering (kvtiers vllm-config)"
+        )
 
 
 def public_version(version: str) -> str:

@@ -4,10 +4,8 @@ vLLM names what it calls, and with what; this module translates and nothing else
 step: a bug of ours is logged, and the tier is off from then on.
 """
 
-import functools
-import logging
-from collections.abc import Callable, Collection, Iterable
-from typing import Any, TypeVar, cast
+from collections.abc import Collection, Iterable
+from typing import Any
 
 from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -21,6 +19,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvtiers.api import LookupResult as Answer
+from kvtiers.integrations.vllm.guard import BugCount, never_raises
 from kvtiers.integrations.vllm.identity import engine_of_stack
 from kvtiers.integrations.vllm.metrics import COUNTERS, GAUGES, LABELS, TierFigures
 from kvtiers.integrations.vllm.opening import open_tier
@@ -30,27 +29,8 @@ from kvtiers.integrations.vllm.report import open_status
 
 __all__ = ["KvtiersTier"]
 
-_log = logging.getLogger("kvtiers.vllm")
 _RELEASE = release_of(vllm_version)
 _ANSWERS = {Answer.MISS: LookupResult.MISS, Answer.HIT: LookupResult.HIT, Answer.RETRY: LookupResult.RETRY}
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def _never_raises(default: Callable[[], Any]) -> Callable[[_Method], _Method]:
-    """Make a method answer ``default()`` where it would raise."""
-
-    def decorate(method: _Method) -> _Method:
-        @functools.wraps(method)
-        def guarded(self: "KvtiersTier", *args: Any, **kwargs: Any) -> Any:
-            try:
-                return method(self, *args, **kwargs)
-            except Exception:  # noqa: BLE001 -- whatever it is, the engine's step goes on
-                self.note_bug(method.__name__)
-                return default()
-
-        return cast("_Method", guarded)
-
-    return decorate
 
 
 class KvtiersTier(SecondaryTierManager):
@@ -68,7 +48,7 @@ class KvtiersTier(SecondaryTierManager):
     ) -> None:
         detector = {"backpressure_detector": backpressure_detector} if _RELEASE.takes_detector else {}
         super().__init__(offloading_spec, primary_kv_view, tier_type, **detector)
-        self._bugs = 0
+        self.bugs = BugCount(tier_type)
         config, settings = load_tier_options(tier_type, options, offloading_spec.extra_config)
         self._drain_seconds = settings.drain
         opened = open_tier(config, settings, offloading_spec.config, primary_kv_view, engine_of_stack(), vllm_version)
@@ -78,18 +58,18 @@ class KvtiersTier(SecondaryTierManager):
 
     # -- requests
 
-    @_never_raises(RequestOffloadingContext)
+    @never_raises(RequestOffloadingContext)
     def on_new_request(self, req_context: Any) -> Any:
         """Take note of a request; the tier wants what was newly computed, no more."""
         self._driver.request_started(req_context.req_id, req_context.kv_transfer_params)
         return RequestOffloadingContext()
 
-    @_never_raises(lambda: None)
+    @never_raises(lambda: None)
     def on_request_finished(self, req_context: Any) -> None:
         """Forget a request."""
         self._driver.request_finished(req_context.req_id)
 
-    @_never_raises(lambda: LookupResult.MISS)
+    @never_raises(lambda: LookupResult.MISS)
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """Say whether the tier has a chunk."""
         return _ANSWERS[self._driver.lookup(key, req_context.req_id)]
@@ -104,29 +84,29 @@ class KvtiersTier(SecondaryTierManager):
         """Start to fill rows from the tier."""
         self._submit(job_metadata, is_promotion=True)
 
-    @_never_raises(lambda: None)
+    @never_raises(lambda: None)
     def _submit(self, job: Any, *, is_promotion: bool) -> None:
         rows: Any = getattr(job, _RELEASE.rows_attribute)
         keys: Collection[bytes] = job.keys
         self._driver.submit(job.job_id, keys, rows.tolist(), job.req_context.req_id, is_promotion=is_promotion)
 
-    @_never_raises(tuple)
+    @never_raises(tuple)
     def get_finished_jobs(self) -> Iterable[Any]:
         """Return the results that have come."""
         return [self._result(result) for result in self._driver.finished()]
 
-    @_never_raises(lambda: None)
+    @never_raises(lambda: None)
     def on_schedule_end(self, context: Any) -> None:
         """Send what the step has collected."""
         del context  # who was scheduled is nothing to a store
         self._driver.end_step()
 
-    @_never_raises(lambda: None)
+    @never_raises(lambda: None)
     def drain_jobs(self) -> None:
         """Wait until nothing of the tier's touches a row."""
         self._driver.drain()
 
-    @_never_raises(lambda: None)
+    @never_raises(lambda: None)
     def shutdown(self) -> None:
         """End within a bound, and let go of vLLM's memory."""
         self._status.close()
@@ -141,7 +121,7 @@ class KvtiersTier(SecondaryTierManager):
         counters = {name: OffloadingCounterMetadata(text, LABELS) for name, text in COUNTERS.items()}
         return counters | {name: OffloadingGaugeMetadata(text, LABELS) for name, text in GAUGES.items()}
 
-    @_never_raises(lambda: None)
+    @never_raises(lambda: None)
     def get_stats(self) -> Any:
         """Return what has changed since the last call."""
         stats = OffloadingConnectorStats()
@@ -159,9 +139,3 @@ class KvtiersTier(SecondaryTierManager):
             transfer_time=result.seconds,
             **moved,
         )
-
-    def note_bug(self, where: str) -> None:
-        """Log that a method would have raised."""
-        self._bugs += 1
-        if self._bugs.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... time
-            _log.exception("%s: %s failed (%d times so far); a bug of kvtiers", self.tier_type, where, self._bugs)

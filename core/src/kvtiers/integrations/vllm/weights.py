@@ -19,6 +19,7 @@ _SAMPLE_BYTES = 4096
 _SAMPLES = 4  # spread over a tensor
 _FILE_SAMPLES = 64  # spread over a file whose tensors are not known
 _WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
+_CONFIGS = {"config.json", "adapter_config.json"}
 _LARGEST_HEADER = 1 << 28
 _RANDOM = "random-"
 _NOT_FROM_FILES = {"dummy", "tensorizer", "runai_streamer", "runai_streamer_sharded", "bitsandbytes-in-memory"}
@@ -61,7 +62,7 @@ def digest_of_folder(folder: Path) -> str:
     if not any(path.suffix in _WEIGHT_FILES for path in files):
         raise ValueError("it has no file with weights")
     # What a folder has besides (a tokenizer, a README) changes no KV.
-    wanted = [path for path in files if path.suffix in _WEIGHT_FILES or path.name == "config.json"]
+    wanted = [path for path in files if path.suffix in _WEIGHT_FILES or path.name in _CONFIGS]
     return f"digest-{_digest(wanted)}"
 
 

@@ -1,0 +1,46 @@
+"""Nothing raises into vLLM's step: a bug of ours is logged, and the call answers what does no harm."""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, cast
+
+__all__ = ["BugCount", "never_raises"]
+
+_log = logging.getLogger("kvtiers.vllm")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+class BugCount:
+    """Counts and logs what would have been raised: the 1st, 2nd, 4th, 8th ... time."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._bugs = 0
+
+    def note(self, where: str) -> None:
+        """Log that this method would have raised."""
+        self._bugs += 1
+        if self._bugs.bit_count() == 1:
+            _log.exception("%s: %s failed (%d times so far); a bug of kvtiers", self._name, where, self._bugs)
+
+
+class _Counted(Protocol):
+    bugs: BugCount
+
+
+def never_raises(default: Callable[[], Any]) -> Callable[[_Method], _Method]:
+    """Make a method answer ``default()`` where it would raise. Its object has a ``bugs``."""
+
+    def decorate(method: _Method) -> _Method:
+        @functools.wraps(method)
+        def guarded(self: _Counted, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception:  # noqa: BLE001 -- whatever it is, the engine's step goes on
+                self.bugs.note(method.__name__)
+                return default()
+
+        return cast("_Method", guarded)
+
+    return decorate

@@ -1,0 +1,81 @@
+"""vLLM's connector, and what it has to do besides for kvtiers. A connector that builds our spec becomes this class.
+
+::
+
+    scheduler's side   a request, with its adapter and salt, is shown to the manager before vLLM names it
+                       what became of copies goes to the manager, also of those that vLLM has forgotten in a reset
+    worker's side      what became of copies travels with vLLM's own report
+                       a request whose load failed is one that vLLM computes: the way that it has for that
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+
+from kvtiers.api import StartError
+from kvtiers.integrations.vllm.stack.worker import CopyReport
+
+__all__ = ["KvtiersConnector", "adopt"]
+
+
+@dataclass
+class WorkerNews(OffloadingWorkerMetadata):
+    """vLLM's report of a worker, with ours."""
+
+    copies: CopyReport = field(default_factory=CopyReport)
+
+    def aggregate(self, other: Any) -> "WorkerNews":
+        """Take another worker's report in."""
+        both = super().aggregate(other)
+        copies = CopyReport()
+        copies.add(self.copies)
+        copies.add(other.copies)
+        return WorkerNews(both.completed_jobs, both.transfer_stats, copies)
+
+
+class KvtiersConnector(OffloadingConnector):
+    """Its manager and its worker are kvtiers'."""
+
+    def on_new_request(self, request: Any) -> None:
+        """Show a request to the manager."""
+        self.connector_scheduler.manager.show(request)
+        super().on_new_request(request)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """Take note of how much a step computes."""
+        meta = super().build_connector_meta(scheduler_output)
+        self.connector_scheduler.manager.step_begins(
+            scheduler_output.total_num_scheduled_tokens, len(scheduler_output.num_scheduled_tokens)
+        )
+        return meta
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Tell the manager what became of copies."""
+        news = connector_output.kv_connector_worker_meta
+        if isinstance(news, WorkerNews):
+            self.connector_scheduler.manager.copies_ended(news.copies)
+        super().update_connector_output(connector_output)
+
+    def build_connector_worker_meta(self) -> Any:
+        """Return vLLM's report of this worker, with ours."""
+        meta = super().build_connector_worker_meta()
+        if meta is None:
+            return None
+        return WorkerNews(meta.completed_jobs, meta.transfer_stats, self.connector_worker.worker.take_report())
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Return what has ended, and which loads of it failed."""
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving |= self.connector_worker.worker.take_failed_loads()
+        return results
+
+
+def adopt(connector: Any) -> None:
+    """Make the connector that is being built ours; StartError if it is none that can be."""
+    if type(connector) is not OffloadingConnector:
+        raise StartError(
+            f"KvtiersOffloadingSpec runs under vLLM's OffloadingConnector, not under {type(connector).__name__}"
+        )
+    connector.__class__ = KvtiersConnector

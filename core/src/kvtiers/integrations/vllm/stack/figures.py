@@ -1,0 +1,122 @@
+"""What the whole stack says of itself: to vLLM's own ``/metrics``, and to ``kvtiers status``.
+
+Both read the snapshot that ``TieringManager.stats`` keeps of each step.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from kvtiers.integrations.status import LastTrouble, StatusSocket
+from kvtiers.integrations.vllm.metrics import COUNTERS, GAUGES, LABELS
+from kvtiers.rows.layout import CacheLayout
+
+__all__ = ["StackFigures", "definitions", "open_stack_status"]
+
+_TIER_COUNTERS = {**COUNTERS, "kvtiers_tier_hits": "Chunks that a request was the first to read, and that it brought."}
+_ENGINE_COUNTERS = {
+    "kvtiers_lookups": "Chunks that requests asked for.",
+    "kvtiers_primary_hits": "Chunks that requests read and that no tier had brought for them.",
+    "kvtiers_stored_chunks": "Chunks that came into the primary from the engine.",
+    "kvtiers_refused_stores": "Chunks for which there was no room in the primary.",
+    "kvtiers_wait_expired": "Chunks that were misses since their request had waited long enough.",
+    "kvtiers_recomputed_cheaper": "Chunks that were computed though a tier had them, since that was faster.",
+    "kvtiers_failed_gpu_stores": "Chunks whose copy out of the engine failed.",
+    "kvtiers_failed_gpu_loads": "Chunks whose copy into the engine failed; they were computed.",
+    "kvtiers_engine_seconds": "Seconds that kvtiers took of the engine's thread.",
+}
+_PRIMARY_GAUGES = {
+    "kvtiers_primary_rows": "Rows of the primary.",
+    "kvtiers_primary_free_rows": "Rows that hold nothing.",
+    "kvtiers_primary_pinned_rows": "Rows that a copy or a tier holds.",
+    "kvtiers_primary_quarantined_rows": "Rows of jobs that were given up and that something may still touch.",
+}
+
+
+def definitions(counter: Callable[..., Any], gauge: Callable[..., Any]) -> dict[str, Any]:
+    """Return the figures' definitions. ``counter``, ``gauge``: vLLM's classes for them."""
+    found = {name: counter(text, LABELS) for name, text in _TIER_COUNTERS.items()}
+    found |= {name: gauge(text, LABELS) for name, text in GAUGES.items()}
+    found |= {name: counter(text) for name, text in _ENGINE_COUNTERS.items()}
+    return found | {name: gauge(text) for name, text in _PRIMARY_GAUGES.items()}
+
+
+class StackFigures:
+    """What has changed since the last call, as vLLM wants it. ``collection``: vLLM's class for that."""
+
+    def __init__(self, stats: Callable[[], Mapping[str, Any]], collection: Callable[[], Any], *, shared: bool) -> None:
+        self._stats = stats
+        self._collection = collection
+        self._shared = shared
+        self._reported: dict[tuple[str, tuple[str, ...]], float] = {}
+
+    def __call__(self) -> Any:
+        """Return the changes."""
+        changes = self._collection()
+        for name, labels, value in self._figures():
+            before = self._reported.get((name, labels))
+            if value == before:
+                continue
+            self._reported[name, labels] = value
+            if name in GAUGES or name in _PRIMARY_GAUGES:
+                changes.set_gauge(name, value, labels)
+            elif value > (before or 0.0):
+                changes.increase_counter(name, value - (before or 0.0), labels)
+        return changes
+
+    def _figures(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
+        stats = self._stats()
+        for tier, figures in stats["tiers"].items():
+            known = {**figures, **figures["own"], "off": 0, "shared": int(self._shared)}
+            yield from _numbers((*_TIER_COUNTERS, *GAUGES), "kvtiers_tier_", known, (tier,))
+        yield from _numbers(_PRIMARY_GAUGES, "kvtiers_primary_", stats["primary"], ())
+        yield from _numbers(_ENGINE_COUNTERS, "kvtiers_", stats["engine"], ())
+
+
+def _numbers(
+    names: Any, prefix: str, figures: Mapping[str, Any], labels: tuple[str, ...]
+) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    for name in names:
+        value = figures.get(name.removeprefix(prefix))
+        if isinstance(value, (int, float)):
+            yield name, labels, float(value)
+
+
+def open_stack_status(
+    stats: Callable[[], Mapping[str, Any]], layout: CacheLayout, tiers: list[str], engine: str, *, shared: bool
+) -> StatusSocket:
+    """Answer questions about the stack's tiers from now on."""
+    troubles = {name: LastTrouble(name) for name in tiers}
+    for trouble in troubles.values():
+        logging.getLogger("kvtiers").addHandler(trouble)
+
+    def status() -> dict[str, Any]:
+        found = {
+            name: _tier_status(figures, layout, troubles[name].text, shared=shared)
+            for name, figures in stats()["tiers"].items()
+        }
+        return {"engine": engine, "pid": os.getpid(), "model": layout.model.name, "tiers": found}
+
+    return StatusSocket(status)
+
+
+def _tier_status(figures: Mapping[str, Any], layout: CacheLayout, trouble: str, *, shared: bool) -> dict[str, Any]:
+    own = figures["own"]
+    return {
+        "off": "",
+        "shared": shared,
+        "open": bool(own.get("open", 0)),
+        "breaker_state": int(own.get("breaker_state", 0)),
+        "hits": figures["hits"],
+        "tokens": figures["hits"] * layout.tokens_per_chunk(0),
+        "load_seconds": figures["load_seconds"],
+        "loaded_bytes": figures["loaded_bytes"],
+        "stored_chunks": figures["stored_chunks"],
+        "stored_bytes": figures["stored_bytes"],
+        "unread_bytes": figures["unread_bytes"],
+        "queue": figures["loading_chunks"] + own.get("storing_chunks", 0),
+        "seal_failures": own.get("seal_failures", 0),
+        "wait_expired": 0,
+        "trouble": trouble,
+    }

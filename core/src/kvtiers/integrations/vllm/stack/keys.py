@@ -1,0 +1,77 @@
+"""A request's keys: vLLM's block hashes, and what else decides the KV of this very request.
+
+vLLM hashes an adapter's name and path, not its files. So the key of a request with an adapter is derived from vLLM's
+hash and a digest of the files, that of a salted one from the hash and the salt, each with a tag of its own: whatever
+an adapter is called, it never meets a salt, another adapter, or a request without either.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvtiers.api import OffloadKey, make_offload_key
+
+__all__ = ["GroupKeys", "RequestKeys", "derive_hash"]
+
+_ADAPTER, _SALT = b"kvtiers adapter 1\0", b"kvtiers salt 1\0"
+_GROUP_BYTES = 4  # vLLM's key ends with the number of its group
+
+
+@dataclass(frozen=True, slots=True)
+class GroupKeys:
+    """How one group's keys come about. ``index``: the group's place in the layout. ``whole_prefix``: full attention."""
+
+    index: int
+    hashes_per_chunk: int
+    whole_prefix: bool
+
+
+def derive_hash(block_hash: bytes, adapter: bytes, salt: str) -> bytes:
+    """Return the hash for a request with this adapter (a digest of its files) and salt; empty: it has none."""
+    if adapter:
+        block_hash = hashlib.sha256(_ADAPTER + hashlib.sha256(adapter).digest() + block_hash).digest()
+    if salt:
+        block_hash = hashlib.sha256(_SALT + hashlib.sha256(salt.encode()).digest() + block_hash).digest()
+    return block_hash
+
+
+class RequestKeys:
+    """One request's keys. ``groups``: by vLLM's number of each group. ``hashes``: vLLM's list, which grows."""
+
+    def __init__(self, groups: Mapping[int, GroupKeys], hashes: Sequence[bytes], adapter: bytes, salt: str) -> None:
+        self._groups = groups
+        self._hashes = hashes
+        self._adapter = adapter
+        self._salt = salt
+        self._own: dict[bytes, OffloadKey] = {}
+        self._prefixes: dict[int, list[OffloadKey]] = {
+            number: [] for number, group in groups.items() if group.whole_prefix
+        }
+        self._places: dict[OffloadKey, int] = {}
+
+    def of(self, key: bytes) -> OffloadKey:
+        """Return our key for one of vLLM's."""
+        own = self._own.get(key)
+        if own is None:
+            group = self._groups[int.from_bytes(key[-_GROUP_BYTES:], "big")]
+            derived = derive_hash(key[:-_GROUP_BYTES], self._adapter, self._salt)
+            own = self._own[key] = make_offload_key(derived, group.index)
+        return own
+
+    def following(self, key: bytes) -> Sequence[OffloadKey]:
+        """Return this key and those of its group that follow it in the prompt; only itself where order is no prefix."""
+        own, number = self.of(key), int.from_bytes(key[-_GROUP_BYTES:], "big")
+        prefix = self._prefixes.get(number)
+        if prefix is None:
+            return [own]
+        every = self._groups[number].hashes_per_chunk
+        while (end := (len(prefix) + 1) * every) <= len(self._hashes):
+            next_key = self.of(bytes(self._hashes[end - 1]) + number.to_bytes(_GROUP_BYTES, "big"))
+            self._places[next_key] = len(prefix)
+            prefix.append(next_key)
+        place = self._places.get(own)
+        return [own] if place is None else prefix[place:]
+
+    def is_prefix(self, key: bytes) -> bool:
+        """Say whether this key belongs to a group whose chunks are looked up from the head on."""
+        return int.from_bytes(key[-_GROUP_BYTES:], "big") in self._prefixes

@@ -1,0 +1,112 @@
+"""What vLLM builds of kvtiers: once in its scheduler's process for the manager, and once in each worker's.
+
+::
+
+    "kv_connector": "OffloadingConnector",
+    "kv_connector_extra_config": {"spec_name": "KvtiersOffloadingSpec", "kvtiers_config": "tiers.yaml"}
+
+What is wrong with the config stops the engine's start, in one line each.
+"""
+
+import logging
+from functools import partial
+from typing import Any
+
+from vllm import __version__ as vllm_version
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata, OffloadingSpec
+
+from kvtiers.api import StartError
+from kvtiers.integrations.vllm.identity import engine_of_stack, identity_of
+from kvtiers.integrations.vllm.opening import refuse_several_hosts
+from kvtiers.integrations.vllm.releases import require_whole_stack
+from kvtiers.integrations.vllm.stack.connector import adopt
+from kvtiers.integrations.vllm.stack.figures import StackFigures, definitions, open_stack_status
+from kvtiers.integrations.vllm.stack.layout import cache_layout, group_keys, layer_tensors
+from kvtiers.integrations.vllm.stack.manager import KvtiersManager
+from kvtiers.integrations.vllm.stack.options import load_stack_config
+from kvtiers.integrations.vllm.stack.worker import KvtiersWorker
+from kvtiers.integrations.vllm.weights import is_random
+from kvtiers.rows.layout import ModelIdentity
+from kvtiers.runtime import open_manager, open_worker
+
+__all__ = ["KvtiersOffloadingSpec"]
+
+_log = logging.getLogger("kvtiers.vllm")
+_ONE_AXIS = ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size")
+
+
+class KvtiersOffloadingSpec(OffloadingSpec):
+    """kvtiers' manager, primary and workers, for vLLM's ``OffloadingConnector``."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        require_whole_stack(vllm_version)
+        self._engine = engine_of_stack()
+        refuse_several_hosts(self._engine)
+        _refuse_other_axes(self._engine.vllm_config)
+        self._config, self._weights = load_stack_config(self.extra_config)
+        adopt(self._engine.connector)
+        self._manager: KvtiersManager | None = None
+        self._worker: KvtiersWorker | None = None
+
+    def get_manager(self) -> KvtiersManager:
+        """Open the region and the tiers; all ranks are there when this returns, or the start fails by name."""
+        if self._manager is None:
+            # A load that fails is computed: the engine would end the request otherwise.
+            self._engine.vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+            self._manager = self._open_manager()
+        return self._manager
+
+    def get_worker(self, kv_caches: Any) -> KvtiersWorker:
+        """Begin to join the region with this rank's KV memory."""
+        if self._worker is None:
+            layout = cache_layout(ModelIdentity(""), self.config, self._engine.kv_cache_config)
+            worker = open_worker(
+                self._config,
+                layout,
+                layer_tensors(layout, kv_caches),
+                engine_id=self.config.engine_id,
+                rank=self.config.parallel.rank,
+            )
+            self._worker = KvtiersWorker(worker, layout.blocks_per_chunk)
+        return self._worker
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        """Return what the figures are."""
+        del extra_config
+        return definitions(OffloadingCounterMetadata, OffloadingGaugeMetadata)
+
+    def _open_manager(self) -> KvtiersManager:
+        identity = identity_of(self._engine, self.config, vllm_version, self._weights)
+        for warning in identity.warnings:
+            _log.warning("%s", warning)
+        layout = cache_layout(identity.model, self.config, self._engine.kv_cache_config)
+        shared = not is_random(identity.model.weights) and not is_random(identity.model.hash_seed)
+        manager = open_manager(self._config, layout, engine_id=self.config.engine_id)
+        try:
+            manager.wait_ready(self._config.primary.start_deadline)
+        except StartError:
+            manager.shutdown(0.0)
+            raise
+        tiers = [tier.tier_name for tier in self._config.secondary]
+        status = open_stack_status(manager.stats, layout, tiers, f"vLLM {vllm_version}", shared=shared)
+        return KvtiersManager(
+            manager,
+            group_keys(layout, self.config),
+            layout.world_size,
+            StackFigures(manager.stats, partial(OffloadingConnectorStats), shared=shared),
+            status.close,
+        )
+
+
+def _refuse_other_axes(vllm_config: Any) -> None:
+    """Refuse what spreads one KV group over ranks in another way than tensor parallel does."""
+    parallel = vllm_config.parallel_config
+    several = [f"{name} is {size}" for name in _ONE_AXIS if (size := int(getattr(parallel, name, 1) or 1)) > 1]
+    if several:
+        raise StartError(
+            f"KvtiersOffloadingSpec runs with tensor and data parallel engines, but {', '.join(several)}; "
+            "use kvtiers' tiers under vLLM's own tiering"
+        )

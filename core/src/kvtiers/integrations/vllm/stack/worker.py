@@ -1,0 +1,122 @@
+"""A rank's end under vLLM's connector: its jobs become those of a ``GpuWorker``.
+
+vLLM's worker asserts that every copy succeeded, so every copy is reported to it as done. What became of each is kept
+for the connector, which tells the manager of a failed store, and the scheduler of a request whose load failed.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadingWorker, TransferResult
+
+from kvtiers.base import BlockSpec, ChunkIds
+from kvtiers.gpu.worker import GpuWorker
+
+__all__ = ["CopyReport", "KvtiersWorker", "PlannedRows"]
+
+NO_PLAN = 0
+"""The plan of a load that the manager could not grant; plans are counted from 1."""
+
+
+@dataclass(eq=False)
+class PlannedRows(LoadStoreSpec):
+    """The rows of one plan; travels from the manager through vLLM to each worker."""
+
+    plan_id: int
+    request_id: str
+    chunk_ids: ChunkIds
+
+
+@dataclass
+class CopyReport:
+    """What became of copies: how many ranks have ended each plan's, and the plans of which one failed."""
+
+    ended: Counter[int] = field(default_factory=Counter)
+    failed: set[int] = field(default_factory=set)
+
+    def add(self, other: "CopyReport") -> None:
+        """Take another rank's report in."""
+        self.ended.update(other.ended)
+        self.failed |= other.failed
+
+
+class KvtiersWorker(OffloadingWorker):
+    """Translates; everything is done by ``worker``."""
+
+    def __init__(self, worker: GpuWorker, blocks_per_chunk: int) -> None:
+        self._worker = worker
+        self._blocks_per_chunk = blocks_per_chunk
+        self._jobs: dict[int, tuple[PlannedRows, bool]] = {}
+        self._refused: list[int] = []
+        self._report = CopyReport()
+        self._failed_loads: set[str] = set()
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        """Start to copy blocks into rows."""
+        self._jobs[job_id] = (dst_spec, True)
+        if self._has_whole_chunks(src_spec):
+            self._worker.submit_store(job_id, _blocks(src_spec), dst_spec.chunk_ids)
+        else:
+            self._refused.append(job_id)
+        return True
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
+        """Start to copy rows into blocks."""
+        self._jobs[job_id] = (src_spec, False)
+        if src_spec.plan_id == NO_PLAN:
+            self._refused.append(job_id)
+        else:
+            self._worker.submit_load(job_id, src_spec.chunk_ids, _blocks(dst_spec), expedited)
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        """Return the copies that have ended, each as done."""
+        refused, self._refused = self._refused, []
+        done = [self._ended(job_id, 0, 0.0, success=False) for job_id in refused]
+        done += [
+            self._ended(result.job_id, result.nbytes, result.seconds, success=result.success)
+            for result in self._worker.get_finished()
+        ]
+        return done
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Block until these copies have ended."""
+        self._worker.wait(job_ids)
+
+    def shutdown(self) -> None:
+        """End: a copy that runs is finished, the rows are left."""
+        self._worker.shutdown()
+
+    def take_report(self) -> CopyReport:
+        """Return what became of the copies since the last call."""
+        report, self._report = self._report, CopyReport()
+        return report
+
+    def take_failed_loads(self) -> set[str]:
+        """Return the requests whose load has failed since the last call."""
+        failed, self._failed_loads = self._failed_loads, set()
+        return failed
+
+    def _has_whole_chunks(self, blocks: Any) -> bool:
+        """Say whether no chunk lacks a block, as under a sliding window that has moved on: it would hold old bytes."""
+        per_chunk = self._blocks_per_chunk
+        return not any(
+            first % per_chunk or size % per_chunk
+            for size, first in zip(blocks.group_sizes, blocks.block_indices, strict=True)
+            if size
+        )
+
+    def _ended(self, job_id: int, nbytes: int, seconds: float, *, success: bool) -> TransferResult:
+        rows, is_store = self._jobs.pop(job_id)
+        self._report.ended[rows.plan_id] += 1
+        if not success:
+            self._report.failed.add(rows.plan_id)
+            if not is_store:
+                self._failed_loads.add(rows.request_id)
+        return TransferResult(job_id, True, nbytes, seconds)
+
+
+def _blocks(spec: Any) -> BlockSpec:
+    return BlockSpec(np.asarray(spec.block_ids, np.int64), tuple(spec.group_sizes), tuple(spec.block_indices))

@@ -1,0 +1,77 @@
+"""Keys of the whole stack: what an adapter or a salt changes, and in which order a prefix is looked up."""
+
+from itertools import combinations
+
+import pytest
+
+from kvtiers.api import make_offload_key
+from kvtiers.integrations.vllm.stack.keys import GroupKeys, RequestKeys, derive_hash
+
+HASHES = [bytes([number]) * 32 for number in range(6)]
+
+
+def vllm_key(place, group=0):
+    return HASHES[place] + group.to_bytes(4, "big")
+
+
+def keys(adapter=b"", salt="", hashes=HASHES, groups=None):
+    return RequestKeys(groups or {0: GroupKeys(0, 1, whole_prefix=True)}, hashes, adapter, salt)
+
+
+def test_a_request_with_neither_adapter_nor_salt_has_vllms_own_keys():
+    assert keys().of(vllm_key(3)) == vllm_key(3)
+
+
+def test_adapters_salts_and_what_is_called_like_either_never_meet():
+    requests = [
+        {},
+        {"adapter": b"one"},
+        {"adapter": b"two"},
+        {"salt": "one"},
+        {"salt": "two"},
+        {"adapter": b"one", "salt": "one"},
+        {"adapter": b"one", "salt": "two"},
+        {"adapter": b"two", "salt": "one"},
+    ]
+    for first, second in combinations(requests, 2):
+        assert keys(**first).of(vllm_key(0)) != keys(**second).of(vllm_key(0)), (first, second)
+
+
+def test_a_derived_key_is_the_same_in_every_process():
+    derived = derive_hash(HASHES[0], b"one", "two")
+    assert derived.hex() == "be9c336df8f68797ca883186d9a0a95bd262da713ebef8acadfb93c97d6265cd"
+
+
+def test_groups_are_named_by_their_place_in_the_layout():
+    sparse = keys(groups={0: GroupKeys(0, 1, whole_prefix=True), 2: GroupKeys(1, 1, whole_prefix=False)})
+    assert sparse.of(vllm_key(1, group=2)) == make_offload_key(HASHES[1], 1)
+
+
+def test_what_follows_a_chunk_is_the_rest_of_the_prompt_in_its_group():
+    assert keys().following(vllm_key(4)) == [vllm_key(4), vllm_key(5)]
+
+
+@pytest.mark.parametrize(("hashes_per_chunk", "chunks"), [(1, 6), (2, 3), (4, 1)])
+def test_a_chunk_is_named_by_its_last_hash(hashes_per_chunk, chunks):
+    every = keys(groups={0: GroupKeys(0, hashes_per_chunk, whole_prefix=True)})
+    expected = [vllm_key((chunk + 1) * hashes_per_chunk - 1) for chunk in range(chunks)]
+    assert every.following(expected[0]) == expected
+
+
+def test_a_prompt_that_grows_has_more_chunks():
+    hashes = HASHES[:2]
+    growing = keys(hashes=hashes)
+    assert len(growing.following(vllm_key(0))) == 2
+    hashes.append(HASHES[2])
+    assert growing.following(vllm_key(0)) == [vllm_key(0), vllm_key(1), vllm_key(2)]
+
+
+def test_a_window_group_is_asked_about_one_chunk_at_a_time():
+    window = keys(groups={0: GroupKeys(0, 1, whole_prefix=False)})
+    assert not window.is_prefix(vllm_key(0))
+    assert window.following(vllm_key(0)) == [vllm_key(0)]
+
+
+def test_a_key_that_is_no_chunk_of_the_prompt_is_asked_about_alone():
+    tail = b"tail" * 8 + (0).to_bytes(4, "big")
+    assert keys().following(tail) == [tail]
