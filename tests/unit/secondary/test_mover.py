@@ -31,6 +31,13 @@ def stored(kit, store, keys, **options):
     return mover
 
 
+def dear(kit):
+    """A store that is asked one name at a time."""
+    store = kit.DictStore()
+    store.exists_per_call = 1
+    return store
+
+
 @pytest.fixture(params=["DictStore", "BatchStore"])
 def store(kit, request):
     return getattr(kit, request.param)()
@@ -183,6 +190,32 @@ def test_presence_is_asked_in_calls_of_the_size_that_the_store_wants(kit, keys):
     store = Few()
     stored(kit, store, keys)
     assert [len(call[1]) for call in store.calls if call[0] == "exists"] == [4, 2]
+
+
+def test_a_store_that_is_dear_to_ask_is_not_asked_before_a_write(kit, keys):
+    store = dear(kit)
+    mover = stored(kit, store, keys)
+    assert set(mover.store(kit.run(keys)).statuses) == {PRESENT}, "what it has written is known"
+    assert set(kit.mover(store).store(kit.run(keys)).statuses) == {DONE}
+    assert store.count("exists") == 0
+
+
+def test_what_a_question_about_a_prefix_has_found_in_a_dear_store_is_not_written(kit, keys):
+    store = dear(kit)
+    stored(kit, store, keys[:4])
+    mover = kit.mover(store)
+    mover.probe(kit.NAMES, keys, is_prefix=True, give_up_at=sys.maxsize)
+    assert list(mover.store(kit.run(keys)).statuses) == [PRESENT] * 4 + [DONE] * 2
+
+
+def test_what_was_only_thought_to_be_in_a_dear_store_is_written_once_a_load_has_missed_it(kit, keys):
+    store = dear(kit)
+    stored(kit, store, keys)
+    del store.values[kit.NAMES.names(keys[2:3])[0]]
+    mover = kit.mover(store)
+    mover.probe(kit.NAMES, keys, is_prefix=True, give_up_at=sys.maxsize)
+    assert mover.load(kit.run(keys)).statuses[2] == MISSING
+    assert mover.store(kit.run(keys)).statuses[2] == DONE
 
 
 def test_what_an_eviction_took_is_written_again_once_a_load_or_a_lookup_has_missed_it(kit, store, keys):
@@ -417,10 +450,7 @@ def test_a_tier_that_is_being_closed_does_not_wait_for_its_turn(kit, keys):
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 7, 100])
 @pytest.mark.parametrize("present", [0, 1, 2, 5, 50, 99, 100])
 def test_the_end_of_a_prefix_is_found_by_bisection(kit, length, present):
-    class Dear(kit.DictStore):
-        exists_per_call = 1
-
-    store = Dear()
+    store = dear(kit)
     keys = [kit.key(number) for number in range(length)]
     present = min(present, length)
     store.values = dict.fromkeys(kit.NAMES.names(keys[:present]), b"")

@@ -40,7 +40,7 @@ class ChunkStore(ABC):
 
     exists_per_call: ClassVar[int] = 256
     """How many names one ``exists`` call should get. 1: asking is expensive, so core searches the prefix by
-    bisection and takes everything below a hit as present."""
+    bisection, takes everything below a hit as present, and asks nothing before it writes what it does not know."""
 
     @abstractmethod
     def read_into(self, name: str, dst: memoryview) -> bool:

@@ -131,6 +131,7 @@ class ValueMover:
                 present = middle
             else:
                 absent = middle
+        self._known.learn(names[:present])
         return [True] * present + [False] * (present < len(names))
 
     def _exists(self, names: Sequence[str], give_up_at: float, moved: Moved | None = None) -> list[bool]:
@@ -148,6 +149,9 @@ class ValueMover:
         """Return the indexes of values that need no write."""
         names = run.names.names(run.keys)
         present, unknown = self._known.sort(names)
+        if self._names_per_call == 1:
+            # A question costs a small value's write, and the engine's lookup, which missed, has asked before.
+            return present
         for start in range(0, len(unknown), self._names_per_call):
             if not run.wanted():
                 break
