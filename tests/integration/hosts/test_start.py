@@ -212,6 +212,13 @@ def test_a_host_gives_way_to_the_engine_as_far_as_it_is_told(start, faulty, opti
     assert {os.getpriority(os.PRIO_PROCESS, task) for task in tasks} == {min(19, os.nice(0) + below)}
 
 
+def test_a_host_that_gives_way_in_nothing_is_no_batch_process(start, faulty):
+    engine = start(faulty(nice=0))
+    engine.until_available()
+    tasks = [int(task.name) for task in Path(f"/proc/{engine.host()}/task").iterdir()]
+    assert {os.sched_getscheduler(task) for task in tasks} == {os.SCHED_OTHER}
+
+
 def test_a_host_that_tiers_share_gives_way_as_little_as_one_of_them_wants(start, faulty):
     engine = start(faulty("one", host="shared", nice=7), faulty("other", host="shared", nice=3))
     engine.until_available()

@@ -9,6 +9,7 @@ It maps the engine's region, opens the stores that the HELLO names, and moves va
 It dies with its engine: by the parent-death signal (``host_main.py``), and at the latest by EOF of the socket.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -188,7 +189,14 @@ def _use_processors(cpus: Sequence[int]) -> None:
 
 
 def _give_way(nice: int) -> None:
-    """Lower the priority of all threads of this process, those to come included, by so much below the engine's."""
+    """Lower the priority of all threads of this process, those to come included, by so much below the engine's.
+
+    0: they are no batch process's either, which waits for whoever runs, at each of the turns that a request takes.
+    """
     for thread in Path("/proc/self/task").iterdir():
-        before = os.getpriority(os.PRIO_PROCESS, int(thread.name))
-        os.setpriority(os.PRIO_PROCESS, int(thread.name), min(before + nice, _LOWEST_PRIORITY))
+        number = int(thread.name)
+        if not nice:
+            with contextlib.suppress(OSError):  # forbidden in some containers, as was becoming one
+                os.sched_setscheduler(number, os.SCHED_OTHER, os.sched_param(0))
+        before = os.getpriority(os.PRIO_PROCESS, number)
+        os.setpriority(os.PRIO_PROCESS, number, min(before + nice, _LOWEST_PRIORITY))
