@@ -27,7 +27,7 @@ from kvtiers.secondary.staging import value_views
 from kvtiers.secondary.thread_backend import ThreadBackend
 from kvtiers.tiering.tiers import TierOptions, TierSlot
 
-__all__ = ["OpenedTier", "open_tier", "refuse_several_hosts"]
+__all__ = ["OpenedTier", "open_tier"]
 
 _log = logging.getLogger("kvtiers.vllm")
 _CLOSE_SECONDS = 4.0  # for a host to close its store, also when draining took all the time there was

@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMe
 
 from kvtiers.api import StartError
 from kvtiers.integrations.vllm.identity import engine_of_stack, identity_of
-from kvtiers.integrations.vllm.opening import refuse_several_hosts
+from kvtiers.integrations.vllm.nodes import refuse_several_hosts
 from kvtiers.integrations.vllm.releases import require_whole_stack
 from kvtiers.integrations.vllm.stack.connector import adopt
 from kvtiers.integrations.vllm.stack.figures import StackFigures, definitions, open_stack_status
