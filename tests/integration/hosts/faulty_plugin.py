@@ -137,7 +137,8 @@ class FaultyStore(ChunkStore):
         half.rename(path)
 
     def exists(self, names):
-        self.gates.come_to("exists")
+        if not names[0].endswith("/_epoch"):  # what core asks for itself while it opens a store
+            self.gates.come_to("exists")
         return [self._path(name).exists() for name in names]
 
     def delete(self, names):

@@ -44,7 +44,8 @@ def host():
 
 def hello(**changes):
     region = {"map_bytes": 1 << 16, "nbytes": 1 << 16, "row_stride": 4096}
-    return wire.encode_hello({"protocol": 1, "log_level": 30, "cpus": [], "region": region, "tiers": []} | changes)
+    fields = {"protocol": wire.PROTOCOL_FORMAT, "log_level": 30, "cpus": [], "region": region, "tiers": []}
+    return wire.encode_hello(fields | changes)
 
 
 def messages(ours, patience=30.0):
@@ -79,7 +80,7 @@ def test_a_host_of_another_protocol_says_so_and_ends(host):
     ours.sendall(hello(protocol=99, tiers=[tier, tier]))
     said = messages(ours)
     assert [(message.kind, message.tier) for message in said] == [(Kind.OPENED, 0), (Kind.OPENED, 1)]
-    assert "protocol 99, expected 1" in wire.decode_event(said[0]).error
+    assert f"protocol 99, expected {wire.PROTOCOL_FORMAT}" in wire.decode_event(said[0]).error
     assert process.wait(30) == 1
 
 

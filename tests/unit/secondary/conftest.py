@@ -128,7 +128,8 @@ class GatedStore(DictStore):
         super().write(name, src)
 
     def exists(self, names):
-        self._pass("exists")
+        if not names[0].endswith("/_epoch"):  # what core asks for itself while it opens a store
+            self._pass("exists")
         return super().exists(names)
 
     def close(self):

@@ -107,6 +107,8 @@ def test_questions_do_not_stand_behind_transfers(kit, keys):
 def test_a_question_that_the_store_cannot_answer_is_an_error(kit, keys):
     class Broken(kit.DictStore):
         def exists(self, names):
+            if names[0].endswith("/_epoch"):  # what core asks for itself while it opens a store
+                return super().exists(names)
             raise PermissionError("403")
 
     pool, events = kit.pool(Broken())

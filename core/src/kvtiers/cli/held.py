@@ -17,6 +17,7 @@ from kvtiers.api import (
 from kvtiers.cli.opening import anonymous_region, open_tier
 from kvtiers.config import OffloadConfig
 from kvtiers.plugins import did_you_mean, load_tier
+from kvtiers.rows.epoch import is_record
 from kvtiers.rows.names import ParsedName, model_slug, parse_name
 
 __all__ = ["Held", "Inventory", "Origin", "Selection", "Share", "find_tier", "open_listable"]
@@ -116,6 +117,8 @@ class Selection:
                 return
             except Exception as error:  # noqa: BLE001 -- a store is somebody else's code
                 raise unavailable(tier, "cannot be listed", error) from None
+            if is_record(entry.name):  # no value, and never to be deleted by its age or its format
+                continue
             held = Held(entry, parse_name(entry.name))
             if self._fits(held, tier):
                 yield held

@@ -31,7 +31,7 @@ COMMANDS = {
     ),
     "size": Lazy("kvtiers.cli.size:size", "Say what a model's KV cache takes, and how large chunks should be."),
     "status": Lazy("kvtiers.cli.status:status", "Say what the tiers of running engines do, and whether they pay."),
-    "store": Lazy("kvtiers.cli.store:store", "List, count, check and delete the values in a tier's store."),
+    "store": Lazy("kvtiers.cli.store:store", "List, count, check, delete and retire the values in a tier's store."),
     "tiers": Lazy("kvtiers.cli.tiers:tiers", "List the installed tier types and their options."),
     "vllm-config": Lazy("kvtiers.cli.vllm_config:vllm_config", "Print a config as vLLM's --kv-transfer-config."),
 }

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from kvtiers.api.units import format_size, parse_duration, parse_size
+from kvtiers.cli.bump import bump
 from kvtiers.cli.held import Held, Selection, Share, modified
 from kvtiers.cli.output import print_table, with_unit
 from kvtiers.cli.sealed import Verdict
@@ -82,12 +83,16 @@ Examples:
   kvtiers store ls disk --config tiers.yaml --model llama --limit 20
   kvtiers store verify disk --config tiers.yaml                    read everything, check every seal
   kvtiers store prune disk --config tiers.yaml --older-than 30d --dry-run
+  kvtiers store bump --config tiers.yaml                           other weights, same name: nothing old is found
 
 TIER is a tier's name in the config. Its store must be able to list what it holds. All of it may run while engines use
 the store: what is deleted is a miss for them."""
 )
 def store() -> None:
-    """List, count, check and delete the values in a tier's store."""
+    """List, count, check, delete and retire the values in a tier's store."""
+
+
+store.add_command(bump)
 
 
 @store.command(epilog=_EXIT.format(one="the store failed on the way"))

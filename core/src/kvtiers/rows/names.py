@@ -4,6 +4,7 @@
 ``_`` are core's own; ``t-{tenant}`` is reserved: nothing writes it yet, readers accept it.
 """
 
+import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -52,6 +53,19 @@ class StorageNames:
         digest = layout.fingerprint
         prefix = f"{check_namespace(namespace)}/{model_slug(layout.model.name)}-{digest[:_FINGERPRINT_HEX]}/"
         return cls(prefix, bytes.fromhex(digest[:16]))
+
+    @property
+    def namespace(self) -> str:
+        """The first part of every name."""
+        return self.prefix.partition("/")[0]
+
+    def of_epoch(self, epoch: str) -> "StorageNames":
+        """Return the names after a bump of the namespace (``rows/epoch.py``); "" is before the first one."""
+        if not epoch:
+            return self
+        digest = hashlib.sha256(f"{self.prefix}{epoch}".encode()).hexdigest()
+        prefix = f"{self.prefix[: -_FINGERPRINT_HEX - 1]}{digest[:_FINGERPRINT_HEX]}/"
+        return StorageNames(prefix, bytes.fromhex(digest[:16]))
 
     def name(self, key: OffloadKey) -> str:
         """Return the storage name of the value with this key."""

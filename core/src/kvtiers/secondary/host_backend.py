@@ -4,6 +4,7 @@ Keeps what the host owes an answer for, and takes from it nothing else: a host t
 does not keep to the protocol, and is killed.
 """
 
+import logging
 import math
 import time
 from collections import deque
@@ -23,6 +24,7 @@ __all__ = ["HostBackend"]
 _EVENTS_PER_POLL = 2048
 _POLL_SECONDS = 0.005
 _GONE = "its host ended"
+_BUMPED = "its namespace was bumped while this engine ran, which holds KV from before; start the engine anew"
 _LEAST_OPEN_SECONDS = 30.0  # a busy machine loads a client library slowly
 _ENDS = {
     True: frozenset({Status.MISSING, Status.DONE, Status.CORRUPT, Status.FAILED}),
@@ -55,6 +57,7 @@ class HostBackend:
         self._probes: dict[int, int] = {}
         self._stats: dict[str, float] = {}
         self._open_error: str | None = None
+        self._epoch: str | None = None
 
     # -- the backend
 
@@ -138,8 +141,9 @@ class HostBackend:
     def take(self, event: Event) -> None:
         """Take in an event of this tier; ProtocolError if it is not one that the host can have to report."""
         match event:
-            case Opened(error):
-                self._open_error = error
+            case Opened():
+                event = self._of_one_epoch(event)
+                self._open_error = event.error
                 if self._link.life is not None:
                     self._link.life.forgive(self._unopened)
             case JobStarted(job_id):
@@ -176,6 +180,17 @@ class HostBackend:
     @property
     def _unopened(self) -> str:
         return f"store {self._index} of it has been opening for {self._open_within:g}s"
+
+    def _of_one_epoch(self, event: Opened) -> Opened:
+        """An engine keeps the epoch that it has met first: what its memory holds must not get into a later one."""
+        if event.error:
+            return event
+        if self._epoch is None:
+            self._epoch = event.epoch
+        if event.epoch == self._epoch:
+            return event
+        self.log(logging.WARNING, f"{self._link.host.name}: {_BUMPED}")
+        return Opened(_BUMPED)
 
     def _sent(self, job_id: int) -> _Sent:
         sent = self._jobs.get(job_id)

@@ -8,7 +8,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvtiers.api import ChunkStore, OffloadKey, RateLimit, StoreFull, SupportsBatch, TierConfig, group_of
 from kvtiers.rows.names import StorageNames
@@ -69,10 +69,13 @@ class Moved:
 
 
 class ValueMover:
-    """The calls of one store, made safe. Used by several threads at once."""
+    """The calls of one store, made safe. Used by several threads at once. ``epoch``: the namespace's, in this store."""
 
-    def __init__(self, store: ChunkStore, views: ValueViews, options: MoverOptions, stop: threading.Event) -> None:
+    def __init__(
+        self, store: ChunkStore, views: ValueViews, options: MoverOptions, stop: threading.Event, epoch: str = ""
+    ) -> None:
         self._store = store
+        self._epoch = epoch
         self._views = views
         self._options = options
         limiter = RateLimiter(options.rate_limit, stop)
@@ -87,12 +90,14 @@ class ValueMover:
     def load(self, run: ValueRun) -> Moved:
         """Fill the rows; a value that is absent, foreign or damaged is not DONE, whatever its row holds now."""
         moved = Moved.nothing(len(run.keys))
+        run = replace(run, names=run.names.of_epoch(self._epoch))
         self._move_all(moved, run, range(len(run.keys)), is_load=True)
         return moved
 
     def store(self, run: ValueRun) -> Moved:
         """Seal the rows and write those values that the store does not have yet."""
         moved = Moved.nothing(len(run.keys))
+        run = replace(run, names=run.names.of_epoch(self._epoch))
         try:
             present = self._present(run, moved)
         except Exception as error:  # noqa: BLE001 -- a store is somebody else's code
@@ -108,7 +113,7 @@ class ValueMover:
         self, names: StorageNames, keys: Sequence[OffloadKey], *, is_prefix: bool, give_up_at: float
     ) -> list[bool]:
         """Ask which keys the store has. Of a prefix the answers may end after the first absence."""
-        wanted, per_call = names.names(keys), self._names_per_call
+        wanted, per_call = names.of_epoch(self._epoch).names(keys), self._names_per_call
         if is_prefix and per_call == 1:
             return self._bisect(wanted, give_up_at)
         answers: list[bool] = []

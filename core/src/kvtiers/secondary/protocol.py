@@ -56,9 +56,13 @@ class StoreJob:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The store is open (``error`` empty), or cannot be opened: that is tried again, and reported again."""
+    """The store is open (``error`` empty), or cannot be opened: that is tried again, and reported again.
+
+    ``epoch``: that of the namespace in the store, "" if it was never bumped.
+    """
 
     error: str = ""
+    epoch: str = ""
 
 
 @dataclass(frozen=True, slots=True)

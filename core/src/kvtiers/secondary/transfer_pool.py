@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvtiers.api import ChunkStore, OffloadKey
+from kvtiers.rows.epoch import read_epoch
 from kvtiers.rows.names import StorageNames
 from kvtiers.secondary.mover import Moved, MoverOptions, ValueMover, ValueRun
 from kvtiers.secondary.prober import Prober
@@ -162,8 +163,9 @@ class TransferPool:
         except BaseException as error:  # noqa: BLE001 -- a plugin is somebody else's code
             return error_text(error)
         try:
-            mover = ValueMover(store, self._views, self._options, self._stop)
-        except Exception as error:  # noqa: BLE001 -- its attributes are somebody else's too
+            epoch = read_epoch(store, self._names.namespace)
+            mover = ValueMover(store, self._views, self._options, self._stop, epoch)
+        except Exception as error:  # noqa: BLE001 -- what it reads, and its attributes, are somebody else's too
             self._close_store(store)
             return error_text(error)
         more = [self._thread(number, self._work) for number in range(1, self._threads)]
@@ -174,7 +176,7 @@ class TransferPool:
                 self._workers = self._workers + more
                 for thread in more:
                     thread.start()
-                self._emit(Opened())
+                self._emit(Opened(epoch=epoch))
                 return ""
         self._close_store(store)
         return "the tier is closed"

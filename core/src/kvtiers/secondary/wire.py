@@ -1,4 +1,4 @@
-"""The messages between the engine and a tier host, format 1. How they follow each other is in ``framing.py``.
+"""The messages between the engine and a tier host, format 2. How they follow each other is in ``framing.py``.
 
 Little endian. Texts are UTF-8 and end their message. Keys travel raw: ``u32 count | u16 key length | keys``, all of one
 length, or key length 0 and a u16 length before each.
@@ -12,7 +12,7 @@ JOB            engine  u64 job, u8 is load, keys, i32 rows
 PROBE          engine  u64 probe, u8 is prefix, keys
 ABANDON        engine  u64 job
 CLOSE          engine  f64 seconds to drain
-OPENED         host    error
+OPENED         host    u8 length, epoch, error
 STARTED        host    u64 job
 FAILED         host    u64 job, error
 DONE           host    u64 job, u64 bytes, f64 seconds, u32 retries, u32 count, statuses, error
@@ -53,7 +53,7 @@ __all__ = [
     "encode_stats",
 ]
 
-PROTOCOL_FORMAT = 1
+PROTOCOL_FORMAT = 2
 
 _LAYOUT_ID_BYTES = 8
 _KEYS = struct.Struct("<IH")
@@ -162,8 +162,8 @@ def decode_log(body: memoryview) -> tuple[int, str]:
 def encode_event(tier: int, event: Event) -> bytes:
     """Return the message for an event of the pool."""
     match event:
-        case Opened(error):
-            return frame(Kind.OPENED, tier, _text(error))
+        case Opened(error, epoch):
+            return frame(Kind.OPENED, tier, bytes([len(epoch)]) + epoch.encode() + _text(error))
         case JobStarted(job_id):
             return frame(Kind.STARTED, tier, _U64.pack(job_id))
         case JobFailed(job_id, error):
@@ -180,7 +180,8 @@ def decode_event(message: Frame) -> Event:
     kind, _, body = message
     match kind:
         case Kind.OPENED:
-            return Opened(str(body, "utf-8", "replace"))
+            epoch, error = _bytes_and_text(body, 1, body[0] if body else 0)
+            return Opened(error, str(epoch, "latin-1"))
         case Kind.STARTED:
             return JobStarted(decode_id(body))
         case Kind.FAILED:

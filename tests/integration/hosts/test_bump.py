@@ -1,0 +1,95 @@
+"""``kvtiers store bump``: who starts afterwards finds nothing that was there, whoever wrote it, and when."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+KVTIERS = Path(sys.executable).with_name("kvtiers")
+
+
+@pytest.fixture
+def tier(tmp_path):
+    return {"type": "fs", "name": "disk", "path": str(tmp_path / "values"), "capacity": "1GiB", "min_free": 0}
+
+
+@pytest.fixture
+def kvtiers_store(tmp_path, tier):
+    file = tmp_path / "tiers.yaml"
+    document = {"version": 1, "primary": {"capacity": "1MiB"}, "secondary": [tier]}
+    file.write_text(json.dumps(document))
+
+    def run(command, *arguments):
+        done = subprocess.run(
+            [KVTIERS, "store", command, *arguments, "--config", file, "--json"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        )
+        return json.loads(done.stdout)
+
+    return run
+
+
+def test_engines_from_before_and_after_a_bump_share_nothing_and_each_has_its_own(start, tier, machine, kvtiers_store):
+    wanted = machine.keys(0, 8)
+    before = start(tier)
+    before.until_available()
+    before.store(wanted)
+
+    assert kvtiers_store("bump")["tiers"]["disk"]["values"] == 8
+    after = start(tier)
+    after.until_available()
+    before.store(machine.keys(100, 4))  # it does not know, and goes on as it was
+    assert after.load(machine.keys(100, 4)) == 0
+    assert after.load(wanted) == 0
+    after.store(wanted)
+    after.forget()
+    assert after.load(wanted) == 8
+    after.close()
+
+    again = start(tier)
+    again.until_available()
+    assert again.load(wanted) == 8, "a bump holds, and what came after it is shared"
+    again.close()
+    found = kvtiers_store("verify", "disk")
+    assert (found["ok"]["values"], found["foreign"]["values"], found["damaged"]["values"]) == (12, 0, 0)
+
+
+def test_an_engine_from_before_a_bump_whose_host_starts_anew_stays_without_the_tier(
+    start, tier, machine, kvtiers_store, caplog
+):
+    engine = start(tier)
+    engine.until_available()
+    wanted = machine.keys(0, 8)
+    kvtiers_store("bump")
+    os.kill(engine.host("disk"), signal.SIGKILL)
+    engine.until(lambda: "was bumped while this engine ran" in caplog.text, "the line")
+    engine.put(wanted)
+    engine.until_idle()
+    engine.forget()
+    assert engine.load(wanted) == 0
+    assert kvtiers_store("du", "disk")["total"]["values"] == 0, "what it holds from before gets into no later epoch"
+
+
+def test_a_record_that_is_damaged_keeps_the_tier_out_until_it_is_bumped_again(
+    start, tier, machine, kvtiers_store, caplog
+):
+    kvtiers_store("bump")
+    (record,) = Path(tier["path"]).rglob("_epoch")
+    content = bytearray(record.read_bytes())
+    content[3] ^= 1
+    record.write_bytes(content)
+    engine = start({**tier, "breaker": {"delay": "50ms", "max_delay": "100ms"}})
+    engine.until(lambda: "nobody knows which values are retired" in caplog.text, "the line")
+    kvtiers_store("bump")
+    engine.until_available()
+    wanted = machine.keys(0, 8)
+    engine.store(wanted)
+    engine.forget()
+    assert engine.load(wanted) == 8
