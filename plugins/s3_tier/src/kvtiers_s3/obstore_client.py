@@ -28,6 +28,7 @@ _CAUSES = (
     (re.compile(r"kind: (ConnectionReset|Interrupted|Request|Decode|Unknown)"), "CutOff"),
 )
 _LET_GO_SECONDS = 1.0
+_PIECE_BYTES = 64 << 10
 
 
 class ObstoreClient:
@@ -50,7 +51,14 @@ class ObstoreClient:
             meta = found.meta
             if meta["size"] != total:
                 return None
-            body = found.bytes()
+            # Piece by piece: the whole body in memory of its own would be made, and given back, for each value.
+            at = 0
+            for piece in found.stream(_PIECE_BYTES):
+                end = at + len(piece)
+                if end > len(dst):
+                    break
+                dst[at:end] = piece
+                at = end
         except FileNotFoundError as error:
             if "<Code>NoSuchBucket<" not in str(error):
                 return None
@@ -59,9 +67,8 @@ class ObstoreClient:
             if _status(str(error)) == "416":  # the object ends before this part begins
                 return None
             raise self._failed("GET", key, error) from None
-        if len(body) != len(dst):
+        if at != len(dst):
             raise failure(f"GET {key}", 0, "CutOff")
-        dst[:] = body
         self._requests.count_bytes(read=len(dst))
         return meta["e_tag"] or ""
 
