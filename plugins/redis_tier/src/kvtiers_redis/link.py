@@ -8,10 +8,11 @@ import select
 import socket
 import time
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from kvtiers_redis.sockets import stream_of
 
-__all__ = ["GarbageReply", "Link", "ReplyError"]
+__all__ = ["GarbageReply", "Link", "ReplyError", "Status"]
 
 _BUFFER_BYTES = 4096
 _HEAD_BYTES = 48  # a value's header, and as little as possible of the value, which would have to be copied
@@ -26,6 +27,10 @@ class ReplyError(Exception):
     def code(self) -> str:
         """The first word of it, by which clients know what happened."""
         return str(self).partition(" ")[0]
+
+
+Status: TypeAlias = str | int | ReplyError | None
+"""A reply that is no value: a status, a number, an error, or nothing."""
 
 
 class GarbageReply(ConnectionError):  # noqa: N818 -- named after what came
@@ -61,6 +66,11 @@ class Link:
 
     def read_value(self, dst: memoryview) -> bool | ReplyError:
         """Take the reply to a read: fill ``dst`` and return True; False if it is absent or of another length."""
+        head = b"$%d\r\n" % len(dst)
+        if self._buffer.startswith(head, self._start, self._end):  # as most are
+            self._start += len(head)
+            self._fill(dst, len(head))
+            return True
         line = self._line(_HEAD_BYTES)
         if line[:1] == b"-":
             return _error(line)
@@ -72,22 +82,22 @@ class Link:
         if length != len(dst):
             self._skip(length)
             return False
-        self._fill(dst)
+        self._fill(dst, len(head))
         return True
 
-    def read_status(self) -> str | int | ReplyError | None:
-        """Take a reply that is no value: a status, a number, nothing, or an error."""
+    def read_statuses(self, most: int) -> list[Status]:
+        """Take replies that are no values: the next one, and those that say the same, have come and are wanted."""
         line = self._line(_BUFFER_BYTES)
-        kind, rest = line[:1], line[1:]
-        if kind == b"+":
-            return rest.decode("ascii", "replace")
-        if kind == b":" and rest.removeprefix(b"-").isdigit() and len(rest) <= 2 * _LONGEST_LENGTH:
-            return int(rest)
-        if kind == b"-":
-            return _error(line)
-        if line in {b"$-1", b"_"}:
-            return None
-        raise _garbage(line, "a status")
+        text = line + b"\r\n"
+        alike = min(most - 1, (self._end - self._start) // len(text))
+        while not self._buffer.startswith(text * alike, self._start, self._end):
+            alike //= 2
+        self._take(alike * len(text))
+        return [_status(line)] * (1 + alike)
+
+    def read_status(self) -> Status:
+        """Take a reply that is no value."""
+        return _status(self._line(_BUFFER_BYTES))
 
     def _line(self, ahead: int) -> bytes:
         """Take the next line, without its end. ``ahead``: the most bytes to be received at a time."""
@@ -100,19 +110,22 @@ class Link:
                 self._start, self._end = 0, len(rest)
             self._end += self._stream.receive(self._view[self._end : self._end + ahead])
         line = bytes(self._buffer[self._start : at])
-        self._start = at + 2
-        if self._start == self._end:
-            self._start = self._end = 0
+        self._take(at + 2 - self._start)
         return line
 
-    def _fill(self, dst: memoryview) -> None:
-        """Fill ``dst``, then take the line break behind it."""
+    def _take(self, count: int) -> None:
+        self._start += count
+        if self._start == self._end:
+            self._start = self._end = 0
+
+    def _fill(self, dst: memoryview, ahead: int) -> None:
+        """Fill ``dst``, then take the line break behind it. ``ahead``: so long is the next header, most likely."""
         early = self._view[self._start : min(self._end, self._start + len(dst))]
         dst[: len(early)] = early
         self._start += len(early)
         if len(early) < len(dst):  # nothing is left in the buffer, so that what follows goes to its front
             self._start = 0
-            self._end = self._stream.fill(dst[len(early) :], self._view[:_HEAD_BYTES], 2)
+            self._end = self._stream.fill(dst[len(early) :], self._view[: 2 + ahead], 2)
         self._take_break()
 
     def _skip(self, length: int) -> None:
@@ -133,6 +146,19 @@ class Link:
         if self._buffer[self._start : self._start + 2] != b"\r\n":
             raise _garbage(bytes(self._buffer[self._start : self._start + 2]), "the end of a value")
         self._start += 2
+
+
+def _status(line: bytes) -> Status:
+    kind, rest = line[:1], line[1:]
+    if kind == b"+":
+        return rest.decode("ascii", "replace")
+    if kind == b":" and rest.removeprefix(b"-").isdigit() and len(rest) <= 2 * _LONGEST_LENGTH:
+        return int(rest)
+    if kind == b"-":
+        return _error(line)
+    if line in {b"$-1", b"_"}:
+        return None
+    raise _garbage(line, "a status")
 
 
 def _length(line: bytes) -> int:

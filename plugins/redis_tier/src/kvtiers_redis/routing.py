@@ -45,6 +45,8 @@ class Router:
         for the keys of a server of many that cannot be reached, unless no server can.
         """
         answers = self._run(keys, talk)
+        if _has_results_alone(answers):
+            return answers
         for i, answer in enumerate(answers):
             if isinstance(answer, ReplyError) and instead is not None and answer.code in instead:
                 answers[i] = instead[answer.code]
@@ -68,6 +70,8 @@ class Router:
             for (server, asking), indexes in groups.items():
                 for i, answer in zip(indexes, _talk(server, talk, indexes, asking=asking), strict=True):
                     answers[i] = answer
+            if _has_results_alone(answers):
+                break
             groups = self._redirect(keys, groups, answers)
             if not groups:
                 break
@@ -114,6 +118,11 @@ class Router:
         address = _address_in(str(answer), server)
         other = self._topology.server_at(address) if address is not None else None
         return (other, answer.code == "ASK") if other is not None else None
+
+
+def _has_results_alone(answers: Sequence[Answer]) -> bool:
+    """Say whether no error is among them; many answers are of few types."""
+    return not any(issubclass(kind, Exception) for kind in set(map(type, answers)))
 
 
 def _talk(server: Server, talk: Talk, indexes: Sequence[int], *, asking: bool) -> Sequence[Answer]:

@@ -15,12 +15,18 @@ Answer: TypeAlias = bool | int | str | Exception | None
 """What became of one key: what the server says, or why it says nothing."""
 
 _ASKING = b"*1\r\n$6\r\nASKING\r\n"
-_MOST_REQUESTS = 256  # in one window, and far fewer buffers than one sendmsg may have
+_MOST_REQUESTS = 256  # in one window, and fewer buffers than one sendmsg may have
+
+_Requests: TypeAlias = Callable[[int, int], Sequence[bytes | memoryview]]
+"""What to send for the keys from the first index to before the second."""
+
+_Read: TypeAlias = Callable[[int, int], list[Answer]]
+"""Take replies from the first index on, one at least and all that have come, but none of the second or behind it."""
 
 
 def command(*words: bytes) -> bytes:
     """Return a request of these words."""
-    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
+    return b"*%d\r\n" % len(words) + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words])
 
 
 def read_values(
@@ -28,12 +34,10 @@ def read_values(
 ) -> list[Answer]:
     """Send requests that are answered by values, and take each into its ``dst``."""
 
-    def read(index: int) -> Answer:
-        return link.read_value(dsts[index])
+    def read(first: int, _: int) -> list[Answer]:
+        return [link.read_value(dsts[first])]
 
-    return _exchange(
-        link, len(requests), lambda i: [requests[i]], read, sizes=[*map(len, dsts)], window=window, asking=asking
-    )
+    return _exchange(link, _lines(requests, asking), read, sizes=[*map(len, dsts)], window=window, asking=asking)
 
 
 def write_values(
@@ -46,57 +50,62 @@ def write_values(
     asking: bool = False,
 ) -> list[Answer]:
     """Send a SET for each key and value, with these options. Answers: "OK", None (left as it is, by NX), an error."""
-    words = b"*%d\r\n$3\r\nSET\r\n" % (3 + len(options))
-    tail = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in options)
+    sizes = [*map(len, srcs)]
+    words = (_ASKING if asking else b"") + b"*%d\r\n$3\r\nSET" % (3 + len(options))
+    heads = [
+        b"%b\r\n$%d\r\n%b\r\n$%d\r\n" % (words, len(key), key, size) for key, size in zip(keys, sizes, strict=True)
+    ]
+    tail = b"\r\n" + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in options])
 
-    def request(index: int) -> list[bytes | memoryview]:
-        key, src = keys[index], srcs[index]
-        return [words + b"$%d\r\n%b\r\n$%d\r\n" % (len(key), key, len(src)), src, tail]
+    def requests(first: int, end: int) -> list[bytes | memoryview]:
+        parts: list[bytes | memoryview] = [tail] * (3 * (end - first))
+        parts[::3] = heads[first:end]
+        parts[1::3] = srcs[first:end]
+        return parts
 
-    def read(_: int) -> Answer:
-        return link.read_status()
-
-    return _exchange(link, len(keys), request, read, sizes=[*map(len, srcs)], window=window, asking=asking)
+    return _exchange(link, requests, _statuses(link), sizes=sizes, window=window, asking=asking)
 
 
 def ask(link: Link, requests: Sequence[bytes], *, asking: bool = False) -> list[Answer]:
     """Send requests that are answered in a line each."""
+    sizes = [0] * len(requests)
+    return _exchange(link, _lines(requests, asking), _statuses(link), sizes=sizes, window=0, asking=asking)
 
-    def read(_: int) -> Answer:
-        return link.read_status()
 
-    return _exchange(
-        link, len(requests), lambda i: [requests[i]], read, sizes=[0] * len(requests), window=0, asking=asking
-    )
+def _lines(requests: Sequence[bytes], asking: bool) -> _Requests:
+    between = _ASKING if asking else b""
+    return lambda first, end: [between + between.join(requests[first:end])]
+
+
+def _statuses(link: Link) -> _Read:
+    def read(first: int, end: int) -> list[Answer]:
+        return [*link.read_statuses(end - first)]
+
+    return read
 
 
 def _exchange(
-    link: Link,
-    count: int,
-    request: Callable[[int], Sequence[bytes | memoryview]],
-    read: Callable[[int], Answer],
-    *,
-    sizes: Sequence[int],
-    window: int,
-    asking: bool,
+    link: Link, requests: _Requests, read: _Read, *, sizes: Sequence[int], window: int, asking: bool
 ) -> list[Answer]:
     """Send all requests and take all replies, in order, with at most ``window`` bytes of values under way."""
     link.begin()
     answers: list[Answer] = []
-    sent = flying = 0
-    while len(answers) < count:
+    count, sent, done, flying = len(sizes), 0, 0, 0
+    while done < count:
         if sent < count and flying <= window // 2:
-            parts: list[bytes | memoryview] = []
-            while sent < count and (flying + sizes[sent] <= window or sent == len(answers)):
-                if sent - len(answers) == _MOST_REQUESTS:
-                    break
-                parts += [_ASKING, *request(sent)] if asking else request(sent)
+            first, most = sent, min(count, done + _MOST_REQUESTS)
+            while sent < most and (flying + sizes[sent] <= window or sent == done):
                 flying += sizes[sent]
                 sent += 1
-            if parts:
-                link.send(parts)
-        refusal = link.read_status() if asking else None
-        answer = read(len(answers))
-        answers.append(refusal if isinstance(refusal, ReplyError) else answer)
-        flying -= sizes[len(answers) - 1]
+            if sent > first:
+                link.send(requests(first, sent))
+        answers += _behind_asking(link, read, done) if asking else read(done, sent)
+        flying -= sum(sizes[done : len(answers)])
+        done = len(answers)
     return answers
+
+
+def _behind_asking(link: Link, read: _Read, index: int) -> list[Answer]:
+    refusal = link.read_status()
+    answers = read(index, index + 1)
+    return [refusal] if isinstance(refusal, ReplyError) else answers
