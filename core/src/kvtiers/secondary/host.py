@@ -28,6 +28,7 @@ from kvtiers.rows.names import StorageNames
 from kvtiers.secondary import wire
 from kvtiers.secondary.framing import Frame, FrameReader, Kind, ProtocolError
 from kvtiers.secondary.host_logs import send_logs
+from kvtiers.secondary.host_memory import give_back
 from kvtiers.secondary.host_writer import HostWriter
 from kvtiers.secondary.mover import mover_options
 from kvtiers.secondary.protocol import Event, Opened, error_text
@@ -54,7 +55,7 @@ class TierHost:
         self._mapping: Mapping | None = None
         self._pools: list[TransferPool] = []
         self._reported: dict[int, dict[str, float]] = {}
-        self._writer = HostWriter(self._connection, self._figures, self._check_kept)
+        self._writer = HostWriter(self._connection, self._figures, self._check_kept, give_back)
 
     def run(self) -> None:
         """Serve until the engine says CLOSE or is gone."""

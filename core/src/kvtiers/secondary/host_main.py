@@ -8,11 +8,11 @@ import signal
 import sys
 from types import FrameType
 
+from kvtiers.secondary.host_memory import share_arenas
+
 __all__ = ["die_with", "main"]
 
 _PR_SET_PDEATHSIG = 1
-_M_ARENA_MAX = -8
-_ARENAS = 2
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave_to_the_engine)
     _give_way()
-    _share_arenas()
+    share_arenas()
     with contextlib.suppress(RuntimeError, OSError):  # no stderr to write to
         faulthandler.enable()
     from kvtiers.secondary.host import TierHost
@@ -45,12 +45,6 @@ def _give_way() -> None:
     if hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):  # forbidden in some containers
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
-def _share_arenas() -> None:
-    """Let the C library's allocator have few arenas: each keeps what its threads once needed, and there are many."""
-    with contextlib.suppress(AttributeError):  # another C library than glibc
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, _ARENAS)
 
 
 def _leave_to_the_engine(_number: int, _frame: FrameType | None) -> None:

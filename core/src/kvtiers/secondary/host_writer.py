@@ -18,15 +18,21 @@ _MOST_LINES_WAITING = 1_000
 class HostWriter:
     """Sends messages in order.
 
-    ``figures`` is asked for messages once a second; ``check_kept`` more often, as long as it says True.
+    ``figures`` is asked for messages once a second; ``check_kept`` more often, as long as it says True; ``rest`` is
+    called once when messages have been sent, and for a second none.
     """
 
     def __init__(
-        self, connection: socket.socket, figures: Callable[[], Iterable[bytes]], check_kept: Callable[[], bool]
+        self,
+        connection: socket.socket,
+        figures: Callable[[], Iterable[bytes]],
+        check_kept: Callable[[], bool],
+        rest: Callable[[], None],
     ) -> None:
         self._connection = connection
         self._figures = figures
         self._check_kept = check_kept
+        self._rest = rest
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvtiers-host-writer", daemon=True)
 
@@ -52,14 +58,18 @@ class HostWriter:
 
     def _run(self) -> None:
         tick_at = time.monotonic() + _TICK_SECONDS
-        going = True
+        going, sent, has_sent = True, False, False
         try:
             while going:
                 wait = _KEPT_SECONDS if self._check_kept() else max(0.0, tick_at - time.monotonic())
                 data, going = self._collect(wait)
+                sent = sent or bool(data)
                 if time.monotonic() >= tick_at:
                     tick_at = time.monotonic() + _TICK_SECONDS
                     data += b"".join(self._figures())
+                    if has_sent and not sent:
+                        self._rest()
+                    has_sent, sent = sent, False
                 if data:
                     self._connection.sendall(data)
         except OSError:
