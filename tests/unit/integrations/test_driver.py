@@ -77,7 +77,7 @@ class Bench:
         self.tier = ChunkStoreTier(config, backend, self.clock)
         assert self.tier.wait_open(PATIENCE) == ""
         self.slot = TierSlot(0, self.tier, TierOptions("test", config.read_only, deadline=config.deadline))
-        self.driver = TierDriver(self.slot, 0.02, self._close, self.clock)
+        self.driver = TierDriver(self.slot, 0.02, self._close, [32], self.clock)
         self.driver.request_started("a", None)
         self.until(self.slot.available)
 
@@ -135,6 +135,20 @@ def test_what_was_stored_is_found_and_comes_back(bench):
     assert bench.memory[9 * ROW - 1] == 6
     assert bench.driver.metrics.loaded_chunks == 2
     assert not bench.driver.has_jobs()
+
+
+def test_seconds_saved_are_those_that_computing_takes_less_those_of_loading(bench):
+    driver, clock = bench.driver, bench.clock
+    assert driver.saved_seconds is None, "nothing was computed yet"
+    driver.end_step(["a"])
+    clock.now += 0.64
+    driver.end_step()
+    bench.store_rows(KEYS[:2], [3, 5])
+    assert driver.saved_seconds == 0.0
+    driver.submit(2, KEYS[:2], [7, 8], "a", is_promotion=True)
+    assert bench.result(2).success
+    assert driver.loaded_tokens == 64
+    assert driver.saved_seconds == pytest.approx(64 * 0.01 - driver.metrics.load_seconds)
 
 
 def test_a_load_that_failed_in_part_says_which_chunks_landed_and_the_others_are_misses_for_their_request(bench):

@@ -21,6 +21,7 @@ TIER = {
     "hits": 0,
     "tokens": 0,
     "load_seconds": 0.0,
+    "saved_seconds": None,
     "loaded_bytes": 0,
     "stored_chunks": 0,
     "stored_bytes": 0,
@@ -77,16 +78,20 @@ def run(*arguments):
 
 
 def test_all_tiers_of_one_engine_stand_in_one_screen(serve):
-    serve(answer(fs=TIER | {"hits": 30, "tokens": 960, "load_seconds": 0.5, "loaded_bytes": 3 << 20}))
+    serve(
+        answer(
+            fs=TIER | {"hits": 30, "tokens": 960, "load_seconds": 0.5, "saved_seconds": 7.25, "loaded_bytes": 3 << 20}
+        )
+    )
     serve(answer(redis=TIER | {"breaker_state": 1, "trouble": "no route to host"}))
     result = run()
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
     own = [line for line in lines if f"process {os.getpid()}: somebody/model" in line]
     assert len(own) == 1
-    assert any("fs" in line and "in use" in line and "960" in line and "3MiB" in line for line in lines)
+    assert any(line.split()[:7] == ["fs", "in", "use", "30", "960", "7.25", "s"] and "3MiB" in line for line in lines)
     assert any("redis" in line and "out of use" in line and "no route to host" in line for line in lines)
-    assert "  fs: it pays: 960 tokens came from it in 0.5 s of reading" in lines
+    assert "  fs: it pays: 960 tokens came from it in 0.5 s of reading, which this engine computes in 7.8 s" in lines
     engines = json.loads(run("--json").stdout)
     (mine,) = [engine for engine in engines if engine["pid"] == os.getpid()]
     assert set(mine["tiers"]) == {"fs", "redis"}
@@ -99,7 +104,12 @@ def test_all_tiers_of_one_engine_stand_in_one_screen(serve):
         ({"open": False, "trouble": "no such host"}, "cannot be used: no such host"),
         ({"breaker_state": 1}, "cannot be used"),
         ({"shared": False, "hits": 5}, "by this process alone"),
-        ({"hits": 5, "tokens": 160}, "it pays: 160 tokens"),
+        ({"hits": 5, "tokens": 160}, "it pays: 160 tokens came from it in 0 s of reading; how long computing takes"),
+        ({"hits": 5, "tokens": 160, "load_seconds": 3.0, "saved_seconds": -1.0}, "it does not pay: 160 tokens"),
+        (
+            {"hits": 5, "load_seconds": 3.0, "saved_seconds": -1.0},
+            "in 3 s of reading, which this engine computes in 2 s",
+        ),
         ({"seal_failures": 2}, "2 values came back damaged"),
         ({"wait_expired": 9}, "too late"),
         ({"stored_chunks": 1000}, "no prompt that it holds has come again"),

@@ -50,7 +50,7 @@ def status(ctx: click.Context, as_json: bool) -> None:
 
 def _print(answer: Mapping[str, Any]) -> None:
     print_heading(f"{answer['engine']}, process {answer['pid']}: {answer['model']}")
-    columns = ("tier", "state", "hits", "tokens", "read", "written", "never read", "queue", "last trouble")
+    columns = ("tier", "state", "hits", "tokens", "saved", "read", "written", "never read", "queue", "last trouble")
     print_table(columns, [_row(name, tier) for name, tier in answer["tiers"].items()])
     for name, tier in answer["tiers"].items():
         click.echo(f"  {name}: {verdict(tier)}")
@@ -62,6 +62,7 @@ def _row(name: str, tier: Mapping[str, Any]) -> tuple[str, ...]:
         _state(tier),
         f"{tier['hits']:.0f}",
         f"{tier['tokens']:.0f}",
+        _saved(tier),
         format_size(int(tier["loaded_bytes"])),
         format_size(int(tier["stored_bytes"])),
         format_size(int(tier["unread_bytes"])),
@@ -76,6 +77,12 @@ def _state(tier: Mapping[str, Any]) -> str:
     return _BREAKER.get(int(tier["breaker_state"]), "?") if tier["open"] else "not open"
 
 
+def _saved(tier: Mapping[str, Any]) -> str:
+    """Return the seconds saved, as the engine computes them (``TierDriver.saved_seconds``); unknown until it can."""
+    saved = tier.get("saved_seconds")
+    return "?" if saved is None else f"{saved:.3g} s"
+
+
 def verdict(tier: Mapping[str, Any]) -> str:
     """Return, in one sentence, whether a tier pays, and if not, why."""
     trouble = tier["trouble"] or "not opened yet"
@@ -86,7 +93,8 @@ def verdict(tier: Mapping[str, Any]) -> str:
             not tier["shared"],
             "what it stores is found by this process alone, and dies with it; see the log's start",
         ),
-        (tier["hits"], f"it pays: {tier['tokens']:.0f} tokens came from it in {tier['load_seconds']:.2g} s of reading"),
+        (tier["hits"] and (tier.get("saved_seconds") or 0) < 0, f"it does not pay: {_brought(tier)}"),
+        (tier["hits"], f"it pays: {_brought(tier)}"),
         (
             tier["seal_failures"],
             f"it does not pay: {tier['seal_failures']:.0f} values came back damaged; look at the backend",
@@ -102,3 +110,10 @@ def verdict(tier: Mapping[str, Any]) -> str:
         (True, "nothing can be said yet: little was written, and nothing read"),
     )
     return next(sentence for holds, sentence in sentences if holds)
+
+
+def _brought(tier: Mapping[str, Any]) -> str:
+    read = f"{tier['tokens']:.0f} tokens came from it in {tier['load_seconds']:.2g} s of reading"
+    if (saved := tier.get("saved_seconds")) is None:
+        return f"{read}; how long computing takes is not known yet, since this engine has computed no prompt"
+    return f"{read}, which this engine computes in {tier['load_seconds'] + saved:.2g} s"

@@ -5,6 +5,7 @@ module           does
 ===============  ==============================================================================================
 ``plugin``       registers every installed tier with vLLM, in each of its processes, at its start
 ``tier``         a kvtiers tier as one of vLLM's own secondary tiers: the class that vLLM calls
+``prefill``      how fast the engine computes, as far as a tier sees it
 ``driver``       what that class drives: the tier, its jobs' deadlines, its requests' waits; knows nothing of vLLM
 ``opening``      builds a driver from the options in vLLM's config
 ``region``       finds the file behind vLLM's memory, so that a tier host can map it

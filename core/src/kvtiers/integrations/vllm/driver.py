@@ -18,11 +18,13 @@ Runs on the engine's thread, or under its lock. Nothing raises.
 
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvtiers.api import JobResult, LookupResult, OffloadKey, TransferJob
+from kvtiers.api import JobResult, LookupResult, OffloadKey, TransferJob, group_of
 from kvtiers.base import RequestContext
+from kvtiers.integrations.vllm.prefill import PrefillRate
 from kvtiers.metrics import TierMetrics
 from kvtiers.secondary.chunk_store_tier import ChunkStoreTier
 from kvtiers.tiering.results import good_keys, moved
@@ -55,19 +57,25 @@ class _Request:
 
 
 class TierDriver:
-    """Drives ``slot``. ``lookup_wait``: seconds that a request waits for answers in all."""
+    """Drives ``slot``. ``lookup_wait``: seconds that a request waits for answers in all.
+
+    ``tokens_per_chunk[g]``: tokens whose KV a chunk of group g holds.
+    """
 
     def __init__(
         self,
         slot: TierSlot,
         lookup_wait: float,
         close: Callable[[float], None],
+        tokens_per_chunk: Sequence[int] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._slot = slot
         self._lookup_wait = lookup_wait
         self._close = close
+        self._tokens_per_chunk = tokens_per_chunk
         self._clock = clock
+        self._prefill = PrefillRate()
         self._jobs: dict[int, _Running] = {}
         self._requests: dict[str, _Request] = {}
         self._results: list[JobResult] = []
@@ -76,6 +84,8 @@ class TierDriver:
         self._unread: dict[OffloadKey, None] = {}
         self.wait_expired = 0
         """Lookups that were misses since their request had waited long enough."""
+        self.loaded_tokens = 0
+        """Tokens whose KV the tier brought."""
 
     @property
     def metrics(self) -> TierMetrics:
@@ -86,6 +96,16 @@ class TierDriver:
     def unread_chunks(self) -> int:
         """Chunks that this engine has stored and not read since, as far as it remembers."""
         return len(self._unread)
+
+    @property
+    def saved_seconds(self) -> float | None:
+        """What computing had taken that loading did not: tokens loaded, times seconds a token, less seconds of loading.
+
+        The seconds a token are those that this engine takes (``prefill.py``); None until it has computed a prompt.
+        Those of loading are the jobs' own, from a job's begin in the tier to its end; jobs of one time all count.
+        """
+        rate = self._prefill.seconds_per_token
+        return None if rate is None else self.loaded_tokens * rate - self.metrics.load_seconds
 
     def own_stats(self) -> dict[str, float]:
         """Return the tier's own figures."""
@@ -101,6 +121,7 @@ class TierDriver:
     def request_finished(self, request_id: str) -> None:
         """Forget a request."""
         self._requests.pop(request_id, None)
+        self._prefill.finished(request_id)
 
     def lookup(self, key: OffloadKey, request_id: str) -> LookupResult:
         """Say whether the tier has this chunk."""
@@ -127,11 +148,14 @@ class TierDriver:
         self, job_id: int, keys: Iterable[OffloadKey], rows: Sequence[int], request_id: str, *, is_promotion: bool
     ) -> None:
         """Hand a job to the tier; its one result comes by ``finished``, whatever happens."""
+        keys = tuple(keys)
+        if not is_promotion:
+            self._prefill.computed(request_id, self._tokens(keys))
         if self._slot.options.read_only and not is_promotion:
             self._results.append(JobResult(job_id, success=True))  # as it is meant to be: nobody is to count a failure
             return
         context = self._request(request_id).context
-        job = TransferJob(job_id, tuple(keys), memoryview(array("i", rows)), is_promotion, context)
+        job = TransferJob(job_id, keys, memoryview(array("i", rows)), is_promotion, context)
         running = self._jobs[job_id] = _Running(job, self._clock())
         self.metrics.running_jobs += 1
         self.metrics.loading_chunks += len(job.keys) if is_promotion else 0
@@ -146,9 +170,10 @@ class TierDriver:
         results, self._results = self._results, []
         return results
 
-    def end_step(self) -> None:
-        """Send what the step has collected."""
+    def end_step(self, new_requests: Iterable[str] = ()) -> None:
+        """Send what the step has collected. ``new_requests``: those that are computed for the first time in it."""
         self._slot.end_step()
+        self._prefill.step_ended(new_requests, self._clock())
 
     def has_jobs(self) -> bool:
         """Say whether a result is owed."""
@@ -156,12 +181,12 @@ class TierDriver:
 
     def drain(self) -> None:
         """Wait until nothing of the tier's touches a row: every job ends by its own or by its deadline."""
-        self.end_step()
+        self._slot.end_step()
         self._poll()
         while self._jobs:
             time.sleep(_DRAIN_POLL_SECONDS)
             self._poll()
-            self.end_step()
+            self._slot.end_step()
 
     def close(self, timeout: float) -> None:
         """Let the tier end what it is doing within so many seconds, and close it. What is owed is reported failed."""
@@ -181,6 +206,11 @@ class TierDriver:
     def _request(self, request_id: str) -> _Request:
         request = self._requests.get(request_id)
         return request if request is not None else _Request(RequestContext(request_id, {}))
+
+    def _tokens(self, keys: Sequence[OffloadKey]) -> int:
+        """Return of how many tokens these chunks hold the KV: of a hybrid model's groups, of the one with the most."""
+        groups = Counter(map(group_of, keys)) if len(self._tokens_per_chunk) > 1 else {0: len(keys)}
+        return max((groups.get(group, 0) * tokens for group, tokens in enumerate(self._tokens_per_chunk)), default=0)
 
     def _poll(self) -> None:
         slot = self._slot
@@ -228,6 +258,7 @@ class TierDriver:
             metrics.loaded_chunks += len(good)
             metrics.loaded_bytes += nbytes
             metrics.load_seconds += seconds
+            self.loaded_tokens += self._tokens(good)
             for key in good:
                 self._unread.pop(key, None)
             self._note_lost(job, good)

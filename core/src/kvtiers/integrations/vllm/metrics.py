@@ -13,7 +13,8 @@ COUNTERS = {
     "kvtiers_tier_lookups": "Answers that the tier gave, in chunks.",
     "kvtiers_tier_wait_expired": "Chunks that were misses since their request had waited long enough for an answer.",
     "kvtiers_tier_loaded_chunks": "Chunks that the tier brought, each checked.",
-    "kvtiers_tier_loaded_bytes": "Bytes of these.",
+    "kvtiers_tier_loaded_tokens": "Tokens whose KV these hold.",
+    "kvtiers_tier_loaded_bytes": "Bytes of these chunks.",
     "kvtiers_tier_load_seconds": "Seconds that bringing them took.",
     "kvtiers_tier_failed_loads": "Chunks that were not there, damaged, or too late.",
     "kvtiers_tier_stored_chunks": "Chunks that the tier has taken, or had already.",
@@ -38,6 +39,7 @@ GAUGES = {
     "kvtiers_tier_loading_chunks": "Chunks being brought.",
     "kvtiers_tier_storing_chunks": "Chunks on their way into the tier.",
     "kvtiers_tier_quarantined_rows": "Rows of jobs that were given up and that something may still touch.",
+    "kvtiers_tier_saved_seconds": "Seconds that computing these tokens had taken at this engine's speed, less loading.",
     "kvtiers_tier_breaker_state": "0: in use, 1: out of use, 2: being tried.",
     "kvtiers_tier_open": "1: the tier's store is open.",
     "kvtiers_tier_off": "1: the tier does nothing in this engine; the log says why.",
@@ -81,6 +83,8 @@ class TierFigures:
         own: Mapping[str, Any] = driver.own_stats()
         extra = {
             "wait_expired": driver.wait_expired,
+            "loaded_tokens": driver.loaded_tokens,
+            "saved_seconds": driver.saved_seconds,
             "off": int(bool(self.opened.off)),
             "shared": int(self.opened.shared),
         }

@@ -47,8 +47,6 @@ class OpenedTier:
     off: str = ""
     value_bytes: int = 0
     """Bytes of one value in the tier, the seal's included."""
-    tokens_per_chunk: int = 0
-    """Tokens whose KV one value holds, of the first group."""
 
 
 def open_tier(
@@ -73,19 +71,14 @@ def open_tier(
     assert view.strides is not None
     layout = row_layout(identity.model, offloading, view.strides[0])
     parts = _Parts(config, settings, plugin, layout, view.cast("B"))
-    driver = TierDriver(TierSlot(0, parts.tier, _options(config)), settings.lookup_wait, parts.close)
+    slot = TierSlot(0, parts.tier, _options(config))
+    tokens = [layout.tokens_per_chunk(group) for group in range(len(layout.groups))]
+    driver = TierDriver(slot, settings.lookup_wait, parts.close, tokens)
     if config.required and (error := parts.tier.wait_open(config.deadline)):
         parts.close(0.0)
         raise StartError(f"{name}: required, but cannot be opened: {error}")
     shared = not is_random(identity.model.weights) and not is_random(identity.model.hash_seed)
-    return OpenedTier(
-        driver,
-        name,
-        identity.model.name,
-        shared,
-        value_bytes=layout.value_bytes(0),
-        tokens_per_chunk=layout.tokens_per_chunk(0),
-    )
+    return OpenedTier(driver, name, identity.model.name, shared, value_bytes=layout.value_bytes(0))
 
 
 def _why_off(engine: Engine) -> str:

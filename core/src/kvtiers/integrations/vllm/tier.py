@@ -98,8 +98,7 @@ class KvtiersTier(SecondaryTierManager):
     @never_raises(lambda: None)
     def on_schedule_end(self, context: Any) -> None:
         """Send what the step has collected."""
-        del context  # who was scheduled is nothing to a store
-        self._driver.end_step()
+        self._driver.end_step(context.new_req_ids)
 
     @never_raises(lambda: None)
     def drain_jobs(self) -> None:

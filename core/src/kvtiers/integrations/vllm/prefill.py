@@ -1,0 +1,79 @@
+"""How fast the engine computes prompts, as far as a tier of vLLM's sees it: seconds a token.
+
+A tier is told at each step's end which requests are scheduled for the first time, and later which of their chunks were
+computed: the first chunks that come of a request are those of its first step. How long that step took is the time from
+one step's end to the next::
+
+    seconds a token = seconds of a step / tokens in the first chunks of the requests that were new in it
+
+vLLM may schedule a step ahead: then a step's time is the next one's. The longer of the two is taken, since a prompt's
+takes longer than a decoding step. Decoding requests in the same step, and what of a prompt is no whole chunk, are in
+the seconds and not in the tokens: it is the engine's speed under the load that it has. The median of the last steps is
+the rate, so that a step that ended in idleness does not count.
+"""
+
+import statistics
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+__all__ = ["PrefillRate"]
+
+_SAMPLES = 33
+_MOST_OPEN = 256
+_INTERVALS = 2
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """A step with new requests. ``waiting``: those whose first chunks have not come yet."""
+
+    waiting: set[str]
+    tokens: int = 0
+    intervals: list[float] = field(default_factory=list)
+
+
+class PrefillRate:
+    """Runs on the engine's thread; ``seconds_per_token`` may be read on any."""
+
+    def __init__(self) -> None:
+        self._open: deque[_Step] = deque(maxlen=_MOST_OPEN)
+        self._step_of: dict[str, _Step] = {}
+        self._last_end: float | None = None
+        self._samples: deque[float] = deque(maxlen=_SAMPLES)
+        self.seconds_per_token: float | None = None
+        """None until a prompt has been computed."""
+
+    def step_ended(self, new_requests: Iterable[str], now: float) -> None:
+        """Take note of a step's end, and of the requests that are computed for the first time in it."""
+        for step in self._open:
+            if len(step.intervals) < _INTERVALS and self._last_end is not None:
+                step.intervals.append(now - self._last_end)
+        self._last_end = now
+        if new := set(new_requests):
+            step = _Step(new)
+            self._open.append(step)
+            self._step_of.update(dict.fromkeys(new, step))
+        for step in [step for step in self._open if self._is_over(step)]:
+            self._open.remove(step)
+            self._take(step)
+
+    def computed(self, request: str, tokens: int) -> None:
+        """Take note of chunks that were computed for a request; the first ones count."""
+        step = self._step_of.pop(request, None)
+        if step is not None:
+            step.tokens += tokens
+            step.waiting.discard(request)
+
+    def finished(self, request: str) -> None:
+        """A request is over: what has not been computed for it will not be."""
+        self.computed(request, 0)
+
+    @staticmethod
+    def _is_over(step: _Step) -> bool:
+        return not step.waiting and len(step.intervals) == _INTERVALS
+
+    def _take(self, step: _Step) -> None:
+        if step.tokens:
+            self._samples.append(max(step.intervals) / step.tokens)
+            self.seconds_per_token = statistics.median(self._samples)
