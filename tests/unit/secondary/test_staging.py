@@ -152,7 +152,7 @@ def test_a_value_of_another_length_is_refused(memory, nbytes):
     views = StagedViews(memoryview(memory), ROW, VALUE)
     views.begin([1], filled=False)
     with pytest.raises(IndexError, match="in a value of 8192"):
-        views.own(1, nbytes)
+        views.own([1], [nbytes])
 
 
 def test_a_row_that_is_not_there_is_refused(memory):

@@ -21,8 +21,8 @@ def views(memory):
 
 
 def test_a_view_is_flat_bytes_of_exactly_one_value(views, memory):
-    loan = views.lend(2, 4096, readonly=False)
-    view = loan.view
+    loan = views.lend([2], [4096], readonly=False)
+    view = loan.views[0]
     assert (view.format, view.ndim, view.itemsize, len(view), view.readonly) == ("B", 1, 1, 4096, False)
     view[:] = b"\x07" * 4096
     assert bytes(memory[2 * STRIDE : 2 * STRIDE + 4096]) == b"\x07" * 4096
@@ -32,25 +32,25 @@ def test_a_view_is_flat_bytes_of_exactly_one_value(views, memory):
 
 
 def test_what_is_lent_to_be_written_elsewhere_is_read_only(views):
-    loan = views.lend(0, 4096, readonly=True)
+    loan = views.lend([0], [4096], readonly=True)
     with pytest.raises(TypeError):
-        loan.view[0] = 1
+        loan.views[0][0] = 1
     with pytest.raises(TypeError):
-        loan.view[1:3][0] = 1
+        loan.views[0][1:3][0] = 1
     assert loan.take_back()
 
 
 @pytest.mark.parametrize(("row", "nbytes"), [(4, 4096), (-1, 4096), (0, STRIDE + 1), (0, 0), (0, -1), (2**40, 4096)])
 def test_there_is_no_view_beyond_a_row(views, row, nbytes):
     with pytest.raises(IndexError, match=r"rows 0 to 3 have 8192 bytes"):
-        views.lend(row, nbytes, readonly=True)
+        views.lend([row], [nbytes], readonly=True)
     with pytest.raises(IndexError):
-        views.own(row, nbytes)
+        views.own([row], [nbytes])
 
 
 def test_a_view_that_is_given_back_cannot_be_used_any_more(views):
-    loan = views.lend(1, 4096, readonly=False)
-    view = loan.view
+    loan = views.lend([1], [4096], readonly=False)
+    view = loan.views[0]
     assert loan.take_back()
     with pytest.raises(ValueError, match="released"):
         view[0] = 1
@@ -67,8 +67,8 @@ KEEPERS = {
 @pytest.mark.parametrize("keep", KEEPERS.values(), ids=KEEPERS.keys())
 @pytest.mark.parametrize("readonly", [True, False])
 def test_a_buffer_that_was_kept_is_found_and_found_again_when_it_is_let_go(views, keep, readonly):
-    loan = views.lend(1, 4096, readonly=readonly)
-    kept = keep(loan.view)
+    loan = views.lend([1], [4096], readonly=readonly)
+    kept = keep(loan.views[0])
     assert not loan.take_back()
     assert not loan.is_free()
     del kept
@@ -76,8 +76,8 @@ def test_a_buffer_that_was_kept_is_found_and_found_again_when_it_is_let_go(views
 
 
 def test_a_view_that_somebody_is_using_right_now_counts_as_kept_until_it_is_not(views):
-    loan = views.lend(1, 4096, readonly=False)
-    using = memoryview(loan.view).cast("B")
+    loan = views.lend([1], [4096], readonly=False)
+    using = memoryview(loan.views[0]).cast("B")
     exported = np.asarray(using)
     assert not loan.take_back()
     del using
@@ -87,10 +87,10 @@ def test_a_view_that_somebody_is_using_right_now_counts_as_kept_until_it_is_not(
 
 
 def test_an_export_that_forbids_the_release_is_no_error(views):
-    loan = views.lend(1, 4096, readonly=False)
-    exported = pickle.PickleBuffer(loan.view)
+    loan = views.lend([1], [4096], readonly=False)
+    exported = pickle.PickleBuffer(loan.views[0])
     with pytest.raises(BufferError):
-        loan.view.release()
+        loan.views[0].release()
     assert not loan.take_back()
     del exported
     assert loan.is_free()
@@ -105,8 +105,8 @@ def test_a_cycle_that_nobody_can_reach_is_not_a_kept_buffer(views):
 
     gc.disable()
     try:
-        loan = views.lend(1, 4096, readonly=False)
-        use(loan.view)
+        loan = views.lend([1], [4096], readonly=False)
+        use(loan.views[0])
         assert loan.take_back()
     finally:
         gc.enable()
@@ -117,8 +117,8 @@ def test_many_threads_whose_cycles_are_collected_at_once_are_not_accused(views):
 
     def borrow(row):
         for _ in range(20):
-            loan = views.lend(row, 4096, readonly=False)
-            cycle = [loan.view[1:2]]
+            loan = views.lend([row], [4096], readonly=False)
+            cycle = [loan.views[0][1:2]]
             cycle.append(cycle)
             del cycle
             if not loan.take_back():
@@ -135,4 +135,4 @@ def test_many_threads_whose_cycles_are_collected_at_once_are_not_accused(views):
 def test_after_close_there_is_nothing_to_cut_from(views):
     views.close()
     with pytest.raises(IndexError):
-        views.own(0, 4096)
+        views.own([0], [4096])

@@ -50,7 +50,8 @@ def seal_value(value: memoryview, payload_bytes: int, name: str, layout_id: byte
     """Zero the gap behind the payload and write the seal into the last 64 bytes of ``value`` (1-D, writable, bytes)."""
     length = len(value)
     seal_at = length - SEAL_BYTES
-    value[payload_bytes:seal_at] = bytes(seal_at - payload_bytes)
+    if payload_bytes < seal_at:
+        value[payload_bytes:seal_at] = bytes(seal_at - payload_bytes)
     digest = _digest(value[:payload_bytes], name)
     # Not pack_into, which writes zeros first: another tier's host may be reading the seal that it has just written.
     value[seal_at:] = _SEAL.pack(_MAGIC, SEAL_FORMAT, length, payload_bytes, layout_id, digest)

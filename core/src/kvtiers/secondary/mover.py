@@ -184,38 +184,40 @@ class ValueMover:
             self._views.end(kept=bool(moved.kept))
 
     def _move_begun(self, moved: Moved, run: ValueRun, indexes: Sequence[int], *, is_load: bool) -> bool:
-        names = run.names.names(run.keys[i] for i in indexes)
+        keys = [run.keys[i] for i in indexes]
+        names = run.names.names(keys)
         rows = [run.rows[i] for i in indexes]
-        sizes = [self._options.sizes[group_of(run.keys[i])] for i in indexes]
+        payloads, sizes = zip(*[self._options.sizes[group_of(key)] for key in keys], strict=True)
         if not is_load:
-            for name, row, (payload, value) in zip(names, rows, sizes, strict=True):
-                seal_value(self._views.own(row, value), payload, name, run.names.layout_id)
-        loans = [
-            self._views.lend(row, value, readonly=not is_load) for row, (_, value) in zip(rows, sizes, strict=True)
-        ]
-        answers = self._call_store(moved, names, loans, run.give_up_at, is_load=is_load)
-        kept = [loan for loan in loans if not loan.take_back()]
-        if kept:
-            moved.kept += kept
+            for name, value, payload in zip(names, self._views.own(rows, sizes), payloads, strict=True):
+                seal_value(value, payload, name, run.names.layout_id)
+        loan = self._views.lend(rows, sizes, readonly=not is_load)
+        answers = self._call_store(moved, names, [*loan.views], run.give_up_at, is_load=is_load)
+        if not loan.take_back():
+            moved.kept.append(loan)
             moved.error = f"{type(self._store).__name__} kept the buffer that it was lent; it must copy what it keeps"
             return False
         if answers is None:
             return False
-        for index, name, row, size, there in zip(indexes, names, rows, sizes, answers, strict=True):
-            if is_load:
-                status = self._judge(run.names, name, row, size) if there else self._missing(name)
-            else:
-                status = Status.DONE if there else Status.DROPPED
+        if is_load:
+            values = self._views.own(rows, sizes)
+            judged = zip(names, rows, values, payloads, answers, strict=True)
+            statuses = [
+                self._judge(run.names, name, row, value, payload) if there else self._missing(name)
+                for name, row, value, payload, there in judged
+            ]
+        else:
+            statuses = [Status.DONE if there else Status.DROPPED for there in answers]
+        for index, status in zip(indexes, statuses, strict=True):
             moved.statuses[index] = status
-            moved.nbytes += size[1] if status is Status.DONE else 0
-        if not is_load:
-            self._known.learn(name for name, done in zip(names, answers, strict=True) if done)
+        done = [i for i, status in enumerate(statuses) if status is Status.DONE]
+        moved.nbytes += sum([sizes[i] for i in done])
+        self._known.learn([names[i] for i in done])
         return True
 
     def _call_store(
-        self, moved: Moved, names: Sequence[str], loans: Sequence[Loan], give_up_at: float, *, is_load: bool
+        self, moved: Moved, names: Sequence[str], views: Sequence[memoryview], give_up_at: float, *, is_load: bool
     ) -> list[bool] | None:
-        views = [loan.view for loan in loans]
         call = self._read_call(names, views) if is_load else self._write_call(names, views)
         nbytes = sum(map(len, views))
         try:
@@ -253,12 +255,10 @@ class ValueMover:
         self._known.doubt(name)  # it was asked for because it seemed to be there
         return Status.MISSING
 
-    def _judge(self, names: StorageNames, name: str, row: int, size: tuple[int, int]) -> Status:
-        payload, value = size
-        verdict = check_value(self._views.own(row, value), payload, name, names.layout_id)
+    def _judge(self, names: StorageNames, name: str, row: int, value: memoryview, payload: int) -> Status:
+        verdict = check_value(value, payload, name, names.layout_id)
         if verdict is SealVerdict.OK:
             self._views.land(row, payload)
-            self._known.learn([name])
             return Status.DONE
         if verdict is SealVerdict.CORRUPT and not self._options.read_only:
             self._delete(name)  # else it would be found, and fail, for ever

@@ -134,9 +134,10 @@ class Sealer:
 
     def _seal(self, sealed: SealedJob) -> None:
         try:
-            for key, row in zip(sealed.job.keys, sealed.job.chunk_ids, strict=True):
-                payload, value = self._sizes[group_of(key)]
-                seal_value(self._views.own(row, value), payload, sealed.names.name(key), sealed.names.layout_id)
+            sizes = [self._sizes[group_of(key)] for key in sealed.job.keys]
+            values = self._views.own(sealed.job.chunk_ids, [value for _, value in sizes])
+            for key, value, (payload, _) in zip(sealed.job.keys, values, sizes, strict=True):
+                seal_value(value, payload, sealed.names.name(key), sealed.names.layout_id)
         except Exception as error:  # noqa: BLE001 -- even a bug of ours must not end this thread
             sealed.error = error_text(error)
         self.sealed.append(sealed)
@@ -158,5 +159,6 @@ class Sealer:
         self.results.append(JobResult(result.job_id, success, landed, result.nbytes, result.seconds))
 
     def _is_sound(self, names: StorageNames, key: OffloadKey, row: int) -> bool:
-        payload, value = self._sizes[group_of(key)]
-        return check_value(self._views.own(row, value), payload, names.name(key), names.layout_id) is SealVerdict.OK
+        payload, nbytes = self._sizes[group_of(key)]
+        [value] = self._views.own([row], [nbytes])
+        return check_value(value, payload, names.name(key), names.layout_id) is SealVerdict.OK

@@ -47,7 +47,7 @@ class StagedViews(ValueViews):
 
     def land(self, row: int, nbytes: int) -> None:
         """Copy the first ``nbytes`` of the value into the row."""
-        memory, offset = self._place(row, nbytes)
+        memory, [offset] = self._places([row], [nbytes])
         _copy(memory, offset, self._region, self._offset(row, nbytes), nbytes)
 
     def end(self, *, kept: bool) -> None:
@@ -56,11 +56,11 @@ class StagedViews(ValueViews):
         if kept:
             self._stage.memory = None
 
-    def _place(self, row: int, nbytes: int) -> tuple[memoryview, int]:
-        if not 0 < nbytes <= self._value_bytes:
-            raise IndexError(f"no {nbytes} bytes in a value of {self._value_bytes}")
+    def _places(self, rows: Sequence[int], sizes: Sequence[int]) -> tuple[memoryview, list[int]]:
+        if not all(0 < nbytes <= self._value_bytes for nbytes in sizes):
+            raise IndexError(f"no {sorted(set(sizes))} bytes in a value of {self._value_bytes}")
         assert self._stage.memory is not None, "not begun"
-        return self._stage.memory.view, self._stage.places[row]
+        return self._stage.memory.view, [self._stage.places[row] for row in rows]
 
 
 def _copy(source: memoryview, source_at: int, target: memoryview, target_at: int, nbytes: int) -> None:

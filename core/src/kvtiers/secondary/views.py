@@ -1,14 +1,15 @@
-"""Views of one value, lent to a store for the length of a call.
+"""Views of values, lent to a store for the length of one call.
 
-A fresh exporter (a small array over the region) stands behind each view. If it is still alive after the call, somebody
-kept the buffer, and could read or write the row when it is another chunk's. Releasing the view alone would not show
-that: a slice of it, or an array made from it, lives on.
+A fresh exporter (an array over the region) stands behind the views of a call. If it is still alive after the call,
+somebody kept a buffer, and could read or write the row when it is another chunk's. Releasing the views alone would not
+show that: a slice of one, or an array made from it, lives on.
 
 The arrays are of ctypes, not of numpy, which would bring a pool of threads of its own into every tier host.
 """
 
 import contextlib
 import ctypes
+import functools
 import gc
 import threading
 import weakref
@@ -19,26 +20,34 @@ __all__ = ["Loan", "ValueViews"]
 _collecting = threading.Lock()  # a collection that meets another one under way does nothing at all
 
 
+@functools.lru_cache(16)
+def _array_type(nbytes: int) -> type[ctypes.Array[ctypes.c_ubyte]]:
+    return ctypes.c_ubyte * nbytes  # a new class otherwise each time, for the garbage collector to find
+
+
 class Loan:
-    """One view that is out. ``view``: 1-D, format B, of exactly one value."""
+    """Views that are out together. ``views``: each 1-D, format B, of exactly one value, at (offset, length)."""
 
-    __slots__ = ("_exporter", "view")
+    __slots__ = ("_exporter", "views")
 
-    def __init__(self, region: memoryview, offset: int, nbytes: int, *, readonly: bool) -> None:
-        array = (ctypes.c_ubyte * nbytes).from_buffer(region, offset)
+    def __init__(self, region: memoryview, places: Sequence[tuple[int, int]], *, readonly: bool) -> None:
+        array = _array_type(len(region)).from_buffer(region)
         self._exporter = weakref.ref(array)
-        view = memoryview(array).cast("B")
-        self.view = view.toreadonly() if readonly else view
+        whole = memoryview(array).cast("B")
+        if readonly:
+            whole = whole.toreadonly()
+        self.views = [whole[offset : offset + nbytes] for offset, nbytes in places]
 
     def take_back(self) -> bool:
-        """End the loan; False if the borrower kept the buffer."""
-        with contextlib.suppress(BufferError):  # what was made from it cannot be taken away; it shows below
-            self.view.release()
-        del self.view  # else our own reference would keep the exporter when the borrower has let go of it
+        """End the loan; False if the borrower kept a buffer."""
+        for view in self.views:
+            with contextlib.suppress(BufferError):  # what was made from it cannot be taken away; it shows below
+                view.release()
+        self.views = []  # else our own references would keep the exporter when the borrower has let go of it
         return self.is_free() or _is_garbage(self)
 
     def is_free(self) -> bool:
-        """Say whether nobody holds the buffer any more."""
+        """Say whether nobody holds a buffer any more."""
         return self._exporter() is None
 
 
@@ -77,18 +86,18 @@ class ValueViews:
     def end(self, *, kept: bool) -> None:
         """End the work; ``kept``: somebody still holds what was lent."""
 
-    def lend(self, row: int, nbytes: int, *, readonly: bool) -> Loan:
-        """Lend the value of a row, ``nbytes`` long. IndexError if there is no such row or it is not that long."""
-        memory, offset = self._place(row, nbytes)
-        return Loan(memory, offset, nbytes, readonly=readonly)
+    def lend(self, rows: Sequence[int], sizes: Sequence[int], *, readonly: bool) -> Loan:
+        """Lend the values of rows, so many bytes each. IndexError if there is no such row or it is not that long."""
+        memory, offsets = self._places(rows, sizes)
+        return Loan(memory, [*zip(offsets, sizes, strict=True)], readonly=readonly)
 
-    def own(self, row: int, nbytes: int) -> memoryview:
-        """Return core's own writable view of the value of a row, ``nbytes`` long, for sealing and checking."""
-        memory, offset = self._place(row, nbytes)
-        return memory[offset : offset + nbytes]
+    def own(self, rows: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
+        """Return core's own writable views of the values of rows, for sealing and checking."""
+        memory, offsets = self._places(rows, sizes)
+        return [memory[offset : offset + nbytes] for offset, nbytes in zip(offsets, sizes, strict=True)]
 
-    def _place(self, row: int, nbytes: int) -> tuple[memoryview, int]:
-        return self._region, self._offset(row, nbytes)
+    def _places(self, rows: Sequence[int], sizes: Sequence[int]) -> tuple[memoryview, list[int]]:
+        return self._region, [self._offset(row, nbytes) for row, nbytes in zip(rows, sizes, strict=True)]
 
     def _offset(self, row: int, nbytes: int) -> int:
         if not 0 <= row < self._rows or not 0 < nbytes <= self._row_stride:

@@ -89,9 +89,8 @@ class Row:
         return bool((self._around[:PAGE] == GUARD).all() and (self._around[-PAGE:] == GUARD).all())
 
     def _lend(self, *, readonly: bool) -> memoryview:
-        loan = Loan(self._region, self._offset, self._nbytes, readonly=readonly)
-        view = loan.view
-        del loan.view  # nobody but the borrower holds it now, so that also the view itself is found if it is kept
+        loan = Loan(self._region, [(self._offset, self._nbytes)], readonly=readonly)
+        view = loan.views.pop()  # the borrower alone holds it now, so that the view itself is found, too, if it is kept
         lent = np.frombuffer(view, np.uint8)
         # By address: a view of anything but this row would make nonsense of every other check.
         assert (lent.ctypes.data, lent.nbytes) == (self._array.ctypes.data, self._nbytes)
