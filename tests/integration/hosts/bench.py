@@ -1,4 +1,7 @@
-"""An engine for tests: a manager with a real region and real hosts, driven step by step, rows filled and compared."""
+"""An engine for tests: a manager with a real region and real hosts, driven step by step, rows filled and compared.
+
+Its clock can be wound on, so that a deadline may be longer than the busiest machine takes and still pass at once.
+"""
 
 import time
 from pathlib import Path
@@ -10,7 +13,7 @@ from kvtiers.api import make_offload_key
 from kvtiers.base import RequestContext
 from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 
-PATIENCE = 30.0
+PATIENCE = 60.0
 PAYLOAD, VALUE = 4000, 4096
 LAYOUT = CacheLayout(
     ModelIdentity("test/model", weights="w1"),
@@ -39,30 +42,50 @@ class Engine:
     def __init__(self, *tiers, rows=256, layout=LAYOUT, **config):
         primary = {"capacity": f"{rows * VALUE // 1024}KiB", "prefault": False}
         budgets = {"store_reserve": "5%", "all_tiers": "80%", "one_tier": "80%", "protected": "10%"}
-        waits = {"lookup_wait": "20s", "load_wait": "20s"}
+        waits = {"lookup_wait": "1h", "load_wait": "1h"}
         self.config = {"version": 1, "primary": primary, "secondary": list(tiers), "budgets": budgets} | waits | config
         self.manager = kvtiers.open_manager(self.config, layout)
         tensors = [np.zeros((1, 2000), np.uint8) for _ in range(2)]
         self.worker = kvtiers.open_worker(self.config, layout, tensors, engine_id=self.manager.engine_id)
         self.version = b"w1"
         self._requests = 0
+        self._wound = 0.0
+        self._take_the_clock()
         self.until(self.manager._engine.ready, "the rank's joining")
+
+    # -- time
+
+    def _take_the_clock(self):
+        parts = [self.manager, self.manager._jobs, self.manager._waits]
+        for slot in self.manager._slots:
+            parts += [slot.tier, slot.tier._breaker, slot.tier._lookups]
+        for part in parts:
+            assert part._clock is time.monotonic
+            part._clock = lambda: time.monotonic() + self._wound
+
+    def wind(self, seconds):
+        """Let so much time pass for the engine; for its hosts and their launcher there is none."""
+        self._wound += seconds
+
+    def end_grace(self, tier="faulty"):
+        """Let the time be over in which the tier's host had to do something or be killed."""
+        link = self._link(tier)
+        for reason in list(link.life.kill_at):
+            link.launcher.kill_unless_forgiven(link.life, reason, 0.0)
 
     # -- steps
 
     def step(self):
-        begin = time.perf_counter()
         self.manager.on_schedule_end()
-        return time.perf_counter() - begin
 
-    def until(self, condition, what="it", patience=PATIENCE):
-        """Step until the condition holds; return how long that took."""
+    def until(self, condition, what="it", *, wind=0.0):
+        """Step until the condition holds, and before each step wind the clock on by so many seconds."""
         begin = time.monotonic()
         while not condition():
+            self.wind(wind)
             self.step()
             time.sleep(0.001)
-            assert time.monotonic() < begin + patience, f"{what} does not happen; {self.manager.stats()['tiers']}"
-        return time.monotonic() - begin
+            assert time.monotonic() < begin + PATIENCE, f"{what} does not happen; {self.manager.stats()['tiers']}"
 
     def until_available(self, *names):
         """Step until these tiers (or all) can be used."""
@@ -101,8 +124,19 @@ class Engine:
     def lookup(self, wanted, ctx):
         return self.manager.lookup_prefix(wanted, ctx)
 
-    def resolve(self, wanted, ctx=None):
-        """Ask step by step until there is nothing to wait for; return the hits and the seconds it took."""
+    def waits(self, wanted, ctx):
+        """Ask once more; say whether the request still has something to wait for."""
+        hits = self.lookup(wanted, ctx)
+        return bool(hits.pending or hits.unresolved)
+
+    def ask_until(self, condition, wanted, what="it"):
+        """Ask step by step until the condition holds; return the request, to ask on with."""
+        ctx = self.request()
+        self.until(lambda: self.lookup(wanted, ctx) and condition(), what)
+        return ctx
+
+    def resolve(self, wanted, ctx=None, *, wind=0.0):
+        """Ask step by step until there is nothing to wait for; return the hits."""
         ctx = ctx or self.request()
         hits = []
 
@@ -110,13 +144,13 @@ class Engine:
             hits.append(self.lookup(wanted, ctx))
             return not hits[-1].pending and not hits[-1].unresolved
 
-        seconds = self.until(resolved, "an answer")
-        return hits[-1].ready, seconds
+        self.until(resolved, "an answer", wind=wind)
+        return hits[-1].ready
 
     def load(self, wanted):
         """Bring chunks up, and compare their bytes; return how many there are."""
         ctx = self.request()
-        ready, _ = self.resolve(wanted, ctx)
+        ready = self.resolve(wanted, ctx)
         if ready:
             plan = self.manager.prepare_load(wanted[:ready], ctx)
             for chunk, row in zip(plan.keys, plan.chunk_ids, strict=True):

@@ -147,14 +147,14 @@ def holders(engine_id):
     return found
 
 
-def await_end(pid, patience=bench.PATIENCE):
+def await_end(pid):
     """Wait until a process that is not our child has ended."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         return
     try:
-        ready, _, _ = select.select([pidfd], [], [], patience)
+        ready, _, _ = select.select([pidfd], [], [], bench.PATIENCE)
         assert ready, f"process {pid} still runs"
     finally:
         os.close(pidfd)
@@ -195,6 +195,13 @@ def start(tmp_path, caplog, monkeypatch):
         for engine in engines:
             wait_until(lambda engine=engine: holders(engine.manager.engine_id) == [], "the end of the last mapping")
     assert set(children()) <= before, "a host, or its zombie, is left"
+
+
+@pytest.fixture
+def unhurried(start, monkeypatch):
+    """At the end, hosts have as long to close their stores as a busy machine needs."""
+    monkeypatch.setattr("kvtiers.secondary.chunk_store_tier._CLOSE_SECONDS", bench.PATIENCE)
+    monkeypatch.setattr("kvtiers.runtime._CLOSE_SECONDS", bench.PATIENCE)
 
 
 class Party:

@@ -2,32 +2,25 @@
 
 import os
 import signal
-import time
 
 import pytest
 
 BOTH = pytest.mark.parametrize("io", ["process", "thread"])
-SLACK = 3.0  # a host has a while to close its store, beyond the drain's own time
-
-
-def closed(engine, timeout):
-    """Shut down; return how long it took."""
-    begin = time.monotonic()
-    engine.close(timeout)
-    return time.monotonic() - begin
+HOUR = 3600.0  # whoever waited as long as he may would never end here
 
 
 @BOTH
-def test_a_shutdown_brings_down_what_is_under_way_and_closes_the_store(start, faulty, gates, machine, log, io):
+def test_a_shutdown_brings_down_what_is_under_way_and_closes_the_store(
+    start, faulty, gates, machine, log, unhurried, io
+):
     engine = start(faulty(io=io))
     engine.until_available()
     gates.set("write", "sleep 0.2")
     engine.put(machine.keys(0, 32))
-    seconds = closed(engine, 20.0)
+    engine.close(HOUR)
     assert len(gates.values()) == 32
     assert (gates.root / "closed").exists()
     assert not log.lines("dropped")
-    assert seconds < 5
 
 
 @BOTH
@@ -38,8 +31,7 @@ def test_a_shutdown_says_how_many_jobs_and_chunks_it_dropped(start, faulty, gate
     for number in range(3):
         engine.put(machine.keys(10 * number, 4))
     machine.wait_until(lambda: gates.reached("write"), "the first store")
-    seconds = closed(engine, 0.3)
-    assert seconds < 0.3 + SLACK
+    engine.close(0.3)
     assert log("dropped") == ["faulty: shutdown within 0.3s dropped 3 jobs with 12 chunks"]
     gates.lift("write")
     with machine.releasing(gates.root.parent):
@@ -67,8 +59,7 @@ def test_whatever_a_host_does_during_the_shutdown_it_ends_within_its_bound(
     pid = engine.host()
     gates.set(stage, order)
     engine.put(machine.keys(0, 4))
-    seconds = closed(engine, 0.5)
-    assert seconds < 0.5 + SLACK
+    engine.close(0.5)
     assert machine.state_of(pid) == ""
     if stage == "write" and order != "fail":  # what has failed before the shutdown is not dropped by it
         assert log("dropped")
@@ -79,7 +70,7 @@ def test_an_idle_host_that_is_stopped_is_killed_at_the_end(start, faulty, machin
     engine.until_available()
     pid = engine.host()
     os.kill(pid, signal.SIGSTOP)
-    assert closed(engine, 0.5) < 0.5 + SLACK
+    engine.close(0.5)
     assert machine.state_of(pid) == ""
 
 
@@ -88,15 +79,14 @@ def test_one_hanging_tier_does_not_cost_another_its_stores(start, faulty, gates_
     engine.until_available()
     gates_of("stuck").set("write", "always hang")
     engine.put(machine.keys(0, 16))
-    closed(engine, 1.0)
+    engine.close(5.0)
     assert len(gates_of("fine").values()) == 16
     assert len(log("dropped")) == 1
     assert (gates_of("fine").root / "closed").exists()
 
 
-def test_a_shutdown_right_after_the_start_is_quick(start, faulty):
-    engine = start(*(faulty(f"tier-{number}") for number in range(3)))
-    assert closed(engine, 5.0) < 5
+def test_a_shutdown_right_after_the_start_waits_for_nothing(start, faulty):
+    start(*(faulty(f"tier-{number}") for number in range(3))).close(HOUR)
 
 
 def test_a_shutdown_waits_for_no_store_that_is_still_opening(start, faulty, gates_of, machine, caplog):
@@ -106,21 +96,21 @@ def test_a_shutdown_waits_for_no_store_that_is_still_opening(start, faulty, gate
         gates_of(name).set("open", "hang")
     engine = start(*tiers)
     machine.wait_until(lambda: all(gates_of(name).reached("open") for name in names), "both hanging")
-    assert closed(engine, 20.0) < 20.0 / 2
+    engine.close(HOUR)
     assert [record.getMessage() for record in caplog.records if record.levelname != "INFO"] == []
 
 
-def test_the_last_words_of_a_store_reach_the_log(start, faulty, gates, machine, log):
+def test_the_last_words_of_a_store_reach_the_log(start, faulty, gates, machine, log, unhurried):
     engine = start(faulty())
     engine.until_available()
     gates.set("close", "says goodbye")
-    closed(engine, 5.0)
+    engine.close(HOUR)
     assert log.lines("goodbye") == ["faulty: goodbye"]
 
 
-def test_an_end_without_trouble_is_no_warning(start, faulty, machine, caplog):
+def test_an_end_without_trouble_is_no_warning(start, faulty, machine, caplog, unhurried):
     engine = start(faulty())
     engine.until_available()
     engine.store(machine.keys(0, 4))
-    closed(engine, 5.0)
+    engine.close(HOUR)
     assert [record.getMessage() for record in caplog.records if record.levelname != "INFO"] == []

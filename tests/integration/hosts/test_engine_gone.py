@@ -94,10 +94,11 @@ def test_ctrl_c_reaches_the_engine_alone_which_still_brings_its_stores_down(part
     hosts = engine.hosts()
     gates.set("write", "sleep 0.3")
     engine.do(
-        "import time\n"
+        "import os, signal, time\n"
         "plan = engine.put(keys(0, 8))\n"
         "def run():\n"
         "    try:\n"
+        "        os.killpg(os.getpid(), signal.SIGINT)\n"
         "        while True: time.sleep(0.01)\n"
         "    except KeyboardInterrupt:\n"
         "        engine.close()\n"
@@ -105,7 +106,6 @@ def test_ctrl_c_reaches_the_engine_alone_which_still_brings_its_stores_down(part
         "None"
     )
     machine.wait_until(lambda: gates.reached("write"), "the store")
-    threading.Timer(0.1, os.killpg, (engine.pid, signal.SIGINT)).start()
     assert engine.do("run()") == "closed"
     assert len(gates.values()) == 8
     await_nothing_left(machine, engine_id, hosts)

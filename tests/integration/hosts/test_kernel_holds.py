@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-QUICK = {"deadline": "1s", "grace": "200ms", "breaker": {"failures": 100}}
+HOUR = 3600.0
+LONG = {"deadline": "1h", "grace": "200ms", "breaker": {"failures": 100}}
 PTRACE_DETACH, PTRACE_SEIZE, PTRACE_O_TRACEEXIT = 17, 0x4206, 0x40
 TRY_TO_FREEZE = (
     "set -e; truncate -s 16M i && mkfs.ext4 -q i && mkdir m && mount -o loop i m && fsfreeze -f m && fsfreeze -u m"
@@ -68,8 +69,13 @@ def stuck(machine, pid, state):
     return [task for task, its in tasks.items() if its == state] if "Z" in tasks.values() else []
 
 
+def sleeps(machine, pid):
+    """Whether a thread of this process is in uninterruptible sleep."""
+    return any(machine.state_of(task.name) == "D" for task in Path(f"/proc/{pid}/task").iterdir())
+
+
 def run(*command):
-    subprocess.run(list(map(str, command)), check=True, timeout=30)
+    subprocess.run(list(map(str, command)), check=True, timeout=60)
 
 
 @pytest.fixture
@@ -80,7 +86,7 @@ def ways(tmp_path):
     trial.mkdir()
     with contextlib.suppress(FileNotFoundError):
         command = ["unshare", "--mount", "sh", "-c", TRY_TO_FREEZE]
-        if subprocess.run(command, cwd=trial, capture_output=True, timeout=30, check=False).returncode == 0:
+        if subprocess.run(command, cwd=trial, capture_output=True, timeout=60, check=False).returncode == 0:
             found.append(InAFrozenFileSystem(tmp_path))
     yield found
     for way in found[1:]:
@@ -90,16 +96,20 @@ def ways(tmp_path):
 def test_a_host_that_the_kernel_does_not_let_go_holds_its_rows_for_as_long(ways, start, faulty_at, machine):
     """SIGKILL does not end it. Everywhere: it stands at its exit. Where we may mount: in uninterruptible sleep too."""
     for way in ways:
-        engine = start(faulty_at(way.root, **QUICK), rows=32)
+        engine = start(faulty_at(way.root, **LONG), rows=32)
         engine.until_available()
         stored = machine.keys(0, 2)
         engine.store(stored)
         pid = engine.host()
-        machine.bench.Gates(way.root).set("write", "hang")
+        gates = machine.bench.Gates(way.root)
+        gates.set("write", "hang")
         way.hold(pid)
         try:
             engine.put(machine.keys(10, 4))
-            engine.until(lambda pid=pid, way=way: stuck(machine, pid, way.state), "its death, as far as it goes")
+            machine.wait_until(lambda pid=pid, gates=gates: gates.reached("write") or sleeps(machine, pid), "the store")
+            engine.until(
+                lambda pid=pid, way=way: stuck(machine, pid, way.state), "its death, as far as it goes", wind=2 * HOUR
+            )
             assert machine.state_of(pid) == "Z"
             rows = f"memfd:kvtiers-{engine.manager.engine_id}"
             assert all(rows in (task / "maps").read_text() for task in stuck(machine, pid, way.state)), (

@@ -2,13 +2,12 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
-QUICK = {"deadline": "400ms", "grace": "200ms", "breaker": {"failures": 3, "delay": "50ms"}}
-STEP = 1.0  # what a step may take on a busy machine
+HOUR = 3600.0
+LONG = {"deadline": "2h", "grace": "200ms", "breaker": {"failures": 3, "delay": "50ms"}}
 DEATHS = pytest.mark.parametrize("death", ["kill", "segfault", "exit"])
 
 
@@ -29,25 +28,32 @@ def no_row_is_lost(engine):
 
 @pytest.mark.parametrize("stage", ["open", "exists", "read", "write"])
 @pytest.mark.parametrize("what", ["kill", "stop", "segfault", "sleep 2", "flood"])
-def test_whatever_a_host_does_at_whatever_stage_costs_hits_and_nothing_else(
-    start, faulty, gates, machine, monkeypatch, stage, what
-):
-    monkeypatch.setattr("kvtiers.secondary.host_backend._LEAST_OPEN_SECONDS", 2.0)
-    tier, wanted = faulty(**QUICK), machine.keys(0, 8)
+def test_whatever_a_host_does_at_whatever_stage_costs_hits_and_nothing_else(start, faulty, gates, machine, stage, what):
+    tier, wanted = faulty(**LONG), machine.keys(0, 8)
     if stage == "open":
         gates.set(stage, what)
-    engine = start(tier, lookup_wait="200ms", load_wait="200ms")
+    engine = start(tier)
     if stage != "open":
         engine.until_available()
         engine.store(wanted)
         engine.forget()
         gates.set(stage, what)
-    _, seconds = engine.resolve([*wanted, *machine.keys(50, 2)])
-    assert seconds < 0.2 + 0.2 + STEP
-    engine.put(machine.keys(100, 8))
-    assert max(engine.step() for _ in range(100)) < STEP, "the engine's thread has waited"
-    machine.wait_until(lambda: gates.reached(stage), "the call")
-    engine.until(lambda: not engine.figures()["pinned_rows"], "the end of its jobs")
+    if stage == "write":
+        engine.put(machine.keys(100, 8))
+    asked = [*wanted, *machine.keys(50, 2)]
+    ctx = engine.ask_until(lambda: gates.reached(stage), asked, "the call")
+    engine.put(machine.keys(200, 8))
+    for _ in range(100):
+        engine.step()
+    engine.waits(asked, ctx)  # for an hour for an answer, from now at the latest, and for another for a load
+    engine.wind(HOUR)
+    engine.waits(asked, ctx)
+    engine.wind(HOUR)
+    assert not engine.waits(asked, ctx)
+    engine.step()
+    if (stage, what) == ("open", "stop"):
+        engine.end_grace()
+    engine.until(lambda: not engine.figures()["pinned_rows"], "the end of its jobs", wind=HOUR)
     no_row_is_lost(engine)
     hits_resume(engine, machine)
 
@@ -66,15 +72,13 @@ def test_a_host_that_dies_while_it_opens_is_started_again(start, faulty, gates, 
 
 @pytest.mark.parametrize("death", ["kill", "segfault"])
 def test_a_host_that_dies_in_the_middle_of_a_load_fails_it_at_once(start, faulty, gates, machine, death):
-    engine = start(faulty())
+    engine = start(faulty(**LONG))
     engine.until_available()
     wanted = machine.keys(0, 8)
     engine.store(wanted)
     engine.forget()
     gates.set("read", death)
-    ready, seconds = engine.resolve(wanted)
-    assert ready < 8
-    assert seconds < 5, "a dead host is not waited for until the deadline"
+    assert engine.resolve(wanted) < 8
     no_row_is_lost(engine)
     engine.until_available("faulty")
     engine.forget()
@@ -94,12 +98,10 @@ def test_a_host_that_dies_in_the_middle_of_a_store_drops_it(start, faulty, gates
 
 
 def test_a_host_that_dies_at_a_question_makes_it_a_miss(start, faulty, gates, machine):
-    engine = start(faulty())
+    engine = start(faulty(**LONG))
     engine.until_available()
     gates.set("exists", "segfault")
-    ready, seconds = engine.resolve(machine.keys(0, 8))
-    assert ready == 0
-    assert seconds < 5
+    assert engine.resolve(machine.keys(0, 8)) == 0
     hits_resume(engine, machine)
 
 
@@ -126,7 +128,7 @@ def test_a_host_is_deaf_to_what_is_meant_for_the_engine(start, faulty, machine):
 
 @pytest.mark.parametrize("stage", ["read", "write"])
 def test_a_host_that_is_stopped_in_a_job_is_killed_after_deadline_and_grace(start, faulty, gates, machine, log, stage):
-    engine = start(faulty(**QUICK))
+    engine = start(faulty(**LONG), load_wait="99h")
     engine.until_available()
     wanted = machine.keys(0, 4)
     if stage == "read":
@@ -135,19 +137,24 @@ def test_a_host_that_is_stopped_in_a_job_is_killed_after_deadline_and_grace(star
     pid = engine.host()
     gates.set(stage, "stop")
     if stage == "read":
-        ready, seconds = engine.resolve(wanted)
-        assert ready < 4
-        assert 0.3 < seconds < 5
+        ctx = engine.ask_until(lambda: gates.reached(stage), wanted, "the load")
+        assert engine.waits(wanted, ctx)
+        assert engine.resolve(wanted, ctx, wind=HOUR) < 4
     else:
         engine.put(wanted)
-    engine.until(lambda: machine.state_of(pid) in {"", "Z"} or engine.life() is None, "its end")
+        machine.wait_until(lambda: gates.reached(stage), "the store")
+    engine.until(
+        lambda: machine.state_of(pid) in {"", "Z"} or engine.life() is None,
+        "its end",
+        wind=HOUR if stage == "write" else 0.0,
+    )
     assert log("its host is killed: job ")
     no_row_is_lost(engine)
     hits_resume(engine, machine)
 
 
 def test_an_idle_host_that_is_stopped_is_found_out_by_its_silence_and_killed(start, faulty, machine, log):
-    engine = start(faulty(**QUICK))
+    engine = start(faulty(**LONG))
     engine.until_available()
     pid = engine.host()
     os.kill(pid, signal.SIGSTOP)
@@ -159,16 +166,16 @@ def test_an_idle_host_that_is_stopped_is_found_out_by_its_silence_and_killed(sta
         ctx = engine.request()
         engine.lookup([machine.key(10_000 + asked)], ctx)
         engine.manager.on_request_finished(ctx)
-        return log.lines("its host is killed: it has not answered for 0.4s")
+        return log.lines("its host is killed: it has not answered for 7200s")
 
-    engine.until(is_killed, "its end")
+    engine.until(is_killed, "its end", wind=HOUR)
     hits_resume(engine, machine)
 
 
 @pytest.mark.parametrize("stage", ["read", "write"])
 def test_a_call_that_hangs_in_the_kernel_costs_its_host_and_nothing_more(start, faulty, gates, machine, stage):
     """Blocked in a read of a FIFO that nobody writes: no exception and no signal handler gets it out of there."""
-    engine = start(faulty(threads=1, **QUICK))
+    engine = start(faulty(threads=1, **LONG))
     engine.until_available()
     wanted = machine.keys(0, 4)
     if stage == "read":
@@ -176,30 +183,34 @@ def test_a_call_that_hangs_in_the_kernel_costs_its_host_and_nothing_more(start, 
         engine.forget()
     gates.set(stage, "hang")
     if stage == "read":
-        engine.resolve(wanted)
+        engine.ask_until(lambda: gates.reached(stage), wanted, "the load")
     else:
         engine.put(wanted)
+        machine.wait_until(lambda: gates.reached(stage), "the store")
+    engine.until(lambda: engine.figures()["expired_jobs"], "the job's failure", wind=HOUR)
     engine.until(lambda: engine.own()["host_starts"] == 2, "its second life")
     no_row_is_lost(engine)
     hits_resume(engine, machine)
 
 
 def test_a_queued_job_that_a_busy_host_never_begins_costs_hits_but_not_the_host(start, faulty, gates, machine):
-    engine = start(faulty(threads=1, deadline="500ms", grace="10s", breaker={"failures": 100}))
+    engine = start(faulty(threads=1, deadline="2h", grace="1h", breaker={"failures": 100}), load_wait="99h")
     engine.until_available()
     for number in range(6):
         engine.store(machine.keys(10 * number, 1))
     engine.forget()
-    gates.set("read", "always sleep 0.3")
+    gates.set("read", "hang")
     requests = [engine.request() for _ in range(6)]
 
-    def all_resolved():
-        hits = [engine.lookup(machine.keys(10 * n, 1), ctx) for n, ctx in enumerate(requests)]
-        return not any(hit.pending or hit.unresolved for hit in hits)
+    def ask():
+        return [engine.waits(machine.keys(10 * n, 1), ctx) for n, ctx in enumerate(requests)]
 
-    engine.until(all_resolved, "six answers")
+    engine.until(lambda: all(ask()) and engine.figures()["running_jobs"] == 6, "six jobs")
+    machine.wait_until(lambda: gates.reached("read"), "the first of them")
+    engine.until(lambda: engine.figures()["expired_jobs"] == 6, "their failure", wind=HOUR)
+    assert not any(ask())
+    assert machine.release(gates.root / "fifo")
     no_row_is_lost(engine)
-    assert engine.figures()["expired_jobs"] >= 1
     assert engine.own()["host_starts"] == 1
 
 
@@ -252,13 +263,11 @@ def test_what_a_store_starts_keeps_neither_the_host_alive_nor_the_memory(start, 
 
 def test_the_engines_thread_never_waits_while_its_hosts_are_stopped(start, faulty, machine):
     """Stores, loads and questions go on into a socket that nobody reads, until the outbox is full and beyond."""
-    engine = start(faulty(store_queue=100_000, deadline="60s"), rows=2048)
+    engine = start(faulty(store_queue=100_000, deadline="2h"), rows=2048)
     engine.until_available()
     pid = engine.host()
     os.kill(pid, signal.SIGSTOP)
-    longest = 0.0
     for number in range(200):
-        begin = time.perf_counter()
         ctx = engine.request()
         engine.lookup(machine.keys(1_000_000 + 1000 * number, 1000), ctx)
         engine.manager.on_request_finished(ctx)
@@ -266,8 +275,7 @@ def test_the_engines_thread_never_waits_while_its_hosts_are_stopped(start, fault
             engine.put(machine.keys(10 * number, 10))
         else:
             engine.step()
-        longest = max(longest, time.perf_counter() - begin)
-    assert longest < 2.0, "a step waited for the host"
+    assert machine.state_of(pid) == "T", "whoever waited for it would wait still"
     figures = engine.own()
     assert figures["open_probes"] <= 128
     os.kill(pid, signal.SIGCONT)

@@ -8,21 +8,22 @@ import pytest
 
 from kvtiers.secondary.launcher import HostLauncher
 
-QUICK = {"deadline": "1s", "grace": "200ms", "breaker": {"failures": 100}}
+HOUR = 3600.0
+LONG = {"deadline": "1h", "grace": "200ms", "breaker": {"failures": 100}}
 BOTH = pytest.mark.parametrize("io", ["process", "thread"])
 
 
 def stuck_load(start, faulty, gates, machine, io, **options):
     """An engine with a load that has written half a value and hangs, and that the engine has given up."""
-    engine = start(faulty(io=io, threads=1, **QUICK), **options)
+    engine = start(faulty(io=io, threads=1, **LONG), load_wait="99h", **options)
     engine.until_available()
     wanted = machine.keys(0, 4)
     engine.store(wanted)
     engine.forget()
     gates.set("read", "hang")
-    ready, _ = engine.resolve(wanted)
-    assert ready == 0
-    engine.until(lambda: gates.reached("read") and engine.figures()["expired_jobs"], "the load's failure")
+    ctx = engine.ask_until(lambda: gates.reached("read"), wanted, "the load")
+    engine.until(lambda: engine.figures()["expired_jobs"], "the load's failure", wind=2 * HOUR)
+    assert engine.resolve(wanted, ctx) == 0
     return engine
 
 
@@ -55,14 +56,15 @@ def test_rows_of_a_call_that_cannot_be_ended_are_not_used_again_until_it_returns
 
 def test_a_stopped_host_that_wakes_up_too_late_writes_nothing(start, faulty, gates, machine):
     """It is killed while it is stopped; SIGCONT comes only after the rows are free."""
-    engine = start(faulty(threads=1, **QUICK))
+    engine = start(faulty(threads=1, **LONG))
     engine.until_available()
     wanted = machine.keys(0, 4)
     engine.store(wanted)
     engine.forget()
     pid = engine.host()
     gates.set("read", "stop")
-    engine.resolve(wanted)
+    engine.ask_until(lambda: gates.reached("read"), wanted, "the load")
+    engine.until(lambda: engine.figures()["expired_jobs"], "the load's failure", wind=2 * HOUR)
     engine.until(lambda: not engine.figures()["quarantined_rows"], "the release of the rows")
     engine.poison()
     with pytest.raises(ProcessLookupError):
@@ -72,15 +74,15 @@ def test_a_stopped_host_that_wakes_up_too_late_writes_nothing(start, faulty, gat
 
 
 def test_a_buffer_that_a_store_keeps_costs_its_host_and_then_the_rows_come_free(start, faulty, gates, machine, log):
-    engine = start(faulty(**QUICK))
+    engine = start(faulty(**LONG | {"grace": "1h"}))
     engine.until_available()
     wanted = machine.keys(0, 4)
     engine.store(wanted)
     engine.forget()
     gates.set("read", "keeps")
-    ready, _ = engine.resolve(wanted)
-    assert ready < 4
+    assert engine.resolve(wanted) < 4
     assert engine.figures()["quarantined_rows"] == 4
+    engine.end_grace()
     engine.until(lambda: not engine.figures()["quarantined_rows"], "the release of the rows")
     assert log("its host is killed: job ")
     engine.until(lambda: engine.own()["host_starts"] == 2, "its second life")
@@ -124,7 +126,7 @@ def test_a_host_that_cannot_be_reaped_for_a_while_holds_its_rows_for_as_long(
 
 @BOTH
 def test_a_thousand_jobs_in_flight_each_end_once(start, faulty, gates, machine, io):
-    engine = start(faulty(io=io, deadline="60s"), rows=1400)
+    engine = start(faulty(io=io, deadline="1h"), rows=1400)
     engine.until_available()
     gates.set("write", "always hang")
     wanted = machine.keys(0, 1000)

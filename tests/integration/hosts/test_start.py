@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -24,9 +23,7 @@ def test_an_engine_runs_though_no_tier_can_be_reached_and_hits_begin_when_they_c
     wanted = machine.keys(0, 8)
     engine.store(wanted)
     assert engine.load(wanted) == 8, "from the primary"
-    ready, seconds = engine.resolve(machine.keys(100, 8))
-    assert ready == 0
-    assert seconds < 1
+    assert not engine.waits(machine.keys(100, 8), engine.request())
     for name in ("first", "second", "third"):
         engine.until(lambda name=name: gates_of(name).reached("open") >= 3, "its third try")
         assert len(log(f"{name}: out of use: OSError: it was told to")) == 1
@@ -38,20 +35,13 @@ def test_an_engine_runs_though_no_tier_can_be_reached_and_hits_begin_when_they_c
     assert {engine.figures(name)["stored_chunks"] for name in ("first", "second", "third")} == {8}
 
 
-def test_open_manager_returns_before_any_host_is_there(start, faulty, machine):
-    begin = time.perf_counter()
-    engine = start(*(faulty(f"tier-{number}") for number in range(3)))
-    assert time.perf_counter() - begin < 2
-    assert not any(slot.available() for slot in engine.manager._slots)
-    engine.until_available()
-
-
-def test_hosts_start_side_by_side(start, faulty, gates_of, machine):
+def test_hosts_start_side_by_side_behind_the_back_of_open_manager(start, faulty, gates_of, machine):
     names = ["first", "second", "third", "fourth"]
     tiers = [faulty(name) for name in names]
     for name in names:
         gates_of(name).set("open", "hang")
     engine = start(*tiers)
+    assert not any(slot.available() for slot in engine.manager._slots)
     machine.wait_until(lambda: all(gates_of(name).reached("open") for name in names), "all four hanging at once")
     for name in names:
         assert machine.release(gates_of(name).root / "fifo")
@@ -72,12 +62,12 @@ def test_a_store_that_hangs_while_it_opens_holds_up_no_other_tier(start, faulty,
 
 
 @BOTH
-def test_a_required_tier_that_cannot_be_opened_is_named_with_the_reason(start, faulty, gates, io):
+def test_a_required_tier_that_cannot_be_opened_is_named_with_the_reason(start, faulty, gates, machine, io):
     tier = faulty(io=io, required=True)
     gates.set("open", "always fail")
     engine = start(tier)
     with pytest.raises(StartError, match=r"faulty: required, but cannot be opened: OSError: it was told to"):
-        engine.manager.wait_ready(20)
+        engine.manager.wait_ready(machine.PATIENCE)
 
 
 @BOTH
@@ -85,7 +75,7 @@ def test_wait_ready_waits_until_required_tiers_are_open(start, faulty, gates, ma
     tier = faulty(io=io, required=True)
     gates.set("open", "sleep 0.3")
     engine = start(tier)
-    engine.manager.wait_ready(20)
+    engine.manager.wait_ready(machine.PATIENCE)
     engine.step()
     assert engine.manager._slots[0].available()
 
@@ -98,7 +88,7 @@ def test_wait_ready_from_another_thread_does_not_disturb_an_engine_that_steps(st
 
     def wait():
         try:
-            engine.manager.wait_ready(20)
+            engine.manager.wait_ready(machine.PATIENCE)
         except Exception as error:  # noqa: BLE001 -- raised below
             errors.append(error)
 
@@ -258,7 +248,7 @@ def test_replicas_do_not_write_what_another_has_written(start, faulty, machine):
 @pytest.mark.parametrize(("limit", "written"), [({"bytes_per_second": 16}, 1), ({"requests_per_second": 0.001}, 0)])
 def test_a_tier_is_used_no_faster_than_its_config_allows(start, faulty, gates, machine, io, limit, written):
     """The next turn is minutes away: a value is 256 seconds' worth of bytes, the question before it all the calls."""
-    engine = start(faulty(io=io, rate_limit=limit, deadline="5s"))
+    engine = start(faulty(io=io, rate_limit=limit))
     engine.until_available()
     engine.store(machine.keys(0, 4))
     assert engine.figures()["stored_chunks"] == len(gates.values()) == written
