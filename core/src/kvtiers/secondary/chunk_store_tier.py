@@ -92,10 +92,12 @@ class ChunkStoreTier(SecondaryTierManager):
 
     def on_schedule_end(self) -> None:
         """Send the step's questions, and the breaker's probe when it is due."""
-        self._lookups.flush()
-        for _ in range(self._lookups.give_up_overdue()):
-            self._note_error("a lookup was not answered in time")
-        self._probe_when_due()
+        if self._lookups.at_work:
+            self._lookups.flush()
+            for _ in range(self._lookups.give_up_overdue()):
+                self._note_error("a lookup was not answered in time")
+        if self._breaker.state is not BreakerState.CLOSED or self._probe_until is not None:
+            self._probe_when_due()
         self._backend.flush()
 
     def drain(self, timeout: float) -> bool:

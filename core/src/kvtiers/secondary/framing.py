@@ -53,6 +53,11 @@ class FrameReader:
         self._max_bytes = max_bytes
         self._buffer = bytearray()
 
+    @property
+    def waiting(self) -> bool:
+        """Bytes have been fed that no frame has been made of."""
+        return bool(self._buffer)
+
     def feed(self, data: bytes | memoryview) -> None:
         """Take in bytes from the stream."""
         self._buffer += data

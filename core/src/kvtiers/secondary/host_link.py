@@ -32,6 +32,7 @@ _FRAMES_PER_POLL = 1024
 _BYTES_AT_ONCE = 1 << 18
 _UNASKED_AT_FIRST, _UNASKED_PER_SECOND = 500, 200  # messages that answer nothing; a host sends a quarter of it
 _LAST_SECONDS = 1.0  # what has hung up has to end
+_UNASKED = frozenset({Kind.LOG, Kind.STATS, Kind.OPENED})
 
 
 class LinkedTier(Protocol):
@@ -91,6 +92,8 @@ class HostLink:
 
     def flush(self) -> None:
         """Send what the socket takes."""
+        if not self._outbox:
+            return
         with self._lock:
             while self._outbox and self.life is not None and not self._lost:
                 try:
@@ -105,12 +108,15 @@ class HostLink:
     def poll(self) -> None:
         """Take what the host and the launcher have to say, a bounded amount, and pass it on."""
         with self._lock:
-            if self.life is None and self.host.lives:
+            if self.life is None:
+                if not self.host.lives:
+                    return
                 self._connect(self.host.lives.popleft())
-            self.flush()
+            if self._outbox:
+                self.flush()
             if self.life is not None and not self._lost:
                 self._receive(self.life)
-            if self.life is not None and self._lost and self.life.status is not None:
+            if self._lost and self.life is not None and self.life.status is not None:
                 self.life = None
                 for tier in self.tiers:
                     tier.buried()
@@ -153,9 +159,11 @@ class HostLink:
 
     def _receive(self, life: HostLife) -> None:
         try:
-            left = _FRAMES_PER_POLL - self._take_frames(_FRAMES_PER_POLL)
-            if not left:
-                return  # what comes faster than it is taken stays in the socket, and holds the host up
+            left = _FRAMES_PER_POLL
+            if self._reader.waiting:
+                left -= self._take_frames(left)
+                if not left:
+                    return  # what comes faster than it is taken stays in the socket, and holds the host up
             data = self._read(life)
             if data:
                 life.heard = True
@@ -187,14 +195,15 @@ class HostLink:
         if message.tier >= len(self.tiers):
             raise ProtocolError(f"a message of tier {message.tier}, of {len(self.tiers)}")
         tier = self.tiers[message.tier]
-        if message.kind in {Kind.LOG, Kind.STATS, Kind.OPENED}:
+        if message.kind in _UNASKED:
             self._count_unasked()
-        if message.kind == Kind.LOG:
-            self.logs.post(*wire.decode_log(message.body))
-        elif message.kind == Kind.STATS:
-            tier.take_stats(wire.decode_stats(message.body))
-        else:
-            tier.take(wire.decode_event(message))
+            if message.kind == Kind.LOG:
+                self.logs.post(*wire.decode_log(message.body))
+                return
+            if message.kind == Kind.STATS:
+                tier.take_stats(wire.decode_stats(message.body))
+                return
+        tier.take(wire.decode_event(message))
 
     def _count_unasked(self) -> None:
         self._unasked += 1

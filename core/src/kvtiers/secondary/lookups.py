@@ -60,6 +60,11 @@ class TierLookups:
         """Questions under way."""
         return len(self._probes)
 
+    @property
+    def at_work(self) -> bool:
+        """There is a question to send, or one under way."""
+        return bool(self._probes or self._singles or self._runs)
+
     def ask(self, keys: Sequence[OffloadKey]) -> list[LookupResult]:
         """Answer for the leading run of a prefix, up to the first MISS or unknown chunk; what is unknown gets asked."""
         now = self._clock()

@@ -51,6 +51,7 @@ class SealedTier(SecondaryTierManager):
         self._name = config.tier_name
         self._names = names
         self._breaker = Breaker(config.breaker, clock)
+        self._figures: dict[str, float] = {}
         self._jobs: dict[int, SealedJob] = {}
         self._probing_with: int | None = None
         reopen = (config.breaker.delay, config.breaker.max_delay)
@@ -135,6 +136,7 @@ class SealedTier(SecondaryTierManager):
             self._breaker.wants_probe()
             self._hand_over(tier)
             tier.on_schedule_end()
+            self._figures = _figures_of(tier)
 
     def has_pending_work(self) -> bool:
         """Pass on."""
@@ -174,19 +176,12 @@ class SealedTier(SecondaryTierManager):
         self._names = names
 
     def stats(self) -> dict[str, float]:
-        """Return the tier's own figures and the seal's."""
-        tier = self._sealer.tier
-        own: dict[str, float] = {}
-        if isinstance(tier, SupportsStats):
-            try:
-                own = {str(name): float(figure) for name, figure in tier.stats().items()}
-            except Exception:  # noqa: BLE001 -- a tier is somebody else's code, and figures are no promise
-                own = {}
-        return own | {
+        """Return the tier's own figures, as of the last step's end, and the seal's. From any thread."""
+        return self._figures | {
             "seal_failures": self._sealer.seal_failures,
             "breaker_state": int(self._breaker.state),
             "breaker_opened": self._breaker.opened,
-            "open": int(tier is not None),
+            "open": int(self._sealer.tier is not None),
         }
 
     # -- inside
@@ -241,6 +236,16 @@ class SealedTier(SecondaryTierManager):
             self._breaker.probed(ok=ok and not known.abandoned)
         elif not known.abandoned:
             self._breaker.record(ok=ok)
+
+
+def _figures_of(tier: SecondaryTierManager) -> dict[str, float]:
+    """Return a tier's own figures, if it has some."""
+    if not isinstance(tier, SupportsStats):
+        return {}
+    try:
+        return {str(name): float(figure) for name, figure in tier.stats().items()}
+    except Exception:  # noqa: BLE001 -- a tier is somebody else's code, and figures are no promise
+        return {}
 
 
 def _outer(known: SealedJob, result: JobResult) -> JobResult:

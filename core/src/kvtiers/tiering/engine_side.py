@@ -21,7 +21,7 @@ class EngineSide(Protocol):
         """Make all later keys and values those of other weights."""
 
     def tier_stats(self, name: str) -> dict[str, float]:
-        """Return a tier's own figures."""
+        """Return a tier's own figures. From any thread."""
 
     def close_tiers(self, timeout: float) -> None:
         """Drain and close the tiers within ``timeout`` seconds."""

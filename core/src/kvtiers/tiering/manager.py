@@ -46,11 +46,13 @@ _R = TypeVar("_R")
 def _timed(
     method: Callable[Concatenate["TieringManager", _P], _R],
 ) -> Callable[Concatenate["TieringManager", _P], _R]:
-    """Count the time that a call takes on the engine's thread."""
+    """Count the time that a call takes on the engine's thread; the first one begins a step."""
 
     @functools.wraps(method)
     def timed(self: "TieringManager", /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         begin = time.perf_counter()
+        if self._snapshots.between_steps:
+            self._snapshots.begin_step()
         try:
             return method(self, *args, **kwargs)
         finally:
@@ -194,6 +196,8 @@ class TieringManager:
         if self._closed:
             return
         begin = time.perf_counter()
+        if self._snapshots.between_steps:
+            self._snapshots.begin_step()
         self._begin()
         self._waits.observe_prefill(prefill_tokens, prefill_seconds)
         self._plans.release_orphans()
@@ -213,7 +217,7 @@ class TieringManager:
         took = time.perf_counter() - begin
         metrics.engine_seconds += took
         metrics.step_latency.observe(took)
-        self._snapshots.take()
+        self._snapshots.end_step()
 
     def has_pending_work(self) -> bool:
         """Say whether the engine should keep stepping though it has no request: somebody waits for what is under way.
@@ -229,6 +233,7 @@ class TieringManager:
             or any(slot.has_pending_work() for slot in self._slots)
         )
 
+    @_timed
     def take_events(self) -> list[OffloadEvent]:
         """Return what has become resident or was removed since the last call, oldest first. A reset is no event."""
         self._take_events()
@@ -240,6 +245,7 @@ class TieringManager:
 
     # -- life
 
+    @_timed
     def reset_cache(self) -> None:
         """Forget all chunks at once, without waiting: what is in flight ends in quarantine. Tiers keep their values."""
         if self._closed:

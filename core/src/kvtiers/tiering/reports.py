@@ -1,7 +1,8 @@
 """What the manager tells others: figures, and events.
 
-Figures are taken at the end of each step, in a few microseconds, and put into words by whoever asks. Events are kept
-in order for whoever takes them; they are bounded, and a reset forgets them.
+Figures are those of the last step's end. Taking them costs as much as a step in which nothing happens, so it is left to
+whoever asks before the next step begins; the beginning of a step takes them only while somebody asks now and then.
+Events are kept in order for whoever takes them; they are bounded, and a reset forgets them.
 """
 
 from collections import deque
@@ -18,6 +19,8 @@ from kvtiers.tiering.tiers import TierSlot
 __all__ = ["EventLog", "Snapshots"]
 
 _MAX_KEYS = 1 << 17  # of events that nobody has taken
+_MOST_STEPS_BEHIND = 8
+_ASKED_STEPS = 1024  # for so many steps after a question each step is ready for the next one
 
 _PRIMARY = {
     "rows": "num_rows",
@@ -63,7 +66,10 @@ class _Moment(NamedTuple):
 
 
 class Snapshots:
-    """Keeps the figures of the last moment taken. ``take``: engine's thread; ``data``: any thread."""
+    """Keeps the figures of a step's end. Engine's thread, but ``data``: any thread.
+
+    Who asks for the first time, or the first time in long, and during a step, gets those of a few steps before.
+    """
 
     def __init__(
         self,
@@ -76,24 +82,43 @@ class Snapshots:
         self._primary = primary
         self._slots = slots
         self._own_stats = own_stats
-        self.take()
+        self._asked = False
+        self._steps = 0
+        self.between_steps = True
+        """Nothing has changed since a step's end."""
+        self._moment = self._take()
 
-    def take(self) -> None:
-        """Note all figures as they are now."""
-        self._moment = _Moment(
-            _ENGINE.read(self._metrics),
-            _read_primary(self._primary),
-            [(slot.name, slot.own_stats(self._own_stats), _TIER.read(slot.metrics)) for slot in self._slots],
-        )
+    def begin_step(self) -> None:
+        """From now on figures change: note those of now, if somebody may want them."""
+        self.between_steps = False
+        self._steps += 1
+        if self._asked or not self._steps % _MOST_STEPS_BEHIND:
+            self._moment = self._take()
+            self._asked = self._asked and self._steps % _ASKED_STEPS > 0
+
+    def end_step(self) -> None:
+        """All figures are those of a step's end."""
+        self.between_steps = True
 
     def data(self) -> dict[str, Any]:
-        """Return the figures of that moment as plain data: ``engine``, ``primary``, ``tiers`` by name."""
-        moment = self._moment
+        """Return all figures as plain data: ``engine``, ``primary``, ``tiers`` by name."""
+        self._asked = True  # before the look at the step: one that begins now takes them
+        steps, taken = self._steps, self._take() if self.between_steps else None
+        if taken is None or not self.between_steps or steps != self._steps:
+            taken = self._moment
+        moment = taken
         return {
             "engine": _ENGINE.as_data(*moment.engine),
             "primary": dict(zip(_PRIMARY, moment.primary, strict=True)),
             "tiers": {name: _TIER.as_data(*figures) | {"own": own} for name, own, figures in moment.tiers},
         }
+
+    def _take(self) -> _Moment:
+        return _Moment(
+            _ENGINE.read(self._metrics),
+            _read_primary(self._primary),
+            [(slot.name, slot.own_stats(self._own_stats), _TIER.read(slot.metrics)) for slot in self._slots],
+        )
 
 
 class EventLog:
