@@ -41,6 +41,29 @@ def make_model(folder: Path, *, seed: int, **config: Any) -> Path:
     return folder
 
 
+def make_window_model(folder: Path, *, seed: int, window: int) -> Path:
+    """Write a tiny model of which every other layer sees a window of so many tokens: two KV groups."""
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=4096,
+        initializer_range=0.15,
+        sliding_window=window,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+    torch.manual_seed(seed)
+    Gemma3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
 def make_prompt(seed: int, tokens: int) -> list[int]:
     """Return a prompt of random tokens."""
     numbers = random.Random(seed)

@@ -68,6 +68,21 @@ class Engine:
         mover.check_value = lambda *_: mover.SealVerdict.OK
         return {"ok": True}
 
+    def fail_copies(self, lane: str) -> dict[str, Any]:
+        """Have every copy in this direction ("store", "load") fail from now on; "" ends that."""
+        from kvtiers.gpu.worker import GpuWorker
+
+        advance = self._advance = getattr(self, "_advance", GpuWorker._advance)
+
+        def fail(worker: Any, job: Any) -> bool:
+            if job.lane != lane:
+                return advance(worker, job)
+            job.error = "it was to fail"
+            return False
+
+        GpuWorker._advance = fail
+        return {"ok": True}
+
     def shutdown(self) -> dict[str, Any]:
         self._llm.llm_engine.engine_core.shutdown()
         return {"ok": True}
