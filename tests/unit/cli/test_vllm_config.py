@@ -8,6 +8,7 @@ from click.testing import CliRunner
 
 from kvtiers.cli.main import cli
 from kvtiers.integrations.vllm.options import load_tier_options
+from kvtiers.integrations.vllm.stack.options import load_stack_config
 
 TIERS = """
 version: 1
@@ -87,3 +88,23 @@ def test_a_file_that_is_not_there_is_one_line(run):
     result = CliRunner().invoke(cli, ["vllm-config", "nowhere.yaml"])
     assert result.exit_code == 2
     assert result.stderr == "error: nowhere.yaml: cannot read the file: No such file or directory\n"
+
+
+def test_the_whole_stack_reads_the_file_itself(run, tmp_path):
+    result = run(TIERS + "budgets: {one_tier: 10%}\n", "--whole-stack", "--json", "--blocks-per-chunk", "4")
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    extra = printed["kv_connector_extra_config"]
+    assert printed["kv_connector"] == "OffloadingConnector"
+    assert extra["spec_name"] == "KvtiersOffloadingSpec"
+    assert extra["blocks_per_chunk"] == 4
+    config, weights = load_stack_config(extra)
+    assert weights == "abc"
+    assert [tier.tier_name for tier in config.secondary] == ["near", "far"]
+    assert extra["kvtiers_config"] == str(tmp_path / "tiers.yaml")
+
+
+def test_what_the_engine_says_itself_is_refused_for_the_whole_stack_too(run):
+    result = run(TIERS.replace("revision: abc", "kv_dtype: float16"), "--whole-stack")
+    assert result.exit_code == 2
+    assert "tiers.yaml: model.kv_dtype: the engine says that itself" in result.stderr

@@ -1,4 +1,4 @@
-"""``kvtiers vllm-config``: a config as the argument that puts its tiers under vLLM's own tiering, checked."""
+"""``kvtiers vllm-config``: a config as the argument that puts its tiers, or all of kvtiers, under vLLM, checked."""
 
 import json
 import shlex
@@ -13,9 +13,10 @@ from kvtiers.config import OffloadConfig, load_config
 from kvtiers.config.models import BudgetConfig, PrimaryConfig
 from kvtiers.config.yaml_text import parse_yaml
 from kvtiers.integrations.vllm.options import OPTIONS_KEY, PREFIX, load_tier_options
+from kvtiers.integrations.vllm.stack.options import CONFIG_KEY, load_stack_config
 from kvtiers.plugins import load_tier
 
-__all__ = ["transfer_config", "vllm_config"]
+__all__ = ["stack_config", "transfer_config", "vllm_config"]
 
 _EVICTION = {"lru", "arc"}  # those that vLLM has under the same names
 
@@ -26,6 +27,7 @@ _EVICTION = {"lru", "arc"}  # those that vLLM has under the same names
 Examples:
   kvtiers vllm-config tiers.yaml                 to be pasted behind 'vllm serve MODEL'
   vllm serve MODEL --kv-transfer-config "$(kvtiers vllm-config tiers.yaml --json)"
+  kvtiers vllm-config tiers.yaml --whole-stack   kvtiers' own primary and manager in vLLM, not its tiers alone
 
 Secrets stay out: what is written as ${NAME} or as {file: PATH} is passed on like that, and read by the engine.
 Exit status: 0, or 2 if something in the file cannot be had under vLLM's own tiering.""",
@@ -34,14 +36,18 @@ Exit status: 0, or 2 if something in the file cannot be had under vLLM's own tie
 @click.option(
     "--blocks-per-chunk", type=click.IntRange(1, 64), help="vLLM's blocks that are stored as one value. [default: 1]"
 )
+@click.option("--whole-stack", is_flag=True, help="For kvtiers' own manager and primary, which read FILE themselves.")
 @click.option("--json", "as_json", is_flag=True, help="Print the JSON object alone, without the option's name.")
-def vllm_config(file: str, blocks_per_chunk: int | None, as_json: bool) -> None:
+def vllm_config(file: str, blocks_per_chunk: int | None, whole_stack: bool, as_json: bool) -> None:
     """Print FILE as vLLM's --kv-transfer-config."""
     config = load_config(file)
     document = parse_yaml(Path(file).read_bytes())
     assert isinstance(document, Mapping), "load_config has said so"
     try:
-        text = json.dumps(transfer_config(config, document, blocks_per_chunk))
+        if whole_stack:
+            text = json.dumps(stack_config(Path(file), blocks_per_chunk))
+        else:
+            text = json.dumps(transfer_config(config, document, blocks_per_chunk))
     except ConfigError as error:
         raise ConfigError([f"{file}: {problem}" for problem in error.problems]) from None
     click.echo(text if as_json else f"--kv-transfer-config {shlex.quote(text)}")
@@ -60,8 +66,6 @@ def transfer_config(
         "cpu_bytes_to_use": config.primary.capacity,
         "eviction_policy": config.primary.eviction,
     }
-    if blocks_per_chunk is not None:
-        extra["blocks_per_chunk"] = blocks_per_chunk
     tiers = [dict(entry) for entry in document.get("secondary") or ()]
     extra["secondary_tiers"] = [
         entry | {"type": f"{PREFIX}{tier.type}"} for entry, tier in zip(tiers, config.secondary, strict=True)
@@ -76,6 +80,19 @@ def transfer_config(
             problems += error.problems
     if problems:
         raise ConfigError(problems)
+    return _connector(extra, blocks_per_chunk)
+
+
+def stack_config(file: Path, blocks_per_chunk: int | None = None) -> dict[str, Any]:
+    """Return vLLM's config for kvtiers' own manager and primary, which read this file when the engine starts."""
+    extra = {"spec_name": "KvtiersOffloadingSpec", CONFIG_KEY: str(file.resolve())}
+    load_stack_config(extra)
+    return _connector(extra, blocks_per_chunk)
+
+
+def _connector(extra: dict[str, Any], blocks_per_chunk: int | None) -> dict[str, Any]:
+    if blocks_per_chunk is not None:
+        extra["blocks_per_chunk"] = blocks_per_chunk
     return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
