@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from redis_traffic import Cuts
 
 PROGRAM = Path(sys.executable).with_name("kvtiers")
 
@@ -78,11 +79,11 @@ def test_what_an_engine_stored_the_next_one_loads_byte_for_byte(kvtiers, start):
 
 def test_connections_that_are_cut_while_an_engine_runs_cost_no_wrong_byte(kvtiers, start):
     server = start()
-    stop = threading.Event()
+    stop, cuts = threading.Event(), Cuts(server, 20)
 
     def cut() -> None:
         while not stop.wait(0.02):
-            server.call("CLIENT KILL", "TYPE", "normal", "SKIPME", "yes")
+            cuts.make()
 
     thread = threading.Thread(target=cut)
     thread.start()
@@ -92,7 +93,7 @@ def test_connections_that_are_cut_while_an_engine_runs_cost_no_wrong_byte(kvtier
             assert status == 0, said
     finally:
         stop.set()
-        thread.join(30)
+        thread.join(60)
     report = report_of(said)
     assert report["wrong_bytes"] == 0
     assert report["hits"]["redis"] > 0, "core tries again after a connection was cut"

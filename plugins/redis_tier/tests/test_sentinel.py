@@ -17,7 +17,7 @@ def test_a_master_that_they_do_not_know_is_said_so(tier, shared_sentinels):
 @pytest.mark.parametrize("how", ["kill", "pause"])
 def test_a_failover_under_load_yields_no_wrong_byte_and_ends(tier, start, names, how):
     sentinels = start(Sentinels)
-    store = opened(tier, sentinels, timeout="500ms", connect_timeout="500ms")
+    store = opened(tier, sentinels, timeout="2s", connect_timeout="2s")
     many = names(32)
     with under_load(store, many):
         getattr(sentinels.master, how)()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 BYTES = 16384
-_JOIN_SECONDS = 30
+_JOIN_SECONDS = 60
 
 
 def content_of(name: str) -> bytes:
@@ -27,6 +27,25 @@ def works(store, many) -> bool:
         return all(write_all(store, many)) and read_all(store, many) == [content_of(name) for name in many]
     except type(store).transient_errors:
         return False
+
+
+class Cuts:
+    """Cuts all clients off again and again: each time when the server has done so many commands since the last."""
+
+    def __init__(self, server, commands: int) -> None:
+        self._server = server
+        self._commands = commands
+        self._done = 0
+        self._made = 0
+
+    def make(self) -> int:
+        """Make a cut if one is due; return how many there have been."""
+        done = self._server.info("stats")["total_commands_processed"]
+        if done - self._done >= self._commands:
+            self._server.call("CLIENT KILL", "TYPE", "normal", "SKIPME", "yes")
+            self._done = done
+            self._made += 1
+        return self._made
 
 
 @contextmanager
