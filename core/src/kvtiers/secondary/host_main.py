@@ -8,7 +8,7 @@ import signal
 import sys
 from types import FrameType
 
-from kvtiers.secondary.host_memory import share_arenas
+from kvtiers.secondary.host_memory import keep_little
 
 __all__ = ["die_with", "main"]
 
@@ -24,7 +24,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave_to_the_engine)
     _give_way()
-    share_arenas()
+    keep_little()
     with contextlib.suppress(RuntimeError, OSError):  # no stderr to write to
         faulthandler.enable()
     from kvtiers.secondary.host import TierHost

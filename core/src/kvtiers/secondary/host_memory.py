@@ -1,21 +1,23 @@
-"""What a tier host's memory allocator keeps for itself: little, since there is a host for each tier.
+"""What a tier host's memory allocator keeps for itself: while there is work all that it needs, and at rest little.
 
-The C library keeps what was freed, for each of its arenas apart, of which it makes one for nearly every thread.
+The C library keeps what was freed, for each of its arenas apart, of which it makes one for nearly every thread. What is
+large it gives back at once, and the next buffer of that size costs a page fault for every 4 KiB.
 """
 
 import contextlib
 import ctypes
 
-__all__ = ["give_back", "share_arenas"]
+__all__ = ["give_back", "keep_little"]
 
-_M_ARENA_MAX = -8
-_ARENAS = 2
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_SETTINGS = ((_M_ARENA_MAX, 2), (_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, 64 << 20))
 
 
-def share_arenas() -> None:
-    """Let all threads that are begun from now on share a few arenas."""
+def keep_little() -> None:
+    """Let all threads share a few arenas, which keep what was freed until ``give_back``. Before there are threads."""
     with contextlib.suppress(AttributeError):  # another C library than glibc
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, _ARENAS)
+        for setting, value in _SETTINGS:
+            ctypes.CDLL(None).mallopt(setting, value)
 
 
 def give_back() -> None:
