@@ -14,6 +14,7 @@ from typing import NamedTuple, Self
 __all__ = ["Fault", "Proxy", "Request", "refusal"]
 
 _PIECE = 1 << 16
+_LINK_PIECE = 1 << 18
 
 
 class Request(NamedTuple):
@@ -147,10 +148,26 @@ class Proxy:
         answer = fault.answer or NOT_THERE
         if server is not None and not fault.answer:
             server.sendall(_without_expect(head) + body)
+            if self.bytes_per_second and method == "GET" and "?" not in path:
+                self._pass_on(client, server, begin)
+                return rest
             answer = _answer_of(server, has_body=method != "HEAD")
         time.sleep(max(0.0, begin - time.monotonic()))
         self._send(client, answer, fault)
         return rest
+
+    def _pass_on(self, client: socket.socket, server: socket.socket, begin: float) -> None:
+        """Send an answer at the rate of the link while it comes, so that this machine's speed is not in it twice."""
+        head, piece = _head(server, b"")
+        left = int(_headers(head)["content-length"])
+        time.sleep(max(0.0, begin - time.monotonic()))
+        client.sendall(head)
+        while left:
+            piece = piece or _some(server, _LINK_PIECE)
+            self._wait_for_the_link(len(piece))
+            client.sendall(piece)
+            left -= len(piece)
+            piece = b""
 
     def _send(self, client: socket.socket, answer: bytes, fault: Fault) -> None:
         head, _, body = answer.partition(b"\r\n\r\n")
@@ -187,8 +204,8 @@ def _answer_of(server: socket.socket, *, has_body: bool) -> bytes:
     return head + body
 
 
-def _some(connection: socket.socket) -> bytes:
-    piece = connection.recv(_PIECE)
+def _some(connection: socket.socket, most: int = _PIECE) -> bytes:
+    piece = connection.recv(most)
     if not piece:
         raise EOFError
     return piece
