@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ ANSWER_SECONDS = 90.0
 BLOCK = 32
 """Tokens in a block: the smallest that vLLM's CPU backend has."""
 _numbers = itertools.count()
+_UNDER_WAY = re.compile("active_cascade|kvtiers_tier_(running_jobs|storing_chunks)|kvtiers_primary_pending_rows")
 
 
 def make_model(folder: Path, *, seed: int, **config: Any) -> Path:
@@ -64,6 +66,25 @@ def make_window_model(folder: Path, *, seed: int, window: int) -> Path:
     return folder
 
 
+def make_adapter(folder: Path, *, seed: int) -> Path:
+    """Write a LoRA adapter for the tiny model."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(exist_ok=True)
+    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    numbers = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(4):
+        for module, size in (("q_proj", 128), ("v_proj", 64)):
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            tensors[f"{name}.lora_A.weight"] = torch.randn(8, 128, generator=numbers) * 0.3
+            tensors[f"{name}.lora_B.weight"] = torch.randn(size, 8, generator=numbers) * 0.3
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
 def make_prompt(seed: int, tokens: int) -> list[int]:
     """Return a prompt of random tokens."""
     numbers = random.Random(seed)
@@ -96,6 +117,22 @@ def release_folder(version: str) -> Path:
     folder = Path(sys.prefix) / "releases" / version
     assert (folder / "vllm").is_dir(), f"vLLM {version} is not there; install it with: make test-vllm"
     return folder
+
+
+def environment(release: str = "") -> dict[str, str]:
+    """Return the environment of an engine's process: small, quiet, on the CPU, of this release."""
+    before = [str(release_folder(release))] if release else []
+    return {
+        **os.environ,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": os.pathsep.join([str(HERE / "engine"), *before]),
+    }
 
 
 class EngineError(Exception):
@@ -137,17 +174,7 @@ class Engine:
             }
         self.log = log
         answers, theirs = os.pipe()
-        settings = {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "TORCHDYNAMO_DISABLE": "1",
-            "OMP_NUM_THREADS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONUNBUFFERED": "1",
-            "PYTHONPATH": os.pathsep.join([str(HERE / "engine"), *([str(release_folder(release))] if release else [])]),
-        }
+        settings = environment(release) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         with log.open("a") as output:
             self.process = subprocess.Popen(
                 [
@@ -163,7 +190,7 @@ class Engine:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 pass_fds=(theirs,),
-                env={**os.environ, **settings, **(env or {})},
+                env=settings | (env or {}),
             )
         os.close(theirs)
         os.set_blocking(answers, False)
@@ -200,8 +227,9 @@ class Engine:
         return self.do("metrics")
 
     def forget(self) -> None:
-        """Wipe the engine's own prefix cache and vLLM's primary tier, after what is on its way to tiers has landed."""
-        self.wait_for(lambda figures: not any(value for name, value in figures.items() if "active_cascade" in name))
+        """Wipe the engine's own prefix cache and its primary tier, after what is on its way to tiers has landed."""
+        self.generate([1, 2, 3], tokens=2)  # the last stores begin in the next step
+        self.wait_for(lambda figures: not any(value for name, value in figures.items() if _UNDER_WAY.search(name)))
         assert self.do("reset_prefix_cache", connector=True)["ok"]
 
     def wait_for(self, condition: Any, seconds: float = 30.0) -> dict[str, float]:

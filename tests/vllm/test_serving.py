@@ -1,0 +1,147 @@
+"""vLLM's server as its users start it, its engine in a process of its own: what its /metrics say, and what we say."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from .conftest import PROMPTS, WHOLE
+from .engines import BLOCK, START_SECONDS, environment, tiers
+from .test_tokens import fs
+
+KVTIERS = Path(sys.executable).with_name("kvtiers")
+ENGINE_ID = f"kvtiers-test-{os.getpid()}-served"
+
+
+class Server:
+    """vLLM's server on a port of its own."""
+
+    def __init__(self, model, extra, log):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.model, self.log = model, log
+        transfer = {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "engine_id": ENGINE_ID,
+            "kv_connector_extra_config": extra,
+        }
+        options = ["--model", model, "--host", "127.0.0.1", "--port", self.port, "--skip-tokenizer-init"]
+        options += ["--dtype", "float32", "--seed", "0", "--enforce-eager", "--max-model-len", "2048"]
+        options += ["--block-size", BLOCK, "--kv-transfer-config", json.dumps(transfer)]
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *map(str, options)]
+        with log.open("a") as output:
+            self.process = subprocess.Popen(
+                ["nice", "-n", "5", *command],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment() | {"VLLM_SERVER_DEV_MODE": "1"},  # for reset_prefix_cache
+                start_new_session=True,
+            )
+        until = time.monotonic() + START_SECONDS
+        while not self._is_up():
+            assert self.process.poll() is None, f"the server has ended; see {log}"
+            assert time.monotonic() < until, f"no server; see {log}"
+            time.sleep(0.05)
+
+    def _is_up(self):
+        try:
+            self.get("/health")
+        except OSError:
+            return False
+        return True
+
+    def get(self, path):
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as answer:
+            return answer.read().decode()
+
+    def post(self, path, **body):
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=90) as answer:
+            text = answer.read()
+        return json.loads(text) if text else None
+
+    def complete(self, prompt, tokens=8):
+        answer = self.post(
+            "/v1/completions",
+            model=str(self.model),
+            prompt=prompt,
+            max_tokens=tokens,
+            temperature=0,
+            ignore_eos=True,
+            return_token_ids=True,
+        )
+        return answer["choices"][0]["token_ids"]
+
+    def figures(self, name):
+        """Return a figure of /metrics by its label ``tier``."""
+        line = rf'^{re.escape(name)}\{{(?:[^}}]*,)?tier="([^"]*)"[^}}]*\}} (\S+)$'
+        lines = re.findall(line, self.get("/metrics"), re.MULTILINE)
+        return {tier: float(value) for tier, value in lines}
+
+    def until(self, condition):
+        """Step the engine until a condition holds; return what it found."""
+        until = time.monotonic() + 60
+        while not (found := condition()):
+            assert time.monotonic() < until, "waited in vain"
+            self.complete([1, 2, 3], tokens=2)
+        return found
+
+    def kill(self):
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(30)
+        for path in Path("/dev/shm").glob(f"vllm_offload_{ENGINE_ID}*"):  # vLLM leaves it behind when it is killed
+            path.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def served(model, tmp_path):
+    two = ({"type": "kvtiers-memory", "capacity": "64MiB", "required": True}, fs(tmp_path / "store"))
+    server = Server(model, tiers(*two), tmp_path / "log")
+    yield server
+    server.kill()
+
+
+def status_of(model):
+    done = subprocess.run([KVTIERS, "status", "--json"], capture_output=True, text=True, timeout=60, check=True)
+    (mine,) = [engine for engine in json.loads(done.stdout) if engine["model"] == model.name]
+    return mine
+
+
+def test_a_scrape_of_the_server_shows_which_tier_served_and_status_what_that_saved(served, model, truth):
+    for prompt in PROMPTS:
+        assert served.complete(prompt) == truth[tuple(prompt)]
+    chunks = sum(WHOLE) / BLOCK
+    stored = "kvtiers_tier_stored_chunks_total"
+    served.until(lambda: served.figures(stored) == {"memory": chunks, "fs": chunks})
+    served.post("/reset_prefix_cache?reset_external=true")
+    for prompt in PROMPTS:
+        assert served.complete(prompt) == truth[tuple(prompt)]
+
+    served.until(lambda: served.figures("kvtiers_tier_loaded_chunks_total").get("memory") == chunks)
+    assert "fs" not in served.figures("kvtiers_tier_loaded_chunks_total"), "the first tier had it all"
+    hits = served.figures("vllm:kv_offload_tiering_chunk_hits_total")
+    assert hits.get("1:kvtiers-memory") == chunks
+    assert not hits.get("2:kvtiers-fs")
+    assert served.figures("kvtiers_tier_loaded_tokens_total") == {"memory": sum(WHOLE)}
+    assert served.figures("kvtiers_tier_open") == {"memory": 1, "fs": 1}
+    assert served.figures("kvtiers_tier_breaker_state") == {"memory": 0, "fs": 0}
+    assert served.figures("kvtiers_tier_load_seconds_total")["memory"] > 0
+
+    status = status_of(model)
+    memory, disk = status["tiers"]["memory"], status["tiers"]["fs"]
+    assert (memory["tokens"], memory["unread_bytes"]) == (sum(WHOLE), 0)
+    assert memory["saved_seconds"] is not None, "this engine has computed prompts, so it knows how long that takes"
+    assert (disk["tokens"], disk["unread_bytes"]) == (0, disk["stored_bytes"])
+    assert served.process.poll() is None
