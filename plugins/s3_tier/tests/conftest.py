@@ -77,7 +77,7 @@ def proxied(request, radosgw, ceph_bucket):
             client=request.param,
             threads=4,
             timeout="2s",
-            deadline="10s",
+            deadline="30s",
             retries=1,
             breaker={"failures": 10_000, "min_calls": 100_000},
         )

@@ -15,7 +15,7 @@ from kvtiers.base import RequestContext
 from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 
 PAGE = 4000
-PATIENCE = 30.0
+PATIENCE = 60.0
 
 
 def make_layout(world_size=1, weights="w1"):

@@ -6,8 +6,8 @@ from kvtiers.rows.join import RegionJoin
 from kvtiers.rows.layout import CacheLayout
 
 engine_id, rank, layout = sys.argv[1], int(sys.argv[2]), CacheLayout.from_json(sys.argv[3])
-join = RegionJoin.start(engine_id, layout, rank, start_deadline=30)
-join.wait(30)
+join = RegionJoin.start(engine_id, layout, rank, start_deadline=60)
+join.wait(60)
 sys.stdout.write("joined\n")
 sys.stdout.flush()
 sys.stdin.read()

@@ -25,7 +25,7 @@ from kvtiers.rows.join import RegionJoin  # noqa: F401 -- for the code that is s
 from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.rows.region import AnonymousRegion, SharedOffloadRegion  # noqa: F401 -- for the code that is sent
 
-PATIENCE = 30.0
+PATIENCE = 60.0
 
 
 def layout(world_size=1, **changes):

@@ -140,11 +140,11 @@ def test_what_a_manager_gets_wrong_is_one_line(check, body, said):
 
 
 def test_a_manager_that_never_reports_is_a_line_and_its_thread_ends(check):
-    result = check("def get_finished_jobs(self): return []", arguments=("--timeout", "200ms"))
+    result = check("def get_finished_jobs(self): return []", arguments=("--timeout", "2s"))
     assert result.exit_code == 1
     (line,) = errors(result)
-    assert "no answer within 200ms while storing the probe value" in line
+    assert "no answer within 2s while storing the probe value" in line
     for thread in threading.enumerate():
         if thread.name == "check peers":
-            thread.join(30)
+            thread.join(60)
             assert not thread.is_alive()

@@ -17,7 +17,7 @@ HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 ROW, VALUE, ROWS = 4096, 8192, 16
 NAMES = StorageNames("test/model-0123456789abcdef01234567/", b"layout-1")
 KEYS = [make_offload_key(bytes([number]) * 32, 0) for number in range(8)]
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 class Store(ChunkStore):

@@ -324,18 +324,18 @@ def test_shutdown_waits_for_the_step_that_another_thread_is_in():
     def step():
         with bench.manager.lock:
             inside.set()
-            go_on.wait(10)
+            go_on.wait(60)
             bench.manager.on_schedule_end()
             order.append("stepped")
 
     stepping = threading.Thread(target=step)
     stepping.start()
-    inside.wait(10)
+    inside.wait(60)
     closing = threading.Thread(target=bench.manager.shutdown)
     closing.start()
     go_on.set()
-    stepping.join(10)
-    closing.join(10)
+    stepping.join(60)
+    closing.join(60)
     assert order == ["stepped", "closed"]
     assert bench.manager.lock.acquire(blocking=False)
 

@@ -5,7 +5,6 @@ import logging
 import os
 import stat
 import threading
-import time
 
 import pytest
 
@@ -29,7 +28,7 @@ def test_a_request_is_a_line_of_a_mooncake_trace_for_its_owner_alone(path) -> No
     recorder = Recorder(path, 1 << 20, 512, clock=lambda: 100.0)
     recorder.request(100.25, 1100, 1130, [BLOCKS[:2]])
     recorder.request(101.5, 1024, 1024, [BLOCKS[:2]])
-    recorder.close(10)
+    recorder.close(60)
     first, second = lines(path)
     assert list(first) == ["timestamp", "input_length", "output_length", "hash_ids"]
     assert (first["timestamp"], first["input_length"], first["output_length"]) == (250, 1100, 30)
@@ -43,7 +42,7 @@ def test_equal_prompts_have_other_ids_in_another_recording_and_no_hash_stands_in
     for _ in range(2):
         recorder = Recorder(path, 1 << 20, 16)
         recorder.request(0.0, 32, 32, [BLOCKS[1:3]])
-        recorder.close(10)
+        recorder.close(60)
     other = path.with_name("trace-1.jsonl")
     ids, others = lines(path)[0]["hash_ids"], lines(other)[0]["hash_ids"]
     assert not set(ids) & set(others)
@@ -55,7 +54,7 @@ def test_equal_prompts_have_other_ids_in_another_recording_and_no_hash_stands_in
 def test_blocks_of_another_size_are_said_and_only_the_prompts_blocks_count(path) -> None:
     recorder = Recorder(path, 1 << 20, 64, group=1)
     recorder.request(0.0, 130, 400, [[], BLOCKS[:6]])
-    recorder.close(10)
+    recorder.close(60)
     (line,) = lines(path)
     assert line["tokens_per_block"] == 64
     assert len(line["hash_ids"]) == 3
@@ -68,14 +67,14 @@ def test_blocks_that_are_not_full_are_equal_to_no_other(path) -> None:
     recorder = Recorder(path, 1 << 20, 16)
     for _ in range(2):
         recorder.request(0.0, 40, 40, [BLOCKS[:2]])
-    recorder.close(10)
+    recorder.close(60)
     first, second = (line["hash_ids"] for line in lines(path))
     assert first[:2] == second[:2]
     assert len({*first, *second}) == 4
 
 
 def test_nothing_is_made_before_the_first_request(path) -> None:
-    Recorder(path, 1 << 20, 16).close(10)
+    Recorder(path, 1 << 20, 16).close(60)
     assert not path.exists()
 
 
@@ -84,7 +83,7 @@ def test_at_max_bytes_it_ends_with_a_whole_line_and_says_so(path, caplog) -> Non
     for _ in range(50):
         recorder.request(0.0, 320, 320, [BLOCKS[:20]])
     with caplog.at_level(logging.WARNING, "kvtiers.record"):
-        recorder.close(10)
+        recorder.close(60)
     assert path.stat().st_size <= 1000
     assert len(lines(path)) == recorder.recorded >= 1
     assert "max_bytes is reached" in caplog.text
@@ -97,7 +96,7 @@ def test_a_disk_that_is_full_leaves_no_half_line(path, caplog, monkeypatch) -> N
     recorder = Recorder(path, 1 << 20, 16)
     for _ in range(20):
         recorder.request(0.0, 48, 48, [BLOCKS[:3]])
-    recorder.close(10)
+    recorder.close(60)
     assert 1 < len(lines(path)) < 20
     assert "no space left" in caplog.text
 
@@ -108,7 +107,7 @@ def test_a_file_that_cannot_be_made_is_one_line_in_the_log_and_no_more(tmp_path,
     recorder = Recorder(tmp_path / where, 1 << 20, 16)
     for _ in range(3):
         recorder.request(0.0, 48, 48, [BLOCKS[:3]])
-    recorder.close(10)
+    recorder.close(60)
     assert not (tmp_path / "elsewhere").exists()  # a link is not followed: the recording has another name
     if where.startswith("no"):
         assert len(caplog.records) == 1
@@ -119,15 +118,13 @@ def test_when_writing_is_slow_requests_are_dropped_and_counted_and_nobody_waits(
     monkeypatch.setattr(module, "_MOST_WAITING", 50)
     goes_on = threading.Event()
     write = os.write
-    monkeypatch.setattr(os, "write", lambda file, data: goes_on.wait(30) and write(file, data))
+    monkeypatch.setattr(os, "write", lambda file, data: goes_on.wait() and write(file, data))
     recorder = Recorder(path, 1 << 20, 16)
-    begin = time.perf_counter()
     for _ in range(100):
         recorder.request(0.0, 160, 160, [BLOCKS[:10]])
-    assert time.perf_counter() - begin < 5
-    assert recorder.dropped >= 95
+    assert recorder.dropped == 96, "of eleven blocks each, four fit"
     goes_on.set()
-    recorder.close(10)
+    recorder.close(60)
     assert len(lines(path)) == recorder.recorded == 100 - recorder.dropped
     assert f"{recorder.dropped} requests are missing" in caplog.text
 
@@ -138,7 +135,7 @@ def test_recordings_side_by_side_have_files_of_their_own(path) -> None:
         for recorder in recorders:
             recorder.request(0.0, 48, 48, [BLOCKS[:3]])
     for recorder in recorders:
-        recorder.close(10)
+        recorder.close(60)
     files = sorted(path.parent.iterdir())
     assert len(files) == 4
     assert [len(lines(file)) for file in files] == [20] * 4
