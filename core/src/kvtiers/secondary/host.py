@@ -31,7 +31,7 @@ from kvtiers.secondary.host_logs import send_logs
 from kvtiers.secondary.host_memory import give_back
 from kvtiers.secondary.host_writer import HostWriter
 from kvtiers.secondary.mover import mover_options
-from kvtiers.secondary.protocol import Event, Opened, error_text
+from kvtiers.secondary.protocol import Event, JobDone, JobStarted, Opened, error_text
 from kvtiers.secondary.staging import value_views
 from kvtiers.secondary.transfer_pool import TransferPool
 from kvtiers.secondary.views import ValueViews
@@ -142,7 +142,14 @@ class TierHost:
         )
 
     def _emit(self, tier: int, event: Event) -> None:
-        self._writer.post(wire.encode_event(tier, event))
+        message = wire.encode_event(tier, event)
+        match event:
+            case JobStarted(job_id):
+                self._writer.post_start(tier, job_id, message)
+            case JobDone(job_id):
+                self._writer.post_end(tier, job_id, message)
+            case _:
+                self._writer.post(message)
 
     def _send_line(self, tier: int, level: int, text: str) -> bool:
         return self._writer.post_line(wire.encode_log(tier, level, text))

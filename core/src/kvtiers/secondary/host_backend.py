@@ -23,6 +23,7 @@ __all__ = ["HostBackend"]
 
 _EVENTS_PER_POLL = 2048
 _POLL_SECONDS = 0.005
+_LOOK_SECONDS = 0.02  # how often a host is listened to that owes no answer
 _GONE = "its host ended"
 _BUMPED = "its namespace was bumped while this engine ran, which holds KV from before; start the engine anew"
 _LEAST_OPEN_SECONDS = 30.0  # a busy machine loads a client library slowly
@@ -57,6 +58,7 @@ class HostBackend:
         self._probes: dict[int, int] = {}
         self._stats: dict[str, float] = {}
         self._open_error: str | None = None
+        self._look_at = 0.0
         self._epoch: str | None = None
 
     # -- the backend
@@ -103,6 +105,10 @@ class HostBackend:
 
     def poll(self) -> Sequence[Event]:
         """Take the events that have come."""
+        now = time.monotonic()
+        if self._owes_nothing and now < self._look_at:
+            return ()
+        self._look_at = now + _LOOK_SECONDS
         self._link.poll()
         events = self._events
         return [events.popleft() for _ in range(min(len(events), _EVENTS_PER_POLL))]
@@ -176,6 +182,10 @@ class HostBackend:
         self._jobs.clear()
 
     # -- inside
+
+    @property
+    def _owes_nothing(self) -> bool:
+        return not (self._jobs or self._probes or self._events)
 
     @property
     def _unopened(self) -> str:

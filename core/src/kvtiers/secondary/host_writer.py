@@ -1,4 +1,8 @@
-"""The thread of a tier host that sends: events as they come, and once a second the stores' figures."""
+"""The thread of a tier host that sends: events as they come, and once a second the stores' figures.
+
+That a job has begun is said after a moment, and not at all when it has ended by then: the engine wants to know it of
+long jobs, for their deadline, and each message that it has to take in costs its thread time.
+"""
 
 import os
 import queue
@@ -11,6 +15,7 @@ __all__ = ["HostWriter"]
 
 _TICK_SECONDS = 1.0
 _KEPT_SECONDS = 0.05
+_START_SECONDS = 0.05
 _BYTES_PER_SEND = 1 << 16
 _MOST_LINES_WAITING = 1_000
 
@@ -34,6 +39,7 @@ class HostWriter:
         self._check_kept = check_kept
         self._rest = rest
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._starts: dict[tuple[int, int], tuple[float, bytes]] = {}
         self._thread = threading.Thread(target=self._run, name="kvtiers-host-writer", daemon=True)
 
     def start(self) -> None:
@@ -42,6 +48,18 @@ class HostWriter:
 
     def post(self, message: bytes) -> None:
         """Have a message sent; never waits."""
+        self._messages.put(message)
+
+    def post_start(self, tier: int, job_id: int, message: bytes) -> None:
+        """Have it said in a moment that a job has begun, unless its end comes first."""
+        is_first = not self._starts
+        self._starts[tier, job_id] = time.monotonic() + _START_SECONDS, message
+        if is_first:
+            self._messages.put(b"")  # the thread may be waiting for longer than a moment
+
+    def post_end(self, tier: int, job_id: int, message: bytes) -> None:
+        """Have it said that a job has ended."""
+        self._starts.pop((tier, job_id), None)
         self._messages.put(message)
 
     def post_line(self, message: bytes) -> bool:
@@ -61,8 +79,9 @@ class HostWriter:
         going, sent, has_sent = True, False, False
         try:
             while going:
-                wait = _KEPT_SECONDS if self._check_kept() else max(0.0, tick_at - time.monotonic())
-                data, going = self._collect(wait)
+                is_short = self._check_kept() or self._starts
+                data, going = self._collect(_KEPT_SECONDS if is_short else max(0.0, tick_at - time.monotonic()))
+                data += self._due_starts()
                 sent = sent or bool(data)
                 if time.monotonic() >= tick_at:
                     tick_at = time.monotonic() + _TICK_SECONDS
@@ -74,6 +93,16 @@ class HostWriter:
                     self._connection.sendall(data)
         except OSError:
             os._exit(0)  # the engine is gone
+
+    def _due_starts(self) -> bytes:
+        """Return what is to be said now. The end of one that is taken here is not in the queue yet."""
+        now, due = time.monotonic(), list[bytes]()
+        for job, (at, message) in list(self._starts.items()):
+            if at > now:
+                break
+            if self._starts.pop(job, None) is not None:
+                due.append(message)
+        return b"".join(due)
 
     def _collect(self, wait: float) -> tuple[bytes, bool]:
         """Wait for a message and take all there are, up to a sensible size; say whether to go on after these."""
