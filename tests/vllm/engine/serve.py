@@ -27,6 +27,12 @@ def main() -> None:
             return
 
 
+def _change_weights(worker: Any) -> None:
+    for name, weight in worker.model_runner.model.named_parameters():
+        if "qkv_proj" in name:
+            weight.data.neg_()
+
+
 class Engine:
     """The commands."""
 
@@ -35,12 +41,23 @@ class Engine:
 
         self._llm = LLM(**options)
 
-    def generate(self, prompts: list[list[int]], max_tokens: int, salt: str | None = None) -> dict[str, Any]:
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        salt: str | None = None,
+        adapter: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
         inputs = [{"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {}) for prompt in prompts]
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-        results = self._llm.generate(inputs, sampling, use_tqdm=False)
+        lora = None
+        if adapter is not None:
+            anew = adapter.get("anew", False)
+            lora = LoRARequest(adapter["name"], adapter["number"], adapter["path"], load_inplace=anew)
+        results = self._llm.generate(inputs, sampling, use_tqdm=False, lora_request=lora)
         return {
             "tokens": [list(result.outputs[0].token_ids) for result in results],
             "cached": [result.num_cached_tokens or 0 for result in results],
@@ -66,6 +83,21 @@ class Engine:
         from kvtiers.secondary import mover
 
         mover.check_value = lambda *_: mover.SealVerdict.OK
+        return {"ok": True}
+
+    def change_weights(self, version: str | None = None) -> dict[str, Any]:
+        """Change the weights in place, or, with a version, say by vLLM's own call which they are."""
+        if version is not None:
+            self._llm.llm_engine.set_weight_version(version)
+        else:
+            self._llm.collective_rpc(_change_weights)
+        return {"ok": self._llm.reset_prefix_cache()}
+
+    def ignore_adapters(self) -> dict[str, Any]:
+        """Have adapters and salts decide nothing but what vLLM's own hashes say of them."""
+        from kvtiers.integrations.vllm.stack import keys
+
+        keys.derive_hash = lambda block_hash, *_: block_hash
         return {"ok": True}
 
     def fail_copies(self, lane: str) -> dict[str, Any]:

@@ -30,11 +30,15 @@ _NOT_THE_MODEL = ("_name_or_path", "_commit_hash", "transformers_version", "arch
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Engine:
-    """vLLM's config, as its connector was given it, and that connector; None where it is not on the stack."""
+    """vLLM's config, as its connector was given it, that connector, and the engine whose scheduler it is built for.
+
+    What is not on the stack is None.
+    """
 
     vllm_config: Any
     kv_cache_config: Any
     connector: Any = None
+    core: Any = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,9 +55,18 @@ def engine_of_stack() -> Engine:
     while frame is not None:
         names = frame.f_locals
         if frame.f_code.co_name == "__init__" and "vllm_config" in names and "kv_cache_config" in names:
-            return Engine(names["vllm_config"], names["kv_cache_config"], names.get("self"))
+            return Engine(names["vllm_config"], names["kv_cache_config"], names.get("self"), _core_above(frame))
         frame = frame.f_back
     return Engine(None, None)
+
+
+def _core_above(frame: "FrameType | None") -> Any:
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if hasattr(type(found), "get_weight_version"):
+            return found
+        frame = frame.f_back
+    return None
 
 
 def identity_of(engine: Engine, offloading: Any, version: str, given_weights: str | None) -> Identity:

@@ -29,6 +29,7 @@ _ENGINE_COUNTERS = {
 _PRIMARY_GAUGES = {
     "kvtiers_primary_rows": "Rows of the primary.",
     "kvtiers_primary_free_rows": "Rows that hold nothing.",
+    "kvtiers_primary_pending_rows": "Rows into which something is being copied.",
     "kvtiers_primary_pinned_rows": "Rows that a copy or a tier holds.",
     "kvtiers_primary_quarantined_rows": "Rows of jobs that were given up and that something may still touch.",
 }

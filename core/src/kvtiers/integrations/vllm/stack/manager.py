@@ -32,7 +32,7 @@ from kvtiers.integrations.vllm.stack.keys import GroupKeys, RequestKeys
 from kvtiers.integrations.vllm.stack.worker import NO_PLAN, CopyReport, PlannedRows
 from kvtiers.tiering.manager import TieringManager
 
-__all__ = ["KvtiersManager"]
+__all__ = ["KvtiersManager", "Weights"]
 
 _ANSWERS = {
     Answer.MISS: LookupResult.MISS,
@@ -51,7 +51,7 @@ _PREFILL_TOKENS = 8  # tokens a request in a step of which prefill is the larger
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request. ``keys`` is None where it may have nothing to do with tiers: its adapter's files are not known."""
+    """A request. ``keys`` is None where it may have nothing to do with tiers: nobody can tell what its KV is."""
 
     context: RequestContext
     keys: RequestKeys | None
@@ -71,6 +71,14 @@ class _Plan:
     failed: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What the weights are called at start, and vLLM's word for those that it has now."""
+
+    name: str
+    version: Callable[[], Any]
+
+
 class KvtiersManager(OffloadingManager):
     """Drives ``manager``. ``groups``: how keys come about; ``ranks``: workers that copy; ``figures``: for /metrics."""
 
@@ -79,6 +87,7 @@ class KvtiersManager(OffloadingManager):
         manager: TieringManager,
         groups: Mapping[int, GroupKeys],
         ranks: int,
+        weights: Weights,
         figures: Callable[[], Any],
         on_shutdown: Callable[[], None],
     ) -> None:
@@ -86,6 +95,8 @@ class KvtiersManager(OffloadingManager):
         self._manager = manager
         self._groups = groups
         self._ranks = ranks
+        self._weights = weights
+        self._weights_version = weights.version()
         self._figures = figures
         self._on_shutdown = on_shutdown
         self._adapters = Adapters()
@@ -105,6 +116,7 @@ class KvtiersManager(OffloadingManager):
     @never_raises(RequestOffloadingContext)
     def on_new_request(self, req_context: Any) -> Any:
         """Take note of a request; say which of its chunks are wanted."""
+        self._follow_weights()
         shown, self._shown = self._shown, None
         if shown is not None and shown.request_id != req_context.req_id:
             shown = None
@@ -144,6 +156,7 @@ class KvtiersManager(OffloadingManager):
     @never_raises(lambda: LookupResult.MISS)
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """Say where a chunk stands."""
+        self._follow_weights()
         request = self._requests.get(req_context.req_id)
         if request is None or request.keys is None or request.load_failed:
             return LookupResult.MISS
@@ -192,6 +205,7 @@ class KvtiersManager(OffloadingManager):
     @never_raises(lambda: None)
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> Any:
         """Lease rows for those of the chunks that are not there."""
+        self._follow_weights()
         request = self._requests.get(req_context.req_id)
         if request is None or request.keys is None:
             return None
@@ -256,6 +270,18 @@ class KvtiersManager(OffloadingManager):
         prefill, self._prefill = self._prefill, (0, 0.0)
         with self._manager.lock:
             self._manager.on_schedule_end(*prefill)
+
+    def _follow_weights(self) -> None:
+        """Retire all KV of other weights. A request from before has some of it: it has nothing to do with tiers now."""
+        version = self._weights.version()
+        if version == self._weights_version:
+            return
+        self._weights_version = version
+        for request in self._requests.values():
+            request.keys = None
+            request.runs.clear()
+        with self._manager.lock:
+            self._manager.set_weights_version(f"{self._weights.name}@{version}")
 
     @never_raises(lambda: False)
     def has_pending_work(self) -> bool:

@@ -23,7 +23,7 @@ from kvtiers.integrations.vllm.releases import require_whole_stack
 from kvtiers.integrations.vllm.stack.connector import adopt
 from kvtiers.integrations.vllm.stack.figures import StackFigures, definitions, open_stack_status
 from kvtiers.integrations.vllm.stack.layout import cache_layout, group_keys, layer_tensors
-from kvtiers.integrations.vllm.stack.manager import KvtiersManager
+from kvtiers.integrations.vllm.stack.manager import KvtiersManager, Weights
 from kvtiers.integrations.vllm.stack.options import load_stack_config
 from kvtiers.integrations.vllm.stack.worker import KvtiersWorker
 from kvtiers.integrations.vllm.weights import is_random
@@ -96,6 +96,7 @@ class KvtiersOffloadingSpec(OffloadingSpec):
             manager,
             group_keys(layout, self.config),
             layout.world_size,
+            Weights(identity.model.weights, getattr(self._engine.core, "get_weight_version", str)),
             StackFigures(manager.stats, partial(OffloadingConnectorStats), shared=shared),
             status.close,
         )

@@ -1,0 +1,56 @@
+"""What belongs to a request, over one Redis: adapters of one name, adapters loaded anew, salts called like adapters."""
+
+import pytest
+
+from .conftest import PROMPTS, WHOLE
+from .engines import make_adapter, whole_stack
+from .test_backends import Redis
+
+FIRST = PROMPTS[0]
+LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
+
+
+@pytest.fixture
+def config(tmp_path):
+    server = Redis(tmp_path).start()
+    yield whole_stack({"type": "redis", "url": f"redis://127.0.0.1:{server.port}/0", "required": True})
+    server.stop()
+
+
+def test_adapters_and_salts_meet_only_themselves(start, model, tmp_path, config):
+    path = make_adapter(tmp_path / "adapter", seed=1)
+    mine = {"name": "mine", "number": 1, "path": str(path)}
+    first = start(model, config, **LORA)
+    plain, _ = first.generate(FIRST)
+    adapted, cached = first.generate(FIRST, adapter=mine)
+    assert cached == [0], "an adapter has nothing of the model alone"
+    assert adapted != plain
+    assert first.generate(FIRST, salt="mine") == (plain, [0]), "a salt is not the adapter of that name"
+    first.forget()
+    whole = [WHOLE[0]]
+    for answer, more in ((adapted, {"adapter": mine}), (plain, {"salt": "mine"}), (plain, {})):
+        assert first.generate(FIRST, **more) == (answer, whole), f"each finds its own: {more}"
+
+    first.forget()
+    make_adapter(path, seed=2)
+    anew, cached = first.generate(FIRST, adapter=mine | {"anew": True})
+    assert cached == [0], "an adapter that was loaded anew has nothing of the one before"
+    assert anew not in (adapted, plain)
+    first.forget()
+    assert first.generate(FIRST, adapter=mine) == (anew, whole)
+    first.shutdown()
+
+    make_adapter(path, seed=3)
+    second = start(model, config, **LORA)
+    other, cached = second.generate(FIRST, adapter=mine)
+    assert cached == [0], "of two adapters of one name and place each has its own"
+    assert other not in (anew, adapted, plain)
+    assert second.generate(FIRST, salt="mine") == (plain, whole)
+    second.do("ignore_adapters")
+    second.generate(FIRST, adapter=mine)
+    second.forget()
+    make_adapter(path, seed=2)
+    wrong, cached = second.generate(FIRST, adapter=mine | {"anew": True})
+    assert cached == whole, "without the digest of their files they do meet"
+    assert wrong != anew
+    second.shutdown()
