@@ -20,7 +20,7 @@ __all__ = ["EventLog", "Snapshots"]
 
 _MAX_KEYS = 1 << 17  # of events that nobody has taken
 _MOST_STEPS_BEHIND = 8
-_ASKED_STEPS = 1024  # for so many steps after a question each step is ready for the next one
+_ASKED_STEPS = 64  # for so many steps at most after a question, a step is ready for the next one
 
 _PRIMARY = {
     "rows": "num_rows",
