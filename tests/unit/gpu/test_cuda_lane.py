@@ -14,6 +14,7 @@ import torch
 
 from kvtiers.base import BlockSpec
 from kvtiers.gpu.copy_plan import plan_copy
+from kvtiers.gpu.cuda_copy import _CudaCopy
 from kvtiers.gpu.cuda_driver import CudaError
 from kvtiers.gpu.cuda_geometry import group_geometry
 from kvtiers.gpu.cuda_lane import CudaLane, KernelGroup, UnitTable
@@ -266,6 +267,26 @@ def test_after_a_copy_that_was_refused_on_the_way_the_lane_works_on(monkeypatch,
     rig.finish(*rig.job(method, range(20, 40), range(5, 10)))
     for at in range(20):
         np.testing.assert_array_equal(rig.block_bytes(20 + at), rig.row_bytes(5 + at // 4, at % 4))
+
+
+@pytest.mark.parametrize("launched", [0, 1])
+def test_a_job_that_fails_gives_its_event_back(monkeypatch, launched):
+    rig = Rig(monkeypatch, 0, to_rows=True)
+    copies = SimpleNamespace(raise_if_lost=lambda: None)
+
+    def pieces():
+        yield from [80] * launched
+        raise CudaError("the driver said no")
+
+    made = []
+    for _ in range(5):
+        copy = _CudaCopy(copies, rig.lane, pieces(), None)
+        assert all(copy.advance() for _ in range(launched))
+        with pytest.raises(CudaError):
+            copy.advance()
+        assert copy.ended()
+        made.append(len(rig.device.recorded))
+    assert made == [1] * 5
 
 
 def test_events_are_used_again(monkeypatch):

@@ -76,7 +76,7 @@ def test_pieces_follow_the_prefault_end_on_row_borders_and_cover_every_row(join)
     assert pinned.lease(6)
     pinned.release()
     join.populate(10, ended=True)
-    assert pinned.wait(30)
+    assert pinned.wait(60)
     assert pinner.pieces == {ADDRESS + row * STRIDE: min(3, 10 - row) * STRIDE for row in (0, 3, 6, 9)}
     assert pinner.threads == {"kvtiers-pin"}
     pinned.close()
@@ -96,7 +96,7 @@ def test_a_failure_unpins_everything_last_first_once_no_copy_needs_it_and_says_s
         assert not pinned.lease(1)
         assert pinner.unpinned == []
         pinned.release()
-        assert not pinned.wait(30)
+        assert not pinned.wait(60)
         until(lambda: pinned.given_up)
     assert settled == [[]]  # it waited for the copies before it unpinned a byte
     assert pinner.unpinned == [ADDRESS + 3 * STRIDE, ADDRESS]
@@ -114,7 +114,7 @@ def test_a_failure_on_a_lost_device_is_told_to_whoever_waits_and_ends_the_thread
     pinner = Pinner(limit=2)
     pinned = start(pinner, join, settle=lost)
     join.populate(10, ended=True)
-    assert not pinned.wait(30)
+    assert not pinned.wait(60)
     assert "OUT_OF_MEMORY" in pinned.given_up
     assert pinner.unpinned == [ADDRESS + 3 * STRIDE, ADDRESS]
     pinned.close()
@@ -134,7 +134,7 @@ def test_where_the_systems_pages_are_larger_than_rows_no_page_is_pinned_twice(jo
     pinner = Pinner()
     join.populate(10, ended=True)
     pinned = start(pinner, join, piece=STRIDE)
-    assert pinned.wait(30)
+    assert pinned.wait(60)
     assert pinner.pieces == {ADDRESS + row * STRIDE: min(4, 10 - row) * STRIDE for row in (0, 4, 8)}
     pinned.close()
 
@@ -143,5 +143,5 @@ def test_a_region_without_prefault_is_pinned_all_the_same(join):
     pinner = Pinner()
     join.populate(0, ended=True)
     pinned = start(pinner, join)
-    assert pinned.wait(30)
+    assert pinned.wait(60)
     pinned.close()

@@ -24,7 +24,7 @@ class HeldJoin(RegionJoin):
 
     def poll(self) -> JoinStatus:
         self.asked.set()
-        assert self.answer.wait(30)
+        assert self.answer.wait(60)
         return super().poll()
 
     @property
@@ -119,7 +119,7 @@ def test_the_engine_may_reuse_its_arrays_as_soon_as_submit_returns(worker, regio
 def test_each_direction_is_first_in_first_out_and_an_expedited_load_overtakes(worker, region) -> None:
     region.answer.clear()
     worker.submit_store(1, blocks(0), rows(0))
-    assert region.asked.wait(30)  # the copy thread holds job 1; all others are behind it
+    assert region.asked.wait(60)  # the copy thread holds job 1; all others are behind it
     worker.submit_load(2, rows(0), blocks(10))
     worker.submit_load(3, rows(0), blocks(11))
     worker.submit_store(4, blocks(1), rows(1))
@@ -139,7 +139,7 @@ def test_an_expedited_load_waits_for_a_piece_not_for_a_whole_bulk_transfer() -> 
     worker = GpuWorker(layout, [kv], region)
     region.answer.clear()
     worker.submit_store(1, blocks(*range(30)), rows(*range(30)))
-    assert region.asked.wait(30)
+    assert region.asked.wait(60)
     worker.submit_load(2, rows(31), blocks(31), expedited=True)
     region.answer.set()
     worker.wait([1, 2])
@@ -150,7 +150,7 @@ def test_an_expedited_load_waits_for_a_piece_not_for_a_whole_bulk_transfer() -> 
 def test_a_full_queue_refuses_and_says_so(worker, region) -> None:
     region.answer.clear()
     worker.submit_load(1, rows(0), blocks(0))
-    assert region.asked.wait(30)
+    assert region.asked.wait(60)
     for job_id in (2, 3, 4, 5):
         worker.submit_load(job_id, rows(0), blocks(0))
     worker.submit_store(6, blocks(0), rows(0))  # the other direction has room
@@ -170,14 +170,14 @@ def shared():
 def test_when_the_manager_is_gone_the_worker_leaves_the_region_and_fails_what_comes_then(shared, kv) -> None:
     join = RegionJoin.start(shared.engine_id, LAYOUT, 0)
     worker = GpuWorker(LAYOUT, [kv], join)
-    join.wait(30)
+    join.wait(60)
     worker.submit_store(1, blocks(3), rows(8))
     assert ended(worker, 1)[1].success
     shared.close()
     seen = join.poll()
     while seen.state != "closed":
-        changed = join.wait_change(seen, 30)
-        assert changed != seen, f"nothing has happened for 30 s: {seen}"
+        changed = join.wait_change(seen, 60)
+        assert changed != seen, f"nothing has happened for 60 s: {seen}"
         seen = changed
     worker.submit_load(2, rows(8), blocks(4))
     result = ended(worker, 2)[2]
@@ -213,13 +213,13 @@ def test_shutdown_ends_the_running_copy_fails_the_queued_ones_and_leaves_the_reg
     memory = region.rows
     region.answer.clear()
     worker.submit_store(1, blocks(3), rows(8))
-    assert region.asked.wait(30)
+    assert region.asked.wait(60)
     worker.submit_store(2, blocks(4), rows(9))
     closer = threading.Thread(target=worker.shutdown)
     closer.start()
     worker.wait([2])
     region.answer.set()
-    closer.join(30)
+    closer.join(60)
     assert not closer.is_alive()
     results = {result.job_id: result for result in worker.get_finished()}
     assert results[1].success
@@ -239,6 +239,57 @@ def test_shutdown_leaves_no_thread_and_may_come_again(region, kv) -> None:
     worker.shutdown()
     assert set(threading.enumerate()) == before
     assert [result.job_id for result in worker.get_finished()] == [1]
+
+
+class LateCopies:
+    """A copier whose one copy ends only when it is let go of, as a device's may; notes what comes after what."""
+
+    def __init__(self) -> None:
+        self.nbytes, self.seconds, self.notes = 0, 0.0, []
+        self.waited_for, self.settled, self.closed = threading.Event(), threading.Event(), threading.Event()
+
+    def mark(self) -> None:
+        return None
+
+    def attach(self, region) -> None:
+        del region
+
+    def copy(self, *_) -> "LateCopies":
+        return self
+
+    def advance(self) -> bool:
+        return False
+
+    def ended(self) -> bool:
+        return self.settled.is_set()
+
+    def wait(self) -> None:
+        self.waited_for.set()
+        assert self.settled.wait(60)
+        self.closed.wait(0.1)  # the time that a wait for an event takes to return
+        self.notes.append("waited")
+
+    def detach(self) -> None:
+        self.settled.set()
+
+    def close(self) -> None:
+        self.notes.append("closed")
+        self.closed.set()
+
+
+def test_what_somebody_waits_for_is_not_freed_before_he_has_returned(region, kv, monkeypatch) -> None:
+    copies = LateCopies()
+    monkeypatch.setattr("kvtiers.gpu.worker.open_copier", lambda *_: copies)
+    worker = GpuWorker(LAYOUT, [kv], region)
+    worker.submit_store(1, blocks(3), rows(8))
+    waiter = threading.Thread(target=worker.wait, args=([1],))
+    waiter.start()
+    assert copies.waited_for.wait(60)
+    worker.shutdown()
+    waiter.join(60)
+    assert not waiter.is_alive()
+    assert copies.notes == ["waited", "closed"]
+    assert [(result.job_id, result.success) for result in worker.get_finished()] == [(1, True)]
 
 
 def test_a_replicated_row_is_written_by_rank_0_alone_and_acknowledged_by_all(kv) -> None:

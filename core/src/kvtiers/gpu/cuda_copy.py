@@ -285,6 +285,8 @@ class _CudaCopy:
         except Exception:
             self._copies.raise_if_lost()
             self._lane.settle()  # nothing of this copy runs on
+            if self._begin:
+                self._lane.give_up(self._begin)
             raise
         self.nbytes += piece
         return True

@@ -180,6 +180,10 @@ class CudaLane:
         self._spare_timed += (begin, end)
         return seconds
 
+    def give_up(self, begin: int) -> None:
+        """Free the event of a job that failed before its end, and of which nothing runs any more."""
+        self._spare_timed.append(begin)
+
     def settle(self) -> None:
         """Wait for everything that was launched. Any thread."""
         for stream in self._streams:

@@ -88,6 +88,7 @@ class GpuWorker:
         self._load_turn = True
         self._open: set[int] = set()
         self._results: deque[TransferResult] = deque()
+        self._waiting = 0  # callers of ``wait`` that wait for a copy, outside the lock
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"kvtiers-copy-{rank}", daemon=True)
         self._thread.start()
@@ -121,8 +122,9 @@ class GpuWorker:
                 running = self._launched(wanted)
                 if not wanted & self._open:
                     return
+                self._waiting += bool(running)
             if running:
-                running[0].wait()
+                self._wait_for(running[0])
 
     def shutdown(self) -> None:
         """End: a copy that runs is finished, queued jobs fail, the region is left. May be called again."""
@@ -134,8 +136,17 @@ class GpuWorker:
         self._copier.detach()
         with self._changed:
             self._harvest()
+            self._changed.wait_for(lambda: not self._waiting)  # what they wait for is freed now
         self._copier.close()
         self._region.close()
+
+    def _wait_for(self, copy: Copy) -> None:
+        try:
+            copy.wait()
+        finally:
+            with self._changed:
+                self._waiting -= 1
+                self._changed.notify_all()
 
     def _submit(self, job_id: int, lane: Lane, blocks: BlockSpec, chunk_ids: npt.NDArray[Any]) -> None:
         job = _Job(job_id, lane, blocks, chunk_ids)
