@@ -271,3 +271,28 @@ def test_no_more_than_a_window_is_asked_for_ahead():
         far.sendall(value_reply(bytes(1000)) * 8)
         thread.join(SECONDS)
         assert outcome == [[True] * 10]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from([b"+OK\r\n", b"+OK\r\n", b"$-1\r\n", b"-OOM full\r\n", b":0\r\n"]), min_size=1, max_size=40
+    ),
+    st.integers(1, 3000),
+    st.data(),
+)
+def test_however_replies_to_writes_are_cut_each_is_that_writes_own(texts, window, data):
+    stream = b"".join(texts)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
+    pieces = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True) if a < b]
+    with linked(*pieces) as link:
+        answers = write_values(
+            link, [b"k"] * len(texts), [memoryview(bytes(100))] * len(texts), options=[], window=window
+        )
+    said = [answer.code if isinstance(answer, ReplyError) else answer for answer in answers]
+    assert said == [{b"+": "OK", b"$": None, b"-": "OOM", b":": 0}[text[:1]] for text in texts]
+
+
+def test_replies_that_are_fewer_than_what_was_asked_for_are_given_up_in_time():
+    with linked(b"+OK\r\n" * 3, close=False, seconds=0.2) as link, pytest.raises(TimeoutError):
+        write_values(link, [b"k"] * 4, [memoryview(bytes(100))] * 4, options=[], window=1000)

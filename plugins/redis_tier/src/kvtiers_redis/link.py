@@ -17,6 +17,7 @@ __all__ = ["GarbageReply", "Link", "ReplyError", "Status"]
 _BUFFER_BYTES = 4096
 _HEAD_BYTES = 48  # a value's header, and as little as possible of the value, which would have to be copied
 _SCRATCH_BYTES = 64 << 10
+_SHORTEST_STATUS = 4  # ":0" and the end of its line
 _LONGEST_LENGTH = 10  # digits
 
 
@@ -85,9 +86,12 @@ class Link:
         self._fill(dst, len(head))
         return True
 
-    def read_statuses(self, most: int) -> list[Status]:
-        """Take replies that are no values: the next one, and those that say the same, have come and are wanted."""
-        line = self._line(_BUFFER_BYTES)
+    def read_statuses(self, least: int, most: int) -> list[Status]:
+        """Take replies that are no values: the next one, and those behind it that have come and say the same.
+
+        ``least``: so many are to come before anybody has to do anything; no more than ``most`` are taken.
+        """
+        line = self._line(_BUFFER_BYTES, least * _SHORTEST_STATUS if least > 1 else 1)
         text = line + b"\r\n"
         alike = min(most - 1, (self._end - self._start) // len(text))
         while not self._buffer.startswith(text * alike, self._start, self._end):
@@ -99,8 +103,9 @@ class Link:
         """Take a reply that is no value."""
         return _status(self._line(_BUFFER_BYTES))
 
-    def _line(self, ahead: int) -> bytes:
-        """Take the next line, without its end. ``ahead``: the most bytes to be received at a time."""
+    def _line(self, ahead: int, least: int = 1) -> bytes:
+        """Take the next line, without its end. At most ``ahead`` bytes are received at a time; ``least`` will come."""
+        least -= self._end - self._start
         while (at := self._buffer.find(b"\r\n", self._start, self._end)) < 0:
             if self._end == _BUFFER_BYTES:
                 if not self._start:
@@ -108,7 +113,8 @@ class Link:
                 rest = self._buffer[self._start : self._end]
                 self._buffer[: len(rest)] = rest
                 self._start, self._end = 0, len(rest)
-            self._end += self._stream.receive(self._view[self._end : self._end + ahead])
+            self._end += self._stream.receive(self._view[self._end : self._end + ahead], least)
+            least = 1
         line = bytes(self._buffer[self._start : at])
         self._take(at + 2 - self._start)
         return line

@@ -1,5 +1,6 @@
 """Bytes between a connected socket and memory of the caller's: nothing is copied on the way without TLS."""
 
+import select
 import socket
 import ssl
 import struct
@@ -25,8 +26,11 @@ class ByteStream(Protocol):
     def send(self, parts: _Buffers) -> None:
         """Send all parts, in order."""
 
-    def receive(self, into: memoryview) -> int:
-        """Wait for bytes and put what is there into the front of ``into``; return how many, at least one."""
+    def receive(self, into: memoryview, least: int = 1) -> int:
+        """Put what is there into the front of ``into``; return how many bytes, at least one.
+
+        ``least``: so many are to come; it need not wake up for fewer.
+        """
 
     def fill(self, whole: memoryview, spare: memoryview, least: int) -> int:
         """Fill ``whole``, then at least ``least`` bytes of ``spare``; return how many came into ``spare``."""
@@ -50,6 +54,8 @@ class PlainStream:
         limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        self._poll = select.poll()
+        self._poll.register(connected, select.POLLIN)
 
     def send(self, parts: _Buffers) -> None:
         """Send all parts with one call, or with as many as it takes."""
@@ -67,13 +73,23 @@ class PlainStream:
                 sent -= len(rest.pop(0))
             rest[0] = memoryview(rest[0])[sent:]
 
-    def receive(self, into: memoryview) -> int:
-        """Wait for the next bytes."""
+    def receive(self, into: memoryview, least: int = 1) -> int:
+        """Wait for the next bytes. Fewer than ``least`` wake nobody up for nothing."""
+        if least > 1:
+            self._wait(least)
         try:
             count = self._socket.recv_into(into)
         except BlockingIOError:
             raise TimeoutError("no reply") from None
         return _received(count, self.until)
+
+    def _wait(self, least: int) -> None:
+        # With poll, and the mark is gone before the next call: one that receives would not count what it has taken.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
+        came = self._poll.poll(max(0.0, self.until - time.monotonic()) * 1e3)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+        if not came:
+            raise TimeoutError("no reply, or too short a one")
 
     def fill(self, whole: memoryview, spare: memoryview, least: int) -> int:
         """Take what has come first, with what follows the value if that is there; then wait for the rest at once."""
@@ -105,7 +121,7 @@ class TlsStream:
         for part in parts:
             self._socket.sendall(part)
 
-    def receive(self, into: memoryview) -> int:
+    def receive(self, into: memoryview, least: int = 1) -> int:  # noqa: ARG002 -- a record is all that can be waited for
         """Wait for the next record."""
         count = self._socket.recv_into(into)
         return _received(count, self.until)

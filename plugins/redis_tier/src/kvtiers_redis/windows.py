@@ -20,8 +20,9 @@ _MOST_REQUESTS = 256  # in one window, and fewer buffers than one sendmsg may ha
 _Requests: TypeAlias = Callable[[int, int], Sequence[bytes | memoryview]]
 """What to send for the keys from the first index to before the second."""
 
-_Read: TypeAlias = Callable[[int, int], list[Answer]]
-"""Take replies from the first index on, one at least and all that have come, but none of the second or behind it."""
+_Read: TypeAlias = Callable[[int, int, int], list[Answer]]
+"""Take replies from the first index on, at least one, none from the last index on. Those to before the second have to
+come before there is anything to send."""
 
 
 def command(*words: bytes) -> bytes:
@@ -34,7 +35,7 @@ def read_values(
 ) -> list[Answer]:
     """Send requests that are answered by values, and take each into its ``dst``."""
 
-    def read(first: int, _: int) -> list[Answer]:
+    def read(first: int, _: int, __: int) -> list[Answer]:
         return [link.read_value(dsts[first])]
 
     return _exchange(link, _lines(requests, asking), read, sizes=[*map(len, dsts)], window=window, asking=asking)
@@ -78,8 +79,8 @@ def _lines(requests: Sequence[bytes], asking: bool) -> _Requests:
 
 
 def _statuses(link: Link) -> _Read:
-    def read(first: int, end: int) -> list[Answer]:
-        return [*link.read_statuses(end - first)]
+    def read(first: int, owed: int, end: int) -> list[Answer]:
+        return [*link.read_statuses(owed - first, end - first)]
 
     return read
 
@@ -99,7 +100,10 @@ def _exchange(
                 sent += 1
             if sent > first:
                 link.send(requests(first, sent))
-        answers += _behind_asking(link, read, done) if asking else read(done, sent)
+        owed, left = done + 1, flying - sizes[done]
+        while owed < sent < count and left > window // 2:
+            owed, left = owed + 1, left - sizes[owed]
+        answers += _behind_asking(link, read, done) if asking else read(done, owed if sent < count else count, sent)
         flying -= sum(sizes[done : len(answers)])
         done = len(answers)
     return answers
@@ -107,5 +111,5 @@ def _exchange(
 
 def _behind_asking(link: Link, read: _Read, index: int) -> list[Answer]:
     refusal = link.read_status()
-    answers = read(index, index + 1)
+    answers = read(index, index + 1, index + 1)
     return [refusal] if isinstance(refusal, ReplyError) else answers
