@@ -1,9 +1,10 @@
 """KV blocks to rows and back, through the public `GpuWorker`, beside the link's own limit and beside a model's work.
 
 One run measures, on one GPU: the contiguous pinned peak (each way, both ways at once); then batches of 1 GiB of random
-blocks and rows, 32 layers, for pages of 4 KiB to 1 MiB, several batches in flight; then the same beside a loop of bf16
-matrix products that fills the GPU; and what the copies cost a thread that runs pure Python. `--explore` adds the
-curves of the settings: ring, slots, programs, methods. Without a CUDA device it says so and states no goals.
+blocks and rows, 32 layers, for pages of 4 KiB to 1 MiB, several batches in flight, and into canonical rows for two of
+them; then the same beside a loop of bf16 matrix products that fills the GPU; and what the copies cost a thread that
+runs pure Python. `--explore` adds the curves of the settings: ring, slots, programs, methods. Without a CUDA device it
+says so and states no goals.
 """
 
 import argparse
@@ -17,17 +18,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from peers.gpu_link import BATCH, IN_FLIGHT, MATRIX, Products, link_beside, peaks, timed
+from peers.gpu_link import BATCH, IN_FLIGHT, MATRIX, Products, link_beside, peaks, timed, while_for
+from peers.gpu_rows import LAYERS, rows_of
 
 from kvtiers.base import BlockSpec
 from kvtiers.gpu.worker import CopySettings, GpuWorker
 from kvtiers.rows.join import RegionJoin
-from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.rows.region import AnonymousRegion
 
-LAYERS = 32
 KV_BYTES = 2 * BATCH
 PAGES = [4 << 10, 8 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20]
+CANONICAL_PAGES = [16 << 10, 64 << 10]
 ALONE_GOALS = {4 << 10: 0.85, 8 << 10: 0.90, 16 << 10: 0.93, 64 << 10: 0.96, 256 << 10: 0.96, 1 << 20: 0.96}
 BOTH_GOAL, BESIDE_GOAL, PRODUCT_GOAL, PYTHON_GOAL, SUBMIT_GOAL_MS = 0.85, 0.90, 0.97, 0.01, 1.0
 
@@ -35,16 +36,17 @@ BOTH_GOAL, BESIDE_GOAL, PRODUCT_GOAL, PYTHON_GOAL, SUBMIT_GOAL_MS = 0.85, 0.90, 
 class Setup:
     """A worker over random KV in GPU memory, and a pinned region of as many rows."""
 
-    def __init__(self, page: int, settings: CopySettings) -> None:
+    def __init__(self, page: int, settings: CopySettings, *, canonical: bool = False) -> None:
         self.page = page
         self.blocks = KV_BYTES // (page * LAYERS)
-        tensors = tuple(KVTensor(f"layer{i}", 0, page) for i in range(LAYERS))
-        self.layout = CacheLayout(ModelIdentity("bench"), (KVGroup("full", 16),), tensors)
-        self.kv = [torch.randint(0, 256, (self.blocks, page), dtype=torch.uint8, device="cuda") for _ in tensors]
+        self.layout, rank_map = rows_of(page, canonical=canonical)
+        self.kv = [
+            torch.randint(0, 256, (self.blocks, page), dtype=torch.uint8, device="cuda") for _ in self.layout.tensors
+        ]
         self.region = AnonymousRegion.create(self.layout, num_rows=self.blocks)
         join = RegionJoin.in_process(self.region, self.layout, 0)
         begin = time.perf_counter()
-        self.worker = GpuWorker(self.layout, self.kv, join, copying=settings)
+        self.worker = GpuWorker(self.layout, self.kv, join, rank_map=rank_map, copying=settings)
         self.job = 0
         self.rng = np.random.default_rng(1)
         self.finish([self.submit("load", np.arange(1), np.arange(1))])  # it attaches at its first job
@@ -101,17 +103,17 @@ class Setup:
 
 
 @contextmanager
-def setup(page: int, **settings: Any) -> Iterator[Setup]:
-    made = Setup(page, CopySettings(**settings))
+def setup(page: int, *, canonical: bool = False, **settings: Any) -> Iterator[Setup]:
+    made = Setup(page, CopySettings(**settings), canonical=canonical)
     try:
         yield made
     finally:
         made.close()
 
 
-def alone(page: int, peak: dict[str, float], repeats: int, **settings: Any) -> dict[str, Any]:
+def alone(page: int, peak: dict[str, float], repeats: int, *, canonical: bool = False) -> dict[str, Any]:
     """Return what copies of this page size reach with nothing beside them."""
-    with setup(page, **settings) as made:
+    with setup(page, canonical=canonical) as made:
         found: dict[str, Any] = {"page": page, "start_s": made.start_seconds}
         for way in ("store", "load"):
             found[way] = rate = made.rate([way], repeats)
@@ -122,12 +124,6 @@ def alone(page: int, peak: dict[str, float], repeats: int, **settings: Any) -> d
         found["both"] = rate = made.rate(["store", "load"], repeats)
         found["both_share"] = rate / peak["both"]
     return found
-
-
-def while_for(seconds: float) -> Callable[[], bool]:
-    """Return a question that is answered by True for so long."""
-    until = time.perf_counter() + seconds
-    return lambda: time.perf_counter() < until
 
 
 def beside(made: Setup, products: Products, way: str, batches: int) -> dict[str, Any]:
@@ -254,6 +250,16 @@ def goals_of(found: dict[str, Any]) -> list[dict[str, Any]]:
     return goals
 
 
+def alone_line(line: dict[str, Any]) -> str:
+    return (
+        f"{size(line['page']):>8}  store {line['store']:5.1f} ({line['store_share']:.3f}) "
+        f"one {line['store_single']:5.1f} [{line['store_submit_ms']:.2f} ms, thread {line['store_thread_ms']:.2f}]  "
+        f"load {line['load']:5.1f} ({line['load_share']:.3f}) one {line['load_single']:5.1f} "
+        f"[{line['load_submit_ms']:.2f} ms, thread {line['load_thread_ms']:.2f}]  both {line['both']:5.1f} "
+        f"({line['both_share']:.3f})"
+    )
+
+
 def results(*, quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
     """Return the figures and the goals."""
     repeats = 3 if quick else 7
@@ -261,16 +267,11 @@ def results(*, quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "settings": asdict(CopySettings())}
     found["peak"] = peaks(repeats)
     say("peak " + ", ".join(f"{name} {rate:.1f} GB/s" for name, rate in found["peak"].items()))
-    found["alone"] = []
-    for page in PAGES:
-        found["alone"].append(line := alone(page, found["peak"], repeats))
-        say(
-            f"{size(page):>8}  store {line['store']:5.1f} ({line['store_share']:.3f}) one {line['store_single']:5.1f} "
-            f"[{line['store_submit_ms']:.2f} ms, thread {line['store_thread_ms']:.2f}]  "
-            f"load {line['load']:5.1f} ({line['load_share']:.3f}) one {line['load_single']:5.1f} "
-            f"[{line['load_submit_ms']:.2f} ms, thread {line['load_thread_ms']:.2f}]  both {line['both']:5.1f} "
-            f"({line['both_share']:.3f})"
-        )
+    for kind, pages in (("alone", PAGES), ("canonical", CANONICAL_PAGES)):
+        found[kind] = []
+        for page in pages:
+            found[kind].append(line := alone(page, found["peak"], repeats, canonical=kind == "canonical"))
+            say(f"{kind:9} {alone_line(line)}")
     products = Products()
     found["link_beside"] = link_beside(products, 12)
     say("contiguous copies beside products " + ", ".join(f"{w} {r:.1f} GB/s" for w, r in found["link_beside"].items()))

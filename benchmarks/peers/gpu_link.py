@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["BATCH", "IN_FLIGHT", "MATRIX", "Products", "link_beside", "peaks", "timed"]
+__all__ = ["BATCH", "IN_FLIGHT", "MATRIX", "Products", "link_beside", "peaks", "timed", "while_for"]
 
 BATCH = 1 << 30
 IN_FLIGHT = 4
@@ -22,6 +22,12 @@ def timed(call: Callable[[], None], repeats: int) -> float:
         call()
         found.append(time.perf_counter() - begin)
     return statistics.median(found)
+
+
+def while_for(seconds: float) -> Callable[[], bool]:
+    """Return a question that is answered by True for so long."""
+    until = time.perf_counter() + seconds
+    return lambda: time.perf_counter() < until
 
 
 def peaks(repeats: int) -> dict[str, float]:
