@@ -1,6 +1,5 @@
 """What the S3 tier is measured beside: its clients and their peers, as lanes that write and read values."""
 
-import contextlib
 import importlib.util
 import io
 import os
@@ -13,6 +12,7 @@ from typing import Any
 
 import boto3
 import obstore
+import xxhash
 from botocore.config import Config
 
 from kvtiers.api import OffloadKey
@@ -23,7 +23,7 @@ from kvtiers_s3.requests import Requests
 
 TESTS = Path(__file__).resolve().parents[2] / "plugins" / "s3_tier" / "tests"
 JOB_BYTES = 64 << 20
-THREADS = 8
+THREADS = 9
 
 
 def load(name: str) -> Any:
@@ -41,22 +41,27 @@ servers, proxies, services = load("servers"), load("proxy"), load("service")
 Keyed = Callable[[Sequence[OffloadKey]], None]
 Lane = tuple[Keyed, Keyed]
 """How a lane writes values under these keys, and reads them back."""
+Move = Callable[[str, memoryview], object]
 
 
 class Rows:
-    """Memory for the values of one job, random, and a pool of threads that each move some of them."""
+    """Memory for the values of one job, random, and threads that each move some of them: as many as the tier has."""
 
     def __init__(self, nbytes: int, stack: ExitStack) -> None:
         memory = bytearray(os.urandom(1 << 20) * (JOB_BYTES >> 20))
         self.views = [memoryview(memory)[at : at + nbytes] for at in range(0, JOB_BYTES, nbytes)]
-        self._pool = stack.enter_context(ThreadPoolExecutor(THREADS))
+        # Of its threads a tier keeps one free for loads.
+        self._writers = stack.enter_context(ThreadPoolExecutor(THREADS - 1))
+        self._readers = stack.enter_context(ThreadPoolExecutor(THREADS))
 
-    def each(self, move: Callable[[str, memoryview], object]) -> Keyed:
-        """Return how a lane moves values one by one, some at the same time."""
+    def lane(self, write: Move, read: Move) -> Lane:
+        """Return how values are moved one by one, some at the same time."""
+        return self._each(write, self._writers), self._each(read, self._readers)
 
+    def _each(self, move: Move, pool: ThreadPoolExecutor) -> Keyed:
         def run(keys: Sequence[OffloadKey]) -> None:
             views = (self.views[i % len(self.views)] for i in range(len(keys)))
-            for _ in self._pool.map(move, [f"bench/{name}" for name in services.NAMES.names(keys)], views):
+            for _ in pool.map(move, [f"bench/{name}" for name in services.NAMES.names(keys)], views):
                 pass
 
         return run
@@ -80,30 +85,31 @@ def boto3_lane(options: S3Config, rows: Rows) -> Lane:
     def write(key: str, view: memoryview) -> None:
         client.put_object(Bucket=options.bucket, Key=key, Body=bytes(view))
 
-    return rows.each(write), rows.each(read)
+    return rows.lane(write, read)
 
 
 def boto3_tuned_lane(options: S3Config, rows: Rows) -> Lane:
     client = Boto3Client(Connection(options, Requests(0, 0)))
-    return (
-        rows.each(lambda key, view: client.write(key, view, only_new=False)),
-        rows.each(lambda key, view: client.read(key, view, 0, len(view))),
+    return rows.lane(
+        lambda key, view: client.write(key, view, only_new=False),
+        lambda key, view: client.read(key, view, 0, len(view)),
     )
 
 
-def obstore_lane(options: S3Config, rows: Rows, *, asks: bool = False) -> Lane:
+def obstore_lane(options: S3Config, rows: Rows, *, hashes: bool = False) -> Lane:
     store = Connection(options, Requests(0, 0)).obstore()
 
     def read(key: str, view: memoryview) -> None:
         view[:] = obstore.get(store, key).bytes()
+        if hashes:
+            xxhash.xxh3_128(view).digest()
 
     def write(key: str, view: memoryview) -> None:
-        if asks:
-            with contextlib.suppress(FileNotFoundError):
-                obstore.head(store, key)
+        if hashes:
+            xxhash.xxh3_128(view).digest()
         obstore.put(store, key, view, use_multipart=False)
 
-    return rows.each(write), rows.each(read)
+    return rows.lane(write, read)
 
 
 def awscrt_lane(options: S3Config, rows: Rows) -> Lane:
@@ -139,4 +145,4 @@ def awscrt_lane(options: S3Config, rows: Rows) -> Lane:
 
         ask("GET", key, [], None, type=S3RequestType.GET_OBJECT, on_body=arrived)
 
-    return rows.each(write), rows.each(read)
+    return rows.lane(write, read)

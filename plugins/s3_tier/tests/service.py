@@ -102,7 +102,7 @@ class Service:
                 return
             if time.monotonic() > until:
                 raise AssertionError("the tier does not come to an end")
-            time.sleep(0.0005)
+            time.sleep(0.002)
 
 
 @contextlib.contextmanager

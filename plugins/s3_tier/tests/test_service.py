@@ -1,6 +1,5 @@
 """What an engine sees of a store that goes wrong: misses and counters, never wrong bytes, never a wait without end."""
 
-
 import numpy as np
 import pytest
 from s3_proxy import Fault, refusal
