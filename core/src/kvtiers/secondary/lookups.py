@@ -96,12 +96,13 @@ class TierLookups:
             return
         asked = self._asked
         now = self._clock()
-        hit, miss = now + self._hit_seconds, -(now + self._miss_seconds)
-        for key, there in itertools.zip_longest(probe.keys, answers[: len(probe.keys)]):
-            if asked.get(key) == probe_id:  # else it has become known otherwise, or is asked for anew
-                del asked[key]
-                if there is not None:
-                    self._verdicts[key] = hit if there else miss
+        until = (-(now + self._miss_seconds), now + self._hit_seconds)
+        # The others have become known otherwise, or are asked for anew.
+        mine = [asked.get(key) == probe_id for key in probe.keys]
+        for key in itertools.compress(probe.keys, mine):
+            asked.pop(key, None)
+        known = [(key, until[there > 0]) for key, there in zip(probe.keys, answers, strict=False)]
+        self._verdicts.update(itertools.compress(known, mine))
         self._bound()
 
     def failed(self, probe_id: int) -> None:
@@ -138,10 +139,11 @@ class TierLookups:
         self._singles.clear()
 
     def _learn(self, keys: Iterable[OffloadKey], until: float) -> None:
-        keys = list(keys)
-        self._verdicts.update(dict.fromkeys(keys, until))
-        for key in keys:
-            self._asked.pop(key, None)
+        learnt = dict.fromkeys(keys, until)
+        self._verdicts.update(learnt)
+        if self._asked:
+            for key in learnt:
+                self._asked.pop(key, None)
         self._bound()
 
     def _want(self, keys: Sequence[OffloadKey], now: float) -> LookupResult:
@@ -155,9 +157,11 @@ class TierLookups:
             return _RETRY
         keys = keys[:_LONGEST_RUN]
         asked, verdicts = self._asked, self._verdicts
-        end = next((i for i, key in enumerate(keys) if key in asked or verdicts.get(key, 0.0) < -now), len(keys))
-        self._runs.append(keys[:end])
-        asked.update(dict.fromkeys(keys[:end], _QUEUED))
+        if not asked.keys().isdisjoint(keys) or min(map(verdicts.get, keys, itertools.repeat(0.0))) < -now:
+            end = next(i for i, key in enumerate(keys) if key in asked or verdicts.get(key, 0.0) < -now)
+            keys = keys[:end]
+        self._runs.append(keys)
+        asked.update(dict.fromkeys(keys, _QUEUED))
         return _RETRY
 
     def _post(self, keys: Sequence[OffloadKey], *, is_prefix: bool) -> None:
