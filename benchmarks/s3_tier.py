@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from peers.processes import children, processor_seconds
+from peers.processes import children, private_mb, processor_seconds
 from peers.s3_lanes import (
     JOB_BYTES,
     TESTS,
@@ -62,6 +62,7 @@ PREFIX_CHUNKS = 200
 GOAL_OF_OBSTORE = GOAL_BESIDE_BUSY = 0.9
 GOAL_FIRST_BYTES = 4.0
 GOAL_LOOKUPS = 9
+GOAL_PRIVATE_MB = 60
 MODES = ("write", "read")
 LMCACHE = (
     "LMCache's S3 connector: left out, its package wants torch, cupy for CUDA and an older numpy; it stands on awscrt"
@@ -119,10 +120,14 @@ def busy_process() -> Iterator[None]:
             process.kill()
 
 
+def hosts() -> list[int]:
+    """Return the process ids of this process's tier hosts."""
+    return [pid for pid in children() if b"kvtiers" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
 def hosts_cpu() -> float:
     """Return the CPU seconds of this process's tier hosts."""
-    hosts = [pid for pid in children() if b"kvtiers" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    return sum(map(processor_seconds, hosts))
+    return sum(map(processor_seconds, hosts()))
 
 
 def lanes_of(options: S3Config, nbytes: int, count: int, stack: ExitStack) -> dict[str, tuple[Lane, Callable[[], Any]]]:
@@ -225,12 +230,14 @@ def far_away(endpoint: str, bucket: str, rounds: int) -> dict[str, Any]:
         hits = tier.hits(keys)
         assert hits == FAR_VALUES, hits
         lookups = tier.figures_after(2.5)["head_requests"] - before
+        [memory] = map(private_mb, hosts())
     taken = statistics.median(seconds[1:])
     return {
         "seconds": taken,
         "transfer_seconds": transfer,
         "first_byte_times": (taken - transfer) / FIRST_BYTE,
         "lookup_requests": lookups,
+        "private_mb": memory,
     }
 
 
@@ -263,6 +270,7 @@ def goals_of(found: dict[str, Any]) -> list[dict[str, Any]]:
     for name, value, goal in (
         (f"{FAR_VALUES} values of 2 MiB from 30 ms away, first-byte times", far["first_byte_times"], GOAL_FIRST_BYTES),
         (f"requests that locate the end of a {PREFIX_CHUNKS}-chunk prefix", far["lookup_requests"], GOAL_LOOKUPS),
+        ("private memory of its host afterwards, at rest, MB", far["private_mb"], GOAL_PRIVATE_MB),
     ):
         goals.append({"name": name, "value": value, "goal": goal, "met": value <= goal})
     return goals
