@@ -206,26 +206,22 @@ def delaying_proxy(listener: socket.socket, port: int, seconds: float) -> None:
 
 
 def _forward(source: socket.socket, target: socket.socket, seconds: float) -> None:
+    """Forward until the source ends; what is due goes out together, so that small replies cost little."""
     pieces: deque[tuple[float, bytes]] = deque()
-    there = threading.Semaphore(0)
-
-    def send() -> None:
-        while there.acquire():
-            due, piece = pieces.popleft()
-            if (left := due - time.monotonic()) > 0:
-                time.sleep(left)
-            if not piece:
-                target.close()
-                return
-            target.sendall(piece)
-
-    threading.Thread(target=send, daemon=True).start()
-    with contextlib.suppress(OSError):
-        while piece := source.recv(PIECE):
-            pieces.append((time.monotonic() + seconds, piece))
-            there.release()
-    pieces.append((0.0, b""))
-    there.release()
+    going = True
+    with contextlib.suppress(OSError, ValueError):  # the other direction has closed them
+        while going or pieces:
+            wait = max(0.0, pieces[0][0] - time.monotonic()) if pieces else None
+            if select.select([source] if going else [], [], [], wait)[0]:
+                piece = source.recv(PIECE)
+                going = bool(piece)
+                pieces.append((time.monotonic() + seconds, piece))
+            now, due = time.monotonic(), []
+            while pieces and pieces[0][0] <= now:
+                due.append(pieces.popleft()[1])
+            if due:
+                target.sendall(due[0] if len(due) == 1 else b"".join(due))
+    target.close()
 
 
 def raw_server(listener: socket.socket) -> None:
