@@ -1,5 +1,6 @@
 """How large everything is: the model, the documents, the tiers. Two sizes: the demo's, and one that takes seconds."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -46,7 +47,7 @@ class EngineOptions:
 class Setting:
     """Lengths in tokens. ``piece``: computed at most in one step. ``least_gain``: of a hit, in times to first token.
 
-    ``load_wait``: how long act 4 waits for a tier, as in a config.
+    For act 4: how long it waits for a tier, as in a config, and how many times as long a step may take with one.
     """
 
     folder: Path
@@ -57,14 +58,17 @@ class Setting:
     piece: int = 256
     threads: int = 1  # with several, each waits for the slowest: on a busy machine that takes most of the time
     least_gain: float = 2.0
+    lookup_wait: str = "100ms"
     load_wait: str = "auto"
+    most_ratio: float = 2.0
 
     @classmethod
     def quick(cls, folder: Path) -> "Setting":
         """Return a size for tests: everything happens, but hardly anything takes time, so gains mean nothing."""
         size = Size(layers=2, width=128, heads=2, hidden=256, vocabulary=512)
         # Computing is quicker than any tier here: 'auto' would rightly wait for none.
-        return cls(folder, size, document_tokens=512, piece=128, least_gain=0.0, load_wait="300ms")
+        waits = {"lookup_wait": "3s", "load_wait": "10s"}
+        return cls(folder, size, document_tokens=512, piece=128, least_gain=0.0, most_ratio=math.inf, **waits)
 
     @property
     def chunks(self) -> int:

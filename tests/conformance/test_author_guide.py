@@ -29,7 +29,7 @@ def installed(package):
     site = package / "site"
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
     command += ["--disable-pip-version-check", "--target", str(site), str(package)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     return site
 
@@ -64,7 +64,7 @@ def test_the_guide_s_config_passes_the_check(package, installed, tmp_path, optio
     environment = os.environ | {"PYTHONPATH": str(installed)}
     run_main = "from kvtiers.cli.main import main; main()"
     command = [sys.executable, "-c", run_main, "check", *options, str(config)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=60)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "sqlite" in done.stdout
     assert (tmp_path / "kvtiers.db").exists() == (not options)

@@ -33,7 +33,7 @@ RUN_TESTS = f"{TAKE_LINUX_AWAY}\nsys.exit(pytest.main(sys.argv[1:]))"
 
 def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
 
 
 @pytest.mark.parametrize(("io", "fallen_back"), [("thread", 0), ("process", 1)])

@@ -25,7 +25,7 @@ def run(*command: str | Path, cwd: Path, status: int = 0) -> str:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=500,
         check=False,
     )
     assert done.returncode == status, f"{' '.join(map(str, command))}\n{done.stdout}\n{done.stderr}"

@@ -25,7 +25,7 @@ def test_every_symbol_that_the_document_names_can_be_imported(symbol):
 def test_every_test_that_the_document_names_is_collected():
     files = sorted({test.partition("::")[0] for test in TESTS})
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *files]
-    collected = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False).stdout
+    collected = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False).stdout
     ids = {line.partition("[")[0] for line in collected.splitlines() if "::" in line}
     assert all(test.partition("::")[0].endswith(".py") for test in TESTS), "a folder is no test"
     missing = [

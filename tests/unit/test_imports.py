@@ -44,7 +44,7 @@ for module in modules:
 def run_python(code: str, *arguments: str) -> str:
     """Run this code in an interpreter of its own, away from the project's folder; return what it prints."""
     command = [sys.executable, "-I", "-c", code, *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=240, check=False, cwd="/")
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=500, check=False, cwd="/")
     assert done.returncode == 0, done.stdout
     return done.stdout
 
@@ -123,7 +123,7 @@ class Copy:
             env={**os.environ, "PYTHONPATH": str(self.folder / "src"), "COLUMNS": "200"},
             stdout=subprocess.PIPE,
             text=True,
-            timeout=120,
+            timeout=500,
             check=False,
         )
         broken = set(re.findall(r"^(.+) BROKEN", done.stdout, re.MULTILINE))

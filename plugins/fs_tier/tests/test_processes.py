@@ -98,7 +98,7 @@ def test_processes_that_write_read_delete_and_evict_together_keep_whole_values_a
                 if worker.args[-1] == str(10**9):
                     worker.kill()
     for worker in workers:
-        out, errors = worker.communicate(timeout=60)
+        out, errors = worker.communicate(timeout=500)
         assert worker.returncode in {0, -signal.SIGKILL}, errors
         assert "Traceback" not in errors
         assert worker.returncode or out.startswith("done")
@@ -132,7 +132,7 @@ def test_temporary_files_of_killed_processes_are_reclaimed(folder, value, names)
 
 def test_what_one_process_wrote_another_finds_at_once(folder, read):
     worker = start(folder, 5, 500, wait=60)
-    out, errors = worker.communicate(timeout=60)
+    out, errors = worker.communicate(timeout=500)
     assert out == "done 0\n", errors
     store = folder.open(capacity=CAPACITY)
     listed = folder.names(store)

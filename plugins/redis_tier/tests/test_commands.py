@@ -25,7 +25,7 @@ def kvtiers(tmp_path):
         )
         where = [str(config)] if command == "check" else ["--config", str(config)]
         whole = [PROGRAM, command, *where, *words]
-        done = subprocess.run(whole, capture_output=True, text=True, timeout=240, check=False)
+        done = subprocess.run(whole, capture_output=True, text=True, timeout=500, check=False)
         return done.returncode, done.stdout + done.stderr
 
     return run

@@ -22,7 +22,7 @@ PAGE = 4096
 
 def run(*command, status=0):
     done = subprocess.run(
-        [str(BIN / command[0]), *map(str, command[1:])], capture_output=True, text=True, timeout=120, check=False
+        [str(BIN / command[0]), *map(str, command[1:])], capture_output=True, text=True, timeout=500, check=False
     )
     assert done.returncode == status, (done.stdout[-2000:], done.stderr[-2000:])
     return done

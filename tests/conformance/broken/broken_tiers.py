@@ -91,7 +91,7 @@ def _hold(self):
     return lambda tier: tier.hold()
 
 
-@caught_by(hold=_hold, patience=10.0)
+@caught_by(hold=_hold)
 class HealthyAsync(ExampleSecondaryTier):
     def __init__(self, context):
         super().__init__(context, max_blocks=CHUNKS)
@@ -288,7 +288,7 @@ class ForgetsAbandonedJobs(Simple):
         self.finished = [result for result in self.finished if result.job_id != job_id]
 
 
-@caught_by("test_submit_returns_while_the_backend_is_held", hold=_hold, patience=3.0)
+@caught_by("test_submit_returns_while_the_backend_is_held", hold=_hold, patience=15.0)
 class WaitsForItsBackend(ExampleSecondaryTier):
     def __init__(self, context):
         super().__init__(context, max_blocks=CHUNKS)

@@ -20,7 +20,7 @@ def command(tmp_path, monkeypatch):
     def run(*arguments):
         done = subprocess.run(
             [sys.executable, "-m", "demo", *arguments],
-            cwd=EXAMPLES, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200, check=False,
+            cwd=EXAMPLES, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=500, check=False,
         )  # fmt: skip
         assert list(temp.iterdir()) == [], "the demo leaves temporary files behind"
         return done

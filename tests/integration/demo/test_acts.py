@@ -139,10 +139,10 @@ def test_the_fourth_act_fails_where_steps_take_longer_with_tiers(slow, holds):
     without = [0.020] * 490 + [0.030] * 10
     pace = Pace(without, [0.020] * 490 + [slow] * 10)
     if holds:
-        assert judge(pace) == "99 of 100 steps took 55 ms at most, 30 ms without tiers"
+        assert judge(pace, 2.0) == "99 of 100 steps took 55 ms at most, 30 ms without tiers"
     else:
         with pytest.raises(ActError, match="80 ms at most, 30 ms without tiers; expected 70 ms"):
-            judge(pace)
+            judge(pace, 2.0)
 
 
 def test_a_folder_that_cannot_be_used_is_a_failed_act(command, tmp_path):
@@ -184,7 +184,7 @@ def test_whatever_is_left_of_an_engine_is_seen(tmp_path):
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         try:
             parent.stdout.readline()
-            assert wait_until(lambda: host_of(parent.pid, "fs") is not None, 10)
+            assert wait_until(lambda: host_of(parent.pid, "fs") is not None, 60)
             assert holders("some-id") == [parent.pid]
             host = host_of(parent.pid, "fs")
             assert host in children(parent.pid)
@@ -195,9 +195,9 @@ def test_whatever_is_left_of_an_engine_is_seen(tmp_path):
         finally:
             parent.kill()
             parent.stdin.close()
-        assert wait_until(lambda: not is_alive(here), 10), "it has ended, though nobody has waited for it"
+        assert wait_until(lambda: not is_alive(here), 60), "it has ended, though nobody has waited for it"
         parent.wait()
-        assert wait_until(lambda: not is_alive(host), 10)
+        assert wait_until(lambda: not is_alive(host), 60)
         assert holders("some-id") == []
 
 
@@ -217,7 +217,7 @@ def test_a_killed_demo_leaves_no_engine(setting):
         assert len(left) >= 2  # the engine and its tier's host
         parent.kill()
         parent.wait()
-        assert wait_until(lambda: not any(map(is_alive, left)), 30)
+        assert wait_until(lambda: not any(map(is_alive, left)), 60)
 
 
 def test_a_demo_that_is_ended_leaves_no_file_and_no_engine(tmp_path):
@@ -229,6 +229,6 @@ def test_a_demo_that_is_ended_leaves_no_file_and_no_engine(tmp_path):
         assert any("Act 1" in line for line in parent.stdout)
         assert list(tmp_path.glob("kvtiers-demo-*"))
         parent.terminate()
-        parent.communicate(timeout=60)
+        parent.communicate(timeout=500)
     assert parent.returncode == 128 + signal.SIGTERM
     assert not list(tmp_path.iterdir())

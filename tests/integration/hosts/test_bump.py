@@ -29,7 +29,7 @@ def kvtiers_store(tmp_path, tier):
             capture_output=True,
             text=True,
             check=True,
-            timeout=120,
+            timeout=500,
         )
         return json.loads(done.stdout)
 

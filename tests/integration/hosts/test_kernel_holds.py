@@ -75,7 +75,7 @@ def sleeps(machine, pid):
 
 
 def run(*command):
-    subprocess.run(list(map(str, command)), check=True, timeout=60)
+    subprocess.run(list(map(str, command)), check=True, timeout=500)
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def ways(tmp_path):
     trial.mkdir()
     with contextlib.suppress(FileNotFoundError):
         command = ["unshare", "--mount", "sh", "-c", TRY_TO_FREEZE]
-        if subprocess.run(command, cwd=trial, capture_output=True, timeout=60, check=False).returncode == 0:
+        if subprocess.run(command, cwd=trial, capture_output=True, timeout=500, check=False).returncode == 0:
             found.append(InAFrozenFileSystem(tmp_path))
     yield found
     for way in found[1:]:

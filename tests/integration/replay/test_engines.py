@@ -196,7 +196,7 @@ def test_ctrl_c_gives_the_report_so_far_and_leaves_no_process(long_replay) -> No
     long_replay.stderr.readline()  # the first line of progress: requests are being served
     processes = everybody(long_replay)
     long_replay.send_signal(signal.SIGINT)
-    out, err = long_replay.communicate(timeout=120)
+    out, err = long_replay.communicate(timeout=500)
     assert long_replay.returncode == 130, err
     assert "Traceback" not in err
     figures = json.loads(out)

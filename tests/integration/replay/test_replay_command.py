@@ -31,7 +31,7 @@ def command(*arguments: object) -> list[str]:
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=500, check=False)
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_a_process_that_ends_early_is_one_line_and_no_report(config_file, trace_
     process = subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: named(process.pid, "rank 1"))
     os.kill(named(process.pid, "rank 1")[0], signal.SIGKILL)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=500)
     assert process.returncode == 2
     assert out == ""
     assert re.search(
@@ -146,7 +146,7 @@ def test_ctrl_c_ends_cleanly_with_the_report_so_far(config_file, trace_file, tmp
     assert process.stderr is not None
     process.stderr.readline()  # the first line of progress
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=500)
     assert process.returncode == 130, err
     assert "Traceback" not in err
     figures = json.loads(out)

@@ -23,7 +23,7 @@ def plan(folder: Path, plot: Path) -> subprocess.CompletedProcess[str]:
     options = ["--primary", "30%,60%,100%", "--secondary", "50%,unlimited", "--wish", "50%", "--plot", str(plot)]
     return subprocess.run(
         [*command, "--trace", str(folder / "trace.jsonl"), *options],
-        capture_output=True, text=True, timeout=100, check=False,
+        capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
 
 

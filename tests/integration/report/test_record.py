@@ -28,7 +28,7 @@ def command(*arguments: object) -> list[str]:
 
 
 def figures(*arguments: object) -> dict:
-    done = subprocess.run(command(*arguments, "--json"), capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command(*arguments, "--json"), capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -31,7 +31,7 @@ PLOTS = """\
 
 def replay(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from kvtiers.cli.main import main; main()", "replay", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
 
 
 @pytest.fixture(scope="module")

@@ -91,7 +91,7 @@ def process(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
 
     def start(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
         return subprocess.run(
-            [KVTIERS, *arguments], check=False, capture_output=True, text=True, timeout=60,
+            [KVTIERS, *arguments], check=False, capture_output=True, text=True, timeout=500,
             cwd=tmp_path, env={**os.environ, **environment},
         )  # fmt: skip
 

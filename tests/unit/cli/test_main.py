@@ -14,7 +14,7 @@ from kvtiers.cli.main import COMMANDS, Lazy, LazyGroup
 
 def loaded_by(statement: str) -> set[str]:
     code = f"import sys\n{statement}\nprint(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.splitlines()[-1].split())
 

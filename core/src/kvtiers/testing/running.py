@@ -86,7 +86,7 @@ def frequent_switches() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-def threads_left_since(before: set[threading.Thread], *, patience: float = 1.0) -> list[str]:
+def threads_left_since(before: set[threading.Thread], *, patience: float = 5.0) -> list[str]:
     """Return the names of the threads that are not in ``before`` and do not end within ``patience`` seconds."""
     deadline = time.monotonic() + patience
     # Threads that a native library started and that called into Python once stay listed as dummies; they cannot be
@@ -97,7 +97,7 @@ def threads_left_since(before: set[threading.Thread], *, patience: float = 1.0) 
     return [thread.name for thread in new if thread.is_alive()]
 
 
-def descriptors_left_since(before: set[str], *, patience: float = 1.0) -> list[str]:
+def descriptors_left_since(before: set[str], *, patience: float = 5.0) -> list[str]:
     """Return the descriptors that are not in ``before`` and are not closed within ``patience`` seconds.
 
     A native library may close its sockets on a thread of its own, a moment after it was told to.

@@ -103,7 +103,7 @@ class TierPluginTests:
         task = json.dumps([entry.module, sys.path])
         command = [sys.executable, "-c", _NEW_MODULES]
         done = subprocess.run(  # noqa: S603 -- our own interpreter
-            command, input=task, capture_output=True, text=True, check=False, timeout=60
+            command, input=task, capture_output=True, text=True, check=False, timeout=240
         )
         assert done.returncode == 0, f"the entry module cannot be imported: {done.stderr[-2000:]}"
         before, new = json.loads(done.stdout)
