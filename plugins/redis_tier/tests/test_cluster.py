@@ -1,5 +1,7 @@
 """A Cluster: batches split by node, slots that move, nodes that fail."""
 
+import threading
+
 import pytest
 from redis_servers import Cluster, wait_until
 from redis_traffic import content_of, read_all, under_load, works, write_all
@@ -105,6 +107,34 @@ def test_a_lost_node_costs_its_share_of_the_values_and_the_others_are_there(tier
     assert store.stats()["unreachable_values"] == 2 * len(lost)
     with pytest.raises(type(store).transient_errors):
         read_all(store, lost)
+
+
+def test_all_nodes_are_asked_at_the_same_time(tier, start, names):
+    cluster = start(Cluster)
+    for node in cluster.masters:
+        node.call("CONFIG SET", "cluster-require-full-coverage", "no")
+    hour = {"timeout": "1h", "connect_timeout": "1h", "deadline": "1h"}  # nobody gives the node up that waits
+    store = tier.open(cluster.url, topology="cluster", **hour)
+    many = names(60)
+    assert all(write_all(store, many))
+    first = cluster.owner(many[0])
+    others = [node for node in cluster.masters if node is not first]
+
+    def reads(node) -> int:
+        return node.info("commandstats").get("cmdstat_get", {}).get("calls", 0)
+
+    before = [reads(node) for node in others]
+    first.pause()
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(read_all(store, many)), daemon=True)
+    thread.start()
+    try:
+        for node, count in zip(others, before, strict=True):
+            wait_until(lambda node=node, count=count: reads(node) > count, "the others are asked while one is silent")
+    finally:
+        first.resume()
+    thread.join(30)
+    assert found == [content_of(name) for name in many]
 
 
 def test_a_failover_under_load_yields_no_wrong_byte_and_ends(tier, start, names):

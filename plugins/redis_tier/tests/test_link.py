@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtiers_redis.link import GarbageReply, Link, ReplyError
-from kvtiers_redis.windows import ask, command, read_values, write_values
+from kvtiers_redis.windows import ask, command, read_values, to_the_end, write_values
 
 SECONDS = 60.0
 POISON = 0xDB
@@ -74,7 +74,14 @@ def value_reply(content: bytes) -> bytes:
 
 def read_all(link: Link, rows: Rows, window: int = 1 << 20):
     requests = [command(b"GET", b"key%d" % i) for i in range(len(rows.places))]
-    return read_values(link, requests, rows.views, window=window)
+    [answers] = to_the_end([read_values(link, requests, rows.views, window=window)])
+    return answers
+
+
+def write_all(link: Link, count: int, nbytes: int, window: int):
+    srcs = [memoryview(bytes(nbytes))] * count
+    [answers] = to_the_end([write_values(link, [b"k"] * count, srcs, options=[], window=window)])
+    return answers
 
 
 # What may come for one key: the value itself, one of another length, none, an error.
@@ -175,7 +182,7 @@ def test_what_is_no_reply_to_a_read_ends_the_connection(reply):
 @pytest.mark.parametrize("reply", [b"$2\r\nOK\r\n", b":x\r\n", b":\r\n", b"*0\r\n", b"?\r\n"])
 def test_what_is_no_reply_to_a_question_ends_the_connection(reply):
     with linked(reply) as link, pytest.raises(GarbageReply):
-        ask(link, [command(b"EXISTS", b"a")])
+        to_the_end([ask(link, [command(b"EXISTS", b"a")])])
 
 
 def test_a_value_of_another_length_that_is_larger_than_all_buffers_goes_by():
@@ -188,9 +195,8 @@ def test_a_value_of_another_length_that_is_larger_than_all_buffers_goes_by():
 
 
 def test_an_error_in_the_middle_of_a_window_of_writes_is_that_writes_own():
-    srcs = [memoryview(bytes(100))] * 4
     with linked(b"+OK\r\n-OOM full\r\n$-1\r\n+OK\r\n") as link:
-        answers = write_values(link, [b"k"] * 4, srcs, options=[], window=150)
+        answers = write_all(link, 4, 100, window=150)
     assert (answers[0], answers[2], answers[3]) == ("OK", None, "OK")
     assert isinstance(answers[1], ReplyError)
     assert answers[1].code == "OOM"
@@ -231,7 +237,7 @@ def test_a_server_that_says_a_byte_now_and_then_is_given_up_all_the_same():
 def test_a_server_that_takes_nothing_is_given_up_in_time():
     near, far = socket.socketpair()
     with contextlib.closing(near), contextlib.closing(far), pytest.raises(TimeoutError):
-        write_values(Link(near, 0.2), [b"k"], [memoryview(bytes(8 << 20))], options=[], window=1)
+        write_all(Link(near, 0.2), 1, 8 << 20, window=1)
 
 
 def test_a_link_with_something_to_say_or_closed_is_not_idle():
@@ -286,13 +292,11 @@ def test_however_replies_to_writes_are_cut_each_is_that_writes_own(texts, window
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
     pieces = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True) if a < b]
     with linked(*pieces) as link:
-        answers = write_values(
-            link, [b"k"] * len(texts), [memoryview(bytes(100))] * len(texts), options=[], window=window
-        )
+        answers = write_all(link, len(texts), 100, window)
     said = [answer.code if isinstance(answer, ReplyError) else answer for answer in answers]
     assert said == [{b"+": "OK", b"$": None, b"-": "OOM", b":": 0}[text[:1]] for text in texts]
 
 
 def test_replies_that_are_fewer_than_what_was_asked_for_are_given_up_in_time():
     with linked(b"+OK\r\n" * 3, close=False, seconds=0.2) as link, pytest.raises(TimeoutError):
-        write_values(link, [b"k"] * 4, [memoryview(bytes(100))] * 4, options=[], window=1000)
+        write_all(link, 4, 100, window=1000)

@@ -57,9 +57,14 @@ class Link:
         """Say whether the connection is there and silent; one that was closed, or has bytes to say, is of no use."""
         return self._start == self._end and not self._poll.poll(0)
 
-    def begin(self) -> None:
-        """Start the clock of an exchange."""
-        self._stream.until = time.monotonic() + self._seconds
+    def begin(self, seconds: float | None = None) -> None:
+        """Start the clock of an exchange, or let it go on with so much left."""
+        self._stream.until = time.monotonic() + (self._seconds if seconds is None else seconds)
+
+    @property
+    def seconds_left(self) -> float:
+        """What is left of an exchange's time."""
+        return self._stream.until - time.monotonic()
 
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
         """Send all parts, in order."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from kvtiers.api import StoreEntry
 from kvtiers_redis.servers import Server
-from kvtiers_redis.windows import ask, command
+from kvtiers_redis.windows import ask, command, to_the_end
 
 __all__ = ["list_values"]
 
@@ -36,7 +36,7 @@ def list_values(servers: Sequence[Server], key_prefix: bytes, prefix: str, *, ra
 def _lengths(server: Server, keys: Sequence[bytes]) -> Iterator[tuple[bytes, int]]:
     """Yield each key with the length of its value; keys that are gone, have moved, or hold no value are left out."""
     with server.link() as link:
-        answers = ask(link, [command(b"STRLEN", key) for key in keys])
+        [answers] = to_the_end([ask(link, [command(b"STRLEN", key) for key in keys])])
     for key, answer in zip(keys, answers, strict=True):
         if type(answer) is int:
             yield key, answer

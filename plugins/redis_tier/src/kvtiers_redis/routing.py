@@ -11,7 +11,7 @@ from kvtiers_redis.link import Link, ReplyError
 from kvtiers_redis.places import Address
 from kvtiers_redis.servers import Server
 from kvtiers_redis.topology import Topology
-from kvtiers_redis.windows import Answer
+from kvtiers_redis.windows import Answer, Exchange, to_the_end
 
 __all__ = ["Router", "Talk"]
 
@@ -19,7 +19,7 @@ _ROUNDS = 5  # a slot that moves at this moment takes two
 _PASSING = frozenset({"BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MOVED", "ASK", "NOAUTH", "READONLY", "TRYAGAIN"})
 """What a server answers that may have an answer soon, or is about to be replaced by another one."""
 
-Talk: TypeAlias = Callable[[Link, Sequence[int], bool], Sequence[Answer]]
+Talk: TypeAlias = Callable[[Link, Sequence[int], bool], Exchange]
 """Send the requests of these indexes on a link, each behind ASKING or not, and return the answers."""
 
 _Groups: TypeAlias = dict[tuple[Server, bool], list[int]]
@@ -67,8 +67,11 @@ class Router:
         answers: list[Answer] = [None] * len(keys)
         groups = self._split(keys, range(len(keys)), answers)
         for _ in range(_ROUNDS):
-            for (server, asking), indexes in groups.items():
-                for i, answer in zip(indexes, _talk(server, talk, indexes, asking=asking), strict=True):
+            said = to_the_end(
+                [_talk(server, talk, indexes, asking=asking) for (server, asking), indexes in groups.items()]
+            )
+            for indexes, theirs in zip(groups.values(), said, strict=True):
+                for i, answer in zip(indexes, theirs, strict=True):
                     answers[i] = answer
             if _has_results_alone(answers):
                 break
@@ -125,10 +128,10 @@ def _has_results_alone(answers: Sequence[Answer]) -> bool:
     return not any(issubclass(kind, Exception) for kind in set(map(type, answers)))
 
 
-def _talk(server: Server, talk: Talk, indexes: Sequence[int], *, asking: bool) -> Sequence[Answer]:
+def _talk(server: Server, talk: Talk, indexes: Sequence[int], *, asking: bool) -> Exchange:
     try:
         with server.link() as link:
-            return talk(link, indexes, asking)
+            return (yield from talk(link, indexes, asking))
     except (OSError, RedisError, TierUnavailable) as error:
         # A new one, since the traceback of this one holds the callers' buffers.
         failure = TierUnavailable(f"{server.name}: {error or type(error).__name__}")

@@ -13,7 +13,7 @@ from redis.exceptions import RedisError, ResponseError
 from kvtiers.api import TierUnavailable
 from kvtiers_redis.link import Link, ReplyError
 from kvtiers_redis.plugin import RedisConfig
-from kvtiers_redis.windows import ask, command
+from kvtiers_redis.windows import ask, command, to_the_end
 
 __all__ = ["Server"]
 
@@ -73,7 +73,7 @@ class Server:
         """See that the server answers and lets us in, or raise TierUnavailable with what is wrong."""
         try:
             with self.link() as link:
-                (answer,) = ask(link, [command(b"PING")])
+                [[answer]] = to_the_end([ask(link, [command(b"PING")])])
         except (OSError, RedisError) as error:
             raise TierUnavailable(f"{self.name}: {error}") from None
         if isinstance(answer, ReplyError) and answer.code in _NOT_LET_IN:

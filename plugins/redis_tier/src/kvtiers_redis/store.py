@@ -12,7 +12,7 @@ from kvtiers_redis.listing import list_values
 from kvtiers_redis.plugin import RedisConfig
 from kvtiers_redis.routing import Router
 from kvtiers_redis.topology import open_topology
-from kvtiers_redis.windows import Answer, ask, command, read_values, write_values
+from kvtiers_redis.windows import Answer, Exchange, ask, command, read_values, write_values
 
 __all__ = ["RedisStore"]
 
@@ -60,7 +60,7 @@ class RedisStore(ChunkStore):
         keys = [self._key(name) for name in names]
         words = (b"GETEX", self._refresh) if self._refresh else (b"GET", [])
 
-        def talk(link: Link, indexes: Sequence[int], asking: bool) -> Sequence[Answer]:
+        def talk(link: Link, indexes: Sequence[int], asking: bool) -> Exchange:
             return read_values(
                 link,
                 [command(words[0], keys[i], *words[1]) for i in indexes],
@@ -88,7 +88,7 @@ class RedisStore(ChunkStore):
         return [answer is not False for answer in done]
 
     def _set(self, keys: Sequence[bytes], srcs: Sequence[memoryview], options: Sequence[bytes]) -> list[Answer]:
-        def talk(link: Link, indexes: Sequence[int], asking: bool) -> Sequence[Answer]:
+        def talk(link: Link, indexes: Sequence[int], asking: bool) -> Exchange:
             return write_values(
                 link,
                 [keys[i] for i in indexes],
@@ -148,7 +148,7 @@ class RedisStore(ChunkStore):
         return self._prefix + name.encode("ascii")
 
     def _ask(self, keys: Sequence[bytes], word: bytes, *, partial: bool = True) -> Sequence[Answer]:
-        def talk(link: Link, indexes: Sequence[int], asking: bool) -> Sequence[Answer]:
+        def talk(link: Link, indexes: Sequence[int], asking: bool) -> Exchange:
             return ask(link, [command(word, keys[i]) for i in indexes], asking=asking)
 
         return self._router.ask(keys, talk, partial=partial)

@@ -1,18 +1,22 @@
 """Many requests on one connection before their replies, a bounded number of bytes at a time.
 
 Rows go out of the shared region and replies come into it directly. While replies are read the next requests are
-already with the server: it is asked for more when half a window is left.
+already with the server: it is asked for more when half a window is left. Whoever talks to several servers does
+something for each in turn, so that all of them have something to do.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import TypeAlias
 
 from kvtiers_redis.link import Link, ReplyError
 
-__all__ = ["Answer", "ask", "command", "read_values", "write_values"]
+__all__ = ["Answer", "Exchange", "ask", "command", "read_values", "to_the_end", "write_values"]
 
 Answer: TypeAlias = bool | int | str | Exception | None
 """What became of one key: what the server says, or why it says nothing."""
+
+Exchange: TypeAlias = Generator[None, None, list[Answer]]
+"""Talks to one server and returns the answers. Stops where requests have been sent whose replies may take a while."""
 
 _ASKING = b"*1\r\n$6\r\nASKING\r\n"
 _MOST_REQUESTS = 256  # in one window, and fewer buffers than one sendmsg may have
@@ -32,7 +36,7 @@ def command(*words: bytes) -> bytes:
 
 def read_values(
     link: Link, requests: Sequence[bytes], dsts: Sequence[memoryview], *, window: int, asking: bool = False
-) -> list[Answer]:
+) -> Exchange:
     """Send requests that are answered by values, and take each into its ``dst``."""
 
     def read(first: int, _: int, __: int) -> list[Answer]:
@@ -49,7 +53,7 @@ def write_values(
     options: Sequence[bytes],
     window: int,
     asking: bool = False,
-) -> list[Answer]:
+) -> Exchange:
     """Send a SET for each key and value, with these options. Answers: "OK", None (left as it is, by NX), an error."""
     sizes = [*map(len, srcs)]
     words = (_ASKING if asking else b"") + b"*%d\r\n$3\r\nSET" % (3 + len(options))
@@ -67,10 +71,24 @@ def write_values(
     return _exchange(link, requests, _statuses(link), sizes=sizes, window=window, asking=asking)
 
 
-def ask(link: Link, requests: Sequence[bytes], *, asking: bool = False) -> list[Answer]:
+def ask(link: Link, requests: Sequence[bytes], *, asking: bool = False) -> Exchange:
     """Send requests that are answered in a line each."""
     sizes = [0] * len(requests)
     return _exchange(link, _lines(requests, asking), _statuses(link), sizes=sizes, window=0, asking=asking)
+
+
+def to_the_end(exchanges: Sequence[Exchange]) -> list[list[Answer]]:
+    """Have all exchanges make their way, each in its turn; return the answers of each."""
+    answers: list[list[Answer]] = [[] for _ in exchanges]
+    under_way = [*enumerate(exchanges)]
+    while under_way:
+        for index, exchange in under_way[:]:
+            try:
+                next(exchange)
+            except StopIteration as end:
+                answers[index] = end.value
+                under_way.remove((index, exchange))
+    return answers
 
 
 def _lines(requests: Sequence[bytes], asking: bool) -> _Requests:
@@ -87,7 +105,7 @@ def _statuses(link: Link) -> _Read:
 
 def _exchange(
     link: Link, requests: _Requests, read: _Read, *, sizes: Sequence[int], window: int, asking: bool
-) -> list[Answer]:
+) -> Exchange:
     """Send all requests and take all replies, in order, with at most ``window`` bytes of values under way."""
     link.begin()
     answers: list[Answer] = []
@@ -100,9 +118,12 @@ def _exchange(
                 sent += 1
             if sent > first:
                 link.send(requests(first, sent))
-        owed, left = done + 1, flying - sizes[done]
-        while owed < sent < count and left > window // 2:
-            owed, left = owed + 1, left - sizes[owed]
+                left = link.seconds_left
+                yield
+                link.begin(left)
+        owed, flying_then = done + 1, flying - sizes[done]
+        while owed < sent < count and flying_then > window // 2:
+            owed, flying_then = owed + 1, flying_then - sizes[owed]
         answers += _behind_asking(link, read, done) if asking else read(done, owed if sent < count else count, sent)
         flying -= sum(sizes[done : len(answers)])
         done = len(answers)
