@@ -100,7 +100,7 @@ def tiers(*secondary: dict[str, Any], **more: Any) -> dict[str, Any]:
         "spec_name": "CpuTieringSpec",
         "spec_module_path": "cpu_spec",
         "cpu_bytes_to_use": 64 << 20,
-        "kvtiers": {"lookup_wait": "3s"},
+        "kvtiers": {"lookup_wait": "3s", "load_wait": "60s"},
     }
     return common | {"secondary_tiers": list(secondary)} | more
 

@@ -53,6 +53,24 @@ def test_a_tier_that_is_killed_or_hangs_in_the_middle_of_requests(engine, right)
     assert engine.lines("its host ended")
 
 
+def test_a_tier_whose_loads_take_long_costs_its_load_wait_and_neither_its_host_nor_its_breaker(
+    engine, start, model, tmp_path, right
+):
+    engine.shutdown()
+    limited = options(tmp_path / "store", rate_limit={"bytes_per_second": "100KiB"}) | {"deadline": "60s"}
+    waits = {"lookup_wait": "3s", "load_wait": "500ms"}
+    slow = start(model, tiers(limited, kvtiers=waits))
+    (host,) = slow.hosts()
+    begun = time.monotonic()
+    cached = right(slow, *PROMPTS)
+    assert time.monotonic() - begun < 10.0, "the loads alone take 20 s"
+    assert cached != WHOLE
+    figures = slow.metrics()
+    assert figures["kvtiers_tier_wait_expired{fs}"] > 0
+    assert figures["kvtiers_tier_breaker_state{fs}"] == 0
+    assert slow.hosts() == [host]
+
+
 def test_an_engine_that_is_killed_leaves_nothing_of_ours(engine, start, model, tmp_path, right):
     (host,) = engine.hosts()
     engine.kill()

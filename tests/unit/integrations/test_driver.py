@@ -28,6 +28,7 @@ class Store(ChunkStore):
         self.gate = threading.Event()
         self.gate.set()
         self.broken = False
+        self.reading = threading.Event()
 
     def _enter(self):
         assert self.gate.wait(PATIENCE)
@@ -35,6 +36,7 @@ class Store(ChunkStore):
             raise OSError("no backend")
 
     def read_into(self, name, dst):
+        self.reading.set()
         self._enter()
         if len(self.values.get(name, b"")) != len(dst):
             return False
@@ -65,7 +67,7 @@ class Clock:
 class Bench:
     """A driver, its store, the rows, and the time."""
 
-    def __init__(self, **options):
+    def __init__(self, load_wait=None, **options):
         self.memory = bytearray(ROWS * ROW)
         self.store = Store()
         self.clock = Clock()
@@ -77,7 +79,7 @@ class Bench:
         self.tier = ChunkStoreTier(config, backend, self.clock)
         assert self.tier.wait_open(PATIENCE) == ""
         self.slot = TierSlot(0, self.tier, TierOptions("test", config.read_only, deadline=config.deadline))
-        self.driver = TierDriver(self.slot, 0.02, self._close, [32], self.clock)
+        self.driver = TierDriver(self.slot, 0.02, self._close, [32], load_wait, self.clock)
         self.driver.request_started("a", None)
         self.until(self.slot.available)
 
@@ -118,7 +120,7 @@ class Bench:
 
 @pytest.fixture
 def bench():
-    bench = Bench()
+    bench = Bench(load_wait=1e6)
     yield bench
     bench.store.gate.set()
     bench.driver.close(PATIENCE)
@@ -253,3 +255,55 @@ def test_a_request_that_was_never_announced_is_answered(bench):
     bench.store_rows([KEYS[0]], [0])
     assert bench.lookup(KEYS[0], "somebody") is HIT
     bench.driver.request_finished("somebody")
+
+
+def test_a_load_that_takes_too_long_lets_go_of_its_rows_and_is_reported_while_its_call_still_runs():
+    bench = Bench(load_wait=0.5)
+    try:
+        bench.store_rows(KEYS[:2], [3, 5])
+        bench.driver.request_started("b", None)
+        assert bench.lookup(KEYS[0]) is HIT
+        bench.store.gate.clear()
+        bench.store.reading.clear()
+        bench.driver.submit(2, KEYS[:2], [7, 8], "a", is_promotion=True)
+        bench.until(bench.store.reading.is_set)
+        bench.clock.now += 0.4
+        bench.until(lambda: True)
+        assert bench.driver.has_jobs(), "it has not waited long enough yet"
+        bench.clock.now += 0.2
+        assert not bench.result(2).success
+        assert not bench.driver.has_jobs()
+        assert bench.driver.wait_expired == 2
+        assert [bench.driver.lookup(key, "a") for key in KEYS[:2]] == [MISS, MISS], "for good"
+        assert bench.driver.lookup(KEYS[0], "b") is MISS, "nobody else is made to wait for it, for a while"
+        assert bench.driver.recomputed_cheaper == 1
+
+        bench.memory[7 * ROW : 9 * ROW] = bytes([99]) * 2 * ROW  # the rows are another chunk's by now
+        bench.store.gate.set()
+        bench.until(lambda: not bench.tier.stats()["queued_loads"] and bench.tier.drain(PATIENCE))
+        assert bench.memory[7 * ROW : 9 * ROW] == bytes([99]) * 2 * ROW
+        assert bench.slot.available(), "slow is not broken"
+        bench.clock.now += 2.0
+        assert bench.lookup(KEYS[0], "b") is HIT
+    finally:
+        bench.store.gate.set()
+        bench.driver.close(PATIENCE)
+
+
+def test_a_request_waits_for_loads_as_long_as_computing_them_takes():
+    bench = Bench()
+    try:
+        bench.driver.end_step(["a"])
+        bench.clock.now += 0.64
+        bench.driver.end_step()
+        bench.store_rows(KEYS[:2], [3, 5])  # 64 tokens in 0.64 s
+        bench.store.gate.clear()
+        bench.driver.submit(2, KEYS[:1], [7], "a", is_promotion=True)
+        bench.clock.now += 0.31
+        bench.until(lambda: True)
+        assert bench.driver.has_jobs()
+        bench.clock.now += 0.02
+        assert not bench.result(2).success
+    finally:
+        bench.store.gate.set()
+        bench.driver.close(PATIENCE)

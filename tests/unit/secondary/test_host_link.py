@@ -18,7 +18,7 @@ from kvtiers.secondary.host_backend import HostBackend
 from kvtiers.secondary.host_link import HostLink
 from kvtiers.secondary.launcher import HostLauncher, HostProcess
 from kvtiers.secondary.log_thread import LogThread
-from kvtiers.secondary.protocol import JobDone, JobFailed, JobStarted, Opened, Probed, Status, StoreJob
+from kvtiers.secondary.protocol import JobDone, JobFailed, JobReleased, JobStarted, Opened, Probed, Status, StoreJob
 
 DONE, FAILED = Status.DONE, Status.FAILED
 
@@ -199,6 +199,7 @@ ABOUT_NOTHING = {
     "the start of no job": wire.encode_event(0, JobStarted(99)),
     "the failure of no job": wire.encode_event(0, JobFailed(99, "?")),
     "an answer to no question": wire.encode_event(0, Probed(99, b"")),
+    "rows let go that nobody wants back": wire.encode_event(0, JobReleased(1)),
 }
 
 

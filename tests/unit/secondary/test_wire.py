@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvtiers.rows.names import StorageNames
 from kvtiers.secondary import wire
 from kvtiers.secondary.framing import Frame, FrameReader, Kind, ProtocolError, frame
-from kvtiers.secondary.protocol import JobDone, JobFailed, JobStarted, Opened, Probed, StoreJob
+from kvtiers.secondary.protocol import JobDone, JobFailed, JobReleased, JobStarted, Opened, Probed, StoreJob
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "host_protocol-2.json").read_text(encoding="utf-8"))
 
@@ -31,6 +31,7 @@ jobs = st.builds(
 events = st.one_of(
     st.builds(Opened, texts, st.sampled_from(["", "0123456789abcdef"])),
     st.builds(JobStarted, u64),
+    st.builds(JobReleased, u64),
     st.builds(JobFailed, u64, texts),
     st.builds(JobDone, u64, st.binary(max_size=100), u64, st.floats(0, 1e6), st.integers(0, 2**32 - 1), texts),
     st.builds(Probed, u64, st.binary(max_size=100), texts),
@@ -91,6 +92,8 @@ ENCODERS = {
     "PROBE": lambda tier, body: wire.encode_probe(
         tier, body["probe_id"], unhexed(body["keys"]), is_prefix=body["is_prefix"]
     ),
+    "RELEASE": lambda tier, body: wire.encode_release(tier, body["job_id"]),
+    "RELEASED": encode_event(JobReleased),
     "ABANDON": lambda tier, body: wire.encode_abandon(tier, body["job_id"]),
     "CLOSE": lambda tier, body: wire.encode_close(tier, body["seconds"]),
     "OPENED": encode_event(Opened),
@@ -101,11 +104,12 @@ ENCODERS = {
     "STATS": lambda tier, body: wire.encode_stats(tier, body["figures"]),
     "LOG": lambda tier, body: wire.encode_log(tier, body["level"], body["text"]),
 }
-DECODERS = dict.fromkeys(("OPENED", "STARTED", "FAILED", "DONE", "PROBED"), fields_of_event) | {
+DECODERS = dict.fromkeys(("OPENED", "STARTED", "FAILED", "DONE", "PROBED", "RELEASED"), fields_of_event) | {
     "HELLO": lambda message: json.loads(bytes(message.body)),
     "NAMES": fields_of_names,
     "JOB": fields_of_job,
     "PROBE": fields_of_probe,
+    "RELEASE": lambda message: {"job_id": wire.decode_id(message.body)},
     "ABANDON": lambda message: {"job_id": wire.decode_id(message.body)},
     "CLOSE": lambda message: {"seconds": wire.decode_close(message.body)},
     "STATS": lambda message: {"figures": wire.decode_stats(message.body)},

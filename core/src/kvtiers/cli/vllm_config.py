@@ -70,7 +70,11 @@ def transfer_config(
     extra["secondary_tiers"] = [
         entry | {"type": f"{PREFIX}{tier.type}"} for entry, tier in zip(tiers, config.secondary, strict=True)
     ]
-    extra[OPTIONS_KEY] = {"namespace": config.namespace, "lookup_wait": f"{config.lookup_wait * 1000:g}ms"}
+    extra[OPTIONS_KEY] = {
+        "namespace": config.namespace,
+        "lookup_wait": _milliseconds(config.lookup_wait),
+        "load_wait": config.load_wait if config.load_wait == "auto" else _milliseconds(config.load_wait),
+    }
     if config.model is not None and config.model.revision:
         extra[OPTIONS_KEY]["weights"] = config.model.revision
     for entry in extra["secondary_tiers"]:
@@ -96,6 +100,10 @@ def _connector(extra: dict[str, Any], blocks_per_chunk: int | None) -> dict[str,
     return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1000:g}ms"
+
+
 def _primary_problems(config: OffloadConfig) -> list[str]:
     """Return what the primary is asked for that vLLM's own does not have."""
     problems = [
@@ -109,7 +117,7 @@ def _primary_problems(config: OffloadConfig) -> list[str]:
         problems.append("budgets: vLLM's own primary has none; leave them out")
     problems += [
         f"{name}: vLLM's own tiering has no such bound; leave it out"
-        for name in ("load_wait", "clean_reserve")
+        for name in ("clean_reserve",)
         if getattr(config, name) != OffloadConfig.model_fields[name].default
     ]
     if config.model is not None:

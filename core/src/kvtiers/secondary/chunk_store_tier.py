@@ -16,6 +16,7 @@ from kvtiers.secondary.protocol import (
     Event,
     JobDone,
     JobFailed,
+    JobReleased,
     JobStarted,
     Opened,
     Probed,
@@ -49,6 +50,7 @@ class ChunkStoreTier(SecondaryTierManager):
         self._probe_until: float | None = None
         self._started: list[int] = []
         self._failed: list[int] = []
+        self._released: list[int] = []
         self._finished: list[JobResult] = []
 
     # -- the contract
@@ -89,6 +91,16 @@ class ChunkStoreTier(SecondaryTierManager):
         """Count an overdue job against the breaker; the backend sees to it that its rows come free."""
         if self._fail(job_id, "a job did not end in time"):
             self._backend.abandon(job_id)
+
+    def release_job(self, job_id: int) -> None:
+        """Have a load that takes too long for its request leave its rows alone; no failure of the store's."""
+        if self._jobs.release(job_id):
+            self._backend.release(job_id)
+
+    def get_released_jobs(self) -> Sequence[int]:
+        """Return the loads that have let go of their rows; their results come later, and say nothing of the rows."""
+        released, self._released = self._released, []
+        return released
 
     def on_schedule_end(self) -> None:
         """Send the step's questions, and the breaker's probe when it is due."""
@@ -177,6 +189,8 @@ class ChunkStoreTier(SecondaryTierManager):
                 self._started.append(job_id)
             case JobDone():
                 self._job_done(event)
+            case JobReleased(job_id):
+                self._released.append(job_id)
             case JobFailed(job_id, error):
                 if self._fail(job_id, error):
                     self._failed.append(job_id)
@@ -236,7 +250,8 @@ class ChunkStoreTier(SecondaryTierManager):
                 logging.WARNING,
                 f"{self._name}: {ended.damaged} of {len(ended.job.keys)} values are damaged; counted as misses",
             )
-        if not ended.was_told:  # else it counts as a failure already, whatever became of it later
+        # What was told counts as a failure already, whatever became of it later.
+        if not (ended.was_told or ended.was_released):
             if ended.has_failed:
                 self._note_error(event.error)
             else:

@@ -29,6 +29,7 @@ class Kind(IntEnum):
     PROBE = 4
     ABANDON = 5
     CLOSE = 6
+    RELEASE = 7
     OPENED = 64
     STARTED = 65
     FAILED = 66
@@ -36,6 +37,7 @@ class Kind(IntEnum):
     PROBED = 68
     STATS = 69
     LOG = 70
+    RELEASED = 71
 
 
 class Frame(NamedTuple):

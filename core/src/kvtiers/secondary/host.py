@@ -87,6 +87,8 @@ class TierHost:
                 self._pools[tier].set_names(wire.decode_names(body))
             case Kind.ABANDON:
                 self._pools[tier].abandon(wire.decode_id(body))
+            case Kind.RELEASE:
+                self._pools[tier].release(wire.decode_id(body))
             case Kind.CLOSE:
                 self._close(wire.decode_close(body))
             case _:

@@ -17,7 +17,17 @@ from kvtiers.secondary import wire
 from kvtiers.secondary.framing import ProtocolError
 from kvtiers.secondary.host_link import HostLink
 from kvtiers.secondary.launcher import HostLife
-from kvtiers.secondary.protocol import Event, JobDone, JobFailed, JobStarted, Opened, Probed, Status, StoreJob
+from kvtiers.secondary.protocol import (
+    Event,
+    JobDone,
+    JobFailed,
+    JobReleased,
+    JobStarted,
+    Opened,
+    Probed,
+    Status,
+    StoreJob,
+)
 
 __all__ = ["HostBackend"]
 
@@ -41,6 +51,7 @@ class _Sent:
     job: StoreJob
     started: bool = False
     failed: bool = False
+    to_release: bool = False
 
 
 class HostBackend:
@@ -99,6 +110,12 @@ class HostBackend:
             self._link.send(wire.encode_abandon(self._index, job_id))
             self._kill_unless_done(job_id)
 
+    def release(self, job_id: int) -> None:
+        """Have the host leave the rows of a load alone, if it can."""
+        sent = self._jobs.get(job_id)
+        if sent is not None and self._link.connected and self._link.send(wire.encode_release(self._index, job_id)):
+            sent.to_release = True
+
     def flush(self) -> None:
         """Send what the step has collected."""
         self._link.flush()
@@ -156,6 +173,8 @@ class HostBackend:
                 self._take_start(job_id)
             case JobFailed(job_id):
                 self._take_failure(job_id)
+            case JobReleased(job_id):
+                self._take_release(job_id)
             case JobDone():
                 self._take_result(event)
             case Probed(probe_id, answers):
@@ -220,6 +239,12 @@ class HostBackend:
             raise ProtocolError(f"job {job_id} is reported as failed twice")
         sent.failed = True
         self._kill_unless_done(job_id)
+
+    def _take_release(self, job_id: int) -> None:
+        sent = self._sent(job_id)
+        if not sent.to_release:
+            raise ProtocolError(f"job {job_id} is reported as having let go of its rows, which nobody wished")
+        sent.to_release = False
 
     def _kill_unless_done(self, job_id: int) -> None:
         """A job has failed: if the host does not let go of its rows in time, it is ended."""

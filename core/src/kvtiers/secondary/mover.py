@@ -41,6 +41,12 @@ def mover_options(config: TierConfig, sizes: Sequence[tuple[int, int]]) -> Mover
     return MoverOptions(sizes, config.retries, config.read_only, config.exists_ttl, config.rate_limit)
 
 
+def land_now(copy: Callable[[], None]) -> bool:
+    """Copy a value into its row, which nobody wants back."""
+    copy()
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class ValueRun:
     """Values to move: ``keys[i]`` lies in ``rows[i]``. No call begins after ``give_up_at`` or a False of ``wanted``."""
@@ -50,6 +56,8 @@ class ValueRun:
     rows: Sequence[int]
     give_up_at: float
     wanted: Callable[[], bool] = lambda: True
+    land: Callable[[Callable[[], None]], bool] = land_now
+    """Copies a value into its row where it lies beside it, unless the rows have been let go (``row_guard.py``)."""
 
 
 @dataclass(slots=True)
@@ -203,7 +211,7 @@ class ValueMover:
             values = self._views.own(rows, sizes)
             judged = zip(names, rows, values, payloads, answers, strict=True)
             statuses = [
-                self._judge(run.names, name, row, value, payload) if there else self._missing(name)
+                self._judge(run, name, row, value, payload) if there else self._missing(name)
                 for name, row, value, payload, there in judged
             ]
         else:
@@ -255,11 +263,10 @@ class ValueMover:
         self._known.doubt(name)  # it was asked for because it seemed to be there
         return Status.MISSING
 
-    def _judge(self, names: StorageNames, name: str, row: int, value: memoryview, payload: int) -> Status:
-        verdict = check_value(value, payload, name, names.layout_id)
+    def _judge(self, run: ValueRun, name: str, row: int, value: memoryview, payload: int) -> Status:
+        verdict = check_value(value, payload, name, run.names.layout_id)
         if verdict is SealVerdict.OK:
-            self._views.land(row, payload)
-            return Status.DONE
+            return Status.DONE if run.land(lambda: self._views.land(row, payload)) else Status.FAILED
         if verdict is SealVerdict.CORRUPT and not self._options.read_only:
             self._delete(name)  # else it would be found, and fail, for ever
         missing = self._missing(name)

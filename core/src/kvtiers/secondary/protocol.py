@@ -16,6 +16,7 @@ __all__ = [
     "Event",
     "JobDone",
     "JobFailed",
+    "JobReleased",
     "JobStarted",
     "Opened",
     "Probed",
@@ -93,6 +94,13 @@ class JobDone:
 
 
 @dataclass(frozen=True, slots=True)
+class JobReleased:
+    """Nothing touches the rows of a load any more, as was wished; its JobDone is still owed."""
+
+    job_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Probed:
     """Answers to a probe, for its first keys in order; one byte each, 1: present. ``error``: it could not be asked."""
 
@@ -101,7 +109,7 @@ class Probed:
     error: str = ""
 
 
-Event: TypeAlias = Opened | JobStarted | JobFailed | JobDone | Probed
+Event: TypeAlias = Opened | JobStarted | JobFailed | JobDone | JobReleased | Probed
 
 
 class StoreBackend(Protocol):
@@ -121,6 +129,9 @@ class StoreBackend(Protocol):
 
     def abandon(self, job_id: int) -> None:
         """Take note that nobody waits for this job any more; its JobDone is still owed."""
+
+    def release(self, job_id: int) -> None:
+        """Have a load leave its rows alone, if it can: then its JobReleased comes, though calls are still under way."""
 
     def flush(self) -> None:
         """Send what was collected since the last call."""

@@ -30,6 +30,8 @@ class _Stage(threading.local):
 class StagedViews(ValueViews):
     """Views of values that are longer than their rows."""
 
+    are_beside_rows = True
+
     def __init__(self, region: memoryview, row_stride: int, value_bytes: int) -> None:
         super().__init__(region, row_stride)
         self._value_bytes = value_bytes

@@ -71,6 +71,10 @@ class ThreadBackend:
         """Begin nothing more for this job."""
         self._pool.abandon(job_id)
 
+    def release(self, job_id: int) -> None:
+        """Have a load leave its rows alone, if it can."""
+        self._pool.release(job_id)
+
     def flush(self) -> None:
         """Nothing is held back."""
 

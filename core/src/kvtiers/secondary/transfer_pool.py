@@ -22,7 +22,7 @@ from kvtiers.rows.epoch import read_epoch
 from kvtiers.rows.names import StorageNames
 from kvtiers.secondary.mover import Moved, MoverOptions, ValueMover, ValueRun
 from kvtiers.secondary.prober import Prober
-from kvtiers.secondary.protocol import Event, JobDone, JobFailed, JobStarted, Opened, StoreJob, error_text
+from kvtiers.secondary.protocol import Event, JobDone, JobFailed, JobReleased, JobStarted, Opened, StoreJob, error_text
 from kvtiers.secondary.transfer_queue import PoolJob, Slice, TransferQueue
 from kvtiers.secondary.views import ValueViews
 
@@ -87,6 +87,13 @@ class TransferPool:
     def abandon(self, job_id: int) -> None:
         """Begin nothing more for this job; a call that runs, runs to its end."""
         self._drop(self._queue.abandon(job_id), "given up before it began")
+
+    def release(self, job_id: int) -> None:
+        """Have a load leave its rows alone, where values lie beside them: its JobReleased says from when on."""
+        job = self._queue.load(job_id)
+        if job is not None and self._views.are_beside_rows:
+            job.guard.let_go(lambda: self._emit(JobReleased(job_id)))
+            self.abandon(job_id)
 
     def set_names(self, names: StorageNames) -> None:
         """Use these names for what is queued from now on."""
@@ -206,6 +213,7 @@ class TransferPool:
             job.job.rows[wanted],
             job.started + self._deadline,
             lambda: not (job.abandoned or self._stop.is_set()),
+            job.guard.land,
         )
         assert self._mover is not None
         try:
@@ -234,6 +242,7 @@ class TransferPool:
             self._emit(JobFailed(job.job.job_id, job.error))
 
     def _report(self, job: PoolJob) -> None:
+        job.guard.end()
         seconds = time.monotonic() - job.started if job.started else 0.0
         statuses = bytes(job.statuses)
         self._emit(JobDone(job.job.job_id, statuses, job.nbytes, seconds, job.retries, job.error))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from kvtiers.rows.names import StorageNames
 from kvtiers.secondary.mover import Moved
 from kvtiers.secondary.protocol import Status, StoreJob
+from kvtiers.secondary.row_guard import RowGuard
 from kvtiers.secondary.views import Loan
 
 __all__ = ["PoolJob", "Slice", "TransferQueue"]
@@ -33,6 +34,7 @@ class PoolJob:
     told: bool = False
     """It was reported as failed, with its result still to come."""
     kept: list[Loan] = field(default_factory=list)
+    guard: RowGuard = field(default_factory=RowGuard)
 
     @classmethod
     def of(cls, job: StoreJob, names: StorageNames) -> "PoolJob":
@@ -131,6 +133,12 @@ class TransferQueue:
                 return []
             job.abandoned = True
             return self._take_out(lambda piece: piece.of is job)
+
+    def load(self, job_id: int) -> PoolJob | None:
+        """Return a load that has not been reported yet, None if there is none."""
+        with self._lock:
+            job = self._jobs.get(job_id)
+        return job if job is not None and job.job.is_load else None
 
     def take_all(self) -> list[Slice]:
         """Take all slices that have not begun; they are the caller's to finish."""

@@ -67,6 +67,9 @@ class ValueViews:
     and they do nothing; see ``staging.py`` for rows that have no room for one.
     """
 
+    are_beside_rows = False
+    """Whether a row is touched by ``land`` alone."""
+
     def __init__(self, region: memoryview, row_stride: int) -> None:
         self._region = region
         self._row_stride = row_stride

@@ -12,6 +12,7 @@ JOB            engine  u64 job, u8 is load, keys, i32 rows
 PROBE          engine  u64 probe, u8 is prefix, keys
 ABANDON        engine  u64 job
 CLOSE          engine  f64 seconds to drain
+RELEASE        engine  u64 job
 OPENED         host    u8 length, epoch, error
 STARTED        host    u64 job
 FAILED         host    u64 job, error
@@ -19,6 +20,7 @@ DONE           host    u64 job, u64 bytes, f64 seconds, u32 retries, u32 count, 
 PROBED         host    u64 probe, u32 count, answers, error
 STATS          host    JSON: figures
 LOG            host    u8 level, text
+RELEASED       host    u64 job
 =============  ======  ==================================================================================
 """
 
@@ -30,7 +32,7 @@ from typing import Any
 from kvtiers.api import OffloadKey
 from kvtiers.rows.names import StorageNames
 from kvtiers.secondary.framing import Frame, Kind, ProtocolError, frame
-from kvtiers.secondary.protocol import Event, JobDone, JobFailed, JobStarted, Opened, Probed, StoreJob
+from kvtiers.secondary.protocol import Event, JobDone, JobFailed, JobReleased, JobStarted, Opened, Probed, StoreJob
 
 __all__ = [
     "PROTOCOL_FORMAT",
@@ -50,6 +52,7 @@ __all__ = [
     "encode_log",
     "encode_names",
     "encode_probe",
+    "encode_release",
     "encode_stats",
 ]
 
@@ -123,6 +126,11 @@ def decode_id(body: memoryview) -> int:
     return int(number)
 
 
+def encode_release(tier: int, job_id: int) -> bytes:
+    """Return a RELEASE message."""
+    return frame(Kind.RELEASE, tier, _U64.pack(job_id))
+
+
 def encode_close(tier: int, seconds: float) -> bytes:
     """Return a CLOSE message."""
     return frame(Kind.CLOSE, tier, _F64.pack(seconds))
@@ -166,6 +174,8 @@ def encode_event(tier: int, event: Event) -> bytes:
             return frame(Kind.OPENED, tier, bytes([len(epoch)]) + epoch.encode() + _text(error))
         case JobStarted(job_id):
             return frame(Kind.STARTED, tier, _U64.pack(job_id))
+        case JobReleased(job_id):
+            return frame(Kind.RELEASED, tier, _U64.pack(job_id))
         case JobFailed(job_id, error):
             return frame(Kind.FAILED, tier, _U64.pack(job_id) + _text(error))
         case JobDone(job_id, statuses, nbytes, seconds, retries, error):
@@ -184,6 +194,8 @@ def decode_event(message: Frame) -> Event:
             return Opened(error, str(epoch, "latin-1"))
         case Kind.STARTED:
             return JobStarted(decode_id(body))
+        case Kind.RELEASED:
+            return JobReleased(decode_id(body))
         case Kind.FAILED:
             return JobFailed(decode_id(body), str(body[_U64.size :], "utf-8", "replace"))
         case Kind.DONE:

@@ -1,14 +1,16 @@
 """One kvtiers tier under somebody else's manager: its jobs and their deadlines, its requests' waits, its life.
 
 That manager is vLLM's. It asks key by key, step by step, and frees a job's rows when the job's result is reported: so a
-result is reported only when nothing can touch the rows any more, also that of a job which is given up. What a request
-can be spared is decided at its lookups:
+result is reported only when nothing can touch the rows any more, also that of a job which is given up. A load that has
+taken ``load_wait`` is made to let go of its rows, which it can at once where values are read beside them, and is
+reported then, whatever its calls still do. What else a request can be spared is decided at its lookups:
 
 ===============================  ==================================================================
 a lookup is                      when
 ===============================  ==================================================================
 MISS                             the tier is off, or its breaker open; the request lost this chunk
-                                 before, or has waited ``lookup_wait`` for an answer
+                                 before, or has waited ``lookup_wait`` for an answer, or ``load_wait``
+                                 for loads; loads were too slow for somebody a moment ago
 RETRY                            the question is on its way
 HIT                              the tier has it: vLLM submits the load at the end of its step
 ===============================  ==================================================================
@@ -16,6 +18,7 @@ HIT                              the tier has it: vLLM submits the load at the e
 Runs on the engine's thread, or under its lock. Nothing raises.
 """
 
+import math
 import time
 from array import array
 from collections import Counter
@@ -35,16 +38,20 @@ __all__ = ["TierDriver"]
 _SCAN_SECONDS = 0.05  # how often deadlines are looked at
 _DRAIN_POLL_SECONDS = 0.002
 _MOST_UNREAD = 250_000
+_PAUSE_SECONDS = 1.0  # in which nothing is loaded after loads were too slow: else all who wait would wait in turn
+_UNMEASURED_SECONDS = 1.0  # that a request waits for loads before it is known what computing takes
 
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A job of vLLM's that is not reported yet. Ids are vLLM's own."""
+    """A job of vLLM's that is not reported yet, ids its own. ``release_at``: when its request has waited enough."""
 
     job: TransferJob
     submitted: float
+    release_at: float
     started: float | None = None
     given_up: bool = False
+    released: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -53,12 +60,16 @@ class _Request:
 
     context: RequestContext
     waits_since: float | None = None
+    loads_since: float | None = None
+    load_tokens: int = 0
     lost: set[OffloadKey] = field(default_factory=set)
 
 
 class TierDriver:
-    """Drives ``slot``. ``lookup_wait``: seconds that a request waits for answers in all.
+    """Drives ``slot``. ``lookup_wait``, ``load_wait``: seconds that a request waits for answers and for loads, in all.
 
+    A ``load_wait`` of None: as long as computing would take, which the engine itself shows (``prefill.py``), at least
+    ``lookup_wait``.
     ``tokens_per_chunk[g]``: tokens whose KV a chunk of group g holds.
     """
 
@@ -68,10 +79,14 @@ class TierDriver:
         lookup_wait: float,
         close: Callable[[float], None],
         tokens_per_chunk: Sequence[int] = (),
+        load_wait: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._slot = slot
         self._lookup_wait = lookup_wait
+        self._load_wait = load_wait
+        self._pause_until = 0.0
+        self._late: dict[int, _Running] = {}
         self._close = close
         self._tokens_per_chunk = tokens_per_chunk
         self._clock = clock
@@ -83,7 +98,9 @@ class TierDriver:
         self._closed = False
         self._unread: dict[OffloadKey, None] = {}
         self.wait_expired = 0
-        """Lookups that were misses since their request had waited long enough."""
+        """Chunks that were misses since their request had waited long enough, for an answer or for a load."""
+        self.recomputed_cheaper = 0
+        """Chunks that the tier may have and that were computed, since loads were too slow a moment ago."""
         self.loaded_tokens = 0
         """Tokens whose KV the tier brought."""
 
@@ -128,6 +145,9 @@ class TierDriver:
         request = self._request(request_id)
         if key in request.lost or not self._slot.available():
             return LookupResult.MISS
+        if self._pause_until and self._is_paused():
+            self.recomputed_cheaper += 1
+            return LookupResult.MISS
         hits, unresolved = self._slot.ask([key], request.context)
         if hits:
             return LookupResult.HIT
@@ -154,9 +174,10 @@ class TierDriver:
         if self._slot.options.read_only and not is_promotion:
             self._results.append(JobResult(job_id, success=True))  # as it is meant to be: nobody is to count a failure
             return
-        context = self._request(request_id).context
-        job = TransferJob(job_id, keys, memoryview(array("i", rows)), is_promotion, context)
-        running = self._jobs[job_id] = _Running(job, self._clock())
+        request, now = self._request(request_id), self._clock()
+        job = TransferJob(job_id, keys, memoryview(array("i", rows)), is_promotion, request.context)
+        release_at = self._loads_over(request, keys, now) if is_promotion else math.inf
+        running = self._jobs[job_id] = _Running(job, now, release_at)
         self.metrics.running_jobs += 1
         self.metrics.loading_chunks += len(job.keys) if is_promotion else 0
         usable = self._slot.available()
@@ -222,15 +243,46 @@ class TierDriver:
             if (failed := self._jobs.get(job_id)) is not None:
                 self._give_up(failed, tell=False)
         for result in slot.finished_jobs():
+            self._late.pop(result.job_id, None)
             if (ended := self._jobs.get(result.job_id)) is not None:
                 self._finish(ended, result)
+        if isinstance(slot.tier, ChunkStoreTier):
+            self._let_go(slot.tier)
         now = self._clock()
-        if self._jobs and now >= self._next_scan:
+        if (self._jobs or self._late) and now >= self._next_scan:
             self._next_scan = now + _SCAN_SECONDS
             self._expire(now)
 
+    def _loads_over(self, request: _Request, keys: Sequence[OffloadKey], now: float) -> float:
+        """Return until when a request waits for its loads, of which these are some."""
+        if request.loads_since is None:
+            request.loads_since = now
+        request.load_tokens += self._tokens(keys)
+        rate = self._prefill.seconds_per_token
+        auto = _UNMEASURED_SECONDS if rate is None else max(self._lookup_wait, request.load_tokens * rate)
+        return request.loads_since + (auto if self._load_wait is None else self._load_wait)
+
+    def _is_paused(self) -> bool:
+        paused = self._clock() < self._pause_until
+        self._pause_until = self._pause_until if paused else 0.0
+        return paused
+
+    def _let_go(self, tier: ChunkStoreTier) -> None:
+        """Make loads that their requests have waited for long enough let go of their rows; report those that have."""
+        for job_id in tier.get_released_jobs():
+            if (running := self._jobs.get(job_id)) is not None:
+                self._late[job_id] = running
+                self._finish(running, JobResult(job_id, success=False))
+        now = self._clock() if self._jobs else 0.0
+        for running in self._jobs.values():
+            if now >= running.release_at and not (running.released or running.given_up):
+                running.released = True
+                self.wait_expired += len(running.job.keys)
+                self._pause_until = now + _PAUSE_SECONDS
+                tier.release_job(running.job.job_id)
+
     def _expire(self, now: float) -> None:
-        for running in list(self._jobs.values()):
+        for running in (*self._jobs.values(), *self._late.values()):
             begun = running.submitted if running.started is None else running.started
             if now - begun > self._slot.options.deadline and not running.given_up:
                 self.metrics.expired_jobs += 1
@@ -241,7 +293,7 @@ class TierDriver:
         if running.given_up:
             return
         running.given_up = True
-        self.metrics.quarantined_rows += len(running.job.keys)
+        self.metrics.quarantined_rows += len(running.job.keys) if running.job.job_id in self._jobs else 0
         if tell:
             self._slot.abandon(running.job.job_id)
 

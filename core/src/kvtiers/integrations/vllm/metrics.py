@@ -11,7 +11,8 @@ __all__ = ["COUNTERS", "GAUGES", "LABELS", "TierFigures"]
 LABELS = ("tier",)
 COUNTERS = {
     "kvtiers_tier_lookups": "Answers that the tier gave, in chunks.",
-    "kvtiers_tier_wait_expired": "Chunks that were misses since their request had waited long enough for an answer.",
+    "kvtiers_tier_wait_expired": "Chunks that were misses since their request had waited long enough.",
+    "kvtiers_tier_recomputed_cheaper": "Chunks that were computed since the tier's loads were too slow a moment ago.",
     "kvtiers_tier_loaded_chunks": "Chunks that the tier brought, each checked.",
     "kvtiers_tier_loaded_tokens": "Tokens whose KV these hold.",
     "kvtiers_tier_loaded_bytes": "Bytes of these chunks.",
@@ -83,6 +84,7 @@ class TierFigures:
         own: Mapping[str, Any] = driver.own_stats()
         extra = {
             "wait_expired": driver.wait_expired,
+            "recomputed_cheaper": driver.recomputed_cheaper,
             "loaded_tokens": driver.loaded_tokens,
             "saved_seconds": driver.saved_seconds,
             "off": int(bool(self.opened.off)),

@@ -73,7 +73,8 @@ def open_tier(
     parts = _Parts(config, settings, plugin, layout, view.cast("B"))
     slot = TierSlot(0, parts.tier, _options(config))
     tokens = [layout.tokens_per_chunk(group) for group in range(len(layout.groups))]
-    driver = TierDriver(slot, settings.lookup_wait, parts.close, tokens)
+    load_wait = None if settings.load_wait == "auto" else settings.load_wait
+    driver = TierDriver(slot, settings.lookup_wait, parts.close, tokens, load_wait)
     if config.required and (error := parts.tier.wait_open(config.deadline)):
         parts.close(0.0)
         raise StartError(f"{name}: required, but cannot be opened: {error}")

@@ -7,6 +7,7 @@ from pydantic import Field, ValidationError
 
 from kvtiers.api import ConfigError, Duration, StrictModel, TierConfig
 from kvtiers.config import load_config
+from kvtiers.config.models import LoadWait
 from kvtiers.config.problems import problems_in
 
 __all__ = ["OPTIONS_KEY", "PREFIX", "TierSettings", "load_tier_options"]
@@ -25,6 +26,9 @@ class TierSettings(StrictModel):
         default=None, min_length=1, description="what names these very weights, where vLLM's config does not"
     )
     lookup_wait: Duration = Field(default=0.02, description="longest wait of a request for a tier's answer")
+    load_wait: LoadWait = Field(
+        default="auto", description="longest wait of a request for loads; auto: as long as computing would take"
+    )
     drain: Duration = Field(default=10.0, description="how long an engine that ends may still write to a tier")
 
 
