@@ -138,6 +138,11 @@ def test_nothing_in_the_working_directory_stands_in_for_a_module_of_the_host(par
     engine.do("engine.store(keys(0, 4))")
 
 
+def sockets_of(pid):
+    links = [str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir()]
+    return [link for link in links if "socket:" in link]
+
+
 def test_a_fork_in_the_engine_neither_ends_its_hosts_nor_outlives_them_with_the_memory(party, faulty, machine):
     engine = party()
     engine_id = engine.engine(faulty())
@@ -155,8 +160,7 @@ def test_a_fork_in_the_engine_neither_ends_its_hosts_nor_outlives_them_with_the_
         "child"
     )
     try:
-        descriptors = [str(fd.readlink()) for fd in Path(f"/proc/{child}/fd").iterdir()]
-        assert not [link for link in descriptors if "socket:" in link], "it would hide the engine's end from the host"
+        machine.wait_until(lambda: not sockets_of(child), "the closing of what hides the engine's end from it")
         engine.do("engine.store(keys(0, 4)); engine.forget()")
         assert engine.do("engine.load(keys(0, 4))") == 4
         assert set(hosts) <= set(engine.hosts())
