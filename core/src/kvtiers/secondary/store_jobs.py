@@ -19,15 +19,20 @@ class _Open:
     sent: int
     epoch: int
     told: bool = False
+    to_release: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class EndedJob:
-    """A job that has ended. ``was_told``: it had been reported, or given up, as failed before."""
+    """A job that has ended. ``was_told``: it had been reported, or given up, as failed before.
+
+    ``was_released``: it was to let go of its rows, so what it did not do says nothing of the store.
+    """
 
     job: TransferJob
     result: JobResult
     was_told: bool
+    was_released: bool
     has_failed: bool
     has_current_names: bool
     damaged: int
@@ -93,6 +98,14 @@ class StoreJobs:
         begun.told = True
         return begun.job
 
+    def release(self, job_id: int) -> bool:
+        """Take note that a job is to let go of its rows; False if there is no such job."""
+        begun = self._open.get(job_id)
+        if begun is None:
+            return False
+        begun.to_release = True
+        return True
+
     def end(self, event: JobDone) -> EndedJob | None:
         """Take note of a job's end; None if there is no such job."""
         if event.job_id not in self._open:
@@ -108,6 +121,7 @@ class StoreJobs:
             job,
             _result(job, event),
             was_told=begun.told,
+            was_released=begun.to_release,
             has_failed=Status.FAILED in statuses,
             has_current_names=begun.epoch == self._epoch,
             damaged=statuses.count(Status.CORRUPT),
