@@ -38,6 +38,7 @@ def test_an_adapter_that_is_loaded_anew_is_another_and_that_can_be_seen(tmp_path
     assert adapters.has_changed(1)
     assert adapters.digest(adapter(tmp_path / "two", number=2)) is not None
     assert not adapters.has_changed(2)
+    assert adapters.reloaded == {1}
 
 
 def test_files_that_change_behind_vllms_back_make_an_adapter_unknown_for_good(tmp_path, caplog):

@@ -165,6 +165,30 @@ def test_a_row_of_the_engine_is_the_payload_and_the_seal_lies_behind_it():
     assert layout.tokens_per_chunk(0) == 64
 
 
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    num_kv_heads: int
+    head_size: int
+
+
+def kv_layout(tp, *, heads, head_size=64, canonical, own_rows=True):
+    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=Spec(heads, head_size))])
+    config = offloading(
+        parallel=Parallel(world_size=tp, tp_size=tp), worker_kv_bytes_per_block=8192 // tp, canonical_layout=canonical
+    )
+    found = identity_of(Engine(engine().vllm_config, groups), config, "0.32.0", "v1", own_rows=own_rows)
+    return found.model.kv_layout
+
+
+def test_canonical_rows_of_our_own_are_the_same_for_any_number_of_ranks_and_no_others():
+    assert kv_layout(1, heads=4, canonical=True) == kv_layout(2, heads=2, canonical=True)
+    assert kv_layout(1, heads=4, canonical=True) != kv_layout(1, heads=4, head_size=32, canonical=True)
+    assert kv_layout(1, heads=4, canonical=False) != kv_layout(2, heads=2, canonical=False)
+    assert kv_layout(1, heads=4, canonical=True) != kv_layout(1, heads=4, canonical=False)
+    vllms = [kv_layout(tp, heads=4 // tp, canonical=True, own_rows=False) for tp in (1, 2)]
+    assert vllms[0] != vllms[1]
+
+
 class Connector:
     """As vLLM's: tiers are built somewhere below its constructor."""
 

@@ -47,31 +47,36 @@ def test_groups_are_named_by_their_place_in_the_layout():
     assert sparse.of(vllm_key(1, group=2)) == make_offload_key(HASHES[1], 1)
 
 
+def following(request, key):
+    place = request.place(key)
+    return place, request.following(key, place)
+
+
 def test_what_follows_a_chunk_is_the_rest_of_the_prompt_in_its_group():
-    assert keys().following(vllm_key(4)) == [vllm_key(4), vllm_key(5)]
+    assert following(keys(), vllm_key(4)) == (4, [vllm_key(4), vllm_key(5)])
 
 
 @pytest.mark.parametrize(("hashes_per_chunk", "chunks"), [(1, 6), (2, 3), (4, 1)])
 def test_a_chunk_is_named_by_its_last_hash(hashes_per_chunk, chunks):
     every = keys(groups={0: GroupKeys(0, hashes_per_chunk, whole_prefix=True)})
     expected = [vllm_key((chunk + 1) * hashes_per_chunk - 1) for chunk in range(chunks)]
-    assert every.following(expected[0]) == expected
+    assert following(every, expected[0]) == (0, expected)
 
 
 def test_a_prompt_that_grows_has_more_chunks():
     hashes = HASHES[:2]
     growing = keys(hashes=hashes)
-    assert len(growing.following(vllm_key(0))) == 2
+    assert len(following(growing, vllm_key(0))[1]) == 2
     hashes.append(HASHES[2])
-    assert growing.following(vllm_key(0)) == [vllm_key(0), vllm_key(1), vllm_key(2)]
+    assert following(growing, vllm_key(0)) == (0, [vllm_key(0), vllm_key(1), vllm_key(2)])
 
 
-def test_a_window_group_is_asked_about_one_chunk_at_a_time():
-    window = keys(groups={0: GroupKeys(0, 1, whole_prefix=False)})
-    assert not window.is_prefix(vllm_key(0))
-    assert window.following(vllm_key(0)) == [vllm_key(0)]
+def test_an_adapters_chunks_stand_in_the_same_order():
+    adapted = keys(adapter=b"one")
+    place, rest = following(adapted, vllm_key(3))
+    assert (place, rest[0]) == (3, adapted.of(vllm_key(3)))
 
 
-def test_a_key_that_is_no_chunk_of_the_prompt_is_asked_about_alone():
-    tail = b"tail" * 8 + (0).to_bytes(4, "big")
-    assert keys().following(tail) == [tail]
+def test_a_chunk_of_a_window_group_and_one_that_is_none_of_the_prompt_have_no_place():
+    assert keys(groups={0: GroupKeys(0, 1, whole_prefix=False)}).place(vllm_key(0)) is None
+    assert keys().place(b"tail" * 8 + (0).to_bytes(4, "big")) is None

@@ -6,11 +6,13 @@ from types import SimpleNamespace
 import pytest
 
 from kvtiers.api import ConfigError, StartError
+from kvtiers.integrations.vllm.identity import Engine
 from kvtiers.integrations.vllm.releases import require_whole_stack
-from kvtiers.integrations.vllm.stack.layout import cache_layout, group_keys, layer_tensors
+from kvtiers.integrations.vllm.stack.layout import cache_layout, group_keys, layer_tensors, rank_map
 from kvtiers.integrations.vllm.stack.options import load_stack_config
 from kvtiers.rows.layout import ModelIdentity
 
+KV_HEADS = 2
 MODEL = ModelIdentity("model", weights="v1")
 
 
@@ -36,7 +38,7 @@ FULL = FullAttentionSpec(unpadded_page_size_bytes=2048, sliding_window=None)
 WINDOW = SlidingWindowSpec(unpadded_page_size_bytes=1024, sliding_window=96)
 
 
-def offloading(*groups, blocks_per_chunk=1, world_size=1):
+def offloading(*groups, blocks_per_chunk=1, world_size=1, canonical=False, certified=True):
     """``groups``: vLLM's number, tokens in a block, and layers of each."""
     return SimpleNamespace(
         groups=[
@@ -44,12 +46,15 @@ def offloading(*groups, blocks_per_chunk=1, world_size=1):
             for number, tokens, layers in groups
         ],
         cache=SimpleNamespace(blocks_per_chunk=blocks_per_chunk, tokens_per_hash=16),
-        parallel=SimpleNamespace(world_size=world_size),
+        parallel=SimpleNamespace(world_size=world_size, tp_size=world_size, is_parallelism_agnostic=certified),
+        canonical_layout=canonical,
     )
 
 
 def cache_config(*specs):
-    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
+    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
+    model_config = SimpleNamespace(use_mla=False, get_total_num_kv_heads=lambda: KV_HEADS)
+    return Engine(SimpleNamespace(model_config=model_config), groups)
 
 
 def test_groups_are_those_that_vllm_offloads_and_their_tensors_are_the_layers():
@@ -104,6 +109,44 @@ def test_kv_memory_of_another_shape_is_refused_by_name(found, expected):
     layout = cache_layout(MODEL, offloading((0, 32, ["a", "b"])), cache_config(FULL))
     with pytest.raises(StartError, match=expected):
         layer_tensors(layout, found)
+
+
+def canonical_caches(*pages, agnostic=True):
+    """As vLLM's: this rank is the second of two, each with half of the heads."""
+    runs = [SimpleNamespace(local_offset=0, canonical_offset=page, fragment_size=page, num_fragments=1,
+                            local_stride=page, canonical_stride=page) for page in pages]  # fmt: skip
+    mappings = [
+        SimpleNamespace(canonical_page_size_bytes=2 * page, parallelism_agnostic=agnostic, runs=[run],
+                        num_writers=1, writer_index=0)
+        for page, run in zip(pages, runs, strict=True)
+    ]  # fmt: skip
+    return SimpleNamespace(group_data_refs=[[SimpleNamespace(mapping=mapping)] for mapping in mappings])
+
+
+@pytest.mark.parametrize(("ranks", "canonical_page"), [(1, 2048), (2, 4096), (4, 4096)])
+def test_a_canonical_page_holds_each_head_once(ranks, canonical_page):
+    config = offloading((0, 32, ["a"]), world_size=ranks, canonical=True)
+    layout = cache_layout(MODEL, config, cache_config(FULL))
+    assert layout.row_layout == "canonical"
+    assert layout.tensors[0].canonical_page_bytes == canonical_page
+
+
+def test_where_a_ranks_bytes_lie_is_what_vllm_says():
+    config = offloading((0, 32, ["a"]), (1, 32, ["b"]), world_size=2, canonical=True)
+    layout = cache_layout(MODEL, config, cache_config(FULL, WINDOW))
+    found = rank_map(layout, canonical_caches(2048, 1024))
+    assert [(run.tensor, run.canonical_offset, run.nbytes) for run in found.runs] == [(0, 2048, 2048), (1, 1024, 1024)]
+    assert rank_map(cache_layout(MODEL, offloading((0, 32, ["a"])), cache_config(FULL)), None) is None
+
+
+def test_canonical_rows_that_vllm_does_not_certify_are_refused():
+    with pytest.raises(StartError, match="canonical_layout: vLLM does not certify it"):
+        cache_layout(MODEL, offloading((0, 32, ["a"]), canonical=True, certified=False), cache_config(FULL))
+    layout = cache_layout(MODEL, offloading((0, 32, ["a"]), world_size=2, canonical=True), cache_config(FULL))
+    with pytest.raises(StartError, match="does not certify the pages of a"):
+        rank_map(layout, canonical_caches(2048, agnostic=False))
+    with pytest.raises(StartError, match="canonical bytes are 2048, expected 4096"):
+        rank_map(layout, canonical_caches(1024))
 
 
 @pytest.mark.parametrize("version", ["0.28.0", "0.31.0", "0.33.0"])

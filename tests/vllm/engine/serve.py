@@ -3,7 +3,10 @@
 import json
 import os
 import sys
+import time
 from typing import Any
+
+_FIGURES_SECONDS = 0.2  # steps bring figures, and the whole stack reports them ten times a second
 
 
 def main() -> None:
@@ -29,7 +32,7 @@ def main() -> None:
 
 def _change_weights(worker: Any) -> None:
     for name, weight in worker.model_runner.model.named_parameters():
-        if "qkv_proj" in name:
+        if "input_layernorm" in name:
             weight.data.neg_()
 
 
@@ -71,6 +74,9 @@ class Engine:
     def metrics(self) -> dict[str, float]:
         from prometheus_client import REGISTRY
 
+        until = time.monotonic() + _FIGURES_SECONDS
+        while time.monotonic() < until:
+            self.generate([[1, 2, 3]], 2)
         found: dict[str, float] = {}
         for family in REGISTRY.collect():
             for sample in family.samples:

@@ -25,6 +25,7 @@ __all__ = ["Engine", "Identity", "engine_of_stack", "identity_of", "row_layout"]
 
 _UNSEEDED = {"xxhash", "xxhash_cbor"}  # vLLM keeps these algorithms' seed secret, by a random one for each process
 _DEFAULT_SEED = "vllm-none-hash"
+_OF_A_RANK = {"num_kv_heads", "page_size_padded"}
 _NOT_THE_MODEL = ("_name_or_path", "_commit_hash", "transformers_version", "architectures_override")
 
 
@@ -69,11 +70,14 @@ def _core_above(frame: "FrameType | None") -> Any:
     return None
 
 
-def identity_of(engine: Engine, offloading: Any, version: str, given_weights: str | None) -> Identity:
+def identity_of(
+    engine: Engine, offloading: Any, version: str, given_weights: str | None, *, own_rows: bool = False
+) -> Identity:
     """Return the identity of the KV that this engine computes.
 
     ``offloading``: vLLM's ``OffloadingConfig``; ``version``: vLLM's. ``given_weights``: the name that the config gives
-    the weights, which is how dummy or reloaded ones get one.
+    the weights, which is how dummy or reloaded ones get one. ``own_rows``: rows are kvtiers' own; canonical ones are
+    the same for any number of ranks.
     """
     weights, unnamed = (f"given-{given_weights}", "") if given_weights else _weights(engine)
     algorithm = str(_of(engine, "cache_config.prefix_caching_hash_algo"))
@@ -85,7 +89,7 @@ def identity_of(engine: Engine, offloading: Any, version: str, given_weights: st
         kv_scales=_kv_scales(engine),
         rope=_model_digest(engine),
         quantization=str(_of(engine, "model_config.quantization")),
-        kv_layout=_layout_digest(engine, offloading, version),
+        kv_layout=_layout_digest(engine, offloading, version, own_rows=own_rows),
         hash_algorithm=algorithm,
         hash_seed=seed,
     )
@@ -163,11 +167,13 @@ def _speculation(engine: Engine) -> Any:
     return {name: str(getattr(speculative, name, None)) for name in ("method", "num_speculative_tokens")}
 
 
-def _layout_digest(engine: Engine, offloading: Any, version: str) -> str:
+def _layout_digest(engine: Engine, offloading: Any, version: str, *, own_rows: bool) -> str:
     """Digest what decides where in a row each number lies."""
+    canonical = bool(getattr(offloading, "canonical_layout", False))
+    any_ranks = own_rows and canonical
     groups = [
         {"tokens": group.tokens_per_block, "layers": list(group.layer_names), "spec": spec}
-        for group, spec in zip(offloading.groups, _group_specs(engine, len(offloading.groups)), strict=True)
+        for group, spec in zip(offloading.groups, _group_specs(engine, len(offloading.groups), any_ranks), strict=True)
     ]
     parallel = dataclasses.asdict(offloading.parallel)
     for name in ("rank", "data_parallel_index", "data_parallel_size", "data_parallel_rank_local"):
@@ -176,12 +182,12 @@ def _layout_digest(engine: Engine, offloading: Any, version: str) -> str:
         {
             "epoch": release_of(version).epoch(public_version(version)),
             "groups": groups,
-            "parallel": parallel,
-            "bytes_per_block": offloading.worker_kv_bytes_per_block,
+            "parallel": None if any_ranks else parallel,
+            "bytes_per_block": None if any_ranks else offloading.worker_kv_bytes_per_block,
             "tokens_per_hash": offloading.cache.tokens_per_hash,
             "blocks_per_chunk": offloading.cache.blocks_per_chunk,
-            "replicated": offloading.replicated_layout,
-            "canonical": getattr(offloading, "canonical_layout", False),
+            "replicated": None if any_ranks else offloading.replicated_layout,
+            "canonical": canonical,
             "layout": str(getattr(offloading, "kv_cache_layout", None) or ""),
             "cache_dtype": str(_of(engine, "cache_config.cache_dtype")),
             "runner": str(_of(engine, "use_v2_model_runner")),
@@ -190,10 +196,16 @@ def _layout_digest(engine: Engine, offloading: Any, version: str) -> str:
     )
 
 
-def _group_specs(engine: Engine, count: int) -> list[str]:
+def _group_specs(engine: Engine, count: int, any_ranks: bool) -> list[str]:
     groups = getattr(engine.kv_cache_config, "kv_cache_groups", ())
-    specs = [repr(group.kv_cache_spec) for group in groups]
+    specs = [_shared_spec(group.kv_cache_spec) if any_ranks else repr(group.kv_cache_spec) for group in groups]
     return specs if len(specs) == count else [""] * count
+
+
+def _shared_spec(spec: Any) -> str:
+    """Return a group's spec without what depends on how many ranks hold its heads."""
+    fields = {field.name: repr(getattr(spec, field.name)) for field in dataclasses.fields(spec)}
+    return repr((type(spec).__name__, {name: value for name, value in fields.items() if name not in _OF_A_RANK}))
 
 
 def _backend(engine: Engine) -> dict[str, str]:

@@ -11,6 +11,7 @@ module           does
 ``layout``       what a row holds, from vLLM's config
 ``keys``         a request's keys, from vLLM's block hashes, its adapter and its salt
 ``adapters``     which adapter a request has, by its files
+``steps``          how long steps take
 ``figures``      what ``/metrics`` and ``kvtiers status`` say
 ===============  ==============================================================================================
 

@@ -29,6 +29,8 @@ class Adapters:
     def __init__(self) -> None:
         self._seen: dict[int, _Seen] = {}
         self._changed: set[int] = set()
+        self.reloaded: set[int] = set()
+        """Adapters that were others before, in this engine."""
 
     def digest(self, lora: Any) -> bytes | None:
         """Return what stands for the adapter's files; None if that cannot be told. ``lora``: vLLM's request for it."""
@@ -55,6 +57,7 @@ class Adapters:
         self._seen[number] = now
         if seen is not None and now.digest != seen.digest:
             self._changed.add(number)
+            self.reloaded.add(number)
         return now.digest
 
     def has_changed(self, number: int) -> bool:

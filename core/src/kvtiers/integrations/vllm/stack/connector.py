@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from kvtiers.api import StartError
-from kvtiers.integrations.vllm.stack.worker import CopyReport
+from kvtiers.integrations.vllm.stack.plans import CopyReport
 
 __all__ = ["KvtiersConnector", "adopt"]
 
@@ -40,13 +40,19 @@ class KvtiersConnector(OffloadingConnector):
 
     def on_new_request(self, request: Any) -> None:
         """Show a request to the manager."""
-        self.connector_scheduler.manager.show(request)
+        self.connector_scheduler.manager.requests.show(request)
         super().on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        """Tell the manager which requests vLLM has in part."""
+        if num_computed_tokens:
+            self.connector_scheduler.manager.requests.has_local_prefix(request.request_id)
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """Take note of how much a step computes."""
         meta = super().build_connector_meta(scheduler_output)
-        self.connector_scheduler.manager.step_begins(
+        self.connector_scheduler.manager.steps.begins(
             scheduler_output.total_num_scheduled_tokens, len(scheduler_output.num_scheduled_tokens)
         )
         return meta

@@ -5,15 +5,19 @@ Both read the snapshot that ``TieringManager.stats`` keeps of each step.
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from kvtiers.integrations.status import LastTrouble, StatusSocket
 from kvtiers.integrations.vllm.metrics import COUNTERS, GAUGES, LABELS
+from kvtiers.integrations.vllm.stack.steps import StepClock
 from kvtiers.rows.layout import CacheLayout
 
-__all__ = ["StackFigures", "definitions", "open_stack_status"]
+__all__ = ["StackFacts", "StackFigures", "definitions", "open_stack_status"]
 
+_EVERY_SECONDS = 0.1  # a report takes 0.2 ms with three tiers
 _TIER_COUNTERS = {**COUNTERS, "kvtiers_tier_hits": "Chunks that a request was the first to read, and that it brought."}
 _ENGINE_COUNTERS = {
     "kvtiers_lookups": "Chunks that requests asked for.",
@@ -43,17 +47,43 @@ def definitions(counter: Callable[..., Any], gauge: Callable[..., Any]) -> dict[
     return found | {name: gauge(text) for name, text in _PRIMARY_GAUGES.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class StackFacts:
+    """What figures are made from. ``shared``: another process can reproduce the keys and the weights' name."""
+
+    stats: Callable[[], Mapping[str, Any]]
+    layout: CacheLayout
+    steps: StepClock
+    shared: bool
+
+    def tokens(self, figures: Mapping[str, Any]) -> int:
+        """Return the tokens whose KV a tier brought; with several groups, those that all of them were brought for."""
+        return int(figures["hits"]) * self.layout.tokens_per_chunk(0) // len(self.layout.groups)
+
+    def saved_seconds(self, figures: Mapping[str, Any]) -> float | None:
+        """Return what computing these tokens had taken, less the time of loading; None while nobody knows."""
+        rate = self.steps.seconds_per_token
+        return None if rate is None else self.tokens(figures) * rate - figures["load_seconds"]
+
+
 class StackFigures:
     """What has changed since the last call, as vLLM wants it. ``collection``: vLLM's class for that."""
 
-    def __init__(self, stats: Callable[[], Mapping[str, Any]], collection: Callable[[], Any], *, shared: bool) -> None:
-        self._stats = stats
+    def __init__(
+        self, facts: StackFacts, collection: Callable[[], Any], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._facts = facts
         self._collection = collection
-        self._shared = shared
+        self._clock = clock
+        self._next = 0.0
         self._reported: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def __call__(self) -> Any:
-        """Return the changes."""
+        """Return the changes; None if that was done a moment ago, since vLLM asks in every step."""
+        now = self._clock()
+        if now < self._next:
+            return None
+        self._next = now + _EVERY_SECONDS
         changes = self._collection()
         for name, labels, value in self._figures():
             before = self._reported.get((name, labels))
@@ -67,9 +97,11 @@ class StackFigures:
         return changes
 
     def _figures(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
-        stats = self._stats()
+        facts = self._facts
+        stats = facts.stats()
         for tier, figures in stats["tiers"].items():
-            known = {**figures, **figures["own"], "off": 0, "shared": int(self._shared)}
+            ours = {"off": 0, "shared": int(facts.shared), "saved_seconds": facts.saved_seconds(figures)}
+            known = {**figures, **figures["own"], **ours}
             yield from _numbers((*_TIER_COUNTERS, *GAUGES), "kvtiers_tier_", known, (tier,))
         yield from _numbers(_PRIMARY_GAUGES, "kvtiers_primary_", stats["primary"], ())
         yield from _numbers(_ENGINE_COUNTERS, "kvtiers_", stats["engine"], ())
@@ -84,9 +116,7 @@ def _numbers(
             yield name, labels, float(value)
 
 
-def open_stack_status(
-    stats: Callable[[], Mapping[str, Any]], layout: CacheLayout, tiers: list[str], engine: str, *, shared: bool
-) -> StatusSocket:
+def open_stack_status(facts: StackFacts, tiers: list[str], engine: str) -> StatusSocket:
     """Answer questions about the stack's tiers from now on."""
     troubles = {name: LastTrouble(name) for name in tiers}
     for trouble in troubles.values():
@@ -94,23 +124,23 @@ def open_stack_status(
 
     def status() -> dict[str, Any]:
         found = {
-            name: _tier_status(figures, layout, troubles[name].text, shared=shared)
-            for name, figures in stats()["tiers"].items()
+            name: _tier_status(facts, figures, troubles[name].text) for name, figures in facts.stats()["tiers"].items()
         }
-        return {"engine": engine, "pid": os.getpid(), "model": layout.model.name, "tiers": found}
+        return {"engine": engine, "pid": os.getpid(), "model": facts.layout.model.name, "tiers": found}
 
     return StatusSocket(status)
 
 
-def _tier_status(figures: Mapping[str, Any], layout: CacheLayout, trouble: str, *, shared: bool) -> dict[str, Any]:
+def _tier_status(facts: StackFacts, figures: Mapping[str, Any], trouble: str) -> dict[str, Any]:
     own = figures["own"]
     return {
         "off": "",
-        "shared": shared,
+        "shared": facts.shared,
         "open": bool(own.get("open", 0)),
         "breaker_state": int(own.get("breaker_state", 0)),
         "hits": figures["hits"],
-        "tokens": figures["hits"] * layout.tokens_per_chunk(0),
+        "tokens": facts.tokens(figures),
+        "saved_seconds": facts.saved_seconds(figures),
         "load_seconds": figures["load_seconds"],
         "loaded_bytes": figures["loaded_bytes"],
         "stored_chunks": figures["stored_chunks"],

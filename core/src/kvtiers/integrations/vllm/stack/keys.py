@@ -58,20 +58,19 @@ class RequestKeys:
             own = self._own[key] = make_offload_key(derived, group.index)
         return own
 
-    def following(self, key: bytes) -> Sequence[OffloadKey]:
-        """Return this key and those of its group that follow it in the prompt; only itself where order is no prefix."""
-        own, number = self.of(key), int.from_bytes(key[-_GROUP_BYTES:], "big")
+    def place(self, key: bytes) -> int | None:
+        """Return how many chunks of its group precede this one; None if it is not looked up from the head on."""
+        number = int.from_bytes(key[-_GROUP_BYTES:], "big")
         prefix = self._prefixes.get(number)
         if prefix is None:
-            return [own]
+            return None
         every = self._groups[number].hashes_per_chunk
         while (end := (len(prefix) + 1) * every) <= len(self._hashes):
             next_key = self.of(bytes(self._hashes[end - 1]) + number.to_bytes(_GROUP_BYTES, "big"))
             self._places[next_key] = len(prefix)
             prefix.append(next_key)
-        place = self._places.get(own)
-        return [own] if place is None else prefix[place:]
+        return self._places.get(self.of(key))
 
-    def is_prefix(self, key: bytes) -> bool:
-        """Say whether this key belongs to a group whose chunks are looked up from the head on."""
-        return int.from_bytes(key[-_GROUP_BYTES:], "big") in self._prefixes
+    def following(self, key: bytes, place: int) -> Sequence[OffloadKey]:
+        """Return the keys of this one's group from this place on."""
+        return self._prefixes[int.from_bytes(key[-_GROUP_BYTES:], "big")][place:]

@@ -1,7 +1,8 @@
 """What a row holds, from vLLM's config: the same in the scheduler's process and in each worker's.
 
 Groups are those that vLLM offloads, in its order; tensors are their layers. A layer's page is taken without vLLM's
-padding. Rows are direct: a cell for each rank.
+padding. Rows are direct, a cell for each rank, or, where vLLM's config wants it (``canonical_layout``) and vLLM
+certifies it, canonical: their bytes do not depend on how many ranks hold the heads.
 """
 
 import dataclasses
@@ -9,26 +10,31 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvtiers.api import StartError
+from kvtiers.integrations.vllm.identity import Engine
 from kvtiers.integrations.vllm.stack.keys import GroupKeys
 from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.rows.rank_map import CopyRun, RankMap
 
-__all__ = ["cache_layout", "group_keys", "layer_tensors"]
+__all__ = ["cache_layout", "group_keys", "layer_tensors", "rank_map"]
 
 
-def cache_layout(model: ModelIdentity, offloading: Any, kv_cache_config: Any) -> CacheLayout:
-    """Return the layout of this engine's rows. ``offloading``, ``kv_cache_config``: vLLM's."""
+def cache_layout(model: ModelIdentity, offloading: Any, engine: Engine) -> CacheLayout:
+    """Return the layout of this engine's rows. ``offloading``: vLLM's; StartError if canonical rows cannot be had."""
     groups, tensors = [], []
+    kv_cache_config, shards = engine.kv_cache_config, _head_shards(offloading, engine)
     for index, group in enumerate(offloading.groups):
         spec = kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec
         groups.append(_group(index, int(group.tokens_per_block), spec))
         by_layer = getattr(spec, "kv_cache_specs", {})
-        tensors += [KVTensor(name, index, _page_bytes(by_layer.get(name, spec))) for name in group.layer_names]
+        pages = {name: _page_bytes(by_layer.get(name, spec)) for name in group.layer_names}
+        tensors += [KVTensor(name, index, page, shards * page) for name, page in pages.items()]
     return CacheLayout(
         model,
         tuple(groups),
         tuple(tensors),
         blocks_per_chunk=int(offloading.cache.blocks_per_chunk),
         world_size=int(offloading.parallel.world_size),
+        row_layout="canonical" if shards else "direct",
     )
 
 
@@ -66,6 +72,52 @@ def layer_tensors(layout: CacheLayout, caches: Any) -> list[Any]:
                 )
             found.append(caches.tensors[ref.tensor_idx].tensor)
     return found
+
+
+def rank_map(layout: CacheLayout, caches: Any) -> RankMap | None:
+    """Return where this rank's bytes lie in a canonical row, as vLLM says; None where rows are direct.
+
+    StartError where vLLM does not certify what its config promised.
+    """
+    if layout.row_layout != "canonical":
+        return None
+    mappings = [ref.mapping for refs in caches.group_data_refs for ref in refs]
+    for tensor, mapping in zip(layout.tensors, mappings, strict=True):
+        found = mapping.canonical_page_size_bytes if mapping is not None and mapping.parallelism_agnostic else None
+        if found != tensor.canonical_page_bytes:
+            raise StartError(
+                f"canonical_layout: vLLM does not certify the pages of {tensor.name}: canonical bytes are {found}, "
+                f"expected {tensor.canonical_page_bytes}; leave canonical_layout out"
+            )
+    turns = {(mapping.writer_index, mapping.num_writers) for mapping in mappings}
+    if len(turns) > 1:
+        raise StartError("canonical_layout: layers are held by different numbers of ranks; leave canonical_layout out")
+    runs = [
+        CopyRun(
+            tensor,
+            run.local_offset,
+            run.canonical_offset,
+            run.fragment_size,
+            run.num_fragments,
+            run.local_stride,
+            run.canonical_stride,
+        )
+        for tensor, mapping in enumerate(mappings)
+        for run in mapping.runs
+    ]
+    return RankMap(tuple(runs), *turns.pop())
+
+
+def _head_shards(offloading: Any, engine: Engine) -> int:
+    """Return on how many ranks different heads lie, for canonical rows; 0 where rows are direct."""
+    if not getattr(offloading, "canonical_layout", False):
+        return 0
+    if not offloading.parallel.is_parallelism_agnostic:
+        raise StartError("canonical_layout: vLLM does not certify it for this model and these ranks; leave it out")
+    model_config = engine.vllm_config.model_config
+    if model_config.use_mla:
+        return 1
+    return min(int(offloading.parallel.tp_size), int(model_config.get_total_num_kv_heads()))
 
 
 def _group(index: int, tokens_per_block: int, spec: Any) -> KVGroup:

@@ -8,10 +8,7 @@ failed copies nor, after a reset, the ones that still run. A request whose load 
 that vLLM computes it.
 """
 
-import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -24,15 +21,17 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtiers.api import LookupResult as Answer
-from kvtiers.base import LoadPlan, PrefixHits, RequestContext, StorePlan
+from kvtiers.base import LoadPlan, StorePlan
 from kvtiers.base import OffloadPolicy as Policy
 from kvtiers.integrations.vllm.guard import BugCount, never_raises
-from kvtiers.integrations.vllm.stack.adapters import Adapters
-from kvtiers.integrations.vllm.stack.keys import GroupKeys, RequestKeys
-from kvtiers.integrations.vllm.stack.worker import NO_PLAN, CopyReport, PlannedRows
+from kvtiers.integrations.vllm.stack.keys import RequestKeys
+from kvtiers.integrations.vllm.stack.plans import CopyReport, RunningPlans
+from kvtiers.integrations.vllm.stack.requests import OpenRequest, RequestBook, Run
+from kvtiers.integrations.vllm.stack.steps import StepClock
+from kvtiers.integrations.vllm.stack.worker import NO_PLAN, PlannedRows
 from kvtiers.tiering.manager import TieringManager
 
-__all__ = ["KvtiersManager", "Weights"]
+__all__ = ["KvtiersManager"]
 
 _ANSWERS = {
     Answer.MISS: LookupResult.MISS,
@@ -45,111 +44,47 @@ _POLICIES = {
     Policy.REQUEST_LEVEL: OffloadPolicy.REQUEST_LEVEL,
 }
 _DRAIN_SECONDS = 10.0  # how long an engine that ends may still write to its tiers
-_STEPS_IN_FLIGHT = 4  # vLLM schedules that far ahead at most
-_PREFILL_TOKENS = 8  # tokens a request in a step of which prefill is the larger part
-
-
-@dataclass(slots=True, eq=False)
-class _Request:
-    """A request. ``keys`` is None where it may have nothing to do with tiers: nobody can tell what its KV is."""
-
-    context: RequestContext
-    keys: RequestKeys | None
-    adapter_id: int = 0
-    load_failed: bool = False
-    runs: dict[int, tuple[dict[bytes, int], PrefixHits]] = field(default_factory=dict)
-    """By group: this step's answer, and the place of each key in it."""
-
-
-@dataclass(slots=True, eq=False)
-class _Plan:
-    """A plan whose copies run on so many ranks."""
-
-    plan: StorePlan | LoadPlan
-    request: _Request
-    ranks: int
-    failed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """What the weights are called at start, and vLLM's word for those that it has now."""
-
-    name: str
-    version: Callable[[], Any]
 
 
 class KvtiersManager(OffloadingManager):
-    """Drives ``manager``. ``groups``: how keys come about; ``ranks``: workers that copy; ``figures``: for /metrics."""
+    """Drives ``manager``. ``ranks``: workers that copy; ``figures``: for /metrics."""
 
     def __init__(
         self,
         manager: TieringManager,
-        groups: Mapping[int, GroupKeys],
+        requests: RequestBook,
         ranks: int,
-        weights: Weights,
+        steps: StepClock,
         figures: Callable[[], Any],
         on_shutdown: Callable[[], None],
     ) -> None:
         self.bugs = BugCount("kvtiers")
+        self.requests = requests
+        self.steps = steps
         self._manager = manager
-        self._groups = groups
-        self._ranks = ranks
-        self._weights = weights
-        self._weights_version = weights.version()
+        self._plans = RunningPlans(manager, ranks)
         self._figures = figures
         self._on_shutdown = on_shutdown
-        self._adapters = Adapters()
-        self._shown: Any = None
-        self._requests: dict[str, _Request] = {}
-        self._asked: set[_Request] = set()
-        self._plans: dict[int, _Plan] = {}
-        self._steps: deque[tuple[int, float]] = deque(maxlen=_STEPS_IN_FLIGHT)
-        self._prefill = (0, 0.0)
+        self._asked: set[OpenRequest] = set()
 
     # -- requests
-
-    def show(self, request: Any) -> None:
-        """Take note of vLLM's request, which is named next."""
-        self._shown = request
 
     @never_raises(RequestOffloadingContext)
     def on_new_request(self, req_context: Any) -> Any:
         """Take note of a request; say which of its chunks are wanted."""
         self._follow_weights()
-        shown, self._shown = self._shown, None
-        if shown is not None and shown.request_id != req_context.req_id:
-            shown = None
-        context = RequestContext(req_context.req_id, req_context.kv_transfer_params or {})
-        lora = getattr(shown, "lora_request", None)
-        request = _Request(context, self._keys_of(shown, lora), lora.lora_int_id if lora else 0)
-        self._requests[context.request_id] = request
+        request = self.requests.open(req_context.req_id, req_context.kv_transfer_params)
         with self._manager.lock:
-            return RequestOffloadingContext(_POLICIES[self._manager.on_new_request(context)])
+            return RequestOffloadingContext(_POLICIES[self._manager.on_new_request(request.context)])
 
     @never_raises(lambda: None)
     def on_request_finished(self, req_context: Any) -> None:
         """Forget a request; its copies may still run."""
-        request = self._requests.pop(req_context.req_id, None)
+        request = self.requests.close(req_context.req_id)
         if request is not None:
             self._asked.discard(request)
             with self._manager.lock:
                 self._manager.on_request_finished(request.context)
-
-    def _keys_of(self, shown: Any, lora: Any) -> RequestKeys | None:
-        if shown is None:
-            return None
-        digest = b""
-        if lora is not None:
-            known = self._adapters.digest(lora)
-            if self._adapters.has_changed(lora.lora_int_id):
-                for request in self._requests.values():
-                    if request.adapter_id == lora.lora_int_id:
-                        request.keys = None  # part of it was computed with the adapter as it was, part is not yet
-            if known is None:
-                return None
-            digest = known
-        return RequestKeys(self._groups, shown.block_hashes, digest, shown.cache_salt or "")
 
     # -- lookups and loads
 
@@ -157,28 +92,29 @@ class KvtiersManager(OffloadingManager):
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """Say where a chunk stands."""
         self._follow_weights()
-        request = self._requests.get(req_context.req_id)
+        request = self.requests.get(req_context.req_id)
         if request is None or request.keys is None or request.load_failed:
             return LookupResult.MISS
-        if not request.keys.is_prefix(key):
+        place = request.keys.place(key)
+        if place is None:
             with self._manager.lock:
                 return _ANSWERS[self._manager.lookup(request.keys.of(key), request.context)]
-        return self._in_prefix(key, request, request.keys)
+        run = self._run(key, place, request, request.keys)
+        place -= run.first
+        if place < run.hits.chunks:  # vLLM defers a request of whose run any chunk is pending, whichever it is
+            return LookupResult.HIT_PENDING if run.hits.pending else LookupResult.HIT
+        return LookupResult.RETRY if place == run.hits.chunks and run.hits.unresolved else LookupResult.MISS
 
-    def _in_prefix(self, key: bytes, request: _Request, keys: RequestKeys) -> Any:
-        own = keys.of(key)
-        group = int.from_bytes(own[-4:], "big")
+    def _run(self, key: bytes, place: int, request: OpenRequest, keys: RequestKeys) -> Run:
+        """Return this step's answer for the prefix from this chunk, or from one before it, on."""
+        group = int.from_bytes(key[-4:], "big")
         run = request.runs.get(group)
-        if run is None or own not in run[0]:
-            rest = keys.following(key)
+        if run is None or place < run.first:
             with self._manager.lock:
-                hits = self._manager.lookup_prefix(rest, request.context)
-            run = request.runs[group] = ({each: place for place, each in enumerate(rest)}, hits)
+                hits = self._manager.lookup_prefix(keys.following(key, place), request.context)
+            run = request.runs[group] = Run(place, hits)
             self._asked.add(request)
-        place, hits = run[0][own], run[1]
-        if place < hits.chunks:  # vLLM defers a request of whose run any chunk is pending, whichever it is
-            return LookupResult.HIT_PENDING if hits.pending else LookupResult.HIT
-        return LookupResult.RETRY if place == hits.chunks and hits.unresolved else LookupResult.MISS
+        return run
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> Any:
         """Pin chunks; where that cannot be, the load fails and vLLM computes them."""
@@ -189,7 +125,7 @@ class KvtiersManager(OffloadingManager):
 
     @never_raises(lambda: None)
     def _pin(self, keys: Collection[bytes], request_id: str) -> PlannedRows | None:
-        request = self._requests.get(request_id)
+        request = self.requests.get(request_id)
         if request is None or request.keys is None:
             return None
         own = [request.keys.of(key) for key in keys]
@@ -206,7 +142,7 @@ class KvtiersManager(OffloadingManager):
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> Any:
         """Lease rows for those of the chunks that are not there."""
         self._follow_weights()
-        request = self._requests.get(req_context.req_id)
+        request = self.requests.get(req_context.req_id)
         if request is None or request.keys is None:
             return None
         named = {request.keys.of(key): key for key in keys}
@@ -219,45 +155,21 @@ class KvtiersManager(OffloadingManager):
                 return PrepareStoreOutput([], PlannedRows(NO_PLAN, req_context.req_id, plan.chunk_ids), [])
         return PrepareStoreOutput([named[key] for key in plan.keys], self._start(plan, request), [])
 
-    def _start(self, plan: StorePlan | LoadPlan, request: _Request) -> PlannedRows:
-        self._plans[plan.plan_id] = _Plan(plan, request, self._ranks)
+    def _start(self, plan: StorePlan | LoadPlan, request: OpenRequest) -> PlannedRows:
+        self._plans.start(plan, request)
         return PlannedRows(plan.plan_id, request.context.request_id, plan.chunk_ids)
 
     @never_raises(lambda: None)
     def copies_ended(self, report: CopyReport) -> None:
-        """Take what became of copies; a plan ends with the last rank's."""
-        for plan_id, ranks in report.ended.items():
-            running = self._plans.get(plan_id)
-            if running is None:
-                continue
-            running.failed |= plan_id in report.failed
-            running.ranks -= ranks
-            if running.ranks <= 0:
-                del self._plans[plan_id]
-                self._end(running)
-
-    def _end(self, running: _Plan) -> None:
-        plan = running.plan
-        with self._manager.lock:
-            if isinstance(plan, StorePlan):
-                self._manager.complete_store(plan, success=not running.failed)
-            else:
-                running.request.load_failed |= running.failed
-                self._manager.complete_load(plan, success=not running.failed)
+        """Take what became of copies."""
+        self._plans.copies_ended(report)
 
     # -- steps
-
-    def step_begins(self, tokens: int, requests: int) -> None:
-        """Take note of how many tokens a step computes for how many requests."""
-        self._steps.append((tokens if tokens >= _PREFILL_TOKENS * requests else 0, time.monotonic()))
 
     @never_raises(lambda: None)
     def get_stats(self) -> Any:
         """Return the figures that have changed; vLLM asks at the end of each step."""
-        if self._steps:
-            tokens, began = self._steps.popleft()
-            if tokens:
-                self._prefill = (tokens, time.monotonic() - began)
+        self.steps.ends()
         return self._figures()
 
     @never_raises(lambda: None)
@@ -267,21 +179,15 @@ class KvtiersManager(OffloadingManager):
         for request in self._asked:
             request.runs.clear()
         self._asked.clear()
-        prefill, self._prefill = self._prefill, (0, 0.0)
         with self._manager.lock:
-            self._manager.on_schedule_end(*prefill)
+            self._manager.on_schedule_end(*self.steps.take_computed())
 
     def _follow_weights(self) -> None:
-        """Retire all KV of other weights. A request from before has some of it: it has nothing to do with tiers now."""
-        version = self._weights.version()
-        if version == self._weights_version:
-            return
-        self._weights_version = version
-        for request in self._requests.values():
-            request.keys = None
-            request.runs.clear()
-        with self._manager.lock:
-            self._manager.set_weights_version(f"{self._weights.name}@{version}")
+        """Retire all KV of other weights than vLLM has now."""
+        name = self.requests.new_weights()
+        if name is not None:
+            with self._manager.lock:
+                self._manager.set_weights_version(name)
 
     @never_raises(lambda: False)
     def has_pending_work(self) -> bool:
@@ -297,7 +203,7 @@ class KvtiersManager(OffloadingManager):
     @never_raises(lambda: None)
     def reset_cache(self) -> None:
         """Forget all chunks; the tiers keep theirs."""
-        for request in self._requests.values():
+        for request in self.requests:
             request.runs.clear()
         with self._manager.lock:
             self._manager.reset_cache()

@@ -5,12 +5,12 @@
     "kv_connector": "OffloadingConnector",
     "kv_connector_extra_config": {"spec_name": "KvtiersOffloadingSpec", "kvtiers_config": "tiers.yaml"}
 
-What is wrong with the config stops the engine's start, in one line each.
+What is wrong with the config stops the engine's start, in one line each. What uses more of vLLM than a spec itself is
+imported when the release is known to have it.
 """
 
 import logging
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -20,15 +20,18 @@ from kvtiers.api import StartError
 from kvtiers.integrations.vllm.identity import engine_of_stack, identity_of
 from kvtiers.integrations.vllm.nodes import refuse_several_hosts
 from kvtiers.integrations.vllm.releases import require_whole_stack
-from kvtiers.integrations.vllm.stack.connector import adopt
-from kvtiers.integrations.vllm.stack.figures import StackFigures, definitions, open_stack_status
-from kvtiers.integrations.vllm.stack.layout import cache_layout, group_keys, layer_tensors
-from kvtiers.integrations.vllm.stack.manager import KvtiersManager, Weights
+from kvtiers.integrations.vllm.stack.figures import StackFacts, StackFigures, definitions, open_stack_status
+from kvtiers.integrations.vllm.stack.layout import cache_layout, group_keys, layer_tensors, rank_map
 from kvtiers.integrations.vllm.stack.options import load_stack_config
-from kvtiers.integrations.vllm.stack.worker import KvtiersWorker
+from kvtiers.integrations.vllm.stack.requests import RequestBook, Weights
+from kvtiers.integrations.vllm.stack.steps import StepClock
 from kvtiers.integrations.vllm.weights import is_random
 from kvtiers.rows.layout import ModelIdentity
 from kvtiers.runtime import open_manager, open_worker
+
+if TYPE_CHECKING:
+    from kvtiers.integrations.vllm.stack.manager import KvtiersManager
+    from kvtiers.integrations.vllm.stack.worker import KvtiersWorker
 
 __all__ = ["KvtiersOffloadingSpec"]
 
@@ -40,8 +43,10 @@ class KvtiersOffloadingSpec(OffloadingSpec):
     """kvtiers' manager, primary and workers, for vLLM's ``OffloadingConnector``."""
 
     def __init__(self, config: Any) -> None:
-        super().__init__(config)
         require_whole_stack(vllm_version)
+        from kvtiers.integrations.vllm.stack.connector import adopt
+
+        super().__init__(config)
         self._engine = engine_of_stack()
         refuse_several_hosts(self._engine)
         _refuse_other_axes(self._engine.vllm_config)
@@ -50,7 +55,7 @@ class KvtiersOffloadingSpec(OffloadingSpec):
         self._manager: KvtiersManager | None = None
         self._worker: KvtiersWorker | None = None
 
-    def get_manager(self) -> KvtiersManager:
+    def get_manager(self) -> "KvtiersManager":
         """Open the region and the tiers; all ranks are there when this returns, or the start fails by name."""
         if self._manager is None:
             # A load that fails is computed: the engine would end the request otherwise.
@@ -58,16 +63,19 @@ class KvtiersOffloadingSpec(OffloadingSpec):
             self._manager = self._open_manager()
         return self._manager
 
-    def get_worker(self, kv_caches: Any) -> KvtiersWorker:
+    def get_worker(self, kv_caches: Any) -> "KvtiersWorker":
         """Begin to join the region with this rank's KV memory."""
+        from kvtiers.integrations.vllm.stack.worker import KvtiersWorker
+
         if self._worker is None:
-            layout = cache_layout(ModelIdentity(""), self.config, self._engine.kv_cache_config)
+            layout = cache_layout(ModelIdentity(""), self.config, self._engine)
             worker = open_worker(
                 self._config,
                 layout,
                 layer_tensors(layout, kv_caches),
                 engine_id=self.config.engine_id,
                 rank=self.config.parallel.rank,
+                rank_map=rank_map(layout, kv_caches),
             )
             self._worker = KvtiersWorker(worker, layout.blocks_per_chunk)
         return self._worker
@@ -78,11 +86,13 @@ class KvtiersOffloadingSpec(OffloadingSpec):
         del extra_config
         return definitions(OffloadingCounterMetadata, OffloadingGaugeMetadata)
 
-    def _open_manager(self) -> KvtiersManager:
-        identity = identity_of(self._engine, self.config, vllm_version, self._weights)
+    def _open_manager(self) -> "KvtiersManager":
+        from kvtiers.integrations.vllm.stack.manager import KvtiersManager
+
+        identity = identity_of(self._engine, self.config, vllm_version, self._weights, own_rows=True)
         for warning in identity.warnings:
             _log.warning("%s", warning)
-        layout = cache_layout(identity.model, self.config, self._engine.kv_cache_config)
+        layout = cache_layout(identity.model, self.config, self._engine)
         shared = not is_random(identity.model.weights) and not is_random(identity.model.hash_seed)
         manager = open_manager(self._config, layout, engine_id=self.config.engine_id)
         try:
@@ -90,14 +100,17 @@ class KvtiersOffloadingSpec(OffloadingSpec):
         except StartError:
             manager.shutdown(0.0)
             raise
+        weights = Weights(identity.model.weights, getattr(self._engine.core, "get_weight_version", str))
+        steps = StepClock()
+        facts = StackFacts(manager.stats, layout, steps, shared)
         tiers = [tier.tier_name for tier in self._config.secondary]
-        status = open_stack_status(manager.stats, layout, tiers, f"vLLM {vllm_version}", shared=shared)
+        status = open_stack_status(facts, tiers, f"vLLM {vllm_version}")
         return KvtiersManager(
             manager,
-            group_keys(layout, self.config),
+            RequestBook(group_keys(layout, self.config), weights),
             layout.world_size,
-            Weights(identity.model.weights, getattr(self._engine.core, "get_weight_version", str)),
-            StackFigures(manager.stats, partial(OffloadingConnectorStats), shared=shared),
+            steps,
+            StackFigures(facts, OffloadingConnectorStats),
             status.close,
         )
 

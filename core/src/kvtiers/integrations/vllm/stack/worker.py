@@ -4,8 +4,7 @@ vLLM's worker asserts that every copy succeeded, so every copy is reported to it
 for the connector, which tells the manager of a failed store, and the scheduler of a request whose load failed.
 """
 
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,9 @@ from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadingWorker, TransferRes
 
 from kvtiers.base import BlockSpec, ChunkIds
 from kvtiers.gpu.worker import GpuWorker
+from kvtiers.integrations.vllm.stack.plans import CopyReport
 
-__all__ = ["CopyReport", "KvtiersWorker", "PlannedRows"]
+__all__ = ["NO_PLAN", "KvtiersWorker", "PlannedRows"]
 
 NO_PLAN = 0
 """The plan of a load that the manager could not grant; plans are counted from 1."""
@@ -27,19 +27,6 @@ class PlannedRows(LoadStoreSpec):
     plan_id: int
     request_id: str
     chunk_ids: ChunkIds
-
-
-@dataclass
-class CopyReport:
-    """What became of copies: how many ranks have ended each plan's, and the plans of which one failed."""
-
-    ended: Counter[int] = field(default_factory=Counter)
-    failed: set[int] = field(default_factory=set)
-
-    def add(self, other: "CopyReport") -> None:
-        """Take another rank's report in."""
-        self.ended.update(other.ended)
-        self.failed |= other.failed
 
 
 class KvtiersWorker(OffloadingWorker):

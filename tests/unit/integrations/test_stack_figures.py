@@ -1,0 +1,120 @@
+"""What the whole stack says of itself, and how it reckons what it saves."""
+
+from collections import defaultdict
+
+import pytest
+
+from kvtiers.integrations.status import ask
+from kvtiers.integrations.vllm.stack.figures import StackFacts, StackFigures, definitions, open_stack_status
+from kvtiers.integrations.vllm.stack.steps import StepClock
+from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+
+LAYOUT = CacheLayout(ModelIdentity("model"), (KVGroup("full", 16),), (KVTensor("a", 0, 4096),), blocks_per_chunk=4)
+TIER = dict.fromkeys(("loaded_bytes", "stored_chunks", "stored_bytes", "unread_bytes", "loading_chunks"), 0)
+
+
+class Collection:
+    def __init__(self):
+        self.counters = defaultdict(float)
+        self.gauges = {}
+
+    def increase_counter(self, name, value, labels):
+        self.counters[name, labels] += value
+
+    def set_gauge(self, name, value, labels):
+        self.gauges[name, labels] = value
+
+
+@pytest.fixture
+def stats():
+    tier = TIER | {"hits": 3, "load_seconds": 0.5, "own": {"open": 1, "breaker_state": 0}}
+    return {"engine": {"lookups": 8}, "primary": {"rows": 16, "free_rows": 5}, "tiers": {"near": tier}}
+
+
+class Clock:
+    now = 10.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def steps(clock):
+    return StepClock(clock)
+
+
+@pytest.fixture
+def facts(stats, steps):
+    return StackFacts(lambda: stats, LAYOUT, steps, shared=True)
+
+
+def test_counters_are_what_was_added_and_gauges_what_is(facts, stats, clock):
+    report = StackFigures(facts, Collection, clock)
+    first = report()
+    assert first.counters["kvtiers_tier_hits", ("near",)] == 3
+    assert first.counters["kvtiers_lookups", ()] == 8
+    assert first.gauges["kvtiers_primary_free_rows", ()] == 5
+    assert first.gauges["kvtiers_tier_shared", ("near",)] == 1
+    stats["tiers"]["near"]["hits"] = 4
+    stats["primary"]["free_rows"] = 0
+    assert report() is None, "a moment ago it was done"
+    clock.now += 0.1
+    second = report()
+    assert dict(second.counters) == {("kvtiers_tier_hits", ("near",)): 1}
+    assert second.gauges == {("kvtiers_primary_free_rows", ()): 0}
+
+
+def test_every_figure_that_is_reported_is_defined(facts):
+    report = StackFigures(facts, Collection)()
+    reported = {name for name, _ in (*report.counters, *report.gauges)}
+    known = definitions(lambda text, labels=(): (text, labels), lambda text, labels=(): (text, labels))
+    assert reported <= set(known)
+    for name, labels in (*report.counters, *report.gauges):
+        assert len(known[name][1]) == len(labels)
+
+
+def test_status_says_what_a_tier_brought_and_saved(facts, steps, clock):
+    socket = open_stack_status(facts, ["near"], "vLLM 0.32.0")
+    assert ask(socket.name)["tiers"]["near"]["saved_seconds"] is None
+    steps.begins(640, 1)
+    clock.now += 6.4
+    steps.ends()
+    answer = ask(socket.name)
+    socket.close()
+    assert (answer["engine"], answer["model"]) == ("vLLM 0.32.0", "model")
+    near = answer["tiers"]["near"]
+    assert (near["open"], near["shared"], near["tokens"]) == (True, True, 192)
+    assert near["saved_seconds"] == pytest.approx(1.92 - 0.5)
+
+
+def test_a_step_with_a_prompt_is_measured_once(steps, clock):
+    steps.begins(1000, 2)
+    clock.now += 2.0
+    steps.ends()
+    assert steps.take_computed() == (1000, 2.0)
+    assert steps.take_computed() == (0, 0.0)
+
+
+def test_a_decoding_step_measures_nothing(steps, clock):
+    steps.begins(4, 4)
+    clock.now += 2.0
+    steps.ends()
+    steps.ends()
+    assert steps.take_computed() == (0, 0.0)
+    assert steps.seconds_per_token is None
+
+
+def test_a_step_that_was_scheduled_ahead_is_computed_when_the_one_before_has_been(steps, clock):
+    steps.begins(1000, 1)
+    steps.begins(500, 1)
+    clock.now += 2.0
+    steps.ends()
+    clock.now += 1.0
+    steps.ends()
+    assert steps.take_computed() == (500, 1.0)
+    assert steps.seconds_per_token == pytest.approx(0.002)
