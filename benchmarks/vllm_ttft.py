@@ -1,14 +1,17 @@
-"""Time to first token in the real vLLM on the CPU: without a connector, over vLLM's own `fs` tier, over kvtiers' `fs`.
+"""Time to first token and throughput in the real vLLM on the CPU: bare, over vLLM's own `fs` tier, over kvtiers' `fs`.
 
 All engines live at the same time and take turns with the same prompts, so that a busy machine slows all alike; what
-is compared is the ratio within a round. *Cold*: a prompt that nobody has seen. *Warm*: what the engine and its primary
-have forgotten and the tier has. Beside it the limit: reading the same values' files, and computing what is left of the
-prompt with all else in the engine's own cache. Needs the environment of `make test-vllm`.
+is compared is the ratio within a round. *Cold*: a prompt that nobody has seen. *Batch*: several such prompts at once,
+each with some tokens of answer; the ratio of the times is that of the throughputs. What they have stored lands before
+the next engine's turn. *Warm*: what the engine and its primary have forgotten and the tier has. Beside it the limit:
+reading as many values' files, and computing what is left of the prompt with all else in the engine's own cache. Needs
+the environment of `make test-vllm`.
 """
 
 import argparse
 import json
 import math
+import random
 import statistics
 import subprocess
 import sys
@@ -21,7 +24,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 GOAL_COLD, GOAL_OWN_FS, GOAL_LIMIT = 1.01, 0.8, 1.1
 SHAPE = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8}
+BARE = "no connector"
 TOKENS = 1500
+BATCH, BATCH_TOKENS, ANSWER_TOKENS = 4, 500, 16
 
 
 def seconds_of(engine: Any, prompt: list[int], tokens: int = 1) -> tuple[float, int]:
@@ -31,9 +36,17 @@ def seconds_of(engine: Any, prompt: list[int], tokens: int = 1) -> tuple[float, 
     return time.perf_counter() - begin, cached
 
 
-def read_seconds(store: Path) -> float:
-    """Return how long it takes to read all values in a directory, from a warm page cache."""
-    files = list(store.rglob("*00000000"))
+def batch_seconds(engine: Any, prompts: list[list[int]]) -> float:
+    """Return how long an engine takes for prompts that it has not seen, all at once, and their answers."""
+    begin = time.perf_counter()
+    _, cached = engine.generate(*prompts, tokens=ANSWER_TOKENS)
+    assert not any(cached), "a prompt of the batch was seen before"
+    return time.perf_counter() - begin
+
+
+def read_seconds(store: Path, count: int) -> float:
+    """Return how long it takes to read so many values in a directory, from a warm page cache."""
+    files = random.sample(list(store.rglob("*00000000")), count)
     begin = time.perf_counter()
     for file in files:
         file.read_bytes()
@@ -47,7 +60,7 @@ def start_engines(folder: Path) -> dict[str, Any]:
 
     model = make_model(folder / "model", seed=0, **SHAPE)
     extra = {
-        "no connector": None,
+        BARE: None,
         "vLLM's fs": tiers({"type": "fs", "root_dir": str(folder / "theirs")}),
         "kvtiers-fs": tiers({"type": "kvtiers-fs", "path": str(folder / "ours"), "capacity": "4GiB", "required": True}),
     }
@@ -57,12 +70,19 @@ def start_engines(folder: Path) -> dict[str, Any]:
     }
 
 
+def settle(engine: Any, name: str) -> None:
+    """Let what an engine stores land in its tier; it and its primary forget it then."""
+    if name != BARE:
+        engine.forget()
+
+
 def measure(rounds: int, folder: Path) -> dict[str, Any]:
     """Return the seconds of each round by kind and engine."""
     engines = start_engines(folder)
-    from engines import make_prompt
+    from engines import BLOCK, make_prompt
 
     cold: dict[str, list[float]] = {name: [] for name in engines}
+    batch: dict[str, list[float]] = {name: [] for name in engines}
     warm: dict[str, list[float]] = {name: [] for name in engines}
     limit: list[float] = []
     names = list(engines)
@@ -74,23 +94,24 @@ def measure(rounds: int, folder: Path) -> dict[str, Any]:
                 taken, cached = seconds_of(engines[name], prompt)
                 assert cached == 0, f"{name} has seen prompt {number}"
                 cold[name].append(taken)
-            for name in turn[:]:
-                if name == "no connector":
-                    continue
-                engines[name].generate([1, 2, 3], tokens=2)  # stores leave with the next step
-                engines[name].forget()
+                settle(engines[name], name)
+            prompts = [make_prompt((number + 1) * 1000 + index, BATCH_TOKENS) for index in range(BATCH)]
+            for name in turn:
+                batch[name].append(batch_seconds(engines[name], prompts))
+                settle(engines[name], name)
+            for name in [name for name in turn if name != BARE]:
                 taken, cached = seconds_of(engines[name], prompt)
                 assert cached, f"{name} has lost prompt {number}"
                 warm[name].append(taken)
-            suffix, _ = seconds_of(engines["no connector"], prompt)
-            values = read_seconds(folder / "ours") / (number + 1)  # of this prompt alone
-            limit.append(suffix + values)
+            suffix, _ = seconds_of(engines[BARE], prompt)
+            limit.append(suffix + read_seconds(folder / "ours", TOKENS // BLOCK))
     finally:
         for engine in engines.values():
             engine.kill()
     # The first round compiles and warms, and is not counted.
     return {
         "cold": {name: taken[1:] for name, taken in cold.items()},
+        "batch": {name: taken[1:] for name, taken in batch.items()},
         "warm": {name: taken[1:] for name, taken in warm.items() if taken},
         "limit": limit[1:],
     }
@@ -108,16 +129,19 @@ def results(rounds: int) -> dict[str, Any]:
     """Return the figures and the goals."""
     with tempfile.TemporaryDirectory(prefix="kvtiers-ttft-") as folder:
         found = measure(rounds, Path(folder))
-    cold, warm = found["cold"], found["warm"]
+    cold, batch, warm = found["cold"], found["batch"], found["warm"]
     ratios = {
-        "cold, kvtiers-fs / no connector": ratio(cold["kvtiers-fs"], cold["no connector"]),
-        "cold, vLLM's fs / no connector": ratio(cold["vLLM's fs"], cold["no connector"]),
+        "cold, kvtiers-fs / no connector": ratio(cold["kvtiers-fs"], cold[BARE]),
+        "cold, vLLM's fs / no connector": ratio(cold["vLLM's fs"], cold[BARE]),
+        "batch, kvtiers-fs / no connector": ratio(batch["kvtiers-fs"], batch[BARE]),
+        "batch, vLLM's fs / no connector": ratio(batch["vLLM's fs"], batch[BARE]),
         "warm, kvtiers-fs / vLLM's fs": ratio(warm["kvtiers-fs"], warm["vLLM's fs"]),
         "warm, kvtiers-fs / (reading + suffix)": ratio(warm["kvtiers-fs"], found["limit"]),
         "warm / cold, kvtiers-fs": ratio(warm["kvtiers-fs"], cold["kvtiers-fs"]),
     }
     wanted = {
         "cold, kvtiers-fs / no connector": GOAL_COLD,
+        "batch, kvtiers-fs / no connector": GOAL_COLD,
         "warm, kvtiers-fs / vLLM's fs": GOAL_OWN_FS,
         "warm, kvtiers-fs / (reading + suffix)": GOAL_LIMIT,
     }
@@ -126,7 +150,8 @@ def results(rounds: int) -> dict[str, Any]:
         for name, goal in wanted.items()
     ]
     medians = {
-        kind: {name: statistics.median(taken) for name, taken in found[kind].items()} for kind in ("cold", "warm")
+        kind: {name: statistics.median(taken) for name, taken in found[kind].items()}
+        for kind in ("cold", "batch", "warm")
     }
     return {
         "rounds": rounds,
