@@ -132,7 +132,7 @@ def hosts_cpu() -> float:
 
 def lanes_of(options: S3Config, nbytes: int, count: int, stack: ExitStack) -> dict[str, tuple[Lane, Callable[[], Any]]]:
     """Return the lanes, each with what runs beside it."""
-    rows = Rows(nbytes, stack)
+    rows = Rows(nbytes, count, stack)
 
     def tier(client: str) -> Lane:
         service = stack.enter_context(services.service(options.model_copy(update={"client": client}), nbytes, count))

@@ -16,6 +16,7 @@ import xxhash
 from botocore.config import Config
 
 from kvtiers.api import OffloadKey
+from kvtiers.rows.mapping import create_memfd, map_memory
 from kvtiers_s3.boto3_client import Boto3Client
 from kvtiers_s3.connection import Connection
 from kvtiers_s3.plugin import S3Config
@@ -45,11 +46,18 @@ Move = Callable[[str, memoryview], object]
 
 
 class Rows:
-    """Memory for the values of one job, random, and threads that each move some of them: as many as the tier has."""
+    """Memory for the values, as the tier's, and threads that each move some of them: as many as the tier has."""
 
-    def __init__(self, nbytes: int, stack: ExitStack) -> None:
-        memory = bytearray(os.urandom(1 << 20) * (JOB_BYTES >> 20))
-        self.views = [memoryview(memory)[at : at + nbytes] for at in range(0, JOB_BYTES, nbytes)]
+    def __init__(self, nbytes: int, count: int, stack: ExitStack) -> None:
+        total = nbytes * count
+        fd = create_memfd("kvtiers-s3-lanes", total)
+        self._memory = map_memory(fd, total, total)
+        os.close(fd)
+        view = self._memory.view
+        self.views = [view[at : at + nbytes] for at in range(0, total, nbytes)]
+        value = os.urandom(nbytes)
+        for row in self.views:
+            row[:] = value
         # Of its threads a tier keeps one free for loads.
         self._writers = stack.enter_context(ThreadPoolExecutor(THREADS - 1))
         self._readers = stack.enter_context(ThreadPoolExecutor(THREADS))
@@ -60,8 +68,7 @@ class Rows:
 
     def _each(self, move: Move, pool: ThreadPoolExecutor) -> Keyed:
         def run(keys: Sequence[OffloadKey]) -> None:
-            views = (self.views[i % len(self.views)] for i in range(len(keys)))
-            for _ in pool.map(move, [f"bench/{name}" for name in services.NAMES.names(keys)], views):
+            for _ in pool.map(move, [f"bench/{name}" for name in services.NAMES.names(keys)], self.views):
                 pass
 
         return run
