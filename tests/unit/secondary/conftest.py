@@ -11,6 +11,7 @@ import pytest
 from kvtiers.api import ChunkStore, StoreFull, make_offload_key
 from kvtiers.rows.names import StorageNames
 from kvtiers.secondary.mover import MoverOptions, ValueMover, ValueRun
+from kvtiers.secondary.protocol import Status
 from kvtiers.secondary.transfer_pool import TransferPool
 from kvtiers.secondary.views import ValueViews
 
@@ -218,6 +219,16 @@ def kit():
         sizes = options.pop("sizes", [(PAYLOAD, VALUE)])
         return ValueMover(store, rows.views, MoverOptions(sizes, **options), stop or threading.Event())
 
+    def stored(store, keys, **options):
+        """A mover that has stored these chunks, whose rows have been poisoned since."""
+        made = mover(store, **options)
+        for row, key in enumerate(keys):
+            rows.fill(row, key)
+        assert set(made.store(run(keys)).statuses) == {Status.DONE}
+        for row in range(len(keys)):
+            rows.poison(row)
+        return made
+
     def run(keys, *, within=PATIENCE, names=NAMES, **more):
         return ValueRun(names, keys, range(len(keys)), time.monotonic() + within, **more)
 
@@ -255,6 +266,7 @@ def kit():
         payload=payload,
         rows=rows,
         mover=mover,
+        stored=stored,
         run=run,
         pool=pool,
         wait_until=wait_until,
@@ -263,6 +275,12 @@ def kit():
         if isinstance(store, GatedStore):
             store.gate.set()
         made.close(PATIENCE)
+
+
+@pytest.fixture(params=["DictStore", "BatchStore"])
+def store(kit, request):
+    """An empty store that moves values one by one, and one that moves several at a time."""
+    return getattr(kit, request.param)()
 
 
 @pytest.fixture

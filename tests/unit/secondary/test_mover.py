@@ -1,14 +1,11 @@
-"""What a store can do wrong, and what becomes of the value."""
+"""What was stored comes back, or is a miss; what is there already is not written again."""
 
 import sys
-import threading
 from dataclasses import replace
 
 import pytest
 
-from kvtiers.api import RateLimit, StoreFull
 from kvtiers.rows.names import StorageNames
-from kvtiers.secondary.limits import RateLimiter
 from kvtiers.secondary.protocol import Status
 
 DONE, MISSING, CORRUPT = Status.DONE, Status.MISSING, Status.CORRUPT
@@ -20,17 +17,6 @@ def keys(kit):
     return [kit.key(number) for number in range(6)]
 
 
-def stored(kit, store, keys, **options):
-    """A mover that has stored these chunks, whose rows have been poisoned since."""
-    mover = kit.mover(store, **options)
-    for row, key in enumerate(keys):
-        kit.rows.fill(row, key)
-    assert set(mover.store(kit.run(keys)).statuses) == {DONE}
-    for row in range(len(keys)):
-        kit.rows.poison(row)
-    return mover
-
-
 def dear(kit):
     """A store that is asked one name at a time."""
     store = kit.DictStore()
@@ -38,13 +24,8 @@ def dear(kit):
     return store
 
 
-@pytest.fixture(params=["DictStore", "BatchStore"])
-def store(kit, request):
-    return getattr(kit, request.param)()
-
-
 def test_what_was_stored_comes_back(kit, store, keys):
-    mover = stored(kit, store, keys)
+    mover = kit.stored(store, keys)
     moved = mover.load(kit.run(keys))
     assert set(moved.statuses) == {DONE}
     assert moved.nbytes == len(keys) * kit.VALUE
@@ -52,7 +33,7 @@ def test_what_was_stored_comes_back(kit, store, keys):
 
 
 def test_values_are_named_after_their_keys_and_sealed(kit, store, keys):
-    stored(kit, store, keys)
+    kit.stored(store, keys)
     assert sorted(store.values) == sorted(kit.NAMES.names(keys))
     assert all(len(value) == kit.VALUE and value[-64:-57] == b"kvtSEAL" for value in store.values.values())
 
@@ -81,7 +62,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
 def test_a_damaged_value_is_a_miss_and_is_deleted(kit, store, keys, damage):
-    mover = stored(kit, store, keys)
+    mover = kit.stored(store, keys)
     name = kit.NAMES.name(keys[2])
     store.values[name] = damage(store.values[name])
     moved = mover.load(kit.run(keys))
@@ -92,7 +73,7 @@ def test_a_damaged_value_is_a_miss_and_is_deleted(kit, store, keys, damage):
 
 
 def test_two_values_that_were_swapped_are_both_misses(kit, store, keys):
-    mover = stored(kit, store, keys)
+    mover = kit.stored(store, keys)
     first, second = kit.NAMES.names(keys[:2])
     store.values[first], store.values[second] = store.values[second], store.values[first]
     assert list(mover.load(kit.run(keys)).statuses) == [CORRUPT, CORRUPT, DONE, DONE, DONE, DONE]
@@ -100,7 +81,7 @@ def test_two_values_that_were_swapped_are_both_misses(kit, store, keys):
 
 
 def test_a_read_only_tier_deletes_nothing(kit, store, keys):
-    stored(kit, store, keys)
+    kit.stored(store, keys)
     name = kit.NAMES.name(keys[2])
     store.values[name] = flip(7)(store.values[name])
     moved = kit.mover(store, read_only=True).load(kit.run(keys))
@@ -110,7 +91,7 @@ def test_a_read_only_tier_deletes_nothing(kit, store, keys):
 
 
 def test_a_value_of_another_length_is_never_read_as_valid(kit, store, keys):
-    mover = stored(kit, store, keys)
+    mover = kit.stored(store, keys)
     for name, length in zip(kit.NAMES.names(keys[:3]), (4095, 8192, 0), strict=True):
         store.values[name] = (store.values[name] * 2)[:length]
     assert list(mover.load(kit.run(keys)).statuses) == [MISSING] * 3 + [DONE] * 3
@@ -123,7 +104,7 @@ def test_a_store_that_fills_only_half_and_says_all_is_found_out(kit, keys):
             return True
 
     store = Short()
-    mover = stored(kit, store, keys)
+    mover = kit.stored(store, keys)
     assert set(mover.load(kit.run(keys)).statuses) == {CORRUPT}
 
 
@@ -155,7 +136,7 @@ def test_what_the_store_has_but_never_gives_is_written_over_at_the_next_store(ki
 
 
 def test_a_value_that_the_store_has_is_not_written_again(kit, store, keys):
-    stored(kit, store, keys[:4])
+    kit.stored(store, keys[:4])
     replica = kit.mover(store)
     writes = len(store.calls)
     for row, key in enumerate(keys):
@@ -168,14 +149,14 @@ def test_a_value_that_the_store_has_is_not_written_again(kit, store, keys):
 
 
 def test_what_is_known_to_be_there_is_not_even_asked_for(kit, store, keys):
-    mover = stored(kit, store, keys)
+    mover = kit.stored(store, keys)
     asked = store.count("exists")
     assert set(mover.store(kit.run(keys)).statuses) == {PRESENT}
     assert store.count("exists") == asked
 
 
 def test_what_another_has_written_is_asked_for_once(kit, store, keys):
-    stored(kit, store, keys)
+    kit.stored(store, keys)
     mover = kit.mover(store)
     for _ in range(2):
         asked = store.count("exists")
@@ -188,13 +169,13 @@ def test_presence_is_asked_in_calls_of_the_size_that_the_store_wants(kit, keys):
         exists_per_call = 4
 
     store = Few()
-    stored(kit, store, keys)
+    kit.stored(store, keys)
     assert [len(call[1]) for call in store.calls if call[0] == "exists"] == [4, 2]
 
 
 def test_a_store_that_is_dear_to_ask_is_not_asked_before_a_write(kit, keys):
     store = dear(kit)
-    mover = stored(kit, store, keys)
+    mover = kit.stored(store, keys)
     assert set(mover.store(kit.run(keys)).statuses) == {PRESENT}, "what it has written is known"
     assert set(kit.mover(store).store(kit.run(keys)).statuses) == {DONE}
     assert store.count("exists") == 0
@@ -202,7 +183,7 @@ def test_a_store_that_is_dear_to_ask_is_not_asked_before_a_write(kit, keys):
 
 def test_what_a_question_about_a_prefix_has_found_in_a_dear_store_is_not_written(kit, keys):
     store = dear(kit)
-    stored(kit, store, keys[:4])
+    kit.stored(store, keys[:4])
     mover = kit.mover(store)
     mover.probe(kit.NAMES, keys, is_prefix=True, give_up_at=sys.maxsize)
     assert list(mover.store(kit.run(keys)).statuses) == [PRESENT] * 4 + [DONE] * 2
@@ -210,7 +191,7 @@ def test_what_a_question_about_a_prefix_has_found_in_a_dear_store_is_not_written
 
 def test_what_was_only_thought_to_be_in_a_dear_store_is_written_once_a_load_has_missed_it(kit, keys):
     store = dear(kit)
-    stored(kit, store, keys)
+    kit.stored(store, keys)
     del store.values[kit.NAMES.names(keys[2:3])[0]]
     mover = kit.mover(store)
     mover.probe(kit.NAMES, keys, is_prefix=True, give_up_at=sys.maxsize)
@@ -219,229 +200,13 @@ def test_what_was_only_thought_to_be_in_a_dear_store_is_written_once_a_load_has_
 
 
 def test_what_an_eviction_took_is_written_again_once_a_load_or_a_lookup_has_missed_it(kit, store, keys):
-    mover = stored(kit, store, keys)
+    mover = kit.stored(store, keys)
     store.values.clear()
     assert list(mover.load(kit.run(keys[:1])).statuses) == [MISSING]
     assert mover.probe(kit.NAMES, keys[1:2], is_prefix=False, give_up_at=sys.maxsize) == [False]
     for row, key in enumerate(keys):
         kit.rows.fill(row, key)
     assert list(mover.store(kit.run(keys)).statuses) == [DONE, DONE, PRESENT, PRESENT, PRESENT, PRESENT]
-
-
-# -- a store that is full, fails or lies
-
-
-def test_a_full_store_drops_the_write_without_retry(kit, keys):
-    class Full(kit.DictStore):
-        transient_errors = (Exception,)
-
-        def write(self, name, src):
-            self.calls.append(("write", name))
-            raise StoreFull
-
-    store = Full()
-    moved = kit.mover(store).store(kit.run(keys))
-    assert set(moved.statuses) == {DROPPED}
-    assert (moved.error, moved.retries, store.count("write")) == ("", 0, len(keys))
-
-
-def test_a_full_store_may_also_say_so_for_a_whole_batch(kit, keys):
-    class Full(kit.BatchStore):
-        def write_many(self, names, srcs):
-            raise StoreFull
-
-    moved = kit.mover(Full()).store(kit.run(keys))
-    assert set(moved.statuses) == {DROPPED}
-    assert moved.error == ""
-
-
-def test_a_batch_that_was_full_in_part_drops_that_part(kit, keys):
-    class HalfFull(kit.BatchStore):
-        def write_many(self, names, srcs):
-            room = 3 - len(self.values)
-            super().write_many(names[:room], srcs[:room])
-            return [number < room for number in range(len(names))]
-
-    mover = kit.mover(HalfFull())
-    assert list(mover.store(kit.run(keys)).statuses) == [DONE] * 3 + [DROPPED] * 3
-    assert list(mover.store(kit.run(keys)).statuses) == [PRESENT] * 3 + [DROPPED] * 3
-
-
-def test_a_transient_error_is_retried_and_counted(kit, keys):
-    class Flaky(kit.DictStore):
-        fail = True
-
-        def read_into(self, name, dst):
-            self.fail = not self.fail
-            if not self.fail:
-                raise ConnectionResetError("reset")
-            return super().read_into(name, dst)
-
-    store = Flaky()
-    mover = stored(kit, store, keys)
-    moved = mover.load(kit.run(keys))
-    assert set(moved.statuses) == {DONE}
-    assert moved.retries == len(keys)
-
-
-def test_a_store_that_goes_on_failing_ends_the_run_with_its_error(kit, store, keys):
-    mover = stored(kit, store, keys)
-
-    def fail(*_):
-        raise OSError("disk on fire")
-
-    store.read_into = store.read_many_into = fail
-    moved = mover.load(kit.run(keys))
-    assert set(moved.statuses) == {FAILED}
-    assert moved.error == "OSError: disk on fire"
-
-
-class BrokenTextError(Exception):
-    def __str__(self):
-        raise RuntimeError("no text either")
-
-
-def test_an_exception_without_a_text_is_still_a_failed_value(kit, store, keys):
-    def fail(*_):
-        raise BrokenTextError
-
-    store.write = store.write_many = fail
-    moved = kit.mover(store).store(kit.run(keys))
-    assert set(moved.statuses) == {FAILED}
-    assert moved.error == "BrokenTextError"
-
-
-LIES = {
-    "nothing": lambda answers: None,
-    "a number": lambda answers: 1,
-    "one answer too few": lambda answers: answers[:-1],
-    "one answer too many": lambda answers: [*answers, True],
-    "no answers": lambda answers: [],
-}
-
-
-@pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
-@pytest.mark.parametrize("method", ["read_many_into", "write_many", "exists"])
-def test_a_wrong_number_or_kind_of_answers_fails_the_values(kit, keys, method, lie):
-    store = kit.BatchStore()
-    mover = stored(kit, store, keys)
-    honest = getattr(store, method)
-    setattr(store, method, lambda *args: lie(honest(*args)))
-    mover = kit.mover(store)
-    moved = mover.load(kit.run(keys)) if method == "read_many_into" else mover.store(kit.run([*keys, kit.key(77)]))
-    if method == "write_many":
-        assert moved.statuses[-1] == FAILED
-    else:
-        assert set(moved.statuses) == {FAILED}
-    assert moved.error
-
-
-def test_answers_that_are_no_booleans_count_as_what_they_are_worth(kit, keys):
-    class Odd(kit.DictStore):
-        def read_into(self, name, dst):
-            return super().read_into(name, dst) or None
-
-        def exists(self, names):
-            return (1 if name in self.values else None for name in names)
-
-    store = Odd()
-    mover = stored(kit, store, keys[:3])
-    assert list(mover.load(kit.run(keys)).statuses) == [DONE] * 3 + [MISSING] * 3
-    assert mover.probe(kit.NAMES, keys, is_prefix=True, give_up_at=sys.maxsize)[:4] == [True, True, True, False]
-
-
-# -- buffers
-
-
-@pytest.mark.parametrize("is_load", [True, False])
-def test_a_store_that_keeps_its_buffer_fails_the_job_by_name_and_its_loan_is_handed_on(kit, keys, is_load):
-    class Keeper(kit.DictStore):
-        kept = None
-
-        def read_into(self, name, dst):
-            self.kept = dst[:10]
-            return super().read_into(name, dst)
-
-        def write(self, name, src):
-            super().write(name, src)
-            if not is_load:
-                self.kept = memoryview(src)[5:6]
-
-    store = Keeper()
-    moved = stored(kit, store, keys).load(kit.run(keys)) if is_load else kit.mover(store).store(kit.run(keys))
-    assert set(moved.statuses) == {FAILED}
-    assert "Keeper kept the buffer" in moved.error
-    (loan,) = moved.kept
-    assert not loan.is_free()
-    store.kept = None
-    assert loan.is_free()
-
-
-def test_a_store_may_keep_the_memoryview_itself_which_is_of_no_use_to_it_any_more(kit, keys):
-    class Hoarder(kit.DictStore):
-        def __init__(self):
-            super().__init__()
-            self.views = []
-
-        def read_into(self, name, dst):
-            self.views.append(dst)
-            return super().read_into(name, dst)
-
-    store = Hoarder()
-    mover = stored(kit, store, keys)
-    assert set(mover.load(kit.run(keys)).statuses) == {DONE}
-    with pytest.raises(ValueError, match="released"):
-        store.views[0][0] = 1
-
-
-# -- time
-
-
-def test_nothing_begins_after_the_deadline(kit, store, keys):
-    moved = kit.mover(store).store(kit.run(keys, within=0.0))
-    assert set(moved.statuses) == {FAILED}
-    assert moved.error == "no time left"
-    assert not store.values
-
-
-def test_nothing_begins_for_a_job_that_nobody_wants_any_more(kit, keys):
-    store = kit.DictStore()
-    mover = stored(kit, store, keys)
-    reads_before = store.count("read")
-    moved = mover.load(kit.run(keys, wanted=lambda: store.count("read") < reads_before + 2))
-    assert list(moved.statuses) == [DONE, DONE, FAILED, FAILED, FAILED, FAILED]
-    calls_before = len(store.calls)
-    assert set(kit.mover(store).store(kit.run(keys, wanted=lambda: False)).statuses) == {FAILED}
-    assert len(store.calls) == calls_before, "not even a question"
-
-
-def test_a_rate_limit_that_the_deadline_does_not_allow_fails_the_values(kit, keys):
-    store = kit.DictStore()
-    mover = kit.mover(store, rate_limit=RateLimit(requests_per_second=0.001))
-    moved = mover.store(kit.run(keys, within=5.0))
-    assert set(moved.statuses) == {FAILED}
-    assert "no turn under the rate limit" in moved.error
-
-
-def test_under_a_rate_limit_loads_take_their_turn_before_stores(kit, keys, monkeypatch):
-    turns, honest = [], RateLimiter.wait
-
-    def wait(self, nbytes, *, urgent, give_up_at):
-        turns.append((nbytes, urgent))
-        return honest(self, nbytes, urgent=urgent, give_up_at=give_up_at)
-
-    monkeypatch.setattr(RateLimiter, "wait", wait)
-    mover = stored(kit, kit.DictStore(), keys[:1])
-    assert list(mover.load(kit.run(keys[:1])).statuses) == [DONE]
-    assert turns == [(0, True), (kit.VALUE, False), (kit.VALUE, True)], "a question, a store, a load"
-
-
-def test_a_tier_that_is_being_closed_does_not_wait_for_its_turn(kit, keys):
-    stop = threading.Event()
-    mover = kit.mover(kit.DictStore(), stop=stop, rate_limit=RateLimit(requests_per_second=0.001))
-    mover.store(kit.run(keys[:1]))
-    stop.set()
-    assert set(mover.store(kit.run(keys)).statuses) == {FAILED}
 
 
 # -- questions
