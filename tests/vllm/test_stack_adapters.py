@@ -3,10 +3,10 @@
 import pytest
 
 from .conftest import PROMPTS, WHOLE
-from .engines import make_adapter, whole_stack
+from .engines import BLOCK, make_adapter, make_prompt, whole_stack
 from .test_backends import Redis
 
-FIRST = PROMPTS[0]
+FIRST, MORE = PROMPTS[0], make_prompt(9, 2 * BLOCK)
 LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
 
 
@@ -31,11 +31,15 @@ def test_adapters_and_salts_meet_only_themselves(start, model, tmp_path, config)
     for answer, more in ((adapted, {"adapter": mine}), (plain, {"salt": "mine"}), (plain, {})):
         assert first.generate(FIRST, **more) == (answer, whole), f"each finds its own: {more}"
 
-    first.forget()
     make_adapter(path, seed=2)
-    anew, cached = first.generate(FIRST, adapter=mine | {"anew": True})
+    _, cached = first.generate(FIRST + MORE, adapter=mine | {"anew": True})
+    assert cached == whole, "vLLM's own prefix cache does not look at files"
+    first.forget()
+    anew, cached = first.generate(FIRST, adapter=mine)
     assert cached == [0], "an adapter that was loaded anew has nothing of the one before"
     assert anew not in (adapted, plain)
+    first.forget()
+    assert first.generate(FIRST + MORE, adapter=mine)[1] == whole, "of what both of them computed nothing was kept"
     first.forget()
     assert first.generate(FIRST, adapter=mine) == (anew, whole)
     first.shutdown()
