@@ -24,6 +24,7 @@ decides and looks up in a step is no part of kvtiers, and is kept to next to not
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import time
@@ -66,9 +67,8 @@ def beside_both(traffic: Traffic, seconds: float) -> dict[str, Any]:
     moved, taken, steps = dict.fromkeys(ran, 0), dict.fromkeys(ran, 0.0), list[float]()
     loop, outside_runs = Loop(), 0
     with OtherLoop() as other:
-        until = time.monotonic() + seconds
         other.run_for(TURN_SECONDS, traffic.step)  # it is there, and warm
-        while time.monotonic() < until:
+        for _ in range(math.ceil(seconds / TURN_SECONDS / len(turns))):
             for where, busy in turns:
                 if busy:
                     traffic.go_on()
