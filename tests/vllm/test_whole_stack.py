@@ -3,7 +3,7 @@
 import pytest
 
 from .conftest import PROMPTS, WHOLE
-from .engines import BLOCK, make_window_model, whole_stack
+from .engines import BLOCK, make_prompt, make_window_model, whole_stack
 
 FIRST, SECOND = PROMPTS
 
@@ -113,3 +113,37 @@ def test_a_copy_that_fails_is_computed_or_stored_later_and_tokens_stay_right(sta
     engine.do("fail_copies", lane="")
     assert right(engine, *reversed(PROMPTS)) == WHOLE[::-1], "it was there all the time"
     engine.shutdown()
+
+
+def test_weights_that_change_in_place_find_nothing_of_the_ones_before(start, model, tmp_path):
+    whole = [WHOLE[0]]
+    engine = start(model, whole_stack(fs(tmp_path / "store")))
+    before, _ = engine.generate(FIRST)
+    engine.forget()
+    assert engine.do("change_weights")["ok"]
+    after, cached = engine.generate(FIRST, salt="to compute it")
+    assert cached == [0]
+    assert after != before
+    stale, cached = engine.generate(FIRST)
+    assert cached == whole, "as long as nobody says that the weights are others"
+    assert stale != after
+    assert engine.do("change_weights", version="2")["ok"]
+    assert engine.generate(FIRST) == (after, [0])
+    engine.forget()
+    assert engine.generate(FIRST) == (after, whole)
+    engine.shutdown()
+
+
+def test_what_one_rank_stored_two_ranks_have_where_the_layout_certifies_it(start, model, tmp_path, right):
+    config = whole_stack(fs(tmp_path / "store"), canonical_layout=True)
+    alone = start(model, config)
+    assert right(alone, *PROMPTS) == [0, 0]
+    alone.shutdown()
+    both = start(model, config, tensor_parallel_size=2, distributed_executor_backend="mp")
+    assert right(both, *PROMPTS) == WHOLE
+    both.generate(make_prompt(5, 333))
+    stored, _ = both.generate(make_prompt(5, 333))
+    both.shutdown()
+    alone = start(model, config)
+    assert alone.generate(make_prompt(5, 333)) == (stored, [WHOLE[1]])
+    alone.shutdown()
