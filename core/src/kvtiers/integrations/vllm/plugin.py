@@ -41,11 +41,10 @@ def _register(registry: Callable[[str, str, str], None], name: str, module: str,
 
 
 def _log_like_vllm() -> None:
-    """Write kvtiers' lines where vLLM writes its own, unless somebody has set up logging otherwise."""
-    ours, theirs = logging.getLogger("kvtiers"), logging.getLogger("vllm")
-    if ours.handlers or logging.getLogger().handlers:
-        return
-    for handler in theirs.handlers:
-        ours.addHandler(handler)
-    ours.setLevel(theirs.level)
-    ours.propagate = False
+    """Write kvtiers' lines where vLLM writes its own, unless somebody has set up logging otherwise.
+
+    By a parent and not by vLLM's handlers: releases from 0.32 on have none yet when they load plugins.
+    """
+    ours = logging.getLogger("kvtiers")
+    if not (ours.handlers or logging.getLogger().handlers):
+        ours.parent = logging.getLogger("vllm")
