@@ -73,7 +73,7 @@ def _truth(engine: Engine) -> dict[tuple[int, ...], list[int]]:
     return {tuple(prompt): answer for prompt, answer in zip(PROMPTS, tokens, strict=True)}
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def right(truth: dict[tuple[int, ...], list[int]]) -> Callable[..., list[int]]:
     """Have an engine answer prompts, check every token, and return how many tokens of each prompt were cached."""
 

@@ -39,19 +39,20 @@ def swap(files):
         file.write_bytes(content)
 
 
-@pytest.fixture
-def store(tmp_path):
-    return tmp_path / "store"
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return tmp_path_factory.mktemp("damage") / "store"
 
 
-@pytest.fixture
-def engine(start, model, store, right):
+@pytest.fixture(scope="module")
+def engine(start_any, model, store, right):
     """An engine that has stored the prompts."""
-    engine = start(model, tiers(fs(store)))
+    engine = start_any(model, tiers(fs(store)))
     right(engine, *PROMPTS)
     engine.forget()
     assert len(values(store)) == sum(WHOLE) / BLOCK
-    return engine
+    yield engine
+    engine.kill()
 
 
 def test_damaged_values_are_misses_and_are_stored_anew(engine, store, right):
@@ -69,7 +70,8 @@ def test_damaged_values_are_misses_and_are_stored_anew(engine, store, right):
     assert engine.metrics()["kvtiers_tier_seal_failures{fs}"] > 0
 
 
-def test_with_the_check_switched_off_the_tokens_are_wrong_so_these_tests_can_fail(start, model, store, truth):
+def test_with_the_check_switched_off_the_tokens_are_wrong_so_these_tests_can_fail(start, model, tmp_path, truth):
+    store = tmp_path / "store"
     engine: Engine = start(model, tiers(fs(store, io="thread")))
     engine.generate(FIRST)
     engine.forget()
@@ -83,7 +85,7 @@ def test_with_the_check_switched_off_the_tokens_are_wrong_so_these_tests_can_fai
 def test_a_model_of_the_same_name_with_other_weights_shares_nothing(
     engine, store, start, other_model, model, truth, other_truth
 ):
-    engine.shutdown()
+    assert values(store), "the engine's"
     assert other_model.name == model.name
     other = start(other_model, tiers(fs(store)))
     tokens, cached = other.generate(*PROMPTS)

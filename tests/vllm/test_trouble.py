@@ -28,13 +28,19 @@ def hits_again(engine):
     )
 
 
-@pytest.fixture
-def engine(start, model, tmp_path, right):
-    """An engine that has stored the prompts, and has only the tier to get them from."""
-    engine = start(model, tiers(options(tmp_path / "store")))
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return tmp_path_factory.mktemp("trouble") / "store"
+
+
+@pytest.fixture(scope="module")
+def engine(start_any, model, store, right):
+    """An engine that has stored the prompts, and has only the tier to get them from; the last test with it kills it."""
+    engine = start_any(model, tiers(options(store)))
     assert right(engine, *PROMPTS) == [0, 0]
     engine.forget()
-    return engine
+    yield engine
+    engine.kill()
 
 
 def test_a_tier_that_is_killed_or_hangs_in_the_middle_of_requests(engine, right):
@@ -54,10 +60,9 @@ def test_a_tier_that_is_killed_or_hangs_in_the_middle_of_requests(engine, right)
 
 
 def test_a_tier_whose_loads_take_long_costs_its_load_wait_and_neither_its_host_nor_its_breaker(
-    engine, start, model, tmp_path, right
+    engine, start, model, store, right
 ):
-    engine.shutdown()
-    limited = options(tmp_path / "store", rate_limit={"bytes_per_second": "100KiB"}) | {"deadline": "60s"}
+    limited = options(store, rate_limit={"bytes_per_second": "100KiB"}) | {"deadline": "60s"}
     waits = {"lookup_wait": "3s", "load_wait": "500ms"}
     slow = start(model, tiers(limited, kvtiers=waits))
     (host,) = slow.hosts()
@@ -71,14 +76,14 @@ def test_a_tier_whose_loads_take_long_costs_its_load_wait_and_neither_its_host_n
     assert slow.hosts() == [host]
 
 
-def test_an_engine_that_is_killed_leaves_nothing_of_ours(engine, start, model, tmp_path, right):
+def test_an_engine_that_is_killed_leaves_nothing_of_ours(engine, start, model, store, right):
     (host,) = engine.hosts()
     engine.kill()
     until = time.monotonic() + 10
     while Path(f"/proc/{host}").exists():
         assert time.monotonic() < until, "the host outlives its engine"
         time.sleep(0.01)
-    again = start(model, tiers(options(tmp_path / "store")))
+    again = start(model, tiers(options(store)))
     assert right(again, *PROMPTS) == WHOLE
     again.shutdown()
     assert not again.lines("ERROR")
@@ -89,6 +94,7 @@ def test_a_tier_that_is_down_at_the_start_comes_into_use_when_it_is_there(start,
     store.write_text("in the folder's place")
     engine = start(model, tiers(options(store, required=False)))
     assert right(engine, *PROMPTS) == [0, 0]
+    engine.wait_for(lambda _: engine.lines("out of use"))
     (line,) = engine.lines("out of use")
     assert "fs: out of use" in line
     store.unlink()
