@@ -97,7 +97,7 @@ class HostWriter:
     def _due_starts(self) -> bytes:
         """Return what is to be said now. The end of one that is taken here is not in the queue yet."""
         now, due = time.monotonic(), list[bytes]()
-        for job, (at, message) in list(self._starts.items()):
+        for job, (at, message) in self._starts.copy().items():
             if at > now:
                 break
             if self._starts.pop(job, None) is not None:
