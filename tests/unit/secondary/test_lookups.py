@@ -89,6 +89,13 @@ def test_a_run_that_meets_one_being_asked_stops_before_it(tier, asked, keys):
     assert [question for _, question, _ in asked.questions] == [keys[4:], keys[:4]]
 
 
+def test_a_run_that_meets_a_chunk_that_is_to_be_asked_alone_stops_before_it(tier, asked, keys):
+    tier.ask(keys[4:5])
+    tier.ask(keys[:6])
+    tier.flush()
+    assert [question for _, question, _ in asked.questions] == [keys[4:5], keys[:4]]
+
+
 def test_a_run_is_not_asked_beyond_a_known_miss(tier, asked, keys):
     settle(tier, asked, [keys[3]], [0])
     assert tier.ask(keys) == [RETRY]

@@ -156,10 +156,11 @@ class TierLookups:
             self._singles[keys[0]] = None
             return _RETRY
         keys = keys[:_LONGEST_RUN]
-        asked, verdicts = self._asked, self._verdicts
-        if not asked.keys().isdisjoint(keys) or min(map(verdicts.get, keys, itertools.repeat(0.0))) < -now:
-            end = next(i for i, key in enumerate(keys) if key in asked or verdicts.get(key, 0.0) < -now)
-            keys = keys[:end]
+        asked, singles, verdicts = self._asked, self._singles, self._verdicts
+        is_new = asked.keys().isdisjoint(keys) and singles.keys().isdisjoint(keys)
+        if not is_new or min(map(verdicts.get, keys, itertools.repeat(0.0))) < -now:
+            ends = (key in asked or key in singles or verdicts.get(key, 0.0) < -now for key in keys)
+            keys = keys[: list(ends).index(True)]
         self._runs.append(keys)
         asked.update(dict.fromkeys(keys, _QUEUED))
         return _RETRY
