@@ -356,7 +356,7 @@ class Bench:
     # -- figures
 
     def figures(self, tier=None):
-        self.manager._snapshots.end_step()
+        self.manager._snapshots.take()
         stats = self.manager.stats()
         return stats["tiers"][tier] if tier else stats["engine"]
 

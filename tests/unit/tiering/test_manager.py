@@ -210,26 +210,12 @@ def test_stats_are_those_of_the_last_steps_end_and_plain_data():
     assert bench.manager.stats()["engine"]["primary_hits"] == 3
 
 
-def test_who_asks_for_the_first_time_in_the_middle_of_a_step_gets_figures_of_a_few_steps_before_at_most():
-    bench = Bench(options=WIDE)
-    for _ in range(30):
-        bench.step()
-    plan = bench.begin_store(KEYS[:3])
-    figures = bench.manager.stats()["engine"]
-    assert 30 - 8 <= figures["steps"] <= 30
-    assert figures["step_latency"]["count"] == figures["steps"]
-    bench.manager.complete_store(plan)
-    bench.step()
-    bench.load(KEYS[:3], bench.request())
-    figures = bench.manager.stats()["engine"]
-    assert (figures["steps"], figures["stored_chunks"], figures["primary_hits"]) == (31, 3, 0), "those of the last end"
-
-
 def test_a_tier_whose_own_figures_cannot_be_read_has_none():
     bench = Bench(options=WIDE)
     bench.engine.own["a"] = OSError("no")
     bench.step()
     assert bench.manager.stats()["tiers"]["a"]["own"] == {}
+    bench.step()
     assert bench.manager.stats()["tiers"]["a"]["raised"] >= 1
 
 

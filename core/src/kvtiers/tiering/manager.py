@@ -46,13 +46,11 @@ _R = TypeVar("_R")
 def _timed(
     method: Callable[Concatenate["TieringManager", _P], _R],
 ) -> Callable[Concatenate["TieringManager", _P], _R]:
-    """Count the time that a call takes on the engine's thread; the first one begins a step."""
+    """Count the time that a call takes on the engine's thread."""
 
     @functools.wraps(method)
     def timed(self: "TieringManager", /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         begin = time.perf_counter()
-        if self._snapshots.between_steps:
-            self._snapshots.begin_step()
         try:
             return method(self, *args, **kwargs)
         finally:
@@ -196,8 +194,6 @@ class TieringManager:
         if self._closed:
             return
         begin = time.perf_counter()
-        if self._snapshots.between_steps:
-            self._snapshots.begin_step()
         self._begin()
         self._waits.observe_prefill(prefill_tokens, prefill_seconds)
         self._plans.release_orphans()
@@ -217,7 +213,7 @@ class TieringManager:
         took = time.perf_counter() - begin
         metrics.engine_seconds += took
         metrics.step_latency.observe(took)
-        self._snapshots.end_step()
+        self._snapshots.take()
 
     def has_pending_work(self) -> bool:
         """Say whether the engine should keep stepping though it has no request: somebody waits for what is under way.
@@ -240,7 +236,10 @@ class TieringManager:
         return self._events.take()
 
     def stats(self) -> dict[str, Any]:
-        """Return all figures as of the last ``on_schedule_end``: ``engine``, ``primary``, ``tiers`` by name."""
+        """Return all figures as of the last ``on_schedule_end``: ``engine``, ``primary``, ``tiers`` by name.
+
+        A tier's ``own`` figures are asked for now.
+        """
         return self._snapshots.data()
 
     # -- life

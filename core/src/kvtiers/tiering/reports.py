@@ -1,7 +1,6 @@
 """What the manager tells others: figures, and events.
 
-Figures are those of the last step's end. Taking them costs as much as a step in which nothing happens, so it is left to
-whoever asks before the next step begins; the beginning of a step takes them only while somebody asks now and then.
+Figures are taken at the end of each step, and put into words by whoever asks, who also asks the tiers for their own.
 Events are kept in order for whoever takes them; they are bounded, and a reset forgets them.
 """
 
@@ -19,8 +18,6 @@ from kvtiers.tiering.tiers import TierSlot
 __all__ = ["EventLog", "Snapshots"]
 
 _MAX_KEYS = 1 << 17  # of events that nobody has taken
-_MOST_STEPS_BEHIND = 8
-_ASKED_STEPS = 64  # for so many steps at most after a question, a step is ready for the next one
 
 _PRIMARY = {
     "rows": "num_rows",
@@ -62,14 +59,11 @@ class _Moment(NamedTuple):
 
     engine: tuple[tuple[Any, ...], list[HistogramValue]]
     primary: tuple[Any, ...]
-    tiers: list[tuple[str, dict[str, float], tuple[tuple[Any, ...], list[HistogramValue]]]]
+    tiers: list[tuple[tuple[Any, ...], list[HistogramValue]]]
 
 
 class Snapshots:
-    """Keeps the figures of a step's end. Engine's thread, but ``data``: any thread.
-
-    Who asks for the first time, or the first time in long, and during a step, gets those of a few steps before.
-    """
+    """Keeps the figures of the last moment taken. ``take``: engine's thread; ``data``: any thread."""
 
     def __init__(
         self,
@@ -82,43 +76,27 @@ class Snapshots:
         self._primary = primary
         self._slots = slots
         self._own_stats = own_stats
-        self._asked = False
-        self._steps = 0
-        self.between_steps = True
-        """Nothing has changed since a step's end."""
-        self._moment = self._take()
+        self.take()
 
-    def begin_step(self) -> None:
-        """From now on figures change: note those of now, if somebody may want them."""
-        self.between_steps = False
-        self._steps += 1
-        if self._asked or not self._steps % _MOST_STEPS_BEHIND:
-            self._moment = self._take()
-            self._asked = self._asked and self._steps % _ASKED_STEPS > 0
-
-    def end_step(self) -> None:
-        """All figures are those of a step's end."""
-        self.between_steps = True
+    def take(self) -> None:
+        """Note all figures as they are now."""
+        self._moment = _Moment(
+            _ENGINE.read(self._metrics),
+            _read_primary(self._primary),
+            [_TIER.read(slot.metrics) for slot in self._slots],
+        )
 
     def data(self) -> dict[str, Any]:
-        """Return all figures as plain data: ``engine``, ``primary``, ``tiers`` by name."""
-        self._asked = True  # before the look at the step: one that begins now takes them
-        steps, taken = self._steps, self._take() if self.between_steps else None
-        if taken is None or not self.between_steps or steps != self._steps:
-            taken = self._moment
-        moment = taken
+        """Return the figures of that moment as plain data: ``engine``, ``primary``, ``tiers`` by name."""
+        moment = self._moment
         return {
             "engine": _ENGINE.as_data(*moment.engine),
             "primary": dict(zip(_PRIMARY, moment.primary, strict=True)),
-            "tiers": {name: _TIER.as_data(*figures) | {"own": own} for name, own, figures in moment.tiers},
+            "tiers": {
+                slot.name: _TIER.as_data(*figures) | {"own": slot.own_stats(self._own_stats)}
+                for slot, figures in zip(self._slots, moment.tiers, strict=True)
+            },
         }
-
-    def _take(self) -> _Moment:
-        return _Moment(
-            _ENGINE.read(self._metrics),
-            _read_primary(self._primary),
-            [(slot.name, slot.own_stats(self._own_stats), _TIER.read(slot.metrics)) for slot in self._slots],
-        )
 
 
 class EventLog:
