@@ -300,3 +300,15 @@ def test_however_replies_to_writes_are_cut_each_is_that_writes_own(texts, window
 def test_replies_that_are_fewer_than_what_was_asked_for_are_given_up_in_time():
     with linked(b"+OK\r\n" * 3, close=False, seconds=0.2) as link, pytest.raises(TimeoutError):
         write_all(link, 4, 100, window=1000)
+
+
+@pytest.mark.parametrize("reply", [b"_\r\n", b"+\r\n", b":0\r\n", b"$-1\r\n"])
+def test_the_shortest_replies_are_not_waited_for_longer_than_it_takes(reply):
+    listener = socket.create_server(("127.0.0.1", 0))  # the mark that is waited for is nothing to a UNIX socket
+    with listener, socket.create_connection(listener.getsockname()) as near, listener.accept()[0] as far:
+        far.sendall(8 * reply)
+        link = Link(near, SECONDS)
+        link.begin()
+        statuses = link.read_statuses(8, 8)
+    assert len(statuses) == 8
+    assert len(set(statuses)) == 1

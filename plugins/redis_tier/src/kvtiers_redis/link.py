@@ -17,7 +17,7 @@ __all__ = ["GarbageReply", "Link", "ReplyError", "Status"]
 _BUFFER_BYTES = 4096
 _HEAD_BYTES = 48  # a value's header, and as little as possible of the value, which would have to be copied
 _SCRATCH_BYTES = 64 << 10
-_SHORTEST_STATUS = 4  # ":0" and the end of its line
+_SHORTEST_STATUS = 3  # "_", or an empty status, and the end of its line
 _LONGEST_LENGTH = 10  # digits
 
 
