@@ -4,8 +4,9 @@ import threading
 import time
 
 import pytest
+from tests.unit.stores import DictStore
 
-from kvtiers.api import ChunkStore, LookupResult, TierConfig, make_offload_key
+from kvtiers.api import LookupResult, TierConfig, make_offload_key
 from kvtiers.integrations.vllm.driver import TierDriver
 from kvtiers.rows.names import StorageNames
 from kvtiers.secondary.chunk_store_tier import ChunkStoreTier
@@ -20,11 +21,11 @@ KEYS = [make_offload_key(bytes([number]) * 32, 0) for number in range(8)]
 PATIENCE = 60.0
 
 
-class Store(ChunkStore):
-    """Values in a dict; calls wait while ``gate`` is shut; ``broken``: calls fail."""
+class Store(DictStore):
+    """Calls wait while ``gate`` is shut; ``broken``: calls fail."""
 
     def __init__(self):
-        self.values = {}
+        super().__init__()
         self.gate = threading.Event()
         self.gate.set()
         self.broken = False
@@ -38,22 +39,15 @@ class Store(ChunkStore):
     def read_into(self, name, dst):
         self.reading.set()
         self._enter()
-        if len(self.values.get(name, b"")) != len(dst):
-            return False
-        dst[:] = self.values[name]
-        return True
+        return super().read_into(name, dst)
 
     def write(self, name, src):
         self._enter()
-        self.values[name] = bytes(src)
+        super().write(name, src)
 
     def exists(self, names):
         self._enter()
-        return [name in self.values for name in names]
-
-    def delete(self, names):
-        for name in names:
-            self.values.pop(name, None)
+        return super().exists(names)
 
 
 class Clock:

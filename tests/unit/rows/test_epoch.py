@@ -1,8 +1,9 @@
 """The record of a bump, and the names that follow from it."""
 
 import pytest
+from tests.unit.stores import DictStore
 
-from kvtiers.api import ChunkCorrupt, ChunkStore
+from kvtiers.api import ChunkCorrupt
 from kvtiers.rows.epoch import is_record, new_epoch, read_epoch, write_epoch
 from kvtiers.rows.names import StorageNames, parse_name
 
@@ -10,35 +11,13 @@ NAMES = StorageNames("prod/llama-" + "5f" * 12 + "/", bytes.fromhex("5f" * 8))
 KEY = bytes(36)
 
 
-class Store(ChunkStore):
-    def __init__(self):
-        self.values = {}
-
-    def read_into(self, name, dst):
-        value = self.values.get(name)
-        if value is None or len(value) != len(dst):
-            return False
-        dst[:] = value
-        return True
-
-    def write(self, name, src):
-        self.values[name] = bytes(src)
-
-    def exists(self, names):
-        return [name in self.values for name in names]
-
-    def delete(self, names):
-        for name in names:
-            self.values.pop(name, None)
-
-
 def test_a_namespace_that_was_never_bumped_has_the_names_that_it_always_had():
-    assert read_epoch(Store(), "prod") == ""
+    assert read_epoch(DictStore(), "prod") == ""
     assert NAMES.of_epoch("") is NAMES
 
 
 def test_a_bump_is_found_by_whoever_reads_the_store_and_concerns_its_namespace_alone():
-    store = Store()
+    store = DictStore()
     write_epoch(store, "prod", "0123456789abcdef")
     assert read_epoch(store, "prod") == "0123456789abcdef"
     assert read_epoch(store, "test") == ""
@@ -63,7 +42,7 @@ def test_the_names_of_an_epoch_never_change():
 
 @pytest.mark.parametrize("at", [0, 15, 4033, 4065])
 def test_a_record_with_a_wrong_bit_says_nothing_and_is_no_epoch(at):
-    store = Store()
+    store = DictStore()
     write_epoch(store, "prod", new_epoch())
     (name,) = store.values
     damaged = bytearray(store.values[name])
@@ -74,7 +53,7 @@ def test_a_record_with_a_wrong_bit_says_nothing_and_is_no_epoch(at):
 
 
 def test_a_record_of_another_length_or_namespace_says_nothing():
-    store = Store()
+    store = DictStore()
     write_epoch(store, "prod", new_epoch())
     for content in (store.values["prod/_epoch"][:100], store.values["prod/_epoch"]):
         store.values["test/_epoch"] = content

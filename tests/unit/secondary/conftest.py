@@ -7,6 +7,7 @@ from collections import deque
 from types import SimpleNamespace
 
 import pytest
+from tests.unit import stores
 
 from kvtiers.api import ChunkStore, StoreFull, make_offload_key
 from kvtiers.rows.names import StorageNames
@@ -41,34 +42,29 @@ class Clock:
         return self.stopped
 
 
-class DictStore(ChunkStore):
-    """Values in a dict, and what was asked of it, in order."""
+class DictStore(stores.DictStore):
+    """It keeps what was asked of it, in order."""
 
     def __init__(self):
-        self.values = {}
+        super().__init__()
         self.calls = []
         self.closed = 0
 
     def read_into(self, name, dst):
         self.calls.append(("read", name))
-        value = self.values.get(name, b"")
-        if len(value) != len(dst):
-            return False
-        dst[:] = value
-        return True
+        return super().read_into(name, dst)
 
     def write(self, name, src):
         self.calls.append(("write", name))
-        self.values[name] = bytes(src)
+        super().write(name, src)
 
     def exists(self, names):
         self.calls.append(("exists", tuple(names)))
-        return [name in self.values for name in names]
+        return super().exists(names)
 
     def delete(self, names):
         self.calls.append(("delete", tuple(names)))
-        for name in names:
-            self.values.pop(name, None)
+        super().delete(names)
 
     def close(self):
         self.closed += 1

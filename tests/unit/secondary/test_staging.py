@@ -3,8 +3,9 @@
 import threading
 
 import pytest
+from tests.unit.stores import DictStore
 
-from kvtiers.api import ChunkStore, make_offload_key
+from kvtiers.api import make_offload_key
 from kvtiers.rows.names import StorageNames
 from kvtiers.secondary.mover import MoverOptions, ValueMover, ValueRun
 from kvtiers.secondary.protocol import Status
@@ -17,31 +18,19 @@ KEYS = [make_offload_key(bytes([number]) * 32, 0) for number in range(6)]
 EMPTY = b"\xdb" * ROW
 
 
-class Store(ChunkStore):
-    """Values in a dict; ``kept``: the views that it did not give back."""
+class Store(DictStore):
+    """``kept``: the views that it did not give back."""
 
     def __init__(self, keeps=False):
-        self.values = {}
+        super().__init__()
         self.kept = []
         self.keeps = keeps
 
     def read_into(self, name, dst):
-        if len(self.values.get(name, b"")) != len(dst):
-            return False
-        dst[:] = self.values[name]
-        if self.keeps:
+        found = super().read_into(name, dst)
+        if found and self.keeps:
             self.kept.append(dst[:])
-        return True
-
-    def write(self, name, src):
-        self.values[name] = bytes(src)
-
-    def exists(self, names):
-        return [name in self.values for name in names]
-
-    def delete(self, names):
-        for name in names:
-            self.values.pop(name, None)
+        return found
 
 
 @pytest.fixture
