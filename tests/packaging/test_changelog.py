@@ -3,6 +3,7 @@ from pathlib import Path
 
 from kvtiers import __version__
 from kvtiers.api import API_VERSION
+from kvtiers.integrations.vllm.stack.keys import REQUEST_KEY_FORMAT
 from kvtiers.rows.handshake import HANDSHAKE_VERSION
 from kvtiers.rows.layout import FINGERPRINT_FORMAT
 from kvtiers.rows.names import NAME_FORMAT
@@ -17,6 +18,7 @@ NUMBERS = {
     "seal": SEAL_FORMAT,
     "fingerprint": FINGERPRINT_FORMAT,
     "block hash": int(BLOCK_HASH_ALGORITHM.rpartition("-")[2]),
+    "keys of requests with an adapter or a salt, in vLLM": REQUEST_KEY_FORMAT,
     "handshake of the region": HANDSHAKE_VERSION,
     "host protocol": PROTOCOL_FORMAT,
     "directory of the `fs` tier": int(DIRECTORY_FORMAT.split()[1]),

@@ -1,12 +1,15 @@
 """Keys of the whole stack: what an adapter or a salt changes, and in which order a prefix is looked up."""
 
+import json
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 
 from kvtiers.api import make_offload_key
-from kvtiers.integrations.vllm.stack.keys import GroupKeys, RequestKeys, derive_hash
+from kvtiers.integrations.vllm.stack.keys import REQUEST_KEY_FORMAT, GroupKeys, RequestKeys, derive_hash
 
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "vllm-request-key-1.json").read_text(encoding="utf-8"))
 HASHES = [bytes([number]) * 32 for number in range(6)]
 
 
@@ -37,9 +40,10 @@ def test_adapters_salts_and_what_is_called_like_either_never_meet():
         assert keys(**first).of(vllm_key(0)) != keys(**second).of(vllm_key(0)), (first, second)
 
 
-def test_a_derived_key_is_the_same_in_every_process():
-    derived = derive_hash(HASHES[0], b"one", "two")
-    assert derived.hex() == "be9c336df8f68797ca883186d9a0a95bd262da713ebef8acadfb93c97d6265cd"
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda case: f"{case['adapter']}-{case['salt']}")
+def test_keys_of_this_format_never_change(case):
+    assert REQUEST_KEY_FORMAT == 1, "another format needs a golden file of its own, beside this"
+    assert derive_hash(bytes.fromhex(case["block_hash"]), case["adapter"].encode(), case["salt"]).hex() == case["hash"]
 
 
 def test_groups_are_named_by_their_place_in_the_layout():

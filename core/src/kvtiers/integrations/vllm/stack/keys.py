@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 from kvtiers.api import OffloadKey, make_offload_key
 
-__all__ = ["GroupKeys", "RequestKeys", "derive_hash"]
+__all__ = ["REQUEST_KEY_FORMAT", "GroupKeys", "RequestKeys", "derive_hash"]
 
-_ADAPTER, _SALT = b"kvtiers adapter 1\0", b"kvtiers salt 1\0"
+REQUEST_KEY_FORMAT = 1
+"""Another number is another key: stored under an adapter or a salt, a value of another format is a miss."""
+_ADAPTER, _SALT = (f"kvtiers {what} {REQUEST_KEY_FORMAT}\0".encode() for what in ("adapter", "salt"))
 _GROUP_BYTES = 4  # vLLM's key ends with the number of its group
 
 
