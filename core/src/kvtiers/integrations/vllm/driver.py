@@ -39,7 +39,6 @@ _SCAN_SECONDS = 0.05  # how often deadlines are looked at
 _DRAIN_POLL_SECONDS = 0.002
 _MOST_UNREAD = 250_000
 _PAUSE_SECONDS = 1.0  # in which nothing is loaded after loads were too slow: else all who wait would wait in turn
-_UNMEASURED_SECONDS = 1.0  # that a request waits for loads before it is known what computing takes
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +68,7 @@ class TierDriver:
     """Drives ``slot``. ``lookup_wait``, ``load_wait``: seconds that a request waits for answers and for loads, in all.
 
     A ``load_wait`` of None: as long as computing would take, which the engine itself shows (``prefill.py``), at least
-    ``lookup_wait``.
+    ``lookup_wait``, and no more until it has shown it.
     ``tokens_per_chunk[g]``: tokens whose KV a chunk of group g holds.
     """
 
@@ -259,7 +258,7 @@ class TierDriver:
             request.loads_since = now
         request.load_tokens += self._tokens(keys)
         rate = self._prefill.seconds_per_token
-        auto = _UNMEASURED_SECONDS if rate is None else max(self._lookup_wait, request.load_tokens * rate)
+        auto = max(self._lookup_wait, request.load_tokens * rate) if rate is not None else self._lookup_wait
         return request.loads_since + (auto if self._load_wait is None else self._load_wait)
 
     def _is_paused(self) -> bool:
