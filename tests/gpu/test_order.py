@@ -1,7 +1,9 @@
 """What comes before what: stores after the compute that wrote, loads after writes to their blocks; who overtakes."""
 
 import contextlib
+import ctypes
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -127,21 +129,44 @@ def test_an_expedited_load_does_not_queue_behind_bulk_loads(open_worker, method)
     worker.wait(range(4))
 
 
+@contextlib.contextmanager
+def held_device(guard_seconds=60.0):
+    """Hold what follows on the current stream until ``open`` is called; ``was_guarded`` if nobody did in time."""
+    gate = torch.zeros(1, dtype=torch.int32).pin_memory()
+
+    def give_up():
+        held.was_guarded = True
+        gate[0] = 1
+
+    guard = threading.Timer(guard_seconds, give_up)
+    held = SimpleNamespace(open=lambda: gate.fill_(1), was_guarded=False)
+    wait_value = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2
+    wait_value.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert wait_value(torch.cuda.current_stream().cuda_stream, gate.data_ptr(), 1, 0) == 0  # until it is 1 or more
+        guard.start()
+        try:
+            yield held
+        finally:
+            guard.cancel()
+            held.open()
+            torch.cuda.synchronize()  # the gate's memory is read until here
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("place", CUDA_PLACES)
 def test_to_submit_waits_for_no_device(place, open_worker) -> None:
     kv = [place.put(np.zeros((BLOCKS, PAGE), np.uint8)) for _ in range(LAYERS)]
     worker, _ = open_worker(LAYOUT, kv, place, num_rows=32)
-    torch.cuda._sleep(1_000_000_000)  # half a second of work, before all that follows
-    last = torch.cuda.Event()
-    last.record()
-    for job in range(10):
-        worker.submit_store(job, blocks(2 * job, 2 * job + 1), np.array([job]))
-        worker.submit_load(100 + job, np.array([20]), blocks(100 + job, 140 + job))
-    assert worker.get_finished() == []
-    assert not last.query(), "the device had ended its work before the last job was submitted"
-    worker.wait([*range(10), *range(100, 110)])
-    assert len(worker.get_finished()) == 20
+    with held_device() as held:
+        for job in range(10):
+            worker.submit_store(job, blocks(2 * job, 2 * job + 1), np.array([job]))
+            worker.submit_load(100 + job, np.array([20]), blocks(100 + job, 140 + job))
+            assert worker.get_finished() == []
+        assert not held.was_guarded, "a call waited until the device was let go"
+        held.open()
+        worker.wait([*range(10), *range(100, 110)])
+    assert [result.success for result in worker.get_finished()] == [True] * 20
 
 
 def test_any_thread_may_submit_and_ask(place, open_worker) -> None:

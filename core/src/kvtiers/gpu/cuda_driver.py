@@ -181,7 +181,10 @@ class CudaDriver:
         self._check("cuMemcpyBatchAsync", status)
 
     def copy_each(self, to: Indexes, source: Indexes, nbytes: Indexes, stream: int) -> None:
-        """Make these copies on a stream, one call each; with memory that is not pinned each call waits for its copy."""
+        """Make these copies on a stream, one call each; with memory that is not pinned each call waits for its copy.
+
+        It waits inside the driver, also for what the stream holds before, and other threads' calls with it.
+        """
         for destination, origin, size in zip(to.tolist(), source.tolist(), nbytes.tolist(), strict=True):
             self._check("cuMemcpyAsync", self._slow.cuMemcpyAsync(destination, origin, size, stream))
 
