@@ -1,7 +1,8 @@
 """Whose KV a request's is, and when nobody can tell; and plans, which end when every rank has reported."""
 
+import time
 from collections import Counter
-from threading import Lock
+from threading import Event, Lock
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from kvtiers.base import LoadPlan, StorePlan
 from kvtiers.integrations.vllm.stack.keys import GroupKeys
+from kvtiers.integrations.vllm.stack.looks import AdapterLooks
 from kvtiers.integrations.vllm.stack.plans import CopyReport, RunningPlans
 from kvtiers.integrations.vllm.stack.requests import RequestBook, Weights
 
@@ -16,6 +18,15 @@ from .test_adapters import adapter
 
 HASH = b"h" * 32
 KEY = HASH + (0).to_bytes(4, "big")
+GROUPS = {0: GroupKeys(0, 1, whole_prefix=True)}
+PATIENCE = 60.0
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
 
 
 class Versions:
@@ -30,9 +41,49 @@ def versions():
     return Versions()
 
 
+class Gate:
+    """A look that takes until the gate is opened, and those after it wait behind it."""
+
+    def __init__(self, looks):
+        self.opened = Event()
+        looks.ask(self)
+
+    def answer(self, adapters):
+        del adapters
+        assert self.opened.wait(PATIENCE)
+
+
+class Answered:
+    """The last look of those that have been asked for."""
+
+    def __init__(self, looks):
+        self.reached = Event()
+        looks.ask(self)
+
+    def answer(self, adapters):
+        del adapters
+        self.reached.set()
+
+
 @pytest.fixture
-def book(versions):
-    return RequestBook({0: GroupKeys(0, 1, whole_prefix=True)}, Weights("commit-1", versions))
+def looks():
+    looks = AdapterLooks()
+    yield looks
+    looks.close()
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def book(versions, looks, clock):
+    return RequestBook(GROUPS, Weights("commit-1", versions), looks, lookup_wait=0.02, clock=clock)
+
+
+def all_answered(looks):
+    assert Answered(looks).reached.wait(PATIENCE)
 
 
 def opened(book, request_id, lora=None, salt=None):
@@ -48,24 +99,148 @@ def test_a_request_that_was_not_shown_has_nothing_to_do_with_tiers(book):
     assert book.open("two", None).keys is None, "what was shown counts for the next name alone"
 
 
-def test_a_request_has_the_keys_of_its_adapter_and_its_salt(book, tmp_path):
+def test_a_request_has_the_keys_of_its_adapter_and_its_salt(book, looks, tmp_path):
     plain, salted = opened(book, "plain"), opened(book, "salted", salt="mine")
     adapted = opened(book, "adapted", adapter(tmp_path / "one"))
+    all_answered(looks)
     assert plain.keys.of(KEY) == KEY
     assert len({request.keys.of(KEY) for request in (plain, salted, adapted)}) == 3
 
 
-def test_an_adapter_that_changes_takes_the_requests_out_that_began_with_it(book, tmp_path):
+def test_a_request_has_no_keys_and_waits_no_longer_than_lookup_wait_until_its_adapter_was_looked_at(
+    book, looks, clock, tmp_path
+):
+    gate = Gate(looks)
+    request = opened(book, "one", adapter(tmp_path / "one"))
+    assert request.keys is None
+    assert book.holds_back("one")
+    clock.now += 0.019
+    assert book.holds_back("one")
+    clock.now += 0.002
+    assert not book.holds_back("one"), "it is computed"
+    assert not book.holds_back("one"), "and never waits again"
+    assert request.keys is None
+    assert opened(book, "other").keys is not None
+    gate.opened.set()
+
+
+def test_a_file_system_that_hangs_costs_its_requests_the_tiers(book, looks, clock, tmp_path):
+    gate = Gate(looks)
+    request = opened(book, "one", adapter(tmp_path / "one"))
+    assert book.stores_wait(request)
+    clock.now += 5.1
+    assert not book.stores_wait(request)
+    gate.opened.set()
+    all_answered(looks)
+    assert request.keys is None, "for good"
+
+
+def test_an_adapter_without_files_costs_its_requests_the_tiers(book, looks, tmp_path):
+    lora = adapter(tmp_path / "one")
+    lora.lora_path = "somebody/adapter-on-a-hub"
+    request = opened(book, "one", lora)
+    all_answered(looks)
+    assert not book.holds_back("one")
+    assert request.keys is None
+    assert not book.stores_wait(request)
+
+
+def test_an_adapter_that_changes_takes_the_requests_out_that_began_with_it(book, looks, tmp_path):
     before = opened(book, "before", adapter(tmp_path / "one", b"before"))
     other = opened(book, "other")
+    all_answered(looks)
+    assert before.keys is not None
     after = opened(book, "after", adapter(tmp_path / "one", b"after!", inplace=True))
+    all_answered(looks)
     assert before.keys is None
+    assert not book.holds_back("before")
     assert other.keys is not None
     assert after.keys is not None
     book.has_local_prefix("other")
     assert other.keys is not None
     book.has_local_prefix("after")
     assert after.keys is None, "part of it may be the adapter's that was"
+
+
+def test_files_that_were_looked_at_when_vllm_may_have_loaded_others_are_nobodys(book, looks, clock, tmp_path):
+    lora = adapter(tmp_path / "one", b"before")
+    gate = Gate(looks)
+    early = opened(book, "early", lora)
+    assert book.holds_back("early")
+    clock.now += 0.021
+    assert not book.holds_back("early"), "vLLM loads them now"
+    adapter(tmp_path / "one", b"after!")
+    later = opened(book, "later", lora)
+    gate.opened.set()
+    all_answered(looks)
+    assert early.keys is None
+    assert later.keys is None
+
+
+def test_files_that_were_old_when_the_request_came_may_be_looked_at_late(versions, tmp_path):
+    lora = adapter(tmp_path / "one")
+    looks = AdapterLooks(clock=lambda: time.time_ns() + 3_000_000_000)
+    book = RequestBook(GROUPS, Weights("commit-1", versions), looks, lookup_wait=0.0)
+    gate = Gate(looks)
+    request = opened(book, "one", lora)
+    assert not book.holds_back("one")
+    assert book.stores_wait(request), "what it computes may be stored later"
+    gate.opened.set()
+    all_answered(looks)
+    assert request.keys is not None
+    looks.close()
+
+
+def test_an_adapter_that_vllm_loads_without_a_request_is_known_by_what_it_was_then(book, looks, tmp_path):
+    class Core:
+        def __init__(self):
+            self.loaded = []
+
+        def add_lora(self, lora):
+            self.loaded.append((tmp_path / "one" / "adapter_model.bin").read_bytes())
+            return lora.lora_int_id == 1
+
+    core = Core()
+    looks.follow(core)
+    lora = adapter(tmp_path / "one", b"before")
+    assert core.add_lora(lora) is True
+    assert core.loaded == [b"before"]
+    adapter(tmp_path / "one", b"after!")
+    request = opened(book, "one", lora)
+    all_answered(looks)
+    assert request.keys is None, "vLLM has not loaded what the files are now"
+    lora.load_inplace = True
+    core.add_lora(lora)
+    again = opened(book, "again", lora)
+    all_answered(looks)
+    assert again.keys is not None
+
+
+def test_while_an_adapter_that_is_loaded_anew_is_looked_at_nobody_uses_the_one_before(book, looks, tmp_path):
+    before = opened(book, "before", adapter(tmp_path / "one", b"before"))
+    all_answered(looks)
+    assert before.keys is not None
+    gate = Gate(looks)
+    anew = opened(book, "anew", adapter(tmp_path / "one", b"after!", inplace=True))
+    assert before.keys is None, "vLLM may load it in the very next step"
+    assert book.holds_back("before")
+    gate.opened.set()
+    all_answered(looks)
+    assert before.keys is None
+    assert not book.holds_back("before")
+    assert anew.keys is not None
+
+
+def test_an_adapter_that_is_loaded_anew_and_is_the_same_takes_nobody_out(book, looks, tmp_path):
+    lora = adapter(tmp_path / "one", inplace=True)
+    before = opened(book, "before", lora)
+    all_answered(looks)
+    gate = Gate(looks)
+    after = opened(book, "after", lora)
+    assert before.keys is None
+    gate.opened.set()
+    all_answered(looks)
+    assert before.keys.of(KEY) == after.keys.of(KEY)
 
 
 def test_other_weights_have_another_name_and_take_all_open_requests_out(book, versions):
@@ -119,3 +294,56 @@ def test_reports_of_ranks_add_up():
     report = CopyReport(Counter({1: 1}), {1})
     report.add(CopyReport(Counter({1: 1, 2: 1}), {2}))
     assert (report.ended, report.failed) == (Counter({1: 2, 2: 1}), {1, 2})
+
+
+def stored_under_an_adapter(book, looks, clock, tmp_path):
+    """Return the manager, the plans, and the adapter's folder, when a store of a request with an adapter was copied."""
+    manager = Manager()
+    plans = RunningPlans(manager, ranks=1, clock=clock)
+    request = opened(book, "one", adapter(tmp_path / "one", b"before"))
+    all_answered(looks)
+    assert request.keys is not None
+    plans.start(StorePlan(1, [], NO_ROWS), request)
+    return manager, plans, tmp_path / "one"
+
+
+def test_a_store_under_an_adapter_ends_when_its_files_were_looked_at_again(book, looks, clock, tmp_path):
+    manager, plans, _ = stored_under_an_adapter(book, looks, clock, tmp_path)
+    gate = Gate(looks)
+    plans.copies_ended(CopyReport(Counter({1: 1})))
+    plans.confirm()
+    assert manager.done == []
+    assert plans.has_unconfirmed()
+    gate.opened.set()
+    all_answered(looks)
+    plans.confirm()
+    assert manager.done == [("store", 1, True)]
+    assert not plans.has_unconfirmed()
+
+
+def test_what_was_stored_while_the_adapters_files_changed_is_kept_by_nobody(book, looks, clock, tmp_path):
+    manager, plans, folder = stored_under_an_adapter(book, looks, clock, tmp_path)
+    (folder / "adapter_model.bin").write_bytes(b"vLLM may have loaded these")
+    plans.copies_ended(CopyReport(Counter({1: 1})))
+    all_answered(looks)
+    plans.confirm()
+    assert manager.done == [("store", 1, False)]
+
+
+def test_what_was_stored_while_the_adapter_was_loaded_anew_is_kept_by_nobody(book, looks, clock, tmp_path):
+    manager, plans, folder = stored_under_an_adapter(book, looks, clock, tmp_path)
+    plans.copies_ended(CopyReport(Counter({1: 1})))
+    all_answered(looks)
+    opened(book, "two", adapter(folder, b"after!", inplace=True))
+    plans.confirm()
+    assert manager.done == [("store", 1, False)]
+
+
+def test_a_store_holds_its_rows_no_longer_than_a_bound_for_a_file_system_that_hangs(book, looks, clock, tmp_path):
+    manager, plans, _ = stored_under_an_adapter(book, looks, clock, tmp_path)
+    gate = Gate(looks)
+    plans.copies_ended(CopyReport(Counter({1: 1})))
+    clock.now += 5.1
+    plans.confirm()
+    assert manager.done == [("store", 1, False)]
+    gate.opened.set()

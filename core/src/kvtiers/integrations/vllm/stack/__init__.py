@@ -7,11 +7,12 @@ module           does
 ``manager``      translates what vLLM's scheduler asks into calls of ``TieringManager``
 ``worker``       translates what vLLM's worker asks into calls of ``GpuWorker``
 ``connector``    what vLLM's connector has to do besides: show requests, carry what became of copies
-``options``        the config that it is built from
+``options``      the config that it is built from
 ``layout``       what a row holds, from vLLM's config
 ``keys``         a request's keys, from vLLM's block hashes, its adapter and its salt
 ``adapters``     which adapter a request has, by its files
-``steps``          how long steps take
+``looks``        asks that in a thread of its own
+``steps``        how long steps take
 ``figures``      what ``/metrics`` and ``kvtiers status`` say
 ===============  ==============================================================================================
 

@@ -44,9 +44,12 @@ class KvtiersConnector(OffloadingConnector):
         super().on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
-        """Tell the manager which requests vLLM has in part."""
+        """Tell the manager which requests vLLM has in part; put off those of which nobody knows the adapter yet."""
+        requests = self.connector_scheduler.manager.requests
         if num_computed_tokens:
-            self.connector_scheduler.manager.requests.has_local_prefix(request.request_id)
+            requests.has_local_prefix(request.request_id)
+        if requests.holds_back(request.request_id):
+            return None, False
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:

@@ -93,13 +93,14 @@ class KvtiersManager(OffloadingManager):
         """Say where a chunk stands."""
         self._follow_weights()
         request = self.requests.get(req_context.req_id)
-        if request is None or request.keys is None or request.load_failed:
+        keys = None if request is None or request.load_failed else request.keys
+        if request is None or keys is None:
             return LookupResult.MISS
-        place = request.keys.place(key)
+        place = keys.place(key)
         if place is None:
             with self._manager.lock:
-                return _ANSWERS[self._manager.lookup(request.keys.of(key), request.context)]
-        run = self._run(key, place, request, request.keys)
+                return _ANSWERS[self._manager.lookup(keys.of(key), request.context)]
+        run = self._run(key, place, request, keys)
         place -= run.first
         if place < run.hits.chunks:  # vLLM defers a request of whose run any chunk is pending, whichever it is
             return LookupResult.HIT_PENDING if run.hits.pending else LookupResult.HIT
@@ -126,11 +127,13 @@ class KvtiersManager(OffloadingManager):
     @never_raises(lambda: None)
     def _pin(self, keys: Collection[bytes], request_id: str) -> PlannedRows | None:
         request = self.requests.get(request_id)
-        if request is None or request.keys is None:
+        if request is None:
             return None
-        own = [request.keys.of(key) for key in keys]
-        with self._manager.lock:
-            plan = self._manager.prepare_load(own, request.context)
+        own = request.keys
+        plan = None
+        if own is not None:
+            with self._manager.lock:
+                plan = self._manager.prepare_load([own.of(key) for key in keys], request.context)
         if plan is None:
             request.load_failed = True
             return None
@@ -140,19 +143,22 @@ class KvtiersManager(OffloadingManager):
 
     @never_raises(lambda: None)
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> Any:
-        """Lease rows for those of the chunks that are not there."""
+        """Lease rows for those of the chunks that are not there; None: vLLM asks again in the next step."""
         self._follow_weights()
         request = self.requests.get(req_context.req_id)
-        if request is None or request.keys is None:
+        if request is None:
             return None
-        named = {request.keys.of(key): key for key in keys}
+        own = request.keys
+        if own is None:
+            return None if self.requests.stores_wait(request) else _nothing_of(request)
+        named = {own.of(key): key for key in keys}
         with self._manager.lock:
             plan = self._manager.prepare_store(list(named), request.context)
             if plan is None:
                 return None
             if not plan.keys:
                 self._manager.complete_store(plan)
-                return PrepareStoreOutput([], PlannedRows(NO_PLAN, req_context.req_id, plan.chunk_ids), [])
+                return _nothing_of(request)
         return PrepareStoreOutput([named[key] for key in plan.keys], self._start(plan, request), [])
 
     def _start(self, plan: StorePlan | LoadPlan, request: OpenRequest) -> PlannedRows:
@@ -179,6 +185,7 @@ class KvtiersManager(OffloadingManager):
         for request in self._asked:
             request.runs.clear()
         self._asked.clear()
+        self._plans.confirm()
         with self._manager.lock:
             self._manager.on_schedule_end(*self.steps.take_computed())
 
@@ -192,7 +199,7 @@ class KvtiersManager(OffloadingManager):
     @never_raises(lambda: False)
     def has_pending_work(self) -> bool:
         """Say whether steps are needed without a request."""
-        return self._manager.has_pending_work()
+        return self._manager.has_pending_work() or self._plans.has_unconfirmed()
 
     @never_raises(tuple)
     def take_events(self) -> Iterable[Any]:
@@ -213,3 +220,7 @@ class KvtiersManager(OffloadingManager):
         """End within a bound."""
         self._on_shutdown()
         self._manager.shutdown(_DRAIN_SECONDS)
+
+
+def _nothing_of(request: OpenRequest) -> PrepareStoreOutput:
+    return PrepareStoreOutput([], PlannedRows(NO_PLAN, request.context.request_id, np.empty(0, np.int32)), [])

@@ -1,18 +1,24 @@
 """The requests that vLLM has named, and whose KV theirs is: what stands between vLLM's keys and ours.
 
-A request without ``keys`` has nothing to do with tiers, since nobody can tell what its KV is: vLLM has not shown it,
-its adapter's files are not known or have changed, or part of it was computed with other weights.
+A request without ``keys`` has nothing to do with tiers, since nobody can tell what its KV is. That is so for good
+where vLLM has not shown it, its adapter's files cannot be read or have changed, or part of it was computed with other
+weights. It is so for a while where its adapter's files are being looked at: vLLM waits with it, no longer than
+``lookup_wait``.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from kvtiers.base import PrefixHits, RequestContext
-from kvtiers.integrations.vllm.stack.adapters import Adapters
 from kvtiers.integrations.vllm.stack.keys import GroupKeys, RequestKeys
+from kvtiers.integrations.vllm.stack.looks import AdapterLook, AdapterLooks, Standing
 
 __all__ = ["OpenRequest", "RequestBook", "Run", "Weights"]
+
+_STORES_WAIT = 5.0  # vLLM asks in each step, and logs that it was refused
 
 
 class Run(NamedTuple):
@@ -24,14 +30,34 @@ class Run(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
-    """A request. ``load_failed``: it is computed, and hits nothing any more."""
+    """A request. ``out``: it has no keys, for good. ``load_failed``: it is computed, and hits nothing any more."""
 
     context: RequestContext
-    keys: RequestKeys | None
-    adapter_id: int = 0
+    make_keys: Callable[[bytes], RequestKeys]
+    look: AdapterLook | None = None
+    """At its adapter; None: it has none."""
+    out: bool = False
+    has_local_prefix: bool = False
+    """vLLM has part of it in its own prefix cache, which does not look at adapters' files."""
     load_failed: bool = False
+    waits_since: float | None = None
     runs: dict[int, Run] = field(default_factory=dict)
     """This step's answers, by group."""
+    _keys: RequestKeys | None = None
+
+    @property
+    def keys(self) -> RequestKeys | None:
+        """Its keys; None where nobody can tell them, or not yet."""
+        if self.look is not None and not self._follow_adapter(self.look):
+            return None
+        if self._keys is None and not self.out:
+            self._keys = self.make_keys(self.look.digest if self.look is not None else b"")
+        return None if self.out else self._keys
+
+    def _follow_adapter(self, look: AdapterLook) -> bool:
+        standing = look.standing
+        self.out |= standing is Standing.CHANGED or (self.has_local_prefix and look.was_another)
+        return standing is Standing.KNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +69,25 @@ class Weights:
 
 
 class RequestBook:
-    """The open requests. ``groups``: how keys come about."""
+    """The open requests. ``groups``: how keys come about. ``lookup_wait``: seconds for an answer, once a request.
 
-    def __init__(self, groups: Mapping[int, GroupKeys], weights: Weights) -> None:
+    ``looks`` are ended by whoever began them.
+    """
+
+    def __init__(
+        self,
+        groups: Mapping[int, GroupKeys],
+        weights: Weights,
+        looks: AdapterLooks,
+        lookup_wait: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._groups = groups
         self._weights = weights
+        self._lookup_wait = lookup_wait
+        self._clock = clock
         self._version = weights.version()
-        self._adapters = Adapters()
+        self._looks = looks
         self._shown: Any = None
         self._open: dict[str, OpenRequest] = {}
 
@@ -62,10 +100,9 @@ class RequestBook:
         shown, self._shown = self._shown, None
         if shown is not None and shown.request_id != request_id:
             shown = None
-        lora = getattr(shown, "lora_request", None)
-        request = OpenRequest(
-            RequestContext(request_id, params or {}), self._keys_of(shown, lora), lora.lora_int_id if lora else 0
-        )
+        request = OpenRequest(RequestContext(request_id, params or {}), self._maker_of(shown), out=shown is None)
+        if shown is not None and shown.lora_request is not None:
+            request.look = self._looks.begin(shown.lora_request)
         self._open[request_id] = request
         return request
 
@@ -81,10 +118,33 @@ class RequestBook:
         return iter(self._open.values())
 
     def has_local_prefix(self, request_id: str) -> None:
-        """Take note that vLLM has part of a request in its own prefix cache, which does not look at adapters' files."""
+        """Take note that vLLM has part of a request in its own prefix cache."""
         request = self._open.get(request_id)
-        if request is not None and request.adapter_id in self._adapters.reloaded:
-            request.keys = None
+        if request is not None:
+            request.has_local_prefix = True
+
+    def holds_back(self, request_id: str) -> bool:
+        """Say whether vLLM is to wait with a request, since its adapter is not known yet; not for long."""
+        request = self._open.get(request_id)
+        if request is None or request.look is None:
+            return False
+        if request.keys is None and self._waits(request, self._lookup_wait):
+            return True
+        request.look.vllm_may_load()
+        return False
+
+    def stores_wait(self, request: OpenRequest) -> bool:
+        """Say whether the stores of a request without keys wait for them, which delays nobody; else it is out."""
+        request.out = not self._waits(request, _STORES_WAIT)
+        return not request.out
+
+    def _waits(self, request: OpenRequest, seconds: float) -> bool:
+        if request.out:
+            return False
+        now = self._clock()
+        if request.waits_since is None:
+            request.waits_since = now
+        return now - request.waits_since < seconds
 
     def new_weights(self) -> str | None:
         """Return what other weights than before are called; None while they are the same. Open requests are out."""
@@ -93,20 +153,10 @@ class RequestBook:
             return None
         self._version = version
         for request in self._open.values():
-            request.keys = None
+            request.out = True
             request.runs.clear()
         return f"{self._weights.name}@{version}"
 
-    def _keys_of(self, shown: Any, lora: Any) -> RequestKeys | None:
-        if shown is None:
-            return None
-        digest: bytes | None = b""
-        if lora is not None:
-            digest = self._adapters.digest(lora)
-            if self._adapters.has_changed(lora.lora_int_id):
-                for request in self._open.values():
-                    if request.adapter_id == lora.lora_int_id:
-                        request.keys = None  # part of it was computed with the adapter as it was
-        if digest is None:
-            return None
-        return RequestKeys(self._groups, shown.block_hashes, digest, shown.cache_salt or "")
+    def _maker_of(self, shown: Any) -> Callable[[bytes], RequestKeys]:
+        hashes, salt = (shown.block_hashes, shown.cache_salt or "") if shown is not None else ((), "")
+        return partial(RequestKeys, self._groups, hashes, salt=salt)

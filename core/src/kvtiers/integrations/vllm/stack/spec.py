@@ -22,6 +22,7 @@ from kvtiers.integrations.vllm.nodes import refuse_several_hosts
 from kvtiers.integrations.vllm.releases import require_whole_stack
 from kvtiers.integrations.vllm.stack.figures import StackFacts, StackFigures, definitions, open_stack_status
 from kvtiers.integrations.vllm.stack.layout import cache_layout, group_keys, layer_tensors, rank_map
+from kvtiers.integrations.vllm.stack.looks import AdapterLooks
 from kvtiers.integrations.vllm.stack.options import load_stack_config
 from kvtiers.integrations.vllm.stack.requests import RequestBook, Weights
 from kvtiers.integrations.vllm.stack.steps import StepClock
@@ -105,13 +106,21 @@ class KvtiersOffloadingSpec(OffloadingSpec):
         facts = StackFacts(manager.stats, layout, steps, shared)
         tiers = [tier.tier_name for tier in self._config.secondary]
         status = open_stack_status(facts, tiers, f"vLLM {vllm_version}")
+        looks = AdapterLooks()
+        if self._engine.core is not None:
+            looks.follow(self._engine.core)
+
+        def close() -> None:
+            looks.close()
+            status.close()
+
         return KvtiersManager(
             manager,
-            RequestBook(group_keys(layout, self.config), weights),
+            RequestBook(group_keys(layout, self.config), weights, looks, self._config.lookup_wait),
             layout.world_size,
             steps,
             StackFigures(facts, OffloadingConnectorStats),
-            status.close,
+            close,
         )
 
 
