@@ -67,6 +67,7 @@ class Bench:
         self.clock = Clock()
         self.closed = []
         self.results = []
+        self.rests = []
         config = TierConfig(type="test", retries=0, **options)
         sizes = [(ROW, VALUE)]
         views = value_views(memoryview(self.memory), ROW, VALUE)
@@ -74,7 +75,7 @@ class Bench:
         self.tier = ChunkStoreTier(config, backend, self.clock)
         assert self.tier.wait_open(PATIENCE) == ""
         self.slot = TierSlot(0, self.tier, TierOptions("test", config.read_only, deadline=config.deadline))
-        self.driver = TierDriver(self.slot, 0.02, self._close, [32], load_wait, self.clock)
+        self.driver = TierDriver(self.slot, 0.02, self._close, [32], load_wait, self.clock, self.rests.append)
         self.driver.request_started("a", None)
         self.until(self.slot.available)
 
@@ -320,3 +321,23 @@ def test_until_it_is_known_what_computing_takes_a_request_waits_for_loads_as_lon
     finally:
         bench.store.gate.set()
         bench.driver.close(PATIENCE)
+
+
+def test_steps_in_which_nothing_is_computed_leave_loads_some_time_and_others_do_not(bench):
+    bench.store_rows(KEYS[:1], [3])
+    driver, clock, rests = bench.driver, bench.clock, bench.rests
+    driver.end_step()
+    assert rests == [], "nothing is being loaded"
+    bench.store.gate.clear()
+    driver.submit(2, KEYS[:1], [7], "a", is_promotion=True)
+    clock.now += 0.005
+    driver.end_step()
+    assert rests == [], "something was computed since the last step"
+    clock.now += 0.0005
+    driver.end_step()
+    assert rests == [0.0002]
+    bench.store.gate.set()
+    bench.result(2)
+    rests.clear()
+    driver.end_step()
+    assert rests == []

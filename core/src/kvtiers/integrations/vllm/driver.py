@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from kvtiers.api import JobResult, LookupResult, OffloadKey, TransferJob, group_of
 from kvtiers.base import RequestContext
 from kvtiers.integrations.vllm.prefill import PrefillRate
+from kvtiers.integrations.vllm.rest import REST_SECONDS
 from kvtiers.metrics import TierMetrics
 from kvtiers.secondary.chunk_store_tier import ChunkStoreTier
 from kvtiers.tiering.results import good_keys, moved
@@ -38,6 +39,7 @@ __all__ = ["TierDriver"]
 _SCAN_SECONDS = 0.05  # how often deadlines are looked at
 _DRAIN_POLL_SECONDS = 0.002
 _MOST_UNREAD = 250_000
+_STEP_SECONDS = 0.001  # the shortest step in which anything is computed
 _PAUSE_SECONDS = 1.0  # in which nothing is loaded after loads were too slow: else all who wait would wait in turn
 
 
@@ -80,8 +82,11 @@ class TierDriver:
         tokens_per_chunk: Sequence[int] = (),
         load_wait: float | None = None,
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._slot = slot
+        self._sleep = sleep
+        self._last_end = 0.0
         self._lookup_wait = lookup_wait
         self._load_wait = load_wait
         self._pause_until = 0.0
@@ -191,9 +196,16 @@ class TierDriver:
         return results
 
     def end_step(self, new_requests: Iterable[str] = ()) -> None:
-        """Send what the step has collected. ``new_requests``: those that are computed for the first time in it."""
+        """Send what the step has collected; where nothing is computed while loads run, leave them some time.
+
+        ``new_requests``: those that are computed for the first time in it.
+        """
         self._slot.end_step()
-        self._prefill.step_ended(new_requests, self._clock())
+        now = self._clock()
+        self._prefill.step_ended(new_requests, now)
+        if self.metrics.loading_chunks and now - self._last_end < _STEP_SECONDS:
+            self._sleep(REST_SECONDS)
+        self._last_end = now
 
     def has_jobs(self) -> bool:
         """Say whether a result is owed."""

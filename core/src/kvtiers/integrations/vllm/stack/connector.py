@@ -53,11 +53,12 @@ class KvtiersConnector(OffloadingConnector):
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """Take note of how much a step computes."""
+        """Take note of how much a step computes; one that computes nothing leaves the copies some time."""
         meta = super().build_connector_meta(scheduler_output)
-        self.connector_scheduler.manager.steps.begins(
-            scheduler_output.total_num_scheduled_tokens, len(scheduler_output.num_scheduled_tokens)
-        )
+        manager, tokens = self.connector_scheduler.manager, scheduler_output.total_num_scheduled_tokens
+        manager.steps.begins(tokens, len(scheduler_output.num_scheduled_tokens))
+        if not tokens:
+            manager.rest()
         return meta
 
     def update_connector_output(self, connector_output: Any) -> None:

@@ -8,6 +8,7 @@ failed copies nor, after a reset, the ones that still run. A request whose load 
 that vLLM computes it.
 """
 
+import time
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -24,6 +25,7 @@ from kvtiers.api import LookupResult as Answer
 from kvtiers.base import LoadPlan, StorePlan
 from kvtiers.base import OffloadPolicy as Policy
 from kvtiers.integrations.vllm.guard import BugCount, never_raises
+from kvtiers.integrations.vllm.rest import REST_SECONDS
 from kvtiers.integrations.vllm.stack.keys import RequestKeys
 from kvtiers.integrations.vllm.stack.plans import CopyReport, RunningPlans
 from kvtiers.integrations.vllm.stack.requests import OpenRequest, RequestBook, Run
@@ -188,6 +190,12 @@ class KvtiersManager(OffloadingManager):
         self._plans.confirm()
         with self._manager.lock:
             self._manager.on_schedule_end(*self.steps.take_computed())
+
+    @never_raises(lambda: None)
+    def rest(self) -> None:
+        """Leave the interpreter and the processor to what a step waits for that computes nothing."""
+        if self.has_pending_work() or self._plans.are_running():
+            time.sleep(REST_SECONDS)
 
     def _follow_weights(self) -> None:
         """Retire all KV of other weights than vLLM has now."""

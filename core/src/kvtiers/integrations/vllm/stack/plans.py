@@ -71,6 +71,10 @@ class RunningPlans:
                 del self._running[plan_id]
                 self._copied(running)
 
+    def are_running(self) -> bool:
+        """Say whether copies run."""
+        return bool(self._running)
+
     def has_unconfirmed(self) -> bool:
         """Say whether a store waits for a look at an adapter's files."""
         return bool(self._unconfirmed)
