@@ -1,5 +1,6 @@
 """Values by obstore: HTTP in Rust, outside of Python's lock."""
 
+import ctypes
 import re
 import time
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from kvtiers_s3.connection import Connection
 from kvtiers_s3.failures import failure
 
 if TYPE_CHECKING:
-    from obstore import GetOptions, PutMode
+    from obstore import GetOptions, GetResult, PutMode
 
 __all__ = ["ObstoreClient"]
 
@@ -28,6 +29,7 @@ _CAUSES = (
     (re.compile(r"kind: (ConnectionReset|Interrupted|Request|Decode|Unknown)"), "CutOff"),
 )
 _LET_GO_SECONDS = 1.0
+_AT_ONCE_BYTES = 256 << 10
 _PIECE_BYTES = 64 << 10
 
 
@@ -51,14 +53,7 @@ class ObstoreClient:
             meta = found.meta
             if meta["size"] != total:
                 return None
-            # Piece by piece: the whole body in memory of its own would be made, and given back, for each value.
-            at = 0
-            for piece in found.stream(_PIECE_BYTES):
-                end = at + len(piece)
-                if end > len(dst):
-                    break
-                dst[at:end] = piece
-                at = end
+            is_whole = (_fill_at_once if len(dst) <= _AT_ONCE_BYTES else _fill_in_pieces)(found, dst)
         except FileNotFoundError as error:
             if "<Code>NoSuchBucket<" not in str(error):
                 return None
@@ -67,7 +62,7 @@ class ObstoreClient:
             if _status(str(error)) == "416":  # the object ends before this part begins
                 return None
             raise self._failed("GET", key, error) from None
-        if at != len(dst):
+        if not is_whole:
             raise failure(f"GET {key}", 0, "CutOff")
         self._requests.count_bytes(read=len(dst))
         return meta["e_tag"] or ""
@@ -106,6 +101,28 @@ class ObstoreClient:
         raised = _translated(f"{method} {key}", str(error))
         self._requests.count_failed(raised)
         return raised
+
+
+def _fill_at_once(found: "GetResult", dst: memoryview) -> bool:
+    """Copy a small body, which costs one turn of Python's lock; say whether it has this length."""
+    body = found.bytes()
+    if len(body) != len(dst):
+        return False
+    dst[:] = body
+    return True
+
+
+def _fill_in_pieces(found: "GetResult", dst: memoryview) -> bool:
+    """Copy a body as it comes, or else all of it would lie in memory twice; say whether it has this length."""
+    start = ctypes.addressof(ctypes.c_char.from_buffer(dst))  # which holds no buffer beyond this line
+    at = 0
+    for piece in found.stream(_PIECE_BYTES):
+        if at + len(piece) > len(dst):
+            return False
+        # Not into a slice: that copies under Python's lock, for which the other threads wait.
+        ctypes.memmove(start + at, piece, len(piece))
+        at += len(piece)
+    return at == len(dst)
 
 
 def _status(text: str) -> str:
