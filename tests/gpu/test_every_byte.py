@@ -5,12 +5,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtiers.gpu.worker import CopySettings, GpuWorker
+from kvtiers.gpu.worker import GpuWorker
 from kvtiers.rows.join import RegionJoin
 from kvtiers.rows.region import AnonymousRegion
 
 from .cases import Case, cases
-from .conftest import Place, wait_until_pinned
+from .conftest import wait_until_pinned
 
 FEW = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -134,29 +134,3 @@ def test_pages_of_any_size_come_back(place, open_worker, page) -> None:
     np.testing.assert_array_equal(rows[2, 2 * page : 3 * page], kv[0][4])
     np.testing.assert_array_equal(rows[0, : 2 * page], kv[0][[0, 2]].ravel())
     np.testing.assert_array_equal(rows[0, 3 * page : 3 * page + 6], kv[1][[0, 2]].ravel())
-
-
-@pytest.mark.gpu
-def test_thousands_of_tiny_copies_in_a_row_come_back_and_lose_no_device(open_worker) -> None:
-    """Driver 580 loses an H100 over them where a thousand are one batched call."""
-    from kvtiers.base import BlockSpec
-    from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
-
-    pages, count = (13, 37, 9000), 340
-    place = Place("cuda", CopySettings(store="pages", load="pages"))
-    layout = CacheLayout(
-        ModelIdentity("m"), (KVGroup("g", 16),), tuple(KVTensor(f"t{i}", 0, page) for i, page in enumerate(pages))
-    )
-    rng = np.random.default_rng(7)
-    kv = [rng.integers(0, 256, (2 * count, page), np.uint8) for page in pages]
-    tensors = [place.put(array) for array in kv]
-    worker, _ = open_worker(layout, tensors, place, num_rows=count)
-    blocks, rows = rng.permutation(count), rng.permutation(count)
-    for job in range(0, 2000, 20):
-        for store in range(job, job + 20, 2):
-            worker.submit_store(store, BlockSpec(blocks, (count,), (0,)), rows)
-            worker.submit_load(store + 1, rows, BlockSpec(count + blocks, (count,), (0,)))
-        worker.wait(range(job, job + 20))
-        assert [result.error for result in worker.get_finished() if not result.success] == []
-    for tensor, before in zip(tensors, kv, strict=True):
-        np.testing.assert_array_equal(place.get(tensor)[count:], before[:count])
