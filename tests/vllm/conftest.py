@@ -6,12 +6,24 @@ from typing import Any
 
 import pytest
 
-from .engines import BLOCK, Engine, make_model, make_prompt
+from .engines import BLOCK, Engine, Interpreter
+from .models import make_model, make_prompt
+from .servers import Gateway, Redis
+from .ways import fs, tiers, whole_stack
 
 PROMPTS = [make_prompt(1, 700), make_prompt(2, 333)]
 """Two prompts that share nothing; both end inside a block."""
 WHOLE = [len(prompt) // BLOCK * BLOCK for prompt in PROMPTS]
 """Tokens of each prompt in whole blocks."""
+CHUNKS = sum(WHOLE) // BLOCK
+"""Chunks of both prompts, where a chunk is a block."""
+
+
+@pytest.fixture(scope="module", params=[tiers, whole_stack], ids=["tiers", "whole-stack"])
+def way(request: pytest.FixtureRequest) -> Callable[..., dict[str, Any]]:
+    """Each of the two ways in: from tiers, the config of an engine that has them."""
+    chosen: Callable[..., dict[str, Any]] = request.param
+    return chosen
 
 
 @pytest.fixture(scope="session")
@@ -27,22 +39,40 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def start_any(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Engine]]:
-    """Start engines that live until the session's end, or until the test ends them."""
+    """Start engines that live until the session's end, or until the test ends them.
+
+    ``anew``: in a Python of its own, not in one that is forked from where other engines come from, too.
+    """
     engines: list[Engine] = []
+    interpreters: dict[object, Interpreter] = {}
     logs = tmp_path_factory.mktemp("logs")
 
-    def start(model: Path, extra: dict[str, Any] | None = None, **options: Any) -> Engine:
-        engines.append(Engine(model, logs / f"engine{len(engines)}.log", extra, **options))
+    def start(
+        model: Path,
+        extra: dict[str, Any] | None = None,
+        *,
+        release: str = "",
+        hash_seed: str = "",
+        anew: bool = False,
+        **options: Any,
+    ) -> Engine:
+        key = len(interpreters) if anew else (release, hash_seed)
+        if key not in interpreters:
+            env = {"PYTHONHASHSEED": hash_seed} if hash_seed else {}
+            interpreters[key] = Interpreter(logs / f"python{len(interpreters)}.log", release, **env)
+        engines.append(Engine(interpreters[key], model, logs / f"engine{len(engines)}.log", extra, **options))
         return engines[-1]
 
     yield start
     for engine in engines:
         engine.kill()
+    for interpreter in interpreters.values():
+        interpreter.close()
 
 
 @pytest.fixture
 def start(start_any: Callable[..., Engine]) -> Iterator[Callable[..., Engine]]:
-    """Start engines that end with the test: two at a time are too many for a small machine."""
+    """Start engines that end with the test."""
     engines: list[Engine] = []
 
     def start_one(*arguments: Any, **options: Any) -> Engine:
@@ -52,6 +82,33 @@ def start(start_any: Callable[..., Engine]) -> Iterator[Callable[..., Engine]]:
     yield start_one
     for engine in engines:
         engine.kill()
+
+
+@pytest.fixture(scope="session")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Redis]:
+    server = Redis(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def gateway() -> Iterator[Gateway]:
+    server = Gateway()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def shared_tier(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], dict[str, Any]]:
+    """From a tier's type, a tier over a new store that several engines can share."""
+
+    def make(kind: str) -> dict[str, Any]:
+        if kind == "fs":
+            return fs(tmp_path / "store")
+        tier: dict[str, Any] = request.getfixturevalue({"redis": "redis", "s3": "gateway"}[kind]).tier(required=True)
+        return tier
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import PROMPTS, WHOLE
-from .engines import BLOCK, Engine, tiers
-from .test_tokens import fs
+from .conftest import CHUNKS, PROMPTS, WHOLE
+from .ways import fs
 
 FIRST, _ = PROMPTS
+FAILED, LOADED = "kvtiers_tier_failed_loads{fs}", "kvtiers_tier_loaded_chunks{fs}"
 
 
 def values(store: Path) -> list[Path]:
@@ -40,39 +40,39 @@ def swap(files):
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return tmp_path_factory.mktemp("damage") / "store"
+def store(tmp_path_factory, way):
+    return tmp_path_factory.mktemp(f"damage-{way.__name__}") / "store"
 
 
 @pytest.fixture(scope="module")
-def engine(start_any, model, store, right):
+def engine(start_any, model, store, right, way):
     """An engine that has stored the prompts."""
-    engine = start_any(model, tiers(fs(store)))
+    engine = start_any(model, way(fs(store)))
     right(engine, *PROMPTS)
     engine.forget()
-    assert len(values(store)) == sum(WHOLE) / BLOCK
+    assert len(values(store)) == CHUNKS
     yield engine
     engine.kill()
 
 
-def test_damaged_values_are_misses_and_are_stored_anew(engine, store, right):
-    for damage in (zero, flip, truncate, swap):
-        before = engine.metrics()
-        damage(values(store))
-        cached = right(engine, *PROMPTS)
-        lost = engine.metrics()
-        assert sum(cached) < sum(WHOLE), damage.__name__
-        assert lost["kvtiers_tier_failed_loads{fs}"] > before.get("kvtiers_tier_failed_loads{fs}", 0), damage.__name__
-        assert lost.get("kvtiers_tier_loaded_chunks{fs}", 0) == before.get("kvtiers_tier_loaded_chunks{fs}", 0)
-        engine.forget()
-        assert right(engine, *PROMPTS) == WHOLE, f"{damage.__name__}: what was computed anew is there again"
-        engine.forget()
+@pytest.mark.parametrize("damage", [zero, flip, truncate, swap])
+def test_damaged_values_are_misses_and_are_stored_anew(engine, store, right, damage):
+    before = engine.metrics()
+    damage(values(store))
+    cached = right(engine, *PROMPTS)
+    after = engine.metrics()
+    assert sum(cached) < sum(WHOLE)
+    assert after[FAILED] > before.get(FAILED, 0)
+    assert after.get(LOADED, 0) == before.get(LOADED, 0)
+    engine.forget()
+    assert right(engine, *PROMPTS) == WHOLE, "what was computed anew is there again"
     assert engine.metrics()["kvtiers_tier_seal_failures{fs}"] > 0
+    engine.forget()
 
 
-def test_with_the_check_switched_off_the_tokens_are_wrong_so_these_tests_can_fail(start, model, tmp_path, truth):
+def test_with_the_check_switched_off_the_tokens_are_wrong_so_these_tests_can_fail(start, model, tmp_path, truth, way):
     store = tmp_path / "store"
-    engine: Engine = start(model, tiers(fs(store, io="thread")))
+    engine = start(model, way(fs(store, io="thread")))
     engine.generate(FIRST)
     engine.forget()
     engine.do("trust_every_value")
@@ -80,16 +80,18 @@ def test_with_the_check_switched_off_the_tokens_are_wrong_so_these_tests_can_fai
     tokens, cached = engine.generate(FIRST)
     assert cached == [WHOLE[0]]
     assert tokens != [truth[tuple(FIRST)]]
+    engine.shutdown()
 
 
 def test_a_model_of_the_same_name_with_other_weights_shares_nothing(
-    engine, store, start, other_model, model, truth, other_truth
+    engine, store, start, other_model, model, truth, other_truth, way
 ):
-    assert values(store), "the engine's"
+    assert len(values(store)) == CHUNKS, "the engine's"
     assert other_model.name == model.name
-    other = start(other_model, tiers(fs(store)))
+    other = start(other_model, way(fs(store)))
     tokens, cached = other.generate(*PROMPTS)
     assert cached == [0, 0]
     assert tokens == [other_truth[tuple(prompt)] for prompt in PROMPTS]
     assert tokens != [truth[tuple(prompt)] for prompt in PROMPTS]
     other.shutdown()
+    assert len(values(store)) == 2 * CHUNKS, "each has its own"

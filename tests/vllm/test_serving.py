@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import PROMPTS, WHOLE
-from .engines import BLOCK, START_SECONDS, environment, tiers
-from .test_tokens import fs
+from .conftest import CHUNKS, PROMPTS, WHOLE
+from .engines import BLOCK, PATIENCE, environment, transfer_config
+from .ways import fs, tiers
 
 KVTIERS = Path(sys.executable).with_name("kvtiers")
 ENGINE_ID = f"kvtiers-test-{os.getpid()}-served"
@@ -29,12 +29,7 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.model, self.log = model, log
-        transfer = {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "engine_id": ENGINE_ID,
-            "kv_connector_extra_config": extra,
-        }
+        transfer = transfer_config(ENGINE_ID, extra)
         options = ["--model", model, "--host", "127.0.0.1", "--port", self.port, "--skip-tokenizer-init"]
         options += ["--dtype", "float32", "--seed", "0", "--enforce-eager", "--max-model-len", "2048"]
         options += ["--block-size", BLOCK, "--kv-transfer-config", json.dumps(transfer)]
@@ -47,7 +42,7 @@ class Server:
                 env=environment() | {"VLLM_SERVER_DEV_MODE": "1"},  # for reset_prefix_cache
                 start_new_session=True,
             )
-        until = time.monotonic() + START_SECONDS
+        until = time.monotonic() + PATIENCE
         while not self._is_up():
             assert self.process.poll() is None, f"the server has ended; see {log}"
             assert time.monotonic() < until, f"no server; see {log}"
@@ -61,14 +56,14 @@ class Server:
         return True
 
     def get(self, path):
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=PATIENCE) as answer:
             return answer.read().decode()
 
     def post(self, path, **body):
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=90) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
             text = answer.read()
         return json.loads(text) if text else None
 
@@ -92,7 +87,7 @@ class Server:
 
     def until(self, condition):
         """Step the engine until a condition holds; return what it found."""
-        until = time.monotonic() + 60
+        until = time.monotonic() + PATIENCE
         while not (found := condition()):
             assert time.monotonic() < until, "waited in vain"
             self.complete([1, 2, 3], tokens=2)
@@ -107,14 +102,14 @@ class Server:
 
 @pytest.fixture
 def served(model, tmp_path):
-    two = ({"type": "kvtiers-memory", "capacity": "64MiB", "required": True}, fs(tmp_path / "store"))
+    two = ({"type": "memory", "capacity": "64MiB", "required": True}, fs(tmp_path / "store"))
     server = Server(model, tiers(*two), tmp_path / "log")
     yield server
     server.kill()
 
 
 def status_of(model):
-    done = subprocess.run([KVTIERS, "status", "--json"], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([KVTIERS, "status", "--json"], capture_output=True, text=True, timeout=PATIENCE, check=True)
     (mine,) = [engine for engine in json.loads(done.stdout) if engine["model"] == model.name]
     return mine
 
@@ -122,17 +117,16 @@ def status_of(model):
 def test_a_scrape_of_the_server_shows_which_tier_served_and_status_what_that_saved(served, model, truth):
     for prompt in PROMPTS:
         assert served.complete(prompt) == truth[tuple(prompt)]
-    chunks = sum(WHOLE) / BLOCK
     stored = "kvtiers_tier_stored_chunks_total"
-    served.until(lambda: served.figures(stored) == {"memory": chunks, "fs": chunks})
+    served.until(lambda: served.figures(stored) == {"memory": CHUNKS, "fs": CHUNKS})
     served.post("/reset_prefix_cache?reset_external=true")
     for prompt in PROMPTS:
         assert served.complete(prompt) == truth[tuple(prompt)]
 
-    served.until(lambda: served.figures("kvtiers_tier_loaded_chunks_total").get("memory") == chunks)
+    served.until(lambda: served.figures("kvtiers_tier_loaded_chunks_total").get("memory") == CHUNKS)
     assert "fs" not in served.figures("kvtiers_tier_loaded_chunks_total"), "the first tier had it all"
     hits = served.figures("vllm:kv_offload_tiering_chunk_hits_total")
-    assert hits.get("1:kvtiers-memory") == chunks
+    assert hits.get("1:kvtiers-memory") == CHUNKS
     assert not hits.get("2:kvtiers-fs")
     assert served.figures("kvtiers_tier_loaded_tokens_total") == {"memory": sum(WHOLE)}
     assert served.figures("kvtiers_tier_open") == {"memory": 1, "fs": 1}

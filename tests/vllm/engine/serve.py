@@ -1,32 +1,91 @@
-"""One vLLM engine in a process of its own: commands come as lines of JSON, answers go as lines of JSON."""
+"""vLLM engines in processes of their own, each forked from this one, which has imported vLLM and has no threads.
 
-import json
+Usage: serve.py FD. Pairs come through the connection FD: ("start", OPTIONS), followed by the descriptors of the
+engine's connection and log, is answered by the new process's id; ("bury", PID), which kills all of that engine's
+process group, by its exit status. An engine gets pairs of a command and its arguments, and answers each.
+"""
+
+import contextlib
+import ctypes
+import gc
+import importlib
 import os
+import signal
 import sys
 import time
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from typing import Any
 
 _FIGURES_SECONDS = 0.2  # steps bring figures, and the whole stack reports them ten times a second
+_PR_SET_PDEATHSIG = 1
+# What an engine imports at its start; a release that lacks some of it imports that later.
+_IMPORTS = [
+    "vllm.entrypoints.llm",
+    "vllm.lora.request",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.model_executor.models.llama",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
+    "vllm.v1.kv_offload.tiering.manager",
+]
 
 
 def main() -> None:
-    out = os.fdopen(int(sys.argv[1]), "w", buffering=1)
-    options = json.loads(sys.argv[2])
+    control = Connection(int(sys.argv[1]))
+    for module in _IMPORTS:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    gc.freeze()  # an engine collects garbage often at its start, and none of it is from before
+    while True:
+        try:
+            request, argument = control.recv()
+        except EOFError:
+            return
+        if request == "bury":
+            control.send(_bury(argument))
+            continue
+        commands, log = recv_handle(control), recv_handle(control)
+        if not (pid := os.fork()):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            control.close()
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            _serve(Connection(commands), argument)
+            return
+        os.setpgid(pid, pid)
+        os.close(commands)
+        os.close(log)
+        control.send(pid)
+
+
+def _bury(pid: int) -> int:
+    # As long as its leader has not been waited for, the group's number is nobody else's.
+    os.killpg(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _serve(commands: Connection, options: dict[str, Any]) -> None:
     try:
         engine = Engine(options)
     except BaseException as error:
-        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=out)
+        commands.send({"error": f"{type(error).__name__}: {error}"})
         raise
-    print(json.dumps({"ready": True}), file=out)
-    for line in sys.stdin:
-        command = json.loads(line)
-        name = command.pop("do")
+    commands.send({"ready": True})
+    while True:
         try:
-            answer = getattr(engine, name)(**command)
+            name, arguments = commands.recv()
+        except EOFError:
+            return
+        try:
+            answer = getattr(engine, name)(**arguments)
         except Exception as error:  # noqa: BLE001 -- the test's own process raises it
             answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), file=out)
+        commands.send(answer)
         if name == "shutdown":
+            if not arguments["finalize"]:
+                os._exit(0)
             return
 
 
@@ -121,7 +180,7 @@ class Engine:
         GpuWorker._advance = fail
         return {"ok": True}
 
-    def shutdown(self) -> dict[str, Any]:
+    def shutdown(self, finalize: bool) -> dict[str, Any]:
         self._llm.llm_engine.engine_core.shutdown()
         return {"ok": True}
 

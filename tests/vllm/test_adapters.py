@@ -1,23 +1,16 @@
 """What belongs to a request, over one Redis: adapters of one name, adapters loaded anew, salts called like adapters."""
 
-import pytest
-
 from .conftest import PROMPTS, WHOLE
-from .engines import BLOCK, make_adapter, make_prompt, whole_stack
-from .test_backends import Redis
+from .engines import BLOCK
+from .models import make_adapter, make_prompt
+from .ways import whole_stack
 
 FIRST, MORE = PROMPTS[0], make_prompt(9, 2 * BLOCK)
 LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
 
 
-@pytest.fixture
-def config(tmp_path):
-    server = Redis(tmp_path).start()
-    yield whole_stack({"type": "redis", "url": f"redis://127.0.0.1:{server.port}/0", "required": True})
-    server.stop()
-
-
-def test_adapters_and_salts_meet_only_themselves(start, model, tmp_path, config):
+def test_adapters_and_salts_meet_only_themselves(start, model, tmp_path, redis):
+    config = whole_stack(redis.tier(required=True))
     path = make_adapter(tmp_path / "adapter", seed=1)
     mine = {"name": "mine", "number": 1, "path": str(path)}
     first = start(model, config, **LORA)

@@ -1,0 +1,31 @@
+"""The two ways in: the config that puts tiers under an engine, by vLLM's own tiering or by the whole stack."""
+
+from pathlib import Path
+from typing import Any
+
+LOOKUP_WAIT = "3s"
+"""Longer than the default: a busy machine is to cost time here, not hits."""
+
+
+def tiers(*secondary: dict[str, Any], options: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    """Return vLLM's kv_connector_extra_config for its own tiering, with these tiers."""
+    common = {
+        "spec_name": "CpuTieringSpec",
+        "spec_module_path": "cpu_spec",
+        "cpu_bytes_to_use": 64 << 20,
+        "kvtiers": {"lookup_wait": LOOKUP_WAIT, "load_wait": "60s"} | (options or {}),
+    }
+    named = [tier | {"type": f"kvtiers-{tier['type']}"} for tier in secondary]
+    return common | {"secondary_tiers": named} | more
+
+
+def whole_stack(*secondary: dict[str, Any], options: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    """Return vLLM's kv_connector_extra_config for kvtiers' own manager, primary and workers, over these tiers."""
+    config = {"version": 1, "primary": {"capacity": "64MiB"}, "lookup_wait": LOOKUP_WAIT, "load_wait": "10s"}
+    config |= (options or {}) | {"secondary": list(secondary)}
+    return {"spec_name": "KvtiersOffloadingSpec", "kvtiers_config": config} | more
+
+
+def fs(path: Path, **more: Any) -> dict[str, Any]:
+    """Return a tier in a directory."""
+    return {"type": "fs", "path": str(path), "capacity": "1GiB", "required": True} | more
