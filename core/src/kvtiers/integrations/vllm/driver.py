@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from kvtiers.api import JobResult, LookupResult, OffloadKey, TransferJob, group_of
 from kvtiers.base import RequestContext
 from kvtiers.integrations.vllm.prefill import PrefillRate
-from kvtiers.integrations.vllm.rest import REST_SECONDS
+from kvtiers.integrations.vllm.rest import Rest
 from kvtiers.metrics import TierMetrics
 from kvtiers.secondary.chunk_store_tier import ChunkStoreTier
 from kvtiers.tiering.results import good_keys, moved
@@ -39,7 +39,7 @@ __all__ = ["TierDriver"]
 _SCAN_SECONDS = 0.05  # how often deadlines are looked at
 _DRAIN_POLL_SECONDS = 0.002
 _MOST_UNREAD = 250_000
-_STEP_SECONDS = 0.001  # the shortest step in which anything is computed
+_STEP_SECONDS = 0.001  # from a step's end to the next one's begin, at least, if anything is computed
 _PAUSE_SECONDS = 1.0  # in which nothing is loaded after loads were too slow: else all who wait would wait in turn
 
 
@@ -85,8 +85,9 @@ class TierDriver:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._slot = slot
-        self._sleep = sleep
-        self._last_end = 0.0
+        self._rest = Rest(clock, sleep)
+        self._began: float | None = None  # a step, with its first question
+        self._ended = 0.0  # the one before
         self._lookup_wait = lookup_wait
         self._load_wait = load_wait
         self._pause_until = 0.0
@@ -190,7 +191,9 @@ class TierDriver:
             self._finish(running, JobResult(job_id, success=False))
 
     def finished(self) -> list[JobResult]:
-        """Take the results that have come."""
+        """Take the results that have come; vLLM asks for them first in each step."""
+        if self._began is None:
+            self._began = self._clock()
         self._poll()
         results, self._results = self._results, []
         return results
@@ -203,9 +206,9 @@ class TierDriver:
         self._slot.end_step()
         now = self._clock()
         self._prefill.step_ended(new_requests, now)
-        if self.metrics.loading_chunks and now - self._last_end < _STEP_SECONDS:
-            self._sleep(REST_SECONDS)
-        self._last_end = now
+        computed = (self._began if self._began is not None else now) - self._ended >= _STEP_SECONDS
+        self._rest.step(idle=not computed and self.metrics.loading_chunks > 0)
+        self._began, self._ended = None, self._clock()
 
     def has_jobs(self) -> bool:
         """Say whether a result is owed."""

@@ -1,11 +1,37 @@
-"""How long a step lasts at least that computes nothing and waits for loads.
+"""What a step does that computes nothing while loads run: it rests.
 
 vLLM steps as fast as it can while a request waits for its KV. On a machine with few processors that takes one of them
 from the processes that load, and in one process it takes the interpreter from the thread that copies: each of its turns
-comes after a switch interval, 5 ms, then.
+comes after a switch interval, 5 ms, then. A rest is short beside what has been waited already, so that the end of a
+load is seen in time, and short beside a step that computes, since a request may come meanwhile.
 """
 
-__all__ = ["REST_SECONDS"]
+import time
+from collections.abc import Callable
 
-REST_SECONDS = 0.0002
-"""Twice what such a step takes by itself (0.1 ms)."""
+__all__ = ["Rest"]
+
+_SHARE = 0.05  # of the time since the engine began to wait
+_SHORTEST = 0.0001
+_LONGEST = 0.001
+
+
+class Rest:
+    """The rests of an engine; runs on its thread."""
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self._clock = clock
+        self._sleep = sleep
+        self._idle_since: float | None = None
+
+    def step(self, *, idle: bool) -> None:
+        """End a step. ``idle``: nothing is computed in it, and loads run."""
+        if not idle:
+            self._idle_since = None
+            return
+        now = self._clock()
+        if self._idle_since is None:
+            self._idle_since = now
+        self._sleep(min(_LONGEST, max(_SHORTEST, _SHARE * (now - self._idle_since))))

@@ -57,8 +57,7 @@ class KvtiersConnector(OffloadingConnector):
         meta = super().build_connector_meta(scheduler_output)
         manager, tokens = self.connector_scheduler.manager, scheduler_output.total_num_scheduled_tokens
         manager.steps.begins(tokens, len(scheduler_output.num_scheduled_tokens))
-        if not tokens:
-            manager.rest()
+        manager.rest(computes=bool(tokens))
         return meta
 
     def update_connector_output(self, connector_output: Any) -> None:

@@ -8,7 +8,6 @@ failed copies nor, after a reset, the ones that still run. A request whose load 
 that vLLM computes it.
 """
 
-import time
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -25,7 +24,7 @@ from kvtiers.api import LookupResult as Answer
 from kvtiers.base import LoadPlan, StorePlan
 from kvtiers.base import OffloadPolicy as Policy
 from kvtiers.integrations.vllm.guard import BugCount, never_raises
-from kvtiers.integrations.vllm.rest import REST_SECONDS
+from kvtiers.integrations.vllm.rest import Rest
 from kvtiers.integrations.vllm.stack.keys import RequestKeys
 from kvtiers.integrations.vllm.stack.plans import CopyReport, RunningPlans
 from kvtiers.integrations.vllm.stack.requests import OpenRequest, RequestBook, Run
@@ -68,6 +67,7 @@ class KvtiersManager(OffloadingManager):
         self._figures = figures
         self._on_shutdown = on_shutdown
         self._asked: set[OpenRequest] = set()
+        self._rest = Rest()
 
     # -- requests
 
@@ -192,10 +192,9 @@ class KvtiersManager(OffloadingManager):
             self._manager.on_schedule_end(*self.steps.take_computed())
 
     @never_raises(lambda: None)
-    def rest(self) -> None:
+    def rest(self, *, computes: bool) -> None:
         """Leave the interpreter and the processor to what a step waits for that computes nothing."""
-        if self.has_pending_work() or self._plans.are_running():
-            time.sleep(REST_SECONDS)
+        self._rest.step(idle=not computes and (self._plans.are_running() or self._manager.has_pending_work()))
 
     def _follow_weights(self) -> None:
         """Retire all KV of other weights than vLLM has now."""
