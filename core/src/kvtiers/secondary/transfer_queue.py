@@ -120,10 +120,10 @@ class TransferQueue:
             return not job.slices_left
 
     def store_done(self) -> None:
-        """Say that the slice of a store, taken by ``next``, is no longer at work."""
+        """Say that the slice of a store, taken by ``next``, is no longer at work; its thread asks for the next one."""
         with self._lock:
+            # Nobody is woken: this thread takes the next store, or a load whose thread, woken for it, then takes one.
             self._storing -= 1
-            self._work.notify()
 
     def abandon(self, job_id: int) -> list[Slice]:
         """Mark a job as given up and return its slices that have not begun; they are the caller's to finish."""
