@@ -1,165 +1,132 @@
-"""Time to first token and throughput in the real vLLM on the CPU: bare, over vLLM's own `fs` tier, over kvtiers' `fs`.
+"""Time to first token and throughput in the real vLLM on the CPU: bare, vLLM's own `fs` tier, kvtiers' `fs` both ways.
 
-All engines live at the same time and take turns with the same prompts, so that a busy machine slows all alike; what
-is compared is the ratio within a round. *Cold*: a prompt that nobody has seen. *Batch*: several such prompts at once,
-each with some tokens of answer; the ratio of the times is that of the throughputs. What they have stored lands before
-the next engine's turn. *Warm*: what the engine and its primary have forgotten and the tier has. Beside it the limit:
-reading as many values' files, and computing what is left of the prompt with all else in the engine's own cache. Needs
-the environment of `make test-vllm`.
+All engines live at the same time and take turns with the same prompts, so that a busy machine slows all alike; what is
+compared is the ratio within a round, whose median is given with its 95 % interval. *Cold*: a prompt that nobody has
+seen. *Batch*: several such prompts at once, each with some tokens of answer; the ratio of the times is that of the
+throughputs. What they have stored lands before the next engine's turn. *Warm*: what the engine and its primary have
+forgotten and the tier has. Its limit is the sum of two: reading the bytes of the same values' files, by as many threads
+as a tier has, with the page cache as it was for the tier; and computing what is left of the prompt with all else in the
+engine's own cache.
+
+Two workloads (`peers/vllm_engines.py`): *long*, 256 MiB in 64 values, and *short*, 12 MiB in 46. What is read lies on
+*disk*, since the page cache was made to forget it, or in *memory*, where the page cache keeps it as it does on a
+machine with memory to spare. vLLM's tier goes around the page cache where it can: it reads the disk either way.
+
+The goals of warm are those of *long*; *short* is shown beside them. The limit is a goal on disk: from memory, reading
+costs no more than a copy, and a load has to copy once more, into the engine's blocks, which on a CPU is the processor's
+work. Needs the environment of `make test-vllm`.
 """
 
 import argparse
 import json
 import math
-import random
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from peers.vllm_engines import BARE, DISK, LONG, MEMORY, OURS, ROOT, SHORT, STACK, THEIRS, Bench, Workload
+
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 GOAL_COLD, GOAL_OWN_FS, GOAL_LIMIT = 1.01, 0.8, 1.1
-SHAPE = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8}
-BARE = "no connector"
-TOKENS = 1500
-BATCH, BATCH_TOKENS, ANSWER_TOKENS = 4, 500, 16
+OURS_ALL = (OURS, STACK)
+Figures = dict[str, list[float]]
 
 
-def seconds_of(engine: Any, prompt: list[int], tokens: int = 1) -> tuple[float, int]:
-    """Return how long an engine takes for a prompt and so many tokens, and how many of the prompt's were cached."""
-    begin = time.perf_counter()
-    _, (cached,) = engine.generate(prompt, tokens=tokens)
-    return time.perf_counter() - begin, cached
-
-
-def batch_seconds(engine: Any, prompts: list[list[int]]) -> float:
-    """Return how long an engine takes for prompts that it has not seen, all at once, and their answers."""
-    begin = time.perf_counter()
-    _, cached = engine.generate(*prompts, tokens=ANSWER_TOKENS)
-    assert not any(cached), "a prompt of the batch was seen before"
-    return time.perf_counter() - begin
-
-
-def read_seconds(store: Path, count: int) -> float:
-    """Return how long it takes to read so many values in a directory, from a warm page cache."""
-    files = random.sample(list(store.rglob("*00000000")), count)
-    begin = time.perf_counter()
-    for file in files:
-        file.read_bytes()
-    return time.perf_counter() - begin
-
-
-def start_engines(folder: Path) -> dict[str, Any]:
-    """Return the engines by what they have for a tier."""
-    sys.path.insert(0, str(ROOT / "tests" / "vllm"))
-    from engines import Engine, make_model, tiers
-
-    model = make_model(folder / "model", seed=0, **SHAPE)
-    extra = {
-        BARE: None,
-        "vLLM's fs": tiers({"type": "fs", "root_dir": str(folder / "theirs")}),
-        "kvtiers-fs": tiers({"type": "kvtiers-fs", "path": str(folder / "ours"), "capacity": "4GiB", "required": True}),
-    }
-    return {
-        name: Engine(model, folder / f"{number}.log", config, max_model_len=4096)
-        for number, (name, config) in enumerate(extra.items())
-    }
-
-
-def settle(engine: Any, name: str) -> None:
-    """Let what an engine stores land in its tier; it and its primary forget it then."""
-    if name != BARE:
-        engine.forget()
-
-
-def measure(rounds: int, folder: Path) -> dict[str, Any]:
+def measure(workload: Workload, rounds: int, folder: Path) -> dict[str, Figures]:
     """Return the seconds of each round by kind and engine."""
-    engines = start_engines(folder)
-    from engines import BLOCK, make_prompt
+    bench = Bench(workload, folder)
+    found: dict[str, Figures] = {}
 
-    cold: dict[str, list[float]] = {name: [] for name in engines}
-    batch: dict[str, list[float]] = {name: [] for name in engines}
-    warm: dict[str, list[float]] = {name: [] for name in engines}
-    limit: list[float] = []
-    names = list(engines)
+    def note(kind: str, name: str, seconds: float) -> None:
+        found.setdefault(kind, {}).setdefault(name, []).append(seconds)
+
     try:
         for number in range(rounds + 1):
-            prompt = make_prompt(number, TOKENS)
-            turn = names[number % len(names) :] + names[: number % len(names)]
-            for name in turn:
-                taken, cached = seconds_of(engines[name], prompt)
-                assert cached == 0, f"{name} has seen prompt {number}"
-                cold[name].append(taken)
-                settle(engines[name], name)
-            prompts = [make_prompt((number + 1) * 1000 + index, BATCH_TOKENS) for index in range(BATCH)]
-            for name in turn:
-                batch[name].append(batch_seconds(engines[name], prompts))
-                settle(engines[name], name)
-            for name in [name for name in turn if name != BARE]:
-                taken, cached = seconds_of(engines[name], prompt)
-                assert cached, f"{name} has lost prompt {number}"
-                warm[name].append(taken)
-            suffix, _ = seconds_of(engines[BARE], prompt)
-            limit.append(suffix + read_seconds(folder / "ours", TOKENS // BLOCK))
+            turn = bench.turn(number)
+            prompt = number % workload.prompts if workload.prompts else number
+            for name in turn if prompt == number else ():
+                note("cold", name, bench.cold_seconds(name, prompt))
+            for name in turn if workload.with_batches else ():
+                note("batch", name, bench.batch_seconds(name, number))
+            for state in workload.states:
+                for name in [name for name in turn if name != BARE]:
+                    note(f"warm, {state}", name, bench.warm_seconds(name, prompt, state))
+                for name in OURS_ALL:
+                    reading, suffix = bench.limit_seconds(name, prompt, state)
+                    note(f"reading, {state}", name, reading)
+                    note(f"limit, {state}", name, reading + suffix)
     finally:
-        for engine in engines.values():
-            engine.kill()
+        bench.close()
     # The first round compiles and warms, and is not counted.
-    return {
-        "cold": {name: taken[1:] for name, taken in cold.items()},
-        "batch": {name: taken[1:] for name, taken in batch.items()},
-        "warm": {name: taken[1:] for name, taken in warm.items() if taken},
-        "limit": limit[1:],
-    }
+    return {kind: {name: taken[1:] for name, taken in by_name.items()} for kind, by_name in found.items()}
 
 
 def ratio(ours: list[float], theirs: list[float]) -> dict[str, float]:
-    """Return the median ratio within a round, and the 95 % interval of the mean."""
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    spread = statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else math.inf
-    mean = statistics.mean(ratios)
-    return {"median": statistics.median(ratios), "low": mean - 1.96 * spread, "high": mean + 1.96 * spread}
+    """Return the median ratio within a round, and the median's 95 % interval by the sign test."""
+    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+    rounds, outside, skipped = len(ratios), 0.0, 0
+    while (outside := outside + 2 * math.comb(rounds, skipped) / 2**rounds) <= 0.05:
+        skipped += 1
+    skipped = max(0, skipped - 1)
+    return {"median": statistics.median(ratios), "low": ratios[skipped], "high": ratios[-1 - skipped]}
 
 
-def results(rounds: int) -> dict[str, Any]:
-    """Return the figures and the goals."""
-    with tempfile.TemporaryDirectory(prefix="kvtiers-ttft-") as folder:
-        found = measure(rounds, Path(folder))
-    cold, batch, warm = found["cold"], found["batch"], found["warm"]
-    ratios = {
-        "cold, kvtiers-fs / no connector": ratio(cold["kvtiers-fs"], cold[BARE]),
-        "cold, vLLM's fs / no connector": ratio(cold["vLLM's fs"], cold[BARE]),
-        "batch, kvtiers-fs / no connector": ratio(batch["kvtiers-fs"], batch[BARE]),
-        "batch, vLLM's fs / no connector": ratio(batch["vLLM's fs"], batch[BARE]),
-        "warm, kvtiers-fs / vLLM's fs": ratio(warm["kvtiers-fs"], warm["vLLM's fs"]),
-        "warm, kvtiers-fs / (reading + suffix)": ratio(warm["kvtiers-fs"], found["limit"]),
-        "warm / cold, kvtiers-fs": ratio(warm["kvtiers-fs"], cold["kvtiers-fs"]),
-    }
-    wanted = {
-        "cold, kvtiers-fs / no connector": GOAL_COLD,
-        "batch, kvtiers-fs / no connector": GOAL_COLD,
-        "warm, kvtiers-fs / vLLM's fs": GOAL_OWN_FS,
-        "warm, kvtiers-fs / (reading + suffix)": GOAL_LIMIT,
-    }
-    goals = [
-        {"name": name, "value": ratios[name]["median"], "goal": goal, "met": ratios[name]["median"] <= goal}
-        for name, goal in wanted.items()
+def ratios_of(found: dict[str, Figures]) -> dict[str, dict[str, float]]:
+    """Return the ratios that matter, each named after what is compared."""
+    ratios = {}
+    for kind, seconds in found.items():
+        if BARE in seconds:
+            for name in (OURS, STACK, THEIRS):
+                ratios[f"{kind}, {name} / {BARE}"] = ratio(seconds[name], seconds[BARE])
+        elif THEIRS in seconds:
+            limit = found[kind.replace("warm", "limit")]
+            for name in OURS_ALL:
+                ratios[f"{kind}, {name} / {THEIRS}"] = ratio(seconds[name], seconds[THEIRS])
+                ratios[f"{kind}, {name} / (reading + suffix)"] = ratio(seconds[name], limit[name])
+    return ratios
+
+
+def goals_of(long: dict[str, dict[str, float]], short: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
+    """Return the goals."""
+    wanted = [(short, f"{kind}, {name} / {BARE}", GOAL_COLD) for kind in ("cold", "batch") for name in OURS_ALL]
+    wanted += [
+        (long, f"warm, {state}, {name} / {THEIRS}", GOAL_OWN_FS) for state in (DISK, MEMORY) for name in OURS_ALL
     ]
+    wanted += [(long, f"warm, {DISK}, {name} / (reading + suffix)", GOAL_LIMIT) for name in OURS_ALL]
+    return [
+        {
+            "name": f"{'long' if ratios is long else 'short'}: {name}",
+            "value": ratios[name]["median"],
+            "goal": goal,
+            "met": ratios[name]["median"] <= goal,
+        }
+        for ratios, name, goal in wanted
+    ]
+
+
+def results(rounds: int, folder: Path | None) -> dict[str, Any]:
+    """Return the figures and the goals."""
+    found = {}
+    for workload in (LONG, SHORT):
+        with tempfile.TemporaryDirectory(prefix="kvtiers-ttft-", dir=folder) as place:
+            found[workload.name] = measure(workload, rounds, Path(place))
+    ratios = {name: ratios_of(figures) for name, figures in found.items()}
     medians = {
-        kind: {name: statistics.median(taken) for name, taken in found[kind].items()}
-        for kind in ("cold", "batch", "warm")
+        name: {
+            kind: {engine: statistics.median(taken) for engine, taken in by_engine.items()}
+            for kind, by_engine in figures.items()
+        }
+        for name, figures in found.items()
     }
     return {
         "rounds": rounds,
-        "tokens": TOKENS,
         "seconds": medians,
         "ratios": ratios,
         "not run": {"LMCache": lmcache()},
-        "goals": goals,
+        "goals": goals_of(ratios["long"], ratios["short"]),
     }
 
 
@@ -172,12 +139,14 @@ def lmcache() -> str:
 
 def report(found: dict[str, Any]) -> None:
     """Print the figures."""
-    for kind, seconds in found["seconds"].items():
-        print(f"  {kind:6}" + "".join(f"{name:>16} {taken:7.3f} s" for name, taken in seconds.items()))
-    for name, value in found["ratios"].items():
-        print(f"  {name:42} {value['median']:.3f}  ({value['low']:.3f} to {value['high']:.3f})")
+    for workload, ratios in found["ratios"].items():
+        print(workload)
+        for kind, seconds in found["seconds"][workload].items():
+            print(f"  {kind:13}" + "".join(f"{name:>17} {taken:6.3f} s" for name, taken in seconds.items()))
+        for name, value in ratios.items():
+            print(f"  {name:54} {value['median']:.3f}  ({value['low']:.3f} to {value['high']:.3f})")
     for name, why in found["not run"].items():
-        print(f"  {name}: {why}")
+        print(f"{name}: {why}")
     for goal in found["goals"]:
         print(f"{goal['name']}: {goal['value']:.3f}; goal {goal['goal']:g}: {'met' if goal['met'] else 'MISSED'}")
 
@@ -186,12 +155,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="5 rounds instead of 20")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--folder", type=Path, help="a folder on the disk to be measured; the system's temporary one")
     options = parser.parse_args()
     if not PYTHON.exists():
         sys.exit(f"error: {PYTHON.relative_to(ROOT)} is missing; run: make test-vllm")
     if Path(sys.prefix) != PYTHON.parents[1]:  # the engines' environment, not this one
         sys.exit(subprocess.run([PYTHON, __file__, *sys.argv[1:]], check=False).returncode)
-    found = results(5 if options.quick else 20)
+    found = results(5 if options.quick else 20, options.folder)
     print(json.dumps(found)) if options.json else report(found)
 
 

@@ -1,0 +1,191 @@
+"""The engines of `vllm_ttft.py`, by what they have for a tier, and the workloads that they are given.
+
+Two workloads, on models with little to compute, since what is measured is what happens beside computing:
+
+    long   2048 tokens of 128 KiB each, as of an 8B model in bfloat16: 256 MiB in 64 values of 4 MiB. A real prefix has
+           8k to 32k such tokens; this is the least whose reading takes far longer than vLLM's own steps, and what four
+           engines on one small machine hold.
+    short  1472 tokens of 8 KiB each, 12 MiB in 46 values: reading takes a millisecond, so this one shows what a load
+           costs besides.
+"""
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peers.disk_read import drop_pages, files_of, read_seconds, write_back
+
+ROOT = Path(__file__).resolve().parents[2]
+BARE, THEIRS, OURS, STACK = "no connector", "vLLM's fs", "kvtiers-fs", "whole stack, fs"
+DISK, MEMORY = "disk", "memory"
+TIER_THREADS = 4  # of kvtiers' tiers; vLLM's has 16
+BATCH, BATCH_TOKENS, ANSWER_TOKENS = 4, 500, 16
+SUFFIX = 28  # tokens of a prompt that are no whole block
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts, and the model that they are for.
+
+    ``prompts``: how many different ones; 0: another one each round. ``states``: where what is read lies.
+    """
+
+    name: str
+    tokens: int
+    token_bytes: int
+    shape: dict[str, int]
+    primary_mib: int
+    prompts: int
+    with_batches: bool
+    states: tuple[str, ...]
+
+
+LONG = Workload(
+    "long",
+    tokens=2048 + SUFFIX,
+    token_bytes=128 << 10,
+    shape={
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+    },
+    primary_mib=1280,  # a tier of the whole stack may fill a quarter of the rows at a time
+    prompts=3,
+    with_batches=False,
+    states=(DISK, MEMORY),
+)
+SHORT = Workload(
+    "short",
+    tokens=1472 + SUFFIX,
+    token_bytes=8 << 10,
+    shape={"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8},
+    primary_mib=64,
+    prompts=0,
+    with_batches=True,
+    states=(MEMORY,),
+)
+
+
+class Bench:
+    """The engines of one workload, by what they have for a tier, and what each has stored in which files."""
+
+    def __init__(self, workload: Workload, folder: Path) -> None:
+        sys.path.insert(0, str(ROOT))
+        from tests.vllm.engines import BLOCK, Engine, Interpreter
+        from tests.vllm.models import make_model
+        from tests.vllm.ways import fs, tiers, whole_stack
+
+        self._workload = workload
+        self._value_bytes = BLOCK * workload.token_bytes
+        self._stores = {name: folder / str(number) for number, name in enumerate((THEIRS, OURS, STACK))}
+        self._files: dict[tuple[str, int], list[Path]] = {}
+        options = {"primary": {"capacity": f"{workload.primary_mib}MiB"}, "load_wait": "60s"}
+        bytes_of_theirs = {"cpu_bytes_to_use": workload.primary_mib << 20}
+        extra = {
+            BARE: None,
+            # Not a tier of ours: vLLM's own, by its own name.
+            THEIRS: tiers(**bytes_of_theirs)
+            | {"secondary_tiers": [{"type": "fs", "root_dir": str(self._stores[THEIRS])}]},
+            OURS: tiers(fs(self._stores[OURS], capacity="16GiB", threads=TIER_THREADS), **bytes_of_theirs),
+            STACK: whole_stack(fs(self._stores[STACK], capacity="16GiB", threads=TIER_THREADS), options=options),
+        }
+        model = make_model(folder / "model", seed=0, **workload.shape)
+        batch = BATCH * (BATCH_TOKENS + ANSWER_TOKENS) if workload.with_batches else 0
+        blocks = (workload.tokens + batch) // BLOCK + 16
+        self._interpreter = Interpreter(folder / "interpreter.log")
+        self._engines: dict[str, Any] = {}
+        try:
+            for number, (name, config) in enumerate(extra.items()):
+                self._engines[name] = Engine(
+                    self._interpreter,
+                    model,
+                    folder / f"{number}.log",
+                    config,
+                    max_model_len=(blocks - 8) * BLOCK,
+                    num_gpu_blocks_override=blocks,
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def turn(self, number: int) -> list[str]:
+        """Return the engines in the order of this round."""
+        names = list(self._engines)
+        return names[number % len(names) :] + names[: number % len(names)]
+
+    def first_token_seconds(self, name: str, prompt: int) -> tuple[float, int]:
+        """Return how long an engine takes for a prompt and one token, and how many of the prompt's were cached."""
+        tokens = self._prompt(prompt, self._workload.tokens)
+        begin = time.perf_counter()
+        _, (cached,) = self._engines[name].generate(tokens, tokens=1)
+        return time.perf_counter() - begin, cached
+
+    def cold_seconds(self, name: str, prompt: int) -> float:
+        """The same for a prompt that the engine has not seen, and whose values land in its tier then."""
+        before = self._files_of(name)
+        seconds, cached = self.first_token_seconds(name, prompt)
+        assert cached == 0, f"{name} has seen prompt {prompt}"
+        self._settle(name)
+        self._files[name, prompt] = sorted(self._files_of(name) - before)
+        write_back(self._files[name, prompt])
+        return seconds
+
+    def warm_seconds(self, name: str, prompt: int, state: str) -> float:
+        """The same for a prompt that is in the tier alone."""
+        self._prepare(name, prompt, state)
+        seconds, cached = self.first_token_seconds(name, prompt)
+        assert cached == self._workload.tokens - SUFFIX, f"{name} has lost part of prompt {prompt}: {cached} are left"
+        self._settle(name)
+        return seconds
+
+    def batch_seconds(self, name: str, number: int) -> float:
+        """Return how long an engine takes for prompts that it has not seen, all at once, and their answers."""
+        prompts = [self._prompt(10_000 + number * BATCH + index, BATCH_TOKENS) for index in range(BATCH)]
+        begin = time.perf_counter()
+        _, cached = self._engines[name].generate(*prompts, tokens=ANSWER_TOKENS)
+        seconds = time.perf_counter() - begin
+        assert not any(cached), "a prompt of the batch was seen before"
+        self._settle(name)
+        return seconds
+
+    def limit_seconds(self, name: str, prompt: int, state: str) -> tuple[float, float]:
+        """Return how long reading a prompt's values takes, and computing the rest of it."""
+        self._prepare(name, prompt, state)
+        reading = read_seconds(self._files[name, prompt], TIER_THREADS)
+        whole = self._workload.tokens - SUFFIX
+        suffix, cached = self.first_token_seconds(BARE, prompt)
+        if cached < whole:  # it has no room for all prompts at a time
+            suffix, cached = self.first_token_seconds(BARE, prompt)
+        assert cached == whole
+        return reading, suffix
+
+    def close(self) -> None:
+        """End the engines."""
+        for engine in self._engines.values():
+            engine.kill()
+        self._interpreter.close()
+
+    def _prompt(self, number: int, tokens: int) -> list[int]:
+        from tests.vllm.models import make_prompt
+
+        return make_prompt(number, tokens)
+
+    def _files_of(self, name: str) -> set[Path]:
+        return files_of(self._stores[name], self._value_bytes) if name in self._stores else set()
+
+    def _settle(self, name: str) -> None:
+        """Let what an engine stores land in its tier; it and its primary forget it then."""
+        if name != BARE:
+            self._engines[name].forget()
+
+    def _prepare(self, name: str, prompt: int, state: str) -> None:
+        files = self._files[name, prompt]
+        if state == DISK:
+            drop_pages(files)
+        else:
+            read_seconds(files, 1)
