@@ -45,6 +45,7 @@ def environment(release: str = "", **more: str) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
+        "PYTHONDONTWRITEBYTECODE": "",  # that is: do; the environment is installed without
         "PYTHONPATH": os.pathsep.join([str(HERE / "engine"), *before]),
     } | more
 
@@ -164,7 +165,16 @@ class Engine:
 
     def generate(self, *prompts: list[int], tokens: int = 8, **more: Any) -> tuple[list[list[int]], list[int]]:
         """Return the tokens for each prompt, and how many of its tokens were cached."""
-        answer = self.do("generate", prompts=list(prompts), max_tokens=tokens, **more)
+        self.begin(*prompts, tokens=tokens, **more)
+        return self.end()
+
+    def begin(self, *prompts: list[int], tokens: int = 8, **more: Any) -> None:
+        """Have it begin to answer prompts; ``end`` waits for that."""
+        self._commands.send(("generate", {"prompts": list(prompts), "max_tokens": tokens, **more}))
+
+    def end(self) -> tuple[list[list[int]], list[int]]:
+        """Return what ``generate`` does, for the prompts that were begun."""
+        answer = self._answer()
         return answer["tokens"], answer["cached"]
 
     def metrics(self) -> dict[str, float]:

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import redis
+
 PATIENCE = 60.0
 
 
@@ -51,6 +53,11 @@ class Redis:
                 time.sleep(0.01)
             else:
                 return
+
+    def reads(self) -> int:
+        """Return how often a value has been read."""
+        with redis.Redis(port=self._port) as client:
+            return int(client.info("commandstats").get("cmdstat_get", {}).get("calls", 0))
 
     def hang(self) -> None:
         """Have it hang until ``resume``."""

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-LOOKUP_WAIT = "3s"
-"""Longer than the default: a busy machine is to cost time here, not hits."""
+PATIENT = {"lookup_wait": "30s", "load_wait": "60s"}
+"""Waits of an engine: longer than the defaults, since a busy machine is to cost time here, not hits."""
 
 
 def tiers(*secondary: dict[str, Any], options: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
@@ -13,7 +13,7 @@ def tiers(*secondary: dict[str, Any], options: dict[str, Any] | None = None, **m
         "spec_name": "CpuTieringSpec",
         "spec_module_path": "cpu_spec",
         "cpu_bytes_to_use": 64 << 20,
-        "kvtiers": {"lookup_wait": LOOKUP_WAIT, "load_wait": "60s"} | (options or {}),
+        "kvtiers": PATIENT | (options or {}),
     }
     named = [tier | {"type": f"kvtiers-{tier['type']}"} for tier in secondary]
     return common | {"secondary_tiers": named} | more
@@ -21,8 +21,7 @@ def tiers(*secondary: dict[str, Any], options: dict[str, Any] | None = None, **m
 
 def whole_stack(*secondary: dict[str, Any], options: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
     """Return vLLM's kv_connector_extra_config for kvtiers' own manager, primary and workers, over these tiers."""
-    config = {"version": 1, "primary": {"capacity": "64MiB"}, "lookup_wait": LOOKUP_WAIT, "load_wait": "10s"}
-    config |= (options or {}) | {"secondary": list(secondary)}
+    config = {"version": 1, "primary": {"capacity": "64MiB"}, "secondary": list(secondary)} | PATIENT | (options or {})
     return {"spec_name": "KvtiersOffloadingSpec", "kvtiers_config": config} | more
 
 
