@@ -99,6 +99,17 @@ def test_a_device_that_is_lost_in_the_measurement_is_said_to_be_lost():
     assert not device.pinned
 
 
+@pytest.mark.parametrize(("lost", "raised"), [(True, LostDeviceError), (False, RuntimeError)])
+def test_a_job_that_comes_when_the_device_is_lost_already_is_told_so(lost, raised):
+    def no_event():
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    device = Device(lost=lost)
+    device.Event = no_event
+    with pytest.raises(raised):
+        device.mark()
+
+
 def test_to_close_on_a_lost_device_raises_nothing_and_may_come_again():
     device = Device()
     device._driver = LostDriver()

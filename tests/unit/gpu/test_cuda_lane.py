@@ -45,6 +45,7 @@ class Device:
         self.favour = {}
         self.streams, self.recorded, self.handles = {}, {}, count(10)
         self.refused = None
+        self.tells_ends = True
 
     # -- the driver's calls that a lane makes
 
@@ -64,10 +65,15 @@ class Device:
         self.streams.setdefault(stream, deque()).append((lambda: done.yes, lambda: None))
 
     def has_ended(self, event):
+        self.tell_maybe()
         self.run_some()
         return self.recorded[event].yes
 
+    def is_idle(self, stream):
+        return not self.streams.get(stream)
+
     def wait(self, event):
+        self.tell_maybe()
         while not self.recorded[event].yes:
             self.run_one()
 
@@ -106,6 +112,10 @@ class Device:
         self.give(stream, lambda: kernel(taken))
 
     # -- the play
+
+    def tell_maybe(self):
+        if not self.tells_ends:
+            raise CudaError("the driver does not say")
 
     def refuse_maybe(self):
         if self.refused is not None:
@@ -287,6 +297,36 @@ def test_a_job_that_fails_gives_its_event_back(monkeypatch, launched):
         assert copy.ended()
         made.append(len(rig.device.recorded))
     assert made == [1] * 5
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_job_whose_end_the_driver_does_not_tell_fails_once_nothing_of_it_runs_and_gives_its_events_back(
+    monkeypatch, waits
+):
+    rig = Rig(monkeypatch, 0, to_rows=True)
+    copies, moved, made = SimpleNamespace(raise_if_lost=lambda: None), [], []
+
+    def pieces():
+        rig.device.give(rig.lane.stream, lambda: moved.append(80))
+        yield 80
+
+    for job in range(5):
+        copy = _CudaCopy(copies, rig.lane, pieces(), None)
+        while copy.advance():
+            pass
+        rig.device.tells_ends = False
+        assert not copy.ended()  # its row would be given to others while it is written to
+        assert len(moved) == job
+        if waits:
+            copy.wait()
+        else:
+            rig.lane.settle()
+        assert len(moved) == job + 1
+        with pytest.raises(CudaError, match="does not say"):
+            copy.ended()
+        rig.device.tells_ends = True
+        made.append(len(rig.device.recorded))
+    assert made == [2] * 5
 
 
 def test_events_are_used_again(monkeypatch):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvtiers.base import BlockSpec, TransferResult
+from kvtiers.gpu.copies import LostDeviceError
 from kvtiers.gpu.worker import GpuWorker
 from kvtiers.rows.join import JoinStatus, RegionJoin
 from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
@@ -290,6 +291,32 @@ def test_what_somebody_waits_for_is_not_freed_before_he_has_returned(region, kv,
     assert not waiter.is_alive()
     assert copies.notes == ["waited", "closed"]
     assert [(result.job_id, result.success) for result in worker.get_finished()] == [(1, True)]
+
+
+class LostCopies(LateCopies):
+    """A copier of a device that was lost while nothing ran."""
+
+    def mark(self) -> None:
+        raise LostDeviceError("cuda:0 is lost")
+
+
+def test_a_device_lost_while_nothing_ran_is_said_to_be_lost_once_and_every_job_fails(
+    region, kv, monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr("kvtiers.gpu.worker.open_copier", lambda *_: LostCopies())
+    worker = GpuWorker(LAYOUT, [kv], region)
+    for job_id in (1, 2):
+        worker.submit_store(job_id, blocks(3), rows(8))
+    worker.submit_load(3, rows(8), blocks(3))
+    # At once: nobody has to wait for a result.
+    assert [result.error for result in worker.get_finished()] == [
+        "store job 1: cuda:0 is lost",
+        "store job 2: cuda:0 is lost",
+        "load job 3: cuda:0 is lost",
+    ]
+    (record,) = caplog.records
+    assert record.message == "KV offload has ended, and the engine goes on without it: cuda:0 is lost"
+    worker.shutdown()
 
 
 def test_a_replicated_row_is_written_by_rank_0_alone_and_acknowledged_by_all(kv) -> None:

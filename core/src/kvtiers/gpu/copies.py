@@ -30,7 +30,7 @@ class Copy(Protocol):
         """Begin the next piece; False: all have been begun. May wait until an earlier piece has ended. Raises."""
 
     def ended(self) -> bool:
-        """Say whether every piece that was begun has ended, without waiting. Raises if one has failed."""
+        """Say whether every piece that was begun has ended, without waiting; then raises if one has failed."""
 
     def wait(self) -> None:
         """Wait until every piece that was begun has ended, or failed."""
@@ -40,7 +40,7 @@ class Copier(Protocol):
     """Makes copies for one rank. ``mark`` belongs to the engine's thread, all else to the copy thread."""
 
     def mark(self) -> Any:
-        """Return a mark of what the engine's device does now; a copy with this mark comes after it."""
+        """Return a mark of what the engine's device does now; a copy with this mark comes after it. Raises."""
 
     def attach(self, region: RegionJoin) -> None:
         """Use this region, which is ready."""

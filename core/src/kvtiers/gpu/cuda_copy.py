@@ -1,5 +1,6 @@
 """Copies between CUDA tensors and rows: what the worker asks for, cut into pieces and launched on lanes."""
 
+import contextlib
 import logging
 import threading
 from collections.abc import Iterator, Sequence
@@ -70,8 +71,12 @@ class CudaCopies:
 
     def mark(self) -> Any:
         """Return an event on the caller's current stream: copies come after what it holds now."""
-        event = self._torch.cuda.Event()
-        event.record(self._torch.cuda.current_stream(self._device))
+        try:
+            event = self._torch.cuda.Event()
+            event.record(self._torch.cuda.current_stream(self._device))
+        except Exception:
+            self.raise_if_lost()
+            raise
         return event
 
     def attach(self, region: RegionJoin) -> None:
@@ -120,7 +125,7 @@ class CudaCopies:
 
     def raise_if_lost(self) -> None:
         """LostDeviceError if the device's context is gone."""
-        self._driver.raise_if_lost(self._lanes["store"].stream)
+        self._driver.is_idle(self._lanes["store"].stream)
 
     # -- pieces
 
@@ -274,6 +279,7 @@ class _CudaCopy:
         self.seconds = 0.0
         self._copies, self._lane, self._pieces, self._mark = copies, lane, pieces, mark
         self._begin = self._end = 0
+        self._failure: Exception | None = None
 
     def advance(self) -> bool:
         try:
@@ -294,14 +300,20 @@ class _CudaCopy:
     def ended(self) -> bool:
         if not self._end:
             return True
-        try:
-            if not self._lane.has_ended(self._end):
-                return False
-            self.seconds = self._lane.take_back(self._begin, self._end)
-        except Exception:
-            self._copies.raise_if_lost()
-            raise
-        return True
+        if self._failure is None:
+            try:
+                if not self._lane.has_ended(self._end):
+                    return False
+                self.seconds = self._lane.take_back(self._begin, self._end)
+            except Exception as error:  # noqa: BLE001 -- raised when nothing of this copy runs on
+                self._copies.raise_if_lost()
+                self._failure = error
+        if self._failure is None:
+            return True
+        if not self._lane.is_idle():
+            return False
+        self._lane.give_up(self._begin, self._end)
+        raise self._failure
 
     def wait(self) -> None:
         if self._end:
@@ -309,3 +321,5 @@ class _CudaCopy:
                 self._lane.wait(self._end)
             except CudaError as error:  # ``ended`` will say it to whoever asks for the result
                 _log.debug("waiting for a copy: %s", error)
+                with contextlib.suppress(CudaError):
+                    self._lane.settle()

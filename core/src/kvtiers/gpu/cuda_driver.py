@@ -198,12 +198,16 @@ class CudaDriver:
         """Undo ``pin``."""
         self._check("cuMemHostUnregister", self._slow.cuMemHostUnregister(address))
 
-    def raise_if_lost(self, stream: int) -> None:
-        """LostDeviceError if the context is gone: then every call fails with what ended it."""
+    def is_idle(self, stream: int) -> bool:
+        """Say whether all that the stream holds has ended.
+
+        LostDeviceError if the context is gone: then every call fails with what ended it.
+        """
         with self.current():
             status = self._quick.cuStreamQuery(stream)
         if status not in {_SUCCESS, _NOT_READY}:
             raise LostDeviceError(f"cuda:{self.device} is lost: {self._describe(status)}")
+        return bool(status == _SUCCESS)
 
     def _check(self, call: str, status: int) -> None:
         if status != _SUCCESS:

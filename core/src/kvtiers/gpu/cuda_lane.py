@@ -180,9 +180,13 @@ class CudaLane:
         self._spare_timed += (begin, end)
         return seconds
 
-    def give_up(self, begin: int) -> None:
-        """Free the event of a job that failed before its end, and of which nothing runs any more."""
-        self._spare_timed.append(begin)
+    def give_up(self, *events: int) -> None:
+        """Free the events of a job that failed, and of which nothing runs any more. Any thread."""
+        self._spare_timed += events
+
+    def is_idle(self) -> bool:
+        """Say whether everything that was launched has ended, without waiting. Any thread."""
+        return all(self._driver.is_idle(stream.cuda_stream) for stream in self._streams)
 
     def settle(self) -> None:
         """Wait for everything that was launched. Any thread."""

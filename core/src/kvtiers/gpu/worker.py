@@ -155,6 +155,10 @@ class GpuWorker:
             job.blocks = BlockSpec(np.array(blocks.block_ids), tuple(blocks.group_sizes), tuple(blocks.block_indices))
             job.chunk_ids = np.array(chunk_ids)
             job.mark = self._copier.mark()
+        except LostDeviceError as error:
+            job.error = str(error)
+            with self._changed:
+                self._lose(error)
         except Exception as error:  # noqa: BLE001 -- nothing raises into the engine: what is no job is a failed one
             job.error = f"cannot be taken: {error!r}"
         with self._changed:
