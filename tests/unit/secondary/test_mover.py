@@ -1,12 +1,15 @@
 """What was stored comes back, or is a miss; what is there already is not written again."""
 
 import sys
+import threading
 from dataclasses import replace
 
 import pytest
 
 from kvtiers.rows.names import StorageNames
+from kvtiers.secondary.mover import MoverOptions, ValueMover
 from kvtiers.secondary.protocol import Status
+from kvtiers.secondary.views import ValueViews
 
 DONE, MISSING, CORRUPT = Status.DONE, Status.MISSING, Status.CORRUPT
 FAILED, DROPPED, PRESENT = Status.FAILED, Status.DROPPED, Status.PRESENT
@@ -242,3 +245,35 @@ def test_a_row_that_is_not_in_the_region_is_never_touched(kit, keys):
     run = replace(kit.run(keys[:1]), rows=[10_000])
     with pytest.raises(IndexError):
         kit.mover(kit.DictStore()).store(run)
+
+
+# -- whoever waits for the processor
+
+
+def moved_in_turns(kit, nbytes, count):
+    """Return what a mover does with values of this size, stored and loaded; "way": it gives way."""
+
+    class Store(kit.DictStore):
+        exists_per_call = 1  # else it is asked what it has before it is given something
+
+    store, keys = Store(), [kit.key(number) for number in range(count)]
+    options = MoverOptions([(nbytes - 4096, nbytes)], give_way=lambda: store.calls.append(("way", "")))
+    mover = ValueMover(store, ValueViews(memoryview(bytearray(count * nbytes)), nbytes), options, threading.Event())
+    assert set(mover.store(kit.run(keys)).statuses) == {DONE}
+    assert set(mover.load(kit.run(keys)).statuses) == {DONE}
+    return [what for what, _ in store.calls]
+
+
+def test_the_processor_is_offered_to_whoever_waits_after_each_large_value(kit):
+    """However its work is cut: what is sealed and written, or read and checked, counts."""
+    assert moved_in_turns(kit, 2 << 20, 2) == 2 * ["write", "way"] + 2 * ["read", "way"]
+    assert moved_in_turns(kit, 4 << 20, 1) == ["way", "write", "way", "read", "way", "way"]
+
+
+def test_of_small_values_many_are_moved_in_one_go(kit):
+    did = moved_in_turns(kit, 1 << 16, 64)
+    assert did.count("way") == 64 * 2 * ((1 << 17) - 4096) // (3 << 20)
+
+
+def test_a_store_that_takes_no_processor_for_long_is_left_alone(kit):
+    assert "way" not in moved_in_turns(kit, 1 << 14, 16)

@@ -112,14 +112,15 @@ class TierHost:
         region = hello["region"]
         self._mapping = map_memory(self._region_fd, region["map_bytes"], region["nbytes"])
         os.close(self._region_fd)
-        _give_way(min((tier["options"]["nice"] for tier in hello["tiers"]), default=0))
+        nice = min((tier["options"]["nice"] for tier in hello["tiers"]), default=0)
+        _give_way(nice)
         largest = max((value for tier in hello["tiers"] for _, value in tier["sizes"]), default=0)
         views = value_views(self._mapping.view, region["row_stride"], largest)
         for index, tier in enumerate(hello["tiers"]):
-            self._pools.append(self._open(index, tier, views, self._mapping.view, region["row_stride"]))
+            self._pools.append(self._open(index, tier, views, self._mapping.view, region["row_stride"], nice))
 
     def _open(
-        self, index: int, tier: dict[str, Any], views: ValueViews, memory: memoryview, row_stride: int
+        self, index: int, tier: dict[str, Any], views: ValueViews, memory: memoryview, row_stride: int, nice: int
     ) -> TransferPool:
         options = tier["options"]
         common = load_resolved(TierConfig, {name: options[name] for name in TierConfig.model_fields})
@@ -135,7 +136,11 @@ class TierHost:
             _opener(common.type, options, context),
             views,
             StorageNames(tier["prefix"], bytes.fromhex(tier["layout_id"])),
-            mover_options(common, [(payload, value) for payload, value in tier["sizes"]]),
+            mover_options(
+                common,
+                [(payload, value) for payload, value in tier["sizes"]],
+                *([os.sched_yield] if nice else []),
+            ),
             threads=common.threads,
             deadline=common.deadline,
             reopen=(common.breaker.delay, common.breaker.max_delay),
