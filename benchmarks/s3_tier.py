@@ -1,8 +1,9 @@
 """What the S3 tier moves, beside the clients that it stands on and their peers, against the same servers in one run.
 
 Servers: Ceph's gateway, which is a real one and mostly measures itself, and a trivial one, which costs next to nothing
-and is the ceiling. Lanes take turns, a round after the other, each on new values, with as many requests under way as
-the tier has threads for loads and for stores:
+and is the ceiling; ``--only trivial`` needs nothing but Python's packages. Lanes take turns, a round after the other,
+each on new values, with as many requests under way as the tier has threads for loads and for stores. What is compared
+takes two turns a round, one way and back:
 
 boto3        as users write it: a default client, put_object and get_object()["Body"].read()
 boto3-tuned  the tier's own fallback client, without the tier
@@ -55,7 +56,9 @@ from kvtiers_s3.plugin import S3Config
 
 SIZES = [64 << 10, 512 << 10, 2 << 20, 8 << 20]
 # Bytes and values a turn: so much that a thread's waits for its turn beside a busy one are not what is measured.
-AMOUNTS = {"trivial": (256 << 20, 2048), "radosgw": (128 << 20, 1024)}
+AMOUNTS = {"trivial": (512 << 20, 4096), "radosgw": (128 << 20, 1024)}
+STEP_SECONDS = 0.005
+SLOW = 4  # boto3 moves so many times fewer values
 FIRST_BYTE, LINK = 0.03, 125e6
 FAR_VALUES, FAR_BYTES = 64, 2 << 20
 PREFIX_CHUNKS = 200
@@ -64,6 +67,8 @@ GOAL_FIRST_BYTES = 4.0
 GOAL_LOOKUPS = 9
 GOAL_PRIVATE_MB = 60
 MODES = ("write", "read")
+# Side by side: the machine may do something else a moment later.
+COMPARED = ("obstore", "tier", "tier-busy", "tier-beside")
 LMCACHE = (
     "LMCache's S3 connector: left out, its package wants torch, cupy for CUDA and an older numpy; it stands on awscrt"
 )
@@ -79,6 +84,7 @@ def config(endpoint: str, bucket: str, **options: Any) -> S3Config:
 def tier_lane(tier: Any) -> Lane:
     """Send jobs of 64 MiB to a tier host, all at once, as the manager does."""
     per_job = max(1, JOB_BYTES // tier.rows.shape[1])
+    tier.step_seconds = STEP_SECONDS
 
     def run(keys: Sequence[OffloadKey], *, is_load: bool) -> None:
         jobs = [(keys[start : start + per_job], start) for start in range(0, len(keys), per_job)]
@@ -146,7 +152,6 @@ def lanes_of(options: S3Config, nbytes: int, count: int, stack: ExitStack) -> di
         "boto3-tuned": (boto3_tuned_lane(options, rows), alone),
         "awscrt": (awscrt_lane(options, rows), alone),
         "obstore-hash": (obstore_lane(options, rows, hashes=True), alone),
-        # What is compared stands side by side: the machine may do something else a moment later.
         "obstore": (obstore_lane(options, rows), alone),
         "tier": (by_obstore, alone),
         "tier-busy": (by_obstore, busy_thread),
@@ -162,11 +167,12 @@ def measure(
     samples: dict[str, list[dict[str, float]]] = {}
     with ExitStack() as stack:
         lanes = lanes_of(options, nbytes, count, stack)
-        names = list(lanes)
+        counts = {name: count // SLOW if "boto3" in name else count for name in lanes}
+        turns = [name for name in lanes if name not in COMPARED] + [*COMPARED, *reversed(COMPARED)]
         for turn in range(rounds + 1):
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            for name in turns[turn % len(turns) :] + turns[: turn % len(turns)]:
                 (write, read), beside = lanes[name]
-                keys = services.new_keys(count)
+                keys = services.new_keys(counts[name])
                 with beside():
                     # Of a tier its host's alone: what this process does is the engine's, or the loop beside it.
                     cpu = hosts_cpu if name.startswith("tier") else time.process_time
@@ -174,7 +180,7 @@ def measure(
                 forget(options, keys)
                 if turn:  # the first one warms up
                     samples.setdefault(name, []).append(sample)  # type: ignore[arg-type]
-    return {"value_bytes": nbytes, "lanes": {name: rates(found, count, nbytes) for name, found in samples.items()}}
+    return {"value_bytes": nbytes, "lanes": {name: rates(samples[name], counts[name], nbytes) for name in lanes}}
 
 
 def delete_all(options: S3Config, keys: Sequence[OffloadKey]) -> None:
@@ -307,6 +313,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer values, sizes and rounds")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--only", choices=list(AMOUNTS), help="one of the servers, default: both")
     options = parser.parse_args()
     if not sys.platform.startswith("linux"):
         sys.exit("error: tier hosts need Linux")
@@ -314,8 +321,11 @@ def main() -> None:
     left_out = [LMCACHE]
     found: dict[str, Any] = {"servers": {}, "left_out": left_out}
     with ExitStack() as stack:
-        endpoints = {"trivial": stack.enter_context(servers.trivial_server())}
-        if shutil.which("radosgw"):
+        trivial_endpoint = stack.enter_context(servers.trivial_server())
+        endpoints = {} if options.only == "radosgw" else {"trivial": trivial_endpoint}
+        if options.only == "trivial":
+            left_out.append("Ceph's gateway: left out, as was asked for")
+        elif shutil.which("radosgw"):
             endpoints["radosgw"] = stack.enter_context(servers.Radosgw(memory_bytes=8 << 30)).endpoint
         else:
             left_out.append("Ceph's gateway: left out, radosgw is not installed here")
@@ -328,7 +338,7 @@ def main() -> None:
             found["servers"][name] = [
                 measure(where, nbytes, count, rounds, forget) for nbytes, count in zip(sizes, counts, strict=True)
             ]
-        found["far"] = far_away(endpoints["trivial"], "bench-bucket", rounds)
+        found["far"] = far_away(trivial_endpoint, "bench-bucket", rounds)
     found["goals"] = goals_of(found)
     if options.json:
         print(json.dumps(found))

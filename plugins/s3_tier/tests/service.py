@@ -29,7 +29,10 @@ def new_keys(count: int) -> list[OffloadKey]:
 
 
 class Service:
-    """One tier in a host of its own. ``rows``: what both see; row i is ``rows[i]``, a value with room for its seal."""
+    """One tier in a host of its own. ``rows``: what both see; row i is ``rows[i]``, a value with room for its seal.
+
+    ``step_seconds``: how often the tier is asked for news.
+    """
 
     def __init__(
         self, tier: ChunkStoreTier, config: S3Config, rows: "np.ndarray[tuple[int, int], np.dtype[np.uint8]]"
@@ -37,6 +40,7 @@ class Service:
         self.tier = tier
         self.config = config
         self.rows = rows
+        self.step_seconds = 0.002
         self._jobs = 0
 
     @property
@@ -102,7 +106,7 @@ class Service:
                 return
             if time.monotonic() > until:
                 raise AssertionError("the tier does not come to an end")
-            time.sleep(0.002)
+            time.sleep(self.step_seconds)
 
 
 @contextlib.contextmanager
