@@ -254,29 +254,58 @@ def test_a_link_with_something_to_say_or_closed_is_not_idle():
         assert not link.is_idle()
 
 
-def test_no_more_than_a_window_is_asked_for_ahead():
-    """The far end answers nothing before it has seen all that would come unasked."""
+@contextlib.contextmanager
+def reading(count: int, nbytes: int, window: int):
+    """Give the far end of a link on which so many values are read, a function that waits for requests, and the answers.
+
+    The far end has to answer; the function waits until so many requests have come in all, and sees that no more come.
+    """
     near, far = socket.socketpair()
-    with contextlib.closing(near), contextlib.closing(far):
-        rows = Rows([1000] * 10)
-        outcome = []
-        thread = threading.Thread(target=lambda: outcome.append(read_all(Link(near, SECONDS), rows, 3000)), daemon=True)
-        thread.start()
+    outcome: list[object] = []
+    seen = b""
+
+    def asked(number: int) -> None:
+        nonlocal seen
         far.settimeout(SECONDS)
-        seen = b""
-        while seen.count(b"GET") < 3:
+        while seen.count(b"GET") < number:
             seen += far.recv(1 << 16)
         far.settimeout(0.2)
         with pytest.raises(TimeoutError):
             far.recv(1)
-        assert seen.count(b"GET") == 3
         far.settimeout(SECONDS)
-        far.sendall(value_reply(bytes(1000)) * 2)
-        while seen.count(b"GET") < 5:  # and more when half of the window is left, not when it is empty
-            seen += far.recv(1 << 16)
-        far.sendall(value_reply(bytes(1000)) * 8)
+        assert seen.count(b"GET") == number
+
+    with contextlib.closing(near), contextlib.closing(far):
+        rows = Rows([nbytes] * count)
+        work = lambda: outcome.append(read_all(Link(near, SECONDS), rows, window))  # noqa: E731
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        yield far, asked, outcome
         thread.join(SECONDS)
-        assert outcome == [[True] * 10]
+
+
+def test_no_more_than_a_window_is_asked_for_ahead_and_more_when_half_of_it_is_left():
+    value = value_reply(bytes(600_000))
+    with reading(10, 600_000, window=2_000_000) as (far, asked, outcome):
+        asked(3)
+        far.sendall(value)
+        asked(3)
+        far.sendall(value)
+        asked(5)
+        far.sendall(value * 8)
+    assert outcome == [[True] * 10]
+
+
+def test_a_small_window_is_asked_for_as_a_whole_when_the_one_before_has_come():
+    value = value_reply(bytes(1000))
+    with reading(10, 1000, window=3000) as (far, asked, outcome):
+        asked(3)
+        far.sendall(value * 2)
+        asked(3)
+        far.sendall(value)
+        asked(6)
+        far.sendall(value * 7)
+    assert outcome == [[True] * 10]
 
 
 @settings(max_examples=200, deadline=None)

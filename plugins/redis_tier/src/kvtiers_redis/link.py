@@ -12,12 +12,12 @@ from typing import TypeAlias
 
 from kvtiers_redis.sockets import stream_of
 
-__all__ = ["GarbageReply", "Link", "ReplyError", "Status"]
+__all__ = ["SHORTEST_STATUS", "GarbageReply", "Link", "ReplyError", "Status"]
 
 _BUFFER_BYTES = 4096
 _HEAD_BYTES = 48  # a value's header, and as little as possible of the value, which would have to be copied
 _SCRATCH_BYTES = 64 << 10
-_SHORTEST_STATUS = 3  # "_", or an empty status, and the end of its line
+SHORTEST_STATUS = 3  # "_", or an empty status, and the end of its line
 _LONGEST_LENGTH = 10  # digits
 
 
@@ -52,6 +52,7 @@ class Link:
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0  # of what has been received and not been taken yet
+        self._expect(0)
 
     def is_idle(self) -> bool:
         """Say whether the connection is there and silent; one that was closed, or has bytes to say, is of no use."""
@@ -70,13 +71,31 @@ class Link:
         """Send all parts, in order."""
         self._stream.send(parts)
 
-    def read_value(self, dst: memoryview) -> bool | ReplyError:
-        """Take the reply to a read: fill ``dst`` and return True; False if it is absent or of another length."""
-        head = b"$%d\r\n" % len(dst)
-        if self._buffer.startswith(head, self._start, self._end):  # as most are
+    def read_values(self, dsts: Sequence[memoryview]) -> list[bool | ReplyError]:
+        """Take the replies to as many reads: fill each and return True; False if it is absent or of another length."""
+        return [self._read_value(dst) for dst in dsts]
+
+    def _read_value(self, dst: memoryview) -> bool | ReplyError:
+        if len(dst) != self._length:
+            self._expect(len(dst))
+        head = self._head
+        if not self._buffer.startswith(head, self._start, self._end):
+            return self._read_other(dst)
+        if self._start + len(head) == self._end:  # and nothing of the value, as is so for most
+            self._start, self._end = 0, self._stream.fill(dst, self._behind, 2)
+            self._take_break()
+        else:
             self._start += len(head)
-            self._fill(dst, len(head))
-            return True
+            self._fill(dst)
+        return True
+
+    def _expect(self, length: int) -> None:
+        """Note what comes before a value of this length, and where to put what comes behind it."""
+        self._length, self._head = length, b"$%d\r\n" % length
+        self._behind = self._view[: 2 + len(self._head)]  # the next one's header, most likely
+
+    def _read_other(self, dst: memoryview) -> bool | ReplyError:
+        """Take the reply to a read whose header is not there, or is not the one of a value of that length."""
         line = self._line(_HEAD_BYTES)
         if line[:1] == b"-":
             return _error(line)
@@ -88,15 +107,16 @@ class Link:
         if length != len(dst):
             self._skip(length)
             return False
-        self._fill(dst, len(head))
+        self._fill(dst)
         return True
 
-    def read_statuses(self, least: int, most: int) -> list[Status]:
+    def read_statuses(self, least: int, most: int, shortest: int = SHORTEST_STATUS) -> list[Status]:
         """Take replies that are no values: the next one, and those behind it that have come and say the same.
 
         ``least``: so many are to come before anybody has to do anything; no more than ``most`` are taken.
+        ``shortest``: no reply is shorter, its line break included.
         """
-        line = self._line(_BUFFER_BYTES, least * _SHORTEST_STATUS if least > 1 else 1)
+        line = self._line(_BUFFER_BYTES, least * shortest if least > 1 else 1)
         text = line + b"\r\n"
         alike = min(most - 1, (self._end - self._start) // len(text))
         while not self._buffer.startswith(text * alike, self._start, self._end):
@@ -129,14 +149,13 @@ class Link:
         if self._start == self._end:
             self._start = self._end = 0
 
-    def _fill(self, dst: memoryview, ahead: int) -> None:
-        """Fill ``dst``, then take the line break behind it. ``ahead``: so long is the next header, most likely."""
+    def _fill(self, dst: memoryview) -> None:
+        """Fill ``dst``, then take the line break behind it."""
         early = self._view[self._start : min(self._end, self._start + len(dst))]
         dst[: len(early)] = early
         self._start += len(early)
         if len(early) < len(dst):  # nothing is left in the buffer, so that what follows goes to its front
-            self._start = 0
-            self._end = self._stream.fill(dst[len(early) :], self._view[: 2 + ahead], 2)
+            self._start, self._end = 0, self._stream.fill(dst[len(early) :], self._behind, 2)
         self._take_break()
 
     def _skip(self, length: int) -> None:

@@ -12,7 +12,7 @@ from kvtiers_redis.listing import list_values
 from kvtiers_redis.plugin import RedisConfig
 from kvtiers_redis.routing import Router
 from kvtiers_redis.topology import open_topology
-from kvtiers_redis.windows import Answer, Exchange, ask, command, read_values, write_values
+from kvtiers_redis.windows import Answer, Exchange, ask, commands, read_values, write_values
 
 __all__ = ["RedisStore"]
 
@@ -38,6 +38,7 @@ class RedisStore(ChunkStore):
         ttl = [] if config.ttl is None else [b"PX", b"%d" % round(config.ttl * 1e3)]
         self._set_options = [*ttl, *([b"NX"] if config.set_nx else [])]
         self._refresh = ttl if config.refresh_ttl and not read_only else []
+        self._window = config.window_bytes
         self._dropped = 0
         if not config.places.tls and not config.is_local:
             _log.warning("values travel in clear text to %s; use rediss:// for TLS", config.url)
@@ -58,14 +59,14 @@ class RedisStore(ChunkStore):
     def read_many_into(self, names: Sequence[str], dsts: Sequence[memoryview]) -> Sequence[bool]:
         """Ask for all, and receive each into its ``dst``."""
         keys = [self._key(name) for name in names]
-        words = (b"GETEX", self._refresh) if self._refresh else (b"GET", [])
+        word = b"GETEX" if self._refresh else b"GET"
 
         def talk(link: Link, indexes: Sequence[int], asking: bool) -> Exchange:
             return read_values(
                 link,
-                [command(words[0], keys[i], *words[1]) for i in indexes],
+                commands(word, [keys[i] for i in indexes], *self._refresh),
                 [dsts[i] for i in indexes],
-                window=self._config.window_bytes,
+                window=self._window,
                 asking=asking,
             )
 
@@ -94,7 +95,7 @@ class RedisStore(ChunkStore):
                 [keys[i] for i in indexes],
                 [srcs[i] for i in indexes],
                 options=options,
-                window=self._config.window_bytes,
+                window=self._window,
                 asking=asking,
             )
 
@@ -149,6 +150,6 @@ class RedisStore(ChunkStore):
 
     def _ask(self, keys: Sequence[bytes], word: bytes, *, partial: bool = True) -> Sequence[Answer]:
         def talk(link: Link, indexes: Sequence[int], asking: bool) -> Exchange:
-            return ask(link, [command(word, keys[i]) for i in indexes], asking=asking)
+            return ask(link, commands(word, [keys[i] for i in indexes]), asking=asking)
 
         return self._router.ask(keys, talk, partial=partial)

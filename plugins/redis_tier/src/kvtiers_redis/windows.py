@@ -1,16 +1,17 @@
 """Many requests on one connection before their replies, a bounded number of bytes at a time.
 
-Rows go out of the shared region and replies come into it directly. While replies are read the next requests are
-already with the server: it is asked for more when half a window is left. Whoever talks to several servers does
-something for each in turn, so that all of them have something to do.
+Rows go out of the shared region and replies come into it directly. While the replies of a large window are read the
+next requests are already with the server: it is asked for more when half of the window is left. A small window goes out
+whole, when the one before is done: other connections keep the server busy meanwhile, and every turn has its price.
+Whoever talks to several servers does something for each in turn, so that all of them have something to do.
 """
 
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeAlias
 
-from kvtiers_redis.link import Link, ReplyError
+from kvtiers_redis.link import SHORTEST_STATUS, Link, ReplyError
 
-__all__ = ["Answer", "Exchange", "ask", "command", "read_values", "to_the_end", "write_values"]
+__all__ = ["Answer", "Exchange", "ask", "command", "commands", "read_values", "to_the_end", "write_values"]
 
 Answer: TypeAlias = bool | int | str | Exception | None
 """What became of one key: what the server says, or why it says nothing."""
@@ -20,6 +21,8 @@ Exchange: TypeAlias = Generator[None, None, list[Answer]]
 
 _ASKING = b"*1\r\n$6\r\nASKING\r\n"
 _MOST_REQUESTS = 256  # in one window, and fewer buffers than one sendmsg may have
+_SHORTEST_ANSWER_TO_SET = len(b"+OK\r\n")  # or "$-1"; errors are longer
+_LEAST_TURN = 512 << 10  # bytes of values that go out together, if there are as many
 
 _Requests: TypeAlias = Callable[[int, int], Sequence[bytes | memoryview]]
 """What to send for the keys from the first index to before the second."""
@@ -31,7 +34,14 @@ come before there is anything to send."""
 
 def command(*words: bytes) -> bytes:
     """Return a request of these words."""
-    return b"*%d\r\n" % len(words) + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words])
+    return b"*%d\r\n" % len(words) + _words(words)
+
+
+def commands(word: bytes, keys: Sequence[bytes], *options: bytes) -> list[bytes]:
+    """Return a request for each key: the word, the key, the options."""
+    head = b"*%d\r\n$%d\r\n%b\r\n" % (2 + len(options), len(word), word)
+    tail = b"\r\n" + _words(options)
+    return [b"%b$%d\r\n%b%b" % (head, len(key), key, tail) for key in keys]
 
 
 def read_values(
@@ -39,8 +49,8 @@ def read_values(
 ) -> Exchange:
     """Send requests that are answered by values, and take each into its ``dst``."""
 
-    def read(first: int, _: int, __: int) -> list[Answer]:
-        return [link.read_value(dsts[first])]
+    def read(first: int, owed: int, _: int) -> list[Answer]:
+        return [*link.read_values(dsts[first:owed])]
 
     return _exchange(link, _lines(requests, asking), read, sizes=[*map(len, dsts)], window=window, asking=asking)
 
@@ -60,7 +70,7 @@ def write_values(
     heads = [
         b"%b\r\n$%d\r\n%b\r\n$%d\r\n" % (words, len(key), key, size) for key, size in zip(keys, sizes, strict=True)
     ]
-    tail = b"\r\n" + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in options])
+    tail = b"\r\n" + _words(options)
 
     def requests(first: int, end: int) -> list[bytes | memoryview]:
         parts: list[bytes | memoryview] = [tail] * (3 * (end - first))
@@ -68,7 +78,8 @@ def write_values(
         parts[1::3] = srcs[first:end]
         return parts
 
-    return _exchange(link, requests, _statuses(link), sizes=sizes, window=window, asking=asking)
+    read = _statuses(link, _SHORTEST_ANSWER_TO_SET)
+    return _exchange(link, requests, read, sizes=sizes, window=window, asking=asking)
 
 
 def ask(link: Link, requests: Sequence[bytes], *, asking: bool = False) -> Exchange:
@@ -91,14 +102,18 @@ def to_the_end(exchanges: Sequence[Exchange]) -> list[list[Answer]]:
     return answers
 
 
+def _words(words: Sequence[bytes]) -> bytes:
+    return b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words])
+
+
 def _lines(requests: Sequence[bytes], asking: bool) -> _Requests:
     between = _ASKING if asking else b""
     return lambda first, end: [between + between.join(requests[first:end])]
 
 
-def _statuses(link: Link) -> _Read:
+def _statuses(link: Link, shortest: int = SHORTEST_STATUS) -> _Read:
     def read(first: int, owed: int, end: int) -> list[Answer]:
-        return [*link.read_statuses(owed - first, end - first)]
+        return [*link.read_statuses(owed - first, end - first, shortest)]
 
     return read
 
@@ -108,10 +123,11 @@ def _exchange(
 ) -> Exchange:
     """Send all requests and take all replies, in order, with at most ``window`` bytes of values under way."""
     link.begin()
+    refill = max(0, window - max(window // 2, _LEAST_TURN))  # so few bytes are under way when more are sent
     answers: list[Answer] = []
     count, sent, done, flying = len(sizes), 0, 0, 0
     while done < count:
-        if sent < count and flying <= window // 2:
+        if sent < count and flying <= refill:
             first, most = sent, min(count, done + _MOST_REQUESTS)
             while sent < most and (flying + sizes[sent] <= window or sent == done):
                 flying += sizes[sent]
@@ -122,7 +138,7 @@ def _exchange(
                 yield
                 link.begin(left)
         owed, flying_then = done + 1, flying - sizes[done]
-        while owed < sent < count and flying_then > window // 2:
+        while owed < sent < count and flying_then > refill:
             owed, flying_then = owed + 1, flying_then - sizes[owed]
         answers += _behind_asking(link, read, done) if asking else read(done, owed if sent < count else count, sent)
         flying -= sum(sizes[done : len(answers)])
