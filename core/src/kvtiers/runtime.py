@@ -10,7 +10,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ from kvtiers.rows.join import RegionJoin
 from kvtiers.rows.layout import CacheLayout, ModelIdentity
 from kvtiers.rows.names import StorageNames
 from kvtiers.rows.rank_map import RankMap
+from kvtiers.rows.ranks import RankJoined, RankLost
 from kvtiers.rows.region import AnonymousRegion, OffloadRegion, SharedOffloadRegion
 from kvtiers.secondary.chunk_store_tier import ChunkStoreTier
 from kvtiers.secondary.hosts import HostedRegion, TierHosts
@@ -179,6 +180,8 @@ class _Engine:
         self._namespace = config.namespace
         self._layout = layout if layout.model.weights else _with_random_weights(layout)
         self._region = region
+        self._lost_ranks: set[int] = set()
+        self._absent_ranks: set[int] = set()
         self._views = ValueViews(region.view, region.row_stride)
         self._names = StorageNames.of_layout(self._namespace, self._layout)
         self._sizes = [(layout.payload_bytes(g), layout.value_bytes(g)) for g in range(len(layout.groups))]
@@ -195,8 +198,20 @@ class _Engine:
 
     def ready(self) -> bool:
         """Say whether all ranks have joined."""
-        self._region.poll()
+        for event in self._region.poll():
+            if isinstance(event, RankLost):
+                self._lost_ranks.add(event.rank)
+                self._absent_ranks.add(event.rank)
+            elif isinstance(event, RankJoined):
+                self._absent_ranks.discard(event.rank)
         return self._region.all_joined
+
+    def take_lost_ranks(self) -> Collection[int]:
+        """Return the ranks that were lost since the last call, or before and are not back."""
+        if not self._lost_ranks and not self._absent_ranks:
+            return ()
+        lost, self._lost_ranks = self._lost_ranks | self._absent_ranks, set()
+        return lost
 
     def dma_may_run(self) -> bool:
         """Say whether a lost rank's copies may still run."""

@@ -7,6 +7,7 @@ import multiprocessing
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -109,17 +110,16 @@ class Engine:
         }
         self.manager = kvtiers.open_manager(config, layout)
         worker = {"version": 1, "primary": config["primary"]}
-        if processes:
-            self.ranks = [
-                ProcessRank(self.manager.engine_id, worker, layout, rank, tp) for rank in range(layout.world_size)
-            ]
-        else:
-            self.ranks = [
-                Rank(self.manager.engine_id, worker, layout, rank, tp, page_order) for rank in range(layout.world_size)
-            ]
+        self.start_rank = partial(ProcessRank if processes else Rank, self.manager.engine_id, worker, layout)
+        self.rank_options = (tp,) if processes else (tp, page_order)
+        self.ranks = [self.start_rank(rank, *self.rank_options) for rank in range(layout.world_size)]
         self.manager.wait_ready(PATIENCE)
         self.scheduler = OffloadScheduler(self.manager, layout, NoBlocks())
         self.step_until(lambda: all(tier["own"]["open"] for tier in self.manager.stats()["tiers"].values()))
+
+    def add_rank(self, rank):
+        self.ranks.append(self.start_rank(rank, *self.rank_options))
+        self.manager.wait_ready(PATIENCE)
 
     def step_until(self, done):
         until = time.monotonic() + PATIENCE

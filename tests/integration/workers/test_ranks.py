@@ -6,7 +6,6 @@ import signal
 import pytest
 
 from kvtiers.api import StartError
-from kvtiers.base import TransferResult
 from kvtiers.rows.join import RegionJoin
 
 from .conftest import PATIENCE, Request, layout_of
@@ -56,8 +55,8 @@ def test_a_killed_worker_fails_its_jobs_and_nobody_hangs(start):
     victim = engine.ranks[1]
     os.kill(victim.process.pid, signal.SIGKILL)
     victim.process.join(PATIENCE)
-    # The engine sees that its worker is gone, and says so for each job that it had.
-    engine.scheduler.report([TransferResult(store.job_id, False, error="the worker is gone")], 1)
+    victim.pipe.close()
+    # Nobody speaks for it: that its process has ended is seen.
     engine.scheduler.report(engine.ranks[0].transfer([], [store]), 0)
     engine.scheduler.finish_request(request)
     engine.ranks = engine.ranks[:1]
@@ -65,7 +64,35 @@ def test_a_killed_worker_fails_its_jobs_and_nobody_hangs(start):
     probe = Request("a", 20, 4)
     engine.scheduler.add_request(probe)
     assert engine.scheduler.lookup(probe, 0) == 0
-    victim.pipe.close()
+    engine.scheduler.finish_request(probe)
+    engine.step()
+    engine.add_rank(1)  # in its place
+    engine.serve(request)
+    engine.on_all("clear")
+    assert engine.load(Request("a", 20, 4)) == (16, [0, 0])
+
+
+def test_a_load_that_a_killed_worker_had_is_computed(start):
+    engine = start(layout_of(tp=2), 2)
+    engine.serve(Request("a", 0, 4))
+    request = Request("a", 20, 4)
+    engine.scheduler.add_request(request)
+    engine.step_until(lambda: engine.scheduler.lookup(request, 0) == 16)
+    assert engine.scheduler.start_load(request, 16) == 16
+    (load,) = engine.scheduler.end_step().loads
+    victim = engine.ranks.pop()
+    os.kill(victim.process.pid, signal.SIGKILL)
+    victim.close()
+    outcomes = engine.scheduler.report(engine.ranks[0].transfer([load], []), 0)
+
+    def told():
+        outcomes.extend(engine.scheduler.report([], 0))
+        return outcomes
+
+    engine.step_until(told)
+    assert outcomes == [(request.context.request_id, False, 0, 16)]
+    engine.scheduler.finish_request(request)
+    engine.settle()
 
 
 def test_a_worker_of_another_layout_is_refused_and_told_in_what_it_differs(start):

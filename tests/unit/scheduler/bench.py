@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,10 +46,15 @@ def layout_of(
 
 
 class ReadyEngine:
-    """An engine side whose ranks and tiers are all there."""
+    """An engine side whose ranks and tiers are all there, but those that a test takes away."""
+
+    lost_ranks: Collection[int] = ()
 
     def ready(self) -> bool:
         return True
+
+    def take_lost_ranks(self) -> Collection[int]:
+        return self.lost_ranks
 
     def dma_may_run(self) -> bool:
         return False
@@ -185,7 +190,8 @@ class Bench:
         if self.tier is not None:
             slots = [TierSlot(0, self.tier, TierOptions("shelf"))]
             self.tier.region = self.region
-        self.manager = Offers("e", self.primary, slots, tokens, ReadyEngine(), waits)
+        self.engine = ReadyEngine()
+        self.manager = Offers("e", self.primary, slots, tokens, self.engine, waits)
         self.scheduler = OffloadScheduler(self.manager, self.layout, self.blocks, self.options)
         self.gpus = [
             [np.zeros((self.num_blocks, PAGE), np.uint8) for _ in self.layout.tensors]

@@ -233,6 +233,29 @@ def test_a_store_that_fails_on_one_rank_frees_its_blocks_and_stores_nothing(rank
     assert bench.primary.free_rows == bench.rows
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_rank_that_is_lost_has_failed_its_stores_once_the_others_have_ended(ranks, caplog) -> None:
+    bench = Bench(layout_of(world_size=ranks))
+    request = bench.request("a", 2 * TOKENS)
+    transfers = bench.store_step(request)
+    bench.engine.lost_ranks = [ranks - 1]
+    bench.scheduler.end_step()
+    if ranks > 1:
+        assert set(bench.scheduler.blocks_in_flight) == {0, 1}  # the others still copy
+    bench.done(transfers, ranks=range(ranks - 1))
+    bench.scheduler.finish_request(request)
+    bench.scheduler.end_step()
+    assert not bench.scheduler.has_pending_work()
+    assert not bench.scheduler.blocks_in_flight
+    assert bench.blocks.held == {}
+    assert bench.present(request) == [False, False]
+    assert bench.primary.free_rows == bench.rows
+    bench.done(transfers, ranks=[ranks - 1])  # what it says after all changes nothing
+    assert bench.present(request) == [False, False]
+    (record,) = [record for record in caplog.records if "is lost" in record.message]
+    assert record.message == f"rank {ranks - 1} is lost, and with it 1 transfers have failed"
+
+
 def test_a_report_of_a_rank_that_does_not_exist_changes_nothing(bench) -> None:
     request = bench.request("a", TOKENS)
     (job,) = (transfers := bench.store_step(request)).stores

@@ -131,6 +131,19 @@ def test_a_load_that_fails_on_one_rank_has_failed() -> None:
     assert bench.primary.evictable == 2
 
 
+def test_a_load_of_a_rank_that_is_lost_has_failed_and_the_next_report_says_so() -> None:
+    bench = Bench(layout_of(world_size=2))
+    bench.serve(bench.request("a", 2 * TOKENS))
+    request = bench.request("b", 3 * TOKENS, first_block=20)
+    (job,) = begin_load(bench, request).loads
+    assert bench.scheduler.report([TransferResult(job.job_id, success=True)], 0) == []
+    bench.engine.lost_ranks = [1]
+    bench.scheduler.end_step()
+    assert bench.scheduler.report([], 0) == [("b", False, 0, 2 * TOKENS)]
+    assert bench.blocks.held == {}
+    assert bench.primary.evictable == 2
+
+
 def test_a_load_whose_tier_fails_is_computed_and_not_tried_for_ever() -> None:
     layout = layout_of()
     shelf = Shelf(layout.row_stride)

@@ -50,6 +50,9 @@ class Engine:
     def ready(self):
         return self.all_joined
 
+    def take_lost_ranks(self):
+        return ()
+
     def dma_may_run(self):
         return self.dma
 

@@ -1,7 +1,7 @@
 """What the offload scheduler needs of the others: of the tiering manager, and of the engine that it works for."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol, runtime_checkable
 
 from kvtiers.api import LookupResult, OffloadKey
@@ -48,6 +48,9 @@ class OffloadManager(Protocol):
 
     def on_schedule_end(self, prefill_tokens: int = 0, prefill_seconds: float = 0.0) -> None:
         """End the step."""
+
+    def take_lost_ranks(self) -> Collection[int]:
+        """Return the ranks that were lost since the last call, or before and are not back."""
 
     def has_pending_work(self) -> bool:
         """Say whether the engine should keep stepping though it has no request."""

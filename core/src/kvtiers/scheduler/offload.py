@@ -168,7 +168,8 @@ class OffloadScheduler:
     def report(self, results: Iterable[TransferResult], rank: int = 0) -> list[LoadOutcome]:
         """Take what a worker's ``get_finished`` returned; return the loads that have thereby ended on all workers.
 
-        The loads of requests that have been preempted or have finished meanwhile are left out.
+        The loads of requests that have been preempted or have finished meanwhile are left out. A rank whose process
+        has ended need not be spoken for: its transfers fail in the next step, and the next call says so.
         """
         with self._briefly():
             for result in results:
@@ -215,6 +216,9 @@ class OffloadScheduler:
         if not self._in_step:
             self._manager.lock.acquire()
             self._in_step = True
+            for rank in self._manager.take_lost_ranks():
+                if lost := self._jobs.lose(rank):
+                    _log.warning("rank %d is lost, and with it %d transfers have failed", rank, lost)
 
     @contextlib.contextmanager
     def _briefly(self) -> Iterator[None]:

@@ -89,6 +89,13 @@ class JobsInFlight:
             job.ended(result.job_id, job.success)
         return True
 
+    def lose(self, rank: int) -> int:
+        """Take note that this rank will not report: its jobs have failed. Return how many it had."""
+        lost = [job_id for job_id, job in self._jobs.items() if rank in job.waiting]
+        for job_id in lost:
+            self.report(TransferResult(job_id, False), rank)
+        return len(lost)
+
     def _add(self, blocks: BlockSpec, chunk_ids: ChunkIds, ended: JobEnded) -> WorkerJob:
         job_id = next(self._ids)
         self._jobs[job_id] = _Job(set(self._ranks), ended)

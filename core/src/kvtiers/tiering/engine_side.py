@@ -1,5 +1,6 @@
 """What the manager needs of whoever built it."""
 
+from collections.abc import Collection
 from typing import Protocol
 
 __all__ = ["EngineSide"]
@@ -10,6 +11,9 @@ class EngineSide(Protocol):
 
     def ready(self) -> bool:
         """Say whether all ranks have joined. Takes the region's news."""
+
+    def take_lost_ranks(self) -> Collection[int]:
+        """Return the ranks that were lost since the last call, or before and are not back; as of the last ``ready``."""
 
     def dma_may_run(self) -> bool:
         """Say whether a rank that was lost may still write into rows."""

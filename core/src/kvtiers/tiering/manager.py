@@ -14,7 +14,7 @@ completed twice, a request that is over) is counted as ``misuse`` and ignored.
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvtiers.api import LookupResult, OffloadKey
@@ -228,6 +228,15 @@ class TieringManager:
             or self._requests.parked
             or any(slot.has_pending_work() for slot in self._slots)
         )
+
+    def take_lost_ranks(self) -> Collection[int]:
+        """Return the ranks that were lost since the last call, or before and are not back: their transfers have failed.
+
+        Complete the plans that they took part in, once the other ranks have ended: the rows stay untouched until
+        nothing of a lost rank can write into them.
+        """
+        self._begin()
+        return self._engine.take_lost_ranks()
 
     @_timed
     def take_events(self) -> list[OffloadEvent]:

@@ -6,7 +6,7 @@ grow too old.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -210,6 +210,9 @@ class _NoEngine:
 
     def ready(self) -> bool:
         return True
+
+    def take_lost_ranks(self) -> Collection[int]:
+        return ()
 
     def dma_may_run(self) -> bool:
         return False
