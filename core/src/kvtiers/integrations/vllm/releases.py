@@ -18,10 +18,10 @@ class Release:
 
     ``rows_attribute``: where a job says which rows. ``takes_detector``: tiers are built with a back-pressure detector.
     ``random_seed``: without PYTHONHASHSEED, block hashes differ between processes whatever the algorithm.
-    ``tags_salt``: a salt is hashed with a tag. Where it is not, it is the only bare text in the hash of a request without
-    an adapter (images are pairs, embeddings bytes), so it is never taken for anything else, and is not refused; with
-    LoRA, vLLM's own tiering is off. ``reports_bytes``: a job's result has ``transfer_bytes``. ``whole_stack``: kvtiers'
-    own manager and workers run under its connector, which the tests show with its engine.
+    ``tags_salt``: a salt is hashed with a tag. Where it is not, it is the only bare text in the hash of a request
+    without an adapter (images are pairs, embeddings bytes), so it is never taken for anything else, and is not refused;
+    with LoRA, vLLM's own tiering is off. ``reports_bytes``: a job's result has ``transfer_bytes``. ``whole_stack``:
+    kvtiers' own manager and workers run under its connector, which the tests show with its engine.
     """
 
     version: str
