@@ -11,6 +11,7 @@ from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.rows.rank_map import CopyRun, RankMap
 
 NUM_BLOCKS = 40
+FEW_GROUPS = st.integers(1, 5)
 
 
 @dataclass(frozen=True)
@@ -113,10 +114,10 @@ def _pages(largest: int) -> st.SearchStrategy[int]:
 
 
 @st.composite
-def cases(draw, *, max_page: int = 9000, row_layouts=("direct", "replicated", "canonical")) -> Case:
-    row_layout = draw(st.sampled_from(row_layouts))
-    groups = draw(st.integers(1, 5))
-    counts = [draw(st.integers(1, 3)) for _ in range(groups)]
+def cases(draw, *, max_page: int = 9000, groups=FEW_GROUPS, most_tensors: int = 3) -> Case:
+    row_layout = draw(st.sampled_from(["direct", "replicated", "canonical"]))
+    groups = draw(groups)
+    counts = [draw(st.integers(1, most_tensors)) for _ in range(groups)]
     writers, splits = 1, ()
     if row_layout == "canonical":
         shards, writers = draw(st.integers(1, 3)), draw(st.integers(1, 3))
@@ -152,23 +153,30 @@ def cases(draw, *, max_page: int = 9000, row_layouts=("direct", "replicated", "c
         world_size=world,
         row_layout=row_layout,
     )
-    sizes = tuple(draw(st.integers(0, 12)) for _ in range(groups))
+    sizes = tuple(draw(st.integers(0, 12) | st.just(0)) for _ in range(groups))
     indices = tuple(draw(st.integers(0, 100)) for _ in range(groups))
     per_chunk = layout.blocks_per_chunk
     needed = sum(-(-(n + i % per_chunk) // per_chunk) for n, i in zip(sizes, indices, strict=True) if n)
-    blocks = [b for n in sizes for b in draw(st.permutations(range(NUM_BLOCKS)))[:n]]
     rows = needed + draw(st.integers(1, 5))
+    seed = draw(st.integers(0, 2**30))
+    mixed = np.random.default_rng(seed)
+    blocks = [b for n in sizes for b in mixed.permutation(NUM_BLOCKS)[:n]]
     return Case(
         layout,
         rank=draw(st.integers(0, world - 1)),
         spec=BlockSpec(np.array(blocks, np.int64), sizes, indices),
-        chunk_ids=np.array(draw(st.permutations(range(rows)))[:needed], np.int32),
+        chunk_ids=mixed.permutation(rows)[:needed].astype(np.int32),
         num_rows=rows,
         padding=draw(st.sampled_from([0, 0, 3, 16])),
-        seed=draw(st.integers(0, 2**30)),
+        seed=seed,
         splits=splits,
         writers=writers,
     )
+
+
+def cases_of_many_groups() -> st.SearchStrategy[Case]:
+    """Return transfers of up to 64 groups, many of them empty, of one small tensor each."""
+    return cases(max_page=512, groups=st.sampled_from([17, 64]), most_tensors=1)
 
 
 @st.composite

@@ -54,13 +54,13 @@ HOST_PLACES = [
     pytest.param(Place("numpy", CopySettings()), id="numpy"),
     pytest.param(Place("cpu", CopySettings()), id="cpu"),
 ]
-CUDA_PLACES = [
+FIXED_CUDA_PLACES = [
     cuda("staged", store="staged", load="staged"),
     cuda("direct", store="direct", load="direct"),
     cuda("pages", store="pages", load="pages"),
     cuda("unpinned", pin=False),
-    cuda("auto"),
 ]
+CUDA_PLACES = [*FIXED_CUDA_PLACES, cuda("auto")]
 
 
 @pytest.fixture(params=[*HOST_PLACES, *CUDA_PLACES])

@@ -9,8 +9,8 @@ from kvtiers.gpu.worker import GpuWorker
 from kvtiers.rows.join import RegionJoin
 from kvtiers.rows.region import AnonymousRegion
 
-from .cases import Case, cases
-from .conftest import wait_until_pinned
+from .cases import Case, cases, cases_of_many_groups
+from .conftest import FIXED_CUDA_PLACES, HOST_PLACES, wait_until_pinned
 
 FEW = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -61,9 +61,7 @@ def same(got, wanted) -> None:
         np.testing.assert_array_equal(one, other)
 
 
-@FEW
-@given(case=cases())
-def test_a_store_puts_every_byte_in_its_place_and_changes_no_other(place, case: Case) -> None:
+def check_store(place, case: Case) -> None:
     region, memory = region_of(case)
     expected = case.region.copy()
     moved = 0
@@ -77,9 +75,7 @@ def test_a_store_puts_every_byte_in_its_place_and_changes_no_other(place, case: 
     rank.close()
 
 
-@FEW
-@given(case=cases(), expedited=st.booleans())
-def test_a_load_puts_every_byte_in_its_place_and_changes_no_other(place, case: Case, expedited: bool) -> None:
+def check_load(place, case: Case, *, expedited: bool) -> None:
     region, memory = region_of(case)
     expected = [None if tensor is None else tensor.copy() for tensor in case.kv[case.rank]]
     moved = 0
@@ -91,6 +87,26 @@ def test_a_load_puts_every_byte_in_its_place_and_changes_no_other(place, case: C
     np.testing.assert_array_equal(memory, case.region)
     same(rank.kv(), expected)
     rank.close()
+
+
+@FEW
+@given(case=cases())
+def test_a_store_puts_every_byte_in_its_place_and_changes_no_other(place, case: Case) -> None:
+    check_store(place, case)
+
+
+@FEW
+@given(case=cases(), expedited=st.booleans())
+def test_a_load_puts_every_byte_in_its_place_and_changes_no_other(place, case: Case, expedited: bool) -> None:
+    check_load(place, case, expedited=expedited)
+
+
+@pytest.mark.parametrize("place", [*HOST_PLACES, *FIXED_CUDA_PLACES])  # "auto" would measure each group's shape
+@settings(FEW, max_examples=6)
+@given(case=cases_of_many_groups(), expedited=st.booleans())
+def test_up_to_64_groups_with_empty_ones_anywhere_are_one_transfer(place, case: Case, expedited: bool) -> None:
+    check_store(place, case)
+    check_load(place, case, expedited=expedited)
 
 
 @settings(FEW, max_examples=25)

@@ -96,7 +96,7 @@ class Hands:
 
 @pytest.mark.parametrize("method", ["staged", "direct", "pages"])
 @settings(deadline=None, max_examples=60)
-@given(case=cases.cases(), slot_bytes=st.sampled_from(SLOTS))
+@given(case=cases.cases() | cases.cases_of_many_groups(), slot_bytes=st.sampled_from(SLOTS))
 def test_the_pieces_of_a_transfer_move_every_byte_to_its_place_and_no_other(method, case, slot_bytes):
     for store in (True, False):
         kv, region = [None if t is None else t.copy() for t in case.kv[case.rank]], case.region.copy()
