@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from kvtiers.api import ChunkStore, OffloadKey, RateLimit, StoreFull, SupportsBatch, TierConfig, group_of
 from kvtiers.rows.names import StorageNames
@@ -88,6 +89,16 @@ class Moved:
         return cls(bytearray([Status.FAILED]) * count, error=error)
 
 
+class _Value(NamedTuple):
+    """One value of a run: its place in it, its name, where it lies, and its lengths."""
+
+    place: int
+    name: str
+    row: int
+    payload: int
+    nbytes: int
+
+
 class _Turn(threading.local):
     """What a thread has hashed and moved since it gave way."""
 
@@ -117,14 +128,14 @@ class ValueMover:
     def load(self, run: ValueRun) -> Moved:
         """Fill the rows; a value that is absent, foreign or damaged is not DONE, whatever its row holds now."""
         moved = Moved.nothing(len(run.keys))
-        run = replace(run, names=run.names.of_epoch(self._epoch))
+        run = self._of_epoch(run)
         self._move_all(moved, run, range(len(run.keys)), is_load=True)
         return moved
 
     def store(self, run: ValueRun) -> Moved:
         """Seal the rows and write those values that the store does not have yet."""
         moved = Moved.nothing(len(run.keys))
-        run = replace(run, names=run.names.of_epoch(self._epoch))
+        run = self._of_epoch(run)
         try:
             present = self._present(run, moved)
         except Exception as error:  # noqa: BLE001 -- a store is somebody else's code
@@ -194,27 +205,30 @@ class ValueMover:
 
     # -- moving
 
+    def _of_epoch(self, run: ValueRun) -> ValueRun:
+        return replace(run, names=run.names.of_epoch(self._epoch)) if self._epoch else run
+
     def _move_all(self, moved: Moved, run: ValueRun, indexes: Sequence[int], *, is_load: bool) -> None:
-        for start in range(0, len(indexes), self.batch_values):
+        names, sizes = run.names.names(run.keys), self._options.sizes
+        values = [_Value(i, names[i], run.rows[i], *sizes[group_of(run.keys[i])]) for i in indexes]
+        for start in range(0, len(values), self.batch_values):
             if time.monotonic() >= run.give_up_at or not run.wanted():
                 moved.error = moved.error or "no time left"
-                return
-            if not self._move(moved, run, indexes[start : start + self.batch_values], is_load=is_load):
-                return
+                break
+            if not self._move(moved, run, values[start : start + self.batch_values], is_load=is_load):
+                break
+        self._known.learn([value.name for value in values if moved.statuses[value.place] == Status.DONE])
 
-    def _move(self, moved: Moved, run: ValueRun, indexes: Sequence[int], *, is_load: bool) -> bool:
+    def _move(self, moved: Moved, run: ValueRun, values: Sequence[_Value], *, is_load: bool) -> bool:
         """Move one batch; False ends the run: the store failed, or there is no time left."""
-        self._views.begin([run.rows[i] for i in indexes], filled=not is_load)
+        self._views.begin([value.row for value in values], filled=not is_load)
         try:
-            return self._move_begun(moved, run, indexes, is_load=is_load)
+            return self._move_begun(moved, run, values, is_load=is_load)
         finally:
             self._views.end(kept=bool(moved.kept))
 
-    def _move_begun(self, moved: Moved, run: ValueRun, indexes: Sequence[int], *, is_load: bool) -> bool:
-        keys = [run.keys[i] for i in indexes]
-        names = run.names.names(keys)
-        rows = [run.rows[i] for i in indexes]
-        payloads, sizes = zip(*[self._options.sizes[group_of(key)] for key in keys], strict=True)
+    def _move_begun(self, moved: Moved, run: ValueRun, values: Sequence[_Value], *, is_load: bool) -> bool:
+        places, names, rows, payloads, sizes = zip(*values, strict=True)
         if not is_load:
             for name, value, payload in zip(names, self._views.own(rows, sizes), payloads, strict=True):
                 seal_value(value, payload, name, run.names.layout_id)
@@ -229,19 +243,16 @@ class ValueMover:
         if answers is None:
             return False
         if is_load:
-            values = self._views.own(rows, sizes)
-            judged = zip(names, rows, values, payloads, answers, strict=True)
+            judged = zip(names, rows, self._views.own(rows, sizes), payloads, answers, strict=True)
             statuses = [
                 self._judge(run, name, row, value, payload) if there else self._missing(name)
                 for name, row, value, payload, there in judged
             ]
         else:
             statuses = [Status.DONE if there else Status.DROPPED for there in answers]
-        for index, status in zip(indexes, statuses, strict=True):
-            moved.statuses[index] = status
-        done = [i for i, status in enumerate(statuses) if status is Status.DONE]
-        moved.nbytes += sum([sizes[i] for i in done])
-        self._known.learn([names[i] for i in done])
+        for place, nbytes, status in zip(places, sizes, statuses, strict=True):
+            moved.statuses[place] = status
+            moved.nbytes += nbytes if status is Status.DONE else 0
         return True
 
     def _call_store(
