@@ -5,12 +5,13 @@ import pytest
 from .conftest import Request, layout_of
 
 
-def canonical(tp):
-    return layout_of(tp=tp, row_layout="canonical")
+def canonical(tp, **options):
+    return layout_of(tp=tp, row_layout="canonical", **options)
 
 
 def test_layouts_that_may_meet_have_one_fingerprint():
     assert len({canonical(tp).fingerprint for tp in (1, 2, 4, 8, 16)}) == 1
+    assert canonical(2, stages=((0,), (1, 2))).fingerprint == canonical(1).fingerprint
     assert canonical(2).fingerprint != layout_of(tp=2).fingerprint
     assert layout_of(tp=1).fingerprint != layout_of(tp=2).fingerprint
 
@@ -24,6 +25,15 @@ def test_what_tensor_parallel_2_stored_in_a_tier_loads_into_another_size(start, 
     tokens, wrong = loading.load(Request("a", 20, 6))
     assert tokens == 24
     assert wrong == [0] * tp
+
+
+def test_what_stages_of_a_pipeline_stored_in_a_tier_loads_into_another_split_and_into_none(start, tmp_path):
+    tier = {"type": "fs", "path": str(tmp_path / "kv"), "capacity": "64MiB", "min_free": 0, "io": "thread"}
+    storing = start(canonical(2, stages=((0,), (1, 2))), 2, processes=False, secondary=[tier])
+    storing.serve(Request("a", 0, 6))
+    for layout, tp in ((canonical(4, stages=((0, 1), (2,))), 4), (canonical(1), 1)):
+        loading = start(layout, tp, processes=False, secondary=[tier])
+        assert loading.load(Request("a", 20, 6)) == (24, [0] * layout.world_size)
 
 
 def test_ranks_with_the_same_bytes_write_by_turns_and_all_read(start):
