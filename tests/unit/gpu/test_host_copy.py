@@ -63,6 +63,9 @@ def test_tensors_of_any_type_and_with_padding_between_blocks_are_copied_in_place
         (spec([1, 2], sizes=(1, 1), indices=(0,)), [0], "group_sizes has 2 entries, expected one for each of 1 groups"),
         (spec([1, 2], indices=(0, 0)), [0], "block_indices has 2 entries"),
         (spec([1], indices=(-1,)), [0], "expected no negative number"),
+        (spec([1], sizes=(1.0,)), [0], "group_sizes is (1.0,), expected integers"),
+        (spec([1], sizes="1"), [0], "group_sizes is '1', expected integers"),
+        (spec([1], indices=(None,)), [0], "block_indices is (None,), expected integers"),
         (spec([1, 2, 3, 4], indices=(1,)), [0], "1 chunk ids, but group_sizes (4,) from block_indices (1,)"),
         (spec([1, 2, 3, 4], indices=(0,)), [0, 1], "need 1"),
         (spec([8]), [0], "group 0: block id 8 does not exist; there are 8 blocks in its tensors"),
@@ -80,6 +83,16 @@ def test_geometry_that_does_not_add_up_is_refused_before_a_byte_moves(blocks, ch
         sum(copier.store(blocks, np.array(chunks)))
     assert text in str(refused.value)
     assert not region.any()
+
+
+def test_sizes_in_numpys_small_types_are_counted_right() -> None:
+    layout = CacheLayout(
+        ModelIdentity("m"), (KVGroup("a", 16), KVGroup("b", 16)), (KVTensor("t", 0, 8), KVTensor("u", 1, 8))
+    )
+    sizes = (np.int8(100), np.int8(100))  # together more than an int8 holds
+    transfer = BlockSpec(np.tile(np.arange(100), 2), sizes, (np.int8(0), np.int8(0)))
+    plan = plan_copy(layout, transfer, np.arange(200), num_blocks=[100, 100], num_rows=200, into_rows=True)
+    assert [len(part.blocks) for part in plan] == [100, 100]
 
 
 def test_a_destination_that_is_named_twice_is_refused() -> None:

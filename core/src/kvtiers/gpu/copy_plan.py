@@ -5,6 +5,7 @@ group's chunks in order: the first chunk from place ``block_indices[g] % blocks_
 not to its end. The chunk ids of all groups follow each other in one array, like the block ids.
 """
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -58,6 +59,9 @@ def plan_copy(
     """
     block_ids = _integers("block_ids", spec.block_ids)
     chunks = _integers("chunk_ids", chunk_ids)
+    groups = len(layout.groups)
+    sizes = _counts("group_sizes", spec.group_sizes, groups)
+    spec = BlockSpec(block_ids, sizes, _counts("block_indices", spec.block_indices, groups))
     _check_spec(layout, spec, len(block_ids), len(chunks))
     _check_range("chunk id", chunks, num_rows, "rows in the region")
     if into_rows:
@@ -103,21 +107,28 @@ def _chunks_of(layout: CacheLayout, spec: BlockSpec, group: int) -> int:
 
 
 def _check_spec(layout: CacheLayout, spec: BlockSpec, num_ids: int, num_chunks: int) -> None:
-    groups = len(layout.groups)
-    for name, values in (("group_sizes", spec.group_sizes), ("block_indices", spec.block_indices)):
-        if len(values) != groups:
-            raise GeometryError(f"{name} has {len(values)} entries, expected one for each of {groups} groups")
-        if min(values) < 0:
-            raise GeometryError(f"{name} is {tuple(values)}, expected no negative number")
     if sum(spec.group_sizes) != num_ids:
         raise GeometryError(f"group_sizes {tuple(spec.group_sizes)} sum to {sum(spec.group_sizes)}, not to the "
                             f"{num_ids} block ids")  # fmt: skip
-    needed = sum(_chunks_of(layout, spec, group) for group in range(groups))
+    needed = sum(_chunks_of(layout, spec, group) for group in range(len(layout.groups)))
     if needed != num_chunks:
         raise GeometryError(
             f"{num_chunks} chunk ids, but group_sizes {tuple(spec.group_sizes)} from block_indices "
             f"{tuple(spec.block_indices)} on, with {layout.blocks_per_chunk} blocks a chunk, need {needed}"
         )
+
+
+def _counts(name: str, values: Sequence[int], groups: int) -> tuple[int, ...]:
+    """Return these as Python's integers, which never overflow."""
+    try:
+        counts = tuple(operator.index(value) for value in values)
+    except TypeError:
+        raise GeometryError(f"{name} is {values!r}, expected integers") from None
+    if len(counts) != groups:
+        raise GeometryError(f"{name} has {len(counts)} entries, expected one for each of {groups} groups")
+    if min(counts) < 0:
+        raise GeometryError(f"{name} is {counts}, expected no negative number")
+    return counts
 
 
 def _integers(name: str, values: npt.NDArray[Any]) -> Indexes:
