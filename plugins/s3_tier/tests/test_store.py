@@ -54,6 +54,39 @@ def uploads(config):
     return client.list_multipart_uploads(Bucket=config.bucket, Prefix=config.prefix).get("Uploads", [])
 
 
+# -- what comes of a value, small or large
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("pages", [16, 256])
+@pytest.mark.parametrize("change", [-PAGE, -1, 1, PAGE, MIB])
+def test_an_object_of_another_size_leaves_the_row_as_it_was(opened, config, client, pages, change):
+    store, nbytes = opened(config(client=client)), pages * PAGE
+    options = config()
+    key = f"{options.prefix}/a/b"
+    client_of(options.endpoint).put_object(Bucket=options.bucket, Key=key, Body=bytes(nbytes + change))
+    row = bytearray(b"\xdb") * nbytes
+    assert not store.read_into("a/b", memoryview(row))
+    assert row == bytearray(b"\xdb") * nbytes
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("pages", [16, 256])
+@pytest.mark.parametrize("fault", [Fault(cut=5000), Fault(cut=50_000, reset=True), Fault(drip=0.1)])
+def test_a_body_that_does_not_come_whole_is_a_failure_and_its_row_is_let_go(
+    opened, config, between, value, client, pages, fault
+):
+    store = opened(config(client=client, endpoint=between.endpoint, timeout="2s"))
+    store.write("a/b", value(5, pages))
+    row = memoryview(bytearray(pages * PAGE))
+    between.script = lambda request: fault if request.method == "GET" else None
+    with pytest.raises(S3BusyError):
+        store.read_into("a/b", row)
+    row.release()  # BufferError if somebody has it still
+    between.script = lambda _request: None
+    assert read(store, "a/b", pages * PAGE) == bytes([5]) * pages * PAGE
+
+
 # -- values in parts
 
 
