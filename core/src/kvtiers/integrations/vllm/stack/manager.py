@@ -48,7 +48,7 @@ _DRAIN_SECONDS = 10.0  # how long an engine that ends may still write to its tie
 
 
 class KvtiersManager(OffloadingManager):
-    """Drives ``manager``. ``ranks``: workers that copy; ``figures``: for /metrics."""
+    """Drives ``manager``. ``ranks``: workers that copy; ``figures``: for /metrics; ``alone``: nobody steps with it."""
 
     def __init__(
         self,
@@ -58,6 +58,8 @@ class KvtiersManager(OffloadingManager):
         steps: StepClock,
         figures: Callable[[], Any],
         on_shutdown: Callable[[], None],
+        *,
+        alone: bool,
     ) -> None:
         self.bugs = BugCount("kvtiers")
         self.requests = requests
@@ -68,6 +70,7 @@ class KvtiersManager(OffloadingManager):
         self._on_shutdown = on_shutdown
         self._asked: set[OpenRequest] = set()
         self._rest = Rest()
+        self._alone = alone
 
     # -- requests
 
@@ -194,7 +197,8 @@ class KvtiersManager(OffloadingManager):
     @never_raises(lambda: None)
     def rest(self, *, computes: bool) -> None:
         """Leave the interpreter and the processor to what a step waits for that computes nothing."""
-        self._rest.step(idle=not computes and (self._plans.are_running() or self._manager.has_pending_work()))
+        idle = self._alone and not computes
+        self._rest.step(idle=idle and (self._plans.are_running() or self._manager.has_pending_work()))
 
     def _follow_weights(self) -> None:
         """Retire all KV of other weights than vLLM has now."""
