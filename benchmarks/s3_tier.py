@@ -266,12 +266,10 @@ def goals_of(found: dict[str, Any]) -> list[dict[str, Any]]:
     goals = []
     for server, sizes in found["servers"].items():
         for mode in MODES:
-            shares = [paired(size["lanes"], mode, "tier", "obstore") for size in sizes]
             name = f"{server}, {mode}: the tier as a share of obstore alone, at every size"
-            goals.append(at_least(name, min(shares), GOAL_OF_OBSTORE))
-            shares = [paired(size["lanes"], mode, "tier-busy", "tier-beside") for size in sizes]
+            goals.append(at_every_size(name, shares(sizes, mode, "tier", "obstore"), GOAL_OF_OBSTORE))
             name = f"{server}, {mode}: beside a busy engine thread as a share of beside the same loop elsewhere"
-            goals.append(at_least(name, min(shares), GOAL_BESIDE_BUSY))
+            goals.append(at_every_size(name, shares(sizes, mode, "tier-busy", "tier-beside"), GOAL_BESIDE_BUSY))
     far = found["far"]
     for name, value, goal in (
         (f"{FAR_VALUES} values of 2 MiB from 30 ms away, first-byte times", far["first_byte_times"], GOAL_FIRST_BYTES),
@@ -288,8 +286,13 @@ def paired(lanes: dict[str, Any], mode: str, one: str, other: str) -> float:
     return statistics.median(theirs / ours for ours, theirs in pairs)
 
 
-def at_least(name: str, value: float, goal: float) -> dict[str, Any]:
-    return {"name": name, "value": value, "goal": goal, "met": value >= goal}
+def shares(sizes: Sequence[dict[str, Any]], mode: str, one: str, other: str) -> dict[str, float]:
+    return {format_size(size["value_bytes"]): paired(size["lanes"], mode, one, other) for size in sizes}
+
+
+def at_every_size(name: str, values: dict[str, float], goal: float) -> dict[str, Any]:
+    least = min(values.values())
+    return {"name": name, "value": least, "by_size": values, "goal": goal, "met": least >= goal}
 
 
 def report(found: dict[str, Any]) -> None:
@@ -306,7 +309,9 @@ def report(found: dict[str, Any]) -> None:
     for peer in found["left_out"]:
         print(peer)
     for goal in found["goals"]:
-        print(f"{goal['name']}: {goal['value']:.2f}; goal {goal['goal']:g}: {'met' if goal['met'] else 'MISSED'}")
+        each = ", ".join(f"{size} {value:.2f}" for size, value in goal.get("by_size", {}).items())
+        found_it = f"{goal['value']:.2f}{f' ({each})' if each else ''}"
+        print(f"{goal['name']}: {found_it}; goal {goal['goal']:g}: {'met' if goal['met'] else 'MISSED'}")
 
 
 def main() -> None:
