@@ -258,7 +258,8 @@ class CPUPrimaryTier:
 
     def release_expired(self, now: float) -> None:
         """End the protection of promotions that have waited too long to be read. ``now`` by the tier's clock."""
-        self._chunks.unlock_idle(self._unread.expire(now))
+        if expired := self._unread.expire(now):
+            self._chunks.unlock_idle(expired)
 
     def mark_clean(self, keys: Sequence[OffloadKey]) -> None:
         """Take note that these chunks are in a secondary tier too. Unknown keys are ignored."""

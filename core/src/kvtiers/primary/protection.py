@@ -38,6 +38,8 @@ class Protection:
 
     def expire(self, now: float) -> list[OffloadKey]:
         """End and return what has been protected for ``seconds``."""
+        if not self._since:
+            return []
         return self.end(list(takewhile(lambda key: now - self._since[key] >= self.seconds, self._since)))
 
     def clear(self) -> None:

@@ -148,7 +148,9 @@ class RankTable:
 
     def take_events(self, timeout: float) -> list[RegionEvent]:
         """Return what happened since the last call, in order; wait up to ``timeout`` seconds for the first."""
-        events = []
+        events: list[RegionEvent] = []
+        if timeout <= 0 and self._events.empty():  # in each of the engine's steps
+            return events
         try:
             events.append(self._events.get(timeout=timeout) if timeout > 0 else self._events.get_nowait())
             while True:
