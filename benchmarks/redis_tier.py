@@ -1,11 +1,14 @@
 """What the Redis tier moves, beside redis-benchmark with 1, 4 and 16 connections to the same server in the same run.
 
 `tier` is the whole contract with `io: process`: a tier host with 4 threads, which seals what it writes and checks what
-it reads, in jobs of 64 MiB. `redis-py` sets and gets a value at a time. `lmcache` is LMCache's native connector, where
-it can be had. All of them move as many values under as many keys, in turns, a round after the other; medians, and of
-redis-benchmark the best of the three. Then with TLS, beside redis-benchmark and a bare Python TLS socket; then over a
-network with 1 ms of round trip, beside raw streams over the same; then with an engine's thread that runs pure Python
-flat out, beside the same loop in an unrelated process.
+it reads, in jobs of 64 MiB. `bare sockets` move the same rows in three Python threads and look at nothing: what the
+tier takes beyond them is its own. `redis-py` sets and gets a value at a time. `lmcache` is LMCache's native connector,
+where it can be had. All of them move as many values under as many keys, in turns, a round after the other; medians, and
+of redis-benchmark the best of the three. It sends one buffer again and again, which stays in a cache, and seals and
+checks nothing: where clients and server have to share processors, that is a part of its rate; all others move a region
+that no cache holds. Then with TLS, beside redis-benchmark and a bare Python TLS socket; then over a network with 1 ms
+of round trip, beside raw streams over the same; then with an engine's thread that runs pure Python flat out, beside the
+same loop in an unrelated process.
 
 The servers keep the memory of what is deleted, as a full cache uses that of what it evicts: redis-benchmark overwrites
 its keys, core writes each key once, and neither is to pay for new pages that the other has not. All lanes have the same
@@ -38,6 +41,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks" / "peers"), str(ROOT / "plugins" / "redis_tier" / "tests")]
 
 import redis_lanes as lanes  # noqa: E402
+import redis_sockets as sockets  # noqa: E402
 from processes import children, processor_seconds  # noqa: E402
 from servers import Server, Tls  # noqa: E402 -- the servers of the tier's tests
 
@@ -45,6 +49,7 @@ SIZES = [64 << 10, 256 << 10, 1 << 20, 4 << 20, 8 << 20]
 JOB_BYTES = 64 << 20
 NAMES = StorageNames("bench/model-0123456789abcdef01234567/", bytes.fromhex("0123456789abcdef"))
 CONNECTIONS = (1, 4, 16)
+SOCKETS = 3  # as many as the tier writes through at a time
 DELAY_SECONDS = 0.0005  # each way
 GOALS = {"plain": 0.9, "tls": 0.9, "delayed": 0.8, "busy": 0.9}
 DELAYED_FROM = 256 << 10
@@ -150,6 +155,8 @@ def measure_plain(server: Server, nbytes: int, total: int, rounds: int) -> dict[
 
         moves = {f"redis-benchmark -c {c}": partial(benchmark, connections=c) for c in CONNECTIONS}
         moves["tier"] = tier.rate
+        bare = sockets.plain_sockets(server.port, rows, nbytes, count, SOCKETS)
+        moves[f"bare sockets, {SOCKETS}"] = lanes.timed(bare, total)
         moves["redis-py"] = lanes.timed(lanes.redis_py(server.port, rows, nbytes, count), total)
         missing = ""
         try:
@@ -225,7 +232,7 @@ def measure_tls(server: Server, nbytes: int, total: int, rounds: int) -> dict[st
         def benchmark(way: str) -> float:
             return lanes.redis_benchmark(server.port, 4, nbytes, count, way, tls=tls) * nbytes / 1e9
 
-        python = lanes.timed(lanes.tls_socket(server.port, tls, rows, nbytes, count), total)
+        python = lanes.timed(sockets.tls_socket(server.port, tls, rows, nbytes, count), total)
         moves = {"redis-benchmark --tls -c 4": benchmark, "tier": tier.rate, "Python TLS socket": python}
         rates = lanes.rates_of(moves, rounds)
         with server.client() as client:

@@ -1,4 +1,4 @@
-"""What the Redis tier is measured beside: redis-benchmark, redis-py, LMCache's connector, sockets, a slow network."""
+"""What the Redis tier is measured beside: redis-benchmark, redis-py, LMCache's connector, a slow network."""
 
 import contextlib
 import csv
@@ -8,7 +8,6 @@ import os
 import select
 import signal
 import socket
-import ssl
 import statistics
 import subprocess
 import sys
@@ -127,45 +126,6 @@ def lmcache(port: int, rows: memoryview, nbytes: int, count: int) -> Lane:
                 waiting.discard(number)
 
     return move
-
-
-def tls_socket(port: int, tls: Any, rows: memoryview, nbytes: int, count: int) -> Lane:
-    """Do the least that a Python TLS socket can do: one connection, four requests ahead, no check of anything."""
-    context = ssl.create_default_context(cafile=str(tls.ca))
-    context.load_cert_chain(tls.cert, tls.key)
-    connected = context.wrap_socket(socket.create_connection(("127.0.0.1", port)), server_hostname="127.0.0.1")
-    connected.sendall(b"*3\r\n$4\r\nAUTH\r\n$5\r\nadmin\r\n$6\r\nsecret\r\n")
-    assert connected.recv(64) == b"+OK\r\n"
-    head = memoryview(bytearray(b"$%d\r\n" % nbytes))
-    tail = memoryview(bytearray(2))
-
-    def fill_all(view: memoryview) -> None:
-        done = 0
-        while done < len(view):
-            done += connected.recv_into(view[done:])
-
-    def move(way: str) -> None:
-        for number in range(count + 4):
-            if number < count:
-                key = b"tls:%06d" % number
-                if way == "write":
-                    connected.sendall(b"*3\r\n$3\r\nSET\r\n$10\r\n%b\r\n$%d\r\n" % (key, nbytes))
-                    connected.sendall(rows[number * nbytes : (number + 1) * nbytes])
-                    connected.sendall(b"\r\n")
-                else:
-                    connected.sendall(b"*2\r\n$3\r\nGET\r\n$10\r\n%b\r\n" % key)
-            if number >= 4 and way == "write":
-                fill_all(head[:5])
-            elif number >= 4:
-                fill_all(head)
-                fill_all(rows[(number - 4) * nbytes : (number - 3) * nbytes])
-                fill_all(tail)
-
-    def move_and_mend(way: str) -> None:
-        move(way)
-        head[:] = b"$%d\r\n" % nbytes
-
-    return move_and_mend
 
 
 @contextlib.contextmanager
