@@ -112,8 +112,15 @@ def open_worker(
     if anonymous is not None:
         join = RegionJoin.in_process(anonymous, layout, rank)
     else:
-        join = RegionJoin.start(engine_id, layout, rank, start_deadline=config.primary.start_deadline)
-    return GpuWorker(layout, kv_tensors, join, rank=rank, rank_map=rank_map, copying=copying)
+        join = RegionJoin(engine_id, layout, rank)
+    try:
+        worker = GpuWorker(layout, kv_tensors, join, rank=rank, rank_map=rank_map, copying=copying)
+    except BaseException:
+        join.close()
+        raise
+    if anonymous is None:
+        join.begin(config.primary.start_deadline)  # last: a rank that has joined is given transfers
+    return worker
 
 
 def _with_model(config: OffloadConfig, layout: CacheLayout) -> CacheLayout:

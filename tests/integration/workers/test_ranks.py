@@ -2,10 +2,12 @@
 
 import os
 import signal
+import threading
 
 import pytest
 
-from kvtiers.api import StartError
+import kvtiers
+from kvtiers.api import ConfigError, StartError
 from kvtiers.rows.join import RegionJoin
 
 from .conftest import PATIENCE, Request, layout_of
@@ -93,6 +95,20 @@ def test_a_load_that_a_killed_worker_had_is_computed(start):
     assert outcomes == [(request.context.request_id, False, 0, 16)]
     engine.scheduler.finish_request(request)
     engine.settle()
+
+
+def test_a_worker_that_is_refused_for_its_tensors_has_not_joined():
+    layout = layout_of(tp=1)
+    config = {"version": 1, "primary": {"capacity": 4 * layout.row_stride}}
+    manager = kvtiers.open_manager(config, layout)
+    try:
+        with pytest.raises(ConfigError, match="0 KV tensors, but the layout names 3"):
+            kvtiers.open_worker(config, layout, [], engine_id=manager.engine_id)
+        assert not [each.name for each in threading.enumerate() if each.name in {"kvtiers-join", "kvtiers-copy-0"}]
+        with pytest.raises(StartError, match=r"these did not join within 0\.2 s: 0"):
+            manager.wait_ready(0.2)
+    finally:
+        manager.shutdown(10)
 
 
 def test_a_worker_of_another_layout_is_refused_and_told_in_what_it_differs(start):

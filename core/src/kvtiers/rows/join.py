@@ -79,11 +79,7 @@ class RegionJoin:
     def start(cls, engine_id: str, layout: CacheLayout, rank: int, *, start_deadline: float = 60.0) -> "RegionJoin":
         """Begin to join the region of this engine id and return at once. It may not exist yet."""
         join = cls(engine_id, layout, rank)
-        join._thread = threading.Thread(
-            target=join._run, args=(time.monotonic() + start_deadline, start_deadline), name="kvtiers-join", daemon=True
-        )
-        let_go_in_children(join)
-        join._thread.start()
+        join.begin(start_deadline)
         return join
 
     @classmethod
@@ -98,6 +94,14 @@ class RegionJoin:
             join._view = region.view
             join._set(JoinStatus("ready", "", region.num_rows, prefault_ended=True))
         return join
+
+    def begin(self, start_deadline: float) -> None:
+        """Begin to join, once, and return at once: a thread does the rest. What was only made is not known anywhere."""
+        self._thread = threading.Thread(
+            target=self._run, args=(time.monotonic() + start_deadline, start_deadline), name="kvtiers-join", daemon=True
+        )
+        let_go_in_children(self)
+        self._thread.start()
 
     # What the worker asks.
 
