@@ -69,9 +69,13 @@ class Device(CudaCopies):
             raise LostDeviceError("cuda:0 is lost")
 
 
-def choice_on(device):
+def geometry_of_one_page():
     pages = kv_pages(LAYOUT, 0, [np.zeros((4, 4096), np.uint8)])
-    geometry = group_geometry(LAYOUT, 0, 0, pages, runs_of_rank(LAYOUT, 0, None))
+    return group_geometry(LAYOUT, 0, 0, pages, runs_of_rank(LAYOUT, 0, None))
+
+
+def choice_on(device):
+    geometry = geometry_of_one_page()
     before = dict(cuda_copy._measured)
     try:
         return device._choice(geometry, device)
@@ -84,6 +88,20 @@ def test_a_measurement_that_fails_leaves_nothing_pinned_and_copies_go_the_usual_
     assert choice_on(device) == Choice("staged", "staged", 0)
     assert device.notes == ["settled", "unpinned"]
     assert not device.pinned
+
+
+def test_what_was_measured_for_a_shape_and_direction_is_not_measured_again(monkeypatch):
+    monkeypatch.setattr(cuda_copy, "_measured", {})
+    device, measured = Device(), []
+
+    def measure(*_):
+        measured.append(device.to_rows)
+        return Choice("direct", "staged", 7)
+
+    device._measured_on = measure
+    for device.to_rows in (True, False, True, False):
+        assert device._choice(geometry_of_one_page(), device) == Choice("direct", "staged", 7)
+    assert measured == [True, False]
 
 
 def test_where_there_is_no_gpu_memory_to_measure_with_copies_go_the_usual_way():

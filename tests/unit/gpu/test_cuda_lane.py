@@ -46,6 +46,7 @@ class Device:
         self.streams, self.recorded, self.handles = {}, {}, count(10)
         self.refused = None
         self.tells_ends = True
+        self.settled_sources = set()
 
     # -- the driver's calls that a lane makes
 
@@ -87,7 +88,7 @@ class Device:
         return 1.0
 
     def copy_batch(self, to, source, nbytes, stream, *, source_is_settled):
-        del source_is_settled
+        self.settled_sources.add(source_is_settled)
         self.refuse_maybe()
         alive = [weakref.ref(array) for array in (to, source, nbytes)]
 
@@ -277,6 +278,14 @@ def test_after_a_copy_that_was_refused_on_the_way_the_lane_works_on(monkeypatch,
     rig.finish(*rig.job(method, range(20, 40), range(5, 10)))
     for at in range(20):
         np.testing.assert_array_equal(rig.block_bytes(20 + at), rig.row_bytes(5 + at // 4, at % 4))
+
+
+@pytest.mark.parametrize("to_rows", [True, False])
+@pytest.mark.parametrize("method", ["staged", "pages"])
+def test_only_a_load_may_be_read_ahead_of_what_is_under_way(monkeypatch, method, to_rows):
+    rig = Rig(monkeypatch, 0, to_rows=to_rows)
+    rig.finish(*rig.job(method, range(20), range(5)))
+    assert rig.device.settled_sources == {not to_rows}
 
 
 @pytest.mark.parametrize("launched", [0, 1])
