@@ -17,6 +17,7 @@ import pytest
 
 from .conftest import CHUNKS, PROMPTS, WHOLE
 from .engines import BLOCK, PATIENCE, environment, family, transfer_config, wait_until
+from .models import make_prompt
 from .ways import fs, tiers
 
 KVTIERS = Path(sys.executable).with_name("kvtiers")
@@ -35,6 +36,7 @@ class Server:
         options = ["--model", model, "--host", "127.0.0.1", "--port", self.port, "--skip-tokenizer-init"]
         options += ["--dtype", "float32", "--seed", "0", "--enforce-eager", "--max-model-len", "2048"]
         options += ["--block-size", BLOCK, "--kv-transfer-config", json.dumps(transfer)]
+        options += ["--shutdown-timeout", "60"]  # without, vLLM kills its engine as soon as it is to end
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *map(str, options)]
         with log.open("a") as output:
             self.process = subprocess.Popen(
@@ -124,8 +126,8 @@ def status_of(model):
     return mine
 
 
-def test_a_scrape_shows_which_tier_served_and_status_what_that_saved_and_a_server_that_ends_leaves_nothing(
-    served, served_model, truth, way
+def test_a_scrape_shows_which_tier_served_status_what_that_saved_and_the_end_leaves_nothing_unwritten(
+    served, served_model, truth, way, tmp_path
 ):
     for prompt in PROMPTS:
         assert served.complete(prompt) == truth[tuple(prompt)]
@@ -158,8 +160,9 @@ def test_a_scrape_shows_which_tier_served_and_status_what_that_saved_and_a_serve
     assert (disk["tokens"], disk["unread_bytes"]) == (0, disk["stored_bytes"])
 
     assert served.process.poll() is None
+    served.complete(make_prompt(7, 6 * BLOCK + 1))
     served.process.terminate()
     served.process.wait(PATIENCE)
     wait_until(lambda: not family(served.process.pid), "processes outlive their server")
-    left = list(Path("/dev/shm").glob(f"*{ENGINE_ID}*"))
-    assert not left or way is tiers, "vLLM's own region stays behind; ours has no name"
+    assert len(list((tmp_path / "store").rglob("*00000000"))) == CHUNKS + 6, "what was under way was still written"
+    assert not list(Path("/dev/shm").glob(f"*{ENGINE_ID}*"))
