@@ -182,7 +182,7 @@ class TierConfig(StrictModel):
     host: str = Field(default="", description="helpers of the same name are one process; default: one for each tier")
     cpus: tuple[int, ...] = Field(default=(), description="processors that the tier's helper may use; default: all")
     nice: int = Field(
-        default=10, ge=0, le=19, description="how far the tier's helper gives way to the engine; 0: not at all"
+        default=5, ge=0, le=19, description="how far the tier's helper gives way to the engine; 0: not at all"
     )
     required: bool = Field(default=False, description="a tier that cannot be reached at start stops the engine")
     read_only: bool = Field(default=False, description="never write or delete")
