@@ -30,8 +30,9 @@ With hosts at a niceness of 5, for which nothing else was done, the loop in the 
 time and the other one for 6 %, a tenth of the turns longer than 4 to 6 ms. Where hosts offer the processor after each
 large value, a tenth are longer than 1.5 to 2 ms, and with nobody else at work both loops have 0.99 of a processor: what
 the loop in the engine then loses are the steps, 3 % of its time, and 2 to 9 % of its speed between them. At a niceness
-of 10 it waits for 6 % of the time, but a Redis tier beside a busy thread writes half as much. A host that is woken by a timer of its own instead of the
-engine's message does not do better: the timer, too, goes off on the processor that is not idle.
+of 10 it waits for 6 % of the time, but a Redis tier beside a busy thread writes half as much. A host that is woken by a
+timer of its own instead of the engine's message does not do better: the timer, too, goes off on the processor that is
+not idle.
 """
 
 import argparse
