@@ -23,16 +23,15 @@ happens takes 10 us a thousand times in a row, and 130 us every 10 ms on a busy 
 and looks up in a step is no part of kvtiers, and is kept to next to nothing.
 
 What else the loop in the engine loses goes to the hosts, and is a matter of where the kernel runs them. Seen in a trace
-of its scheduler (Linux 6.18, EEVDF, 250 ticks a second, two processors with others at work): when the engine's thread
-is alone on its processor, the kernel takes it for one that sleeps as soon as it has sent its message, and 9 of 10
-messages wake the host on that processor, whose threads then stay there; until a tick ends their turn nobody else runs.
-With hosts at a niceness of 5, for which nothing else was done, the loop in the engine waited for them for 11 % of the
-time and the other one for 6 %, a tenth of the turns longer than 4 to 6 ms. Where hosts offer the processor after each
-large value, a tenth are longer than 1.5 to 2 ms, and with nobody else at work both loops have 0.99 of a processor: what
-the loop in the engine then loses are the steps, 3 % of its time, and 2 to 9 % of its speed between them. At a niceness
-of 10 it waits for 6 % of the time, but a Redis tier beside a busy thread writes half as much. A host that is woken by a
-timer of its own instead of the engine's message does not do better: the timer, too, goes off on the processor that is
-not idle.
+of its scheduler (Linux 6.18, EEVDF, 250 ticks a second, two processors with others at work): 9 of 10 messages of the
+engine's thread wake the host on that thread's own processor (probably since a sender on a socket is taken for one that
+sleeps at once), and the host's threads stay there; until a tick ends their turn nobody else runs. With hosts at a
+niceness of 5, for which nothing else was done, the loop in the engine waited for them for 11 % of the time and the
+other one for 6 %, a tenth of the turns longer than 4 to 6 ms. Where hosts offer the processor after each large value, a
+tenth are longer than 1.5 to 2 ms, and with nobody else at work both loops have 0.99 of a processor: what the loop in
+the engine then loses are the steps, 3 % of its time, and 2 to 9 % of its speed between them. At a niceness of 10 it
+waits for 6 % of the time, but a Redis tier beside a busy thread writes half as much. A host that is woken by a timer of
+its own instead of the engine's message does not do better: the timer, too, goes off on the processor that is not idle.
 """
 
 import argparse
