@@ -152,6 +152,7 @@ class Engine:
             self.pid = interpreter.fork(options, theirs, log)
         self._ended = os.pidfd_open(self.pid)
         self._buried = False
+        self._shared: set[Path] = set()
         try:
             self._answer()
         except BaseException:
@@ -216,16 +217,24 @@ class Engine:
         wait_until(lambda: not self.family(), f"processes outlive their engine: {self.family()}")
         assert self._bury() == 0
 
+    def crash(self) -> None:
+        """End the engine's own process at once, and nothing else."""
+        for pid in self.family():
+            with contextlib.suppress(OSError):
+                maps = Path(f"/proc/{pid}/maps").read_text()
+                self._shared |= {Path(path) for path in re.findall(r"/dev/shm/\S+", maps)}
+        signal.pidfd_send_signal(self._ended, signal.SIGKILL)
+
     def kill(self) -> None:
-        """End the engine's own process at once, and then what it has left behind."""
+        """End the engine at once, and what it leaves behind."""
         if not self._buried:
-            signal.pidfd_send_signal(self._ended, signal.SIGKILL)
+            self.crash()
             self._bury()
 
     def _bury(self) -> int:
         self._buried = True
         status = self._interpreter.bury(self.pid)
-        for path in Path("/dev/shm").glob(f"vllm_offload_{self.id}*"):  # vLLM leaves it behind when it is killed
+        for path in self._shared:  # vLLM leaves its own behind when it is killed
             path.unlink(missing_ok=True)
         self._commands.close()
         os.close(self._ended)

@@ -1,7 +1,5 @@
 """Tensor parallel: the ranks' bytes lie in one row, and engines of different sizes share what the layout certifies."""
 
-import os
-import signal
 from pathlib import Path
 
 from .conftest import PROMPTS, WHOLE
@@ -19,7 +17,7 @@ def test_two_ranks_store_and_load_whole_rows_leave_nothing_when_killed_and_share
     both.forget()
     assert right(both, *PROMPTS) == WHOLE
     assert len(both.family()) >= 4, "the engine, two ranks, the tier's host"
-    os.kill(both.pid, signal.SIGKILL)
+    both.crash()
     wait_until(lambda: not both.family(), f"processes outlive their engine: {both.family()}")
     assert both.id not in Path("/proc/net/unix").read_text()
     left = list(Path("/dev/shm").glob(f"*{both.id}*"))

@@ -90,7 +90,7 @@ def test_a_tier_whose_loads_take_long_costs_its_load_wait_and_neither_its_host_n
 
 def test_an_engine_that_is_killed_leaves_nothing_of_ours_and_the_next_one_hits(engine, start, model, store, right, way):
     assert engine.hosts()
-    os.kill(engine.pid, signal.SIGKILL)
+    engine.crash()
     wait_until(lambda: not engine.family(), f"processes outlive their engine: {engine.family()}")
     again = start(model, way(options(store)))
     assert right(again, *PROMPTS) == WHOLE
