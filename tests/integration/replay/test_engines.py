@@ -1,11 +1,12 @@
 """Several engines that share tiers: what one stored the others hit, nobody writes it again, and nothing is left."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -177,10 +178,16 @@ def long_replay(tmp_path, trace_file):
     try:
         yield process
     finally:
-        for pid in descendants(process.pid):
-            os.kill(pid, signal.SIGKILL)
+        send_all(descendants(process.pid), signal.SIGKILL)
         process.kill()
         process.communicate()
+
+
+def send_all(processes: Iterable[int], number: signal.Signals) -> None:
+    """Send a signal to all of them that are still there: the one that populates a region ends by itself."""
+    for pid in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def everybody(process: subprocess.Popen) -> list[int]:
@@ -210,7 +217,6 @@ def test_ctrl_c_gives_the_report_so_far_and_leaves_no_process(long_replay) -> No
 def test_a_replay_that_is_killed_takes_all_its_processes_with_it(long_replay, stopped) -> None:
     processes = everybody(long_replay)
     if stopped:
-        for pid in processes:
-            os.kill(pid, signal.SIGSTOP)
+        send_all(processes, signal.SIGSTOP)
     long_replay.kill()
     wait_until(lambda: not any(map(is_running, processes)))
