@@ -75,6 +75,13 @@ def test_a_killed_prefault_program_costs_speed_only(machine, stuck_populate):
     assert manager.do("region.view[-1]") == 9
 
 
+def test_a_prefault_program_that_is_stopped_ends_with_its_engine_too(machine, stuck_populate, wait_until_gone):
+    manager, _, prefault = start(machine, stuck_populate, "during pre-fault")
+    os.kill(prefault, signal.SIGSTOP)
+    manager.kill()
+    wait_until_gone(prefault)
+
+
 def test_a_region_closed_during_prefault_ends_the_program(machine, stuck_populate, wait_until_gone):
     manager, _, prefault = start(machine, stuck_populate, "during pre-fault")
     manager.do("region.close()")

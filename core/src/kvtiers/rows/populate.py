@@ -4,7 +4,8 @@ Run by its path, in a process of its own (``prefault.py`` starts it): the system
 engine's interpreter for seconds. It imports little, so that it starts in a few hundredths of a second.
 
 It gets the region's descriptor and nothing else, says on standard output how far it came (``populated BYTES``, then
-``done METHOD`` or ``failed TEXT``), and ends when standard input does: with the process that started it.
+``done METHOD`` or ``failed TEXT``), and ends when standard input does: with the process that started it, and with that
+process also if it is stopped, when it could not see that.
 """
 
 import ctypes
@@ -16,6 +17,7 @@ import threading
 
 MADV_POPULATE_WRITE = 23  # Linux 5.14
 PIECE_BYTES = 64 << 20
+_PR_SET_PDEATHSIG, _SIGKILL = 1, 9  # signal.SIGKILL without what its module imports
 
 
 class Populator:
@@ -107,6 +109,8 @@ def main(arguments: list[str]) -> int:
     """Populate: descriptor, bytes, bytes a piece, threads, madvise's advice."""
     fd, nbytes, piece_bytes, threads, advice = map(int, arguments)
     be_the_first_to_go()
+    if sys.platform == "linux":  # the thread that started this lives until it has ended this
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
     threading.Thread(target=end_with_parent, daemon=True).start()
     populator = Populator(fd, nbytes, piece_bytes, advice)
     workers = [threading.Thread(target=populator.work) for _ in range(threads)]
