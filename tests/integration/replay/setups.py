@@ -43,10 +43,20 @@ def named(pid: int, name: str) -> list[int]:
 
 def is_running(pid: int) -> bool:
     """Whether there is such a process, and it is no zombie."""
+    return state_of(pid) not in "ZX"
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether there is such a process, and a signal has stopped it."""
+    return state_of(pid) == "T"
+
+
+def state_of(pid: int) -> str:
+    """The kernel's letter for what it does; X, dead, if there is no such process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return "X"
 
 
 def wait_until(what, seconds: float = WAIT_SECONDS) -> None:
