@@ -180,7 +180,7 @@ def long_replay(tmp_path, trace_file):
     finally:
         send_all(descendants(process.pid), signal.SIGKILL)
         process.kill()
-        process.communicate()
+        process.communicate(timeout=60)
 
 
 def send_all(processes: Iterable[int], number: signal.Signals) -> None:
