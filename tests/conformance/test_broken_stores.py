@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
 FILE = Path(__file__).parent / "broken" / "broken_stores.py"
 CAUGHT_BY = runpy.run_path(str(FILE))["CAUGHT_BY"]
 
 
 @pytest.fixture(scope="module")
 def report(run_kit):
-    return run_kit(FILE)
+    return run_kit(FILE, path=[ROOT])
 
 
 @pytest.mark.parametrize("store", CAUGHT_BY)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.stores import DictStore
 
 from kvtiers.api import ChunkStore, Finding, StoreEntry, StoreFull
 from kvtiers.testing import ChunkStoreTests
@@ -45,28 +46,8 @@ def caught_by(*tests, by_chance=(), **attributes):
     return make
 
 
-class Memory(ChunkStore):
-    """Values in a dictionary; keeps every promise."""
-
-    def __init__(self):
-        self.values = {}
-
-    def read_into(self, name, dst):
-        value = self.values.get(name)
-        if value is None or len(value) != len(dst):
-            return False
-        dst[:] = value
-        return True
-
-    def write(self, name, src):
-        self.values[name] = bytes(src)
-
-    def exists(self, names):
-        return [name in self.values for name in names]
-
-    def delete(self, names):
-        for name in names:
-            self.values.pop(name, None)
+class Memory(DictStore):
+    """Keeps every promise."""
 
 
 class Folder(ChunkStore):

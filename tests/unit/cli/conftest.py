@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from tests import stores
 
 from kvtiers.cli.main import cli
 
@@ -17,30 +18,14 @@ KVTIERS = Path(sys.executable).with_name("kvtiers")
 
 _numbers = itertools.count()
 
-DICT_STORE = """
+DICT_STORE = f"""
+{Path(stores.__file__).read_text(encoding="utf-8")}
 from pathlib import Path
-from kvtiers.api import ChunkStore, ConfigError, Finding, StoreEntry, StoreFull
+from kvtiers.api import ConfigError, Finding, StoreEntry, StoreFull
 
-class Store(ChunkStore):
+class Store(DictStore):
     def __init__(self, *values):
         self.values = dict(values)
-
-    def read_into(self, name, dst):
-        value = self.values.get(name)
-        if value is None or len(value) != len(dst):
-            return False
-        dst[:] = value
-        return True
-
-    def write(self, name, src):
-        self.values[name] = bytes(src)
-
-    def exists(self, names):
-        return [name in self.values for name in names]
-
-    def delete(self, names):
-        for name in names:
-            self.values.pop(name, None)
 """
 
 

@@ -1,7 +1,7 @@
 """The record of a bump, and the names that follow from it."""
 
 import pytest
-from tests.unit.stores import DictStore
+from tests.stores import DictStore
 
 from kvtiers.api import ChunkCorrupt
 from kvtiers.rows.epoch import is_record, new_epoch, read_epoch, write_epoch

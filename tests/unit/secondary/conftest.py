@@ -7,7 +7,7 @@ from collections import deque
 from types import SimpleNamespace
 
 import pytest
-from tests.unit import stores
+from tests import stores
 
 from kvtiers.api import ChunkStore, StoreFull, make_offload_key
 from kvtiers.rows.names import StorageNames

@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from tests.unit.stores import DictStore
+from tests.stores import DictStore
 
 from kvtiers.api import make_offload_key
 from kvtiers.rows.names import StorageNames
