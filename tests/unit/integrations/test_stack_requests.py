@@ -1,5 +1,6 @@
 """Whose KV a request's is, and when nobody can tell; and plans, which end when every rank has reported."""
 
+import shutil
 import time
 from collections import Counter
 from threading import Event, Lock
@@ -189,6 +190,15 @@ def test_files_that_were_old_when_the_request_came_may_be_looked_at_late(version
     all_answered(looks)
     assert request.keys is not None
     looks.close()
+
+
+def test_an_adapter_that_is_not_there_is_looked_at_all_the_same(book, looks, tmp_path):
+    lora = adapter(tmp_path / "one")
+    shutil.rmtree(tmp_path / "one")
+    request = opened(book, "one", lora)
+    all_answered(looks)
+    assert request.look.looked.is_set(), "whoever loads it would wait a second for a look that has ended"
+    assert request.keys is None
 
 
 def test_an_adapter_that_vllm_loads_without_a_request_is_known_by_what_it_was_then(book, looks, tmp_path):

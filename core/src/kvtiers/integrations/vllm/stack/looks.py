@@ -68,7 +68,7 @@ class AdapterLook:
         self.number: int = lora.lora_int_id
         self.digest = b""
         self.looked = threading.Event()
-        """Set when the files have been looked at; digesting them takes longer."""
+        """Set when the files have been looked at, or cannot be; digesting them takes longer."""
         self._looks = looks
         self._lora = lora
         self._arrived = arrived
@@ -105,6 +105,7 @@ class AdapterLook:
         try:
             files = Files.of(self._lora)
         except OSError as error:
+            self.looked.set()
             adapters.lose(self._lora, f"{type(error).__name__}: {error}")
         else:
             self.looked.set()
