@@ -4,7 +4,7 @@ import threading
 import time
 
 import pytest
-from tests.unit.stores import DictStore
+from tests.stores import DictStore
 
 from kvtiers.api import LookupResult, TierConfig, make_offload_key
 from kvtiers.integrations.vllm.driver import TierDriver
@@ -19,6 +19,7 @@ ROW, VALUE, ROWS = 4096, 8192, 16
 NAMES = StorageNames("test/model-0123456789abcdef01234567/", b"layout-1")
 KEYS = [make_offload_key(bytes([number]) * 32, 0) for number in range(8)]
 PATIENCE = 60.0
+LOOKUP_WAIT = 0.02
 
 
 class Store(DictStore):
@@ -75,7 +76,7 @@ class Bench:
         self.tier = ChunkStoreTier(config, backend, self.clock)
         assert self.tier.wait_open(PATIENCE) == ""
         self.slot = TierSlot(0, self.tier, TierOptions("test", config.read_only, deadline=config.deadline))
-        self.driver = TierDriver(self.slot, 0.02, self._close, [32], load_wait, self.clock, self.rests.append)
+        self.driver = TierDriver(self.slot, LOOKUP_WAIT, self._close, [32], load_wait, self.clock, self.rests.append)
         self.driver.request_started("a", None)
         self.until(self.slot.available)
 
@@ -117,8 +118,14 @@ class Bench:
 
 
 @pytest.fixture
-def bench():
-    bench = Bench(load_wait=1e6)
+def load_wait():
+    """Seconds that a request waits for loads; None: auto."""
+    return 1e6
+
+
+@pytest.fixture
+def bench(load_wait):
+    bench = Bench(load_wait)
     yield bench
     bench.store.gate.set()
     bench.driver.close(PATIENCE)
@@ -255,72 +262,50 @@ def test_a_request_that_was_never_announced_is_answered(bench):
     bench.driver.request_finished("somebody")
 
 
-def test_a_load_that_takes_too_long_lets_go_of_its_rows_and_is_reported_while_its_call_still_runs():
-    bench = Bench(load_wait=0.5)
-    try:
-        bench.store_rows(KEYS[:2], [3, 5])
-        bench.driver.request_started("b", None)
-        assert bench.lookup(KEYS[0]) is HIT
-        bench.store.gate.clear()
-        bench.store.reading.clear()
-        bench.driver.submit(2, KEYS[:2], [7, 8], "a", is_promotion=True)
-        bench.until(bench.store.reading.is_set)
-        bench.clock.now += 0.4
-        bench.step()
-        assert bench.driver.has_jobs(), "it has not waited long enough yet"
-        bench.clock.now += 0.2
-        assert not bench.result(2).success
-        assert not bench.driver.has_jobs()
-        assert bench.driver.wait_expired == 2
-        assert [bench.driver.lookup(key, "a") for key in KEYS[:2]] == [MISS, MISS], "for good"
-        assert bench.driver.lookup(KEYS[0], "b") is MISS, "nobody else is made to wait for it, for a while"
-        assert bench.driver.recomputed_cheaper == 1
+@pytest.mark.parametrize("load_wait", [0.5])
+def test_a_load_that_takes_too_long_lets_go_of_its_rows_and_is_reported_while_its_call_still_runs(bench):
+    bench.store_rows(KEYS[:2], [3, 5])
+    bench.driver.request_started("b", None)
+    assert bench.lookup(KEYS[0]) is HIT
+    bench.store.gate.clear()
+    bench.store.reading.clear()
+    bench.driver.submit(2, KEYS[:2], [7, 8], "a", is_promotion=True)
+    bench.until(bench.store.reading.is_set)
+    bench.clock.now += 0.4
+    bench.step()
+    assert bench.driver.has_jobs(), "it has not waited long enough yet"
+    bench.clock.now += 0.2
+    assert not bench.result(2).success
+    assert not bench.driver.has_jobs()
+    assert bench.driver.wait_expired == 2
+    assert [bench.driver.lookup(key, "a") for key in KEYS[:2]] == [MISS, MISS], "for good"
+    assert bench.driver.lookup(KEYS[0], "b") is MISS, "nobody else is made to wait for it, for a while"
+    assert bench.driver.recomputed_cheaper == 1
 
-        bench.memory[7 * ROW : 9 * ROW] = bytes([99]) * 2 * ROW  # the rows are another chunk's by now
-        bench.store.gate.set()
-        bench.until(lambda: not bench.tier.stats()["queued_loads"] and bench.tier.drain(PATIENCE))
-        assert bench.memory[7 * ROW : 9 * ROW] == bytes([99]) * 2 * ROW
-        assert bench.slot.available(), "slow is not broken"
-        bench.clock.now += 2.0
-        assert bench.lookup(KEYS[0], "b") is HIT
-    finally:
-        bench.store.gate.set()
-        bench.driver.close(PATIENCE)
+    bench.memory[7 * ROW : 9 * ROW] = bytes([99]) * 2 * ROW  # the rows are another chunk's by now
+    bench.store.gate.set()
+    bench.until(lambda: not bench.tier.stats()["queued_loads"] and bench.tier.drain(PATIENCE))
+    assert bench.memory[7 * ROW : 9 * ROW] == bytes([99]) * 2 * ROW
+    assert bench.slot.available(), "slow is not broken"
+    bench.clock.now += 2.0
+    assert bench.lookup(KEYS[0], "b") is HIT
 
 
-def test_a_request_waits_for_loads_as_long_as_computing_them_takes():
-    bench = Bench()
-    try:
+@pytest.mark.parametrize("load_wait", [None])
+@pytest.mark.parametrize("seconds_per_token", [None, 0.01], ids=["until computing has been measured", "as computing"])
+def test_a_request_waits_for_loads_as_long_as_computing_takes_or_else_as_for_answers(bench, seconds_per_token):
+    if seconds_per_token:
         bench.driver.end_step(["a"])
-        bench.clock.now += 0.64
+        bench.clock.now += 64 * seconds_per_token
         bench.driver.end_step()
-        bench.store_rows(KEYS[:2], [3, 5])  # 64 tokens in 0.64 s
-        bench.store.gate.clear()
-        bench.driver.submit(2, KEYS[:1], [7], "a", is_promotion=True)
-        bench.clock.now += 0.31
-        bench.step()
-        assert bench.driver.has_jobs()
-        bench.clock.now += 0.02
-        assert not bench.result(2).success
-    finally:
-        bench.store.gate.set()
-        bench.driver.close(PATIENCE)
-
-
-def test_until_it_is_known_what_computing_takes_a_request_waits_for_loads_as_long_as_for_answers():
-    bench = Bench()
-    try:
-        bench.store_rows(KEYS[:1], [3])
-        bench.store.gate.clear()
-        bench.driver.submit(2, KEYS[:1], [7], "a", is_promotion=True)
-        bench.clock.now += 0.019
-        bench.step()
-        assert bench.driver.has_jobs()
-        bench.clock.now += 0.002
-        assert not bench.result(2).success
-    finally:
-        bench.store.gate.set()
-        bench.driver.close(PATIENCE)
+    bench.store_rows(KEYS[:2], [3, 5])  # 64 tokens
+    bench.store.gate.clear()
+    bench.driver.submit(2, KEYS[:1], [7], "a", is_promotion=True)
+    bench.clock.now += (32 * seconds_per_token if seconds_per_token else LOOKUP_WAIT) - 0.001
+    bench.step()
+    assert bench.driver.has_jobs()
+    bench.clock.now += 0.002
+    assert not bench.result(2).success
 
 
 def test_steps_in_which_nothing_is_computed_leave_loads_some_time_and_others_do_not(bench):
