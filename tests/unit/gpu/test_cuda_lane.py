@@ -345,3 +345,18 @@ def test_events_are_used_again(monkeypatch):
         rig.finish(*rig.job(METHODS[job % 3], range(20), range(5)))
         made.append(sum(event in rig.device.recorded for event in range(10, 10_000)) - job)
     assert made[-1] == made[5]  # but for the engine's own mark of each job
+
+
+@pytest.mark.parametrize("urgent", [False, True])
+def test_bulk_copies_have_the_lowest_priority_and_staging_kernels_do_not(monkeypatch, urgent):
+    priorities = []
+
+    def stream(_, *, priority):
+        priorities.append(priority)
+        return SimpleNamespace(cuda_stream=len(priorities))
+
+    rig = Rig(monkeypatch, 0, to_rows=True)
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    ring = torch.zeros(3 * 4096, dtype=torch.uint8)
+    CudaLane(rig.device, ring, to_rows=True, slots=3, urgent=urgent, staging_programs=2, direct_programs=2)
+    assert priorities == ([-1] if urgent else [0, -1, -1, -1])  # CUDA's lowest is 0, and its default
