@@ -26,7 +26,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -34,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from peers.busy_loop import busy_process, busy_thread
 from peers.processes import children, private_mb, processor_seconds
 from peers.s3_lanes import (
     JOB_BYTES,
@@ -92,38 +92,6 @@ def tier_lane(tier: Any) -> Lane:
         assert all(result.success for result in results), results
 
     return (lambda keys: run(keys, is_load=False)), (lambda keys: run(keys, is_load=True))
-
-
-@contextlib.contextmanager
-def busy_thread() -> Iterator[None]:
-    """Run pure Python in a thread of this process, as an engine's scheduler does."""
-    stop = threading.Event()
-
-    def spin() -> None:
-        number = 0
-        while not stop.is_set():
-            number = (number * 31 + 7) % 1_000_003
-
-    thread = threading.Thread(target=spin)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-
-
-@contextlib.contextmanager
-def busy_process() -> Iterator[None]:
-    """Run the same loop in a process that has nothing to do with ours."""
-    code = "n = 0\nprint(flush=True)\nwhile True:\n    n = (n * 31 + 7) % 1_000_003"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
-        assert process.stdout
-        process.stdout.readline()
-        try:
-            yield
-        finally:
-            process.kill()
 
 
 def hosts() -> list[int]:

@@ -1,12 +1,14 @@
 """What engines are measured with, and beside: a loop of pure Python, here or in an unrelated process."""
 
+import contextlib
 import json
 import mmap
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 STEP_SECONDS = 0.01
@@ -109,3 +111,35 @@ def be_other_loop(memory: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     print(json.dumps(be_other_loop(int(sys.argv[1]))))
+
+
+@contextlib.contextmanager
+def busy_thread() -> Iterator[None]:
+    """Run pure Python in a thread of this process, as an engine's scheduler does."""
+    stop = threading.Event()
+
+    def spin() -> None:
+        number = 0
+        while not stop.is_set():
+            number = (number * 31 + 7) % 1_000_003
+
+    thread = threading.Thread(target=spin)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def busy_process() -> Iterator[None]:
+    """Run the same loop in a process that has nothing to do with ours."""
+    code = "n = 0\nprint(flush=True)\nwhile True:\n    n = (n * 31 + 7) % 1_000_003"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        process.stdout.readline()
+        try:
+            yield
+        finally:
+            process.kill()
