@@ -1,17 +1,25 @@
 """What processes take, as the kernel counts it."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 
 def children() -> list[int]:
     """Return the process ids of this process's children."""
-    tasks = Path("/proc/self/task").iterdir()
-    return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+    return [int(pid) for text in _of_threads("self", "children") for pid in text.split()]
 
 
 def processor_seconds(pid: int) -> float:
     """Return the processor time of all threads of a process, to the nanosecond."""
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir()) / 1e9
+    return sum(int(text.split()[0]) for text in _of_threads(pid, "schedstat")) / 1e9
+
+
+def _of_threads(process: int | str, name: str) -> Iterator[str]:
+    """Read the kernel's file of this name for each thread of a process that does not end meanwhile."""
+    for task in Path(f"/proc/{process}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            yield (task / name).read_text()
 
 
 def private_mb(pid: int) -> float:
