@@ -10,6 +10,7 @@ from kvtiers.api import JobResult, LookupResult, SecondaryTierManager, TierConfi
 from kvtiers.base import RequestContext
 from kvtiers.rows.names import StorageNames
 from kvtiers.secondary.sealing import SealedTier
+from kvtiers.tiering.results import is_of
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 REQUEST = RequestContext("r")
@@ -181,13 +182,28 @@ def test_two_values_that_a_tier_swapped_are_both_left_out(kit, made, keys):
     assert list(result.successful_keys) == keys[2:]
 
 
-def test_keys_that_are_not_of_the_job_reach_the_manager_which_judges_them(kit, made, keys):
+@pytest.mark.parametrize("success", [True, False])
+@pytest.mark.parametrize("named", ["another's", "the engine's", "some of each", "none at all", "a number"])
+def test_keys_that_are_not_of_the_job_reach_the_manager_which_refuses_them(kit, made, keys, named, success):
+    """Above all the engine's own keys, which no tier is given: the manager knows them, and nothing was checked."""
     tier, inner = made()
     store(kit, tier, inner, keys)
-    tier.submit_load(job(keys, promotion=True))
-    inner.move(success=False, keys=[b"never heard of"])
+    loading = job(keys, promotion=True)
+    tier.submit_load(loading)
+    good = list(inner.values)
+    inner.values = {name: bytes(kit.VALUE) for name in inner.values}
+    ours = {
+        "another's": [b"never heard of"],
+        "the engine's": keys,
+        "some of each": [good[0], keys[1]],
+        "none at all": [[]],
+        "a number": 5,
+    }
+    inner.move(success=success, keys=ours[named])
     (result,) = finish(kit, tier)
-    assert list(result.successful_keys) == [b"never heard of"]
+    assert result.job_id == loading.job_id
+    assert not is_of(loading, result)
+    assert not tier._jobs
 
 
 def test_a_second_result_never_passes_unchecked_and_reaches_the_manager(kit, made, keys):
@@ -202,6 +218,45 @@ def test_a_second_result_never_passes_unchecked_and_reaches_the_manager(kit, mad
     kit.wait_until(lambda: results.extend(tier.get_finished_jobs()) or len(results) == 2, "two results")
     assert [result.job_id for result in results] == [loading.job_id] * 2
     assert not any(result.success or result.successful_keys for result in results)
+
+
+@pytest.mark.parametrize("lie", [None, "done", JobResult([1], success=True)], ids=["none", "a word", "no id"])
+def test_what_is_no_result_reaches_the_manager_and_the_results_beside_it_are_not_lost(kit, made, keys, lie):
+    tier, inner = made()
+    for _ in range(2):
+        tier.submit_store(job(keys))
+    kit.wait_until(lambda: tier.on_schedule_end() or len(inner.waiting) == 2, "both jobs' hand-over")
+    inner.move()
+    inner.results.append(lie)
+    inner.move()
+    first, between, last = tier.get_finished_jobs()
+    assert between is lie
+    assert [first.success, last.success] == [True, True]
+    assert not tier._jobs
+
+
+def test_results_that_came_before_an_exception_are_not_lost(kit, made, keys):
+    tier, inner = made()
+    tier.submit_store(job(keys))
+    handed_over(kit, tier, inner)
+    inner.move()
+    told = list(inner.results)
+
+    def results():
+        yield from told
+        told.clear()
+        raise OSError("no more")
+
+    inner.get_finished_jobs = results
+    bad = TransferJob(next(_ids), keys[:1], memoryview(array("i", [10_000])), False, REQUEST)
+    tier.submit_store(bad)
+    tier._sealer.settle(kit.PATIENCE)
+    (result,) = tier.get_finished_jobs()
+    assert result.success
+    (result,) = tier.get_finished_jobs()
+    assert result.job_id == bad.job_id, "what comes from core's own thread needs no tier"
+    with pytest.raises(OSError, match="no more"):
+        tier.get_finished_jobs()
 
 
 def test_a_submit_that_raises_is_a_failed_job_for_a_store_and_raises_for_a_load(kit, made, keys):
@@ -322,6 +377,19 @@ def test_a_drain_reports_every_job_and_says_what_was_dropped(kit, made, keys, lo
     tier.submit_store(job(keys))
     assert not tier.drain(0.05)
     assert log_lines("dropped") == "t: shutdown within 0.05s dropped 1 jobs with 4 chunks"
+
+
+def test_a_drain_that_raises_says_what_was_dropped_all_the_same(kit, made, keys, log_lines):
+    tier, inner = made()
+
+    def drain(timeout):
+        raise OSError("no way")
+
+    inner.drain = drain
+    tier.submit_store(job(keys))
+    assert not tier.drain(kit.PATIENCE)
+    assert log_lines("no way") == "t: its drain() failed: OSError: no way"
+    assert "dropped 1 jobs with 4 chunks" in log_lines("dropped")
 
 
 def test_figures_of_a_tier_that_raises_or_counts_nonsense_do_no_harm(made):

@@ -33,6 +33,7 @@ from kvtiers.secondary.views import ValueViews
 __all__ = ["SealedTier"]
 
 _CLOSE_SECONDS = 5.0
+_NO_KEYS = (b"",)  # of no job
 
 
 class SealedTier(SecondaryTierManager):
@@ -79,16 +80,19 @@ class SealedTier(SecondaryTierManager):
 
     def get_finished_jobs(self) -> Sequence[JobResult]:
         """Return the results that need no check, or have had theirs."""
-        finished: list[JobResult] = []
+        results = self._sealer.results
+        finished = [results.popleft() for _ in range(len(results))]
         tier = self._sealer.tier
         if tier is not None:
             self._hand_over(tier)
-            for result in tier.get_finished_jobs():
-                finished += self._reported(result)
-        results = self._sealer.results
-        finished += [results.popleft() for _ in range(len(results))]
+            try:
+                for result in tier.get_finished_jobs():
+                    finished += self._reported(result)
+            except Exception:
+                if not finished:  # else what has come goes first, or it were lost; a broken tier raises again
+                    raise
         for result in finished:
-            known = self._jobs.get(result.job_id)
+            known = self._job_of(result)
             if known is not None:
                 self._judge(known, ok=result.success or result.successful_keys is not None)
         return finished
@@ -149,7 +153,10 @@ class SealedTier(SecondaryTierManager):
         tier = self._sealer.tier
         if tier is not None:
             self._hand_over(tier)
-            tier.drain(max(0.0, until - time.monotonic()))
+            try:
+                tier.drain(max(0.0, until - time.monotonic()))
+            except Exception as error:  # noqa: BLE001 -- a tier is somebody else's code; what it dropped is still said
+                self._sealer.log(logging.WARNING, f"{self._name}: its drain() failed: {error_text(error)}")
         results = list(self.get_finished_jobs())
         self._sealer.settle(max(0.0, until - time.monotonic()))
         results += self.get_finished_jobs()
@@ -215,18 +222,25 @@ class SealedTier(SecondaryTierManager):
 
     def _reported(self, result: JobResult) -> list[JobResult]:
         """Return what may be passed on of the tier's own result; what it has loaded is checked first."""
-        known = self._jobs.get(result.job_id)
+        known = self._job_of(result)
         if known is None:
             return [result]  # nothing of ours: let the manager judge it
         if known.reported:
             return [JobResult(result.job_id, success=False)]  # the check's own result makes it the second one
         known.reported = True
-        good = result.successful_keys
-        lies = good is not None and not set(known.inner.keys).issuperset(good)
-        if known.job.is_promotion and (result.success or good) and not lies:
+        if not _is_of(known, result):
+            # Nor is this. As it is it may name the manager's keys, and would be believed though nothing was checked.
+            return [JobResult(result.job_id, success=False, successful_keys=_NO_KEYS)]
+        if known.job.is_promotion and (result.success or result.successful_keys):
             self._sealer.check(known, result)
             return []
         return [_outer(known, result)]
+
+    def _job_of(self, result: JobResult) -> SealedJob | None:
+        try:
+            return self._jobs.get(result.job_id)
+        except (AttributeError, TypeError):  # no result, or no id at all
+            return None
 
     def _judge(self, known: SealedJob, *, ok: bool) -> None:
         del self._jobs[known.job.job_id]
@@ -248,10 +262,18 @@ def _figures_of(tier: SecondaryTierManager) -> dict[str, float]:
         return {}
 
 
+def _is_of(known: SealedJob, result: JobResult) -> bool:
+    """Say whether the keys that a result names are those that the tier was given."""
+    try:
+        return result.successful_keys is None or set(known.inner.keys).issuperset(result.successful_keys)
+    except TypeError:
+        return False
+
+
 def _outer(known: SealedJob, result: JobResult) -> JobResult:
     """Return a result in the manager's keys."""
     if result.successful_keys is None:
         return result
     outer = dict(zip(known.inner.keys, known.job.keys, strict=True))
-    keys = [outer.get(key, key) for key in result.successful_keys]
+    keys = [outer[key] for key in result.successful_keys]
     return JobResult(result.job_id, result.success, keys, result.nbytes, result.seconds)
