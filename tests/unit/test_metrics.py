@@ -116,6 +116,19 @@ def test_a_tiers_own_figures_are_gauges_of_their_own_whatever_they_are_called():
     assert families["kvtiers_tier_own_hits"].type == "gauge"
 
 
+@pytest.mark.parametrize(
+    "name", ["hits_total", "hits_created", "promotion_latency_seconds", "promotion_latency_seconds_bucket"]
+)
+def test_an_own_figure_never_has_a_name_that_prometheus_makes_of_one_of_cores(name):
+    own = {name: 55.0, "hits_of_mine": 7.0}
+    families, values = scraped(figures(own))
+    assert values[f"kvtiers_tier_own_{name}", "fs", None] == 55
+    assert values["kvtiers_tier_hits_of_mine", "fs", None] == 7
+    assert values["kvtiers_tier_hits_total", "fs", None] == 3
+    assert families["kvtiers_tier_hits"].type == "counter"
+    assert families["kvtiers_tier_promotion_latency_seconds"].type == "histogram"
+
+
 def test_an_own_figure_that_is_no_number_is_left_out():
     _, values = scraped(figures({"state": "good", "depth": 3}))
     assert values["kvtiers_tier_depth", "fs", None] == 3

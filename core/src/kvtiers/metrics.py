@@ -138,7 +138,9 @@ _GAUGES = {
     "out_of_use",
     "generation",
 }
-_CORE_NAMES = frozenset(TierMetrics.__slots__)
+_ENDINGS = ("", "_total", "_created", "_seconds", "_seconds_bucket", "_seconds_count", "_seconds_sum")
+_CORE_NAMES = frozenset(name + ending for name in TierMetrics.__slots__ for ending in _ENDINGS)
+"""Of core's figures of a tier, and of all that Prometheus makes of them: a name that comes twice spoils the page."""
 
 
 def export(stats: Callable[[], Mapping[str, Any]], registry: Any = None) -> Any:
