@@ -362,6 +362,22 @@ def test_a_host_that_cannot_be_waited_for_is_not_kept(ends, kit, monkeypatch, lo
     monkeypatch.undo()
 
 
+def test_an_engine_without_a_descriptor_left_tries_again_later_and_not_all_the_time(ends, kit, monkeypatch, log_lines):
+    tries = []
+
+    def socketpair():
+        tries.append(1)
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvtiers.secondary.launcher.socket.socketpair", socketpair)
+        ends.processes[0].kill()
+        assert "its host cannot be started: OSError: [Errno 24]" in log_lines("cannot be started")
+        kit.wait_until(lambda: len(tries) >= 4, "the fourth try")
+        assert ends.process.delay >= 8 * 0.01
+    kit.wait_until(lambda: len(ends.processes) == 2, "the next life")
+
+
 def test_an_end_is_told_once(ends):
     ends.hosts[0].say(Opened())
     ends.poll(until=Opened)

@@ -151,18 +151,19 @@ class HostLauncher:
 
     def _spawn(self, host: HostProcess) -> None:
         started = time.monotonic()
-        ours, theirs = socket.socketpair()
+        pair: tuple[socket.socket, ...] = ()
         try:
+            ours, theirs = pair = socket.socketpair()
             hello = host.hello()
             life = self._begin(host, HostLife(self._fork(host, theirs), ours, started))
-        except Exception as error:  # noqa: BLE001 -- no memory, no processes, no interpreter: it is tried again
-            ours.close()
+        except Exception as error:  # noqa: BLE001 -- no descriptors, memory, processes, interpreter: it is tried again
+            for end in pair:
+                end.close()
             host.trouble = f"its host cannot be started: {error_text(error)}"
             self._back_off(host, 0.0)
             self._log(logging.WARNING, f"{host.name}: {host.trouble}; next try in {host.delay:g}s")
             return
-        finally:
-            theirs.close()
+        theirs.close()
         with contextlib.suppress(OSError):  # it has ended already: the waiter says so
             ours.sendall(hello)
         ours.setblocking(False)
