@@ -66,6 +66,19 @@ def valkey_server(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def full_server(tmp_path_factory):
+    """A server without room, except what others' values have that it may evict."""
+    server = servers.Server(tmp_path_factory.mktemp("full"), "--maxmemory-policy", "volatile-lru").start()
+    with server.client() as client, client.pipeline() as pipe:
+        for number in range(4096):
+            pipe.set(f"other:{number}", bytes(32768), ex=3600)
+        pipe.execute()
+        client.config_set("maxmemory", client.info("memory")["used_memory"])
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
 def shared_cluster(tmp_path_factory):
     cluster = servers.Cluster(tmp_path_factory.mktemp("cluster")).start()
     yield cluster

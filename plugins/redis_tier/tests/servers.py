@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import redis
@@ -138,21 +139,26 @@ class Server:
         self._process = None
 
 
+def url_of(servers: Sequence[Server]) -> str:
+    return ",".join([servers[0].url, *(server.url.partition("//")[2] for server in servers[1:])])
+
+
 class Cluster:
     """Masters with a replica each, or without, and all slots assigned."""
 
-    def __init__(self, folder: Path, *, masters: int = 3, replicas: int = 0) -> None:
+    def __init__(self, folder: Path, *, masters: int = 3, replicas: int = 0, tls: "Tls | None" = None) -> None:
         # Without replicas nobody is to take over, and a node that a busy machine keeps waiting is no lost one.
         timeout = "2000" if replicas else "30000"
         options = ["--cluster-enabled", "yes", "--cluster-node-timeout", timeout, "--cluster-config-file", "nodes.conf"]
         options += ["--cluster-replica-validity-factor", "0", "--repl-diskless-sync-delay", "0"]
-        self.nodes = [Server(folder / f"node{i}", *options) for i in range(masters * (1 + replicas))]
+        options += ["--tls-cluster", "yes"] if tls is not None else []
+        self.nodes = [Server(folder / f"node{i}", *options, tls=tls) for i in range(masters * (1 + replicas))]
         self.masters = self.nodes[:masters]
         self.replicas = self.nodes[masters:]
 
     @property
     def url(self) -> str:
-        return "redis://" + ",".join(f"127.0.0.1:{node.port}" for node in self.masters)
+        return url_of(self.masters)
 
     def start(self) -> "Cluster":
         for node in self.nodes:
@@ -200,15 +206,16 @@ class Sentinels:
 
     name = "kv"
 
-    def __init__(self, folder: Path) -> None:
-        options = ["--repl-diskless-sync-delay", "0"]
-        self.master = Server(folder / "master", *options)
-        self.replica = Server(folder / "replica", *options, "--replicaof", f"127.0.0.1 {self.master.port}")
+    def __init__(self, folder: Path, *, tls: "Tls | None" = None) -> None:
+        options = ["--repl-diskless-sync-delay", "0", *(tls.replica_options if tls is not None else [])]
+        self.tls = tls
+        self.master = Server(folder / "master", *options, tls=tls)
+        self.replica = Server(folder / "replica", *options, "--replicaof", f"127.0.0.1 {self.master.port}", tls=tls)
         self.sentinels = [_Sentinel(folder / f"sentinel{i}", self) for i in range(3)]
 
     @property
     def url(self) -> str:
-        return "redis://" + ",".join(f"127.0.0.1:{sentinel.port}" for sentinel in self.sentinels)
+        return url_of(self.sentinels)
 
     def start(self) -> "Sentinels":
         self.master.start()
@@ -226,15 +233,18 @@ class Sentinels:
 
 class _Sentinel(Server):
     def __init__(self, folder: Path, of: Sentinels) -> None:
-        super().__init__(folder, binary=program("redis-sentinel"))
+        super().__init__(folder, binary=program("redis-sentinel"), tls=of.tls)
         self._name = of.name
         file = folder / "sentinel.conf"
-        file.write_text(
-            f"port {self.port}\nbind 127.0.0.1\ndir {folder}\n"
-            f"sentinel monitor {of.name} 127.0.0.1 {of.master.port} 2\n"
-            f"sentinel down-after-milliseconds {of.name} 2000\nsentinel failover-timeout {of.name} 3000\n"
-        )
+        lines = [f"port {self.port}"] if of.tls is None else [f"port 0\ntls-port {self.port}", *of.tls.sentinel_lines]
+        lines += [f"bind 127.0.0.1\ndir {folder}\nsentinel monitor {of.name} 127.0.0.1 {of.master.port} 2"]
+        lines += [f"sentinel down-after-milliseconds {of.name} 2000\nsentinel failover-timeout {of.name} 3000"]
+        lines += [f"sentinel auth-user {of.name} admin\nsentinel auth-pass {of.name} secret"] if of.tls else []
+        file.write_text("\n".join(lines) + "\n")
         self._options = [str(file)]
+
+    def client(self, **options) -> redis.Redis:
+        return super().client(**({"username": "watcher", "password": "watch-secret"} if self.tls else {}), **options)
 
     def sees(self) -> tuple[int, int]:
         """Return how many replicas and how many other Sentinels it knows."""
@@ -266,6 +276,21 @@ class Tls:
             *("--tls-cert-file", str(folder / "server.crt"), "--tls-key-file", str(folder / "server.key")),
             *("--tls-ca-cert-file", str(self.ca), "--tls-auth-clients", "yes" if ask_clients else "no"),
             *("--aclfile", str(self.acl)),
+        ]
+
+    @property
+    def replica_options(self) -> list[str]:
+        """Return what a server needs besides to follow another one."""
+        return ["--tls-replication", "yes", "--masteruser", "admin", "--masterauth", "secret"]
+
+    @property
+    def sentinel_lines(self) -> list[str]:
+        """Return the lines for Sentinels with TLS and a user of their own."""
+        words = self.server_options[: self.server_options.index("--aclfile")]
+        return [
+            *(f"{option.removeprefix('--')} {value}" for option, value in zip(words[::2], words[1::2], strict=True)),
+            "tls-replication yes\nuser default off\nuser watcher on >watch-secret ~* &* +@all",
+            "sentinel sentinel-user watcher\nsentinel sentinel-pass watch-secret",
         ]
 
     @property

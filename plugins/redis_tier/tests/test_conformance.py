@@ -79,6 +79,25 @@ class TestRedisStoreOverTlsAsARestrictedUser(ChunkStoreTests):
         )
 
 
+class TestRedisStoreOnAFullServerThatEvicts(ChunkStoreTests):
+    """What has a ``ttl`` makes room for each of the kit's values, which have none and stay."""
+
+    store_class = RedisStore
+
+    @pytest.fixture
+    def open_store(self, full_server):
+        return opener(full_server.url)
+
+    def test_there_is_no_room(self, open_store, full_server):
+        before = full_server.info("stats")["evicted_keys"]
+        store = open_store()
+        try:
+            store.write("ns/one", memoryview(bytes(1 << 20)))
+        finally:
+            store.close()
+        assert full_server.info("stats")["evicted_keys"] > before
+
+
 class TestRedisPlugin(TierPluginTests):
     @pytest.fixture
     def tier_options(self, single):

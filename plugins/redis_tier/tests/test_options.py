@@ -71,6 +71,8 @@ def test_a_mistake_is_one_clear_line(problem, options):
 def test_a_timeout_is_never_longer_than_the_deadline():
     assert config(timeout="1m", deadline="20s").reply_seconds == 20
     assert config(timeout="5s", deadline="20s").reply_seconds == 5
+    assert config(connect_timeout="1m", deadline="20s").connect_seconds == 20
+    assert config(connect_timeout="5s", deadline="20s").connect_seconds == 5
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,13 @@
 """TLS, users, passwords: who is let in, who is believed, and what is never printed."""
 
 import logging
+import re
 import tracemalloc
+from pathlib import Path
 
 import pytest
-from redis_servers import Server, Tls
+from redis_servers import Cluster, Sentinels, Server, Tls, wait_until
+from redis_traffic import content_of, read_all, works, write_all
 
 from kvtiers_redis.store import RedisStore
 
@@ -30,6 +33,15 @@ def options_for(server, **options):
     tls = server.tls
     user = {"username": "kv", "password": "tier-secret", "prefix": "kv:"}
     return {"tls_ca": tls.ca, "tls_cert": tls.cert, "tls_key": tls.key, **user, **options}
+
+
+@pytest.fixture
+def readme_user():
+    """Return the words of the README's ACL for the tier's user, and those that it adds for a Cluster."""
+    text = Path(__file__).parents[1].joinpath("README.md").read_text()
+    [words] = re.findall(r"^ACL SETUSER kvtiers on >PASSWORD (.*)$", text, re.MULTILINE)
+    [more] = re.findall(r"^(`.*) besides for a Cluster", text, re.MULTILINE)
+    return words.split(), re.findall(r"`(.*?)`", more)
 
 
 def refused(tier, url, match, **options) -> str:
@@ -149,3 +161,47 @@ def test_reading_and_writing_with_tls_makes_no_copy_of_a_value(tier, tls_server,
     finally:
         tracemalloc.stop()
         store.delete([name])
+
+
+def test_the_user_of_the_readme_may_do_all_that_the_tier_does(tier, start, readme_user, names, value, read):
+    server = start()
+    words, _ = readme_user
+    server.call("ACL SETUSER", "kvtiers", "on", ">x", *words)
+    options = {"username": "kvtiers", "password": "x", "prefix": "kv:", "ttl": "1h", "refresh_ttl": True}
+    store = tier.open(f"{server.url}/3", set_nx=True, **options)
+    [name] = names(1)
+    store.write(name, value(1))
+    store.write(name, value(2, 2))
+    assert read(store, name, 2) == bytes(value(2, 2))
+    assert [entry.name for entry in store.list("ns/")] == [name]
+    assert "permitted" not in str(store.diagnose(4096))
+    store.delete([name])
+    assert list(store.exists([name])) == [False]
+    assert not server.call("ACL LOG"), "nothing was refused"
+
+
+def test_a_cluster_with_tls_lets_in_the_user_of_the_readme(tier, tmp_path, start, readme_user, names):
+    cluster = start(Cluster, tls=Tls(tmp_path / "ca", ask_clients=True))
+    words, more = readme_user
+    for node in cluster.nodes:
+        node.call("ACL SETUSER", "kv", "reset", "on", ">tier-secret", *words, *more)
+    store = tier.open(cluster.url, topology="cluster", **options_for(cluster.nodes[0]))
+    many = names(30)
+    assert all(write_all(store, many))
+    assert read_all(store, many) == [content_of(name) for name in many]
+    assert sorted(entry.name for entry in store.list("ns/")) == sorted(many)
+    assert not any(node.call("ACL LOG") for node in cluster.nodes), "nothing was refused"
+
+
+def test_sentinels_with_tls_and_a_user_of_their_own_are_asked_also_after_a_failover(tier, tmp_path, start, names):
+    sentinels = start(Sentinels, tls=Tls(tmp_path / "ca", ask_clients=True))
+    file = tmp_path / "watcher"
+    file.write_text("watch-secret\n")
+    options = options_for(sentinels.master, topology="sentinel", master=sentinels.name, sentinel_username="watcher")
+    refused(tier, sentinels.url, "(?i)no master found|username-password", **options, sentinel_password=CANARY)
+    store = tier.open(sentinels.url, **options, sentinel_password={"file": str(file)})
+    many = names(4)
+    assert all(write_all(store, many))
+    sentinels.sentinels[0].call("SENTINEL FAILOVER", sentinels.name)
+    wait_until(lambda: sentinels.master.has_role("slave"), "the master is a replica now")
+    wait_until(lambda: works(store, many), "the tier writes to the new one")

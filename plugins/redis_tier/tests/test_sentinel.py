@@ -36,8 +36,9 @@ def test_a_master_that_was_demoted_and_lives_on_is_left(tier, start, names):
     wait_until(lambda: works(store, many), "the tier writes to the new one")
 
 
-def test_a_sentinel_that_is_gone_is_passed_over(tier, start, names):
+@pytest.mark.parametrize("how", ["kill", "pause"])
+def test_a_sentinel_that_is_gone_or_hangs_is_passed_over(tier, start, names, how):
     sentinels = start(Sentinels)
-    sentinels.sentinels[0].kill()
-    store = opened(tier, sentinels)
+    getattr(sentinels.sentinels[0], how)()
+    store = opened(tier, sentinels, timeout="1h", connect_timeout="2s", deadline="1h")
     assert all(write_all(store, names(2)))

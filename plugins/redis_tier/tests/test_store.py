@@ -1,5 +1,6 @@
 """What the tier asks of a server, seen from the server."""
 
+import socket
 import time
 import tracemalloc
 from collections import deque
@@ -138,6 +139,15 @@ def test_connections_are_named_and_few(tier, single, redis, names, value):
     assert store.stats()["connects"] == 1
 
 
+def test_an_idle_connection_is_probed_after_so_long(tier, single):
+    store = tier.open(single.url, keepalive="45s")
+    (master,) = store._topology.masters()
+    connected = master._idle[0].connection._sock
+    assert connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    assert connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 45
+    assert connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == 15
+
+
 def test_a_batch_larger_than_all_windows_comes_back(tier, single, names, value):
     store = tier.open(single.url, window="64KiB")
     many = names(700)
@@ -186,7 +196,10 @@ def test_a_listing_looks_at_no_more_keys_a_second_than_it_may(tier, start, names
     assert server.info("commandstats")["cmdstat_scan"]["calls"] >= 3
 
 
-@pytest.mark.parametrize("policy", ["noeviction", "volatile-lru", "volatile-ttl"])
+VOLATILE = ["volatile-lru", "volatile-lfu", "volatile-random", "volatile-ttl"]
+
+
+@pytest.mark.parametrize("policy", ["noeviction", *VOLATILE])
 def test_a_full_server_drops_writes_and_is_read_all_the_same(tier, start, names, value, read, policy):
     server = start()
     store = tier.open(server.url)
@@ -204,12 +217,12 @@ def test_a_full_server_drops_writes_and_is_read_all_the_same(tier, start, names,
     store.delete([first])
 
 
-@pytest.mark.parametrize("policy", ["allkeys-lru", "allkeys-lfu", "allkeys-random"])
+@pytest.mark.parametrize("policy", ["allkeys-lru", "allkeys-lfu", "allkeys-random", *VOLATILE])
 def test_a_server_that_evicts_takes_every_write(tier, start, names, value, read, policy):
     server = start()
     server.call("CONFIG SET", "maxmemory-policy", policy)
     server.call("CONFIG SET", "maxmemory", server.info("memory")["used_memory"] + 8 * MIB)
-    store = tier.open(server.url)
+    store = tier.open(server.url, **({"ttl": "1h"} if policy in VOLATILE else {}))
     many = names(400)
     for name in many:
         store.write(name, value(2, 16))

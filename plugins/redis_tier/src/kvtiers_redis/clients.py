@@ -66,6 +66,7 @@ def sentinel_of(config: RedisConfig) -> tuple[Sentinel, Redis]:
     tls = config.places.tls
     sentinel = Sentinel([], **client_options(config))
     options = _connection_options(config) | _log_in(config.sentinel_username, config.sentinel_password)
+    options["socket_timeout"] = config.connect_seconds  # one that hangs is passed over; asking them is connecting
     sentinel.sentinels = [_client_of(address, options, tls=tls) for address in config.places.addresses]
     more: dict[str, Any] = {"connection_class": _SentinelTlsConnection} if tls else {}
     return sentinel, sentinel.master_for(config.master, **more)
@@ -85,7 +86,8 @@ def _connection_options(config: RedisConfig) -> dict[str, Any]:
     options: dict[str, Any] = {
         "protocol": 2,  # nothing but replies comes over the connection, in the order of the requests
         "retry": Retry(NoBackoff(), 0),  # core retries
-        "socket_connect_timeout": config.connect_timeout,
+        "driver_info": None,  # two more round trips a connection, and a permission that older servers do not know
+        "socket_connect_timeout": config.connect_seconds,
         "socket_timeout": config.reply_seconds,
     }
     if not config.places.path:

@@ -18,6 +18,8 @@ _TLS_OPTIONS = ("tls_ca", "tls_cert", "tls_key")
 class RedisConfig(TierConfig):
     """The options of a ``redis`` tier."""
 
+    shareable = True
+
     url: str = Field(
         description="redis://HOST:PORT/DATABASE, rediss:// with TLS, unix:///PATH; with commas, several Cluster nodes "
         "or all Sentinels"
@@ -56,7 +58,9 @@ class RedisConfig(TierConfig):
         description="most bytes of values under way on one connection, or one value; default: 512KiB on this machine, "
         "4MiB across a network",
     )
-    connect_timeout: Duration = Field(default=2.0, gt=0, description="longest time to connect, log-in included")
+    connect_timeout: Duration = Field(
+        default=2.0, gt=0, description="longest time to connect, log-in included; never more than the deadline"
+    )
     timeout: Duration = Field(
         default=10.0, gt=0, description="longest time of one call's replies; never more than the tier's deadline"
     )
@@ -121,6 +125,11 @@ class RedisConfig(TierConfig):
     def window_bytes(self) -> int:
         """The window, or the one that suits the way to the servers."""
         return self.window or (_LOCAL_WINDOW if self.is_local else _REMOTE_WINDOW)
+
+    @property
+    def connect_seconds(self) -> float:
+        """The longest time to connect: ``connect_timeout``, inside the tier's deadline."""
+        return min(self.connect_timeout, self.deadline)
 
     @property
     def reply_seconds(self) -> float:

@@ -107,7 +107,7 @@ class Server:
         if time.monotonic() < until:
             raise TierUnavailable(text)
         pool = self.client.connection_pool
-        options = {**pool.connection_kwargs, "socket_timeout": self._config.connect_timeout}
+        options = {**pool.connection_kwargs, "socket_timeout": self._config.connect_seconds}
         connection: Connection = pool.connection_class(**options)
         try:
             connection.connect()
