@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -345,6 +346,24 @@ def test_lives_that_an_idle_engine_never_met_leave_no_descriptor(ends, kit):
     assert events == [Opened("its host ended")]
     kit.wait_until(lambda: ends.tiers[0].poll() is None or ends.link.connected, "the last life")
     assert ends.link.life is ends.process.life
+
+
+def test_many_lives_that_the_engine_met_leave_no_descriptor_no_thread_and_no_zombie(ends, kit, keys, monkeypatch):
+    monkeypatch.setattr("kvtiers.secondary.launcher._LONGEST_DELAY", 0.01)
+    tier, seen = ends.tiers[0], []
+    for number in range(30):
+        tier.send_job(load(number, keys))
+        tier.flush()
+        ends.processes[number].kill()
+        ends.poll(until=JobDone)
+        ends.hosts[number].socket.close()
+        kit.wait_until(lambda: tier.poll() is None or ends.link.connected, "the next life")
+        kit.wait_until(
+            lambda: not [t for t in threading.enumerate() if "waiter" in t.name][1:], "the last waiter's end"
+        )
+        seen.append((len(list(Path("/proc/self/fd").iterdir())), threading.active_count()))
+    assert all(process.returncode is not None for process in ends.processes[:-1])
+    assert seen[-1] == seen[5], seen
 
 
 def test_a_host_that_cannot_be_waited_for_is_not_kept(ends, kit, monkeypatch, log_lines):
