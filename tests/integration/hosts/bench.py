@@ -209,7 +209,16 @@ class Engine:
         return self._link(tier).life
 
     def _link(self, tier):
-        return next(slot for slot in self.manager._slots if slot.name == tier).tier._backend._link
+        return self.group(tier)._link
+
+    def group(self, tier="faulty"):
+        """The tier's backend: of several hosts, where it has several."""
+        return next(slot for slot in self.manager._slots if slot.name == tier).tier._backend
+
+    def each_host(self, tier="faulty"):
+        """The process id of each of a tier's several hosts that runs, by its name."""
+        lives = {host.name: host.backend._link.host.life for host in self.group(tier)._hosts}
+        return {name: life.process.pid for name, life in lives.items() if life is not None}
 
     def host(self, tier="faulty"):
         """The process id of the tier's host; waits until there is one."""

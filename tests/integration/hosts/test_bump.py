@@ -14,7 +14,8 @@ KVTIERS = Path(sys.executable).with_name("kvtiers")
 
 @pytest.fixture
 def tier(tmp_path):
-    return {"type": "fs", "name": "disk", "path": str(tmp_path / "values"), "capacity": "1GiB", "min_free": 0}
+    where = {"path": str(tmp_path / "values"), "capacity": "1GiB", "min_free": 0}
+    return {"type": "fs", "name": "disk", "processes": 1, **where}
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -18,6 +18,7 @@ from pydantic import (
     SerializationInfo,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
@@ -26,6 +27,7 @@ from kvtiers.api.units import RESOLVED, Duration, Share, Size
 __all__ = ["BreakerConfig", "RateLimit", "Secret", "StrictModel", "TierConfig", "dump_resolved", "load_resolved"]
 
 _VARIABLE = re.compile(r"\$\{([^}]*)(\}?)")
+_MOST_PROCESSES = 16
 _TierConfig = TypeVar("_TierConfig", bound="TierConfig")
 
 
@@ -174,19 +176,30 @@ class RateLimit(StrictModel):
 class TierConfig(StrictModel):
     """The options that every tier has. Subclass it and add the tier's own, flat, with defaults and descriptions."""
 
+    shareable: ClassVar[bool] = False
+    """Several processes may have the store open at the same time, and each finds what the others have written. Only
+    then may the tier have more than one helper: ``processes``."""
+
+    shared_figures: ClassVar[frozenset[str]] = frozenset()
+    """Those of the store's own figures (``SupportsStats``) that say how the store is, not what one helper has done:
+    each helper has the same, so they are not added up."""
+
     type: str = Field(description="the installed tier plugin's name")
     name: str = Field(default="", description="this tier's name in logs and metrics; default: its type")
     io: Literal["process", "thread"] = Field(
         default="process", description="where its I/O runs; process: a helper of its own"
     )
     host: str = Field(default="", description="helpers of the same name are one process; default: one for each tier")
-    cpus: tuple[int, ...] = Field(default=(), description="processors that the tier's helper may use; default: all")
+    processes: int | Literal["auto"] = Field(
+        default="auto", description="helpers that share the tier's work; auto: by the processors there are, at most 4"
+    )
+    cpus: tuple[int, ...] = Field(default=(), description="processors that the tier's helpers may use; default: all")
     nice: int = Field(
         default=5, ge=0, le=19, description="how far the tier's helper gives way to the engine; 0: not at all"
     )
     required: bool = Field(default=False, description="a tier that cannot be reached at start stops the engine")
     read_only: bool = Field(default=False, description="never write or delete")
-    threads: int = Field(default=4, ge=1, le=256, description="transfers at the same time")
+    threads: int = Field(default=4, ge=1, le=256, description="transfers at the same time, in all helpers")
     deadline: Duration = Field(default=30.0, gt=0, description="longest time of a transfer until it counts as failed")
     grace: Duration = Field(
         default=5.0, ge=0, description="time that a failed transfer has to end before its host is killed"
@@ -206,6 +219,27 @@ class TierConfig(StrictModel):
     def tier_name(self) -> str:
         """The tier's name: ``name``, or its type."""
         return self.name or self.type
+
+    @field_validator("processes")
+    @classmethod
+    def _is_a_number_of_processes(cls, processes: int | str) -> int | str:
+        if isinstance(processes, int) and not 1 <= processes <= _MOST_PROCESSES:
+            raise ValueError(f"expected 1 to {_MOST_PROCESSES} or 'auto', got {processes}")
+        return processes
+
+    @model_validator(mode="after")
+    def _may_have_several_helpers(self) -> "TierConfig":
+        if self.processes in {"auto", 1}:
+            return self
+        if self.io == "thread":
+            raise ValueError(f"'processes: {self.processes}' needs 'io: process'")
+        if self.host:
+            raise ValueError(f"'processes: {self.processes}' and 'host: {self.host}' exclude each other; give one")
+        if not self.shareable:
+            raise ValueError(
+                f"'processes: {self.processes}': a store of this type belongs to one helper; leave the option out"
+            )
+        return self
 
 
 def dump_resolved(config: TierConfig) -> dict[str, Any]:

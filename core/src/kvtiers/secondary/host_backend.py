@@ -29,13 +29,14 @@ from kvtiers.secondary.protocol import (
     StoreJob,
 )
 
-__all__ = ["HostBackend"]
+__all__ = ["BUMPED", "HostBackend"]
+
+BUMPED = "its namespace was bumped while this engine ran, which holds KV from before; start the engine anew"
 
 _EVENTS_PER_POLL = 2048
 _POLL_SECONDS = 0.005
 _LOOK_SECONDS = 0.02  # how often a host is listened to that owes no answer
 _GONE = "its host ended"
-_BUMPED = "its namespace was bumped while this engine ran, which holds KV from before; start the engine anew"
 _LEAST_OPEN_SECONDS = 30.0  # a busy machine loads a client library slowly
 _ENDS = {
     True: frozenset({Status.MISSING, Status.DONE, Status.CORRUPT, Status.FAILED}),
@@ -139,8 +140,9 @@ class HostBackend:
         self._link.logs.post(level, text)
 
     def stats(self) -> dict[str, float]:
-        """Return the host's last figures."""
-        return self._stats | {"host_starts": self._link.host.started}
+        """Return the store's last figures, and those of the host itself."""
+        own = {"host_starts": self._link.host.started, "hosts": 1, "hosts_open": int(self._open_error == "")}
+        return self._stats | own
 
     def drain(self, timeout: float) -> bool:
         """Wait for all jobs to end; blocks, so only at shutdown. What is left is dropped with the host."""
@@ -218,8 +220,8 @@ class HostBackend:
             self._epoch = event.epoch
         if event.epoch == self._epoch:
             return event
-        self.log(logging.WARNING, f"{self._link.host.name}: {_BUMPED}")
-        return Opened(_BUMPED)
+        self.log(logging.WARNING, f"{self._link.host.name}: {BUMPED}")
+        return Opened(BUMPED)
 
     def _sent(self, job_id: int) -> _Sent:
         sent = self._jobs.get(job_id)

@@ -1,6 +1,7 @@
-"""Which host a tier lives in, and what each host is told at its start."""
+"""Which host a tier lives in, or which hosts it has, and what each host is told at its start."""
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,16 +10,21 @@ from kvtiers.api import TierConfig
 from kvtiers.api.config import dump_resolved
 from kvtiers.rows.names import StorageNames
 from kvtiers.secondary.host_backend import HostBackend
+from kvtiers.secondary.host_group import GroupedHost, HostGroup
 from kvtiers.secondary.host_link import HostLink
 from kvtiers.secondary.launcher import HostLauncher, HostProcess
 from kvtiers.secondary.log_thread import LogThread
+from kvtiers.secondary.protocol import StoreBackend
 from kvtiers.secondary.wire import PROTOCOL_FORMAT, encode_hello
 
-__all__ = ["HostedRegion", "TierHosts"]
+__all__ = ["HostedRegion", "TierHosts", "host_count", "share_of"]
 
 _log = logging.getLogger("kvtiers.secondary")
 _POLL_SECONDS = 0.005
 _LOG_SECONDS = 1.0
+_MOST_BY_ITSELF = 4  # each takes 20 to 60 MB of memory
+_PROCESSORS_A_HOST = 4  # the engine, its workers and the store's server need some, too
+_LEAST_THREADS = 2  # one of them is there for loads while stores are moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +45,7 @@ class _Host:
 
 
 class TierHosts:
-    """All hosts of one manager: one for each tier, or for all tiers whose ``host`` is the same name.
+    """All hosts of one manager: one for each tier, several, or one for all tiers whose ``host`` is the same name.
 
     Give all tiers a backend first, then ``start``: a host opens all its tiers at once. ``names``: those current now.
     """
@@ -52,9 +58,17 @@ class TierHosts:
         self._launcher = HostLauncher(region.fd, self._logs.post)
         self._hosts: dict[tuple[bool, str], _Host] = {}
 
-    def backend(self, config: TierConfig) -> HostBackend:
-        """Return the backend of one tier, in the host that it shares or has for itself."""
-        name = config.host or config.tier_name
+    def backend(self, config: TierConfig) -> StoreBackend:
+        """Return the backend of one tier, in the host that it shares or the hosts that it has for itself."""
+        count = host_count(config)
+        if count == 1:
+            return self._in_host(config, config.host or config.tier_name)
+        share = share_of(config, count)
+        names = [f"{config.tier_name} ({number} of {count})" for number in range(1, count + 1)]
+        hosts = [GroupedHost(name, self._in_host(share, name)) for name in names]
+        return HostGroup(hosts, max(value for _, value in self._region.sizes), config.shared_figures)
+
+    def _in_host(self, config: TierConfig, name: str) -> HostBackend:
         host = self._hosts.get((bool(config.host), name))
         if host is None:
             members: list[TierConfig] = []
@@ -109,3 +123,28 @@ class TierHosts:
                 "tiers": tiers,
             }
         )
+
+
+def host_count(config: TierConfig) -> int:
+    """Return how many hosts a tier with ``io: process`` has.
+
+    ``auto``: one for each four processors that it may use, at most four, and only as many as have two threads each.
+    """
+    if config.processes != "auto":
+        return config.processes
+    if config.host or not config.shareable:
+        return 1
+    processors = len(config.cpus) or len(os.sched_getaffinity(0))
+    most = min(_MOST_BY_ITSELF, processors // _PROCESSORS_A_HOST, config.threads // _LEAST_THREADS)
+    return max(1, most)
+
+
+def share_of(config: TierConfig, count: int) -> TierConfig:
+    """Return what each of a tier's hosts is told: its share of the threads, two at least, and of the rate limits."""
+    limit = config.rate_limit
+    share = {
+        "bytes_per_second": limit.bytes_per_second and max(1, limit.bytes_per_second // count),
+        "requests_per_second": limit.requests_per_second and limit.requests_per_second / count,
+    }
+    threads = max(_LEAST_THREADS, -(-config.threads // count))
+    return config.model_copy(update={"processes": 1, "threads": threads, "rate_limit": limit.model_copy(update=share)})

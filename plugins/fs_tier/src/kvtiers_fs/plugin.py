@@ -23,6 +23,9 @@ Mode: TypeAlias = Annotated[Literal["0600", "0640", "0660"], BeforeValidator(_mo
 class FsConfig(TierConfig):
     """The options of an ``fs`` tier."""
 
+    shareable = True
+    shared_figures = frozenset({"bytes", "values", "free_bytes", "direct"})
+
     path: Path = Field(description="the directory, absolute; made if only its last part is missing")
     capacity: Size = Field(gt=0, description="most bytes of values; those not used for longest go first")
     max_age: Duration | None = Field(

@@ -18,6 +18,8 @@ _ARCHIVES = {"GLACIER", "DEEP_ARCHIVE"}
 class S3Config(TierConfig):
     """The options of an ``s3`` tier."""
 
+    shareable = True
+
     threads: int = Field(default=32, ge=1, le=256, description="transfers at the same time")
 
     bucket: str = Field(min_length=3, description="the bucket; it must exist")

@@ -33,7 +33,7 @@ COUNTERS = {
     "kvtiers_tier_errors": "Calls of the store that failed.",
     "kvtiers_tier_retries": "Further attempts after a transient error.",
     "kvtiers_tier_breaker_opened": "How often the tier was taken out of use.",
-    "kvtiers_tier_host_starts": "Lives of the tier's helper process.",
+    "kvtiers_tier_host_starts": "Lives of the tier's helper processes.",
 }
 GAUGES = {
     "kvtiers_tier_running_jobs": "Jobs under way.",
@@ -43,6 +43,8 @@ GAUGES = {
     "kvtiers_tier_saved_seconds": "Seconds that computing these tokens had taken at this engine's speed, less loading.",
     "kvtiers_tier_breaker_state": "0: in use, 1: out of use, 2: being tried.",
     "kvtiers_tier_open": "1: the tier's store is open.",
+    "kvtiers_tier_hosts": "The tier's helper processes.",
+    "kvtiers_tier_hosts_open": "Those of them in which the store is open.",
     "kvtiers_tier_off": "1: the tier does nothing in this engine; the log says why.",
     "kvtiers_tier_shared": "1: another process can find what this one stores; 0: the log says why not.",
 }

@@ -1,0 +1,39 @@
+"""How many helpers a tier may have, and what cannot be together with several."""
+
+import pytest
+
+from kvtiers.config import load_config
+
+PLACE = "secondary[0] (shelf): "
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ("processes: 0", "processes: expected 1 to 16 or 'auto', got 0"),
+        ("processes: 17", "processes: expected 1 to 16 or 'auto', got 17"),
+        ("processes: many", "processes: expected a whole number or 'auto', got 'many'"),
+        ("processes: yes", "processes: expected a whole number or 'auto', got true"),
+        ("processes: 2\nio: thread", "'processes: 2' needs 'io: process'"),
+        ("processes: 2\nhost: both", "'processes: 2' and 'host: both' exclude each other; give one"),
+        ("processes: 2", "'processes: 2': a store of this type belongs to one helper; leave the option out"),
+    ],
+)
+def test_what_cannot_be_is_one_line(wrong, with_tier, options, line):
+    assert wrong(with_tier(options)) == [PLACE + line]
+
+
+@pytest.mark.parametrize("processes", ["1", "auto"])
+@pytest.mark.parametrize("more", ["io: thread", "host: both"])
+def test_one_helper_is_asked_for_anywhere(shelf, tiers_yaml, with_tier, processes, more):
+    tiers_yaml.write_text(with_tier(f"processes: {processes}\n{more}"))
+    (tier,) = load_config(tiers_yaml).secondary
+    assert str(tier.processes) == processes
+
+
+def test_a_store_that_says_that_it_can_be_shared_may_have_several(distributions, tiers_yaml, with_tier, monkeypatch):
+    distributions.tier("shelf", options="shareable = True\npath: str")
+    monkeypatch.setenv("HELPERS", "3")
+    tiers_yaml.write_text(with_tier("processes: ${HELPERS}"))
+    (tier,) = load_config(tiers_yaml).secondary
+    assert tier.processes == 3
