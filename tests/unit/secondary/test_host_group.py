@@ -426,6 +426,7 @@ class SharedConfig(TierConfig):
     [
         (1, {}, 1),
         (4, {}, 1),
+        (7.5, {}, 1),
         (8, {}, 2),
         (64, {}, 2),
         (64, {"threads": 1}, 1),
@@ -433,12 +434,13 @@ class SharedConfig(TierConfig):
         (64, {"threads": 32}, 4),
         (64, {"threads": 32, "host": "shared"}, 1),
         (64, {"threads": 32, "cpus": [0, 1, 2, 3, 4, 5, 6, 7]}, 2),
+        (2, {"threads": 32, "cpus": [0, 1, 2, 3, 4, 5, 6, 7]}, 1),
         (2, {"processes": 3}, 3),
         (64, {"processes": 1, "threads": 32}, 1),
     ],
 )
 def test_how_many_hosts_a_tier_has_by_itself(monkeypatch, processors, options, count):
-    monkeypatch.setattr("kvtiers.secondary.hosts.os.sched_getaffinity", lambda _pid: range(processors))
+    monkeypatch.setattr("kvtiers.secondary.hosts.usable_processors", lambda: processors)
     assert host_count(SharedConfig(type="t", **options)) == count
     if "processes" not in options:
         assert host_count(TierConfig(type="t", **options)) == 1, "a store that does not say that it can be shared"

@@ -5,11 +5,11 @@ answers None where the system does not say.
 """
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvtiers.api.units import format_size
+from kvtiers.rows.cgroups import control_groups, read_text
 
 __all__ = ["CgroupMemory", "available_memory", "cgroup_limit", "free_huge_pages", "memory_problem"]
 
@@ -34,13 +34,6 @@ class CgroupMemory:
         return max(0, self.limit - self.used)
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""
-
-
 def _fields(text: str) -> dict[str, int]:
     numbers = {}
     for line in text.splitlines():
@@ -52,49 +45,18 @@ def _fields(text: str) -> dict[str, int]:
 
 def available_memory(root: Path = _ROOT) -> int | None:
     """Bytes that can be taken without swapping: MemAvailable of /proc/meminfo."""
-    kibibytes = _fields(_read(root / "proc/meminfo")).get("MemAvailable")
+    kibibytes = _fields(read_text(root / "proc/meminfo")).get("MemAvailable")
     return None if kibibytes is None else kibibytes * 1024
 
 
 def cgroup_limit(root: Path = _ROOT) -> CgroupMemory | None:
     """The tightest memory limit among this process's control groups, version 1 or 2; None: there is no limit."""
     found = [
-        limit for folder, version in _memory_cgroups(root) if (limit := _limit_of(folder, version, root)) is not None
+        limit
+        for folder, version in control_groups("memory", root)
+        if (limit := _limit_of(folder, version, root)) is not None
     ]
     return min(found, key=lambda limit: limit.headroom, default=None)
-
-
-def _memory_cgroups(root: Path) -> Iterator[tuple[Path, int]]:
-    """Yield this process's memory control groups and all groups above them, as folders, with their version."""
-    groups = {}
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if not controllers:
-            groups[2] = path
-        elif "memory" in controllers.split(","):
-            groups[1] = path
-    for version, mount_root, mount_point in _cgroup_mounts(root):
-        if version not in groups:
-            continue
-        top = root / mount_point.lstrip("/")
-        inner = groups[version]
-        if mount_root != "/":  # a container sees its own group as the top, but may be told the host's path of it
-            inner = inner[len(mount_root) :] if inner.startswith(mount_root) else "/"
-        folder = top / inner.strip("/")
-        yield from ((above, version) for above in (folder, *folder.parents) if above.is_relative_to(top))
-
-
-def _cgroup_mounts(root: Path) -> Iterator[tuple[int, str, str]]:
-    for line in _read(root / "proc/self/mountinfo").splitlines():
-        mount, _, kind = line.partition(" - ")
-        fields, types = mount.split(), kind.split()
-        if len(fields) < 5 or len(types) < 3:
-            continue
-        if types[0] == "cgroup2":
-            yield 2, fields[3], fields[4]
-        elif types[0] == "cgroup" and "memory" in types[2].split(","):
-            yield 1, fields[3], fields[4]
 
 
 def _limit_of(folder: Path, version: int, root: Path) -> CgroupMemory | None:
@@ -103,14 +65,14 @@ def _limit_of(folder: Path, version: int, root: Path) -> CgroupMemory | None:
     limits = []
     for name in limit_files:
         with contextlib.suppress(ValueError):  # "max", or no such file
-            limits.append(int(_read(folder / name)))
+            limits.append(int(read_text(folder / name)))
     if not limits or min(limits) >= _UNLIMITED:
         return None
     try:
-        used = int(_read(folder / ("memory.current" if version == 2 else "memory.usage_in_bytes")))
+        used = int(read_text(folder / ("memory.current" if version == 2 else "memory.usage_in_bytes")))
     except ValueError:
         return None
-    stat = _fields(_read(folder / "memory.stat"))
+    stat = _fields(read_text(folder / "memory.stat"))
     prefix = "" if version == 2 else "total_"
     cache = stat.get(f"{prefix}inactive_file", 0) + stat.get(f"{prefix}active_file", 0)
     return CgroupMemory(f"/{folder.relative_to(root)}", min(limits), max(0, used - cache))
@@ -120,7 +82,7 @@ def free_huge_pages(page_bytes: int, root: Path = _ROOT) -> int | None:
     """Huge pages of this size that are reserved by the administrator and promised to nobody; None: not supported."""
     folder = root / f"sys/kernel/mm/hugepages/hugepages-{page_bytes // 1024}kB"
     try:
-        return int(_read(folder / "free_hugepages")) - int(_read(folder / "resv_hugepages"))
+        return int(read_text(folder / "free_hugepages")) - int(read_text(folder / "resv_hugepages"))
     except ValueError:
         return None
 

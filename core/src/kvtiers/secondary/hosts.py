@@ -1,7 +1,7 @@
 """Which host a tier lives in, or which hosts it has, and what each host is told at its start."""
 
 import logging
-import os
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from kvtiers.api import TierConfig
 from kvtiers.api.config import dump_resolved
 from kvtiers.rows.names import StorageNames
+from kvtiers.rows.processors import usable_processors
 from kvtiers.secondary.host_backend import HostBackend
 from kvtiers.secondary.host_group import GroupedHost, HostGroup
 from kvtiers.secondary.host_link import HostLink
@@ -134,9 +135,8 @@ def host_count(config: TierConfig) -> int:
         return config.processes
     if config.host or not config.shareable:
         return 1
-    processors = len(config.cpus) or len(os.sched_getaffinity(0))
-    most = min(_MOST_BY_ITSELF, processors // _PROCESSORS_A_HOST, config.threads // _LEAST_THREADS)
-    return max(1, most)
+    processors = min(usable_processors(), len(config.cpus) or math.inf)
+    return max(1, min(_MOST_BY_ITSELF, int(processors // _PROCESSORS_A_HOST), config.threads // _LEAST_THREADS))
 
 
 def share_of(config: TierConfig, count: int) -> TierConfig:
