@@ -1,6 +1,9 @@
 """Servers that end, come back, hang or lie: calls fail in time, or say so, and the next ones are right."""
 
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 from redis_scripted import Scripted
@@ -139,6 +142,44 @@ def test_after_a_failure_no_idle_connection_is_trusted(tier, start):
         with pytest.raises(TimeoutError), master.link():
             raise TimeoutError
         wait_until(lambda: len(client.client_list()) == 1, "all of them are closed")
+
+
+_WRITE_A_LARGE_VALUE = """
+import sys
+from kvtiers_redis.plugin import RedisConfig
+from kvtiers_redis.store import RedisStore
+store = RedisStore(RedisConfig(type="redis", url=sys.argv[1], timeout="1h", deadline="1h"))
+print("open", flush=True)
+sys.stdin.readline()
+store.write(sys.argv[2], memoryview(bytes(64 << 20)))
+"""
+
+
+def unsent_bytes(port: int) -> int:
+    """Return how many bytes wait in this machine's connections to the port for a server that does not take them."""
+    fields = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(int(queues.partition(":")[0], 16) for _, _, far, _, queues, *_ in fields if far.endswith(f":{port:04X}"))
+
+
+def test_a_process_that_is_killed_in_the_middle_of_a_write_leaves_no_half_value(tier, start, names, value, read):
+    server = start()
+    [name] = names(1)
+    command = [sys.executable, "-c", _WRITE_A_LARGE_VALUE, server.url, name]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
+        try:
+            assert writer.stdout.readline() == "open\n"
+            server.pause()
+            writer.stdin.write("go on\n")
+            writer.stdin.flush()
+            wait_until(lambda: unsent_bytes(server.port), "a part of the value is under way")
+        finally:
+            writer.kill()
+    server.resume()
+    wait_until(lambda: server.info("clients")["connected_clients"] == 1, "the server has seen the connection end")
+    store = tier.open(server.url)
+    assert list(store.exists([name])) == [False]
+    store.write(name, value(1))
+    assert read(store, name) == bytes(value(1))
 
 
 def test_loading_is_a_state_that_passes(tier, scripted, names):
