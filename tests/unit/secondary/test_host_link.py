@@ -8,12 +8,13 @@ import math
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from kvtiers.secondary import host_link, wire
+from kvtiers.secondary import host_backend, host_link, wire
 from kvtiers.secondary.framing import FrameReader, Kind, frame
 from kvtiers.secondary.host_backend import HostBackend
 from kvtiers.secondary.host_link import HostLink
@@ -169,6 +170,27 @@ def test_results_come_to_the_tier_that_they_are_for(ends, keys):
     assert [event.job_id for event in ends.poll(1, until=JobDone)] == [2, 2]
 
 
+def test_a_host_that_owes_only_stores_is_listened_to_now_and_then(ends, keys, monkeypatch):
+    def end(job_id):
+        done = JobDone(job_id, bytes([DONE] * 4), 4, 0.1)
+        ends.hosts[0].say(done)
+        return done
+
+    monkeypatch.setattr(host_backend, "_LOOK_SECONDS", math.inf)
+    tier = ends.tiers[0]
+    for first in (1, 4):
+        tier.send_job(load(first, keys))
+        loaded = end(first)
+        assert loaded in tier.poll(), "somebody waits for it"
+        tier.send_job(store(first + 1, keys))
+        stored = end(first + 1)
+        assert not tier.poll(), "nobody does, so it can wait until there is more"
+        tier.send_probe(first + 2, keys, is_prefix=False)
+        assert stored in tier.poll()
+        ends.hosts[0].say(Probed(first + 2, bytes(4)))
+        assert tier.poll()
+
+
 def test_no_step_takes_more_than_its_share_and_nothing_is_lost(ends, kit):
     tier = ends.tiers[0]
     count = 3 * host_link._FRAMES_PER_POLL
@@ -318,6 +340,46 @@ def test_a_failed_job_costs_the_host_its_life_after_the_grace_unless_it_ends(end
     ends.hosts[0].say(JobFailed(3, "it kept the buffer"))
     ends.poll(until=JobDone)
     assert ends.processes[0].returncode is not None
+
+
+def overdue(ends, kit):
+    """Let the time be over that the host has, and the launcher look at it."""
+    for reason in list(ends.process.life.kill_at):
+        ends.process.life.kill_at[reason] = time.monotonic()
+    for _ in range(2):  # it looks at its hosts after each request
+        looked = threading.Event()
+        ends.link.launcher._requests.put(looked.set)
+        assert looked.wait(kit.PATIENCE)
+
+
+def test_an_engine_that_was_idle_does_not_have_a_host_killed_for_what_it_has_not_heard(ends, kit, keys):
+    tier = ends.tiers[0]
+    tier.send_job(load(1, keys))
+    tier.flush()
+    tier.abandon(1)
+    ends.hosts[0].say(Opened(), JobDone(1, bytes([DONE] * 4), 4, 0.1))
+    ends.hosts[0].say(Opened(), tier=1)
+    overdue(ends, kit)
+    assert not ends.process.life.condemned, "the engine has not stepped since"
+    ends.poll(until=JobDone)
+    assert not ends.process.life.kill_at
+    assert ends.processes[0].returncode is None
+
+
+@pytest.mark.parametrize("said", [b"", wire.encode_event(0, Opened())[:-1]], ids=["nothing", "half a message"])
+def test_an_engine_that_listens_again_has_a_host_killed_that_did_not_end_its_job(ends, kit, keys, log_lines, said):
+    tier = ends.tiers[0]
+    tier.send_job(load(1, keys))
+    tier.flush()
+    tier.abandon(1)
+    ends.hosts[0].say(Opened(), tier=1)
+    ends.hosts[0].send(said)
+    for other in ends.tiers:
+        ends.process.life.forgive(other._unopened)
+    overdue(ends, kit)
+    assert not ends.process.life.condemned
+    ends.poll(until=JobDone)
+    assert log_lines("its host is killed: job 1 did not end")
 
 
 def test_what_was_meant_for_one_life_does_not_reach_the_next(ends, kit, keys):

@@ -13,6 +13,7 @@ lost         the process has been reaped: to no life
 ===========  =========================================================================================
 """
 
+import math
 import select
 import threading
 import time
@@ -172,7 +173,9 @@ class HostLink:
             if data:
                 life.heard = True
                 self._reader.feed(data)
-                self._take_frames(left)
+                left -= self._take_frames(left)
+            if life.kill_at and left and len(data or b"") < _BYTES_AT_ONCE:
+                self.launcher.listened(life)
         except ProtocolError as error:
             self.kill(f"it does not keep to the protocol: {error}")
             return
@@ -220,6 +223,7 @@ class HostLink:
         if self.life is None or self._lost:
             return
         self._lost = True
+        self.life.listened = math.inf
         self.life.connection.close()
         self._outbox.clear()
         if not self.life.condemned:

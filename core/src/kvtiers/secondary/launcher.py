@@ -15,6 +15,7 @@ Nobody polls: an idle engine is not woken.
 import contextlib
 import json
 import logging
+import math
 import os
 import queue
 import signal
@@ -46,6 +47,9 @@ class HostLife:
     started: float
     kill_at: dict[str, float] = field(default_factory=dict)
     """Reasons to kill it, and from when. From any thread."""
+    listened: float = -math.inf
+    """When the engine had last taken in all that it had said: what is due after that may have been put right, unheard
+    by an engine that is idle. Infinite once nobody listens any more."""
     condemned: bool = False
     """It has been killed, or is about to be: nothing that it says counts any more."""
     heard: bool = False
@@ -110,6 +114,12 @@ class HostLauncher:
         life.kill_at[reason] = time.monotonic() + seconds
         self._requests.put(lambda: None)  # so that the thread wakes up in time
 
+    def listened(self, life: HostLife) -> None:
+        """All that this life has said is known: it can be killed for what it still has not done."""
+        life.listened = max(life.listened, time.monotonic())
+        if any(due <= life.listened for due in list(life.kill_at.values())):
+            self._requests.put(lambda: None)
+
     def close(self, timeout: float) -> None:
         """Let the hosts end by themselves within ``timeout`` seconds, then kill them; return when all are reaped.
 
@@ -134,9 +144,11 @@ class HostLauncher:
 
     def _pause(self) -> float | None:
         """Return how long there is nothing to do but requests; None: for ever."""
+        now = time.monotonic()
         due = [host.start_at for host in self._hosts if host.life is None and not host.ending]
-        due += [min(times) for host in self._hosts if host.life and (times := list(host.life.kill_at.values()))]
-        return max(0.0, min(due) - time.monotonic()) if due else None
+        for life in filter(None, [host.life for host in self._hosts]):
+            due += [at for at in list(life.kill_at.values()) if at > now or at <= life.listened]
+        return max(0.0, min(due) - now) if due else None
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -145,9 +157,8 @@ class HostLauncher:
             if life is None:
                 if now >= host.start_at and not host.ending:
                     self._spawn(host)
-            elif any(due <= now for due in list(life.kill_at.values())):
-                reasons = [reason for reason, due in list(life.kill_at.items()) if due <= now]
-                self._kill(host, life, reasons[0] if reasons else "")
+            elif reasons := [why for why, due in list(life.kill_at.items()) if due <= min(now, life.listened)]:
+                self._kill(host, life, reasons[0])
 
     def _spawn(self, host: HostProcess) -> None:
         started = time.monotonic()
@@ -226,6 +237,7 @@ class HostLauncher:
         for host in self._hosts:
             host.ending = True
             if host.life is not None:
+                host.life.listened = math.inf
                 host.life.kill_at["it did not end with the engine"] = until
 
 
