@@ -272,6 +272,23 @@ def test_hot_clean_chunks_do_not_hide_cold_dirty_ones():
     assert bench.tier["a"].has(chain("old", 20)[-2:]) == [True, True]
 
 
+def test_what_was_stored_of_old_weights_does_not_make_the_new_ones_chunk_clean():
+    bench = on_eviction(rows=40)
+    tier = bench.tier["a"]
+    tier.hold = True
+    bench.manager.complete_store(bench.begin_store(chain("n", 40)))
+    bench.step()
+    (old,) = tier.stores
+    bench.manager.set_weights_version("new")
+    bench.step()
+    bench.manager.complete_store(bench.begin_store(list(old.keys)))
+    tier.end_all()
+    for _ in range(2):  # this one may have looked before
+        bench.step()
+    assert bench.figures("a")["stored_chunks"] == 2
+    assert bench.primary.dirty(old.keys) == list(old.keys), "else it would leave, and no tier had it"
+
+
 def test_what_a_tier_brought_is_clean():
     bench = on_eviction(rows=10)
     bench.tier["a"].put(KEYS)

@@ -6,6 +6,7 @@ import pytest
 
 from kvtiers.tiering import origins
 from kvtiers.tiering.jobs import TieringOptions
+from kvtiers.tiering.recorder import Recorder
 from kvtiers.tiering.reports import EventLog
 
 from .bench import HIT, MISS, Bench, chain, payload
@@ -208,6 +209,17 @@ def test_stats_are_those_of_the_last_steps_end_and_plain_data():
     }
     stats["engine"]["primary_hits"] = 99
     assert bench.manager.stats()["engine"]["primary_hits"] == 3
+
+
+def test_requests_that_are_missing_in_the_recording_are_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvtiers.tiering.recorder._MOST_WAITING", 2)
+    bench = Bench()
+    bench.manager._recorder = Recorder(tmp_path / "trace.jsonl", 1 << 20, 16)
+    bench.manager.record_request(0.0, 16, 20, [[b"1"]])
+    assert bench.figures()["dropped_records"] == 0
+    bench.manager.record_request(0.0, 32, 40, [[b"1", b"2"]])
+    assert bench.figures()["dropped_records"] == 1
+    bench.manager.shutdown()
 
 
 def test_a_tier_whose_own_figures_cannot_be_read_has_none():
