@@ -382,6 +382,33 @@ def test_questions_that_fail_count_as_failures(tier, backend, kit):
     assert not tier.is_available()
 
 
+def test_answers_between_failures_keep_the_tier_in_use(tier, backend, kit):
+    for number in range(3):
+        fail_often(tier, backend, 2, first=1000 + 10 * number)
+        lookup(tier, [kit.key(number)])
+        step(tier)
+        backend.say(Probed(backend.probes[-1][0], b"\x00"))
+        step(tier)
+    assert tier.is_available(), "never three in a row"
+
+
+def test_a_probe_that_ended_with_its_host_is_not_held_against_the_next_host(tier, backend, clock):
+    fail_often(tier, backend, 3)
+    clock.now += 1.1
+    step(tier)
+    assert len(backend.probes) == 1
+    backend.say(Opened("its host ended"))
+    step(tier)
+    clock.now += 31.0
+    step(tier)
+    assert backend.restarts == [], "the next one is still opening its store"
+    backend.say(Opened())
+    step(tier)
+    backend.say(Probed(backend.probes[-1][0], b"\x00"))
+    step(tier)
+    assert tier.is_available()
+
+
 def test_the_answer_to_an_earlier_probe_of_the_breaker_is_not_taken_for_the_later_ones(tier, backend, clock):
     fail_often(tier, backend, 3)
     clock.now += 1.1
@@ -459,6 +486,23 @@ def test_a_drain_that_drops_nothing_says_nothing(tier, backend, keys):
     result_of(backend, 1, *[Status.DONE] * 6)
     assert tier.drain(2.0)
     assert backend.logged == []
+
+
+def test_what_becomes_of_each_value_is_counted_by_its_kind(tier, backend, keys):
+    tier.submit_load(job(1, keys, promotion=True))
+    ends = (Status.MISSING, Status.MISSING, Status.CORRUPT, Status.DONE, Status.FAILED, Status.DONE)
+    backend.say(JobDone(1, bytes(ends), 8192, 0.1, 5, "OSError: down"))
+    step(tier)
+    tier.submit_store(job(2, keys))
+    backend.say(JobDone(2, bytes([Status.PRESENT] * 3 + [Status.DROPPED] * 2 + [Status.DONE]), 4096, 0.1, 2))
+    step(tier)
+    backend.takes_jobs = False
+    tier.submit_store(job(3, keys))
+    step(tier)
+    figures = tier.stats()
+    counted = ("missing", "seal_failures", "errors", "retries", "already_present", "dropped_full", "dropped_queue")
+    assert [figures[name] for name in counted] == [2, 1, 1, 7, 3, 2, 6]
+    assert figures["storing_chunks"] == 0
 
 
 def test_figures_join_the_stores_own_with_the_tiers(tier):

@@ -60,6 +60,16 @@ def sending(clock):
     sending.engine.close()
 
 
+def test_log_lines_for_an_engine_that_does_not_read_do_not_pile_up():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        writer = HostWriter(theirs, figures=lambda: (), check_kept=lambda: False, rest=lambda: None)
+        taken = sum(writer.post_line(b"line") for _ in range(5000))
+        assert 0 < taken <= 1000
+        writer.post_end(0, 1, b"what a job came to is never dropped")
+        assert writer._messages.qsize() == taken + 1
+
+
 def test_of_a_job_that_has_ended_at_once_nothing_is_said_but_its_end(sending, clock):
     sending.writer.post_start(0, 1, START)
     sending.writer.post_end(0, 1, END)

@@ -29,12 +29,14 @@ def test_what_is_forgotten_is_asked_for(names):
     assert names.sort(["a", "b", "c"]) == ([1], [0, 2])
 
 
-def test_what_is_doubted_is_neither_known_nor_asked_for_until_it_is_written(names):
+def test_what_is_doubted_is_neither_known_nor_asked_for_until_it_is_written(names, clock):
     names.learn(["a"])
     names.doubt("a")
     assert names.sort(["a", "b"]) == ([], [1])
     names.learn(["a"])
     assert names.sort(["a", "b"]) == ([0], [1])
+    clock.now += 60.1
+    assert names.sort(["a", "b"]) == ([], [0, 1]), "a doubt ends with the write"
 
 
 def test_its_memory_is_bounded_and_loses_the_oldest(names, monkeypatch):

@@ -313,6 +313,37 @@ def test_failures_open_the_breaker_and_the_next_job_is_the_probe(kit, made, keys
     assert tier.is_available()
 
 
+def test_a_probe_that_ends_too_late_leaves_the_tier_out_of_use(kit, made, keys, clock):
+    tier, inner = made()
+    for _ in range(2):
+        tier.submit_load(job(keys, promotion=True))
+        inner.results.append(JobResult(inner.waiting.pop().job_id, success=False))
+        finish(kit, tier)
+    clock.now += 1
+    tier.on_schedule_end()
+    inner.values = {kit.NAMES.layout_id + key: bytes(kit.VALUE) for key in keys}
+    probe = job(keys, promotion=True)
+    tier.submit_load(probe)
+    tier.abandon_job(probe.job_id)
+    inner.move()
+    finish(kit, tier)
+    assert not tier.is_available()
+
+
+def test_an_overdue_job_counts_once_against_the_tier_whatever_comes_of_it_later(kit, made, keys):
+    tier, inner = made()
+    late = job(keys, promotion=True)
+    tier.submit_load(late)
+    tier.abandon_job(late.job_id)
+    inner.results.append(JobResult(inner.waiting.pop().job_id, success=False))
+    finish(kit, tier)
+    assert tier.is_available(), "one failure of the two that open the breaker"
+    late = job(keys, promotion=True)
+    tier.submit_load(late)
+    tier.abandon_job(late.job_id)
+    assert not tier.is_available()
+
+
 def test_a_probe_that_the_tier_refuses_does_not_leave_it_out_of_use_for_ever(kit, made, keys, clock):
     tier, inner = made()
     inner.refuse = True

@@ -104,6 +104,23 @@ def test_questions_do_not_stand_behind_transfers(kit, keys):
     assert events.wait(Probed) == [Probed(7, bytes([1, 1, 1]))]
 
 
+def test_a_question_that_has_waited_too_long_is_not_asked_any_more(kit, keys):
+    asked = []
+
+    class Slow(kit.DictStore):
+        def exists(self, names):
+            asked.extend(names)
+            return super().exists(names)
+
+    pool, events = kit.pool(Slow(), deadline=0.0)
+    events.wait(Opened)
+    asked.clear()
+    pool.probe(1, keys, is_prefix=True)
+    (answer,) = events.wait(Probed)
+    assert answer == Probed(1, b"", "it was not asked in time")
+    assert asked == []
+
+
 def test_a_question_that_the_store_cannot_answer_is_an_error(kit, keys):
     class Broken(kit.DictStore):
         def exists(self, names):
@@ -387,6 +404,18 @@ def test_the_stores_own_figures_are_passed_on(kit):
     events.wait(Opened)
     kit.wait_until(lambda: "share" in pool.stats(), "the first figures")
     assert pool.stats() == {"held_values": 0.0, "share": 0.5, "queued_loads": 0, "queued_stores": 0}
+
+
+def test_of_very_many_figures_only_some_are_passed_on(kit):
+    class Talkative(kit.DictStore):
+        def stats(self):
+            return {f"figure {number} {'x' * 200}": number for number in range(10_000)}
+
+    pool, events = kit.pool(Talkative())
+    events.wait(Opened)
+    kit.wait_until(lambda: len(pool.stats()) > 2, "the first figures")
+    assert len(pool.stats()) < 300
+    assert max(map(len, pool.stats())) <= 100
 
 
 @pytest.mark.parametrize("stats", [lambda: None, lambda: {"a": "many"}, lambda: [1], lambda: 1 / 0])
