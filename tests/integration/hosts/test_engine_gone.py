@@ -77,6 +77,37 @@ def test_an_engine_that_ends_without_a_shutdown_ends_at_once_and_leaves_nothing(
     await_nothing_left(machine, engine_id, hosts)
 
 
+def test_an_engine_that_becomes_another_program_leaves_no_host_and_no_memory(party, two_tiers, machine):
+    """Its process lives on, and with it what it forgot to close on exec; its threads have ended, unheard."""
+    engine = party()
+    engine_id = engine.engine(*two_tiers)
+    hosts = engine.hosts()
+    engine.process.stdin.write(b"\"import os; os.execvp('sleep', ['sleep', '600'])\"\n")
+    engine.process.stdin.flush()
+    await_nothing_left(machine, engine_id, hosts)
+    assert machine.state_of(engine.pid) not in {"", "Z"}, "it sleeps"
+    assert not sockets_of(engine.pid)
+
+
+@pytest.mark.parametrize("end", ["shutdown", "kill"])
+def test_no_file_is_made_beside_the_stores_own(party, faulty, machine, tmp_path, end):
+    places = [tmp_path / "tmp", tmp_path / "home", tmp_path / "here"]
+    for place in places:
+        place.mkdir()
+    environment = os.environ | {"TMPDIR": str(places[0]), "HOME": str(places[1])}
+    engine = party(env=environment, cwd=places[2])
+    engine_id = engine.engine(faulty())
+    engine.do("engine.store(keys(0, 4))")
+    hosts = engine.hosts()
+    if end == "kill":
+        engine.process.kill()
+    else:
+        engine.do("engine.close()")
+    await_nothing_left(machine, engine_id, hosts)
+    assert [list(place.iterdir()) for place in places] == [[], [], []]
+    assert not [path for path in Path("/dev/shm").iterdir() if engine_id in path.name]
+
+
 def test_an_engine_that_falls_off_its_end_ends_at_once_and_leaves_nothing(party, two_tiers, machine):
     engine = party()
     engine_id = engine.engine(*two_tiers)
