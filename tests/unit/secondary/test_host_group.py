@@ -214,6 +214,18 @@ def test_nothing_is_sent_to_a_host_that_is_not_open(keys):
     assert not tier.group.send_job(load(9, keys))
 
 
+def test_what_is_sent_before_anybody_has_listened_reaches_hosts_that_may_be_open(keys):
+    """After ``wait_open``, which listens on another thread, the engine has not taken their words yet."""
+    tier = Group(2, opened=False)
+    assert tier.group.send_job(load(1, keys[:1]))
+    assert tier.group.send_probe(2, keys, is_prefix=True)
+    for backend in tier.played:
+        backend.say(Opened("no"))
+    tier.news()
+    assert not tier.group.send_job(load(3, keys[:1]))
+    assert not tier.group.send_probe(4, keys, is_prefix=True)
+
+
 def test_a_question_goes_to_the_host_that_owes_the_fewest_answers(keys):
     """So one that is stopped is asked once, and not again before all others owe as much."""
     tier = Group(2)

@@ -41,7 +41,7 @@ __all__ = ["GroupedHost", "HostGroup"]
 
 _LEAST_VALUES, _LEAST_BYTES = 16, 4 * 2**20  # a part that has fewer of both ends sooner than it could be shared out
 _POLL_SECONDS = 0.005
-_LOOK_SECONDS = 0.02  # how often hosts are listened to that owe no answer
+_LOOK_SECONDS = 0.025  # how often hosts are asked for news that owe nothing: each listens a little more often
 
 
 @dataclass(slots=True, eq=False)
@@ -112,7 +112,7 @@ class HostGroup:
 
     def send_job(self, job: StoreJob) -> bool:
         """Send a job, or its parts; False if no host has room. A part that finds none has failed."""
-        hosts = sorted(self._open_hosts(), key=lambda host: (host.values, host.turn))
+        hosts = sorted(self._usable(), key=lambda host: (host.values, host.turn))
         idle = sum(not host.values for host in hosts)
         count = min(idle, self._most_parts(len(job.keys)))
         if count > 1:
@@ -128,7 +128,7 @@ class HostGroup:
 
     def send_probe(self, probe_id: int, keys: Sequence[OffloadKey], *, is_prefix: bool) -> bool:
         """Ask the host that owes the fewest answers."""
-        for host in sorted(self._open_hosts(), key=lambda host: (host.questions, host.values)):
+        for host in sorted(self._usable(), key=lambda host: (host.questions, host.values)):
             if host.backend.send_probe(probe_id, keys, is_prefix=is_prefix):
                 host.questions += 1
                 self._asked[probe_id] = host
@@ -209,6 +209,10 @@ class HostGroup:
 
     def _open_hosts(self) -> list[GroupedHost]:
         return [host for host in self._hosts if host.error == ""]
+
+    def _usable(self) -> list[GroupedHost]:
+        """Return the hosts that are open; before any has said so, those that may be: they keep what they are given."""
+        return self._open_hosts() or [host for host in self._hosts if host.error is None]
 
     def _hosts_of(self, job_id: int) -> Sequence[GroupedHost]:
         job = self._jobs.get(job_id)
