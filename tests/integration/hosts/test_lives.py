@@ -26,7 +26,15 @@ def no_row_is_lost(engine):
     assert engine.primary["quarantined_rows"] == engine.primary["pinned_rows"] == 0
 
 
-@pytest.mark.parametrize("stage", ["open", "exists", "read", "write"])
+def damage(gates):
+    """Change a byte of every value: what reads one deletes it."""
+    for path in (gates.root / "values").iterdir():
+        content = bytearray(path.read_bytes())
+        content[100] ^= 1
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("stage", ["open", "exists", "read", "write", "delete"])
 @pytest.mark.parametrize("what", ["kill", "stop", "segfault", "sleep 2", "flood"])
 def test_whatever_a_host_does_at_whatever_stage_costs_hits_and_nothing_else(start, faulty, gates, machine, stage, what):
     tier, wanted = faulty(**LONG), machine.keys(0, 8)
@@ -38,6 +46,8 @@ def test_whatever_a_host_does_at_whatever_stage_costs_hits_and_nothing_else(star
         engine.store(wanted)
         engine.forget()
         gates.set(stage, what)
+    if stage == "delete":
+        damage(gates)
     if stage == "write":
         engine.put(machine.keys(100, 8))
     asked = [*wanted, *machine.keys(50, 2)]
