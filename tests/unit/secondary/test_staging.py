@@ -1,11 +1,15 @@
 """Rows that have no room for a seal: their values lie beside them, and only what is sound reaches a row."""
 
+import ctypes
+import re
 import threading
+from pathlib import Path
 
 import pytest
 from tests.stores import DictStore
 
 from kvtiers.api import make_offload_key
+from kvtiers.rows.mapping import HUGE_PAGE_BYTES
 from kvtiers.rows.names import StorageNames
 from kvtiers.secondary.mover import MoverOptions, ValueMover, ValueRun
 from kvtiers.secondary.protocol import Status
@@ -147,3 +151,18 @@ def test_a_value_of_another_length_is_refused(memory, nbytes):
 def test_a_row_that_is_not_there_is_refused(memory):
     with pytest.raises(IndexError, match="row 16"):
         StagedViews(memoryview(memory), ROW, VALUE).begin([16], filled=True)
+
+
+def test_the_memory_beside_the_rows_lies_in_whole_huge_pages_where_there_are_some(memory):
+    views = StagedViews(memoryview(memory), ROW, VALUE)
+    views.begin([3], filled=True)
+    (lent,) = views.own([3], [VALUE])
+    address = ctypes.addressof((ctypes.c_ubyte * 0).from_buffer(lent))
+    mappings = re.findall(
+        r"^(\w+)-(\w+) .*?^VmFlags: (.*?)$", Path("/proc/self/smaps").read_text(), re.DOTALL | re.MULTILINE
+    )
+    ((end, flags),) = [
+        (int(end, 16), flags.split()) for start, end, flags in mappings if int(start, 16) <= address < int(end, 16)
+    ]
+    assert "hg" in flags, "the kernel was asked for them"
+    assert address + HUGE_PAGE_BYTES["2MiB"] <= end

@@ -22,6 +22,7 @@ __all__ = [
     "create_memfd",
     "let_go_in_children",
     "map_memory",
+    "prefer_huge_pages",
     "prefer_node",
     "require_linux",
 ]
@@ -32,6 +33,7 @@ HUGE_PAGE_BYTES: dict[HugePages, int] = {"off": mmap.PAGESIZE, "2MiB": 2 << 20, 
 _MFD_HUGE_SHIFT = 26
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_MADV_HUGEPAGE = 14
 _MPOL_PREFERRED = 1
 _SYS_MBIND = {"x86_64": 237, "aarch64": 235}
 _SYS_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
@@ -42,6 +44,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class _Holder(Protocol):
@@ -165,6 +168,11 @@ def bind_to_node(mapping: Mapping, node: int) -> str | None:
     Preferred, not bound: where the node is full the rest comes from another one, instead of an out-of-memory kill.
     """
     return _numa_call(_SYS_MBIND, node, ctypes.c_void_p(mapping.address), ctypes.c_ulong(mapping.nbytes))
+
+
+def prefer_huge_pages(mapping: Mapping) -> None:
+    """Ask for huge pages where the kernel has some to give, before any page is touched; nothing is reserved for it."""
+    _libc.madvise(mapping.address, mapping.nbytes, _MADV_HUGEPAGE)
 
 
 def prefer_node(node: int) -> str | None:

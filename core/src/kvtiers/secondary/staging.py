@@ -9,7 +9,7 @@ import ctypes
 import threading
 from collections.abc import Sequence
 
-from kvtiers.rows.mapping import Mapping
+from kvtiers.rows.mapping import HUGE_PAGE_BYTES, Mapping, prefer_huge_pages
 from kvtiers.secondary.views import ValueViews
 
 __all__ = ["StagedViews", "value_views"]
@@ -41,7 +41,10 @@ class StagedViews(ValueViews):
         """Give each row's value a place; ``filled``: with the row's bytes."""
         stage, nbytes = self._stage, len(rows) * self._value_bytes
         if stage.memory is None or stage.memory.nbytes < nbytes:
-            stage.memory = Mapping(-1, nbytes, nbytes)
+            size = _round_up(nbytes)
+            stage.memory = Mapping(-1, size, size)
+            # A disk reads into whole stretches of memory far faster than into single pages.
+            prefer_huge_pages(stage.memory)
         stage.places = {row: index * self._value_bytes for index, row in enumerate(rows)}
         for row, offset in stage.places.items() if filled else ():
             at = self._offset(row, self._row_stride)
@@ -63,6 +66,12 @@ class StagedViews(ValueViews):
             raise IndexError(f"no {sorted(set(sizes))} bytes in a value of {self._value_bytes}")
         assert self._stage.memory is not None, "not begun"
         return self._stage.memory.view, [self._stage.places[row] for row in rows]
+
+
+def _round_up(nbytes: int) -> int:
+    """Return whole huge pages, which the kernel aligns to such pages."""
+    page = HUGE_PAGE_BYTES["2MiB"]
+    return -(-nbytes // page) * page
 
 
 def _copy(source: memoryview, source_at: int, target: memoryview, target_at: int, nbytes: int) -> None:

@@ -20,6 +20,7 @@ _MOUNTS = Path("/proc/self/mountinfo")
 _VOLATILE = {"tmpfs", "ramfs"}
 _LAYERED = {"overlay", "aufs", "fuse.fuse-overlayfs"}
 _CLOCK_SECONDS = 60.0
+_DIRECT = {True: "on", False: "off", "cold": "for reads of what the page cache does not have"}
 
 
 class _Mount(NamedTuple):
@@ -123,8 +124,8 @@ def _inodes(config: FsConfig, tree: Tree, value_bytes: int) -> Iterator[Finding]
 def _direct(config: FsConfig, tree: Tree) -> Iterator[Finding]:
     problem = try_direct(tree)
     if not problem:
-        yield Finding("ok", f"O_DIRECT works; direct is {'on' if config.direct else 'off'}")
-    elif config.direct:
+        yield Finding("ok", f"O_DIRECT works; direct is {_DIRECT[config.direct]}")
+    elif config.direct is True:
         yield Finding(
             "warning",
             f"O_DIRECT does not work here: {problem}",

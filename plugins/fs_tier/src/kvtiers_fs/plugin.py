@@ -34,7 +34,10 @@ class FsConfig(TierConfig):
     min_free: Size = Field(
         default=1 << 30, ge=0, description="free space that is left to others: below it, values go and none is written"
     )
-    direct: bool = Field(default=False, description="move values past the page cache (O_DIRECT), where that works")
+    direct: Literal["cold"] | bool = Field(
+        default="cold",
+        description="move values past the page cache (O_DIRECT), where that works; cold: what is read and not in it",
+    )
     fsync: bool = Field(default=False, description="wait at each write until the value would survive a power cut")
     mode: Mode = Field(default="0600", description="permissions of files; directories get theirs to match")
     group: str = Field(default="", description="group of all files, by name or number: its members may share them")

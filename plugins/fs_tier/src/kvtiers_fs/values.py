@@ -2,6 +2,9 @@
 
 A value is written under a temporary name in its own folder and renamed over the old one. Both ways the caller's memory
 is the buffer: no copy is made on the way to the kernel. A file's time of modification is the value's last use.
+
+A large value that the page cache does not have is read past it: to fill pages and copy them takes a processor longer
+than the disk takes, and the value is in the primary then.
 """
 
 import contextlib
@@ -13,8 +16,11 @@ import mmap
 import os
 import secrets
 import stat
+import sys
 import time
+from typing import Literal
 
+from kvtiers_fs.cached import is_cached
 from kvtiers_fs.places import Place
 from kvtiers_fs.tree import GONE, TEMP_PREFIX, Tree
 
@@ -24,30 +30,35 @@ _log = logging.getLogger("kvtiers_fs")
 _PAGE = 4096
 _REFRESH_SECONDS = 3600.0  # each use as a write of its own would cost more than the order is worth
 _DIRECT = getattr(os, "O_DIRECT", 0)
+_LEAST_COLD = 1 << 20  # of less, asking what the page cache has costs as much as copying it
 _READ = os.O_RDONLY | os.O_NONBLOCK  # without it, opening a pipe that somebody put there would wait for a writer
 
 
 class ValueFiles:
     """Reads and writes the value files of one tree. Safe to use from several threads.
 
+    ``direct``: values move past the page cache; "cold": large ones that are read and not in it.
     ``max_age``: seconds after which a value that was not used is absent. ``refresh``: a read counts as use.
     """
 
-    def __init__(self, tree: Tree, *, direct: bool, fsync: bool, max_age: float | None, refresh: bool) -> None:
+    def __init__(
+        self, tree: Tree, *, direct: Literal["cold"] | bool, fsync: bool, max_age: float | None, refresh: bool
+    ) -> None:
         self._tree = tree
         self._fsync = fsync
-        self._direct = _DIRECT if direct else 0
+        self._direct = _DIRECT if direct is True else 0
+        self._least_cold = _LEAST_COLD if direct == "cold" and _DIRECT else sys.maxsize
         self._max_age = max_age
         self._refresh = refresh
         self._token = secrets.token_hex(8)
         self._numbers = itertools.count()
-        if direct and refresh and (problem := try_direct(tree)):
+        if self._direct and refresh and (problem := try_direct(tree)):
             self._direct = 0
             _log.warning("O_DIRECT does not work in this directory (%s): values go through the page cache", problem)
 
     @property
     def is_direct(self) -> bool:
-        """Say whether values move past the page cache."""
+        """Say whether all values move past the page cache."""
         return bool(self._direct)
 
     def is_there(self, place: Place) -> bool:
@@ -75,6 +86,8 @@ class ValueFiles:
             about = os.fstat(fd)
             if not stat.S_ISREG(about.st_mode) or about.st_size != len(dst) or self._is_expired(about):
                 return False
+            if len(dst) >= self._least_cold and not is_cached(fd, len(dst)):
+                _begin_direct(fd)
             if not _fill(fd, dst):
                 return False
             if self._refresh and about.st_mtime < time.time() - _REFRESH_SECONDS:
@@ -162,6 +175,12 @@ def _write_some(fd: int, view: memoryview) -> int:
         if error.errno != errno.EINVAL or not _end_direct(fd):
             raise
     return os.write(fd, view)
+
+
+def _begin_direct(fd: int) -> None:
+    """Have this file's reads go past the page cache, if its file system can do that."""
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | _DIRECT)
 
 
 def _end_direct(fd: int) -> bool:
