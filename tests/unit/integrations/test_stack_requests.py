@@ -197,7 +197,7 @@ def test_an_adapter_that_is_not_there_is_looked_at_all_the_same(book, looks, tmp
     shutil.rmtree(tmp_path / "one")
     request = opened(book, "one", lora)
     all_answered(looks)
-    assert request.look.looked.is_set(), "whoever loads it would wait a second for a look that has ended"
+    assert request.look.looked.is_set(), "whoever loads it would wait for a look that has ended"
     assert request.keys is None
 
 
@@ -224,6 +224,22 @@ def test_an_adapter_that_vllm_loads_without_a_request_is_known_by_what_it_was_th
     again = opened(book, "again", lora)
     all_answered(looks)
     assert again.keys is not None
+
+
+def test_an_adapter_that_vllm_loads_without_a_request_is_looked_at_before_while_others_are_digested(
+    book, looks, tmp_path
+):
+    lora = adapter(tmp_path / "one")
+    loaded = []
+    core = SimpleNamespace(add_lora=loaded.append)
+    looks.follow(core)
+    gate = Gate(looks)
+    core.add_lora(lora)
+    assert loaded == [lora]
+    request = opened(book, "one", lora)
+    gate.opened.set()
+    all_answered(looks)
+    assert request.keys is not None, "its files are new, and were looked at in time all the same"
 
 
 def test_while_an_adapter_that_is_loaded_anew_is_looked_at_nobody_uses_the_one_before(book, looks, tmp_path):

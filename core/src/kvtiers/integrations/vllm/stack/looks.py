@@ -4,6 +4,7 @@
 
     request arrives      a look is begun; without its answer the request has no keys, and finds and stores nothing
     vLLM may begin it    what is looked at later may not be what vLLM loads: it counts if it was old by then
+    loaded at a call     (``add_lora``) the same, with a moment for a look that stands behind no other
     store has ended      another look: what vLLM loaded in between is what the keys name, or the store fails
     adapter loaded anew  from that request's arrival to its look's answer no request with the adapter has keys
 
@@ -29,7 +30,7 @@ __all__ = ["AdapterLook", "AdapterLooks", "Confirmation", "Question", "Standing"
 _log = logging.getLogger("kvtiers.vllm")
 _MOST_WAITING = 10_000  # looks at a file system that hangs
 _OLD_NS = 2_000_000_000  # by which clocks of file systems may differ from this machine's
-_LOAD_SECONDS = 1.0  # that loading an adapter waits for a look at the files that it is about to read
+_LOAD_SECONDS = 0.05  # that loading an adapter waits for a look at the files that it is about to read
 
 
 class Standing(Enum):
@@ -75,6 +76,7 @@ class AdapterLook:
         self._late = False
         self._changes = 0
         self._answered = False
+        self._found: Files | OSError | None = None
 
     @property
     def standing(self) -> Standing:
@@ -100,17 +102,26 @@ class AdapterLook:
         self._looks.ask(confirmation)
         return confirmation
 
+    def look(self) -> Files | OSError:
+        """Look at the files, unless that has been done; not on the engine's thread."""
+        found = self._found
+        if found is None:
+            try:
+                found = Files.of(self._lora)
+            except OSError as error:
+                found = error
+            self._found = found
+            self.looked.set()
+        return found
+
     def answer(self, adapters: Adapters) -> None:
         """Look, and digest what is new; on the looking thread."""
-        try:
-            files = Files.of(self._lora)
-        except OSError as error:
-            self.looked.set()
-            adapters.lose(self._lora, f"{type(error).__name__}: {error}")
+        found = self.look()
+        if isinstance(found, OSError):
+            adapters.lose(self._lora, f"{type(found).__name__}: {found}")
         else:
-            self.looked.set()
-            as_loaded = not self._late or files.changed < self._arrived - _OLD_NS
-            self.digest = adapters.digest(self._lora, files, as_loaded=as_loaded) or b""
+            as_loaded = not self._late or found.changed < self._arrived - _OLD_NS
+            self.digest = adapters.digest(self._lora, found, as_loaded=as_loaded) or b""
         self._changes = adapters.changes[self.number]
         self._answered = True
         if self._lora.load_inplace:
@@ -131,11 +142,14 @@ class AdapterLooks:
 
     def begin(self, lora: Any) -> AdapterLook:
         """Begin to look at the adapter of a request that has come."""
-        if lora.load_inplace:
-            self._to_load_anew[lora.lora_int_id] += 1
-        look = AdapterLook(self, lora, self._clock())
+        look = self._look_of(lora)
         self.ask(look)
         return look
+
+    def _look_of(self, lora: Any) -> AdapterLook:
+        if lora.load_inplace:
+            self._to_load_anew[lora.lora_int_id] += 1
+        return AdapterLook(self, lora, self._clock())
 
     def ask(self, question: Question) -> None:
         """Have a question answered; where too many wait already it never is."""
@@ -158,9 +172,12 @@ class AdapterLooks:
         add_lora = core.add_lora
 
         def add(lora: Any) -> Any:
-            look = self.begin(lora)
-            look.looked.wait(_LOAD_SECONDS)  # vLLM reads the same files next, on this very thread
+            look = self._look_of(lora)
+            # Not behind others' digests: vLLM reads the same files next, which takes longer than this look.
+            threading.Thread(target=look.look, name="kvtiers-adapter", daemon=True).start()
+            look.looked.wait(_LOAD_SECONDS)
             look.vllm_may_load()
+            self.ask(look)
             return add_lora(lora)
 
         core.add_lora = add
