@@ -6,12 +6,32 @@ from pathlib import Path
 
 import pytest
 
+from kvtiers.integrations.vllm.releases import release_of
+
 from .conftest import PROMPTS, WHOLE
 from .engines import EngineError, release_folder
 from .ways import fs, tiers, whole_stack
 
-CONTRACT = Path(__file__).parent / "engine" / "contract.py"
-MORE = [pytest.param(version, marks=pytest.mark.every_release) for version in ("0.28.0", "0.29.0", "0.30.0", "0.31.0")]
+ENGINE = Path(__file__).parent / "engine"
+
+
+def in_every_release(*versions):
+    return [pytest.param(version, marks=pytest.mark.every_release) for version in versions]
+
+
+def run(script, version, *arguments):
+    """Run a script with a release of vLLM, the environment's own by default; return its last line."""
+    before = {"PYTHONPATH": str(release_folder(version))} if version else {}
+    done = subprocess.run(
+        [sys.executable, ENGINE / script, *arguments],
+        env=before,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -48,12 +68,13 @@ def test_the_whole_stack_refuses_a_release_that_it_is_not_for_by_name(start, mod
     assert "runs on vLLM 0.30 and 0.32, not on 0.28" in str(refused.value)
 
 
-@pytest.mark.parametrize("version", ["", *MORE, "0.33.0"])
+@pytest.mark.parametrize("version", ["", *in_every_release("0.28.0", "0.29.0", "0.30.0", "0.31.0"), "0.33.0"])
 def test_vllms_own_manager_stores_forgets_and_has_it_back_byte_by_byte(tmp_path, version):
-    before = {"PYTHONPATH": str(release_folder(version))} if version else {}
-    store = tmp_path / f"contract-{version or 'own'}"
-    done = subprocess.run(
-        [sys.executable, CONTRACT, store], env=before, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1].startswith(version or "0.32.0")
+    assert run("contract.py", version, tmp_path / f"contract-{version or 'own'}").startswith(version or "0.32.0")
+
+
+@pytest.mark.parametrize("version", ["", "0.28.0", "0.30.0", *in_every_release("0.29.0", "0.31.0"), "0.33.0"])
+def test_requests_of_different_salts_share_no_block_hash_also_where_a_salt_is_hashed_without_a_tag(version):
+    found, meet = run("salts.py", version).split()
+    assert found.startswith(version or "0.32.0")
+    assert (meet == "apart") == release_of(found).tags_salt, "with adapters off nothing else is bare text"

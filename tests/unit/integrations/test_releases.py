@@ -1,5 +1,8 @@
 """Which releases of vLLM are supported, and what stands for their layout."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from kvtiers.api import StartError
@@ -27,3 +30,21 @@ def test_a_release_that_no_test_runs_shares_with_nobody():
     ]
     assert len(set(epochs)) == 4
     assert RELEASES["0.32"].epoch(public_version("0.32.0+cpu")) == epochs[0]
+
+
+def test_the_table_in_the_docs_says_what_is_known_of_each_release():
+    text = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text()
+    said = {
+        cells[0]: (
+            cells[1] == "both",
+            re.findall(r"\d+\.\d+\.\d+", cells[2]),
+            cells[3] == "random",
+            cells[4] == "with a tag",
+        )
+        for cells in ([cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines())
+        if re.fullmatch(r"\d+\.\d+", cells[0])
+    }
+    assert said == {
+        version: (release.whole_stack, list(release.tested), release.random_seed, release.tags_salt)
+        for version, release in RELEASES.items()
+    }
