@@ -218,6 +218,15 @@ def test_auto_computes_what_a_tier_is_too_slow_for_at_once_and_counts_it():
     assert not bench.tier["a"].held
 
 
+def test_a_load_wait_that_was_given_is_granted_whatever_computing_would_cost():
+    bench = bench_with(load_wait=60.0)
+    prefill(bench)
+    measure(bench, 4 * 16 * 0.001 * 100)
+    bench.tier["a"].put(KEYS)
+    assert bench.lookup(KEYS, bench.request()) == (0, 8, False)
+    assert bench.figures()["recomputed_cheaper"] == 0
+
+
 def test_auto_loads_what_is_cheaper_to_load():
     bench = bench_with(load_wait=None)
     prefill(bench)
