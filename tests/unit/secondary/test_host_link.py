@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtiers.secondary import host_backend, host_link, wire
+from kvtiers.secondary import host_link, wire
 from kvtiers.secondary.framing import FrameReader, Kind, frame
 from kvtiers.secondary.host_backend import HostBackend
 from kvtiers.secondary.host_link import HostLink
@@ -168,27 +168,6 @@ def test_results_come_to_the_tier_that_they_are_for(ends, keys):
     ends.hosts[0].say(JobStarted(2), JobDone(2, bytes([DONE] * 4), 4, 0.1), tier=1)
     assert [event.job_id for event in ends.poll(0, until=JobDone)] == [1, 1]
     assert [event.job_id for event in ends.poll(1, until=JobDone)] == [2, 2]
-
-
-def test_a_host_that_owes_only_stores_is_listened_to_now_and_then(ends, keys, monkeypatch):
-    def end(job_id):
-        done = JobDone(job_id, bytes([DONE] * 4), 4, 0.1)
-        ends.hosts[0].say(done)
-        return done
-
-    monkeypatch.setattr(host_backend, "_LOOK_SECONDS", math.inf)
-    tier = ends.tiers[0]
-    for first in (1, 4):
-        tier.send_job(load(first, keys))
-        loaded = end(first)
-        assert loaded in tier.poll(), "somebody waits for it"
-        tier.send_job(store(first + 1, keys))
-        stored = end(first + 1)
-        assert not tier.poll(), "nobody does, so it can wait until there is more"
-        tier.send_probe(first + 2, keys, is_prefix=False)
-        assert stored in tier.poll()
-        ends.hosts[0].say(Probed(first + 2, bytes(4)))
-        assert tier.poll()
 
 
 def test_no_step_takes_more_than_its_share_and_nothing_is_lost(ends, kit):

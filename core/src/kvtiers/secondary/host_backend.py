@@ -35,7 +35,7 @@ BUMPED = "its namespace was bumped while this engine ran, which holds KV from be
 
 _EVENTS_PER_POLL = 2048
 _POLL_SECONDS = 0.005
-_LOOK_SECONDS = 0.02  # how often a host is listened to from which nobody waits for an answer: it may owe stores
+_LOOK_SECONDS = 0.02  # how often a host is listened to that owes no answer
 _GONE = "its host ended"
 _LEAST_OPEN_SECONDS = 30.0  # a busy machine loads a client library slowly
 _ENDS = {
@@ -67,7 +67,6 @@ class HostBackend:
         self._open_within = max(_LEAST_OPEN_SECONDS, deadline + grace)
         self._events: deque[Event] = deque()
         self._jobs: dict[int, _Sent] = {}
-        self._loads = 0  # of the jobs
         self._probes: dict[int, int] = {}
         self._stats: dict[str, float] = {}
         self._open_error: str | None = None
@@ -91,7 +90,6 @@ class HostBackend:
         if not self._link.send(wire.encode_job(self._index, job)):
             return False
         self._jobs[job.job_id] = _Sent(job)
-        self._loads += job.is_load
         return True
 
     def send_probe(self, probe_id: int, keys: Sequence[OffloadKey], *, is_prefix: bool) -> bool:
@@ -126,7 +124,7 @@ class HostBackend:
     def poll(self) -> Sequence[Event]:
         """Take the events that have come."""
         now, events = time.monotonic(), self._events
-        if now < self._look_at and not (self._loads or self._probes or events):
+        if now < self._look_at and not (self._jobs or self._probes or events):
             return ()
         self._look_at = now + _LOOK_SECONDS
         self._link.poll()
@@ -202,7 +200,6 @@ class HostBackend:
         for job_id, sent in self._jobs.items():
             self._events.append(JobDone(job_id, bytes([Status.FAILED]) * len(sent.job.keys), 0, 0.0, error=_GONE))
         self._jobs.clear()
-        self._loads = 0
 
     # -- inside
 
@@ -258,7 +255,6 @@ class HostBackend:
         if not (math.isfinite(event.seconds) and event.seconds >= 0):
             raise ProtocolError(f"job {event.job_id} took {event.seconds} seconds")
         del self._jobs[event.job_id]
-        self._loads -= job.is_load
         if self._link.life is not None and self._link.life.kill_at:
             self._link.life.forgive(_overdue(event.job_id))
 
