@@ -8,15 +8,15 @@ from typing import Any
 
 from redis_lanes import Lane
 
-WINDOW = 512 << 10
 
-
-def plain_sockets(port: int, rows: memoryview, nbytes: int, count: int, connections: int) -> Lane:
+def plain_sockets(
+    port: int, rows: memoryview, nbytes: int, count: int, connections: int, *, window: int = 512 << 10
+) -> Lane:
     """Move the rows, each connection its share: a window of them with one call, then the replies."""
     links = [socket.create_connection(("127.0.0.1", port)) for _ in range(connections)]
     for link in links:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    window, share = max(1, WINDOW // nbytes), -(-count // connections)
+    most, share = max(1, window // nbytes), -(-count // connections)
     views = [rows[number * nbytes : (number + 1) * nbytes] for number in range(count)]
     keys = [b"bare:%06d" % number for number in range(count)]
 
@@ -38,8 +38,8 @@ def plain_sockets(port: int, rows: memoryview, nbytes: int, count: int, connecti
 
     def move_share(index: int, way: str) -> None:
         work, mine = {"write": write, "read": read}[way], range(count)[index * share : (index + 1) * share]
-        for at in range(0, len(mine), window):
-            work(links[index], mine[at : at + window])
+        for at in range(0, len(mine), most):
+            work(links[index], mine[at : at + most])
 
     def move(way: str) -> None:
         threads = [threading.Thread(target=move_share, args=(index, way)) for index in range(connections)]
