@@ -27,34 +27,34 @@ class HistogramValue(NamedTuple):
 
 
 class Histogram:
-    """Counts of observations (seconds) by power-of-two buckets; ``bounds[i]`` is bucket i's upper edge."""
+    """Counts of observations (seconds) by power-of-two buckets; ``bounds[i]`` is bucket i's upper edge.
+
+    ``counts`` and ``total`` are what there is now; neither is ever changed, only replaced.
+    """
 
     bounds = tuple(_SMALLEST * 2**i for i in range(_BUCKETS))
-    __slots__ = ("_counts", "_total", "_value")
+    __slots__ = ("counts", "total")
 
     def __init__(self) -> None:
-        self._counts = [0] * (_BUCKETS + 1)
-        self._total = 0.0
-        self._value: HistogramValue | None = None
+        self.counts = (0,) * (_BUCKETS + 1)
+        self.total = 0.0
 
     def observe(self, seconds: float) -> None:
         """Count one observation of this many seconds."""
         index = 0 if seconds <= _SMALLEST else min((int(seconds / _SMALLEST - 1e-9)).bit_length(), _BUCKETS)
-        self._counts[index] += 1
-        self._total += seconds
-        self._value = None
+        counts = self.counts
+        self.counts = (*counts[:index], counts[index] + 1, *counts[index + 1 :])
+        self.total += seconds
 
     def value(self) -> HistogramValue:
-        """Return what there is now; costs nothing while nothing is observed."""
-        if self._value is None:
-            self._value = HistogramValue(tuple(self._counts), self._total)
-        return self._value
+        """Return what there is now."""
+        return HistogramValue(self.counts, self.total)
 
     def quantile(self, share: float) -> float:
         """Return the upper edge of the bucket in which this quantile (0 to 1) lies; 0.0 with no observation."""
-        wanted = share * sum(self._counts)
+        wanted = share * sum(self.counts)
         seen = 0
-        for index, count in enumerate(self._counts):
+        for index, count in enumerate(self.counts):
             seen += count
             if count and seen >= wanted:
                 return float(self.bounds[min(index, _BUCKETS - 1)])

@@ -272,6 +272,17 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
         assert tier.quarantined_rows == sum(row.key is None for row in rows)
         assert tier.protected_rows == len(self.protected) <= self.limit
         assert tier.clean_rows == len(self.clean)
+        assert tier.figures() == {
+            "rows": self.num_rows,
+            "free_rows": tier.free_rows,
+            "evictable_rows": tier.evictable,
+            "pending_rows": tier.pending_rows,
+            "pinned_rows": tier.pinned_rows,
+            "protected_rows": tier.protected_rows,
+            "quarantined_rows": tier.quarantined_rows,
+            "clean_rows": tier.clean_rows,
+            "misuse": tier.misuse,
+        }
 
     @invariant()
     def just_the_evictable_chunks_could_leave(self):

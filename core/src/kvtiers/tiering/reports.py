@@ -19,18 +19,6 @@ __all__ = ["EventLog", "Snapshots"]
 
 _MAX_KEYS = 1 << 17  # of events that nobody has taken
 
-_PRIMARY = {
-    "rows": "num_rows",
-    "free_rows": "free_rows",
-    "evictable_rows": "evictable",
-    "pending_rows": "pending_rows",
-    "pinned_rows": "pinned_rows",
-    "protected_rows": "protected_rows",
-    "quarantined_rows": "quarantined_rows",
-    "clean_rows": "clean_rows",
-    "misuse": "misuse",
-}
-
 
 class _Figures:
     """Reads the counters and histograms of one class of metrics."""
@@ -39,27 +27,24 @@ class _Figures:
         histograms = [f.name for f in fields(kind) if f.type is Histogram]
         self._numbers = [f.name for f in fields(kind) if f.name not in histograms]
         self._histograms = histograms
-        self._read_numbers: Callable[[Any], tuple[Any, ...]] = attrgetter(*self._numbers)
+        parts = [f"{name}.{part}" for name in histograms for part in HistogramValue._fields]
+        self.read: Callable[[TierMetrics | EngineMetrics], tuple[Any, ...]] = attrgetter(*self._numbers, *parts)
 
-    def read(self, metrics: TierMetrics | EngineMetrics) -> tuple[tuple[Any, ...], list[HistogramValue]]:
-        return self._read_numbers(metrics), [getattr(metrics, name).value() for name in self._histograms]
-
-    def as_data(self, values: tuple[Any, ...], histograms: Sequence[HistogramValue]) -> dict[str, Any]:
-        data: dict[str, Any] = dict(zip(self._numbers, values, strict=True))
-        data.update((name, value.as_data()) for name, value in zip(self._histograms, histograms, strict=True))
-        return data
+    def as_data(self, values: Sequence[Any]) -> dict[str, Any]:
+        parts = iter(values)
+        data: dict[str, Any] = {name: next(parts) for name in self._numbers}
+        return data | {name: HistogramValue(next(parts), next(parts)).as_data() for name in self._histograms}
 
 
 _ENGINE, _TIER = _Figures(EngineMetrics), _Figures(TierMetrics)
-_read_primary = attrgetter(*_PRIMARY.values())
 
 
 class _Moment(NamedTuple):
     """All figures at one moment; never changed."""
 
-    engine: tuple[tuple[Any, ...], list[HistogramValue]]
-    primary: tuple[Any, ...]
-    tiers: list[tuple[tuple[Any, ...], list[HistogramValue]]]
+    engine: tuple[Any, ...]
+    primary: dict[str, int]
+    tiers: list[tuple[Any, ...]]
 
 
 class Snapshots:
@@ -75,25 +60,22 @@ class Snapshots:
         self._metrics = metrics
         self._primary = primary
         self._slots = slots
+        self._of_tiers = [slot.metrics for slot in slots]
         self._own_stats = own_stats
         self.take()
 
     def take(self) -> None:
         """Note all figures as they are now."""
-        self._moment = _Moment(
-            _ENGINE.read(self._metrics),
-            _read_primary(self._primary),
-            [_TIER.read(slot.metrics) for slot in self._slots],
-        )
+        self._moment = _Moment(_ENGINE.read(self._metrics), self._primary.figures(), [*map(_TIER.read, self._of_tiers)])
 
     def data(self) -> dict[str, Any]:
         """Return the figures of that moment as plain data: ``engine``, ``primary``, ``tiers`` by name."""
         moment = self._moment
         return {
-            "engine": _ENGINE.as_data(*moment.engine),
-            "primary": dict(zip(_PRIMARY, moment.primary, strict=True)),
+            "engine": _ENGINE.as_data(moment.engine),
+            "primary": dict(moment.primary),
             "tiers": {
-                slot.name: _TIER.as_data(*figures) | {"own": slot.own_stats(self._own_stats)}
+                slot.name: _TIER.as_data(figures) | {"own": slot.own_stats(self._own_stats)}
                 for slot, figures in zip(self._slots, moment.tiers, strict=True)
             },
         }
