@@ -13,7 +13,6 @@ from kvtiers.rows.names import StorageNames
 from kvtiers.secondary.health import Breaker, BreakerState
 from kvtiers.secondary.lookups import TierLookups
 from kvtiers.secondary.protocol import (
-    Event,
     JobDone,
     JobFailed,
     JobReleased,
@@ -181,23 +180,20 @@ class ChunkStoreTier(SecondaryTierManager):
 
     def _take_news(self) -> None:
         for event in self._backend.poll():
-            self._take(event)
-
-    def _take(self, event: Event) -> None:
-        match event:
-            case JobStarted(job_id):
-                self._started.append(job_id)
-            case JobDone():
-                self._job_done(event)
-            case JobReleased(job_id):
-                self._released.append(job_id)
-            case JobFailed(job_id, error):
-                if self._fail(job_id, error):
-                    self._failed.append(job_id)
-            case Probed(probe_id, answers, error):
-                self._probed(probe_id, answers, error)
-            case Opened(error):
-                self._opened(error)
+            match event:
+                case JobDone():
+                    self._job_done(event)
+                case JobStarted(job_id):
+                    self._started.append(job_id)
+                case JobReleased(job_id):
+                    self._released.append(job_id)
+                case JobFailed(job_id, error):
+                    if self._fail(job_id, error):
+                        self._failed.append(job_id)
+                case Probed(probe_id, answers, error):
+                    self._probed(probe_id, answers, error)
+                case Opened(error):
+                    self._opened(error)
 
     def _opened(self, error: str) -> None:
         self._open = not error

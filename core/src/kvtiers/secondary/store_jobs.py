@@ -112,19 +112,23 @@ class StoreJobs:
             return None
         begun = self._forget(event.job_id)
         job, statuses, counts = begun.job, event.statuses, self.counts
+        result = _result(job, event)
+        damaged, has_failed = 0, False
         counts["retries"] += event.retries
-        counts["seal_failures"] += statuses.count(Status.CORRUPT)
-        counts["missing"] += statuses.count(Status.MISSING)
-        counts["dropped_full"] += statuses.count(Status.DROPPED)
         counts["already_present"] += statuses.count(Status.PRESENT)
+        if not result.success:
+            damaged, has_failed = statuses.count(Status.CORRUPT), Status.FAILED in statuses
+            counts["seal_failures"] += damaged
+            counts["missing"] += statuses.count(Status.MISSING)
+            counts["dropped_full"] += statuses.count(Status.DROPPED)
         return EndedJob(
             job,
-            _result(job, event),
+            result,
             was_told=begun.told,
             was_released=begun.to_release,
-            has_failed=Status.FAILED in statuses,
+            has_failed=has_failed,
             has_current_names=begun.epoch == self._epoch,
-            damaged=statuses.count(Status.CORRUPT),
+            damaged=damaged,
         )
 
     def unfinished(self) -> dict[int, TransferJob]:

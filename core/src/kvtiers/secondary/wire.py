@@ -189,6 +189,10 @@ def decode_event(message: Frame) -> Event:
     """Read a message that is an event of the pool; ProtocolError if it is none."""
     kind, _, body = message
     match kind:
+        case Kind.DONE:  # first, as most are
+            job_id, nbytes, seconds, retries, count = _head(_DONE, body)
+            statuses, error = _bytes_and_text(body, _DONE.size, count)
+            return JobDone(job_id, statuses, nbytes, seconds, retries, error)
         case Kind.OPENED:
             epoch, error = _bytes_and_text(body, 1, body[0] if body else 0)
             return Opened(error, str(epoch, "latin-1"))
@@ -198,10 +202,6 @@ def decode_event(message: Frame) -> Event:
             return JobReleased(decode_id(body))
         case Kind.FAILED:
             return JobFailed(decode_id(body), str(body[_U64.size :], "utf-8", "replace"))
-        case Kind.DONE:
-            job_id, nbytes, seconds, retries, count = _head(_DONE, body)
-            statuses, error = _bytes_and_text(body, _DONE.size, count)
-            return JobDone(job_id, statuses, nbytes, seconds, retries, error)
         case Kind.PROBED:
             probe_id, count = _head(_PROBED, body)
             answers, error = _bytes_and_text(body, _PROBED.size, count)

@@ -42,6 +42,8 @@ class Cascades:
         self._at_once = [slot for slot in writable if slot.options.admission == "all"]
         self._second = {slot: _Wanted() for slot in writable if slot.options.admission == "second_access"}
         self._late = [slot for slot in writable if slot.options.admission == "on_eviction"]
+        self.works_ahead = bool(self._late)
+        """There is a tier that takes chunks before their eviction."""
         self._reserve = max(1, math.ceil(options.clean_reserve * primary.num_rows - 1e-9))
         self._written_since_scan = self._reserve
         self._nobody = RequestState(RequestContext(""), slots)
@@ -99,7 +101,7 @@ class Cascades:
         Of the next rows to be used, free or evicted, a reserve is kept clean. Looked at once in a while: each look
         costs as many chunks as the reserve has.
         """
-        if not self._late or self._written_since_scan * 4 < self._reserve:
+        if self._written_since_scan * 4 < self._reserve:
             return
         ahead = self._reserve - self._primary.free_rows
         rooms = [(slot, self._jobs.room(slot)) for slot in self._late if slot.available()]

@@ -136,14 +136,15 @@ class JobTable:
     def poll(self) -> None:
         """Take all tiers' news: starts first, then failures, then results; at last look for what is overdue."""
         for slot in self._slots:
-            for job_id in slot.started_jobs():
+            started, failed, finished = slot.news()
+            for job_id in started:
                 running = self._job_of(slot, job_id)
                 if running is not None and running.started is None:
                     running.started = self._clock()
-            if failed := slot.failed_jobs():
+            if failed:
                 jobs = dict.fromkeys(self._job_of(slot, job_id) for job_id in failed)
                 self._give_up(slot, [job for job in jobs if job is not None and not job.failed], "failed", tell=False)
-            for result in slot.finished_jobs():
+            for result in finished:
                 self._accept(slot, result)
                 if slot.retired:
                     self._give_up(slot, [job for job in self._of(slot) if not job.failed], "were given up", tell=False)

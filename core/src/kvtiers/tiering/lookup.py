@@ -73,7 +73,8 @@ class Lookups:
         self._waits = waits
         self._tokens_per_chunk = tokens_per_chunk
         self._metrics = metrics
-        self._asking: list[RequestState] = []
+        self.asking: list[RequestState] = []
+        """The requests of this step."""
 
     def prefix(self, keys: Sequence[OffloadKey], state: RequestState) -> PrefixHits:
         """Return the leading run of ``keys`` (one group's, head first) that is present."""
@@ -86,7 +87,7 @@ class Lookups:
         hits = self._run(keys, state, tokens)
         reach = hits.chunks * tokens
         if state.shortest_tokens is None:
-            self._asking.append(state)
+            self.asking.append(state)
             state.shortest_tokens = reach
         elif reach < state.shortest_tokens:
             state.shortest_tokens = reach
@@ -106,9 +107,9 @@ class Lookups:
 
     def end_step(self) -> None:
         """Forget how far the step's requests reached."""
-        for state in self._asking:
+        for state in self.asking:
             state.shortest_tokens = None
-        self._asking.clear()
+        self.asking.clear()
 
     def _tokens_in_a_chunk(self, group: int) -> int:
         if group < len(self._tokens_per_chunk):

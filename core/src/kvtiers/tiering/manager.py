@@ -195,14 +195,18 @@ class TieringManager:
             return
         begin = time.perf_counter()
         self._begin()
-        self._waits.observe_prefill(prefill_tokens, prefill_seconds)
-        self._plans.release_orphans()
+        if prefill_tokens:
+            self._waits.observe_prefill(prefill_tokens, prefill_seconds)
+        if self._plans.orphans:
+            self._plans.release_orphans()
         if self._requests.parked:
             self._retry_parked()
         if self._promotions:
             self._promotions.submit()
-        self._lookups.end_step()
-        self._cascades.work_ahead()
+        if self._lookups.asking:
+            self._lookups.end_step()
+        if self._cascades.works_ahead:
+            self._cascades.work_ahead()
         self._primary.release_expired(self._clock())
         self._take_events()
         for slot in self._slots:

@@ -52,7 +52,8 @@ class Plans:
         self._ids = itertools.count(1)
         self._stores: dict[int, _Open] = {}
         self._loads: dict[int, _Open] = {}
-        self._orphans: list[tuple[bool, list[int]]] = []
+        self.orphans: list[tuple[bool, list[int]]] = []
+        """Rows of failed plans that something of a lost rank may still touch; True: of a store."""
 
     def prepare_store(self, keys: Sequence[OffloadKey], state: RequestState) -> StorePlan | None:
         """Lease rows for those of the keys that are not in the primary; None: no room."""
@@ -84,7 +85,7 @@ class Plans:
             self._metrics.failed_gpu_stores += len(leased.rows)
             if self._engine.dma_may_run():
                 self._primary.abandon(leased.rows)
-                self._orphans.append((True, leased.rows))
+                self.orphans.append((True, leased.rows))
             else:
                 self._primary.complete_store(leased.rows, success=False)
         leased.state.open_stores -= 1
@@ -110,19 +111,19 @@ class Plans:
         if not success:
             self._metrics.failed_gpu_loads += len(leased.rows)
             if self._engine.dma_may_run():
-                self._orphans.append((False, leased.rows))
+                self.orphans.append((False, leased.rows))
                 return
         self._primary.complete_load(leased.rows)
 
     def release_orphans(self) -> None:
         """Free the rows of failed plans, once nothing of a lost rank can touch them."""
-        if self._orphans and not self._engine.dma_may_run():
-            for is_store, rows in self._orphans:
+        if self.orphans and not self._engine.dma_may_run():
+            for is_store, rows in self.orphans:
                 if is_store:
                     self._primary.complete_store(rows, success=False)
                 else:
                     self._primary.complete_load(rows)
-            self._orphans.clear()
+            self.orphans.clear()
 
     def _make_readable(self, leased: _Open) -> None:
         rows = leased.rows

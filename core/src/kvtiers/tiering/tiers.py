@@ -69,17 +69,13 @@ class TierSlot:
         """Hand the job over; False if the tier did not take it, so that nothing has started."""
         return self._do(self.tier.submit_load if job.is_promotion else self.tier.submit_store, job)
 
-    def started_jobs(self) -> Sequence[int]:
-        """Take the jobs that have begun, where the tier says so."""
-        return self._take(self.tier.get_started_jobs)
+    def news(self) -> tuple[list[int], list[int], list[JobResult]]:
+        """Take the jobs that have begun, those that have failed but whose rows the tier may still touch, and results.
 
-    def failed_jobs(self) -> Sequence[int]:
-        """Take the jobs that have failed but whose rows the tier may still touch."""
-        return self._take(self.tier.get_failed_jobs)
-
-    def finished_jobs(self) -> Sequence[JobResult]:
-        """Take the results that have come; a retired tier is no longer believed."""
-        return self._take(self.tier.get_finished_jobs)
+        A retired tier is no longer believed.
+        """
+        tier = self.tier
+        return self._take(tier.get_started_jobs), self._take(tier.get_failed_jobs), self._take(tier.get_finished_jobs)
 
     def abandon(self, job_id: int) -> None:
         """Tell the tier that a job of its was given up."""

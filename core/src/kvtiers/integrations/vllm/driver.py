@@ -249,14 +249,15 @@ class TierDriver:
 
     def _poll(self) -> None:
         slot = self._slot
-        for job_id in slot.started_jobs():
+        started, failed_jobs, finished = slot.news()
+        for job_id in started:
             running = self._jobs.get(job_id)
             if running is not None and running.started is None:
                 running.started = self._clock()
-        for job_id in slot.failed_jobs():
+        for job_id in failed_jobs:
             if (failed := self._jobs.get(job_id)) is not None:
                 self._give_up(failed, tell=False)
-        for result in slot.finished_jobs():
+        for result in finished:
             self._late.pop(result.job_id, None)
             if (ended := self._jobs.get(result.job_id)) is not None:
                 self._finish(ended, result)
