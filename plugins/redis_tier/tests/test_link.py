@@ -1,7 +1,10 @@
 """The reader of replies: whatever a server sends, and however it arrives, no byte lands in the wrong row."""
 
 import contextlib
+import fcntl
 import socket
+import struct
+import termios
 import threading
 import time
 
@@ -43,10 +46,24 @@ class Rows:
         return bytes(left)
 
 
+def pair(over: str, buffer: int = 0) -> tuple[socket.socket, socket.socket]:
+    """Return two connected sockets, over "tcp" or "unix". ``buffer``: the kernel holds so much for the first."""
+    if over == "unix":
+        return socket.socketpair()
+    near = socket.socket()
+    if buffer:
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near.connect(listener.getsockname())
+        far, _ = listener.accept()
+    far.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return near, far
+
+
 @contextlib.contextmanager
-def linked(*pieces: bytes, close: bool = True, seconds: float = SECONDS):
+def linked(*pieces: bytes, close: bool = True, seconds: float = SECONDS, over: str = "tcp", buffer: int = 0):
     """Give a link whose other end sends these pieces, one send each, and reads all that it is sent."""
-    near, far = socket.socketpair()
+    near, far = pair(over, buffer)
 
     def serve() -> None:
         with contextlib.suppress(OSError):
@@ -101,14 +118,14 @@ def replies(draw):
 
 
 @settings(max_examples=300, deadline=None)
-@given(replies(), st.integers(1, 2000), st.data())
-def test_however_replies_are_cut_each_value_lands_in_its_row_and_nothing_else(case, window, data):
+@given(replies(), st.integers(1, 2000), st.sampled_from(["tcp", "unix"]), st.data())
+def test_however_replies_are_cut_each_value_lands_in_its_row_and_nothing_else(case, window, over, data):
     sizes, kinds, texts = case
     stream = b"".join(texts)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
     pieces = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True) if a < b]
     rows = Rows(sizes)
-    with linked(*pieces) as link:
+    with linked(*pieces, over=over) as link:
         answers = read_all(link, rows, window)
     for i, ((kind, content), answer) in enumerate(zip(kinds, answers, strict=True)):
         if kind == "value":
@@ -135,10 +152,11 @@ def test_a_window_may_be_split_at_every_byte():
         assert set(rows.guards()) == {POISON}
 
 
-def test_a_window_may_come_byte_by_byte():
+@pytest.mark.parametrize("over", ["tcp", "unix"])
+def test_a_window_may_come_byte_by_byte(over):
     rows = Rows([50, 50])
     stream = value_reply(b"a" * 50) + value_reply(b"b" * 50)
-    with linked(*[bytes([byte]) for byte in stream]) as link:
+    with linked(*[bytes([byte]) for byte in stream], over=over) as link:
         assert read_all(link, rows) == [True, True]
     assert (rows.content(0), rows.content(1)) == (b"a" * 50, b"b" * 50)
 
@@ -202,6 +220,63 @@ def test_an_error_in_the_middle_of_a_window_of_writes_is_that_writes_own():
     assert answers[1].code == "OOM"
 
 
+@pytest.mark.parametrize(("over", "buffer"), [("tcp", 0), ("tcp", 16384), ("unix", 0)])
+def test_large_values_come_whole_however_little_the_kernel_holds_of_them(over, buffer):
+    """A wait for more than the connection's buffer can hold would last for ever."""
+    sizes = [9_000_000, 600_000, 1 << 20]
+    contents = [bytes([65 + i]) * size for i, size in enumerate(sizes)]
+    stream = b"".join(map(value_reply, contents))
+    pieces = [stream[at : at + 300_000] for at in range(0, len(stream), 300_000)]
+    rows = Rows(sizes)
+    with linked(*pieces, over=over, buffer=buffer) as link:
+        assert read_all(link, rows) == [True] * 3
+    assert [rows.content(i) for i in range(3)] == contents
+    assert set(rows.guards()) == {POISON}
+
+
+def unread_bytes(connected: socket.socket) -> int:
+    return struct.unpack("i", fcntl.ioctl(connected, termios.FIONREAD, bytes(4)))[0]
+
+
+@pytest.mark.parametrize("over", ["tcp", "unix"])
+def test_no_more_is_waited_for_than_the_rest_of_a_value_and_then_for_as_little_as_ever(over):
+    near, far = pair(over)
+    stream, rows = value_reply(b"a" * 100_000), Rows([100_000])
+
+    def serve() -> None:
+        far.sendall(stream[:40_000])
+        while unread_bytes(near):  # the reader has a part of the value, and waits for the rest
+            time.sleep(0)
+        far.sendall(stream[40_000:])
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    with contextlib.closing(near), contextlib.closing(far):
+        link = Link(near, SECONDS)
+        assert read_all(link, rows) == [True]
+        thread.join(SECONDS)
+        far.sendall(b"+next\r\n")
+        while not unread_bytes(near):
+            time.sleep(0)
+        assert not link.is_idle()
+        link.begin()
+        assert link.read_status() == "next"
+    assert rows.content(0) == b"a" * 100_000
+
+
+@pytest.mark.parametrize("over", ["tcp", "unix"])
+def test_a_server_that_goes_away_in_the_middle_of_a_large_value_is_noticed_at_once(over):
+    with linked(b"$1000000\r\n" + bytes(400_000), over=over) as link, pytest.raises(ConnectionError):
+        read_all(link, Rows([1_000_000]))
+
+
+@pytest.mark.parametrize("over", ["tcp", "unix"])
+def test_a_server_that_stops_in_the_middle_of_a_large_value_is_given_up_in_time(over):
+    part = b"$1000000\r\n" + bytes(400_000)
+    with linked(part, over=over, close=False, seconds=0.5) as link, pytest.raises(TimeoutError):
+        read_all(link, Rows([1_000_000]))
+
+
 def test_a_server_that_never_answers_is_given_up_in_time():
     with linked(close=False, seconds=0.2) as link, pytest.raises(TimeoutError):
         read_all(link, Rows([64]))
@@ -212,8 +287,9 @@ def test_a_server_that_stops_in_the_middle_of_a_value_is_given_up_in_time():
         read_all(link, Rows([64]))
 
 
-def test_a_server_that_says_a_byte_now_and_then_is_given_up_all_the_same():
-    near, far = socket.socketpair()
+@pytest.mark.parametrize("over", ["tcp", "unix"])
+def test_a_server_that_says_a_byte_now_and_then_is_given_up_all_the_same(over):
+    near, far = pair(over)
     stop = threading.Event()
 
     def trickle() -> None:

@@ -2,6 +2,9 @@
 
 import logging
 import re
+import socket
+import ssl
+import threading
 import tracemalloc
 from pathlib import Path
 
@@ -9,6 +12,7 @@ import pytest
 from redis_servers import Cluster, Sentinels, Server, Tls, wait_until
 from redis_traffic import content_of, read_all, works, write_all
 
+from kvtiers_redis.sockets import stream_of
 from kvtiers_redis.store import RedisStore
 
 CANARY = "canary-6b1f"
@@ -161,6 +165,27 @@ def test_reading_and_writing_with_tls_makes_no_copy_of_a_value(tier, tls_server,
     finally:
         tracemalloc.stop()
         store.delete([name])
+
+
+def test_what_is_small_between_values_goes_out_in_one_record(tmp_path):
+    tls, records = Tls(tmp_path / "ca"), []
+    theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    theirs.load_cert_chain(tls.folder / "server.crt", tls.folder / "server.key")
+    near, far = socket.socketpair()
+
+    def serve() -> None:
+        with theirs.wrap_socket(far, server_side=True) as peer:
+            while record := peer.recv(1 << 16):  # of no more than one
+                records.append(record)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    value = bytes(range(250)) * 80
+    with ssl.create_default_context(cafile=tls.ca).wrap_socket(near, server_hostname="127.0.0.1") as connected:
+        stream_of(connected, 60).send([b"head", memoryview(value), b"tail", b"head", memoryview(value), b"tail"])
+    thread.join(60)
+    assert b"".join(records) == b"head" + value + b"tailhead" + value + b"tail"
+    assert [len(record) for record in records] == [4, 16384, 3616, 8, 16384, 3616, 4]
 
 
 def test_the_user_of_the_readme_may_do_all_that_the_tier_does(tier, start, readme_user, names, value, read):
