@@ -361,6 +361,38 @@ def test_an_engine_that_listens_again_has_a_host_killed_that_did_not_end_its_job
     assert log_lines("its host is killed: job 1 did not end")
 
 
+def test_a_store_that_could_not_be_opened_and_then_hangs_while_it_opens_costs_its_host_too(ends, kit, log_lines):
+    ends.hosts[0].say(Opened(), tier=1)
+    ends.hosts[0].say(Opened("OSError: not yet"))
+    ends.poll(until=Opened)
+    assert list(ends.process.life.kill_at) == [ends.tiers[0]._unopened]
+    ends.hosts[0].say(Opened("OSError: not yet either"))
+    ends.poll(until=Opened)
+    overdue(ends, kit)
+    kit.wait_until(lambda: ends.tiers[0].poll() is None or len(ends.processes) == 2, "the next life")
+    assert log_lines("its host is killed: store 0 of it has neither opened nor said why not")
+
+
+def test_a_store_that_opens_at_last_costs_nothing(ends, kit):
+    ends.hosts[0].say(Opened(), tier=1)
+    for error in ("OSError: not yet", ""):
+        ends.hosts[0].say(Opened(error))
+        ends.poll(until=Opened)
+    assert not ends.process.life.kill_at
+
+
+def test_a_drain_without_time_takes_all_that_has_been_said(ends, keys, monkeypatch):
+    monkeypatch.setattr(host_link, "_FRAMES_PER_POLL", 3)
+    tier = ends.tiers[0]
+    for number in range(20):
+        tier.send_job(store(number, keys))
+    ends.hosts[0].say(*(JobDone(number, bytes([DONE] * 4), 4, 0.1) for number in range(19)))
+    assert not tier.drain(0.0)
+    assert list(tier._jobs) == [19], "nothing of the others was dropped"
+    ends.hosts[0].say(JobDone(19, bytes([DONE] * 4), 4, 0.1))
+    assert tier.drain(0.0)
+
+
 def test_what_was_meant_for_one_life_does_not_reach_the_next(ends, kit, keys):
     tier = ends.tiers[0]
     tier.send_job(load(1, keys))

@@ -58,13 +58,16 @@ class _Sent:
 class HostBackend:
     """A ``StoreBackend``; engine's thread, but for ``wait_open``."""
 
-    def __init__(self, link: HostLink, names: StorageNames, *, deadline: float, grace: float) -> None:
+    def __init__(
+        self, link: HostLink, names: StorageNames, *, deadline: float, grace: float, longest_pause: float = 0.0
+    ) -> None:
         self._link = link
         self._index = len(link.tiers)
         link.tiers.append(self)
         self.names = names
         self._grace = grace
         self._open_within = max(_LEAST_OPEN_SECONDS, deadline + grace)
+        self._reopen_within = longest_pause + self._open_within
         self._events: deque[Event] = deque()
         self._jobs: dict[int, _Sent] = {}
         self._probes: dict[int, int] = {}
@@ -146,11 +149,14 @@ class HostBackend:
     def drain(self, timeout: float) -> bool:
         """Wait for all jobs to end; blocks, so only at shutdown. What is left is dropped with the host."""
         until = time.monotonic() + timeout
-        self._link.poll()
-        while self._jobs and self._link.life is not None and time.monotonic() < until:
-            time.sleep(_POLL_SECONDS)
+        while True:
+            owed = len(self._jobs)
             self._link.poll()
-        return not self._jobs
+            if len(self._jobs) < owed:
+                continue  # a poll takes a bounded number of results: there may be more
+            if not self._jobs or self._link.life is None or time.monotonic() >= until:
+                return not self._jobs
+            time.sleep(_POLL_SECONDS)
 
     def close(self, timeout: float) -> None:
         """Tell the host to end."""
@@ -167,11 +173,13 @@ class HostBackend:
         match event:
             case JobDone():  # first, as most are
                 self._take_result(event)
-            case Opened():
+            case Opened(error):
                 event = self._of_one_epoch(event)
                 self._open_error = event.error
                 if self._link.life is not None:
                     self._link.life.forgive(self._unopened)
+                    if error:  # the host tries again, and says what comes of that
+                        self._link.launcher.kill_unless_forgiven(self._link.life, self._unopened, self._reopen_within)
             case JobStarted(job_id):
                 self._take_start(job_id)
             case JobFailed(job_id):
@@ -205,7 +213,7 @@ class HostBackend:
 
     @property
     def _unopened(self) -> str:
-        return f"store {self._index} of it has been opening for {self._open_within:g}s"
+        return f"store {self._index} of it has neither opened nor said why not"
 
     def _of_one_epoch(self, event: Opened) -> Opened:
         """An engine keeps the epoch that it has met first: what its memory holds must not get into a later one."""

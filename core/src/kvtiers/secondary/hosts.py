@@ -77,7 +77,13 @@ class TierHosts:
             host = _Host(HostLink(self._launcher, process, self._logs), members)
             self._hosts[bool(config.host), name] = host
         host.members.append(config)
-        return HostBackend(host.link, self._names(), deadline=config.deadline, grace=config.grace)
+        return HostBackend(
+            host.link,
+            self._names(),
+            deadline=config.deadline,
+            grace=config.grace,
+            longest_pause=config.breaker.max_delay,
+        )
 
     def start(self) -> None:
         """Start all hosts, in parallel."""
