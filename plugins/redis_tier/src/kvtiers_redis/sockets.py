@@ -99,7 +99,7 @@ class PlainStream:
         """Take what has come first, with what follows the value if that is there; then wait for the rest at once.
 
         A wait ends when much of the rest is there. It would end with each packet that comes otherwise, and reading
-        values of 1 MiB took a tenth more of the processor.
+        values of 1 MiB took nearly twice as many turns of the processor, and 7 % more of its time.
         """
         length = len(whole)
         done, buffers, flags = 0, [whole, spare], 0
