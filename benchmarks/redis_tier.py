@@ -1,14 +1,15 @@
 """What the Redis tier moves, beside redis-benchmark with 1, 4 and 16 connections to the same server in the same run.
 
-`tier` is the whole contract with `io: process`: a tier host with 4 threads, which seals what it writes and checks what
-it reads, in jobs of 64 MiB. `bare sockets` move the same rows in three Python threads and look at nothing: what the
-tier takes beyond them is its own. `redis-py` sets and gets a value at a time. `lmcache` is LMCache's native connector,
-where it can be had. All of them move as many values under as many keys, in turns, a round after the other; medians, and
-of redis-benchmark the best of the three. It sends one buffer again and again, which stays in a cache, and seals and
-checks nothing: where clients and server have to share processors, that is a part of its rate; all others move a region
-that no cache holds. Then with TLS, beside redis-benchmark and a bare Python TLS socket; then over a network with 1 ms
-of round trip, beside raw streams over the same; then with an engine's thread that runs pure Python flat out, beside the
-same loop in an unrelated process.
+`tier` is the whole contract with `io: process`: tier hosts, as many as the tier has by itself or `--processes` says,
+with 4 threads together, which seal what they write and check what they read, in jobs of 64 MiB. `bare sockets` move the
+same rows in three Python threads and look at nothing: what the tier takes beyond them is its own. `redis-py` sets and
+gets a value at a time. `lmcache` is LMCache's native connector, where it can be had. All of them move as many values
+under as many keys, in turns, a round after the other; medians, and of redis-benchmark the best of the three. It sends
+one buffer again and again, which stays in a cache, and seals and checks nothing: where clients and server have to share
+processors, that is a part of its rate; all others move a region that no cache holds. Then with TLS, beside redis-
+benchmark and a bare Python TLS socket; then over a network with 1 ms of round trip, beside raw streams and bare sockets
+over the same: what the server takes beyond the streams is not the tier's; then with an engine's thread that runs pure
+Python flat out, beside the same loop in an unrelated process.
 
 The servers keep the memory of what is deleted, as a full cache uses that of what it evicts: redis-benchmark overwrites
 its keys, core writes each key once, and neither is to pay for new pages that the other has not. All lanes have the same
@@ -30,11 +31,11 @@ from pathlib import Path
 from typing import Any
 
 from kvtiers.api import OffloadKey, TransferJob, make_offload_key
-from kvtiers.api.units import format_size
+from kvtiers.api.units import format_size, parse_size
 from kvtiers.base import RequestContext
 from kvtiers.rows.names import StorageNames
 from kvtiers.secondary.chunk_store_tier import ChunkStoreTier
-from kvtiers.secondary.hosts import HostedRegion, TierHosts
+from kvtiers.secondary.hosts import HostedRegion, TierHosts, host_count
 from kvtiers_redis.plugin import RedisConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,7 +62,7 @@ KEPT_MEMORY = "dirty_decay_ms:-1,oversize_threshold:0,lg_extent_max_active_fit:3
 
 
 class TierLane:
-    """A tier host that maps the rows, driven as an engine drives it."""
+    """A tier whose hosts map the rows, driven as an engine drives it."""
 
     def __init__(
         self, server: Server, fd: int, rows: memoryview, nbytes: int, config: RedisConfig, stack: ExitStack
@@ -141,11 +142,11 @@ def start(stack: ExitStack, folder: Path, **options: Any) -> Server:
     return server
 
 
-def measure_plain(server: Server, nbytes: int, total: int, rounds: int) -> dict[str, Any]:
+def measure_plain(server: Server, nbytes: int, total: int, rounds: int, **tier_options: Any) -> dict[str, Any]:
     """Return the rates of all lanes at this size, and what the tier costs."""
     count = total // nbytes
     with lanes.memory(total) as (fd, rows), ExitStack() as stack:
-        tier = TierLane(server, fd, rows, nbytes, config(server.url), stack)
+        tier = TierLane(server, fd, rows, nbytes, config(server.url, **tier_options), stack)
         with server.client() as client:
             client.flushall()
             lanes.fill(client, nbytes, count)
@@ -172,7 +173,7 @@ def measure_plain(server: Server, nbytes: int, total: int, rounds: int) -> dict[
 
 
 def cpu_of(tier: TierLane, server: Server, total: int) -> dict[str, dict[str, float]]:
-    """Return the processor seconds per GB of the host and of the server."""
+    """Return the processor seconds per GB of the hosts and of the server."""
     who = {"client": tier.pids, "server": [server.pid]}
     cost: dict[str, dict[str, float]] = {name: {} for name in who}
     for way in lanes.WAYS:
@@ -189,10 +190,11 @@ def cpu_of(tier: TierLane, server: Server, total: int) -> dict[str, dict[str, fl
     return cost
 
 
-def measure_busy(server: Server, nbytes: int, total: int, rounds: int) -> dict[str, Any]:
+def measure_busy(server: Server, nbytes: int, total: int, rounds: int, **tier_options: Any) -> dict[str, Any]:
     """Return the tier's rate beside an engine's thread that runs Python, and beside a process that does."""
     with lanes.memory(total) as (fd, rows), ExitStack() as stack:
-        tier = TierLane(server, fd, rows, nbytes, config(server.url, nice=DEFAULT_NICE), stack)
+        options = config(server.url, nice=DEFAULT_NICE, **tier_options)
+        tier = TierLane(server, fd, rows, nbytes, options, stack)
 
         def beside_thread(way: str) -> float:
             tier.busy = True
@@ -218,13 +220,13 @@ def measure_busy(server: Server, nbytes: int, total: int, rounds: int) -> dict[s
     return {"value_bytes": nbytes, "gb_per_s": rates}
 
 
-def measure_tls(server: Server, nbytes: int, total: int, rounds: int) -> dict[str, Any]:
+def measure_tls(server: Server, nbytes: int, total: int, rounds: int, **tier_options: Any) -> dict[str, Any]:
     """Return the rates with TLS."""
     tls, count = server.tls, total // nbytes
     assert tls is not None
     options = {"username": "admin", "password": "secret", "tls_ca": tls.ca, "tls_cert": tls.cert, "tls_key": tls.key}
     with lanes.memory(total) as (fd, rows), ExitStack() as stack:
-        tier = TierLane(server, fd, rows, nbytes, config(server.url, **options), stack)
+        tier = TierLane(server, fd, rows, nbytes, config(server.url, **options, **tier_options), stack)
         with server.client() as client:
             client.flushall()
             lanes.fill(client, nbytes, count)
@@ -240,14 +242,17 @@ def measure_tls(server: Server, nbytes: int, total: int, rounds: int) -> dict[st
     return {"value_bytes": nbytes, "gb_per_s": rates}
 
 
-def measure_delayed(server: Server, nbytes: int, total: int, rounds: int) -> dict[str, Any]:
+def measure_delayed(server: Server, nbytes: int, total: int, rounds: int, **tier_options: Any) -> dict[str, Any]:
     """Return the tier's rates through a proxy with 1 ms of round trip, and those of raw streams through the same."""
     with lanes.memory(total) as (fd, rows), ExitStack() as stack:
         proxy = stack.enter_context(lanes.in_process(lanes.delaying_proxy, server.port, DELAY_SECONDS))
         raw = stack.enter_context(lanes.in_process(lanes.raw_server))
         raw_proxy = stack.enter_context(lanes.in_process(lanes.delaying_proxy, raw, DELAY_SECONDS))
-        tier = TierLane(server, fd, rows, nbytes, config(f"redis://127.0.0.1:{proxy}", window=REMOTE_WINDOW), stack)
+        options = config(f"redis://127.0.0.1:{proxy}", window=REMOTE_WINDOW, **tier_options)
+        tier = TierLane(server, fd, rows, nbytes, options, stack)
         moves = {f"raw, {n} streams": lanes.timed(lanes.raw_stream(raw_proxy, rows, n), total) for n in (1, 4)}
+        bare = sockets.plain_sockets(proxy, rows, nbytes, total // nbytes, SOCKETS, window=REMOTE_WINDOW)
+        moves[f"bare sockets, {SOCKETS}"] = lanes.timed(bare, total)
         rates = lanes.rates_of({**moves, "tier": tier.rate}, rounds)
         with server.client() as client:
             client.flushall()
@@ -285,6 +290,7 @@ def _goal(name: str, value: float, goal: float) -> dict[str, Any]:
 
 def report(found: dict[str, Any]) -> None:
     """Print the rates as tables."""
+    print("the tier: {hosts} hosts, {threads} threads".format(**found["tier"]))
     for kind in GOALS:
         print(f"{kind}, GB/s (write / read)")
         names = list(found[kind][0]["gb_per_s"])
@@ -292,7 +298,7 @@ def report(found: dict[str, Any]) -> None:
         for size in found[kind]:
             cells = ["{write:.2f} / {read:.2f}".format(**size["gb_per_s"][name]) for name in names]
             print(f"  {format_size(size['value_bytes']):10}" + "".join(f"{cell:>28}" for cell in cells))
-    print("processor seconds per GB of the tier (write / read): host, server")
+    print("processor seconds per GB of the tier (write / read): hosts, server")
     for size in found["plain"]:
         cells = ["{write:.2f} / {read:.2f}".format(**size["cpu_seconds_per_gb"][name]) for name in ("client", "server")]
         print(f"  {format_size(size['value_bytes']):10}" + "".join(f"{cell:>20}" for cell in cells))
@@ -309,19 +315,25 @@ def main() -> None:
     parser.add_argument(
         "--only", choices=[*GOALS], action="append", help="only this part (for a look; states no goals)"
     )
+    parser.add_argument("--processes", type=int, help="the tier's hosts (default: as many as it has by itself)")
+    parser.add_argument("--threads", type=int, help="the tier's threads (default: its own)")
+    parser.add_argument("--size", type=parse_size, action="append", help="only this size (states no goals)")
     options = parser.parse_args()
     if not sys.platform.startswith("linux"):
         sys.exit("error: tier hosts need Linux")
     total, rounds = (128 << 20, 3) if options.quick else (256 << 20, 5)
-    found: dict[str, Any] = {}
+    tier_options = {name: number for name in ("processes", "threads") if (number := getattr(options, name))}
+    tier = config("redis://localhost", **tier_options)
+    found: dict[str, Any] = {"tier": {"hosts": host_count(tier), "threads": tier.threads}}
     with tempfile.TemporaryDirectory(prefix="kvtiers-bench-") as top, ExitStack() as stack:
         plain = start(stack, Path(top, "plain"))
         secure = start(stack, Path(top, "tls"), tls=Tls(Path(top, "ca")))
-        some = SIZES[::2] if options.quick else SIZES
+        every = options.size or SIZES
+        some = SIZES[::2] if options.quick and not options.size else every
         for kind, measure, server, sizes in (
-            ("plain", measure_plain, plain, SIZES),
+            ("plain", measure_plain, plain, every),
             ("tls", measure_tls, secure, some),
-            ("delayed", measure_delayed, plain, [size for size in SIZES if size >= DELAYED_FROM]),
+            ("delayed", measure_delayed, plain, [size for size in every if size >= DELAYED_FROM]),
             ("busy", measure_busy, plain, some),
         ):
             if options.only and kind not in options.only:
@@ -329,8 +341,8 @@ def main() -> None:
             found[kind] = []
             for nbytes in sizes:
                 print(f"{kind}, {format_size(nbytes)} ...", file=sys.stderr)
-                found[kind].append(measure(server, nbytes, total, rounds))
-    if options.only:
+                found[kind].append(measure(server, nbytes, total, rounds, **tier_options))
+    if options.only or options.size:
         print(json.dumps(found))
         return
     found["goals"] = goals_of(found)
