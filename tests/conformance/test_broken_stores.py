@@ -50,7 +50,7 @@ def test_tests_of_abilities_that_a_store_lacks_are_not_collected(report):
     with_none = set().union(*report.tests["TestHealthyMemory"].values())
     with_all = set().union(*report.tests["TestHealthyEveryAbility"].values())
     assert with_none < with_all
-    for word in ("batch", "listing", "diagnosis", "stats"):
+    for word in ("batch", "pieces", "listing", "diagnosis", "stats"):
         assert any(word in test for test in with_all)
         assert not any(word in test for test in with_none)
 

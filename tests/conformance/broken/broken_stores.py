@@ -90,6 +90,13 @@ class EveryAbility(Memory):
     def write_many(self, names, srcs):
         return [self.write(name, src) is None for name, src in zip(names, srcs, strict=True)]
 
+    def reads_in_pieces(self, nbytes):
+        return nbytes > 4096
+
+    def read_pieces(self, name, nbytes):
+        value = self.values.get(name, b"")
+        return [value[:5000], memoryview(value)[5000:]] if len(value) == nbytes else None
+
     def list(self, prefix):
         for name, value in self.values.copy().items():
             if name.startswith(prefix):
@@ -500,6 +507,20 @@ class KeepsABatch(EveryAbility):
     def write_many(self, names, srcs):
         self.last = [memoryview(src)[4:] for src in srcs]
         return super().write_many(names, srcs)
+
+
+@caught_by("test_the_pieces_of_a_value_are_all_of_it_in_order")
+class LosesItsLastPiece(EveryAbility):
+    def read_pieces(self, name, nbytes):
+        pieces = super().read_pieces(name, nbytes)
+        return pieces and pieces[:-1]
+
+
+@caught_by("test_what_is_absent_or_of_another_length_has_no_pieces")
+class GivesPiecesOfAnyLength(EveryAbility):
+    def read_pieces(self, name, nbytes):
+        value = self.values.get(name)
+        return None if value is None else [value]
 
 
 @caught_by("test_a_listing_has_each_value_once_with_its_length")

@@ -1,8 +1,8 @@
 """The contract: all that the author of a tier imports.
 
 Three rungs: a blocking ``ChunkStore``, the abilities that a store may add to it (``SupportsBatch``,
-``SupportsListing``, ``SupportsDiagnosis``, ``SupportsStats``), and ``SecondaryTierManager`` for tiers that bring
-their own asynchrony.
+``SupportsPieces``, ``SupportsListing``, ``SupportsDiagnosis``, ``SupportsStats``), and ``SecondaryTierManager`` for
+tiers that bring their own asynchrony.
 """
 
 from kvtiers.api.config import BreakerConfig, RateLimit, Secret, StrictModel, TierConfig
@@ -24,6 +24,7 @@ from kvtiers.api.store import (
     SupportsBatch,
     SupportsDiagnosis,
     SupportsListing,
+    SupportsPieces,
     SupportsStats,
 )
 from kvtiers.api.tier import JobResult, LookupResult, SecondaryTierManager, TierRequest, TransferJob
@@ -53,6 +54,7 @@ __all__ = [
     "SupportsBatch",
     "SupportsDiagnosis",
     "SupportsListing",
+    "SupportsPieces",
     "SupportsStats",
     "TierConfig",
     "TierContext",

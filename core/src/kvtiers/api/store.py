@@ -6,7 +6,7 @@ none; it never looks inside.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
@@ -17,6 +17,7 @@ __all__ = [
     "SupportsBatch",
     "SupportsDiagnosis",
     "SupportsListing",
+    "SupportsPieces",
     "SupportsStats",
 ]
 
@@ -97,6 +98,26 @@ class SupportsBatch(Protocol):
 
     def write_many(self, names: Sequence[str], srcs: Sequence[memoryview]) -> Sequence[bool]:
         """Do ``write`` for each pair; one answer each, in order: False where the store was full."""
+
+
+@runtime_checkable
+class SupportsPieces(Protocol):
+    """A store whose library gives it values in memory of its own, out of which ``read_into`` could only copy them.
+
+    Core copies such a value into its row a piece at a time, and hashes each while it is still in the processor's cache:
+    what checks a value would read all of it from memory once more otherwise. Core's threads call both methods. A store
+    with ``SupportsBatch`` is not asked.
+    """
+
+    def reads_in_pieces(self, nbytes: int) -> bool:
+        """Say whether values of this length are to be read by ``read_pieces``; the others are by ``read_into``."""
+
+    def read_pieces(self, name: str, nbytes: int) -> Iterable[bytes | memoryview] | None:
+        """Return the value of this name from its start to its end, in pieces of any length; None if there is none.
+
+        None, before a piece, also if the value has another length than ``nbytes``. Core takes a piece before it asks
+        for the next one, and keeps none. Raise on failure, also in the middle. May be called again for the same name.
+        """
 
 
 @runtime_checkable

@@ -22,7 +22,7 @@ import xxhash
 
 from kvtiers.rows.layout import SEAL_BYTES
 
-__all__ = ["SEAL_FORMAT", "SealVerdict", "check_value", "read_seal", "seal_value"]
+__all__ = ["SEAL_FORMAT", "PayloadHash", "SealVerdict", "check_value", "read_seal", "seal_value"]
 
 SEAL_FORMAT = 1
 _MAGIC = b"kvtSEAL\n"
@@ -40,10 +40,25 @@ class SealVerdict(Enum):
     """The bytes are not those that were stored under this name."""
 
 
+class PayloadHash:
+    """The seal's hash over the payload of one value, which may come in pieces, from its start to its end."""
+
+    def __init__(self, name: str) -> None:
+        self._state = xxhash.xxh3_128(name.encode())
+
+    def update(self, piece: memoryview) -> None:
+        """Take in what comes next."""
+        self._state.update(piece)
+
+    def digest(self) -> bytes:
+        """Return the hash of what has come."""
+        return self._state.digest()
+
+
 def _digest(payload: memoryview, name: str) -> bytes:
-    state = xxhash.xxh3_128(name.encode())
-    state.update(payload)
-    return state.digest()
+    whole = PayloadHash(name)
+    whole.update(payload)
+    return whole.digest()
 
 
 def seal_value(value: memoryview, payload_bytes: int, name: str, layout_id: bytes) -> None:
@@ -57,8 +72,13 @@ def seal_value(value: memoryview, payload_bytes: int, name: str, layout_id: byte
     value[seal_at:] = _SEAL.pack(_MAGIC, SEAL_FORMAT, length, payload_bytes, layout_id, digest)
 
 
-def check_value(value: memoryview, payload_bytes: int, name: str, layout_id: bytes) -> SealVerdict:
-    """Say whether ``value`` is what ``seal_value`` left under this name. Reads the payload once."""
+def check_value(
+    value: memoryview, payload_bytes: int, name: str, layout_id: bytes, hashed: bytes | None = None
+) -> SealVerdict:
+    """Say whether ``value`` is what ``seal_value`` left under this name.
+
+    Reads the payload once, or not at all where ``hashed`` is its hash (``PayloadHash.digest``).
+    """
     magic, number, length, payload, layout, digest = _SEAL.unpack_from(value, len(value) - SEAL_BYTES)
     if magic != _MAGIC:
         return SealVerdict.CORRUPT
@@ -66,7 +86,8 @@ def check_value(value: memoryview, payload_bytes: int, name: str, layout_id: byt
         return SealVerdict.FOREIGN
     if length != len(value) or payload != payload_bytes:
         return SealVerdict.CORRUPT
-    return SealVerdict.OK if _digest(value[:payload_bytes], name) == digest else SealVerdict.CORRUPT
+    found = _digest(value[:payload_bytes], name) if hashed is None else hashed
+    return SealVerdict.OK if found == digest else SealVerdict.CORRUPT
 
 
 def read_seal(value: memoryview) -> tuple[int, bytes] | None:

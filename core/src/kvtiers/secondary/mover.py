@@ -9,15 +9,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from kvtiers.api import ChunkStore, OffloadKey, RateLimit, StoreFull, SupportsBatch, TierConfig, group_of
+from kvtiers.api import ChunkStore, OffloadKey, RateLimit, TierConfig, group_of
 from kvtiers.rows.names import StorageNames
 from kvtiers.rows.seal import SealVerdict, check_value, seal_value
 from kvtiers.secondary.known import KnownNames
 from kvtiers.secondary.limits import RateLimiter
 from kvtiers.secondary.protocol import Status, error_text
 from kvtiers.secondary.retry import Attempts
+from kvtiers.secondary.store_calls import StoreCalls
 from kvtiers.secondary.views import Loan, ValueViews
 
 __all__ = ["Moved", "MoverOptions", "ValueMover", "ValueRun", "mover_options"]
@@ -25,6 +26,7 @@ __all__ = ["Moved", "MoverOptions", "ValueMover", "ValueRun", "mover_options"]
 _BATCH_VALUES = 32
 _BATCH_BYTES = 16 * 2**20
 _TURN_BYTES = 3 * 2**20  # hashed or moved in some tenths of a millisecond
+_Answer = TypeVar("_Answer")
 
 
 def _go_on() -> None:
@@ -120,10 +122,9 @@ class ValueMover:
         self._attempts = Attempts(store.transient_errors, options.retries, limiter, stop)
         self._known = KnownNames(options.exists_ttl)
         self._names_per_call = max(1, int(store.exists_per_call))
-        # Looked at once: what a runtime Protocol is asked costs as much as moving a small value.
-        self._batched = store if isinstance(store, SupportsBatch) else None
+        self._calls = StoreCalls(store)
         largest = max(value for _, value in options.sizes)
-        self.batch_values = max(1, min(_BATCH_VALUES, _BATCH_BYTES // largest)) if self._batched is not None else 1
+        self.batch_values = max(1, min(_BATCH_VALUES, _BATCH_BYTES // largest)) if self._calls.in_batches else 1
 
     def load(self, run: ValueRun) -> Moved:
         """Fill the rows; a value that is absent, foreign or damaged is not DONE, whatever its row holds now."""
@@ -228,14 +229,17 @@ class ValueMover:
             self._views.end(kept=bool(moved.kept))
 
     def _move_begun(self, moved: Moved, run: ValueRun, values: Sequence[_Value], *, is_load: bool) -> bool:
+        if is_load and self._calls.in_pieces(values[0].nbytes):
+            return self._load_in_pieces(moved, run, values[0])
         places, names, rows, payloads, sizes = zip(*values, strict=True)
         if not is_load:
             for name, value, payload in zip(names, self._views.own(rows, sizes), payloads, strict=True):
                 seal_value(value, payload, name, run.names.layout_id)
                 self._worked(payload)
         loan = self._views.lend(rows, sizes, readonly=not is_load)
-        answers = self._call_store(moved, names, [*loan.views], run.give_up_at, is_load=is_load)
-        self._worked(sum(sizes))
+        call = self._calls.read if is_load else self._calls.write
+        # The views are in no variable here: it would keep the exporter when the borrower has let go of it.
+        answers = self._call(moved, run, values, call(names, [*loan.views]), is_load=is_load)
         if not loan.take_back():
             moved.kept.append(loan)
             moved.error = f"{type(self._store).__name__} kept the buffer that it was lent; it must copy what it keeps"
@@ -255,41 +259,39 @@ class ValueMover:
             moved.nbytes += nbytes if status is Status.DONE else 0
         return True
 
-    def _call_store(
-        self, moved: Moved, names: Sequence[str], views: Sequence[memoryview], give_up_at: float, *, is_load: bool
-    ) -> list[bool] | None:
-        call = self._read_call(names, views) if is_load else self._write_call(names, views)
-        nbytes = sum(map(len, views))
+    def _load_in_pieces(self, moved: Moved, run: ValueRun, value: _Value) -> bool:
+        """Load one value that the store does not get a view for."""
+        [view] = self._views.own([value.row], [value.nbytes])
+        call = self._calls.read_pieces(value.name, view, value.payload)
+        answers = self._call(moved, run, [value], call, is_load=True)
+        if answers is None:
+            return False
+        [hashed] = answers
+        if hashed is None:
+            status = self._missing(value.name)
+        else:
+            status = self._judge(run, value.name, value.row, view, value.payload, hashed)
+        moved.statuses[value.place] = status
+        moved.nbytes += value.nbytes if status is Status.DONE else 0
+        return True
+
+    def _call(
+        self, moved: Moved, run: ValueRun, values: Sequence[_Value], call: Callable[[], list[_Answer]], *, is_load: bool
+    ) -> list[_Answer] | None:
+        """Call the store; None if it failed, or did not answer for each of these values."""
+        nbytes = sum(value.nbytes for value in values)
         try:
-            answers, retries = self._attempts.call(call, give_up_at=give_up_at, nbytes=nbytes, urgent=is_load)
+            answers, retries = self._attempts.call(call, give_up_at=run.give_up_at, nbytes=nbytes, urgent=is_load)
         except Exception as error:  # noqa: BLE001 -- a store is somebody else's code
             moved.error = error_text(error)
             return None
+        finally:
+            self._worked(nbytes)
         moved.retries += retries
-        if len(answers) != len(names):
-            moved.error = f"{type(self._store).__name__} gave {len(answers)} answers to {len(names)} names"
+        if len(answers) != len(values):
+            moved.error = f"{type(self._store).__name__} gave {len(answers)} answers to {len(values)} names"
             return None
         return answers
-
-    def _read_call(self, names: Sequence[str], views: Sequence[memoryview]) -> Callable[[], list[bool]]:
-        store, batched = self._store, self._batched
-        if batched is not None:
-            return lambda: [bool(answer) for answer in batched.read_many_into(names, views)]
-        return lambda: [bool(store.read_into(names[0], views[0]))]
-
-    def _write_call(self, names: Sequence[str], views: Sequence[memoryview]) -> Callable[[], list[bool]]:
-        store, batched = self._store, self._batched
-
-        def write() -> list[bool]:
-            try:
-                if batched is not None:
-                    return [bool(answer) for answer in batched.write_many(names, views)]
-                store.write(names[0], views[0])
-            except StoreFull:  # here, so that no definition of a transient error can have it retried
-                return [False] * len(names)
-            return [True]
-
-        return write
 
     def _missing(self, name: str) -> Status:
         self._known.doubt(name)  # it was asked for because it seemed to be there
@@ -302,8 +304,10 @@ class ValueMover:
             turn.nbytes = 0
             self._options.give_way()
 
-    def _judge(self, run: ValueRun, name: str, row: int, value: memoryview, payload: int) -> Status:
-        verdict = check_value(value, payload, name, run.names.layout_id)
+    def _judge(
+        self, run: ValueRun, name: str, row: int, value: memoryview, payload: int, hashed: bytes | None = None
+    ) -> Status:
+        verdict = check_value(value, payload, name, run.names.layout_id, hashed)
         self._worked(payload)
         if verdict is SealVerdict.OK:
             return Status.DONE if run.land(lambda: self._views.land(row, payload)) else Status.FAILED

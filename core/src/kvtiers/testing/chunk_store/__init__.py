@@ -9,9 +9,9 @@
         def open_store(self, tmp_path):
             return partial(MyStore, tmp_path / "values")
 
-The tests of ``SupportsBatch``, ``SupportsListing``, ``SupportsDiagnosis`` and ``SupportsStats`` are there if
-``store_class`` has the ability. ``persistent = False`` (values end with the store) replaces the tests of reopening and
-of a killed writer by one that the store starts empty.
+The tests of ``SupportsBatch``, ``SupportsPieces``, ``SupportsListing``, ``SupportsDiagnosis`` and ``SupportsStats`` are
+there if ``store_class`` has the ability. ``persistent = False`` (values end with the store) replaces the tests of
+reopening and of a killed writer by one that the store starts empty.
 """
 
 from kvtiers.testing.chunk_store.abilities import DiagnosisTests, ListingTests, StatsTests
@@ -20,6 +20,7 @@ from kvtiers.testing.chunk_store.batch import BatchTests
 from kvtiers.testing.chunk_store.buffers import BufferTests
 from kvtiers.testing.chunk_store.concurrency import ConcurrencyTests
 from kvtiers.testing.chunk_store.life import LifeTests
+from kvtiers.testing.chunk_store.pieces import PiecesTests
 from kvtiers.testing.chunk_store.values import NameTests, ValueTests
 
 __all__ = ["ChunkStoreTests", "StoreTestBase"]
@@ -32,6 +33,7 @@ class ChunkStoreTests(
     ConcurrencyTests,
     LifeTests,
     BatchTests,
+    PiecesTests,
     ListingTests,
     DiagnosisTests,
     StatsTests,
