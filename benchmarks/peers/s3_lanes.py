@@ -18,6 +18,7 @@ from botocore.config import Config
 from kvtiers.api import OffloadKey
 from kvtiers.rows.mapping import create_memfd, map_memory
 from kvtiers_s3.boto3_client import Boto3Client
+from kvtiers_s3.client import read_into
 from kvtiers_s3.connection import Connection
 from kvtiers_s3.plugin import S3Config
 from kvtiers_s3.requests import Requests
@@ -99,7 +100,7 @@ def boto3_tuned_lane(options: S3Config, rows: Rows) -> Lane:
     client = Boto3Client(Connection(options, Requests(0, 0)))
     return rows.lane(
         lambda key, view: client.write(key, view, only_new=False),
-        lambda key, view: client.read(key, view, 0, len(view)),
+        lambda key, view: read_into(client, key, view, 0, len(view)),
     )
 
 

@@ -1,9 +1,16 @@
 """Options: what is refused before anything is opened, with what was expected."""
 
+import re
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
+from kvtiers.api import TierConfig
+from kvtiers.config.options import options_of
 from kvtiers_s3.plugin import S3Config
+
+README = Path(__file__).parents[1] / "README.md"
 
 
 def config(**options):
@@ -62,3 +69,22 @@ def test_secrets_come_from_the_environment_or_a_file_and_never_print(monkeypatch
     options = config(access_key="${THE_KEY}", secret_key={"file": str(tmp_path / "secret")})
     assert (options.access_key.reveal(), options.secret_key.reveal()) == ("canary-1", "canary-2")
     assert "canary" not in repr(options)
+
+
+def documented():
+    """Yield name, type and default of each option in the README's table."""
+    table = README.read_text(encoding="utf-8").partition("## Options")[2].partition("\n\n|")[2].partition("\n\n")[0]
+    for line in table.splitlines()[2:]:
+        names, kind, default, meaning = (cell.strip() for cell in line.strip("|").split("|"))
+        assert meaning
+        names, defaults = re.findall(r"`(.+?)`", names), re.findall(r"`(.+?)`", default) or [default]
+        for name, text in zip(names, defaults * (len(names) // len(defaults)), strict=True):
+            yield name, "boolean" if kind == "true or false" else kind.replace("`", "").replace(", ", " | "), text
+
+
+def test_the_readme_has_every_option_with_its_type_and_its_default():
+    common = options_of(TierConfig)
+    own = [option for option in options_of(S3Config) if option not in common]
+    written = {(o.name, o.type, "required" if o.required else "" if o.default == "none" else o.default) for o in own}
+    assert set(documented()) == written
+    assert all(option.description for option in own)

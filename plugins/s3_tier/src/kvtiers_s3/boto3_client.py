@@ -3,11 +3,13 @@
 import contextlib
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from botocore.exceptions import BotoCoreError, ClientError
 from urllib3.exceptions import HTTPError
 
 from kvtiers_s3.boto3_errors import translated
+from kvtiers_s3.client import Body
 from kvtiers_s3.connection import Connection
 
 __all__ = ["Boto3Client"]
@@ -22,35 +24,34 @@ class Boto3Client:
 
     def __init__(self, connection: Connection) -> None:
         self._client = connection.boto3_client(attempts=1)
-        self._bucket = connection.config.bucket
-        self._timeout = connection.config.timeout
-        self._put_options = connection.put_options
-        self._requests = connection.requests
+        self._connection = connection
+        self._bucket, self._requests = connection.config.bucket, connection.requests
 
-    def read(self, key: str, dst: memoryview, start: int, total: int) -> str | None:
-        """Fill ``dst``; a body that does not come whole in time is given up."""
-        until = time.monotonic() + self._timeout
-        part = {"Range": f"bytes={start}-{start + len(dst) - 1}"} if len(dst) != total else {}
+    def get(self, key: str, start: int, nbytes: int, total: int) -> Body | None:
+        """Ask for bytes of an object; a body that does not come whole in time is given up."""
+        until = time.monotonic() + self._connection.config.timeout
+        part = {"Range": f"bytes={start}-{start + nbytes - 1}"} if nbytes != total else {}
         with self._asking("GET", key):
             found = self._client.get_object(Bucket=self._bucket, Key=key, **part)
-            with contextlib.closing(found["Body"]) as body:
-                if int(found.get("ContentRange", "").rpartition("/")[2] or found["ContentLength"]) != total:
-                    return None
-                at = 0
-                while at < len(dst):
-                    # One recv at a time: body.read() would wait for a body that drips for as long as it does.
-                    piece: bytes = body._raw_stream.read1(len(dst) - at)  # noqa: SLF001
-                    if not piece or time.monotonic() > until:
-                        raise TimeoutError if piece else ConnectionResetError
-                    dst[at : at + len(piece)] = piece
-                    at += len(piece)
-            self._requests.count_bytes(read=at)
-            return str(found.get("ETag", ""))
+            if int(found.get("ContentRange", "").rpartition("/")[2] or found["ContentLength"]) == total:
+                return Body(str(found.get("ETag", "")), self._pieces(key, found["Body"], nbytes, until))
+            found["Body"].close()
         return None
+
+    def _pieces(self, key: str, body: Any, left: int, until: float) -> Iterator[bytes]:
+        with self._asking("GET", key), contextlib.closing(body):
+            while left:
+                # One recv at a time: body.read() would wait for a body that drips for as long as it does.
+                piece: bytes = body._raw_stream.read1(left)  # noqa: SLF001
+                if not piece or time.monotonic() > until:
+                    raise TimeoutError if piece else ConnectionResetError
+                left -= len(piece)
+                self._requests.count_bytes(read=len(piece))
+                yield piece
 
     def write(self, key: str, src: memoryview, *, only_new: bool) -> bool:
         """Put the object from a copy: boto3 takes no view."""
-        options = self._put_options | ({"IfNoneMatch": "*"} if only_new else {})
+        options = self._connection.put_options | ({"IfNoneMatch": "*"} if only_new else {})
         with self._asking("PUT", key, absent={"PreconditionFailed", "412"}):
             self._client.put_object(Bucket=self._bucket, Key=key, Body=bytes(src), **options)
             self._requests.count_bytes(written=len(src))

@@ -1,12 +1,20 @@
 """What moves values: the same four calls by obstore and by boto3."""
 
+from collections.abc import Iterable
 from importlib.util import find_spec
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvtiers.api import ConfigError
 from kvtiers_s3.connection import Connection
 
-__all__ = ["ValueClient", "open_client"]
+__all__ = ["Body", "ValueClient", "open_client", "read_into"]
+
+
+class Body(NamedTuple):
+    """What has been asked for of an object, and its ETag. ``pieces``: its bytes in order, or what ``failures`` has."""
+
+    etag: str
+    pieces: Iterable[bytes | memoryview]
 
 
 class ValueClient(Protocol):
@@ -14,10 +22,10 @@ class ValueClient(Protocol):
 
     name: str
 
-    def read(self, key: str, dst: memoryview, start: int, total: int) -> str | None:
-        """Fill ``dst`` from byte ``start`` of an object of ``total`` bytes; return the object's ETag.
+    def get(self, key: str, start: int, nbytes: int, total: int) -> Body | None:
+        """Ask for so many bytes from byte ``start`` on of an object of ``total`` bytes.
 
-        None, before a byte is read, if there is no such object or it has another length.
+        None, before a byte of the body is read, if there is no such object or it has another length.
         """
 
     def write(self, key: str, src: memoryview, *, only_new: bool) -> bool:
@@ -42,3 +50,15 @@ def open_client(connection: Connection) -> ValueClient:
     from kvtiers_s3.boto3_client import Boto3Client
 
     return Boto3Client(connection)
+
+
+def read_into(client: ValueClient, key: str, dst: memoryview, start: int, total: int) -> str | None:
+    """Fill ``dst`` from byte ``start`` on of an object of ``total`` bytes; return its ETag, None if there is none."""
+    body = client.get(key, start, len(dst), total)
+    if body is None:
+        return None
+    at = 0
+    for piece in body.pieces:
+        dst[at : at + len(piece)] = piece
+        at += len(piece)
+    return body.etag

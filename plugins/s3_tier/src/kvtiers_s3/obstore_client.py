@@ -1,13 +1,14 @@
 """Values by obstore: HTTP in Rust, outside of Python's lock."""
 
-import ctypes
 import re
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 
+from kvtiers_s3.client import Body
 from kvtiers_s3.connection import Connection
 from kvtiers_s3.failures import failure
 
@@ -29,8 +30,9 @@ _CAUSES = (
     (re.compile(r"kind: (ConnectionReset|Interrupted|Request|Decode|Unknown)"), "CutOff"),
 )
 _LET_GO_SECONDS = 1.0
-_AT_ONCE_BYTES = 256 << 10
-_PIECE_BYTES = 64 << 10
+# A body that is taken as a whole costs one turn of Python's lock, and memory of its size until it is in its row.
+_AT_ONCE_BYTES = 8 << 20
+_PIECE_BYTES = 256 << 10
 
 
 class ObstoreClient:
@@ -44,16 +46,12 @@ class ObstoreClient:
         storage_class = connection.config.storage_class
         self._attributes = {"Storage-Class": storage_class} if storage_class else None
 
-    def read(self, key: str, dst: memoryview, start: int, total: int) -> str | None:
-        """Fill ``dst``; the answer's head says the length, so that the body of another one is never asked for."""
-        part: GetOptions | None = {"range": (start, start + len(dst))} if len(dst) != total else None
+    def get(self, key: str, start: int, nbytes: int, total: int) -> Body | None:
+        """Ask for bytes of an object; the answer's head says its length, so that another one's body is never read."""
+        part: GetOptions | None = {"range": (start, start + nbytes)} if nbytes != total else None
         self._requests.count("get")
         try:
             found = obstore.get(self._store, key, options=part)
-            meta = found.meta
-            if meta["size"] != total:
-                return None
-            is_whole = (_fill_at_once if len(dst) <= _AT_ONCE_BYTES else _fill_in_pieces)(found, dst)
         except FileNotFoundError as error:
             if "<Code>NoSuchBucket<" not in str(error):
                 return None
@@ -62,10 +60,22 @@ class ObstoreClient:
             if _status(str(error)) == "416":  # the object ends before this part begins
                 return None
             raise self._failed("GET", key, error) from None
-        if not is_whole:
+        meta = found.meta
+        return Body(meta["e_tag"] or "", self._pieces(key, found, nbytes)) if meta["size"] == total else None
+
+    def _pieces(self, key: str, found: "GetResult", nbytes: int) -> Iterator[bytes | memoryview]:
+        left = nbytes
+        try:
+            for piece in [memoryview(found.bytes())] if nbytes <= _AT_ONCE_BYTES else found.stream(_PIECE_BYTES):
+                left -= len(piece)
+                if left < 0:
+                    break
+                yield piece
+        except BaseError as error:
+            raise self._failed("GET", key, error) from None
+        if left:
             raise failure(f"GET {key}", 0, "CutOff")
-        self._requests.count_bytes(read=len(dst))
-        return meta["e_tag"] or ""
+        self._requests.count_bytes(read=nbytes)
 
     def write(self, key: str, src: memoryview, *, only_new: bool) -> bool:
         """Put the object from ``src`` itself; nothing is copied."""
@@ -101,28 +111,6 @@ class ObstoreClient:
         raised = _translated(f"{method} {key}", str(error))
         self._requests.count_failed(raised)
         return raised
-
-
-def _fill_at_once(found: "GetResult", dst: memoryview) -> bool:
-    """Copy a small body, which costs one turn of Python's lock; say whether it has this length."""
-    body = found.bytes()
-    if len(body) != len(dst):
-        return False
-    dst[:] = body
-    return True
-
-
-def _fill_in_pieces(found: "GetResult", dst: memoryview) -> bool:
-    """Copy a body as it comes, or else all of it would lie in memory twice; say whether it has this length."""
-    start = ctypes.addressof(ctypes.c_char.from_buffer(dst))  # which holds no buffer beyond this line
-    at = 0
-    for piece in found.stream(_PIECE_BYTES):
-        if at + len(piece) > len(dst):
-            return False
-        # Not into a slice: that copies under Python's lock, for which the other threads wait.
-        ctypes.memmove(start + at, piece, len(piece))
-        at += len(piece)
-    return at == len(dst)
 
 
 def _status(text: str) -> str:

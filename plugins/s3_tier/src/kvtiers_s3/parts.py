@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from botocore.exceptions import ClientError
 
 from kvtiers_s3.bucket import Bucket, asking
-from kvtiers_s3.client import ValueClient
+from kvtiers_s3.client import ValueClient, read_into
 from kvtiers_s3.connection import Connection
 from kvtiers_s3.failures import S3Error, failure
 
@@ -41,7 +41,7 @@ class Parts:
 
         def read_part(start: int) -> str | None:
             with dst[start : start + self._size] as part:
-                return self._client.read(key, part, start, total)
+                return read_into(self._client, key, part, start, total)
 
         etags = self._each(read_part, range(0, total, self._size))
         if None in etags:

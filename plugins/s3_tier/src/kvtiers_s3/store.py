@@ -1,11 +1,11 @@
 """The store of the tier type ``s3``: an object a value, in one bucket, for many processes and machines at once."""
 
 import errno
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvtiers.api import ChunkStore, ConfigError, Finding, StoreEntry, TierUnavailable
 from kvtiers_s3.bucket import Bucket
-from kvtiers_s3.client import open_client
+from kvtiers_s3.client import open_client, read_into
 from kvtiers_s3.connection import Connection
 from kvtiers_s3.failures import S3BusyError, S3Error
 from kvtiers_s3.parts import Parts
@@ -37,7 +37,7 @@ class S3Store(ChunkStore):
         self._parts = Parts(self._connection, self._client, self._bucket)
         try:
             # Not a HEAD: its answers have no body, and so do not say what is wrong.
-            self._client.read(self._prefix + _NOBODY, memoryview(b""), 0, 0)
+            read_into(self._client, self._prefix + _NOBODY, memoryview(b""), 0, 0)
         except S3BusyError as error:
             self.close()
             raise TierUnavailable(f"{self._where()}: {error}") from None
@@ -54,7 +54,16 @@ class S3Store(ChunkStore):
         key = self._prefix + name
         if len(dst) > self._config.part_size:
             return self._parts.read(key, dst)
-        return self._client.read(key, dst, 0, len(dst)) is not None
+        return read_into(self._client, key, dst, 0, len(dst)) is not None
+
+    def reads_in_pieces(self, nbytes: int) -> bool:
+        """Large values come in ranges at the same time, straight into the row."""
+        return nbytes <= self._config.part_size
+
+    def read_pieces(self, name: str, nbytes: int) -> Iterable[bytes | memoryview] | None:
+        """Read the object in one request."""
+        body = self._client.get(self._prefix + name, 0, nbytes, nbytes)
+        return None if body is None else body.pieces
 
     def write(self, name: str, src: memoryview) -> None:
         """Put the object, a large one as an upload in parts. StoreFull when a quota is used up."""
