@@ -1,10 +1,13 @@
 """What an engine sees of a store that goes wrong: misses and counters, never wrong bytes, never a wait without end."""
 
+import ssl
+
 import numpy as np
 import pytest
-from s3_proxy import Fault, refusal
+import trustme
+from s3_proxy import Fault, Proxy, refusal
 from s3_servers import client_of
-from s3_service import NAMES, new_keys
+from s3_service import NAMES, new_keys, service
 
 COUNT = 4
 POISON = 0xDB
@@ -78,6 +81,35 @@ def test_a_load_that_fails_is_a_miss_and_counted_and_the_next_one_is_right(store
     assert sound(tier, expected)
 
 
+def certified(authority):
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(tls)
+    return tls
+
+
+@pytest.mark.parametrize("client", ["obstore", "boto3"])
+def test_a_certificate_that_is_not_trusted_any_more_is_a_miss_and_counted(radosgw, config, tmp_path, client):
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    trusted, other = certified(authority), certified(trustme.CA())
+    with Proxy(int(radosgw.endpoint.rpartition(":")[2]), tls=trusted) as proxy:
+        options = config(client=client, endpoint=proxy.endpoint, ca_file=tmp_path / "ca.pem")
+        with service(options, 65536, COUNT) as tier:
+            keys = new_keys(COUNT)
+            expected = fill(tier, keys)
+            proxy.tls = other
+            proxy.hang_up()
+            result = load_again(tier, keys)
+            assert not result.success
+            assert not result.successful_keys
+            assert (tier.rows == POISON).all()
+            assert tier.figure("errors") == 1
+            assert tier.hits(keys) == 0
+            proxy.tls = trusted
+            assert load_again(tier, keys).success
+            assert sound(tier, expected)
+
+
 @pytest.mark.parametrize("fault", PASSING.values(), ids=PASSING)
 def test_a_load_is_tried_again_after_what_passes(stored, fault):
     tier, proxy, keys, expected = stored
@@ -123,11 +155,19 @@ def test_a_store_that_fails_is_counted_and_leaves_what_is_there(stored, fault):
     assert sound(tier, expected)
 
 
-@pytest.mark.parametrize("fault", [*PASSING.values(), *LASTING.values()], ids=[*PASSING, *LASTING])
-def test_a_question_that_fails_is_a_miss(stored, fault):
+# What happens behind an answer's head does not matter to a question.
+IN_THE_HEAD = {name: fault for name, fault in (PASSING | LASTING).items() if fault.cut is None and not fault.drip}
+
+
+@pytest.mark.parametrize("fault", IN_THE_HEAD.values(), ids=IN_THE_HEAD)
+def test_a_question_that_fails_is_a_miss_and_counted(stored, fault):
     tier, proxy, keys, _ = stored
+    tier.tier.set_names(NAMES)  # forget what is known
+    errors = tier.figure("errors")
     proxy.script = always(fault, "HEAD")
-    assert tier.hits(new_keys(1)) == 0
+    assert tier.hits(keys) == 0
+    # What has no body cannot say that it is the bucket which is missing.
+    assert tier.figure("errors") == errors + (fault is not LASTING["a missing bucket"])
     proxy.script = lambda _request: None
     assert load_again(tier, keys).success
 

@@ -23,8 +23,7 @@ class Boto3Client:
     name = "boto3"
 
     def __init__(self, connection: Connection) -> None:
-        self._client = connection.boto3_client(attempts=1)
-        self._connection = connection
+        self._connection, self._client = connection, connection.boto3_client(attempts=1)
         self._bucket, self._requests = connection.config.bucket, connection.requests
 
     def get(self, key: str, start: int, nbytes: int, total: int) -> Body | None:
