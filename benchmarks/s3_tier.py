@@ -204,7 +204,7 @@ def far_away(endpoint: str, bucket: str, rounds: int) -> dict[str, Any]:
         hits = tier.hits(keys)
         assert hits == FAR_VALUES, hits
         lookups = tier.figures_after(2.5)["head_requests"] - before
-        [memory] = map(private_mb, hosts())
+        memory = max(map(private_mb, hosts()))
     taken = statistics.median(seconds[1:])
     return {
         "seconds": taken,
@@ -242,7 +242,7 @@ def goals_of(found: dict[str, Any]) -> list[dict[str, Any]]:
     for name, value, goal in (
         (f"{FAR_VALUES} values of 2 MiB from 30 ms away, first-byte times", far["first_byte_times"], GOAL_FIRST_BYTES),
         (f"requests that locate the end of a {PREFIX_CHUNKS}-chunk prefix", far["lookup_requests"], GOAL_LOOKUPS),
-        ("private memory of its host afterwards, at rest, MB", far["private_mb"], GOAL_PRIVATE_MB),
+        ("private memory of each of its hosts afterwards, at rest, MB", far["private_mb"], GOAL_PRIVATE_MB),
     ):
         goals.append({"name": name, "value": value, "goal": goal, "met": value <= goal})
     return goals

@@ -23,7 +23,7 @@ VALUE = 64 << 10
 
 def options(path, **more):
     quick = {"deadline": f"{DEADLINE}s", "grace": f"{GRACE}s", "breaker": {"delay": "200ms", "max_delay": "1s"}}
-    return fs(path, **quick) | more
+    return fs(path, processes=1, **quick) | more
 
 
 def bytes_read(pid):

@@ -1,0 +1,66 @@
+"""The conformance kit, run on a real store in real hosts as an engine has it: in one, and in several.
+
+A row of the kit's has no room for a seal, so values lie beside the rows, as they do in vLLM's memory.
+"""
+
+import mmap
+import os
+
+import pytest
+
+from kvtiers.rows.mapping import create_memfd
+from kvtiers.rows.names import StorageNames
+from kvtiers.secondary.chunk_store_tier import ChunkStoreTier
+from kvtiers.secondary.hosts import HostedRegion, TierHosts
+from kvtiers.testing import SecondaryTierTests
+from kvtiers_fs.plugin import FsConfig
+
+NAMES = StorageNames("test/model-0123456789abcdef01234567/", b"layout-1")
+PAGE = 4096
+
+
+class HostedTier(ChunkStoreTier):
+    """A tier that ends its hosts when it is closed, and takes its news before each answer, as the manager has it do."""
+
+    def __init__(self, config, region):
+        self._hosts = TierHosts(region, "test", lambda: NAMES)
+        super().__init__(config, self._hosts.backend(config))
+        self._hosts.start()
+        assert not (error := self.wait_open(60.0)), error
+
+    def get_finished_jobs(self):
+        self.get_started_jobs()
+        return super().get_finished_jobs()
+
+    def is_available(self):
+        self.get_started_jobs()
+        return super().is_available()
+
+    def close(self):
+        super().close()
+        self._hosts.close(60.0)
+
+
+class TestTierInHosts(SecondaryTierTests):
+    @pytest.fixture(params=[1, 2, 3])
+    def open_tier(self, request, tmp_path, monkeypatch):
+        """The kit's rows are anonymous, and hosts need memory that they can map."""
+        fds = []
+
+        def mapped(_fd, nbytes):
+            fds.append(create_memfd("kvtiers-kit", nbytes))
+            return honest(fds[-1], nbytes)
+
+        honest = mmap.mmap
+        monkeypatch.setattr("kvtiers.testing.secondary_tier.engine.mmap.mmap", mapped)
+        config = FsConfig(type="fs", path=tmp_path / "values", capacity="1GiB", min_free=0, processes=request.param)
+
+        def open_tier(context):
+            nbytes, stride = len(context.region), context.row_stride
+            region = HostedRegion(fds[-1], nbytes, nbytes, stride, [(stride, stride + PAGE)])
+            try:
+                return HostedTier(config, region)
+            finally:
+                os.close(fds.pop())
+
+        return open_tier
