@@ -78,6 +78,24 @@ def test_an_engine_from_before_a_bump_whose_host_starts_anew_stays_without_the_t
     assert kvtiers_store("du", "disk")["total"]["values"] == 0, "what it holds from before gets into no later epoch"
 
 
+def test_of_several_hosts_one_that_starts_anew_after_a_bump_stays_out_and_the_others_go_on_as_they_were(
+    start, tier, machine, kvtiers_store, caplog
+):
+    engine = start(tier | {"processes": 2})
+    engine.until(lambda: engine.own("disk")["hosts_open"] == 2, "both hosts")
+    wanted = machine.keys(0, 64)
+    kvtiers_store("bump")
+    os.kill(engine.each_host("disk")["disk (1 of 2)"], signal.SIGKILL)
+    engine.until(lambda: "was bumped while this engine ran" in caplog.text, "the line")
+    engine.until(lambda: engine.own("disk")["hosts_open"] == 1, "its staying out")
+    engine.store(wanted)
+    engine.forget()
+    assert engine.load(wanted) == 64
+    after = start(tier)
+    after.until_available()
+    assert after.load(wanted) == 0, "what it holds from before gets into no later epoch"
+
+
 def test_a_record_that_is_damaged_keeps_the_tier_out_until_it_is_bumped_again(
     start, tier, machine, kvtiers_store, caplog
 ):
