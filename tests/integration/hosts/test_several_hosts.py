@@ -218,7 +218,7 @@ def test_a_stopped_host_costs_what_it_had_and_comes_back(several, machine, log):
     assert engine.figures()["running_jobs"] == 1
     engine.wind(3 * HOUR)
     engine.until(lambda: engine.figures()["expired_jobs"] == 1, "the load's failure")
-    assert log("faulty (1 of 2): its host is killed: job ")
+    engine.until(lambda: log.lines("faulty (1 of 2): its host is killed: job "), "its end")
     no_row_is_lost(engine)
     all_open(engine, 2)
     assert engine.own()["breaker_opened"] == 0
