@@ -30,10 +30,10 @@ VALUE = 64 * 1024
 class Group:
     """A group whose hosts are played, all open at first."""
 
-    def __init__(self, count, opened=True, **options):
+    def __init__(self, count, opened=True, value_bytes=VALUE, **options):
         self.played = [PlayedBackend() for _ in range(count)]
         hosts = [GroupedHost(f"t ({n} of {count})", backend) for n, backend in enumerate(self.played, 1)]
-        self.group = HostGroup(hosts, VALUE, **options)
+        self.group = HostGroup(hosts, value_bytes, **options)
         if opened:
             for backend in self.played:
                 backend.say(Opened())
@@ -96,15 +96,21 @@ def test_a_job_that_meets_idle_hosts_is_cut_evenly_among_them(keys):
     ("count", "value_bytes", "parts"), [(31, 4096, 1), (32, 4096, 2), (2, 8 << 20, 2), (1, 1 << 30, 1), (3, 2 << 20, 1)]
 )
 def test_a_job_is_cut_only_into_parts_that_are_worth_it(keys, count, value_bytes, parts):
-    tier = Group(4)
-    tier.group._value_bytes = value_bytes
+    tier = Group(4, value_bytes=value_bytes)
     tier.group.send_job(load(1, keys[:count]))
     assert sum(bool(backend.jobs) for backend in tier.played) == parts
 
 
-def test_a_busy_host_gets_no_part_of_a_job_that_others_are_idle_for(keys):
+def test_hosts_that_share_a_job_have_equally_many_values_under_way_afterwards(keys):
     tier = Group(3)
-    tier.group.send_job(load(1, keys[:1]))
+    tier.group.send_job(load(1, keys[:6]))
+    tier.group.send_job(load(2, keys[:66]))
+    assert [[len(job.keys) for job in backend.jobs.values()] for backend in tier.played] == [[6, 18], [24], [24]]
+
+
+def test_a_host_that_lags_behind_gets_no_part(keys):
+    tier = Group(3)
+    tier.group.send_job(load(1, keys[:15]))
     tier.group.send_job(load(2, keys[:64]))
     assert [sorted(backend.jobs) for backend in tier.played] == [[1], [2], [2]]
 

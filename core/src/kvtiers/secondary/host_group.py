@@ -1,7 +1,8 @@
 """``io: process`` in several hosts: one tier's work, spread over backends that each have a host of their own.
 
-A job goes to the host with the fewest values under way; one that meets idle hosts, and is worth it, is cut among them.
-It keeps its id in each of them, and is one job for whoever sent it:
+A job is cut among the hosts so that those that get a part have equally many values under way: one that lags behind gets
+none. What is not worth cutting goes to the host with the fewest. A job keeps its id in each host, and is one job for
+whoever sent it:
 
 ==========  =====================================================================================
 a job is    when
@@ -91,7 +92,7 @@ class HostGroup:
 
     def __init__(self, hosts: Sequence[GroupedHost], value_bytes: int, shared_figures: Collection[str] = ()) -> None:
         self._hosts = hosts
-        self._value_bytes = value_bytes
+        self._least_values = min(_LEAST_VALUES, -(-_LEAST_BYTES // value_bytes))
         self._shared_figures = shared_figures
         self._jobs: dict[int, _Job] = {}
         self._asked: dict[int, GroupedHost] = {}
@@ -113,15 +114,12 @@ class HostGroup:
     def send_job(self, job: StoreJob) -> bool:
         """Send a job, or its parts; False if no host has room. A part that finds none has failed."""
         hosts = sorted(self._usable(), key=lambda host: (host.values, host.turn))
-        idle = sum(not host.values for host in hosts)
-        count = min(idle, self._most_parts(len(job.keys)))
-        if count > 1:
-            parts = zip(hosts, _cut(len(job.keys), count), strict=False)
-            sent = {host: part for host, part in parts if self._send(host, job, part)}
+        parts = _cut(len(job.keys), [host.values for host in hosts], self._least_values)
+        if len(parts) > 1:
+            sent = {host: part for host, part in zip(hosts, parts, strict=False) if self._send(host, job, part)}
         else:
-            whole = _Part(0, len(job.keys))
-            taker = next((host for host in hosts if self._send(host, job, whole)), None)  # one that is stopped fills up
-            sent = {taker: whole} if taker is not None else {}
+            taker = next((host for host in hosts if self._send(host, job, parts[0])), None)  # a stopped one fills up
+            sent = {taker: parts[0]} if taker is not None else {}
         if sent:
             self._jobs[job.job_id] = _Job(bytearray([Status.FAILED]) * len(job.keys), sent)
         return bool(sent)
@@ -218,9 +216,6 @@ class HostGroup:
         job = self._jobs.get(job_id)
         return list(job.parts) if job is not None else ()
 
-    def _most_parts(self, count: int) -> int:
-        return min(count, max(count // _LEAST_VALUES, count * self._value_bytes // _LEAST_BYTES))
-
     def _send(self, host: GroupedHost, job: StoreJob, part: _Part) -> bool:
         if part.count < len(job.keys):
             values = slice(part.start, part.start + part.count)
@@ -308,7 +303,16 @@ class HostGroup:
                 yield f"{host.name}: back in use"
 
 
-def _cut(count: int, parts: int) -> list[_Part]:
-    """Cut so many values into even parts."""
-    ends = [count * number // parts for number in range(parts + 1)]
-    return [_Part(start, end - start) for start, end in itertools.pairwise(ends)]
+def _cut(count: int, loads: Sequence[int], least: int) -> list[_Part]:
+    """Cut ``count`` values into a part for each of the first hosts, by what they have under way, fewest first.
+
+    Those that get a part then have equally many; one that would get fewer than ``least`` gets none.
+    """
+    for hosts in range(len(loads), 1, -1):
+        total = sum(loads[:hosts]) + count
+        levels = [total * (number + 1) // hosts - total * number // hosts for number in range(hosts)]
+        counts = [level - load for level, load in zip(levels, loads, strict=False)]
+        if min(counts) >= least:
+            starts = itertools.accumulate(counts, initial=0)
+            return [_Part(start, values) for start, values in zip(starts, counts, strict=False)]
+    return [_Part(0, count)]
