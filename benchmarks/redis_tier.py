@@ -1,7 +1,7 @@
 """What the Redis tier moves, beside redis-benchmark with 1, 4 and 16 connections to the same server in the same run.
 
 `tier` is the whole contract with `io: process`: tier hosts, as many as the tier has by itself or `--processes` says,
-with 4 threads together, which seal what they write and check what they read, in jobs of 64 MiB. `bare sockets` move the
+with 4 threads each, which seal what they write and check what they read, in jobs of 64 MiB. `bare sockets` move the
 same rows in three Python threads and look at nothing: what the tier takes beyond them is its own. `redis-py` sets and
 gets a value at a time. `lmcache` is LMCache's native connector, where it can be had. All of them move as many values
 under as many keys, in turns, a round after the other; medians, and of redis-benchmark the best of the three. It sends
@@ -290,7 +290,7 @@ def _goal(name: str, value: float, goal: float) -> dict[str, Any]:
 
 def report(found: dict[str, Any]) -> None:
     """Print the rates as tables."""
-    print("the tier: {hosts} hosts, {threads} threads".format(**found["tier"]))
+    print("the tier: {hosts} hosts with {threads} threads each".format(**found["tier"]))
     for kind in GOALS:
         print(f"{kind}, GB/s (write / read)")
         names = list(found[kind][0]["gb_per_s"])
@@ -316,7 +316,7 @@ def main() -> None:
         "--only", choices=[*GOALS], action="append", help="only this part (for a look; states no goals)"
     )
     parser.add_argument("--processes", type=int, help="the tier's hosts (default: as many as it has by itself)")
-    parser.add_argument("--threads", type=int, help="the tier's threads (default: its own)")
+    parser.add_argument("--threads", type=int, help="threads of each host (default: the tier's own)")
     parser.add_argument("--size", type=parse_size, action="append", help="only this size (states no goals)")
     options = parser.parse_args()
     if not sys.platform.startswith("linux"):

@@ -20,7 +20,7 @@ def several(start, faulty):
     """Start an engine with one tier in so many hosts, all of them open."""
 
     def several(count, **options):
-        engine = start(faulty(processes=count, **{"threads": 2 * count, **LONG, **options}), load_wait="99h")
+        engine = start(faulty(processes=count, **{"threads": 2, **LONG, **options}), load_wait="99h")
         all_open(engine, count)
         return engine
 
@@ -160,7 +160,7 @@ def test_a_death_with_many_jobs_under_way_does_not_keep_the_tier_out_of_use(seve
 
 def test_hosts_that_die_again_and_again_cost_hits_and_never_a_wrong_byte(several, machine):
     """``load`` compares each byte of what it gets."""
-    engine = several(3, threads=6)
+    engine = several(3)
     victims = itertools.cycle(["faulty (2 of 3)", "faulty (3 of 3)", "faulty (1 of 3)"])
     known = []
     for number in range(12):
@@ -239,7 +239,7 @@ def test_a_stopped_host_is_asked_once(several, machine):
 
 
 def test_a_tier_goes_on_while_one_of_its_hosts_cannot_open(start, faulty, gates, machine, log):
-    tier = faulty(processes=2, threads=4, **LONG)
+    tier = faulty(processes=2, threads=2, **LONG)
     gates.set("open", "fail")
     engine = start(tier)
     engine.until_available()
@@ -252,7 +252,7 @@ def test_a_tier_goes_on_while_one_of_its_hosts_cannot_open(start, faulty, gates,
 
 
 def test_a_tier_none_of_whose_hosts_can_open_comes_back_with_them(start, faulty, gates, machine, log):
-    tier = faulty(processes=2, threads=4, breaker={"delay": "20ms", "max_delay": "50ms"})
+    tier = faulty(processes=2, threads=2, breaker={"delay": "20ms", "max_delay": "50ms"})
     gates.set("open", "always fail")
     engine = start(tier)
     engine.until(lambda: gates.reached("open") >= 6, "its third try")
@@ -265,7 +265,7 @@ def test_a_tier_none_of_whose_hosts_can_open_comes_back_with_them(start, faulty,
 
 
 def test_a_required_tier_is_there_when_one_of_its_hosts_is(start, faulty, gates, machine):
-    tier = faulty(processes=2, threads=4, required=True, **LONG)
+    tier = faulty(processes=2, threads=2, required=True, **LONG)
     gates.set("open", "fail")
     engine = start(tier)
     engine.manager.wait_ready(machine.PATIENCE)

@@ -373,15 +373,13 @@ class SharedConfig(TierConfig):
         (4, {}, 1),
         (7.5, {}, 1),
         (8, {}, 2),
-        (64, {}, 2),
-        (64, {"threads": 1}, 1),
-        (12, {"threads": 32}, 3),
-        (64, {"threads": 32}, 4),
-        (64, {"threads": 32, "host": "shared"}, 1),
-        (64, {"threads": 32, "cpus": [0, 1, 2, 3, 4, 5, 6, 7]}, 2),
-        (2, {"threads": 32, "cpus": [0, 1, 2, 3, 4, 5, 6, 7]}, 1),
+        (12, {}, 3),
+        (64, {}, 4),
+        (64, {"host": "shared"}, 1),
+        (64, {"cpus": [0, 1, 2, 3, 4, 5, 6, 7]}, 2),
+        (2, {"cpus": [0, 1, 2, 3, 4, 5, 6, 7]}, 1),
         (2, {"processes": 3}, 3),
-        (64, {"processes": 1, "threads": 32}, 1),
+        (64, {"processes": 1}, 1),
     ],
 )
 def test_how_many_hosts_a_tier_has_by_itself(monkeypatch, processors, options, count):
@@ -389,11 +387,6 @@ def test_how_many_hosts_a_tier_has_by_itself(monkeypatch, processors, options, c
     assert host_count(SharedConfig(type="t", **options)) == count
     if "processes" not in options:
         assert host_count(TierConfig(type="t", **options)) == 1, "a store that does not say that it can be shared"
-
-
-@pytest.mark.parametrize(("threads", "count", "each"), [(4, 2, 2), (4, 4, 2), (5, 2, 3), (32, 4, 8), (1, 3, 2)])
-def test_hosts_share_the_threads_and_each_has_two(threads, count, each):
-    assert share_of(SharedConfig(type="t", threads=threads), count).threads == each
 
 
 @pytest.mark.parametrize("count", [2, 3, 7])

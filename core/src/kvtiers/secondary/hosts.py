@@ -25,7 +25,6 @@ _POLL_SECONDS = 0.005
 _LOG_SECONDS = 1.0
 _MOST_BY_ITSELF = 4  # each takes 20 to 60 MB of memory
 _PROCESSORS_A_HOST = 4  # the engine, its workers and the store's server need some, too
-_LEAST_THREADS = 2  # one of them is there for loads while stores are moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,22 +134,21 @@ class TierHosts:
 def host_count(config: TierConfig) -> int:
     """Return how many hosts a tier with ``io: process`` has.
 
-    ``auto``: one for each four processors that it may use, at most four, and only as many as have two threads each.
+    ``auto``: one for each four processors that it may use, at most four.
     """
     if config.processes != "auto":
         return config.processes
     if config.host or not config.shareable:
         return 1
     processors = min(usable_processors(), len(config.cpus) or math.inf)
-    return max(1, min(_MOST_BY_ITSELF, int(processors // _PROCESSORS_A_HOST), config.threads // _LEAST_THREADS))
+    return max(1, min(_MOST_BY_ITSELF, int(processors // _PROCESSORS_A_HOST)))
 
 
 def share_of(config: TierConfig, count: int) -> TierConfig:
-    """Return what each of a tier's hosts is told: its share of the threads, two at least, and of the rate limits."""
+    """Return what each of a tier's hosts is told: its share of the rate limits."""
     limit = config.rate_limit
     share = {
         "bytes_per_second": limit.bytes_per_second and max(1, limit.bytes_per_second // count),
         "requests_per_second": limit.requests_per_second and limit.requests_per_second / count,
     }
-    threads = max(_LEAST_THREADS, -(-config.threads // count))
-    return config.model_copy(update={"processes": 1, "threads": threads, "rate_limit": limit.model_copy(update=share)})
+    return config.model_copy(update={"processes": 1, "rate_limit": limit.model_copy(update=share)})

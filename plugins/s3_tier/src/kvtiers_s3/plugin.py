@@ -20,7 +20,7 @@ class S3Config(TierConfig):
 
     shareable = True
 
-    threads: int = Field(default=32, ge=1, le=256, description="transfers at the same time")
+    threads: int = Field(default=32, ge=1, le=256, description="transfers at the same time, in each helper")
 
     bucket: str = Field(min_length=3, description="the bucket; it must exist")
     prefix: str = Field(default="", description="what all keys start with, without the '/' at its end")
@@ -53,7 +53,9 @@ class S3Config(TierConfig):
     storage_class: str = Field(default="", description="storage class of the objects; default: the bucket's")
     conditional_put: bool = Field(default=False, description="never write over an object of the same length")
 
-    connections: int = Field(default=32, ge=1, le=1024, description="connections kept, and parts moved at a time")
+    connections: int = Field(
+        default=32, ge=1, le=1024, description="connections kept, and parts moved at a time, in each helper"
+    )
     timeout: Duration = Field(default=10.0, gt=0, description="longest time of one request, body included")
     connect_timeout: Duration = Field(default=3.0, gt=0, description="longest time until a connection stands")
     part_size: Size = Field(
