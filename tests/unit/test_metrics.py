@@ -33,7 +33,7 @@ def test_a_histograms_value_does_not_change_any_more():
     before = histogram.value()
     histogram.observe(1.0)
     assert sum(before.counts) == 0
-    assert histogram.value() is histogram.value()
+    assert histogram.value().counts is histogram.value().counts
     assert sum(histogram.value().counts) == 1
 
 
