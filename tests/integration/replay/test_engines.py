@@ -170,7 +170,7 @@ def long_replay(tmp_path, trace_file):
     tiers = tmp_path / "tiers.yaml"
     tiers.write_text(
         f"version: 1\nprimary: {{capacity: 8MiB}}\n"
-        f"secondary: [{{type: fs, path: {tmp_path / 'store'}, capacity: 1GiB}}]\n",
+        f"secondary: [{{type: fs, path: {tmp_path / 'store'}, capacity: 1GiB, processes: 1}}]\n",
         encoding="utf-8",
     )
     arguments = ("--config", tiers, "--trace", trace_file, "--speed", 1, "--engines", 2, "--workers", 2, "--json")

@@ -66,6 +66,7 @@ def test_a_directory_that_does_not_answer_any_more_costs_hits_and_nothing_else(w
 
     def run(name, progress):
         tier = {"type": "fs", "path": str(tmp_path / name), "capacity": "1GiB", "deadline": "4s", "grace": "200ms"}
+        tier["processes"] = 1  # all of its hosts are to hang, whatever the machine
         return replay(config(tier, lookup_wait="100ms", load_wait="500ms"), workload, options, progress=progress)
 
     good, hung = run("good", lambda _progress: None), run("hung", hang)
