@@ -47,6 +47,7 @@ work scatter by more than a tenth, in each of these.
 """
 
 import argparse
+import gc
 import json
 import math
 import subprocess
@@ -73,6 +74,8 @@ def take_turns(io: str, bytes_per_tier: int, seconds: float) -> dict[str, Any]:
     """Keep the tiers busy, flat out and then at one pace beside both loops; return the figures of each."""
     manager, worker = open_engine(io, bytes_per_tier)
     traffic = Traffic(manager, bytes_per_tier // VALUE_BYTES)
+    traffic.fill()
+    gc.freeze()  # as vLLM's engine does when it has started
     flat_out = beside_both(traffic, seconds / 2)
     traffic.pace = PACE * min(flat_out[f"{where}, busy"]["bytes_per_second"] for where in ("inside", "outside"))
     figures = {"flat out": flat_out, "paced": beside_both(traffic, seconds / 2)}

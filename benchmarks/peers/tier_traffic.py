@@ -81,6 +81,12 @@ class Traffic:
         self.manager.on_schedule_end()
         self.step_seconds.append(time.thread_time() - begin)
 
+    def fill(self) -> None:
+        """Move everything both ways once: memory that nobody has had costs a virtual machine much more than later."""
+        while self.rounds < 1:
+            self.step()
+            time.sleep(STEP_SECONDS / 10)
+
     def settle(self) -> None:
         """Let what is under way end, and begin nothing new: the tiers are at rest then."""
         self.paused = True
