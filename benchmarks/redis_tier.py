@@ -6,10 +6,19 @@ same rows in three Python threads and look at nothing: what the tier takes beyon
 gets a value at a time. `lmcache` is LMCache's native connector, where it can be had. All of them move as many values
 under as many keys, in turns, a round after the other; medians, and of redis-benchmark the best of the three. It sends
 one buffer again and again, which stays in a cache, and seals and checks nothing: where clients and server have to share
-processors, that is a part of its rate; all others move a region that no cache holds. Then with TLS, beside redis-
-benchmark and a bare Python TLS socket; then over a network with 1 ms of round trip, beside raw streams and bare sockets
-over the same: what the server takes beyond the streams is not the tier's; then with an engine's thread that runs pure
-Python flat out, beside the same loop in an unrelated process.
+processors, that is a part of its rate; all others move a region that no cache holds.
+
+The servers are set up as the plugin's README says: with io-threads on 8 processors and more, on fewer without. All
+lanes, redis-benchmark too, use the same one, and all goals are of it. `plain, one thread` is beside it, with no goal,
+what a server without io-threads gives on such a machine. `--io-threads` forces a number.
+
+`tls` is beside redis-benchmark and a bare Python TLS socket. `delayed` is over a network with 1 ms of round trip and a
+link of 10 Gbit/s (`--link`), beside raw streams over the same, which show that the link gives what it says. Its goal is
+about the round trip: whether windows and connections hide it. `delayed, no link` has the same round trip and no
+limit, and no goal: raw streams move more over it than one Redis serves without any delay (redis-benchmark is beside
+them), so that a share of theirs would measure the server. `busy` is with an engine's thread that runs pure Python flat
+out, beside the same loop in an unrelated process: the median of the rounds' ratios, since turns that follow each other
+differ less than rounds do, and each turn takes a second or more.
 
 The servers keep the memory of what is deleted, as a full cache uses that of what it evicts: redis-benchmark overwrites
 its keys, core writes each key once, and neither is to pay for new pages that the other has not. All lanes have the same
@@ -20,6 +29,7 @@ import argparse
 import json
 import os
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -27,6 +37,7 @@ from array import array
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +54,7 @@ sys.path[:0] = [str(ROOT / "benchmarks" / "peers"), str(ROOT / "plugins" / "redi
 
 import redis_lanes as lanes  # noqa: E402
 import redis_sockets as sockets  # noqa: E402
+import slow_network as network  # noqa: E402
 from processes import children, processor_seconds  # noqa: E402
 from servers import Server, Tls  # noqa: E402 -- the servers of the tier's tests
 
@@ -52,7 +64,13 @@ NAMES = StorageNames("bench/model-0123456789abcdef01234567/", bytes.fromhex("012
 CONNECTIONS = (1, 4, 16)
 SOCKETS = 3  # as many as the tier writes through at a time
 DELAY_SECONDS = 0.0005  # each way
+RAW = {n: f"raw, {n} streams" for n in (1, 4)}
+LINK_GBITS = 10.0
+IO_THREADS, FROM_PROCESSORS = 4, 8  # as the plugin's README says
+BUSY_SECONDS = 1.0
 GOALS = {"plain": 0.9, "tls": 0.9, "delayed": 0.8, "busy": 0.9}
+KINDS = {"plain": "plain", "single": "plain, one thread", "tls": "tls", "delayed": "delayed"}
+KINDS |= {"unlimited": "delayed, no link", "busy": "busy"}
 DELAYED_FROM = 256 << 10
 REMOTE_WINDOW = 4 << 20  # what a server on another machine gets by default; the proxy is on this one
 PATIENCE = 120.0
@@ -90,13 +108,17 @@ class TierLane:
             client.delete("nothing", *NAMES.names(self.keys))
         self.keys = [make_offload_key(os.urandom(32), 0) for _ in range(self._count)]
 
-    def rate(self, way: str) -> float:
-        """Return the GB/s at which all values are written, under new keys, or read."""
-        if way == "write":
-            self.forget()
-        begin = time.perf_counter()
-        self.move(way)
-        return self._nbytes / 1e9 / (time.perf_counter() - begin)
+    def rate(self, way: str, seconds: float = 0.0) -> float:
+        """Return the GB/s at which all values are written, under new keys, or read, as often as fills the seconds."""
+        moved, spent = 0, 0.0
+        while not moved or spent < seconds:
+            if way == "write":
+                self.forget()
+            begin = time.perf_counter()
+            self.move(way)
+            spent += time.perf_counter() - begin
+            moved += self._nbytes
+        return moved / 1e9 / spent
 
     def move(self, way: str) -> None:
         """Move all values."""
@@ -131,11 +153,14 @@ def config(url: str, **options: Any) -> RedisConfig:
     return RedisConfig(type="redis", url=url, store_queue=1 << 20, deadline="60s", **{"nice": 0, **options})
 
 
-def start(stack: ExitStack, folder: Path, **options: Any) -> Server:
-    """Start a server that keeps what is freed."""
+def start(stack: ExitStack, folder: Path, io_threads: int, **options: Any) -> Server:
+    """Start a server with the README's settings that keeps what is freed."""
     variables = ("MALLOC_CONF", "JE_MALLOC_CONF")  # of the system's jemalloc, and of the one that Redis brings along
     os.environ |= dict.fromkeys(variables, KEPT_MEMORY)
-    server = Server(folder, "--maxmemory", "4gb", "--maxmemory-policy", "allkeys-lru", **options).start()
+    settings = ["--maxmemory", "4gb", "--maxmemory-policy", "allkeys-lru", "--appendonly", "no"]
+    if io_threads > 1:
+        settings += ["--io-threads", str(io_threads), "--io-threads-do-reads", "yes"]
+    server = Server(folder, *settings, **options).start()
     for variable in variables:
         del os.environ[variable]
     stack.callback(server.stop)
@@ -164,7 +189,7 @@ def measure_plain(server: Server, nbytes: int, total: int, rounds: int, **tier_o
             moves["lmcache"] = lanes.timed(lanes.lmcache(server.port, rows, nbytes, count), total)
         except (ImportError, OSError) as error:
             missing = str(error).splitlines()[0]
-        rates = lanes.rates_of(moves, rounds)
+        rates = lanes.medians(lanes.samples_of(moves, rounds))
         cost = cpu_of(tier, server, total)
         with server.client() as client:
             client.flushall()
@@ -199,7 +224,7 @@ def measure_busy(server: Server, nbytes: int, total: int, rounds: int, **tier_op
         def beside_thread(way: str) -> float:
             tier.busy = True
             try:
-                return tier.rate(way)
+                return tier.rate(way, BUSY_SECONDS)
             finally:
                 tier.busy = False
 
@@ -208,16 +233,19 @@ def measure_busy(server: Server, nbytes: int, total: int, rounds: int, **tier_op
         def beside_process(way: str) -> float:
             spinner.send_signal(signal.SIGCONT)
             try:
-                return tier.rate(way)
+                return tier.rate(way, BUSY_SECONDS)
             finally:
                 spinner.send_signal(signal.SIGSTOP)
 
-        rates = lanes.rates_of(
-            {"idle": tier.rate, "busy thread": beside_thread, "busy process": beside_process}, rounds
-        )
+        moves = {"idle": tier.rate, "busy thread": beside_thread, "busy process": beside_process}
+        samples = lanes.samples_of(moves, rounds)
         with server.client() as client:
             client.flushall()
-    return {"value_bytes": nbytes, "gb_per_s": rates}
+    ratios = {
+        way: statistics.median(map(truediv, samples["busy thread"][way], samples["busy process"][way]))
+        for way in lanes.WAYS
+    }
+    return {"value_bytes": nbytes, "gb_per_s": lanes.medians(samples), "thread_to_process": ratios}
 
 
 def measure_tls(server: Server, nbytes: int, total: int, rounds: int, **tier_options: Any) -> dict[str, Any]:
@@ -236,24 +264,39 @@ def measure_tls(server: Server, nbytes: int, total: int, rounds: int, **tier_opt
 
         python = lanes.timed(sockets.tls_socket(server.port, tls, rows, nbytes, count), total)
         moves = {"redis-benchmark --tls -c 4": benchmark, "tier": tier.rate, "Python TLS socket": python}
-        rates = lanes.rates_of(moves, rounds)
+        rates = lanes.medians(lanes.samples_of(moves, rounds))
         with server.client() as client:
             client.flushall()
     return {"value_bytes": nbytes, "gb_per_s": rates}
 
 
-def measure_delayed(server: Server, nbytes: int, total: int, rounds: int, **tier_options: Any) -> dict[str, Any]:
-    """Return the tier's rates through a proxy with 1 ms of round trip, and those of raw streams through the same."""
+def measure_delayed(
+    server: Server, nbytes: int, total: int, rounds: int, *, rate: float, **tier_options: Any
+) -> dict[str, Any]:
+    """Return the tier's rates over a network with 1 ms of round trip, and those of raw streams over the same.
+
+    ``rate``: what the network moves in bytes a second, each way; infinite for no limit.
+    """
+    count = total // nbytes
     with lanes.memory(total) as (fd, rows), ExitStack() as stack:
-        proxy = stack.enter_context(lanes.in_process(lanes.delaying_proxy, server.port, DELAY_SECONDS))
-        raw = stack.enter_context(lanes.in_process(lanes.raw_server))
-        raw_proxy = stack.enter_context(lanes.in_process(lanes.delaying_proxy, raw, DELAY_SECONDS))
-        options = config(f"redis://127.0.0.1:{proxy}", window=REMOTE_WINDOW, **tier_options)
+
+        def through(port: int) -> int:
+            return stack.enter_context(lanes.in_process(network.slow_network, port, DELAY_SECONDS, rate))
+
+        raw, to_server = through(stack.enter_context(lanes.in_process(network.raw_server))), through(server.port)
+        options = config(f"redis://127.0.0.1:{to_server}", window=REMOTE_WINDOW, **tier_options)
         tier = TierLane(server, fd, rows, nbytes, options, stack)
-        moves = {f"raw, {n} streams": lanes.timed(lanes.raw_stream(raw_proxy, rows, n), total) for n in (1, 4)}
-        bare = sockets.plain_sockets(proxy, rows, nbytes, total // nbytes, SOCKETS, window=REMOTE_WINDOW)
+        moves = {name: lanes.timed(network.raw_stream(raw, rows, n), total) for n, name in RAW.items()}
+        bare = sockets.plain_sockets(to_server, rows, nbytes, count, SOCKETS, window=REMOTE_WINDOW)
         moves[f"bare sockets, {SOCKETS}"] = lanes.timed(bare, total)
-        rates = lanes.rates_of({**moves, "tier": tier.rate}, rounds)
+        moves["tier"] = tier.rate
+        if rate == float("inf"):
+            with server.client() as client:
+                lanes.fill(client, nbytes, count)
+            moves["redis-benchmark, no delay"] = lambda way: (
+                lanes.redis_benchmark(server.port, 4, nbytes, count, way) * nbytes / 1e9
+            )
+        rates = lanes.medians(lanes.samples_of(moves, rounds))
         with server.client() as client:
             client.flushall()
     return {"value_bytes": nbytes, "gb_per_s": rates}
@@ -271,10 +314,11 @@ def goals_of(found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     for way in lanes.WAYS:
         for kind, of, beside, text in (
             ("plain", "tier", best, "of redis-benchmark's best of 1, 4 and 16 connections, at every size"),
-            ("delayed", "tier", ["raw, 1 streams", "raw, 4 streams"], "of the raw rate with 1 ms of round trip"),
-            ("busy", "busy thread", ["busy process"], "beside a busy engine thread, of beside a busy process"),
+            ("delayed", "tier", [*RAW.values()], "of the raw rate with 1 ms of round trip"),
         ):
             goals.append(_goal(f"{way}, {text}", min(shares(found[kind], of, beside, way)), GOALS[kind]))
+        busy = min(size["thread_to_process"][way] for size in found["busy"])
+        goals.append(_goal(f"{way}, beside a busy engine thread, of beside a busy process", busy, GOALS["busy"]))
         # Either peer will do, whichever is the slower.
         tls = [
             max(shares([size], "tier", [name], way)[0] for name in size["gb_per_s"] if name != "tier")
@@ -291,8 +335,9 @@ def _goal(name: str, value: float, goal: float) -> dict[str, Any]:
 def report(found: dict[str, Any]) -> None:
     """Print the rates as tables."""
     print("the tier: {hosts} hosts with {threads} threads each".format(**found["tier"]))
-    for kind in GOALS:
-        print(f"{kind}, GB/s (write / read)")
+    print("the server: {io_threads} io-threads; the link: {link_gb_per_s:g} GB/s".format(**found["set-up"]))
+    for kind in [kind for kind in KINDS if kind in found]:
+        print(f"{KINDS[kind]}, GB/s (write / read)")
         names = list(found[kind][0]["gb_per_s"])
         print("  " + " " * 10 + "".join(f"{name:>28}" for name in names))
         for size in found[kind]:
@@ -313,34 +358,43 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer bytes, sizes and rounds")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
-        "--only", choices=[*GOALS], action="append", help="only this part (for a look; states no goals)"
+        "--only", choices=[*KINDS], action="append", help="only this part (for a look; states no goals)"
     )
     parser.add_argument("--processes", type=int, help="the tier's hosts (default: as many as it has by itself)")
     parser.add_argument("--threads", type=int, help="threads of each host (default: the tier's own)")
+    parser.add_argument("--io-threads", type=int, help="of the servers (default: as the plugin's README says)")
+    parser.add_argument("--link", type=float, default=LINK_GBITS, help="Gbit/s of the slow network (default: 10)")
     parser.add_argument("--size", type=parse_size, action="append", help="only this size (states no goals)")
     options = parser.parse_args()
     if not sys.platform.startswith("linux"):
         sys.exit("error: tier hosts need Linux")
-    total, rounds = (128 << 20, 3) if options.quick else (256 << 20, 5)
+    total, rounds = (128 << 20, 5) if options.quick else (256 << 20, 7)
     tier_options = {name: number for name in ("processes", "threads") if (number := getattr(options, name))}
     tier = config("redis://localhost", **tier_options)
+    io_threads = options.io_threads or (IO_THREADS if len(os.sched_getaffinity(0)) >= FROM_PROCESSORS else 1)
+    link = options.link * 1e9 / 8
     found: dict[str, Any] = {"tier": {"hosts": host_count(tier), "threads": tier.threads}}
+    found["set-up"] = {"io_threads": io_threads, "link_gb_per_s": link / 1e9}
     with tempfile.TemporaryDirectory(prefix="kvtiers-bench-") as top, ExitStack() as stack:
-        plain = start(stack, Path(top, "plain"))
-        secure = start(stack, Path(top, "tls"), tls=Tls(Path(top, "ca")))
+        plain = start(stack, Path(top, "plain"), io_threads)
+        single = start(stack, Path(top, "single"), 1) if io_threads > 1 else None
+        secure = start(stack, Path(top, "tls"), io_threads, tls=Tls(Path(top, "ca")))
         every = options.size or SIZES
         some = SIZES[::2] if options.quick and not options.size else every
+        far = [size for size in every if size >= DELAYED_FROM]
         for kind, measure, server, sizes in (
             ("plain", measure_plain, plain, every),
+            ("single", measure_plain, single, some),
             ("tls", measure_tls, secure, some),
-            ("delayed", measure_delayed, plain, [size for size in every if size >= DELAYED_FROM]),
+            ("delayed", partial(measure_delayed, rate=link), plain, far),
+            ("unlimited", partial(measure_delayed, rate=float("inf")), plain, far[::3]),
             ("busy", measure_busy, plain, some),
         ):
-            if options.only and kind not in options.only:
+            if server is None or (options.only and kind not in options.only):
                 continue
             found[kind] = []
             for nbytes in sizes:
-                print(f"{kind}, {format_size(nbytes)} ...", file=sys.stderr)
+                print(f"{KINDS[kind]}, {format_size(nbytes)} ...", file=sys.stderr)
                 found[kind].append(measure(server, nbytes, total, rounds, **tier_options))
     if options.only or options.size:
         print(json.dumps(found))

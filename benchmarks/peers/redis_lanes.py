@@ -1,4 +1,4 @@
-"""What the Redis tier is measured beside: redis-benchmark, redis-py, LMCache's connector, a slow network."""
+"""What the Redis tier is measured beside: redis-benchmark, redis-py, LMCache's connector."""
 
 import contextlib
 import csv
@@ -11,9 +11,7 @@ import socket
 import statistics
 import subprocess
 import sys
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,22 +22,28 @@ import redis
 from kvtiers.rows.mapping import create_memfd, map_memory
 
 WAYS = ("write", "read")
-PIECE = 1 << 18
 LEAST_REQUESTS = 64  # below that its start-up shows
 Lane = Callable[[str], None]
 """Moves all values one way: "write" or "read"."""
+Samples = dict[str, dict[str, list[float]]]
+"""GB/s of each lane, each way, in each round."""
 
 
-def rates_of(moves: dict[str, Callable[[str], float]], rounds: int) -> dict[str, dict[str, float]]:
-    """Return the median GB/s of each lane and way; the lanes take turns, and the first round warms up."""
-    samples: dict[str, dict[str, list[float]]] = {name: {way: [] for way in WAYS} for name in moves}
+def samples_of(moves: dict[str, Callable[[str], float]], rounds: int) -> Samples:
+    """Return each lane's rates one way, a round each: the lanes take turns, and the first round warms up."""
+    samples: Samples = {name: {way: [] for way in WAYS} for name in moves}
     order = [*moves]
     for turn in range(rounds + 1):
-        for name in order[turn % len(order) :] + order[: turn % len(order)]:
-            for way in WAYS:
+        for way in WAYS:
+            for name in order[turn % len(order) :] + order[: turn % len(order)]:
                 rate = moves[name](way)
                 if turn:
                     samples[name][way].append(rate)
+    return samples
+
+
+def medians(samples: Samples) -> dict[str, dict[str, float]]:
+    """Return the median of each lane's rates."""
     return {name: {way: statistics.median(rates) for way, rates in by_way.items()} for name, by_way in samples.items()}
 
 
@@ -128,10 +132,25 @@ def lmcache(port: int, rows: memoryview, nbytes: int, count: int) -> Lane:
     return move
 
 
+def connect(port: int) -> socket.socket:
+    """Connect to a port of this machine as the tier does."""
+    connected = socket.socket()
+    send_at_once(connected)
+    connected.connect(("127.0.0.1", port))
+    return connected
+
+
+def send_at_once(new: socket.socket) -> None:
+    """Have a socket, or those that a listener accepts, wait neither for an answer nor for a timer, as with BBR."""
+    new.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    new.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+
+
 @contextlib.contextmanager
 def in_process(work: Callable[..., None], *arguments: Any) -> Iterator[int]:
     """Run ``work(listener, *arguments)`` in a process of its own; give the port that it listens on."""
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        send_at_once(listener)
         process = multiprocessing.get_context("fork").Process(target=work, args=(listener, *arguments), daemon=True)
         process.start()
         try:
@@ -152,78 +171,3 @@ def spinning() -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.kill()
-
-
-def delaying_proxy(listener: socket.socket, port: int, seconds: float) -> None:
-    """Forward every connection to the port, each byte so much later than it came."""
-    while True:
-        near, _ = listener.accept()
-        far = socket.create_connection(("127.0.0.1", port))
-        for one in (near, far):
-            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for source, target in ((near, far), (far, near)):
-            threading.Thread(target=_forward, args=(source, target, seconds), daemon=True).start()
-
-
-def _forward(source: socket.socket, target: socket.socket, seconds: float) -> None:
-    """Forward until the source ends; what is due goes out together, so that small replies cost little."""
-    pieces: deque[tuple[float, bytes]] = deque()
-    going = True
-    with contextlib.suppress(OSError, ValueError):  # the other direction has closed them
-        while going or pieces:
-            wait = max(0.0, pieces[0][0] - time.monotonic()) if pieces else None
-            if select.select([source] if going else [], [], [], wait)[0]:
-                piece = source.recv(PIECE)
-                going = bool(piece)
-                pieces.append((time.monotonic() + seconds, piece))
-            now, due = time.monotonic(), []
-            while pieces and pieces[0][0] <= now:
-                due.append(pieces.popleft()[1])
-            if due:
-                target.sendall(due[0] if len(due) == 1 else b"".join(due))
-    target.close()
-
-
-def raw_server(listener: socket.socket) -> None:
-    """Take as many bytes as the first 8 bytes of a request say (negative: send them), then answer with one byte."""
-
-    def serve(connected: socket.socket) -> None:
-        buffer = memoryview(bytearray(PIECE))
-        while head := connected.recv(8, socket.MSG_WAITALL):
-            left = int.from_bytes(head, "big", signed=True)
-            while left < 0:
-                connected.sendall(buffer[: min(PIECE, -left)])
-                left += min(PIECE, -left)
-            while left > 0:
-                left -= connected.recv_into(buffer, min(PIECE, left))
-            if int.from_bytes(head, "big", signed=True) > 0:
-                connected.sendall(b".")
-
-    while True:
-        threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
-
-
-def raw_stream(port: int, rows: memoryview, connections: int) -> Lane:
-    """Move the rows through a socket to or from ``raw_server``, each connection its share."""
-    links = [socket.create_connection(("127.0.0.1", port)) for _ in range(connections)]
-    share = len(rows) // connections
-
-    def move_one(link: socket.socket, part: memoryview, way: str) -> None:
-        link.sendall((len(part) if way == "write" else -len(part)).to_bytes(8, "big", signed=True))
-        if way == "write":
-            link.sendall(part)
-            assert link.recv(1) == b"."
-        else:
-            assert link.recv_into(part, len(part), socket.MSG_WAITALL) == len(part)
-
-    def move(way: str) -> None:
-        threads = [
-            threading.Thread(target=move_one, args=(link, rows[i * share : (i + 1) * share], way))
-            for i, link in enumerate(links)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    return move

@@ -6,16 +6,14 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from redis_lanes import Lane
+from redis_lanes import Lane, connect
 
 
 def plain_sockets(
     port: int, rows: memoryview, nbytes: int, count: int, connections: int, *, window: int = 512 << 10
 ) -> Lane:
     """Move the rows, each connection its share: a window of them with one call, then the replies."""
-    links = [socket.create_connection(("127.0.0.1", port)) for _ in range(connections)]
-    for link in links:
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    links = [connect(port) for _ in range(connections)]
     most, share = max(1, window // nbytes), -(-count // connections)
     views = [rows[number * nbytes : (number + 1) * nbytes] for number in range(count)]
     keys = [b"bare:%06d" % number for number in range(count)]
@@ -55,7 +53,7 @@ def tls_socket(port: int, tls: Any, rows: memoryview, nbytes: int, count: int) -
     """Do the least that a Python TLS socket can do: one connection, four requests ahead, no check of anything."""
     context = ssl.create_default_context(cafile=str(tls.ca))
     context.load_cert_chain(tls.cert, tls.key)
-    connected = context.wrap_socket(socket.create_connection(("127.0.0.1", port)), server_hostname="127.0.0.1")
+    connected = context.wrap_socket(connect(port), server_hostname="127.0.0.1")
     connected.sendall(b"*3\r\n$4\r\nAUTH\r\n$5\r\nadmin\r\n$6\r\nsecret\r\n")
     assert connected.recv(64) == b"+OK\r\n"
     head = memoryview(bytearray(b"$%d\r\n" % nbytes))
