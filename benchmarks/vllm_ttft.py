@@ -1,24 +1,40 @@
 """Time to first token and throughput in the real vLLM on the CPU: bare, vLLM's own `fs` tier, kvtiers' `fs` both ways.
 
 All engines live at the same time and take turns with the same prompts, so that a busy machine slows all alike; what
-is compared is the ratio within a round, whose median is given with its 95 % interval. *Cold*: a prompt that nobody
-has seen. *Batch*: several such prompts at once, each with some tokens of answer; the ratio of the times is that of
-the throughputs. Of these two *short* takes the better of two runs a round, the second in the opposite order:
-computing alone differs by 5 % from one run to the next. What they have stored lands before the next engine's turn.
-*Warm*: what the engine and its primary have forgotten and the tier has. Its limit is the sum of two: reading the
-bytes of the same values' files, by as many threads as a tier has, with the page cache as it was for the tier; and
-computing what is left of the prompt with all else in the engine's own cache.
+is compared is the ratio within a round.
 
-Two workloads (`peers/vllm_engines.py`): *long*, 256 MiB in 64 values, and *short*, 12 MiB in 46. What is read lies on
-*disk*, since the page cache was made to forget it, or in *memory*, where the page cache keeps it as it does on a
-machine with memory to spare. vLLM's tier goes around the page cache where it can: it reads the disk either way.
-kvtiers' goes around it for what is not in it.
+Three workloads (`peers/vllm_engines.py`). *Served* is for the goals without hits, *long* for those of loads; *short*,
+whose figures have no goals, shows what a store and a load cost where there is little else to do.
 
-The goals of warm are those of *long*; *short* is shown beside them. The limit is a goal on disk: from memory, reading
-costs no more than a copy, and a load has to copy once more, into the engine's blocks, which on a CPU is the
-processor's work. vLLM's tier reads one value after the other. Where a disk gives sixteen threads no more than one, as
-the one of the machine that this was written on, both tiers wait for it, and what is left to gain from disk is the
-processor's. Needs the environment of `make test-vllm`.
+**No hits**: *cold* is a prompt that nobody has seen, *batch* several such at once, each with some tokens of answer: the
+ratio of the times is that of the throughputs. The goals are those of *served*, which computes about as much for a byte
+of KV as an 8B model does. *Short* computes a 24th of that: its *cold* compares storing with little beside it. But a
+value of *served* is small: beside it there are as many bytes to store as beside an 8B model, and fewer values. What a
+request costs once, as the question to the tiers, is compared with the half second that its prompt takes.
+
+Computing alone differs by 5 % from one run to the next: a round of *served* takes the better of two, the second in the
+opposite order. And engines of one kind differ for as long as they live: so all are started anew every few rounds, and
+there is *another* engine *without* a connector, whose ratio to the first shows what can be told apart. A ratio is the
+geometric mean over the lives of the median within each. Its 95 % interval is Student's over the lives: rounds of one
+life share what its engines differ by, and a test that took each for an independent one would promise too much. What an
+engine has stored lands before the next one's turn. *Model alike*, without goals, is what the times would be if the
+model had run as long in each engine as in the one without a connector. What engines differ by is mostly in there, so
+these ratios tell 1 % apart; they show what the engine's own thread does besides, and not what others take from the
+model.
+
+**Warm**: what the engine and its primary have forgotten and the tier has, as the median ratio over the rounds with its
+95 % interval by the sign test. Its limit is the sum of two: reading the bytes of the same values' files, by as many
+threads as a tier has, with the page cache as it was for the tier; and computing what is left of the prompt with all
+else in the engine's own cache. *Long* has 256 MiB in 64 values, *short* 12 MiB in 46. What is read lies on *disk*,
+since the page cache was made to forget it, or in *memory*, where the page cache keeps it as it does on a machine with
+memory to spare. vLLM's tier goes around the page cache where it can: it reads the disk either way. kvtiers' goes around
+it for what is not in it.
+
+The limit is a goal on disk: from memory, reading costs no more than a copy, and a load has to copy once more, into the
+engine's blocks, which on a CPU is the processor's work. From disk no tier is faster than the disk. So what *the disk
+alone* needs for the values of vLLM's tier, past the page cache at the best of three queue depths, is measured in each
+round and stands beside that goal. Where it is more than the goal, no tier can reach that: as on the disk that this was
+written on, which gives many readers no more than one. Needs the environment of `make test-vllm`.
 """
 
 import argparse
@@ -28,55 +44,87 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from peers.vllm_engines import BARE, DISK, LONG, MEMORY, OURS, ROOT, SHORT, STACK, THEIRS, Bench, Workload
+from peers.vllm_engines import (
+    BARE,
+    CONTROL,
+    DISK,
+    LONG,
+    MEMORY,
+    OURS,
+    ROOT,
+    SERVED,
+    SHORT,
+    STACK,
+    THEIRS,
+    Bench,
+    Workload,
+)
 
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 GOAL_COLD, GOAL_OWN_FS, GOAL_LIMIT = 1.01, 0.8, 1.1
 OURS_ALL = (OURS, STACK)
+DISK_ALONE = "the disk alone"
 SECOND = 1000
 """What is added to a prompt's number for another one of the same kind."""
+STUDENT = {2: 12.706, 7: 2.447}
+"""Student's t at 97.5 %, by how many lives the engines have in a quick run and in a whole one."""
 Figures = dict[str, list[float]]
+Medians = dict[str, dict[str, float]]
+Ratios = dict[str, dict[str, float]]
 
 
-def measure(workload: Workload, rounds: int, folder: Path) -> dict[str, Figures]:
-    """Return the seconds of each round by kind and engine."""
-    bench = Bench(workload, folder)
+def measure(workload: Workload, rounds: int, folder: Path | None) -> dict[str, Figures]:
+    """Return the seconds of each round by kind and engine; of so many rounds, or those that fill the last life."""
     found: dict[str, Figures] = {}
+    life = workload.life_within(rounds)
+    for before in range(0, rounds, life):
+        with tempfile.TemporaryDirectory(prefix="kvtiers-ttft-", dir=folder) as place:
+            bench = Bench(workload, Path(place))
+            try:
+                for number in range(life + 1):
+                    turn = bench.turn(before + number)
+                    unseen = workload.batch_tokens > 0
+                    taken = no_hits(bench, number, turn) if unseen else loads(bench, workload, number, turn)
+                    for kind, name, seconds in taken:
+                        if number:  # the first round compiles and warms, and is not counted
+                            found.setdefault(kind, {}).setdefault(name, []).append(seconds)
+            finally:
+                bench.close()
+    return found
 
-    def note(kind: str, name: str, seconds: float) -> None:
-        found.setdefault(kind, {}).setdefault(name, []).append(seconds)
 
-    def note_better(kind: str, seconds: Callable[[str, int], float], turn: list[str], number: int) -> None:
-        first = {name: seconds(name, number) for name in turn}
-        second = {name: seconds(name, SECOND + number) for name in reversed(turn)}
+def no_hits(bench: Bench, number: int, turn: list[str]) -> Iterator[tuple[str, str, float]]:
+    """Measure one round of prompts that nobody has seen: the better of two runs; the round that warms has one."""
+    runs = [{name: bench.unseen_seconds(name, number) for name in turn}]
+    if number:
+        runs.append({name: bench.unseen_seconds(name, SECOND + number) for name in reversed(turn)})
+    for kind in ("cold", "batch"):
+        seconds = {name: min(run[name][kind].seconds for run in runs) for name in turn}
+        beside = {name: min(run[name][kind].beside_model for run in runs) for name in turn}
+        model = seconds[BARE] - beside[BARE]
         for name in turn:
-            note(kind, name, min(first[name], second[name]))
+            yield kind, name, seconds[name]
+            yield f"{kind}, model alike", name, model + beside[name]
 
-    try:
-        for number in range(rounds + 1):
-            turn = bench.turn(number)
-            prompt = number % workload.prompts if workload.prompts else number
-            if not workload.prompts:
-                note_better("cold", bench.cold_seconds, turn, prompt)
-            for name in turn if workload.prompts and prompt == number else ():
-                note("cold", name, bench.cold_seconds(name, prompt))
-            if workload.with_batches:
-                note_better("batch", bench.batch_seconds, turn, number)
-            for state in workload.states:
-                for name in [name for name in turn if name != BARE]:
-                    note(f"warm, {state}", name, bench.warm_seconds(name, prompt, state))
-                for name in OURS_ALL:
-                    reading, suffix = bench.limit_seconds(name, prompt, state)
-                    note(f"reading, {state}", name, reading)
-                    note(f"limit, {state}", name, reading + suffix)
-    finally:
-        bench.close()
-    # The first round compiles and warms, and is not counted.
-    return {kind: {name: taken[1:] for name, taken in by_name.items()} for kind, by_name in found.items()}
+
+def loads(bench: Bench, workload: Workload, number: int, turn: list[str]) -> Iterator[tuple[str, str, float]]:
+    """Measure one round of loads."""
+    prompt = number % workload.prompts if workload.prompts else number
+    for name in turn if prompt == number else ():
+        yield "cold", name, bench.cold_seconds(name, prompt)
+    for state in workload.states:
+        for name in [name for name in turn if name != BARE]:
+            yield f"warm, {state}", name, bench.warm_seconds(name, prompt, state)
+        if state == DISK:
+            yield f"warm, {state}", DISK_ALONE, bench.least_seconds(prompt)
+        for name in OURS_ALL:
+            reading, suffix = bench.limit_seconds(name, prompt, state)
+            yield f"reading, {state}", name, reading
+            yield f"limit, {state}", name, reading + suffix
 
 
 def ratio(ours: list[float], theirs: list[float]) -> dict[str, float]:
@@ -86,62 +134,75 @@ def ratio(ours: list[float], theirs: list[float]) -> dict[str, float]:
     while (outside := outside + 2 * math.comb(rounds, skipped) / 2**rounds) <= 0.05:
         skipped += 1
     skipped = max(0, skipped - 1)
-    return {"median": statistics.median(ratios), "low": ratios[skipped], "high": ratios[-1 - skipped]}
+    return {"value": statistics.median(ratios), "low": ratios[skipped], "high": ratios[-1 - skipped]}
 
 
-def ratios_of(found: dict[str, Figures]) -> dict[str, dict[str, float]]:
-    """Return the ratios that matter, each named after what is compared."""
+def ratio_of_lives(ours: list[float], theirs: list[float], life: int) -> dict[str, float]:
+    """Return the geometric mean of each life's median ratio, and its 95 % interval by Student's t over the lives."""
+    logs = [math.log(a / b) for a, b in zip(ours, theirs, strict=True)]
+    lives = [statistics.median(logs[begin : begin + life]) for begin in range(0, len(logs), life)]
+    mean, aside = statistics.mean(lives), STUDENT[len(lives)] * statistics.stdev(lives) / math.sqrt(len(lives))
+    return {"value": math.exp(mean), "low": math.exp(mean - aside), "high": math.exp(mean + aside)}
+
+
+def ratios_of(found: dict[str, Figures], life: int) -> Ratios:
+    """Return the ratios that matter, each named after what is compared. ``life``: rounds of each, 0: there is one."""
     ratios = {}
     for kind, seconds in found.items():
         if BARE in seconds:
-            for name in (OURS, STACK, THEIRS):
-                ratios[f"{kind}, {name} / {BARE}"] = ratio(seconds[name], seconds[BARE])
+            for name in (CONTROL, OURS, STACK, THEIRS):
+                if name in seconds:
+                    both = seconds[name], seconds[BARE]
+                    found_ratio = ratio_of_lives(*both, life) if life else ratio(*both)
+                    ratios[f"{kind}, {name} / {BARE}"] = found_ratio
         elif THEIRS in seconds:
             limit = found[kind.replace("warm", "limit")]
+            if DISK_ALONE in seconds:
+                ratios[f"{kind}, {DISK_ALONE} / {THEIRS}"] = ratio(seconds[DISK_ALONE], seconds[THEIRS])
             for name in OURS_ALL:
                 ratios[f"{kind}, {name} / {THEIRS}"] = ratio(seconds[name], seconds[THEIRS])
                 ratios[f"{kind}, {name} / (reading + suffix)"] = ratio(seconds[name], limit[name])
     return ratios
 
 
-def goals_of(long: dict[str, dict[str, float]], short: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
-    """Return the goals."""
-    wanted = [(short, f"{kind}, {name} / {BARE}", GOAL_COLD) for kind in ("cold", "batch") for name in OURS_ALL]
+def goals_of(ratios: dict[str, Ratios]) -> list[dict[str, Any]]:
+    """Return the goals. ``ratios``: by workload."""
+    wanted = [("served", f"{kind}, {name} / {BARE}", GOAL_COLD) for kind in ("cold", "batch") for name in OURS_ALL]
     wanted += [
-        (long, f"warm, {state}, {name} / {THEIRS}", GOAL_OWN_FS) for state in (DISK, MEMORY) for name in OURS_ALL
+        ("long", f"warm, {state}, {name} / {THEIRS}", GOAL_OWN_FS) for state in (DISK, MEMORY) for name in OURS_ALL
     ]
-    wanted += [(long, f"warm, {DISK}, {name} / (reading + suffix)", GOAL_LIMIT) for name in OURS_ALL]
+    wanted += [("long", f"warm, {DISK}, {name} / (reading + suffix)", GOAL_LIMIT) for name in OURS_ALL]
+    alone = ratios["long"][f"warm, {DISK}, {DISK_ALONE} / {THEIRS}"]["value"]
     return [
         {
-            "name": f"{'long' if ratios is long else 'short'}: {name}",
-            "value": ratios[name]["median"],
+            "name": f"{workload}: {name}",
+            "value": ratios[workload][name]["value"],
             "goal": goal,
-            "met": ratios[name]["median"] <= goal,
+            "met": ratios[workload][name]["value"] <= goal,
         }
-        for ratios, name, goal in wanted
+        | ({"disk alone": alone} if name.startswith(f"warm, {DISK}, ") and name.endswith(THEIRS) else {})
+        for workload, name, goal in wanted
     ]
 
 
-def results(rounds: int, folder: Path | None) -> dict[str, Any]:
-    """Return the figures and the goals."""
-    found = {}
-    for workload in (LONG, SHORT):
-        with tempfile.TemporaryDirectory(prefix="kvtiers-ttft-", dir=folder) as place:
-            found[workload.name] = measure(workload, rounds, Path(place))
-    ratios = {name: ratios_of(figures) for name, figures in found.items()}
-    medians = {
-        name: {
+def results(rounds: int, folder: Path | None, tell: Callable[[str, Medians, Ratios], None]) -> dict[str, Any]:
+    """Return the figures and the goals. ``tell`` gets the figures of each workload as soon as they are there."""
+    medians: dict[str, Medians] = {}
+    ratios: dict[str, Ratios] = {}
+    for workload in (SERVED, LONG, SHORT):
+        name, found = workload.name, measure(workload, rounds, folder)
+        medians[name] = {
             kind: {engine: statistics.median(taken) for engine, taken in by_engine.items()}
-            for kind, by_engine in figures.items()
+            for kind, by_engine in found.items()
         }
-        for name, figures in found.items()
-    }
+        ratios[name] = ratios_of(found, workload.life and workload.life_within(rounds))
+        tell(name, medians[name], ratios[name])
     return {
         "rounds": rounds,
         "seconds": medians,
         "ratios": ratios,
         "not run": {"LMCache": lmcache()},
-        "goals": goals_of(ratios["long"], ratios["short"]),
+        "goals": goals_of(ratios),
     }
 
 
@@ -152,23 +213,28 @@ def lmcache() -> str:
     return "installed, but its connector needs a GPU" if there else "not installed beside vLLM on this machine"
 
 
-def report(found: dict[str, Any]) -> None:
-    """Print the figures."""
-    for workload, ratios in found["ratios"].items():
-        print(workload)
-        for kind, seconds in found["seconds"][workload].items():
-            print(f"  {kind:13}" + "".join(f"{name:>17} {taken:6.3f} s" for name, taken in seconds.items()))
-        for name, value in ratios.items():
-            print(f"  {name:54} {value['median']:.3f}  ({value['low']:.3f} to {value['high']:.3f})")
+def report_workload(workload: str, medians: Medians, ratios: Ratios) -> None:
+    """Print the figures of a workload."""
+    print(workload)
+    for kind, seconds in medians.items():
+        print(f"  {kind:18}" + "".join(f"{name:>17} {taken:6.3f} s" for name, taken in seconds.items()))
+    for name, value in ratios.items():
+        print(f"  {name:54} {value['value']:.3f}  ({value['low']:.3f} to {value['high']:.3f})", flush=True)
+
+
+def report_goals(found: dict[str, Any]) -> None:
+    """Print what comes after the figures."""
     for name, why in found["not run"].items():
         print(f"{name}: {why}")
     for goal in found["goals"]:
-        print(f"{goal['name']}: {goal['value']:.3f}; goal {goal['goal']:g}: {'met' if goal['met'] else 'MISSED'}")
+        beside = f" (the disk alone takes {goal['disk alone']:.3f} of it)" if "disk alone" in goal else ""
+        verdict = "met" if goal["met"] else f"MISSED{beside}"
+        print(f"{goal['name']}: {goal['value']:.3f}; goal {goal['goal']:g}: {verdict}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="5 rounds instead of 20")
+    parser.add_argument("--quick", action="store_true", help="4 rounds instead of 20")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--folder", type=Path, help="a folder on the disk to be measured; the system's temporary one")
     options = parser.parse_args()
@@ -176,8 +242,9 @@ def main() -> None:
         sys.exit(f"error: {PYTHON.relative_to(ROOT)} is missing; run: make test-vllm")
     if Path(sys.prefix) != PYTHON.parents[1]:  # the engines' environment, not this one
         sys.exit(subprocess.run([PYTHON, __file__, *sys.argv[1:]], check=False).returncode)
-    found = results(5 if options.quick else 20, options.folder)
-    print(json.dumps(found)) if options.json else report(found)
+    tell = (lambda *_: None) if options.json else report_workload
+    found = results(4 if options.quick else 20, options.folder, tell)
+    print(json.dumps(found)) if options.json else report_goals(found)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,14 @@
 """Plain reading of files, for comparison with a tier that brings the same values."""
 
+import mmap
 import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+_DEPTHS = (4, 16, 32)
+_PIECE_BYTES = 1 << 20
 
 
 def files_of(folder: Path, least_bytes: int) -> set[Path]:
@@ -47,3 +51,40 @@ def read_seconds(files: Sequence[Path], threads: int) -> float:
         begin = time.perf_counter()
         list(pool.map(read, range(threads)))
         return time.perf_counter() - begin
+
+
+def least_disk_seconds(files: Sequence[Path]) -> float:
+    """Return how long the disk itself needs for these files: past the page cache, the best of several queue depths."""
+    return min(_disk_seconds(files, depth) for depth in _DEPTHS)
+
+
+def _disk_seconds(files: Sequence[Path], depth: int) -> float:
+    """The same for so many reads at a time, of pieces."""
+    drop_pages(files)
+    buffers = [memoryview(mmap.mmap(-1, _PIECE_BYTES)) for _ in range(depth)]
+    for buffer in buffers:
+        buffer[:] = bytes(_PIECE_BYTES)  # its pages are there
+    sizes = {_open_past_cache(file): file.stat().st_size for file in files}
+    pieces = [(fd, at) for fd, size in sizes.items() for at in range(0, size, _PIECE_BYTES)]
+
+    def read(thread: int) -> None:
+        for fd, at in pieces[thread::depth]:
+            wanted = min(_PIECE_BYTES, sizes[fd] - at)
+            assert os.preadv(fd, [buffers[thread][:wanted]], at) == wanted
+
+    try:
+        with ThreadPoolExecutor(depth) as pool:
+            list(pool.map(lambda _: None, range(depth)))  # the threads are there
+            begin = time.perf_counter()
+            list(pool.map(read, range(depth)))
+            return time.perf_counter() - begin
+    finally:
+        for fd in sizes:
+            os.close(fd)
+
+
+def _open_past_cache(file: Path) -> int:
+    try:
+        return os.open(file, os.O_RDONLY | os.O_DIRECT)
+    except OSError:  # a file system that cannot: there is no page cache to go past, or no way
+        return os.open(file, os.O_RDONLY)

@@ -1,27 +1,34 @@
 """The engines of `vllm_ttft.py`, by what they have for a tier, and the workloads that they are given.
 
-Two workloads, on models with little to compute, since what is measured is what happens beside computing:
+Three workloads. Two are on models with little to compute, since what is measured is what happens beside computing:
 
     long   2048 tokens of 128 KiB each, as of an 8B model in bfloat16: 256 MiB in 64 values of 4 MiB. A real prefix has
            8k to 32k such tokens; this is the least whose reading takes far longer than vLLM's own steps, and what four
            engines on one small machine hold.
     short  1472 tokens of 8 KiB each, 12 MiB in 46 values: reading takes a millisecond, so this one shows what a load
-           costs besides.
+           costs besides. A token takes 5 kFLOP of prefill for each byte of its KV, one of an 8B model (16 GFLOP and
+           128 KiB) 24 times that.
+
+The third has as much to compute for a byte of KV as a model that is served:
+
+    served 796 tokens of 1 KiB and 110 MFLOP each: 107 kFLOP a byte, an 8B model's 122. One KV head, a wide MLP.
 """
 
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from peers.disk_read import drop_pages, files_of, read_seconds, write_back
+from peers.disk_read import drop_pages, files_of, least_disk_seconds, read_seconds, write_back
 
 ROOT = Path(__file__).resolve().parents[2]
 BARE, THEIRS, OURS, STACK = "no connector", "vLLM's fs", "kvtiers-fs", "whole stack, fs"
+CONTROL = "another without"
+"""A second engine without a connector: its ratio to the first is what engines of one kind differ by."""
 DISK, MEMORY = "disk", "memory"
 TIER_THREADS = 4  # of kvtiers' tiers; vLLM's has 16
-BATCH, BATCH_TOKENS, ANSWER_TOKENS = 4, 500, 16
+BATCH, ANSWER_TOKENS = 4, 16
 SUFFIX = 28  # tokens of a prompt that are no whole block
 
 
@@ -29,7 +36,8 @@ SUFFIX = 28  # tokens of a prompt that are no whole block
 class Workload:
     """Prompts, and the model that they are for.
 
-    ``prompts``: how many different ones; 0: another one each round. ``states``: where what is read lies.
+    ``prompts``: how many different ones; 0: another one each round. ``batch_tokens``: of each prompt of a batch; 0: no
+    batches. ``states``: where what is read lies. ``life``: rounds after which all engines are started anew; 0: all.
     """
 
     name: str
@@ -38,8 +46,14 @@ class Workload:
     shape: dict[str, int]
     primary_mib: int
     prompts: int
-    with_batches: bool
+    batch_tokens: int
     states: tuple[str, ...]
+    engines: tuple[str, ...] = (BARE, THEIRS, OURS, STACK)
+    life: int = 0
+
+    def life_within(self, rounds: int) -> int:
+        """Return after how many rounds the engines are started anew, of so many: two lives at least, or just one."""
+        return min(self.life, rounds // 2) or rounds
 
 
 LONG = Workload(
@@ -56,7 +70,7 @@ LONG = Workload(
     },
     primary_mib=1280,  # a tier of the whole stack may fill a quarter of the rows at a time
     prompts=3,
-    with_batches=False,
+    batch_tokens=0,
     states=(DISK, MEMORY),
 )
 SHORT = Workload(
@@ -66,9 +80,35 @@ SHORT = Workload(
     shape={"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8},
     primary_mib=64,
     prompts=0,
-    with_batches=True,
+    batch_tokens=0,
     states=(MEMORY,),
 )
+SERVED = Workload(
+    "served",
+    tokens=768 + SUFFIX,
+    token_bytes=1 << 10,
+    shape={
+        "hidden_size": 1024,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+    },
+    primary_mib=64,
+    prompts=0,
+    batch_tokens=250,
+    states=(),
+    engines=(BARE, CONTROL, THEIRS, OURS, STACK),
+    life=3,
+)
+
+
+class Taken(NamedTuple):
+    """How long an answer took, and how much of that the model did not run."""
+
+    seconds: float
+    beside_model: float
 
 
 class Bench:
@@ -88,6 +128,7 @@ class Bench:
         bytes_of_theirs = {"cpu_bytes_to_use": workload.primary_mib << 20}
         extra = {
             BARE: None,
+            CONTROL: None,
             # Not a tier of ours: vLLM's own, by its own name.
             THEIRS: tiers(**bytes_of_theirs)
             | {"secondary_tiers": [{"type": "fs", "root_dir": str(self._stores[THEIRS])}]},
@@ -95,20 +136,22 @@ class Bench:
             STACK: whole_stack(fs(self._stores[STACK], capacity="16GiB", threads=TIER_THREADS), options=options),
         }
         model = make_model(folder / "model", seed=0, **workload.shape)
-        batch = BATCH * (BATCH_TOKENS + ANSWER_TOKENS) if workload.with_batches else 0
+        batch = BATCH * (workload.batch_tokens + ANSWER_TOKENS) if workload.batch_tokens else 0
         blocks = (workload.tokens + batch) // BLOCK + 16
         self._interpreter = Interpreter(folder / "interpreter.log")
         self._engines: dict[str, Any] = {}
         try:
-            for number, (name, config) in enumerate(extra.items()):
+            for number, name in enumerate(workload.engines):
                 self._engines[name] = Engine(
                     self._interpreter,
                     model,
                     folder / f"{number}.log",
-                    config,
+                    extra[name],
                     max_model_len=(blocks - 8) * BLOCK,
                     num_gpu_blocks_override=blocks,
                 )
+                if workload.batch_tokens:
+                    self._engines[name].do("time_model")
         except BaseException:
             self.close()
             raise
@@ -143,15 +186,20 @@ class Bench:
         self._settle(name)
         return seconds
 
-    def batch_seconds(self, name: str, number: int) -> float:
-        """Return how long an engine takes for prompts that it has not seen, all at once, and their answers."""
-        prompts = [self._prompt(10_000 + number * BATCH + index, BATCH_TOKENS) for index in range(BATCH)]
-        begin = time.perf_counter()
-        _, cached = self._engines[name].generate(*prompts, tokens=ANSWER_TOKENS)
-        seconds = time.perf_counter() - begin
-        assert not any(cached), "a prompt of the batch was seen before"
+    def unseen_seconds(self, name: str, number: int) -> dict[str, Taken]:
+        """Return how long an engine takes for a prompt that it has not seen, and then for several, with answers."""
+        engine, taken = self._engines[name], {}
+        engine.do("take_model_seconds")
+        first = [self._prompt(number, self._workload.tokens)]
+        batch = [self._prompt(10_000 + number * BATCH + index, self._workload.batch_tokens) for index in range(BATCH)]
+        for kind, prompts, tokens in (("cold", first, 1), ("batch", batch, ANSWER_TOKENS)):
+            begin = time.perf_counter()
+            _, cached = engine.generate(*prompts, tokens=tokens)
+            seconds = time.perf_counter() - begin
+            assert not any(cached), f"{name} has seen a prompt of number {number}"
+            taken[kind] = Taken(seconds, seconds - engine.do("take_model_seconds")["seconds"])
         self._settle(name)
-        return seconds
+        return taken
 
     def limit_seconds(self, name: str, prompt: int, state: str) -> tuple[float, float]:
         """Return how long reading a prompt's values takes, and computing the rest of it."""
@@ -163,6 +211,10 @@ class Bench:
             suffix, cached = self.first_token_seconds(BARE, prompt)
         assert cached == whole
         return reading, suffix
+
+    def least_seconds(self, prompt: int) -> float:
+        """Return how long the disk itself needs for what vLLM's tier reads of a prompt."""
+        return least_disk_seconds(self._files[THEIRS, prompt])
 
     def close(self) -> None:
         """End the engines."""
@@ -180,7 +232,7 @@ class Bench:
 
     def _settle(self, name: str) -> None:
         """Let what an engine stores land in its tier; it and its primary forget it then."""
-        if name != BARE:
+        if name in self._stores:
             self._engines[name].forget()
 
     def _prepare(self, name: str, prompt: int, state: str) -> None:

@@ -95,6 +95,12 @@ def _change_weights(worker: Any) -> None:
             weight.data.neg_()
 
 
+def _time_model(worker: Any, seconds: list[float]) -> None:
+    model = worker.model_runner.model
+    model.register_forward_pre_hook(lambda *_: seconds.append(-time.perf_counter()))
+    model.register_forward_hook(lambda *_: seconds.append(time.perf_counter()))
+
+
 class Engine:
     """The commands."""
 
@@ -102,6 +108,7 @@ class Engine:
         from vllm import LLM
 
         self._llm = LLM(**options)
+        self._model_seconds: list[float] = []
 
     def generate(
         self,
@@ -143,6 +150,17 @@ class Engine:
                 tier = sample.labels.get("tier", "")
                 found[f"{name}{{{tier}}}" if tier else name] = float(sample.value)
         return found
+
+    def time_model(self) -> dict[str, Any]:
+        """Have the time that the model takes counted from now on."""
+        self._llm.collective_rpc(_time_model, args=(self._model_seconds,))
+        return {"ok": True}
+
+    def take_model_seconds(self) -> dict[str, Any]:
+        """Return for how many seconds the model has run since the last call."""
+        seconds = sum(self._model_seconds)
+        self._model_seconds.clear()
+        return {"seconds": seconds}
 
     def trust_every_value(self) -> dict[str, Any]:
         from kvtiers.secondary import mover
