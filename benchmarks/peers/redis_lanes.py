@@ -133,7 +133,7 @@ def lmcache(port: int, rows: memoryview, nbytes: int, count: int) -> Lane:
 
 
 def connect(port: int) -> socket.socket:
-    """Connect to a port of this machine as the tier does."""
+    """Connect to a port of this machine."""
     connected = socket.socket()
     send_at_once(connected)
     connected.connect(("127.0.0.1", port))
