@@ -122,7 +122,7 @@ class KvtiersTier(SecondaryTierManager):
 
     @never_raises(lambda: None)
     def get_stats(self) -> Any:
-        """Return what has changed since the last call."""
+        """Return what has changed; nothing if that was done a moment ago, since vLLM asks in every step."""
         stats = OffloadingConnectorStats()
         self._figures.report(stats)
         return stats
