@@ -1,15 +1,16 @@
 """What the Redis tier moves, beside redis-benchmark with 1, 4 and 16 connections to the same server in the same run.
 
 `tier` is the whole contract with `io: process`: tier hosts, as many as the tier has by itself or `--processes` says,
-with 4 threads each, which seal what they write and check what they read, in jobs of 64 MiB. `bare sockets` move the
+which seal what they write and check what they read, in jobs of 64 MiB. `bare sockets` move the
 same rows in three Python threads and look at nothing: what the tier takes beyond them is its own. `redis-py` sets and
 gets a value at a time. `lmcache` is LMCache's native connector, where it can be had. All of them move as many values
 under as many keys, in turns, a round after the other; medians, and of redis-benchmark the best of the three. It sends
 one buffer again and again, which stays in a cache, and seals and checks nothing: where clients and server have to share
 processors, that is a part of its rate; all others move a region that no cache holds.
 
-The servers are set up as the plugin's README says: with io-threads on 8 processors and more, on fewer without. All
-lanes, redis-benchmark too, use the same one, and all goals are of it. `plain, one thread` is beside it, with no goal,
+Servers and tier are set up as the plugin's README says: on 8 processors and more with io-threads, and with more threads
+and a smaller window than by default, on fewer with neither. All lanes, redis-benchmark too, use the same server, and
+all goals are of it. `plain, one thread` is beside it, with no goal,
 what a server without io-threads gives on such a machine. `--io-threads` forces a number.
 
 `tls` is beside redis-benchmark and a bare Python TLS socket. `delayed` is over a network with 1 ms of round trip and a
@@ -66,7 +67,9 @@ SOCKETS = 3  # as many as the tier writes through at a time
 DELAY_SECONDS = 0.0005  # each way
 RAW = {n: f"raw, {n} streams" for n in (1, 4)}
 LINK_GBITS = 10.0
-IO_THREADS, FROM_PROCESSORS = 4, 8  # as the plugin's README says
+FROM_PROCESSORS = 8  # from so many on server and tier are set up as the plugin's README says for such a machine
+IO_THREADS = 4
+TIER_OPTIONS = {"threads": 8, "window": 256 << 10}
 BUSY_SECONDS = 1.0
 GOALS = {"plain": 0.9, "tls": 0.9, "delayed": 0.8, "busy": 0.9}
 KINDS = {"plain": "plain", "single": "plain, one thread", "tls": "tls", "delayed": "delayed"}
@@ -284,7 +287,7 @@ def measure_delayed(
             return stack.enter_context(lanes.in_process(network.slow_network, port, DELAY_SECONDS, rate))
 
         raw, to_server = through(stack.enter_context(lanes.in_process(network.raw_server))), through(server.port)
-        options = config(f"redis://127.0.0.1:{to_server}", window=REMOTE_WINDOW, **tier_options)
+        options = config(f"redis://127.0.0.1:{to_server}", **{**tier_options, "window": REMOTE_WINDOW})
         tier = TierLane(server, fd, rows, nbytes, options, stack)
         moves = {name: lanes.timed(network.raw_stream(raw, rows, n), total) for n, name in RAW.items()}
         bare = sockets.plain_sockets(to_server, rows, nbytes, count, SOCKETS, window=REMOTE_WINDOW)
@@ -369,9 +372,11 @@ def main() -> None:
     if not sys.platform.startswith("linux"):
         sys.exit("error: tier hosts need Linux")
     total, rounds = (128 << 20, 5) if options.quick else (256 << 20, 7)
-    tier_options = {name: number for name in ("processes", "threads") if (number := getattr(options, name))}
+    is_large = len(os.sched_getaffinity(0)) >= FROM_PROCESSORS
+    tier_options: dict[str, Any] = dict(TIER_OPTIONS) if is_large else {}
+    tier_options |= {name: number for name in ("processes", "threads") if (number := getattr(options, name))}
     tier = config("redis://localhost", **tier_options)
-    io_threads = options.io_threads or (IO_THREADS if len(os.sched_getaffinity(0)) >= FROM_PROCESSORS else 1)
+    io_threads = options.io_threads or (IO_THREADS if is_large else 1)
     link = options.link * 1e9 / 8
     found: dict[str, Any] = {"tier": {"hosts": host_count(tier), "threads": tier.threads}}
     found["set-up"] = {"io_threads": io_threads, "link_gb_per_s": link / 1e9}
