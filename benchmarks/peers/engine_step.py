@@ -34,11 +34,11 @@ class EngineStep:
     def __call__(self) -> None:
         """Take one step."""
         scheduled: dict[str, dict[str, Any]] = {}
-        for place, request in enumerate(self._running):
-            if request.tokens >= MOST_TOKENS:
-                self._free.extend(request.blocks)
-                self._ended += 1
-                self._running[place] = request = self._next(0)
+        for place, ended in [(place, one) for place, one in enumerate(self._running) if one.tokens >= MOST_TOKENS]:
+            self._free.extend(ended.blocks)
+            self._ended += 1
+            self._running[place] = self._next(0)
+        for request in self._running:
             request.tokens += 1
             self._grow(request)
             scheduled[request.name] = {"position": request.tokens, "block": request.blocks[-1]}
