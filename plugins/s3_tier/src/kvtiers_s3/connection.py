@@ -3,10 +3,10 @@
 import os
 import threading
 from datetime import UTC, datetime, timedelta
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import boto3
 from botocore.config import Config
 
 from kvtiers.api import ConfigError
@@ -33,9 +33,8 @@ class Connection:
         self.requests = requests
         environment = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
         self.endpoint = config.endpoint or environment.rstrip("/")
-        session = open_session(config)
-        self._session = boto3.Session(botocore_session=session)
-        self.region: str = config.region or session.get_config_variable("region") or "us-east-1"
+        self._session = open_session(config)
+        self.region: str = config.region or self._session.get_config_variable("region") or "us-east-1"
         self._certificates = _read_certificates(config)
         self._lock = threading.RLock()
         self._clients: dict[int, Any] = {}
@@ -73,6 +72,13 @@ class Connection:
             while self._clients:
                 self._clients.popitem()[1].close()
 
+    @cached_property
+    def _boto3_session(self) -> Any:
+        # Imported here: it adds some MB to botocore's, and a host that moves values by obstore may never need it.
+        import boto3
+
+        return boto3.Session(botocore_session=self._session)  # two of one session are refused
+
     def _new_boto3_client(self, attempts: int) -> Any:
         config = self.config
         checksums = "when_supported" if config.checksums == "always" else "when_required"
@@ -89,7 +95,7 @@ class Connection:
             response_checksum_validation="when_required",  # a value's seal says more, and the same of both clients
             user_agent_extra="kvtiers-s3",
         )
-        client = self._session.client(
+        client = self._boto3_session.client(
             "s3",
             region_name=self.region,
             endpoint_url=self.endpoint or None,
