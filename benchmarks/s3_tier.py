@@ -2,8 +2,7 @@
 
 Servers: Ceph's gateway, which is a real one and mostly measures itself, and a trivial one, which costs next to nothing
 and is the ceiling; ``--only trivial`` needs nothing but Python's packages. Lanes take turns, a round after the other,
-each on new values, with as many requests under way as the tier has threads for loads and for stores. What is compared
-takes two turns a round, one way and back:
+each on new values, with as many requests under way as the tier has threads for loads and for stores:
 
 boto3        as users write it: a default client, put_object and get_object()["Body"].read()
 boto3-tuned  the tier's own fallback client, without the tier
@@ -16,11 +15,22 @@ tier-beside  the same beside the same loop in an unrelated process
 tier-boto3   the tier with `client: boto3`
 
 CPU seconds are the client's, without the server's. Medians.
+
+The shares are of two turns that follow one another, the medians over all rounds. obstore, with a hash and without, and
+the tier take theirs one way and back in each round; the tier beside the loops one way in one round, and the other way
+in the next. The peers, of which no share is taken, have a quarter of the values, and turns in every third round.
+
+A turn of what is compared moves all values so often that it takes obstore alone 0.3 s, and the tier beside the other
+process's loop 1 s, as found at the start. For the driver asks the tier every 5 ms, and beside the busy thread of its
+own process waits for 5 ms more each time that it wants to run again, which counts where one pass takes 0.1 s, as on 16
+processors; an engine, whose busy thread itself asks, does not wait. A job of the next pass begins where one of the last
+has ended, so that there is no break between passes. Of the values those of the last pass are read back, as often.
 """
 
 import argparse
 import contextlib
 import json
+import math
 import os
 import shutil
 import statistics
@@ -55,10 +65,11 @@ from kvtiers.api.units import format_size
 from kvtiers_s3.plugin import S3Config
 
 SIZES = [64 << 10, 512 << 10, 2 << 20, 8 << 20]
-# Bytes and values a turn: so much that a thread's waits for its turn beside a busy one are not what is measured.
+# Bytes and values of a pass, at most. The trivial server keeps more: two passes overlap.
 AMOUNTS = {"trivial": (512 << 20, 4096), "radosgw": (128 << 20, 1024)}
 STEP_SECONDS = 0.005
-SLOW = 4  # boto3 moves so many times fewer values
+PEERS_SHARE, PEERS_MOST = 4, 512  # a peer's turn: so many times fewer values, and no more than so many
+PEERS_ROUNDS = 3  # in every third one
 FIRST_BYTE, LINK = 0.03, 125e6
 FAR_VALUES, FAR_BYTES = 64, 2 << 20
 PREFIX_CHUNKS = 200
@@ -67,8 +78,13 @@ GOAL_FIRST_BYTES = 4.0
 GOAL_LOOKUPS = 9
 GOAL_PRIVATE_MB = 60
 MODES = ("write", "read")
+Sample = dict[str, tuple[float, float]]
+"""Of one turn, for each mode: seconds and CPU seconds."""
 # Side by side: the machine may do something else a moment later.
-COMPARED = ("obstore", "tier", "tier-busy", "tier-beside")
+ALONE = ("obstore-hash", "obstore", "tier")
+BESIDE = ("tier-busy", "tier-beside")
+# By which lane's pace they have how many seconds a turn.
+TURNS = ((ALONE, "obstore", 0.3), (BESIDE, "tier-beside", 1.0))
 LMCACHE = (
     "LMCache's S3 connector: left out, its package wants torch, cupy for CUDA and an older numpy; it stands on awscrt"
 )
@@ -82,14 +98,16 @@ def config(endpoint: str, bucket: str, **options: Any) -> S3Config:
 
 
 def tier_lane(tier: Any) -> Lane:
-    """Send jobs of 64 MiB to a tier host, all at once, as the manager does."""
+    """Send jobs of 64 MiB to a tier host, for all rows at once, as the manager does."""
     per_job = max(1, JOB_BYTES // tier.rows.shape[1])
     tier.step_seconds = STEP_SECONDS
 
     def run(keys: Sequence[OffloadKey], *, is_load: bool) -> None:
-        jobs = [(keys[start : start + per_job], start) for start in range(0, len(keys), per_job)]
+        rows = len(tier.rows)
+        jobs = [(keys[at : at + per_job], at % rows) for at in range(0, len(keys), per_job)]
         results = tier.run_all(jobs, load=is_load)
-        assert all(result.success for result in results), results
+        failed = sum(not result.success for result in results)
+        assert not failed, f"{failed} of {len(results)} jobs failed"
 
     return (lambda keys: run(keys, is_load=False)), (lambda keys: run(keys, is_load=True))
 
@@ -132,23 +150,35 @@ def measure(
     options: S3Config, nbytes: int, count: int, rounds: int, forget: Callable[[S3Config, Sequence[OffloadKey]], None]
 ) -> dict[str, Any]:
     """Return the rates of all lanes with values of this size; ``forget`` deletes what was written."""
-    samples: dict[str, list[dict[str, float]]] = {}
+    samples: dict[str, list[Sample]] = {}
     with ExitStack() as stack:
         lanes = lanes_of(options, nbytes, count, stack)
-        counts = {name: count // SLOW if "boto3" in name else count for name in lanes}
-        turns = [name for name in lanes if name not in COMPARED] + [*COMPARED, *reversed(COMPARED)]
-        for turn in range(rounds + 1):
-            for name in turns[turn % len(turns) :] + turns[: turn % len(turns)]:
-                (write, read), beside = lanes[name]
-                keys = services.new_keys(counts[name])
-                with beside():
-                    # Of a tier its host's alone: what this process does is the engine's, or the loop beside it.
-                    cpu = hosts_cpu if name.startswith("tier") else time.process_time
-                    sample = {mode: timed(work, keys, cpu) for mode, work in zip(MODES, (write, read), strict=True)}
-                forget(options, keys)
-                if turn:  # the first one warms up
-                    samples.setdefault(name, []).append(sample)  # type: ignore[arg-type]
-    return {"value_bytes": nbytes, "lanes": {name: rates(samples[name], counts[name], nbytes) for name in lanes}}
+        peers = [name for name in lanes if name not in (*ALONE, *BESIDE)]
+        counts = {name: min(count // PEERS_SHARE, PEERS_MOST) if name in peers else count for name in lanes}
+        passes = dict.fromkeys(lanes, 1)
+
+        def turn(name: str) -> Sample:
+            (write, read), beside = lanes[name]
+            keys = services.new_keys(counts[name] * passes[name])
+            works = (write, keys), (read, keys[-counts[name] :] * passes[name])
+            with beside():
+                # Of a tier its host's alone: what this process does is the engine's, or the loop beside it.
+                cpu = hosts_cpu if name.startswith("tier") else time.process_time
+                sample = {mode: timed(work, keys, cpu) for mode, (work, keys) in zip(MODES, works, strict=True)}
+            forget(options, keys)
+            return sample
+
+        for name in lanes:
+            turn(name)  # warms up
+        for names, pace, seconds in TURNS:
+            a_pass = min(taken for taken, _ in turn(pace).values())
+            passes |= dict.fromkeys(names, math.ceil(seconds / a_pass))
+        for number in range(rounds):
+            of_peers = peers if number % PEERS_ROUNDS == 0 else []
+            for name in (*of_peers, *ALONE, *reversed(ALONE), *BESIDE[:: -1 if number % 2 else 1]):
+                samples.setdefault(name, []).append(turn(name))
+    amounts = {name: counts[name] * passes[name] for name in lanes}
+    return {"value_bytes": nbytes, "lanes": {name: rates(samples[name], amounts[name], nbytes) for name in lanes}}
 
 
 def delete_all(options: S3Config, keys: Sequence[OffloadKey]) -> None:
@@ -167,7 +197,7 @@ def timed(work: Keyed, keys: Sequence[OffloadKey], cpu_seconds: Callable[[], flo
     return time.perf_counter() - begin, cpu_seconds() - cpu
 
 
-def rates(samples: Sequence[dict[str, Any]], count: int, nbytes: int) -> dict[str, Any]:
+def rates(samples: Sequence[Sample], count: int, nbytes: int) -> dict[str, Any]:
     gigabytes = count * nbytes / 1e9
     found: dict[str, Any] = {}
     for mode in MODES:
@@ -276,6 +306,11 @@ def report(found: dict[str, Any]) -> None:
                 print(f"  {format_size(size['value_bytes']):7} {name:12} {'   '.join(cells)}")
     for peer in found["left_out"]:
         print(peer)
+    for server, sizes in found["servers"].items():
+        for mode in MODES:
+            for one, other in (("obstore-hash", "obstore"), ("tier", "obstore-hash")):
+                each = ", ".join(f"{size} {share:.2f}" for size, share in shares(sizes, mode, one, other).items())
+                print(f"{server}, {mode}: {one} as a share of {other}: {each}")
     for goal in found["goals"]:
         each = ", ".join(f"{size} {value:.2f}" for size, value in goal.get("by_size", {}).items())
         found_it = f"{goal['value']:.2f}{f' ({each})' if each else ''}"
@@ -284,13 +319,13 @@ def report(found: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer values, sizes and rounds")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--only", choices=list(AMOUNTS), help="one of the servers, default: both")
     options = parser.parse_args()
     if not sys.platform.startswith("linux"):
         sys.exit("error: tier hosts need Linux")
-    rounds, sizes = (3, SIZES[::2] + SIZES[-1:]) if options.quick else (7, SIZES)
+    rounds, sizes = (5, SIZES[::2] + SIZES[-1:]) if options.quick else (11, SIZES)
     left_out = [LMCACHE]
     found: dict[str, Any] = {"servers": {}, "left_out": left_out}
     with ExitStack() as stack:
@@ -307,9 +342,8 @@ def main() -> None:
             where = config(endpoint, "bench-bucket" if trivial else servers.new_bucket(endpoint))
             forget = (lambda *_: None) if trivial else delete_all  # the trivial one forgets by itself
             total, most = AMOUNTS[name]
-            counts = [min(total // nbytes, most // 2 if options.quick else most) for nbytes in sizes]
             found["servers"][name] = [
-                measure(where, nbytes, count, rounds, forget) for nbytes, count in zip(sizes, counts, strict=True)
+                measure(where, nbytes, min(total // nbytes, most), rounds, forget) for nbytes in sizes
             ]
         found["far"] = far_away(trivial_endpoint, "bench-bucket", rounds)
     found["goals"] = goals_of(found)

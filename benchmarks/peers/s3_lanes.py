@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import itertools
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -42,7 +43,7 @@ servers, proxies, services = load("servers"), load("proxy"), load("service")
 
 Keyed = Callable[[Sequence[OffloadKey]], None]
 Lane = tuple[Keyed, Keyed]
-"""How a lane writes values under these keys, and reads them back."""
+"""How a lane writes values under these keys, and reads them back; more than it has rows for, use them in turn."""
 Move = Callable[[str, memoryview], object]
 
 
@@ -69,7 +70,8 @@ class Rows:
 
     def _each(self, move: Move, pool: ThreadPoolExecutor) -> Keyed:
         def run(keys: Sequence[OffloadKey]) -> None:
-            for _ in pool.map(move, [f"bench/{name}" for name in services.NAMES.names(keys)], self.views):
+            names = [f"bench/{name}" for name in services.NAMES.names(keys)]
+            for _ in pool.map(move, names, itertools.islice(itertools.cycle(self.views), len(names))):
                 pass
 
         return run

@@ -4,6 +4,7 @@ import contextlib
 import os
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -58,15 +59,26 @@ class Service:
         return self.run_all([(keys, first_row)], load=load)[0]
 
     def run_all(self, jobs: Sequence[tuple[Sequence[OffloadKey], int]], *, load: bool) -> list[JobResult]:
-        """Move these jobs at the same time and wait for their end."""
+        """Move these jobs and wait for their end: at the same time, but for those with the same first row."""
+        waiting: dict[int, deque[Sequence[OffloadKey]]] = {}
         for keys, first_row in jobs:
-            self.submit(keys, first_row, load=load)
+            waiting.setdefault(first_row, deque()).append(keys)
+        rows: dict[int, int] = {}
         results: list[JobResult] = []
 
+        def begin_at(first_row: int) -> None:
+            if waiting[first_row]:
+                self.submit(waiting[first_row].popleft(), first_row, load=load)
+                rows[self._jobs] = first_row
+
         def ended() -> bool:
-            results.extend(self.tier.get_finished_jobs())
+            for result in self.tier.get_finished_jobs():
+                results.append(result)
+                begin_at(rows.pop(result.job_id))
             return len(results) == len(jobs)
 
+        for first_row in waiting:
+            begin_at(first_row)
         self._step_until(ended)
         return results
 

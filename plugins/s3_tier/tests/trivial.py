@@ -1,6 +1,6 @@
 """The least that answers like S3: objects in memory, no signatures, no XML; a ceiling for benchmarks.
 
-``python trivial.py PORT`` serves until it is killed. It keeps the last 512 MiB that were written.
+``python trivial.py PORT`` serves until it is killed. It keeps the last GiB that was written.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from collections import OrderedDict
 
 __all__ = ["serve"]
 
-_MOST_BYTES = 512 << 20
+_MOST_BYTES = 1 << 30
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _ABSENT = b"HTTP/1.1 404 Not Found\r\nContent-Length: 36\r\n\r\n<Error><Code>NoSuchKey</Code></Error>"
 _HEAD = b'ETag: "x"\r\nLast-Modified: Sun, 01 Nov 2026 00:00:00 GMT\r\nContent-Length: %d\r\n'
