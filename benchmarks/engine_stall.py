@@ -51,11 +51,13 @@ flat out, where rows that are pinned longer hold up the next ones. Runs of 14 s 
 work scatter by more than a tenth, in each of these.
 
 Nor is the kernel's choice all of it. With the loop bound to one processor and the hosts to the other, the loop in the
-engine kept 0.86 to 0.91 of its speed where steps took 2 to 4 % of its time, at 4.6 GB/s as at 0.6, with steps every 10
-or 25 ms, and for all of the time between two steps alike; the other one kept 0.99 and more. There were no page faults,
-interrupts or switches in it. Waking a process on the other processor, which copies, cost a loop 0 to 2 %, system calls
-1 %, 0.4 ms of other Python a hundred times a second 1 to 3 %. What the rest is was not found: that machine has no
-counters to ask. On one with 16 processors the share was 0.90 to 0.99 in four runs.
+engine kept 0.86 to 0.91 of its speed where steps took 2.5 to 4 % of its time (2.6 to 4.7 GB/s), and lost the rest
+evenly over all of the time between two steps; the other one kept 0.97 and more. There were no page faults, interrupts
+or switches in it. Not bound, at 0.6 GB/s, it kept 0.90 to 0.92 where steps took 2.2 % and it had 0.98 to 0.99 of a
+processor; with steps every 25 ms, 2 % of its time, 0.82 to 0.87. Waking a process on the other processor, which copies,
+cost a loop 0 to 2 %, system calls 1 to 4 %, 0.4 ms of other Python a hundred times a second 1 to 3 %. What the rest is
+was not found: that machine has no counters to ask. On one with 16 processors the share was 0.90 to 0.99 in six figures
+of three runs.
 """
 
 import argparse
