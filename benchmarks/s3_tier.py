@@ -21,10 +21,11 @@ the tier take theirs one way and back in each round; the tier beside the loops o
 in the next. The peers, of which no share is taken, have a quarter of the values, and turns in every third round.
 
 A turn of what is compared moves all values so often that it takes obstore alone 0.3 s, and the tier beside the other
-process's loop 1 s, as found at the start. For the driver asks the tier every 5 ms, and beside the busy thread of its
-own process waits for 5 ms more each time that it wants to run again, which counts where one pass takes 0.1 s, as on 16
-processors; an engine, whose busy thread itself asks, does not wait. A job of the next pass begins where one of the last
-has ended, so that there is no break between passes. Of the values those of the last pass are read back, as often.
+process's loop 1 s, as found at the start; with the gateway once. For the driver asks the tier every 5 ms, and beside
+the busy thread of its own process waits for 5 ms more each time that it wants to run again, which counts where one pass
+takes 0.1 s, as on 16 processors; an engine, whose busy thread itself asks, does not wait. A job of the next pass begins
+where one of the last has ended, so that there is no break between passes. Of the values those of the last pass are read
+back, as often.
 """
 
 import argparse
@@ -65,8 +66,9 @@ from kvtiers.api.units import format_size
 from kvtiers_s3.plugin import S3Config
 
 SIZES = [64 << 10, 512 << 10, 2 << 20, 8 << 20]
-# Bytes and values of a pass, at most. The trivial server keeps more: two passes overlap.
-AMOUNTS = {"trivial": (512 << 20, 4096), "radosgw": (128 << 20, 1024)}
+# Bytes and values of a pass, at most, and passes of a turn. The trivial server keeps more: two passes overlap. The
+# gateway gives back the memory of large values long after they are deleted, and hangs when it has none left.
+AMOUNTS = {"trivial": (512 << 20, 4096, 1 << 10), "radosgw": (128 << 20, 1024, 1)}
 STEP_SECONDS = 0.005
 DELETED_AT_ONCE = 100  # a gateway takes longer for a thousand than its client waits
 PEERS_SHARE, PEERS_MOST = 4, 512  # a peer's turn: so many times fewer values, and no more than so many
@@ -148,7 +150,12 @@ def lanes_of(options: S3Config, nbytes: int, count: int, stack: ExitStack) -> di
 
 
 def measure(
-    options: S3Config, nbytes: int, count: int, rounds: int, forget: Callable[[S3Config, Sequence[OffloadKey]], None]
+    options: S3Config,
+    nbytes: int,
+    count: int,
+    most_passes: int,
+    rounds: int,
+    forget: Callable[[S3Config, Sequence[OffloadKey]], None],
 ) -> dict[str, Any]:
     """Return the rates of all lanes with values of this size; ``forget`` deletes what was written."""
     samples: dict[str, list[Sample]] = {}
@@ -173,7 +180,7 @@ def measure(
             turn(name)  # warms up
         for names, pace, seconds in TURNS:
             a_pass = min(taken for taken, _ in turn(pace).values())
-            passes |= dict.fromkeys(names, math.ceil(seconds / a_pass))
+            passes |= dict.fromkeys(names, min(most_passes, math.ceil(seconds / a_pass)))
         for number in range(rounds):
             of_peers = peers if number % PEERS_ROUNDS == 0 else []
             for name in (*of_peers, *ALONE, *reversed(ALONE), *BESIDE[:: -1 if number % 2 else 1]):
@@ -343,9 +350,9 @@ def main() -> None:
             trivial = name == "trivial"
             where = config(endpoint, "bench-bucket" if trivial else servers.new_bucket(endpoint))
             forget = (lambda *_: None) if trivial else delete_all  # the trivial one forgets by itself
-            total, most = AMOUNTS[name]
+            total, most, most_passes = AMOUNTS[name]
             found["servers"][name] = [
-                measure(where, nbytes, min(total // nbytes, most), rounds, forget) for nbytes in sizes
+                measure(where, nbytes, min(total // nbytes, most), most_passes, rounds, forget) for nbytes in sizes
             ]
         found["far"] = far_away(trivial_endpoint, "bench-bucket", rounds)
     found["goals"] = goals_of(found)
