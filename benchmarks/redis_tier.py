@@ -13,8 +13,8 @@ and a smaller window than by default, on fewer with neither. All lanes, redis-be
 all goals are of it. `plain, one thread` is beside it, with no goal, what a server without io-threads gives on such a
 machine, with the tier's defaults. `--io-threads` forces a number. TLS and the network have the tier's defaults on any
 machine, and TLS a server without io-threads: before Redis 8 the two do not go together, as its own configuration file
-says; with both, a connection of the tier was cut in a write. (That redis-benchmark writes values of 64 KiB at 0.01 GB/s
-with TLS is its own: it does so with io-threads and without.)
+says; with both, an eighth of a write of the tier failed once. (That redis-benchmark writes values of 64 KiB at 0.01
+GB/s with TLS is its own: it does so with io-threads and without.)
 
 `tls` is beside redis-benchmark and a bare Python TLS socket. `delayed` is over a network with 1 ms of round trip and a
 link of 10 Gbit/s (`--link`), beside raw streams over the same, which show that the link gives what it says. Its goal is
