@@ -70,11 +70,15 @@ def memory(nbytes: int) -> Iterator[tuple[int, memoryview]]:
         os.close(fd)
 
 
-def redis_benchmark(port: int, connections: int, nbytes: int, count: int, way: str, *, tls: Any = None) -> float:
+def redis_benchmark(
+    port: int, connections: int, nbytes: int, count: int, way: str, *, threads: int = 1, tls: Any = None
+) -> float:
     """Return the values a second that redis-benchmark moves, over as many keys as the other lanes have."""
     number = max(count, LEAST_REQUESTS)
     command = ["redis-benchmark", "-p", str(port), "-c", str(connections), "-d", str(nbytes), "-n", str(number)]
     command += ["-r", str(count), "-t", {"write": "set", "read": "get"}[way], "--csv"]
+    if threads > 1:
+        command += ["--threads", str(threads)]
     if tls is not None:
         command += ["--tls", "--cacert", str(tls.ca), "--cert", str(tls.cert), "--key", str(tls.key)]
         command += ["--user", "admin", "-a", "secret"]
