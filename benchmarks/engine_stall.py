@@ -14,9 +14,9 @@ the share that the loop in the engine keeps, as a share of what the other one ke
 treated alike: what a loop's ticks are later at p99.9 beside the tiers than alone, less the same of the other loop.
 
 Both loops end steps of an engine's own (`peers/engine_step.py`), since an engine's thread does. The tiers have held
-everything once before anything is measured: memory that a virtual machine has never touched took 13 us a page, and
-three quarters of a tier's throughput. The heap is frozen then, as vLLM freezes it: else a step in a thousand collects
-for 20 ms.
+everything once before anything is measured: memory that a virtual machine has never touched took up to 13 us a page,
+and flat out the tiers moved 2.8 GB/s with it and 4.2 to 4.8 without. The heap is frozen then, as vLLM freezes it: else
+a step in a thousand collects for 20 ms.
 
 Flat out, the tiers take what processor time they find, and do not move the same bytes beside both loops: that compares
 the tiers. To compare the loops, the tiers then move the same bytes a second beside both, four fifths of the lower of
