@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from kvtiers.rows.mapping import create_memfd, map_memory
 
 WAYS = ("write", "read")
 LEAST_REQUESTS = 64  # below that its start-up shows
+COUNTED_BYTES = 1 << 30  # so many take a third of a second
+COUNT_SECONDS = 0.005
 Lane = Callable[[str], None]
 """Moves all values one way: "write" or "read"."""
 Samples = dict[str, dict[str, list[float]]]
@@ -74,17 +76,37 @@ def redis_benchmark(
     port: int, connections: int, nbytes: int, count: int, way: str, *, threads: int = 1, tls: Any = None
 ) -> float:
     """Return the values a second that redis-benchmark moves, over as many keys as the other lanes have."""
-    number = max(count, LEAST_REQUESTS)
+    word = {"write": "set", "read": "get"}[way]
+    number = max(count, COUNTED_BYTES // nbytes if threads > 1 else LEAST_REQUESTS)
     command = ["redis-benchmark", "-p", str(port), "-c", str(connections), "-d", str(nbytes), "-n", str(number)]
-    command += ["-r", str(count), "-t", {"write": "set", "read": "get"}[way], "--csv"]
+    command += ["-r", str(count), "-t", word, "--csv"]
     if threads > 1:
-        command += ["--threads", str(threads)]
+        return counted_rate([*command, "--threads", str(threads)], port, word, number)
     if tls is not None:
         command += ["--tls", "--cacert", str(tls.ca), "--cert", str(tls.cert), "--key", str(tls.key)]
         command += ["--user", "admin", "-a", "secret"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     rows = [row for row in csv.DictReader(line for line in said.splitlines() if line.startswith('"')) if row.get("rps")]
     return float(rows[-1]["rps"])
+
+
+def counted_rate(command: Sequence[str], port: int, word: str, number: int) -> float:
+    """Return the calls a second that the server counts while the command has it do so many.
+
+    With threads, redis-benchmark looks four times a second whether it is done, and takes that for the end.
+    """
+    with redis.Redis("127.0.0.1", port) as client, subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+
+        def calls() -> int:
+            return int(client.info("commandstats").get(f"cmdstat_{word}", {"calls": 0})["calls"])
+
+        before, counts = calls(), []
+        while process.poll() is None:
+            counts.append((time.perf_counter(), calls() - before))
+            time.sleep(COUNT_SECONDS)
+    under_way = [(now, done) for now, done in counts if 0 < done < number]
+    (begin, at_first), (end, at_last) = under_way[0], under_way[-1]
+    return (at_last - at_first) / (end - begin)
 
 
 def fill(client: redis.Redis, nbytes: int, count: int) -> None:
