@@ -8,6 +8,7 @@ from tests.stores import DictStore
 
 from kvtiers.api import LookupResult, TierConfig, make_offload_key
 from kvtiers.integrations.vllm.driver import TierDriver
+from kvtiers.integrations.vllm.rest import Rest
 from kvtiers.rows.names import StorageNames
 from kvtiers.secondary.chunk_store_tier import ChunkStoreTier
 from kvtiers.secondary.staging import value_views
@@ -328,3 +329,47 @@ def test_steps_in_which_nothing_is_computed_leave_loads_some_time_and_others_do_
     rests.clear()
     driver.end_step()
     assert rests == []
+
+
+@pytest.fixture
+def idle(bench):
+    """An engine that has nothing else to do, and whose rests pass real time."""
+    bench.driver._is_idle = lambda: True
+    bench.driver._rest = Rest(bench.clock, lambda seconds: (bench.rests.append(seconds), time.sleep(0.002)))
+    return bench
+
+
+def test_an_idle_engine_has_the_answer_in_the_call_that_asks(idle):
+    assert idle.driver.lookup(KEYS[0], "a") is MISS
+    assert idle.rests
+
+
+def test_an_engine_with_others_to_compute_does_not_rest_for_an_answer(bench):
+    assert bench.driver.lookup(KEYS[0], "a") is RETRY
+    assert not bench.rests
+
+
+def test_an_idle_engine_rests_no_longer_for_a_tier_that_is_slow(idle):
+    idle.store.gate.clear()
+    idle.driver._rest = Rest(idle.clock, lambda seconds: setattr(idle.clock, "now", idle.clock.now + seconds))
+    began = idle.clock.now
+    for key in KEYS:
+        assert idle.driver.lookup(key, "a") is RETRY
+    assert idle.clock.now - began == pytest.approx(0.001, abs=0.0002), "all lookups of a step together"
+
+
+def test_what_was_asked_ahead_is_known_at_the_first_lookup(bench):
+    bench.store_rows(KEYS[:2], [0, 1])
+    bench.tier._lookups.clear()
+    bench.driver.ask_ahead(KEYS)
+    bench.until(lambda: not bench.tier._lookups.open_probes)
+    bench.driver.request_started("b", None)
+    assert [bench.driver.lookup(key, "b") for key in KEYS[:3]] == [HIT, HIT, MISS]
+
+
+def test_who_asks_ahead_does_not_wait_for_the_engine_nor_reach_into_its_calls(bench):
+    with bench.driver._asking:
+        bench.driver.ask_ahead(KEYS)
+    assert not bench.tier._lookups.open_probes
+    bench.driver.ask_ahead(KEYS)
+    assert bench.driver.lookup(KEYS[0], "a") in {RETRY, MISS}

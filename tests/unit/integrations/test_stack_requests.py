@@ -373,3 +373,20 @@ def test_a_store_holds_its_rows_no_longer_than_a_bound_for_a_file_system_that_ha
     plans.confirm()
     assert manager.done == [("store", 1, False)]
     gate.opened.set()
+
+
+def test_the_keys_that_are_asked_ahead_are_those_of_the_lookup(book):
+    request = SimpleNamespace(request_id="one", block_hashes=[HASH, b"i" * 32], lora_request=None, cache_salt="mine")
+    (ahead,) = book.prefixes(request)
+    book.show(request)
+    keys = book.open("one", None).keys
+    assert keys.place(KEY) == 0
+    assert list(ahead) == list(keys.following(keys.of(KEY), 0))
+    assert len(ahead) == 2
+    plain = SimpleNamespace(request_id="two", block_hashes=[HASH], lora_request=None, cache_salt=None)
+    assert list(book.prefixes(plain)) == [[KEY]]
+
+
+def test_nothing_is_asked_ahead_for_a_request_whose_adapter_is_to_be_looked_at_first(book, tmp_path):
+    request = SimpleNamespace(request_id="one", block_hashes=[HASH], lora_request=adapter(tmp_path), cache_salt=None)
+    assert not list(book.prefixes(request))

@@ -196,3 +196,49 @@ def test_asking_is_counted_once_for_each_chunk_and_request_whatever_is_asked_aga
     assert bench.figures()["lookups"] == 9
     bench.lookup(KEYS, ctx)
     assert bench.figures()["lookups"] == 13
+
+
+def ahead(bench, name="a"):
+    """Have a tier that can be asked ahead; what it is asked."""
+    asked = []
+    bench.tier[name].ask_ahead = lambda keys: asked.append(list(keys))
+    return asked
+
+
+def test_what_a_request_will_look_up_is_asked_ahead_as_far_as_the_primary_lacks_it():
+    bench = Bench(tiers={"a": {}, "b": {}})
+    bench.store(KEYS[:3])
+    first, second = ahead(bench), ahead(bench, "b")
+    bench.manager.ask_ahead(KEYS)
+    bench.manager.ask_ahead(KEYS[:3])
+    assert first == second == [KEYS[3:]]
+
+
+def test_a_tier_that_cannot_be_asked_ahead_or_is_not_there_or_raises_is_left_alone():
+    bench = Bench(tiers={"a": {}, "b": {}})
+    bench.step()
+    bench.manager.ask_ahead(KEYS)
+    asked = ahead(bench)
+    bench.tier["a"].available = False
+    bench.manager.ask_ahead(KEYS)
+    assert not asked
+
+    bench.tier["a"].available = True
+    bench.tier["a"].ask_ahead = lambda keys: 1 / 0
+    bench.manager.ask_ahead(KEYS)
+    bench.manager.shutdown(0.0)
+    ahead(bench)
+    bench.manager.ask_ahead(KEYS)
+
+
+def test_an_engine_that_looks_again_in_a_step_sees_what_has_come_since():
+    bench = Bench(options=WIDE, hold=True)
+    bench.tier["a"].put(KEYS[:2])
+    ctx = bench.request()
+    assert bench.lookup(KEYS, ctx) == (0, 2, False)
+    bench.step()
+    assert bench.lookup(KEYS, ctx) == (0, 2, False)
+    bench.tier["a"].end_all()
+    assert bench.lookup(KEYS, ctx) == (0, 2, False), "news are taken once a step"
+    bench.manager.look_again()
+    assert bench.lookup(KEYS, ctx) == (2, 0, False)

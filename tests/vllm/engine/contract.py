@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import vllm
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
@@ -98,6 +100,9 @@ def rows_of(spec: Any) -> list[int]:
 
 
 def main() -> None:
+    # What arrivals.py follows, and how it sees that an engine is idle.
+    assert list(inspect.signature(EngineCore.preprocess_add_request).parameters) == ["self", "request"]
+    assert "self.running.append(request)" in inspect.getsource(Scheduler.schedule)
     bench = Bench(sys.argv[1])
     manager = bench.manager
     keys = [make_offload_key(bytes([number]) * 32, 0) for number in range(6)]

@@ -29,6 +29,7 @@ __all__ = ["ChunkStoreTier"]
 _PROBE_KEY = b"\x00" * 8  # any key will do: the breaker's probe asks whether the store answers, not what
 _FIRST_PROBE_ID = 1 << 62  # apart from those of the lookups
 _CLOSE_SECONDS = 3.0
+_MOST_ASKED_AHEAD = 64  # questions under way; the others that are allowed are for lookups
 
 
 class ChunkStoreTier(SecondaryTierManager):
@@ -130,6 +131,13 @@ class ChunkStoreTier(SecondaryTierManager):
     def wait_open(self, timeout: float) -> str:
         """Wait (from any thread) until the store is open; return "" then, else why it is not."""
         return self._backend.wait_open(timeout)
+
+    def ask_ahead(self, keys: Sequence[OffloadKey]) -> None:
+        """Ask at once about a prefix that will be looked up soon, and send whatever else is to be asked."""
+        if self._lookups.open_probes < _MOST_ASKED_AHEAD:
+            self._lookups.ask(keys)
+            self._lookups.flush()
+            self._backend.flush()
 
     def set_names(self, names: StorageNames) -> None:
         """Use other names from now on; nothing that was known of the tier holds for them."""

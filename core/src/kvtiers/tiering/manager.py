@@ -146,6 +146,17 @@ class TieringManager:
         state = self._requests.get(ctx) if self._begin() and keys else None
         return _NO_HITS if state is None else self._lookups.prefix(keys, state)
 
+    def ask_ahead(self, keys: Sequence[OffloadKey]) -> None:
+        """Have the tiers asked at once about a prefix that will be looked up soon; between any two other calls."""
+        if self._ready and not self._closed:
+            rest = keys[self._primary.resident_run(keys)[0] :]
+            for slot in self._slots if rest else ():
+                slot.ask_ahead(rest)
+
+    def look_again(self) -> None:
+        """Take the tiers' news once more in this step, with the next lookup: the engine rests meanwhile."""
+        self._polled = False
+
     # -- stores
 
     @_timed

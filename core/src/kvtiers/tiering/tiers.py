@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, ParamSpec, TypeVar
+from typing import Literal, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from kvtiers.api import JobResult, LookupResult, OffloadKey, SecondaryTierManager, TierRequest, TransferJob
 from kvtiers.metrics import TierMetrics
@@ -32,6 +32,14 @@ class TierOptions:
     read_only: bool = False
     admission: Literal["all", "second_access", "on_eviction"] = "all"
     deadline: float = 30.0
+
+
+@runtime_checkable
+class CanAskAhead(Protocol):
+    """A tier that can begin to find out what it has before anybody looks it up."""
+
+    def ask_ahead(self, keys: Sequence[OffloadKey]) -> None:
+        """Ask about a prefix that will be looked up soon; between any two other calls."""
 
 
 class TierSlot:
@@ -64,6 +72,11 @@ class TierSlot:
             hits = next(i for i, answer in enumerate(answers) if answer is not _HIT)
             return hits, answers[hits] is LookupResult.RETRY
         return hits, False
+
+    def ask_ahead(self, keys: Sequence[OffloadKey]) -> None:
+        """Have the tier find out at once about a prefix that will be looked up soon, if it can."""
+        if isinstance(self.tier, CanAskAhead) and self.available():
+            self._do(self.tier.ask_ahead, keys)
 
     def submit(self, job: TransferJob) -> bool:
         """Hand the job over; False if the tier did not take it, so that nothing has started."""

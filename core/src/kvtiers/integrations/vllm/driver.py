@@ -15,10 +15,11 @@ RETRY                            the question is on its way
 HIT                              the tier has it: vLLM submits the load at the end of its step
 ===============================  ==================================================================
 
-Runs on the engine's thread, or under its lock. Nothing raises.
+Runs on the engine's thread, or under its lock; ``ask_ahead`` on any. Nothing raises.
 """
 
 import math
+import threading
 import time
 from array import array
 from collections import Counter
@@ -71,7 +72,8 @@ class TierDriver:
 
     A ``load_wait`` of None: as long as computing would take, which the engine itself shows (``prefill.py``), at least
     ``lookup_wait``, and no more until it has shown it.
-    ``tokens_per_chunk[g]``: tokens whose KV a chunk of group g holds.
+    ``tokens_per_chunk[g]``: tokens whose KV a chunk of group g holds. ``is_idle``: nothing but the request that is
+    looked up can be computed now.
     """
 
     def __init__(
@@ -83,8 +85,12 @@ class TierDriver:
         load_wait: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        is_idle: Callable[[], bool] = lambda: False,
     ) -> None:
         self._slot = slot
+        self._asking = threading.Lock()
+        """Held in calls of the tier, of which ``ask_ahead`` makes some beside the engine's thread."""
+        self._is_idle = is_idle
         self._rest = Rest(clock, sleep)
         self._began: float | None = None  # a step, with its first question
         self._ended = 0.0  # the one before
@@ -153,7 +159,9 @@ class TierDriver:
         if self._pause_until and self._is_paused():
             self.recomputed_cheaper += 1
             return LookupResult.MISS
-        hits, unresolved = self._slot.ask([key], request.context)
+        hits, unresolved = self._ask(key, request)
+        while unresolved and self._is_idle() and self._rest_for_answer([key]):
+            hits, unresolved = self._ask(key, request)
         if hits:
             return LookupResult.HIT
         if not unresolved:
@@ -166,6 +174,14 @@ class TierDriver:
         request.lost.add(key)
         self.wait_expired += 1
         return LookupResult.MISS
+
+    def ask_ahead(self, keys: Sequence[OffloadKey]) -> None:
+        """Have the tier asked about a prefix that will be looked up soon; not while the engine calls it. Any thread."""
+        if self._asking.acquire(blocking=False):
+            try:
+                self._slot.ask_ahead(keys)
+            finally:
+                self._asking.release()
 
     # -- jobs
 
@@ -187,7 +203,7 @@ class TierDriver:
         self.metrics.loading_chunks += len(job.keys) if is_promotion else 0
         usable = self._slot.available()
         self.metrics.dropped_cascades += len(job.keys) if not usable and not is_promotion else 0
-        if not usable or not self._slot.submit(job):
+        if not usable or not self._submit(job):
             self._finish(running, JobResult(job_id, success=False))
 
     def finished(self) -> list[JobResult]:
@@ -203,7 +219,7 @@ class TierDriver:
 
         ``new_requests``: those that are computed for the first time in it.
         """
-        self._slot.end_step()
+        self._end_step()
         now = self._clock()
         self._prefill.step_ended(new_requests, now)
         computed = (self._began if self._began is not None else now) - self._ended >= _STEP_SECONDS
@@ -216,12 +232,12 @@ class TierDriver:
 
     def drain(self) -> None:
         """Wait until nothing of the tier's touches a row: every job ends by its own or by its deadline."""
-        self._slot.end_step()
+        self._end_step()
         self._poll()
         while self._jobs:
             time.sleep(_DRAIN_POLL_SECONDS)
             self._poll()
-            self._slot.end_step()
+            self._end_step()
 
     def close(self, timeout: float) -> None:
         """Let the tier end what it is doing within so many seconds, and close it. What is owed is reported failed."""
@@ -229,7 +245,8 @@ class TierDriver:
             return
         self._closed = True
         until = self._clock() + timeout
-        self._slot.tier.drain(timeout)
+        with self._asking:
+            self._slot.tier.drain(timeout)
         self._poll()
         self._slot.leave()
         self._close(max(0.0, until - self._clock()))
@@ -237,6 +254,26 @@ class TierDriver:
             self._finish(running, JobResult(running.job.job_id, success=False))
 
     # -- inside
+
+    def _ask(self, key: OffloadKey, request: _Request) -> tuple[int, bool]:
+        with self._asking:
+            return self._slot.ask([key], request.context)
+
+    def _submit(self, job: TransferJob) -> bool:
+        with self._asking:
+            return self._slot.submit(job)
+
+    def _end_step(self) -> None:
+        with self._asking:
+            self._slot.end_step()
+
+    def _rest_for_answer(self, keys: Sequence[OffloadKey]) -> bool:
+        """Send the question, and leave the tier a moment; False if this step has waited enough."""
+        self.ask_ahead(keys)
+        if not self._rest.for_answer():
+            return False
+        self._poll()
+        return True
 
     def _request(self, request_id: str) -> _Request:
         request = self._requests.get(request_id)
@@ -248,6 +285,10 @@ class TierDriver:
         return max((groups.get(group, 0) * tokens for group, tokens in enumerate(self._tokens_per_chunk)), default=0)
 
     def _poll(self) -> None:
+        with self._asking:
+            self._take_news()
+
+    def _take_news(self) -> None:
         slot = self._slot
         started, failed_jobs, finished = slot.news()
         for job_id in started:

@@ -41,6 +41,12 @@ class Engine:
     connector: Any = None
     core: Any = None
 
+    @property
+    def is_alone(self) -> bool:
+        """No other engine steps with it: what data parallel engines wait for is nothing to the others."""
+        parallel = getattr(self.vllm_config, "parallel_config", None)
+        return int(getattr(parallel, "data_parallel_size", 1) or 1) == 1
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Identity:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from kvtiers.api import ChunkStore, ConfigError, StartError, TierConfig, TierContext, TierPlugin
+from kvtiers.integrations.vllm.arrivals import is_idle
 from kvtiers.integrations.vllm.driver import TierDriver
 from kvtiers.integrations.vllm.identity import Engine, identity_of, row_layout
 from kvtiers.integrations.vllm.nodes import refuse_several_hosts
@@ -74,7 +75,8 @@ def open_tier(
     slot = TierSlot(0, parts.tier, _options(config))
     tokens = [layout.tokens_per_chunk(group) for group in range(len(layout.groups))]
     load_wait = None if settings.load_wait == "auto" else settings.load_wait
-    driver = TierDriver(slot, settings.lookup_wait, parts.close, tokens, load_wait)
+    idle = partial(is_idle, engine.core) if engine.is_alone else lambda: False
+    driver = TierDriver(slot, settings.lookup_wait, parts.close, tokens, load_wait, is_idle=idle)
     if config.required and (error := parts.tier.wait_open(config.deadline)):
         parts.close(0.0)
         raise StartError(f"{name}: required, but cannot be opened: {error}")

@@ -1,9 +1,12 @@
-"""What a step does that computes nothing while loads run: it rests.
+"""What a step does that computes nothing while loads run, or until a lookup is answered: it rests.
 
 vLLM steps as fast as it can while a request waits for its KV. On a machine with few processors that takes one of them
 from the processes that load, and in one process it takes the interpreter from the thread that copies: each of its turns
 comes after a switch interval, 5 ms, then. A rest is short beside what has been waited already, so that the end of a
 load is seen in time, and short beside a step that computes, since a request may come meanwhile.
+
+A request whose lookup is not answered yet is put off by a step. Where nothing else is computed that is an empty one,
+which takes longer than most answers: so the scheduling pass rests first.
 """
 
 import time
@@ -25,9 +28,21 @@ class Rest:
         self._clock = clock
         self._sleep = sleep
         self._idle_since: float | None = None
+        self._answer_by: float | None = None
+
+    def for_answer(self) -> bool:
+        """Rest a moment within a pass of an idle engine; False: it has rested enough in this step."""
+        now = self._clock()
+        if self._answer_by is None:
+            self._answer_by = now + _LONGEST
+        if now >= self._answer_by:
+            return False
+        self._sleep(_SHORTEST)
+        return True
 
     def step(self, *, idle: bool) -> None:
         """End a step. ``idle``: nothing is computed in it, and loads run."""
+        self._answer_by = None
         if not idle:
             self._idle_since = None
             return

@@ -19,6 +19,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvtiers.api import LookupResult as Answer
+from kvtiers.integrations.vllm.arrivals import follow_arrivals, prefix_keys
 from kvtiers.integrations.vllm.guard import BugCount, never_raises
 from kvtiers.integrations.vllm.identity import engine_of_stack
 from kvtiers.integrations.vllm.metrics import COUNTERS, GAUGES, LABELS, TierFigures
@@ -51,8 +52,10 @@ class KvtiersTier(SecondaryTierManager):
         self.bugs = BugCount(tier_type)
         config, settings = load_tier_options(tier_type, options, offloading_spec.extra_config)
         self._drain_seconds = settings.drain
-        opened = open_tier(config, settings, offloading_spec.config, primary_kv_view, engine_of_stack(), vllm_version)
+        self._offloading, engine = offloading_spec.config, engine_of_stack()
+        opened = open_tier(config, settings, self._offloading, primary_kv_view, engine, vllm_version)
         self._driver = opened.driver
+        follow_arrivals(engine.core, self._ask_ahead)
         self._figures = TierFigures(opened)
         self._status = open_status(opened, f"vLLM {vllm_version}")
 
@@ -73,6 +76,11 @@ class KvtiersTier(SecondaryTierManager):
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """Say whether the tier has a chunk."""
         return _ANSWERS[self._driver.lookup(key, req_context.req_id)]
+
+    @never_raises(lambda: None)
+    def _ask_ahead(self, request: Any) -> None:
+        for keys in prefix_keys(self._offloading, request):
+            self._driver.ask_ahead(keys)
 
     # -- jobs
 

@@ -6,7 +6,7 @@ an adapter is called, it never meets a salt, another adapter, or a request witho
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtiers.api import OffloadKey, make_offload_key
@@ -63,15 +63,24 @@ class RequestKeys:
     def place(self, key: bytes) -> int | None:
         """Return how many chunks of its group precede this one; None if it is not looked up from the head on."""
         number = int.from_bytes(key[-_GROUP_BYTES:], "big")
-        prefix = self._prefixes.get(number)
-        if prefix is None:
+        if number not in self._prefixes:
             return None
-        every = self._groups[number].hashes_per_chunk
+        self._follow(number)
+        return self._places.get(self.of(key))
+
+    def prefixes(self) -> Iterator[Sequence[OffloadKey]]:
+        """Yield the keys so far of each group that is looked up from the head on."""
+        for number, prefix in self._prefixes.items():
+            self._follow(number)
+            yield prefix
+
+    def _follow(self, number: int) -> None:
+        """Make the keys of what vLLM has hashed since."""
+        prefix, every = self._prefixes[number], self._groups[number].hashes_per_chunk
         while (end := (len(prefix) + 1) * every) <= len(self._hashes):
             next_key = self.of(bytes(self._hashes[end - 1]) + number.to_bytes(_GROUP_BYTES, "big"))
             self._places[next_key] = len(prefix)
             prefix.append(next_key)
-        return self._places.get(self.of(key))
 
     def following(self, key: bytes, place: int) -> Sequence[OffloadKey]:
         """Return the keys of this one's group from this place on."""

@@ -23,7 +23,9 @@ from vllm.v1.kv_offload.base import (
 from kvtiers.api import LookupResult as Answer
 from kvtiers.base import LoadPlan, StorePlan
 from kvtiers.base import OffloadPolicy as Policy
+from kvtiers.integrations.vllm.arrivals import follow_arrivals, is_idle
 from kvtiers.integrations.vllm.guard import BugCount, never_raises
+from kvtiers.integrations.vllm.identity import Engine
 from kvtiers.integrations.vllm.rest import Rest
 from kvtiers.integrations.vllm.stack.keys import RequestKeys
 from kvtiers.integrations.vllm.stack.plans import CopyReport, RunningPlans
@@ -48,7 +50,7 @@ _DRAIN_SECONDS = 10.0  # how long an engine that ends may still write to its tie
 
 
 class KvtiersManager(OffloadingManager):
-    """Drives ``manager``. ``ranks``: workers that copy; ``figures``: for /metrics; ``alone``: nobody steps with it."""
+    """Drives ``manager``. ``ranks``: workers that copy; ``figures``: for /metrics."""
 
     def __init__(
         self,
@@ -58,8 +60,7 @@ class KvtiersManager(OffloadingManager):
         steps: StepClock,
         figures: Callable[[], Any],
         on_shutdown: Callable[[], None],
-        *,
-        alone: bool,
+        engine: Engine,
     ) -> None:
         self.bugs = BugCount("kvtiers")
         self.requests = requests
@@ -70,7 +71,9 @@ class KvtiersManager(OffloadingManager):
         self._on_shutdown = on_shutdown
         self._asked: set[OpenRequest] = set()
         self._rest = Rest()
-        self._alone = alone
+        self._alone = engine.is_alone
+        self._core = engine.core
+        follow_arrivals(engine.core, self._ask_ahead)
 
     # -- requests
 
@@ -116,11 +119,30 @@ class KvtiersManager(OffloadingManager):
         group = int.from_bytes(key[-4:], "big")
         run = request.runs.get(group)
         if run is None or place < run.first:
+            wanted = keys.following(key, place)
             with self._manager.lock:
-                hits = self._manager.lookup_prefix(keys.following(key, place), request.context)
+                hits = self._manager.lookup_prefix(wanted, request.context)
+            while hits.unresolved and not hits.pending and self._alone and is_idle(self._core):
+                with self._manager.lock:
+                    self._manager.ask_ahead(wanted)
+                if not self._rest.for_answer():
+                    break
+                with self._manager.lock:
+                    self._manager.look_again()
+                    hits = self._manager.lookup_prefix(wanted, request.context)
             run = request.runs[group] = Run(place, hits)
             self._asked.add(request)
         return run
+
+    @never_raises(lambda: None)
+    def _ask_ahead(self, shown: Any) -> None:
+        """Have the tiers asked about a request that has just come, unless the engine calls them; on any thread."""
+        for keys in self.requests.prefixes(shown):
+            if keys and self._manager.lock.acquire(blocking=False):
+                try:
+                    self._manager.ask_ahead(keys)
+                finally:
+                    self._manager.lock.release()
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> Any:
         """Pin chunks; where that cannot be, the load fails and vLLM computes them."""

@@ -7,11 +7,12 @@ weights. It is so for a while where its adapter's files are being looked at: vLL
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+from kvtiers.api import OffloadKey
 from kvtiers.base import PrefixHits, RequestContext
 from kvtiers.integrations.vllm.stack.keys import GroupKeys, RequestKeys
 from kvtiers.integrations.vllm.stack.looks import AdapterLook, AdapterLooks, Standing
@@ -105,6 +106,11 @@ class RequestBook:
             request.look = self._looks.begin(shown.lora_request)
         self._open[request_id] = request
         return request
+
+    def prefixes(self, shown: Any) -> Iterator[Sequence[OffloadKey]]:
+        """Yield the keys by which a request of vLLM's will be looked up, if nothing has to be found out first."""
+        if shown.lora_request is None:
+            yield from self._maker_of(shown)(b"").prefixes()
 
     def get(self, request_id: str) -> OpenRequest | None:
         """Return an open request."""

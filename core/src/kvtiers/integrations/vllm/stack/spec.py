@@ -121,8 +121,7 @@ class KvtiersOffloadingSpec(OffloadingSpec):
             steps,
             StackFigures(facts, OffloadingConnectorStats),
             close,
-            # Data parallel engines may step together: what one of them waits for is nothing to the others.
-            alone=int(getattr(self._engine.vllm_config.parallel_config, "data_parallel_size", 1) or 1) == 1,
+            self._engine,
         )
 
 
