@@ -20,7 +20,7 @@ state does not allow is ignored and counted (``misuse``).
 import time
 from collections.abc import Callable, Collection, Sequence
 from itertools import filterfalse, islice
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from kvtiers.api import LookupResult, OffloadKey
 from kvtiers.base import OffloadEvent
@@ -177,9 +177,9 @@ class CPUPrimaryTier:
         while len(rows) < len(keys):
             more = list(map(self._row_of.get, keys[len(rows) : len(rows) + step]))
             if None in more:
-                rows += cast("list[int]", more[: more.index(None)])
+                rows += more[: more.index(None)]  # type: ignore[arg-type]  # none of these is None
                 break
-            rows += cast("list[int]", more)
+            rows += more  # type: ignore[arg-type]
             step *= 8
         return len(rows), self._rows.count_pending(rows)
 

@@ -100,7 +100,7 @@ class HostLink:
         with self._lock:
             while self._outbox and self.life is not None and not self._lost:
                 try:
-                    sent = self.life.connection.send(memoryview(self._outbox)[:_BYTES_AT_ONCE])
+                    sent = self.life.connection.send(self._outbox)
                 except BlockingIOError:
                     return
                 except OSError:  # it is gone; what it has said before is still to be read, up to the EOF

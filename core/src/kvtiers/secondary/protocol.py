@@ -7,7 +7,7 @@ key and row; no bytes of values travel.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from kvtiers.api import OffloadKey
 from kvtiers.rows.names import StorageNames
@@ -45,8 +45,7 @@ class Status(IntEnum):
     """Nothing to write: the store has it already."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoreJob:
+class StoreJob(NamedTuple):
     """Move these chunks between their rows and the store."""
 
     job_id: int

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvtiers.api import JobResult, TransferJob
 from kvtiers.secondary.protocol import JobDone, Status
@@ -22,8 +23,7 @@ class _Open:
     to_release: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class EndedJob:
+class EndedJob(NamedTuple):
     """A job that has ended. ``was_told``: it had been reported, or given up, as failed before.
 
     ``was_released``: it was to let go of its rows, so what it did not do says nothing of the store.

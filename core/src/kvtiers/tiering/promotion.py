@@ -117,6 +117,8 @@ class Promotions:
 
     def request_finished(self, state: RequestState) -> None:
         """Forget what only this request wanted; hand the rest to one who wants it too."""
+        if not self._batches:
+            return
         for name in [name for name, batch in self._batches.items() if batch.state is state]:
             batch = self._batches.pop(name)
             unwanted: list[tuple[OffloadKey, int]] = []

@@ -91,7 +91,8 @@ class EventLog:
     def add(self, events: Sequence[OffloadEvent]) -> int:
         """Append these events; return how many old ones were dropped for them."""
         self._events.extend(events)
-        self._keys += sum([len(event.keys) for event in events])
+        for event in events:
+            self._keys += len(event.keys)
         dropped = 0
         while self._keys > _MAX_KEYS:
             self._keys -= len(self._events.popleft().keys)

@@ -32,7 +32,7 @@ class RequestState:
     context: RequestContext
     slots: Sequence[TierSlot]
     """The tiers that this request may load from, in order."""
-    whole: tuple[TierSlot, ...] = ()
+    whole: Sequence[TierSlot] = ()
     """The tiers that want all chunks of this request."""
     given_up: set[OffloadKey] = field(default_factory=set)
     lost: dict[OffloadKey, int] = field(default_factory=dict)
@@ -94,10 +94,14 @@ class RequestTable:
             before.parked.clear()
             self.parked.discard(before)
         self._over.pop(ctx.request_id, None)
-        allowed = [slot for slot in self._slots if ctx.may_load_from(slot.name)]
-        state = self._open[ctx.request_id] = RequestState(ctx, allowed)
-        wanting = [slot for slot in self._slots if slot.request_started(ctx)]
-        state.whole = tuple(slot for slot in wanting if not slot.options.read_only)
+        allowed: list[TierSlot] = []
+        whole: list[TierSlot] = []
+        for slot in self._slots:
+            if ctx.may_load_from(slot.name):
+                allowed.append(slot)
+            if slot.request_started(ctx) and not slot.options.read_only:
+                whole.append(slot)
+        state = self._open[ctx.request_id] = RequestState(ctx, allowed, whole)
         return state
 
     def get(self, ctx: RequestContext) -> RequestState | None:
