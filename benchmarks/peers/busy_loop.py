@@ -17,52 +17,40 @@ from peers.engine_step import EngineStep
 STEP_SECONDS = 0.01
 TICK_SECONDS = 0.001
 _CALLS_UNTIL_FAST = 16  # Python 3.11 specialises what has been called 8 times
-_NEXT = [(number * 5 + 3) & 0xFF for number in range(256)]  # from 0 through all of them and back
 
 
 class Loop:
     """Pure Python, flat out, and what came of each run: units of work a second, and how late each tick was.
 
-    ``processor_speeds``: a second of processor time. A run that was over before it began has a speed of 0.
-
-    The loop has to have one speed. One that makes integers or iterators has another one each time that other Python has
-    run, depending on where in memory the next one happens to lie; this one takes items of a list and makes no objects.
-    What remains is that any loop is slower, for all of the next 10 or 25 ms alike, where other Python of its process
-    runs in between: beside 0.2 ms of steps that handle transfers, 40 times a second, the rest lost 7 %, and as much
-    100 times a second (on the processor of its own, with tiers on the other; no page faults, interrupts or switches in
-    it). An engine's thread does so anyway: it has steps of its own. So this one has them, too, wherever it runs: then
-    the rest loses 2 % to a tier's steps.
+    A unit is a step of an engine (``peers/engine_step.py``), one after the other. ``processor_speeds``: a second of
+    processor time. A run that was over before it began has a speed of 0.
     """
 
     def __init__(self) -> None:
         self.speeds: list[float] = []
         self.processor_speeds: list[float] = []
         self.late_us: list[list[int]] = []
-        self._engine_step = EngineStep()
+        self._unit = EngineStep()
         for _ in range(_CALLS_UNTIL_FAST):
             self.run((time.perf_counter() + TICK_SECONDS).__le__)
         for figures in (self.speeds, self.processor_speeds, self.late_us):
             figures.clear()
 
     def run(self, is_over: Callable[[float], bool], step: Callable[[], None] | None = None) -> None:
-        """Run until it is over; every 10 ms a step of the engine's own ends, and ``step`` with it."""
+        """Run until it is over; ``step`` comes every 10 ms."""
         begin, processor_begin = time.perf_counter(), time.thread_time()
         now = begin
         next_tick, next_step = begin + TICK_SECONDS, begin
-        units, late, following, engine_step = 0, list[float](), _NEXT, self._engine_step
+        units, late, unit = 0, list[float](), self._unit
         while not is_over(now):
-            number = following[0]
-            while number:
-                number = following[number]
+            unit()
             units += 1
             now = time.perf_counter()
             if now >= next_tick:
                 late.append(now - next_tick)
                 next_tick = now + TICK_SECONDS
-            if now >= next_step:
-                engine_step()
-                if step is not None:
-                    step()
+            if step is not None and now >= next_step:
+                step()
                 next_step = now + STEP_SECONDS
         self.speeds.append(units / (now - begin) if now > begin else 0.0)
         self.processor_speeds.append(units / (time.thread_time() - processor_begin))

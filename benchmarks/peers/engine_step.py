@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import socket
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,16 +19,15 @@ class _Request:
 
 
 class EngineStep:
-    """A step of an engine that decodes: a token for each request, some 0.3 ms of Python in all.
+    """A step of an engine that decodes: a token for each request, some 0.15 ms of Python in all, and no system call.
 
-    What is to be computed goes through a socket, as to a worker's process; who has all tokens makes room for another.
+    What is to be computed is put into bytes and read again, as by a worker; who has all tokens makes room for another.
     """
 
     def __init__(self) -> None:
         self._free = deque(range(REQUESTS * (MOST_TOKENS // BLOCK_TOKENS + 1)))
         self._started = self._ended = 0
         self._running = [self._next(tokens) for tokens in range(0, MOST_TOKENS, MOST_TOKENS // REQUESTS)]
-        self._worker = socket.socketpair()
 
     def __call__(self) -> None:
         """Take one step."""
@@ -43,9 +41,7 @@ class EngineStep:
             self._grow(request)
             scheduled[request.name] = {"position": request.tokens, "block": request.blocks[-1]}
         order = sorted(scheduled.items(), key=lambda item: item[1]["position"], reverse=True)
-        here, there = self._worker
-        here.sendall(pickle.dumps(order))
-        told = pickle.loads(there.recv(1 << 16))
+        told = pickle.loads(pickle.dumps(order))
         figures = {"running": len(told), "ended": self._ended, "free_blocks": len(self._free)}
         assert json.loads(json.dumps(figures))["running"] == REQUESTS
 
