@@ -41,7 +41,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 from peers.busy_loop import busy_process, busy_thread
@@ -86,6 +86,8 @@ Sample = dict[str, tuple[float, float]]
 # Side by side: the machine may do something else a moment later.
 ALONE = ("obstore-hash", "obstore", "tier")
 BESIDE = ("tier-busy", "tier-beside")
+# What each step from obstore to the tier leaves of it.
+SHARES = (("obstore-hash", "obstore"), ("tier", "obstore-hash"))
 # By which lane's pace they have how many seconds a turn.
 TURNS = ((ALONE, "obstore", 0.3), (BESIDE, "tier-beside", 1.0))
 LMCACHE = (
@@ -304,30 +306,41 @@ def at_every_size(name: str, values: dict[str, float], goal: float) -> dict[str,
 
 def report(found: dict[str, Any]) -> None:
     for server, sizes in found["servers"].items():
-        print(f"{server}; GB/s, values/s, client's CPU s per GB")
-        for size in sizes:
-            for name, lane in size["lanes"].items():
-                cells = [
-                    f"{mode} {lane[mode]['gb_per_s']:6.3f} {lane[mode]['values_per_s']:7.0f}"
-                    f" {lane[mode]['cpu_s_per_gb']:6.2f}"
-                    for mode in MODES
-                ]
-                print(f"  {format_size(size['value_bytes']):7} {name:12} {'   '.join(cells)}")
+        report_rates(server, sizes, sys.stdout)
     for peer in found["left_out"]:
         print(peer)
     for server, sizes in found["servers"].items():
-        for mode in MODES:
-            for one, other in (("obstore-hash", "obstore"), ("tier", "obstore-hash")):
-                each = ", ".join(f"{size} {share:.2f}" for size, share in shares(sizes, mode, one, other).items())
-                print(f"{server}, {mode}: {one} as a share of {other}: {each}")
+        report_shares(server, sizes, SHARES, sys.stdout)
     for goal in found["goals"]:
         each = ", ".join(f"{size} {value:.2f}" for size, value in goal.get("by_size", {}).items())
         found_it = f"{goal['value']:.2f}{f' ({each})' if each else ''}"
         print(f"{goal['name']}: {found_it}; goal {goal['goal']:g}: {'met' if goal['met'] else 'MISSED'}")
 
 
+def report_rates(server: str, sizes: Sequence[dict[str, Any]], to: TextIO) -> None:
+    print(f"{server}; GB/s, values/s, client's CPU s per GB", file=to)
+    for size in sizes:
+        for name, lane in size["lanes"].items():
+            cells = [
+                f"{mode} {lane[mode]['gb_per_s']:6.3f} {lane[mode]['values_per_s']:7.0f}"
+                f" {lane[mode]['cpu_s_per_gb']:6.2f}"
+                for mode in MODES
+            ]
+            print(f"  {format_size(size['value_bytes']):7} {name:12} {'   '.join(cells)}", file=to, flush=True)
+
+
+def report_shares(server: str, sizes: Sequence[dict[str, Any]], pairs: Sequence[tuple[str, str]], to: TextIO) -> None:
+    for mode in MODES:
+        for one, other in pairs:
+            each = ", ".join(f"{size} {share:.2f}" for size, share in shares(sizes, mode, one, other).items())
+            print(f"{server}, {mode}: {one} as a share of {other}: {each}", file=to, flush=True)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        epilog="What is found of a size is on stderr at once; everything is on stdout at the end.",
+    )
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--only", choices=list(AMOUNTS), help="one of the servers, default: both")
@@ -351,9 +364,11 @@ def main() -> None:
             where = config(endpoint, "bench-bucket" if trivial else servers.new_bucket(endpoint))
             forget = (lambda *_: None) if trivial else delete_all  # the trivial one forgets by itself
             total, most, most_passes = AMOUNTS[name]
-            found["servers"][name] = [
-                measure(where, nbytes, min(total // nbytes, most), most_passes, rounds, forget) for nbytes in sizes
-            ]
+            of_sizes = found["servers"][name] = []
+            for nbytes in sizes:
+                of_sizes.append(measure(where, nbytes, min(total // nbytes, most), most_passes, rounds, forget))
+                report_rates(name, of_sizes[-1:], sys.stderr)
+                report_shares(name, of_sizes[-1:], (("tier", "obstore"), *SHARES), sys.stderr)
         found["far"] = far_away(trivial_endpoint, "bench-bucket", rounds)
     found["goals"] = goals_of(found)
     if options.json:
