@@ -15,9 +15,9 @@ treated alike: what a loop's ticks are later at p99.9 beside the tiers than alon
 
 The loop takes the Python of an engine's steps (`peers/engine_step.py`), one after the other, since what a loop loses
 depends on what it is. One that is small and always the same has several speeds, and other Python in its process, a
-hundred times a second, is enough to put it into a slow one for all of the time until the next; probably it is what the
-processor has learnt of its branches, for C loses nothing. With loops and hosts on processors of their own, each kept
-this share of its speed between steps of 0.2 to 0.4 ms::
+hundred times a second, puts it into a slow one for all of the time until the next if that Python is broad: 0.3 ms of
+one function's did nothing. Probably it is what the processor has learnt of its branches, for C loses nothing. With
+loops and hosts on processors of their own, each kept this share of its speed between steps of 0.2 to 0.4 ms::
 
                                                     30 functions of the        of tiers that
                                                     standard library           move 1.9 GB/s
@@ -41,7 +41,8 @@ and that costs 3 us a function, several times what `scheduler_cost.py` says. No 
 and taking their results in 0.15 ms, sending jobs 0.06, look-ups with the requests that they open 0.06, rows for stores
 and loads and ends of requests 0.08, figures 0.02. Of the speed between two steps up to 4 % goes at 2.8 GB/s, of the
 standard library's functions 6 to 9 %, of C code nothing. So the share falls with the rate: 0.97 at 1.4 GB/s,
-0.90 to 0.92 at 2.5 to 3. With 1 ms of Python more in each step it is 0.85 to 0.88, at 2.1 to 2.4 GB/s.
+0.86 to 0.92 at 2.5 to 3 in six runs beside busy neighbours, where the walk through a list had 0.88 and 0.89. With 1 ms
+of Python more in each step it is 0.85 to 0.88, at 2.1 to 2.4 GB/s.
 
 The rest is a matter of where the kernel runs the hosts. In a trace (Linux 6.18, EEVDF, 250 ticks a second, two
 processors) 9 of 10 messages of the engine's thread woke the host on that thread's own processor, and until a tick ends
