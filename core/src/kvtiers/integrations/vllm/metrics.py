@@ -67,19 +67,21 @@ class _Stats(Protocol):
 
 @dataclass(slots=True)
 class TierFigures:
-    """One tier's figures, and what of them was reported last."""
+    """One tier's figures, and what of them was reported last. ``collection``: vLLM's class for what has changed."""
 
     opened: OpenedTier
+    collection: Callable[[], _Stats]
     clock: Callable[[], float] = time.monotonic
     _next: float = 0.0
     _reported: dict[str, float] = field(default_factory=dict)
 
-    def report(self, stats: _Stats) -> None:
-        """Put what has changed into ``stats``, unless that was done a moment ago."""
+    def __call__(self) -> _Stats | None:
+        """Return the changes; None if that was done a moment ago, since vLLM asks in every step."""
         now = self.clock()
         if now < self._next:
-            return
+            return None
         self._next = now + EVERY_SECONDS
+        stats = self.collection()
         labels = (self.opened.name,)
         for name, value in self._figures():
             before = self._reported.get(name)
@@ -90,6 +92,7 @@ class TierFigures:
                 stats.set_gauge(name, value, labels)
             elif value > (before or 0.0):
                 stats.increase_counter(name, value - (before or 0.0), labels)
+        return stats
 
     def _figures(self) -> Iterator[tuple[str, float]]:
         driver = self.opened.driver

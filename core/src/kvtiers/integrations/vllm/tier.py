@@ -56,7 +56,7 @@ class KvtiersTier(SecondaryTierManager):
         opened = open_tier(config, settings, self._offloading, primary_kv_view, engine, vllm_version)
         self._driver = opened.driver
         follow_arrivals(engine.core, self._ask_ahead)
-        self._figures = TierFigures(opened)
+        self._figures = TierFigures(opened, OffloadingConnectorStats)
         self._status = open_status(opened, f"vLLM {vllm_version}")
 
     # -- requests
@@ -130,10 +130,8 @@ class KvtiersTier(SecondaryTierManager):
 
     @never_raises(lambda: None)
     def get_stats(self) -> Any:
-        """Return what has changed; nothing if that was done a moment ago, since vLLM asks in every step."""
-        stats = OffloadingConnectorStats()
-        self._figures.report(stats)
-        return stats
+        """Return what has changed; None if that was said a moment ago."""
+        return self._figures()
 
     # -- inside
 
