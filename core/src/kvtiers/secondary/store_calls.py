@@ -11,7 +11,9 @@ from kvtiers.rows.seal import PayloadHash
 
 __all__ = ["StoreCalls"]
 
-_STEP_BYTES = 256 << 10  # fits into a processor's own cache together with what it is copied from
+# Fits into a processor's own cache together with what it is copied from, and is hashed without letting go of Python's
+# lock, as more than 100 kB would be: the next copy would have to wait for it.
+_STEP_BYTES = 64 << 10
 
 
 class StoreCalls:
