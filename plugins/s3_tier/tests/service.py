@@ -59,26 +59,31 @@ class Service:
         return self.run_all([(keys, first_row)], load=load)[0]
 
     def run_all(self, jobs: Sequence[tuple[Sequence[OffloadKey], int]], *, load: bool) -> list[JobResult]:
-        """Move these jobs and wait for their end: at the same time, but for those with the same first row."""
+        """Move these jobs and wait for their end: at the same time, but for those with the same first row.
+
+        The next ones of a row wait for those that are further behind: the trivial server keeps what was written last.
+        """
         waiting: dict[int, deque[Sequence[OffloadKey]]] = {}
         for keys, first_row in jobs:
             waiting.setdefault(first_row, deque()).append(keys)
         rows: dict[int, int] = {}
         results: list[JobResult] = []
 
-        def begin_at(first_row: int) -> None:
-            if waiting[first_row]:
-                self.submit(waiting[first_row].popleft(), first_row, load=load)
-                rows[self._jobs] = first_row
+        def begin() -> None:
+            most = max(map(len, waiting.values()), default=0)
+            for first_row in waiting.keys() - rows.values():
+                if waiting[first_row] and len(waiting[first_row]) >= most - 1:
+                    self.submit(waiting[first_row].popleft(), first_row, load=load)
+                    rows[self._jobs] = first_row
 
         def ended() -> bool:
             for result in self.tier.get_finished_jobs():
                 results.append(result)
-                begin_at(rows.pop(result.job_id))
+                del rows[result.job_id]
+                begin()
             return len(results) == len(jobs)
 
-        for first_row in waiting:
-            begin_at(first_row)
+        begin()
         self._step_until(ended)
         return results
 
