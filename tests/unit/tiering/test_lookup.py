@@ -227,8 +227,9 @@ def test_a_tier_that_cannot_be_asked_ahead_or_is_not_there_or_raises_is_left_alo
     bench.tier["a"].ask_ahead = lambda keys: 1 / 0
     bench.manager.ask_ahead(KEYS)
     bench.manager.shutdown(0.0)
-    ahead(bench)
+    asked = ahead(bench, "b")
     bench.manager.ask_ahead(KEYS)
+    assert not asked
 
 
 def test_an_engine_that_looks_again_in_a_step_sees_what_has_come_since():
