@@ -71,9 +71,9 @@ class Service:
 
         def begin() -> None:
             most = max(map(len, waiting.values()), default=0)
-            for first_row in waiting.keys() - rows.values():
-                if waiting[first_row] and len(waiting[first_row]) >= most - 1:
-                    self.submit(waiting[first_row].popleft(), first_row, load=load)
+            for first_row, left in waiting.items():
+                if len(left) >= max(1, most - 1) and first_row not in rows.values():
+                    self.submit(left.popleft(), first_row, load=load)
                     rows[self._jobs] = first_row
 
         def ended() -> bool:
