@@ -55,13 +55,17 @@ Script = Callable[[Request], Fault | None]
 
 @dataclass
 class Proxy:
-    """Listens on a free port. ``upstream``: the server's port; 0: there is none, and what no fault answers is a 404."""
+    """Listens on a free port. ``upstream``: the server's port; 0: there is none, and what no fault answers is a 404.
+
+    ``posted``: the bodies of POST requests.
+    """
 
     upstream: int = 0
     script: Script = lambda _request: None
     tls: ssl.SSLContext | None = None
     bytes_per_second: float = 0.0
     log: list[Request] = field(default_factory=list)
+    posted: list[bytes] = field(default_factory=list)
 
     def __enter__(self) -> Self:
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
@@ -142,6 +146,8 @@ class Proxy:
             client.sendall(fault.answer)
             time.sleep(fault.first_byte)
         body, rest = _exactly(client, rest, length)
+        if method == "POST":
+            self.posted.append(body)
         begin = time.monotonic() + fault.first_byte
         if fault.early:
             return rest

@@ -32,7 +32,7 @@ def new_keys(count: int) -> list[OffloadKey]:
 class Service:
     """One tier in a host of its own. ``rows``: what both see; row i is ``rows[i]``, a value with room for its seal.
 
-    ``step_seconds``: how often the tier is asked for news.
+    ``step_seconds``: how often the tier is asked for news; ``rest``: what is done for so long in between.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class Service:
         self.config = config
         self.rows = rows
         self.step_seconds = 0.002
+        self.rest: Callable[[float], None] = time.sleep
         self._jobs = 0
 
     @property
@@ -123,7 +124,7 @@ class Service:
                 return
             if time.monotonic() > until:
                 raise AssertionError("the tier does not come to an end")
-            time.sleep(self.step_seconds)
+            self.rest(self.step_seconds)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,7 @@
 """Who asks: keys, files, profiles, roles; the same for both clients."""
 
+from datetime import UTC, datetime, timedelta
+
 import pytest
 from s3_proxy import Proxy
 from s3_servers import ACCESS_KEY, SECRET_KEY
@@ -115,18 +117,24 @@ def test_obstore_is_lent_keys_for_a_minute(empty, tmp_path):
     file.write_text("SECOND")
     second = connection._lend_credentials()
     assert (first["access_key_id"], second["access_key_id"]) == ("FIRST", "SECOND")
+    # It asks again when five minutes are left.
+    assert timedelta(minutes=5) < second["expires_at"] - datetime.now(UTC) <= timedelta(minutes=6)
 
 
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_role_is_assumed_and_its_keys_are_used(moto, moto_bucket, client):
     role = "arn:aws:iam::123456789012:role/kv"
     keys = {"access_key": ACCESS_KEY, "secret_key": SECRET_KEY}
-    with Proxy(int(moto.rpartition(":")[2])) as proxy:
-        options = {"endpoint": proxy.endpoint, "sts_endpoint": moto, "role": role, "role_external_id": "kv"}
+    port = int(moto.rpartition(":")[2])
+    with Proxy(port) as proxy, Proxy(port) as sts:
+        options = {"endpoint": proxy.endpoint, "sts_endpoint": sts.endpoint, "role": role, "role_external_id": "kv-7"}
         assert works(S3Config(type="s3", bucket=moto_bucket, client=client, **options, **keys))
         [signer] = signed_by(proxy)
         assert signer != ACCESS_KEY
         assert all("x-amz-security-token" in request.headers for request in proxy.log)
+        [asked] = sts.posted
+        assert b"Action=AssumeRole&" in asked
+        assert b"ExternalId=kv-7" in asked
 
 
 def test_a_role_that_cannot_be_assumed_is_one_clear_line(empty):

@@ -1,20 +1,32 @@
 """Options: what is refused before anything is opened, with what was expected."""
 
+import contextlib
 import re
+import socket
+import time
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
-from kvtiers.api import TierConfig
+from kvtiers.api import ConfigError, TierConfig, TierUnavailable
 from kvtiers.config.options import options_of
+from kvtiers_s3.client import open_client
+from kvtiers_s3.connection import Connection
 from kvtiers_s3.plugin import S3Config
+from kvtiers_s3.requests import Requests
+from kvtiers_s3.store import S3Store
 
 README = Path(__file__).parents[1] / "README.md"
 
 
 def config(**options):
     return S3Config.model_validate({"type": "s3", "bucket": "some-bucket", **options})
+
+
+def connection(**options):
+    keys = {"access_key": "A", "secret_key": "S"}
+    return Connection(config(**keys, **options), Requests(0, 0))
 
 
 def refusal(**options) -> str:
@@ -69,6 +81,48 @@ def test_secrets_come_from_the_environment_or_a_file_and_never_print(monkeypatch
     options = config(access_key="${THE_KEY}", secret_key={"file": str(tmp_path / "secret")})
     assert (options.access_key.reveal(), options.secret_key.reveal()) == ("canary-1", "canary-2")
     assert "canary" not in repr(options)
+
+
+def test_what_moves_values_is_obstore_unless_boto3_is_wanted():
+    assert [open_client(connection(client=client)).name for client in ("auto", "obstore", "boto3")] == [
+        "obstore",
+        "obstore",
+        "boto3",
+    ]
+
+
+def test_where_obstore_is_not_installed_boto3_moves_values_unless_obstore_is_wanted(monkeypatch):
+    monkeypatch.setattr("kvtiers_s3.client.find_spec", lambda _name: None)
+    assert [open_client(connection(client=client)).name for client in ("auto", "boto3")] == ["boto3", "boto3"]
+    with pytest.raises(ConfigError, match="client 'obstore' is not installed; pip install obstore, or set"):
+        open_client(connection(client="obstore"))
+
+
+def test_both_clients_keep_as_many_connections_as_are_wanted():
+    few = connection(connections=7, endpoint="http://127.0.0.1:1")
+    assert few.boto3_client(attempts=1).meta.config.max_pool_connections == 7
+    assert few.obstore().client_options["pool_max_idle_per_host"] == "7"
+
+
+@pytest.fixture
+def full_listener():
+    """The URL of a port where connections are never made: nobody accepts, and there is no room to wait."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(8):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listener.getsockname())
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("client", ["obstore", "boto3"])
+def test_a_connection_that_is_not_made_is_given_up_before_a_request_would_be(full_listener, client):
+    times = {"connect_timeout": "300ms", "timeout": "6s"}
+    begin = time.monotonic()
+    with pytest.raises(TierUnavailable, match="Timeout: no answer in time"):
+        S3Store(config(access_key="A", secret_key="S", endpoint=full_listener, client=client, **times))
+    assert time.monotonic() - begin < 3
 
 
 def documented():

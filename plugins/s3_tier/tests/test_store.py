@@ -1,10 +1,13 @@
 """The store itself: parts, conditions, what is asked of the server, what is counted."""
 
 import contextlib
+import gc
+import ssl
 import threading
 from datetime import UTC, datetime, timedelta
 
 import pytest
+import trustme
 from s3_proxy import Fault, Proxy, refusal
 from s3_servers import client_of
 
@@ -111,7 +114,43 @@ def test_a_large_object_of_another_size_is_a_miss(opened, config, value, client,
     store = opened(config(client=client, part_size=PART))
     source = value(3, (2 * PART + PAGE) // PAGE)
     store.write("a/b", source)
-    assert read(store, "a/b", len(source) + change) is None
+    poison = b"\xdb" * (len(source) + change)
+    row = bytearray(poison)
+    assert not store.read_into("a/b", memoryview(row))
+    assert row == poison
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_server_that_sends_all_where_a_part_was_asked_for_is_a_failure(opened, config, between, value, client):
+    store = opened(config(client=client, endpoint=between.endpoint, part_size=PART))
+    pages = 2 * PART // PAGE
+    store.write("a/b", value(1, pages))
+    whole = Fault(b"HTTP/1.1 200 OK\r\nETag: x\r\nLast-Modified: Sun, 01 Nov 2026 00:00:00 GMT\r\n"
+                  b"Content-Length: %d\r\n\r\n" % (2 * PART) + bytes(2 * PART))  # fmt: skip
+    between.script = lambda request: whole if "range" in request.headers else None
+    with pytest.raises(S3Error, match="NoLength: the answer does not say"):
+        read(store, "a/b", 2 * PART)
+    assert store.stats()["failed_requests"] == 2
+    gc.collect()  # a connection that is not closed is an error of this test
+    between.script = lambda _request: None
+    assert read(store, "a/b", 2 * PART) == bytes([1]) * 2 * PART
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_the_parts_of_a_value_are_read_at_the_same_time(opened, config, between, value, client):
+    store = opened(config(client=client, endpoint=between.endpoint, part_size=PART))
+    store.write("a/b", value(1, 2 * PART // PAGE))
+    second, ranges, met = threading.Event(), [], []
+
+    def hold_until_two_are_there(request):
+        ranges.append(request.headers["range"])
+        if len(ranges) == 2:
+            second.set()
+        met.append(second.wait(5))
+
+    between.script = hold_until_two_are_there
+    assert read(store, "a/b", 2 * PART) == bytes([1]) * 2 * PART
+    assert met == [True, True], "the second part was not asked for before the first one had come"
 
 
 @pytest.mark.parametrize("client", CLIENTS)
@@ -163,7 +202,8 @@ def test_uploads_that_a_killed_process_left_are_aborted_when_they_are_old(opened
 
 def test_looking_for_old_uploads_is_not_worth_an_error(opened, config, between):
     between.script = lambda r: Fault(refusal(403, "AccessDenied")) if "uploads" in r.path else None
-    opened(config(endpoint=between.endpoint, part_size=PART), value_bytes=2 * PART)
+    opened(config(endpoint=between.endpoint, part_size=PART), value_bytes=2 * PART).close()
+    assert any("?uploads" in request.path for request in between.log)
 
 
 # -- conditions and attributes
@@ -224,15 +264,19 @@ def test_checksums_are_sent_if_they_are_wanted(opened, moto, moto_bucket, moto_c
 
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("unsigned", [True, False])
-def test_the_payload_is_signed_if_it_is_to_be(opened, config, between, value, client, unsigned):
-    store = opened(config(client=client, endpoint=between.endpoint, unsigned_payload=unsigned))
+@pytest.mark.parametrize("over_tls", [True, False])
+def test_the_payload_is_signed_if_it_is_to_be(opened, config, between, value, tmp_path, client, unsigned, over_tls):
+    options = {"client": client, "unsigned_payload": unsigned}
+    if over_tls:
+        authority = trustme.CA()
+        between.tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        authority.issue_cert("127.0.0.1").configure_cert(between.tls)
+        authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+        options["ca_file"] = tmp_path / "ca.pem"
+    store = opened(config(endpoint=between.endpoint, **options))
     store.write("a/b", value(1, 3))
     [put] = [request for request in between.log if request.method == "PUT"]
-    hashed = put.headers["x-amz-content-sha256"]
-    if client == "boto3" and unsigned:  # it signs all the same where there is no TLS
-        assert hashed == "UNSIGNED-PAYLOAD" or len(hashed) == 64
-    else:
-        assert (hashed == "UNSIGNED-PAYLOAD") is unsigned
+    assert (put.headers["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD") is unsigned
     assert read(store, "a/b", 3 * PAGE) == bytes([1]) * 3 * PAGE
 
 

@@ -30,15 +30,16 @@ class Boto3Client:
         """Ask for bytes of an object; a body that does not come whole in time is given up."""
         until = time.monotonic() + self._connection.config.timeout
         part = {"Range": f"bytes={start}-{start + nbytes - 1}"} if nbytes != total else {}
-        with self._asking("GET", key):
+        with self._asking("GET", key), contextlib.ExitStack() as stack:
             found = self._client.get_object(Bucket=self._bucket, Key=key, **part)
-            if int(found.get("ContentRange", "").rpartition("/")[2] or found["ContentLength"]) == total:
-                return Body(str(found.get("ETag", "")), self._pieces(key, found["Body"], nbytes, until))
-            found["Body"].close()
+            body = stack.enter_context(contextlib.closing(found["Body"]))
+            # Who ignores Range sends all from byte 0 on, and no ContentRange: that is a KeyError, not a part.
+            if int(found["ContentRange"].rpartition("/")[2] if part else found["ContentLength"]) == total:
+                return Body(str(found.get("ETag", "")), self._pieces(key, body, nbytes, until, stack.pop_all()))
         return None
 
-    def _pieces(self, key: str, body: Any, left: int, until: float) -> Iterator[bytes]:
-        with self._asking("GET", key), contextlib.closing(body):
+    def _pieces(self, key: str, body: Any, left: int, until: float, stack: contextlib.ExitStack) -> Iterator[bytes]:
+        with self._asking("GET", key), stack:
             while left:
                 # One recv at a time: body.read() would wait for a body that drips for as long as it does.
                 piece: bytes = body._raw_stream.read1(left)  # noqa: SLF001
@@ -72,8 +73,7 @@ class Boto3Client:
         """Swallow an error that says absent; translate every other."""
         try:
             yield
-        except (ClientError, BotoCoreError, HTTPError, OSError) as error:
-            if isinstance(error, ClientError) and error.response["Error"]["Code"] in absent:
-                return
-            self._requests.count_failed(raised := translated(f"{method} {key}", error))
-            raise raised from None
+        except (ClientError, BotoCoreError, HTTPError, OSError, KeyError) as error:
+            if not (isinstance(error, ClientError) and error.response["Error"]["Code"] in absent):
+                self._requests.count_failed(raised := translated(f"{method} {key}", error))
+                raise raised from None

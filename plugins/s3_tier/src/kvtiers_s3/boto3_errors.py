@@ -40,6 +40,6 @@ def _cause(error: Exception) -> str:
             return "NoAddress" if isinstance(reason, urllib3.exceptions.NameResolutionError) else "NoConnection"
         case ConnectionClosedError() | HTTPClientError() | IncompleteReadError():
             return "CutOff"
-        case BotoCoreError():
-            return ""
+        case BotoCoreError() | KeyError():  # the latter: of an answer that lacks something
+            return "NoLength" if error.args in {("ContentLength",), ("ContentRange",)} else ""
     return "CutOff"  # by the system, or by urllib3 in the middle of a body

@@ -55,6 +55,8 @@ _HINTS = {
     "NoConnection": "nobody answers there; check endpoint, and that the server runs",
     "Timeout": "no answer in time; the server is slow or far away (timeout, connect_timeout)",
     "CutOff": "the connection ended in the middle of an answer",
+    "NoLength": "the answer does not say how long the object is, or which part of it this is; where a server "
+    "cannot send parts, set part_size to the values' length or more",
     "Replaced": "the object was replaced while it was read",
 }
 _BY_STATUS = {301: "PermanentRedirect", 403: "AccessDenied", 429: "SlowDown", 501: "NotImplemented", 503: "SlowDown"}
@@ -75,8 +77,8 @@ _PASSING = {
 def failure(what: str, status: int, code: str = "", detail: str = "") -> Exception:
     """Return what to raise for a request that failed.
 
-    ``what``: the request, as ``GET KEY``. ``code``: S3's own, or without an answer one of ours: Certificate, NotTls,
-    NoAddress, NoConnection, Timeout, CutOff, Replaced. ``detail``: what is said if we have no hint for the code.
+    ``what``: the request, as ``GET KEY``. ``code``: S3's own, or without one of those one of ours: Certificate, NotTls,
+    NoAddress, NoConnection, Timeout, CutOff, NoLength, Replaced. ``detail``: what is said where no hint is.
     """
     code = code or _BY_STATUS.get(status, "")
     answer = " ".join(part for part in (str(status or ""), code) if part)

@@ -21,6 +21,7 @@ _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>\s*([\w.]+)\s*</Code>")
 # Without an answer: obstore's debug text says how the connection failed. The first that matches.
 _CAUSES = (
+    (re.compile(r"non-partial response|Content-Range header not present"), "NoLength"),
     (re.compile(r"without LOCATION|BareRedirect"), "PermanentRedirect"),
     (re.compile(r"kind: Timeout"), "Timeout"),
     (re.compile(r"dns error"), "NoAddress"),
