@@ -282,6 +282,34 @@ class DropsJobsOnDrain(Simple):
         return True
 
 
+@caught_by(
+    "test_drain_brings_every_job_to_its_result",
+    "test_an_empty_job_yields_exactly_one_result",
+    "test_a_store_of_present_chunks_yields_exactly_one_result",
+    "test_two_jobs_may_store_the_same_chunk_at_once",
+    "test_a_store_that_cannot_fit_yields_exactly_one_result",
+    "test_a_load_of_absent_chunks_yields_exactly_one_result",
+    "test_many_jobs_in_flight_yield_one_result_each",
+    "test_an_abandoned_job_still_yields_its_result",
+    "test_a_store_changes_nothing_in_the_region",
+    "test_a_load_changes_its_own_values_alone",
+    "test_no_row_is_touched_after_the_result",
+    "test_close_ends_all_threads",
+    "test_close_closes_all_descriptors",
+)
+class DrainsOnTheEnginesThreadAlone(Simple):
+    """As a client that belongs to the thread that has made it."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.thread = threading.get_ident()
+
+    def drain(self, timeout):
+        if threading.get_ident() != self.thread:
+            raise RuntimeError("not my thread")
+        return super().drain(timeout)
+
+
 @caught_by("test_an_abandoned_job_still_yields_its_result")
 class ForgetsAbandonedJobs(Simple):
     def abandon_job(self, job_id):

@@ -124,7 +124,7 @@ def start():
     """Start engines of one rank, which is in this process; all are shut down at the end."""
     with contextlib.ExitStack() as closing:
 
-        def begin(*secondary, weights="w1", rows=64, **options):
+        def begin(*secondary, weights="w1", rows=64, until_open=True, **options):
             layout = make_layout(weights=weights)
             config = {
                 "version": 1,
@@ -141,7 +141,8 @@ def start():
             )
             closing.callback(worker.shutdown)
             engine.manager.wait_ready(PATIENCE)
-            engine.until_open()
+            if until_open:
+                engine.until_open()
             return engine
 
         yield begin

@@ -288,6 +288,7 @@ def test_a_job_that_the_backend_has_no_room_for_fails_at_once(tier, backend, key
     assert [(result.job_id, result.success) for result in finished] == [(1, False), (2, False)]
     assert lookup(tier, keys) == [MISS]
     assert tier.stats()["storing_chunks"] == 0
+    assert tier.stats()["dropped_queue"] == len(keys), "the store's: a load is nothing that waits to be written"
 
 
 def test_a_job_that_failed_but_may_still_touch_its_rows_is_told_first_and_reported_later(tier, backend, keys):

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import time
 from array import array
 
 import pytest
@@ -17,15 +18,24 @@ REQUEST = RequestContext("r")
 
 
 class AsyncTier(SecondaryTierManager):
-    """Holds values by key; a job moves when the test says so."""
+    """Holds values by key; a job moves when the test says so. ``heard``: what named a request, in order."""
 
     def __init__(self, rows, value_bytes):
         self.rows, self.value_bytes = rows, value_bytes
         self.values, self.waiting, self.results = {}, [], []
         self.abandoned, self.closed, self.ended_steps = [], 0, 0
         self.refuse = False
+        self.heard = []
+
+    def on_new_request(self, context):
+        self.heard.append(("new", context))
+        return True
+
+    def on_request_finished(self, context):
+        self.heard.append(("finished", context))
 
     def lookup(self, key, context):
+        self.heard.append(("lookup", context))
         return HIT if key in self.values else MISS
 
     def submit_store(self, job):
@@ -35,6 +45,7 @@ class AsyncTier(SecondaryTierManager):
         self._submit(job)
 
     def _submit(self, job):
+        self.heard.append(("load" if job.is_promotion else "store", job.context))
         if self.refuse:
             raise OSError("no")
         self.waiting.append(job)
@@ -102,8 +113,8 @@ def keys(kit):
 _ids = itertools.count(1)
 
 
-def job(keys, *, promotion=False):
-    return TransferJob(next(_ids), keys, memoryview(array("i", range(len(keys)))), promotion, REQUEST)
+def job(keys, *, promotion=False, context=REQUEST):
+    return TransferJob(next(_ids), keys, memoryview(array("i", range(len(keys)))), promotion, context)
 
 
 def finish(kit, tier):
@@ -456,3 +467,157 @@ def test_a_tier_whose_close_hangs_is_left_behind(kit, made, monkeypatch):
     assert told.wait(kit.PATIENCE)
     assert not ended.is_set()
     gate.set()
+
+
+# -- what the tier hears of requests
+
+
+def held_sealing(kit, tier):
+    """Keep the sealing thread busy until the event that this returns is set."""
+    gate = threading.Event()
+    tier._sealer._work.put(lambda: gate.wait(kit.PATIENCE))
+    return gate
+
+
+def step_until_heard(kit, tier, inner, call, context):
+    kit.wait_until(lambda: tier.on_schedule_end() or (call, context) in inner.heard, f"{call} of a request")
+
+
+def test_a_request_ends_for_the_tier_after_its_last_store(kit, made, keys):
+    tier, inner = made()
+    mine, other = RequestContext("r"), RequestContext("s")
+    assert tier.on_new_request(mine)
+    tier.on_new_request(other)
+    gate = held_sealing(kit, tier)
+    for key in keys[:2]:
+        tier.submit_store(job([key], context=mine))
+    tier.on_request_finished(mine)
+    tier.on_request_finished(other)
+    tier.on_schedule_end()
+    assert inner.heard == [("new", mine), ("new", other), ("finished", other)], "one that waits keeps no other back"
+    gate.set()
+    step_until_heard(kit, tier, inner, "finished", mine)
+    tier.on_schedule_end()
+    assert inner.heard[3:] == [("store", mine), ("store", mine), ("finished", mine)]
+    assert len(inner.waiting) == 2, "its transfers may still run"
+
+
+@pytest.mark.parametrize("fate", ["given up", "refused", "not to be sealed"])
+def test_a_store_that_comes_to_nothing_does_not_keep_its_requests_end_back(kit, made, keys, fate):
+    tier, inner = made()
+    mine = RequestContext("r")
+    tier.on_new_request(mine)
+    gate = held_sealing(kit, tier)
+    storing = job(keys, context=mine)
+    if fate == "not to be sealed":
+        storing = TransferJob(next(_ids), keys[:1], memoryview(array("i", [10_000])), False, mine)
+    tier.submit_store(storing)
+    if fate == "given up":
+        tier.abandon_job(storing.job_id)
+    inner.refuse = fate == "refused"
+    tier.on_request_finished(mine)
+    gate.set()
+    step_until_heard(kit, tier, inner, "finished", mine)
+    assert [call for call, _ in inner.heard] == ["new", *["store"] * inner.refuse, "finished"]
+
+
+def test_an_end_that_is_kept_back_is_told_within_a_drain(kit, made, keys):
+    tier, inner = made()
+    mine = RequestContext("r")
+    tier.on_new_request(mine)
+    tier.submit_store(job(keys, context=mine))
+    tier.on_request_finished(mine)
+    assert tier.drain(kit.PATIENCE)
+    assert inner.heard == [("new", mine), ("store", mine), ("finished", mine)]
+
+
+def test_a_request_whose_id_is_used_again_ends_first_and_what_it_still_stores_is_nobodys(kit, made, keys):
+    tier, inner = made()
+    before, after = RequestContext("r"), RequestContext("r")
+    tier.on_new_request(before)
+    gate = held_sealing(kit, tier)
+    tier.submit_store(job(keys, context=before))
+    tier.on_request_finished(before)
+    tier.on_new_request(after)
+    assert inner.heard == [("new", before), ("finished", before), ("new", after)]
+    tier.submit_store(job(keys, context=after))
+    gate.set()
+    kit.wait_until(lambda: tier.on_schedule_end() or len(inner.waiting) == 2, "both jobs' hand-over")
+    tier.on_request_finished(after)
+    assert [context.request_id for _, context in inner.heard[3:]] == ["", "r", "r"]
+    assert inner.heard[4:] == [("store", after), ("finished", after)]
+    inner.move()
+    (result,) = finish(kit, tier)
+    assert result.success
+
+
+def test_requests_that_came_while_the_tier_opened_are_told_before_anything_else(kit, made, keys):
+    gate, inner = threading.Event(), AsyncTier(kit.rows, kit.VALUE)
+    tier, _ = made(lambda: gate.wait(kit.PATIENCE) and inner)
+    first, gone, last, later = (RequestContext(name) for name in ("first", "gone", "last", "later"))
+    for context in (first, gone, last):
+        assert tier.on_new_request(context) is False
+    tier.on_request_finished(gone)
+    tier.on_schedule_end()
+    assert not tier.stats()["open"]
+    gate.set()
+    assert tier.wait_open(kit.PATIENCE) == ""
+    assert tier.is_available()
+    tier.lookup_many(keys[:1], first)
+    tier.on_new_request(later)
+    tier.on_request_finished(gone)
+    for context in (last, later, first):
+        tier.on_request_finished(context)
+    told = [("new", first), ("new", last), ("lookup", first), ("new", later)]
+    assert inner.heard == [*told, ("finished", last), ("finished", later), ("finished", first)]
+
+
+def test_a_tier_that_raises_over_a_request_that_nobody_waits_for_stops_nothing(kit, made, caplog):
+    gate, inner = threading.Event(), AsyncTier(kit.rows, kit.VALUE)
+    inner.on_new_request = lambda context: 1 / 0
+    tier, _ = made(lambda: gate.wait(kit.PATIENCE) and inner)
+    contexts = [RequestContext(str(number)) for number in range(5)]
+    for context in contexts:
+        tier.on_new_request(context)
+    gate.set()
+    kit.wait_until(tier.is_available, "its opening")
+    for context in contexts:
+        tier.on_request_finished(context)
+    assert inner.heard == [("finished", context) for context in contexts]
+    tier._sealer.settle(kit.PATIENCE)
+    assert caplog.text.count("its on_new_request() failed") == 3, "the 1st, the 2nd, the 4th"
+
+
+# -- a drain that does not return
+
+
+def test_a_drain_that_hangs_is_left_behind_and_the_tier_asked_nothing_more(kit, made, keys, log_lines):
+    tier, inner = made()
+    gate, calls = threading.Event(), []
+    tier.submit_store(job(keys))
+    handed_over(kit, tier, inner)
+    inner.drain = lambda timeout: calls.append(timeout) or gate.wait(kit.PATIENCE)
+    for name in ("get_finished_jobs", "get_started_jobs", "on_schedule_end", "is_available", "close"):
+        setattr(inner, name, lambda name=name: calls.append(name))
+    begin = time.monotonic()
+    assert not tier.drain(0.1)
+    assert time.monotonic() - begin < 5
+    assert not tier.is_available()
+    assert tier.get_finished_jobs() == []
+    tier.on_schedule_end()
+    tier.close()
+    gate.set()
+    (given,) = calls
+    assert 0 <= given <= 0.1
+    assert "its drain(" in log_lines("does not return")
+    assert log_lines("dropped") == "t: shutdown within 0.1s dropped 1 jobs with 4 chunks"
+
+
+def test_a_drain_that_takes_all_its_time_is_none_that_hangs(kit, made, keys):
+    tier, inner = made()
+    tier.submit_store(job(keys))
+    handed_over(kit, tier, inner)
+    inner.drain = lambda timeout: time.sleep(timeout) or inner.move()
+    assert tier.drain(0.2)
+    tier.close()
+    assert inner.closed == 1

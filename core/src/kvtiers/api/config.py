@@ -174,7 +174,12 @@ class RateLimit(StrictModel):
 
 
 class TierConfig(StrictModel):
-    """The options that every tier has. Subclass it and add the tier's own, flat, with defaults and descriptions."""
+    """The options that every tier has. Subclass it and add the tier's own, flat, with defaults and descriptions.
+
+    A ``SecondaryTierManager`` has no helper process and none of core's threads: what is said of those (``host``,
+    ``processes``, ``cpus``, ``nice``, ``threads``, ``grace``, ``retries``, ``store_queue``, ``rate_limit``,
+    ``exists_ttl``, ``io: process``) is refused for it, but an option that the subclass declares anew is the tier's own.
+    """
 
     shareable: ClassVar[bool] = False
     """Several processes may have the store open at the same time, and each finds what the others have written. Only

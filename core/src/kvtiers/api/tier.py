@@ -71,7 +71,9 @@ class JobResult:
 
 
 class SecondaryTierManager(ABC):
-    """A tier that the tiering code drives directly. All methods run on the engine's thread and must not block.
+    """A tier that the tiering code drives directly. Its methods run on the engine's thread and must not block.
+
+    ``drain`` and ``close`` are the exceptions: they run on threads of core's own, while no other call is made.
 
     A subclass implements ``lookup`` or ``lookup_many`` and the three transfer methods. Every submitted job is
     reported exactly once by ``get_finished_jobs``, also a failed one, and also after ``drain``; a ``submit_*`` that
@@ -114,7 +116,8 @@ class SecondaryTierManager(ABC):
     def drain(self, timeout: float) -> bool:
         """Bring all jobs to an end within ``timeout`` seconds; True if none is left. May block: only at shutdown.
 
-        Queued jobs may be dropped; each is still reported. A running copy is never cut off.
+        Queued jobs may be dropped; each is still reported. A running copy is never cut off. A tier that does not return
+        in time is asked nothing more, and not closed.
         """
 
     def get_started_jobs(self) -> Sequence[int] | None:
@@ -140,7 +143,10 @@ class SecondaryTierManager(ABC):
         """Take note that core has given this job up. Its result is still owed: it frees the rows."""
 
     def on_new_request(self, context: TierRequest) -> bool:
-        """Take note of a request. Return True to be offered all its chunks, also those already in the primary."""
+        """Take note of a request. Return True to be offered all its chunks, also those already in the primary.
+
+        Requests that came while the tier was opened are told first of all, and what it returns for them is not used.
+        """
         return False
 
     def on_request_finished(self, context: TierRequest) -> None:

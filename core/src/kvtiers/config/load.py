@@ -1,5 +1,6 @@
 """Read a config and say everything that is wrong with it at once, one line each."""
 
+import inspect
 import os
 import re
 from collections.abc import Mapping
@@ -20,6 +21,12 @@ __all__ = ["load_config"]
 _LARGEST_FILE = 1 << 20
 _TIER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 _RESERVED_TIER_NAMES = {"primary", "gpu"}  # in reports of hits and bytes: the CPU tier, the engine's own cache
+_HELPER_OPTIONS = frozenset(
+    {
+        "cpus", "exists_ttl", "grace", "host", "nice", "processes", "rate_limit", "retries", "store_queue", "threads",
+    }
+)  # fmt: skip
+"""What core does with these for a store, a tier that moves its rows by itself does not have."""
 
 PathOrMapping: TypeAlias = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -121,13 +128,27 @@ def _tier(entry: Any) -> TierConfig:
         raise ConfigError(f"expected a mapping of options ('type: ...'), got {shown(entry)}")
     type_name = _type_name(entry)
     try:
-        model = load_tier(type_name).config
+        plugin = load_tier(type_name)
     except TierPluginError as error:
         raise ConfigError(str(error)) from None
     try:
-        return model.model_validate(dict(entry))
+        tier = plugin.config.model_validate(dict(entry))
     except ValidationError as error:
-        raise ConfigError(problems_in(error, model, entry)) from None
+        raise ConfigError(problems_in(error, plugin.config, entry)) from None
+    if plugin.kind == "manager" and (names := _without_effect(tier)):
+        raise ConfigError(
+            f"{', '.join(names)}: no effect here: a tier of this type moves its values by itself, in the engine's "
+            f"process; leave {'them' if len(names) > 1 else 'it'} out"
+        )
+    return tier
+
+
+def _without_effect(tier: TierConfig) -> list[str]:
+    """Return those of the options that were set which core obeys for stores alone, unless the type has its own."""
+    model = type(tier)
+    own = {name for part in model.__mro__[: model.__mro__.index(TierConfig)] for name in inspect.get_annotations(part)}
+    names = sorted((tier.model_fields_set & _HELPER_OPTIONS) - own)
+    return [*names, "io: process"] if "io" in tier.model_fields_set and tier.io == "process" else names
 
 
 def _type_name(entry: Mapping[Any, Any]) -> str:

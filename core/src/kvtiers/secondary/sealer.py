@@ -91,6 +91,10 @@ class Sealer:
         self._work.put(done.set)
         done.wait(timeout)
 
+    def leave_tier(self) -> None:
+        """Make no further call to the tier, not even to close it."""
+        self.tier = None
+
     def close(self, timeout: float) -> None:
         """End the thread, which closes the tier; one that hangs is left behind."""
         self._work.put(None)
@@ -104,12 +108,15 @@ class Sealer:
         if tier is None:
             return
         self.tier = tier
+        del tier
         self._open_error = ""
         self._opened.set()
         while (work := self._work.get()) is not None:
             work()
             del work  # its rows' views must not outlive the region
-        self.tier = None
+        tier, self.tier = self.tier, None
+        if tier is None:
+            return
         try:
             tier.close()
         except Exception as error:  # noqa: BLE001 -- a tier is somebody else's code

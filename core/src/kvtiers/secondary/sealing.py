@@ -7,10 +7,13 @@ core's own (``sealer.py``):
 engine's thread          ``submit_store`` queues the job; a later step hands the sealed job to the tier
 sealing thread           opens the tier; seals rows of stores; checks rows of loads; closes the tier
 engine's thread          a load's result is held back until its rows are checked; damaged ones are left out of it
+a thread for it          at the shutdown, the tier drains; one that does not return is left behind
 =======================  =========================================================================================
 """
 
+import dataclasses
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -28,11 +31,13 @@ from kvtiers.secondary.health import Breaker, BreakerState
 from kvtiers.secondary.protocol import error_text
 from kvtiers.secondary.sealer import SealedJob, Sealer
 from kvtiers.secondary.store_jobs import not_done
+from kvtiers.secondary.told import ToldRequests
 from kvtiers.secondary.views import ValueViews
 
 __all__ = ["SealedTier"]
 
 _CLOSE_SECONDS = 5.0
+_LATE_SECONDS = 0.5  # by which a tier's drain() may take longer than it was given
 _NO_KEYS = (b"",)  # of no job
 
 
@@ -54,6 +59,9 @@ class SealedTier(SecondaryTierManager):
         self._figures: dict[str, float] = {}
         self._jobs: dict[int, SealedJob] = {}
         self._probing_with: int | None = None
+        self._in_use: SecondaryTierManager | None = None
+        """The tier, once it is open and has been told of the requests that are."""
+        self._requests = ToldRequests(lambda text: self._sealer.log(logging.WARNING, f"{self._name}: {text}"))
         reopen = (config.breaker.delay, config.breaker.max_delay)
         self._sealer = Sealer(open_tier, views, sizes, reopen, self._name)
 
@@ -66,6 +74,7 @@ class SealedTier(SecondaryTierManager):
 
     def submit_store(self, job: TransferJob) -> None:
         """Have the rows sealed; the tier gets the job in a later step."""
+        self._requests.store_waits(job.context)
         self._sealer.seal(self._take(job))
 
     def submit_load(self, job: TransferJob) -> None:
@@ -82,7 +91,7 @@ class SealedTier(SecondaryTierManager):
         """Return the results that need no check, or have had theirs."""
         results = self._sealer.results
         finished = [results.popleft() for _ in range(len(results))]
-        tier = self._sealer.tier
+        tier = self._opened()
         if tier is not None:
             self._hand_over(tier)
             try:
@@ -99,15 +108,17 @@ class SealedTier(SecondaryTierManager):
 
     def get_started_jobs(self) -> Sequence[int] | None:
         """Return the jobs that the tier has begun, where it says so."""
-        return None if self._sealer.tier is None else self._sealer.tier.get_started_jobs()
+        tier = self._opened()
+        return None if tier is None else tier.get_started_jobs()
 
     def get_failed_jobs(self) -> Sequence[int]:
         """Return the jobs that have failed but whose rows the tier may still touch."""
-        return () if self._sealer.tier is None else self._sealer.tier.get_failed_jobs()
+        tier = self._opened()
+        return () if tier is None else tier.get_failed_jobs()
 
     def is_available(self) -> bool:
         """Say whether the tier is open, in order, and not just being tried with one job."""
-        tier = self._sealer.tier
+        tier = self._opened()
         if tier is None or self._breaker.state is BreakerState.OPEN or self._probing_with is not None:
             return False
         return tier.is_available()
@@ -124,17 +135,16 @@ class SealedTier(SecondaryTierManager):
             self._tier.abandon_job(job_id)
 
     def on_new_request(self, context: TierRequest) -> bool:
-        """Pass on."""
-        return False if self._sealer.tier is None else self._sealer.tier.on_new_request(context)
+        """Pass on; a tier that is not open yet hears of the request when it is, if that is not over by then."""
+        return self._requests.begin(context, self._opened())
 
     def on_request_finished(self, context: TierRequest) -> None:
-        """Pass on."""
-        if self._sealer.tier is not None:
-            self._sealer.tier.on_request_finished(context)
+        """Pass on, as soon as the tier has the request's last store."""
+        self._requests.finish(context, self._opened())
 
     def on_schedule_end(self) -> None:
         """Hand over what has been sealed; the breaker's probe is the next job."""
-        tier = self._sealer.tier
+        tier = self._opened()
         if tier is not None:
             self._breaker.wants_probe()
             self._hand_over(tier)
@@ -143,20 +153,21 @@ class SealedTier(SecondaryTierManager):
 
     def has_pending_work(self) -> bool:
         """Pass on."""
-        return False if self._sealer.tier is None else self._sealer.tier.has_pending_work()
+        tier = self._opened()
+        return False if tier is None else tier.has_pending_work()
 
     def drain(self, timeout: float) -> bool:
-        """Seal, hand over, let the tier end, check; say how much was dropped."""
+        """Seal, hand over, let the tier end, check; say how much was dropped.
+
+        A tier that does not return in time is asked nothing more, not even to close.
+        """
         until = time.monotonic() + timeout
         owed = {job_id: known.job for job_id, known in self._jobs.items()}
         self._sealer.settle(timeout)
-        tier = self._sealer.tier
+        tier = self._opened()
         if tier is not None:
             self._hand_over(tier)
-            try:
-                tier.drain(max(0.0, until - time.monotonic()))
-            except Exception as error:  # noqa: BLE001 -- a tier is somebody else's code; what it dropped is still said
-                self._sealer.log(logging.WARNING, f"{self._name}: its drain() failed: {error_text(error)}")
+            self._drain(tier, max(0.0, until - time.monotonic()))
         results = list(self.get_finished_jobs())
         self._sealer.settle(max(0.0, until - time.monotonic()))
         results += self.get_finished_jobs()
@@ -169,6 +180,7 @@ class SealedTier(SecondaryTierManager):
 
     def close(self) -> None:
         """End the thread and the tier."""
+        self._in_use = None
         self._sealer.close(_CLOSE_SECONDS)
 
     # -- beyond the contract, for core
@@ -187,15 +199,23 @@ class SealedTier(SecondaryTierManager):
             "seal_failures": self._sealer.seal_failures,
             "breaker_state": int(self._breaker.state),
             "breaker_opened": self._breaker.opened,
-            "open": int(self._sealer.tier is not None),
+            "open": int(self._in_use is not None),
         }
 
     # -- inside
 
     @property
     def _tier(self) -> SecondaryTierManager:
-        assert self._sealer.tier is not None, "asked before it is available"
-        return self._sealer.tier
+        tier = self._opened()
+        assert tier is not None, "asked before it is available"
+        return tier
+
+    def _opened(self) -> SecondaryTierManager | None:
+        """Return the tier once it is open; before anything else it hears of the requests that it missed."""
+        if self._in_use is None and self._sealer.tier is not None:
+            self._in_use = self._sealer.tier
+            self._requests.tell_all(self._in_use)
+        return self._in_use
 
     def _take(self, job: TransferJob) -> SealedJob:
         layout_id = self._names.layout_id
@@ -209,9 +229,13 @@ class SealedTier(SecondaryTierManager):
     def _hand_over(self, tier: SecondaryTierManager) -> None:
         for _ in range(len(self._sealer.sealed)):
             sealed = self._sealer.sealed.popleft()
+            context = sealed.job.context
             error = sealed.error or ("given up before it began" if sealed.abandoned else "")
             if not error:
                 sealed.handed_over = True
+                owner = self._requests.owner(context)
+                if owner is not context:
+                    sealed.inner = dataclasses.replace(sealed.inner, context=owner)
                 try:
                     tier.submit_store(sealed.inner)
                 except Exception as raised:  # noqa: BLE001 -- a tier is somebody else's code; a submit that raises began nothing
@@ -219,6 +243,25 @@ class SealedTier(SecondaryTierManager):
             if error:
                 self._sealer.log(logging.INFO, f"{self._name}: store job {sealed.job.job_id}: {error}")
                 self._sealer.results.append(JobResult(sealed.job.job_id, success=False))
+            self._requests.store_is_over(context, tier)
+
+    def _drain(self, tier: SecondaryTierManager, timeout: float) -> None:
+        """Let the tier drain, on a thread of its own: a tier is somebody else's code, and may never return."""
+
+        def drain() -> None:
+            try:
+                tier.drain(timeout)
+            except Exception as error:  # noqa: BLE001 -- as above; what it dropped is still said
+                self._sealer.log(logging.WARNING, f"{self._name}: its drain() failed: {error_text(error)}")
+
+        thread = threading.Thread(target=drain, name=f"kvtiers-{self._name}-drain", daemon=True)
+        thread.start()
+        thread.join(timeout + _LATE_SECONDS)
+        if thread.is_alive():
+            self._in_use = None
+            self._sealer.leave_tier()
+            text = f"{self._name}: its drain({timeout:.3g}) does not return; the tier is left as it is, and not closed"
+            self._sealer.log(logging.WARNING, text)
 
     def _reported(self, result: JobResult) -> list[JobResult]:
         """Return what may be passed on of the tier's own result; what it has loaded is checked first."""

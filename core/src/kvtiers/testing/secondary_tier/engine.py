@@ -20,11 +20,13 @@ from kvtiers.api import (
 )
 from kvtiers.base import RequestContext
 from kvtiers.testing.guarded import PAGE, POISON, pattern
+from kvtiers.testing.running import call_within
 
 __all__ = ["SmallEngine", "new_keys"]
 
 _ROWS, _VALUE_BYTES, _ROW_STRIDE = 64, 3 * PAGE, 4 * PAGE
 _STEPS_AFTER, _STEPS_AT_LEAST = 20, 200
+_LATE_SECONDS = 1.0  # by which a drain may take longer than it was given
 
 
 def new_keys(number: int) -> list[OffloadKey]:
@@ -101,13 +103,20 @@ class SmallEngine:
         """Drain the tier and note every result; fail unless each job has exactly one."""
         for _ in range(_STEPS_AFTER):
             self.step()
-        assert self.tier.drain(self._patience), f"drain did not bring all jobs to an end in {self._patience:g} s"
+        assert self.drain(), f"drain did not bring all jobs to an end in {self._patience:g} s"
         for _ in range(_STEPS_AFTER):
             self.step()
         times = Counter(result.job_id for result in self.results)
         assert times == dict.fromkeys(self._jobs, 1), (
             f"each job is reported exactly once; reported: {dict(sorted(times.items()))}, submitted: {list(self._jobs)}"
         )
+
+    def drain(self) -> bool:
+        """Drain the tier as core does: on another thread, while no other call is made."""
+        drained: list[bool] = []
+        returned = call_within(self._patience + _LATE_SECONDS, lambda: drained.append(self.tier.drain(self._patience)))
+        assert returned, f"drain({self._patience:g}) did not return in time"
+        return drained[0]
 
     def present(self, keys: Sequence[OffloadKey]) -> list[bool]:
         """Ask for each key alone, step by step until the answer is known; True for a hit."""
@@ -117,7 +126,7 @@ class SmallEngine:
         """Drain and close the tier, once."""
         if self._is_open:
             self._is_open = False
-            self.tier.drain(self._patience)
+            self.drain()
             self.tier.close()
 
     def _ask(self, key: OffloadKey) -> LookupResult:
