@@ -25,6 +25,7 @@ def _load(name):
 servers = _load("servers")
 _load("scripted")
 _load("traffic")
+_load("hosted")
 
 
 class Tier:
@@ -65,10 +66,12 @@ def valkey_server(tmp_path_factory):
     server.stop()
 
 
-@pytest.fixture(scope="session")
-def full_server(tmp_path_factory):
+# Not allkeys-*, which may evict the kit's own values, nor noeviction, which takes none of them: the kit reads back all
+# that it writes. Those are in test_store.py.
+@pytest.fixture(scope="session", params=["volatile-lru", "volatile-lfu", "volatile-random", "volatile-ttl"])
+def full_server(tmp_path_factory, request):
     """A server without room, except what others' values have that it may evict."""
-    server = servers.Server(tmp_path_factory.mktemp("full"), "--maxmemory-policy", "volatile-lru").start()
+    server = servers.Server(tmp_path_factory.mktemp("full"), "--maxmemory-policy", request.param).start()
     with server.client() as client, client.pipeline() as pipe:
         for number in range(4096):
             pipe.set(f"other:{number}", bytes(32768), ex=3600)

@@ -99,4 +99,4 @@ def test_connections_that_are_cut_while_an_engine_runs_cost_no_wrong_byte(kvtier
         thread.join(60)
     report = report_of(said)
     assert report["wrong_bytes"] == 0
-    assert report["hits"]["redis"] > 0, "core tries again after a connection was cut"
+    assert report["hits"]["redis"] > 0, "values come through all the same"

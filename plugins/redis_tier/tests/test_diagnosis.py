@@ -1,6 +1,7 @@
 """What ``kvtiers check`` is told about a server, each with what to do about it."""
 
 import pytest
+import redis
 from redis_servers import Cluster
 
 MIB = 1 << 20
@@ -114,6 +115,34 @@ def test_a_user_who_may_not_look_is_told_what_was_not_checked(tier, tls_server):
     assert {finding.level for finding in found} == {"ok"}
     the("ok", "INFO is not permitted", found)
     the("ok", "TLS; certificate and host name are checked", found)
+
+
+def test_where_config_is_forbidden_policy_and_append_only_file_are_known_all_the_same(tier, server):
+    server.call("ACL SETUSER", "kv", "on", ">x", "~*", "+@all", "-config")
+    server.call("CONFIG SET", "maxmemory-policy", "noeviction")
+    server.call("CONFIG SET", "appendonly", "yes")
+    found = found_on(tier, server, username="kv", password="x")
+    the("warning", "maxmemory-policy noeviction: once it is full", found)
+    the("warning", "appendonly yes: saving gigabytes", found)
+    the("ok", "CONFIG GET is not permitted, so its limits and 'save' were not checked", found)
+    server.call("CONFIG SET", "appendonly", "no")
+    found = found_on(tier, server, username="kv", password="x")
+    assert not [finding for finding in found if "disk" in finding.text], "who knows, without 'save'"
+
+
+def test_a_server_that_takes_one_setting_at_a_time_is_checked(tier, server, monkeypatch):
+    config_get = redis.Redis.config_get
+
+    def one_alone(client, *patterns):  # as before Redis 7
+        if len(patterns) != 1:
+            raise redis.exceptions.ResponseError("wrong number of arguments for 'config|get' command")
+        return config_get(client, *patterns)
+
+    monkeypatch.setattr(redis.Redis, "config_get", one_alone)
+    server.call("CONFIG SET", "proto-max-bulk-len", MIB)
+    found = found_on(tier, server)
+    the("error", "proto-max-bulk-len 1MiB refuses", found)
+    assert "permitted" not in str(found)
 
 
 def test_clear_text_to_another_machine_is_a_warning(tier, single, monkeypatch):

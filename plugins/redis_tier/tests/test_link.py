@@ -2,15 +2,21 @@
 
 import contextlib
 import fcntl
+import functools
 import socket
+import ssl
 import struct
+import tempfile
 import termios
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from redis_servers import Tls
 
 from kvtiers_redis.link import GarbageReply, Link, ReplyError
 from kvtiers_redis.windows import ask, command, read_values, to_the_end, write_values
@@ -46,8 +52,28 @@ class Rows:
         return bytes(left)
 
 
+@functools.cache
+def tls_contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Return what a client and a server speak TLS with."""
+    with tempfile.TemporaryDirectory() as folder:
+        tls = Tls(Path(folder) / "ca")
+        server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        server.load_cert_chain(tls.folder / "server.crt", tls.folder / "server.key")
+        return ssl.create_default_context(cafile=tls.ca), server
+
+
+def secured(near: socket.socket, far: socket.socket) -> tuple[socket.socket, socket.socket]:
+    """Return both ends with TLS."""
+    client, server = tls_contexts()
+    with ThreadPoolExecutor(1) as other:
+        accepted = other.submit(server.wrap_socket, far, server_side=True)
+        return client.wrap_socket(near, server_hostname="127.0.0.1"), accepted.result()
+
+
 def pair(over: str, buffer: int = 0) -> tuple[socket.socket, socket.socket]:
-    """Return two connected sockets, over "tcp" or "unix". ``buffer``: the kernel holds so much for the first."""
+    """Return two connected sockets, over "tcp", "unix" or "tls". ``buffer``: the kernel holds so much for the first."""
+    if over == "tls":
+        return secured(*pair("unix"))
     if over == "unix":
         return socket.socketpair()
     near = socket.socket()
@@ -140,19 +166,20 @@ def test_however_replies_are_cut_each_value_lands_in_its_row_and_nothing_else(ca
     assert set(rows.guards()) == {POISON}
 
 
-def test_a_window_may_be_split_at_every_byte():
+@pytest.mark.parametrize("over", ["tcp", "tls"])
+def test_a_window_may_be_split_at_every_byte(over):
     sizes = [100, 100, 7, 100]
     contents = [bytes([65 + i]) * size for i, size in enumerate(sizes)]
     stream = value_reply(contents[0]) + b"$-1\r\n" + value_reply(b"another length") + value_reply(contents[3])
     for cut in range(1, len(stream)):
         rows = Rows(sizes)
-        with linked(stream[:cut], stream[cut:]) as link:
+        with linked(stream[:cut], stream[cut:], over=over) as link:
             assert read_all(link, rows) == [True, False, False, True], cut
         assert (rows.content(0), rows.content(3)) == (contents[0], contents[3])
         assert set(rows.guards()) == {POISON}
 
 
-@pytest.mark.parametrize("over", ["tcp", "unix"])
+@pytest.mark.parametrize("over", ["tcp", "unix", "tls"])
 def test_a_window_may_come_byte_by_byte(over):
     rows = Rows([50, 50])
     stream = value_reply(b"a" * 50) + value_reply(b"b" * 50)
@@ -192,8 +219,10 @@ NO_VALUE = [b"+OK", b":1", b"*1\r\n$1\r\na", b"$abc", b"$-2", b"$ 64", b"$+64", 
 @pytest.mark.parametrize(
     "reply", [*(line + b"\r\n" for line in NO_VALUE), b"$64\n", b"$64\r\n" + b"x" * 64 + b"xx", b"x" * 5000]
 )
-def test_what_is_no_reply_to_a_read_ends_the_connection(reply):
-    with linked(reply, b"$64\r\n" + b"y" * 64 + b"\r\n") as link, pytest.raises((GarbageReply, ConnectionError)):
+@pytest.mark.parametrize("over", ["tcp", "tls"])
+def test_what_is_no_reply_to_a_read_ends_the_connection(reply, over):
+    more = b"$64\r\n" + b"y" * 64 + b"\r\n"
+    with linked(reply, more, over=over) as link, pytest.raises((GarbageReply, ConnectionError)):
         read_all(link, Rows([64, 64]))
 
 
@@ -264,30 +293,32 @@ def test_no_more_is_waited_for_than_the_rest_of_a_value_and_then_for_as_little_a
     assert rows.content(0) == b"a" * 100_000
 
 
-@pytest.mark.parametrize("over", ["tcp", "unix"])
+@pytest.mark.parametrize("over", ["tcp", "unix", "tls"])
 def test_a_server_that_goes_away_in_the_middle_of_a_large_value_is_noticed_at_once(over):
     with linked(b"$1000000\r\n" + bytes(400_000), over=over) as link, pytest.raises(ConnectionError):
         read_all(link, Rows([1_000_000]))
 
 
-@pytest.mark.parametrize("over", ["tcp", "unix"])
+@pytest.mark.parametrize("over", ["tcp", "unix", "tls"])
 def test_a_server_that_stops_in_the_middle_of_a_large_value_is_given_up_in_time(over):
     part = b"$1000000\r\n" + bytes(400_000)
     with linked(part, over=over, close=False, seconds=0.5) as link, pytest.raises(TimeoutError):
         read_all(link, Rows([1_000_000]))
 
 
-def test_a_server_that_never_answers_is_given_up_in_time():
-    with linked(close=False, seconds=0.2) as link, pytest.raises(TimeoutError):
+@pytest.mark.parametrize("over", ["tcp", "tls"])
+def test_a_server_that_never_answers_is_given_up_in_time(over):
+    with linked(close=False, seconds=0.2, over=over) as link, pytest.raises(TimeoutError):
         read_all(link, Rows([64]))
 
 
-def test_a_server_that_stops_in_the_middle_of_a_value_is_given_up_in_time():
-    with linked(b"$64\r\nhalf", close=False, seconds=0.2) as link, pytest.raises(TimeoutError):
+@pytest.mark.parametrize("over", ["tcp", "tls"])
+def test_a_server_that_stops_in_the_middle_of_a_value_is_given_up_in_time(over):
+    with linked(b"$64\r\nhalf", close=False, seconds=0.2, over=over) as link, pytest.raises(TimeoutError):
         read_all(link, Rows([64]))
 
 
-@pytest.mark.parametrize("over", ["tcp", "unix"])
+@pytest.mark.parametrize("over", ["tcp", "unix", "tls"])
 def test_a_server_that_says_a_byte_now_and_then_is_given_up_all_the_same(over):
     near, far = pair(over)
     stop = threading.Event()

@@ -1,12 +1,19 @@
 """The options: what is accepted, and what one clear line refuses."""
 
+import re
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
+from kvtiers.api import TierConfig
+from kvtiers.config.options import options_of
 from kvtiers_redis.places import is_loopback, parse_url
 from kvtiers_redis.plugin import RedisConfig
 
 URL = "redis://cache:6379"
+README = Path(__file__).parents[1] / "README.md"
+KINDS = {"true or false": "boolean", "number": "integer"}
 
 
 def config(url=URL, **options) -> RedisConfig:
@@ -93,3 +100,26 @@ def test_what_stays_on_this_machine(host):
 @pytest.mark.parametrize("host", ["cache", "10.0.0.1", "127.0.0.1.example.com", "::2", "1270.0.0.1"])
 def test_what_does_not_stay_on_this_machine(host):
     assert not is_loopback(host)
+
+
+def documented():
+    """Yield name, type and default of each option in the README's table."""
+    table = README.read_text(encoding="utf-8").partition("## Options")[2].partition("\n\n|")[2].partition("\n\n")[0]
+    for line in table.splitlines()[2:]:
+        names, kinds, default, meaning = (cell.strip() for cell in line.strip("|").split("|"))
+        assert meaning
+        names = re.findall(r"`(.+?)`", names)
+        kinds = re.findall(r"`(.+?)`", kinds) or kinds.split(", ")
+        kinds = [" | ".join(kinds)] if len(names) == 1 else kinds * (len(names) // len(kinds))
+        for name, kind in zip(names, kinds, strict=True):
+            yield name, KINDS.get(kind, kind), default.replace("`", "") or "none"
+
+
+def test_the_readme_has_every_option_with_its_type_and_its_default():
+    common = options_of(TierConfig)
+    own = [option for option in options_of(RedisConfig) if option not in common]
+    said = {"tls_ca": "the system's", "ttl": "never", "window": "512KiB, 4MiB"}  # instead of none
+    written = {(o.name, o.type, "required" if o.required else said.get(o.name, o.default or "none")) for o in own}
+    assert {o.default for o in own if o.name in said} == {"none"}
+    assert set(documented()) == written
+    assert all(option.description for option in own)

@@ -1,8 +1,11 @@
 """Servers that end, come back, hang or lie: calls fail in time, or say so, and the next ones are right."""
 
+import contextlib
+import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -70,6 +73,31 @@ def test_a_server_that_hangs_fails_a_call_within_the_timeout(tier, start, names,
         read(store, name)
     server.resume()
     assert read(store, name) == bytes(value(1))
+
+
+def gives_up_connecting(tier, url) -> bool:
+    begin = time.monotonic()
+    with pytest.raises(TRANSIENT):
+        tier.open(url, **{**LONG, "connect_timeout": "1s"})
+    return 0.9 < time.monotonic() - begin < PATIENCE
+
+
+def test_a_server_that_lets_nobody_in_is_given_up_within_the_connect_timeout(tier, start):
+    server = start()
+    server.pause()
+    assert gives_up_connecting(tier, server.url)
+
+
+def test_a_server_that_takes_no_connection_is_given_up_within_the_connect_timeout(tier):
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(4):  # more than may wait; who comes then hears nothing
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listener.getsockname())
+        assert gives_up_connecting(tier, f"redis://127.0.0.1:{listener.getsockname()[1]}")
 
 
 def test_a_late_reply_is_never_taken_for_another_calls(tier, start, names, value, read):

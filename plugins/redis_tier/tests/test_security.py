@@ -9,6 +9,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+from redis.exceptions import RedisClusterException
 from redis_servers import Cluster, Sentinels, Server, Tls, wait_until
 from redis_traffic import content_of, read_all, works, write_all
 
@@ -137,10 +138,11 @@ def test_a_password_comes_from_the_environment_and_is_never_logged(tier, tls_ser
     assert "tier-secret" not in repr(store.__dict__)
 
 
-def test_clear_text_to_another_machine_warns_once(tier, caplog, monkeypatch, single):
+def test_clear_text_to_another_machine_warns_once(tier, caplog, monkeypatch, start):
     monkeypatch.setattr("kvtiers_redis.plugin.is_loopback", lambda host: False)
-    store = tier.open(single.url)
-    store.exists(["a"])
+    server = start()
+    for _ in range(2):
+        tier.open(server.url).exists(["a"])
     assert [record.levelname for record in caplog.records if "clear text" in record.message] == ["WARNING"]
 
 
@@ -216,6 +218,17 @@ def test_a_cluster_with_tls_lets_in_the_user_of_the_readme(tier, tmp_path, start
     assert read_all(store, many) == [content_of(name) for name in many]
     assert sorted(entry.name for entry in store.list("ns/")) == sorted(many)
     assert not any(node.call("ACL LOG") for node in cluster.nodes), "nothing was refused"
+
+
+def test_a_cluster_that_only_the_system_trusts_is_told_no_password(tier, tmp_path, start, monkeypatch):
+    cluster, other = start(Cluster, masters=1, tls=Tls(tmp_path / "ca")), Tls(tmp_path / "other")
+    node = cluster.nodes[0]
+    monkeypatch.setenv("SSL_CERT_FILE", str(node.tls.ca))  # what the system trusts
+    options = options_for(node, topology="cluster", username="admin", password="secret")
+    with pytest.raises(RedisClusterException, match="CERTIFICATE_VERIFY_FAILED"):
+        tier.open(cluster.url, **{**options, "tls_ca": other.ca})
+    assert "cmdstat_cluster|slots" not in node.info("commandstats"), "it was not even asked for its slots"
+    tier.open(cluster.url, **{**options, "tls_ca": None})
 
 
 def test_sentinels_with_tls_and_a_user_of_their_own_are_asked_also_after_a_failover(tier, tmp_path, start, names):

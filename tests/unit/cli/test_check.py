@@ -60,7 +60,8 @@ def close(self):
     ("body", "said"),
     [
         ("def read_into(self, name, dst): return True", "what was read back is not what was written"),
-        ("def read_into(self, name, dst): return False", "read_into() of the probe value gave False, expected True"),
+        ("def read_into(self, name, dst): return False", "the value just written cannot be read back: gone, or of another length. Fix: see whether something else writes"),
+        ("def read_into(self, name, dst): pass", "read_into() of the probe value gave None, expected True"),
         ("def exists(self, names): return [True for _ in names]", "gave [True, True], expected [True, False]"),
         ("def exists(self, names): return []", "gave [], expected [True, False]"),
         ("def delete(self, names): pass", "exists() of the deleted probe value gave [True], expected [False]"),
@@ -176,7 +177,7 @@ def test_json_has_every_finding(run, config, store):
     assert (result.exit_code, report["ok"], report["config"]) == (1, False, "tiers.yaml")
     assert {finding["about"] for finding in report["findings"]} == {"config", "machine", f"tier {name}"}
     (wrong,) = [finding for finding in report["findings"] if finding["level"] == "error"]
-    assert wrong["text"] == "read_into() of the probe value gave False, expected True"
+    assert wrong["text"] == "the value just written cannot be read back: gone, or of another length"
     assert wrong["fix"]
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -498,6 +499,16 @@ def test_where_it_is_is_a_plain_line_every_few_seconds_and_none_for_a_short_run(
             tell(text)
     assert out.getvalue() == "5 s\n10.5 s\n"
     assert asked == [5.0, 10.5]
+
+
+def test_listing_reading_and_deleting_say_where_they_are(kvtiers, disk, monkeypatch):
+    monkeypatch.setattr("kvtiers.cli.live._LINE_SECONDS", 0.0)
+    spoil(disk)
+    lines = kvtiers("verify", "--delete-damaged", status=1).stderr.splitlines()
+    assert lines[0] == "1 values of 4KiB found"
+    assert any(re.fullmatch(r"18 values of \S+ found", line) for line in lines)
+    assert any(re.fullmatch(r"18 values of \S+ read, 4 damaged", line) for line in lines)
+    assert any(re.fullmatch(r"4 values of \S+ deleted", line) for line in lines)
 
 
 def test_on_a_terminal_it_is_a_line_that_changes():

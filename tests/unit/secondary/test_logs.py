@@ -5,7 +5,7 @@ import pytest
 
 from kvtiers.secondary import host_logs, log_thread
 from kvtiers.secondary.host_logs import send_logs
-from kvtiers.secondary.log_thread import LogThread
+from kvtiers.secondary.log_thread import SAY_ONCE, LogThread
 
 
 def test_lines_are_written_in_order_on_a_thread_of_their_own(caplog):
@@ -43,6 +43,31 @@ def test_a_log_that_stands_still_holds_up_nobody_and_what_is_dropped_is_said(mon
     assert lines[0] == "line 0"
     assert len(lines) < 60
     assert any("log lines were dropped" in line for line in lines)
+
+
+def test_what_is_to_be_said_once_is_written_once_for_each_text(caplog, monkeypatch):
+    monkeypatch.setattr(log_thread, "_MOST_REMEMBERED", 2)
+    logs = LogThread()
+    for text in ("a: clear", "b: clear", "a: clear", "b: clear"):
+        logs.post(logging.WARNING | SAY_ONCE, text)
+    for _ in range(2):
+        logs.post(logging.WARNING, "a: clear")
+    for text in ("c", "a: clear", "a: clear"):  # what was said long ago is not remembered
+        logs.post(logging.WARNING | SAY_ONCE, text)
+    logs.close(60)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["a: clear", "b: clear", "a: clear", "a: clear", "c", "a: clear"]
+    assert {record.levelno for record in caplog.records} == {logging.WARNING}
+
+
+def test_a_line_that_finds_no_room_is_not_counted_as_said(caplog, monkeypatch):
+    logs = LogThread()
+    monkeypatch.setattr(log_thread, "_MOST_WAITING", 0)
+    logs.post(logging.WARNING | SAY_ONCE, "clear")
+    monkeypatch.setattr(log_thread, "_MOST_WAITING", 1000)
+    logs.post(logging.WARNING | SAY_ONCE, "clear")
+    logs.close(60)
+    assert "clear" in [record.getMessage() for record in caplog.records]
 
 
 def test_a_log_that_nobody_used_has_no_thread():
@@ -86,6 +111,16 @@ def test_a_line_bears_the_name_of_the_tier_whose_thread_wrote_it(sent):
     ]
 
 
+def test_a_line_that_is_to_be_said_once_is_marked(sent):
+    log = logging.getLogger("client")
+    in_thread("kvtiers-cache-0", lambda: log.warning("clear text", extra={"once": True}))
+    in_thread("kvtiers-cache-0", lambda: log.log(250, "a level of its own"))
+    assert sent == [
+        (0, logging.WARNING | SAY_ONCE, "cache: clear text"),
+        (0, SAY_ONCE - 1, "cache: a level of its own"),
+    ]
+
+
 def test_lines_for_debugging_are_never_sent(sent):
     logging.getLogger("client").debug("Authorization: secret")
     assert sent == []
@@ -103,5 +138,5 @@ def test_a_flood_is_cut_and_its_size_said(sent, monkeypatch):
 def test_a_record_that_cannot_be_formatted_raises_nothing_in_the_store(sent):
     (handler,) = (handler for handler in logging.getLogger().handlers if isinstance(handler, host_logs._LogSender))
     handler.handle(logging.makeLogRecord({"msg": "%d", "args": ("no number",)}))
-    handler.handle(logging.makeLogRecord({"msg": "fine", "threadName": "kvtiers-cache-0"}))
+    handler.handle(logging.makeLogRecord({"msg": "fine", "levelno": logging.WARNING, "threadName": "kvtiers-cache-0"}))
     assert [text for _, _, text in sent] == ["cache: fine (1 lines before this one were dropped)"]

@@ -32,6 +32,8 @@ __all__ = ["OWN_FAULT", "Bench", "ProbeError", "probe_manager", "probe_store"]
 _LISTED = 100
 _POLL_SECONDS = 0.001
 OWN_FAULT = "this is a bug of the tier's plugin; report it to its author"
+_GONE = "the value just written cannot be read back: gone, or of another length"
+_GONE_FIX = f"see whether something else writes or deletes there; if nothing does, {OWN_FAULT}"
 
 
 class ProbeError(Exception):
@@ -94,7 +96,10 @@ def probe_store(store: ChunkStore, bench: Bench) -> Iterator[Finding]:
         )
         bench.stage = "reading the probe value back"
         asked = time.monotonic()
-        _expect(store.read_into(name, bench.region[size:]), True, "read_into() of the probe value")
+        found = store.read_into(name, bench.region[size:])
+        if found is False:
+            raise ProbeError(_GONE, _GONE_FIX)
+        _expect(found, True, "read_into() of the probe value")
         seconds = (written - begin, time.monotonic() - asked)
         bench.compare()
     finally:

@@ -4,6 +4,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from kvtiers.secondary.log_thread import SAY_ONCE
+
 __all__ = ["send_logs"]
 
 _LINES_PER_SECOND = 50
@@ -13,7 +15,8 @@ _LONGEST_LINE = 4_000
 def send_logs(tiers: Sequence[str], level: int, send: Callable[[int, int, str], bool]) -> None:
     """Pass what is logged in this process to ``send(tier, level, text)``, which says whether it took the line.
 
-    A line of a thread that no tier is known to have started goes out under the names of all of them.
+    A line of a thread that no tier is known to have started goes out under the names of all of them. One that is logged
+    with ``extra={"once": True}`` has SAY_ONCE added to its level: the engine's log has it once, whoever else finds it.
     """
     root = logging.getLogger()
     root.setLevel(max(level, logging.INFO))  # what clients log for debugging can hold secrets
@@ -42,7 +45,8 @@ class _LogSender(logging.Handler):
             text = self.format(record)[:_LONGEST_LINE]
             if self._dropped:
                 text += f" ({self._dropped} lines before this one were dropped)"
-            if self._send(tier, record.levelno, f"{names}: {text}"):
+            level = min(record.levelno, SAY_ONCE - 1) | (SAY_ONCE if getattr(record, "once", False) else 0)
+            if self._send(tier, level, f"{names}: {text}"):
                 self._dropped = 0
             else:
                 self._dropped += 1

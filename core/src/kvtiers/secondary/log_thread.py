@@ -7,11 +7,17 @@ nobody reads the log.
 import logging
 import queue
 import threading
+from collections import deque
 
-__all__ = ["LogThread"]
+__all__ = ["SAY_ONCE", "LogThread"]
+
+SAY_ONCE = 128
+"""Added to a line's level: a line with the same text is not written again. Each of a tier's hosts may find the same,
+and every time that it opens its store; the engine's log is to have it once."""
 
 _log = logging.getLogger("kvtiers.secondary")
 _MOST_WAITING = 1_000
+_MOST_REMEMBERED = 100
 
 
 class LogThread:
@@ -22,13 +28,21 @@ class LogThread:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._dropped = 0
+        self._said_once: deque[str] = deque(maxlen=_MOST_REMEMBERED)
 
     def post(self, level: int, text: str) -> None:
-        """Have a line written; never waits. It is dropped, and counted, if very many are waiting already."""
+        """Have a line written; never waits. It is dropped, and counted, if very many are waiting already.
+
+        ``level``: as in ``logging``, below 128; with SAY_ONCE nothing happens if the text has been written so before.
+        """
+        if level & SAY_ONCE and text in self._said_once:
+            return
         if self._lines.qsize() >= _MOST_WAITING:
             self._dropped += 1
             return
-        self._lines.put((level, text))
+        if level & SAY_ONCE:
+            self._said_once.append(text)
+        self._lines.put((level & ~SAY_ONCE, text))
         if self._thread is None:
             self._start()
 

@@ -6,6 +6,8 @@ from typing import Any
 
 from redis import ConnectionPool, Redis, SSLConnection
 from redis.backoff import NoBackoff
+from redis.cluster import ClusterNode, RedisCluster
+from redis.connection import Connection
 from redis.credentials import CredentialProvider
 from redis.retry import Retry
 from redis.sentinel import Sentinel, SentinelManagedConnection
@@ -14,7 +16,7 @@ from kvtiers.api import Secret
 from kvtiers_redis.places import Address
 from kvtiers_redis.plugin import RedisConfig
 
-__all__ = ["client_of", "client_options", "client_over_socket", "sentinel_of"]
+__all__ = ["client_of", "client_over_socket", "cluster_of", "sentinel_of"]
 
 _KEEPALIVE_PROBES = 3
 
@@ -45,7 +47,7 @@ class _SentinelTlsConnection(SentinelManagedConnection, _TlsConnection):
     """The same to the master that Sentinels name."""
 
 
-def client_options(config: RedisConfig) -> dict[str, Any]:
+def _client_options(config: RedisConfig) -> dict[str, Any]:
     """Return redis-py's options for a connection to a server."""
     options = _connection_options(config) | _log_in(config.username, config.password)
     return options | ({"db": config.database_number} if config.database_number else {})
@@ -53,23 +55,40 @@ def client_options(config: RedisConfig) -> dict[str, Any]:
 
 def client_of(address: Address, config: RedisConfig) -> Redis:
     """Return a client of the server at this address. Like the others it connects when it is used."""
-    return _client_of(address, client_options(config), tls=config.places.tls)
+    return _client_of(address, _client_options(config), tls=config.places.tls)
 
 
 def client_over_socket(config: RedisConfig) -> Redis:
     """Return a client of the server behind a UNIX socket."""
-    return Redis(unix_socket_path=config.places.path, **client_options(config))
+    return Redis(unix_socket_path=config.places.path, **_client_options(config))
 
 
 def sentinel_of(config: RedisConfig) -> tuple[Sentinel, Redis]:
     """Return a client of the Sentinels, and one that goes to the master that they name at each new connection."""
     tls = config.places.tls
-    sentinel = Sentinel([], **client_options(config))
+    sentinel = Sentinel([], **_client_options(config))
     options = _connection_options(config) | _log_in(config.sentinel_username, config.sentinel_password)
     options["socket_timeout"] = config.connect_seconds  # one that hangs is passed over; asking them is connecting
     sentinel.sentinels = [_client_of(address, options, tls=tls) for address in config.places.addresses]
     more: dict[str, Any] = {"connection_class": _SentinelTlsConnection} if tls else {}
     return sentinel, sentinel.master_for(config.master, **more)
+
+
+def cluster_of(config: RedisConfig) -> RedisCluster:
+    """Return a client that has asked the Cluster for its nodes. ``disconnect_connection_pools`` closes it."""
+    (host, port), *others = config.places.addresses
+    options = _client_options(config)
+    del options["retry"]  # it has one for all nodes
+    return RedisCluster(
+        # It takes a connection class with a url alone, and with rediss:// its own, which trusts the system's CAs too.
+        url=f"redis://{f'[{host}]' if ':' in host else host}:{port}",
+        connection_class=_TlsConnection if config.places.tls else Connection,
+        startup_nodes=[ClusterNode(*address) for address in others],
+        require_full_coverage=False,  # some slots without a node are no reason to do without the others
+        # It asks one node which commands there are, and another one if that does not answer.
+        retry=Retry(NoBackoff(), len(config.places.addresses) + 1),
+        **options,
+    )
 
 
 def _client_of(address: Address, options: dict[str, Any], *, tls: bool) -> Redis:

@@ -27,15 +27,18 @@ def diagnose(config: RedisConfig, servers: Sequence[Server], value_bytes: int, *
         try:
             info = server.client.info("everything")
         except (RedisError, OSError) as error:
-            findings.append(_unknown(server, "INFO", error))
+            findings.append(_unknown(server, "INFO", "memory, limits and persistence", error))
             continue
         findings += _server(server.name, info, config, read_only=read_only)
         findings += _memory(server.name, info, value_bytes)
+        settings = {
+            "maxmemory-policy": info.get("maxmemory_policy", ""),
+            "appendonly": "yes" if info.get("aof_enabled") else "no",
+        }
         try:
-            settings = {str(name): text for name, text in server.client.config_get(*_CHECKED).items()}
+            settings |= _settings(server)
         except (RedisError, OSError) as error:
-            findings.append(_unknown(server, "CONFIG GET", error))
-            continue
+            findings.append(_unknown(server, "CONFIG GET", "its limits and 'save'", error))
         findings += _policy(server.name, info, settings, config)
         findings += _limits(server.name, settings, value_bytes, config)
         findings += _persistence(server.name, info, settings)
@@ -53,9 +56,17 @@ def _way(config: RedisConfig) -> Iterator[Finding]:
         yield Finding("warning", f"values travel in clear text to {config.url}", "use rediss:// and set tls_ca")
 
 
-def _unknown(server: Server, what: str, error: Exception) -> Finding:
+def _settings(server: Server) -> dict[str, str]:
+    """Ask for one setting at a time, all at once: before Redis 7 CONFIG GET takes no more than one."""
+    with server.client.pipeline(transaction=False) as pipe:
+        for name in _CHECKED:
+            pipe.config_get(name)
+        return {str(name): text for found in pipe.execute() for name, text in found.items()}
+
+
+def _unknown(server: Server, what: str, unchecked: str, error: Exception) -> Finding:
     if isinstance(error, ResponseError):
-        return Finding("ok", f"{server.name}: {what} is not permitted, so memory and limits were not checked ({error})")
+        return Finding("ok", f"{server.name}: {what} is not permitted, so {unchecked} were not checked ({error})")
     return Finding("error", f"{server.name} does not answer: {error}", "see that it runs and can be reached")
 
 
@@ -114,7 +125,7 @@ def _policy(name: str, info: _Facts, settings: _Facts, config: RedisConfig) -> I
 
 def _limits(name: str, settings: _Facts, value_bytes: int, config: RedisConfig) -> Iterator[Finding]:
     for setting in ("proto-max-bulk-len", "client-query-buffer-limit"):
-        limit = parse_size(settings.get(setting, 1 << 60))
+        limit = parse_size(settings[setting]) if setting in settings else value_bytes
         if limit < value_bytes:
             yield Finding(
                 "error",
@@ -149,9 +160,9 @@ def _persistence(name: str, info: _Facts, settings: _Facts) -> Iterator[Finding]
             f"{name}: {' and '.join(kept)}: saving gigabytes of values stalls it, and its fork can double its memory",
             'a cache needs neither: CONFIG SET save "", CONFIG SET appendonly no',
         )
-    else:
+    elif "save" in settings:
         yield Finding("ok", f"{name}: it writes nothing to its disk")
-    if info.get("rdb_last_bgsave_status", "ok") != "ok" and settings.get("save"):
+    if info.get("rdb_last_bgsave_status", "ok") != "ok" and settings.get("save") != "":
         yield Finding(
             "warning",
             f"{name}: its last save to disk failed; it may refuse writes until one succeeds",

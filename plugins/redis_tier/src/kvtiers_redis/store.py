@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import ClassVar
 
 from redis import exceptions as client_errors
@@ -41,7 +42,7 @@ class RedisStore(ChunkStore):
         self._window = config.window_bytes
         self._dropped = 0
         if not config.places.tls and not config.is_local:
-            _log.warning("values travel in clear text to %s; use rediss:// for TLS", config.url)
+            _warn_of_clear_text(config.url)
         self._topology = open_topology(config)
         self._router = Router(self._topology)
         try:
@@ -153,3 +154,8 @@ class RedisStore(ChunkStore):
             return ask(link, commands(word, [keys[i] for i in indexes]), asking=asking)
 
         return self._router.ask(keys, talk, partial=partial)
+
+
+@cache  # a store that cannot be opened is opened again and again
+def _warn_of_clear_text(url: str) -> None:
+    _log.warning("values travel in clear text to %s; use rediss:// for TLS", url, extra={"once": True})

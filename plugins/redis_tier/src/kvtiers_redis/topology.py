@@ -5,13 +5,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from redis.backoff import NoBackoff
-from redis.cluster import ClusterNode, RedisCluster
 from redis.exceptions import RedisError
-from redis.retry import Retry
 
 from kvtiers.api import TierUnavailable
-from kvtiers_redis.clients import client_of, client_options, client_over_socket, sentinel_of
+from kvtiers_redis.clients import client_of, client_over_socket, cluster_of, sentinel_of
 from kvtiers_redis.places import Address
 from kvtiers_redis.plugin import RedisConfig
 from kvtiers_redis.servers import Server
@@ -114,16 +111,7 @@ class _Cluster(Topology):
         self._servers: dict[Address, Server] = {}
         self._refreshing = threading.Lock()
         self._refreshed = 0.0
-        options = client_options(config)
-        del options["retry"]  # it has one for all nodes
-        self._cluster = RedisCluster(
-            startup_nodes=[ClusterNode(*address) for address in config.places.addresses],
-            require_full_coverage=False,  # some slots without a node are no reason to do without the others
-            # It asks one node which commands there are, and another one if that does not answer.
-            retry=Retry(NoBackoff(), len(config.places.addresses) + 1),
-            ssl=config.places.tls,
-            **options,
-        )
+        self._cluster = cluster_of(config)
 
     def server_of(self, key: bytes) -> Server:
         try:
@@ -158,4 +146,4 @@ class _Cluster(Topology):
     def close(self) -> None:
         for server in list(self._servers.values()):
             server.close()
-        self._cluster.close()
+        self._cluster.disconnect_connection_pools()
