@@ -83,6 +83,14 @@ def test_a_chunk_goes_its_whole_way_and_comes_back(io):
         round_trip(*engine)
 
 
+@pytest.mark.parametrize("record_events", [True, False])
+def test_events_are_recorded_for_whoever_takes_them(record_events):
+    with running(config(), record_events=record_events) as (manager, _, _):
+        plan = manager.prepare_store(KEYS, RequestContext("first"))
+        manager.complete_store(plan)
+        assert [len(event.keys) for event in manager.take_events()] == ([8] if record_events else [])
+
+
 def test_what_the_config_says_of_tiering_reaches_the_parts_that_obey_it():
     budgets = {"store_reserve": "11%", "all_tiers": "41%", "one_tier": "21%", "protected": "12%", "protect_for": "7s"}
     tier = {**MEMORY, "read_only": True, "admission": "second_access", "deadline": "9s"}

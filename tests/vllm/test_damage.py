@@ -61,7 +61,7 @@ def test_damaged_values_are_misses_and_are_stored_anew(engine, store, right, dam
     damage(values(store))
     cached = right(engine, *PROMPTS)
     after = engine.metrics()
-    assert sum(cached) < sum(WHOLE)
+    assert cached == [0, 0]
     assert after[FAILED] > before.get(FAILED, 0)
     assert after.get(LOADED, 0) == before.get(LOADED, 0)
     engine.forget()

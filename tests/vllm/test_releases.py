@@ -36,8 +36,13 @@ def run(script, version, *arguments):
 
 @pytest.mark.parametrize(
     ("version", "way"),
-    [("0.28.0", tiers), ("0.30.0", tiers), ("0.30.0", whole_stack)],
-    ids=["0.28.0-tiers", "0.30.0-tiers", "0.30.0-whole-stack"],
+    [
+        pytest.param("0.28.0", tiers, id="0.28.0-tiers"),
+        pytest.param("0.30.0", tiers, id="0.30.0-tiers"),
+        pytest.param("0.30.0", whole_stack, id="0.30.0-whole-stack"),
+        pytest.param("0.31.0", tiers, id="0.31.0-tiers", marks=pytest.mark.every_release),
+        pytest.param("0.31.0", whole_stack, id="0.31.0-whole-stack", marks=pytest.mark.every_release),
+    ],
 )
 def test_a_new_process_hits_what_another_one_has_stored(start, model, tmp_path, version, way):
     config = way(fs(tmp_path / "store"))
@@ -65,7 +70,7 @@ def test_where_block_hashes_are_random_nothing_is_shared_and_one_line_says_what_
 def test_the_whole_stack_refuses_a_release_that_it_is_not_for_by_name(start, model):
     with pytest.raises(EngineError) as refused:
         start(model, whole_stack({"type": "memory", "capacity": "64MiB"}), release="0.28.0")
-    assert "runs on vLLM 0.30 and 0.32, not on 0.28" in str(refused.value)
+    assert "runs on vLLM 0.30, 0.31 and 0.32, not on 0.28" in str(refused.value)
 
 
 @pytest.mark.parametrize("version", ["", *in_every_release("0.28.0", "0.29.0", "0.30.0", "0.31.0"), "0.33.0"])

@@ -57,11 +57,12 @@ def open_manager(
     layout: CacheLayout,
     *,
     engine_id: str | None = None,
+    record_events: bool = True,
 ) -> TieringManager:
     """Build the scheduler's side and return at once; ranks may join before or after. ``wait_ready`` waits for them.
 
-    ``engine_id``: unique on this machine; by default a random one, which ``open_worker`` is given. ConfigError or
-    StartError, in one line each, if it cannot start.
+    ``engine_id``: unique on this machine; by default a random one, which ``open_worker`` is given. ``record_events``:
+    somebody takes the manager's events. ConfigError or StartError, in one line each, if it cannot start.
     """
     config = config if isinstance(config, OffloadConfig) else load_config(config)
     layout = _with_model(config, layout)
@@ -75,6 +76,7 @@ def open_manager(
             policy=config.primary.eviction,
             protected_share=config.budgets.protected,
             protect_seconds=config.budgets.protect_for,
+            record_events=record_events,
         )
         engine = _Engine(config, layout, region)  # last: from now on there are threads and processes
     except BaseException:

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -291,6 +292,21 @@ def test_what_somebody_waits_for_is_not_freed_before_he_has_returned(region, kv,
     assert not waiter.is_alive()
     assert copies.notes == ["waited", "closed"]
     assert [(result.job_id, result.success) for result in worker.get_finished()] == [(1, True)]
+
+
+def test_a_copy_that_ends_by_itself_is_reported_by_the_next_call_that_asks(region, kv, monkeypatch) -> None:
+    copies = LateCopies()
+    monkeypatch.setattr("kvtiers.gpu.worker.open_copier", lambda *_: copies)
+    worker = GpuWorker(LAYOUT, [kv], region)
+    worker.submit_store(1, blocks(3), rows(8))
+    until = time.monotonic() + 60
+    while not worker._lanes["store"].launched:
+        assert time.monotonic() < until, "the copy never begins"
+    assert worker.get_finished() == []
+    copies.settled.set()
+    assert [(result.job_id, result.success) for result in worker.get_finished()] == [(1, True)]
+    assert worker.get_finished() == []
+    worker.shutdown()
 
 
 class LostCopies(LateCopies):

@@ -355,7 +355,23 @@ def test_an_idle_engine_rests_no_longer_for_a_tier_that_is_slow(idle):
     began = idle.clock.now
     for key in KEYS:
         assert idle.driver.lookup(key, "a") is RETRY
-    assert idle.clock.now - began == pytest.approx(0.001, abs=0.0002), "all lookups of a step together"
+    assert idle.clock.now - began == pytest.approx(0.002, abs=0.0002), "all lookups of a step together"
+
+
+@pytest.mark.parametrize(("begun_before", "answer"), [(False, MISS), (True, RETRY)])
+def test_requests_that_come_together_are_begun_together(idle, begun_before, answer):
+    running = ["another"] if begun_before else []
+    idle.driver._is_idle = lambda: not running
+    idle.driver.finished()
+    running.append("a request that the pass has just begun")
+    assert idle.driver.lookup(KEYS[0], "a") is answer
+
+
+def test_the_next_step_is_not_idle_because_the_last_one_was(idle):
+    idle.driver.finished()
+    idle.driver.end_step()
+    idle.driver._is_idle = lambda: False
+    assert idle.driver.lookup(KEYS[0], "a") is RETRY
 
 
 def test_what_was_asked_ahead_is_known_at_the_first_lookup(bench):
@@ -375,3 +391,17 @@ def test_who_asks_ahead_does_not_wait_for_the_engine_nor_reach_into_its_calls(be
     bench.driver.ask_ahead(KEYS)
     assert bench.tier._lookups.open_probes
     bench.store.gate.set()
+
+
+def test_a_request_that_is_left_out_finds_nothing_and_stores_nothing_until_it_has_finished(bench):
+    bench.store_rows([KEYS[0]], [0])
+    values = dict(bench.store.values)
+    bench.driver.leave_out("b")
+    bench.driver.request_started("b", None)
+    assert bench.driver.lookup(KEYS[0], "b") is MISS
+    assert bench.lookup(KEYS[0], "a") is HIT
+    bench.driver.submit(2, [KEYS[1]], [1], "b", is_promotion=False)
+    assert bench.result(2).success, "nobody is to count a failure"
+    assert bench.store.values == values
+    bench.driver.request_finished("b")
+    assert not bench.driver._left_out

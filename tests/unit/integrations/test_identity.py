@@ -86,7 +86,11 @@ def test_two_processes_of_one_engine_share_it_whatever_their_rank_and_build():
 
 
 CHANGES = {
-    "commit": {"engine_": engine(model_config__hf_config=HfConfig(_commit_hash=COMMIT[::-1], rope_theta=10000.0))},
+    "commit": {
+        "engine_": engine(
+            model_config__hf_config=HfConfig(_commit_hash=COMMIT[::-1], rope_theta=10000.0, sliding_window=None)
+        )
+    },
     "rope": {
         "engine_": engine(model_config__hf_config=HfConfig(_commit_hash=COMMIT, rope_theta=1.0, sliding_window=None))
     },

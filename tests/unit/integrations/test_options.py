@@ -45,3 +45,15 @@ def test_what_needs_kvtiers_own_primary_is_refused_by_name():
     assert all("KvtiersOffloadingSpec" in line for line in lines)
     assert "admission: 'on_eviction'" in lines[0]
     assert "host: " in lines[1]
+
+
+def test_two_tiers_of_one_name_are_refused_as_in_the_yaml():
+    near, far = ({"type": "kvtiers-memory", "capacity": capacity} for capacity in ("1MiB", "2MiB"))
+    own = {"capacity": "1MiB"}
+    (line,) = problems(own, {"secondary_tiers": [near, far]})
+    assert line.startswith("kv_connector_extra_config: secondary_tiers (kvtiers-memory): the name 'memory' is that of")
+    (line,) = problems(own | {"name": "x"}, {"secondary_tiers": [near | {"name": "x"}, far | {"name": "x"}]})
+    assert "the name 'x' is that of another tier, too; give one of them another 'name'" in line
+    theirs = {"type": "memory"}  # vLLM's own, whose figures are vLLM's
+    config, _ = load_tier_options("kvtiers-memory", own, {"secondary_tiers": [theirs, near, far | {"name": "far"}]})
+    assert config.tier_name == "memory"

@@ -26,9 +26,10 @@ def test_a_release_that_no_test_runs_shares_with_nobody():
         RELEASES["0.32"].epoch("0.32.0"),
         RELEASES["0.32"].epoch("0.32.1"),
         RELEASES["0.31"].epoch("0.31.0"),
+        RELEASES["0.29"].epoch("0.29.0"),
         RELEASES["0.30"].epoch("0.30.0"),
     ]
-    assert len(set(epochs)) == 4
+    assert len(set(epochs)) == 5
     assert RELEASES["0.32"].epoch(public_version("0.32.0+cpu")) == epochs[0]
 
 

@@ -27,7 +27,8 @@ class Collection:
 
 @pytest.fixture
 def stats():
-    tier = TIER | {"hits": 3, "load_seconds": 0.5, "own": {"open": 1, "breaker_state": 0}}
+    late = {"wait_expired": 5, "recomputed_cheaper": 6}
+    tier = TIER | late | {"hits": 3, "load_seconds": 0.5, "own": {"open": 1, "breaker_state": 0}}
     return {"engine": {"lookups": 8}, "primary": {"rows": 16, "free_rows": 5}, "tiers": {"near": tier}}
 
 
@@ -89,6 +90,7 @@ def test_status_says_what_a_tier_brought_and_saved(facts, steps, clock):
     assert (answer["engine"], answer["model"]) == ("vLLM 0.32.0", "model")
     near = answer["tiers"]["near"]
     assert (near["open"], near["shared"], near["tokens"]) == (True, True, 192)
+    assert (near["wait_expired"], near["recomputed_cheaper"]) == (5, 6), "by which it is told why it does not pay"
     assert near["saved_seconds"] == pytest.approx(1.92 - 0.5)
 
 

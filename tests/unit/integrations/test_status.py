@@ -29,6 +29,7 @@ TIER = {
     "queue": 0,
     "seal_failures": 0,
     "wait_expired": 0,
+    "recomputed_cheaper": 0,
     "trouble": "",
 }
 
@@ -111,7 +112,8 @@ def test_all_tiers_of_one_engine_stand_in_one_screen(serve):
             "in 3 s of reading, which this engine computes in 2 s",
         ),
         ({"seal_failures": 2}, "2 values came back damaged"),
-        ({"wait_expired": 9}, "too late"),
+        ({"wait_expired": 9, "stored_chunks": 1000}, "too late"),
+        ({"recomputed_cheaper": 9, "stored_chunks": 1000}, "computing is faster than reading from it"),
         ({"stored_chunks": 1000}, "no prompt that it holds has come again"),
         ({}, "nothing can be said yet"),
     ],

@@ -104,6 +104,10 @@ def verdict(tier: Mapping[str, Any]) -> str:
             "it does not pay: its answers come too late; see 'lookup_wait', or the way to the backend",
         ),
         (
+            tier.get("recomputed_cheaper"),  # an engine that started before an upgrade does not say
+            "it does not pay: computing is faster than reading from it; see the way to the backend, or 'load_wait'",
+        ),
+        (
             tier["stored_chunks"] >= _FEW_CHUNKS,
             "it does not pay: no prompt that it holds has come again after it had left the engine's own memory",
         ),

@@ -106,6 +106,8 @@ class GpuWorker:
 
     def get_finished(self) -> list[TransferResult]:
         """Return the results that have come since the last call: exactly one for every job submitted."""
+        if not (self._open or self._results):  # in most steps; a job is in one of them until it is given
+            return []
         with self._changed:
             self._harvest()
             results = list(self._results)

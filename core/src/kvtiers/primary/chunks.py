@@ -46,7 +46,7 @@ class CPUPrimaryTier:
     ``view``: the region, flat, row after row, ``row_stride`` bytes apart; it belongs to whoever made it and must not
     be closed before the tier is out of use. ``policy``: a policy of its own, or the name of one. Landed promotions
     are protected from eviction until they are first read, for ``protect_seconds`` at most, and on at most
-    ``protected_share`` of the rows.
+    ``protected_share`` of the rows. ``record_events``: somebody takes the events, of the primary and of the tiers.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class CPUPrimaryTier:
         self._unread = Protection(max(1, int(protected_share * num_rows)) if protected_share else 0, protect_seconds)
         self._chunks = Residents(self._rows, self._policy, self._unread)
         self._row_of = self._chunks.row_of
-        self._record_events = record_events
+        self.records_events = record_events
         self._events: list[OffloadEvent] = []
         self._clock = clock
 
@@ -315,5 +315,5 @@ class CPUPrimaryTier:
         return allocation
 
     def _note(self, keys: list[OffloadKey], *, removed: bool) -> None:
-        if keys and self._record_events:
+        if keys and self.records_events:
             self._events.append(OffloadEvent(keys, removed))

@@ -28,7 +28,7 @@ def follow_arrivals(core: Any, ask: Callable[[Any], None]) -> None:
 
 
 def is_idle(core: Any) -> bool:
-    """Say whether the engine has begun no request that it could go on with. Asked in a pass: nor in this one so far."""
+    """Say whether the engine has begun no request that it could go on with. In a pass it counts those begun there."""
     running = getattr(getattr(core, "scheduler", None), "running", None)
     return running is not None and not running
 

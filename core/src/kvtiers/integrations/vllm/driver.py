@@ -8,14 +8,14 @@ reported then, whatever its calls still do. What else a request can be spared is
 ===============================  ==================================================================
 a lookup is                      when
 ===============================  ==================================================================
-MISS                             the tier is off, or its breaker open; the request lost this chunk
-                                 before, or has waited ``lookup_wait`` for an answer, or ``load_wait``
-                                 for loads; loads were too slow for somebody a moment ago
+MISS                             the tier is off, or its breaker open; the request is left out, lost
+                                 this chunk before, or has waited ``lookup_wait`` for an answer, or
+                                 ``load_wait`` for loads; loads were too slow for somebody a moment ago
 RETRY                            the question is on its way
 HIT                              the tier has it: vLLM submits the load at the end of its step
 ===============================  ==================================================================
 
-Runs on the engine's thread, or under its lock; ``ask_ahead`` on any. Nothing raises.
+Runs on the engine's thread, or under its lock; ``ask_ahead`` and ``leave_out`` on any. Nothing raises.
 """
 
 import math
@@ -72,8 +72,8 @@ class TierDriver:
 
     A ``load_wait`` of None: as long as computing would take, which the engine itself shows (``prefill.py``), at least
     ``lookup_wait``, and no more until it has shown it.
-    ``tokens_per_chunk[g]``: tokens whose KV a chunk of group g holds. ``is_idle``: nothing but the request that is
-    looked up can be computed now.
+    ``tokens_per_chunk[g]``: tokens whose KV a chunk of group g holds. ``is_idle``: nothing but new requests can be
+    computed now; asked when a step begins.
     """
 
     def __init__(
@@ -93,6 +93,7 @@ class TierDriver:
         self._is_idle = is_idle
         self._rest = Rest(clock, sleep)
         self._began: float | None = None  # a step, with its first question
+        self._began_idle = False
         self._ended = 0.0  # the one before
         self._lookup_wait = lookup_wait
         self._load_wait = load_wait
@@ -104,6 +105,7 @@ class TierDriver:
         self._prefill = PrefillRate()
         self._jobs: dict[int, _Running] = {}
         self._requests: dict[str, _Request] = {}
+        self._left_out: set[str] = set()
         self._results: list[JobResult] = []
         self._next_scan = 0.0
         self._closed = False
@@ -146,21 +148,27 @@ class TierDriver:
         """Take note of a request."""
         self._requests[request_id] = _Request(RequestContext(request_id, params or {}))
 
+    def leave_out(self, request_id: str) -> None:
+        """Let a request that comes find nothing in the tier and store nothing, until it has finished. Any thread."""
+        self._left_out.add(request_id)
+
     def request_finished(self, request_id: str) -> None:
         """Forget a request."""
         self._requests.pop(request_id, None)
+        self._left_out.discard(request_id)
         self._prefill.finished(request_id)
 
     def lookup(self, key: OffloadKey, request_id: str) -> LookupResult:
         """Say whether the tier has this chunk."""
+        self._begin()
         request = self._request(request_id)
-        if key in request.lost or not self._slot.available():
+        if key in request.lost or request_id in self._left_out or not self._slot.available():
             return LookupResult.MISS
         if self._pause_until and self._is_paused():
             self.recomputed_cheaper += 1
             return LookupResult.MISS
         hits, unresolved = self._ask(key, request)
-        while unresolved and self._is_idle() and self._rest_for_answer([key]):
+        while unresolved and self._began_idle and self._rest_for_answer([key]):
             hits, unresolved = self._ask(key, request)
         if hits:
             return LookupResult.HIT
@@ -192,7 +200,7 @@ class TierDriver:
         keys = tuple(keys)
         if not is_promotion:
             self._prefill.computed(request_id, self._tokens(keys))
-        if self._slot.options.read_only and not is_promotion:
+        if not is_promotion and (self._slot.options.read_only or request_id in self._left_out):
             self._results.append(JobResult(job_id, success=True))  # as it is meant to be: nobody is to count a failure
             return
         request, now = self._request(request_id), self._clock()
@@ -206,10 +214,14 @@ class TierDriver:
         if not usable or not self._submit(job):
             self._finish(running, JobResult(job_id, success=False))
 
+    def refuse(self, job_id: int) -> None:
+        """Report a job as failed that could not be handed over, unless it was and its result comes by itself."""
+        if job_id not in self._jobs:
+            self._results.append(JobResult(job_id, success=False))
+
     def finished(self) -> list[JobResult]:
         """Take the results that have come; vLLM asks for them first in each step."""
-        if self._began is None:
-            self._began = self._clock()
+        self._begin()
         self._poll()
         results, self._results = self._results, []
         return results
@@ -254,6 +266,11 @@ class TierDriver:
             self._finish(running, JobResult(running.job.job_id, success=False))
 
     # -- inside
+
+    def _begin(self) -> None:
+        """Take note that a step begins, with the first call of it."""
+        if self._began is None:
+            self._began, self._began_idle = self._clock(), self._is_idle()
 
     def _ask(self, key: OffloadKey, request: _Request) -> tuple[int, bool]:
         with self._asking:

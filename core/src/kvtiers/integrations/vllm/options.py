@@ -51,7 +51,7 @@ def load_tier_options(
         (config,) = load_config(document).secondary
     except ConfigError as error:
         raise ConfigError([_placed(problem, tier_type) for problem in error.problems]) from None
-    problems = [f"secondary_tiers ({tier_type}): {problem}" for problem in _not_here(config)]
+    problems = [f"secondary_tiers ({tier_type}): {problem}" for problem in _not_here(config, extra_config)]
     if problems:
         raise ConfigError([f"kv_connector_extra_config: {problem}" for problem in problems])
     return config, settings
@@ -64,11 +64,24 @@ def _placed(problem: str, tier_type: str) -> str:
     return f"kv_connector_extra_config: {where}: {text}"
 
 
-def _not_here(config: TierConfig) -> list[str]:
-    """Return what cannot be had where vLLM's own primary decides."""
+def _not_here(config: TierConfig, extra_config: Mapping[str, Any]) -> list[str]:
+    """Return what cannot be had where vLLM's own primary decides, and a name that another of its tiers has as well."""
     problems = []
+    if _tier_names(extra_config).count(config.tier_name) > 1:
+        problems.append(f"the name {config.tier_name!r} is that of another tier, too; give one of them another 'name'")
     if config.admission != "all":
         problems.append(f"admission: {config.admission!r} needs KvtiersOffloadingSpec; here it can be 'all' alone")
     if config.host:
         problems.append("host: needs KvtiersOffloadingSpec; here each tier has a helper of its own")
     return problems
+
+
+def _tier_names(extra_config: Mapping[str, Any]) -> list[str]:
+    """Return the names of all kvtiers tiers of the engine, by which metrics and reports know them."""
+    entries = [entry for entry in extra_config.get("secondary_tiers", ()) if isinstance(entry, Mapping)]
+    types = [str(entry.get("type", "")) for entry in entries]
+    return [
+        str(entry.get("name", type_name.removeprefix(PREFIX)))
+        for entry, type_name in zip(entries, types, strict=True)
+        if type_name.startswith(PREFIX)
+    ]

@@ -18,10 +18,10 @@ class Release:
 
     ``rows_attribute``: where a job says which rows. ``takes_detector``: tiers are built with a back-pressure detector.
     ``random_seed``: without PYTHONHASHSEED, block hashes differ between processes whatever the algorithm.
-    ``tags_salt``: a salt is hashed with a tag. Where it is not, it is the only bare text in the hash of a request
-    without an adapter (images are pairs, embeddings bytes), so it is never taken for anything else, and is not refused;
-    with LoRA, vLLM's own tiering is off. ``reports_bytes``: a job's result has ``transfer_bytes``. ``whole_stack``:
-    kvtiers' own manager and workers run under its connector, which the tests show with its engine.
+    ``tags_salt``: a salt is hashed with a tag. Where it is not, kvtiers' tiers under vLLM's own tiering leave salted
+    requests out; the whole stack has keys of its own for them. ``reports_bytes``: a job's result has
+    ``transfer_bytes``. ``whole_stack``: kvtiers' own manager and workers run under its connector, which the tests show
+    with its engine.
     """
 
     version: str
@@ -60,7 +60,7 @@ RELEASES = {
             whole_stack=True,
             tested=("0.30.0",),
         ),
-        Release("0.31"),
+        Release("0.31", whole_stack=True, tested=("0.31.0",)),
         Release("0.32", whole_stack=True, tested=("0.32.0",)),
         Release("0.33"),
     )
@@ -85,9 +85,9 @@ def release_of(version: str) -> Release:
 def require_whole_stack(version: str) -> None:
     """StartError, one line, if kvtiers' own manager and workers do not run under this version's connector."""
     if not release_of(version).whole_stack:
-        able = [release.version for release in RELEASES.values() if release.whole_stack]
+        *able, newest = [release.version for release in RELEASES.values() if release.whole_stack]
         raise StartError(
-            f"KvtiersOffloadingSpec runs on vLLM {' and '.join(able)}, not on {version}; "
+            f"KvtiersOffloadingSpec runs on vLLM {', '.join(able)} and {newest}, not on {version}; "
             "with this vLLM use kvtiers' tiers under vLLM's own tiering (kvtiers vllm-config)"
         )
 

@@ -37,6 +37,7 @@ def status_of(opened: OpenedTier, engine: str, trouble: str) -> dict[str, Any]:
         "queue": metrics.loading_chunks + own.get("storing_chunks", 0),
         "seal_failures": own.get("seal_failures", 0),
         "wait_expired": driver.wait_expired,
+        "recomputed_cheaper": driver.recomputed_cheaper,
         "trouble": trouble,
     }
     return {"engine": engine, "pid": os.getpid(), "model": opened.model, "tiers": {opened.name: tier}}

@@ -1,22 +1,13 @@
 """A kvtiers tier as one of vLLM's own secondary tiers: the class that vLLM calls, in its scheduler's process.
 
 vLLM names what it calls, and with what; this module translates and nothing else. Nothing here raises into an engine's
-step: a bug of ours is logged, and the tier is off from then on.
+step: a bug of ours is logged and counted, and its call answers what does no harm: a chunk is a miss, a job has failed.
 """
 
 from collections.abc import Collection, Iterable
 from typing import Any
 
 from vllm import __version__ as vllm_version
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
-from vllm.v1.kv_offload.base import (
-    LookupResult,
-    Medium,
-    OffloadingCounterMetadata,
-    OffloadingGaugeMetadata,
-    RequestOffloadingContext,
-)
-from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvtiers.api import LookupResult as Answer
 from kvtiers.integrations.vllm.arrivals import follow_arrivals, prefix_keys
@@ -27,6 +18,20 @@ from kvtiers.integrations.vllm.opening import open_tier
 from kvtiers.integrations.vllm.options import load_tier_options
 from kvtiers.integrations.vllm.releases import release_of
 from kvtiers.integrations.vllm.report import open_status
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+    from vllm.v1.kv_offload.base import (
+        LookupResult,
+        Medium,
+        OffloadingCounterMetadata,
+        OffloadingGaugeMetadata,
+        RequestOffloadingContext,
+    )
+    from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+except ImportError:
+    release_of(vllm_version)  # one that is not supported is refused by its name, not by that of what it lacks
+    raise
 
 __all__ = ["KvtiersTier"]
 
@@ -55,7 +60,7 @@ class KvtiersTier(SecondaryTierManager):
         self._offloading, engine = offloading_spec.config, engine_of_stack()
         opened = open_tier(config, settings, self._offloading, primary_kv_view, engine, vllm_version)
         self._driver = opened.driver
-        follow_arrivals(engine.core, self._ask_ahead)
+        follow_arrivals(engine.core, self._arrived)
         self._figures = TierFigures(opened, OffloadingConnectorStats)
         self._status = open_status(opened, f"vLLM {vllm_version}")
 
@@ -78,7 +83,11 @@ class KvtiersTier(SecondaryTierManager):
         return _ANSWERS[self._driver.lookup(key, req_context.req_id)]
 
     @never_raises(lambda: None)
-    def _ask_ahead(self, request: Any) -> None:
+    def _arrived(self, request: Any) -> None:
+        """Ask about a request before vLLM does; where its salt has no tag, leave it out. On any thread."""
+        if request.cache_salt and not _RELEASE.tags_salt:
+            self._driver.leave_out(request.request_id)
+            return
         for keys in prefix_keys(self._offloading, request):
             self._driver.ask_ahead(keys)
 
@@ -92,11 +101,14 @@ class KvtiersTier(SecondaryTierManager):
         """Start to fill rows from the tier."""
         self._submit(job_metadata, is_promotion=True)
 
-    @never_raises(lambda: None)
     def _submit(self, job: Any, *, is_promotion: bool) -> None:
-        rows: Any = getattr(job, _RELEASE.rows_attribute)
-        keys: Collection[bytes] = job.keys
-        self._driver.submit(job.job_id, keys, rows.tolist(), job.req_context.req_id, is_promotion=is_promotion)
+        try:
+            rows: Any = getattr(job, _RELEASE.rows_attribute)
+            keys: Collection[bytes] = job.keys
+            self._driver.submit(job.job_id, keys, rows.tolist(), job.req_context.req_id, is_promotion=is_promotion)
+        except Exception:  # noqa: BLE001 -- see never_raises; vLLM's request and rows wait for the job's result
+            self.bugs.note("submit_load" if is_promotion else "submit_store")
+            self._driver.refuse(job.job_id)
 
     @never_raises(tuple)
     def get_finished_jobs(self) -> Iterable[Any]:

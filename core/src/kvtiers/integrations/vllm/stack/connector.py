@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from kvtiers.api import StartError
+from kvtiers.integrations.vllm.guard import BugCount, never_raises
 from kvtiers.integrations.vllm.stack.plans import CopyReport
 
 __all__ = ["KvtiersConnector", "adopt"]
@@ -36,49 +37,75 @@ class WorkerNews(OffloadingWorkerMetadata):
 
 
 class KvtiersConnector(OffloadingConnector):
-    """Its manager and its worker are kvtiers'."""
+    """Its manager and its worker are kvtiers'. What vLLM's own methods raise is vLLM's."""
+
+    bugs: BugCount
 
     def on_new_request(self, request: Any) -> None:
         """Show a request to the manager."""
-        self.connector_scheduler.manager.requests.show(request)
+        self._show(request)
         super().on_new_request(request)
+
+    @never_raises(lambda: None)
+    def _show(self, request: Any) -> None:
+        self.connector_scheduler.manager.requests.show(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
         """Tell the manager which requests vLLM has in part; put off those of which nobody knows the adapter yet."""
-        requests = self.connector_scheduler.manager.requests
-        if num_computed_tokens:
-            requests.has_local_prefix(request.request_id)
-        if requests.holds_back(request.request_id):
+        if self._holds_back(request.request_id, num_computed_tokens):
             return None, False
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    @never_raises(lambda: False)
+    def _holds_back(self, request_id: str, num_computed_tokens: int) -> bool:
+        requests = self.connector_scheduler.manager.requests
+        if num_computed_tokens:
+            requests.has_local_prefix(request_id)
+        return bool(requests.holds_back(request_id))
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """Take note of how much a step computes; one that computes nothing leaves the copies some time."""
         meta = super().build_connector_meta(scheduler_output)
+        self._step_begins(scheduler_output)
+        return meta
+
+    @never_raises(lambda: None)
+    def _step_begins(self, scheduler_output: Any) -> None:
         manager, tokens = self.connector_scheduler.manager, scheduler_output.total_num_scheduled_tokens
         manager.steps.begins(tokens, len(scheduler_output.num_scheduled_tokens))
         manager.rest(computes=bool(tokens))
-        return meta
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Tell the manager what became of copies."""
-        news = connector_output.kv_connector_worker_meta
+        self._take_news(connector_output.kv_connector_worker_meta)
+        super().update_connector_output(connector_output)
+
+    @never_raises(lambda: None)
+    def _take_news(self, news: Any) -> None:
         if isinstance(news, WorkerNews):
             self.connector_scheduler.manager.copies_ended(news.copies)
-        super().update_connector_output(connector_output)
 
     def build_connector_worker_meta(self) -> Any:
         """Return vLLM's report of this worker, with ours."""
         meta = super().build_connector_worker_meta()
         if meta is None:
             return None
-        return WorkerNews(meta.completed_jobs, meta.transfer_stats, self.connector_worker.worker.take_report())
+        return WorkerNews(meta.completed_jobs, meta.transfer_stats, self._take_report())
+
+    @never_raises(CopyReport)
+    def _take_report(self) -> CopyReport:
+        report: CopyReport = self.connector_worker.worker.take_report()
+        return report
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Return what has ended, and which loads of it failed."""
         results = super().get_transfer_results(finished_req_ids)
-        results.failed_recving |= self.connector_worker.worker.take_failed_loads()
+        self._add_failed_loads(results)
         return results
+
+    @never_raises(lambda: None)
+    def _add_failed_loads(self, results: Any) -> None:
+        results.failed_recving |= self.connector_worker.worker.take_failed_loads()
 
 
 def adopt(connector: Any) -> None:
@@ -88,3 +115,4 @@ def adopt(connector: Any) -> None:
             f"KvtiersOffloadingSpec runs under vLLM's OffloadingConnector, not under {type(connector).__name__}"
         )
     connector.__class__ = KvtiersConnector
+    connector.bugs = BugCount("kvtiers")

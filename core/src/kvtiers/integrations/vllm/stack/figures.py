@@ -147,6 +147,7 @@ def _tier_status(facts: StackFacts, figures: Mapping[str, Any], trouble: str) ->
         "unread_bytes": figures["unread_bytes"],
         "queue": figures["loading_chunks"] + own.get("storing_chunks", 0),
         "seal_failures": own.get("seal_failures", 0),
-        "wait_expired": 0,
+        "wait_expired": figures["wait_expired"],
+        "recomputed_cheaper": figures["recomputed_cheaper"],
         "trouble": trouble,
     }

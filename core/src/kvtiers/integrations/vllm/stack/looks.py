@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
+from kvtiers.integrations.vllm.guard import BugCount, never_raises
 from kvtiers.integrations.vllm.stack.adapters import Adapters, Files
 
 __all__ = ["AdapterLook", "AdapterLooks", "Confirmation", "Question", "Standing"]
@@ -132,6 +133,7 @@ class AdapterLooks:
     """The looks at an engine's adapters. Everything but ``answer`` runs on the engine's thread."""
 
     def __init__(self, clock: Callable[[], int] = time.time_ns) -> None:
+        self.bugs = BugCount("kvtiers")
         self._clock = clock
         self.loaded_anew: Counter[int] = Counter()
         """Looks at adapters that vLLM loads anew, by number: those answered. Counted by the looking thread alone."""
@@ -171,16 +173,20 @@ class AdapterLooks:
         """Look at adapters that vLLM is told to load without a request, too. ``core``: its engine core."""
         add_lora = core.add_lora
 
-        def add(lora: Any) -> Any:
-            look = self._look_of(lora)
-            # Not behind others' digests: vLLM reads the same files next, which takes longer than this look.
-            threading.Thread(target=look.look, name="kvtiers-adapter", daemon=True).start()
-            look.looked.wait(_LOAD_SECONDS)
-            look.vllm_may_load()
-            self.ask(look)
+        def look_and_add(lora: Any) -> Any:
+            self._look_before_loading(lora)
             return add_lora(lora)
 
-        core.add_lora = add
+        core.add_lora = look_and_add
+
+    @never_raises(lambda: None)
+    def _look_before_loading(self, lora: Any) -> None:
+        look = self._look_of(lora)
+        # Not behind others' digests: vLLM reads the same files next, which takes longer than this look.
+        threading.Thread(target=look.look, name="kvtiers-adapter", daemon=True).start()
+        look.looked.wait(_LOAD_SECONDS)
+        look.vllm_may_load()
+        self.ask(look)
 
     def close(self) -> None:
         """Have the thread end when it has answered; a file system that hangs is not waited for."""

@@ -73,6 +73,8 @@ class KvtiersManager(OffloadingManager):
         self._rest = Rest()
         self._alone = engine.is_alone
         self._core = engine.core
+        self._began_idle: bool | None = None
+        """Nothing but new requests could be computed when this step's first lookup came; None before it."""
         follow_arrivals(engine.core, self._ask_ahead)
 
     # -- requests
@@ -99,6 +101,8 @@ class KvtiersManager(OffloadingManager):
     @never_raises(lambda: LookupResult.MISS)
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """Say where a chunk stands."""
+        if self._began_idle is None:
+            self._began_idle = self._alone and is_idle(self._core)
         self._follow_weights()
         request = self.requests.get(req_context.req_id)
         keys = None if request is None or request.load_failed else request.keys
@@ -122,7 +126,7 @@ class KvtiersManager(OffloadingManager):
             wanted = keys.following(key, place)
             with self._manager.lock:
                 hits = self._manager.lookup_prefix(wanted, request.context)
-            while hits.unresolved and not hits.pending and self._alone and is_idle(self._core):
+            while hits.unresolved and not hits.pending and self._began_idle:
                 with self._manager.lock:
                     self._manager.ask_ahead(wanted)
                 if not self._rest.for_answer():
@@ -212,6 +216,7 @@ class KvtiersManager(OffloadingManager):
         for request in self._asked:
             request.runs.clear()
         self._asked.clear()
+        self._began_idle = None
         self._plans.confirm()
         with self._manager.lock:
             self._manager.on_schedule_end(*self.steps.take_computed())
@@ -234,10 +239,8 @@ class KvtiersManager(OffloadingManager):
         """Say whether steps are needed without a request."""
         return self._manager.has_pending_work() or self._plans.has_unconfirmed()
 
-    @never_raises(tuple)
     def take_events(self) -> Iterable[Any]:
-        """Return nothing: vLLM's events name its own hashes, ours are others."""
-        self._manager.take_events()
+        """Return nothing, and record nothing: vLLM's events name its own hashes, ours are others."""
         return ()
 
     @never_raises(lambda: None)

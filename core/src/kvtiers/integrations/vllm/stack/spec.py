@@ -13,8 +13,6 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from vllm import __version__ as vllm_version
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
-from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata, OffloadingSpec
 
 from kvtiers.api import StartError
 from kvtiers.integrations.vllm.identity import engine_of_stack, identity_of
@@ -29,6 +27,13 @@ from kvtiers.integrations.vllm.stack.steps import StepClock
 from kvtiers.integrations.vllm.weights import is_random
 from kvtiers.rows.layout import ModelIdentity
 from kvtiers.runtime import open_manager, open_worker
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+    from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata, OffloadingSpec
+except ImportError:
+    require_whole_stack(vllm_version)  # one that is not supported is refused by its name, not by that of what it lacks
+    raise
 
 if TYPE_CHECKING:
     from kvtiers.integrations.vllm.stack.manager import KvtiersManager
@@ -95,7 +100,7 @@ class KvtiersOffloadingSpec(OffloadingSpec):
             _log.warning("%s", warning)
         layout = cache_layout(identity.model, self.config, self._engine)
         shared = not is_random(identity.model.weights) and not is_random(identity.model.hash_seed)
-        manager = open_manager(self._config, layout, engine_id=self.config.engine_id)
+        manager = open_manager(self._config, layout, engine_id=self.config.engine_id, record_events=False)
         try:
             manager.wait_ready(self._config.primary.start_deadline)
         except StartError:

@@ -1,9 +1,11 @@
 """A rank's end under vLLM's connector: its jobs become those of a ``GpuWorker``.
 
 vLLM's worker asserts that every copy succeeded, so every copy is reported to it as done. What became of each is kept
-for the connector, which tells the manager of a failed store, and the scheduler of a request whose load failed.
+for the connector, which tells the manager of a failed store, and the scheduler of a request whose load failed. A job
+that cannot be handed over is one that failed.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +13,9 @@ import numpy as np
 from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadingWorker, TransferResult
 
 from kvtiers.base import BlockSpec, ChunkIds
+from kvtiers.base import TransferResult as Copied
 from kvtiers.gpu.worker import GpuWorker
+from kvtiers.integrations.vllm.guard import BugCount, never_raises
 from kvtiers.integrations.vllm.stack.plans import CopyReport
 
 __all__ = ["NO_PLAN", "KvtiersWorker", "PlannedRows"]
@@ -33,6 +37,7 @@ class KvtiersWorker(OffloadingWorker):
     """Translates; everything is done by ``worker``."""
 
     def __init__(self, worker: GpuWorker, blocks_per_chunk: int) -> None:
+        self.bugs = BugCount("kvtiers")
         self._worker = worker
         self._blocks_per_chunk = blocks_per_chunk
         self._jobs: dict[int, tuple[PlannedRows, bool]] = {}
@@ -43,19 +48,31 @@ class KvtiersWorker(OffloadingWorker):
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         """Start to copy blocks into rows."""
         self._jobs[job_id] = (dst_spec, True)
-        if self._has_whole_chunks(src_spec):
-            self._worker.submit_store(job_id, _blocks(src_spec), dst_spec.chunk_ids)
-        else:
+        if not self._store(job_id, src_spec, dst_spec):
             self._refused.append(job_id)
+        return True
+
+    @never_raises(lambda: False)
+    def _store(self, job_id: int, blocks: Any, rows: PlannedRows) -> bool:
+        """Hand a store over; False: it is refused."""
+        if not self._has_whole_chunks(blocks):
+            return False
+        self._worker.submit_store(job_id, _blocks(blocks), rows.chunk_ids)
         return True
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
         """Start to copy rows into blocks."""
         self._jobs[job_id] = (src_spec, False)
-        if src_spec.plan_id == NO_PLAN:
+        if not self._load(job_id, src_spec, dst_spec, expedited=expedited):
             self._refused.append(job_id)
-        else:
-            self._worker.submit_load(job_id, src_spec.chunk_ids, _blocks(dst_spec), expedited)
+        return True
+
+    @never_raises(lambda: False)
+    def _load(self, job_id: int, rows: PlannedRows, blocks: Any, *, expedited: bool) -> bool:
+        """Hand a load over; False: it is refused."""
+        if rows.plan_id == NO_PLAN:
+            return False
+        self._worker.submit_load(job_id, rows.chunk_ids, _blocks(blocks), expedited)
         return True
 
     def get_finished(self) -> list[TransferResult]:
@@ -64,14 +81,20 @@ class KvtiersWorker(OffloadingWorker):
         done = [self._ended(job_id, 0, 0.0, success=False) for job_id in refused]
         done += [
             self._ended(result.job_id, result.nbytes, result.seconds, success=result.success)
-            for result in self._worker.get_finished()
+            for result in self._copied()
         ]
         return done
 
+    @never_raises(tuple)
+    def _copied(self) -> Iterable[Copied]:
+        return self._worker.get_finished()
+
+    @never_raises(lambda: None)
     def wait(self, job_ids: set[int]) -> None:
         """Block until these copies have ended."""
         self._worker.wait(job_ids)
 
+    @never_raises(lambda: None)
     def shutdown(self) -> None:
         """End: a copy that runs is finished, the rows are left."""
         self._worker.shutdown()
@@ -96,13 +119,17 @@ class KvtiersWorker(OffloadingWorker):
         )
 
     def _ended(self, job_id: int, nbytes: int, seconds: float, *, success: bool) -> TransferResult:
+        self._note_end(job_id, success=success)
+        return TransferResult(job_id, True, nbytes, seconds)
+
+    @never_raises(lambda: None)
+    def _note_end(self, job_id: int, *, success: bool) -> None:
         rows, is_store = self._jobs.pop(job_id)
         self._report.ended[rows.plan_id] += 1
         if not success:
             self._report.failed.add(rows.plan_id)
             if not is_store:
                 self._failed_loads.add(rows.request_id)
-        return TransferResult(job_id, True, nbytes, seconds)
 
 
 def _blocks(spec: Any) -> BlockSpec:

@@ -1,0 +1,111 @@
+"""The class that vLLM calls for a tier: whatever goes wrong in a call, vLLM gets an answer that does no harm."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from kvtiers.integrations.vllm.driver import TierDriver
+from kvtiers.integrations.vllm.off_tier import OffTier
+from kvtiers.integrations.vllm.opening import OpenedTier
+from kvtiers.integrations.vllm.options import TierSettings
+from kvtiers.tiering.tiers import TierOptions, TierSlot
+
+from . import fake_vllm
+
+KEY = bytes(36)
+
+
+class Core:
+    """vLLM's engine core, as far as a tier knows it."""
+
+    def preprocess_add_request(self, request):
+        return request, 0
+
+
+@pytest.fixture
+def version():
+    return "0.32.0"
+
+
+@pytest.fixture
+def core():
+    return Core()
+
+
+@pytest.fixture
+def tier(monkeypatch, version, core):
+    """A tier that is off, with a driver of its own."""
+    module = fake_vllm.load(monkeypatch, "tier", version)
+    driver = TierDriver(TierSlot(0, OffTier(), TierOptions("near")), 0.02, lambda _: None)
+    opened = OpenedTier(driver, "near", "model", shared=True)
+    monkeypatch.setattr(module, "load_tier_options", lambda *_: (None, TierSettings()))
+    monkeypatch.setattr(module, "engine_of_stack", lambda: SimpleNamespace(core=core))
+    monkeypatch.setattr(module, "open_tier", lambda *_: opened)
+    monkeypatch.setattr(module, "open_status", lambda *_: None)
+    spec = SimpleNamespace(extra_config={}, config=SimpleNamespace(groups=()))
+    return module.KvtiersTier(spec, memoryview(bytes(8)), "kvtiers-near")
+
+
+def job(job_id=7, chunk_ids=(3,)):
+    rows = np.array(chunk_ids) if chunk_ids is not None else None
+    return SimpleNamespace(job_id=job_id, keys=[KEY], chunk_ids=rows, req_context=SimpleNamespace(req_id="a"))
+
+
+def ended(tier):
+    return [(result.job_id, result.success) for result in tier.get_finished_jobs()]
+
+
+@pytest.mark.parametrize("call", ["submit_store", "submit_load"])
+def test_a_job_that_cannot_be_handed_over_has_failed_once(tier, call, caplog):
+    getattr(tier, call)(job(chunk_ids=None))
+    assert f"{call} failed (1 times so far)" in caplog.text
+    assert ended(tier) == [(7, False)], "vLLM's request and its rows wait for it"
+    assert ended(tier) == []
+
+
+@pytest.mark.parametrize("call", ["submit_store", "submit_load"])
+def test_a_job_that_fails_while_it_is_handed_over_has_failed_once(tier, call, monkeypatch):
+    def fail(*_arguments):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(tier._driver, "_tokens", fail)
+    getattr(tier, call)(job())
+    assert ended(tier) == [(7, False)]
+    assert ended(tier) == []
+    tier.drain_jobs()
+
+
+def test_a_job_that_was_handed_over_has_the_result_that_it_gets_there(tier, monkeypatch):
+    submit = tier._driver.submit
+
+    def submit_and_fail(*arguments, **more):
+        submit(*arguments, **more)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(tier._driver, "submit", submit_and_fail)
+    monkeypatch.setattr(tier._driver._slot, "available", lambda: True)
+    monkeypatch.setattr(tier._driver._slot, "submit", lambda _job: True)
+    tier.submit_store(job())
+    assert ended(tier) == [], "its rows may be in use"
+    assert tier._driver.has_jobs()
+
+
+@pytest.mark.parametrize(
+    ("version", "salt", "left_out"),
+    [
+        ("0.28.0", "mine", True),
+        ("0.30.0", "mine", True),
+        ("0.30.0", None, False),
+        ("0.32.0", "mine", False),
+    ],
+)
+def test_a_salted_request_is_left_out_where_its_salt_is_hashed_without_a_tag(tier, core, salt, left_out, monkeypatch):
+    monkeypatch.setattr(tier._driver._slot, "available", lambda: True)
+    monkeypatch.setattr(tier._driver._slot, "ask", lambda _keys, _context: (1, False))
+    core.preprocess_add_request(SimpleNamespace(request_id="a", cache_salt=salt, block_hashes=[]))
+    request = SimpleNamespace(req_id="a", kv_transfer_params=None)
+    tier.on_new_request(request)
+    assert tier.lookup(KEY, request).name == ("MISS" if left_out else "HIT")
+    tier.on_request_finished(request)
+    assert tier.lookup(KEY, request).name == "HIT"
