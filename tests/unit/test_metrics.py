@@ -55,7 +55,7 @@ def figures(own=None, **engine):
             for value in [getattr(values, name)]
         }
 
-    tier = TierMetrics(hits=3, loaded_bytes=4096, pinned_rows=5)
+    tier = TierMetrics(hits=3, loaded_bytes=4096, pinned_rows=5, wait_expired=2, recomputed_cheaper=6)
     tier.promotion_latency.observe(0.5)
     return {
         "engine": plain(EngineMetrics(**engine)),
@@ -84,6 +84,9 @@ def test_one_line_exports_everything():
     assert values["kvtiers_tier_hits_total", "fs", None] == 3
     assert values["kvtiers_tier_hits_total", "redis", None] == 1
     assert values["kvtiers_tier_pinned_rows", "fs", None] == 5
+    assert values["kvtiers_tier_wait_expired_total", "fs", None] == 2
+    assert values["kvtiers_tier_recomputed_cheaper_total", "fs", None] == 6
+    assert values["kvtiers_wait_expired_total", None, None] == 0
     assert values["kvtiers_tier_promotion_latency_seconds_count", "fs", None] == 1
     assert values["kvtiers_tier_promotion_latency_seconds_sum", "fs", None] == 0.5
     assert values["kvtiers_tier_promotion_latency_seconds_bucket", "fs", "0.25"] == 0

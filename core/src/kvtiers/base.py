@@ -123,9 +123,10 @@ class TransferResult:
 
 @dataclass(frozen=True, slots=True)
 class OffloadEvent:
-    """A change of what is resident: chunks that were stored in, or removed from, the primary or a tier.
+    """A change of what is resident: chunks that were stored in, or removed from, the primary, or stored in a tier.
 
-    ``tier`` is the secondary tier's name, or "" for the primary.
+    ``tier`` is the secondary tier's name, or "" for the primary. Stored in a tier is each chunk that was sent down
+    and that it has now, also one that it had before. What leaves a tier is no event: it evicts by itself.
     """
 
     keys: Sequence[OffloadKey]

@@ -85,6 +85,10 @@ class TierMetrics:
     """Chunks that the tier has but that got no row: a pin budget was used up, or the stores' reserve begins."""
     budget_misses: int = 0
     """Lookups that passed this tier by, as if it had nothing, since its pin budget was used up."""
+    wait_expired: int = 0
+    """Chunks that were misses since their request had waited long enough for this tier to bring them, or to answer."""
+    recomputed_cheaper: int = 0
+    """Chunks that were computed though this tier has them, since that was faster."""
     expired_jobs: int = 0
     refused_results: int = 0
     raised: int = 0
@@ -111,6 +115,7 @@ class EngineMetrics:
     primary_hits: int = 0
     """Chunks that a request read and that no tier had brought for it; once a request and chunk."""
     wait_expired: int = 0
+    """Chunks that were misses since their request had waited long enough; several tiers may owe the answer to one."""
     recomputed_cheaper: int = 0
     stored_chunks: int = 0
     refused_stores: int = 0

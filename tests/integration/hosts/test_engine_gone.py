@@ -1,5 +1,6 @@
 """However an engine ends, and whatever its process does besides: nothing of it stays behind."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -64,6 +65,24 @@ def test_an_engine_that_is_killed_before_its_hosts_have_begun_leaves_nothing(par
     hosts = engine.hosts()
     engine.process.kill()
     await_nothing_left(machine, engine_id, hosts)
+
+
+def test_an_engine_that_is_killed_leaves_no_host_that_cannot_notice_it(party, two_tiers, machine):
+    """A stopped process reads no end of a socket: only the kernel, which it has asked to, ends it."""
+    engine = party()
+    engine_id = engine.engine(*two_tiers)
+    hosts = engine.hosts()
+    assert len(hosts) == 2
+    try:
+        for pid in hosts:
+            os.kill(pid, signal.SIGSTOP)
+        machine.wait_until(lambda: {machine.state_of(pid) for pid in hosts} == {"T"}, "their stop")
+        engine.process.kill()
+        await_nothing_left(machine, engine_id, hosts)
+    finally:
+        for pid in hosts:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("ending", ["sys.exit(3)", "os._exit(3)", "os.kill(os.getpid(), 15)", "os.abort()"])

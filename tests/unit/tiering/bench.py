@@ -269,6 +269,7 @@ class Bench:
     policy: str = "lru"
     hold: bool = False
     protected_share: float = 0.4
+    record_events: bool = True
 
     def __post_init__(self):
         self.clock = Clock()
@@ -280,6 +281,7 @@ class Bench:
             self.view,
             policy=self.policy,
             protected_share=self.protected_share,
+            record_events=self.record_events,
             clock=self.clock,
         )
         self.tier, self.slots = {}, []

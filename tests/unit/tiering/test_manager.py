@@ -132,7 +132,7 @@ def events(bench):
 
 
 def test_events_tell_what_became_resident_and_what_left_in_order():
-    bench = Bench(rows=4, options=WIDE)
+    bench = Bench(rows=4, tiers={}, options=WIDE)
     bench.store(KEYS[:4])
     bench.step()
     bench.store(chain("x", 3))
@@ -152,10 +152,48 @@ def test_a_store_that_failed_is_no_event_and_a_promotion_is_one():
     assert events(bench) == [(chain("p", 2), False, "")]
 
 
+def test_events_tell_what_each_tier_has_stored_and_nothing_of_what_it_has_not():
+    bench = Bench(tiers={"a": {}, "b": {}}, options=WIDE, hold=True)
+    bench.manager.complete_store(bench.begin_store(KEYS[:4]))
+    bench.step()
+    a, b = bench.tier.values()
+    b.end(min(b.held), KEYS[:3])
+    bench.step()
+    a.end(min(a.held))
+    bench.step()
+    assert events(bench) == [(KEYS[:4], False, ""), (KEYS[:3], False, "b"), (KEYS[:4], False, "a")]
+    bench.manager.complete_store(bench.begin_store(KEYS[4:]))
+    bench.step()
+    a.end(min(a.held))
+    b.end(min(b.held), ())
+    bench.step()
+    assert events(bench) == [(KEYS[4:], False, ""), (KEYS[4:], False, "a")]
+
+
+def test_where_nobody_takes_events_none_is_kept_of_the_tiers_either():
+    bench = Bench(options=WIDE, record_events=False)
+    bench.manager.complete_store(bench.begin_store(KEYS[:4]))
+    bench.settle()
+    assert bench.figures("a")["stored_chunks"] == 4
+    assert events(bench) == []
+
+
+def test_a_store_that_other_weights_overtook_is_no_event():
+    bench = Bench(options=WIDE, hold=True)
+    bench.manager.complete_store(bench.begin_store(KEYS[:2]))
+    bench.step()
+    bench.manager.set_weights_version("new")
+    bench.tier["a"].end_all()
+    bench.settle()
+    assert events(bench) == []
+
+
 def test_a_reset_takes_back_events_that_nobody_has_taken():
     bench = Bench(options=WIDE)
     bench.store(KEYS[:2])
-    bench.manager.complete_store(bench.begin_store(chain("x", 1)))
+    bench.manager.complete_store(bench.begin_store(KEYS[2:4]))
+    bench.step()
+    bench.manager.complete_store(bench.begin_store(chain("x", 1)))  # and the tier's news of the store before are taken
     bench.manager.reset_cache()
     assert events(bench) == []
 
@@ -209,6 +247,41 @@ def test_stats_are_those_of_the_last_steps_end_and_plain_data():
     }
     stats["engine"]["primary_hits"] = 99
     assert bench.manager.stats()["engine"]["primary_hits"] == 3
+
+
+def test_all_calls_of_the_engines_thread_count_as_its_time_and_none_twice(monkeypatch):
+    bench = Bench(options=WIDE)
+    monkeypatch.setattr("kvtiers.tiering.manager.time.perf_counter", bench.clock)
+    step = bench.manager.on_schedule_end
+
+    def takes(tier, method):
+        called = getattr(tier, method)
+
+        def slow(*arguments):
+            bench.clock.now += 1.0
+            return called(*arguments)
+
+        setattr(tier, method, slow)
+
+    def seconds(call):
+        before = bench.figures()["engine_seconds"]
+        call()
+        return bench.figures()["engine_seconds"] - before
+
+    takes(bench.tier["a"], "get_finished_jobs")
+    takes(bench.tier["a"], "has_pending_work")
+    bench.tier["a"].ask_ahead = lambda keys: None
+    takes(bench.tier["a"], "ask_ahead")
+    takes(bench.engine, "new_weights")
+    takes(bench.primary, "reset_cache")
+    assert seconds(bench.manager.take_lost_ranks) == 1, "the first call of a step takes the tiers' news"
+    assert seconds(bench.manager.take_lost_ranks) == 0
+    assert seconds(step) == 0
+    assert seconds(step) == 1
+    assert seconds(bench.manager.has_pending_work) == 1
+    assert seconds(lambda: bench.manager.ask_ahead(KEYS)) == 1
+    assert seconds(bench.manager.reset_cache) == 1
+    assert seconds(lambda: bench.manager.set_weights_version("new")) == 2, "the reset in it, and the names"
 
 
 def test_requests_that_are_missing_in_the_recording_are_counted(tmp_path, monkeypatch):

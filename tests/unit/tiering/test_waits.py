@@ -117,6 +117,30 @@ def test_a_tier_that_never_answers_and_one_that_never_loads_cost_at_most_both_wa
     assert seconds <= 0.02 + 0.5 + 0.01 + 1e-9
 
 
+def by_tier(bench, figure):
+    return {name: bench.figures(name)[figure] for name in bench.tier}
+
+
+def test_what_was_not_waited_for_counts_for_the_tier_that_was_late():
+    bench = bench_with(load_wait=0.5, tiers=("a", "b", "other"))
+    bench.tier["a"].put(KEYS[:4])
+    bench.tier["b"].put(KEYS[4:7])
+    plan = bench.begin_store(KEYS[7:])
+    assert waited(bench, KEYS, bench.request())[0] == 0
+    assert by_tier(bench, "wait_expired") == {"a": 4, "b": 3, "other": 0}
+    assert bench.figures()["wait_expired"] == 8, "and the chunk that the engine writes"
+    bench.manager.complete_store(plan)
+
+
+def test_an_answer_that_was_not_waited_for_counts_for_each_tier_that_owes_it():
+    bench = bench_with(load_wait=0.5, tiers=("silent", "knows", "deaf"))
+    bench.tier["silent"].answer = bench.tier["deaf"].answer = RETRY
+    bench.tier["knows"].put(KEYS[1:])
+    assert waited(bench, KEYS, bench.request())[0] == 0
+    assert by_tier(bench, "wait_expired") == {"silent": 1, "knows": 0, "deaf": 1}
+    assert bench.figures()["wait_expired"] == 1
+
+
 # -- auto
 
 
@@ -215,6 +239,7 @@ def test_auto_computes_what_a_tier_is_too_slow_for_at_once_and_counts_it():
     assert bench.figures()["recomputed_cheaper"] == 8
     assert bench.lookup(KEYS, ctx) == (0, 0, False)
     assert bench.figures()["recomputed_cheaper"] == 8, "the same chunks are counted once"
+    assert by_tier(bench, "recomputed_cheaper") == {"a": 8}
     assert not bench.tier["a"].held
 
 
@@ -253,6 +278,7 @@ def test_a_faster_tier_serves_what_the_first_one_is_too_slow_for():
     bench.tier["slow"].put(KEYS)
     bench.tier["fast"].put(KEYS[:5])
     assert bench.lookup(KEYS, bench.request()) == (0, 5, False)
+    assert by_tier(bench, "recomputed_cheaper") == {"slow": 3, "fast": 0}, "what the first brings was not computed"
     bench.step()
     assert not bench.tier["slow"].held
     assert [list(held.job.keys) for held in bench.tier["fast"].held.values()] == [KEYS[:5]]

@@ -87,7 +87,8 @@ class StoreJobs:
     def refuse(self, job_id: int) -> JobResult:
         """A job was not taken after all: return its result."""
         begun = self._forget(job_id)
-        self.counts["dropped_queue"] += begun.sent
+        if not begun.job.is_promotion:
+            self.counts["dropped_queue"] += begun.sent
         return JobResult(job_id, success=False)
 
     def fail(self, job_id: int) -> TransferJob | None:

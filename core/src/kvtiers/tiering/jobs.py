@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvtiers.api import JobResult, OffloadKey, TransferJob
+from kvtiers.base import OffloadEvent
 from kvtiers.primary.chunks import CPUPrimaryTier
 from kvtiers.tiering.origins import Origins
 from kvtiers.tiering.requests import RequestState
@@ -80,6 +81,7 @@ class JobTable:
         self._origins = origins
         self._clock = clock
         self._jobs: dict[int, _Running] = {}
+        self._events: list[OffloadEvent] = []
         self._ids = itertools.count(1)
         self._job_rows = max(1, options.job_bytes // max(1, primary.row_stride))
         # Never above the share, but for the one row that each gets. The small number is floating point's.
@@ -158,6 +160,12 @@ class JobTable:
     def reset(self) -> None:
         """The cache was emptied: of the jobs in flight only the rows matter from now on."""
         self._generation += 1
+        self._events.clear()
+
+    def take_events(self) -> list[OffloadEvent]:
+        """Return what the tiers have stored since the last call or reset, in order."""
+        events, self._events = self._events, []
+        return events
 
     # -- inside
 
@@ -239,6 +247,8 @@ class JobTable:
             metrics.store_seconds += seconds
             if not overtaken:
                 self._origins.written(slot, good, nbytes)
+                if self._primary.records_events:
+                    self._events.append(OffloadEvent(good, removed=False, tier=slot.name))
         if not overtaken:
             self.on_stored(slot, good, failed)
 

@@ -28,10 +28,10 @@ _MOST_RESERVED = 1024  # chunks a call: a long prefix is reserved over several s
 
 
 class _Run(NamedTuple):
-    """A leading run: its length, whether it ended at a chunk whose presence is unknown, or at the bound of a call."""
+    """A leading run: its length, the tiers that do not know yet about what follows, whether a call's bound ended it."""
 
     length: int
-    unresolved: bool = False
+    silent: Sequence[TierSlot] = ()
     capped: bool = False
 
 
@@ -133,14 +133,17 @@ class Lookups:
             waits_for = max(len(waiting), len(state.window_waits)) * tokens
             if self._waits.load_over(state, waits_for, self._origins.bringing(waiting)):
                 self._metrics.wait_expired += len(waiting)
+                self._origins.expired(waiting)
                 state.given_up.update(waiting)
                 return PrefixHits(keys.index(waiting[0]), 0, unresolved=False)
             self._promotions.met(waiting, state)
-        if run.unresolved and self._waits.lookup_over(state):
+        if run.silent and self._waits.lookup_over(state):
             self._metrics.wait_expired += 1
+            for slot in run.silent:
+                slot.metrics.wait_expired += 1
             state.given_up.add(keys[length])
             run = _Run(length)
-        return PrefixHits(length - len(waiting), len(waiting), run.unresolved or run.capped)
+        return PrefixHits(length - len(waiting), len(waiting), bool(run.silent) or run.capped)
 
     def _pending_in(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         found = self._primary.find(keys)
@@ -153,9 +156,9 @@ class Lookups:
         tiers = [tier for slot in state.slots if (tier := self._askable(slot, len(keys))) is not None]
         search = _Search(tiers, self._jobs.room_in_all)
         found: list[Found] = []
-        unresolved = False
+        silent: Sequence[TierSlot] = ()
         while at < len(keys) and tiers and search.room and search.left:
-            share, end, unresolved = self._ask(search, keys, at, state, tokens)
+            share, end, silent = self._ask(search, keys, at, state, tokens)
             if share is None:
                 break
             found.append(share)
@@ -164,7 +167,7 @@ class Lookups:
             reached = self._promotions.reserve(keys[:at], found, state, tokens)
             if reached < at:
                 return _Run(reached)
-        return _Run(at, unresolved, capped=not search.left and at < len(keys))
+        return _Run(at, silent, capped=not search.left and at < len(keys))
 
     def _askable(self, slot: TierSlot, question: int) -> _Asked | None:
         if not slot.available():
@@ -177,13 +180,13 @@ class Lookups:
 
     def _ask(
         self, search: _Search, keys: Sequence[OffloadKey], at: int, state: RequestState, tokens: int
-    ) -> tuple[Found | None, int, bool]:
+    ) -> tuple[Found | None, int, Sequence[TierSlot]]:
         """Ask the tiers in order about what follows ``at``.
 
-        Return what the first one with a hit is to bring and up to where, and, if none has one, whether to ask again.
+        Return what the first one with a hit is to bring and up to where, and, if none has one, those to ask again.
         """
-        unresolved = False
-        too_slow = 0
+        silent: list[TierSlot] = []
+        too_slow: list[tuple[TierSlot, int]] = []
         for tier in search.tiers:
             if not tier.room:
                 continue
@@ -192,11 +195,13 @@ class Lookups:
             there, retry = tier.slot.ask(some, state.context)
             hits = state.not_lost(tier.slot, some[: min(there, _MOST_RESERVED)])
             if not hits:
-                unresolved = unresolved or (retry and not there)
+                if retry and not there:
+                    silent.append(tier.slot)
                 continue
             places = self._absent(some[:hits], at)
             worth = self._waits.worth_loading(tier.slot, len(places), tokens)
-            too_slow += len(places) - worth
+            if worth < len(places):
+                too_slow.append((tier.slot, len(places) - worth))
             allowed = min(worth, tier.room, search.room)
             tier.slot.metrics.dropped_promotions += worth - allowed
             take = min(allowed, search.left)
@@ -205,11 +210,13 @@ class Lookups:
                 search.room -= take
                 search.left -= take
                 end = at + hits if take == len(places) else places[take]
-                return Found(tier.slot, places[:take]), end, False
-        if too_slow and not unresolved:
-            self._metrics.recomputed_cheaper += too_slow
+                return Found(tier.slot, places[:take]), end, ()
+        if too_slow and not silent:
+            for slot, chunks in too_slow:
+                self._metrics.recomputed_cheaper += chunks
+                slot.metrics.recomputed_cheaper += chunks
             state.given_up.add(keys[at])
-        return None, at, unresolved
+        return None, at, silent
 
     def _absent(self, keys: Sequence[OffloadKey], first: int) -> list[int]:
         found = self._primary.find(keys)

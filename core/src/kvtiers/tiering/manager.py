@@ -146,6 +146,7 @@ class TieringManager:
         state = self._requests.get(ctx) if self._begin() and keys else None
         return _NO_HITS if state is None else self._lookups.prefix(keys, state)
 
+    @_timed
     def ask_ahead(self, keys: Sequence[OffloadKey]) -> None:
         """Have the tiers asked at once about a prefix that will be looked up soon; between any two other calls."""
         if self._ready and not self._closed:
@@ -230,6 +231,7 @@ class TieringManager:
         metrics.step_latency.observe(took)
         self._snapshots.take()
 
+    @_timed
     def has_pending_work(self) -> bool:
         """Say whether the engine should keep stepping though it has no request: somebody waits for what is under way.
 
@@ -244,6 +246,7 @@ class TieringManager:
             or any(slot.has_pending_work() for slot in self._slots)
         )
 
+    @_timed
     def take_lost_ranks(self) -> Collection[int]:
         """Return the ranks that were lost since the last call, or before and are not back: their transfers have failed.
 
@@ -255,7 +258,10 @@ class TieringManager:
 
     @_timed
     def take_events(self) -> list[OffloadEvent]:
-        """Return what has become resident or was removed since the last call, oldest first. A reset is no event."""
+        """Return what has become resident or was removed since the last call, oldest first. A reset is no event.
+
+        Of the events between two steps' ends the primary's come first.
+        """
         self._take_events()
         return self._events.take()
 
@@ -271,25 +277,15 @@ class TieringManager:
     @_timed
     def reset_cache(self) -> None:
         """Forget all chunks at once, without waiting: what is in flight ends in quarantine. Tiers keep their values."""
-        if self._closed:
-            return
-        self._promotions.drop()
-        self._primary.reset_cache()
-        self._jobs.reset()
-        self._origins.reset()
-        for state in self._requests.parked:
-            state.parked.clear()
-            self._requests.close_if_done(state)
-        self._requests.parked.clear()
-        self._primary.take_events()
-        self._events.clear()  # what they told of is gone
-        self._metrics.generation += 1
+        if not self._closed:
+            self._reset()
 
+    @_timed
     def set_weights_version(self, version: str) -> None:
         """Retire all KV of the weights so far: a reset, and another fingerprint for all that follows, in one call."""
         if self._closed:
             return
-        self.reset_cache()
+        self._reset()
         self._cascades.retire_keys()
         self._origins.retire_keys()
         self._engine.new_weights(version)
@@ -328,6 +324,19 @@ class TieringManager:
             self._jobs.poll()
         return self._ready
 
+    def _reset(self) -> None:
+        self._promotions.drop()
+        self._primary.reset_cache()
+        self._jobs.reset()
+        self._origins.reset()
+        for state in self._requests.parked:
+            state.parked.clear()
+            self._requests.close_if_done(state)
+        self._requests.parked.clear()
+        self._primary.take_events()
+        self._events.clear()  # what they told of is gone
+        self._metrics.generation += 1
+
     def _retry_parked(self) -> None:
         for state in list(self._requests.parked):
             self._cascades.retry_parked(state)
@@ -336,7 +345,7 @@ class TieringManager:
                 self._requests.close_if_done(state)
 
     def _take_events(self) -> None:
-        if events := self._primary.take_events():
+        if events := self._primary.take_events() + self._jobs.take_events():
             self._metrics.dropped_events += self._events.add(events)
 
     def _count_misuse(self) -> None:

@@ -40,6 +40,12 @@ class Origins:
         tier_of = self._tier_of
         return {tier_of[key] for key in keys if key in tier_of}
 
+    def expired(self, keys: Iterable[OffloadKey]) -> None:
+        """A request waits no longer for these pending chunks: count each for the tier that brings it."""
+        for key in keys:
+            if (slot := self._tier_of.get(key)) is not None:
+                slot.metrics.wait_expired += 1
+
     def served(self, keys: Iterable[OffloadKey]) -> list[TierSlot]:
         """Return, for those of the keys that a tier brought and nobody has read before, that tier. Asked once a key."""
         tier_of = self._tier_of
