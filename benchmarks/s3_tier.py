@@ -2,7 +2,7 @@
 
 Servers: Ceph's gateway, which is a real one and mostly measures itself, and a trivial one, which costs next to nothing
 and is the ceiling; ``--only trivial`` needs nothing but Python's packages. Lanes take turns, a round after the other,
-each on new values, with as many requests under way as the tier has threads for loads and for stores:
+each on new values, with as many requests under way as the tier has threads for loads and for stores, in all its hosts:
 
 boto3        as users write it: a default client, put_object and get_object()["Body"].read()
 boto3-tuned  the tier's own fallback client, without the tier
@@ -10,8 +10,8 @@ obstore      the library that moves the tier's values, alone in this process, wh
 obstore-hash the same, and a hash over each value, as the tier's seal is: what no tier on obstore can do without
 awscrt       AWS's client in C, with its own threads
 tier         the whole contract with `io: process`: jobs to a tier host, with seal and check
-tier-busy    the same beside a thread of pure Python in this process, as an engine's is
-tier-beside  the same beside the same loop in an unrelated process
+tier-busy    the same, driven by a thread that runs pure Python in between, as an engine's does
+tier-beside  the same, driven by a thread that sleeps in between, beside the same loop in an unrelated process
 tier-boto3   the tier with `client: boto3`
 
 CPU seconds are the client's, without the server's. Medians.
@@ -21,11 +21,9 @@ the tier take theirs one way and back in each round; the tier beside the loops o
 in the next. The peers, of which no share is taken, have a quarter of the values, and turns in every third round.
 
 A turn of what is compared moves all values so often that it takes obstore alone 0.3 s, and the tier beside the other
-process's loop 1 s, as found at the start; with the gateway once. For the driver asks the tier every 5 ms, and beside
-the busy thread of its own process waits for 5 ms more each time that it wants to run again, which counts where one pass
-takes 0.1 s, as on 16 processors; an engine, whose busy thread itself asks, does not wait. A job of the next pass begins
-where one of the last has ended, so that there is no break between passes. Of the values those of the last pass are read
-back, as often.
+process's loop 1 s, as found at the start; with the gateway once. A job of the next pass begins where one of the last
+has ended, so that there is no break between passes. Of the values those of the last pass are read back, as often. The
+driver asks the tier for news every 5 ms.
 """
 
 import argparse
@@ -44,7 +42,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
-from peers.busy_loop import busy_process, busy_thread
+from peers.busy_loop import be_busy, busy_process
 from peers.processes import children, private_mb, processor_seconds
 from peers.s3_lanes import (
     JOB_BYTES,
@@ -63,12 +61,13 @@ from peers.s3_lanes import (
 
 from kvtiers.api import OffloadKey
 from kvtiers.api.units import format_size
+from kvtiers.secondary.hosts import host_count
 from kvtiers_s3.plugin import S3Config
 
 SIZES = [64 << 10, 512 << 10, 2 << 20, 8 << 20]
 # Bytes and values of a pass, at most, and passes of a turn. The trivial server keeps more: two passes overlap. The
 # gateway gives back the memory of large values long after they are deleted, and hangs when it has none left.
-AMOUNTS = {"trivial": (512 << 20, 4096, 1 << 10), "radosgw": (128 << 20, 1024, 1)}
+AMOUNTS = {"trivial": (512 << 20, 8192, 1 << 10), "radosgw": (128 << 20, 1024, 1)}
 STEP_SECONDS = 0.005
 DELETED_AT_ONCE = 100  # a gateway takes longer for a thousand than its client waits
 PEERS_SHARE, PEERS_MOST = 4, 512  # a peer's turn: so many times fewer values, and no more than so many
@@ -99,7 +98,9 @@ def config(endpoint: str, bucket: str, **options: Any) -> S3Config:
     keys = {"access_key": servers.ACCESS_KEY, "secret_key": servers.SECRET_KEY, "region": "us-east-1"}
     where = {"endpoint": endpoint, "bucket": bucket, "prefix": "bench"}
     # `nice: 0`: on a machine that others use too, its host is to have what the lanes in this process have.
-    return S3Config(**{"type": "s3", "nice": 0, "threads": THREADS, "store_queue": 1 << 20, **where, **keys, **options})
+    found = S3Config(**{"type": "s3", "nice": 0, "store_queue": 1 << 20, **where, **keys, **options})
+    writers = math.ceil((THREADS - 1) / host_count(found))
+    return found.model_copy(update={"threads": writers + 1})
 
 
 def tier_lane(tier: Any) -> Lane:
@@ -117,6 +118,16 @@ def tier_lane(tier: Any) -> Lane:
     return (lambda keys: run(keys, is_load=False)), (lambda keys: run(keys, is_load=True))
 
 
+@contextlib.contextmanager
+def busy_driver(service: Any) -> Iterator[None]:
+    """Have the thread that drives the tier run pure Python between its questions."""
+    rest, service.rest = service.rest, be_busy
+    try:
+        yield
+    finally:
+        service.rest = rest
+
+
 def hosts() -> list[int]:
     """Return the process ids of this process's tier hosts."""
     return [pid for pid in children() if b"kvtiers" in Path(f"/proc/{pid}/cmdline").read_bytes()]
@@ -131,12 +142,13 @@ def lanes_of(options: S3Config, nbytes: int, count: int, stack: ExitStack) -> di
     """Return the lanes, each with what runs beside it."""
     rows = Rows(nbytes, count, stack)
 
-    def tier(client: str) -> Lane:
+    def tier(client: str) -> Any:
         service = stack.enter_context(services.service(options.model_copy(update={"client": client}), nbytes, count))
         service.rows[:] = np.frombuffer(os.urandom(nbytes), np.uint8)
-        return tier_lane(service)
+        return service
 
-    by_obstore = tier("obstore")
+    service = tier("obstore")
+    by_obstore = tier_lane(service)
     alone = contextlib.nullcontext
     return {
         "boto3": (boto3_lane(options, rows), alone),
@@ -145,9 +157,9 @@ def lanes_of(options: S3Config, nbytes: int, count: int, stack: ExitStack) -> di
         "obstore-hash": (obstore_lane(options, rows, hashes=True), alone),
         "obstore": (obstore_lane(options, rows), alone),
         "tier": (by_obstore, alone),
-        "tier-busy": (by_obstore, busy_thread),
+        "tier-busy": (by_obstore, lambda: busy_driver(service)),
         "tier-beside": (by_obstore, busy_process),
-        "tier-boto3": (tier("boto3"), alone),
+        "tier-boto3": (tier_lane(tier("boto3")), alone),
     }
 
 
@@ -307,6 +319,7 @@ def at_every_size(name: str, values: dict[str, float], goal: float) -> dict[str,
 def report(found: dict[str, Any]) -> None:
     for server, sizes in found["servers"].items():
         report_rates(server, sizes, sys.stdout)
+    print("the tier: {hosts} hosts with {threads} threads each".format(**found["tier"]))
     for peer in found["left_out"]:
         print(peer)
     for server, sizes in found["servers"].items():
@@ -362,6 +375,7 @@ def main() -> None:
         for name, endpoint in endpoints.items():
             trivial = name == "trivial"
             where = config(endpoint, "bench-bucket" if trivial else servers.new_bucket(endpoint))
+            found["tier"] = {"hosts": host_count(where), "threads": where.threads}
             forget = (lambda *_: None) if trivial else delete_all  # the trivial one forgets by itself
             total, most, most_passes = AMOUNTS[name]
             of_sizes = found["servers"][name] = []

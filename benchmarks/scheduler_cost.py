@@ -8,6 +8,12 @@ rounds; the garbage collector runs as it would in an engine.
 
 Besides: a look-up of a long prefix, an idle step, and the same life with real tiers: behind core's sealing threads, and
 in two host processes.
+
+A look-up of a long prefix is all calls of ``lookup_prefix`` that one request makes until its answer is not
+``unresolved``: one call reserves 1,024 chunks at most, so a prefix that the tiers have is walked in several steps. Its
+loads are under way meanwhile, as those of a real tier are for a few steps. The engine's thread waits for one call at a
+time, so the goal is about the longest of them; beside it stand the sum of all calls, without the steps between, and how
+many there are.
 """
 
 import argparse
@@ -30,6 +36,7 @@ from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.rows.names import StorageNames
 from kvtiers.secondary.sealing import SealedTier
 from kvtiers.secondary.views import ValueViews
+from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.manager import TieringManager
 from kvtiers.tiering.tiers import TierOptions, TierSlot
 
@@ -39,16 +46,21 @@ PREFIX = 8192
 STRETCH = 64  # chunks in a row that are at the same place, in the mixed prefix
 VALUE_BYTES = 4096
 LAYOUT = CacheLayout(ModelIdentity("benchmark", weights="w"), (KVGroup("g", 16),), (KVTensor("t", 0, 4000),))
+PATIENT = TieringOptions(load_wait=60.0)  # a machine that is busy ends no look-up
 # vLLM 0.33 on a machine like this one, by the same phases: the lower ends of what was measured with 20,000 chunks.
 QUOTED_VLLM = {"miss": 8.0, "store": 8.0, "touch": 0.2, "hit": 1.3, "load": 1.2, "end": 1.5}
+# Growth: keys among 100,000 lie in memory and no longer in the caches, so the same work takes a little longer there;
+# work that itself grows with what is resident would show as a multiple.
 GOAL_SHARE, GOAL_GROWTH, GOAL_PREFIX_MS, GOAL_IDLE_US = 1 / 3, 1.25, 3.0, 20.0
 
 
 class InstantTier(SecondaryTierManager):
-    """Takes everything, has what ``there`` says, and has ended each job when it is asked."""
+    """Takes everything, has what ``there`` says, and has ended each job when it is asked; on ``hold`` none."""
 
     def __init__(self) -> None:
         self.there: set[OffloadKey] = set()
+        self.hold = False
+        self._held: list[JobResult] = []
         self._finished: list[JobResult] = []
 
     def lookup_many(self, keys: Sequence[OffloadKey], context: TierRequest) -> Sequence[LookupResult]:
@@ -62,10 +74,18 @@ class InstantTier(SecondaryTierManager):
         return [LookupResult.HIT] * hits
 
     def submit_store(self, job: TransferJob) -> None:
-        """Have done it."""
-        self._finished.append(JobResult(job.job_id, True, None, VALUE_BYTES * len(job.keys), 0.001))
+        """Have done it, or hold it."""
+        if self.hold:
+            self._held.append(JobResult(job.job_id, success=False))
+        else:
+            self._finished.append(JobResult(job.job_id, True, None, VALUE_BYTES * len(job.keys), 0.001))
 
     submit_load = submit_store
+
+    def fail_held(self) -> None:
+        """End what is held: nothing of it has come."""
+        self._finished += self._held
+        self._held.clear()
 
     def get_finished_jobs(self) -> Sequence[JobResult]:
         """Report what came since the last call."""
@@ -102,7 +122,7 @@ def in_process(resident: int) -> tuple[OurLife, list[InstantTier]]:
     slots = [
         TierSlot(index, tier, TierOptions(name)) for index, (name, tier) in enumerate(zip("ab", tiers, strict=True))
     ]
-    return OurLife(TieringManager("benchmark", primary, slots, [16], EngineSide())), tiers
+    return OurLife(TieringManager("benchmark", primary, slots, [16], EngineSide(), PATIENT)), tiers
 
 
 @contextlib.contextmanager
@@ -152,32 +172,52 @@ def hosted(resident: int) -> Iterator[OurLife]:
         manager.shutdown(5)
 
 
-def prefix_ms(life: OurLife, tiers: list[InstantTier], rounds: int) -> dict[str, float]:
-    """Return the milliseconds of one ``lookup_prefix`` of 8,192 chunks, by where the chunks are."""
-    here = [key for keys in life.stored if life.primary.resident_run(keys)[0] == BATCH for key in keys]
+def prefix_lookups(life: OurLife, tiers: list[InstantTier], rounds: int) -> dict[str, dict[str, float]]:
+    """Return what looking up a prefix of 8,192 chunks takes, by where they are: the calls, their sum, the longest."""
+    here = [key for keys in life.stored if life.primary.resident_run(keys)[0] == BATCH for key in keys][:PREFIX]
     away = new_keys(PREFIX)
     mixed: list[bytes] = []
     for number, start in enumerate(range(0, PREFIX, STRETCH)):
         mixed += (here, away)[number % 2][start : start + STRETCH]
-    cases = {"miss": new_keys(PREFIX), "hit": here[:PREFIX], "mixed": mixed, "in a tier": away}
     for number, start in enumerate(range(STRETCH, PREFIX, 2 * STRETCH)):
         tiers[number % 2].there.update(away[start : start + STRETCH])
+    life.manager.touch(here)  # what is away gets other rows
     results = {}
-    for name, keys in cases.items():
+    for name, keys in {"miss": new_keys(PREFIX), "hit": here, "mixed": mixed, "in a tier": away}.items():
         if name == "in a tier":
             tiers[0].there.update(away)
-        assert len(keys) == PREFIX
-        seconds = []
-        for _ in range(rounds):
-            ctx = life.request()
-            life.manager.on_new_request(ctx)
-            begin = time.thread_time()
-            life.manager.lookup_prefix(keys, ctx)
-            seconds.append(time.thread_time() - begin)
-            life.manager.on_request_finished(ctx)  # what was reserved is dropped again
-            life.manager.on_schedule_end()
-        results[name] = statistics.median(seconds) * 1e3
+        taken = [lookup_seconds(life, tiers, keys, 0 if name == "miss" else PREFIX) for _ in range(rounds)]
+        results[name] = {
+            "longest_ms": statistics.median(map(max, taken)) * 1e3,
+            "sum_ms": statistics.median(map(sum, taken)) * 1e3,
+            "calls": statistics.median(map(len, taken)),
+        }
     return results
+
+
+def lookup_seconds(
+    life: OurLife, tiers: Sequence[InstantTier], keys: Sequence[OffloadKey], expected: int
+) -> list[float]:
+    """Return the seconds of each call that one request makes until it knows its run, of ``expected`` chunks."""
+    manager, ctx = life.manager, life.request()
+    manager.on_new_request(ctx)
+    for tier in tiers:
+        tier.hold = True
+    seconds = []
+    unresolved = True
+    while unresolved:
+        begin = time.thread_time()
+        hits = manager.lookup_prefix(keys, ctx)
+        seconds.append(time.thread_time() - begin)
+        unresolved = hits.unresolved
+        manager.on_schedule_end()
+    assert hits.chunks == expected, hits
+    for tier in tiers:
+        tier.hold = False
+        tier.fail_held()
+    manager.on_request_finished(ctx)
+    manager.on_schedule_end()
+    return seconds
 
 
 def idle_us(manager: TieringManager, steps: int) -> float:
@@ -202,7 +242,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     else:
         results["us_per_chunk"]["vLLM, quoted"] = with_sum(QUOTED_VLLM)
     results["us_per_chunk"] |= zip(lives, measure(list(lives.values()), rounds), strict=True)
-    results["prefix_lookup_ms"] = prefix_ms(ours[-1], tiers[-1], 10 if options.quick else 40)
+    results["prefix_lookup"] = prefix_lookups(ours[-1], tiers[-1], 10 if options.quick else 40)
     results["idle_step_us"] = {"given directly": idle_us(ours[0].manager, rounds * 4)}
     for name, opened in (("behind the sealing thread", sealed), ("in two host processes", hosted)):
         with opened(SIZES[0]) as life:
@@ -227,8 +267,8 @@ def goals(results: dict[str, Any]) -> list[dict[str, Any]]:
         share = sums[f"kvtiers, {size:,}"] / sums[peer]
         goal(f"a chunk's life, {size:,} resident, as a share of {peer}", share, GOAL_SHARE)
     goal(f"a chunk's life, {SIZES[1]:,} resident against {SIZES[0]:,}", large / small, GOAL_GROWTH)
-    for name, milliseconds in results["prefix_lookup_ms"].items():
-        goal(f"lookup_prefix of {PREFIX:,} chunks, {name}, ms", milliseconds, GOAL_PREFIX_MS)
+    for name, taken in results["prefix_lookup"].items():
+        goal(f"lookup_prefix of {PREFIX:,} chunks, {name}, the longest call, ms", taken["longest_ms"], GOAL_PREFIX_MS)
     for name, microseconds in results["idle_step_us"].items():
         goal(f"idle step, two tiers {name}, us", microseconds, GOAL_IDLE_US)
     return found
@@ -240,6 +280,15 @@ def report(results: dict[str, Any]) -> None:
     print(f"{'us a chunk':46}" + "".join(f"{phase:>9}" for phase in (*PHASES, "sum")))
     for name, figures in results["us_per_chunk"].items():
         print(f"{name:46}" + "".join(f"{figures.get(phase, 0.0):9.2f}" for phase in (*PHASES, "sum")))
+    print()
+    for name, taken in results["prefix_lookup"].items():
+        calls = f"{taken['calls']:.0f} calls, each in a step of its own" if taken["calls"] > 1 else "1 call"
+        print(
+            f"lookup_prefix of {PREFIX:,} chunks, {name}: {taken['sum_ms']:.2f} ms in {calls}, "
+            f"the longest {taken['longest_ms']:.2f} ms"
+        )
+        if taken["sum_ms"] > GOAL_PREFIX_MS:
+            print(f"    ALL CALLS TOGETHER TAKE MORE THAN {GOAL_PREFIX_MS:g} ms; the goal counts the longest one")
     print()
     for one in results["goals"]:
         print(f"{'met   ' if one['met'] else 'MISSED'} {one['name']}: {one['value']:.3g} (goal {one['goal']:.3g})")

@@ -6,7 +6,6 @@ import mmap
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -113,27 +112,11 @@ def be_other_loop(memory: int) -> dict[str, Any]:
     return loop.figures()
 
 
-if __name__ == "__main__":
-    print(json.dumps(be_other_loop(int(sys.argv[1]))))
-
-
-@contextlib.contextmanager
-def busy_thread() -> Iterator[None]:
-    """Run pure Python in a thread of this process, as an engine's scheduler does."""
-    stop = threading.Event()
-
-    def spin() -> None:
-        number = 0
-        while not stop.is_set():
-            number = (number * 31 + 7) % 1_000_003
-
-    thread = threading.Thread(target=spin)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
+def be_busy(seconds: float) -> None:
+    """Run pure Python for so long, as an engine's thread does between its questions to a tier."""
+    number, until = 0, time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        number = (number * 31 + 7) % 1_000_003
 
 
 @contextlib.contextmanager
@@ -147,3 +130,7 @@ def busy_process() -> Iterator[None]:
             yield
         finally:
             process.kill()
+
+
+if __name__ == "__main__":
+    print(json.dumps(be_other_loop(int(sys.argv[1]))))
