@@ -1,5 +1,9 @@
-"""Real stores for the tests: a Redis and Ceph's S3 gateway, which can hang, be killed and be started again."""
+"""Real stores for the tests: a directory, and a Redis and Ceph's S3 gateway, which can hang, be killed, start again.
 
+What each holds can be read and replaced beside its tier, by another client.
+"""
+
+import contextlib
 import importlib.util
 import shutil
 import signal
@@ -12,7 +16,37 @@ from typing import Any
 
 import redis
 
+from .ways import fs
+
 PATIENCE = 60.0
+ENDING = "00000000"
+"""Of the names of values; with those the KV of a model without windows is stored."""
+
+
+class Directory:
+    """A directory on this machine."""
+
+    kind = "fs"
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stores = 0
+
+    def tier(self, **options: Any) -> dict[str, Any]:
+        """Return the tier of a new, empty store in it."""
+        self._stores += 1
+        return fs(self._path / str(self._stores), **options)
+
+    def values(self, tier: dict[str, Any]) -> dict[str, bytes]:
+        """Return the values that a tier has, by name."""
+        files = [path for path in Path(tier["path"]).rglob(f"*{ENDING}") if path.is_file()]
+        return {str(path): path.read_bytes() for path in sorted(files)}
+
+    def put(self, tier: dict[str, Any], values: dict[str, bytes]) -> None:
+        """Replace values that a tier has."""
+        for path, value in values.items():
+            assert Path(path).is_relative_to(tier["path"])
+            Path(path).write_bytes(value)
 
 
 class Redis:
@@ -53,6 +87,17 @@ class Redis:
                 time.sleep(0.01)
             else:
                 return
+
+    def values(self, tier: dict[str, Any]) -> dict[str, bytes]:
+        """Return the values that a tier has, by name."""
+        with redis.Redis.from_url(tier["url"]) as client:
+            names = sorted(name.decode() for name in client.scan_iter(f"*{ENDING}"))
+            return {name: client.get(name) for name in names}
+
+    def put(self, tier: dict[str, Any], values: dict[str, bytes]) -> None:
+        """Replace values that a tier has."""
+        with redis.Redis.from_url(tier["url"]) as client:
+            client.mset(values)
 
     def reads(self) -> int:
         """Return how often a value has been read."""
@@ -104,6 +149,19 @@ class Gateway:
             "secret_key": self._servers.SECRET_KEY,
             "region": "us-east-1",
         } | options
+
+    def values(self, tier: dict[str, Any]) -> dict[str, bytes]:
+        """Return the values that a tier has, by name."""
+        with contextlib.closing(self._servers.client_of(self._ceph.endpoint)) as client:
+            names = [entry["Key"] for entry in client.list_objects_v2(Bucket=tier["bucket"]).get("Contents", ())]
+            names = [name for name in names if name.endswith(ENDING)]
+            return {name: client.get_object(Bucket=tier["bucket"], Key=name)["Body"].read() for name in names}
+
+    def put(self, tier: dict[str, Any], values: dict[str, bytes]) -> None:
+        """Replace values that a tier has."""
+        with contextlib.closing(self._servers.client_of(self._ceph.endpoint)) as client:
+            for name, value in values.items():
+                client.put_object(Bucket=tier["bucket"], Key=name, Body=value)
 
     def start(self) -> None:
         """Start it where it does not run, and wait until it answers."""
