@@ -57,6 +57,23 @@ def test_a_new_process_hits_what_another_one_has_stored(start, model, tmp_path, 
     second.shutdown()
 
 
+@pytest.mark.parametrize("version", ["0.28.0", "0.30.0"])
+def test_where_a_salt_is_hashed_without_a_tag_vllms_own_tiering_stores_and_finds_nothing_for_it(
+    start, model, tmp_path, version
+):
+    engine = start(model, tiers(fs(tmp_path / "store")), release=version, hash_seed="0")
+    tokens, cached = engine.generate(*PROMPTS, salt="mine")
+    assert cached == [0, 0]
+    engine.forget()
+    assert engine.generate(*PROMPTS, salt="mine") == (tokens, [0, 0])
+    engine.forget()
+    assert not list((tmp_path / "store").rglob("*00000000"))
+    assert engine.generate(*PROMPTS) == (tokens, [0, 0])
+    engine.forget()
+    assert engine.generate(*PROMPTS) == (tokens, WHOLE), "those without a salt are stored and found"
+    engine.shutdown()
+
+
 def test_where_block_hashes_are_random_nothing_is_shared_and_one_line_says_what_to_set(start, model, tmp_path):
     config = tiers(fs(tmp_path / "store"))
     engine = start(model, config, release="0.28.0")
