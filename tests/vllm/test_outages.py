@@ -1,11 +1,14 @@
 """A shared store that is down at the start, hangs or dies costs hits: right tokens come in time, and hits resume."""
 
+import os
+import signal
 import time
 
 import pytest
 
 from .conftest import PROMPTS, WHOLE
 from .engines import PATIENCE, wait_until
+from .ways import DEFAULT, tiers
 
 DEADLINE, GRACE, BUSY = 3.0, 1.0, 30.0
 BOUND = 2 * DEADLINE + GRACE + BUSY
@@ -14,6 +17,7 @@ BOUND = 2 * DEADLINE + GRACE + BUSY
 The machine may be busy with something else for ``BUSY`` of them.
 """
 WAITS = {"lookup_wait": f"{DEADLINE}s"}
+EXPIRED = "kvtiers_tier_wait_expired{redis}"
 BREAKER = {"delay": "200ms", "max_delay": "1s"}
 
 
@@ -82,3 +86,29 @@ def test_a_store_that_dies_in_the_middle_of_loads_costs_what_it_had_not_brought(
     redis.start()
     hits_resume(engine, right, redis.kind)
     engine.shutdown()
+
+
+@pytest.mark.parametrize("hung", ["store", "host"])
+def test_with_the_default_waits_no_request_waits_for_a_tier_that_hangs(start, model, right, way, redis, hung):
+    # Under vLLM's own tiering a helper that hangs cannot let go of vLLM's rows, and is waited for until it is killed.
+    is_killed = (way, hung) == (tiers, "host")
+    never = f"{2 * PATIENCE}s"
+    ends = {"deadline": "2s", "grace": "1s"} if is_killed else {"deadline": never}
+    engine = start(model, way(redis.tier(required=True, processes=1, timeout=never, **ends), waits=DEFAULT))
+    assert right(engine, *PROMPTS) == [0, 0]
+    engine.forget()
+    (host,) = engine.hosts()
+    try:
+        if hung == "store":
+            redis.hang()
+        else:
+            os.kill(host, signal.SIGSTOP)
+        expired = engine.metrics().get(EXPIRED, 0)
+        for what, more in (("an answer", {"salt": "new"}), ("loads of what the tier has", {})):
+            begun = time.monotonic()
+            assert right(engine, *PROMPTS, **more) == [0, 0]
+            assert time.monotonic() - begun < BUSY
+            before, expired = expired, engine.metrics().get(EXPIRED, 0)
+            assert expired > before, f"nobody has waited for {what}"
+    finally:
+        redis.resume()
