@@ -621,3 +621,71 @@ def test_a_drain_that_takes_all_its_time_is_none_that_hangs(kit, made, keys):
     assert tier.drain(0.2)
     tier.close()
     assert inner.closed == 1
+
+
+@pytest.mark.parametrize("call", ["on_new_request", "submit_store", "on_request_finished", "get_finished_jobs"])
+def test_a_tier_that_hangs_in_another_call_of_a_drain_is_left_behind_as_well(kit, made, keys, log_lines, call):
+    gate, opened, calls = threading.Event(), threading.Event(), []
+    inner = AsyncTier(kit.rows, kit.VALUE)
+
+    def named(name, real):
+        def hang(*arguments):
+            calls.append(name)
+            return gate.wait(kit.PATIENCE) if name == call else real(*arguments)
+
+        return hang
+
+    names = ["on_new_request", "submit_store", "on_request_finished", "drain", "get_finished_jobs"]
+    for name in [*names, "abandon_job", "close"]:
+        setattr(inner, name, named(name, getattr(inner, name)))
+    tier, _ = made(lambda: opened.wait(kit.PATIENCE) and inner)
+    mine = RequestContext("r")
+    tier.on_new_request(mine)
+    stores = [job(keys, context=mine), job(keys[:1], context=mine)]
+    for storing in stores:
+        tier.submit_store(storing)
+    tier.on_request_finished(mine)
+    opened.set()
+    assert tier.wait_open(kit.PATIENCE) == ""
+    tier._sealer.settle(kit.PATIENCE)
+    assert not tier.drain(0.5)
+    until_then = list(calls)
+    assert until_then[-1] == call
+    for storing in stores:
+        tier.abandon_job(storing.job_id)
+    assert tier.get_finished_jobs() == []
+    gate.set()
+    tier.close()
+    kit.wait_until(lambda: not any(thread.name == "kvtiers-t-drain" for thread in threading.enumerate()), "its end")
+    assert calls == until_then, "not even once it has returned"
+    assert f"t: its {call}() does not return within the shutdown's 0.5s" in log_lines("does not return")
+    assert log_lines("dropped") == "t: shutdown within 0.5s dropped 2 jobs with 5 chunks"
+
+
+def test_what_was_brought_before_a_tier_hangs_in_a_drain_is_neither_lost_nor_counted(kit, made, keys, log_lines):
+    tier, inner = made()
+    store(kit, tier, inner, keys)
+    loading = job(keys, promotion=True)
+    tier.submit_load(loading)
+    inner.move()
+    tier.get_finished_jobs()
+    gate = threading.Event()
+    inner.submit_store = lambda _job: gate.wait(kit.PATIENCE)
+    tier.submit_store(job(keys[:1]))
+    tier._sealer.settle(kit.PATIENCE)
+    assert not tier.drain(0.1)
+    (result,) = tier.get_finished_jobs()
+    assert (result.job_id, result.success) == (loading.job_id, True)
+    assert log_lines("dropped") == "t: shutdown within 0.1s dropped 1 jobs with 1 chunks"
+    gate.set()
+
+
+def test_results_that_raise_in_a_drain_say_what_was_dropped_all_the_same(kit, made, keys, log_lines):
+    tier, inner = made()
+    tier.submit_store(job(keys))
+    inner.get_finished_jobs = lambda: 1 / 0
+    assert not tier.drain(kit.PATIENCE)
+    assert "t: its get_finished_jobs() failed: ZeroDivisionError" in log_lines("division")
+    assert "dropped 1 jobs with 4 chunks" in log_lines("dropped")
+    tier.close()
+    assert inner.closed == 1

@@ -7,13 +7,12 @@ core's own (``sealer.py``):
 engine's thread          ``submit_store`` queues the job; a later step hands the sealed job to the tier
 sealing thread           opens the tier; seals rows of stores; checks rows of loads; closes the tier
 engine's thread          a load's result is held back until its rows are checked; damaged ones are left out of it
-a thread for it          at the shutdown, the tier drains; one that does not return is left behind
+a thread for it          at the shutdown, all that the tier is asked; one that does not return is left behind
 =======================  =========================================================================================
 """
 
 import dataclasses
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -28,6 +27,7 @@ from kvtiers.api import (
 )
 from kvtiers.rows.names import StorageNames
 from kvtiers.secondary.health import Breaker, BreakerState
+from kvtiers.secondary.last_calls import LastCalls
 from kvtiers.secondary.protocol import error_text
 from kvtiers.secondary.sealer import SealedJob, Sealer
 from kvtiers.secondary.store_jobs import not_done
@@ -37,7 +37,7 @@ from kvtiers.secondary.views import ValueViews
 __all__ = ["SealedTier"]
 
 _CLOSE_SECONDS = 5.0
-_LATE_SECONDS = 0.5  # by which a tier's drain() may take longer than it was given
+_LATE_SECONDS = 0.5  # by which a tier's last calls may take longer than its drain() was given
 _NO_KEYS = (b"",)  # of no job
 
 
@@ -89,22 +89,7 @@ class SealedTier(SecondaryTierManager):
 
     def get_finished_jobs(self) -> Sequence[JobResult]:
         """Return the results that need no check, or have had theirs."""
-        results = self._sealer.results
-        finished = [results.popleft() for _ in range(len(results))]
-        tier = self._opened()
-        if tier is not None:
-            self._hand_over(tier)
-            try:
-                for result in tier.get_finished_jobs():
-                    finished += self._reported(result)
-            except Exception:
-                if not finished:  # else what has come goes first, or it were lost; a broken tier raises again
-                    raise
-        for result in finished:
-            known = self._job_of(result)
-            if known is not None:
-                self._judge(known, ok=result.success or result.successful_keys is not None)
-        return finished
+        return self._finished(self._opened())
 
     def get_started_jobs(self) -> Sequence[int] | None:
         """Return the jobs that the tier has begun, where it says so."""
@@ -131,8 +116,8 @@ class SealedTier(SecondaryTierManager):
         known.abandoned = True
         if job_id != self._probing_with:
             self._breaker.record(ok=False)
-        if known.handed_over:
-            self._tier.abandon_job(job_id)
+        if known.handed_over and self._in_use is not None:  # None: it hung in its drain
+            self._in_use.abandon_job(job_id)
 
     def on_new_request(self, context: TierRequest) -> bool:
         """Pass on; a tier that is not open yet hears of the request when it is, if that is not over by then."""
@@ -164,13 +149,8 @@ class SealedTier(SecondaryTierManager):
         until = time.monotonic() + timeout
         owed = {job_id: known.job for job_id, known in self._jobs.items()}
         self._sealer.settle(timeout)
-        tier = self._opened()
-        if tier is not None:
-            self._hand_over(tier)
-            self._drain(tier, max(0.0, until - time.monotonic()))
-        results = list(self.get_finished_jobs())
-        self._sealer.settle(max(0.0, until - time.monotonic()))
-        results += self.get_finished_jobs()
+        tier = self._sealer.tier
+        results = self._finished(None) if tier is None else self._last_results(tier, timeout, until)
         self._sealer.results.extend(results)  # they are still to be reported
         jobs, chunks = not_done(owed, results)
         if jobs:
@@ -245,23 +225,48 @@ class SealedTier(SecondaryTierManager):
                 self._sealer.results.append(JobResult(sealed.job.job_id, success=False))
             self._requests.store_is_over(context, tier)
 
-    def _drain(self, tier: SecondaryTierManager, timeout: float) -> None:
-        """Let the tier drain, on a thread of its own: a tier is somebody else's code, and may never return."""
-
-        def drain() -> None:
+    def _finished(self, tier: SecondaryTierManager | None) -> list[JobResult]:
+        results = self._sealer.results
+        finished = [results.popleft() for _ in range(len(results))]
+        if tier is not None:
+            self._hand_over(tier)
             try:
-                tier.drain(timeout)
-            except Exception as error:  # noqa: BLE001 -- as above; what it dropped is still said
-                self._sealer.log(logging.WARNING, f"{self._name}: its drain() failed: {error_text(error)}")
+                for result in tier.get_finished_jobs():
+                    finished += self._reported(result)
+            except Exception:
+                if not finished:  # else what has come goes first, or it were lost; a broken tier raises again
+                    raise
+        for result in finished:
+            known = self._job_of(result)
+            if known is not None:
+                self._judge(known, ok=result.success or result.successful_keys is not None)
+        return finished
 
-        thread = threading.Thread(target=drain, name=f"kvtiers-{self._name}-drain", daemon=True)
-        thread.start()
-        thread.join(timeout + _LATE_SECONDS)
-        if thread.is_alive():
+    def _last_results(self, tier: SecondaryTierManager, timeout: float, until: float) -> list[JobResult]:
+        """Hand over what waits, let the tier drain, and return what it reports, checked."""
+        calls = LastCalls(tier, max(0.0, until - time.monotonic()) + _LATE_SECONDS, self._name)
+        results: list[JobResult] = []
+        if self._in_use is None:
+            self._in_use = tier
+            self._requests.tell_all(calls)
+        self._hand_over(calls)
+        self._try("drain", lambda: calls.drain(max(0.0, until - time.monotonic())))
+        self._try("get_finished_jobs", lambda: results.extend(self._finished(calls)))
+        self._sealer.settle(max(0.0, until - time.monotonic()))
+        self._try("get_finished_jobs", lambda: results.extend(self._finished(calls)))
+        calls.end()
+        if calls.hangs_in:
             self._in_use = None
             self._sealer.leave_tier()
-            text = f"{self._name}: its drain({timeout:.3g}) does not return; the tier is left as it is, and not closed"
-            self._sealer.log(logging.WARNING, text)
+            text = f"its {calls.hangs_in}() does not return within the shutdown's {timeout:.3g}s"
+            self._sealer.log(logging.WARNING, f"{self._name}: {text}; the tier is left as it is, and not closed")
+        return results
+
+    def _try(self, name: str, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 -- a tier is somebody else's code; what it dropped is still said
+            self._sealer.log(logging.WARNING, f"{self._name}: its {name}() failed: {error_text(error)}")
 
     def _reported(self, result: JobResult) -> list[JobResult]:
         """Return what may be passed on of the tier's own result; what it has loaded is checked first."""
