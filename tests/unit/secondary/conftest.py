@@ -8,11 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 from tests import stores
+from tests.unit.secondary.async_tier import AsyncTier
 
-from kvtiers.api import ChunkStore, StoreFull, make_offload_key
+from kvtiers.api import ChunkStore, StoreFull, TierConfig, make_offload_key
 from kvtiers.rows.names import StorageNames
 from kvtiers.secondary.mover import MoverOptions, ValueMover, ValueRun
 from kvtiers.secondary.protocol import Status
+from kvtiers.secondary.sealing import SealedTier
 from kvtiers.secondary.transfer_pool import TransferPool
 from kvtiers.secondary.views import ValueViews
 
@@ -271,6 +273,36 @@ def kit():
         if isinstance(store, GatedStore):
             store.gate.set()
         made.close(PATIENCE)
+
+
+@pytest.fixture
+def clock(kit):
+    return kit.Clock()
+
+
+@pytest.fixture
+def keys(kit):
+    return [kit.key(number) for number in range(4)]
+
+
+@pytest.fixture
+def sealed(kit, clock):
+    """Make a tier of the third rung under protection; all are closed at the end."""
+    tiers = []
+
+    def make(opener=None, **options):
+        inner = AsyncTier(kit.rows, kit.VALUE)
+        config = TierConfig.model_validate({"type": "t", "breaker": {"failures": 2, "delay": "10ms"}, **options})
+        sizes = [(kit.PAYLOAD, kit.VALUE)]
+        tier = SealedTier(config, opener or (lambda: inner), kit.rows.views, kit.NAMES, sizes, clock)
+        tiers.append(tier)
+        if opener is None:
+            assert tier.wait_open(kit.PATIENCE) == ""
+        return tier, inner
+
+    yield make
+    for tier in tiers:
+        tier.close()
 
 
 @pytest.fixture(params=["DictStore", "BatchStore"])

@@ -69,11 +69,6 @@ class HandBackend:
 
 
 @pytest.fixture
-def clock(kit):
-    return kit.Clock()
-
-
-@pytest.fixture
 def backend():
     return HandBackend()
 

@@ -1,14 +1,7 @@
-import pytest
-
 from kvtiers.api import BreakerConfig
 from kvtiers.secondary.health import Breaker, BreakerState
 
 CLOSED, OPEN, PROBING = BreakerState.CLOSED, BreakerState.OPEN, BreakerState.PROBING
-
-
-@pytest.fixture
-def clock(kit):
-    return kit.Clock()
 
 
 def breaker(clock, **options):

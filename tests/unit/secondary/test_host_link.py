@@ -88,11 +88,6 @@ def ends(kit, monkeypatch):
     assert all(process.returncode is not None for process in processes)
 
 
-@pytest.fixture
-def keys(kit):
-    return [kit.key(number) for number in range(4)]
-
-
 def load(job_id, keys):
     return StoreJob(job_id, True, keys, list(range(len(keys))))
 

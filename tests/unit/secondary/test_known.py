@@ -5,11 +5,6 @@ from kvtiers.secondary.known import KnownNames
 
 
 @pytest.fixture
-def clock(kit):
-    return kit.Clock()
-
-
-@pytest.fixture
 def names(clock):
     return KnownNames(60.0, clock)
 

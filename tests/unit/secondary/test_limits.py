@@ -6,11 +6,6 @@ from kvtiers.secondary.limits import RateLimiter
 NEVER = float("inf")
 
 
-@pytest.fixture
-def clock(kit):
-    return kit.Clock()
-
-
 def limiter(clock, **limits):
     return RateLimiter(RateLimit.model_validate(limits), clock, clock)
 

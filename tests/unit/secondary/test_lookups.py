@@ -24,11 +24,6 @@ class Asked:
 
 
 @pytest.fixture
-def clock(kit):
-    return kit.Clock()
-
-
-@pytest.fixture
 def asked():
     return Asked()
 

@@ -16,11 +16,6 @@ CUTS = {
 
 
 @pytest.fixture
-def keys(kit):
-    return [kit.key(number) for number in range(4)]
-
-
-@pytest.fixture
 def pieces(kit):
     """A store in whose way of cutting a test may have its say, and which never puts a value into a row."""
 

@@ -20,11 +20,6 @@ class Flaky:
         return "answer"
 
 
-@pytest.fixture
-def clock(kit):
-    return kit.Clock()
-
-
 def attempts(clock, retries=3, transient=(ConnectionError, TimeoutError), **limits):
     limiter = RateLimiter(RateLimit.model_validate(limits), clock, clock)
     return Attempts(transient, retries, limiter, clock, clock)
