@@ -10,7 +10,7 @@ Besides: a look-up of a long prefix, an idle step, and the same life with real t
 in two host processes.
 
 A look-up of a long prefix is all calls of ``lookup_prefix`` that one request makes until its answer is not
-``unresolved``: one call reserves 1,024 chunks at most, so a prefix that the tiers have is walked in several steps. Its
+``unresolved``: one call reserves 256 chunks at most, so a prefix that the tiers have is walked in several steps. Its
 loads are under way meanwhile, as those of a real tier are for a few steps. The engine's thread waits for one call at a
 time, so the goal is about the longest of them; beside it stand the sum of all calls, without the steps between, and how
 many there are.
@@ -46,7 +46,8 @@ PREFIX = 8192
 STRETCH = 64  # chunks in a row that are at the same place, in the mixed prefix
 VALUE_BYTES = 4096
 LAYOUT = CacheLayout(ModelIdentity("benchmark", weights="w"), (KVGroup("g", 16),), (KVTensor("t", 0, 4000),))
-PATIENT = TieringOptions(load_wait=60.0)  # a machine that is busy ends no look-up
+PATIENT = TieringOptions(lookup_wait=60.0)  # a machine that is busy ends no look-up; load_wait: auto
+SECONDS_PER_TOKEN = 0.001  # of an engine that every tier is faster than
 # vLLM 0.33 on a machine like this one, by the same phases: the lower ends of what was measured with 20,000 chunks.
 QUOTED_VLLM = {"miss": 8.0, "store": 8.0, "touch": 0.2, "hit": 1.3, "load": 1.2, "end": 1.5}
 # Growth: keys among 100,000 lie in memory and no longer in the caches, so the same work takes a little longer there;
@@ -210,7 +211,7 @@ def lookup_seconds(
         hits = manager.lookup_prefix(keys, ctx)
         seconds.append(time.thread_time() - begin)
         unresolved = hits.unresolved
-        manager.on_schedule_end()
+        manager.on_schedule_end(prefill_tokens=1, prefill_seconds=SECONDS_PER_TOKEN)
     assert hits.chunks == expected, hits
     for tier in tiers:
         tier.hold = False

@@ -38,11 +38,43 @@ def test_a_new_chunk_is_not_evictable_before_it_is_marked(policy):
     assert policy.evict(1) == names("a")
 
 
+def test_what_a_request_uses_is_not_among_what_it_does_not_use(policy):
+    store(policy, "abcd", "old")
+    store(policy, "efgh", "r")
+    policy.access(names("bc"), "r")
+    unused = policy.evict_unused(8, "r")
+    assert set(unused) <= set(names("ad"))
+    assert policy.evict_unused(1, "nobody") == []
+    assert sorted(unused + policy.evict(8 - len(unused))) == names("abcdefgh")
+
+
 def test_the_tail_of_a_prefix_goes_before_its_head(policy):
     store(policy, "abcdef", "r")
     policy.request_finished("r")
     assert text_of(policy.coldest()) == "fedcba"
     assert text_of(policy.evict(4)) == "fedc"
+
+
+def test_what_others_use_leaves_for_a_request_up_to_its_own_bucket():
+    lru = LRUPolicy()
+    store(lru, "abcd", "old")
+    store(lru, "efgh", "r")
+    lru.access(names("bc"), "r")
+    store(lru, "ij", "new")
+    assert text_of(lru.evict_unused(1, "r")) == "d"
+    assert text_of(lru.evict_unused(5, "r")) == "a"
+    assert lru.evict_unused(5, "r") == []
+    assert text_of(lru.coldest()) == "cbhgfeji"
+
+
+def test_what_a_request_uses_is_spared_also_where_an_older_one_has_brought_it_back():
+    lru = LRUPolicy()
+    store(lru, "a", "old")
+    store(lru, "xy", "r")
+    lru.remove(names("x"))
+    store(lru, "xb", "old")
+    assert text_of(lru.evict_unused(5, "r")) == ""
+    assert text_of(lru.coldest()) == "bxay"
 
 
 def test_a_prefix_stored_in_pieces_is_one_prefix(policy):

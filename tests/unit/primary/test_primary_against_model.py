@@ -66,6 +66,7 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
         self.clean = set()
         self.announced = set()
         self.told = set()
+        self.named = {}  # what each running request has named in a lease
 
     # The model
 
@@ -118,6 +119,10 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
         self.announced.update(readable)
         return readable
 
+    def name(self, keys, request_id):
+        if request_id:
+            self.named.setdefault(request_id, set()).update(keys)
+
     # Writers
 
     @rule(target=leases, keys=some_keys, request_id=requests)
@@ -130,6 +135,7 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
             assert allocation is None
             return multiple()
         taken = self.take_rows(allocation, keys, missing, may_leave)
+        self.name(keys, request_id)
         return Lease("store", allocation.rows, missing, taken)
 
     @rule(
@@ -138,18 +144,23 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
         request_id=requests,
         reserve=st.integers(0, 5),
         most=st.one_of(st.none(), st.integers(0, 4)),
+        again=st.integers(0, 5),
     )
-    def prepare_write(self, keys, request_id, reserve, most):
+    def prepare_write(self, keys, request_id, reserve, most, again):
+        known = [key for key in KEYS if key in self.named.get(request_id, ()) and self.row_of(key) is not None][:again]
+        used, keys = len(known), known + keys
         missing = [key for key in dict.fromkeys(keys) if self.row_of(key) is None]
         may_leave = self.evictable()
         free = self.num_rows - len(self.rows)
         room = min(free + len(may_leave) - reserve, free + len(may_leave - set(keys)))
         room = room if most is None else min(room, most)
-        allocation = self.tier.prepare_write(keys, request_id, reserve_rows=reserve, max_rows=most)
+        allocation = self.tier.prepare_write(keys, request_id, reserve_rows=reserve, max_rows=most, used=used)
         if missing and room <= 0:
             assert allocation is None
             return multiple()
-        taken = self.take_rows(allocation, keys, missing[: max(room, 0)], may_leave)
+        wanted = missing[: max(room, 0)]
+        taken = self.take_rows(allocation, keys, wanted, may_leave)
+        self.name(keys[: keys.index(missing[len(wanted)])] if len(wanted) < len(missing) else keys, request_id)
         return Lease("promotion", allocation.rows, allocation.keys, taken)
 
     @rule(lease=leases, part=st.integers(0, 7))
@@ -201,6 +212,7 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
         lease = self.reading(keys)
         assert rows == lease.rows
         if not cascade:
+            self.name(keys, request_id)
             for key in keys:
                 self.protected.pop(key, None)
         return lease
@@ -214,6 +226,7 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
     @rule(request_id=requests)
     def finish(self, request_id):
         self.tier.on_request_finished(request_id)
+        self.named.pop(request_id, None)
 
     @rule(seconds=st.sampled_from([1.0, 3.0, SECONDS]))
     def time_passes(self, seconds):
@@ -247,6 +260,7 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
         self.protected.clear()
         self.clean.clear()
         self.announced.clear()
+        self.named.clear()
         assert self.tier.take_events() == []
         self.told = set()
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvtiers.primary.chunks import CPUPrimaryTier
 from kvtiers.tiering.jobs import TieringOptions
 
 from .bench import HIT, MISS, PENDING, RETRY, Bench, chain
@@ -103,8 +104,8 @@ def test_each_tier_is_asked_about_the_whole_rest_first():
 
 
 def test_a_prefix_that_two_tiers_share_chunk_by_chunk_costs_little_more_than_its_length():
-    keys = chain("mixed", 600)
-    bench = Bench(rows=1024, tiers={"a": {}, "b": {}}, options=WIDE)
+    keys = chain("mixed", 240)
+    bench = Bench(rows=512, tiers={"a": {}, "b": {}}, options=WIDE)
     bench.tier["a"].put(keys[::2])
     bench.tier["b"].put(keys[1::2])
     asked = []
@@ -112,8 +113,8 @@ def test_a_prefix_that_two_tiers_share_chunk_by_chunk_costs_little_more_than_its
         tier.lookup_many = lambda questions, context, tier=tier: [
             asked.append(1) or (HIT if found else MISS) for found in tier.has(questions)
         ]
-    assert bench.lookup(keys, bench.request()) == (0, 600, False)
-    assert len(asked) < 600 * 2 * 64
+    assert bench.lookup(keys, bench.request()) == (0, 240, False)
+    assert len(asked) < 240 * 2 * 64
 
 
 def test_a_request_loads_only_from_tiers_that_it_may_use_but_always_from_the_primary():
@@ -164,15 +165,72 @@ def test_one_lookup_finds_what_the_prefix_lookup_finds():
 
 
 def test_a_long_prefix_is_reserved_over_several_steps_so_that_none_of_them_is_long():
-    keys = chain("long", 2500)
-    bench = Bench(rows=4096, options=TieringOptions(lookup_wait=0.0, load_wait=10.0, one_tier=0.8, all_tiers=0.8))
+    keys = chain("long", 600)
+    bench = Bench(rows=1024, options=TieringOptions(lookup_wait=0.0, load_wait=10.0, one_tier=0.8, all_tiers=0.8))
     bench.tier["a"].put(keys)
     ctx = bench.request()
     found = []
     for _ in range(4):
         found.append(bench.lookup(keys, ctx))
         bench.step(1.0)
-    assert found == [(0, 1024, True), (1024, 1024, True), (2048, 452, False), (2500, 0, False)]
+    assert found == [(0, 256, True), (256, 256, True), (512, 88, False), (600, 0, False)]
+
+
+@pytest.fixture
+def walked(monkeypatch):
+    """How long the run was that rows were reserved for, and how much of it was not looked at again, by call."""
+    calls = []
+    prepare_write = CPUPrimaryTier.prepare_write
+
+    def spy(primary, keys, request_id, *, used, **options):
+        calls.append((len(keys), used))
+        return prepare_write(primary, keys, request_id, used=used, **options)
+
+    monkeypatch.setattr(CPUPrimaryTier, "prepare_write", spy)
+    return calls
+
+
+def long_prefix(bench):
+    """A prefix in turns of 16 chunks in the primary and in a tier; what else fills the primary is older."""
+    keys = chain("long", 1280)
+    here = [key for place, key in enumerate(keys) if place % 32 < 16]
+    bench.store(chain("other", bench.primary.free_rows - len(here)))
+    bench.store(here)
+    for tier in bench.tier.values():
+        tier.values.clear()
+    bench.tier["a"].put([key for key in keys if key not in set(here)])
+    return keys
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_what_a_request_has_walked_is_not_walked_again_to_reserve_rows_and_does_not_make_room(walked, policy):
+    bench = Bench(rows=2000, options=WIDE, policy=policy)
+    keys = long_prefix(bench)
+    ctx = bench.request()
+    while bench.lookup(keys, ctx)[2]:
+        bench.step()
+    assert walked == [(528, 0), (1040, 528), (1280, 1040)]
+    bench.step()
+    assert bench.lookup(keys, ctx) == (1280, 0, False)
+
+
+def test_after_a_loss_or_a_reset_a_run_is_walked_from_where_it_is_not_there_any_more(walked):
+    bench = Bench(rows=2000, options=WIDE, tiers={"a": {}, "b": {}})
+    keys = long_prefix(bench)
+    ctx = bench.request()
+    tier = bench.tier["a"]
+    tier.hold = True
+    bench.lookup(keys, ctx)
+    bench.step()
+    (job,) = tier.held
+    tier.end(job, landed=())
+    tier.hold = False
+    bench.tier["b"].put(keys)
+    bench.lookup(keys, ctx)
+    bench.manager.reset_cache()
+    bench.store(keys[:600])
+    bench.lookup(keys, ctx)
+    assert walked == [(528, 0), (528, 16), (856, 0)]
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])

@@ -241,15 +241,22 @@ class CPUPrimaryTier:
         self._chunks.unpin(rows)
 
     def prepare_write(
-        self, keys: Sequence[OffloadKey], request_id: str, *, reserve_rows: int, max_rows: int | None = None
+        self,
+        keys: Sequence[OffloadKey],
+        request_id: str,
+        *,
+        reserve_rows: int,
+        max_rows: int | None = None,
+        used: int = 0,
     ) -> Allocation | None:
         """Lease rows for promotions of those of these keys that are not here, as many of the first ones as possible.
 
         At most ``max_rows``, and so that ``reserve_rows`` rows stay free or evictable; None, and no change, if that
         leaves none. Keys that are here are treated as in ``prepare_store``: give the whole run that was found, so
-        that its ready chunks do not leave for its others.
+        that its ready chunks do not leave for its others. The first ``used`` of them are here, and were given for this
+        request before: they cost no time again.
         """
-        return self._allocate(keys, request_id, len(keys) if max_rows is None else max_rows, reserve_rows)
+        return self._allocate(keys, request_id, len(keys) if max_rows is None else max_rows, reserve_rows, used)
 
     def complete_write(
         self, rows: Sequence[int], success: bool, landed: Collection[OffloadKey] | None = None
@@ -307,9 +314,9 @@ class CPUPrimaryTier:
         return events
 
     def _allocate(
-        self, keys: Sequence[OffloadKey], request_id: str, limit: int | None, reserve: int
+        self, keys: Sequence[OffloadKey], request_id: str, limit: int | None, reserve: int, used: int = 0
     ) -> Allocation | None:
-        allocation = self._chunks.allocate(keys, request_id, limit, reserve, self._clock)
+        allocation = self._chunks.allocate(keys, request_id, limit, reserve, self._clock, used)
         if allocation is not None:
             self._note(allocation.evicted, removed=True)
         return allocation

@@ -35,14 +35,23 @@ class Residents:
         self.evictable = 0
 
     def allocate(
-        self, keys: Sequence[OffloadKey], request_id: str, limit: int | None, reserve: int, clock: Callable[[], float]
+        self,
+        keys: Sequence[OffloadKey],
+        request_id: str,
+        limit: int | None,
+        reserve: int,
+        clock: Callable[[], float],
+        used: int = 0,
     ) -> Allocation | None:
         """Lease rows for those of these keys that are not here; None, and no change, if that is not possible.
 
         Without a limit all of them, or None. With a limit as many of the first ones as it allows and as leave
-        ``reserve`` rows free or evictable, or None if that is none.
+        ``reserve`` rows free or evictable, or None if that is none. ``used``: how many of the first keys are here, and
+        the policy was told that the request uses them.
         """
-        offered = keys if len(set(keys)) == len(keys) else list(dict.fromkeys(keys))
+        offered = keys[used:] if used else keys
+        if len(set(offered)) < len(offered):
+            offered = list(dict.fromkeys(offered))
         row_of = self.row_of
         present = [] if row_of.keys().isdisjoint(offered) else [key for key in offered if key in row_of]
         missing = [key for key in offered if key not in row_of] if present else list(offered)
@@ -51,21 +60,13 @@ class Residents:
             return Allocation([], [], [])
         self.policy.on_store_miss(missing, request_id)
         wanted = len(missing) if limit is None else min(limit, len(missing))
-        kept: list[OffloadKey] = []
-        free = self.rows.free
-        if wanted > free - reserve:
+        evicted: list[OffloadKey] = []
+        if wanted > self.rows.free - reserve:
             if self.unread.keys:
                 self.unlock_idle(self.unread.expire(clock()))
-            if present:
-                kept = self._unprotected(self.rows.idle_keys([row_of[key] for key in present]))
-            room = free + self.evictable - max(reserve, len(kept))
-            if room < wanted and limit is None:
-                return None
-            wanted = min(wanted, room)
+            least = wanted if limit is None else 1
+            wanted, evicted = self._make_room(wanted, least, reserve, present, keys[:used], request_id)
         if wanted <= 0:
-            return None
-        evicted = self._evict(wanted - free, kept) if wanted > free else []
-        if evicted is None:
             return None
         if wanted < len(missing):
             offered = offered[: offered.index(missing[wanted])]
@@ -124,19 +125,57 @@ class Residents:
         self.rows.forget_all()
         self.evictable = 0
 
-    def _evict(self, count: int, kept: Sequence[OffloadKey]) -> list[OffloadKey] | None:
-        """Evict this many chunks, but none of ``kept``; None, and no change, if the policy refuses."""
+    def _make_room(
+        self,
+        wanted: int,
+        least: int,
+        reserve: int,
+        present: Sequence[OffloadKey],
+        used: Sequence[OffloadKey],
+        request_id: str,
+    ) -> tuple[int, list[OffloadKey]]:
+        """Evict what it takes to have ``wanted`` rows, or fewer, and ``reserve`` left.
+
+        Return how many rows there are, and what was evicted: 0, and nothing, if there cannot be ``least``. None of
+        ``present`` and ``used`` leaves; the latter are chunks that the policy knows this request to use.
+        """
+        free, kept = self.rows.free, self._evictable_of(present)
+        room = free + self.evictable - max(reserve, len(kept) + len(used))
+        if room < wanted and used:  # only now is it worth the time to see which of these could leave
+            kept = self._evictable_of([*present, *used])
+            used = ()
+            room = free + self.evictable - max(reserve, len(kept))
+        wanted = min(wanted, room)
+        if wanted < least:
+            return 0, []
+        if wanted <= free:
+            return wanted, []
+        count = wanted - free
+        evicted = self._evict(count, kept, request_id) if used else []
+        if len(evicted) < count:
+            evicted += self._evict(count - len(evicted), self._evictable_of([*present, *used]) if used else kept)
+        return (free + len(evicted) if evicted else 0), evicted
+
+    def _evict(self, count: int, kept: Sequence[OffloadKey], unused_by: str | None = None) -> list[OffloadKey]:
+        """Evict this many chunks, but none of ``kept``, which are evictable; none if the policy refuses.
+
+        ``unused_by``: fewer where the policy cannot say at once that this request does not use them.
+        """
         self._lock(kept)
-        victims = self.policy.evict(count)
+        if unused_by is None:
+            victims = self.policy.evict(count) or []
+            assert len(victims) in {0, count}, "the policy evicted another number than it was asked for"
+        else:
+            victims = self.policy.evict_unused(count, unused_by)
         self.unlock(kept)
-        if victims is None:
-            return None
-        assert len(victims) == count, "the policy evicted another number than it was asked for"
         self.rows.evict(list(map(self.row_of.pop, victims)))
         if self.clean:
             self.clean.difference_update(victims)
-        self.evictable -= count
+        self.evictable -= len(victims)
         return victims
+
+    def _evictable_of(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        return self._unprotected(self.rows.idle_keys([self.row_of[key] for key in dict.fromkeys(keys)]))
 
     def _lock(self, keys: Sequence[OffloadKey]) -> None:
         if keys:

@@ -24,7 +24,7 @@ __all__ = ["Lookups"]
 
 _MISS, _PENDING = LookupResult.MISS, LookupResult.HIT_PENDING
 _SMALLEST_QUESTION = 64  # chunks, once a tier was asked about the whole rest
-_MOST_RESERVED = 1024  # chunks a call: a long prefix is reserved over several steps, so that none of them is long
+_MOST_RESERVED = 256  # chunks a call: a long prefix is reserved over several steps, so that none of them is long
 
 
 class _Run(NamedTuple):
@@ -124,26 +124,32 @@ class Lookups:
         run = _Run(length)
         if length < len(keys) and state.slots and not state.load_over:
             run = self._follow(keys, length, state, tokens)
-        waiting: list[OffloadKey] = []
-        if pending or run.length > length:
+        if run.length > length:
+            pending += self._primary.resident_run(keys[length : run.length])[1]
             length = run.length
-            waiting = self._pending_in(keys[:length])
-        if waiting:
-            state.window_waits.update(waiting if window else ())
-            waits_for = max(len(waiting), len(state.window_waits)) * tokens
-            if self._waits.load_over(state, waits_for, self._origins.bringing(waiting)):
-                self._metrics.wait_expired += len(waiting)
+        if pending:
+            here = keys[:length]
+            state.window_waits.update(here if window else ())
+            waits_for = max(pending, len(state.window_waits)) * tokens
+            if self._waits.load_over(state, waits_for, lambda: self._unmeasured(here)):
+                waiting = self._pending_in(here)
+                self._metrics.wait_expired += pending
                 self._origins.expired(waiting)
                 state.given_up.update(waiting)
                 return PrefixHits(keys.index(waiting[0]), 0, unresolved=False)
-            self._promotions.met(waiting, state)
+            self._promotions.met(here, state)
         if run.silent and self._waits.lookup_over(state):
             self._metrics.wait_expired += 1
             for slot in run.silent:
                 slot.metrics.wait_expired += 1
             state.given_up.add(keys[length])
             run = _Run(length)
-        return PrefixHits(length - len(waiting), len(waiting), bool(run.silent) or run.capped)
+        return PrefixHits(length - pending, pending, bool(run.silent) or run.capped)
+
+    def _unmeasured(self, run: Sequence[OffloadKey]) -> bool:
+        """Say whether a pending chunk of the run comes from a tier whose speed is not known yet."""
+        keys = self._origins.from_unmeasured(run)
+        return any(self._primary.lookup(key) is _PENDING for key in keys)
 
     def _pending_in(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         found = self._primary.find(keys)

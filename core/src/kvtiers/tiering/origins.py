@@ -3,7 +3,7 @@
 The latter is exact while there is little of it; of more every 16th chunk stands for 16.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from kvtiers.api import OffloadKey
@@ -35,10 +35,12 @@ class Origins:
             for key in keys:
                 self._tier_of.pop(key, None)
 
-    def bringing(self, keys: Iterable[OffloadKey]) -> set[TierSlot]:
-        """Return the tiers that bring these pending chunks; those that the engine writes have none."""
-        tier_of = self._tier_of
-        return {tier_of[key] for key in keys if key in tier_of}
+    def from_unmeasured(self, keys: Iterable[OffloadKey]) -> Iterator[OffloadKey]:
+        """Yield those of these chunks whose tier has never brought one yet, and is about it."""
+        slots = [slot for slot in self._slots if slot.seconds_per_chunk is None and slot.metrics.loading_chunks]
+        if slots:
+            tier_of = self._tier_of
+            yield from (key for key in keys if tier_of.get(key) in slots)
 
     def expired(self, keys: Iterable[OffloadKey]) -> None:
         """A request waits no longer for these pending chunks: count each for the tier that brings it."""

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvtiers.api import OffloadKey
-from kvtiers.primary.chunks import CPUPrimaryTier
+from kvtiers.api import OffloadKey, group_of
+from kvtiers.primary.chunks import Allocation, CPUPrimaryTier
 from kvtiers.tiering.jobs import JobTable, TieringOptions
 from kvtiers.tiering.origins import Origins
 from kvtiers.tiering.requests import RequestState
@@ -56,6 +56,8 @@ class Promotions:
         self._batches: dict[tuple[int, str], _Batch] = {}
         self._reserved: dict[OffloadKey, RequestState] = {}
         self._shared: dict[OffloadKey, RequestState] = {}
+        self._walks: dict[RequestState, dict[int, tuple[int, OffloadKey]]] = {}
+        """How long the run was that a request last reserved rows for, and its last key, by group."""
         self._on_allocated = on_allocated
 
     def __bool__(self) -> bool:
@@ -70,15 +72,33 @@ class Promotions:
         """
         wanted = sum([len(share.places) for share in found])
         clean_before = self._primary.clean_rows
+        first = found[0].places[0]
         got = self._primary.prepare_write(
-            run, state.context.request_id, reserve_rows=self._reserve_rows, max_rows=wanted
+            run,
+            state.context.request_id,
+            reserve_rows=self._reserve_rows,
+            max_rows=wanted,
+            used=min(first, self._walked(run, state)),
         )
         if got is None:
             found[0].slot.metrics.dropped_promotions += wanted
-            return found[0].places[0]
+            return first
         self._origins.forget(got.evicted)
         self._on_allocated(len(got.keys), got.evicted, clean_before)
         self._reserved.update(dict.fromkeys(got.keys, state))
+        reached = self._share_out(got, found, state, tokens_per_chunk) or len(run)
+        self._walks.setdefault(state, {})[group_of(run[0])] = reached, run[reached - 1]
+        return reached
+
+    def _walked(self, run: Sequence[OffloadKey], state: RequestState) -> int:
+        """Return how many of the run's first chunks were in the run that the request last reserved rows for."""
+        length, last = self._walks.get(state, {}).get(group_of(run[0]), (0, None))
+        return length if 0 < length <= len(run) and run[length - 1] == last else 0
+
+    def _share_out(
+        self, got: Allocation, found: Sequence[Found], state: RequestState, tokens_per_chunk: int
+    ) -> int | None:
+        """Note which tier brings what; return the place of the first chunk that got no row."""
         taken = 0
         for slot, places in found:
             end = taken + len(places)
@@ -86,16 +106,16 @@ class Promotions:
             if keys:
                 self._add(slot, state, keys, rows, [place * tokens_per_chunk for place in places[: len(keys)]])
             if len(keys) < len(places):
-                slot.metrics.dropped_promotions += wanted - len(got.keys)
+                slot.metrics.dropped_promotions += sum([len(share.places) for share in found]) - len(got.keys)
                 return places[len(keys)]
             taken = end
-        return len(run)
+        return None
 
-    def met(self, keys: Sequence[OffloadKey], state: RequestState) -> None:
-        """Note that a request's run includes these pending chunks: what another one reserved is now for both."""
-        if self._reserved:
+    def met(self, run: Sequence[OffloadKey], state: RequestState) -> None:
+        """Note that a request waits for this run: what another one reserved of it is now for both."""
+        if any(batch.state is not state for batch in self._batches.values()):
             reserved = self._reserved
-            self._shared.update((key, state) for key in keys if reserved.get(key, state) is not state)
+            self._shared.update((key, state) for key in run if reserved.get(key, state) is not state)
 
     def submit(self) -> None:
         """Hand the step's reservations to their tiers."""
@@ -114,9 +134,11 @@ class Promotions:
         self._batches.clear()
         self._reserved.clear()
         self._shared.clear()
+        self._walks.clear()
 
     def request_finished(self, state: RequestState) -> None:
         """Forget what only this request wanted; hand the rest to one who wants it too."""
+        self._walks.pop(state, None)
         if not self._batches:
             return
         for name in [name for name, batch in self._batches.items() if batch.state is state]:

@@ -6,7 +6,7 @@ them would take, once both sides have been measured, and ``lookup_wait`` until t
 """
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.requests import RequestState
@@ -54,19 +54,22 @@ class Waits:
             state.lookup_since = now
         return now - state.lookup_since >= self._options.lookup_wait
 
-    def load_over(self, state: RequestState, tokens: int, tiers: Collection[TierSlot]) -> bool:
-        """Say whether a request has waited long enough for chunks of this many tokens, which these tiers bring."""
+    def load_over(self, state: RequestState, tokens: int, unmeasured: Callable[[], bool]) -> bool:
+        """Say whether a request has waited long enough for chunks of this many tokens.
+
+        ``unmeasured``: says whether one of the tiers that bring them has not brought anything yet.
+        """
         now = self._clock()
         if state.load_since is None:
             state.load_since = now
         state.load_tokens = max(state.load_tokens, tokens)
-        state.load_over = state.load_over or now - state.load_since >= self._load_wait(state.load_tokens, tiers)
+        state.load_over = state.load_over or now - state.load_since >= self._load_wait(state.load_tokens, unmeasured)
         return state.load_over
 
-    def _load_wait(self, tokens: int, tiers: Collection[TierSlot]) -> float:
+    def _load_wait(self, tokens: int, unmeasured: Callable[[], bool]) -> float:
         if self._options.load_wait is not None:
             return self._options.load_wait
         per_token = self._prefill_seconds_per_token
-        if per_token is None or any(slot.seconds_per_chunk is None for slot in tiers):
+        if per_token is None or unmeasured():
             return self._options.lookup_wait
         return tokens * per_token

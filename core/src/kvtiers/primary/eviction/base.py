@@ -58,6 +58,15 @@ class EvictionPolicy(ABC):
         Only evictable chunks are looked at, so that pinned ones never cost time.
         """
 
+    def evict_unused(self, count: int, request_id: str) -> list[OffloadKey]:
+        """Do as ``evict``, for up to ``count`` chunks, none of which this running request has named in ``access``.
+
+        A policy that cannot tell at no cost returns none: it is then asked by ``evict``, with all that the request uses
+        pinned meanwhile, which takes time for each of these.
+        """
+        del count, request_id
+        return []
+
     @abstractmethod
     def coldest(self) -> Iterator[OffloadKey]:
         """Yield the evictable chunks in about the order in which they would be evicted. Changes nothing.

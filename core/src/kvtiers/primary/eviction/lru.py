@@ -11,7 +11,7 @@ in order and behind the others; if not, the bucket is sorted once, when eviction
 """
 
 from collections.abc import Iterator, KeysView, Sequence
-from itertools import chain, count
+from itertools import chain, count, islice
 
 from kvtiers.api import OffloadKey
 from kvtiers.primary.eviction.base import EvictionPolicy
@@ -108,23 +108,12 @@ class LRUPolicy(EvictionPolicy):
 
     def evict(self, count: int) -> list[OffloadKey] | None:
         """Empty the coldest buckets, each from its tail."""
-        if count > self._evictable:
-            return None
-        victims: list[OffloadKey] = []
-        while (wanted := count - len(victims)) > 0:
-            bucket = self._queue.coldest()
-            evictable = bucket.put_in_order(self._place_of)
-            if len(evictable) <= wanted:
-                victims.extend(reversed(evictable))
-                self._shrink(bucket, len(evictable))
-                bucket.evictable = {}
-            else:
-                victims.extend([evictable.popitem()[0] for _ in range(wanted)])
-                self._shrink(bucket, wanted)
-        # In one call: these keys are the coldest in the processor's caches too, and so their misses overlap.
-        list(map(self._place_of.pop, victims))
-        self._evictable -= len(victims)
-        return victims
+        return self._evict(count, None) if count <= self._evictable else None
+
+    def evict_unused(self, count: int, request_id: str) -> list[OffloadKey]:
+        """Do the same up to the bucket of which a part that would go has a chunk that the request has used."""
+        own = self._running.get(request_id)
+        return [] if own is None else self._evict(min(count, self._evictable), own)
 
     def coldest(self) -> Iterator[OffloadKey]:
         """Yield the evictable chunks exactly in the order of eviction."""
@@ -139,6 +128,25 @@ class LRUPolicy(EvictionPolicy):
         self._buckets.clear()
         self._running.clear()
         self._queue.clear()
+
+    def _evict(self, count: int, own: Bucket | None) -> list[OffloadKey]:
+        victims: list[OffloadKey] = []
+        while (wanted := count - len(victims)) > 0:
+            bucket = self._queue.coldest()
+            evictable = bucket.put_in_order(self._place_of)
+            if own is not None and not own.places.keys().isdisjoint(islice(reversed(evictable), wanted)):
+                break
+            if len(evictable) <= wanted:
+                victims.extend(reversed(evictable))
+                self._shrink(bucket, len(evictable))
+                bucket.evictable = {}
+            else:
+                victims.extend([evictable.popitem()[0] for _ in range(wanted)])
+                self._shrink(bucket, wanted)
+        # In one call: these keys are the coldest in the processor's caches too, and so their misses overlap.
+        list(map(self._place_of.pop, victims))
+        self._evictable -= len(victims)
+        return victims
 
     def _give_places(self, bucket: Bucket, keys: Sequence[OffloadKey]) -> list[int]:
         """Return the place of each key in ``bucket``; those that have none get one."""
