@@ -1,5 +1,6 @@
 """A tier under somebody else's manager: every job is reported once, when nothing touches its rows; no request waits."""
 
+import gc
 import threading
 import time
 
@@ -393,15 +394,40 @@ def test_who_asks_ahead_does_not_wait_for_the_engine_nor_reach_into_its_calls(be
     bench.store.gate.set()
 
 
-def test_a_request_that_is_left_out_finds_nothing_and_stores_nothing_until_it_has_finished(bench):
+class Arrived:
+    """A request as the engine holds it."""
+
+
+@pytest.mark.parametrize("is_started", [True, False], ids=["started", "asked about at once"])
+def test_a_request_that_is_left_out_finds_nothing_and_stores_nothing_until_it_has_finished(bench, is_started):
     bench.store_rows([KEYS[0]], [0])
     values = dict(bench.store.values)
-    bench.driver.leave_out("b")
-    bench.driver.request_started("b", None)
+    arrived = Arrived()
+    bench.driver.leave_out("b", arrived)
+    if is_started:
+        bench.driver.request_started("b", None)
+        del arrived  # its last stores come when the engine has forgotten it
+        gc.collect()
+    assert bench.driver.left_out_requests == is_started
     assert bench.driver.lookup(KEYS[0], "b") is MISS
     assert bench.lookup(KEYS[0], "a") is HIT
     bench.driver.submit(2, [KEYS[1]], [1], "b", is_promotion=False)
     assert bench.result(2).success, "nobody is to count a failure"
     assert bench.store.values == values
     bench.driver.request_finished("b")
-    assert not bench.driver._left_out
+    bench.driver.request_started("b", None)
+    assert bench.lookup(KEYS[0], "b") is HIT
+    assert bench.driver.left_out_requests == is_started
+
+
+def test_nothing_is_kept_of_a_request_that_is_left_out_and_never_scheduled(bench):
+    arrived = Arrived()
+    bench.driver.leave_out("b", arrived)
+    assert list(bench.driver._to_leave_out) == ["b"]
+    del arrived
+    gc.collect()
+    assert not bench.driver._to_leave_out
+    bench.store_rows([KEYS[0]], [0])
+    bench.driver.request_started("b", None)
+    assert bench.lookup(KEYS[0], "b") is HIT, "another that has its id"
+    assert bench.driver.left_out_requests == 0

@@ -30,6 +30,7 @@ TIER = {
     "seal_failures": 0,
     "wait_expired": 0,
     "recomputed_cheaper": 0,
+    "left_out_requests": 0,
     "trouble": "",
 }
 
@@ -114,6 +115,8 @@ def test_all_tiers_of_one_engine_stand_in_one_screen(serve):
         ({"seal_failures": 2}, "2 values came back damaged"),
         ({"wait_expired": 9, "stored_chunks": 1000}, "too late"),
         ({"recomputed_cheaper": 9, "stored_chunks": 1000}, "computing is faster than reading from it"),
+        ({"left_out_requests": 3}, "nothing for requests with a cache_salt in this release of vLLM: 3 came so far"),
+        ({"left_out_requests": 3, "stored_chunks": 1000}, "no prompt that it holds has come again"),
         ({"stored_chunks": 1000}, "no prompt that it holds has come again"),
         ({}, "nothing can be said yet"),
     ],

@@ -23,6 +23,10 @@ class Core:
         return request, 0
 
 
+class Request(SimpleNamespace):
+    """vLLM's, of which there may be weak references."""
+
+
 @pytest.fixture
 def version():
     return "0.32.0"
@@ -103,9 +107,11 @@ def test_a_job_that_was_handed_over_has_the_result_that_it_gets_there(tier, monk
 def test_a_salted_request_is_left_out_where_its_salt_is_hashed_without_a_tag(tier, core, salt, left_out, monkeypatch):
     monkeypatch.setattr(tier._driver._slot, "available", lambda: True)
     monkeypatch.setattr(tier._driver._slot, "ask", lambda _keys, _context: (1, False))
-    core.preprocess_add_request(SimpleNamespace(request_id="a", cache_salt=salt, block_hashes=[]))
+    arrived, _ = core.preprocess_add_request(Request(request_id="a", cache_salt=salt, block_hashes=[]))
     request = SimpleNamespace(req_id="a", kv_transfer_params=None)
     tier.on_new_request(request)
+    del arrived  # the engine may have forgotten it before its last store
     assert tier.lookup(KEY, request).name == ("MISS" if left_out else "HIT")
+    assert tier._driver.left_out_requests == left_out
     tier.on_request_finished(request)
     assert tier.lookup(KEY, request).name == "HIT"

@@ -32,8 +32,12 @@ def test_counters_are_what_was_added_and_a_moment_later_all_of_it(driver, report
     assert first.counters["kvtiers_tier_wait_expired", ("near",)] == 3
     assert first.gauges["kvtiers_tier_shared", ("near",)] == 1
     driver.wait_expired = 5
+    driver.left_out_requests = 2
     assert report() is None, "vLLM asks in every step"
     clock.now += EVERY_SECONDS
     later = report()
-    assert dict(later.counters) == {("kvtiers_tier_wait_expired", ("near",)): 2}
+    assert dict(later.counters) == {
+        ("kvtiers_tier_wait_expired", ("near",)): 2,
+        ("kvtiers_tier_left_out_requests", ("near",)): 2,
+    }
     assert later.gauges == {}

@@ -86,6 +86,7 @@ def _saved(tier: Mapping[str, Any]) -> str:
 def verdict(tier: Mapping[str, Any]) -> str:
     """Return, in one sentence, whether a tier pays, and if not, why."""
     trouble = tier["trouble"] or "not opened yet"
+    left_out = tier.get("left_out_requests", 0)  # the whole stack leaves none out
     sentences = (
         (tier["off"], f"it does nothing here: {tier['off']}"),
         (not tier["open"] or tier["breaker_state"], f"it brings nothing now, since it cannot be used: {trouble}"),
@@ -106,6 +107,10 @@ def verdict(tier: Mapping[str, Any]) -> str:
         (
             tier.get("recomputed_cheaper"),  # an engine that started before an upgrade does not say
             "it does not pay: computing is faster than reading from it; see the way to the backend, or 'load_wait'",
+        ),
+        (
+            left_out and not tier["stored_chunks"],
+            f"it does nothing for requests with a cache_salt in this release of vLLM: {left_out:.0f} came so far",
         ),
         (
             tier["stored_chunks"] >= _FEW_CHUNKS,

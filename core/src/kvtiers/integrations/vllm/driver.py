@@ -21,6 +21,7 @@ Runs on the engine's thread, or under its lock; ``ask_ahead`` and ``leave_out`` 
 import math
 import threading
 import time
+import weakref
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -64,6 +65,7 @@ class _Request:
     waits_since: float | None = None
     loads_since: float | None = None
     load_tokens: int = 0
+    left_out: bool = False
     lost: set[OffloadKey] = field(default_factory=set)
 
 
@@ -105,7 +107,8 @@ class TierDriver:
         self._prefill = PrefillRate()
         self._jobs: dict[int, _Running] = {}
         self._requests: dict[str, _Request] = {}
-        self._left_out: set[str] = set()
+        self._to_leave_out: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
+        """By id, those of which ``request_started`` may still tell; one that was never scheduled goes by itself."""
         self._results: list[JobResult] = []
         self._next_scan = 0.0
         self._closed = False
@@ -116,6 +119,8 @@ class TierDriver:
         """Chunks that the tier may have and that were computed, since loads were too slow a moment ago."""
         self.loaded_tokens = 0
         """Tokens whose KV the tier brought."""
+        self.left_out_requests = 0
+        """Requests that found nothing and stored nothing, as ``leave_out`` says."""
 
     @property
     def metrics(self) -> TierMetrics:
@@ -146,23 +151,27 @@ class TierDriver:
 
     def request_started(self, request_id: str, params: Mapping[str, object] | None) -> None:
         """Take note of a request."""
-        self._requests[request_id] = _Request(RequestContext(request_id, params or {}))
+        request = self._requests[request_id] = self._new_request(request_id, params or {})
+        self.left_out_requests += request.left_out
 
-    def leave_out(self, request_id: str) -> None:
-        """Let a request that comes find nothing in the tier and store nothing, until it has finished. Any thread."""
-        self._left_out.add(request_id)
+    def leave_out(self, request_id: str, request: object) -> None:
+        """Let a request that comes find nothing in the tier and store nothing, until it has finished. Any thread.
+
+        ``request``: what lives until ``request_started`` tells of it, or until it is clear that it never will.
+        """
+        self._to_leave_out[request_id] = request
 
     def request_finished(self, request_id: str) -> None:
         """Forget a request."""
         self._requests.pop(request_id, None)
-        self._left_out.discard(request_id)
+        self._to_leave_out.pop(request_id, None)
         self._prefill.finished(request_id)
 
     def lookup(self, key: OffloadKey, request_id: str) -> LookupResult:
         """Say whether the tier has this chunk."""
         self._begin()
         request = self._request(request_id)
-        if key in request.lost or request_id in self._left_out or not self._slot.available():
+        if key in request.lost or request.left_out or not self._slot.available():
             return LookupResult.MISS
         if self._pause_until and self._is_paused():
             self.recomputed_cheaper += 1
@@ -198,12 +207,12 @@ class TierDriver:
     ) -> None:
         """Hand a job to the tier; its one result comes by ``finished``, whatever happens."""
         keys = tuple(keys)
+        request, now = self._request(request_id), self._clock()
         if not is_promotion:
             self._prefill.computed(request_id, self._tokens(keys))
-        if not is_promotion and (self._slot.options.read_only or request_id in self._left_out):
+        if not is_promotion and (self._slot.options.read_only or request.left_out):
             self._results.append(JobResult(job_id, success=True))  # as it is meant to be: nobody is to count a failure
             return
-        request, now = self._request(request_id), self._clock()
         job = TransferJob(job_id, keys, memoryview(array("i", rows)), is_promotion, request.context)
         release_at = self._loads_over(request, keys, now) if is_promotion else math.inf
         running = self._jobs[job_id] = _Running(job, now, release_at)
@@ -294,7 +303,10 @@ class TierDriver:
 
     def _request(self, request_id: str) -> _Request:
         request = self._requests.get(request_id)
-        return request if request is not None else _Request(RequestContext(request_id, {}))
+        return request if request is not None else self._new_request(request_id, {})
+
+    def _new_request(self, request_id: str, params: Mapping[str, object]) -> _Request:
+        return _Request(RequestContext(request_id, params), left_out=request_id in self._to_leave_out)
 
     def _tokens(self, keys: Sequence[OffloadKey]) -> int:
         """Return of how many tokens these chunks hold the KV: of a hybrid model's groups, of the one with the most."""

@@ -17,6 +17,7 @@ COUNTERS = {
     "kvtiers_tier_lookups": "Answers that the tier gave, in chunks.",
     "kvtiers_tier_wait_expired": "Chunks that were misses since their request had waited long enough.",
     "kvtiers_tier_recomputed_cheaper": "Chunks that were computed since the tier's loads were too slow a moment ago.",
+    "kvtiers_tier_left_out_requests": "Requests that used no tier, since their salt is hashed without a tag.",
     "kvtiers_tier_loaded_chunks": "Chunks that the tier brought, each checked.",
     "kvtiers_tier_loaded_tokens": "Tokens whose KV these hold.",
     "kvtiers_tier_loaded_bytes": "Bytes of these chunks.",
@@ -100,6 +101,7 @@ class TierFigures:
         extra = {
             "wait_expired": driver.wait_expired,
             "recomputed_cheaper": driver.recomputed_cheaper,
+            "left_out_requests": driver.left_out_requests,
             "loaded_tokens": driver.loaded_tokens,
             "saved_seconds": driver.saved_seconds,
             "off": int(bool(self.opened.off)),

@@ -38,6 +38,7 @@ def status_of(opened: OpenedTier, engine: str, trouble: str) -> dict[str, Any]:
         "seal_failures": own.get("seal_failures", 0),
         "wait_expired": driver.wait_expired,
         "recomputed_cheaper": driver.recomputed_cheaper,
+        "left_out_requests": driver.left_out_requests,
         "trouble": trouble,
     }
     return {"engine": engine, "pid": os.getpid(), "model": opened.model, "tiers": {opened.name: tier}}

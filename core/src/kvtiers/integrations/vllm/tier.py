@@ -86,7 +86,7 @@ class KvtiersTier(SecondaryTierManager):
     def _arrived(self, request: Any) -> None:
         """Ask about a request before vLLM does; where its salt has no tag, leave it out. On any thread."""
         if request.cache_salt and not _RELEASE.tags_salt:
-            self._driver.leave_out(request.request_id)
+            self._driver.leave_out(request.request_id, request)
             return
         for keys in prefix_keys(self._offloading, request):
             self._driver.ask_ahead(keys)
