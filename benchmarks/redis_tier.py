@@ -33,39 +33,31 @@ priority, except beside the busy thread, where the host gives way to the engine 
 import argparse
 import json
 import os
-import signal
-import statistics
 import sys
 import tempfile
-import time
-from array import array
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from operator import truediv
 from pathlib import Path
 from typing import Any
 
-from kvtiers.api import OffloadKey, TransferJob, make_offload_key
+from peers import redis_lanes as lanes
+from peers import redis_sockets as sockets
+from peers import slow_network as network
+from peers.busy_loop import busy_driver, busy_process
+from peers.processes import processor_seconds
+from peers.redis_tier_lane import TierLane
+from peers.results import WAYS, at_least, middle_share, say
+
 from kvtiers.api.units import format_size, parse_size
-from kvtiers.base import RequestContext
-from kvtiers.rows.names import StorageNames
-from kvtiers.secondary.chunk_store_tier import ChunkStoreTier
-from kvtiers.secondary.hosts import HostedRegion, TierHosts, host_count
+from kvtiers.secondary.hosts import host_count
 from kvtiers_redis.plugin import RedisConfig
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "benchmarks" / "peers"), str(ROOT / "plugins" / "redis_tier" / "tests")]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "plugins" / "redis_tier" / "tests")]
 
-import redis_lanes as lanes  # noqa: E402
-import redis_sockets as sockets  # noqa: E402
-import slow_network as network  # noqa: E402
-from processes import children, processor_seconds  # noqa: E402
 from servers import Server, Tls  # noqa: E402 -- the servers of the tier's tests
 
 SIZES = [64 << 10, 256 << 10, 1 << 20, 4 << 20, 8 << 20]
-JOB_BYTES = 64 << 20
-NAMES = StorageNames("bench/model-0123456789abcdef01234567/", bytes.fromhex("0123456789abcdef"))
 BENCHMARK = "redis-benchmark"
 CONNECTIONS = (1, 4, 16)
 SOCKETS = 3  # as many as the tier writes through at a time
@@ -78,86 +70,15 @@ LARGE_BYTES = 512 << 20  # for a turn on so many: 128 MiB take 30 ms there
 IO_THREADS = 4
 TIER_OPTIONS = {"threads": 8, "window": 256 << 10}
 WITH_IO_THREADS = ("plain", "busy")
-BUSY_SECONDS = 1.0
+BUSY_SECONDS, BUSY_STEP_SECONDS = 1.0, 0.001
 GOALS = {"plain": 0.9, "tls": 0.9, "delayed": 0.8, "busy": 0.9}
 KINDS = {"plain": "plain", "single": "plain, one thread", "tls": "tls", "delayed": "delayed"}
 KINDS |= {"unlimited": "delayed, no link", "busy": "busy"}
 DELAYED_FROM = 256 << 10
 REMOTE_WINDOW = 4 << 20  # what a server on another machine gets by default; the proxy is on this one
-PATIENCE = 120.0
 COST_ROUNDS = 5
 DEFAULT_NICE = RedisConfig.model_fields["nice"].default
 KEPT_MEMORY = "dirty_decay_ms:-1,oversize_threshold:0,lg_extent_max_active_fit:30"  # for jemalloc
-
-
-class TierLane:
-    """A tier whose hosts map the rows, driven as an engine drives it."""
-
-    def __init__(
-        self, server: Server, fd: int, rows: memoryview, nbytes: int, config: RedisConfig, stack: ExitStack
-    ) -> None:
-        self._server = server
-        before = set(children())
-        region = HostedRegion(fd, len(rows), len(rows), nbytes, [(nbytes - 64, nbytes)])
-        hosts = TierHosts(region, "bench", lambda: NAMES)
-        stack.callback(hosts.close, 10.0)
-        self.tier = ChunkStoreTier(config, hosts.backend(config))
-        stack.callback(self.tier.close)
-        hosts.start()
-        assert not (problem := self.tier.wait_open(30.0)), problem
-        self.pids = [*set(children()) - before]
-        self.keys: list[OffloadKey] = []
-        self.busy = False
-        self._count = len(rows) // nbytes
-        self._nbytes = len(rows)
-        self._per_job = JOB_BYTES // nbytes
-        self._numbers = iter(range(1, 1 << 30))
-
-    def forget(self) -> None:
-        """Take new keys, since core writes none twice; the old values make room for the new ones."""
-        with self._server.client() as client:
-            client.delete("nothing", *NAMES.names(self.keys))
-        self.keys = [make_offload_key(os.urandom(32), 0) for _ in range(self._count)]
-
-    def rate(self, way: str, seconds: float = 0.0) -> float:
-        """Return the GB/s at which all values are written, under new keys, or read, as often as fills the seconds."""
-        moved, spent = 0, 0.0
-        while not moved or spent < seconds:
-            if way == "write":
-                self.forget()
-            begin = time.perf_counter()
-            self.move(way)
-            spent += time.perf_counter() - begin
-            moved += self._nbytes
-        return moved / 1e9 / spent
-
-    def move(self, way: str) -> None:
-        """Move all values."""
-        left = 0
-        for start in range(0, self._count, self._per_job):
-            keys = self.keys[start : start + self._per_job]
-            rows = memoryview(array("i", range(start, start + len(keys))))
-            job = TransferJob(next(self._numbers), keys, rows, is_promotion=way == "read", context=RequestContext("b"))
-            (self.tier.submit_load if way == "read" else self.tier.submit_store)(job)
-            left += 1
-        self.tier.on_schedule_end()
-        until = time.perf_counter() + PATIENCE
-        while left:
-            self._step()
-            self.tier.get_started_jobs()
-            for result in self.tier.get_finished_jobs():
-                assert result.success, result
-                left -= 1
-            assert time.perf_counter() < until, "the tier has not answered"
-
-    def _step(self) -> None:
-        """Spend a part of an engine's step: asleep, or in pure Python."""
-        if not self.busy:
-            time.sleep(0.0002)
-            return
-        end = time.perf_counter() + 0.001
-        while time.perf_counter() < end:
-            pass
 
 
 def config(url: str, **options: Any) -> RedisConfig:
@@ -184,7 +105,7 @@ def measure_plain(
     """Return the rates of all lanes at this size, and what the tier costs. ``io_threads``: of the server."""
     count = total // nbytes
     with lanes.memory(total) as (fd, rows), ExitStack() as stack:
-        tier = TierLane(server, fd, rows, nbytes, config(server.url, **tier_options), stack)
+        tier = TierLane(server.client, fd, rows, nbytes, config(server.url, **tier_options), stack)
         with server.client() as client:
             client.flushall()
             lanes.fill(client, nbytes, count)
@@ -221,7 +142,7 @@ def cpu_of(tier: TierLane, server: Server, total: int) -> dict[str, dict[str, fl
     """Return the processor seconds per GB of the hosts and of the server."""
     who = {"client": tier.pids, "server": [server.pid]}
     cost: dict[str, dict[str, float]] = {name: {} for name in who}
-    for way in lanes.WAYS:
+    for way in WAYS:
         spent = dict.fromkeys(who, 0.0)
         for _ in range(COST_ROUNDS):
             if way == "write":
@@ -239,32 +160,21 @@ def measure_busy(server: Server, nbytes: int, total: int, rounds: int, **tier_op
     """Return the tier's rate beside an engine's thread that runs Python, and beside a process that does."""
     with lanes.memory(total) as (fd, rows), ExitStack() as stack:
         options = config(server.url, nice=DEFAULT_NICE, **tier_options)
-        tier = TierLane(server, fd, rows, nbytes, options, stack)
+        tier = TierLane(server.client, fd, rows, nbytes, options, stack)
 
-        def beside_thread(way: str) -> float:
-            tier.busy = True
-            try:
+        def beside(other: AbstractContextManager[None], way: str) -> float:
+            with other:
                 return tier.rate(way, BUSY_SECONDS)
-            finally:
-                tier.busy = False
 
-        spinner = stack.enter_context(lanes.spinning())
-
-        def beside_process(way: str) -> float:
-            spinner.send_signal(signal.SIGCONT)
-            try:
-                return tier.rate(way, BUSY_SECONDS)
-            finally:
-                spinner.send_signal(signal.SIGSTOP)
-
-        moves = {"idle": tier.rate, "busy thread": beside_thread, "busy process": beside_process}
+        moves = {
+            "idle": tier.rate,
+            "busy thread": lambda way: beside(busy_driver(tier, BUSY_STEP_SECONDS), way),
+            "busy process": lambda way: beside(busy_process(), way),
+        }
         samples = lanes.samples_of(moves, rounds)
         with server.client() as client:
             client.flushall()
-    ratios = {
-        way: statistics.median(map(truediv, samples["busy thread"][way], samples["busy process"][way]))
-        for way in lanes.WAYS
-    }
+    ratios = {way: middle_share(samples["busy thread"][way], samples["busy process"][way]) for way in WAYS}
     return {"value_bytes": nbytes, "gb_per_s": lanes.medians(samples), "thread_to_process": ratios}
 
 
@@ -274,7 +184,7 @@ def measure_tls(server: Server, nbytes: int, total: int, rounds: int, **tier_opt
     assert tls is not None
     options = {"username": "admin", "password": "secret", "tls_ca": tls.ca, "tls_cert": tls.cert, "tls_key": tls.key}
     with lanes.memory(total) as (fd, rows), ExitStack() as stack:
-        tier = TierLane(server, fd, rows, nbytes, config(server.url, **options, **tier_options), stack)
+        tier = TierLane(server.client, fd, rows, nbytes, config(server.url, **options, **tier_options), stack)
         with server.client() as client:
             client.flushall()
             lanes.fill(client, nbytes, count)
@@ -305,7 +215,7 @@ def measure_delayed(
 
         raw, to_server = through(stack.enter_context(lanes.in_process(network.raw_server))), through(server.port)
         options = config(f"redis://127.0.0.1:{to_server}", window=REMOTE_WINDOW, **tier_options)
-        tier = TierLane(server, fd, rows, nbytes, options, stack)
+        tier = TierLane(server.client, fd, rows, nbytes, options, stack)
         moves = {name: lanes.timed(network.raw_stream(raw, rows, n), total) for n, name in RAW.items()}
         bare = sockets.plain_sockets(to_server, rows, nbytes, count, SOCKETS, window=REMOTE_WINDOW)
         moves[f"bare sockets, {SOCKETS}"] = lanes.timed(bare, total)
@@ -331,25 +241,21 @@ def goals_of(found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Return the goals, each with the worst size's share."""
     best = [name for name in found["plain"][0]["gb_per_s"] if name.startswith(BENCHMARK)]
     goals = []
-    for way in lanes.WAYS:
+    for way in WAYS:
         for kind, of, beside, text in (
             ("plain", "tier", best, "of redis-benchmark's best of 1, 4 and 16 connections, at every size"),
             ("delayed", "tier", [*RAW.values()], "of the raw rate with 1 ms of round trip"),
         ):
-            goals.append(_goal(f"{way}, {text}", min(shares(found[kind], of, beside, way)), GOALS[kind]))
+            goals.append(at_least(f"{way}, {text}", min(shares(found[kind], of, beside, way)), GOALS[kind]))
         busy = min(size["thread_to_process"][way] for size in found["busy"])
-        goals.append(_goal(f"{way}, beside a busy engine thread, of beside a busy process", busy, GOALS["busy"]))
+        goals.append(at_least(f"{way}, beside a busy engine thread, of beside a busy process", busy, GOALS["busy"]))
         # Either peer will do, whichever is the slower.
         tls = [
             max(shares([size], "tier", [name], way)[0] for name in size["gb_per_s"] if name != "tier")
             for size in found["tls"]
         ]
-        goals.append(_goal(f"{way}, TLS, of redis-benchmark or of a Python TLS socket", min(tls), GOALS["tls"]))
+        goals.append(at_least(f"{way}, TLS, of redis-benchmark or of a Python TLS socket", min(tls), GOALS["tls"]))
     return goals
-
-
-def _goal(name: str, value: float, goal: float) -> dict[str, Any]:
-    return {"name": name, "value": value, "goal": goal, "met": value >= goal}
 
 
 def report(found: dict[str, Any]) -> None:
@@ -370,8 +276,6 @@ def report(found: dict[str, Any]) -> None:
         print(f"  {format_size(size['value_bytes']):10}" + "".join(f"{cell:>20}" for cell in cells))
     if missing := found["plain"][0].get("lmcache_missing"):
         print(f"LMCache's connector was not measured: {missing}")
-    for goal in found["goals"]:
-        print(f"{goal['name']}: {goal['value']:.2f}; goal {goal['goal']:g}: {'met' if goal['met'] else 'MISSED'}")
 
 
 def main() -> None:
@@ -424,10 +328,7 @@ def main() -> None:
         print(json.dumps(found))
         return
     found["goals"] = goals_of(found)
-    if options.json:
-        print(json.dumps(found))
-    else:
-        report(found)
+    say(found, report, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from peers.engine_step import EngineStep
 
@@ -117,6 +117,24 @@ def be_busy(seconds: float) -> None:
     number, until = 0, time.perf_counter() + seconds
     while time.perf_counter() < until:
         number = (number * 31 + 7) % 1_000_003
+
+
+class Driven(Protocol):
+    """What drives a tier. ``step_seconds``: how often it asks for news; ``rest``: what it does in between."""
+
+    step_seconds: float
+    rest: Callable[[float], None]
+
+
+@contextlib.contextmanager
+def busy_driver(driver: Driven, step_seconds: float) -> Iterator[None]:
+    """Have the thread that drives the tier run pure Python between its questions."""
+    before = driver.step_seconds, driver.rest
+    driver.step_seconds, driver.rest = step_seconds, be_busy
+    try:
+        yield
+    finally:
+        driver.step_seconds, driver.rest = before
 
 
 @contextlib.contextmanager

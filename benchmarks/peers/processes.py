@@ -10,6 +10,11 @@ def children() -> list[int]:
     return [int(pid) for text in _of_threads("self", "children") for pid in text.split()]
 
 
+def tier_hosts() -> list[int]:
+    """Return the process ids of this process's tier hosts."""
+    return [pid for pid in children() if b"kvtiers.secondary" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
 def processor_seconds(pid: int) -> float:
     """Return the processor time of all threads of a process, to the nanosecond."""
     return sum(int(text.split()[0]) for text in _of_threads(pid, "schedstat")) / 1e9

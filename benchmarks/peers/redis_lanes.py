@@ -6,11 +6,9 @@ import importlib.util
 import multiprocessing
 import os
 import select
-import signal
 import socket
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,10 +16,10 @@ from typing import Any
 
 import numpy as np
 import redis
+from peers.results import WAYS
 
 from kvtiers.rows.mapping import create_memfd, map_memory
 
-WAYS = ("write", "read")
 LEAST_REQUESTS = 64  # below that its start-up shows
 COUNTED_BYTES = 1 << 30  # so many take a third of a second
 COUNT_SECONDS = 0.005
@@ -135,7 +133,7 @@ def lmcache(port: int, rows: memoryview, nbytes: int, count: int) -> Lane:
     """Drive LMCache's native RESP connector, 8 workers as it has by default. ImportError with why it cannot be had."""
     found = importlib.util.find_spec("lmcache")
     if found is None or not found.submodule_search_locations:
-        raise ImportError("lmcache is not installed")
+        raise ImportError("lmcache is not installed (pip install --no-deps lmcache)")
     [library] = [path for folder in found.submodule_search_locations for path in Path(folder).glob("lmcache_redis*.so")]
     spec = importlib.util.spec_from_file_location("lmcache_redis", library)
     module = importlib.util.module_from_spec(spec)
@@ -184,16 +182,3 @@ def in_process(work: Callable[..., None], *arguments: Any) -> Iterator[int]:
         finally:
             process.kill()
             process.join()
-
-
-@contextlib.contextmanager
-def spinning() -> Iterator[subprocess.Popen[str]]:
-    """Give a process that runs Python flat out while it is not stopped; it begins stopped."""
-    command = [sys.executable, "-c", "print('ready', flush=True)\nwhile True: pass"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            process.stdout.readline()
-            process.send_signal(signal.SIGSTOP)
-            yield process
-        finally:
-            process.kill()
