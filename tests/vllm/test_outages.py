@@ -93,8 +93,9 @@ def test_with_the_default_waits_no_request_waits_for_a_tier_that_hangs(start, mo
     # Under vLLM's own tiering a helper that hangs cannot let go of vLLM's rows, and is waited for until it is killed.
     is_killed = (way, hung) == (tiers, "host")
     never = f"{2 * PATIENCE}s"
-    ends = {"deadline": "2s", "grace": "1s"} if is_killed else {"deadline": never}
-    engine = start(model, way(redis.tier(required=True, processes=1, timeout=never, **ends), waits=DEFAULT))
+    ends = {"deadline": "6s", "grace": "1s"} if is_killed else {"deadline": never}
+    engine = start(model, way(redis.tier(processes=1, timeout=never, **ends), waits=DEFAULT))
+    engine.wait_for(lambda now: now.get("kvtiers_tier_open{redis}"))
     assert right(engine, *PROMPTS) == [0, 0]
     engine.forget()
     (host,) = engine.hosts()
