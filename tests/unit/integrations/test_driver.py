@@ -386,7 +386,7 @@ def test_what_was_asked_ahead_is_known_at_the_first_lookup(bench):
 
 def test_who_asks_ahead_does_not_wait_for_the_engine_nor_reach_into_its_calls(bench):
     bench.store.gate.clear()
-    with bench.driver._asking:
+    with bench.driver._tier._in_call:
         bench.driver.ask_ahead(KEYS)
     assert not bench.tier._lookups.open_probes
     bench.driver.ask_ahead(KEYS)

@@ -15,11 +15,10 @@ RETRY                            the question is on its way
 HIT                              the tier has it: vLLM submits the load at the end of its step
 ===============================  ==================================================================
 
-Runs on the engine's thread, or under its lock; ``ask_ahead`` and ``leave_out`` on any. Nothing raises.
+Runs on the engine's thread; ``ask_ahead`` (``asked.py``) and ``leave_out`` on any. Nothing raises.
 """
 
 import math
-import threading
 import time
 import weakref
 from array import array
@@ -29,6 +28,7 @@ from dataclasses import dataclass, field
 
 from kvtiers.api import JobResult, LookupResult, OffloadKey, TransferJob, group_of
 from kvtiers.base import RequestContext
+from kvtiers.integrations.vllm.asked import AskedTier
 from kvtiers.integrations.vllm.prefill import PrefillRate
 from kvtiers.integrations.vllm.rest import Rest
 from kvtiers.metrics import TierMetrics
@@ -90,8 +90,7 @@ class TierDriver:
         is_idle: Callable[[], bool] = lambda: False,
     ) -> None:
         self._slot = slot
-        self._asking = threading.Lock()
-        """Held in calls of the tier, of which ``ask_ahead`` makes some beside the engine's thread."""
+        self._tier = AskedTier(slot)
         self._is_idle = is_idle
         self._rest = Rest(clock, sleep)
         self._began: float | None = None  # a step, with its first question
@@ -176,9 +175,9 @@ class TierDriver:
         if self._pause_until and self._is_paused():
             self.recomputed_cheaper += 1
             return LookupResult.MISS
-        hits, unresolved = self._ask(key, request)
+        hits, unresolved = self._tier.ask(key, request.context)
         while unresolved and self._began_idle and self._rest_for_answer([key]):
-            hits, unresolved = self._ask(key, request)
+            hits, unresolved = self._tier.ask(key, request.context)
         if hits:
             return LookupResult.HIT
         if not unresolved:
@@ -194,11 +193,7 @@ class TierDriver:
 
     def ask_ahead(self, keys: Sequence[OffloadKey]) -> None:
         """Have the tier asked about a prefix that will be looked up soon; not while the engine calls it. Any thread."""
-        if self._asking.acquire(blocking=False):
-            try:
-                self._slot.ask_ahead(keys)
-            finally:
-                self._asking.release()
+        self._tier.ask_ahead(keys)
 
     # -- jobs
 
@@ -220,7 +215,7 @@ class TierDriver:
         self.metrics.loading_chunks += len(job.keys) if is_promotion else 0
         usable = self._slot.available()
         self.metrics.dropped_cascades += len(job.keys) if not usable and not is_promotion else 0
-        if not usable or not self._submit(job):
+        if not usable or not self._tier.submit(job):
             self._finish(running, JobResult(job_id, success=False))
 
     def refuse(self, job_id: int) -> None:
@@ -240,7 +235,7 @@ class TierDriver:
 
         ``new_requests``: those that are computed for the first time in it.
         """
-        self._end_step()
+        self._tier.end_step()
         now = self._clock()
         self._prefill.step_ended(new_requests, now)
         computed = (self._began if self._began is not None else now) - self._ended >= _STEP_SECONDS
@@ -253,12 +248,12 @@ class TierDriver:
 
     def drain(self) -> None:
         """Wait until nothing of the tier's touches a row: every job ends by its own or by its deadline."""
-        self._end_step()
+        self._tier.end_step()
         self._poll()
         while self._jobs:
             time.sleep(_DRAIN_POLL_SECONDS)
             self._poll()
-            self._end_step()
+            self._tier.end_step()
 
     def close(self, timeout: float) -> None:
         """Let the tier end what it is doing within so many seconds, and close it. What is owed is reported failed."""
@@ -266,8 +261,7 @@ class TierDriver:
             return
         self._closed = True
         until = self._clock() + timeout
-        with self._asking:
-            self._slot.tier.drain(timeout)
+        self._tier.drain(timeout)
         self._poll()
         self._slot.leave()
         self._close(max(0.0, until - self._clock()))
@@ -281,21 +275,9 @@ class TierDriver:
         if self._began is None:
             self._began, self._began_idle = self._clock(), self._is_idle()
 
-    def _ask(self, key: OffloadKey, request: _Request) -> tuple[int, bool]:
-        with self._asking:
-            return self._slot.ask([key], request.context)
-
-    def _submit(self, job: TransferJob) -> bool:
-        with self._asking:
-            return self._slot.submit(job)
-
-    def _end_step(self) -> None:
-        with self._asking:
-            self._slot.end_step()
-
     def _rest_for_answer(self, keys: Sequence[OffloadKey]) -> bool:
         """Send the question, and leave the tier a moment; False if this step has waited enough."""
-        self.ask_ahead(keys)
+        self._tier.ask_ahead(keys)
         if not self._rest.for_answer():
             return False
         self._poll()
@@ -314,25 +296,19 @@ class TierDriver:
         return max((groups.get(group, 0) * tokens for group, tokens in enumerate(self._tokens_per_chunk)), default=0)
 
     def _poll(self) -> None:
-        with self._asking:
-            self._take_news()
-
-    def _take_news(self) -> None:
-        slot = self._slot
-        started, failed_jobs, finished = slot.news()
-        for job_id in started:
+        news = self._tier.news()
+        for job_id in news.started:
             running = self._jobs.get(job_id)
             if running is not None and running.started is None:
                 running.started = self._clock()
-        for job_id in failed_jobs:
+        for job_id in news.failed:
             if (failed := self._jobs.get(job_id)) is not None:
                 self._give_up(failed, tell=False)
-        for result in finished:
+        for result in news.finished:
             self._late.pop(result.job_id, None)
             if (ended := self._jobs.get(result.job_id)) is not None:
                 self._finish(ended, result)
-        if isinstance(slot.tier, ChunkStoreTier):
-            self._let_go(slot.tier)
+        self._let_go(news.released)
         now = self._clock()
         if (self._jobs or self._late) and now >= self._next_scan:
             self._next_scan = now + _SCAN_SECONDS
@@ -352,9 +328,9 @@ class TierDriver:
         self._pause_until = self._pause_until if paused else 0.0
         return paused
 
-    def _let_go(self, tier: ChunkStoreTier) -> None:
+    def _let_go(self, released: Sequence[int]) -> None:
         """Make loads that their requests have waited for long enough let go of their rows; report those that have."""
-        for job_id in tier.get_released_jobs():
+        for job_id in released:
             if (running := self._jobs.get(job_id)) is not None:
                 self._late[job_id] = running
                 self._finish(running, JobResult(job_id, success=False))
@@ -364,7 +340,7 @@ class TierDriver:
                 running.released = True
                 self.wait_expired += len(running.job.keys)
                 self._pause_until = now + _PAUSE_SECONDS
-                tier.release_job(running.job.job_id)
+                self._tier.release(running.job.job_id)
 
     def _expire(self, now: float) -> None:
         for running in (*self._jobs.values(), *self._late.values()):
@@ -380,7 +356,7 @@ class TierDriver:
         running.given_up = True
         self.metrics.quarantined_rows += len(running.job.keys) if running.job.job_id in self._jobs else 0
         if tell:
-            self._slot.abandon(running.job.job_id)
+            self._tier.abandon(running.job.job_id)
 
     def _finish(self, running: _Running, result: JobResult) -> None:
         job, metrics = running.job, self.metrics
