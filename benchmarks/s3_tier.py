@@ -9,10 +9,14 @@ boto3-tuned  the tier's own fallback client, without the tier
 obstore      the library that moves the tier's values, alone in this process, which is idle; copied out of its buffer
 obstore-hash the same, and a hash over each value, as the tier's seal is: what no tier on obstore can do without
 awscrt       AWS's client in C, with its own threads
+lmcache      LMCache's S3 connector, which stands on it, in a process of its own
 tier         the whole contract with `io: process`: jobs to a tier host, with seal and check
 tier-busy    the same, driven by a thread that runs pure Python in between, as an engine's does
 tier-beside  the same, driven by a thread that sleeps in between, beside the same loop in an unrelated process
 tier-boto3   the tier with `client: boto3`
+
+`lmcache` wants other packages than ours, and is left out where they are not: ``--lmcache`` is a Python that has them.
+It does not put the bucket's name in the path (`peers/lmcache_s3.py`), so that it is left out beside the gateway here.
 
 CPU seconds are the client's, without the server's. Medians.
 
@@ -28,7 +32,6 @@ driver asks the tier for news every 5 ms.
 
 import argparse
 import contextlib
-import json
 import math
 import os
 import shutil
@@ -38,25 +41,29 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
-from peers.busy_loop import be_busy, busy_process
-from peers.processes import children, private_mb, processor_seconds
+from peers.busy_loop import busy_driver, busy_process
+from peers.lmcache_s3 import INSTALL, LeftOutError
+from peers.processes import private_mb, processor_seconds, tier_hosts
+from peers.results import WAYS, at_least, at_most, middle_share, say
 from peers.s3_lanes import (
-    JOB_BYTES,
+    STEP_SECONDS,
     TESTS,
     THREADS,
     Keyed,
     Lane,
     Rows,
+    Seconds,
     awscrt_lane,
     boto3_lane,
     boto3_tuned_lane,
+    lmcache_lane,
     obstore_lane,
     servers,
     services,
+    tier_lane,
 )
 
 from kvtiers.api import OffloadKey
@@ -68,7 +75,6 @@ SIZES = [64 << 10, 512 << 10, 2 << 20, 8 << 20]
 # Bytes and values of a pass, at most, and passes of a turn. The trivial server keeps more: two passes overlap. The
 # gateway gives back the memory of large values long after they are deleted, and hangs when it has none left.
 AMOUNTS = {"trivial": (512 << 20, 8192, 1 << 10), "radosgw": (128 << 20, 1024, 1)}
-STEP_SECONDS = 0.005
 DELETED_AT_ONCE = 100  # a gateway takes longer for a thousand than its client waits
 PEERS_SHARE, PEERS_MOST = 4, 512  # a peer's turn: so many times fewer values, and no more than so many
 PEERS_ROUNDS = 3  # in every third one
@@ -79,7 +85,6 @@ GOAL_OF_OBSTORE = GOAL_BESIDE_BUSY = 0.9
 GOAL_FIRST_BYTES = 4.0
 GOAL_LOOKUPS = 9
 GOAL_PRIVATE_MB = 60
-MODES = ("write", "read")
 Sample = dict[str, tuple[float, float]]
 """Of one turn, for each mode: seconds and CPU seconds."""
 # Side by side: the machine may do something else a moment later.
@@ -89,9 +94,6 @@ BESIDE = ("tier-busy", "tier-beside")
 SHARES = (("obstore-hash", "obstore"), ("tier", "obstore-hash"))
 # By which lane's pace they have how many seconds a turn.
 TURNS = ((ALONE, "obstore", 0.3), (BESIDE, "tier-beside", 1.0))
-LMCACHE = (
-    "LMCache's S3 connector: left out, its package wants torch, cupy for CUDA and an older numpy; it stands on awscrt"
-)
 
 
 def config(endpoint: str, bucket: str, **options: Any) -> S3Config:
@@ -103,43 +105,21 @@ def config(endpoint: str, bucket: str, **options: Any) -> S3Config:
     return found.model_copy(update={"threads": writers + 1})
 
 
-def tier_lane(tier: Any) -> Lane:
-    """Send jobs of 64 MiB to a tier host, for all rows at once, as the manager does."""
-    per_job = max(1, JOB_BYTES // tier.rows.shape[1])
-    tier.step_seconds = STEP_SECONDS
-
-    def run(keys: Sequence[OffloadKey], *, is_load: bool) -> None:
-        rows = len(tier.rows)
-        jobs = [(keys[at : at + per_job], at % rows) for at in range(0, len(keys), per_job)]
-        results = tier.run_all(jobs, load=is_load)
-        failed = sum(not result.success for result in results)
-        assert not failed, f"{failed} of {len(results)} jobs failed"
-
-    return (lambda keys: run(keys, is_load=False)), (lambda keys: run(keys, is_load=True))
-
-
-@contextlib.contextmanager
-def busy_driver(service: Any) -> Iterator[None]:
-    """Have the thread that drives the tier run pure Python between its questions."""
-    rest, service.rest = service.rest, be_busy
-    try:
-        yield
-    finally:
-        service.rest = rest
-
-
-def hosts() -> list[int]:
-    """Return the process ids of this process's tier hosts."""
-    return [pid for pid in children() if b"kvtiers" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-
 def hosts_cpu() -> float:
     """Return the CPU seconds of this process's tier hosts."""
-    return sum(map(processor_seconds, hosts()))
+    return sum(map(processor_seconds, tier_hosts()))
 
 
-def lanes_of(options: S3Config, nbytes: int, count: int, stack: ExitStack) -> dict[str, tuple[Lane, Callable[[], Any]]]:
-    """Return the lanes, each with what runs beside it."""
+class Way(NamedTuple):
+    """A lane, what runs beside it, and what counts its CPU seconds."""
+
+    lane: Lane
+    beside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    cpu_seconds: Seconds = time.process_time
+
+
+def lanes_of(options: S3Config, nbytes: int, count: int, stack: ExitStack) -> dict[str, Way]:
+    """Return the lanes, but for LMCache's."""
     rows = Rows(nbytes, count, stack)
 
     def tier(client: str) -> Any:
@@ -149,17 +129,17 @@ def lanes_of(options: S3Config, nbytes: int, count: int, stack: ExitStack) -> di
 
     service = tier("obstore")
     by_obstore = tier_lane(service)
-    alone = contextlib.nullcontext
+    # Of a tier its host's alone: what this process does is the engine's, or the loop beside it.
     return {
-        "boto3": (boto3_lane(options, rows), alone),
-        "boto3-tuned": (boto3_tuned_lane(options, rows), alone),
-        "awscrt": (awscrt_lane(options, rows), alone),
-        "obstore-hash": (obstore_lane(options, rows, hashes=True), alone),
-        "obstore": (obstore_lane(options, rows), alone),
-        "tier": (by_obstore, alone),
-        "tier-busy": (by_obstore, lambda: busy_driver(service)),
-        "tier-beside": (by_obstore, busy_process),
-        "tier-boto3": (tier_lane(tier("boto3")), alone),
+        "boto3": Way(boto3_lane(options, rows)),
+        "boto3-tuned": Way(boto3_tuned_lane(options, rows)),
+        "awscrt": Way(awscrt_lane(options, rows)),
+        "obstore-hash": Way(obstore_lane(options, rows, hashes=True)),
+        "obstore": Way(obstore_lane(options, rows)),
+        "tier": Way(by_obstore, cpu_seconds=hosts_cpu),
+        "tier-busy": Way(by_obstore, lambda: busy_driver(service, STEP_SECONDS), hosts_cpu),
+        "tier-beside": Way(by_obstore, busy_process, hosts_cpu),
+        "tier-boto3": Way(tier_lane(tier("boto3")), cpu_seconds=hosts_cpu),
     }
 
 
@@ -170,23 +150,29 @@ def measure(
     most_passes: int,
     rounds: int,
     forget: Callable[[S3Config, Sequence[OffloadKey]], None],
+    lmcache_python: str,
 ) -> dict[str, Any]:
     """Return the rates of all lanes with values of this size; ``forget`` deletes what was written."""
+    left_out = {}
     samples: dict[str, list[Sample]] = {}
     with ExitStack() as stack:
         lanes = lanes_of(options, nbytes, count, stack)
+        of_a_peer = min(count // PEERS_SHARE, PEERS_MOST)
+        try:
+            lane, cpu_seconds = lmcache_lane(options, lmcache_python, nbytes, of_a_peer, stack)
+            lanes["lmcache"] = Way(lane, cpu_seconds=cpu_seconds)
+        except LeftOutError as error:
+            left_out["lmcache"] = str(error)
         peers = [name for name in lanes if name not in (*ALONE, *BESIDE)]
-        counts = {name: min(count // PEERS_SHARE, PEERS_MOST) if name in peers else count for name in lanes}
+        counts = {name: of_a_peer if name in peers else count for name in lanes}
         passes = dict.fromkeys(lanes, 1)
 
         def turn(name: str) -> Sample:
-            (write, read), beside = lanes[name]
+            (write, read), beside, cpu = lanes[name]
             keys = services.new_keys(counts[name] * passes[name])
             works = (write, keys), (read, keys[-counts[name] :] * passes[name])
             with beside():
-                # Of a tier its host's alone: what this process does is the engine's, or the loop beside it.
-                cpu = hosts_cpu if name.startswith("tier") else time.process_time
-                sample = {mode: timed(work, keys, cpu) for mode, (work, keys) in zip(MODES, works, strict=True)}
+                sample = {mode: timed(work, keys, cpu) for mode, (work, keys) in zip(WAYS, works, strict=True)}
             forget(options, keys)
             return sample
 
@@ -200,7 +186,8 @@ def measure(
             for name in (*of_peers, *ALONE, *reversed(ALONE), *BESIDE[:: -1 if number % 2 else 1]):
                 samples.setdefault(name, []).append(turn(name))
     amounts = {name: counts[name] * passes[name] for name in lanes}
-    return {"value_bytes": nbytes, "lanes": {name: rates(samples[name], amounts[name], nbytes) for name in lanes}}
+    found = {name: rates(samples[name], amounts[name], nbytes) for name in lanes}
+    return {"value_bytes": nbytes, "lanes": found, "left_out": left_out}
 
 
 def delete_all(options: S3Config, keys: Sequence[OffloadKey]) -> None:
@@ -223,7 +210,7 @@ def timed(work: Keyed, keys: Sequence[OffloadKey], cpu_seconds: Callable[[], flo
 def rates(samples: Sequence[Sample], count: int, nbytes: int) -> dict[str, Any]:
     gigabytes = count * nbytes / 1e9
     found: dict[str, Any] = {}
-    for mode in MODES:
+    for mode in WAYS:
         seconds = statistics.median(sample[mode][0] for sample in samples)
         cpu = statistics.median(sample[mode][1] for sample in samples)
         found[mode] = {
@@ -257,7 +244,7 @@ def far_away(endpoint: str, bucket: str, rounds: int) -> dict[str, Any]:
         hits = tier.hits(keys)
         assert hits == FAR_VALUES, hits
         lookups = tier.figures_after(2.5)["head_requests"] - before
-        memory = max(map(private_mb, hosts()))
+        memory = max(map(private_mb, tier_hosts()))
     taken = statistics.median(seconds[1:])
     return {
         "seconds": taken,
@@ -286,34 +273,42 @@ def far_proxy(port: int) -> Iterator[str]:
 def goals_of(found: dict[str, Any]) -> list[dict[str, Any]]:
     goals = []
     for server, sizes in found["servers"].items():
-        for mode in MODES:
+        for mode in WAYS:
             name = f"{server}, {mode}: the tier as a share of obstore alone, at every size"
             goals.append(at_every_size(name, shares(sizes, mode, "tier", "obstore"), GOAL_OF_OBSTORE))
             name = f"{server}, {mode}: beside a busy engine thread as a share of beside the same loop elsewhere"
             goals.append(at_every_size(name, shares(sizes, mode, "tier-busy", "tier-beside"), GOAL_BESIDE_BUSY))
     far = found["far"]
-    for name, value, goal in (
-        (f"{FAR_VALUES} values of 2 MiB from 30 ms away, first-byte times", far["first_byte_times"], GOAL_FIRST_BYTES),
-        (f"requests that locate the end of a {PREFIX_CHUNKS}-chunk prefix", far["lookup_requests"], GOAL_LOOKUPS),
-        ("private memory of each of its hosts afterwards, at rest, MB", far["private_mb"], GOAL_PRIVATE_MB),
-    ):
-        goals.append({"name": name, "value": value, "goal": goal, "met": value <= goal})
+    times = f"{FAR_VALUES} values of 2 MiB from 30 ms away, first-byte times"
+    lookups = f"requests that locate the end of a {PREFIX_CHUNKS}-chunk prefix"
+    memory = "private memory of each of its hosts afterwards, at rest, MB"
+    goals.append(at_most(times, far["first_byte_times"], GOAL_FIRST_BYTES))
+    goals.append(at_most(lookups, far["lookup_requests"], GOAL_LOOKUPS))
+    goals.append(at_most(memory, far["private_mb"], GOAL_PRIVATE_MB))
     return goals
+
+
+def at_every_size(name: str, values: dict[str, float], goal: float) -> dict[str, Any]:
+    return at_least(name, min(values.values()), goal) | {"by_size": values}
 
 
 def paired(lanes: dict[str, Any], mode: str, one: str, other: str) -> float:
     """Return how fast one lane is as a share of the other, round by round, in the middle."""
-    pairs = zip(lanes[one][mode]["seconds"], lanes[other][mode]["seconds"], strict=True)
-    return statistics.median(theirs / ours for ours, theirs in pairs)
+    return middle_share(lanes[other][mode]["seconds"], lanes[one][mode]["seconds"])
 
 
 def shares(sizes: Sequence[dict[str, Any]], mode: str, one: str, other: str) -> dict[str, float]:
     return {format_size(size["value_bytes"]): paired(size["lanes"], mode, one, other) for size in sizes}
 
 
-def at_every_size(name: str, values: dict[str, float], goal: float) -> dict[str, Any]:
-    least = min(values.values())
-    return {"name": name, "value": least, "by_size": values, "goal": goal, "met": least >= goal}
+def lmcache_left_out(server: str, sizes: Sequence[dict[str, Any]]) -> list[str]:
+    """Return why LMCache's connector was not measured, a line each, and how it can be had."""
+    problems = dict.fromkeys(size["left_out"]["lmcache"] for size in sizes if size["left_out"])
+    how = "; it takes a Python (--lmcache) with: "
+    return [
+        f"{server}: LMCache's S3 connector: left out, {problem}{how + INSTALL if 'No module' in problem else ''}"
+        for problem in problems
+    ]
 
 
 def report(found: dict[str, Any]) -> None:
@@ -324,10 +319,6 @@ def report(found: dict[str, Any]) -> None:
         print(peer)
     for server, sizes in found["servers"].items():
         report_shares(server, sizes, SHARES, sys.stdout)
-    for goal in found["goals"]:
-        each = ", ".join(f"{size} {value:.2f}" for size, value in goal.get("by_size", {}).items())
-        found_it = f"{goal['value']:.2f}{f' ({each})' if each else ''}"
-        print(f"{goal['name']}: {found_it}; goal {goal['goal']:g}: {'met' if goal['met'] else 'MISSED'}")
 
 
 def report_rates(server: str, sizes: Sequence[dict[str, Any]], to: TextIO) -> None:
@@ -337,13 +328,13 @@ def report_rates(server: str, sizes: Sequence[dict[str, Any]], to: TextIO) -> No
             cells = [
                 f"{mode} {lane[mode]['gb_per_s']:6.3f} {lane[mode]['values_per_s']:7.0f}"
                 f" {lane[mode]['cpu_s_per_gb']:6.2f}"
-                for mode in MODES
+                for mode in WAYS
             ]
             print(f"  {format_size(size['value_bytes']):7} {name:12} {'   '.join(cells)}", file=to, flush=True)
 
 
 def report_shares(server: str, sizes: Sequence[dict[str, Any]], pairs: Sequence[tuple[str, str]], to: TextIO) -> None:
-    for mode in MODES:
+    for mode in WAYS:
         for one, other in pairs:
             each = ", ".join(f"{size} {share:.2f}" for size, share in shares(sizes, mode, one, other).items())
             print(f"{server}, {mode}: {one} as a share of {other}: {each}", file=to, flush=True)
@@ -357,11 +348,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--only", choices=list(AMOUNTS), help="one of the servers, default: both")
+    parser.add_argument("--lmcache", metavar="PYTHON", default=sys.executable, help="one that has LMCache's packages")
     options = parser.parse_args()
     if not sys.platform.startswith("linux"):
         sys.exit("error: tier hosts need Linux")
     rounds, sizes = (5, SIZES[::2] + SIZES[-1:]) if options.quick else (11, SIZES)
-    left_out = [LMCACHE]
+    left_out: list[str] = []
     found: dict[str, Any] = {"servers": {}, "left_out": left_out}
     with ExitStack() as stack:
         trivial_endpoint = stack.enter_context(servers.trivial_server())
@@ -380,15 +372,14 @@ def main() -> None:
             total, most, most_passes = AMOUNTS[name]
             of_sizes = found["servers"][name] = []
             for nbytes in sizes:
-                of_sizes.append(measure(where, nbytes, min(total // nbytes, most), most_passes, rounds, forget))
+                count = min(total // nbytes, most)
+                of_sizes.append(measure(where, nbytes, count, most_passes, rounds, forget, options.lmcache))
                 report_rates(name, of_sizes[-1:], sys.stderr)
                 report_shares(name, of_sizes[-1:], (("tier", "obstore"), *SHARES), sys.stderr)
+            left_out += lmcache_left_out(name, of_sizes)
         found["far"] = far_away(trivial_endpoint, "bench-bucket", rounds)
     found["goals"] = goals_of(found)
-    if options.json:
-        print(json.dumps(found))
-    else:
-        report(found)
+    say(found, report, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import boto3
 import obstore
 import xxhash
 from botocore.config import Config
+from peers.lmcache_s3 import LMCacheS3
 
 from kvtiers.api import OffloadKey
 from kvtiers.rows.mapping import create_memfd, map_memory
@@ -27,6 +29,7 @@ from kvtiers_s3.requests import Requests
 TESTS = Path(__file__).resolve().parents[2] / "plugins" / "s3_tier" / "tests"
 JOB_BYTES = 64 << 20
 THREADS = 9
+STEP_SECONDS = 0.005  # between two questions to a tier
 
 
 def load(name: str) -> Any:
@@ -45,6 +48,7 @@ Keyed = Callable[[Sequence[OffloadKey]], None]
 Lane = tuple[Keyed, Keyed]
 """How a lane writes values under these keys, and reads them back; more than it has rows for, use them in turn."""
 Move = Callable[[str, memoryview], object]
+Seconds = Callable[[], float]
 
 
 class Rows:
@@ -120,6 +124,32 @@ def obstore_lane(options: S3Config, rows: Rows, *, hashes: bool = False) -> Lane
         obstore.put(store, key, view, use_multipart=False)
 
     return rows.lane(write, read)
+
+
+def lmcache_lane(options: S3Config, python: str, nbytes: int, count: int, stack: ExitStack) -> tuple[Lane, Seconds]:
+    """Return LMCache's connector, and what it takes; LeftOutError with why it cannot be had."""
+    keys = servers.ACCESS_KEY, servers.SECRET_KEY
+    connector = stack.enter_context(LMCacheS3(python, options.endpoint, keys, nbytes, count))
+
+    def run(way: str, keys: Sequence[OffloadKey]) -> None:
+        connector.move(way, [int.from_bytes(key[:8]) for key in keys])
+
+    return (partial(run, "write"), partial(run, "read")), connector.cpu_seconds
+
+
+def tier_lane(tier: Any) -> Lane:
+    """Send jobs of 64 MiB to a tier host, for all rows at once, as the manager does."""
+    per_job = max(1, JOB_BYTES // tier.rows.shape[1])
+    tier.step_seconds = STEP_SECONDS
+
+    def run(keys: Sequence[OffloadKey], *, is_load: bool) -> None:
+        rows = len(tier.rows)
+        jobs = [(keys[at : at + per_job], at % rows) for at in range(0, len(keys), per_job)]
+        results = tier.run_all(jobs, load=is_load)
+        failed = sum(not result.success for result in results)
+        assert not failed, f"{failed} of {len(results)} jobs failed"
+
+    return partial(run, is_load=False), partial(run, is_load=True)
 
 
 def awscrt_lane(options: S3Config, rows: Rows) -> Lane:
