@@ -1,0 +1,84 @@
+"""A tier that two threads ask: a question from beside comes between two calls of the engine's, never into one."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvtiers.base import RequestContext
+from kvtiers.integrations.vllm.asked import AskedTier
+from kvtiers.integrations.vllm.off_tier import OffTier
+from kvtiers.secondary.chunk_store_tier import ChunkStoreTier
+from kvtiers.tiering.tiers import TierOptions, TierSlot
+
+KEY = bytes(36)
+JOB = SimpleNamespace(is_promotion=True)
+
+
+class CalledTier(ChunkStoreTier):
+    """In each call somebody beside asks; ``calls`` of the tier, in order."""
+
+    def __init__(self):
+        self.calls = []
+        self.asked = None
+
+    def is_available(self):
+        return True
+
+    def ask_ahead(self, keys):
+        self.calls.append("ask_ahead")
+
+
+def _called(name, answer):
+    def call(self, *_arguments):
+        self.calls.append(name)
+        self.asked.ask_ahead([KEY])
+        return answer
+
+    return call
+
+
+ANSWERS = {
+    "lookup_many": (),
+    "submit_load": None,
+    "get_started_jobs": (),
+    "get_failed_jobs": (),
+    "get_finished_jobs": (),
+    "get_released_jobs": (),
+    "release_job": None,
+    "abandon_job": None,
+    "on_schedule_end": None,
+    "drain": True,
+}
+for _name, _answer in ANSWERS.items():
+    setattr(CalledTier, _name, _called(_name, _answer))
+
+
+@pytest.mark.parametrize(
+    ("call", "calls"),
+    [
+        (lambda asked: asked.ask(KEY, RequestContext("a")), ["lookup_many"]),
+        (lambda asked: asked.submit(JOB), ["submit_load"]),
+        (
+            lambda asked: asked.news(),
+            ["get_started_jobs", "get_failed_jobs", "get_finished_jobs", "get_released_jobs"],
+        ),
+        (lambda asked: asked.release(1), ["release_job"]),
+        (lambda asked: asked.abandon(1), ["abandon_job"]),
+        (lambda asked: asked.end_step(), ["on_schedule_end"]),
+        (lambda asked: asked.drain(1.0), ["drain"]),
+    ],
+    ids=["ask", "submit", "news", "release", "abandon", "end_step", "drain"],
+)
+def test_nobody_asks_while_the_tier_is_in_a_call_and_anybody_after_it(call, calls):
+    tier = CalledTier()
+    tier.asked = AskedTier(TierSlot(0, tier, TierOptions("near")))
+    call(tier.asked)
+    assert tier.calls == calls
+    tier.asked.ask_ahead([KEY])
+    assert tier.calls == [*calls, "ask_ahead"]
+
+
+def test_a_tier_whose_loads_cannot_let_go_of_their_rows_is_not_asked_to():
+    asked = AskedTier(TierSlot(0, OffTier(), TierOptions("near")))
+    asked.release(1)
+    assert list(asked.news().released) == []
