@@ -7,14 +7,12 @@ from typing import NamedTuple
 import click
 
 from kvtiers.api import ConfigError, Finding
-from kvtiers.api.units import format_size, parse_duration, parse_size
+from kvtiers.api.units import format_size, parse_duration
 from kvtiers.cli.main import LateExitError
-from kvtiers.cli.output import print_table, with_unit
+from kvtiers.cli.output import print_table, value_bytes_option, with_unit
 from kvtiers.config import OffloadConfig, load_config
 
 __all__ = ["check"]
-
-_VALUE_ALIGN = 4096
 
 
 class _Line(NamedTuple):
@@ -40,14 +38,7 @@ Exit status: 0 no error (with --strict: no warning either), 1 an error, 2 the co
 )
 @click.argument("file", type=click.Path())
 @click.option("--offline", is_flag=True, help="Only validate the file; open nothing.")
-@click.option(
-    "--value-bytes",
-    metavar="SIZE",
-    callback=with_unit(parse_size, _VALUE_ALIGN),
-    default="2MiB",
-    show_default=True,
-    help="Size of the value that is written to each tier; a multiple of 4096.",
-)
+@value_bytes_option("Size of the value that is written to each tier; a multiple of 4096.")
 @click.option(
     "--timeout",
     metavar="DURATION",

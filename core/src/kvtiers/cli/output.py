@@ -8,10 +8,12 @@ from typing import Any
 import click
 
 from kvtiers.api import ConfigError
+from kvtiers.api.units import parse_size
 
-__all__ = ["file_to_write", "print_heading", "print_table", "with_unit", "write_file"]
+__all__ = ["file_to_write", "print_heading", "print_table", "value_bytes_option", "with_unit", "write_file"]
 
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "broken": "bold red"}
+_VALUE_ALIGN = 4096
 
 
 def with_unit(parse: Callable[[object], float], multiple: int = 1) -> Callable[..., Any]:
@@ -28,6 +30,18 @@ def with_unit(parse: Callable[[object], float], multiple: int = 1) -> Callable[.
         return number
 
     return convert
+
+
+def value_bytes_option(text: str) -> Callable[..., Any]:
+    """Return the option ``--value-bytes``, of which ``text`` says what it is for."""
+    return click.option(
+        "--value-bytes",
+        metavar="SIZE",
+        callback=with_unit(parse_size, _VALUE_ALIGN),
+        default="2MiB",
+        show_default=True,
+        help=text,
+    )
 
 
 def file_to_write(*endings: str) -> Callable[..., Path | None]:

@@ -10,14 +10,13 @@ import click
 from kvtiers.api.units import format_size, parse_duration, parse_size
 from kvtiers.cli.bump import bump
 from kvtiers.cli.held import Held, Selection, Share, modified
-from kvtiers.cli.output import print_table, with_unit
+from kvtiers.cli.output import print_table, value_bytes_option, with_unit
 from kvtiers.cli.sealed import Verdict
 from kvtiers.cli.store_report import count, inventory_json, print_inventory, print_value, sum_of, value_json
 from kvtiers.cli.store_session import StoreSession, open_session
 
 __all__ = ["store"]
 
-_VALUE_ALIGN = 4096
 
 _EXIT = """
 Exit status: 0 all is well, 1 {one}, 2 the config or the command line is wrong, 130 stopped by Ctrl-C (what was done
@@ -61,14 +60,7 @@ def _selecting(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--larger-than", metavar="SIZE", callback=_optional(parse_size), help="Only values larger than this."
         ),
-        click.option(
-            "--value-bytes",
-            metavar="SIZE",
-            callback=with_unit(parse_size, _VALUE_ALIGN),
-            default="2MiB",
-            show_default=True,
-            help="Size of the memory for one value that the tier is opened with; grows where it has to.",
-        ),
+        value_bytes_option("Size of the memory for one value that the tier is opened with; grows where it has to."),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
     ]
     for option in reversed(options):
