@@ -151,7 +151,11 @@ def test_a_scrape_shows_which_tier_served_status_what_that_saved_and_the_end_lea
         assert not hits.get("fs")
     assert served.figures("kvtiers_tier_open") == {"memory": 1, "fs": 1}
     assert served.figures("kvtiers_tier_breaker_state") == {"memory": 0, "fs": 0}
-    assert served.figures("kvtiers_tier_load_seconds_total")["memory"] > 0
+    for seconds in ("load", "store"):
+        assert served.figures(f"kvtiers_tier_{seconds}_seconds_total")["memory"] > 0
+    asked, seconds = (served.figures(f"kvtiers_tier_lookup_{what}_total") for what in ("questions", "seconds"))
+    assert asked.keys() == seconds.keys() == {"memory", "fs"}, "each was asked about what no tier had yet"
+    assert all(0 < seconds[tier] < PATIENCE * asked[tier] for tier in asked)
 
     status = status_of(served_model)
     memory, disk = status["tiers"]["memory"], status["tiers"]["fs"]

@@ -28,7 +28,8 @@ class Collection:
 @pytest.fixture
 def stats():
     late = {"wait_expired": 5, "recomputed_cheaper": 6}
-    tier = TIER | late | {"hits": 3, "load_seconds": 0.5, "own": {"open": 1, "breaker_state": 0}}
+    own = {"open": 1, "breaker_state": 0, "lookup_seconds": 0.25}
+    tier = TIER | late | {"hits": 3, "load_seconds": 0.5, "own": own}
     return {"engine": {"lookups": 8}, "primary": {"rows": 16, "free_rows": 5}, "tiers": {"near": tier}}
 
 
@@ -59,6 +60,7 @@ def test_counters_are_what_was_added_and_gauges_what_is(facts, stats, clock):
     first = report()
     assert first.counters["kvtiers_tier_hits", ("near",)] == 3
     assert first.counters["kvtiers_lookups", ()] == 8
+    assert first.counters["kvtiers_tier_lookup_seconds", ("near",)] == 0.25
     assert first.gauges["kvtiers_primary_free_rows", ()] == 5
     assert first.gauges["kvtiers_tier_shared", ("near",)] == 1
     stats["tiers"]["near"]["hits"] = 4

@@ -166,6 +166,27 @@ def test_a_question_that_is_not_answered_in_time_is_a_miss_and_counted(tier, ask
     assert tier.ask(keys[:2]) == [MISS], "the answer comes too late"
 
 
+def test_questions_that_have_ended_are_counted_with_the_seconds_from_their_being_sent(tier, asked, keys, clock):
+    tier.ask(keys[:2])
+    clock.now += 1.0
+    tier.flush()
+    clock.now += 0.25
+    tier.answered(asked.last[0], bytes([1, 0]))
+    tier.answered(asked.last[0], bytes([1, 0]))
+    assert (tier.questions, tier.seconds) == (1, 0.25)
+    for key in keys[4:6]:
+        tier.ask([key])
+        tier.flush()
+    clock.now += 31.0
+    tier.failed(asked.last[0])
+    assert tier.give_up_overdue() == 1
+    assert (tier.questions, tier.seconds) == (3, 62.25)
+    asked.takes = False
+    tier.ask(keys[6:])
+    tier.flush()
+    assert tier.questions == 3, "what could not be sent was no question"
+
+
 def test_a_tier_that_answers_nothing_is_not_asked_without_end(tier, asked, kit):
     answers = []
     for number in range(1000):

@@ -155,6 +155,8 @@ class ChunkStoreTier(SecondaryTierManager):
                 "breaker_opened": self._breaker.opened,
                 "open": int(self._open),
                 "open_probes": self._lookups.open_probes,
+                "lookup_questions": self._lookups.questions,
+                "lookup_seconds": self._lookups.seconds,
                 "storing_chunks": self._jobs.storing,
             }
         )

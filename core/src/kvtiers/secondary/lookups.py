@@ -27,7 +27,7 @@ class _Probe(NamedTuple):
     """A question under way."""
 
     keys: Sequence[OffloadKey]
-    overdue_at: float
+    sent_at: float
 
 
 class TierLookups:
@@ -54,6 +54,10 @@ class TierLookups:
         self._ids = itertools.count(1)
         self._runs: list[Sequence[OffloadKey]] = []
         self._singles: dict[OffloadKey, None] = {}
+        self.questions = 0
+        """Questions that have ended: answered, failed, or given up."""
+        self.seconds = 0.0
+        """Seconds that these were under way; of those of one time all count."""
 
     @property
     def open_probes(self) -> int:
@@ -91,11 +95,17 @@ class TierLookups:
 
     def answered(self, probe_id: int, answers: bytes) -> None:
         """Take in the answers to a probe, for its first keys; the others stay unknown."""
-        probe = self._probes.pop(probe_id, None)
+        probe = self._probes.get(probe_id)
         if probe is None:
             return
-        asked = self._asked
         now = self._clock()
+        self.questions += 1
+        self.seconds += now - probe.sent_at
+        self._take_in(probe_id, answers, now)
+
+    def _take_in(self, probe_id: int, answers: bytes, now: float) -> None:
+        probe = self._probes.pop(probe_id)
+        asked = self._asked
         until = (-(now + self._miss_seconds), now + self._hit_seconds)
         # The others have become known otherwise, or are asked for anew.
         mine = [asked.get(key) == probe_id for key in probe.keys]
@@ -116,7 +126,7 @@ class TierLookups:
         overdue = 0
         while self._probes:
             oldest = next(iter(self._probes))
-            if self._probes[oldest].overdue_at > now:
+            if self._probes[oldest].sent_at + self._deadline > now:
                 break
             self.failed(oldest)
             overdue += 1
@@ -167,10 +177,11 @@ class TierLookups:
 
     def _post(self, keys: Sequence[OffloadKey], *, is_prefix: bool) -> None:
         probe_id = next(self._ids)
-        self._probes[probe_id] = _Probe(keys, self._clock() + self._deadline)
+        now = self._clock()
+        self._probes[probe_id] = _Probe(keys, now)
         self._asked.update(dict.fromkeys(keys, probe_id))
         if not self._send(probe_id, keys, is_prefix):
-            self.failed(probe_id)
+            self._take_in(probe_id, bytes(len(keys)), now)
 
     def _bound(self) -> None:
         excess = len(self._verdicts) - _MAX_VERDICTS

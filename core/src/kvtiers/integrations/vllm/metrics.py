@@ -15,6 +15,8 @@ EVERY_SECONDS = 0.1
 LABELS = ("tier",)
 COUNTERS = {
     "kvtiers_tier_lookups": "Answers that the tier gave, in chunks.",
+    "kvtiers_tier_lookup_questions": "Questions to the tier that have ended, each about chunks of one prefix.",
+    "kvtiers_tier_lookup_seconds": "Seconds from these questions to their answers.",
     "kvtiers_tier_wait_expired": "Chunks that were misses since their request had waited long enough.",
     "kvtiers_tier_recomputed_cheaper": "Chunks that were computed since the tier's loads were too slow a moment ago.",
     "kvtiers_tier_left_out_requests": "Requests that used no tier, since their salt is hashed without a tag.",
