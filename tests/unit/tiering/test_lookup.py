@@ -165,15 +165,15 @@ def test_one_lookup_finds_what_the_prefix_lookup_finds():
 
 
 def test_a_long_prefix_is_reserved_over_several_steps_so_that_none_of_them_is_long():
-    keys = chain("long", 600)
-    bench = Bench(rows=1024, options=TieringOptions(lookup_wait=0.0, load_wait=10.0, one_tier=0.8, all_tiers=0.8))
+    keys = chain("long", 1500)
+    bench = Bench(rows=2048, options=TieringOptions(lookup_wait=0.0, load_wait=10.0, one_tier=0.8, all_tiers=0.8))
     bench.tier["a"].put(keys)
     ctx = bench.request()
     found = []
     for _ in range(4):
         found.append(bench.lookup(keys, ctx))
         bench.step(1.0)
-    assert found == [(0, 256, True), (256, 256, True), (512, 88, False), (600, 0, False)]
+    assert found == [(0, 640, True), (640, 608, True), (1248, 252, False), (1500, 0, False)]
 
 
 @pytest.fixture
@@ -192,7 +192,7 @@ def walked(monkeypatch):
 
 def long_prefix(bench):
     """A prefix in turns of 16 chunks in the primary and in a tier; what else fills the primary is older."""
-    keys = chain("long", 1280)
+    keys = chain("long", 3200)
     here = [key for place, key in enumerate(keys) if place % 32 < 16]
     bench.store(chain("other", bench.primary.free_rows - len(here)))
     bench.store(here)
@@ -204,18 +204,18 @@ def long_prefix(bench):
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_what_a_request_has_walked_is_not_walked_again_to_reserve_rows_and_does_not_make_room(walked, policy):
-    bench = Bench(rows=2000, options=WIDE, policy=policy)
+    bench = Bench(rows=5000, options=WIDE, policy=policy)
     keys = long_prefix(bench)
     ctx = bench.request()
     while bench.lookup(keys, ctx)[2]:
         bench.step()
-    assert walked == [(528, 0), (1040, 528), (1280, 1040)]
+    assert walked == [(1296, 0), (2448, 1296), (3200, 2448)]
     bench.step()
-    assert bench.lookup(keys, ctx) == (1280, 0, False)
+    assert bench.lookup(keys, ctx) == (3200, 0, False)
 
 
 def test_after_a_loss_or_a_reset_a_run_is_walked_from_where_it_is_not_there_any_more(walked):
-    bench = Bench(rows=2000, options=WIDE, tiers={"a": {}, "b": {}})
+    bench = Bench(rows=5000, options=WIDE, tiers={"a": {}, "b": {}})
     keys = long_prefix(bench)
     ctx = bench.request()
     tier = bench.tier["a"]
@@ -228,9 +228,9 @@ def test_after_a_loss_or_a_reset_a_run_is_walked_from_where_it_is_not_there_any_
     bench.tier["b"].put(keys)
     bench.lookup(keys, ctx)
     bench.manager.reset_cache()
-    bench.store(keys[:600])
+    bench.store(keys[:1500])
     bench.lookup(keys, ctx)
-    assert walked == [(528, 0), (528, 16), (856, 0)]
+    assert walked == [(1296, 0), (1296, 16), (2065, 0)]
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])

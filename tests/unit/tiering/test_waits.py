@@ -216,6 +216,19 @@ def test_auto_waits_no_less_for_the_rest_when_most_of_it_has_come():
     assert bench.lookup(KEYS, ctx) == (7, 1, False)
 
 
+def test_auto_waits_for_all_of_a_long_prefix_however_many_steps_find_it():
+    options = TieringOptions(lookup_wait=0.02, load_wait=None, one_tier=0.8, all_tiers=0.8)
+    bench = Bench(rows=8192, tiers={"a": {}}, options=options, hold=True)
+    prefill(bench)
+    measure(bench, 0.001)
+    tier = bench.tier["a"]
+    tier.hold = False
+    tier.put(keys := chain("long", 6000))
+    ready, seconds = waited(bench, keys, bench.request(), tick=3.0)
+    assert ready == 6000
+    assert seconds > 640 * 16 * 0.001, "what one call finds takes less long to compute than all steps took"
+
+
 def test_auto_waits_for_a_windows_chunks_together():
     bench = bench_with(load_wait=None)
     prefill(bench)

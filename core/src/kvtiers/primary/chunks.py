@@ -254,7 +254,7 @@ class CPUPrimaryTier:
         At most ``max_rows``, and so that ``reserve_rows`` rows stay free or evictable; None, and no change, if that
         leaves none. Keys that are here are treated as in ``prepare_store``: give the whole run that was found, so
         that its ready chunks do not leave for its others. The first ``used`` of them are here, and were given for this
-        request before: they cost no time again.
+        request before: they cost no time again, and are where they are in the order of eviction.
         """
         return self._allocate(keys, request_id, len(keys) if max_rows is None else max_rows, reserve_rows, used)
 

@@ -24,7 +24,9 @@ __all__ = ["Lookups"]
 
 _MISS, _PENDING = LookupResult.MISS, LookupResult.HIT_PENDING
 _SMALLEST_QUESTION = 64  # chunks, once a tier was asked about the whole rest
-_MOST_RESERVED = 256  # chunks a call: a long prefix is reserved over several steps, so that none of them is long
+# A long prefix is reserved over several steps, so that none of them is long: so many chunks a call, and fewer the longer
+# the prefix is by then, of which about 20 are walked in the time that one is reserved in.
+_MOST_RESERVED, _FEWEST_RESERVED, _WALKED_FOR_ONE = 640, 128, 20
 
 
 class _Run(NamedTuple):
@@ -50,7 +52,7 @@ class _Search:
 
     tiers: list[_Asked]
     room: int
-    left: int = _MOST_RESERVED
+    left: int
 
 
 class Lookups:
@@ -129,9 +131,8 @@ class Lookups:
             length = run.length
         if pending:
             here = keys[:length]
-            state.window_waits.update(here if window else ())
-            waits_for = max(pending, len(state.window_waits)) * tokens
-            if self._waits.load_over(state, waits_for, lambda: self._unmeasured(here)):
+            chunks = self._awaited(here, state, window=window)
+            if self._waits.load_over(state, max(pending, chunks) * tokens, lambda: self._unmeasured(here)):
                 waiting = self._pending_in(here)
                 self._metrics.wait_expired += pending
                 self._origins.expired(waiting)
@@ -145,6 +146,18 @@ class Lookups:
             state.given_up.add(keys[length])
             run = _Run(length)
         return PrefixHits(length - pending, pending, bool(run.silent) or run.capped)
+
+    def _awaited(self, run: Sequence[OffloadKey], state: RequestState, *, window: bool) -> int:
+        """Return how many chunks the request has waited for so far: a long run comes in parts, several at a time."""
+        if window:
+            state.window_waits.update(run)
+            return len(state.window_waits)
+        group = group_of(run[0])
+        reach, chunks = state.awaited.get(group, (0, 0))
+        if len(run) > reach:
+            chunks += self._primary.resident_run(run[reach:])[1]
+            state.awaited[group] = len(run), chunks
+        return chunks
 
     def _unmeasured(self, run: Sequence[OffloadKey]) -> bool:
         """Say whether a pending chunk of the run comes from a tier whose speed is not known yet."""
@@ -160,7 +173,8 @@ class Lookups:
     def _follow(self, keys: Sequence[OffloadKey], at: int, state: RequestState, tokens: int) -> _Run:
         """Follow the prefix beyond its first absent chunk, through tiers and primary, to one that is not to be had."""
         tiers = [tier for slot in state.slots if (tier := self._askable(slot, len(keys))) is not None]
-        search = _Search(tiers, self._jobs.room_in_all)
+        left = max(_FEWEST_RESERVED, _MOST_RESERVED - at // _WALKED_FOR_ONE)
+        search = _Search(tiers, self._jobs.room_in_all, left)
         found: list[Found] = []
         silent: Sequence[TierSlot] = ()
         while at < len(keys) and tiers and search.room and search.left:

@@ -38,8 +38,10 @@ class RequestState:
     lost: dict[OffloadKey, int] = field(default_factory=dict)
     lookup_since: float | None = None
     load_since: float | None = None
+    awaited: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """By group: how far the run reached when it last waited, and how many of its chunks it has waited for so far."""
     load_tokens: int = 0
-    """The most tokens whose chunks this request has waited for at once."""
+    """The most tokens whose chunks this request has waited for."""
     window_waits: set[OffloadKey] = field(default_factory=set)
     """Chunks of window groups that it has waited for."""
     load_over: bool = False
