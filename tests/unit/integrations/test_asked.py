@@ -1,5 +1,6 @@
 """A tier that two threads ask: a question from beside comes between two calls of the engine's, never into one."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -82,3 +83,28 @@ def test_a_tier_whose_loads_cannot_let_go_of_their_rows_is_not_asked_to():
     asked = AskedTier(TierSlot(0, OffTier(), TierOptions("near")))
     asked.release(1)
     assert list(asked.news().released) == []
+
+
+def test_a_tier_is_left_when_nobody_asks_it_any_more():
+    tier, order = CalledTier(), []
+    inside, go_on = threading.Event(), threading.Event()
+
+    def ask_ahead(keys):
+        inside.set()
+        go_on.wait(10)
+        order.append("asked")
+
+    tier.ask_ahead = ask_ahead
+    slot = TierSlot(0, tier, TierOptions("near"))
+    asked = AskedTier(slot)
+    asker = threading.Thread(target=asked.ask_ahead, args=([KEY],))
+    leaver = threading.Thread(target=lambda: (asked.leave(), order.append("left")))
+    asker.start()
+    assert inside.wait(10)
+    leaver.start()
+    leaver.join(0.2)
+    go_on.set()
+    asker.join(10)
+    leaver.join(10)
+    assert order == ["asked", "left"]
+    assert slot.retired

@@ -1,5 +1,6 @@
 """Tiers of the third rung under core's protection: their drain and their close."""
 
+import asyncio
 import threading
 import time
 
@@ -48,6 +49,21 @@ def test_a_drain_that_raises_says_what_was_dropped_all_the_same(kit, sealed, key
     assert not tier.drain(kit.PATIENCE)
     assert log_lines("no way") == "t: its drain() failed: OSError: no way"
     assert "dropped 1 jobs with 4 chunks" in log_lines("dropped")
+
+
+@pytest.mark.parametrize("method", ["drain", "get_finished_jobs"])
+def test_a_tier_that_would_end_the_thread_that_drains_it_does_not_end_the_engines(kit, sealed, keys, log_lines, method):
+    tier, inner = sealed()
+
+    def stop(*_timeout):
+        raise asyncio.CancelledError("enough")
+
+    setattr(inner, method, stop)
+    tier.submit_store(job(keys))
+    assert not tier.drain(kit.PATIENCE)
+    assert "CancelledError: enough" in log_lines("enough")
+    tier.close()
+    assert inner.closed == 1
 
 
 def test_close_closes_the_tier_once_on_its_own_thread(kit, sealed):

@@ -11,6 +11,7 @@ from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from kvtiers.api import JobResult, SecondaryTierManager, TierRequest, TransferJob
+from kvtiers.secondary.protocol import error_text
 
 __all__ = ["LastCalls"]
 
@@ -30,11 +31,14 @@ class LastCalls(SecondaryTierManager):
         self._tier = tier
         self._until = time.monotonic() + seconds
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name=f"kvtiers-{label}-drain", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name=f"kvtiers-{label}-drain", daemon=True)
+        self._thread.start()
 
     def end(self) -> None:
-        """End the thread; of a tier that hangs, when its call returns."""
+        """End the thread; that of a tier that hangs ends when its call returns."""
         self._calls.put(None)
+        if not self.hangs_in:
+            self._thread.join()
 
     def on_new_request(self, context: TierRequest) -> bool:
         """Pass on."""
@@ -69,8 +73,10 @@ class LastCalls(SecondaryTierManager):
         def answer() -> None:
             try:
                 outcome.set_result(call())
-            except BaseException as error:  # noqa: BLE001 -- for who asked
+            except Exception as error:  # noqa: BLE001 -- for who asked
                 outcome.set_exception(error)
+            except BaseException as error:  # noqa: BLE001 -- meant to end this thread, not who asked
+                outcome.set_exception(RuntimeError(error_text(error)))
 
         self._calls.put(answer)
         if outcome in wait([outcome], max(0.0, self._until - time.monotonic())).not_done:
@@ -81,4 +87,3 @@ class LastCalls(SecondaryTierManager):
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
-            del call  # it knows the tier, which knows the region

@@ -71,6 +71,11 @@ class AskedTier:
         with self._in_call:
             self._slot.end_step()
 
+    def leave(self) -> None:
+        """Put the tier out of use."""
+        with self._in_call:
+            self._slot.leave()
+
     def drain(self, timeout: float) -> None:
         """Let the tier end what it is doing."""
         with self._in_call:

@@ -263,7 +263,7 @@ class TierDriver:
         until = self._clock() + timeout
         self._tier.drain(timeout)
         self._poll()
-        self._slot.leave()
+        self._tier.leave()
         self._close(max(0.0, until - self._clock()))
         for running in list(self._jobs.values()):
             self._finish(running, JobResult(running.job.job_id, success=False))
