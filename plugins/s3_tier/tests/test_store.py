@@ -136,6 +136,17 @@ def test_a_server_that_sends_all_where_a_part_was_asked_for_is_a_failure(opened,
     assert read(store, "a/b", 2 * PART) == bytes([1]) * 2 * PART
 
 
+def test_a_part_of_an_object_whose_length_is_not_said_is_a_failure(opened, config, between, value):
+    store = opened(config(client="boto3", endpoint=between.endpoint, part_size=PART))
+    store.write("a/b", value(1, 2 * PART // PAGE))
+    unknown = Fault(b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 0-%d/*\r\n"
+                    b"Content-Length: %d\r\n\r\n" % (PART - 1, PART) + bytes(PART))  # fmt: skip
+    between.script = lambda request: unknown if "range" in request.headers else None
+    with pytest.raises(S3Error, match="NoLength: the answer does not say"):
+        read(store, "a/b", 2 * PART)
+    assert store.stats()["failed_requests"] == 2
+
+
 @pytest.mark.parametrize("client", CLIENTS)
 def test_the_parts_of_a_value_are_read_at_the_same_time(opened, config, between, value, client):
     store = opened(config(client=client, endpoint=between.endpoint, part_size=PART))

@@ -73,7 +73,7 @@ class Boto3Client:
         """Swallow an error that says absent; translate every other."""
         try:
             yield
-        except (ClientError, BotoCoreError, HTTPError, OSError, KeyError) as error:
+        except (ClientError, BotoCoreError, HTTPError, OSError, KeyError, ValueError) as error:
             if not (isinstance(error, ClientError) and error.response["Error"]["Code"] in absent):
                 self._requests.count_failed(raised := translated(f"{method} {key}", error))
                 raise raised from None

@@ -40,6 +40,7 @@ def _cause(error: Exception) -> str:
             return "NoAddress" if isinstance(reason, urllib3.exceptions.NameResolutionError) else "NoConnection"
         case ConnectionClosedError() | HTTPClientError() | IncompleteReadError():
             return "CutOff"
-        case BotoCoreError() | KeyError():  # the latter: of an answer that lacks something
-            return "NoLength" if error.args in {("ContentLength",), ("ContentRange",)} else ""
+        case BotoCoreError() | KeyError() | ValueError():
+            # The latter two are of an answer that lacks a length, or has one that is no number.
+            return "" if isinstance(error, BotoCoreError) else "NoLength"
     return "CutOff"  # by the system, or by urllib3 in the middle of a body
