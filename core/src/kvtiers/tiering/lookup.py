@@ -24,8 +24,8 @@ __all__ = ["Lookups"]
 
 _MISS, _PENDING = LookupResult.MISS, LookupResult.HIT_PENDING
 _SMALLEST_QUESTION = 64  # chunks, once a tier was asked about the whole rest
-# A long prefix is reserved over several steps, so that none of them is long: so many chunks a call, and fewer the longer
-# the prefix is by then, of which about 20 are walked in the time that one is reserved in.
+# Chunks a call: a long prefix is reserved over several steps, so that none of them is long. Fewer the longer the prefix
+# is by then: about 20 chunks of it are walked in the time that one takes to reserve.
 _MOST_RESERVED, _FEWEST_RESERVED, _WALKED_FOR_ONE = 640, 128, 20
 
 
