@@ -26,7 +26,7 @@ _MISS, _PENDING = LookupResult.MISS, LookupResult.HIT_PENDING
 _SMALLEST_QUESTION = 64  # chunks, once a tier was asked about the whole rest
 # Chunks a call: a long prefix is reserved over several steps, so that none of them is long. Fewer the longer the prefix
 # is by then: about 20 chunks of it are walked in the time that one takes to reserve.
-_MOST_RESERVED, _FEWEST_RESERVED, _WALKED_FOR_ONE = 640, 128, 20
+_MOST_RESERVED, _FEWEST_RESERVED, _WALKED_FOR_ONE = 448, 128, 20
 
 
 class _Run(NamedTuple):
