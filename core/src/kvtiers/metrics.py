@@ -88,7 +88,7 @@ class TierMetrics:
     wait_expired: int = 0
     """Chunks that were misses since their request had waited long enough for this tier to bring them, or to answer."""
     recomputed_cheaper: int = 0
-    """Chunks that were computed though this tier has them, since that was faster."""
+    """Chunks that were computed though this tier has them, or may have them, since that was faster."""
     expired_jobs: int = 0
     refused_results: int = 0
     raised: int = 0

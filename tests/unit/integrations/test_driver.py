@@ -184,7 +184,7 @@ def test_a_request_waits_no_longer_than_lookup_wait_for_all_its_answers_together
     bench.clock.now += 0.002
     assert bench.driver.lookup(KEYS[0], "a") is MISS
     assert bench.driver.lookup(KEYS[1], "a") is MISS, "its time began with the first answer that made it wait"
-    assert bench.driver.wait_expired == 2
+    assert bench.driver.metrics.wait_expired == 2
     bench.driver.request_started("b", None)
     assert bench.driver.lookup(KEYS[1], "b") is RETRY
 
@@ -279,10 +279,10 @@ def test_a_load_that_takes_too_long_lets_go_of_its_rows_and_is_reported_while_it
     bench.clock.now += 0.2
     assert not bench.result(2).success
     assert not bench.driver.has_jobs()
-    assert bench.driver.wait_expired == 2
+    assert bench.driver.metrics.wait_expired == 2
     assert [bench.driver.lookup(key, "a") for key in KEYS[:2]] == [MISS, MISS], "for good"
     assert bench.driver.lookup(KEYS[0], "b") is MISS, "nobody else is made to wait for it, for a while"
-    assert bench.driver.recomputed_cheaper == 1
+    assert bench.driver.metrics.recomputed_cheaper == 1
 
     bench.memory[7 * ROW : 9 * ROW] = bytes([99]) * 2 * ROW  # the rows are another chunk's by now
     bench.store.gate.set()

@@ -27,11 +27,11 @@ def report(driver, clock):
 
 
 def test_counters_are_what_was_added_and_a_moment_later_all_of_it(driver, report, clock):
-    driver.wait_expired = 3
+    driver.metrics.wait_expired = 3
     first = report()
     assert first.counters["kvtiers_tier_wait_expired", ("near",)] == 3
     assert first.gauges["kvtiers_tier_shared", ("near",)] == 1
-    driver.wait_expired = 5
+    driver.metrics.wait_expired = 5
     driver.left_out_requests = 2
     assert report() is None, "vLLM asks in every step"
     clock.now += EVERY_SECONDS

@@ -112,10 +112,6 @@ class TierDriver:
         self._next_scan = 0.0
         self._closed = False
         self._unread: dict[OffloadKey, None] = {}
-        self.wait_expired = 0
-        """Chunks that were misses since their request had waited long enough, for an answer or for a load."""
-        self.recomputed_cheaper = 0
-        """Chunks that the tier may have and that were computed, since loads were too slow a moment ago."""
         self.loaded_tokens = 0
         """Tokens whose KV the tier brought."""
         self.left_out_requests = 0
@@ -173,7 +169,7 @@ class TierDriver:
         if key in request.lost or request.left_out or not self._slot.available():
             return LookupResult.MISS
         if self._pause_until and self._is_paused():
-            self.recomputed_cheaper += 1
+            self.metrics.recomputed_cheaper += 1
             return LookupResult.MISS
         hits, unresolved = self._tier.ask(key, request.context)
         while unresolved and self._began_idle and self._rest_for_answer([key]):
@@ -188,7 +184,7 @@ class TierDriver:
         if now - request.waits_since < self._lookup_wait:
             return LookupResult.RETRY
         request.lost.add(key)
-        self.wait_expired += 1
+        self.metrics.wait_expired += 1
         return LookupResult.MISS
 
     def ask_ahead(self, keys: Sequence[OffloadKey]) -> None:
@@ -338,7 +334,7 @@ class TierDriver:
         for running in self._jobs.values():
             if now >= running.release_at and not (running.released or running.given_up):
                 running.released = True
-                self.wait_expired += len(running.job.keys)
+                self.metrics.wait_expired += len(running.job.keys)
                 self._pause_until = now + _PAUSE_SECONDS
                 self._tier.release(running.job.job_id)
 

@@ -101,8 +101,6 @@ class TierFigures:
         driver = self.opened.driver
         own: Mapping[str, Any] = driver.own_stats()
         extra = {
-            "wait_expired": driver.wait_expired,
-            "recomputed_cheaper": driver.recomputed_cheaper,
             "left_out_requests": driver.left_out_requests,
             "loaded_tokens": driver.loaded_tokens,
             "saved_seconds": driver.saved_seconds,

@@ -36,8 +36,8 @@ def status_of(opened: OpenedTier, engine: str, trouble: str) -> dict[str, Any]:
         "unread_bytes": driver.unread_chunks * opened.value_bytes,
         "queue": metrics.loading_chunks + own.get("storing_chunks", 0),
         "seal_failures": own.get("seal_failures", 0),
-        "wait_expired": driver.wait_expired,
-        "recomputed_cheaper": driver.recomputed_cheaper,
+        "wait_expired": metrics.wait_expired,
+        "recomputed_cheaper": metrics.recomputed_cheaper,
         "left_out_requests": driver.left_out_requests,
         "trouble": trouble,
     }
