@@ -150,20 +150,10 @@ class LRUPolicy(EvictionPolicy):
 
     def _give_places(self, bucket: Bucket, keys: Sequence[OffloadKey]) -> list[int]:
         """Return the place of each key in ``bucket``; those that have none get one."""
-        known = bucket.places
-        if not known or known.keys().isdisjoint(keys):
-            return self._append(bucket, keys)
-        new = [key for key in keys if key not in known]
-        if new:
-            following = list(keys[-len(new) :]) == new
-            if following and known[keys[-len(new) - 1]] == bucket.first_place + len(known) - 1:
-                self._append(bucket, new)  # a prefix that has grown, as a long one does over several steps
-            else:
+        if bucket.places and not bucket.places.keys().isdisjoint(keys):
+            if not all(key in bucket.places for key in keys):
                 self._merge(bucket, keys)
-        return bucket.places_of(keys)
-
-    def _append(self, bucket: Bucket, keys: Sequence[OffloadKey]) -> list[int]:
-        """Give these keys the next places in ``bucket``."""
+            return bucket.places_of(keys)
         first = bucket.first_place + len(bucket.places)
         # A list, so that all dictionaries share these integers: less memory, and quickly found to be equal.
         places = list(range(first, first + len(keys)))
