@@ -73,7 +73,8 @@ class JobResult:
 class SecondaryTierManager(ABC):
     """A tier that the tiering code drives directly. Its methods run on the engine's thread and must not block.
 
-    ``drain`` and ``close`` are the exceptions: they run on threads of core's own, while no other call is made.
+    The end is the exception: ``drain``, and what is still handed over or asked for around it, run on one thread of
+    core's own, ``close`` on another; no other call is made meanwhile.
 
     A subclass implements ``lookup`` or ``lookup_many`` and the three transfer methods. Every submitted job is
     reported exactly once by ``get_finished_jobs``, also a failed one, and also after ``drain``; a ``submit_*`` that
@@ -117,7 +118,7 @@ class SecondaryTierManager(ABC):
         """Bring all jobs to an end within ``timeout`` seconds; True if none is left. May block: only at shutdown.
 
         Queued jobs may be dropped; each is still reported. A running copy is never cut off. A tier that does not return
-        in time is asked nothing more, and not closed.
+        in time, from this or from another call of the end, is asked nothing more, and not closed.
         """
 
     def get_started_jobs(self) -> Sequence[int] | None:

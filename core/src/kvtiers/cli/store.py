@@ -17,7 +17,6 @@ from kvtiers.cli.store_session import StoreSession, open_session
 
 __all__ = ["store"]
 
-
 _EXIT = """
 Exit status: 0 all is well, 1 {one}, 2 the config or the command line is wrong, 130 stopped by Ctrl-C (what was done
 until then is reported)."""

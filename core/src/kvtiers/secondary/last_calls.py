@@ -31,6 +31,7 @@ class LastCalls(SecondaryTierManager):
         self._tier = tier
         self._until = time.monotonic() + seconds
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # No executor: the interpreter waits for its threads at the end, and so for a call that hangs.
         self._thread = threading.Thread(target=self._run, name=f"kvtiers-{label}-drain", daemon=True)
         self._thread.start()
 
