@@ -345,7 +345,8 @@ def main() -> None:
         description=__doc__.splitlines()[0],
         epilog="What is found of a size is on stderr at once; everything is on stdout at the end.",
     )
-    parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds")
+    parser.add_argument("--quick", action="store_true", help="5 rounds instead of 11, and not all sizes")
+    parser.add_argument("--rounds", type=int, help="so many rounds instead, at all sizes unless --quick")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--only", choices=list(AMOUNTS), help="one of the servers, default: both")
     parser.add_argument("--lmcache", metavar="PYTHON", default=sys.executable, help="one that has LMCache's packages")
@@ -353,8 +354,9 @@ def main() -> None:
     if not sys.platform.startswith("linux"):
         sys.exit("error: tier hosts need Linux")
     rounds, sizes = (5, SIZES[::2] + SIZES[-1:]) if options.quick else (11, SIZES)
+    rounds = options.rounds or rounds
     left_out: list[str] = []
-    found: dict[str, Any] = {"servers": {}, "left_out": left_out}
+    found: dict[str, Any] = {"servers": {}, "left_out": left_out, "rounds": rounds}
     with ExitStack() as stack:
         trivial_endpoint = stack.enter_context(servers.trivial_server())
         endpoints = {} if options.only == "radosgw" else {"trivial": trivial_endpoint}

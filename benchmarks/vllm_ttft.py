@@ -40,8 +40,11 @@ it for what is not in it.
 The limit is a goal on disk: from memory, reading costs no more than a copy, and a load has to copy once more, into the
 engine's blocks, which on a CPU is the processor's work. From disk no tier is faster than the disk. So what *the disk
 alone* needs for the values of vLLM's tier, past the page cache at the best of three queue depths, is measured in each
-round and stands beside that goal. Where it is more than the goal, no tier can reach that: as on the disk that this was
-written on, which gives many readers no more than one. Needs the environment of `make test-vllm`.
+round; with the suffix, which is computed when all has been loaded, it is the least that an engine could take, and
+stands beside that goal. Where it is more than the goal, no tier can reach that: as on the disk that this was written
+on, which gives many readers no more than one. Disk and suffix took 0.99 of the time of vLLM's tier there.
+
+Needs the environment of `make test-vllm`.
 """
 
 import argparse
@@ -75,6 +78,7 @@ PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 GOAL_COLD, GOAL_OWN_FS, GOAL_LIMIT = 1.01, 0.8, 1.1
 OURS_ALL = (OURS, STACK)
 DISK_ALONE = "the disk alone"
+LEAST = "disk alone + suffix"
 SECOND = 1000
 """What is added to a prompt's number for another one of the same kind."""
 STUDENT = {2: 12.706, 7: 2.447}
@@ -126,12 +130,14 @@ def loads(bench: Bench, workload: Workload, number: int, turn: list[str]) -> Ite
     for state in workload.states:
         for name in [name for name in turn if name != BARE]:
             yield f"warm, {state}", name, bench.warm_seconds(name, prompt, state)
-        if state == DISK:
-            yield f"warm, {state}", DISK_ALONE, bench.least_seconds(prompt)
         for name in OURS_ALL:
             reading, suffix = bench.limit_seconds(name, prompt, state)
             yield f"reading, {state}", name, reading
             yield f"limit, {state}", name, reading + suffix
+        if state == DISK:
+            alone = bench.least_seconds(prompt)
+            yield f"reading, {state}", DISK_ALONE, alone
+            yield f"warm, {state}", LEAST, alone + suffix
 
 
 def ratio(ours: list[float], theirs: list[float]) -> dict[str, float]:
@@ -164,8 +170,8 @@ def ratios_of(found: dict[str, Figures], life: int) -> Ratios:
                     ratios[f"{kind}, {name} / {BARE}"] = found_ratio
         elif THEIRS in seconds:
             limit = found[kind.replace("warm", "limit")]
-            if DISK_ALONE in seconds:
-                ratios[f"{kind}, {DISK_ALONE} / {THEIRS}"] = ratio(seconds[DISK_ALONE], seconds[THEIRS])
+            if LEAST in seconds:
+                ratios[f"{kind}, {LEAST} / {THEIRS}"] = ratio(seconds[LEAST], seconds[THEIRS])
             for name in OURS_ALL:
                 ratios[f"{kind}, {name} / {THEIRS}"] = ratio(seconds[name], seconds[THEIRS])
                 ratios[f"{kind}, {name} / (reading + suffix)"] = ratio(seconds[name], limit[name])
@@ -179,7 +185,7 @@ def goals_of(ratios: dict[str, Ratios]) -> list[dict[str, Any]]:
         ("long", f"warm, {state}, {name} / {THEIRS}", GOAL_OWN_FS) for state in (DISK, MEMORY) for name in OURS_ALL
     ]
     wanted += [("long", f"warm, {DISK}, {name} / (reading + suffix)", GOAL_LIMIT) for name in OURS_ALL]
-    alone = ratios["long"][f"warm, {DISK}, {DISK_ALONE} / {THEIRS}"]["value"]
+    least = ratios["long"][f"warm, {DISK}, {LEAST} / {THEIRS}"]["value"]
     return [
         {
             "name": f"{workload}: {name}",
@@ -187,7 +193,7 @@ def goals_of(ratios: dict[str, Ratios]) -> list[dict[str, Any]]:
             "goal": goal,
             "met": ratios[workload][name]["value"] <= goal,
         }
-        | ({"disk alone": alone} if name.startswith(f"warm, {DISK}, ") and name.endswith(THEIRS) else {})
+        | ({LEAST: least} if name.startswith(f"warm, {DISK}, ") and name.endswith(THEIRS) else {})
         for workload, name, goal in wanted
     ]
 
@@ -234,7 +240,7 @@ def report_goals(found: dict[str, Any]) -> None:
     for name, why in found["not run"].items():
         print(f"{name}: {why}")
     for goal in found["goals"]:
-        beside = f" (the disk alone takes {goal['disk alone']:.3f} of it)" if "disk alone" in goal else ""
+        beside = f" ({LEAST} take {goal[LEAST]:.3f} of it)" if LEAST in goal else ""
         verdict = "met" if goal["met"] else f"MISSED{beside}"
         print(f"{goal['name']}: {goal['value']:.3f}; goal {goal['goal']:g}: {verdict}")
 
