@@ -15,6 +15,7 @@ from kvtiers_example.example_tier import ExampleSecondaryTier
 
 CAUGHT_BY: dict[str, tuple[set[str], set[str]]] = {}
 CHUNKS = 16
+THE_END = "test_the_calls_around_a_drain_come_on_one_other_thread_and_close_on_another"
 
 
 def caught_by(*tests, by_chance=(), **attributes):
@@ -227,6 +228,7 @@ class ForgetsChunksOnTheirWay(Simple):
     "test_an_abandoned_job_still_yields_its_result",
     "test_two_jobs_may_store_the_same_chunk_at_once",
     "test_a_store_never_pushes_out_chunks_of_its_own",
+    THE_END,
 )
 class ReportsTheLastOfAStep(Simple):
     def get_finished_jobs(self):
@@ -245,6 +247,7 @@ class ReportsTheLastOfAStep(Simple):
     "test_a_store_changes_nothing_in_the_region",
     "test_a_load_changes_its_own_values_alone",
     "test_no_row_is_touched_after_the_result",
+    THE_END,
 )
 class ReportsTwice(Simple):
     def get_finished_jobs(self):
@@ -265,7 +268,7 @@ class ForgetsFailedLoads(Simple):
             self.finished.pop()
 
 
-@caught_by("test_drain_brings_every_job_to_its_result")
+@caught_by("test_drain_brings_every_job_to_its_result", THE_END)
 class DropsJobsOnDrain(Simple):
     """A backend of one job in ten steps, and a drain that throws away what is left."""
 
@@ -280,34 +283,6 @@ class DropsJobsOnDrain(Simple):
     def drain(self, timeout):
         self.finished.clear()
         return True
-
-
-@caught_by(
-    "test_drain_brings_every_job_to_its_result",
-    "test_an_empty_job_yields_exactly_one_result",
-    "test_a_store_of_present_chunks_yields_exactly_one_result",
-    "test_two_jobs_may_store_the_same_chunk_at_once",
-    "test_a_store_that_cannot_fit_yields_exactly_one_result",
-    "test_a_load_of_absent_chunks_yields_exactly_one_result",
-    "test_many_jobs_in_flight_yield_one_result_each",
-    "test_an_abandoned_job_still_yields_its_result",
-    "test_a_store_changes_nothing_in_the_region",
-    "test_a_load_changes_its_own_values_alone",
-    "test_no_row_is_touched_after_the_result",
-    "test_close_ends_all_threads",
-    "test_close_closes_all_descriptors",
-)
-class DrainsOnTheEnginesThreadAlone(Simple):
-    """As a client that belongs to the thread that has made it."""
-
-    def __init__(self, context):
-        super().__init__(context)
-        self.thread = threading.get_ident()
-
-    def drain(self, timeout):
-        if threading.get_ident() != self.thread:
-            raise RuntimeError("not my thread")
-        return super().drain(timeout)
 
 
 @caught_by("test_an_abandoned_job_still_yields_its_result")
@@ -396,3 +371,94 @@ class LeavesADescriptor(Simple):
     def __init__(self, context):
         super().__init__(context)
         self.descriptor = os.open(os.devnull, os.O_RDONLY)
+
+
+# The end.
+
+
+class OfOneThread(Simple):
+    """As a client that belongs to the thread that has made it, in the methods that ``check_thread``."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.thread = threading.get_ident()
+
+    def check_thread(self):
+        if threading.get_ident() != self.thread:
+            raise RuntimeError("not my thread")
+
+
+@caught_by(
+    "test_drain_brings_every_job_to_its_result",
+    "test_an_empty_job_yields_exactly_one_result",
+    "test_a_store_of_present_chunks_yields_exactly_one_result",
+    "test_two_jobs_may_store_the_same_chunk_at_once",
+    "test_a_store_that_cannot_fit_yields_exactly_one_result",
+    "test_a_load_of_absent_chunks_yields_exactly_one_result",
+    "test_many_jobs_in_flight_yield_one_result_each",
+    "test_an_abandoned_job_still_yields_its_result",
+    "test_a_store_changes_nothing_in_the_region",
+    "test_a_load_changes_its_own_values_alone",
+    "test_no_row_is_touched_after_the_result",
+    "test_close_ends_all_threads",
+    "test_close_closes_all_descriptors",
+    THE_END,
+)
+class DrainsOnTheEnginesThreadAlone(OfOneThread):
+    def drain(self, timeout):
+        self.check_thread()
+        return super().drain(timeout)
+
+
+@caught_by(
+    "test_no_row_is_touched_after_the_result",
+    "test_close_ends_all_threads",
+    "test_close_closes_all_descriptors",
+    THE_END,
+)
+class ClosesOnTheEnginesThreadAlone(OfOneThread):
+    def close(self):
+        self.check_thread()
+
+
+@caught_by(THE_END)
+class StoresOnTheEnginesThreadAlone(OfOneThread):
+    def submit_store(self, job):
+        self.check_thread()
+        super().submit_store(job)
+
+
+@caught_by(THE_END)
+class ReportsOnTheEnginesThreadAlone(OfOneThread):
+    def get_finished_jobs(self):
+        self.check_thread()
+        return super().get_finished_jobs()
+
+
+@caught_by(THE_END)
+class HearsOfRequestsOnTheEnginesThreadAlone(OfOneThread):
+    def on_new_request(self, context):
+        self.check_thread()
+        return False
+
+
+@caught_by(THE_END)
+class HearsOfTheirEndsOnTheEnginesThreadAlone(OfOneThread):
+    def on_request_finished(self, context):
+        self.check_thread()
+
+
+@caught_by(THE_END)
+class ReportsWhatAStepBrought(Simple):
+    """At the end, when no step comes any more, it reports nothing."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.brought = []
+
+    def on_schedule_end(self):
+        self.brought += super().get_finished_jobs()
+
+    def get_finished_jobs(self):
+        brought, self.brought = self.brought, []
+        return brought

@@ -26,7 +26,7 @@ __all__ = ["SmallEngine", "new_keys"]
 
 _ROWS, _VALUE_BYTES, _ROW_STRIDE = 64, 3 * PAGE, 4 * PAGE
 _STEPS_AFTER, _STEPS_AT_LEAST = 20, 200
-_LATE_SECONDS = 1.0  # by which a drain may take longer than it was given
+_LATE_SECONDS = 1.0  # by which what a tier does at its end may take longer than it was given
 
 
 def new_keys(number: int) -> list[OffloadKey]:
@@ -106,28 +106,41 @@ class SmallEngine:
         assert self.drain(), f"drain did not bring all jobs to an end in {self._patience:g} s"
         for _ in range(_STEPS_AFTER):
             self.step()
-        times = Counter(result.job_id for result in self.results)
-        assert times == dict.fromkeys(self._jobs, 1), (
-            f"each job is reported exactly once; reported: {dict(sorted(times.items()))}, submitted: {list(self._jobs)}"
-        )
+        self._check_book()
 
     def drain(self) -> bool:
         """Drain the tier as core does: on another thread, while no other call is made."""
         drained: list[bool] = []
-        returned = call_within(self._patience + _LATE_SECONDS, lambda: drained.append(self.tier.drain(self._patience)))
-        assert returned, f"drain({self._patience:g}) did not return in time"
+        self._elsewhere(f"drain({self._patience:g})", lambda: drained.append(self.tier.drain(self._patience)))
         return drained[0]
+
+    def end(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> None:
+        """Make every call that core may make around a drain, all on one other thread; the last store is of these rows.
+
+        Fail unless each job, also one that was submitted before, has exactly one result then. ``close`` comes later.
+        """
+
+        def last_calls() -> None:
+            self.tier.on_new_request(self.request)
+            self.store(keys, rows)
+            self.tier.on_request_finished(self.request)
+            assert self.tier.drain(self._patience), f"drain did not bring all jobs to an end in {self._patience:g} s"
+            for _ in range(2):  # with no step before it: the last one is over
+                self._note(self.tier.get_finished_jobs())
+
+        self._elsewhere("one of the calls around a drain", last_calls)
+        self._check_book()
 
     def present(self, keys: Sequence[OffloadKey]) -> list[bool]:
         """Ask for each key alone, step by step until the answer is known; True for a hit."""
         return [self._ask(key) is LookupResult.HIT for key in keys]
 
     def close(self) -> None:
-        """Drain and close the tier, once."""
+        """Drain and close the tier, once; each on a thread of its own, as core does."""
         if self._is_open:
             self._is_open = False
             self.drain()
-            self.tier.close()
+            self._elsewhere("close", self.tier.close)
 
     def _ask(self, key: OffloadKey) -> LookupResult:
         for _ in self._patiently("lookup answered RETRY"):
@@ -146,6 +159,16 @@ class SmallEngine:
             if turn > _STEPS_AT_LEAST and time.monotonic() > deadline:
                 raise AssertionError(f"{complaint} within {self._patience:g} s")
             time.sleep(0)  # lets the tier's own threads run
+
+    def _elsewhere(self, name: str, calls: Callable[[], object]) -> None:
+        """Make calls to the tier on another thread, which must return in time."""
+        assert call_within(self._patience + _LATE_SECONDS, calls), f"{name} did not return in time"
+
+    def _check_book(self) -> None:
+        times = Counter(result.job_id for result in self.results)
+        assert times == dict.fromkeys(self._jobs, 1), (
+            f"each job is reported exactly once; reported: {dict(sorted(times.items()))}, submitted: {list(self._jobs)}"
+        )
 
     def _note(self, results: Sequence[JobResult]) -> None:
         for result in results:
