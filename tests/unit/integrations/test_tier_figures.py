@@ -1,11 +1,15 @@
 """What a tier under vLLM's own tiering says of itself."""
 
+import logging
+
 import pytest
 
+from kvtiers.integrations.status import ask
 from kvtiers.integrations.vllm.driver import TierDriver
 from kvtiers.integrations.vllm.metrics import EVERY_SECONDS, TierFigures
 from kvtiers.integrations.vllm.off_tier import OffTier
 from kvtiers.integrations.vllm.opening import OpenedTier
+from kvtiers.integrations.vllm.report import open_status
 from kvtiers.tiering.tiers import TierOptions, TierSlot
 
 from .test_stack_figures import Clock, Collection
@@ -41,3 +45,20 @@ def test_counters_are_what_was_added_and_a_moment_later_all_of_it(driver, report
         ("kvtiers_tier_left_out_requests", ("near",)): 2,
     }
     assert later.gauges == {}
+
+
+def test_status_says_what_the_tier_brought_which_requests_it_left_out_and_its_last_trouble(driver):
+    driver.metrics.loaded_chunks, driver.metrics.hits = 3, 0
+    driver.metrics.loading_chunks = 4
+    driver.loaded_tokens, driver.left_out_requests = 192, 2
+    driver._unread = {b"a": None, b"b": None}
+    socket = open_status(OpenedTier(driver, "near", "model", shared=True, value_bytes=4096), "vLLM 0.32.0")
+    logging.getLogger("kvtiers.test_tier_figures").warning("near: the store is gone")
+    answer = ask(socket.name)
+    socket.close()
+    assert (answer["engine"], answer["model"]) == ("vLLM 0.32.0", "model")
+    near = answer["tiers"]["near"]
+    assert (near["off"], near["shared"], near["open"], near["breaker_state"]) == ("", True, False, 0)
+    assert (near["hits"], near["tokens"], near["saved_seconds"]) == (3, 192, None), "vLLM says of no chunk who reads it"
+    assert (near["unread_bytes"], near["queue"], near["left_out_requests"]) == (8192, 4, 2)
+    assert near["trouble"] == "the store is gone"

@@ -14,16 +14,30 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvtiers.rows.handshake import peer_credentials
 
-__all__ = ["LastTrouble", "StatusSocket", "ask", "running"]
+__all__ = ["LastTrouble", "StatusSocket", "answer_status", "ask", "running"]
 
 _PREFIX = "kvtiers-status-"
 _SEND_SECONDS = 2.0
 _LARGEST_ANSWER = 1 << 20
+_AS_THEY_ARE = (
+    "off",
+    "shared",
+    "hits",
+    "tokens",
+    "saved_seconds",
+    "load_seconds",
+    "loaded_bytes",
+    "stored_chunks",
+    "stored_bytes",
+    "unread_bytes",
+    "wait_expired",
+    "recomputed_cheaper",
+)
 _numbers = iter(range(1 << 62))
 
 
@@ -72,6 +86,25 @@ class LastTrouble(logging.Handler):
             self.text = text.removeprefix(self._start)
 
 
+def answer_status(
+    engine: str, model: str, tiers: Sequence[str], figures: Callable[[], Mapping[str, Mapping[str, Any]]]
+) -> StatusSocket:
+    """Answer questions about an engine's tiers from now on, and listen to what the log says of them.
+
+    ``figures()``: by tier, those of ``TierMetrics``, what the tier counts itself as ``own``, and ``off`` (why it does
+    nothing here, or ""), ``shared``, ``tokens`` and ``saved_seconds``; ``left_out_requests`` where there can be some.
+    """
+    troubles = {name: LastTrouble(name) for name in tiers}
+    for trouble in troubles.values():
+        logging.getLogger("kvtiers").addHandler(trouble)
+
+    def status() -> dict[str, Any]:
+        found = {name: _tier_status(known, troubles[name].text) for name, known in figures().items()}
+        return {"engine": engine, "pid": os.getpid(), "model": model, "tiers": found}
+
+    return StatusSocket(status)
+
+
 def running() -> list[str]:
     """Return the names of all engines' sockets on this machine."""
     try:
@@ -101,3 +134,17 @@ def _received(connection: socket.socket) -> Iterator[bytes]:
         if size > _LARGEST_ANSWER:
             raise ValueError(f"more than {_LARGEST_ANSWER} bytes")
         yield data
+
+
+def _tier_status(figures: Mapping[str, Any], trouble: str) -> dict[str, Any]:
+    own = figures["own"]
+    status = {name: figures[name] for name in _AS_THEY_ARE} | {
+        "open": bool(own.get("open", 0)),
+        "breaker_state": int(own.get("breaker_state", 0)),
+        "queue": figures["loading_chunks"] + own.get("storing_chunks", 0),
+        "seal_failures": own.get("seal_failures", 0),
+        "trouble": trouble,
+    }
+    if "left_out_requests" in figures:
+        status["left_out_requests"] = figures["left_out_requests"]
+    return status

@@ -3,14 +3,12 @@
 Both read the snapshot that ``TieringManager.stats`` keeps of each step.
 """
 
-import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvtiers.integrations.status import LastTrouble, StatusSocket
+from kvtiers.integrations.status import StatusSocket, answer_status
 from kvtiers.integrations.vllm.metrics import COUNTERS, EVERY_SECONDS, GAUGES, LABELS
 from kvtiers.integrations.vllm.stack.steps import StepClock
 from kvtiers.rows.layout import CacheLayout
@@ -117,37 +115,13 @@ def _numbers(
 
 def open_stack_status(facts: StackFacts, tiers: list[str], engine: str) -> StatusSocket:
     """Answer questions about the stack's tiers from now on."""
-    troubles = {name: LastTrouble(name) for name in tiers}
-    for trouble in troubles.values():
-        logging.getLogger("kvtiers").addHandler(trouble)
 
-    def status() -> dict[str, Any]:
-        found = {
-            name: _tier_status(facts, figures, troubles[name].text) for name, figures in facts.stats()["tiers"].items()
-        }
-        return {"engine": engine, "pid": os.getpid(), "model": facts.layout.model.name, "tiers": found}
+    def figures() -> dict[str, dict[str, Any]]:
+        return {name: _with_facts(facts, known) for name, known in facts.stats()["tiers"].items()}
 
-    return StatusSocket(status)
+    return answer_status(engine, facts.layout.model.name, tiers, figures)
 
 
-def _tier_status(facts: StackFacts, figures: Mapping[str, Any], trouble: str) -> dict[str, Any]:
-    own = figures["own"]
-    return {
-        "off": "",
-        "shared": facts.shared,
-        "open": bool(own.get("open", 0)),
-        "breaker_state": int(own.get("breaker_state", 0)),
-        "hits": figures["hits"],
-        "tokens": facts.tokens(figures),
-        "saved_seconds": facts.saved_seconds(figures),
-        "load_seconds": figures["load_seconds"],
-        "loaded_bytes": figures["loaded_bytes"],
-        "stored_chunks": figures["stored_chunks"],
-        "stored_bytes": figures["stored_bytes"],
-        "unread_bytes": figures["unread_bytes"],
-        "queue": figures["loading_chunks"] + own.get("storing_chunks", 0),
-        "seal_failures": own.get("seal_failures", 0),
-        "wait_expired": figures["wait_expired"],
-        "recomputed_cheaper": figures["recomputed_cheaper"],
-        "trouble": trouble,
-    }
+def _with_facts(facts: StackFacts, figures: Mapping[str, Any]) -> dict[str, Any]:
+    ours = {"tokens": facts.tokens(figures), "saved_seconds": facts.saved_seconds(figures)}
+    return {**figures, **ours, "off": "", "shared": facts.shared}
