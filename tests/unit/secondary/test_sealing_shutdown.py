@@ -3,10 +3,12 @@
 import asyncio
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from tests.unit.secondary.async_tier import AsyncTier, handed_over, job, store
 
+from kvtiers.api import JobResult
 from kvtiers.base import RequestContext
 
 
@@ -186,3 +188,65 @@ def test_results_that_raise_in_a_drain_say_what_was_dropped_all_the_same(kit, se
     assert "dropped 1 jobs with 4 chunks" in log_lines("dropped")
     tier.close()
     assert inner.closed == 1
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [None, "done", JobResult([1], success=True), JobResult(10**9, success=True)],
+    ids=["none", "a word", "no id", "another's id"],
+)
+def test_a_tier_that_lies_in_a_drain_is_told_of_and_what_was_dropped_is_said(kit, sealed, keys, log_lines, lie):
+    tier, inner = sealed()
+    tier.submit_store(job(keys))
+    inner.drain = lambda _timeout: inner.results.append(lie)
+    assert not tier.drain(kit.PATIENCE)
+    assert "dropped 1 jobs with 4 chunks" in log_lines("dropped")
+    assert log_lines("in its drain") == "t: in its drain it reported 1 results that no job of its can have"
+    (reported,) = tier.get_finished_jobs()
+    assert reported is lie, "the manager refuses it, if it still asks"
+
+
+def test_what_has_a_job_s_id_but_is_no_result_ends_no_job_and_hides_no_result(kit, sealed, keys, log_lines):
+    tier, inner = sealed()
+    for _ in range(2):
+        tier.submit_store(job(keys))
+
+    def drain(_timeout):
+        first, second = inner.waiting
+        lie = SimpleNamespace(job_id=first.job_id, success=True)
+        inner.results += [JobResult(second.job_id, success=True), lie]
+        return True
+
+    inner.drain = drain
+    assert not tier.drain(kit.PATIENCE)
+    assert "dropped 1 jobs with 4 chunks" in log_lines("dropped")
+    assert "1 results" in log_lines("in its drain")
+
+
+@pytest.mark.parametrize(
+    ("named", "times", "dropped", "lies"),
+    [
+        (lambda keys: keys[:2], 2, 2, 1),
+        (lambda keys: [keys[0]] * 2, 1, 3, 0),
+        (lambda _keys: [b"another's"], 1, 4, 1),
+    ],
+    ids=["twice the same result", "twice the same key", "another's key"],
+)
+def test_what_is_claimed_twice_or_of_another_job_is_not_counted_as_done(
+    kit, sealed, keys, log_lines, named, times, dropped, lies
+):
+    tier, inner = sealed()
+    tier.submit_store(job(keys))
+    results = []
+
+    def drain(_timeout):
+        (storing,) = inner.waiting
+        results.extend([JobResult(storing.job_id, success=False, successful_keys=named(storing.keys))] * times)
+        return True
+
+    inner.drain = drain
+    inner.get_finished_jobs = lambda: [results.pop()] if results else []
+    tier.drain(kit.PATIENCE)
+    assert f"dropped 1 jobs with {dropped} chunks" in log_lines("dropped")
+    if lies:
+        assert f"{lies} results" in log_lines("in its drain")

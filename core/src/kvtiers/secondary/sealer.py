@@ -35,6 +35,8 @@ class SealedJob:
     abandoned: bool = False
     error: str = ""
     """Why it could not be sealed."""
+    result: JobResult | None = None
+    """The one that ended it, as it was passed on."""
 
 
 class Sealer:

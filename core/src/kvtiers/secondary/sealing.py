@@ -59,6 +59,8 @@ class SealedTier(SecondaryTierManager):
         self._figures: dict[str, float] = {}
         self._jobs: dict[int, SealedJob] = {}
         self._probing_with: int | None = None
+        self._refused = 0
+        """Results that were none of a job under way, or that named keys that are not of their job."""
         self._in_use: SecondaryTierManager | None = None
         """The tier, once it is open and has been told of the requests that are."""
         self._requests = ToldRequests(lambda text: self._sealer.log(logging.WARNING, f"{self._name}: {text}"))
@@ -142,20 +144,26 @@ class SealedTier(SecondaryTierManager):
         return False if tier is None else tier.has_pending_work()
 
     def drain(self, timeout: float) -> bool:
-        """Seal, hand over, let the tier end, check; say how much was dropped.
+        """Seal, hand over, let the tier end, check; say how much was dropped, and that the tier lied if it did.
 
         A tier that does not return in time is asked nothing more, not even to close.
         """
         until = time.monotonic() + timeout
-        owed = {job_id: known.job for job_id, known in self._jobs.items()}
+        owed, refused = list(self._jobs.values()), self._refused
         self._sealer.settle(timeout)
         tier = self._sealer.tier
         results = self._finished(None) if tier is None else self._last_results(tier, timeout, until)
         self._sealer.results.extend(results)  # they are still to be reported
-        jobs, chunks = not_done(owed, results)
+        ended = [known.result for known in owed if known.result is not None]
+        jobs, chunks = not_done({known.job.job_id: known.job for known in owed}, ended)
         if jobs:
             text = f"{self._name}: shutdown within {timeout:.3g}s dropped {jobs} jobs with {chunks} chunks"
             self._sealer.log(logging.WARNING, text)
+        if lies := self._refused - refused:
+            # The manager, which refuses them, may ask for no result any more, and then nobody else says it.
+            self._sealer.log(
+                logging.ERROR, f"{self._name}: in its drain it reported {lies} results that no job of its can have"
+            )
         return not self._jobs
 
     def close(self) -> None:
@@ -239,7 +247,9 @@ class SealedTier(SecondaryTierManager):
         for result in finished:
             known = self._job_of(result)
             if known is not None:
-                self._judge(known, ok=result.success or result.successful_keys is not None)
+                ok = result.success or result.successful_keys is not None
+                known.result = result
+                self._judge(known, ok=ok)
         return finished
 
     def _last_results(self, tier: SecondaryTierManager, timeout: float, until: float) -> list[JobResult]:
@@ -272,11 +282,14 @@ class SealedTier(SecondaryTierManager):
         """Return what may be passed on of the tier's own result; what it has loaded is checked first."""
         known = self._job_of(result)
         if known is None:
+            self._refused += 1
             return [result]  # nothing of ours: let the manager judge it
         if known.reported:
+            self._refused += 1
             return [JobResult(result.job_id, success=False)]  # the check's own result makes it the second one
         known.reported = True
         if not _is_of(known, result):
+            self._refused += 1
             # Nor is this. As it is it may name the manager's keys, and would be believed though nothing was checked.
             return [JobResult(result.job_id, success=False, successful_keys=_NO_KEYS)]
         if known.job.is_promotion and (result.success or result.successful_keys):
@@ -286,8 +299,8 @@ class SealedTier(SecondaryTierManager):
 
     def _job_of(self, result: JobResult) -> SealedJob | None:
         try:
-            return self._jobs.get(result.job_id)
-        except (AttributeError, TypeError):  # no result, or no id at all
+            return self._jobs.get(result.job_id) if isinstance(result, JobResult) else None
+        except TypeError:  # no id at all
             return None
 
     def _judge(self, known: SealedJob, *, ok: bool) -> None:

@@ -154,10 +154,16 @@ def not_done(owed: Mapping[int, TransferJob], results: Iterable[JobResult]) -> t
     missing = {job_id: len(job.keys) for job_id, job in owed.items()}
     for result in results:
         if result.job_id in missing:
-            done = missing[result.job_id] if result.success else len(result.successful_keys or ())
-            missing[result.job_id] -= done
+            missing[result.job_id] -= _chunks_done(owed[result.job_id], result)
     lost = [chunks for chunks in missing.values() if chunks]
     return len(lost), sum(lost)
+
+
+def _chunks_done(job: TransferJob, result: JobResult) -> int:
+    if result.successful_keys is None:
+        return len(job.keys) if result.success else 0
+    named = set(result.successful_keys)  # one that is named twice is done once, and others' keys say nothing
+    return sum(key in named for key in job.keys)
 
 
 def _result(job: TransferJob, event: JobDone) -> JobResult:
