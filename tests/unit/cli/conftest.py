@@ -16,6 +16,9 @@ from kvtiers.cli.main import cli
 KVTIERS = Path(sys.executable).with_name("kvtiers")
 """The command as it is installed."""
 
+LLAMA = "llama-3.1-8b-" + "5f" * 12
+"""A model as storage names name it."""
+
 _numbers = itertools.count()
 
 DICT_STORE = f"""
