@@ -26,6 +26,7 @@ servers = _load("servers")
 _load("scripted")
 _load("traffic")
 _load("hosted")
+_load("links")
 
 
 class Tier:

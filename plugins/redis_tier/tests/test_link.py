@@ -2,129 +2,19 @@
 
 import contextlib
 import fcntl
-import functools
 import socket
-import ssl
 import struct
-import tempfile
 import termios
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from redis_servers import Tls
+from redis_links import POISON, SECONDS, Rows, linked, pair, read_all, value_reply, write_all
 
 from kvtiers_redis.link import GarbageReply, Link, ReplyError
-from kvtiers_redis.windows import ask, command, read_values, to_the_end, write_values
-
-SECONDS = 60.0
-POISON = 0xDB
-
-
-class Rows:
-    """Destinations between guard bytes, and what each is to hold when it is over."""
-
-    def __init__(self, sizes: list[int]) -> None:
-        self.memory = bytearray([POISON]) * (sum(sizes) + 16 * (len(sizes) + 1))
-        self.places = []
-        at = 16
-        for size in sizes:
-            self.places.append((at, size))
-            at += size + 16
-
-    @property
-    def views(self) -> list[memoryview]:
-        whole = memoryview(self.memory)
-        return [whole[at : at + size] for at, size in self.places]
-
-    def content(self, index: int) -> bytes:
-        at, size = self.places[index]
-        return bytes(self.memory[at : at + size])
-
-    def guards(self) -> bytes:
-        left = bytearray(self.memory)
-        for at, size in reversed(self.places):
-            del left[at : at + size]
-        return bytes(left)
-
-
-@functools.cache
-def tls_contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """Return what a client and a server speak TLS with."""
-    with tempfile.TemporaryDirectory() as folder:
-        tls = Tls(Path(folder) / "ca")
-        server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        server.load_cert_chain(tls.folder / "server.crt", tls.folder / "server.key")
-        return ssl.create_default_context(cafile=tls.ca), server
-
-
-def secured(near: socket.socket, far: socket.socket) -> tuple[socket.socket, socket.socket]:
-    """Return both ends with TLS."""
-    client, server = tls_contexts()
-    with ThreadPoolExecutor(1) as other:
-        accepted = other.submit(server.wrap_socket, far, server_side=True)
-        return client.wrap_socket(near, server_hostname="127.0.0.1"), accepted.result()
-
-
-def pair(over: str, buffer: int = 0) -> tuple[socket.socket, socket.socket]:
-    """Return two connected sockets, over "tcp", "unix" or "tls". ``buffer``: the kernel holds so much for the first."""
-    if over == "tls":
-        return secured(*pair("unix"))
-    if over == "unix":
-        return socket.socketpair()
-    near = socket.socket()
-    if buffer:
-        near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        near.connect(listener.getsockname())
-        far, _ = listener.accept()
-    far.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return near, far
-
-
-@contextlib.contextmanager
-def linked(*pieces: bytes, close: bool = True, seconds: float = SECONDS, over: str = "tcp", buffer: int = 0):
-    """Give a link whose other end sends these pieces, one send each, and reads all that it is sent."""
-    near, far = pair(over, buffer)
-
-    def serve() -> None:
-        with contextlib.suppress(OSError):
-            for piece in pieces:
-                far.sendall(piece)
-                time.sleep(0)
-            if close:
-                far.shutdown(socket.SHUT_WR)
-            while far.recv(1 << 16):
-                pass
-
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    try:
-        yield Link(near, seconds)
-    finally:
-        near.close()
-        thread.join(SECONDS)
-        far.close()
-
-
-def value_reply(content: bytes) -> bytes:
-    return b"$%d\r\n%b\r\n" % (len(content), content)
-
-
-def read_all(link: Link, rows: Rows, window: int = 1 << 20):
-    requests = [command(b"GET", b"key%d" % i) for i in range(len(rows.places))]
-    [answers] = to_the_end([read_values(link, requests, rows.views, window=window)])
-    return answers
-
-
-def write_all(link: Link, count: int, nbytes: int, window: int):
-    srcs = [memoryview(bytes(nbytes))] * count
-    [answers] = to_the_end([write_values(link, [b"k"] * count, srcs, options=[], window=window)])
-    return answers
+from kvtiers_redis.windows import ask, command, to_the_end
 
 
 # What may come for one key: the value itself, one of another length, none, an error.
@@ -359,83 +249,6 @@ def test_a_link_with_something_to_say_or_closed_is_not_idle():
         assert link.is_idle()
         far.close()
         assert not link.is_idle()
-
-
-@contextlib.contextmanager
-def reading(count: int, nbytes: int, window: int):
-    """Give the far end of a link on which so many values are read, a function that waits for requests, and the answers.
-
-    The far end has to answer; the function waits until so many requests have come in all, and sees that no more come.
-    """
-    near, far = socket.socketpair()
-    outcome: list[object] = []
-    seen = b""
-
-    def asked(number: int) -> None:
-        nonlocal seen
-        far.settimeout(SECONDS)
-        while seen.count(b"GET") < number:
-            seen += far.recv(1 << 16)
-        far.settimeout(0.2)
-        with pytest.raises(TimeoutError):
-            far.recv(1)
-        far.settimeout(SECONDS)
-        assert seen.count(b"GET") == number
-
-    with contextlib.closing(near), contextlib.closing(far):
-        rows = Rows([nbytes] * count)
-        work = lambda: outcome.append(read_all(Link(near, SECONDS), rows, window))  # noqa: E731
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        yield far, asked, outcome
-        thread.join(SECONDS)
-
-
-def test_no_more_than_a_window_is_asked_for_ahead_and_more_when_half_of_it_is_left():
-    value = value_reply(bytes(600_000))
-    with reading(10, 600_000, window=2_000_000) as (far, asked, outcome):
-        asked(3)
-        far.sendall(value)
-        asked(3)
-        far.sendall(value)
-        asked(5)
-        far.sendall(value * 8)
-    assert outcome == [[True] * 10]
-
-
-def test_a_small_window_is_asked_for_as_a_whole_when_the_one_before_has_come():
-    value = value_reply(bytes(1000))
-    with reading(10, 1000, window=3000) as (far, asked, outcome):
-        asked(3)
-        far.sendall(value * 2)
-        asked(3)
-        far.sendall(value)
-        asked(6)
-        far.sendall(value * 7)
-    assert outcome == [[True] * 10]
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    st.lists(
-        st.sampled_from([b"+OK\r\n", b"+OK\r\n", b"$-1\r\n", b"-OOM full\r\n", b":0\r\n"]), min_size=1, max_size=40
-    ),
-    st.integers(1, 3000),
-    st.data(),
-)
-def test_however_replies_to_writes_are_cut_each_is_that_writes_own(texts, window, data):
-    stream = b"".join(texts)
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
-    pieces = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True) if a < b]
-    with linked(*pieces) as link:
-        answers = write_all(link, len(texts), 100, window)
-    said = [answer.code if isinstance(answer, ReplyError) else answer for answer in answers]
-    assert said == [{b"+": "OK", b"$": None, b"-": "OOM", b":": 0}[text[:1]] for text in texts]
-
-
-def test_replies_that_are_fewer_than_what_was_asked_for_are_given_up_in_time():
-    with linked(b"+OK\r\n" * 3, close=False, seconds=0.2) as link, pytest.raises(TimeoutError):
-        write_all(link, 4, 100, window=1000)
 
 
 @pytest.mark.parametrize("reply", [b"_\r\n", b"+\r\n", b":0\r\n", b"$-1\r\n"])
