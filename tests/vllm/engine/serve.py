@@ -19,12 +19,13 @@ from typing import Any
 
 _FIGURES_SECONDS = 0.2  # steps bring figures, and the whole stack reports them ten times a second
 _PR_SET_PDEATHSIG = 1
+_OF_A_GPU = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 512 << 20}  # several engines share it
 # What an engine imports at its start; a release that lacks some of it imports that later.
 _IMPORTS = [
     "vllm.entrypoints.llm",
     "vllm.lora.request",
     "vllm.v1.engine.core",
-    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.worker.{device}_worker",
     "vllm.v1.executor.multiproc_executor",
     "vllm.model_executor.models.llama",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
@@ -34,9 +35,11 @@ _IMPORTS = [
 
 def main() -> None:
     control = Connection(int(sys.argv[1]))
+    # One of them alone: that of the CPU puts its own buffers in the place of the GPU's.
+    device = "gpu" if _is_cuda() else "cpu"
     for module in _IMPORTS:
         with contextlib.suppress(ImportError):
-            importlib.import_module(module)
+            importlib.import_module(module.format(device=device))
     gc.freeze()  # an engine collects garbage often at its start, and none of it is from before
     while True:
         try:
@@ -58,6 +61,12 @@ def main() -> None:
         os.close(commands)
         os.close(log)
         control.send(pid)
+
+
+def _is_cuda() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cuda())
 
 
 def _bury(pid: int) -> int:
@@ -101,13 +110,31 @@ def _time_model(worker: Any, seconds: list[float]) -> None:
     model.register_forward_hook(lambda *_: seconds.append(time.perf_counter()))
 
 
+def _find_kv(worker: Any, found: dict[str, Any]) -> None:
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    layers = [layer for layer in layers if hasattr(layer, "get_attn_backend")]
+    (found["backend"],) = {layer.get_attn_backend().get_name() for layer in layers}
+    (found["memory"],) = {layer.kv_cache.device.type for layer in layers}
+    found["layout"] = worker.vllm_config.cache_config.kv_cache_layout
+
+
 class Engine:
     """The commands."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import LLM
 
-        self._llm = LLM(**options)
+        from kvtiers.integrations.vllm import identity
+
+        digest = identity._digest
+        self._digested: dict[str, Any] = {}
+
+        def remember(document: dict[str, Any]) -> str:
+            self._digested |= document
+            return digest(document)
+
+        identity._digest = remember
+        self._llm = LLM(**((_OF_A_GPU if _is_cuda() else {}) | options))
         self._model_seconds: list[float] = []
 
     def generate(
@@ -149,6 +176,17 @@ class Engine:
                 name = sample.name.removesuffix("_total")
                 tier = sample.labels.get("tier", "")
                 found[f"{name}{{{tier}}}" if tier else name] = float(sample.value)
+        return found
+
+    def kv(self) -> dict[str, Any]:
+        """Return where the KV lies, who copies it, and what the fingerprint was made of for that."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+        from vllm.platforms import current_platform
+
+        found: dict[str, Any] = {"device": current_platform.get_device_name()}
+        self._llm.collective_rpc(_find_kv, args=(found,))
+        found["copies"] = type(get_kv_transfer_group().connector_worker.worker._worker._copier).__name__
+        found["digested"] = {name: self._digested[name] for name in ("backend", "layout")}
         return found
 
     def time_model(self) -> dict[str, Any]:

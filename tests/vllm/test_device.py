@@ -1,0 +1,44 @@
+"""The whole stack on the device that vLLM runs on: CUDA where there is one, the CPU elsewhere."""
+
+import pytest
+import torch
+
+from .conftest import CHUNKS, PROMPTS, WHOLE
+from .ways import fs, whole_stack
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+COPIES = {"cpu": "HostCopies", "cuda": "CudaCopies"}
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    if request.param != DEVICE:
+        pytest.skip(f"vLLM's device here is {DEVICE}; it needs vLLM for {request.param}, and its device")
+    return request.param
+
+
+def test_kv_of_this_device_comes_back_and_what_orders_its_pages_is_in_the_fingerprint(
+    device, start, model, right, tmp_path
+):
+    config = whole_stack(fs(tmp_path / "store"))
+    engine = start(model, config)
+    assert right(engine, *PROMPTS) == [0, 0]
+    assert engine.do("reset_prefix_cache")["ok"]
+    assert right(engine, *reversed(PROMPTS)) == WHOLE[::-1], "the primary has it"
+    engine.forget()
+    assert right(engine, *PROMPTS) == WHOLE, "the tier has it"
+    assert engine.metrics()["kvtiers_tier_loaded_chunks{fs}"] == CHUNKS
+
+    kv = engine.do("kv")
+    assert (kv["memory"], kv["copies"]) == (device, COPIES[device])
+    assert kv["digested"]["layout"] == kv["layout"]
+    decides = kv["digested"]["backend"]
+    assert (decides["device"], decides["name"]) == (device, kv["device"])
+    engine.shutdown()
+
+    named = start(model, config, attention_config={"backend": kv["backend"]})
+    right(named, *PROMPTS)
+    found = named.do("kv")
+    assert found["digested"]["backend"]["backend"].endswith(kv["backend"])
+    assert found["backend"] == kv["backend"]
+    named.shutdown()
