@@ -110,6 +110,15 @@ def test_a_wrong_region_is_named_with_the_right_one(config, between, client, sta
 
 
 @pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("code", ["PermanentRedirect", "TemporaryRedirect", ""])
+@pytest.mark.parametrize("status", [301, 307, 308])
+def test_a_redirect_that_names_no_region_is_followed_by_nobody(config, between, client, status, code):
+    text = said_of(config, between, lambda _: Fault(refusal(status, code)), client=client)
+    assert "Redirect: the bucket is in another region; set 'region' to the bucket's region" in text
+    assert len(between.log) <= 2
+
+
+@pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize(
     ("fault", "expected"),
     [

@@ -7,7 +7,9 @@ from s3_proxy import Proxy
 from s3_servers import ACCESS_KEY, SECRET_KEY
 
 from kvtiers.api import ConfigError
+from kvtiers_s3.client import open_client
 from kvtiers_s3.connection import Connection
+from kvtiers_s3.failures import S3BusyError, S3Error
 from kvtiers_s3.plugin import S3Config
 from kvtiers_s3.requests import Requests
 from kvtiers_s3.store import S3Store
@@ -189,3 +191,55 @@ def test_the_endpoint_of_the_environment_is_used(empty, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint)
     works(S3Config(type="s3", bucket="some-bucket", access_key="A", secret_key="S"))
     assert addressed(proxy) == {("127.0.0.1", "some-bucket")}
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("environment", ["", "http://127.0.0.1:1"], ids=["empty", "another"])
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"])
+def test_the_endpoint_of_the_options_comes_before_the_environment(empty, monkeypatch, client, name, environment):
+    proxy, make = empty
+    monkeypatch.setenv(name, environment)
+    store = S3Store(make(client=client, access_key="A", secret_key="S"))
+    assert not store.read_into("absent", memoryview(bytearray(8)))
+    with pytest.raises(S3Error, match="404 NoSuchKey"):
+        list(store.list(""))
+    store.close()
+    assert any("list-type=2" in request.path for request in proxy.log)
+    assert any("absent" in request.path for request in proxy.log)
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_the_endpoint_of_a_profile_is_used_by_both_clients(empty, tmp_path, client):
+    proxy, _ = empty
+    (tmp_path / "config").write_text(f"[profile kv]\nendpoint_url = {proxy.endpoint}/\n")
+    (tmp_path / "credentials").write_text("[kv]\naws_access_key_id = A\naws_secret_access_key = S\n")
+    store = S3Store(S3Config(type="s3", bucket="some-bucket", client=client, profile="kv"))
+    assert not store.read_into("absent", memoryview(bytearray(8)))
+    store.close()
+    assert any(request.path.endswith("absent") for request in proxy.log)
+
+
+@pytest.mark.parametrize(
+    ("region", "endpoint"),
+    [
+        ("eu-west-1", "https://kvs.s3.eu-west-1.amazonaws.com"),
+        ("cn-north-1", "https://kvs.s3.cn-north-1.amazonaws.com.cn"),
+    ],
+)
+def test_without_an_endpoint_obstore_means_aws_whatever_the_environment_says(monkeypatch, region, endpoint):
+    monkeypatch.setenv("AWS_ENDPOINT", "http://127.0.0.1:1")
+    config = S3Config(type="s3", bucket="kvs", region=region, access_key="A", secret_key="S")
+    assert Connection(config, Requests(0, 0)).obstore().config["endpoint_url_s3"] == endpoint
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_keys_whose_file_is_gone_are_said_and_not_asked_for_again(empty, tmp_path, client):
+    _, make = empty
+    file = tmp_path / "key"
+    file.write_text("FIRST")
+    connection = Connection(make(client=client, access_key={"file": str(file)}, secret_key="S"), Requests(0, 0))
+    file.unlink()
+    with pytest.raises(S3Error, match=str(file)) as raised:
+        open_client(connection).size("a")
+    assert not isinstance(raised.value, S3BusyError)
+    connection.close()

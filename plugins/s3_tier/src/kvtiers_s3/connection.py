@@ -1,6 +1,5 @@
 """Where the bucket is, and the clients that reach it: obstore's store, and boto3's for everything but values."""
 
-import os
 import threading
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from botocore.config import Config
+from botocore.configprovider import ConfiguredEndpointProvider
 
 from kvtiers.api import ConfigError
 from kvtiers_s3.credentials import open_session
@@ -31,9 +31,8 @@ class Connection:
     def __init__(self, config: S3Config, requests: Requests) -> None:
         self.config = config
         self.requests = requests
-        environment = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
-        self.endpoint = config.endpoint or environment.rstrip("/")
         self._session = open_session(config)
+        self.endpoint = config.endpoint or _configured_endpoint(self._session)
         self.region: str = config.region or self._session.get_config_variable("region") or "us-east-1"
         self._certificates = _read_certificates(config)
         self._lock = threading.RLock()
@@ -102,6 +101,7 @@ class Connection:
             verify=str(config.ca_file) if config.ca_file else None,
             config=options,
         )
+        client.meta.events.register("before-call.s3", _follow_no_redirect)
         client.meta.events.register("before-send.s3", self.requests.count_sent)
         return client
 
@@ -110,14 +110,17 @@ class Connection:
         from obstore.store import S3Store
 
         config = self.config
+        # Without these obstore would take its own from the environment, and boto3 would not.
         options: ObstoreConfig = {
+            "aws_endpoint_url_s3": self._endpoint_of_the_bucket(),
+            "conditional_put": "etag",
+            "request_payer": False,
+            "s3_express": False,
             "region": self.region,
             "virtual_hosted_style_request": self.is_virtual,
             "unsigned_payload": config.unsigned_payload,
             "skip_signature": False,
         }
-        if self.endpoint:
-            options["endpoint"] = self._endpoint_of_the_bucket()
         if config.checksums == "always":
             options["checksum_algorithm"] = "CRC64NVME"
         if config.encryption in _ENCRYPTION:
@@ -140,9 +143,10 @@ class Connection:
         )
 
     def _endpoint_of_the_bucket(self) -> str:
+        endpoint = self.endpoint or f"https://s3.{self.region}.{_aws_domain(self.region)}"
         if not self.is_virtual:
-            return self.endpoint
-        url = urlsplit(self.endpoint)
+            return endpoint
+        url = urlsplit(endpoint)
         return f"{url.scheme}://{self.config.bucket}.{url.netloc}"
 
     def _lend_credentials(self) -> "S3Credential":
@@ -153,6 +157,23 @@ class Connection:
             "token": keys.token,
             "expires_at": datetime.now(UTC) + _LENT,
         }
+
+
+def _configured_endpoint(session: Any) -> str:
+    """Return the endpoint that the environment or the profile names, as boto3 finds it; empty: AWS's own."""
+    if session.get_config_variable("ignore_configured_endpoint_urls"):
+        return ""
+    found = ConfiguredEndpointProvider(session.full_config, session.get_scoped_config(), "s3").provide()
+    return str(found or "").rstrip("/")
+
+
+def _aws_domain(region: str) -> str:
+    return "amazonaws.com.cn" if region.startswith("cn-") else "amazonaws.com"
+
+
+def _follow_no_redirect(params: Any, **_: Any) -> None:
+    """Have boto3 report a redirect, as obstore does: it would ask for the bucket's region, and be redirected again."""
+    params["context"].setdefault("s3_redirect", {})["redirected"] = True
 
 
 def _read_certificates(config: S3Config) -> bytes:

@@ -83,7 +83,7 @@ def _with_role(base: Any, config: S3Config) -> Any:
         "sts",
         region_name=region,
         endpoint_url=config.sts_endpoint or None,
-        verify=str(config.ca_file) if config.ca_file else None,
+        verify=str(config.ca_file) if config.ca_file and config.sts_endpoint else None,
     )
     wanted = {"RoleArn": config.role, "RoleSessionName": _SESSION_NAME}
     if config.role_external_id:

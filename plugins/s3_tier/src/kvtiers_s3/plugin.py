@@ -37,7 +37,7 @@ class S3Config(TierConfig):
     role: str = Field(default="", description="ARN of a role to assume with these credentials")
     role_external_id: str = Field(default="", description="external id that the role asks for")
     sts_endpoint: str = Field(default="", description="URL of the service that gives out roles; default: AWS's")
-    ca_file: Path | None = Field(default=None, description="certificates (PEM) to trust besides the usual ones")
+    ca_file: Path | None = Field(default=None, description="certificates (PEM) of a private authority")
 
     client: Literal["auto", "obstore", "boto3"] = Field(
         default="auto", description="what moves values; auto: obstore, or boto3 where that is not installed"
