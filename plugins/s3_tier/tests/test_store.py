@@ -4,6 +4,7 @@ import contextlib
 import gc
 import ssl
 import threading
+import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -13,7 +14,7 @@ from s3_servers import client_of
 
 from kvtiers.api import StoreFull
 from kvtiers.testing.guarded import GuardedMemory
-from kvtiers_s3.failures import S3BusyError, S3Error
+from kvtiers_s3.failures import S3BusyError, S3Error, S3ThrottledError
 from kvtiers_s3.store import S3Store
 
 PAGE = 4096
@@ -88,6 +89,17 @@ def test_a_body_that_does_not_come_whole_is_a_failure_and_its_row_is_let_go(
     row.release()  # BufferError if somebody has it still
     between.script = lambda _request: None
     assert read(store, "a/b", pages * PAGE) == bytes([5]) * pages * PAGE
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_body_whose_pieces_come_late_is_given_up_in_time(opened, config, between, value, client):
+    store = opened(config(client=client, endpoint=between.endpoint, timeout="2s"))
+    store.write("a/b", value(5, 1))
+    between.script = lambda request: Fault(drip=1.9) if request.method == "GET" else None
+    begin = time.monotonic()
+    with pytest.raises(S3BusyError, match="Timeout"):
+        read(store, "a/b", PAGE)
+    assert time.monotonic() - begin < 3.5  # that is before the third piece
 
 
 # -- values in parts
@@ -402,3 +414,29 @@ def test_failed_and_throttled_requests_are_counted(opened, config, between, clie
             read(store, "a", PAGE)
     assert store.stats()["throttled_requests"] == 2
     assert store.stats()["failed_requests"] == 4
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_what_boto3_does_on_the_bucket_is_counted_when_it_fails(opened, config, between, value, client):
+    store = opened(config(client=client, endpoint=between.endpoint, part_size=PART))
+    between.script = lambda request: None if request.method == "HEAD" else Fault(refusal(503, "SlowDown"))
+    with pytest.raises(S3ThrottledError):
+        store.write("a", value(1, 2 * PART // PAGE))
+    with pytest.raises(S3ThrottledError):
+        list(store.list(""))
+    assert store.stats()["throttled_requests"] == 2
+
+
+# obstore takes the answer to a single put for one that says that there is a value, and looks at that.
+@pytest.mark.parametrize(("client", "length"), [("boto3", PAGE), ("boto3", 2 * PART), ("obstore", 2 * PART)])
+def test_a_conditional_put_that_meets_another_may_be_made_again(opened, config, between, value, client, length):
+    store = opened(config(client=client, endpoint=between.endpoint, conditional_put=True, part_size=PART))
+    last = {PAGE: "PUT", 2 * PART: "POST"}[length]
+
+    def script(request):
+        is_last = request.method == last and not request.path.endswith("uploads")
+        return Fault(refusal(409, "ConditionalRequestConflict")) if is_last else None
+
+    between.script = script
+    with pytest.raises(S3BusyError, match="409 ConditionalRequestConflict"):
+        store.write("a", value(1, length // PAGE))

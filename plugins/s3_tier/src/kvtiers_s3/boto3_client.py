@@ -8,13 +8,11 @@ from typing import Any
 from botocore.exceptions import BotoCoreError, ClientError
 from urllib3.exceptions import HTTPError
 
-from kvtiers_s3.boto3_errors import translated
+from kvtiers_s3.boto3_errors import ABSENT, translated
 from kvtiers_s3.client import Body
 from kvtiers_s3.connection import Connection
 
 __all__ = ["Boto3Client"]
-
-_ABSENT = {"NoSuchKey", "404", "InvalidRange", "416"}
 
 
 class Boto3Client:
@@ -41,6 +39,7 @@ class Boto3Client:
     def _pieces(self, key: str, body: Any, left: int, until: float, stack: contextlib.ExitStack) -> Iterator[bytes]:
         with self._asking("GET", key), stack:
             while left:
+                body.set_socket_timeout(max(0.001, until - time.monotonic()))
                 # One recv at a time: body.read() would wait for a body that drips for as long as it does.
                 piece: bytes = body._raw_stream.read1(left)  # noqa: SLF001
                 if not piece or time.monotonic() > until:
@@ -69,11 +68,11 @@ class Boto3Client:
         self._client.close()
 
     @contextlib.contextmanager
-    def _asking(self, method: str, key: str, absent: set[str] = _ABSENT) -> Iterator[None]:
+    def _asking(self, method: str, key: str, absent: set[str] = ABSENT) -> Iterator[None]:
         """Swallow an error that says absent; translate every other."""
         try:
             yield
         except (ClientError, BotoCoreError, HTTPError, OSError, KeyError, ValueError) as error:
-            if not (isinstance(error, ClientError) and error.response["Error"]["Code"] in absent):
+            if not (isinstance(error, ClientError) and error.response.get("Error", {}).get("Code") in absent):
                 self._requests.count_failed(raised := translated(f"{method} {key}", error))
                 raise raised from None

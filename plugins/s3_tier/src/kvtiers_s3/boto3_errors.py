@@ -4,7 +4,6 @@ import urllib3.exceptions
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
-    ConnectionClosedError,
     ConnectTimeoutError,
     EndpointConnectionError,
     HTTPClientError,
@@ -15,32 +14,36 @@ from botocore.exceptions import (
 
 from kvtiers_s3.failures import failure
 
-__all__ = ["translated"]
+__all__ = ["ABSENT", "translated"]
+
+ABSENT = {"NoSuchKey", "404", "InvalidRange", "416"}
+"""The codes that say that there is no such object, or that it is shorter."""
 
 
 def translated(what: str, error: Exception) -> Exception:
     """Return what to raise for an error of boto3's."""
     if isinstance(error, ClientError):
-        answer = error.response["Error"]
+        answer = error.response.get("Error", {})
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        code = str(answer.get("Code", ""))
+        code = str(answer.get("Code") or "")
         return failure(what, status, "" if code.isdigit() else code, str(answer.get("Message") or ""))
     return failure(what, 0, _cause(error), f"{type(error).__name__}: {error}")
 
 
 def _cause(error: Exception) -> str:
-    text = str(error)
+    text, cause = str(error), "CutOff"  # by the system, or by urllib3 in the middle of a body
     match error:
         case SSLError():
-            return "Certificate" if "CERTIFICATE" in text.upper() else "NotTls"
+            cause = "Certificate" if "CERTIFICATE" in text.upper() else "NotTls"
         case ConnectTimeoutError() | ReadTimeoutError() | TimeoutError() | urllib3.exceptions.TimeoutError():
-            return "Timeout"
+            cause = "Timeout"
         case EndpointConnectionError():
             reason = error.kwargs.get("error")
-            return "NoAddress" if isinstance(reason, urllib3.exceptions.NameResolutionError) else "NoConnection"
-        case ConnectionClosedError() | HTTPClientError() | IncompleteReadError():
-            return "CutOff"
-        case BotoCoreError() | KeyError() | ValueError():
-            # The latter two are of an answer that lacks a length, or has one that is no number.
-            return "" if isinstance(error, BotoCoreError) else "NoLength"
-    return "CutOff"  # by the system, or by urllib3 in the middle of a body
+            cause = "NoAddress" if isinstance(reason, urllib3.exceptions.NameResolutionError) else "NoConnection"
+        case FileNotFoundError() | PermissionError() | IsADirectoryError():
+            cause = "Credentials"  # nothing else is read from a file
+        case KeyError() | ValueError():
+            cause = "NoLength"  # the answer lacks a length, or has one that is no number
+        case BotoCoreError() if not isinstance(error, HTTPClientError | IncompleteReadError):
+            cause = ""
+    return cause

@@ -36,7 +36,7 @@ class Bucket:
     def objects(self, prefix: str) -> Iterator[tuple[str, int, datetime]]:
         """Yield key, length and time of the last write of every object under this prefix, a page after the other."""
         pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self._name, Prefix=prefix)
-        with asking(f"LIST {prefix}"):
+        with self.asking(f"LIST {prefix}"):
             for page in pages:
                 for entry in page.get("Contents", ()):
                     yield entry["Key"], entry["Size"], entry["LastModified"]
@@ -47,16 +47,16 @@ class Bucket:
             some = keys[start : start + _DELETED_AT_ONCE]
             if len(some) == 1 or not self._deleted_at_once(some):
                 for key in some:
-                    with asking(f"DELETE {key}"):
+                    with self.asking(f"DELETE {key}"):
                         self._client.delete_object(Bucket=self._name, Key=key)
 
     def _deleted_at_once(self, keys: Sequence[str]) -> bool:
         wanted = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
-        with asking(f"DELETE of {len(keys)} objects"):
+        with self.asking(f"DELETE of {len(keys)} objects"):
             try:
                 errors = self._client.delete_objects(Bucket=self._name, Delete=wanted).get("Errors", ())
             except ClientError as error:
-                if error.response["Error"]["Code"] in _ONE_BY_ONE:
+                if error.response.get("Error", {}).get("Code") in _ONE_BY_ONE:
                     return False
                 raise
             if errors:
@@ -66,30 +66,30 @@ class Bucket:
     def uploads(self, prefix: str) -> Iterator[Upload]:
         """Yield the uploads in parts under this prefix that were begun and not ended."""
         pages = self._client.get_paginator("list_multipart_uploads").paginate(Bucket=self._name, Prefix=prefix)
-        with asking(f"LIST of uploads under {prefix}"):
+        with self.asking(f"LIST of uploads under {prefix}"):
             for page in pages:
                 for entry in page.get("Uploads", ()):
                     yield Upload(entry["Key"], entry["UploadId"], entry["Initiated"])
 
     def abort(self, key: str, upload_id: str) -> None:
         """Throw an upload's parts away."""
-        with asking(f"DELETE of an upload of {key}"):
+        with self.asking(f"DELETE of an upload of {key}"):
             self._client.abort_multipart_upload(Bucket=self._name, Key=key, UploadId=upload_id)
 
     def lifecycle(self) -> Sequence[dict[str, Any]]:
         """Return the bucket's lifecycle rules."""
-        with asking("GET of the bucket's lifecycle rules"):
+        with self.asking("GET of the bucket's lifecycle rules"):
             try:
                 rules = self._client.get_bucket_lifecycle_configuration(Bucket=self._name)["Rules"]
             except ClientError as error:
-                if error.response["Error"]["Code"] == "NoSuchLifecycleConfiguration":
+                if error.response.get("Error", {}).get("Code") == "NoSuchLifecycleConfiguration":
                     return []
                 raise
             return list(rules)
 
     def is_versioned(self) -> bool:
         """Say whether the bucket keeps what is replaced and deleted."""
-        with asking("GET of the bucket's versioning"):
+        with self.asking("GET of the bucket's versioning"):
             return bool(self._client.get_bucket_versioning(Bucket=self._name).get("Status") == "Enabled")
 
     def region(self) -> str:
@@ -103,15 +103,16 @@ class Bucket:
             return str(headers.get("x-amz-bucket-region", ""))
         return ""
 
+    @contextlib.contextmanager
+    def asking(self, what: str) -> Iterator[None]:
+        """Translate what boto3 raises, and count it."""
+        try:
+            yield
+        except (ClientError, BotoCoreError, OSError) as error:
+            raised = translated(what, error)
+            self._connection.requests.count_failed(raised)
+            raise raised from None
+
     @property
     def _client(self) -> Any:
         return self._connection.boto3_client(attempts=_ATTEMPTS)
-
-
-@contextlib.contextmanager
-def asking(what: str) -> Iterator[None]:
-    """Translate what boto3 raises."""
-    try:
-        yield
-    except (ClientError, BotoCoreError) as error:
-        raise translated(what, error) from None

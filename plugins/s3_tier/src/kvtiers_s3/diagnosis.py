@@ -80,7 +80,7 @@ def speed_findings(store: ChunkStore, value_bytes: int) -> Iterator[Finding]:
         yield Finding("ok", f"{both}, {format_duration(small)} of it the request itself")
         return
     rate = (value_bytes - _SMALL) / max(large - small, 1e-9)
-    better = min(max(int(small * rate), 2 * value_bytes, 1 << 20), _MOST_SUGGESTED)
+    better = max(min(max(int(small * rate), 1 << 20), _MOST_SUGGESTED), 2 * value_bytes)
     better = 1 << (better - 1).bit_length()
     yield Finding(
         "warning",

@@ -59,13 +59,22 @@ _HINTS = {
     "cannot send parts, set part_size to the values' length or more",
     "Replaced": "the object was replaced while it was read",
 }
-_BY_STATUS = {301: "PermanentRedirect", 403: "AccessDenied", 429: "SlowDown", 501: "NotImplemented", 503: "SlowDown"}
+_BY_STATUS = {
+    301: "PermanentRedirect",
+    307: "TemporaryRedirect",
+    308: "PermanentRedirect",
+    403: "AccessDenied",
+    429: "SlowDown",
+    501: "NotImplemented",
+    503: "SlowDown",
+}
 _FULL = {"QuotaExceeded", "XMinioAdminBucketQuotaExceeded", "XMinioStorageFull", "EntityTooLarge"}
 _THROTTLES = {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequests"}
 _PASSING = {
     "RequestTimeout",
     "InternalError",
     "OperationAborted",
+    "ConditionalRequestConflict",
     "NoConnection",
     "Timeout",
     "CutOff",
@@ -78,7 +87,7 @@ def failure(what: str, status: int, code: str = "", detail: str = "") -> Excepti
     """Return what to raise for a request that failed.
 
     ``what``: the request, as ``GET KEY``. ``code``: S3's own, or without one of those one of ours: Certificate, NotTls,
-    NoAddress, NoConnection, Timeout, CutOff, NoLength, Replaced. ``detail``: what is said where no hint is.
+    NoAddress, NoConnection, Timeout, CutOff, NoLength, Replaced, Credentials. ``detail``: what is said without a hint.
     """
     code = code or _BY_STATUS.get(status, "")
     answer = " ".join(part for part in (str(status or ""), code) if part)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from botocore.exceptions import ClientError
 
-from kvtiers_s3.bucket import Bucket, asking
+from kvtiers_s3.bucket import Bucket
 from kvtiers_s3.client import ValueClient, read_into
 from kvtiers_s3.connection import Connection
 from kvtiers_s3.failures import S3Error, failure
@@ -56,7 +56,7 @@ class Parts:
         if only_new and self._client.size(key) is not None:
             return False
         where = {"Bucket": self._connection.config.bucket, "Key": key}
-        with asking(f"PUT {key}"):
+        with self._bucket.asking(f"PUT {key}"):
             where["UploadId"] = self._s3.create_multipart_upload(**where, **self._connection.put_options)["UploadId"]
         done = False
         try:
@@ -92,7 +92,7 @@ class Parts:
     def _send(self, where: dict[str, str], src: memoryview) -> Sequence[dict[str, Any]]:
         def send(start: int) -> dict[str, Any]:
             number = start // self._size + 1
-            with src[start : start + self._size] as part, asking(f"PUT {where['Key']} part {number}"):
+            with src[start : start + self._size] as part, self._bucket.asking(f"PUT {where['Key']} part {number}"):
                 answer = self._s3.upload_part(**where, PartNumber=number, Body=bytes(part))
             checksums = {name: text for name, text in answer.items() if name.startswith("Checksum")}
             checksums.pop("ChecksumType", None)
@@ -102,7 +102,7 @@ class Parts:
 
     def _complete(self, where: dict[str, str], parts: Sequence[dict[str, Any]], *, only_new: bool) -> bool:
         condition = {"IfNoneMatch": "*"} if only_new else {}
-        with asking(f"PUT {where['Key']}"):
+        with self._bucket.asking(f"PUT {where['Key']}"):
             try:
                 self._s3.complete_multipart_upload(**where, MultipartUpload={"Parts": parts}, **condition)
             except ClientError as error:
