@@ -215,6 +215,14 @@ def test_what_an_eviction_took_is_written_again_once_a_load_or_a_lookup_has_miss
 # -- questions
 
 
+def test_a_store_that_overwrites_asks_for_nothing_and_writes_what_is_known_too(kit, store, keys):
+    mover = kit.stored(store, keys)
+    store.values = {name: value[:100] for name, value in store.values.items()}
+    assert set(mover.store(kit.run(keys)).statuses) == {PRESENT}
+    assert set(mover.store(replace(kit.run(keys), overwrites=True)).statuses) == {DONE}
+    assert set(mover.load(kit.run(keys)).statuses) == {DONE}
+
+
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 7, 100])
 @pytest.mark.parametrize("present", [0, 1, 2, 5, 50, 99, 100])
 def test_the_end_of_a_prefix_is_found_by_bisection(kit, length, present):

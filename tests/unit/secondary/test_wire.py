@@ -10,7 +10,7 @@ from kvtiers.secondary import wire
 from kvtiers.secondary.framing import Frame, FrameReader, Kind, ProtocolError, frame
 from kvtiers.secondary.protocol import JobDone, JobFailed, JobReleased, JobStarted, Opened, Probed, StoreJob
 
-GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "host_protocol-2.json").read_text(encoding="utf-8"))
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "host_protocol-3.json").read_text(encoding="utf-8"))
 
 u64 = st.integers(0, 2**64 - 1)
 rows = st.integers(-(2**31), 2**31 - 1)
@@ -20,13 +20,16 @@ keys = st.one_of(
     st.lists(st.binary(min_size=1, max_size=70), max_size=20),
 )
 jobs = st.builds(
-    lambda job_id, is_load, pairs: StoreJob(job_id, is_load, [key for key, _ in pairs], [row for _, row in pairs]),
+    lambda job_id, is_load, pairs, overwrites: StoreJob(
+        job_id, is_load, [key for key, _ in pairs], [row for _, row in pairs], overwrites
+    ),
     u64,
     st.booleans(),
     st.one_of(
         st.lists(st.tuples(st.binary(min_size=36, max_size=36), rows), max_size=20),
         st.lists(st.tuples(st.binary(min_size=1, max_size=70), rows), max_size=20),
     ),
+    st.booleans(),
 )
 events = st.one_of(
     st.builds(Opened, texts, st.sampled_from(["", "0123456789abcdef"])),
@@ -55,12 +58,13 @@ def unhexed(values):
 
 
 def job_of(body):
-    return StoreJob(body["job_id"], body["is_load"], unhexed(body["keys"]), body["rows"])
+    return StoreJob(body["job_id"], body["is_load"], unhexed(body["keys"]), body["rows"], body["overwrites"])
 
 
 def fields_of_job(message):
     job = wire.decode_job(message.body)
-    return {"job_id": job.job_id, "is_load": job.is_load, "keys": hexed(job.keys), "rows": list(job.rows)}
+    fields = {"job_id": job.job_id, "is_load": job.is_load, "overwrites": job.overwrites}
+    return fields | {"keys": hexed(job.keys), "rows": list(job.rows)}
 
 
 def fields_of_probe(message):
@@ -119,7 +123,7 @@ DECODERS = dict.fromkeys(("OPENED", "STARTED", "FAILED", "DONE", "PROBED", "RELE
 
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["title"])
 def test_messages_of_this_format_never_change(case):
-    assert wire.PROTOCOL_FORMAT == 2, "another format needs a golden file of its own, beside this"
+    assert wire.PROTOCOL_FORMAT == 3, "another format needs a golden file of its own, beside this"
     assert ENCODERS[case["kind"]](case["tier"], case["fields"]).hex() == case["message"]
     read = only_frame(bytes.fromhex(case["message"]))
     assert (Kind(read.kind).name, read.tier) == (case["kind"], case["tier"])

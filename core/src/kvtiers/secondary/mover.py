@@ -73,6 +73,8 @@ class ValueRun:
     wanted: Callable[[], bool] = lambda: True
     land: Callable[[Callable[[], None]], bool] = land_now
     """Copies a value into its row where it lies beside it, unless the rows have been let go (``row_guard.py``)."""
+    overwrites: bool = False
+    """A store: what the tier seems to have is written all the same."""
 
 
 @dataclass(slots=True)
@@ -138,7 +140,7 @@ class ValueMover:
         moved = Moved.nothing(len(run.keys))
         run = self._of_epoch(run)
         try:
-            present = self._present(run, moved)
+            present = [] if run.overwrites else self._present(run, moved)
         except Exception as error:  # noqa: BLE001 -- a store is somebody else's code
             moved.error = error_text(error)
             return moved

@@ -46,12 +46,16 @@ class Status(IntEnum):
 
 
 class StoreJob(NamedTuple):
-    """Move these chunks between their rows and the store."""
+    """Move these chunks between their rows and the store.
+
+    ``overwrites``: a store that asks for nothing first, since what seemed to be there could not be loaded.
+    """
 
     job_id: int
     is_load: bool
     keys: Sequence[OffloadKey]
     rows: Sequence[int]
+    overwrites: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The messages between the engine and a tier host, format 2. How they follow each other is in ``framing.py``.
+"""The messages between the engine and a tier host, format 3. How they follow each other is in ``framing.py``.
 
 Little endian. Texts are UTF-8 and end their message. Keys travel raw: ``u32 count | u16 key length | keys``, all of one
 length, or key length 0 and a u16 length before each.
@@ -8,7 +8,7 @@ message        sender  body
 =============  ======  ==================================================================================
 HELLO          engine  JSON: protocol, cpus, region, tiers (options with secrets, names, sizes)
 NAMES          engine  layout id (8 bytes), prefix
-JOB            engine  u64 job, u8 is load, keys, i32 rows
+JOB            engine  u64 job, u8 flags (1 a load, 2 a store that overwrites), keys, i32 rows
 PROBE          engine  u64 probe, u8 is prefix, keys
 ABANDON        engine  u64 job
 CLOSE          engine  f64 seconds to drain
@@ -56,11 +56,12 @@ __all__ = [
     "encode_stats",
 ]
 
-PROTOCOL_FORMAT = 2
+PROTOCOL_FORMAT = 3
 
 _LAYOUT_ID_BYTES = 8
 _KEYS = struct.Struct("<IH")
 _JOB = struct.Struct("<QB")
+_IS_LOAD, _OVERWRITES = 1, 2
 _DONE = struct.Struct("<QQdII")
 _PROBED = struct.Struct("<QI")
 _U64 = struct.Struct("<Q")
@@ -88,17 +89,18 @@ def decode_names(body: memoryview) -> StorageNames:
 def encode_job(tier: int, job: StoreJob) -> bytes:
     """Return a JOB message."""
     rows = struct.pack(f"<{len(job.rows)}i", *job.rows)
-    return frame(Kind.JOB, tier, _JOB.pack(job.job_id, job.is_load) + _encode_keys(job.keys) + rows)
+    flags = _IS_LOAD * job.is_load + _OVERWRITES * job.overwrites
+    return frame(Kind.JOB, tier, _JOB.pack(job.job_id, flags) + _encode_keys(job.keys) + rows)
 
 
 def decode_job(body: memoryview) -> StoreJob:
     """Read a JOB message."""
-    job_id, is_load = _head(_JOB, body)
+    job_id, flags = _head(_JOB, body)
     keys, end = _decode_keys(body, _JOB.size)
     if len(body) - end != 4 * len(keys):
         raise ProtocolError(f"job {job_id} has {len(keys)} keys and {len(body) - end} bytes of rows")
     rows = list(struct.unpack_from(f"<{len(keys)}i", body, end))
-    return StoreJob(job_id, bool(is_load), keys, rows)
+    return StoreJob(job_id, bool(flags & _IS_LOAD), keys, rows, bool(flags & _OVERWRITES))
 
 
 def encode_probe(tier: int, probe_id: int, keys: Sequence[OffloadKey], *, is_prefix: bool) -> bytes:
