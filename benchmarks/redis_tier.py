@@ -10,12 +10,14 @@ processors, that is a part of its rate; all others move a region that no cache h
 
 Server and tier are set up as the plugin's README says: on 8 processors and more with io-threads, and with more threads
 and a smaller window than by default, on fewer with neither. All lanes, redis-benchmark too, use the same server, and
-all goals are of it. Where it has io-threads, redis-benchmark is run with as many threads, too, as Redis' configuration
-file asks for, and the best counts. `plain, one thread` is beside it, with no goal, what a server without io-threads
-gives on such a machine, with the tier's defaults. `--io-threads` forces a number. TLS and the network have the tier's
-defaults on any machine, and TLS a server without io-threads: beside many TLS connections Redis 7.0 with io-threads that
-read ends in a write; its configuration file says that these do not work with TLS. (That redis-benchmark writes values
-of 64 KiB at 0.01 GB/s with TLS is its own: it does so with io-threads and without.)
+all goals are of it. The ceiling is redis-benchmark as it is, with nothing but its connections. Where the server has
+io-threads, redis-benchmark is also run with as many threads of its own, and what the tier is of the best of those
+stands beside the goals, without one: such a client alone takes four processors. `plain, one thread` is what a server
+without io-threads gives on such a machine, with the tier's defaults, with no goal either. `--io-threads` forces a
+number. TLS and the network have the tier's defaults on any machine, and TLS a server without io-threads: beside many
+TLS connections Redis 7.0 with io-threads that read ends in a write; its configuration file says that these do not work
+with TLS. (That redis-benchmark writes values of 64 KiB at 0.01 GB/s with TLS is its own: it does so with io-threads and
+without.)
 
 `tls` is beside redis-benchmark and a bare Python TLS socket. `delayed` is over a network with 1 ms of round trip and a
 link of 10 Gbit/s (`--link`), beside raw streams over the same, which show that the link gives what it says. Its goal is
@@ -58,8 +60,9 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "plugins" / "redis_tie
 from servers import Server, Tls  # noqa: E402 -- the servers of the tier's tests
 
 SIZES = [64 << 10, 256 << 10, 1 << 20, 4 << 20, 8 << 20]
-BENCHMARK = "redis-benchmark"
 CONNECTIONS = (1, 4, 16)
+PEERS = {connections: f"redis-benchmark -c {connections}" for connections in CONNECTIONS}
+THREADED = " --threads "
 SOCKETS = 3  # as many as the tier writes through at a time
 REDIS_PY_SHARE = 4  # it is slow, and no goal is about it: so many times fewer values
 DELAY_SECONDS = 0.0005  # each way
@@ -68,7 +71,7 @@ LINK_GBITS = 10.0
 FROM_PROCESSORS = 8  # from so many on the server has io-threads, and the tier the options that suit them
 LARGE_BYTES = 512 << 20  # for a turn on so many: 128 MiB take 30 ms there
 IO_THREADS = 4
-TIER_OPTIONS = {"threads": 8, "window": 256 << 10}
+TIER_OPTIONS = {"threads": 8, "window": 128 << 10}
 WITH_IO_THREADS = ("plain", "busy")
 BUSY_SECONDS, BUSY_STEP_SECONDS = 1.0, 0.001
 GOALS = {"plain": 0.9, "tls": 0.9, "delayed": 0.8, "busy": 0.9}
@@ -114,9 +117,9 @@ def measure_plain(
             values = lanes.redis_benchmark(server.port, connections, nbytes, count, way, threads=threads)
             return values * nbytes / 1e9
 
-        moves = {f"{BENCHMARK} -c {c}": partial(benchmark, connections=c, threads=1) for c in CONNECTIONS}
+        moves = {name: partial(benchmark, connections=c, threads=1) for c, name in PEERS.items()}
         moves |= {
-            f"{BENCHMARK} -c {c} --threads {io_threads}": partial(benchmark, connections=c, threads=io_threads)
+            f"{PEERS[c]}{THREADED}{io_threads}": partial(benchmark, connections=c, threads=io_threads)
             for c in CONNECTIONS
             if 1 < io_threads <= c
         }
@@ -239,7 +242,7 @@ def shares(found: Sequence[dict[str, Any]], of: str, beside: Sequence[str], way:
 
 def goals_of(found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Return the goals, each with the worst size's share."""
-    best = [name for name in found["plain"][0]["gb_per_s"] if name.startswith(BENCHMARK)]
+    best = [PEERS[connections] for connections in CONNECTIONS]
     goals = []
     for way in WAYS:
         for kind, of, beside, text in (
@@ -270,6 +273,11 @@ def report(found: dict[str, Any]) -> None:
         for size in found[kind]:
             cells = ["{write:.2f} / {read:.2f}".format(**size["gb_per_s"][name]) for name in names]
             print(f"  {format_size(size['value_bytes']):10}" + "".join(f"{cell:>28}" for cell in cells))
+    if threaded := [name for name in found["plain"][0]["gb_per_s"] if THREADED in name]:
+        for way in WAYS:
+            each = zip(found["plain"], shares(found["plain"], "tier", threaded, way), strict=True)
+            of_sizes = ", ".join(f"{format_size(size['value_bytes'])} {share:.2f}" for size, share in each)
+            print(f"{way}, of redis-benchmark's best with threads of its own, without a goal: {of_sizes}")
     print("processor seconds per GB of the tier (write / read): hosts, server")
     for size in found["plain"]:
         cells = ["{write:.2f} / {read:.2f}".format(**size["cpu_seconds_per_gb"][name]) for name in ("client", "server")]
