@@ -231,6 +231,32 @@ def test_a_server_that_says_a_byte_now_and_then_is_given_up_all_the_same(over):
         far.close()
 
 
+@pytest.mark.parametrize("over", ["tcp", "tls"])
+def test_a_server_that_takes_bytes_ever_so_slowly_is_given_up_in_time(over):
+    near, far = pair(over)
+    near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
+    far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+    stop, taken = threading.Event(), 0
+
+    def sip() -> None:
+        nonlocal taken
+        with contextlib.suppress(OSError):
+            while not stop.wait(0.05):
+                taken += len(far.recv(16 << 10))
+
+    thread = threading.Thread(target=sip, daemon=True)
+    thread.start()
+    try:
+        with pytest.raises(TimeoutError):
+            write_all(Link(near, 0.3), 64, 64 << 10, window=4 << 20)
+        assert taken < 2 << 20, "it would have been taken to the end"
+    finally:
+        stop.set()
+        thread.join(SECONDS)
+        near.close()
+        far.close()
+
+
 def test_a_server_that_takes_nothing_is_given_up_in_time():
     near, far = socket.socketpair()
     with contextlib.closing(near), contextlib.closing(far), pytest.raises(TimeoutError):

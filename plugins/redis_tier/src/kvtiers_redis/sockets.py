@@ -73,6 +73,8 @@ class PlainStream:
             left -= sent
             if not left:
                 return
+            if time.monotonic() > self.until:
+                raise TimeoutError("the server takes the bytes too slowly")
             while sent >= len(rest[0]):
                 sent -= len(rest.pop(0))
             rest[0] = memoryview(rest[0])[sent:]
@@ -131,6 +133,8 @@ class TlsStream:
         for small, group in groupby(parts, lambda part: len(part) <= _SMALL_PART):
             for part in [b"".join(group)] if small else group:
                 self._socket.sendall(part)
+                if time.monotonic() > self.until:
+                    raise TimeoutError("the server takes the bytes too slowly")
 
     def receive(self, into: memoryview, least: int = 1) -> int:  # noqa: ARG002 -- a record is all that can be waited for
         """Wait for the next record."""
