@@ -232,9 +232,10 @@ def test_a_server_that_evicts_takes_every_write(tier, start, names, value, read,
     assert set(found) == {None, bytes(value(2, 16))}
 
 
-def test_a_server_that_cannot_save_drops_writes_and_is_read(tier, start, names, value, read):
+@pytest.mark.parametrize("refresh", [False, True], ids=["plain", "refresh_ttl"])
+def test_a_server_that_cannot_save_drops_writes_and_is_read(tier, start, names, value, read, refresh):
     server = start()
-    store = tier.open(server.url)
+    store = tier.open(server.url, **({"ttl": "1h", "refresh_ttl": True} if refresh else {}))
     one, other = names(2)
     store.write(one, value(1))
     server.call("CONFIG SET", "save", "1 1")
@@ -246,6 +247,21 @@ def test_a_server_that_cannot_save_drops_writes_and_is_read(tier, start, names, 
     with pytest.raises(StoreFull):
         store.write(other, value(1))
     assert read(store, one) is not None
+
+
+@pytest.mark.parametrize("refresh", [False, True], ids=["plain", "refresh_ttl"])
+def test_a_server_without_its_replicas_drops_writes_and_is_read(tier, start, names, value, read, refresh):
+    server = start()
+    store = tier.open(server.url, **({"ttl": "1h", "refresh_ttl": True} if refresh else {}))
+    one, other = names(2)
+    store.write(one, value(1))
+    server.call("CONFIG SET", "min-replicas-to-write", "1")
+    with pytest.raises(StoreFull):
+        store.write(other, value(1))
+    assert read(store, one) == bytes(value(1))
+    assert read(store, other) is None
+    server.call("CONFIG SET", "min-replicas-to-write", "0")
+    assert read(store, one) == bytes(value(1))
 
 
 def test_a_server_that_cannot_be_reached_is_said_so_at_open(tier, start):

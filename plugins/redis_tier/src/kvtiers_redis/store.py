@@ -60,19 +60,29 @@ class RedisStore(ChunkStore):
     def read_many_into(self, names: Sequence[str], dsts: Sequence[memoryview]) -> Sequence[bool]:
         """Ask for all, and receive each into its ``dst``."""
         keys = [self._key(name) for name in names]
-        word = b"GETEX" if self._refresh else b"GET"
+        answers = self._get(keys, dsts, self._refresh)
+        if None in answers:  # a server that takes no writes does not take a new ttl either
+            left = [i for i, answer in enumerate(answers) if answer is None]
+            plain = self._get([keys[i] for i in left], [dsts[i] for i in left], [])
+            for i, answer in zip(left, plain, strict=True):
+                answers[i] = answer
+        return [answer is True for answer in answers]
+
+    def _get(self, keys: Sequence[bytes], dsts: Sequence[memoryview], refresh: Sequence[bytes]) -> list[Answer]:
+        """Answers: True, False (absent, or no value of ours), None where a ttl was to be refreshed and cannot be."""
+        word = b"GETEX" if refresh else b"GET"
 
         def talk(link: Link, indexes: Sequence[int], asking: bool) -> Exchange:
             return read_values(
                 link,
-                commands(word, [keys[i] for i in indexes], *self._refresh),
+                commands(word, [keys[i] for i in indexes], *refresh),
                 [dsts[i] for i in indexes],
                 window=self._window,
                 asking=asking,
             )
 
-        # A key of another type, too, is not a value of ours.
-        return [answer is True for answer in self._router.ask(keys, talk, instead={"WRONGTYPE": False})]
+        not_refreshed = dict.fromkeys(_NOT_KEPT) if refresh else {}
+        return self._router.ask(keys, talk, instead={"WRONGTYPE": False, **not_refreshed})
 
     def write(self, name: str, src: memoryview) -> None:
         """Set the value. StoreFull if the server takes none now."""
