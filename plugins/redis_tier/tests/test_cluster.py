@@ -1,10 +1,13 @@
 """A Cluster: batches split by node, slots that move, nodes that fail."""
 
 import threading
+import time
 
 import pytest
 from redis_servers import Cluster, wait_until
 from redis_traffic import content_of, read_all, under_load, works, write_all
+
+from kvtiers.api import TierUnavailable
 
 
 def slot_of(cluster, name: str) -> int:
@@ -153,3 +156,39 @@ def test_a_failover_under_load_yields_no_wrong_byte_and_ends(tier, start, names)
 def test_a_server_that_is_no_cluster_is_said_so(tier, single):
     with pytest.raises(Exception, match="Cluster mode is not enabled"):
         tier.open(single.url, topology="cluster")
+
+
+def test_nodes_that_hang_cost_a_call_its_timeout_once_and_the_others_are_read(tier, start, names):
+    cluster = start(Cluster)
+    store = tier.open(cluster.url, topology="cluster", timeout="3s", connect_timeout="200ms")
+    many = names(60)
+    assert all(write_all(store, many))
+    hung = cluster.masters[:2]
+    there = [content_of(name) if cluster.owner(name) is cluster.masters[2] else None for name in many]
+    for node in hung:
+        node.pause()
+    try:
+        begin = time.monotonic()
+        assert read_all(store, many) == there
+        assert 2.9 < time.monotonic() - begin < 5, "two timeouts are 6 s"
+    finally:
+        for node in hung:
+            node.resume()
+
+
+def test_a_list_after_a_takeover_leaves_nothing_out_silently(tier, start, names):
+    cluster = start(Cluster, replicas=1)
+    store = tier.open(cluster.url, topology="cluster")
+    many = names(60)
+    assert all(write_all(store, many))
+    replica = cluster.replicas[0]
+    wait_until(lambda: replica.call("DBSIZE") == cluster.masters[0].call("DBSIZE"), "the replica has all")
+    replica.call("CLUSTER FAILOVER", "TAKEOVER")
+    wait_until(lambda: cluster.masters[0].has_role("slave"), "the old master has heard of it")
+    try:
+        listed = sorted(entry.name for entry in store.list("ns/"))
+    except TierUnavailable as error:
+        assert "MOVED" in str(error)
+        read_all(store, many)  # has the map read anew
+        listed = sorted(entry.name for entry in store.list("ns/"))
+    assert listed == sorted(many)

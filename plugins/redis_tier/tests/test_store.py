@@ -269,3 +269,21 @@ def test_a_server_that_cannot_be_reached_is_said_so_at_open(tier, start):
     server.kill()
     with pytest.raises(RedisStore.transient_errors, match=str(server.port)):
         tier.open(server.url)
+
+
+def test_a_list_that_the_user_may_not_make_raises_and_is_not_empty(tier, start, names, value):
+    server = start()
+    server.call("ACL SETUSER", "half", "on", ">half", "~*", "+set", "+scan", "+ping")
+    store = tier.open(server.url, username="half", password="half")
+    store.write(names(1)[0], value(1))
+    with pytest.raises(Exception, match="NOPERM.*strlen"):
+        list(store.list("ns/"))
+
+
+def test_a_list_leaves_out_what_is_no_string(tier, start, names, value):
+    server = start()
+    store = tier.open(server.url)
+    [name] = names(1)
+    store.write(name, value(1))
+    server.call("RPUSH", "ns/no-string", "x")
+    assert [entry.name for entry in store.list("ns/")] == [name]

@@ -54,9 +54,9 @@ class Link:
         self._start = self._end = 0  # of what has been received and not been taken yet
         self._expect(0)
 
-    def is_idle(self) -> bool:
-        """Say whether the connection is there and silent; one that was closed, or has bytes to say, is of no use."""
-        return self._start == self._end and not self._poll.poll(0)
+    def is_idle(self, seconds: float = 0.0) -> bool:
+        """Say whether the connection is there and stays silent so long; one that was closed is not idle."""
+        return self._start == self._end and not self._poll.poll(seconds * 1e3)
 
     def begin(self, seconds: float | None = None) -> None:
         """Start the clock of an exchange, or let it go on with so much left."""

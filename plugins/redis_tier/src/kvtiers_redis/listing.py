@@ -5,6 +5,8 @@ import time
 from collections.abc import Iterator, Sequence
 
 from kvtiers.api import StoreEntry
+from kvtiers_redis.link import ReplyError
+from kvtiers_redis.routing import as_error
 from kvtiers_redis.servers import Server
 from kvtiers_redis.windows import ask, command, to_the_end
 
@@ -18,6 +20,9 @@ def list_values(servers: Sequence[Server], key_prefix: bytes, prefix: str, *, ra
 
     A scan may name a key twice, and one that moves between two servers is found on both: what was yielded is
     remembered, by its hash. The server knows no time of writing.
+
+    A server that refuses to say what it has raises, since a list without its values would look whole: ReplyError, or
+    TierUnavailable if that passes, as where a key moves to another server meanwhile.
     """
     pattern = re.sub(rb"([*?\[\]\\])", rb"\\\1", key_prefix + prefix.encode()) + b"*"
     seen: set[int] = set()
@@ -34,9 +39,11 @@ def list_values(servers: Sequence[Server], key_prefix: bytes, prefix: str, *, ra
 
 
 def _lengths(server: Server, keys: Sequence[bytes]) -> Iterator[tuple[bytes, int]]:
-    """Yield each key with the length of its value; keys that are gone, have moved, or hold no value are left out."""
+    """Yield each key with the length of its value; keys that are gone or hold no string are left out."""
     with server.link() as link:
         [answers] = to_the_end([ask(link, [command(b"STRLEN", key) for key in keys])])
     for key, answer in zip(keys, answers, strict=True):
+        if isinstance(answer, ReplyError) and answer.code != "WRONGTYPE":
+            raise as_error(answer)
         if type(answer) is int:
             yield key, answer

@@ -1,5 +1,6 @@
 """Requests to the servers that have their keys: split by server, sent again where a server says that they moved."""
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
@@ -13,9 +14,10 @@ from kvtiers_redis.servers import Server
 from kvtiers_redis.topology import Topology
 from kvtiers_redis.windows import Answer, Exchange, to_the_end
 
-__all__ = ["Router", "Talk"]
+__all__ = ["Router", "Talk", "as_error"]
 
 _ROUNDS = 5  # a slot that moves at this moment takes two
+_GRACE_SECONDS = 0.1  # for the next reply of a server that answers, when the wait for another one took all the time
 _PASSING = frozenset({"BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MOVED", "ASK", "NOAUTH", "READONLY", "TRYAGAIN"})
 """What a server answers that may have an answer soon, or is about to be replaced by another one."""
 
@@ -55,9 +57,9 @@ class Router:
             return answers
         for i in failed:
             if isinstance(answers[i], ReplyError) and not _is_passing(answers[i]):
-                raise _as_error(answers[i])
+                raise as_error(answers[i])
         if not (partial and self._topology.is_split) or len(failed) == len(answers):
-            raise _as_error(answers[failed[0]])
+            raise as_error(answers[failed[0]])
         self.unreachable += len(failed)
         for i in failed:
             answers[i] = False
@@ -131,7 +133,18 @@ def _has_results_alone(answers: Sequence[Answer]) -> bool:
 def _talk(server: Server, talk: Talk, indexes: Sequence[int], *, asking: bool) -> Exchange:
     try:
         with server.link() as link:
-            return (yield from talk(link, indexes, asking))
+            exchange, until = talk(link, indexes, asking), 0.0
+            while True:
+                try:
+                    next(exchange)
+                except StopIteration as end:
+                    answers: list[Answer] = end.value
+                    return answers
+                until = until or time.monotonic() + link.seconds_left
+                yield
+                # What the others were waited for counts, too: several that hang cost a call its time once.
+                if time.monotonic() > until and link.is_idle(_GRACE_SECONDS):
+                    raise TimeoutError("no reply in the time of the call")
     except (OSError, RedisError, TierUnavailable) as error:
         # A new one, since the traceback of this one holds the callers' buffers.
         failure = TierUnavailable(f"{server.name}: {error or type(error).__name__}")
@@ -151,6 +164,7 @@ def _is_passing(answer: Answer) -> bool:
     return isinstance(answer, ReplyError) and answer.code in _PASSING
 
 
-def _as_error(answer: Answer) -> Exception:
+def as_error(answer: Answer) -> Exception:
+    """Return what to raise for an error that was answered: TierUnavailable if it passes, the error itself if not."""
     assert isinstance(answer, Exception)
     return TierUnavailable(str(answer)) if _is_passing(answer) else answer
