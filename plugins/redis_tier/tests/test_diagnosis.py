@@ -146,7 +146,7 @@ def test_a_server_that_takes_one_setting_at_a_time_is_checked(tier, server, monk
 
 
 def test_clear_text_to_another_machine_is_a_warning(tier, single, monkeypatch):
-    monkeypatch.setattr("kvtiers_redis.plugin.is_loopback", lambda host: False)
+    monkeypatch.setattr("kvtiers_redis.servers.is_loopback", lambda host: False)
     the("warning", "values travel in clear text", found_on(tier, single))
 
 

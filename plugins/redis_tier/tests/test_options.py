@@ -82,14 +82,10 @@ def test_a_timeout_is_never_longer_than_the_deadline():
     assert config(connect_timeout="5s", deadline="20s").connect_seconds == 5
 
 
-@pytest.mark.parametrize(
-    ("url", "window"),
-    [("redis://localhost", 512 << 10), ("unix:///a", 512 << 10), ("redis://a", 4 << 20), ("redis://[::1],a", 4 << 20)],
-)
-def test_the_window_suits_the_way_to_the_servers(url, window):
-    topology = "cluster" if "," in url else "single"
-    assert config(url, topology=topology).window_bytes == window
-    assert config(url, topology=topology, window="1MiB").window_bytes == 1 << 20
+@pytest.mark.parametrize(("local", "window"), [(True, 512 << 10), (False, 4 << 20)])
+def test_the_window_suits_the_way_to_the_servers(local, window):
+    assert config().window_bytes(local=local) == window
+    assert config(window="1MiB").window_bytes(local=local) == 1 << 20
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.8.9.10", "::1"])

@@ -5,6 +5,7 @@ import re
 import socket
 import ssl
 import threading
+import time
 import tracemalloc
 from pathlib import Path
 
@@ -139,7 +140,7 @@ def test_a_password_comes_from_the_environment_and_is_never_logged(tier, tls_ser
 
 
 def test_clear_text_to_another_machine_warns_once(tier, caplog, monkeypatch, start):
-    monkeypatch.setattr("kvtiers_redis.plugin.is_loopback", lambda host: False)
+    monkeypatch.setattr("kvtiers_redis.servers.is_loopback", lambda host: False)
     server = start()
     for _ in range(2):
         tier.open(server.url).exists(["a"])
@@ -184,7 +185,9 @@ def test_what_is_small_between_values_goes_out_in_one_record(tmp_path):
     thread.start()
     value = bytes(range(250)) * 80
     with ssl.create_default_context(cafile=tls.ca).wrap_socket(near, server_hostname="127.0.0.1") as connected:
-        stream_of(connected, 60).send([b"head", memoryview(value), b"tail", b"head", memoryview(value), b"tail"])
+        stream = stream_of(connected, 60)
+        stream.until = time.monotonic() + 60
+        stream.send([b"head", memoryview(value), b"tail", b"head", memoryview(value), b"tail"])
     thread.join(60)
     assert b"".join(records) == b"head" + value + b"tailhead" + value + b"tail"
     assert [len(record) for record in records] == [4, 16384, 3616, 8, 16384, 3616, 4]

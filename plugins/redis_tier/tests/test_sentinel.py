@@ -42,3 +42,16 @@ def test_a_sentinel_that_is_gone_or_hangs_is_passed_over(tier, start, names, how
     getattr(sentinels.sentinels[0], how)()
     store = opened(tier, sentinels, timeout="1h", connect_timeout="2s", deadline="1h")
     assert all(write_all(store, names(2)))
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_it_is_the_master_s_address_that_decides_whether_values_leave_this_machine(
+    tier, shared_sentinels, caplog, monkeypatch, elsewhere
+):
+    if elsewhere:  # for whoever connects; the Sentinels' addresses, in the url, are this machine's
+        monkeypatch.setattr("kvtiers_redis.servers.is_loopback", lambda _: False)
+    store = opened(tier, shared_sentinels)
+    found = [finding.text for finding in store.diagnose(4096) if "clear text" in finding.text]
+    assert ["other machines" in text for text in found] == [elsewhere]
+    assert store._window == (4 << 20 if elsewhere else 512 << 10)
+    assert ["clear text" in record.message for record in caplog.records] == [True] * elsewhere

@@ -276,7 +276,7 @@ def test_a_list_that_the_user_may_not_make_raises_and_is_not_empty(tier, start, 
     server.call("ACL SETUSER", "half", "on", ">half", "~*", "+set", "+scan", "+ping")
     store = tier.open(server.url, username="half", password="half")
     store.write(names(1)[0], value(1))
-    with pytest.raises(Exception, match="NOPERM.*strlen"):
+    with pytest.raises(Exception, match=r"NOPERM.*strlen"):
         list(store.list("ns/"))
 
 

@@ -79,7 +79,7 @@ def cluster_of(config: RedisConfig) -> RedisCluster:
     (host, port), *others = config.places.addresses
     options = _client_options(config)
     del options["retry"]  # it has one for all nodes
-    options["socket_timeout"] = config.connect_seconds  # one that hangs is passed over; asking for the map is connecting
+    options["socket_timeout"] = config.connect_seconds  # asking for the map is a part of connecting
     return RedisCluster(
         # It takes a connection class with a url alone, and with rediss:// its own, which trusts the system's CAs too.
         url=f"redis://{f'[{host}]' if ':' in host else host}:{port}",

@@ -22,7 +22,8 @@ _Facts = Mapping[str, Any]
 
 def diagnose(config: RedisConfig, servers: Sequence[Server], value_bytes: int, *, read_only: bool) -> Sequence[Finding]:
     """Return the findings about the way to the servers, then about each of them."""
-    findings = [*_way(config)]
+    local = all(server.is_local for server in servers)
+    findings = [*_way(config, local=local)]
     for server in servers:
         try:
             info = server.client.info("everything")
@@ -40,20 +41,24 @@ def diagnose(config: RedisConfig, servers: Sequence[Server], value_bytes: int, *
         except (RedisError, OSError) as error:
             findings.append(_unknown(server, "CONFIG GET", "its limits and 'save'", error))
         findings += _policy(server.name, info, settings, config)
-        findings += _limits(server.name, settings, value_bytes, config)
+        findings += _limits(server.name, settings, value_bytes, config.window_bytes(local=local))
         findings += _persistence(server.name, info, settings)
     return findings
 
 
-def _way(config: RedisConfig) -> Iterator[Finding]:
+def _way(config: RedisConfig, *, local: bool) -> Iterator[Finding]:
     places = config.places
     if places.tls:
         checked = "certificate and host name are" if config.tls_check_hostname else "the certificate is"
         yield Finding("ok", f"TLS; {checked} checked")
-    elif config.is_local:
+    elif local:
         yield Finding("ok", "clear text, which stays on this machine")
     else:
-        yield Finding("warning", f"values travel in clear text to {config.url}", "use rediss:// and set tls_ca")
+        yield Finding(
+            "warning",
+            "values travel in clear text to other machines",
+            "use rediss:// and set tls_ca",
+        )
 
 
 def _settings(server: Server) -> dict[str, str]:
@@ -123,7 +128,7 @@ def _policy(name: str, info: _Facts, settings: _Facts, config: RedisConfig) -> I
         yield Finding("ok", f"{name}: maxmemory-policy {policy}")
 
 
-def _limits(name: str, settings: _Facts, value_bytes: int, config: RedisConfig) -> Iterator[Finding]:
+def _limits(name: str, settings: _Facts, value_bytes: int, window: int) -> Iterator[Finding]:
     for setting in ("proto-max-bulk-len", "client-query-buffer-limit"):
         limit = parse_size(settings[setting]) if setting in settings else value_bytes
         if limit < value_bytes:
@@ -132,7 +137,7 @@ def _limits(name: str, settings: _Facts, value_bytes: int, config: RedisConfig) 
                 f"{name}: {setting} {format_size(limit)} refuses values of {format_size(value_bytes)}",
                 f"CONFIG SET {setting} {max(512 << 20, 2 * value_bytes)}",
             )
-    need = max(config.window_bytes, value_bytes)
+    need = max(window, value_bytes)
     words = str(settings.get("client-output-buffer-limit", "")).split()
     normal = words[words.index("normal") + 1 :][:3] if "normal" in words else []
     hard, soft = (parse_size(word) for word in normal[:2]) if len(normal) == 3 else (0, 0)

@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from kvtiers.api import ChunkStore, Duration, Secret, Size, TierConfig, TierContext, TierPlugin, hookimpl
-from kvtiers_redis.places import Places, is_loopback, parse_url
+from kvtiers_redis.places import Places, parse_url
 
 __all__ = ["RedisConfig", "kvtiers_tier"]
 
@@ -116,15 +116,9 @@ class RedisConfig(TierConfig):
         """The database that the url or the option names."""
         return self.places.database or self.database
 
-    @property
-    def is_local(self) -> bool:
-        """Whether all servers that the url names are on this machine."""
-        return bool(self.places.path) or all(is_loopback(host) for host, _ in self.places.addresses)
-
-    @property
-    def window_bytes(self) -> int:
-        """The window, or the one that suits the way to the servers."""
-        return self.window or (_LOCAL_WINDOW if self.is_local else _REMOTE_WINDOW)
+    def window_bytes(self, *, local: bool) -> int:
+        """Return the window, or the one that suits the way to the servers, which are on this machine or not."""
+        return self.window or (_LOCAL_WINDOW if local else _REMOTE_WINDOW)
 
     @property
     def connect_seconds(self) -> float:

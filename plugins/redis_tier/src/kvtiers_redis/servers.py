@@ -1,9 +1,12 @@
 """Connections to one server: redis-py makes them and logs in; then its socket is ours."""
 
 import contextlib
+import logging
+import socket
 import threading
 import time
 from collections.abc import Iterator
+from functools import cache
 from typing import NamedTuple
 
 from redis import Redis
@@ -12,12 +15,13 @@ from redis.exceptions import RedisError, ResponseError
 
 from kvtiers.api import TierUnavailable
 from kvtiers_redis.link import Link, ReplyError
+from kvtiers_redis.places import is_loopback
 from kvtiers_redis.plugin import RedisConfig
 from kvtiers_redis.windows import ask, command, to_the_end
 
-__all__ = ["Server"]
+__all__ = ["Server", "warn_of_clear_text"]
 
-_MOST_IDLE = 16
+_log = logging.getLogger("kvtiers_redis")
 # What else it may say to a PING (NOPERM, MISCONF of one that cannot save) it says to somebody whom it has let in.
 _NOT_LET_IN = frozenset({"NOAUTH", "LOADING"})
 
@@ -44,6 +48,8 @@ class Server:
         self._idle: list[_Lent] = []  # the last one used is the first to be used again
         self._closed = False
         self._unreachable: tuple[float, str] = (0.0, "")
+        self.is_local = True
+        """Whether it is on this machine, as far as it has been connected to."""
         self.connects = 0
         """Connections made, ever."""
 
@@ -63,7 +69,7 @@ class Server:
             self.drop_idle()
             raise
         with self._lock:
-            keep = not self._closed and len(self._idle) < _MOST_IDLE
+            keep = not self._closed and len(self._idle) <= self._config.threads
             if keep:
                 self._idle.append(lent)
         if not keep:
@@ -112,13 +118,17 @@ class Server:
         try:
             connection.connect()
             self._set_name(connection)
+            connected = connection._sock  # noqa: SLF001 -- redis-py lends it by no public name
+            assert connected is not None
+            # Sentinels and Clusters name servers that the url does not.
+            self.is_local = connected.family == socket.AF_UNIX or is_loopback(connected.getpeername()[0])
         except BaseException as error:
             connection.disconnect()
             self._unreachable = (time.monotonic() + self._hold, str(error))
             raise
         self.connects += 1
-        connected = connection._sock  # noqa: SLF001 -- redis-py lends it by no public name
-        assert connected is not None
+        if not self._config.places.tls and not self.is_local:
+            warn_of_clear_text(self._config.url)
         return _Lent(connection, Link(connected, self._config.reply_seconds))
 
     def _set_name(self, connection: Connection) -> None:
@@ -126,3 +136,9 @@ class Server:
             connection.send_command("CLIENT", "SETNAME", self._config.client_name)
             with contextlib.suppress(ResponseError):  # an ACL may forbid it; values move all the same
                 connection.read_response()
+
+
+@cache  # a tier makes many connections, and one that cannot be opened is opened again and again
+def warn_of_clear_text(url: str) -> None:
+    """Say once in this process that this tier's values can be read on their way."""
+    _log.warning("values travel in clear text to other machines (%s); use rediss:// for TLS", url, extra={"once": True})

@@ -1,8 +1,6 @@
 """The store of the tier type ``redis``: a key a value, on one server or many."""
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from typing import ClassVar
 
 from redis import exceptions as client_errors
@@ -10,14 +8,15 @@ from redis import exceptions as client_errors
 from kvtiers.api import ChunkStore, Finding, StoreEntry, StoreFull, TierUnavailable
 from kvtiers_redis.link import Link
 from kvtiers_redis.listing import list_values
+from kvtiers_redis.places import is_loopback
 from kvtiers_redis.plugin import RedisConfig
 from kvtiers_redis.routing import Router
+from kvtiers_redis.servers import warn_of_clear_text
 from kvtiers_redis.topology import open_topology
 from kvtiers_redis.windows import Answer, Exchange, ask, commands, read_values, write_values
 
 __all__ = ["RedisStore"]
 
-_log = logging.getLogger("kvtiers_redis")
 _NOT_KEPT = dict.fromkeys(("OOM", "MISCONF", "NOREPLICAS"), False)  # the server takes no writes now, and answers reads
 
 
@@ -39,10 +38,9 @@ class RedisStore(ChunkStore):
         ttl = [] if config.ttl is None else [b"PX", b"%d" % round(config.ttl * 1e3)]
         self._set_options = [*ttl, *([b"NX"] if config.set_nx else [])]
         self._refresh = ttl if config.refresh_ttl and not read_only else []
-        self._window = config.window_bytes
         self._dropped = 0
-        if not config.places.tls and not config.is_local:
-            _warn_of_clear_text(config.url)
+        if not config.places.tls and not all(is_loopback(host) for host, _ in config.places.addresses):
+            warn_of_clear_text(config.url)
         self._topology = open_topology(config)
         self._router = Router(self._topology)
         try:
@@ -50,6 +48,7 @@ class RedisStore(ChunkStore):
         except BaseException:
             self._topology.close()
             raise
+        self._window = config.window_bytes(local=all(server.is_local for server in self._topology.masters()))
 
     # -- values
 
@@ -164,8 +163,3 @@ class RedisStore(ChunkStore):
             return ask(link, commands(word, [keys[i] for i in indexes]), asking=asking)
 
         return self._router.ask(keys, talk, partial=partial)
-
-
-@cache  # a store that cannot be opened is opened again and again
-def _warn_of_clear_text(url: str) -> None:
-    _log.warning("values travel in clear text to %s; use rediss:// for TLS", url, extra={"once": True})
