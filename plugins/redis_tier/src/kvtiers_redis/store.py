@@ -132,7 +132,8 @@ class RedisStore(ChunkStore):
         self._ask([self._key(name) for name in names], b"UNLINK", partial=False)
 
     def list(self, prefix: str) -> Iterator[StoreEntry]:
-        """Scan every master, at the bounded rate."""
+        """Scan every master there is now, at the bounded rate."""
+        self._topology.refresh()
         return list_values(self._topology.masters(), self._prefix, prefix, rate=self._config.scan_rate)
 
     def diagnose(self, value_bytes: int) -> Sequence[Finding]:
