@@ -183,4 +183,6 @@ def test_a_list_after_a_takeover_leaves_nothing_out_silently(tier, start, names)
     wait_until(lambda: replica.call("DBSIZE") == cluster.masters[0].call("DBSIZE"), "the replica has all")
     replica.call("CLUSTER FAILOVER", "TAKEOVER")
     wait_until(lambda: cluster.masters[0].has_role("slave"), "the old master has heard of it")
+    connects = store.stats()["connects"]
     assert sorted(entry.name for entry in store.list("ns/")) == sorted(many)
+    assert store.stats()["connects"] > connects, "the old master's are counted still"

@@ -53,6 +53,8 @@ def test_valkey_is_called_by_its_name(tier, valkey_server):
         ("client-output-buffer-limit", "normal 3mb 0 0", "warning", "closes connections that read 2MiB at a time"),
         ("client-output-buffer-limit", "normal 0 1mb 10", "warning", "closes connections that read 2MiB at a time"),
         ("client-output-buffer-limit", "normal 1mb 0 0", "error", "closes connections that read 2MiB at a time"),
+        ("client-output-buffer-limit", "normal 2mb 0 0", "error", "closes connections that read 2MiB at a time"),
+        ("client-output-buffer-limit", "normal 0 2mb 10", "warning", "closes connections that read 2MiB at a time"),
         ("save", "60 1", "warning", "save '60 1': saving gigabytes"),
         ("appendonly", "yes", "warning", "appendonly yes: saving gigabytes"),
     ],

@@ -65,6 +65,7 @@ def test_sentinels_have_a_port_of_their_own():
         ("pattern", {"prefix": "white space"}),
         ("pattern", {"client_name": "white space"}),
         ("no unit", {"ttl": 60}),
+        ("less than or equal to 32767", {"keepalive": "12h"}),
     ],
 )
 def test_a_mistake_is_one_clear_line(problem, options):

@@ -1,5 +1,6 @@
 """What the tier asks of a server, seen from the server."""
 
+import contextlib
 import socket
 import time
 import tracemalloc
@@ -139,6 +140,16 @@ def test_connections_are_named_and_few(tier, single, redis, names, value):
     assert store.stats()["connects"] == 1
 
 
+def test_connections_are_kept_for_as_many_threads_as_there_are(tier, single):
+    store = tier.open(single.url, threads=24)
+    [server] = store._topology.masters()
+    for _ in range(3):
+        with contextlib.ExitStack() as stack:
+            for _ in range(25):
+                stack.enter_context(server.link())
+    assert store.stats()["connects"] == 25
+
+
 def test_an_idle_connection_is_probed_after_so_long(tier, single):
     store = tier.open(single.url, keepalive="45s")
     (master,) = store._topology.masters()
@@ -232,36 +243,31 @@ def test_a_server_that_evicts_takes_every_write(tier, start, names, value, read,
     assert set(found) == {None, bytes(value(2, 16))}
 
 
-@pytest.mark.parametrize("refresh", [False, True], ids=["plain", "refresh_ttl"])
-def test_a_server_that_cannot_save_drops_writes_and_is_read(tier, start, names, value, read, refresh):
-    server = start()
-    store = tier.open(server.url, **({"ttl": "1h", "refresh_ttl": True} if refresh else {}))
-    one, other = names(2)
-    store.write(one, value(1))
+def cannot_save(server):
     server.call("CONFIG SET", "save", "1 1")
     (server.folder / "dump.rdb").mkdir()  # what cannot be replaced by a file
     with server.client() as client:
         client.bgsave()
         while client.info("persistence")["rdb_bgsave_in_progress"]:
             pass
-    with pytest.raises(StoreFull):
-        store.write(other, value(1))
-    assert read(store, one) is not None
 
 
-@pytest.mark.parametrize("refresh", [False, True], ids=["plain", "refresh_ttl"])
-def test_a_server_without_its_replicas_drops_writes_and_is_read(tier, start, names, value, read, refresh):
+def lacks_replicas(server):
+    server.call("CONFIG SET", "min-replicas-to-write", "1")
+
+
+@pytest.mark.parametrize("refresh", [{}, {"ttl": "1h", "refresh_ttl": True}], ids=["plain", "refresh_ttl"])
+@pytest.mark.parametrize("refuses_writes", [cannot_save, lacks_replicas])
+def test_a_server_that_takes_no_writes_drops_them_and_is_read(tier, start, names, value, read, refuses_writes, refresh):
     server = start()
-    store = tier.open(server.url, **({"ttl": "1h", "refresh_ttl": True} if refresh else {}))
+    store = tier.open(server.url, **refresh)
     one, other = names(2)
     store.write(one, value(1))
-    server.call("CONFIG SET", "min-replicas-to-write", "1")
+    refuses_writes(server)
     with pytest.raises(StoreFull):
         store.write(other, value(1))
     assert read(store, one) == bytes(value(1))
     assert read(store, other) is None
-    server.call("CONFIG SET", "min-replicas-to-write", "0")
-    assert read(store, one) == bytes(value(1))
 
 
 def test_a_server_that_cannot_be_reached_is_said_so_at_open(tier, start):

@@ -54,11 +54,7 @@ def _way(config: RedisConfig, *, local: bool) -> Iterator[Finding]:
     elif local:
         yield Finding("ok", "clear text, which stays on this machine")
     else:
-        yield Finding(
-            "warning",
-            "values travel in clear text to other machines",
-            "use rediss:// and set tls_ca",
-        )
+        yield Finding("warning", "values travel in clear text to other machines", "use rediss:// and set tls_ca")
 
 
 def _settings(server: Server) -> dict[str, str]:
@@ -141,9 +137,9 @@ def _limits(name: str, settings: _Facts, value_bytes: int, window: int) -> Itera
     words = str(settings.get("client-output-buffer-limit", "")).split()
     normal = words[words.index("normal") + 1 :][:3] if "normal" in words else []
     hard, soft = (parse_size(word) for word in normal[:2]) if len(normal) == 3 else (0, 0)
-    if 0 < hard < 2 * need or 0 < soft < need:
+    if 0 < hard < 2 * need or 0 < soft <= need:
         yield Finding(
-            "error" if 0 < hard < value_bytes else "warning",
+            "error" if 0 < hard <= value_bytes else "warning",
             f"{name}: client-output-buffer-limit normal {' '.join(normal)} closes connections that read "
             f"{format_size(need)} at a time",
             'CONFIG SET client-output-buffer-limit "normal 0 0 0", or a smaller window',

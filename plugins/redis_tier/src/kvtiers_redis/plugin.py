@@ -59,12 +59,16 @@ class RedisConfig(TierConfig):
         "4MiB across a network",
     )
     connect_timeout: Duration = Field(
-        default=2.0, gt=0, description="longest time to connect, log-in included; never more than the deadline"
+        default=2.0,
+        gt=0,
+        description="longest time of each step to a connection (TCP, TLS, log-in); never more than the deadline",
     )
     timeout: Duration = Field(
         default=10.0, gt=0, description="longest time of one call's replies; never more than the tier's deadline"
     )
-    keepalive: Duration = Field(default=30.0, ge=1, description="an idle connection is probed after so long")
+    keepalive: Duration = Field(
+        default=30.0, ge=1, le=32767, description="an idle connection is probed after so long; nine hours at most"
+    )
     client_name: str = Field(
         default="kvtiers", pattern=r"^[\x21-\x7e]*$", description="name of the connections in CLIENT LIST"
     )

@@ -48,8 +48,8 @@ class Server:
         self._idle: list[_Lent] = []  # the last one used is the first to be used again
         self._closed = False
         self._unreachable: tuple[float, str] = (0.0, "")
-        self.is_local = True
-        """Whether it is on this machine, as far as it has been connected to."""
+        self.is_local = not self.host or is_loopback(self.host)
+        """Whether it is on this machine: by its name, and once it has been connected to by its address."""
         self.connects = 0
         """Connections made, ever."""
 

@@ -146,7 +146,7 @@ class RedisStore(ChunkStore):
     def stats(self) -> Mapping[str, float]:
         """Return what happened since the store was opened; asks no server."""
         return {
-            "connects": sum(server.connects for server in self._topology.masters()),
+            "connects": sum(server.connects for server in self._topology.servers()),
             "dropped_values": self._dropped,
             "redirected_requests": self._router.redirected,
             "unreachable_values": self._router.unreachable,

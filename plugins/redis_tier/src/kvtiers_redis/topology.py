@@ -33,6 +33,10 @@ class Topology(ABC):
     def masters(self) -> Sequence[Server]:
         """Return every server that has values of its own."""
 
+    def servers(self) -> Sequence[Server]:
+        """Return every server that was ever asked."""
+        return self.masters()
+
     def server_at(self, address: Address) -> Server | None:  # noqa: ARG002 -- what a Cluster needs
         """Return the server at the address that a redirection names; None: nobody may send us elsewhere here."""
         return None
@@ -54,7 +58,7 @@ class Topology(ABC):
 
     def close(self) -> None:
         """Close all connections."""
-        for server in self.masters():
+        for server in self.servers():
             server.close()
 
 
@@ -129,6 +133,9 @@ class _Cluster(Topology):
                     server = self._servers[address] = _server_at(address, self._config, hold=_HOLD_SECONDS)
         return server
 
+    def servers(self) -> Sequence[Server]:
+        return list(self._servers.values())
+
     def masters(self) -> Sequence[Server]:
         return [self.server_at((node.host, node.port)) for node in self._cluster.get_primaries()]
 
@@ -144,6 +151,5 @@ class _Cluster(Topology):
                 self._refreshed = time.monotonic()
 
     def close(self) -> None:
-        for server in list(self._servers.values()):
-            server.close()
+        super().close()
         self._cluster.disconnect_connection_pools()
