@@ -36,6 +36,13 @@ def plant_folder(folder, name, outside, level):
     return victim
 
 
+def swap_for(folder, name, make):
+    """Put what ``make`` makes in this place, in one step: a folder that is empty for a moment may be removed."""
+    other = folder.path.with_name("other")
+    make(other)
+    other.replace(folder.file(name))
+
+
 @pytest.mark.parametrize("level", [0, 1, 2], ids=["shard", "model", "namespace"])
 def test_a_link_in_place_of_a_folder_is_not_followed(folder, store, outside, value, names, read, level):
     [name] = names(1)
@@ -57,8 +64,7 @@ def test_a_link_in_place_of_a_value_is_replaced_not_followed(folder, store, outs
     store.write(name, value(1))
     victim = outside / "secret"
     victim.write_bytes(b"s" * 4096)
-    folder.file(name).unlink()
-    folder.file(name).symlink_to(victim)
+    swap_for(folder, name, lambda path: path.symlink_to(victim))
     assert store.exists([name]) == [False]
     assert read(store, name) is None
     assert folder.names(store) == []
@@ -70,8 +76,7 @@ def test_a_link_in_place_of_a_value_is_replaced_not_followed(folder, store, outs
 def test_a_pipe_in_place_of_a_value_is_absent_and_nobody_waits_for_its_writer(folder, store, value, names, read):
     [name] = names(1)
     store.write(name, value(1))
-    folder.file(name).unlink()
-    os.mkfifo(folder.file(name))
+    swap_for(folder, name, os.mkfifo)
     assert store.exists([name]) == [False]
     assert read(store, name) is None
     store.write(name, value(2))
