@@ -55,6 +55,13 @@ def test_every_change_is_another_model(tmp_path, change):
     assert digest_of_folder(model(tmp_path / "a")) != digest_of_folder(model(tmp_path / "b", **change))
 
 
+def test_the_models_own_code_is_part_of_it(tmp_path):
+    (model(tmp_path) / "modeling_own.py").write_text("scale = 1\n")
+    before = digest_of_folder(tmp_path)
+    (tmp_path / "modeling_own.py").write_text("scale = 2\n")
+    assert digest_of_folder(tmp_path) != before
+
+
 def test_a_tokenizer_changes_nothing(tmp_path):
     before = digest_of_folder(model(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -91,12 +98,22 @@ def test_a_branch_is_no_name(commit):
     assert "no commit of 'somebody/model-that-nobody-has' is known" in why
 
 
-def test_dummy_weights_are_random_each_time(tmp_path):
-    first, why = weights_of(config(model(tmp_path)), "dummy")
-    second, _ = weights_of(config(model(tmp_path)), "dummy")
+@pytest.mark.parametrize(
+    "load_format", ["dummy", "ipc_cache", "modelexpress", "runai_streamer", "tensorizer", "a_plugins_own", "None"]
+)
+def test_weights_that_do_not_come_from_the_models_files_are_random_each_time(tmp_path, load_format):
+    first, why = weights_of(config(model(tmp_path)), load_format)
+    second, _ = weights_of(config(model(tmp_path)), load_format)
     assert is_random(first)
     assert first != second
-    assert "dummy" in why
+    assert load_format in why
+
+
+@pytest.mark.parametrize(
+    "load_format", ["auto", "hf", "safetensors", "pt", "npcache", "mistral", "fastsafetensors", "sharded_state"]
+)
+def test_weights_that_do_are_named_by_them(tmp_path, load_format):
+    assert weights_of(config(model(tmp_path)), load_format) == (digest_of_folder(tmp_path), "")
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 16, struct.pack("<Q", 4) + b"nope"])

@@ -20,9 +20,21 @@ _SAMPLES = 4  # spread over a tensor
 _FILE_SAMPLES = 64  # spread over a file whose tensors are not known
 _WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 _CONFIGS = {"config.json", "adapter_config.json"}
+_READ_WHOLE = {".json", ".py"}  # a folder may bring the model's own code
 _LARGEST_HEADER = 1 << 28
 _RANDOM = "random-"
-_NOT_FROM_FILES = {"dummy", "tensorizer", "runai_streamer", "runai_streamer_sharded", "bitsandbytes-in-memory"}
+_FROM_FILES = {
+    "auto",
+    "fastsafetensors",
+    "hf",
+    "instanttensor",
+    "mistral",
+    "npcache",
+    "pt",
+    "safetensors",
+    "sharded_state",
+}
+"""The load formats that read the weights from the model's own files, whatever else a release or a plugin may know."""
 
 
 def random_weights() -> str:
@@ -40,8 +52,8 @@ def weights_of(model_config: Any, load_format: str) -> tuple[str, str]:
 
     ``model_config``: vLLM's; its ``model`` is a folder, a file, or a name on a hub. ``load_format``: how vLLM loads it.
     """
-    if load_format in _NOT_FROM_FILES:
-        return random_weights(), f"the load format is {load_format!r}"
+    if load_format not in _FROM_FILES:
+        return random_weights(), f"the load format {load_format!r} is not known to read the model's own files"
     path = Path(model_config.model)
     try:
         if path.is_dir():
@@ -62,7 +74,8 @@ def digest_of_folder(folder: Path) -> str:
     if not any(path.suffix in _WEIGHT_FILES for path in files):
         raise ValueError("it has no file with weights")
     # What a folder has besides (a tokenizer, a README) changes no KV.
-    wanted = [path for path in files if path.suffix in _WEIGHT_FILES or path.name in _CONFIGS]
+    suffixes = _WEIGHT_FILES | {".py"}
+    wanted = [path for path in files if path.suffix in suffixes or path.name in _CONFIGS]
     return f"digest-{_digest(wanted)}"
 
 
@@ -71,7 +84,7 @@ def _digest(paths: list[Path]) -> str:
     for path in paths:
         state.update(f"{path.name}\0{path.stat().st_size}\0".encode())
         with path.open("rb") as file:
-            if path.suffix == ".json":
+            if path.suffix in _READ_WHOLE:
                 state.update(file.read())
                 continue
             spans = _tensors(file) if path.suffix == ".safetensors" else None
