@@ -1,6 +1,9 @@
 """The fingerprint follows vLLM's config: what changes the bytes or the keys changes it, and nothing else does."""
 
 import dataclasses
+import enum
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +21,12 @@ class Parallel:
     tp_size: int = 1
     data_parallel_index: int = 0
     is_parallelism_agnostic: bool = True
+
+
+class Backend(enum.Enum):
+    """As vLLM's: the value is where the class lies."""
+
+    TRITON = "vllm.v1.attention.backends.triton.TritonBackend"
 
 
 class HfConfig(SimpleNamespace):
@@ -99,6 +108,11 @@ CHANGES = {
     "cache dtype": {"engine_": engine(cache_config__cache_dtype="fp8_e5m2")},
     "computed scales": {"engine_": engine(cache_config__calculate_kv_scales=True)},
     "attention backend": {"engine_": engine(attention_config__backend="FLASHINFER")},
+    "a group's backend": {"engine_": engine(attention_config__backend_per_kind={"mla_attention": Backend.TRITON})},
+    "indexer": {"engine_": engine(attention_config__indexer_kv_dtype="fp8")},
+    "quantisation by layer": {
+        "engine_": engine(model_config__quantization_config={"linear": SimpleNamespace(bits=4, skip={"lm_head", "a"})})
+    },
     "device": {"engine_": engine(device_config__device_type="cpu")},
     "KV layout": {"offloading_": offloading(kv_cache_layout="BLHNC")},
     "canonical": {"offloading_": offloading(canonical_layout=True)},
@@ -117,6 +131,35 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 def test_what_changes_the_bytes_or_the_keys_is_another_fingerprint(change):
     assert fingerprint(**change) != fingerprint()
+
+
+_SECTION = """
+import enum, sys
+from types import SimpleNamespace
+from kvtiers.integrations.vllm.identity import _digest, _plain
+
+class Kind(enum.Enum):
+    ONE = object()
+
+class Opaque:
+    __slots__ = ()
+    def __str__(self):
+        return "opaque"
+
+kinds = {Kind.ONE: {"b", "a", "c", "d"}}
+section = SimpleNamespace(kinds=kinds, types=(int, Kind), nested=[Opaque()], _private=object())
+print(_digest({"section": _plain(section)}))
+"""
+
+
+def test_a_section_of_the_config_is_the_same_in_every_process():
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", _SECTION], check=True, capture_output=True, env={"PYTHONHASHSEED": seed}
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(digests) == 1
 
 
 def test_a_seed_of_ones_own_is_part_of_it(monkeypatch):

@@ -5,7 +5,9 @@ made from is a local of the connector's constructor, which is on the stack while
 """
 
 import dataclasses
+import enum
 import hashlib
+import importlib.metadata
 import json
 import os
 import secrets
@@ -26,6 +28,7 @@ __all__ = ["Engine", "Identity", "engine_of_stack", "identity_of", "row_layout"]
 _UNSEEDED = {"xxhash", "xxhash_cbor"}  # vLLM keeps these algorithms' seed secret, by a random one for each process
 _DEFAULT_SEED = "vllm-none-hash"
 _OF_A_RANK = {"num_kv_heads", "page_size_padded"}
+_BACKENDS = ("flashinfer-python", "flash-attn", "aiter")  # packages that vLLM's choice of a backend depends on
 _NOT_THE_MODEL = ("_name_or_path", "_commit_hash", "transformers_version", "architectures_override")
 
 
@@ -162,8 +165,14 @@ def _model_digest(engine: Engine) -> str:
     if config is None:
         return ""
     document = {name: value for name, value in config.to_dict().items() if name not in _NOT_THE_MODEL}
-    dtype = str(_of(engine, "model_config.dtype"))
-    return _digest({"config": document, "dtype": dtype, "speculative": _speculation(engine)})
+    return _digest(
+        {
+            "config": document,
+            "dtype": str(_of(engine, "model_config.dtype")),
+            "quantization": _plain(_of(engine, "model_config.quantization_config")),
+            "speculative": _speculation(engine),
+        }
+    )
 
 
 def _speculation(engine: Engine) -> Any:
@@ -214,11 +223,11 @@ def _shared_spec(spec: Any) -> str:
     return repr((type(spec).__name__, {name: value for name, value in fields.items() if name not in _OF_A_RANK}))
 
 
-def _backend(engine: Engine) -> dict[str, str]:
+def _backend(engine: Engine) -> dict[str, Any]:
     """Return what decides vLLM's attention backend, and with it the order of the numbers in a page."""
     found = {
         "device": str(_of(engine, "device_config.device_type")),
-        "backend": str(_of(engine, "attention_config.backend")),
+        "attention": _plain(_of(engine, "attention_config")),
         "setting": os.environ.get("VLLM_ATTENTION_BACKEND", ""),
         "layout": os.environ.get("VLLM_KV_CACHE_LAYOUT", ""),
     }
@@ -233,6 +242,7 @@ def _device() -> dict[str, str]:
     found = {
         "name": str(current_platform.get_device_name()),
         "capability": str(current_platform.get_device_capability()),
+        "packages": ",".join(map(_installed, _BACKENDS)),
     }
     if current_platform.is_cpu():
         import torch  # vLLM has loaded it
@@ -241,6 +251,29 @@ def _device() -> dict[str, str]:
         found["instructions"] = str(torch.backends.cpu.get_cpu_capability())
         found["tiles"] = str(torch.cpu._is_amx_tile_supported())  # noqa: SLF001 -- as vLLM asks
     return found
+
+
+def _installed(package: str) -> str:
+    try:
+        return f"{package}={importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _plain(value: Any) -> Any:
+    """Return a section of vLLM's config as plain data, the same in every process."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(json.dumps(_plain(item), sort_keys=True) for item in value)
+    if not isinstance(value, Mapping) and (isinstance(value, type) or not hasattr(value, "__dict__")):
+        return str(value)
+    fields = value if isinstance(value, Mapping) else vars(value)
+    return {str(_plain(name)): _plain(item) for name, item in fields.items() if not str(name).startswith("_")}
 
 
 def _of(engine: Engine, path: str) -> Any:
