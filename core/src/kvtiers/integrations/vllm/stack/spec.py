@@ -10,6 +10,7 @@ imported when the release is known to have it.
 """
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm import __version__ as vllm_version
@@ -95,6 +96,7 @@ class KvtiersOffloadingSpec(OffloadingSpec):
     def _open_manager(self) -> "KvtiersManager":
         from kvtiers.integrations.vllm.stack.manager import KvtiersManager
 
+        weights_version = weights_version_of(self._engine.core)
         identity = identity_of(self._engine, self.config, vllm_version, self._weights, own_rows=True)
         for warning in identity.warnings:
             _log.warning("%s", warning)
@@ -106,14 +108,13 @@ class KvtiersOffloadingSpec(OffloadingSpec):
         except StartError:
             manager.shutdown(0.0)
             raise
-        weights = Weights(identity.model.weights, getattr(self._engine.core, "get_weight_version", str))
+        weights = Weights(identity.model.weights, weights_version)
         steps = StepClock()
         facts = StackFacts(manager.stats, layout, steps, shared)
         tiers = [tier.tier_name for tier in self._config.secondary]
         status = open_stack_status(facts, tiers, f"vLLM {vllm_version}")
         looks = AdapterLooks()
-        if self._engine.core is not None:
-            looks.follow(self._engine.core)
+        looks.follow(self._engine.core)
 
         def close() -> None:
             looks.close()
@@ -128,6 +129,17 @@ class KvtiersOffloadingSpec(OffloadingSpec):
             close,
             self._engine,
         )
+
+
+def weights_version_of(core: Any) -> Callable[[], str]:
+    """Return what gives the version of the weights that an engine has; StartError if that cannot be known."""
+    if core is None:
+        raise StartError(
+            f"vLLM {vllm_version} builds KvtiersOffloadingSpec outside of its engine core: weights that are updated in "
+            "place would go unseen; use kvtiers' tiers under vLLM's own tiering, and report this"
+        )
+    version: Callable[[], str] = core.get_weight_version
+    return version
 
 
 def _refuse_other_axes(vllm_config: Any) -> None:
