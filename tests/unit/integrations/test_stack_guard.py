@@ -142,6 +142,21 @@ def test_a_worker_that_is_broken_refuses_what_it_is_given(worker_module):
     worker.shutdown()
 
 
+def test_a_store_that_vllm_could_not_wait_for_has_failed(worker_module, caplog):
+    """It may read what the next request writes into its blocks."""
+    worker = worker_module.KvtiersWorker(Gpu(), 1)
+    assert worker.submit_store(7, blocks(), rows(worker_module, plan_id=3))
+    assert worker.submit_store(8, blocks(), rows(worker_module, plan_id=4))
+    worker.wait({7, 9})
+    assert ended(worker) == [(7, True), (8, True)]
+    report = worker.take_report()
+    assert (dict(report.ended), report.failed) == ({3: 1, 4: 1}, {3})
+    assert "a bug of kvtiers" in caplog.text
+    assert worker.submit_store(9, blocks(), rows(worker_module, plan_id=5))
+    assert ended(worker) == [(9, True)]
+    assert worker.take_report().failed == set()
+
+
 def test_a_worker_that_is_not_broken_reports_what_was_copied(worker_module, caplog):
     worker = worker_module.KvtiersWorker(Gpu(), 1)
     assert worker.submit_store(7, blocks(), rows(worker_module))

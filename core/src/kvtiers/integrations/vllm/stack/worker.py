@@ -42,6 +42,8 @@ class KvtiersWorker(OffloadingWorker):
         self._blocks_per_chunk = blocks_per_chunk
         self._jobs: dict[int, tuple[PlannedRows, bool]] = {}
         self._refused: list[int] = []
+        self._spoilt: set[int] = set()
+        """Jobs that vLLM wanted to wait for and could not."""
         self._report = CopyReport()
         self._failed_loads: set[str] = set()
 
@@ -89,10 +91,18 @@ class KvtiersWorker(OffloadingWorker):
     def _copied(self) -> Iterable[Copied]:
         return self._worker.get_finished()
 
-    @never_raises(lambda: None)
     def wait(self, job_ids: set[int]) -> None:
-        """Block until these copies have ended."""
+        """Block until these copies have ended. Where that cannot be done they have failed: vLLM goes on regardless.
+
+        What a store still reads of blocks that are used anew is never taken for its chunks.
+        """
+        if not self._wait(job_ids):
+            self._spoilt |= job_ids & self._jobs.keys()
+
+    @never_raises(lambda: False)
+    def _wait(self, job_ids: set[int]) -> bool:
         self._worker.wait(job_ids)
+        return True
 
     @never_raises(lambda: None)
     def shutdown(self) -> None:
@@ -119,7 +129,8 @@ class KvtiersWorker(OffloadingWorker):
         )
 
     def _ended(self, job_id: int, nbytes: int, seconds: float, *, success: bool) -> TransferResult:
-        self._note_end(job_id, success=success)
+        self._note_end(job_id, success=success and job_id not in self._spoilt)
+        self._spoilt.discard(job_id)
         return TransferResult(job_id, True, nbytes, seconds)
 
     @never_raises(lambda: None)
