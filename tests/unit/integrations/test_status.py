@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from kvtiers.cli.main import cli
 from kvtiers.cli.status import verdict
-from kvtiers.integrations.status import LastTrouble, StatusSocket, ask, running
+from kvtiers.integrations.status import LastTrouble, StatusSocket, answer_status, ask, running
 
 TIER = {
     "off": "",
@@ -73,6 +73,34 @@ def test_somebody_who_connects_and_asks_nothing_holds_nobody_up(serve):
     with socket.socket(socket.AF_UNIX) as idle:
         idle.connect(f"\0{served.name}")
         assert ask(served.name)["model"] == "somebody/model"
+
+
+def test_a_question_that_cannot_be_answered_says_why_and_the_next_one_is_answered(caplog):
+    figures = iter([ZeroDivisionError("no figures"), answer(fs=TIER)])
+
+    def status():
+        found = next(figures)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    served = StatusSocket(status)
+    try:
+        with pytest.raises(ValueError, match="no figures"):
+            ask(served.name)
+        assert ask(served.name) == answer(fs=TIER)
+    finally:
+        served.close()
+    assert "a bug of kvtiers" in caplog.text
+
+
+def test_an_engine_that_has_ended_listens_to_the_log_no_longer():
+    logger = logging.getLogger("kvtiers")
+    before = list(logger.handlers)
+    served = answer_status("vLLM 0.32.0", "somebody/model", ["fs", "redis"], dict)
+    assert len(logger.handlers) == len(before) + 2
+    served.close()
+    assert logger.handlers == before
 
 
 def run(*arguments):

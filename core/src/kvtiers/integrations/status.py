@@ -21,6 +21,7 @@ from kvtiers.rows.handshake import peer_credentials
 
 __all__ = ["LastTrouble", "StatusSocket", "answer_status", "ask", "running"]
 
+_log = logging.getLogger("kvtiers.status")
 _PREFIX = "kvtiers-status-"
 _SEND_SECONDS = 2.0
 _LARGEST_ANSWER = 1 << 20
@@ -44,8 +45,9 @@ _numbers = iter(range(1 << 62))
 class StatusSocket:
     """Answers with ``status()``, plain data, until it is closed."""
 
-    def __init__(self, status: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, status: Callable[[], dict[str, Any]], on_close: Callable[[], None] = lambda: None) -> None:
         self._status = status
+        self._on_close = on_close
         self.name = f"{_PREFIX}{os.getpid()}-{next(_numbers)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(f"\0{self.name}")
@@ -57,6 +59,7 @@ class StatusSocket:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closing alone would not
         self._socket.close()
+        self._on_close()
 
     def _serve(self) -> None:
         while True:
@@ -68,7 +71,14 @@ class StatusSocket:
                 connection.settimeout(_SEND_SECONDS)
                 _, uid = peer_credentials(connection)
                 if uid in {0, os.getuid()}:
-                    connection.sendall(json.dumps(self._status(), default=str).encode())
+                    connection.sendall(self._answer())
+
+    def _answer(self) -> bytes:
+        try:
+            return json.dumps(self._status(), default=str).encode()
+        except Exception as error:  # noqa: BLE001 -- whatever it is, the next one who asks is to have an answer, too
+            _log.exception("kvtiers status cannot be answered; a bug of kvtiers")
+            return json.dumps({"error": repr(error)}).encode()
 
 
 class LastTrouble(logging.Handler):
@@ -95,14 +105,19 @@ def answer_status(
     nothing here, or ""), ``shared``, ``tokens`` and ``saved_seconds``; ``left_out_requests`` where there can be some.
     """
     troubles = {name: LastTrouble(name) for name in tiers}
+    logger = logging.getLogger("kvtiers")
     for trouble in troubles.values():
-        logging.getLogger("kvtiers").addHandler(trouble)
+        logger.addHandler(trouble)
+
+    def stop_listening() -> None:
+        for trouble in troubles.values():
+            logger.removeHandler(trouble)
 
     def status() -> dict[str, Any]:
         found = {name: _tier_status(known, troubles[name].text) for name, known in figures().items()}
         return {"engine": engine, "pid": os.getpid(), "model": model, "tiers": found}
 
-    return StatusSocket(status)
+    return StatusSocket(status, stop_listening)
 
 
 def running() -> list[str]:
@@ -116,7 +131,7 @@ def running() -> list[str]:
 
 
 def ask(name: str, seconds: float = 2.0) -> dict[str, Any]:
-    """Return an engine's answer; OSError or ValueError, with the reason, if there is none."""
+    """Return an engine's answer; OSError or ValueError, with the reason, if there is none, or no good one."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(seconds)
         connection.connect(f"\0{name}")
@@ -124,6 +139,8 @@ def ask(name: str, seconds: float = 2.0) -> dict[str, Any]:
     if not answer:
         raise OSError("it answers only to its own user and to root")
     status: dict[str, Any] = json.loads(answer)
+    if "error" in status:
+        raise ValueError(status["error"])
     return status
 
 
