@@ -8,7 +8,9 @@ import yaml
 
 from kvtiers.cli.vllm_config import transfer_config
 from kvtiers.config import load_config
+from kvtiers.integrations.vllm import opening
 from kvtiers.integrations.vllm.options import TierSettings
+from kvtiers.secondary import chunk_store_tier, hosts
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "kubernetes" / "vllm.yaml"
 GIB = 1 << 30
@@ -53,8 +55,12 @@ def test_the_primary_fits_shared_memory_and_the_limit_counts_it(tiers, pod):
     assert gib(resources["limits"]["memory"]) - primary >= 16 * GIB
 
 
-def test_the_grace_period_is_longer_than_draining(pod):
-    assert pod["terminationGracePeriodSeconds"] > 2 * TierSettings().drain
+def test_the_grace_period_holds_vllms_and_vllms_that_of_all_tiers(pod):
+    (command,) = [word for word in pod["containers"][0]["args"] if "vllm serve" in word]
+    shutdown_timeout = int(re.search(r"--shutdown-timeout (\d+)", command)[1])
+    assert pod["terminationGracePeriodSeconds"] > shutdown_timeout
+    drained_and_closed = TierSettings().drain + opening._CLOSE_SECONDS + chunk_store_tier._CLOSE_SECONDS
+    assert shutdown_timeout > drained_and_closed + hosts._LOG_SECONDS
 
 
 def test_no_probe_asks_a_tier_and_the_secret_is_a_file(pod):

@@ -1,5 +1,6 @@
 """The class that vLLM calls for a tier: whatever goes wrong in a call, vLLM gets an answer that does no harm."""
 
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -37,18 +38,37 @@ def core():
     return Core()
 
 
+class Status:
+    """A socket that answers nobody."""
+
+    def close(self):
+        pass
+
+
 @pytest.fixture
-def tier(monkeypatch, version, core):
-    """A tier that is off, with a driver of its own."""
+def make(monkeypatch, version, core):
+    """Return a function that makes a tier of an engine that is off, with a driver of its own and this end."""
     module = fake_vllm.load(monkeypatch, "tier", version)
-    driver = TierDriver(TierSlot(0, OffTier(), TierOptions("near")), 0.02, lambda _: None)
-    opened = OpenedTier(driver, "near", "model", shared=True)
     monkeypatch.setattr(module, "load_tier_options", lambda *_: (None, TierSettings()))
     monkeypatch.setattr(module, "engine_of_stack", lambda: SimpleNamespace(core=core))
-    monkeypatch.setattr(module, "open_tier", lambda *_: opened)
-    monkeypatch.setattr(module, "open_status", lambda *_: None)
-    spec = SimpleNamespace(extra_config={}, config=SimpleNamespace(groups=()))
-    return module.KvtiersTier(spec, memoryview(bytes(8)), "kvtiers-near")
+    monkeypatch.setattr(module, "open_status", lambda *_: Status())
+
+    def make(spec, close=lambda _: None):
+        driver = TierDriver(TierSlot(0, OffTier(), TierOptions("near")), 0.02, close)
+        opened = OpenedTier(driver, "near", "model", shared=True)
+        monkeypatch.setattr(module, "open_tier", lambda *_: opened)
+        return module.KvtiersTier(spec, memoryview(bytes(8)), "kvtiers-near")
+
+    return make
+
+
+def offloading_spec():
+    return SimpleNamespace(extra_config={}, config=SimpleNamespace(groups=()))
+
+
+@pytest.fixture
+def tier(make):
+    return make(offloading_spec())
 
 
 def job(job_id=7, chunk_ids=(3,)):
@@ -115,3 +135,44 @@ def test_a_salted_request_is_left_out_where_its_salt_is_hashed_without_a_tag(tie
     assert tier._driver.left_out_requests == left_out
     tier.on_request_finished(request)
     assert tier.lookup(KEY, request).name == "HIT"
+
+
+def test_the_tiers_of_an_engine_end_at_the_same_time_and_those_of_another_go_on(make):
+    both, spec, ended = threading.Barrier(2), offloading_spec(), []
+
+    def end(name):
+        both.wait(60)  # breaks where one ends after the other
+        ended.append(name)
+
+    tiers = [make(spec, lambda _: end("one")), make(spec, lambda _: end("two"))]
+    other = make(offloading_spec(), lambda _: ended.append("other"))
+    for tier in tiers:
+        tier.shutdown()
+    assert sorted(ended) == ["one", "two"]
+    other.shutdown()
+    other.shutdown()
+    assert sorted(ended) == ["one", "other", "two"]
+
+
+def test_an_end_that_takes_its_time_is_waited_for_by_its_own_tier(make):
+    """vLLM takes its memory back after the last one."""
+    spec, may_end, ended = offloading_spec(), threading.Event(), []
+
+    def end_late(_seconds):
+        assert may_end.wait(60)
+        ended.append("late")
+
+    quick, late = make(spec), make(spec, end_late)
+    quick.shutdown()
+    assert not ended
+    may_end.set()
+    late.shutdown()
+    assert ended == ["late"]
+
+
+def test_an_end_that_fails_ends_no_engine(make, caplog):
+    def fail(_seconds):
+        raise ZeroDivisionError
+
+    make(offloading_spec(), fail).shutdown()
+    assert "a bug of kvtiers" in caplog.text

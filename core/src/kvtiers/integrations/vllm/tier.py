@@ -4,6 +4,8 @@ vLLM names what it calls, and with what; this module translates and nothing else
 step: a bug of ours is logged and counted, and its call answers what does no harm: a chunk is a miss, a job has failed.
 """
 
+import threading
+import weakref
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -39,6 +41,10 @@ _RELEASE = release_of(vllm_version)
 _ANSWERS = {Answer.MISS: LookupResult.MISS, Answer.HIT: LookupResult.HIT, Answer.RETRY: LookupResult.RETRY}
 
 
+_running: weakref.WeakKeyDictionary["KvtiersTier", Any] = weakref.WeakKeyDictionary()
+"""The tiers of this process that have not ended, with what vLLM offloads in their engine."""
+
+
 class KvtiersTier(SecondaryTierManager):
     """One tier; ``options`` are those that the tier has in YAML."""
 
@@ -63,6 +69,8 @@ class KvtiersTier(SecondaryTierManager):
         follow_arrivals(engine.core, self._arrived)
         self._figures = TierFigures(opened, OffloadingConnectorStats)
         self._status = open_status(opened, f"vLLM {vllm_version}")
+        self._end: threading.Thread | None = None
+        _running[self] = self._offloading
 
     # -- requests
 
@@ -127,9 +135,28 @@ class KvtiersTier(SecondaryTierManager):
 
     @never_raises(lambda: None)
     def shutdown(self) -> None:
-        """End within a bound, and let go of vLLM's memory."""
-        self._status.close()
-        self._driver.close(self._drain_seconds)
+        """End within a bound, and let go of vLLM's memory.
+
+        vLLM ends its tiers one after another. The end of the first one begins those of all: the bound is one for all.
+        """
+        for tier in [tier for tier, offloading in _running.items() if offloading is self._offloading]:
+            tier.begin_end()
+        self.begin_end().join()
+
+    def begin_end(self) -> threading.Thread:
+        """Begin to end, if that has not begun; return the thread that does it."""
+        if self._end is None:
+            self._end = threading.Thread(target=self._close, name="kvtiers-end", daemon=True)
+            self._end.start()
+        return self._end
+
+    @never_raises(lambda: None)
+    def _close(self) -> None:
+        _running.pop(self, None)
+        try:
+            self._status.close()
+        finally:
+            self._driver.close(self._drain_seconds)
 
     # -- figures
 
