@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -18,24 +19,23 @@ import pytest
 from .conftest import CHUNKS, PROMPTS, WHOLE
 from .engines import BLOCK, PATIENCE, environment, family, transfer_config, wait_until
 from .models import make_prompt
-from .ways import fs, tiers
+from .ways import fs, tiers, whole_stack
 
 KVTIERS = Path(sys.executable).with_name("kvtiers")
 ENGINE_ID = f"kvtiers-test-{os.getpid()}-served"
 
 
 class Server:
-    """vLLM's server on a port of its own."""
+    """vLLM's server on a port of its own. ``transfer``: its ``--kv-transfer-config``."""
 
-    def __init__(self, model, extra, log):
+    def __init__(self, model, transfer, log):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.model, self.log = model, log
-        transfer = transfer_config(ENGINE_ID, extra)
         options = ["--model", model, "--host", "127.0.0.1", "--port", self.port, "--skip-tokenizer-init"]
         options += ["--dtype", "float32", "--seed", "0", "--enforce-eager", "--max-model-len", "2048"]
-        options += ["--block-size", BLOCK, "--kv-transfer-config", json.dumps(transfer)]
+        options += ["--block-size", BLOCK, "--kv-transfer-config", transfer]
         options += ["--shutdown-timeout", "60"]  # without, vLLM kills its engine as soon as it is to end
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *map(str, options)]
         with log.open("a") as output:
@@ -115,7 +115,7 @@ def served_model(model, tmp_path):
 @pytest.fixture
 def served(served_model, tmp_path, way):
     two = ({"type": "memory", "capacity": "64MiB", "required": True}, fs(tmp_path / "store"))
-    server = Server(served_model, way(*two), tmp_path / "log")
+    server = Server(served_model, json.dumps(transfer_config(ENGINE_ID, way(*two))), tmp_path / "log")
     yield server
     server.kill()
 
@@ -170,3 +170,52 @@ def test_a_scrape_shows_which_tier_served_status_what_that_saved_and_the_end_lea
     wait_until(lambda: not family(served.process.pid), "processes outlive their server")
     assert len(list((tmp_path / "store").rglob("*00000000"))) == CHUNKS + 6, "what was under way was still written"
     assert not list(Path("/dev/shm").glob(f"*{ENGINE_ID}*"))
+
+
+@pytest.fixture
+def closed_port():
+    """A port at which nobody listens, and nobody else will."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
+@pytest.fixture
+def printed(tmp_path, way, closed_port):
+    """What ``kvtiers vllm-config`` prints for tiers none of which can be had."""
+    (tmp_path / "store").write_text("in the folder's place")
+    config = tmp_path / "tiers.yaml"
+    config.write_text(f"""
+version: 1
+primary: {{capacity: 64MiB}}
+secondary:
+  - {{type: fs, path: {tmp_path}/store, capacity: 1GiB}}
+  - {{type: redis, url: "redis://127.0.0.1:{closed_port}"}}
+""")
+    whole = ["--whole-stack"] if way is whole_stack else []
+    command = [KVTIERS, "vllm-config", config, *whole]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)
+    option, transfer = shlex.split(done.stdout)
+    assert option == "--kv-transfer-config"
+    if way is whole_stack:
+        return transfer
+    # vLLM's own spec is for GPUs; the rest is as it is printed.
+    known = json.loads(transfer) | {"engine_id": ENGINE_ID}
+    known["kv_connector_extra_config"] |= {"spec_name": "CpuTieringSpec", "spec_module_path": "cpu_spec"}
+    return json.dumps(known)
+
+
+def test_a_server_with_the_config_that_we_print_is_healthy_and_right_with_every_tier_down(
+    served_model, truth, printed, tmp_path
+):
+    server = Server(served_model, printed, tmp_path / "log")
+    try:
+        for prompt in PROMPTS * 2:
+            assert server.complete(prompt) == truth[tuple(prompt)]
+        server.until(lambda: server.figures("kvtiers_tier_open") == {"fs": 0, "redis": 0})
+        status = status_of(served_model)["tiers"]
+        assert not status["fs"]["open"]
+        assert not status["redis"]["open"]
+        server.get("/health")  # raises for anything but 200
+    finally:
+        server.kill()
