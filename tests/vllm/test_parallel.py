@@ -51,9 +51,9 @@ def test_two_ranks_store_and_load_whole_rows_leave_nothing_when_killed_and_share
 
 
 def test_a_rank_that_is_killed_in_the_middle_of_requests_ends_the_engine_and_leaves_nothing_and_the_next_one_hits(
-    start, model, tmp_path, right
+    start, model, tmp_path, right, way
 ):
-    config = whole_stack(fs(tmp_path / "store"))
+    config = way(fs(tmp_path / "store"))
     both = start(model, config, **TWO_RANKS)
     assert right(both, *PROMPTS) == [0, 0]
     both.forget()
@@ -67,7 +67,9 @@ def test_a_rank_that_is_killed_in_the_middle_of_requests_ends_the_engine_and_lea
     assert time.monotonic() - begun < NOTICED
     wait_until(lambda: not ranks(both), f"rank {other} outlives the one that died")
     both.shutdown()
-    assert left_behind(both) == ([], [])
+    sockets, files = left_behind(both)
+    assert not sockets
+    assert not files or way is tiers, "vLLM's own region stays behind, as without kvtiers; ours has no name"
     again = start(model, config, **TWO_RANKS)
     assert right(again, *PROMPTS) == WHOLE
     again.shutdown()
