@@ -5,6 +5,7 @@ What each holds can be read and replaced beside its tier, by another client.
 
 import contextlib
 import importlib.util
+import json
 import shutil
 import signal
 import socket
@@ -19,6 +20,8 @@ import redis
 from .ways import fs
 
 PATIENCE = 60.0
+VALUE_BYTES = 64 << 10
+"""Of the tests' model, the seal aside."""
 ENDING = "00000000"
 """Of the names of values; with those the KV of a model without windows is stored."""
 
@@ -162,6 +165,12 @@ class Gateway:
         with contextlib.closing(self._servers.client_of(self._ceph.endpoint)) as client:
             for name, value in values.items():
                 client.put_object(Bucket=tier["bucket"], Key=name, Body=value)
+
+    def reads(self) -> int:
+        """Return how often a value has been read, by the bytes that were."""
+        socket = f"{self._ceph._folder}/client.rgw.asok"
+        figures = json.loads(self._ceph._run("ceph", "daemon", socket, "perf", "dump", "rgw"))
+        return int(figures["rgw"]["get_b"]) // VALUE_BYTES
 
     def start(self) -> None:
         """Start it where it does not run, and wait until it answers."""

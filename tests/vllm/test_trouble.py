@@ -9,6 +9,7 @@ import pytest
 
 from .conftest import PROMPTS, WHOLE
 from .engines import wait_until
+from .servers import VALUE_BYTES
 from .ways import fs, tiers, whole_stack
 
 DEADLINE, GRACE, BUSY = 10.0, 2.0, 30.0
@@ -17,8 +18,6 @@ BOUND = 2 * DEADLINE + GRACE + BUSY
 
 The machine may be busy with something else for ``BUSY`` of them.
 """
-VALUE = 64 << 10
-"""Bytes of a value, its seal aside."""
 
 
 def options(path, **more):
@@ -57,7 +56,7 @@ def test_a_host_that_is_killed_or_hangs_in_the_middle_of_loads_is_replaced(engin
     (host,) = engine.hosts()
     before = bytes_read(host)
     engine.begin(*PROMPTS)
-    wait_until(lambda: bytes_read(host) >= before + 3 * VALUE, "nothing is loaded")
+    wait_until(lambda: bytes_read(host) >= before + 3 * VALUE_BYTES, "nothing is loaded")
     os.kill(host, getattr(signal, trouble))
     begun = time.monotonic()
     tokens, _ = engine.end()
