@@ -431,3 +431,16 @@ def test_nothing_is_kept_of_a_request_that_is_left_out_and_never_scheduled(bench
     bench.driver.request_started("b", None)
     assert bench.lookup(KEYS[0], "b") is HIT, "another that has its id"
     assert bench.driver.left_out_requests == 0
+
+
+def test_unread_is_what_was_written_and_not_read_since_not_what_the_tier_had_already(bench):
+    def move(job_id, count, *, is_promotion):
+        bench.driver.submit(job_id, KEYS[:count], range(count), "a", is_promotion=is_promotion)
+        assert bench.result(job_id).success
+        return bench.driver.metrics.unread_bytes
+
+    assert move(1, 4, is_promotion=False) == 4 * VALUE
+    assert move(2, 4, is_promotion=False) == 4 * VALUE, "another replica had stored them, for all that the tier knows"
+    assert move(3, 6, is_promotion=False) == 6 * VALUE
+    assert move(4, 6, is_promotion=True) == 0
+    assert move(5, 6, is_promotion=False) == 0

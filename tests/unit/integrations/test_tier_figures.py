@@ -51,8 +51,8 @@ def test_status_says_what_the_tier_brought_which_requests_it_left_out_and_its_la
     driver.metrics.loaded_chunks, driver.metrics.hits = 3, 0
     driver.metrics.loading_chunks = 4
     driver.loaded_tokens, driver.left_out_requests = 192, 2
-    driver._unread = {b"a": None, b"b": None}
-    socket = open_status(OpenedTier(driver, "near", "model", shared=True, value_bytes=4096), "vLLM 0.32.0")
+    driver.metrics.unread_bytes = 8192
+    socket = open_status(OpenedTier(driver, "near", "model", shared=True), "vLLM 0.32.0")
     logging.getLogger("kvtiers.test_tier_figures").warning("near: the store is gone")
     answer = ask(socket.name)
     socket.close()

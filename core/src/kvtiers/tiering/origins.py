@@ -54,18 +54,18 @@ class Origins:
         return [tier_of.pop(key) for key in keys if key in tier_of] if tier_of else []
 
     def written(self, slot: TierSlot, keys: Sequence[OffloadKey], nbytes: int) -> None:
-        """This tier has stored these chunks; ``nbytes`` were written for them."""
-        share = nbytes // len(keys)
+        """This tier has these chunks now; ``nbytes`` were written for those of them that it had not before."""
+        unread = self._unread[slot.index]
+        keys = [key for key in keys if key not in unread]
+        share = nbytes // len(keys) if keys else 0
         if not share:
             return
-        unread = self._unread[slot.index]
         if len(unread) >= _EXACT_KEYS:
             turn = self._turns[slot.index] = (self._turns[slot.index] + 1) % _SAMPLE
             keys = keys[turn::_SAMPLE]
             share *= _SAMPLE
-        before = len(unread)
         unread.update(dict.fromkeys(keys, share))
-        slot.metrics.unread_bytes += share * (len(unread) - before)
+        slot.metrics.unread_bytes += share * len(keys)
         if len(unread) > _UNREAD_KEYS:
             # Many at once: finding the oldest key of a dict costs time for each that was removed before it.
             for key in list(islice(unread, _UNREAD_KEYS // 8)):

@@ -33,6 +33,7 @@ from kvtiers.integrations.vllm.prefill import PrefillRate
 from kvtiers.integrations.vllm.rest import Rest
 from kvtiers.metrics import TierMetrics
 from kvtiers.secondary.chunk_store_tier import ChunkStoreTier
+from kvtiers.tiering.origins import Origins
 from kvtiers.tiering.results import good_keys, moved
 from kvtiers.tiering.tiers import TierSlot
 
@@ -40,7 +41,6 @@ __all__ = ["TierDriver"]
 
 _SCAN_SECONDS = 0.05  # how often deadlines are looked at
 _DRAIN_POLL_SECONDS = 0.002
-_MOST_UNREAD = 250_000
 _STEP_SECONDS = 0.001  # from a step's end to the next one's begin, at least, if anything is computed
 _PAUSE_SECONDS = 1.0  # in which nothing is loaded after loads were too slow: else all who wait would wait in turn
 
@@ -111,7 +111,7 @@ class TierDriver:
         self._results: list[JobResult] = []
         self._next_scan = 0.0
         self._closed = False
-        self._unread: dict[OffloadKey, None] = {}
+        self._origins = Origins([slot])
         self.loaded_tokens = 0
         """Tokens whose KV the tier brought."""
         self.left_out_requests = 0
@@ -121,11 +121,6 @@ class TierDriver:
     def metrics(self) -> TierMetrics:
         """What happened between the engine and the tier."""
         return self._slot.metrics
-
-    @property
-    def unread_chunks(self) -> int:
-        """Chunks that this engine has stored and not read since, as far as it remembers."""
-        return len(self._unread)
 
     @property
     def saved_seconds(self) -> float | None:
@@ -368,16 +363,14 @@ class TierDriver:
             metrics.loaded_bytes += nbytes
             metrics.load_seconds += seconds
             self.loaded_tokens += self._tokens(good)
-            for key in good:
-                self._unread.pop(key, None)
+            self._origins.read(self._slot, good)
             self._note_lost(job, good)
         else:
             metrics.stored_chunks += len(good)
             metrics.stored_bytes += nbytes
             metrics.store_seconds += seconds
             metrics.failed_stores += len(job.keys) - len(good)
-            if len(self._unread) + len(good) <= _MOST_UNREAD:
-                self._unread.update(dict.fromkeys(good))
+            self._origins.written(self._slot, good, nbytes)
         complete = len(good) == len(job.keys)
         partly = None if complete or not job.is_promotion else good
         self._results.append(JobResult(job.job_id, complete, partly, nbytes, seconds))

@@ -46,8 +46,6 @@ class OpenedTier:
     model: str
     shared: bool
     off: str = ""
-    value_bytes: int = 0
-    """Bytes of one value in the tier, the seal's included."""
 
 
 def open_tier(
@@ -81,7 +79,7 @@ def open_tier(
         parts.close(0.0)
         raise StartError(f"{name}: required, but cannot be opened: {error}")
     shared = not is_random(identity.model.weights) and not is_random(identity.model.hash_seed)
-    return OpenedTier(driver, name, identity.model.name, shared, value_bytes=layout.value_bytes(0))
+    return OpenedTier(driver, name, identity.model.name, shared)
 
 
 def _why_off(engine: Engine) -> str:

@@ -24,7 +24,6 @@ def _figures_of(opened: OpenedTier) -> dict[str, Any]:
         "hits": driver.metrics.loaded_chunks,
         "tokens": driver.loaded_tokens,
         "saved_seconds": driver.saved_seconds,
-        "unread_bytes": driver.unread_chunks * opened.value_bytes,
         "left_out_requests": driver.left_out_requests,
         "own": driver.own_stats(),
     }
