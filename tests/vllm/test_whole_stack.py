@@ -1,5 +1,7 @@
 """What only the whole stack has: copies of its own that may fail, weights that change in place, its config's errors."""
 
+import shutil
+
 import pytest
 
 from .conftest import CHUNKS, PROMPTS, WHOLE
@@ -47,6 +49,28 @@ def test_weights_that_change_in_place_find_nothing_of_the_ones_before(start, mod
     assert engine.generate(FIRST) == (after, [0])
     engine.forget()
     assert engine.generate(FIRST) == (after, whole)
+    engine.shutdown()
+
+
+def test_weights_that_are_read_anew_are_others_though_nobody_says_which(
+    start, model, other_model, truth, other_truth, tmp_path
+):
+    whole, first = [WHOLE[0]], tuple(FIRST)
+    folder = shutil.copytree(model, tmp_path / "tiny")
+    engine = start(folder, whole_stack(fs(tmp_path / "store")))
+    assert engine.generate(FIRST) == ([truth[first]], [0])
+    engine.forget()
+    shutil.copytree(other_model, folder, dirs_exist_ok=True)
+    assert engine.do("reload_weights", seen=True)["ok"]
+    assert engine.generate(FIRST) == ([other_truth[first]], [0])
+    engine.forget()
+    assert engine.generate(FIRST) == ([other_truth[first]], whole)
+    engine.forget()
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    assert engine.do("reload_weights", seen=False)["ok"]
+    stale, cached = engine.generate(FIRST)
+    assert cached == whole, "as long as it is not vLLM's own call"
+    assert stale != [truth[first]]
     engine.shutdown()
 
 

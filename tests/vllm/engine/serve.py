@@ -104,6 +104,10 @@ def _change_weights(worker: Any) -> None:
             weight.data.neg_()
 
 
+def _reload_weights(worker: Any) -> None:
+    worker.reload_weights()
+
+
 def _time_model(worker: Any, seconds: list[float]) -> None:
     model = worker.model_runner.model
     model.register_forward_pre_hook(lambda *_: seconds.append(-time.perf_counter()))
@@ -212,6 +216,11 @@ class Engine:
             self._llm.llm_engine.set_weight_version(version)
         else:
             self._llm.collective_rpc(_change_weights)
+        return {"ok": self._llm.reset_prefix_cache()}
+
+    def reload_weights(self, seen: bool) -> dict[str, Any]:
+        """Have the workers read the weights anew, by the call that vLLM has for that, or by one of the caller's own."""
+        self._llm.collective_rpc("reload_weights" if seen else _reload_weights)
         return {"ok": self._llm.reset_prefix_cache()}
 
     def ignore_adapters(self) -> dict[str, Any]:

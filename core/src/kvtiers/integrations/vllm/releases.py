@@ -32,7 +32,7 @@ class Release:
     reports_bytes: bool = True
     whole_stack: bool = False
     tested: tuple[str, ...] = ()
-    """The exact releases that the tests run."""
+    """The exact releases that the tests run: 0.31.0 by ``make test-vllm-all`` alone."""
 
     def epoch(self, version: str) -> str:
         """Return what stands for the layout of this very version in the fingerprint."""

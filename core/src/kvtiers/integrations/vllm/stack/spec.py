@@ -10,7 +10,6 @@ imported when the release is known to have it.
 """
 
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm import __version__ as vllm_version
@@ -25,6 +24,7 @@ from kvtiers.integrations.vllm.stack.looks import AdapterLooks
 from kvtiers.integrations.vllm.stack.options import load_stack_config
 from kvtiers.integrations.vllm.stack.requests import RequestBook, Weights
 from kvtiers.integrations.vllm.stack.steps import StepClock
+from kvtiers.integrations.vllm.stack.updates import WeightUpdates
 from kvtiers.integrations.vllm.weights import is_random
 from kvtiers.rows.layout import ModelIdentity
 from kvtiers.runtime import open_manager, open_worker
@@ -96,7 +96,7 @@ class KvtiersOffloadingSpec(OffloadingSpec):
     def _open_manager(self) -> "KvtiersManager":
         from kvtiers.integrations.vllm.stack.manager import KvtiersManager
 
-        weights_version = weights_version_of(self._engine.core)
+        updates = WeightUpdates(self._engine.core, vllm_version)
         identity = identity_of(self._engine, self.config, vllm_version, self._weights, own_rows=True)
         for warning in identity.warnings:
             _log.warning("%s", warning)
@@ -108,7 +108,7 @@ class KvtiersOffloadingSpec(OffloadingSpec):
         except StartError:
             manager.shutdown(0.0)
             raise
-        weights = Weights(identity.model.weights, weights_version)
+        weights = Weights(identity.model.weights, updates.version)
         steps = StepClock()
         facts = StackFacts(manager.stats, layout, steps, shared)
         tiers = [tier.tier_name for tier in self._config.secondary]
@@ -129,17 +129,6 @@ class KvtiersOffloadingSpec(OffloadingSpec):
             close,
             self._engine,
         )
-
-
-def weights_version_of(core: Any) -> Callable[[], str]:
-    """Return what gives the version of the weights that an engine has; StartError if that cannot be known."""
-    if core is None:
-        raise StartError(
-            f"vLLM {vllm_version} builds KvtiersOffloadingSpec outside of its engine core: weights that are updated in "
-            "place would go unseen; use kvtiers' tiers under vLLM's own tiering, and report this"
-        )
-    version: Callable[[], str] = core.get_weight_version
-    return version
 
 
 def _refuse_other_axes(vllm_config: Any) -> None:
