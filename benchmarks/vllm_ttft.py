@@ -44,7 +44,10 @@ round; with the suffix, which is computed when all has been loaded, it is the le
 stands beside that goal. Where it is more than the goal, no tier can reach that: as on the disk that this was written
 on, which gives many readers no more than one. Disk and suffix took 0.99 of the time of vLLM's tier there.
 
-Needs the environment of `make test-vllm`.
+**By tier**: the whole stack over each tier, with real servers, beside no connector: *cold* as above, and *warm*, when the
+tier alone has the prompt, as a share of computing it. Without goals: a share says as much of the model as of the tier.
+
+Needs the environment and the servers of `make test-vllm`.
 """
 
 import argparse
@@ -54,13 +57,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from peers.vllm_engines import (
     BARE,
-    CONTROL,
     DISK,
     LONG,
     MEMORY,
@@ -70,6 +72,7 @@ from peers.vllm_engines import (
     SHORT,
     STACK,
     THEIRS,
+    TIERS,
     Bench,
     Workload,
 )
@@ -77,6 +80,8 @@ from peers.vllm_engines import (
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 GOAL_COLD, GOAL_OWN_FS, GOAL_LIMIT = 1.01, 0.8, 1.1
 OURS_ALL = (OURS, STACK)
+WORKLOADS = {workload.name: workload for workload in (SERVED, LONG, SHORT, TIERS)}
+LMCACHE = "lmcache.integration.vllm.vllm_v1_adapter"
 DISK_ALONE = "the disk alone"
 LEAST = "disk alone + suffix"
 SECOND = 1000
@@ -98,14 +103,28 @@ def measure(workload: Workload, rounds: int, folder: Path | None) -> dict[str, F
             try:
                 for number in range(life + 1):
                     turn = bench.turn(before + number)
-                    unseen = workload.batch_tokens > 0
-                    taken = no_hits(bench, number, turn) if unseen else loads(bench, workload, number, turn)
-                    for kind, name, seconds in taken:
+                    for kind, name, seconds in one_round(bench, workload, number, turn):
                         if number:  # the first round compiles and warms, and is not counted
                             found.setdefault(kind, {}).setdefault(name, []).append(seconds)
             finally:
                 bench.close()
     return found
+
+
+def one_round(bench: Bench, workload: Workload, number: int, turn: list[str]) -> Iterator[tuple[str, str, float]]:
+    """Measure a round; yield what was measured, of which engine, and the seconds."""
+    if workload is TIERS:
+        return each_tier(bench, number, turn)
+    return no_hits(bench, number, turn) if workload.batch_tokens else loads(bench, workload, number, turn)
+
+
+def each_tier(bench: Bench, number: int, turn: list[str]) -> Iterator[tuple[str, str, float]]:
+    """Measure one round of a prompt that nobody has seen, and of the same when each engine's tier alone has it."""
+    for name in turn:
+        yield "cold", name, bench.cold_seconds(name, number)
+    for name in turn:
+        if name != BARE:
+            yield "warm", name, bench.warm_seconds(name, number)
 
 
 def no_hits(bench: Bench, number: int, turn: list[str]) -> Iterator[tuple[str, str, float]]:
@@ -163,11 +182,13 @@ def ratios_of(found: dict[str, Figures], life: int) -> Ratios:
     ratios = {}
     for kind, seconds in found.items():
         if BARE in seconds:
-            for name in (CONTROL, OURS, STACK, THEIRS):
-                if name in seconds:
-                    both = seconds[name], seconds[BARE]
-                    found_ratio = ratio_of_lives(*both, life) if life else ratio(*both)
-                    ratios[f"{kind}, {name} / {BARE}"] = found_ratio
+            for name in [name for name in seconds if name != BARE]:
+                both = seconds[name], seconds[BARE]
+                found_ratio = ratio_of_lives(*both, life) if life else ratio(*both)
+                ratios[f"{kind}, {name} / {BARE}"] = found_ratio
+        elif kind == "warm":
+            for name, taken in seconds.items():
+                ratios[f"warm, {name} / cold, {BARE}"] = ratio(taken, found["cold"][BARE])
         elif THEIRS in seconds:
             limit = found[kind.replace("warm", "limit")]
             if LEAST in seconds:
@@ -179,30 +200,30 @@ def ratios_of(found: dict[str, Figures], life: int) -> Ratios:
 
 
 def goals_of(ratios: dict[str, Ratios]) -> list[dict[str, Any]]:
-    """Return the goals. ``ratios``: by workload."""
+    """Return the goals of the workloads that there are. ``ratios``: by workload."""
     wanted = [("served", f"{kind}, {name} / {BARE}", GOAL_COLD) for kind in ("cold", "batch") for name in OURS_ALL]
     wanted += [
         ("long", f"warm, {state}, {name} / {THEIRS}", GOAL_OWN_FS) for state in (DISK, MEMORY) for name in OURS_ALL
     ]
     wanted += [("long", f"warm, {DISK}, {name} / (reading + suffix)", GOAL_LIMIT) for name in OURS_ALL]
-    least = ratios["long"][f"warm, {DISK}, {LEAST} / {THEIRS}"]["value"]
-    return [
-        {
-            "name": f"{workload}: {name}",
-            "value": ratios[workload][name]["value"],
-            "goal": goal,
-            "met": ratios[workload][name]["value"] <= goal,
-        }
-        | ({LEAST: least} if name.startswith(f"warm, {DISK}, ") and name.endswith(THEIRS) else {})
-        for workload, name, goal in wanted
-    ]
+    goals = []
+    for workload, name, goal in wanted:
+        if workload not in ratios:
+            continue
+        found = ratios[workload][name]
+        goals.append({"name": f"{workload}: {name}", "goal": goal, "met": found["value"] <= goal} | found)
+        if name.startswith(f"warm, {DISK}, ") and name.endswith(THEIRS):
+            goals[-1][LEAST] = ratios[workload][f"warm, {DISK}, {LEAST} / {THEIRS}"]["value"]
+    return goals
 
 
-def results(rounds: int, folder: Path | None, tell: Callable[[str, Medians, Ratios], None]) -> dict[str, Any]:
+def results(
+    workloads: Sequence[Workload], rounds: int, folder: Path | None, tell: Callable[[str, Medians, Ratios], None]
+) -> dict[str, Any]:
     """Return the figures and the goals. ``tell`` gets the figures of each workload as soon as they are there."""
     medians: dict[str, Medians] = {}
     ratios: dict[str, Ratios] = {}
-    for workload in (SERVED, LONG, SHORT):
+    for workload in workloads:
         name, found = workload.name, measure(workload, rounds, folder)
         medians[name] = {
             kind: {engine: statistics.median(taken) for engine, taken in by_engine.items()}
@@ -220,17 +241,16 @@ def results(rounds: int, folder: Path | None, tell: Callable[[str, Medians, Rati
 
 
 def lmcache() -> str:
-    """Return why LMCache is not among the engines."""
-    code = "import importlib.util; print(importlib.util.find_spec('lmcache') is not None)"
-    there = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "True"
-    return "installed, but its connector needs a GPU" if there else "not installed beside vLLM on this machine"
+    """Return why LMCache is not among the engines: what it says where it is to be imported beside this vLLM."""
+    tried = subprocess.run([PYTHON, "-c", f"import {LMCACHE}"], capture_output=True, text=True, check=False)
+    return tried.stderr.strip().rpartition("\n")[2] if tried.returncode else f"{LMCACHE} is there, but has no lane yet"
 
 
 def report_workload(workload: str, medians: Medians, ratios: Ratios) -> None:
     """Print the figures of a workload."""
     print(workload)
     for kind, seconds in medians.items():
-        print(f"  {kind:18}" + "".join(f"{name:>17} {taken:6.3f} s" for name, taken in seconds.items()))
+        print(f"  {kind:18}" + "".join(f"  {name:>18} {taken:6.3f} s" for name, taken in seconds.items()))
     for name, value in ratios.items():
         print(f"  {name:54} {value['value']:.3f}  ({value['low']:.3f} to {value['high']:.3f})", flush=True)
 
@@ -242,7 +262,8 @@ def report_goals(found: dict[str, Any]) -> None:
     for goal in found["goals"]:
         beside = f" ({LEAST} take {goal[LEAST]:.3f} of it)" if LEAST in goal else ""
         verdict = "met" if goal["met"] else f"MISSED{beside}"
-        print(f"{goal['name']}: {goal['value']:.3f}; goal {goal['goal']:g}: {verdict}")
+        interval = f"{goal['low']:.3f} to {goal['high']:.3f}"
+        print(f"{goal['name']}: {goal['value']:.3f} ({interval}); goal {goal['goal']:g}: {verdict}")
 
 
 def main() -> None:
@@ -250,13 +271,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="4 rounds instead of 20")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--folder", type=Path, help="a folder on the disk to be measured; the system's temporary one")
+    parser.add_argument("--only", choices=WORKLOADS, action="append", help="this workload; may be given again")
     options = parser.parse_args()
     if not PYTHON.exists():
         sys.exit(f"error: {PYTHON.relative_to(ROOT)} is missing; run: make test-vllm")
     if Path(sys.prefix) != PYTHON.parents[1]:  # the engines' environment, not this one
         sys.exit(subprocess.run([PYTHON, __file__, *sys.argv[1:]], check=False).returncode)
     tell = (lambda *_: None) if options.json else report_workload
-    found = results(4 if options.quick else 20, options.folder, tell)
+    workloads = [WORKLOADS[name] for name in options.only or WORKLOADS]
+    found = results(workloads, 4 if options.quick else 20, options.folder, tell)
     print(json.dumps(found)) if options.json else report_goals(found)
 
 

@@ -1,6 +1,6 @@
 """The engines of `vllm_ttft.py`, by what they have for a tier, and the workloads that they are given.
 
-Three workloads. Two are on models with little to compute, since what is measured is what happens beside computing:
+Three workloads compare ways. Two are on models with little to compute, since what happens beside that is measured:
 
     long   2048 tokens of 128 KiB each, as of an 8B model in bfloat16: 256 MiB in 64 values of 4 MiB. A real prefix has
            8k to 32k such tokens; this is the least whose reading takes far longer than vLLM's own steps, and what four
@@ -12,8 +12,11 @@ Three workloads. Two are on models with little to compute, since what is measure
 The third has as much to compute for a byte of KV as a model that is served:
 
     served 796 tokens of 1 KiB and 110 MFLOP each: 107 kFLOP a byte, an 8B model's 122. One KV head, a wide MLP.
+
+And `by tier` is *short* for the whole stack over each tier: memory, fs, a Redis server and Ceph's S3 gateway, all here.
 """
 
+import contextlib
 import sys
 import time
 from dataclasses import dataclass
@@ -26,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BARE, THEIRS, OURS, STACK = "no connector", "vLLM's fs", "kvtiers-fs", "whole stack, fs"
 CONTROL = "another without"
 """A second engine without a connector: its ratio to the first is what engines of one kind differ by."""
+BY_TIER = {kind: f"whole stack, {kind}" for kind in ("memory", "fs", "redis", "s3")}
 DISK, MEMORY = "disk", "memory"
 TIER_THREADS = 4  # of kvtiers' tiers; vLLM's has 16
 BATCH, ANSWER_TOKENS = 4, 16
@@ -104,6 +108,19 @@ SERVED = Workload(
 )
 
 
+TIERS = Workload(
+    "by tier",
+    tokens=SHORT.tokens,
+    token_bytes=SHORT.token_bytes,
+    shape=SHORT.shape,
+    primary_mib=SHORT.primary_mib,
+    prompts=0,
+    batch_tokens=0,
+    states=(),
+    engines=(BARE, *BY_TIER.values()),
+)
+
+
 class Taken(NamedTuple):
     """How long an answer took, and how much of that the model did not run."""
 
@@ -135,12 +152,15 @@ class Bench:
             OURS: tiers(fs(self._stores[OURS], capacity="16GiB", threads=TIER_THREADS), **bytes_of_theirs),
             STACK: whole_stack(fs(self._stores[STACK], capacity="16GiB", threads=TIER_THREADS), options=options),
         }
+        self._ends = contextlib.ExitStack()
         model = make_model(folder / "model", seed=0, **workload.shape)
         batch = BATCH * (workload.batch_tokens + ANSWER_TOKENS) if workload.batch_tokens else 0
         blocks = (workload.tokens + batch) // BLOCK + 16
         self._interpreter = Interpreter(folder / "interpreter.log")
         self._engines: dict[str, Any] = {}
         try:
+            if workload is TIERS:
+                extra |= {BY_TIER[tier["type"]]: whole_stack(tier, options=options) for tier in self._all_tiers(folder)}
             for number, name in enumerate(workload.engines):
                 self._engines[name] = Engine(
                     self._interpreter,
@@ -178,9 +198,10 @@ class Bench:
         write_back(self._files[name, prompt])
         return seconds
 
-    def warm_seconds(self, name: str, prompt: int, state: str) -> float:
-        """The same for a prompt that is in the tier alone."""
-        self._prepare(name, prompt, state)
+    def warm_seconds(self, name: str, prompt: int, state: str = "") -> float:
+        """The same for a prompt that is in the tier alone; ``state``: where its files are to lie, "" for wherever."""
+        if state:
+            self._prepare(name, prompt, state)
         seconds, cached = self.first_token_seconds(name, prompt)
         assert cached == self._workload.tokens - SUFFIX, f"{name} has lost part of prompt {prompt}: {cached} are left"
         self._settle(name)
@@ -221,6 +242,19 @@ class Bench:
         for engine in self._engines.values():
             engine.kill()
         self._interpreter.close()
+        self._ends.close()
+
+    def _all_tiers(self, folder: Path) -> list[dict[str, Any]]:
+        """Start the servers; return a tier of each kind, new and empty."""
+        from tests.vllm.servers import Gateway, Redis
+        from tests.vllm.ways import fs
+
+        (folder / "redis").mkdir()
+        servers = [Redis(folder / "redis"), Gateway()]
+        for server in servers:
+            self._ends.callback(server.close)
+        memory = {"type": "memory", "capacity": "2GiB", "required": True}
+        return [memory, fs(self._stores[STACK], capacity="16GiB"), *(server.tier(required=True) for server in servers)]
 
     def _prompt(self, number: int, tokens: int) -> list[int]:
         from tests.vllm.models import make_prompt
@@ -232,7 +266,7 @@ class Bench:
 
     def _settle(self, name: str) -> None:
         """Let what an engine stores land in its tier; it and its primary forget it then."""
-        if name in self._stores:
+        if name not in (BARE, CONTROL):
             self._engines[name].forget()
 
     def _prepare(self, name: str, prompt: int, state: str) -> None:
