@@ -44,8 +44,8 @@ round; with the suffix, which is computed when all has been loaded, it is the le
 stands beside that goal. Where it is more than the goal, no tier can reach that: as on the disk that this was written
 on, which gives many readers no more than one. Disk and suffix took 0.99 of the time of vLLM's tier there.
 
-**By tier**: the whole stack over each tier, with real servers, beside no connector: *cold* as above, and *warm*, when the
-tier alone has the prompt, as a share of computing it. Without goals: a share says as much of the model as of the tier.
+**By tier**: the whole stack over each tier, with real servers, beside no connector: *cold* as above, and *warm*, when
+the tier alone has the prompt, as a share of computing it. No goals: a share says as much of the model as of the tier.
 
 Needs the environment and the servers of `make test-vllm`.
 """
