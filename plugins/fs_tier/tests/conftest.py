@@ -66,7 +66,8 @@ class Folder:
         return total
 
     def temps(self) -> list[Path]:
-        return list(self.path.rglob(".tmp-*"))
+        """Return the files that are being written, or were once. Folders may come and go meanwhile."""
+        return [Path(at, name) for at, _, names in os.walk(self.path) for name in names if name.startswith(".tmp-")]
 
     @staticmethod
     def names(store) -> list[str]:

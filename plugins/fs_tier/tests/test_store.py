@@ -17,6 +17,7 @@ def test_files_and_folders_are_the_owners_alone_whatever_the_umask(folder, value
         store = folder.open()
         [name] = names(1)
         store.write(name, value(1))
+        folder.close()
     finally:
         os.umask(before)
     for path in [folder.path, *folder.path.rglob("*")]:
@@ -28,6 +29,7 @@ def test_with_a_mode_and_a_group_its_members_can_use_everything(folder, value, n
     try:
         store = folder.open(mode="0660", group=str(group))
         store.write(names(1)[0], value(1))
+        folder.close()
     finally:
         os.umask(before)
     for path in [folder.path, *folder.path.rglob("*")]:
