@@ -52,7 +52,7 @@ def test_weights_that_change_in_place_find_nothing_of_the_ones_before(start, mod
     engine.shutdown()
 
 
-def test_weights_that_are_read_anew_are_others_though_nobody_says_which(
+def test_sleep_changes_no_weights_and_those_that_are_read_anew_after_it_are_others_though_nobody_says_which(
     start, model, other_model, truth, other_truth, tmp_path
 ):
     whole, first = [WHOLE[0]], tuple(FIRST)
@@ -60,7 +60,11 @@ def test_weights_that_are_read_anew_are_others_though_nobody_says_which(
     engine = start(folder, whole_stack(fs(tmp_path / "store")))
     assert engine.generate(FIRST) == ([truth[first]], [0])
     engine.forget()
+    assert engine.do("sleep", level=1)["ok"]
+    assert engine.generate(FIRST) == ([truth[first]], whole)
+    engine.forget()
     shutil.copytree(other_model, folder, dirs_exist_ok=True)
+    assert engine.do("sleep", level=2)["ok"]
     assert engine.do("reload_weights", seen=True)["ok"]
     assert engine.generate(FIRST) == ([other_truth[first]], [0])
     engine.forget()

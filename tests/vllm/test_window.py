@@ -3,9 +3,9 @@
 import pytest
 
 from .conftest import PROMPTS
-from .engines import BLOCK
+from .engines import BLOCK, TWO_RANKS
 from .models import make_window_model
-from .ways import fs
+from .ways import fs, whole_stack
 
 
 @pytest.fixture(scope="module")
@@ -40,3 +40,12 @@ def test_a_model_with_a_sliding_window_has_its_groups_back_together(
     for group in ("00000000", "00000001"):
         assert list((tmp_path / "store").rglob(f"*{group}")), "values of both groups were stored"
     second.shutdown()
+
+
+def test_two_ranks_have_a_models_groups_back_together_too(start, window_model, plain, tmp_path):
+    whole = [len(prompt) // BLOCK * BLOCK for prompt in PROMPTS]
+    both = start(window_model, whole_stack(fs(tmp_path / "store")), **TWO_RANKS)
+    assert both.generate(*PROMPTS) == (plain, [0, 0])
+    both.forget()
+    assert both.generate(*reversed(PROMPTS)) == (plain[::-1], whole[::-1])
+    both.shutdown()

@@ -213,7 +213,7 @@ class Engine:
     def change_weights(self, version: str | None = None) -> dict[str, Any]:
         """Change the weights in place, or, with a version, say by vLLM's own call which they are."""
         if version is not None:
-            self._llm.llm_engine.set_weight_version(version)
+            self._llm.update_weight_version(version)
         else:
             self._llm.collective_rpc(_change_weights)
         return {"ok": self._llm.reset_prefix_cache()}
@@ -222,6 +222,12 @@ class Engine:
         """Have the workers read the weights anew, by the call that vLLM has for that, or by one of the caller's own."""
         self._llm.collective_rpc("reload_weights" if seen else _reload_weights)
         return {"ok": self._llm.reset_prefix_cache()}
+
+    def sleep(self, level: int) -> dict[str, Any]:
+        """Have the engine sleep and wake up again."""
+        self._llm.sleep(level)
+        self._llm.wake_up()
+        return {"ok": True}
 
     def ignore_adapters(self) -> dict[str, Any]:
         """Have adapters and salts decide nothing but what vLLM's own hashes say of them."""
