@@ -1,5 +1,6 @@
 """``kvtiers status``: what an engine says of its tiers, whether they pay, and why not."""
 
+import errno
 import json
 import logging
 import os
@@ -92,6 +93,22 @@ def test_a_question_that_cannot_be_answered_says_why_and_the_next_one_is_answere
     finally:
         served.close()
     assert "a bug of kvtiers" in caplog.text
+
+
+def test_a_question_that_cannot_be_taken_is_not_the_last(monkeypatch):
+    accept, troubles = socket.socket.accept, [OSError(errno.EMFILE, "Too many open files")]
+
+    def take(listening):
+        if troubles:
+            raise troubles.pop()
+        return accept(listening)
+
+    monkeypatch.setattr(socket.socket, "accept", take)
+    served = StatusSocket(lambda: answer(fs=TIER))
+    try:
+        assert ask(served.name) == answer(fs=TIER)
+    finally:
+        served.close()
 
 
 def test_an_engine_that_has_ended_listens_to_the_log_no_longer():

@@ -24,6 +24,7 @@ __all__ = ["LastTrouble", "StatusSocket", "answer_status", "ask", "running"]
 _log = logging.getLogger("kvtiers.status")
 _PREFIX = "kvtiers-status-"
 _SEND_SECONDS = 2.0
+_PAUSE_SECONDS = 0.1  # after a question that could not be taken
 _LARGEST_ANSWER = 1 << 20
 _AS_THEY_ARE = (
     "off",
@@ -48,6 +49,7 @@ class StatusSocket:
     def __init__(self, status: Callable[[], dict[str, Any]], on_close: Callable[[], None] = lambda: None) -> None:
         self._status = status
         self._on_close = on_close
+        self._closed = threading.Event()
         self.name = f"{_PREFIX}{os.getpid()}-{next(_numbers)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(f"\0{self.name}")
@@ -56,6 +58,7 @@ class StatusSocket:
 
     def close(self) -> None:
         """Answer nobody any more."""
+        self._closed.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closing alone would not
         self._socket.close()
@@ -66,7 +69,9 @@ class StatusSocket:
             try:
                 connection, _ = self._socket.accept()
             except OSError:
-                return
+                if self._closed.wait(_PAUSE_SECONDS):
+                    return
+                continue  # as without a descriptor to spare
             with connection, contextlib.suppress(OSError):
                 connection.settimeout(_SEND_SECONDS)
                 _, uid = peer_credentials(connection)
@@ -106,8 +111,6 @@ def answer_status(
     """
     troubles = {name: LastTrouble(name) for name in tiers}
     logger = logging.getLogger("kvtiers")
-    for trouble in troubles.values():
-        logger.addHandler(trouble)
 
     def stop_listening() -> None:
         for trouble in troubles.values():
@@ -117,7 +120,10 @@ def answer_status(
         found = {name: _tier_status(known, troubles[name].text) for name, known in figures().items()}
         return {"engine": engine, "pid": os.getpid(), "model": model, "tiers": found}
 
-    return StatusSocket(status, stop_listening)
+    answering = StatusSocket(status, stop_listening)
+    for trouble in troubles.values():
+        logger.addHandler(trouble)
+    return answering
 
 
 def running() -> list[str]:
