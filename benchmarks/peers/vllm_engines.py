@@ -239,10 +239,10 @@ class Bench:
 
     def close(self) -> None:
         """End the engines."""
-        for engine in self._engines.values():
-            engine.kill()
-        self._interpreter.close()
-        self._ends.close()
+        with self._ends:
+            for engine in self._engines.values():
+                engine.kill()
+            self._interpreter.close()
 
     def _all_tiers(self, folder: Path) -> list[dict[str, Any]]:
         """Start the servers; return a tier of each kind, new and empty."""
@@ -250,11 +250,12 @@ class Bench:
         from tests.vllm.ways import fs
 
         (folder / "redis").mkdir()
-        servers = [Redis(folder / "redis"), Gateway()]
-        for server in servers:
+        found = [{"type": "memory", "capacity": "2GiB", "required": True}, fs(self._stores[STACK], capacity="16GiB")]
+        for start in (lambda: Redis(folder / "redis"), Gateway):
+            server = start()
             self._ends.callback(server.close)
-        memory = {"type": "memory", "capacity": "2GiB", "required": True}
-        return [memory, fs(self._stores[STACK], capacity="16GiB"), *(server.tier(required=True) for server in servers)]
+            found.append(server.tier(required=True))
+        return found
 
     def _prompt(self, number: int, tokens: int) -> list[int]:
         from tests.vllm.models import make_prompt
