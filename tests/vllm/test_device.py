@@ -39,6 +39,6 @@ def test_kv_of_this_device_comes_back_and_what_orders_its_pages_is_in_the_finger
     named = start(model, config, attention_config={"backend": kv["backend"]})
     right(named, *PROMPTS)
     found = named.do("kv")
-    assert found["digested"]["backend"]["attention"]["backend"] == kv["backend"]
+    assert found["digested"]["backend"]["attention"]["fields"]["backend"] == kv["backend"]
     assert found["backend"] == kv["backend"]
     named.shutdown()

@@ -2,8 +2,6 @@
 
 import dataclasses
 import enum
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -124,6 +122,8 @@ CHANGES = {
     "release": {"version": "0.30.0"},
     "untested release": {"version": "0.32.9"},
     "given weights": {"weights": "v2"},
+    "loader's options": {"engine_": engine(load_config__model_loader_extra_config={"pattern": "other-*"})},
+    "files passed over": {"engine_": engine(load_config__ignore_patterns=["original/*"])},
     "speculation": {"engine_": engine(speculative_config={"method": "eagle", "draft_model_config": None})},
 }
 
@@ -131,35 +131,6 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 def test_what_changes_the_bytes_or_the_keys_is_another_fingerprint(change):
     assert fingerprint(**change) != fingerprint()
-
-
-_SECTION = """
-import enum, sys
-from types import SimpleNamespace
-from kvtiers.integrations.vllm.identity import _digest, _plain
-
-class Kind(enum.Enum):
-    ONE = object()
-
-class Opaque:
-    __slots__ = ()
-    def __str__(self):
-        return "opaque"
-
-kinds = {Kind.ONE: {"b", "a", "c", "d"}}
-section = SimpleNamespace(kinds=kinds, types=(int, Kind), nested=[Opaque()], _private=object())
-print(_digest({"section": _plain(section)}))
-"""
-
-
-def test_a_section_of_the_config_is_the_same_in_every_process():
-    digests = {
-        subprocess.run(
-            [sys.executable, "-c", _SECTION], check=True, capture_output=True, env={"PYTHONHASHSEED": seed}
-        ).stdout
-        for seed in ("1", "2", "3")
-    }
-    assert len(digests) == 1
 
 
 def test_a_seed_of_ones_own_is_part_of_it(monkeypatch):
@@ -191,11 +162,52 @@ def test_weights_without_a_name_are_told_with_the_setting_to_change_and_share_no
     assert identity_of(dummy, offloading(), "0.32.0", "mine").warnings == ()
 
 
+DRAFT = f"commit-{COMMIT}+commit-{COMMIT[::-1]}"
+
+
+def with_draft(model="somebody/draft", revision=None, settings=None, **more):
+    config = HfConfig(_commit_hash=COMMIT[::-1], **more)
+    draft = SimpleNamespace(model=model, revision=revision, hf_config=config, quantization=None)
+    return engine(speculative_config={"method": "eagle", "draft_model_config": draft, **(settings or {})})
+
+
+def weights_of_engine(engine_):
+    return identity_of(engine_, offloading(), "0.32.0", None).model.weights
+
+
 def test_a_draft_model_is_part_of_the_weights():
-    draft = SimpleNamespace(model="somebody/draft", revision=None, hf_config=HfConfig(_commit_hash=COMMIT[::-1]))
-    with_draft = engine(speculative_config={"method": "eagle", "draft_model_config": draft})
-    weights = identity_of(with_draft, offloading(), "0.32.0", None).model.weights
-    assert weights == f"commit-{COMMIT}+commit-{COMMIT[::-1]}"
+    assert weights_of_engine(with_draft()) == DRAFT
+    assert weights_of_engine(with_draft(model="somebody/model", revision="v2")) == DRAFT, "of another revision"
+    assert weights_of_engine(with_draft(model="somebody/model")) == f"commit-{COMMIT}", "it is the model itself"
+
+
+@pytest.mark.parametrize("model", ["somebody/draft", "somebody/model"])
+def test_a_draft_model_is_named_by_how_it_is_loaded_itself(model):
+    dummy = with_draft(model=model, settings={"draft_load_config": SimpleNamespace(load_format="dummy")})
+    assert fingerprint(dummy) != fingerprint(dummy), "random weights are nobody else's"
+    (line,) = identity_of(dummy, offloading(), "0.32.0", None).warnings
+    assert "load format 'dummy'" in line
+
+    files = with_draft(model=model, settings={"draft_load_config": SimpleNamespace(load_format="safetensors")})
+    files.vllm_config.load_config.load_format = "dummy"
+    assert weights_of_engine(files).startswith("random-"), "the model's own are random still"
+
+
+SPECULATIONS = {
+    "method": with_draft(settings={"method": "eagle3"}),
+    "attention backend": with_draft(settings={"attention_backend": Backend.TRITON}),
+    "KV dtype": with_draft(settings={"kv_cache_dtype": "fp8"}),
+    "quantisation": with_draft(settings={"quantization": "fp8"}),
+    "the draft's config": with_draft(sliding_window=64),
+    "how it is loaded": with_draft(
+        settings={"draft_load_config": SimpleNamespace(load_format="auto", model_loader_extra_config={"file": "other"})}
+    ),
+}
+
+
+@pytest.mark.parametrize("other", SPECULATIONS.values(), ids=SPECULATIONS.keys())
+def test_what_changes_a_draft_models_kv_is_another_fingerprint(other):
+    assert fingerprint(with_draft()) == fingerprint(with_draft()) != fingerprint(other)
 
 
 def test_a_local_models_place_is_no_part_of_its_name(tmp_path):

@@ -130,14 +130,14 @@ class Engine:
 
         from kvtiers.integrations.vllm import identity
 
-        digest = identity._digest
+        digest = identity.digest
         self._digested: dict[str, Any] = {}
 
         def remember(document: dict[str, Any]) -> str:
             self._digested |= document
             return digest(document)
 
-        identity._digest = remember
+        identity.digest = remember
         self._llm = LLM(**((_OF_A_GPU if _is_cuda() else {}) | options))
         self._model_seconds: list[float] = []
 

@@ -5,19 +5,16 @@ made from is a local of the connector's constructor, which is on the stack while
 """
 
 import dataclasses
-import enum
-import hashlib
 import importlib.metadata
-import json
 import os
 import secrets
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvtiers.integrations.vllm.plain import digest, plain
 from kvtiers.integrations.vllm.releases import public_version, release_of
-from kvtiers.integrations.vllm.weights import is_random, random_weights, weights_of
+from kvtiers.integrations.vllm.weights import random_weights, weights_of
 from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 
 if TYPE_CHECKING:
@@ -30,6 +27,8 @@ _DEFAULT_SEED = "vllm-none-hash"
 _OF_A_RANK = {"num_kv_heads", "page_size_padded"}
 _BACKENDS = ("flashinfer-python", "flash-attn", "aiter")  # packages that vLLM's choice of a backend depends on
 _NOT_THE_MODEL = ("_name_or_path", "_commit_hash", "transformers_version", "architectures_override")
+# Of the speculation: models are named by their weights and configs, their ranks by the layout.
+_MODELS = {"model", "target_model_config", "draft_model_config", "target_parallel_config", "draft_parallel_config"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,14 +120,29 @@ def _name(model: str) -> str:
 
 
 def _weights(engine: Engine) -> tuple[str, str]:
+    """Return the identity of all weights that the engine has loaded, and what is to be said about it."""
     if engine.vllm_config is None:
         return random_weights(), _nothing_shared("vLLM's config was not found")
-    weights, why = weights_of(engine.vllm_config.model_config, str(_of(engine, "load_config.load_format")))
-    draft = _of(engine, "speculative_config.draft_model_config")
-    if not why and draft is not None and draft.model != engine.vllm_config.model_config.model:
-        of_draft, why = weights_of(draft, str(_of(engine, "load_config.load_format")))
-        weights = of_draft if is_random(of_draft) else f"{weights}+{of_draft}"
-    return weights, _nothing_shared(why) if why else ""
+    main, *draft = (weights_of(*loaded) for loaded in _loaded(engine))
+    for weights, why in (main, *draft):
+        if why:
+            return weights, _nothing_shared(why)
+    return "+".join(weights for weights, _ in (main, *draft)), ""
+
+
+def _loaded(engine: Engine) -> list[tuple[Any, str]]:
+    """Return the models that the engine has loaded, and how: its own, and its draft model unless it is the same."""
+    main = (engine.vllm_config.model_config, str(_of(engine, "load_config.load_format")))
+    drafts = _of(engine, "speculative_config.draft_model_config")
+    if drafts is None:
+        return [main]
+    own = _of(engine, "speculative_config.draft_load_config")
+    draft = (drafts, main[1] if own is None else str(own.load_format))
+    return [main] if _place(*main) == _place(*draft) else [main, draft]
+
+
+def _place(model_config: Any, load_format: str) -> tuple[str, str | None, str]:
+    return model_config.model, model_config.revision, load_format
 
 
 def _nothing_shared(why: str) -> str:
@@ -160,26 +174,44 @@ def _kv_scales(engine: Engine) -> str:
 
 
 def _model_digest(engine: Engine) -> str:
-    """Digest the model's own config as vLLM uses it: with its overrides, rotary embedding and windows."""
-    config = _of(engine, "model_config.hf_config")
-    if config is None:
+    """Digest each model's own config as vLLM uses it: with its overrides, rotary embedding and windows."""
+    if _of(engine, "model_config.hf_config") is None:
         return ""
-    document = {name: value for name, value in config.to_dict().items() if name not in _NOT_THE_MODEL}
-    return _digest(
+    return digest(
         {
-            "config": document,
-            "dtype": str(_of(engine, "model_config.dtype")),
-            "quantization": _plain(_of(engine, "model_config.quantization_config")),
-            "speculative": _speculation(engine),
+            "model": _model(_of(engine, "model_config")),
+            "load": _choice_of_files(_of(engine, "load_config")),
+            "speculation": _speculation(engine),
         }
     )
+
+
+def _model(model_config: Any) -> dict[str, Any]:
+    config = model_config.hf_config.to_dict()
+    return {
+        "config": {name: value for name, value in config.items() if name not in _NOT_THE_MODEL},
+        "dtype": str(getattr(model_config, "dtype", None)),
+        "quantization": str(getattr(model_config, "quantization", None)),
+        "layers": plain(getattr(model_config, "quantization_config", None)),
+    }
+
+
+def _choice_of_files(load_config: Any) -> Any:
+    """Return what may let a loader read other files of the model's folder."""
+    return [plain(getattr(load_config, name, None)) for name in ("model_loader_extra_config", "ignore_patterns")]
 
 
 def _speculation(engine: Engine) -> Any:
     speculative = _of(engine, "speculative_config")
     if speculative is None:
         return None
-    return {name: str(getattr(speculative, name, None)) for name in ("method", "num_speculative_tokens")}
+    found = {name: value for name, value in vars(speculative).items() if name not in _MODELS}
+    load, draft = found.pop("draft_load_config", None), _of(engine, "speculative_config.draft_model_config")
+    return {
+        "settings": plain(found),
+        "model": None if draft is None else _model(draft),
+        "load": None if load is None else _choice_of_files(load),
+    }
 
 
 def _layout_digest(engine: Engine, offloading: Any, version: str, *, own_rows: bool) -> str:
@@ -193,7 +225,7 @@ def _layout_digest(engine: Engine, offloading: Any, version: str, *, own_rows: b
     parallel = dataclasses.asdict(offloading.parallel)
     for name in ("rank", "data_parallel_index", "data_parallel_size", "data_parallel_rank_local"):
         parallel.pop(name, None)  # who computes it does not change it
-    return _digest(
+    return digest(
         {
             "epoch": release_of(version).epoch(public_version(version)),
             "groups": groups,
@@ -227,7 +259,7 @@ def _backend(engine: Engine) -> dict[str, Any]:
     """Return what decides vLLM's attention backend, and with it the order of the numbers in a page."""
     found = {
         "device": str(_of(engine, "device_config.device_type")),
-        "attention": _plain(_of(engine, "attention_config")),
+        "attention": plain(_of(engine, "attention_config")),
         "setting": os.environ.get("VLLM_ATTENTION_BACKEND", ""),
         "layout": os.environ.get("VLLM_KV_CACHE_LAYOUT", ""),
     }
@@ -260,30 +292,9 @@ def _installed(package: str) -> str:
         return ""
 
 
-def _plain(value: Any) -> Any:
-    """Return a section of vLLM's config as plain data, the same in every process."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, enum.Enum):
-        return value.name
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted(json.dumps(_plain(item), sort_keys=True) for item in value)
-    if not isinstance(value, Mapping) and (isinstance(value, type) or not hasattr(value, "__dict__")):
-        return str(value)
-    fields = value if isinstance(value, Mapping) else vars(value)
-    return {str(_plain(name)): _plain(item) for name, item in fields.items() if not str(name).startswith("_")}
-
-
 def _of(engine: Engine, path: str) -> Any:
     """Return an attribute of vLLM's config by its dotted path; None where a release does not have it."""
     value = engine.vllm_config
     for name in path.split("."):
         value = getattr(value, name, None)
     return value
-
-
-def _digest(document: Mapping[str, Any]) -> str:
-    text = json.dumps(document, sort_keys=True, separators=(",", ":"), default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
