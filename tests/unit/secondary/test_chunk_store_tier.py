@@ -211,6 +211,22 @@ def test_a_chunk_that_could_not_be_loaded_is_a_miss_from_then_on(tier, backend, 
     assert lookup(tier, keys) == [HIT, HIT, MISS]
 
 
+def test_what_was_not_given_is_written_over_by_the_next_store_that_is_sent_under_these_names(tier, backend, kit, keys):
+    tier.submit_load(job(1, keys, promotion=True))
+    result_of(backend, 1, *[Status.DONE] * 4, Status.MISSING, Status.CORRUPT)
+    step(tier)
+    tier.submit_load(job(2, keys, promotion=True))
+    tier.submit_store(job(3, keys))
+    tier.submit_store(job(4, keys[:4]))
+    assert [sent.overwrites for sent in backend.jobs[1:]] == [b"", bytes([0, 0, 0, 0, 1, 1]), b""]
+    tier.set_names(kit.NAMES)
+    tier.submit_store(job(5, keys))
+    result_of(backend, 2, *[Status.MISSING] * 6)
+    step(tier)
+    tier.submit_store(job(6, keys))
+    assert [sent.overwrites for sent in backend.jobs[4:]] == [b"", b""], "they were other names' chunks"
+
+
 @pytest.mark.parametrize("who", ["engine", "backend"])
 def test_a_chunk_whose_load_failed_is_a_miss_though_the_load_has_not_ended(tier, backend, keys, who):
     tier.submit_store(job(1, keys))

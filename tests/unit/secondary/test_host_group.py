@@ -90,6 +90,14 @@ def test_a_job_that_meets_idle_hosts_is_cut_evenly_among_them(keys):
     assert all(part.is_load for part in parts)
 
 
+def test_each_part_of_a_store_has_its_own_of_what_is_to_be_overwritten(keys):
+    tier = Group(3)
+    overwrites = bytes(number in {20, 21, 63} for number in range(64))
+    assert tier.group.send_job(StoreJob(1, False, keys[:64], list(range(64)), overwrites))
+    parts = [backend.jobs[1].overwrites for backend in tier.played]
+    assert parts == [overwrites[:21], overwrites[21:42], overwrites[42:]]
+
+
 @pytest.mark.parametrize(
     ("count", "value_bytes", "parts"), [(31, 4096, 1), (32, 4096, 2), (2, 8 << 20, 2), (1, 1 << 30, 1), (3, 2 << 20, 1)]
 )
@@ -365,74 +373,3 @@ def test_lines_of_the_log_are_warnings():
     tier.played[1].lose()
     tier.news()
     assert [call[1] for call in tier.played[0].calls if call[0] == "log"] == [logging.WARNING]
-
-
-# -- what could not be loaded
-
-
-def store(job_id, keys):
-    return StoreJob(job_id, False, keys, list(range(len(keys))))
-
-
-def stored_as(tier, job):
-    """Return how the hosts are told to store: whether to overwrite, for each part."""
-    assert tier.group.send_job(job)
-    parts = [backend.jobs[job.job_id] for backend in tier.played if job.job_id in backend.jobs]
-    for backend in tier.played:
-        if job.job_id in backend.jobs:
-            backend.end(job.job_id)
-    tier.news()
-    return [part.overwrites for part in parts]
-
-
-def loaded_with(tier, job, statuses):
-    assert tier.group.send_job(job)
-    for backend in tier.played:
-        if job.job_id in backend.jobs:
-            count = len(backend.jobs[job.job_id].keys)
-            backend.say(JobDone(job.job_id, bytes(statuses[:count]), 0, 0.1))
-            statuses = statuses[count:]
-    tier.news()
-
-
-@pytest.mark.parametrize("status", [Status.MISSING, Status.CORRUPT])
-def test_what_one_host_could_not_load_is_stored_by_any_without_asking_once(keys, status):
-    tier = Group(3)
-    statuses = [Status.DONE] * 64
-    statuses[40] = status
-    loaded_with(tier, load(1, keys[:64]), statuses)
-    assert stored_as(tier, store(2, keys[:40])) == [False, False]
-    assert stored_as(tier, store(3, keys[:64])) == [True, True, True]
-    assert stored_as(tier, store(4, keys[:64])) == [False, False, False]
-
-
-def test_what_could_not_be_tried_or_stored_is_not_doubted(keys):
-    tier = Group(3)
-    loaded_with(tier, load(1, keys[:4]), [Status.FAILED] * 4)
-    assert stored_as(tier, store(2, keys[:4])) == [False]
-
-
-def test_a_store_that_no_host_takes_leaves_the_doubts(keys):
-    tier = Group(2)
-    loaded_with(tier, load(1, keys[:4]), [Status.MISSING] * 4)
-    for backend in tier.played:
-        backend.has_room = False
-    assert not tier.group.send_job(store(2, keys[:4]))
-    for backend in tier.played:
-        backend.has_room = True
-    assert stored_as(tier, store(3, keys[:4])) == [True]
-
-
-def test_other_names_are_not_doubted(keys):
-    tier = Group(2)
-    loaded_with(tier, load(1, keys[:4]), [Status.MISSING] * 4)
-    tier.group.set_names(None)
-    assert stored_as(tier, store(2, keys[:4])) == [False]
-
-
-def test_the_oldest_doubts_are_dropped_when_there_are_too_many(keys, monkeypatch):
-    monkeypatch.setattr("kvtiers.secondary.host_group._MOST_DOUBTED", 8)
-    tier = Group(1)
-    loaded_with(tier, load(1, keys[:10]), [Status.MISSING] * 10)
-    assert stored_as(tier, store(2, keys[:2])) == [False]
-    assert stored_as(tier, store(3, keys[2:10])) == [True]

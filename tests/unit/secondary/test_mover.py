@@ -122,7 +122,10 @@ def test_a_value_of_a_foreign_layout_is_a_miss_and_not_ours_to_delete(kit, store
     assert len(store.values) == len(keys)
 
 
-def test_what_the_store_has_but_never_gives_is_written_over_at_the_next_store(kit, store, keys):
+# -- what is there already
+
+
+def test_what_is_to_be_overwritten_is_written_whatever_the_store_or_the_mover_thinks_to_have(kit, store, keys):
     """Else a value of another layout, format or length would stand in the way for as long as the store keeps it."""
     kit.mover(store).store(kit.run(keys, names=StorageNames(kit.NAMES.prefix, b"layout-2")))
     store.values[kit.NAMES.name(keys[0])] = b"short"
@@ -130,12 +133,12 @@ def test_what_the_store_has_but_never_gives_is_written_over_at_the_next_store(ki
     assert set(mover.load(kit.run(keys)).statuses) == {MISSING}
     for row, key in enumerate(keys):
         kit.rows.fill(row, key)
-    assert set(mover.store(kit.run(keys)).statuses) == {DONE}
-    assert set(mover.load(kit.run(keys)).statuses) == {DONE}
-    assert set(mover.store(kit.run(keys)).statuses) == {PRESENT}
-
-
-# -- what is there already
+    assert set(mover.store(kit.run(keys)).statuses) == {PRESENT}, "it says so when it is asked"
+    assert (
+        list(mover.store(replace(kit.run(keys), overwrites=bytes([1] * 4 + [0] * 2))).statuses)
+        == [DONE] * 4 + [PRESENT] * 2
+    )
+    assert list(mover.load(kit.run(keys)).statuses) == [DONE] * 4 + [MISSING] * 2
 
 
 def test_a_value_that_the_store_has_is_not_written_again(kit, store, keys):
@@ -213,14 +216,6 @@ def test_what_an_eviction_took_is_written_again_once_a_load_or_a_lookup_has_miss
 
 
 # -- questions
-
-
-def test_a_store_that_overwrites_asks_for_nothing_and_writes_what_is_known_too(kit, store, keys):
-    mover = kit.stored(store, keys)
-    store.values = {name: value[:100] for name, value in store.values.items()}
-    assert set(mover.store(kit.run(keys)).statuses) == {PRESENT}
-    assert set(mover.store(replace(kit.run(keys), overwrites=True)).statuses) == {DONE}
-    assert set(mover.load(kit.run(keys)).statuses) == {DONE}
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 7, 100])

@@ -10,7 +10,7 @@ from kvtiers.secondary import wire
 from kvtiers.secondary.framing import Frame, FrameReader, Kind, ProtocolError, frame
 from kvtiers.secondary.protocol import JobDone, JobFailed, JobReleased, JobStarted, Opened, Probed, StoreJob
 
-GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "host_protocol-3.json").read_text(encoding="utf-8"))
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "host_protocol-4.json").read_text(encoding="utf-8"))
 
 u64 = st.integers(0, 2**64 - 1)
 rows = st.integers(-(2**31), 2**31 - 1)
@@ -20,16 +20,19 @@ keys = st.one_of(
     st.lists(st.binary(min_size=1, max_size=70), max_size=20),
 )
 jobs = st.builds(
-    lambda job_id, is_load, pairs, overwrites: StoreJob(
-        job_id, is_load, [key for key, _ in pairs], [row for _, row in pairs], overwrites
+    lambda job_id, kind, triples: StoreJob(
+        job_id,
+        kind == "load",
+        [key for key, _, _ in triples],
+        [row for _, row, _ in triples],
+        bytes(over for _, _, over in triples) if kind == "overwrites" else b"",
     ),
     u64,
-    st.booleans(),
+    st.sampled_from(["load", "store", "overwrites"]),
     st.one_of(
-        st.lists(st.tuples(st.binary(min_size=36, max_size=36), rows), max_size=20),
-        st.lists(st.tuples(st.binary(min_size=1, max_size=70), rows), max_size=20),
+        st.lists(st.tuples(st.binary(min_size=36, max_size=36), rows, st.booleans()), max_size=20),
+        st.lists(st.tuples(st.binary(min_size=1, max_size=70), rows, st.booleans()), max_size=20),
     ),
-    st.booleans(),
 )
 events = st.one_of(
     st.builds(Opened, texts, st.sampled_from(["", "0123456789abcdef"])),
@@ -58,12 +61,12 @@ def unhexed(values):
 
 
 def job_of(body):
-    return StoreJob(body["job_id"], body["is_load"], unhexed(body["keys"]), body["rows"], body["overwrites"])
+    return StoreJob(body["job_id"], body["is_load"], unhexed(body["keys"]), body["rows"], bytes(body["overwrites"]))
 
 
 def fields_of_job(message):
     job = wire.decode_job(message.body)
-    fields = {"job_id": job.job_id, "is_load": job.is_load, "overwrites": job.overwrites}
+    fields = {"job_id": job.job_id, "is_load": job.is_load, "overwrites": list(job.overwrites)}
     return fields | {"keys": hexed(job.keys), "rows": list(job.rows)}
 
 
@@ -123,7 +126,7 @@ DECODERS = dict.fromkeys(("OPENED", "STARTED", "FAILED", "DONE", "PROBED", "RELE
 
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["title"])
 def test_messages_of_this_format_never_change(case):
-    assert wire.PROTOCOL_FORMAT == 3, "another format needs a golden file of its own, beside this"
+    assert wire.PROTOCOL_FORMAT == 4, "another format needs a golden file of its own, beside this"
     assert ENCODERS[case["kind"]](case["tier"], case["fields"]).hex() == case["message"]
     read = only_frame(bytes.fromhex(case["message"]))
     assert (Kind(read.kind).name, read.tier) == (case["kind"], case["tier"])
@@ -204,6 +207,14 @@ def test_a_job_that_was_cut_off_or_has_more_than_it_says_is_refused(job, data):
     for wrong in (body[:end], body + b"\x00"):
         with pytest.raises(ProtocolError):
             wire.decode_job(memoryview(wrong))
+
+
+@pytest.mark.parametrize("flags", [3, 4, 5, 0x80])
+def test_a_job_with_flags_that_are_not_known_is_refused(flags):
+    body = bytearray(only_frame(wire.encode_job(0, StoreJob(1, True, [], []))).body)
+    body[8] = flags
+    with pytest.raises(ProtocolError, match=f"flags {flags}"):
+        wire.decode_job(memoryview(bytes(body)))
 
 
 def test_a_count_of_keys_that_nobody_could_have_sent_is_refused_at_once():

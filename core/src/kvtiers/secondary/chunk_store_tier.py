@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from kvtiers.api import JobResult, LookupResult, OffloadKey, SecondaryTierManager, TierConfig, TierRequest, TransferJob
 from kvtiers.rows.names import StorageNames
 from kvtiers.secondary.health import Breaker, BreakerState
+from kvtiers.secondary.known import DoubtedKeys
 from kvtiers.secondary.lookups import TierLookups
 from kvtiers.secondary.protocol import (
     JobDone,
@@ -43,6 +44,7 @@ class ChunkStoreTier(SecondaryTierManager):
         self._breaker = Breaker(config.breaker, clock)
         self._lookups = TierLookups(config.exists_ttl, config.deadline, clock, self._send_probe)
         self._jobs = StoreJobs(config.store_queue)
+        self._doubted = DoubtedKeys()
         self._open = False
         self._open_error = ""
         self._probe_ids = itertools.count(_FIRST_PROBE_ID)
@@ -142,6 +144,7 @@ class ChunkStoreTier(SecondaryTierManager):
     def set_names(self, names: StorageNames) -> None:
         """Use other names from now on; nothing that was known of the tier holds for them."""
         self._lookups.clear()
+        self._doubted.clear()
         self._jobs.new_names()
         self._backend.set_names(names)
 
@@ -166,7 +169,8 @@ class ChunkStoreTier(SecondaryTierManager):
     def _submit(self, job: TransferJob, room: int) -> None:
         keys = job.keys[:room]
         self._jobs.begin(job, len(keys))
-        store_job = StoreJob(job.job_id, job.is_promotion, keys, job.chunk_ids[: len(keys)].tolist())
+        overwrites = b"" if job.is_promotion else self._doubted.among(keys)
+        store_job = StoreJob(job.job_id, job.is_promotion, keys, job.chunk_ids[: len(keys)].tolist(), overwrites)
         if not keys or not self._backend.send_job(store_job):
             self._finished.append(self._jobs.refuse(job.job_id))
             if job.is_promotion:
@@ -263,6 +267,7 @@ class ChunkStoreTier(SecondaryTierManager):
             else:
                 self._breaker.record(ok=True)
         if ended.has_current_names:
+            self._doubted.note(ended.job.keys, event.statuses, is_load=ended.job.is_promotion)
             self._learn(ended.job, ended.result)
         self._finished.append(ended.result)
 

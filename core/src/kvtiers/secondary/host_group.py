@@ -13,9 +13,7 @@ released    nothing touches the rows of any part
 done        all parts are: a status for each value, in the job's order
 ==========  =====================================================================================
 
-A question goes to one host. The tier is open while one of its hosts is. Each host doubts for itself what it could not
-load (``known.py``), and the next store may be another's: so a job that stores any of what some host could not load is
-sent as one that overwrites. Engine's thread, but for ``wait_open``.
+A question goes to one host. The tier is open while one of its hosts is. Engine's thread, but for ``wait_open``.
 """
 
 import itertools
@@ -45,8 +43,6 @@ __all__ = ["GroupedHost", "HostGroup"]
 _LEAST_VALUES, _LEAST_BYTES = 16, 4 * 2**20  # a part that has fewer of both ends sooner than it could be shared out
 _POLL_SECONDS = 0.005
 _LOOK_SECONDS = 0.025  # how often hosts are asked for news that owe nothing: each listens a little more often
-_MOST_DOUBTED = 8_192
-_NOT_GIVEN = frozenset({Status.MISSING, Status.CORRUPT})
 
 
 @dataclass(slots=True, eq=False)
@@ -81,8 +77,6 @@ class _Job:
     """A job under way. ``parts``: those that have not ended; what the others came to stands beside it."""
 
     statuses: bytearray
-    loads: Sequence[OffloadKey]
-    """Its keys, if it is a load."""
     parts: dict[GroupedHost, _Part] = field(default_factory=dict)
     is_started: bool = False
     has_failed: bool = False
@@ -104,7 +98,6 @@ class HostGroup:
         self._asked: dict[int, GroupedHost] = {}
         """Who owes an answer to a question, the oldest question first."""
         self._news: list[Event] = []
-        self._doubted: dict[OffloadKey, None] = {}
         self._turns = itertools.count(1)
         self._look_at = 0.0
         self._epoch: str | None = None
@@ -120,8 +113,6 @@ class HostGroup:
 
     def send_job(self, job: StoreJob) -> bool:
         """Send a job, or its parts; False if no host has room. A part that finds none has failed."""
-        if self._doubted and not job.is_load and not self._doubted.keys().isdisjoint(job.keys):
-            job = job._replace(overwrites=True)
         hosts = sorted(self._usable(), key=lambda host: (host.values, host.turn))
         parts = _cut(len(job.keys), [host.values for host in hosts], self._least_values)
         if len(parts) > 1:
@@ -130,11 +121,7 @@ class HostGroup:
             taker = next((host for host in hosts if self._send(host, job, parts[0])), None)  # a stopped one fills up
             sent = {taker: parts[0]} if taker is not None else {}
         if sent:
-            loads = job.keys if job.is_load else ()
-            self._jobs[job.job_id] = _Job(bytearray([Status.FAILED]) * len(job.keys), loads, sent)
-            if job.overwrites:
-                for key in job.keys:
-                    self._doubted.pop(key, None)
+            self._jobs[job.job_id] = _Job(bytearray([Status.FAILED]) * len(job.keys), sent)
         return bool(sent)
 
     def send_probe(self, probe_id: int, keys: Sequence[OffloadKey], *, is_prefix: bool) -> bool:
@@ -148,7 +135,6 @@ class HostGroup:
 
     def set_names(self, names: StorageNames) -> None:
         """Send other names to all hosts, in order with the jobs of each."""
-        self._doubted.clear()
         for host in self._hosts:
             host.backend.set_names(names)
 
@@ -233,7 +219,7 @@ class HostGroup:
     def _send(self, host: GroupedHost, job: StoreJob, part: _Part) -> bool:
         if part.count < len(job.keys):
             values = slice(part.start, part.start + part.count)
-            job = job._replace(keys=job.keys[values], rows=job.rows[values])
+            job = job._replace(keys=job.keys[values], rows=job.rows[values], overwrites=job.overwrites[values])
         if not host.backend.send_job(job):
             return False
         host.values += part.count
@@ -271,8 +257,6 @@ class HostGroup:
         part = job.parts.pop(host)
         host.values -= part.count
         job.statuses[part.start : part.start + part.count] = event.statuses
-        if job.loads:
-            self._doubt(job.loads[part.start : part.start + part.count], event.statuses)
         job.nbytes += event.nbytes
         job.seconds = max(job.seconds, event.seconds)  # they ran side by side
         job.retries += event.retries
@@ -282,16 +266,6 @@ class HostGroup:
             return
         del self._jobs[event.job_id]
         self._news.append(JobDone(event.job_id, bytes(job.statuses), job.nbytes, job.seconds, job.retries, job.error))
-
-    def _doubt(self, keys: Sequence[OffloadKey], statuses: bytes) -> None:
-        """Note which of these keys, by what became of their load, seemed to be there and were not given."""
-        if _NOT_GIVEN.isdisjoint(statuses):
-            return
-        for key, status in zip(keys, statuses, strict=True):
-            if status in _NOT_GIVEN:
-                self._doubted[key] = None
-        while len(self._doubted) > _MOST_DOUBTED:
-            del self._doubted[next(iter(self._doubted))]
 
     def _tell(self, job_id: int, job: _Job) -> None:
         """Say of a job, once each, that it has failed or let go of its rows, if all that is left of it has."""

@@ -73,8 +73,8 @@ class ValueRun:
     wanted: Callable[[], bool] = lambda: True
     land: Callable[[Callable[[], None]], bool] = land_now
     """Copies a value into its row where it lies beside it, unless the rows have been let go (``row_guard.py``)."""
-    overwrites: bool = False
-    """A store: what the tier seems to have is written all the same."""
+    overwrites: bytes = b""
+    """Of a store, a byte a key, or none; 1: written though the tier seems to have it."""
 
 
 @dataclass(slots=True)
@@ -140,7 +140,7 @@ class ValueMover:
         moved = Moved.nothing(len(run.keys))
         run = self._of_epoch(run)
         try:
-            present = [] if run.overwrites else self._present(run, moved)
+            present = self._present(run, moved)
         except Exception as error:  # noqa: BLE001 -- a store is somebody else's code
             moved.error = error_text(error)
             return moved
@@ -195,6 +195,8 @@ class ValueMover:
         """Return the indexes of values that need no write."""
         names = run.names.names(run.keys)
         present, unknown = self._known.sort(names)
+        if run.overwrites:
+            present, unknown = ([i for i in some if not run.overwrites[i]] for some in (present, unknown))
         if self._names_per_call == 1:
             # A question costs a small value's write, and the engine's lookup, which missed, has asked before.
             return present
@@ -296,7 +298,7 @@ class ValueMover:
         return answers
 
     def _missing(self, name: str) -> Status:
-        self._known.doubt(name)  # it was asked for because it seemed to be there
+        self._known.forget([name])
         return Status.MISSING
 
     def _worked(self, nbytes: int) -> None:

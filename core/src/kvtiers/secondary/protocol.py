@@ -48,14 +48,15 @@ class Status(IntEnum):
 class StoreJob(NamedTuple):
     """Move these chunks between their rows and the store.
 
-    ``overwrites``: a store that asks for nothing first, since what seemed to be there could not be loaded.
+    ``overwrites``: of a store, one byte a key; 1: written whatever is there, since what seemed to be there was not
+    given. Empty for none.
     """
 
     job_id: int
     is_load: bool
     keys: Sequence[OffloadKey]
     rows: Sequence[int]
-    overwrites: bool = False
+    overwrites: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

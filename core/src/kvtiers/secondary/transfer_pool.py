@@ -214,7 +214,7 @@ class TransferPool:
             job.started + self._deadline,
             lambda: not (job.abandoned or self._stop.is_set()),
             job.guard.land,
-            job.job.overwrites,
+            job.job.overwrites[wanted],
         )
         assert self._mover is not None
         try:

@@ -1,4 +1,4 @@
-"""The messages between the engine and a tier host, format 3. How they follow each other is in ``framing.py``.
+"""The messages between the engine and a tier host, format 4. How they follow each other is in ``framing.py``.
 
 Little endian. Texts are UTF-8 and end their message. Keys travel raw: ``u32 count | u16 key length | keys``, all of one
 length, or key length 0 and a u16 length before each.
@@ -8,7 +8,8 @@ message        sender  body
 =============  ======  ==================================================================================
 HELLO          engine  JSON: protocol, cpus, region, tiers (options with secrets, names, sizes)
 NAMES          engine  layout id (8 bytes), prefix
-JOB            engine  u64 job, u8 flags (1 a load, 2 a store that overwrites), keys, i32 rows
+JOB            engine  u64 job, u8 flags (1 a load, 2 a store that overwrites), keys, i32 rows, with flag 2 a byte
+                       a key, 1: overwritten
 PROBE          engine  u64 probe, u8 is prefix, keys
 ABANDON        engine  u64 job
 CLOSE          engine  f64 seconds to drain
@@ -56,7 +57,7 @@ __all__ = [
     "encode_stats",
 ]
 
-PROTOCOL_FORMAT = 3
+PROTOCOL_FORMAT = 4
 
 _LAYOUT_ID_BYTES = 8
 _KEYS = struct.Struct("<IH")
@@ -89,18 +90,20 @@ def decode_names(body: memoryview) -> StorageNames:
 def encode_job(tier: int, job: StoreJob) -> bytes:
     """Return a JOB message."""
     rows = struct.pack(f"<{len(job.rows)}i", *job.rows)
-    flags = _IS_LOAD * job.is_load + _OVERWRITES * job.overwrites
-    return frame(Kind.JOB, tier, _JOB.pack(job.job_id, flags) + _encode_keys(job.keys) + rows)
+    flags = _IS_LOAD * job.is_load + _OVERWRITES * bool(job.overwrites)
+    return frame(Kind.JOB, tier, _JOB.pack(job.job_id, flags) + _encode_keys(job.keys) + rows + job.overwrites)
 
 
 def decode_job(body: memoryview) -> StoreJob:
     """Read a JOB message."""
     job_id, flags = _head(_JOB, body)
     keys, end = _decode_keys(body, _JOB.size)
-    if len(body) - end != 4 * len(keys):
+    if flags not in {0, _IS_LOAD, _OVERWRITES}:
+        raise ProtocolError(f"job {job_id} has flags {flags}")
+    if len(body) - end != (5 if flags == _OVERWRITES else 4) * len(keys):
         raise ProtocolError(f"job {job_id} has {len(keys)} keys and {len(body) - end} bytes of rows")
     rows = list(struct.unpack_from(f"<{len(keys)}i", body, end))
-    return StoreJob(job_id, bool(flags & _IS_LOAD), keys, rows, bool(flags & _OVERWRITES))
+    return StoreJob(job_id, flags == _IS_LOAD, keys, rows, bytes(body[end + 4 * len(keys) :]))
 
 
 def encode_probe(tier: int, probe_id: int, keys: Sequence[OffloadKey], *, is_prefix: bool) -> bytes:
