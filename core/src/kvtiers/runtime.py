@@ -189,6 +189,7 @@ class _Engine:
         self._namespace = config.namespace
         self._layout = layout if layout.model.weights else _with_random_weights(layout)
         self._region = region
+        self._joined = region.all_joined
         self._lost_ranks: set[int] = set()
         self._absent_ranks: set[int] = set()
         self._views = ValueViews(region.view, region.row_stride)
@@ -207,13 +208,16 @@ class _Engine:
 
     def ready(self) -> bool:
         """Say whether all ranks have joined."""
+        if not self._region.has_news():
+            return self._joined
         for event in self._region.poll():
             if isinstance(event, RankLost):
                 self._lost_ranks.add(event.rank)
                 self._absent_ranks.add(event.rank)
             elif isinstance(event, RankJoined):
                 self._absent_ranks.discard(event.rank)
-        return self._region.all_joined
+        self._joined = self._region.all_joined
+        return self._joined
 
     def take_lost_ranks(self) -> Collection[int]:
         """Return the ranks that were lost since the last call, or before and are not back."""

@@ -25,6 +25,7 @@ def test_events_come_in_order_and_once(table):
     table.refuse(None, "why", ours=False)
     table.lose(0)
     table.forget(0)
+    assert not table.are_quiet()
     table.end_prefault(7, "")
     assert table.take_events(0.0) == [
         RankJoined(0, 10),
@@ -33,6 +34,7 @@ def test_events_come_in_order_and_once(table):
         RankGone(0),
         PrefaultEnded(7, ""),
     ]
+    assert table.are_quiet()
     assert table.take_events(0.0) == []
 
 

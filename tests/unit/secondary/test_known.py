@@ -69,7 +69,7 @@ def test_its_doubts_are_bounded_and_lose_the_oldest(doubted, monkeypatch):
     keys = [f"{number}".encode() for number in range(1000)]
     for start in range(0, 1000, 4):
         doubted.note(keys[start : start + 4], bytes([MISSING] * 4), is_load=True)
-        assert len(doubted._keys) <= 100
+        assert len(doubted.keys) <= 100
     still = doubted.among(keys)
     assert still.index(1) == 1000 - still.count(1)
     assert still.count(1) >= 89

@@ -2,8 +2,9 @@
 
 import pytest
 
-from kvtiers.api import JobResult
+from kvtiers.api import JobResult, SecondaryTierManager
 from kvtiers.tiering.jobs import TieringOptions
+from kvtiers.tiering.tiers import TierOptions, TierSlot
 
 from .bench import HIT, MISS, PENDING, RETRY, Bench, chain
 
@@ -54,6 +55,26 @@ def test_an_exception_of_a_tier_reaches_nobody(method, hold):
     assert bench.figures("sound")["raised"] == 0
     assert bench.tier["sound"].has(KEYS) == [True] * 4
     assert bench.figures("broken")["out_of_use"] == 0, "a failure is no lie"
+
+
+class Silent(SecondaryTierManager):
+    """A tier that has nothing to say to what may be left out."""
+
+
+class HearsEnds(Silent):
+    def on_request_finished(self, context):
+        pass
+
+
+class WantsAll(Silent):
+    def on_new_request(self, context):
+        return True
+
+
+@pytest.mark.parametrize(("kind", "hears"), [(Silent, False), (HearsEnds, True), (WantsAll, True)])
+def test_a_tier_hears_of_requests_if_it_does_something_then(monkeypatch, kind, hears):
+    monkeypatch.setattr(kind, "__abstractmethods__", frozenset())
+    assert TierSlot(0, kind(), TierOptions("t")).hears_of_requests is hears
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,8 @@ class CPUPrimaryTier:
         self._chunks = Residents(self._rows, self._policy, self._unread)
         self._row_of = self._chunks.row_of
         self.records_events = record_events
-        self._events: list[OffloadEvent] = []
+        self.events: list[OffloadEvent] = []
+        """What became resident, and what was evicted, since these were last taken."""
         self._clock = clock
 
     # What there is
@@ -310,7 +311,7 @@ class CPUPrimaryTier:
 
     def take_events(self) -> list[OffloadEvent]:
         """Return what became resident and what was evicted since the last call, in order. A reset is no event."""
-        events, self._events = self._events, []
+        events, self.events = self.events, []
         return events
 
     def _allocate(
@@ -323,4 +324,4 @@ class CPUPrimaryTier:
 
     def _note(self, keys: list[OffloadKey], *, removed: bool) -> None:
         if keys and self.records_events:
-            self._events.append(OffloadEvent(keys, removed))
+            self.events.append(OffloadEvent(keys, removed))

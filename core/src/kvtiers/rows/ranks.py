@@ -71,6 +71,7 @@ class RankTable:
         self._region = region
         self.world_size = world_size
         self._events: SimpleQueue[RegionEvent] = SimpleQueue()
+        self.are_quiet = self._events.empty
         self._changed = threading.Condition()
         self._joined: dict[int, int] = {}
         self._lost: dict[int, int] = {}
@@ -149,8 +150,6 @@ class RankTable:
     def take_events(self, timeout: float) -> list[RegionEvent]:
         """Return what happened since the last call, in order; wait up to ``timeout`` seconds for the first."""
         events: list[RegionEvent] = []
-        if timeout <= 0 and self._events.empty():  # in each of the engine's steps
-            return events
         try:
             events.append(self._events.get(timeout=timeout) if timeout > 0 else self._events.get_nowait())
             while True:

@@ -99,6 +99,10 @@ class OffloadRegion:
         """Seconds of ``create``, ``join`` (until all ranks were there) and ``prefault``, as far as they are known."""
         return {}
 
+    def has_news(self) -> bool:
+        """Say whether something happened since the last ``poll``."""
+        return False
+
     def poll(self, timeout: float = 0.0) -> list[RegionEvent]:
         """Return what happened since the last call, in order. Blocks only if a ``timeout`` is given."""
         del timeout
@@ -209,6 +213,10 @@ class SharedOffloadRegion(OffloadRegion):
     def timings(self) -> dict[str, float]:
         """Seconds of ``create``, ``join`` (until all were there), ``prefault``; ``populated_rows``; as far as known."""
         return self._server.timings
+
+    def has_news(self) -> bool:
+        """Say whether something happened since the last ``poll``."""
+        return not self._ranks.are_quiet()
 
     def poll(self, timeout: float = 0.0) -> list[RegionEvent]:
         """Return what happened since the last call, in order. Blocks only if a ``timeout`` is given."""

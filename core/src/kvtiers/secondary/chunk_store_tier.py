@@ -169,7 +169,7 @@ class ChunkStoreTier(SecondaryTierManager):
     def _submit(self, job: TransferJob, room: int) -> None:
         keys = job.keys[:room]
         self._jobs.begin(job, len(keys))
-        overwrites = b"" if job.is_promotion else self._doubted.among(keys)
+        overwrites = self._doubted.among(keys) if self._doubted.keys and not job.is_promotion else b""
         store_job = StoreJob(job.job_id, job.is_promotion, keys, job.chunk_ids[: len(keys)].tolist(), overwrites)
         if not keys or not self._backend.send_job(store_job):
             self._finished.append(self._jobs.refuse(job.job_id))
@@ -267,7 +267,8 @@ class ChunkStoreTier(SecondaryTierManager):
             else:
                 self._breaker.record(ok=True)
         if ended.has_current_names:
-            self._doubted.note(ended.job.keys, event.statuses, is_load=ended.job.is_promotion)
+            if self._doubted.keys or not ended.result.success:
+                self._doubted.note(ended.job.keys, event.statuses, is_load=ended.job.is_promotion)
             self._learn(ended.job, ended.result)
         self._finished.append(ended.result)
 

@@ -53,21 +53,17 @@ class FrameReader:
 
     def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._max_bytes = max_bytes
-        self._buffer = bytearray()
-
-    @property
-    def waiting(self) -> bool:
-        """Bytes have been fed that no frame has been made of."""
-        return bool(self._buffer)
+        self.waiting = bytearray()
+        """What has been fed and no frame has been made of."""
 
     def feed(self, data: bytes | memoryview) -> None:
         """Take in bytes from the stream."""
-        self._buffer += data
+        self.waiting += data
 
     def frames(self, most: int) -> list[Frame]:
         """Return the complete frames, at most so many; ProtocolError if the stream makes no sense."""
         frames: list[Frame] = []
-        at, buffer = 0, self._buffer
+        at, buffer = 0, self.waiting
         while len(frames) < most and len(buffer) - at >= _HEAD.size:
             length, kind, tier = _HEAD.unpack_from(buffer, at)
             if not _HEAD.size - 4 <= length <= self._max_bytes:

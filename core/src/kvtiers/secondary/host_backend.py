@@ -131,7 +131,10 @@ class HostBackend:
             return ()
         self._look_at = now + _LOOK_SECONDS
         self._link.poll()
-        return [events.popleft() for _ in range(min(len(events), _EVENTS_PER_POLL))] if events else ()
+        if len(events) > _EVENTS_PER_POLL:
+            return [events.popleft() for _ in range(_EVENTS_PER_POLL)]
+        self._events = deque()
+        return events
 
     def restart(self, reason: str) -> None:
         """Have the host killed, and another one started."""

@@ -68,27 +68,27 @@ class DoubtedKeys:
     """The chunks of one tier that are to be written whatever the store says. For one thread."""
 
     def __init__(self) -> None:
-        self._keys: dict[OffloadKey, None] = {}
+        self.keys: dict[OffloadKey, None] = {}
 
     def note(self, keys: Sequence[OffloadKey], statuses: bytes, *, is_load: bool) -> None:
         """Take note of what became of each of these keys in a job: not given, or given or written after all."""
         if is_load and not _NOT_GIVEN.isdisjoint(statuses):
-            self._keys.update((key, None) for key, status in zip(keys, statuses, strict=False) if status in _NOT_GIVEN)
-            _bound(self._keys, _MOST_DOUBTED)
-        if self._keys:
+            self.keys.update((key, None) for key, status in zip(keys, statuses, strict=False) if status in _NOT_GIVEN)
+            _bound(self.keys, _MOST_DOUBTED)
+        if self.keys:
             for key, status in zip(keys, statuses, strict=False):
                 if status == Status.DONE:
-                    self._keys.pop(key, None)
+                    self.keys.pop(key, None)
 
     def among(self, keys: Sequence[OffloadKey]) -> bytes:
         """Return a byte for each of these keys, 1 for a doubted one; nothing if none is."""
-        if not self._keys or self._keys.keys().isdisjoint(keys):
+        if not self.keys or self.keys.keys().isdisjoint(keys):
             return b""
-        return bytes(key in self._keys for key in keys)
+        return bytes(key in self.keys for key in keys)
 
     def clear(self) -> None:
         """Nothing is doubted any more."""
-        self._keys.clear()
+        self.keys.clear()
 
 
 def _bound(known: dict[_Known, _Value], most: int) -> None:

@@ -54,6 +54,8 @@ class TierLookups:
         self._ids = itertools.count(1)
         self._runs: list[Sequence[OffloadKey]] = []
         self._singles: dict[OffloadKey, None] = {}
+        self.at_work = False
+        """There is a question to send, or one under way."""
         self.questions = 0
         """Questions that have ended: answered, failed, or given up."""
         self.seconds = 0.0
@@ -63,11 +65,6 @@ class TierLookups:
     def open_probes(self) -> int:
         """Questions under way."""
         return len(self._probes)
-
-    @property
-    def at_work(self) -> bool:
-        """There is a question to send, or one under way."""
-        return bool(self._probes or self._singles or self._runs)
 
     def ask(self, keys: Sequence[OffloadKey]) -> list[LookupResult]:
         """Answer for the leading run of a prefix, up to the first MISS or unknown chunk; what is unknown gets asked."""
@@ -130,6 +127,7 @@ class TierLookups:
                 break
             self.failed(oldest)
             overdue += 1
+        self.at_work = bool(self._probes or self._singles or self._runs)
         return overdue
 
     def stored(self, keys: Iterable[OffloadKey]) -> None:
@@ -162,6 +160,7 @@ class TierLookups:
             return _RETRY
         if len(self._probes) + len(self._runs) >= _MOST_PROBES:
             return _MISS
+        self.at_work = True
         if len(keys) == 1:
             self._singles[keys[0]] = None
             return _RETRY

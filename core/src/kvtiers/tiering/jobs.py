@@ -81,7 +81,8 @@ class JobTable:
         self._origins = origins
         self._clock = clock
         self._jobs: dict[int, _Running] = {}
-        self._events: list[OffloadEvent] = []
+        self.events: list[OffloadEvent] = []
+        """What the tiers have stored since these were last taken."""
         self._ids = itertools.count(1)
         self._job_rows = max(1, options.job_bytes // max(1, primary.row_stride))
         # Never above the share, but for the one row that each gets. The small number is floating point's.
@@ -160,11 +161,11 @@ class JobTable:
     def reset(self) -> None:
         """The cache was emptied: of the jobs in flight only the rows matter from now on."""
         self._generation += 1
-        self._events.clear()
+        self.events.clear()
 
     def take_events(self) -> list[OffloadEvent]:
         """Return what the tiers have stored since the last call or reset, in order."""
-        events, self._events = self._events, []
+        events, self.events = self.events, []
         return events
 
     # -- inside
@@ -248,7 +249,7 @@ class JobTable:
             if not overtaken:
                 self._origins.written(slot, good, nbytes)
                 if self._primary.records_events:
-                    self._events.append(OffloadEvent(good, removed=False, tier=slot.name))
+                    self.events.append(OffloadEvent(good, removed=False, tier=slot.name))
         if not overtaken:
             self.on_stored(slot, good, failed)
 

@@ -12,6 +12,7 @@ completed twice, a request that is over) is counted as ``misuse`` and ignored.
 """
 
 import functools
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -38,6 +39,7 @@ __all__ = ["EngineSide", "TieringManager"]
 
 _NO_HITS = PrefixHits(0, 0, unresolved=False)
 _STEP_SECONDS = 1.0  # how long a shutdown waits for a step that is under way on another thread
+_LOOK_SECONDS = 0.1  # how often it is looked for promotions that have waited too long to be read
 _RECORD_SECONDS = 5.0  # what a shutdown gives the recording to write what is waiting
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -94,6 +96,7 @@ class TieringManager:
         self._plans = Plans(primary, self._jobs, self._cascades, self._origins, engine, metrics)
         self._requests = RequestTable(self._slots, self._count_misuse)
         self._events = EventLog()
+        self._look_at = -math.inf
         self._polled = False
         self._ready = False
         self._closed = False
@@ -209,9 +212,8 @@ class TieringManager:
         self._begin()
         if prefill_tokens:
             self._waits.observe_prefill(prefill_tokens, prefill_seconds)
-        if self._plans.orphans:
+        if self._plans.orphans or self._requests.parked:
             self._plans.release_orphans()
-        if self._requests.parked:
             self._retry_parked()
         if self._promotions:
             self._promotions.submit()
@@ -219,8 +221,11 @@ class TieringManager:
             self._lookups.end_step()
         if self._cascades.works_ahead:
             self._cascades.work_ahead()
-        self._primary.release_expired(self._clock())
-        self._take_events()
+        if (now := self._clock()) >= self._look_at:
+            self._look_at = now + _LOOK_SECONDS
+            self._primary.release_expired(now)
+        if self._primary.events or self._jobs.events:
+            self._take_events()
         for slot in self._slots:
             slot.end_step()
         self._polled = False
@@ -345,8 +350,7 @@ class TieringManager:
                 self._requests.close_if_done(state)
 
     def _take_events(self) -> None:
-        if events := self._primary.take_events() + self._jobs.take_events():
-            self._metrics.dropped_events += self._events.add(events)
+        self._metrics.dropped_events += self._events.add(self._primary.take_events() + self._jobs.take_events())
 
     def _count_misuse(self) -> None:
         self._metrics.misuse += 1

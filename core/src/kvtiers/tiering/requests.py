@@ -101,7 +101,7 @@ class RequestTable:
         for slot in self._slots:
             if ctx.may_load_from(slot.name):
                 allowed.append(slot)
-            if slot.request_started(ctx) and not slot.options.read_only:
+            if slot.hears_of_requests and slot.request_started(ctx) and not slot.options.read_only:
                 whole.append(slot)
         state = self._open[ctx.request_id] = RequestState(ctx, allowed, whole)
         return state
@@ -139,4 +139,5 @@ class RequestTable:
 
     def _tell(self, state: RequestState) -> None:
         for slot in self._slots:
-            slot.request_finished(state.context)
+            if slot.hears_of_requests:
+                slot.request_finished(state.context)

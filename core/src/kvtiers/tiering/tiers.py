@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from kvtiers.api import JobResult, LookupResult, OffloadKey, SecondaryTierManager, TierRequest, TransferJob
 from kvtiers.metrics import TierMetrics
@@ -58,6 +58,8 @@ class TierSlot:
         self.measured_at = -math.inf
         self.tried_at = -math.inf
         """When a load was last let through only to measure the tier anew."""
+        self.hears_of_requests = _overrides(tier, "on_new_request") or _overrides(tier, "on_request_finished")
+        """The tier does something when a request begins or ends."""
 
     def available(self) -> bool:
         """Say whether the tier may be asked and given jobs now."""
@@ -87,8 +89,16 @@ class TierSlot:
 
         A retired tier is no longer believed.
         """
-        tier = self.tier
-        return self._take(tier.get_started_jobs), self._take(tier.get_failed_jobs), self._take(tier.get_finished_jobs)
+        news: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
+        if not self.retired:
+            tier = self.tier
+            calls = (tier.get_started_jobs, tier.get_failed_jobs, tier.get_finished_jobs)
+            for taken, call in zip(news, calls, strict=True):
+                try:  # not by _take: every step comes by here, with nothing to take
+                    taken.extend(call() or ())
+                except Exception:  # noqa: BLE001 -- see _do
+                    self._count_raised()
+        return news
 
     def abandon(self, job_id: int) -> None:
         """Tell the tier that a job of its was given up."""
@@ -173,3 +183,7 @@ class TierSlot:
         self.metrics.raised += 1
         if self.metrics.raised.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... time: a broken tier is no flood
             _log.exception("%s: the tier raised (%d times so far)", self.name, self.metrics.raised)
+
+
+def _overrides(tier: SecondaryTierManager, method: str) -> bool:
+    return getattr(type(tier), method, None) is not getattr(SecondaryTierManager, method)
