@@ -1,5 +1,6 @@
 """Whose KV a request's is, and when nobody can tell; and plans, which end when every rank has reported."""
 
+import inspect
 import shutil
 import time
 from collections import Counter
@@ -224,6 +225,19 @@ def test_an_adapter_that_vllm_loads_without_a_request_is_known_by_what_it_was_th
     again = opened(book, "again", lora)
     all_answered(looks)
     assert again.keys is not None
+
+
+def test_the_call_that_loads_an_adapter_has_the_signature_that_it_has_without_kvtiers(looks):
+    """A served engine reads off it what a client's message is to be turned into: it is no request of vLLM's yet."""
+
+    class Core:
+        def add_lora(self, lora_request: SimpleNamespace) -> bool:
+            raise NotImplementedError
+
+    core = Core()
+    before = inspect.signature(core.add_lora)
+    looks.follow(core)
+    assert inspect.signature(core.add_lora) == before
 
 
 def test_an_adapter_that_vllm_loads_without_a_request_is_looked_at_before_while_others_are_digested(

@@ -1,5 +1,7 @@
 """Which weights an engine has: every change is seen, with a version or without."""
 
+import inspect
+
 import pytest
 
 from kvtiers.api import StartError
@@ -62,6 +64,15 @@ def test_other_calls_change_nothing(core, updates, call):
     before = updates.version()
     core.collective_rpc(call)
     assert updates.version() == before
+
+
+@pytest.mark.parametrize("call", ["collective_rpc", "set_weight_version"])
+def test_a_call_has_the_signature_that_it_has_without_kvtiers(call):
+    """A served engine reads off it what a client's message is to be turned into, and how much it may hold."""
+    core = Core()
+    before = inspect.signature(getattr(core, call))
+    WeightUpdates(core, "0.32.0")
+    assert inspect.signature(getattr(core, call)) == before
 
 
 def test_an_engine_whose_weights_cannot_be_followed_does_not_start():

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import wraps
 from typing import Any, Protocol
 
 from kvtiers.integrations.vllm.guard import BugCount, never_raises
@@ -173,6 +174,7 @@ class AdapterLooks:
         """Look at adapters that vLLM is told to load without a request, too. ``core``: its engine core."""
         add_lora = core.add_lora
 
+        @wraps(add_lora)  # a served engine makes vLLM's request of a client's message by the signature
         def look_and_add(lora: Any) -> Any:
             self._look_before_loading(lora)
             return add_lora(lora)

@@ -7,6 +7,7 @@
 """
 
 import secrets
+from functools import wraps
 from typing import Any
 
 from kvtiers.api import StartError
@@ -36,11 +37,13 @@ class WeightUpdates:
         self._unnamed = ""
         call, name = core.collective_rpc, core.set_weight_version
 
+        @wraps(call)  # a served engine turns a client's message into arguments by the signature
         def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(method, str) and method in _CHANGES:
                 self._unnamed = f"+{secrets.token_hex(16)}"
             return call(method, *args, **kwargs)
 
+        @wraps(name)
         def set_weight_version(version: str) -> None:
             name(version)
             self._unnamed = ""
