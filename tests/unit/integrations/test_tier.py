@@ -170,6 +170,21 @@ def test_an_end_that_takes_its_time_is_waited_for_by_its_own_tier(make):
     assert ended == ["late"]
 
 
+def test_tiers_end_also_where_no_thread_can_be_started(make, monkeypatch, caplog):
+    """As while the interpreter ends, which is when an engine in a program's own process may be told to."""
+
+    def no_thread(_thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    spec, ended = offloading_spec(), []
+    tiers = [make(spec, lambda _: ended.append("one")), make(spec, lambda _: ended.append("two"))]
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    for tier in tiers:
+        tier.shutdown()
+    assert sorted(ended) == ["one", "two"]
+    assert not caplog.records
+
+
 def test_an_end_that_fails_ends_no_engine(make, caplog):
     def fail(_seconds):
         raise ZeroDivisionError

@@ -141,18 +141,22 @@ class KvtiersTier(SecondaryTierManager):
         """
         for tier in [tier for tier, offloading in _running.items() if offloading is self._offloading]:
             tier.begin_end()
-        self.begin_end().join()
+        if self._end is not None:
+            self._end.join()
 
-    def begin_end(self) -> threading.Thread:
-        """Begin to end, if that has not begun; return the thread that does it."""
-        if self._end is None:
-            self._end = threading.Thread(target=self._close, name="kvtiers-end", daemon=True)
-            self._end.start()
-        return self._end
+    def begin_end(self) -> None:
+        """Begin to end on a thread; at once where none can be had, as while the interpreter ends."""
+        del _running[self]
+        end = threading.Thread(target=self._close, name="kvtiers-end", daemon=True)
+        try:
+            end.start()
+        except RuntimeError:
+            self._close()
+        else:
+            self._end = end
 
     @never_raises(lambda: None)
     def _close(self) -> None:
-        _running.pop(self, None)
         try:
             self._status.close()
         finally:
