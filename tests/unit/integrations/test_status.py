@@ -5,7 +5,11 @@ import json
 import logging
 import os
 import socket
+import subprocess
+import sys
 import time
+from functools import partial
+from subprocess import PIPE
 
 import pytest
 from click.testing import CliRunner
@@ -58,6 +62,26 @@ def test_an_engine_is_found_and_answers(serve):
     served = serve(answer(fs=TIER))
     assert served.name in running()
     assert ask(served.name) == answer(fs=TIER)
+
+
+_CONTAINER = """
+import os, sys
+os.getpid = lambda: 7
+from kvtiers.integrations.status import StatusSocket
+served = StatusSocket(dict)
+print(served.name, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_engines_of_one_pid_in_containers_that_share_a_network_are_two():
+    start = partial(subprocess.Popen, [sys.executable, "-c", _CONTAINER], stdin=PIPE, stdout=PIPE, text=True)
+    with start() as one, start() as two:
+        names = {engine.stdout.readline().strip() for engine in (one, two)}
+        assert len(names) == 2
+        assert names <= set(running())
+        for engine in (one, two):
+            engine.stdin.close()
 
 
 def test_nothing_is_left_of_a_socket_that_was_closed(serve):

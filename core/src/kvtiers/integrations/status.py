@@ -2,16 +2,20 @@
 
 The socket is abstract, so nothing is left of it after any end, and named from the engine's process::
 
-    @kvtiers-status-{pid}-{number}
+    @kvtiers-status-{pid}-{random, of the process}-{number}
+
+A pid alone is no name: containers that share a network, as those of one pod do, see each other's sockets, and each
+counts its processes from 1.
 
 Whoever connects gets one JSON object and the end of the stream; what it sends is not read. Answers are made on a
-thread of its own, from figures that the engine's thread has put down before: nobody waits for a question.
+thread of its own, from figures that the engine's thread counts: nobody waits for a question.
 """
 
 import contextlib
 import json
 import logging
 import os
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,6 +44,7 @@ _AS_THEY_ARE = (
     "wait_expired",
     "recomputed_cheaper",
 )
+_process = secrets.token_hex(4)
 _numbers = iter(range(1 << 62))
 
 
@@ -50,7 +55,7 @@ class StatusSocket:
         self._status = status
         self._on_close = on_close
         self._closed = threading.Event()
-        self.name = f"{_PREFIX}{os.getpid()}-{next(_numbers)}"
+        self.name = f"{_PREFIX}{os.getpid()}-{_process}-{next(_numbers)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(f"\0{self.name}")
         self._socket.listen(4)
