@@ -52,6 +52,22 @@ def test_weights_that_change_in_place_find_nothing_of_the_ones_before(start, mod
     engine.shutdown()
 
 
+def test_what_vllm_itself_keeps_of_the_weights_before_is_not_stored_as_that_of_the_new_ones(start, model, tmp_path):
+    engine = start(model, whole_stack(fs(tmp_path / "store")))
+    before, _ = engine.generate(FIRST)
+    assert engine.do("change_weights", reset=False)["ok"]
+    assert engine.do("change_weights", version="2", reset=False)["ok"]
+    _, cached = engine.generate(FIRST)
+    assert cached == [WHOLE[0]], "nobody has told vLLM to reset its own cache"
+    engine.forget()
+    after, cached = engine.generate(FIRST)
+    assert cached == [0]
+    assert after != before
+    engine.forget()
+    assert engine.generate(FIRST) == (after, [WHOLE[0]]), "what the new ones computed is stored"
+    engine.shutdown()
+
+
 def test_sleep_changes_no_weights_and_those_that_are_read_anew_after_it_are_others_though_nobody_says_which(
     start, model, other_model, truth, other_truth, tmp_path
 ):

@@ -33,9 +33,13 @@ class Clock:
 
 class Versions:
     now = "default"
+    emptied = 0
 
     def __call__(self):
         return self.now
+
+    def resets(self):
+        return self.emptied
 
 
 @pytest.fixture
@@ -81,7 +85,7 @@ def clock():
 
 @pytest.fixture
 def book(versions, looks, clock):
-    return RequestBook(GROUPS, Weights("commit-1", versions), looks, lookup_wait=0.02, clock=clock)
+    return RequestBook(GROUPS, Weights("commit-1", versions, versions.resets), looks, lookup_wait=0.02, clock=clock)
 
 
 def all_answered(looks):
@@ -182,7 +186,7 @@ def test_files_that_were_looked_at_when_vllm_may_have_loaded_others_are_nobodys(
 def test_files_that_were_old_when_the_request_came_may_be_looked_at_late(versions, tmp_path):
     lora = adapter(tmp_path / "one")
     looks = AdapterLooks(clock=lambda: time.time_ns() + 3_000_000_000)
-    book = RequestBook(GROUPS, Weights("commit-1", versions), looks, lookup_wait=0.0)
+    book = RequestBook(GROUPS, Weights("commit-1", versions, versions.resets), looks, lookup_wait=0.0)
     gate = Gate(looks)
     request = opened(book, "one", lora)
     assert not book.holds_back("one")
@@ -293,6 +297,49 @@ def test_other_weights_have_another_name_and_take_all_open_requests_out(book, ve
     assert opened(book, "after").keys is not None
     assert book.close("before") is before
     assert book.get("before") is None
+
+
+def test_what_vllm_has_in_its_own_cache_of_other_weights_is_stored_under_no_name(book, versions, caplog):
+    book.computes()
+    versions.now = "2"
+    assert book.new_weights() == "commit-1@2"
+    assert "reset_prefix_cache" in caplog.text
+    part, none = opened(book, "part of it is in the cache"), opened(book, "none of it is")
+    book.has_local_prefix("part of it is in the cache")
+    assert part.keys is None
+    assert none.keys is not None
+    versions.now = "3"
+    assert book.new_weights() == "commit-1@3"
+    assert len(caplog.records) == 1
+    versions.emptied += 1
+    assert book.new_weights() is None
+    later = opened(book, "later")
+    book.has_local_prefix("later")
+    assert later.keys is not None
+
+
+@pytest.mark.parametrize("reset_first", [True, False])
+def test_a_cache_that_was_emptied_with_the_update_has_nothing_of_other_weights(book, versions, reset_first, caplog):
+    book.computes()
+    versions.emptied += reset_first
+    if reset_first:
+        assert book.new_weights() is None, "as vLLM pauses"
+    versions.now = "2"
+    versions.emptied += not reset_first
+    assert book.new_weights() == "commit-1@2"
+    book.computes()
+    request = opened(book, "one")
+    book.has_local_prefix("one")
+    assert request.keys is not None
+    assert not caplog.records
+
+
+def test_a_cache_that_is_empty_when_the_weights_change_has_nothing_of_other_weights(book, versions):
+    versions.now = "2"
+    assert book.new_weights() == "commit-1@2"
+    request = opened(book, "one")
+    book.has_local_prefix("one")
+    assert request.keys is not None
 
 
 class Manager:

@@ -25,6 +25,9 @@ class Core:
     def get_weight_version(self):
         return self.weight_version
 
+    def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
+        return reset_connector if reset_running_requests else "done"
+
 
 @pytest.fixture
 def core():
@@ -66,13 +69,21 @@ def test_other_calls_change_nothing(core, updates, call):
     assert updates.version() == before
 
 
-@pytest.mark.parametrize("call", ["collective_rpc", "set_weight_version"])
+@pytest.mark.parametrize("call", ["collective_rpc", "set_weight_version", "reset_prefix_cache"])
 def test_a_call_has_the_signature_that_it_has_without_kvtiers(call):
     """A served engine reads off it what a client's message is to be turned into, and how much it may hold."""
     core = Core()
     before = inspect.signature(getattr(core, call))
     WeightUpdates(core, "0.32.0")
     assert inspect.signature(getattr(core, call)) == before
+
+
+def test_vllms_own_prefix_cache_is_empty_after_a_reset_that_was_done(core, updates):
+    assert updates.resets == 0
+    assert core.reset_prefix_cache() == "done"
+    assert updates.resets == 1
+    assert core.reset_prefix_cache(True, reset_connector=False) is False
+    assert updates.resets == 1
 
 
 def test_an_engine_whose_weights_cannot_be_followed_does_not_start():

@@ -210,13 +210,13 @@ class Engine:
         mover.check_value = lambda *_: mover.SealVerdict.OK
         return {"ok": True}
 
-    def change_weights(self, version: str | None = None) -> dict[str, Any]:
-        """Change the weights in place, or, with a version, say by vLLM's own call which they are."""
+    def change_weights(self, version: str | None = None, reset: bool = True) -> dict[str, Any]:
+        """Change the weights in place, or, with a version, say by vLLM's own call which they are; reset its cache."""
         if version is not None:
             self._llm.update_weight_version(version)
         else:
             self._llm.collective_rpc(_change_weights)
-        return {"ok": self._llm.reset_prefix_cache()}
+        return {"ok": not reset or self._llm.reset_prefix_cache()}
 
     def reload_weights(self, seen: bool) -> dict[str, Any]:
         """Have the workers read the weights anew, by the call that vLLM has for that, or by one of the caller's own."""

@@ -73,6 +73,8 @@ class KvtiersConnector(OffloadingConnector):
     def _step_begins(self, scheduler_output: Any) -> None:
         manager, tokens = self.connector_scheduler.manager, scheduler_output.total_num_scheduled_tokens
         manager.steps.begins(tokens, len(scheduler_output.num_scheduled_tokens))
+        if tokens:
+            manager.computes()
         manager.rest(computes=bool(tokens))
 
     def update_connector_output(self, connector_output: Any) -> None:

@@ -168,6 +168,7 @@ class KvtiersManager(OffloadingManager):
         if plan is None:
             request.load_failed = True
             return None
+        self.requests.computes()
         return self._start(plan, request)
 
     # -- stores
@@ -226,6 +227,12 @@ class KvtiersManager(OffloadingManager):
         """Leave the interpreter and the processor to what a step waits for that computes nothing."""
         idle = self._alone and not computes
         self._rest.step(idle=idle and (self._plans.are_running() or self._manager.has_pending_work()))
+
+    @never_raises(lambda: None)
+    def computes(self) -> None:
+        """Take note of a step that computes something."""
+        self._follow_weights()
+        self.requests.computes()
 
     def _follow_weights(self) -> None:
         """Retire all KV of other weights than vLLM has now."""

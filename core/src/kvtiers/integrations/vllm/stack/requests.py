@@ -2,10 +2,11 @@
 
 A request without ``keys`` has nothing to do with tiers, since nobody can tell what its KV is. That is so for good
 where vLLM has not shown it, its adapter's files cannot be read or have changed, or part of it was computed with other
-weights. It is so for a while where its adapter's files are being looked at: vLLM waits with it, no longer than
-``lookup_wait``.
+weights, be it that vLLM has that part in its own prefix cache. It is so for a while where its adapter's files are being
+looked at: vLLM waits with it, no longer than ``lookup_wait``.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from kvtiers.integrations.vllm.stack.looks import AdapterLook, AdapterLooks, Sta
 
 __all__ = ["OpenRequest", "RequestBook", "Run", "Weights"]
 
+_log = logging.getLogger("kvtiers.vllm")
 _STORES_WAIT = 5.0  # vLLM asks in each step, and logs that it was refused
 
 
@@ -63,10 +65,14 @@ class OpenRequest:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What the weights are called at start, and vLLM's word for those that it has now."""
+    """What the weights are called at start, and vLLM's word for those that it has now.
+
+    ``resets``: how often vLLM has emptied its own prefix cache.
+    """
 
     name: str
     version: Callable[[], Any]
+    resets: Callable[[], int]
 
 
 class RequestBook:
@@ -88,6 +94,11 @@ class RequestBook:
         self._lookup_wait = lookup_wait
         self._clock = clock
         self._version = weights.version()
+        self._resets = weights.resets()
+        self._has_computed = False
+        """Since vLLM has emptied its own prefix cache, which may hold what was computed."""
+        self._cache_is_old = False
+        """vLLM's own prefix cache may hold KV of other weights than those of now."""
         self._looks = looks
         self._shown: Any = None
         self._open: dict[str, OpenRequest] = {}
@@ -128,6 +139,11 @@ class RequestBook:
         request = self._open.get(request_id)
         if request is not None:
             request.has_local_prefix = True
+            request.out |= self._cache_is_old
+
+    def computes(self) -> None:
+        """Take note that vLLM computes or loads something, with the weights that ``new_weights`` has seen."""
+        self._has_computed = True
 
     def holds_back(self, request_id: str) -> bool:
         """Say whether vLLM is to wait with a request, since its adapter is not known yet; not for long."""
@@ -154,10 +170,19 @@ class RequestBook:
 
     def new_weights(self) -> str | None:
         """Return what other weights than before are called; None while they are the same. Open requests are out."""
+        if (resets := self._weights.resets()) != self._resets:
+            self._resets = resets
+            self._has_computed = self._cache_is_old = False
         version = self._weights.version()
         if version == self._version:
             return None
         self._version = version
+        if self._has_computed and not self._cache_is_old:
+            _log.warning(
+                "the weights are others, and vLLM's own prefix cache may hold KV of those before: until it is reset "
+                "(reset_prefix_cache), requests that find a part of their prompt there use no tier"
+            )
+            self._cache_is_old = True
         for request in self._open.values():
             request.out = True
             request.runs.clear()

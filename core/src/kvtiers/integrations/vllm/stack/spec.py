@@ -108,7 +108,7 @@ class KvtiersOffloadingSpec(OffloadingSpec):
         except StartError:
             manager.shutdown(0.0)
             raise
-        weights = Weights(identity.model.weights, updates.version)
+        weights = Weights(identity.model.weights, updates.version, lambda: updates.resets)
         steps = StepClock()
         facts = StackFacts(manager.stats, layout, steps, shared)
         tiers = [tier.tier_name for tier in self._config.secondary]

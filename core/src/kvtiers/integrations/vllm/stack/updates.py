@@ -4,6 +4,7 @@
 
     reload_weights(), update_weights(...)                        weights without a name: nobody else has their KV
     finish_weight_update(version), update_weight_version(...)    those that are called so
+    reset_prefix_cache(...)                                      vLLM's own cache has nothing of the ones before
 """
 
 import secrets
@@ -35,7 +36,9 @@ class WeightUpdates:
             )
         self._core = core
         self._unnamed = ""
-        call, name = core.collective_rpc, core.set_weight_version
+        self.resets = 0
+        """How often vLLM has emptied its own prefix cache."""
+        call, name, reset = core.collective_rpc, core.set_weight_version, core.reset_prefix_cache
 
         @wraps(call)  # a served engine turns a client's message into arguments by the signature
         def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
@@ -48,7 +51,14 @@ class WeightUpdates:
             name(version)
             self._unnamed = ""
 
+        @wraps(reset)
+        def reset_prefix_cache(*args: Any, **kwargs: Any) -> Any:
+            done = reset(*args, **kwargs)
+            self.resets += bool(done)
+            return done
+
         core.collective_rpc, core.set_weight_version = collective_rpc, set_weight_version
+        core.reset_prefix_cache = reset_prefix_cache
 
     def version(self) -> str:
         """Return what stands for the weights of now; another one after each change."""
