@@ -283,6 +283,89 @@ def test_auto_counts_a_tiers_queue_as_part_of_its_price():
     assert bench.lookup(second, bench.request()) == (0, 0, False)
 
 
+def roomy(**more):
+    options = TieringOptions(lookup_wait=0.02, load_wait=None, one_tier=0.8, all_tiers=0.8)
+    bench = Bench(rows=4096, options=options, hold=True, **more)
+    prefill(bench)
+    return bench
+
+
+def test_auto_does_not_count_what_the_request_has_found_itself_as_a_queue_before_the_rest_of_it():
+    bench = roomy()
+    measure(bench, 4 * 16 * 0.001 * 0.6)
+    bench.tier["a"].put(keys := chain("long", 1500))
+    ctx = bench.request()
+    found = []
+    for _ in range(4):
+        found.append(bench.lookup(keys, ctx))
+        bench.step(0.01)
+    assert found == [(0, 448, True), (0, 874, True), (0, 1279, True), (0, 1500, False)]
+    assert bench.figures()["recomputed_cheaper"] == 0
+
+
+def test_auto_counts_a_queue_of_others_against_the_rest_of_what_was_found_too():
+    bench = roomy()
+    measure(bench, 4 * 16 * 0.001 * 0.6)
+    bench.tier["a"].put(chain("found", 12) + chain("other", 40))
+    ctx = bench.request()
+    assert bench.lookup(chain("found", 8), ctx) == (0, 8, False)
+    assert bench.lookup(chain("other", 40), bench.request()) == (0, 40, False)
+    assert bench.lookup(chain("found", 12), ctx) == (0, 8, False)
+    assert bench.figures()["recomputed_cheaper"] == 4
+
+
+def test_auto_counts_time_that_the_request_has_waited_already():
+    bench = roomy()
+    measure(bench, 4 * 16 * 0.001 * 0.6)
+    bench.tier["a"].put(KEYS)
+    ctx = bench.request()
+    assert bench.lookup(KEYS[:4], ctx) == (0, 4, False)
+    bench.step(3 * 16 * 0.001)
+    assert bench.lookup(KEYS[:6], ctx) == (0, 4, False), "three of the six chunks' time are left, and six to be loaded"
+
+
+def test_auto_never_loads_what_costs_more_than_computing_it_however_much_came_for_less():
+    bench = roomy(tiers={"fast": {}, "slow": {}})
+    measure(bench, 4 * 16 * 0.001 * 0.01, "fast")
+    measure(bench, 4 * 16 * 0.001 * 1.1, "slow")
+    bench.tier["fast"].put(KEYS[:6])
+    ctx = bench.request()
+    assert bench.lookup(KEYS, ctx) == (0, 6, False)
+    bench.step()
+    bench.tier["slow"].put(KEYS)
+    assert bench.lookup(KEYS, ctx) == (0, 6, False)
+
+
+def test_auto_loads_the_window_of_a_prefix_that_the_same_tier_brings():
+    bench = roomy(tokens_per_chunk=(16, 16))
+    measure(bench, 4 * 16 * 0.001 * 0.1)
+    keys, window = chain("k", 100), chain("k", 100, group=1)
+    bench.tier["a"].put(keys + window)
+    ctx = bench.request()
+    assert bench.lookup(keys, ctx) == (0, 100, False)
+    assert {bench.manager.lookup(key, ctx) for key in reversed(window[-4:])} == {PENDING}
+    assert bench.figures()["recomputed_cheaper"] == 0
+
+
+def test_auto_loads_a_window_whose_prefix_is_here_as_one():
+    bench = roomy(tokens_per_chunk=(16, 16))
+    measure(bench, 4 * 16 * 0.001 * 0.6)
+    window = chain("k", 8, group=1)
+    bench.tier["a"].put(window)
+    ctx = bench.request()
+    assert {bench.manager.lookup(key, ctx) for key in reversed(window)} == {PENDING}
+
+
+def test_auto_does_not_load_two_groups_that_together_cost_more_than_computing():
+    bench = roomy(tokens_per_chunk=(16, 16))
+    measure(bench, 4 * 16 * 0.001 * 0.6)
+    other = chain("k", 8, group=1)
+    bench.tier["a"].put(KEYS + other)
+    ctx = bench.request()
+    assert bench.lookup(KEYS, ctx) == (0, 8, False)
+    assert bench.lookup(other, ctx) == (0, 0, False)
+
+
 def test_a_faster_tier_serves_what_the_first_one_is_too_slow_for():
     bench = bench_with(load_wait=None, tiers=("slow", "fast"))
     prefill(bench)

@@ -48,11 +48,15 @@ class _Asked:
 
 @dataclass(slots=True)
 class _Search:
-    """One lookup among the tiers: rows that all of them may still get, and chunks that this call may still reserve."""
+    """One lookup among the tiers: rows that all of them may still get, and chunks that this call may still reserve.
+
+    ``waited``: chunks that the request has waited for before.
+    """
 
     tiers: list[_Asked]
     room: int
     left: int
+    waited: int
 
 
 class Lookups:
@@ -125,7 +129,7 @@ class Lookups:
         length, pending = self._primary.resident_run(keys)
         run = _Run(length)
         if length < len(keys) and state.slots and not state.load_over:
-            run = self._follow(keys, length, state, tokens)
+            run = self._follow(keys, length, state, tokens, window=window)
         if run.length > length:
             pending += self._primary.resident_run(keys[length : run.length])[1]
             length = run.length
@@ -170,11 +174,12 @@ class Lookups:
 
     # -- the tiers
 
-    def _follow(self, keys: Sequence[OffloadKey], at: int, state: RequestState, tokens: int) -> _Run:
+    def _follow(self, keys: Sequence[OffloadKey], at: int, state: RequestState, tokens: int, *, window: bool) -> _Run:
         """Follow the prefix beyond its first absent chunk, through tiers and primary, to one that is not to be had."""
         tiers = [tier for slot in state.slots if (tier := self._askable(slot, len(keys))) is not None]
         left = max(_FEWEST_RESERVED, _MOST_RESERVED - at // _WALKED_FOR_ONE)
-        search = _Search(tiers, self._jobs.room_in_all, left)
+        waited = len(state.window_waits) if window else state.awaited.get(group_of(keys[0]), (0, 0))[1]
+        search = _Search(tiers, self._jobs.room_in_all, left, waited)
         found: list[Found] = []
         silent: Sequence[TierSlot] = ()
         while at < len(keys) and tiers and search.room and search.left:
@@ -219,7 +224,7 @@ class Lookups:
                     silent.append(tier.slot)
                 continue
             places = self._absent(some[:hits], at)
-            worth = self._waits.worth_loading(tier.slot, len(places), tokens)
+            worth = self._waits.worth_loading(tier.slot, len(places), tokens, state, search.waited)
             if worth < len(places):
                 too_slow.append((tier.slot, len(places) - worth))
             allowed = min(worth, tier.room, search.room)

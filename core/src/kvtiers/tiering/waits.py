@@ -34,14 +34,23 @@ class Waits:
             before = self._prefill_seconds_per_token
             self._prefill_seconds_per_token = now if before is None else before + _PREFILL_WEIGHT * (now - before)
 
-    def worth_loading(self, slot: TierSlot, chunks: int, tokens_per_chunk: int) -> int:
-        """Return how many of these chunks, which this tier has, are worth loading: all, a few for a trial, or none."""
+    def worth_loading(
+        self, slot: TierSlot, chunks: int, tokens_per_chunk: int, state: RequestState, waited: int
+    ) -> int:
+        """Return how many of these chunks, which this tier has, are worth loading: all, a few for a trial, or none.
+
+        All have to come before the request stops waiting, behind the tier's queue: of that, what the request itself has
+        found would be computed too. ``waited``: how many chunks of this group the request has waited for so far.
+        """
         per_token, per_chunk = self._prefill_seconds_per_token, slot.seconds_per_chunk
         if self._options.load_wait is not None or per_token is None or per_chunk is None:
             return chunks
-        if (chunks + slot.metrics.loading_chunks) * per_chunk <= chunks * tokens_per_chunk * per_token:
-            return chunks
         now = self._clock()
+        tokens = max(state.load_tokens, (waited + chunks) * tokens_per_chunk)
+        left = tokens * per_token - (0.0 if state.load_since is None else now - state.load_since)
+        is_cheaper = per_chunk <= tokens_per_chunk * per_token
+        if is_cheaper and (chunks + slot.metrics.loading_chunks) * per_chunk <= left:
+            return chunks
         if now - max(slot.measured_at, slot.tried_at) < _MEASURE_SECONDS:
             return 0
         slot.tried_at = now
