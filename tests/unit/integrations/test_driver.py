@@ -293,6 +293,25 @@ def test_a_load_that_takes_too_long_lets_go_of_its_rows_and_is_reported_while_it
     assert bench.lookup(KEYS[0], "b") is HIT
 
 
+@pytest.mark.parametrize("load_wait", [0.5])
+def test_a_request_waits_for_loads_while_it_has_some_and_no_longer_than_load_wait_in_all(bench):
+    bench.store_rows(KEYS[:3], [3, 5, 6])
+    bench.driver.submit(2, KEYS[:1], [7], "a", is_promotion=True)
+    bench.clock.now += 0.2
+    assert bench.result(2).success
+    bench.clock.now += 100.0  # it is computed, put aside, and what it had is not in vLLM's memory any more
+    bench.store.gate.clear()
+    bench.driver.submit(3, KEYS[1:2], [8], "a", is_promotion=True)
+    bench.driver.submit(4, KEYS[2:3], [9], "a", is_promotion=True)
+    bench.clock.now += 0.25
+    bench.step()
+    assert bench.driver.metrics.wait_expired == 0, "while it was computed it waited for nothing"
+    bench.clock.now += 0.1
+    assert not bench.result(3).success
+    assert not bench.result(4).success
+    bench.store.gate.set()
+
+
 @pytest.mark.parametrize("load_wait", [None])
 @pytest.mark.parametrize("seconds_per_token", [None, 0.01], ids=["until computing has been measured", "as computing"])
 def test_a_request_waits_for_loads_as_long_as_computing_takes_or_else_as_for_answers(bench, seconds_per_token):

@@ -50,6 +50,7 @@ class _Running:
     """A job of vLLM's that is not reported yet, ids its own. ``release_at``: when its request has waited enough."""
 
     job: TransferJob
+    request: "_Request"
     submitted: float
     release_at: float
     started: float | None = None
@@ -59,11 +60,16 @@ class _Running:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """What is known of a request: since when it waits, and which chunks are misses for it."""
+    """What is known of a request: since when it waits, and which chunks are misses for it.
+
+    ``loads``: under way, since ``loads_since``; ``loads_waited``: seconds in which those before were.
+    """
 
     context: RequestContext
     waits_since: float | None = None
-    loads_since: float | None = None
+    loads: int = 0
+    loads_since: float = 0.0
+    loads_waited: float = 0.0
     load_tokens: int = 0
     left_out: bool = False
     lost: set[OffloadKey] = field(default_factory=set)
@@ -201,7 +207,7 @@ class TierDriver:
             return
         job = TransferJob(job_id, keys, memoryview(array("i", rows)), is_promotion, request.context)
         release_at = self._loads_over(request, keys, now) if is_promotion else math.inf
-        running = self._jobs[job_id] = _Running(job, now, release_at)
+        running = self._jobs[job_id] = _Running(job, request, now, release_at)
         self.metrics.running_jobs += 1
         self.metrics.loading_chunks += len(job.keys) if is_promotion else 0
         usable = self._slot.available()
@@ -306,13 +312,23 @@ class TierDriver:
             self._expire(now)
 
     def _loads_over(self, request: _Request, keys: Sequence[OffloadKey], now: float) -> float:
-        """Return until when a request waits for its loads, of which these are some."""
-        if request.loads_since is None:
+        """Return until when a request waits for its loads, of which these are some.
+
+        Between loads it waits for nothing: vLLM may compute it, put it aside, and have it loaded anew much later.
+        """
+        if not request.loads:
             request.loads_since = now
+        request.loads += 1
         request.load_tokens += self._tokens(keys)
         rate = self._prefill.seconds_per_token
         auto = max(self._lookup_wait, request.load_tokens * rate) if rate is not None else self._lookup_wait
-        return request.loads_since + (auto if self._load_wait is None else self._load_wait)
+        wait = auto if self._load_wait is None else self._load_wait
+        return request.loads_since + wait - request.loads_waited
+
+    def _load_ended(self, request: _Request) -> None:
+        request.loads -= 1
+        if not request.loads:
+            request.loads_waited += self._clock() - request.loads_since
 
     def _is_paused(self) -> bool:
         paused = self._clock() < self._pause_until
@@ -358,6 +374,7 @@ class TierDriver:
         good = good_keys(job, result)
         nbytes, seconds = moved(result)
         if job.is_promotion:
+            self._load_ended(running.request)
             metrics.loading_chunks -= len(job.keys)
             metrics.loaded_chunks += len(good)
             metrics.loaded_bytes += nbytes
