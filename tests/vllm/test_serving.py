@@ -172,6 +172,22 @@ def test_a_scrape_shows_which_tier_served_status_what_that_saved_and_the_end_lea
     assert not list(Path("/dev/shm").glob(f"*{ENGINE_ID}*"))
 
 
+def test_weights_that_a_server_is_told_to_read_anew_are_others(served_model, truth, tmp_path):
+    (first, _), stored, chunks = PROMPTS, "kvtiers_tier_stored_chunks_total", WHOLE[0] // BLOCK
+    transfer = transfer_config(ENGINE_ID, whole_stack(fs(tmp_path / "store")))
+    server = Server(served_model, json.dumps(transfer), tmp_path / "log")
+    try:
+        assert server.complete(first) == truth[tuple(first)]
+        server.until(lambda: server.figures(stored).get("fs") == chunks)
+        assert server.post("/collective_rpc", method="reload_weights") is not None
+        server.post("/reset_prefix_cache?reset_external=true")
+        assert server.complete(first) == truth[tuple(first)]
+        server.until(lambda: server.figures(stored)["fs"] == 2 * chunks)
+        assert not server.figures("kvtiers_tier_loaded_chunks_total").get("fs"), "nobody has said which they are"
+    finally:
+        server.kill()
+
+
 @pytest.fixture
 def closed_port():
     """A port at which nobody listens, and nobody else will."""
