@@ -439,6 +439,26 @@ def test_a_tier_that_needs_ten_seconds_a_load_costs_a_request_little_before_and_
     assert seconds <= 0.02 + 8 * 16 * 0.001 + 0.01 + 1e-9
 
 
+def test_a_step_of_a_few_tokens_says_little_of_what_a_token_costs():
+    bench = bench_with(load_wait=None)
+    for _ in range(3):  # a prompt in two steps, the second of which has what was left of it
+        bench.step(prefill_tokens=8192, prefill_seconds=8.192)
+        bench.step(prefill_tokens=8, prefill_seconds=0.03)
+    measure(bench, 0.001)
+    bench.tier["a"].put(KEYS)
+    assert waited(bench, KEYS, bench.request())[1] == pytest.approx(8 * 16 * 0.001, abs=0.006)
+
+
+def test_an_engine_whose_speed_changes_is_believed_within_some_steps():
+    bench = bench_with(load_wait=None)
+    prefill(bench, 0.001)
+    for _ in range(20):
+        prefill(bench, 0.01)
+    measure(bench, 0.001)
+    bench.tier["a"].put(KEYS)
+    assert waited(bench, KEYS, bench.request())[1] == pytest.approx(8 * 16 * 0.01, rel=0.02)
+
+
 def test_no_time_of_the_engines_is_believed_that_is_none():
     bench = bench_with(load_wait=None)
     for tokens, seconds in [(0, 1.0), (5, 0.0), (-5, 1.0), (5, float("nan")), (5, float("inf"))]:

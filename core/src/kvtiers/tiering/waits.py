@@ -14,7 +14,7 @@ from kvtiers.tiering.tiers import TierSlot
 
 __all__ = ["Waits"]
 
-_PREFILL_WEIGHT = 0.2  # of the newest step in the running prefill seconds per token
+_PREFILL_WEIGHT = 0.2  # of the newest step in the running prefill seconds per token, if all have equally many tokens
 _MEASURE_SECONDS = 5.0  # how often a tier that seems too slow is measured anew
 _TRIAL_CHUNKS = 16  # how much is loaded for that
 
@@ -26,13 +26,16 @@ class Waits:
         self._options = options
         self._clock = clock
         self._prefill_seconds_per_token: float | None = None
+        self._prefill = (0.0, 0.0)  # running tokens and seconds: a step of few tokens says little of a token's price
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """Take what the engine has seen of its own speed."""
         if tokens > 0 and 0 < seconds < math.inf:
-            now = seconds / tokens
-            before = self._prefill_seconds_per_token
-            self._prefill_seconds_per_token = now if before is None else before + _PREFILL_WEIGHT * (now - before)
+            all_tokens, all_seconds = self._prefill
+            all_tokens += _PREFILL_WEIGHT * (tokens - all_tokens)
+            all_seconds += _PREFILL_WEIGHT * (seconds - all_seconds)
+            self._prefill = all_tokens, all_seconds
+            self._prefill_seconds_per_token = all_seconds / all_tokens
 
     def worth_loading(
         self, slot: TierSlot, chunks: int, tokens_per_chunk: int, state: RequestState, waited: int
