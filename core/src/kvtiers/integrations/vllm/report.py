@@ -15,7 +15,7 @@ def open_status(opened: OpenedTier, engine: str) -> StatusSocket:
 
 
 def _figures_of(opened: OpenedTier) -> dict[str, Any]:
-    """Return a tier's figures as of now. Reads numbers that the engine's thread counts; a step is never torn apart."""
+    """Return a tier's figures as of now, each as it is when it is read: the engine's thread counts on meanwhile."""
     driver = opened.driver
     counted = {name: getattr(driver.metrics, name) for name in TierMetrics.__slots__}
     return counted | {
