@@ -97,6 +97,15 @@ def test_more_answers_than_questions_do_no_harm():
     assert bench.lookup(chain("other", 2), bench.request()) == (0, 0, True)
 
 
+def test_more_answers_than_questions_are_not_about_what_follows():
+    bench = Bench(rows=1024, tiers={"liar": {}, "sound": {}}, options=WIDE)
+    keys = chain("k", 240)
+    bench.tier["sound"].put(keys[:1])
+    bench.tier["liar"].lookup_many = lambda asked, context: [HIT] * 160 if asked[0] != keys[0] else [MISS]
+    hits = bench.manager.lookup_prefix(keys, bench.request())
+    assert bench.primary.find(keys[: hits.chunks]) == [PENDING] * hits.chunks
+
+
 def test_results_that_came_before_an_exception_are_not_lost():
     bench = Bench(options=WIDE, hold=True)
     bench.manager.complete_store(bench.begin_store(KEYS))

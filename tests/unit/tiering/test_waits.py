@@ -162,6 +162,13 @@ def measure(bench, seconds, name="a", chunks=4):
     return keys
 
 
+def roomy(**more):
+    options = TieringOptions(lookup_wait=0.02, load_wait=None, one_tier=0.8, all_tiers=0.8)
+    bench = Bench(rows=4096, options=options, hold=True, **more)
+    prefill(bench)
+    return bench
+
+
 @pytest.mark.parametrize("known", ["nothing", "prefill", "tier"])
 def test_auto_waits_as_long_as_for_an_answer_until_both_sides_have_been_measured(known):
     bench = bench_with(load_wait=None)
@@ -256,6 +263,43 @@ def test_auto_computes_what_a_tier_is_too_slow_for_at_once_and_counts_it():
     assert not bench.tier["a"].held
 
 
+def test_all_chunks_of_a_long_prefix_that_a_tier_is_too_slow_for_are_counted():
+    bench = roomy()
+    measure(bench, 4 * 16 * 0.001 * 1.1)
+    keys = chain("long", 1500)
+    bench.manager.complete_store(bench.begin_store([keys[1000]]))
+    bench.tier["a"].put(keys)
+    assert bench.lookup(keys, bench.request()) == (0, 0, False)
+    assert bench.figures()["recomputed_cheaper"] == bench.figures("a")["recomputed_cheaper"] == 1499
+
+
+def test_chunks_that_two_tiers_are_too_slow_for_are_computed_once():
+    bench = roomy(tiers={"a": {}, "b": {}})
+    for name, count in (("a", 8), ("b", 5)):
+        measure(bench, 4 * 16 * 0.001 * 1.1, name)
+        bench.tier[name].put(KEYS[:count])
+    assert bench.lookup(chain("k", 32), bench.request()) == (0, 0, False)
+    assert by_tier(bench, "recomputed_cheaper") == {"a": 8, "b": 5}
+    assert bench.figures()["recomputed_cheaper"] == 8
+
+
+def test_chunks_that_a_tier_has_lost_are_not_said_to_be_cheaper_to_compute():
+    bench = roomy()
+    measure(bench, 4 * 16 * 0.001 * 0.5)
+    tier = bench.tier["a"]
+    tier.put(KEYS)
+    ctx = bench.request()
+    bench.lookup(KEYS, ctx)
+    bench.step()
+    tier.end(min(tier.held), landed=[*KEYS[:3], *KEYS[5:]])
+    bench.manager.on_schedule_end()
+    bench.manager.on_schedule_end()
+    bench.forget()
+    measure(bench, 1e6)
+    assert bench.lookup(KEYS, ctx) == (0, 0, False)
+    assert bench.figures()["recomputed_cheaper"] == 3
+
+
 def test_a_load_wait_that_was_given_is_granted_whatever_computing_would_cost():
     bench = bench_with(load_wait=60.0)
     prefill(bench)
@@ -281,13 +325,6 @@ def test_auto_counts_a_tiers_queue_as_part_of_its_price():
     bench.tier["a"].put(first + second)
     assert bench.lookup(first, bench.request()) == (0, 8, False)
     assert bench.lookup(second, bench.request()) == (0, 0, False)
-
-
-def roomy(**more):
-    options = TieringOptions(lookup_wait=0.02, load_wait=None, one_tier=0.8, all_tiers=0.8)
-    bench = Bench(rows=4096, options=options, hold=True, **more)
-    prefill(bench)
-    return bench
 
 
 def test_auto_does_not_count_what_the_request_has_found_itself_as_a_queue_before_the_rest_of_it():

@@ -211,22 +211,23 @@ class Lookups:
         Return what the first one with a hit is to bring and up to where, and, if none has one, those to ask again.
         """
         silent: list[TierSlot] = []
-        too_slow: list[tuple[TierSlot, int]] = []
+        too_slow: list[tuple[TierSlot, int]] = []  # with how many of the leading keys each has
         for tier in search.tiers:
             if not tier.room:
                 continue
             some = keys[at : at + tier.question]
             tier.question = max(_SMALLEST_QUESTION, tier.question // 2)
             there, retry = tier.slot.ask(some, state.context)
-            hits = state.not_lost(tier.slot, some[: min(there, _MOST_RESERVED)])
-            if not hits:
+            has = state.not_lost(tier.slot, some[:there]) if state.lost else min(there, len(some))
+            if not has:
                 if retry and not there:
                     silent.append(tier.slot)
                 continue
+            hits = min(has, _MOST_RESERVED)
             places = self._absent(some[:hits], at)
             worth = self._waits.worth_loading(tier.slot, len(places), tokens, state, search.waited)
-            if worth < len(places):
-                too_slow.append((tier.slot, len(places) - worth))
+            if not worth:
+                too_slow.append((tier.slot, has))
             allowed = min(worth, tier.room, search.room)
             tier.slot.metrics.dropped_promotions += worth - allowed
             take = min(allowed, search.left)
@@ -237,9 +238,10 @@ class Lookups:
                 end = at + hits if take == len(places) else places[take]
                 return Found(tier.slot, places[:take]), end, ()
         if too_slow and not silent:
-            for slot, chunks in too_slow:
-                self._metrics.recomputed_cheaper += chunks
-                slot.metrics.recomputed_cheaper += chunks
+            for slot, has in too_slow:
+                slot.metrics.recomputed_cheaper += len(self._absent(keys[at : at + has], at))
+            most = max([has for _, has in too_slow])
+            self._metrics.recomputed_cheaper += len(self._absent(keys[at : at + most], at))
             state.given_up.add(keys[at])
         return None, at, silent
 
