@@ -176,6 +176,27 @@ def test_a_jobs_rows_are_a_buffer_of_int32_beside_its_keys():
     assert job.is_promotion is False
 
 
+@pytest.mark.parametrize("landed", [4, 1, 0])
+def test_how_long_a_promotion_takes_is_known_from_those_that_brought_something(landed):
+    bench, _ = loading()
+    bench.clock.now += 0.7
+    bench.tier["a"].end(1, landed=KEYS[:landed])
+    bench.step()
+    bench.step()
+    latency = bench.figures("a")["promotion_latency"]
+    assert (latency["count"], latency["sum"]) == ((1, pytest.approx(0.7)) if landed else (0, 0.0))
+
+
+def test_a_tier_that_takes_no_promotion_does_not_look_like_a_quick_one():
+    bench = Bench(options=WIDE)
+    bench.tier["a"].put(KEYS)
+    bench.tier["a"].raises = {"submit_load"}
+    bench.lookup(KEYS, bench.request())
+    bench.step()
+    assert bench.figures("a")["failed_loads"] == 8
+    assert bench.figures("a")["promotion_latency"]["count"] == 0
+
+
 # -- lies
 
 

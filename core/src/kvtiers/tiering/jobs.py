@@ -222,8 +222,8 @@ class JobTable:
         nbytes, seconds = moved(result)
         complete = len(good) == len(job.keys)
         landed = self._primary.complete_write(running.rows, complete, () if complete else set(good))
-        metrics.promotion_latency.observe(now - running.submitted)
         if good:
+            metrics.promotion_latency.observe(now - running.submitted)
             slot.measure(len(good), seconds or now - running.submitted, now)
             metrics.loaded_chunks += len(good)
             metrics.loaded_bytes += nbytes
