@@ -136,6 +136,40 @@ def test_chunks_of_which_none_gets_a_row_are_counted_too():
     assert bench.figures("a")["dropped_promotions"] == 4
 
 
+def test_chunks_that_get_no_row_are_counted_once_a_request_however_often_it_asks():
+    bench = Bench(rows=40, options=TieringOptions(load_wait=60.0))
+    keys = chain("many", 100)
+    bench.tier["a"].put(keys)
+    ctx = bench.request()
+    for _ in range(8):
+        bench.lookup(keys, ctx)
+        bench.step()
+    assert bench.lookup(keys, ctx) == (40, 0, False)
+    assert bench.figures("a")["dropped_promotions"] == 90, "all but those that got one of the 10 rows at once"
+    bench.lookup(keys, bench.request())
+    assert bench.figures("a")["dropped_promotions"] == 90 + 60
+
+
+@pytest.mark.parametrize("free", [0, 3])
+def test_chunks_that_get_no_row_are_counted_for_the_tier_that_has_them(free):
+    bench = Bench(rows=40, tiers={"a": {}, "b": {}}, options=WIDE)
+    keys = chain("many", 8)
+    bench.tier["a"].put(keys[:5])
+    bench.tier["b"].put(keys[5:])
+    assert bench.begin_store(chain("mine", 36 - free)) is not None
+    assert bench.lookup(keys, bench.request()) == (0, free, False)
+    assert [bench.figures(name)["dropped_promotions"] for name in "ab"] == [5 - free, 3]
+
+
+def test_chunks_that_get_no_row_are_counted_for_each_tier_that_has_them():
+    bench = Bench(rows=40, tiers={"a": {}, "b": {}}, options=TieringOptions(load_wait=60.0))
+    keys = chain("many", 50)
+    for tier in bench.tier.values():
+        tier.put(keys)
+    assert bench.lookup(keys, bench.request()) == (0, 20, False)
+    assert [bench.figures(name)["dropped_promotions"] for name in "ab"] == [40, 30]
+
+
 def test_one_tier_pins_a_quarter_of_the_rows_and_all_tiers_a_half_at_most():
     names = ["a", "b", "c"]
     bench = Bench(rows=40, tiers={name: {} for name in names}, options=TieringOptions(load_wait=0.1), hold=True)

@@ -229,7 +229,8 @@ class Lookups:
             if not worth:
                 too_slow.append((tier.slot, has))
             allowed = min(worth, tier.room, search.room)
-            tier.slot.metrics.dropped_promotions += worth - allowed
+            if allowed < worth:
+                state.drop(tier.slot, [keys[place] for place in places[allowed:worth]])
             take = min(allowed, search.left)
             if take:
                 tier.room -= take

@@ -81,12 +81,13 @@ class Promotions:
             used=min(first, self._walked(run, state)),
         )
         if got is None:
-            found[0].slot.metrics.dropped_promotions += wanted
+            for slot, places in found:
+                state.drop(slot, [run[place] for place in places])
             return first
         self._origins.forget(got.evicted)
         self._on_allocated(len(got.keys), got.evicted, clean_before)
         self._reserved.update(dict.fromkeys(got.keys, state))
-        reached = self._share_out(got, found, state, tokens_per_chunk) or len(run)
+        reached = self._share_out(got, run, found, state, tokens_per_chunk)
         self._walks.setdefault(state, {})[group_of(run[0])] = reached, run[reached - 1]
         return reached
 
@@ -96,20 +97,25 @@ class Promotions:
         return length if 0 < length <= len(run) and run[length - 1] == last else 0
 
     def _share_out(
-        self, got: Allocation, found: Sequence[Found], state: RequestState, tokens_per_chunk: int
-    ) -> int | None:
-        """Note which tier brings what; return the place of the first chunk that got no row."""
-        taken = 0
+        self,
+        got: Allocation,
+        run: Sequence[OffloadKey],
+        found: Sequence[Found],
+        state: RequestState,
+        tokens_per_chunk: int,
+    ) -> int:
+        """Note which tier brings what; return how far the run goes without a chunk that got no row."""
+        taken, reached = 0, len(run)
         for slot, places in found:
             end = taken + len(places)
             keys, rows = got.keys[taken:end], got.rows[taken:end]
             if keys:
                 self._add(slot, state, keys, rows, [place * tokens_per_chunk for place in places[: len(keys)]])
             if len(keys) < len(places):
-                slot.metrics.dropped_promotions += sum([len(share.places) for share in found]) - len(got.keys)
-                return places[len(keys)]
+                state.drop(slot, [run[place] for place in places[len(keys) :]])
+                reached = min(reached, places[len(keys)])
             taken = end
-        return None
+        return reached
 
     def met(self, run: Sequence[OffloadKey], state: RequestState) -> None:
         """Note that a request waits for this run: what another one reserved of it is now for both."""

@@ -52,6 +52,8 @@ class RequestState:
     """Chunks already counted as looked up, by group."""
     counted_single: set[OffloadKey] = field(default_factory=set)
     counted_hits: set[OffloadKey] = field(default_factory=set)
+    dropped: dict[int, set[OffloadKey]] = field(default_factory=dict)
+    """Chunks that got no row, by the tier that has them."""
     open_stores: int = 0
     parked: dict[OffloadKey, None] = field(default_factory=dict)
     """Keys that a tier of ``whole`` wants but that are not readable yet."""
@@ -62,6 +64,13 @@ class RequestState:
         lost, bit = self.lost, 1 << slot.index
         for key in keys:
             lost[key] = lost.get(key, 0) | bit
+
+    def drop(self, slot: TierSlot, keys: Sequence[OffloadKey]) -> None:
+        """Count those of these chunks, which this tier has and which got no row, that were not counted before."""
+        dropped = self.dropped.setdefault(slot.index, set())
+        before = len(dropped)
+        dropped.update(keys)
+        slot.metrics.dropped_promotions += len(dropped) - before
 
     def not_lost(self, slot: TierSlot, keys: Sequence[OffloadKey]) -> int:
         """Return how many of the leading keys this tier has not lost for the request."""
