@@ -1,5 +1,6 @@
 """The manager as a whole: resets, weights, pending work, events, figures, and its end."""
 
+import json
 import threading
 
 import pytest
@@ -247,6 +248,19 @@ def test_stats_are_those_of_the_last_steps_end_and_plain_data():
     }
     stats["engine"]["primary_hits"] = 99
     assert bench.manager.stats()["engine"]["primary_hits"] == 3
+
+
+def test_stats_survive_a_way_through_json():
+    bench = Bench(tiers={"a": {}, "b": {}}, options=WIDE, hold=True)
+    bench.engine.own["a"] = {"breaker_state": 0.0}
+    bench.tier["a"].put(KEYS[:2])
+    bench.lookup(KEYS, bench.request())
+    bench.step()
+    bench.tier["a"].end_all()
+    bench.step()
+    stats = bench.manager.stats()
+    assert stats["tiers"]["a"]["promotion_latency"]["count"] == 1
+    assert json.loads(json.dumps(stats)) == stats
 
 
 def test_all_calls_of_the_engines_thread_count_as_its_time_and_none_twice(monkeypatch):
