@@ -16,6 +16,27 @@ def await_nothing_left(machine, engine_id, hosts):
     assert [pid for pid in hosts if machine.state_of(pid) not in {"", "Z"}] == []
 
 
+class Places:
+    """Everywhere that a process may leave a file without being told to."""
+
+    def __init__(self, folder):
+        self._places = [folder / "tmp", folder / "home", folder / "here"]
+        for place in self._places:
+            place.mkdir()
+        self.here = self._places[2]
+        self.environment = os.environ | {"TMPDIR": str(self._places[0]), "HOME": str(self._places[1])}
+
+    def files(self, engine_id):
+        """What lies in these places, and of this engine in shared memory."""
+        shared = [path for path in Path("/dev/shm").iterdir() if engine_id in path.name]
+        return [*shared, *(path for place in self._places for path in place.iterdir())]
+
+
+@pytest.fixture
+def places(tmp_path):
+    return Places(tmp_path)
+
+
 @pytest.fixture
 def two_tiers(faulty):
     return faulty(), faulty("second")
@@ -32,12 +53,12 @@ def test_an_engine_that_is_killed_leaves_no_host_and_no_memory(party, two_tiers,
     await_nothing_left(machine, engine_id, hosts)
 
 
-@pytest.mark.parametrize("stage", ["read", "write", "open"])
+@pytest.mark.parametrize("stage", ["read", "write", "exists", "delete", "open"])
 def test_an_engine_that_is_killed_while_its_host_hangs_in_the_kernel_leaves_nothing(
-    party, faulty, gates, machine, stage
+    party, faulty, gates, machine, places, stage
 ):
     tier = faulty()
-    engine = party()
+    engine = party(env=places.environment, cwd=places.here)
     if stage == "open":
         gates.set("open", "hang")
         engine.do(f"engine = Engine({tier!r})")
@@ -45,16 +66,24 @@ def test_an_engine_that_is_killed_while_its_host_hangs_in_the_kernel_leaves_noth
     else:
         engine_id = engine.engine(tier)
         engine.do("engine.store(keys(0, 4)); engine.forget()")
+        if stage == "delete":
+            for path in (gates.root / "values").iterdir():  # damaged: whoever reads one deletes it
+                content = path.read_bytes()
+                path.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
         gates.set(stage, "hang")
-        if stage == "read":
+        if stage == "write":
+            engine.do("None if engine.put(keys(10, 4)) else None")
+        elif stage == "exists":
+            engine.do("engine.lookup(keys(50, 4), engine.request()).ready; engine.step()")
+        else:
             engine.do("ctx = engine.request(); engine.until(lambda: engine.lookup(keys(0, 4), ctx).pending)")
             engine.do("engine.step()")
-        else:
-            engine.do("None if engine.put(keys(10, 4)) else None")
     machine.wait_until(lambda: gates.reached(stage), "the hang")
     hosts = engine.hosts()
+    assert len(hosts) == 1
     engine.process.kill()
     await_nothing_left(machine, engine_id, hosts)
+    assert places.files(engine_id) == []
 
 
 def test_an_engine_that_is_killed_before_its_hosts_have_begun_leaves_nothing(party, two_tiers, machine):
@@ -109,12 +138,8 @@ def test_an_engine_that_becomes_another_program_leaves_no_host_and_no_memory(par
 
 
 @pytest.mark.parametrize("end", ["shutdown", "kill"])
-def test_no_file_is_made_beside_the_stores_own(party, faulty, machine, tmp_path, end):
-    places = [tmp_path / "tmp", tmp_path / "home", tmp_path / "here"]
-    for place in places:
-        place.mkdir()
-    environment = os.environ | {"TMPDIR": str(places[0]), "HOME": str(places[1])}
-    engine = party(env=environment, cwd=places[2])
+def test_no_file_is_made_beside_the_stores_own(party, faulty, machine, places, end):
+    engine = party(env=places.environment, cwd=places.here)
     engine_id = engine.engine(faulty())
     engine.do("engine.store(keys(0, 4))")
     hosts = engine.hosts()
@@ -123,8 +148,7 @@ def test_no_file_is_made_beside_the_stores_own(party, faulty, machine, tmp_path,
     else:
         engine.do("engine.close()")
     await_nothing_left(machine, engine_id, hosts)
-    assert [list(place.iterdir()) for place in places] == [[], [], []]
-    assert not [path for path in Path("/dev/shm").iterdir() if engine_id in path.name]
+    assert places.files(engine_id) == []
 
 
 def test_an_engine_that_falls_off_its_end_ends_at_once_and_leaves_nothing(party, two_tiers, machine):

@@ -45,11 +45,6 @@ def stored_beside(engine, wanted):
     engine.until(lambda: engine.figures()["stored_chunks"] == before + len(wanted), "the store")
 
 
-def came_to(gates, stage):
-    """The process ids of those that have come to this gate, each as often as it did."""
-    return [int(path.name.split(".")[1]) for path in (gates.root / "reached").glob(f"{stage}.*")]
-
-
 def no_row_is_lost(engine):
     """All rows come free; and what was lost is asked for again, a second later by the engine's clock."""
     engine.until(lambda: not engine.figures()["pinned_rows"], "the release of the rows")
@@ -65,10 +60,10 @@ def test_one_request_is_shared_out_and_every_byte_is_right(several, gates, machi
     for stage in ("write", "read"):
         gates.set(stage, "always sleep 0")
     wanted = stored(engine, machine.keys(0, 96))
-    assert set(came_to(gates, "write")) == hosts
+    assert set(gates.callers("write")) == hosts
     assert engine.load(wanted) == 96
-    assert set(came_to(gates, "read")) == hosts
-    assert len(came_to(gates, "read")) == 96, "each value once"
+    assert set(gates.callers("read")) == hosts
+    assert len(gates.callers("read")) == 96, "each value once"
     figures = engine.figures()
     assert (figures["stored_chunks"], figures["loaded_bytes"]) == (96, 96 * machine.VALUE)
     assert (figures["own"]["host_starts"], figures["own"]["hosts"]) == (3, 3)
@@ -89,7 +84,7 @@ def test_of_a_load_in_parts_only_what_a_killed_host_had_is_lost(several, gates, 
     engine = several(2)
     wanted = stored(engine, machine.keys(0, 64))
     gates.set("read", "always hang")
-    ctx = engine.ask_until(lambda: len(set(came_to(gates, "read"))) == 2, wanted, "both parts")
+    ctx = engine.ask_until(lambda: len(set(gates.callers("read"))) == 2, wanted, "both parts")
     victim = engine.each_host()["faulty (2 of 2)"]
     os.kill(victim, signal.SIGKILL)
     killed = engine.group()._hosts[1]
@@ -119,7 +114,7 @@ def test_rows_of_a_killed_host_are_held_until_it_is_reaped_and_the_others_go_on(
     wanted, others = stored(engine, machine.keys(0, 1)), stored(engine, machine.keys(100, 40))
     gates.set("read", "hang")
     ctx = engine.ask_until(lambda: gates.reached("read"), wanted, "the load")
-    (victim,) = came_to(gates, "read")
+    (victim,) = gates.callers("read")
     os.kill(victim, signal.SIGKILL)
     engine.until(lambda: engine.figures()["quarantined_rows"], "the load's failure")
     assert engine.resolve(wanted, ctx) == 0, "told at once"
@@ -146,7 +141,7 @@ def test_a_death_with_many_jobs_under_way_does_not_keep_the_tier_out_of_use(seve
         return all(pending)
 
     engine.until(all_pending, "24 loads")
-    engine.until(lambda: len(set(came_to(gates, "read"))) == 2, "loads in both hosts")
+    engine.until(lambda: len(set(gates.callers("read"))) == 2, "loads in both hosts")
     os.kill(engine.each_host()["faulty (1 of 2)"], signal.SIGKILL)
     engine.until(lambda: engine.own()["breaker_opened"] == 1, "its failures")
     engine.until_available()
@@ -192,7 +187,7 @@ def test_an_engine_that_is_killed_leaves_none_of_them(party, faulty, gates, mach
     engine.do("engine.store(keys(0, 96)); engine.forget()")
     gates.set("read", "always hang")
     engine.do("ctx = engine.request(); engine.until(lambda: engine.lookup(keys(0, 96), ctx).pending); engine.step()")
-    machine.wait_until(lambda: len(set(came_to(gates, "read"))) == 3, "a load in all of them")
+    machine.wait_until(lambda: len(set(gates.callers("read"))) == 3, "a load in all of them")
     hosts = engine.hosts()
     assert len(hosts) == 3
     engine.process.kill()

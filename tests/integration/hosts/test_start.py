@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvtiers.api import StartError
+from kvtiers.config import load_config
 
 BOTH = pytest.mark.parametrize("io", ["process", "thread"])
 SOON = {"breaker": {"delay": "20ms", "max_delay": "50ms"}}
@@ -56,6 +57,53 @@ def test_a_store_that_hangs_while_it_opens_holds_up_no_other_tier(start, faulty,
     engine.store(machine.keys(0, 4))
     engine.forget()
     assert engine.load(machine.keys(0, 4)) == 4
+
+
+# -- where its I/O runs
+
+
+@pytest.mark.parametrize(
+    ("options", "io"), [({}, "process"), ({"io": "process"}, "process"), ({"io": "thread"}, "thread")]
+)
+def test_a_tiers_io_runs_in_another_process_unless_the_config_says_otherwise(
+    start, faulty, gates, machine, options, io
+):
+    engine = start(faulty(**options))
+    assert load_config(engine.config).secondary[0].io == io
+    engine.until_available()
+    for stage in ("write", "read"):
+        gates.set(stage, "always sleep 0")
+    engine.store(machine.keys(0, 4))
+    engine.forget()
+    assert engine.load(machine.keys(0, 4)) == 4
+    moved_in = {*gates.callers("write"), *gates.callers("read")}
+    if io == "thread":
+        assert moved_in == {os.getpid()}
+    else:
+        assert moved_in == {engine.host()} == set(machine.children())
+        assert engine.host() != os.getpid()
+
+
+def test_a_tier_that_comes_with_kvtiers_moves_its_values_in_another_process(start, machine, tmp_path):
+    """By the kernel's account of what each process has read and written."""
+    engine = start({"type": "fs", "path": str(tmp_path / "fs"), "capacity": "1GiB"})
+    engine.until_available()
+    wanted = machine.keys(0, 128)
+    moved = 2 * len(wanted) * machine.VALUE
+    hosts, others = moved_by(machine.children()), moved_by([os.getpid()])
+    engine.store(wanted)
+    engine.forget()
+    assert engine.load(wanted) == len(wanted)
+    assert moved_by(machine.children()) - hosts >= moved
+    assert moved_by([os.getpid()]) - others < moved / 2
+
+
+def moved_by(processes):
+    """The bytes that these have read and written."""
+    accounts = [
+        dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines()) for pid in processes
+    ]
+    return sum(int(account["rchar"]) + int(account["wchar"]) for account in accounts)
 
 
 # -- required
