@@ -1,4 +1,9 @@
-"""What an engine has two `memory` tiers do, endlessly: store and load values of 2 MiB, flat out or at a pace."""
+"""What an engine has two `memory` tiers do, endlessly: store and load values of 2 MiB, flat out or at a pace.
+
+A value is 16 tokens of an 8B model in 16 bits. A request has 1,024 tokens: in the conversation trace of Mooncake (FAST
+'25), 12,031 requests, a tenth of the prompts have less than 964, half of them less than 6,909. With shorter requests
+the engine's thread has more to do for each byte.
+"""
 
 import os
 import time
@@ -15,9 +20,9 @@ from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.tiering.manager import TieringManager
 
 VALUE_BYTES = 2 << 20
-REGION_ROWS = 256
-BATCH = 16  # chunks a request
-MOST_IN_FLIGHT = 48  # chunks a tier, below what it may pin
+REGION_ROWS = 512
+BATCH = 64  # chunks a request: 1,024 tokens, the tenth percentile of real prompts
+MOST_IN_FLIGHT = 128  # chunks a tier: what it may pin
 MOST_BEHIND_SECONDS = 0.2  # of what is due at the pace, no more is made up for
 TIERS = ("one", "two")
 LAYOUT = CacheLayout(
