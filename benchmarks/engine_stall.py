@@ -36,14 +36,19 @@ the two rates. Both shares have the goal. The loop in the engine pays for the ma
 The share of time in steps is given, and so are the speeds kept by processor time, which do not count when something
 else has the processor.
 
-What the loop in the engine loses are the steps, and what they put out of the caches. A step at 2.7 GB/s takes 0.3 to
-0.4 ms, for 0.8 jobs: it makes some 120 calls of 80 functions, which ten milliseconds of loop and copies have made cold,
-and that costs 3 us a call, several times what `scheduler_cost.py` says. No part stands out. Of 0.42 ms at 3.5 GB/s, by
-4,000 steps of which every 0.7 ms of processor time was looked at: listening to the hosts and taking their results in
-0.17 ms, look-ups with their loads 0.15, stores 0.12, figures 0.02, and no single function more than 0.02. Of the speed
-between two steps up to 4 % goes at 2.8 GB/s, of the standard library's functions 6 to 9 %, of C code nothing. So the
-share falls with the rate: 0.97 at 1.4 GB/s, 0.86 to 0.92 at 2.5 to 3 in six runs beside busy neighbours, where the walk
-through a list had 0.88 and 0.89. With 1 ms of Python more in each step it is 0.85 to 0.88, at 2.1 to 2.4 GB/s.
+What the loop in the engine loses are the steps, and what they put out of the caches. With requests of 256 tokens, a
+quarter of what they have here, a step at 2.7 GB/s takes 0.3 to 0.4 ms, for 0.8 jobs: it makes some 120 calls of 80
+functions, which ten milliseconds of loop and copies have made cold, and that costs 3 us a call, several times what
+`scheduler_cost.py` says. No part stands out. Of 0.42 ms at 3.5 GB/s, by 4,000 steps of which every 0.7 ms of processor
+time was looked at: listening to the hosts and taking their results in 0.17 ms, look-ups with their loads 0.15, stores
+0.12, figures 0.02, and no single function more than 0.02. Of the speed between two steps up to 4 % goes at 2.8 GB/s, of
+the standard library's functions 6 to 9 %, of C code nothing. So the share falls with the rate: 0.97 at 1.4 GB/s, 0.86
+to 0.92 at 2.5 to 3 in six runs beside busy neighbours, where the walk through a list had 0.88 and 0.89. With 1 ms of
+Python more in each step it is 0.85 to 0.88, at 2.1 to 2.4 GB/s.
+
+With requests of 1,024 tokens the same calls move more: 84 a step at 1.5 GB/s. On sixteen processors beside busy
+neighbours steps then took 4.4 to 4.8 % of the time at 5.8 GB/s, flat out, where the loop kept 0.89 to 0.95 of its speed
+in three runs, and 3.5 to 4 % at 3.3 GB/s, paced, where it kept 0.98, 0.99 and 0.87.
 
 The rest is a matter of where the kernel runs the hosts. In a trace (Linux 6.18, EEVDF, 250 ticks a second, two
 processors) 9 of 10 messages of the engine's thread woke the host on that thread's own processor, and until a tick ends
