@@ -69,6 +69,8 @@ class TierMetrics:
     """Answers that the tier gave."""
     hits: int = 0
     """Chunks that a request was the first to read, and that this tier had brought; once a request and chunk."""
+    prefix_hits: int = 0
+    """Those of them that are of the first full-attention group: how much of a prompt, however many groups there are."""
     loaded_chunks: int = 0
     loaded_bytes: int = 0
     load_seconds: float = 0.0

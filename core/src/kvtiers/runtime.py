@@ -91,6 +91,7 @@ def open_manager(
         engine,
         _tiering_options(config),
         recorder=_recorder(config, layout),
+        prefix_group=layout.prefix_group,
     )
 
 
@@ -166,8 +167,7 @@ def _create_region(config: OffloadConfig, layout: CacheLayout, engine_id: str) -
 def _recorder(config: OffloadConfig, layout: CacheLayout) -> Recorder | None:
     if config.record is None:
         return None
-    full = [index for index, group in enumerate(layout.groups) if group.kind == "full_attention"]
-    group = full[0] if full else 0
+    group = layout.prefix_group
     return Recorder(config.record.path, config.record.max_bytes, layout.groups[group].tokens_per_block, group)
 
 

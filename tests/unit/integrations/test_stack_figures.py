@@ -29,7 +29,7 @@ class Collection:
 def stats():
     late = {"wait_expired": 5, "recomputed_cheaper": 6}
     own = {"open": 1, "breaker_state": 0, "lookup_seconds": 0.25}
-    tier = TIER | late | {"hits": 3, "load_seconds": 0.5, "own": own}
+    tier = TIER | late | {"hits": 3, "prefix_hits": 3, "load_seconds": 0.5, "own": own}
     return {"engine": {"lookups": 8}, "primary": {"rows": 16, "free_rows": 5}, "tiers": {"near": tier}}
 
 
@@ -53,6 +53,14 @@ def steps(clock):
 @pytest.fixture
 def facts(stats, steps):
     return StackFacts(lambda: stats, LAYOUT, steps, shared=True)
+
+
+def test_tokens_are_a_prompts_and_not_those_of_each_of_its_groups(stats, steps):
+    """A window group has few chunks of a long prompt: 100 of the one and 4 of the other are 100 chunks' tokens."""
+    groups = (KVGroup("window", 32, "sliding_window", 128), KVGroup("full", 16))
+    hybrid = CacheLayout(ModelIdentity("model"), groups, (KVTensor("a", 0, 64), KVTensor("b", 1, 64)))
+    facts = StackFacts(lambda: stats, hybrid, steps, shared=True)
+    assert facts.tokens({"hits": 104, "prefix_hits": 100}) == 1600
 
 
 def test_counters_are_what_was_added_and_gauges_what_is(facts, stats, clock):

@@ -168,6 +168,15 @@ def test_all_tiers_of_one_engine_stand_in_one_screen(serve):
     assert set(mine["tiers"]) == {"fs", "redis"}
 
 
+def test_engines_of_one_pid_stand_apart(serve, monkeypatch):
+    serve(answer(fs=TIER))
+    monkeypatch.setattr("kvtiers.integrations.status._process", "of-another-container")
+    serve(answer(redis=TIER))
+    engines = [engine for engine in json.loads(run("--json").stdout) if engine["pid"] == os.getpid()]
+    assert sorted(name for engine in engines for name in engine["tiers"]) == ["fs", "redis"]
+    assert len(engines) == 2
+
+
 @pytest.mark.parametrize(
     ("figures", "sentence"),
     [

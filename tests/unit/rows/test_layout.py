@@ -34,6 +34,13 @@ def test_fingerprints_of_this_format_never_change(case):
     assert rebuilt.row_stride == case["row_stride"]
 
 
+def test_a_prompts_prefix_is_in_the_first_group_of_full_attention():
+    full, window = layout().groups
+    for groups, first in (((full, window), 0), ((window, full), 1), ((window, full, full), 1), ((window,), 0)):
+        tensors = tuple(KVTensor(f"t{group}", group, 64) for group in range(len(groups)))
+        assert layout(groups=groups, tensors=tensors).prefix_group == first
+
+
 def test_a_direct_row_holds_the_ranks_one_after_the_other_and_their_tensors_in_order():
     direct = layout()
     # Group 0, two blocks a chunk: a (1000) and c (5000) for rank 0, then for rank 1.

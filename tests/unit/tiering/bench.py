@@ -270,6 +270,7 @@ class Bench:
     hold: bool = False
     protected_share: float = 0.4
     record_events: bool = True
+    prefix_group: int = 0
 
     def __post_init__(self):
         self.clock = Clock()
@@ -290,7 +291,14 @@ class Bench:
             self.slots.append(TierSlot(index, tier, TierOptions(name, **options)))
             self.engine.on_new_weights.append(lambda version, tier=tier: setattr(tier, "version", version))
         self.manager = TieringManager(
-            "test", self.primary, self.slots, self.tokens_per_chunk, self.engine, self.options, self.clock
+            "test",
+            self.primary,
+            self.slots,
+            self.tokens_per_chunk,
+            self.engine,
+            self.options,
+            self.clock,
+            prefix_group=self.prefix_group,
         )
         self._requests = 0
         self.all.append(self)

@@ -129,6 +129,21 @@ def test_hits_are_counted_for_the_tier_that_brought_the_chunk_and_once_a_request
     assert bench.figures()["primary_hits"] == 3
 
 
+@pytest.mark.parametrize(("prefix_group", "prefix_hits"), [(0, 1), (1, 3)])
+def test_hits_of_a_prompts_prefix_are_those_of_one_group(prefix_group, prefix_hits):
+    bench = Bench(tokens_per_chunk=(48, 16), options=WIDE, prefix_group=prefix_group)
+    groups = chain("k", 1, group=0), chain("k", 3, group=1)
+    request = bench.request()
+    for keys in groups:
+        bench.tier["a"].put(keys)
+        bench.lookup(keys, request)
+    bench.settle()
+    for _ in range(2):
+        for keys in groups:
+            assert bench.load(keys, request)
+    assert (bench.figures("a")["hits"], bench.figures("a")["prefix_hits"]) == (4, prefix_hits)
+
+
 def test_a_chunk_that_left_and_was_computed_again_is_the_primarys():
     bench = Bench(rows=8, tiers={"a": {"read_only": True}}, options=WIDE)
     bench.tier["a"].put(KEYS)

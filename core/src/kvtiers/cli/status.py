@@ -8,7 +8,7 @@ import click
 
 from kvtiers.api.units import format_size
 from kvtiers.cli.output import print_heading, print_table
-from kvtiers.integrations.status import ask, running
+from kvtiers.integrations.status import ask, process_of, running
 
 __all__ = ["status", "verdict"]
 
@@ -29,14 +29,14 @@ Exit status: 0, or 1 if there is no engine that answers."""
 @click.pass_context
 def status(ctx: click.Context, as_json: bool) -> None:
     """Say what each tier of each running engine does, and whether it pays."""
-    engines: dict[int, dict[str, Any]] = {}
+    engines: dict[str, dict[str, Any]] = {}
     for name in running():
         try:
             answer = ask(name)
         except (OSError, ValueError) as error:
             click.echo(f"{name}: no answer: {error}", err=True)
             continue
-        known = engines.setdefault(answer["pid"], answer)
+        known = engines.setdefault(process_of(name), answer)
         known["tiers"] |= answer["tiers"]  # each tier of an engine has a socket of its own
     answers = list(engines.values())
     if as_json:

@@ -23,7 +23,7 @@ from typing import Any
 
 from kvtiers.rows.handshake import peer_credentials
 
-__all__ = ["LastTrouble", "StatusSocket", "answer_status", "ask", "running"]
+__all__ = ["LastTrouble", "StatusSocket", "answer_status", "ask", "process_of", "running"]
 
 _log = logging.getLogger("kvtiers.status")
 _PREFIX = "kvtiers-status-"
@@ -139,6 +139,11 @@ def running() -> list[str]:
     except OSError:
         return []
     return sorted(names)
+
+
+def process_of(name: str) -> str:
+    """Return what all sockets of one process have in common, and those of no other."""
+    return name.rpartition("-")[0]
 
 
 def ask(name: str, seconds: float = 2.0) -> dict[str, Any]:

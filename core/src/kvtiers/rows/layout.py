@@ -197,6 +197,11 @@ class CacheLayout:
         """Tokens that one chunk of this group covers."""
         return self.groups[group].tokens_per_block * self.blocks_per_chunk
 
+    @property
+    def prefix_group(self) -> int:
+        """The first group of full attention, whose chunks are a prompt's from its start; 0 if there is none."""
+        return next((index for index, group in enumerate(self.groups) if group.kind == "full_attention"), 0)
+
     def fingerprint_json(self) -> str:
         """Return the canonical JSON whose sha256 is the fingerprint: everything that decides what stored bytes mean."""
         direct = self.row_layout == "direct"

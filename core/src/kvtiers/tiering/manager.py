@@ -74,6 +74,7 @@ class TieringManager:
         options: TieringOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
         recorder: Recorder | None = None,
+        prefix_group: int = 0,
     ) -> None:
         options = options or TieringOptions()
         metrics = EngineMetrics()
@@ -93,7 +94,7 @@ class TieringManager:
         self._lookups = Lookups(
             primary, self._jobs, self._promotions, self._origins, self._waits, tokens_per_chunk, metrics
         )
-        self._plans = Plans(primary, self._jobs, self._cascades, self._origins, engine, metrics)
+        self._plans = Plans(primary, self._jobs, self._cascades, self._origins, engine, metrics, prefix_group)
         self._requests = RequestTable(self._slots, self._count_misuse)
         self._events = EventLog()
         self._look_at = -math.inf

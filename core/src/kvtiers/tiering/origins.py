@@ -48,10 +48,10 @@ class Origins:
             if (slot := self._tier_of.get(key)) is not None:
                 slot.metrics.wait_expired += 1
 
-    def served(self, keys: Iterable[OffloadKey]) -> list[TierSlot]:
-        """Return, for those of the keys that a tier brought and nobody has read before, that tier. Asked once a key."""
+    def served(self, keys: Iterable[OffloadKey]) -> list[tuple[OffloadKey, TierSlot]]:
+        """Return those of the keys that a tier brought and nobody has read before, and that tier. Asked once a key."""
         tier_of = self._tier_of
-        return [tier_of.pop(key) for key in keys if key in tier_of] if tier_of else []
+        return [(key, tier_of.pop(key)) for key in keys if key in tier_of] if tier_of else []
 
     def written(self, slot: TierSlot, keys: Sequence[OffloadKey], nbytes: int) -> None:
         """This tier has these chunks now; ``nbytes`` were written for those of them that it had not before."""

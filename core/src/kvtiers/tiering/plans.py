@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtiers.api import OffloadKey
+from kvtiers.api import OffloadKey, group_of
 from kvtiers.base import LoadPlan, StorePlan
 from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.chunks import CPUPrimaryTier
@@ -42,6 +42,7 @@ class Plans:
         origins: Origins,
         engine: EngineSide,
         metrics: EngineMetrics,
+        prefix_group: int,
     ) -> None:
         self._primary = primary
         self._jobs = jobs
@@ -49,6 +50,7 @@ class Plans:
         self._origins = origins
         self._engine = engine
         self._metrics = metrics
+        self._prefix_group = prefix_group
         self._ids = itertools.count(1)
         self._stores: dict[int, _Open] = {}
         self._loads: dict[int, _Open] = {}
@@ -144,7 +146,9 @@ class Plans:
         counted = state.counted_hits
         fresh = keys if counted.isdisjoint(keys) else [key for key in keys if key not in counted]
         served = self._origins.served(fresh)
-        for slot in served:
+        for key, slot in served:
             slot.metrics.hits += 1
+            if group_of(key) == self._prefix_group:
+                slot.metrics.prefix_hits += 1
         self._metrics.primary_hits += len(fresh) - len(served)
         counted.update(fresh)

@@ -54,8 +54,8 @@ class StackFacts:
     shared: bool
 
     def tokens(self, figures: Mapping[str, Any]) -> int:
-        """Return the tokens whose KV a tier brought; with several groups, those that all of them were brought for."""
-        return int(figures["hits"]) * self.layout.tokens_per_chunk(0) // len(self.layout.groups)
+        """Return the tokens of prompts whose KV a tier brought."""
+        return int(figures["prefix_hits"]) * self.layout.tokens_per_chunk(self.layout.prefix_group)
 
     def saved_seconds(self, figures: Mapping[str, Any]) -> float | None:
         """Return what computing these tokens had taken, less the time of loading; None while nobody knows."""
