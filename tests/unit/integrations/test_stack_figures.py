@@ -130,3 +130,11 @@ def test_a_step_that_was_scheduled_ahead_is_computed_when_the_one_before_has_bee
     steps.ends()
     assert steps.take_computed() == (500, 1.0)
     assert steps.seconds_per_token == pytest.approx(0.002)
+
+
+def test_a_step_of_few_tokens_says_little_of_what_a_token_takes(steps, clock):
+    for tokens, seconds in ((1000, 1.0), (8, 0.03), (1000, 1.0)):
+        steps.begins(tokens, 1)
+        clock.now += seconds
+        steps.ends()
+    assert steps.seconds_per_token == pytest.approx(0.001, rel=0.05)
