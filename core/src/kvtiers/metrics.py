@@ -84,7 +84,10 @@ class TierMetrics:
     dropped_cascades: int = 0
     """Chunks not sent down: a pin budget was used up, or the tier was not available."""
     dropped_promotions: int = 0
-    """Chunks that the tier has but that got no row: a pin budget was used up, or the stores' reserve begins."""
+    """Chunks that the tier has but that got no row: a pin budget was used up, or the stores' reserve begins.
+
+    Once a request and chunk.
+    """
     budget_misses: int = 0
     """Lookups that passed this tier by, as if it had nothing, since its pin budget was used up."""
     wait_expired: int = 0

@@ -4,18 +4,24 @@ import pytest
 
 from kvtiers.secondary.health import BreakerState
 
-BOTH = pytest.mark.parametrize("io", ["process", "thread"])
 IN_A_ROW = 3
 RATE = {"failures": IN_A_ROW, "error_rate": 0.4, "min_calls": 10, "window": "1h", "delay": "2h", "max_delay": "8h"}
 HOUR = 3600.0
 
 
+@pytest.fixture(params=["process", "thread"])
+def engine(start, faulty, request):
+    engine = start(faulty(io=request.param, breaker=RATE))
+    engine.until_available()
+    return engine
+
+
 @pytest.fixture
-def outcomes(gates, machine):
+def outcomes(engine, gates, machine):
     """Let stores of one chunk each succeed ("+") or fail ("-") one after the other."""
     numbers = iter(range(1_000_000))
 
-    def outcomes(engine, what):
+    def outcomes(what):
         for outcome in what:
             before = engine.figures()
             if outcome == "-":
@@ -33,13 +39,10 @@ def is_available(engine):
     return engine.manager._slots[0].available()
 
 
-@BOTH
-def test_failures_that_do_not_follow_each_other_take_it_out_of_use(start, faulty, gates, machine, outcomes, io, log):
-    engine = start(faulty(io=io, breaker=RATE))
-    engine.until_available()
-    outcomes(engine, "-+--+-++-"[: RATE["min_calls"] - 1])
+def test_failures_that_do_not_follow_each_other_take_it_out_of_use(engine, gates, machine, outcomes, log):
+    outcomes("-+--+-++-"[: RATE["min_calls"] - 1])
     assert is_available(engine), "too few calls for a rate"
-    outcomes(engine, "-")
+    outcomes("-")
     assert not is_available(engine)
     assert engine.own()["breaker_state"] == BreakerState.OPEN
     assert log("faulty: taken out of use after OSError: it was told to")
@@ -49,11 +52,8 @@ def test_failures_that_do_not_follow_each_other_take_it_out_of_use(start, faulty
     assert engine.figures()["stored_chunks"] == 4, "nothing more goes down to it"
 
 
-@BOTH
-def test_one_probe_puts_it_back_into_use_by_itself(start, faulty, gates, machine, outcomes, io, log):
-    engine = start(faulty(io=io, breaker=RATE))
-    engine.until_available()
-    outcomes(engine, "-+--+-++--")
+def test_one_probe_puts_it_back_into_use_by_itself(engine, gates, machine, outcomes, log):
+    outcomes("-+--+-++--")
     assert not is_available(engine)
     gates.set("exists", "always sleep 0")
     for _ in range(100):
@@ -65,18 +65,15 @@ def test_one_probe_puts_it_back_into_use_by_itself(start, faulty, gates, machine
     assert engine.own()["breaker_state"] == BreakerState.CLOSED
     assert log("faulty: answers again; back in use")
     gates.lift("exists")
-    outcomes(engine, "--+")
+    outcomes("--+")
     assert is_available(engine), "what was before it closed does not count"
     engine.forget()
     assert engine.load(machine.keys(1, 1)) == 1
     assert engine.own()["breaker_opened"] == 1
 
 
-@BOTH
-def test_a_probe_that_fails_leaves_it_out_of_use_until_a_later_one(start, faulty, gates, outcomes, io):
-    engine = start(faulty(io=io, breaker=RATE))
-    engine.until_available()
-    outcomes(engine, "-+--+-++--")
+def test_a_probe_that_fails_leaves_it_out_of_use_until_a_later_one(engine, gates, outcomes):
+    outcomes("-+--+-++--")
     gates.set("exists", "fail")
     engine.wind(2.5 * HOUR)
     engine.until(lambda: gates.reached("exists"), "the probe")
@@ -91,21 +88,15 @@ def test_a_probe_that_fails_leaves_it_out_of_use_until_a_later_one(start, faulty
     assert gates.reached("exists") == 2
 
 
-@BOTH
-def test_fewer_failures_than_the_rate_leave_it_in_use(start, faulty, outcomes, io):
-    engine = start(faulty(io=io, breaker=RATE))
-    engine.until_available()
-    outcomes(engine, "++++" + "-++" * 6)
+def test_fewer_failures_than_the_rate_leave_it_in_use(engine, outcomes):
+    outcomes("++++" + "-++" * 6)
     assert is_available(engine)
     assert engine.own()["breaker_opened"] == 0
 
 
-@BOTH
-def test_failures_that_lie_before_the_window_do_not_count(start, faulty, outcomes, io):
-    engine = start(faulty(io=io, breaker=RATE))
-    engine.until_available()
-    outcomes(engine, "-+--+-+-+")
+def test_failures_that_lie_before_the_window_do_not_count(engine, outcomes):
+    outcomes("-+--+-+-+")
     engine.wind(1.1 * HOUR)
-    outcomes(engine, "+-+-+-+--")
+    outcomes("+-+-+-+--")
     assert is_available(engine), "nine calls in its window"
     assert engine.own()["breaker_opened"] == 0

@@ -82,7 +82,7 @@ class DoubtedKeys:
 
     def among(self, keys: Sequence[OffloadKey]) -> bytes:
         """Return a byte for each of these keys, 1 for a doubted one; nothing if none is."""
-        if not self.keys or self.keys.keys().isdisjoint(keys):
+        if self.keys.keys().isdisjoint(keys):
             return b""
         return bytes(key in self.keys for key in keys)
 

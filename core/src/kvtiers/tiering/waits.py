@@ -12,11 +12,26 @@ from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.requests import RequestState
 from kvtiers.tiering.tiers import TierSlot
 
-__all__ = ["Waits"]
+__all__ = ["PrefillPrice", "Waits"]
 
-_PREFILL_WEIGHT = 0.2  # of the newest step in the running prefill seconds per token, if all have equally many tokens
+_NEWEST_STEP = 0.2  # its weight in the running seconds per token, if all steps have equally many tokens
 _MEASURE_SECONDS = 5.0  # how often a tier that seems too slow is measured anew
 _TRIAL_CHUNKS = 16  # how much is loaded for that
+
+
+class PrefillPrice:
+    """Seconds that computing a token takes, running; a step of few tokens says little of it, and weighs as little."""
+
+    def __init__(self) -> None:
+        self.seconds_per_token: float | None = None
+        """None until a step has been seen."""
+        self._tokens = self._seconds = 0.0
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Take a step into account that has computed so many tokens, more than none."""
+        self._tokens += _NEWEST_STEP * (tokens - self._tokens)
+        self._seconds += _NEWEST_STEP * (seconds - self._seconds)
+        self.seconds_per_token = self._seconds / self._tokens
 
 
 class Waits:
@@ -25,17 +40,12 @@ class Waits:
     def __init__(self, options: TieringOptions, clock: Callable[[], float]) -> None:
         self._options = options
         self._clock = clock
-        self._prefill_seconds_per_token: float | None = None
-        self._prefill = (0.0, 0.0)  # running tokens and seconds: a step of few tokens says little of a token's price
+        self._prefill = PrefillPrice()
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """Take what the engine has seen of its own speed."""
         if tokens > 0 and 0 < seconds < math.inf:
-            all_tokens, all_seconds = self._prefill
-            all_tokens += _PREFILL_WEIGHT * (tokens - all_tokens)
-            all_seconds += _PREFILL_WEIGHT * (seconds - all_seconds)
-            self._prefill = all_tokens, all_seconds
-            self._prefill_seconds_per_token = all_seconds / all_tokens
+            self._prefill.observe(tokens, seconds)
 
     def worth_loading(
         self, slot: TierSlot, chunks: int, tokens_per_chunk: int, state: RequestState, waited: int
@@ -45,7 +55,7 @@ class Waits:
         All have to come before the request stops waiting, behind the tier's queue: of that, what the request itself has
         found would be computed too. ``waited``: how many chunks of this group the request has waited for so far.
         """
-        per_token, per_chunk = self._prefill_seconds_per_token, slot.seconds_per_chunk
+        per_token, per_chunk = self._prefill.seconds_per_token, slot.seconds_per_chunk
         if self._options.load_wait is not None or per_token is None or per_chunk is None:
             return chunks
         now = self._clock()
@@ -81,7 +91,7 @@ class Waits:
     def _load_wait(self, tokens: int, unmeasured: Callable[[], bool]) -> float:
         if self._options.load_wait is not None:
             return self._options.load_wait
-        per_token = self._prefill_seconds_per_token
+        per_token = self._prefill.seconds_per_token
         if per_token is None or unmeasured():
             return self._options.lookup_wait
         return tokens * per_token

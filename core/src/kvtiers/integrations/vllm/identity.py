@@ -123,11 +123,11 @@ def _weights(engine: Engine) -> tuple[str, str]:
     """Return the identity of all weights that the engine has loaded, and what is to be said about it."""
     if engine.vllm_config is None:
         return random_weights(), _nothing_shared("vLLM's config was not found")
-    main, *draft = (weights_of(*loaded) for loaded in _loaded(engine))
-    for weights, why in (main, *draft):
+    found = [weights_of(*loaded) for loaded in _loaded(engine)]
+    for weights, why in found:
         if why:
             return weights, _nothing_shared(why)
-    return "+".join(weights for weights, _ in (main, *draft)), ""
+    return "+".join(weights for weights, _ in found), ""
 
 
 def _loaded(engine: Engine) -> list[tuple[Any, str]]:

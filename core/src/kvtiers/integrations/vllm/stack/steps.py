@@ -8,11 +8,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from kvtiers.tiering.waits import PrefillPrice
+
 __all__ = ["StepClock"]
 
 _STEPS_IN_FLIGHT = 4  # vLLM schedules that far ahead at most
 _PREFILL_TOKENS = 8  # tokens a request in a step of which prompts are the larger part
-_NEWEST = 0.2  # weight of the newest step in the running tokens and seconds
 
 
 class StepClock:
@@ -23,9 +24,12 @@ class StepClock:
         self._running: deque[tuple[int, float]] = deque(maxlen=_STEPS_IN_FLIGHT)
         self._ended = 0.0
         self._computed = (0, 0.0)
-        self._running_tokens = self._running_seconds = 0.0  # a step of few tokens says little of a token's price
-        self.seconds_per_token: float | None = None
+        self._price = PrefillPrice()
+
+    @property
+    def seconds_per_token(self) -> float | None:
         """Seconds that computing a token of a prompt takes; None until a prompt has been computed."""
+        return self._price.seconds_per_token
 
     def begins(self, tokens: int, requests: int) -> None:
         """Take note of a step that computes so many tokens for so many requests."""
@@ -40,9 +44,7 @@ class StepClock:
         if tokens:
             seconds = self._ended - max(began, before_it)
             self._computed = (tokens, seconds)
-            self._running_tokens += _NEWEST * (tokens - self._running_tokens)
-            self._running_seconds += _NEWEST * (seconds - self._running_seconds)
-            self.seconds_per_token = self._running_seconds / self._running_tokens
+            self._price.observe(tokens, seconds)
 
     def take_computed(self) -> tuple[int, float]:
         """Return tokens and seconds of the newest step that counts and was not taken yet."""
