@@ -479,7 +479,7 @@ def test_a_drain_says_how_much_was_dropped_and_still_reports_it(tier, backend, k
     tier.submit_store(job(2, keys[:2]))
     tier.submit_store(job(3, keys[:1]))
     tier.submit_load(job(4, keys[:4], promotion=True))
-    result_of(backend, 1, *[Status.DONE] * 4, Status.FAILED, Status.FAILED, error="dropped at shutdown")
+    result_of(backend, 1, *[Status.DONE] * 4, Status.FAILED, Status.FAILED, error="the last step did not see it")
     result_of(backend, 3, Status.DONE)
 
     def drain(timeout):
@@ -488,8 +488,8 @@ def test_a_drain_says_how_much_was_dropped_and_still_reports_it(tier, backend, k
 
     backend.drain = drain
     assert not tier.drain(2.0)
-    assert backend.logged == ["t: shutdown within 2s dropped 2 jobs with 6 chunks"]
-    assert tier.stats()["dropped_shutdown"] == 6
+    assert backend.logged == ["t: shutdown within 2s dropped 3 jobs with 8 chunks"]
+    assert tier.stats()["dropped_shutdown"] == 8
     assert sorted(result.job_id for result in tier.get_finished_jobs()) == [1, 2, 3]
 
 

@@ -115,9 +115,9 @@ class ChunkStoreTier(SecondaryTierManager):
         self._backend.flush()
 
     def drain(self, timeout: float) -> bool:
-        """Let all jobs end; drop what has not begun within ``timeout`` seconds, and say how much that was."""
-        self._take_news()
+        """Let all jobs end; drop what has not begun within ``timeout`` seconds, and say how much was not done."""
         owed = self._jobs.unfinished()
+        self._take_news()
         self._backend.drain(timeout)
         self._take_news()
         if dropped := self._jobs.note_dropped(owed, self._finished):
