@@ -46,9 +46,10 @@ the standard library's functions 6 to 9 %, of C code nothing. So the share falls
 to 0.92 at 2.5 to 3 in six runs beside busy neighbours, where the walk through a list had 0.88 and 0.89. With 1 ms of
 Python more in each step it is 0.85 to 0.88, at 2.1 to 2.4 GB/s.
 
-With requests of 1,024 tokens the same calls move more: 84 a step at 1.5 GB/s. On sixteen processors beside busy
-neighbours steps then took 4.4 to 4.8 % of the time at 5.8 GB/s, flat out, where the loop kept 0.89 to 0.95 of its speed
-in three runs, and 3.5 to 4 % at 3.3 GB/s, paced, where it kept 0.98, 0.99 and 0.87.
+With requests of 1,024 tokens the same calls move more: 84 a step at 1.5 GB/s. On sixteen processors steps then took 4.4
+to 5.4 % of the time at 4.6 to 6.4 GB/s, flat out, where the loop kept 0.89 to 0.95 of its speed in eight runs (median
+0.915), and 3.2 to 4.3 % at 2.6 to 4.7 GB/s, paced, where it kept 0.87 to 1.00 (median 0.96). The stall is made by the
+steps in which requests begin: a tenth of them, in which 64 or 128 chunks go to both tiers, take 1.2 ms and more.
 
 The rest is a matter of where the kernel runs the hosts. In a trace (Linux 6.18, EEVDF, 250 ticks a second, two
 processors) 9 of 10 messages of the engine's thread woke the host on that thread's own processor, and until a tick ends
