@@ -12,7 +12,7 @@ def test_a_histogram_counts_by_powers_of_two_seconds():
     histogram = Histogram()
     for seconds in (0.0, Histogram.bounds[0], Histogram.bounds[0] * 1.01, 1.0, 1.001, 1e9):
         histogram.observe(seconds)
-    data = histogram.value().as_data()
+    data = histogram.as_data()
     assert data["count"] == 6
     assert data["sum"] == pytest.approx(1e9 + 2.001, rel=1e-6)
     counted = {bound: count for bound, count in zip((*Histogram.bounds, None), data["buckets"], strict=True) if count}
@@ -23,18 +23,17 @@ def test_a_histogram_counts_by_powers_of_two_seconds():
 def test_a_bound_belongs_to_its_own_bucket(bound):
     histogram = Histogram()
     histogram.observe(bound)
-    assert histogram.value().counts.index(1) == Histogram.bounds.index(bound)
+    assert histogram.counts.index(1) == Histogram.bounds.index(bound)
     histogram.observe(bound * 1.0001)
-    assert histogram.value().counts[Histogram.bounds.index(bound) + 1] == 1
+    assert histogram.counts[Histogram.bounds.index(bound) + 1] == 1
 
 
-def test_a_histograms_value_does_not_change_any_more():
-    histogram = Histogram()
-    before = histogram.value()
-    histogram.observe(1.0)
-    assert sum(before.counts) == 0
-    assert histogram.value().counts is histogram.value().counts
-    assert sum(histogram.value().counts) == 1
+def test_plain_data_does_not_change_any_more():
+    tier = TierMetrics()
+    before = tier.as_data()
+    tier.promotion_latency.observe(1.0)
+    assert sum(before["promotion_latency"]["buckets"]) == before["promotion_latency"]["count"] == 0
+    assert sum(tier.as_data()["promotion_latency"]["buckets"]) == 1
 
 
 def test_quantiles_are_upper_edges():
@@ -48,19 +47,12 @@ def test_quantiles_are_upper_edges():
 
 
 def figures(own=None, **engine):
-    def plain(values):
-        return {
-            name: value.value().as_data() if isinstance(value, Histogram) else value
-            for name in type(values).__slots__
-            for value in [getattr(values, name)]
-        }
-
     tier = TierMetrics(hits=3, loaded_bytes=4096, pinned_rows=5, wait_expired=2, recomputed_cheaper=6)
     tier.promotion_latency.observe(0.5)
     return {
-        "engine": plain(EngineMetrics(**engine)),
+        "engine": EngineMetrics(**engine).as_data(),
         "primary": {"rows": 16, "free_rows": 7},
-        "tiers": {"fs": plain(tier) | {"own": own or {}}, "redis": plain(TierMetrics(hits=1)) | {"own": {}}},
+        "tiers": {"fs": tier.as_data() | {"own": own or {}}, "redis": TierMetrics(hits=1).as_data() | {"own": {}}},
     }
 
 

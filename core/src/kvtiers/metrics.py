@@ -7,48 +7,33 @@ fixed powers of two, in seconds.
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-__all__ = ["EngineMetrics", "Histogram", "HistogramValue", "TierMetrics", "export"]
+__all__ = ["EngineMetrics", "Histogram", "TierMetrics", "export"]
 
 _SMALLEST = 2.0**-14  # 61 us
 _BUCKETS = 20  # up to 32 s
 
 
-class HistogramValue(NamedTuple):
-    """A histogram at one moment."""
-
-    counts: tuple[int, ...]
-    total: float
-
-    def as_data(self) -> dict[str, Any]:
-        """Return count, sum (seconds) and the counts by bucket as plain data."""
-        return {"count": sum(self.counts), "sum": self.total, "buckets": list(self.counts)}
-
-
 class Histogram:
-    """Counts of observations (seconds) by power-of-two buckets; ``bounds[i]`` is bucket i's upper edge.
-
-    ``counts`` and ``total`` are what there is now; neither is ever changed, only replaced.
-    """
+    """Counts of observations (seconds) by power-of-two buckets; ``bounds[i]`` is bucket i's upper edge."""
 
     bounds = tuple(_SMALLEST * 2**i for i in range(_BUCKETS))
     __slots__ = ("counts", "total")
 
     def __init__(self) -> None:
-        self.counts = (0,) * (_BUCKETS + 1)
+        self.counts = [0] * (_BUCKETS + 1)
         self.total = 0.0
 
     def observe(self, seconds: float) -> None:
         """Count one observation of this many seconds."""
         index = 0 if seconds <= _SMALLEST else min((int(seconds / _SMALLEST - 1e-9)).bit_length(), _BUCKETS)
-        counts = self.counts
-        self.counts = (*counts[:index], counts[index] + 1, *counts[index + 1 :])
+        self.counts[index] += 1
         self.total += seconds
 
-    def value(self) -> HistogramValue:
-        """Return what there is now."""
-        return HistogramValue(self.counts, self.total)
+    def as_data(self) -> dict[str, Any]:
+        """Return count, sum (seconds) and the counts by bucket as plain data."""
+        return {"count": sum(self.counts), "sum": self.total, "buckets": self.counts.copy()}
 
     def quantile(self, share: float) -> float:
         """Return the upper edge of the bucket in which this quantile (0 to 1) lies; 0.0 with no observation."""
@@ -61,8 +46,19 @@ class Histogram:
         return 0.0
 
 
+class _Metrics:
+    """What all metrics can do."""
+
+    __slots__ = ()
+
+    def as_data(self) -> dict[str, Any]:
+        """Return the numbers and histograms of now by name, as plain data."""
+        figures = {name: getattr(self, name) for name in self.__slots__}
+        return {name: it.as_data() if isinstance(it, Histogram) else it for name, it in figures.items()}
+
+
 @dataclass(slots=True)
-class TierMetrics:
+class TierMetrics(_Metrics):
     """What happened between the manager and one secondary tier. Bytes and seconds are of finished transfers."""
 
     lookups: int = 0
@@ -111,7 +107,7 @@ class TierMetrics:
 
 
 @dataclass(slots=True)
-class EngineMetrics:
+class EngineMetrics(_Metrics):
     """What the manager itself did; ``engine_seconds`` is the time that its calls took on the engine's thread."""
 
     steps: int = 0

@@ -22,7 +22,7 @@ def stats(primary: int = 0, seconds: tuple[float, ...] = (), **tiers: int) -> di
     seen = Histogram()
     for each in seconds:
         seen.observe(each)
-    latency = seen.value().as_data()
+    latency = seen.as_data()
     of_tiers = {
         name: dict.fromkeys(TierMetrics.__slots__, 0)
         | {"hits": hits, "own": {}, "promotion_latency": latency, "cascade_latency": latency}

@@ -369,7 +369,6 @@ class Bench:
     # -- figures
 
     def figures(self, tier=None):
-        self.manager._snapshots.take()
         stats = self.manager.stats()
         return stats["tiers"][tier] if tier else stats["engine"]
 

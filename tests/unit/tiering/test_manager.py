@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from kvtiers.tiering import origins
+from kvtiers.tiering import origins, reports
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.recorder import Recorder
 from kvtiers.tiering.reports import EventLog
@@ -216,7 +216,7 @@ def test_events_that_nobody_takes_do_not_pile_up():
 # -- figures
 
 
-def test_stats_are_those_of_the_last_steps_end_and_plain_data():
+def test_stats_are_those_of_now_and_plain_data():
     bench = Bench(tiers={"a": {}, "b": {}}, options=WIDE)
     before = bench.manager.stats()
     assert before["engine"]["stored_chunks"] == 0
@@ -224,11 +224,9 @@ def test_stats_are_those_of_the_last_steps_end_and_plain_data():
     bench.engine.own["a"] = {"breaker_state": 0.0}
     bench.store(KEYS[:3])
     bench.load(KEYS[:3], bench.request())
-    after = bench.manager.stats()
-    assert after["engine"]["primary_hits"] == 0, "the step has not ended"
+    assert bench.manager.stats()["engine"]["primary_hits"] == 3
     bench.step()
     stats = bench.manager.stats()
-    assert stats["engine"]["primary_hits"] == 3
     assert stats["engine"]["stored_chunks"] == 3
     assert stats["engine"]["engine_seconds"] > 0
     assert stats["engine"]["step_latency"]["count"] == stats["engine"]["steps"] > 0
@@ -248,6 +246,40 @@ def test_stats_are_those_of_the_last_steps_end_and_plain_data():
     }
     stats["engine"]["primary_hits"] = 99
     assert bench.manager.stats()["engine"]["primary_hits"] == 3
+
+
+def test_stats_that_another_thread_asks_for_in_the_middle_of_a_call_have_all_of_it(monkeypatch):
+    bench = Bench(options=WIDE)
+    inside, go_on = threading.Event(), threading.Event()
+    ask = bench.tier["a"].lookup_many
+
+    def lookup_many(keys, context):
+        inside.set()
+        go_on.wait(60)
+        return ask(keys, context)
+
+    bench.tier["a"].lookup_many = lookup_many
+    monkeypatch.setattr(reports.time, "sleep", lambda _: (go_on.set(), asking.join(60)))  # the reader waits
+    asking = threading.Thread(target=bench.lookup, args=(KEYS, bench.request()))
+    asking.start()
+    inside.wait(60)
+    stats = bench.manager.stats()
+    assert stats["engine"]["lookups"] == len(KEYS)
+    assert stats["tiers"]["a"]["lookups"] == 1, "counted after the tier has answered"
+
+
+def test_stats_do_not_wait_long_for_a_call_that_does_not_end(monkeypatch):
+    bench = Bench(options=WIDE)
+    waited = []
+    monkeypatch.setattr(reports.time, "sleep", waited.append)
+    bench.tier["a"].lookup_many = lambda _keys, _context: seen.append(bench.manager.stats()) or []
+    seen = []
+    bench.lookup(KEYS, bench.request())
+    assert seen[0]["engine"]["lookups"] == len(KEYS)
+    assert 0 < sum(waited) <= 0.1
+    waited.clear()
+    bench.manager.stats()
+    assert not waited
 
 
 def test_stats_survive_a_way_through_json():

@@ -48,15 +48,17 @@ _R = TypeVar("_R")
 def _timed(
     method: Callable[Concatenate["TieringManager", _P], _R],
 ) -> Callable[Concatenate["TieringManager", _P], _R]:
-    """Count the time that a call takes on the engine's thread."""
+    """Count the time that a call takes on the engine's thread, and have figures read before it or after it."""
 
     @functools.wraps(method)
     def timed(self: "TieringManager", /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         begin = time.perf_counter()
+        self._snapshots.turns += 1
         try:
             return method(self, *args, **kwargs)
         finally:
             self._metrics.engine_seconds += time.perf_counter() - begin
+            self._snapshots.turns += 1
 
     return timed
 
@@ -202,6 +204,7 @@ class TieringManager:
 
     # -- steps
 
+    @_timed
     def on_schedule_end(self, prefill_tokens: int = 0, prefill_seconds: float = 0.0) -> None:
         """End the step: take the tiers' news, submit what the step has collected. The last call of every step.
 
@@ -232,10 +235,7 @@ class TieringManager:
         self._polled = False
         metrics = self._metrics
         metrics.steps += 1
-        took = time.perf_counter() - begin
-        metrics.engine_seconds += took
-        metrics.step_latency.observe(took)
-        self._snapshots.take()
+        metrics.step_latency.observe(time.perf_counter() - begin)
 
     @_timed
     def has_pending_work(self) -> bool:
@@ -272,9 +272,9 @@ class TieringManager:
         return self._events.take()
 
     def stats(self) -> dict[str, Any]:
-        """Return all figures as of the last ``on_schedule_end``: ``engine``, ``primary``, ``tiers`` by name.
+        """Return all figures of one moment between two calls: ``engine``, ``primary``, ``tiers`` by name.
 
-        A tier's ``own`` figures are asked for now.
+        A tier's ``own`` figures are asked for after it.
         """
         return self._snapshots.data()
 

@@ -1,54 +1,31 @@
 """What the manager tells others: figures, and events.
 
-Figures are taken at the end of each step, and put into words by whoever asks, who also asks the tiers for their own.
+Figures are read and put into words by whoever asks, who also asks the tiers for their own: a step costs them nothing.
 Events are kept in order for whoever takes them; they are bounded, and a reset forgets them.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import fields
-from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvtiers.base import OffloadEvent
-from kvtiers.metrics import EngineMetrics, Histogram, HistogramValue, TierMetrics
+from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.chunks import CPUPrimaryTier
 from kvtiers.tiering.tiers import TierSlot
 
 __all__ = ["EventLog", "Snapshots"]
 
 _MAX_KEYS = 1 << 17  # of events that nobody has taken
-
-
-class _Figures:
-    """Reads the counters and histograms of one class of metrics."""
-
-    def __init__(self, kind: type[TierMetrics | EngineMetrics]) -> None:
-        histograms = [f.name for f in fields(kind) if f.type is Histogram]
-        self._numbers = [f.name for f in fields(kind) if f.name not in histograms]
-        self._histograms = histograms
-        parts = [f"{name}.{part}" for name in histograms for part in HistogramValue._fields]
-        self.read: Callable[[TierMetrics | EngineMetrics], tuple[Any, ...]] = attrgetter(*self._numbers, *parts)
-
-    def as_data(self, values: Sequence[Any]) -> dict[str, Any]:
-        parts = iter(values)
-        data: dict[str, Any] = {name: next(parts) for name in self._numbers}
-        return data | {name: HistogramValue(next(parts), next(parts)).as_data() for name in self._histograms}
-
-
-_ENGINE, _TIER = _Figures(EngineMetrics), _Figures(TierMetrics)
-
-
-class _Moment(NamedTuple):
-    """All figures at one moment; never changed."""
-
-    engine: tuple[Any, ...]
-    primary: dict[str, int]
-    tiers: list[tuple[Any, ...]]
+_CALL_SECONDS = 0.0002  # about what a call takes: how long to wait for its end
+_MOST_LOOKS = 100
 
 
 class Snapshots:
-    """Keeps the figures of the last moment taken. ``take``: engine's thread; ``data``: any thread."""
+    """All figures at one moment between two of the manager's calls. ``data``: any thread.
+
+    ``turns`` counts on when a call begins and when it ends, so that it is odd while one is under way.
+    """
 
     def __init__(
         self,
@@ -60,25 +37,28 @@ class Snapshots:
         self._metrics = metrics
         self._primary = primary
         self._slots = slots
-        self._of_tiers = [slot.metrics for slot in slots]
         self._own_stats = own_stats
-        self.take()
-
-    def take(self) -> None:
-        """Note all figures as they are now."""
-        self._moment = _Moment(_ENGINE.read(self._metrics), self._primary.figures(), [*map(_TIER.read, self._of_tiers)])
+        self.turns = 0
 
     def data(self) -> dict[str, Any]:
-        """Return the figures of that moment as plain data: ``engine``, ``primary``, ``tiers`` by name."""
-        moment = self._moment
+        """Return the figures of now as plain data: ``engine``, ``primary``, ``tiers`` by name."""
+        engine, primary, tiers = self._moment()
+        named = zip(self._slots, tiers, strict=True)
         return {
-            "engine": _ENGINE.as_data(moment.engine),
-            "primary": dict(moment.primary),
-            "tiers": {
-                slot.name: _TIER.as_data(figures) | {"own": slot.own_stats(self._own_stats)}
-                for slot, figures in zip(self._slots, moment.tiers, strict=True)
-            },
+            "engine": engine,
+            "primary": primary,
+            "tiers": {slot.name: figures | {"own": slot.own_stats(self._own_stats)} for slot, figures in named},
         }
+
+    def _moment(self) -> tuple[dict[str, Any], dict[str, int], list[dict[str, Any]]]:
+        """Read all figures between two calls, if there is such a moment soon; this thread waits for it, no other."""
+        for _ in range(_MOST_LOOKS):
+            turn = self.turns
+            moment = self._metrics.as_data(), self._primary.figures(), [slot.metrics.as_data() for slot in self._slots]
+            if turn % 2 == 0 and turn == self.turns:
+                break
+            time.sleep(_CALL_SECONDS)
+        return moment
 
 
 class EventLog:
