@@ -23,6 +23,7 @@ VALUE_BYTES = 2 << 20
 REGION_ROWS = 512
 BATCH = 64  # chunks a request: 1,024 tokens, the tenth percentile of real prompts
 MOST_IN_FLIGHT = 128  # chunks a tier: what it may pin
+MOST_LOADS = 2  # requests a tier that wait for their loads
 MOST_BEHIND_SECONDS = 0.2  # of what is due at the pace, no more is made up for
 TIERS = ("one", "two")
 LAYOUT = CacheLayout(
@@ -71,7 +72,7 @@ class Traffic:
         self.step_seconds: list[float] = []
         """Of processor time."""
         self._owed = self._stepped = 0.0
-        self._loading: list[tuple[RequestContext, Sequence[bytes]]] = []
+        self._loading: dict[str, list[tuple[RequestContext, Sequence[bytes]]]] = {name: [] for name in TIERS}
         # What no engine asks for in a step must not cost it anything: all figures would.
         self._tiers = [slot.metrics for slot in manager._slots]  # noqa: SLF001
         self._names = (f"request {number}" for number in count())
@@ -80,7 +81,8 @@ class Traffic:
     def step(self) -> None:
         """Do what an engine does in a step."""
         now, begin = time.perf_counter(), time.thread_time()
-        self._owed = min(self._owed + self.pace * (now - self._stepped), self.pace * MOST_BEHIND_SECONDS)
+        if self.pace:
+            self._owed = min(self._owed + self.pace * (now - self._stepped), self.pace * MOST_BEHIND_SECONDS)
         self._stepped = now
         next(self._steps)
         self.manager.on_schedule_end()
@@ -95,7 +97,7 @@ class Traffic:
     def settle(self) -> None:
         """Let what is under way end, and begin nothing new: the tiers are at rest then."""
         self.paused = True
-        while self._loading or self.manager.has_pending_work():
+        while any(self._loading.values()) or self.manager.has_pending_work():
             self.step()
             time.sleep(STEP_SECONDS / 10)
 
@@ -129,7 +131,7 @@ class Traffic:
     def _store(self, runs: list[list[bytes]]) -> Iterator[None]:
         manager = self.manager
         while len(runs) * BATCH < self.chunks or manager.has_pending_work():
-            pinned = max(tier.pinned_rows for tier in self._tiers)
+            pinned = max(self._tiers[0].pinned_rows, self._tiers[1].pinned_rows)
             while len(runs) * BATCH < self.chunks and pinned + BATCH <= MOST_IN_FLIGHT:
                 if not self._is_due(len(TIERS) * BATCH * VALUE_BYTES):
                     break
@@ -148,13 +150,13 @@ class Traffic:
 
     def _load(self, runs: Sequence[Sequence[bytes]]) -> Iterator[None]:
         waiting = {"one": list(reversed(runs)), "two": list(runs)}
-        while self._loading or any(waiting.values()):
-            for name, left in waiting.items():
-                asked = sum(context.params["kv_load_tiers"] == [name] for context, _ in self._loading)
-                while left and asked < 2 and self._is_due(BATCH * VALUE_BYTES):
-                    self._loading.append((RequestContext(next(self._names), {"kv_load_tiers": [name]}), left.pop()))
-                    asked += 1
-            self._loading = [(context, run) for context, run in self._loading if not self._has_landed(run, context)]
+        while any(waiting.values()) or any(self._loading.values()):
+            for name, asked in self._loading.items():
+                left = waiting[name]
+                while left and len(asked) < MOST_LOADS and self._is_due(BATCH * VALUE_BYTES):
+                    asked.append((RequestContext(next(self._names), {"kv_load_tiers": [name]}), left.pop()))
+                if asked:
+                    asked[:] = [(context, run) for context, run in asked if not self._has_landed(run, context)]
             yield
 
     def _has_landed(self, run: Sequence[bytes], context: RequestContext) -> bool:
