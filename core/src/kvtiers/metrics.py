@@ -49,7 +49,7 @@ class Histogram:
 class _Metrics:
     """What all metrics can do."""
 
-    __slots__ = ()
+    __slots__: tuple[str, ...] = ()
 
     def as_data(self) -> dict[str, Any]:
         """Return the numbers and histograms of now by name, as plain data."""

@@ -82,7 +82,7 @@ def fields_of_names(message):
 
 def fields_of_event(message):
     event = wire.decode_event(message)
-    fields = {name: getattr(event, name) for name in event.__slots__}
+    fields = {name: getattr(event, name) for name in event.__match_args__}
     return {name: value.hex() if isinstance(value, bytes) else value for name, value in fields.items()}
 
 

@@ -5,7 +5,7 @@ Without that, promotions that land together evict each other before the requests
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import islice, takewhile
+from itertools import islice, repeat, takewhile
 
 from kvtiers.api import OffloadKey
 
@@ -31,10 +31,8 @@ class Protection:
         """Protect these chunks no longer; return those that were protected."""
         if not self._since:
             return []
-        ended = [key for key in keys if key in self._since]
-        for key in ended:
-            del self._since[key]
-        return ended
+        since = map(self._since.pop, keys, repeat(None))
+        return [key for key, begun in zip(keys, since, strict=False) if begun is not None]
 
     def expire(self, now: float) -> list[OffloadKey]:
         """End and return what has been protected for ``seconds``."""

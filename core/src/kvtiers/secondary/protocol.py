@@ -85,9 +85,11 @@ class JobFailed:
     error: str
 
 
-@dataclass(frozen=True, slots=True)
-class JobDone:
-    """A job has ended, and nothing touches its rows any more. ``statuses[i]`` is the Status of ``keys[i]``."""
+class JobDone(NamedTuple):
+    """A job has ended, and nothing touches its rows any more. ``statuses[i]`` is the Status of ``keys[i]``.
+
+    A tuple, as is ``Probed``: these come all the time, and are built in half the time.
+    """
 
     job_id: int
     statuses: bytes
@@ -104,8 +106,7 @@ class JobReleased:
     job_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class Probed:
+class Probed(NamedTuple):
     """Answers to a probe, for its first keys in order; one byte each, 1: present. ``error``: it could not be asked."""
 
     probe_id: int

@@ -4,7 +4,7 @@ The latter is exact while there is little of it; of more every 16th chunk stands
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import compress, islice, repeat
 
 from kvtiers.api import OffloadKey
 from kvtiers.tiering.tiers import TierSlot
@@ -48,10 +48,12 @@ class Origins:
             if (slot := self._tier_of.get(key)) is not None:
                 slot.metrics.wait_expired += 1
 
-    def served(self, keys: Iterable[OffloadKey]) -> list[tuple[OffloadKey, TierSlot]]:
-        """Return those of the keys that a tier brought and nobody has read before, and that tier. Asked once a key."""
-        tier_of = self._tier_of
-        return [(key, tier_of.pop(key)) for key in keys if key in tier_of] if tier_of else []
+    def served(self, keys: Sequence[OffloadKey]) -> dict[TierSlot, list[OffloadKey]]:
+        """Return which of the keys each tier brought, if nobody has read them before. Asked once a key."""
+        if not self._tier_of:
+            return {}
+        slots = list(map(self._tier_of.pop, keys, repeat(None)))
+        return {slot: list(compress(keys, [of is slot for of in slots])) for slot in set(slots) if slot is not None}
 
     def written(self, slot: TierSlot, keys: Sequence[OffloadKey], nbytes: int) -> None:
         """This tier has these chunks now; ``nbytes`` were written for those of them that it had not before."""

@@ -145,10 +145,10 @@ class Plans:
         """Count what the request reads for the first time, for the tier that brought it or for the primary."""
         counted = state.counted_hits
         fresh = keys if counted.isdisjoint(keys) else [key for key in keys if key not in counted]
-        served = self._origins.served(fresh)
-        for key, slot in served:
-            slot.metrics.hits += 1
-            if group_of(key) == self._prefix_group:
-                slot.metrics.prefix_hits += 1
-        self._metrics.primary_hits += len(fresh) - len(served)
+        brought = 0
+        for slot, chunks in self._origins.served(fresh).items():
+            brought += len(chunks)
+            slot.metrics.hits += len(chunks)
+            slot.metrics.prefix_hits += list(map(group_of, chunks)).count(self._prefix_group)
+        self._metrics.primary_hits += len(fresh) - brought
         counted.update(fresh)
