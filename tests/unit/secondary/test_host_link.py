@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtiers.secondary import host_link, wire
+from kvtiers.secondary import host_backend, host_link, wire
 from kvtiers.secondary.framing import FrameReader, Kind, frame
 from kvtiers.secondary.host_backend import HostBackend
 from kvtiers.secondary.host_link import HostLink
@@ -163,6 +163,43 @@ def test_results_come_to_the_tier_that_they_are_for(ends, keys):
     ends.hosts[0].say(JobStarted(2), JobDone(2, bytes([DONE] * 4), 4, 0.1), tier=1)
     assert [event.job_id for event in ends.poll(0, until=JobDone)] == [1, 1]
     assert [event.job_id for event in ends.poll(1, until=JobDone)] == [2, 2]
+
+
+def test_a_host_that_owes_only_stores_is_listened_to_once_in_a_while(ends, kit, keys, monkeypatch):
+    tier, say = ends.tiers[0], ends.hosts[0].say
+    monkeypatch.setattr(host_backend, "_LOOK_SECONDS", 1e6)
+    kit.wait_until(lambda: tier.poll() is None or tier._look_at > 1e5, "the look that is due")
+    for job in (store(1, keys), store(2, keys)):
+        assert tier.send_job(job)
+    say(JobDone(1, bytes([DONE] * 4), 4, 0.1))
+    assert not tier.poll()
+    tier._look_at = 0.0  # the while is over
+    assert [event.job_id for event in tier.poll()] == [1]
+    say(JobDone(2, bytes([DONE] * 4), 4, 0.1))
+    assert not tier.poll()
+    assert tier.send_job(load(3, keys))
+    assert [event.job_id for event in tier.poll()] == [2], "a request waits for a load"
+    say(JobDone(3, bytes([DONE] * 4), 4, 0.1))
+    assert [event.job_id for event in tier.poll()] == [3]
+    assert tier.send_job(store(4, keys))
+    say(JobDone(4, bytes([DONE] * 4), 4, 0.1))
+    assert not tier.poll()
+    assert tier.send_probe(5, keys, is_prefix=True)
+    assert [event.job_id for event in tier.poll()] == [4], "a request waits for an answer"
+
+
+def test_loads_that_a_host_took_with_it_are_owed_no_more(ends, kit, keys, monkeypatch):
+    assert ends.tiers[0].send_job(load(1, keys))
+    ends.hosts[0].socket.close()
+    ends.poll(until=JobDone)
+    kit.wait_until(
+        lambda: ends.tiers[0].poll() is None or len(ends.hosts) == 2 and ends.link.connected, "its successor"
+    )
+    monkeypatch.setattr(host_backend, "_LOOK_SECONDS", 1e6)
+    kit.wait_until(lambda: ends.tiers[0].poll() is None or ends.tiers[0]._look_at > 1e5, "the look that is due")
+    assert ends.tiers[0].send_job(store(2, keys))
+    ends.hosts[1].say(JobDone(2, bytes([DONE] * 4), 4, 0.1))
+    assert not ends.tiers[0].poll()
 
 
 def test_no_step_takes_more_than_its_share_and_nothing_is_lost(ends, kit):

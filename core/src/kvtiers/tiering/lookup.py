@@ -135,7 +135,7 @@ class Lookups:
             length = run.length
         if pending:
             here = keys[:length]
-            chunks = self._awaited(here, state, window=window)
+            chunks = self._awaited(here, pending, state, window=window)
             if self._waits.load_over(state, max(pending, chunks) * tokens, lambda: self._unmeasured(here)):
                 waiting = self._pending_in(here)
                 self._metrics.wait_expired += pending
@@ -151,15 +151,18 @@ class Lookups:
             run = _Run(length)
         return PrefixHits(length - pending, pending, bool(run.silent) or run.capped)
 
-    def _awaited(self, run: Sequence[OffloadKey], state: RequestState, *, window: bool) -> int:
-        """Return how many chunks the request has waited for so far: a long run comes in parts, several at a time."""
+    def _awaited(self, run: Sequence[OffloadKey], pending: int, state: RequestState, *, window: bool) -> int:
+        """Return how many chunks the request has waited for so far: a long run comes in parts, several at a time.
+
+        ``pending``: how many of the run are on their way now.
+        """
         if window:
             state.window_waits.update(run)
             return len(state.window_waits)
         group = group_of(run[0])
         reach, chunks = state.awaited.get(group, (0, 0))
         if len(run) > reach:
-            chunks += self._primary.resident_run(run[reach:])[1]
+            chunks += self._primary.resident_run(run[reach:])[1] if reach else pending
             state.awaited[group] = len(run), chunks
         return chunks
 
