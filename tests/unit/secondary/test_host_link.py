@@ -193,7 +193,7 @@ def test_loads_that_a_host_took_with_it_are_owed_no_more(ends, kit, keys, monkey
     ends.hosts[0].socket.close()
     ends.poll(until=JobDone)
     kit.wait_until(
-        lambda: ends.tiers[0].poll() is None or len(ends.hosts) == 2 and ends.link.connected, "its successor"
+        lambda: ends.tiers[0].poll() is None or (len(ends.hosts) == 2 and ends.link.connected), "its successor"
     )
     monkeypatch.setattr(host_backend, "_LOOK_SECONDS", 1e6)
     kit.wait_until(lambda: ends.tiers[0].poll() is None or ends.tiers[0]._look_at > 1e5, "the look that is due")

@@ -69,17 +69,25 @@ class TierLookups:
     def ask(self, keys: Sequence[OffloadKey]) -> list[LookupResult]:
         """Answer for the leading run of a prefix, up to the first MISS or unknown chunk; what is unknown gets asked."""
         now = self._clock()
-        answers: list[LookupResult] = []
-        for until in map(self._verdicts.get, keys):
-            if until is None or -now < until < now:
-                break
-            if until < 0:
-                answers.append(_MISS)
-                return answers
-            answers.append(_HIT)
-        if len(answers) < len(keys):
-            answers.append(self._want(keys[len(answers) :], now))
+        hits = self._leading_hits(keys, now)
+        answers = [_HIT] * hits
+        if hits < len(keys):
+            until = self._verdicts.get(keys[hits])
+            is_miss = until is not None and until <= -now
+            answers.append(_MISS if is_miss else self._want(keys[hits:], now))
         return answers
+
+    def _leading_hits(self, keys: Sequence[OffloadKey], now: float) -> int:
+        """Return for how many of the leading keys a HIT is believed."""
+        verdict_of, hits = self._verdicts.get, 0
+        step = 64  # growing: neither a short run of a long prefix nor a long one costs much more than its length
+        while hits < len(keys):
+            verdicts = list(map(verdict_of, keys[hits : hits + step], itertools.repeat(-1.0)))
+            if min(verdicts) < now:
+                return hits + next(i for i, until in enumerate(verdicts) if until < now)
+            hits += len(verdicts)
+            step *= 8
+        return hits
 
     def flush(self) -> None:
         """Send the step's questions."""

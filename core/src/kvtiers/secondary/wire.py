@@ -221,9 +221,10 @@ def _head(fields: struct.Struct, body: memoryview) -> tuple[Any, ...]:
 
 
 def _bytes_and_text(body: memoryview, at: int, count: int) -> tuple[bytes, str]:
-    if len(body) < at + count:
+    end = at + count
+    if len(body) < end:
         raise ProtocolError(f"{count} bytes announced, {len(body) - at} sent")
-    return bytes(body[at : at + count]), str(body[at + count :], "utf-8", "replace")
+    return bytes(body[at:end]), str(body[end:], "utf-8", "replace") if len(body) > end else ""
 
 
 def _text(text: str) -> bytes:

@@ -119,8 +119,10 @@ class Promotions:
 
     def met(self, run: Sequence[OffloadKey], state: RequestState) -> None:
         """Note that a request waits for this run: what another one reserved of it is now for both."""
+        reserved = self._reserved
+        if reserved.keys().isdisjoint(run):
+            return
         if any(batch.state is not state for batch in self._batches.values()):
-            reserved = self._reserved
             self._shared.update((key, state) for key in run if reserved.get(key, state) is not state)
 
     def submit(self) -> None:
