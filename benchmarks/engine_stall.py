@@ -77,9 +77,11 @@ from peers.busy_loop import STEP_SECONDS, Loop, OtherLoop
 from peers.processes import children, private_mb, processor_seconds
 from peers.tier_traffic import VALUE_BYTES, Traffic, open_engine
 
+RUNS = 3
 TURN_SECONDS = 0.2
 PACE = 0.8  # of the lower of the two rates that were reached flat out
 SIDES = ("inside, alone", "inside, busy", "outside, alone", "outside, busy")
+PER_RUN = "bytes_per_second"
 GOAL_THROUGHPUT, GOAL_SPEED, GOAL_STALL_MS, GOAL_HOST_MB, GOAL_HOST_CPU = 0.90, 0.95, 1.0, 60.0, 0.5
 PATIENCE = 600.0
 
@@ -216,15 +218,27 @@ def kept_speeds(sides: dict[str, dict[str, Any]], kind: str) -> list[tuple[float
     return [(one[1] / one[0], one[3] / one[2]) for one in rounds if all(one)]  # 0: over before it began
 
 
+def in_turn(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures of one side in all runs as if they had been one."""
+    rates = [figures["bytes_per_second"] for figures in runs]
+    lists = {name: [value for figures in runs for value in figures[name]] for name in runs[0] if name != PER_RUN}
+    return {PER_RUN: sum(rates) / len(rates), **lists}
+
+
 def measure(*, quick: bool) -> dict[str, Any]:
     """Return all figures."""
     results: dict[str, Any] = {}
-    for io, nbytes, seconds in (("process", 1 << 30, 60.0), ("thread", 256 << 20, 20.0)):
-        arguments = [str(nbytes >> 2), str(seconds / 5)] if quick else [str(nbytes), str(seconds)]
-        for phase, sides in in_process("--turns", io, *arguments).items():
-            for side, figures in sides.items():
-                results[f"{io}, {phase}, loop {side}"] = summary(figures)
-            results[f"{io}, {phase}"] = comparison(sides)
+    for io, runs, mebibytes, seconds in (
+        ("process", 1, 256, 12.0) if quick else ("process", RUNS, 1024, 60.0),
+        ("thread", 1, 128, 4.0) if quick else ("thread", 1, 256, 20.0),
+    ):
+        taken = [in_process("--turns", io, str(mebibytes << 20), str(seconds)) for _ in range(runs)]
+        for phase in taken[0]:
+            for side in SIDES:
+                results[f"{io}, {phase}, loop {side}"] = summary(in_turn([figures[phase][side] for figures in taken]))
+            compared = [comparison(figures[phase]) for figures in taken]
+            results[f"{io}, {phase}"] = {name: median(one[name] for one in compared) for name in compared[0]}
+            results[f"{io}, {phase}, by run"] = {name: [one[name] for one in compared] for name in compared[0]}
     results["idle_host"] = in_process("--idle", "3" if quick else "15")
     return results
 
@@ -268,7 +282,10 @@ def report(results: dict[str, Any]) -> None:
             print(f"{kind:32}" + "".join(f"{number:12.6g}" for number in numbers))
     print()
     for kind, found in results.items():
-        if "speed_share" in found:
+        if kind.endswith("by run"):
+            shares, added = ([f"{value:.3f}" for value in found[name]] for name in ("speed_share", "added_p999_ms"))
+            print(f"{kind}: speed kept, as a share of the other's {', '.join(shares)}; ms added {', '.join(added)}")
+        elif "speed_share" in found:
             print(
                 f"{kind}: the loop inside keeps {found['kept_inside']:.3f} of its speed, the other "
                 f"{found['kept_outside']:.3f}: {found['speed_share']:.3f} of it by rounds, "
