@@ -217,6 +217,46 @@ def test_an_engine_that_rests_reserves_on_in_the_same_step():
     assert bench.lookup(keys, ctx) == (0, 200, False)
 
 
+def test_a_request_that_waits_is_answered_as_before_until_something_changes(monkeypatch):
+    bench = Bench(rows=64, options=WIDE, hold=True)
+    bench.tier["a"].put(KEYS)
+    ctx, other = bench.request(), bench.request()
+    assert bench.lookup(KEYS, ctx) == (0, 8, False)
+    bench.step()
+    assert bench.lookup(KEYS[:4], other) == (0, 4, False)
+    asked = []
+    resident_run = CPUPrimaryTier.resident_run
+    monkeypatch.setattr(CPUPrimaryTier, "resident_run", lambda *args: asked.append(1) or resident_run(*args))
+    for _ in range(3):
+        bench.step()
+        assert bench.lookup(list(KEYS), ctx) == (0, 8, False)
+        assert bench.lookup(KEYS[:4], other) == (0, 4, False)
+    assert not asked
+    assert bench.lookup(KEYS[:7], ctx) == (0, 7, False), "another question"
+    assert bench.lookup(KEYS[:4] + chain("x", 4), ctx) == (0, 4, False)
+    (job,) = bench.tier["a"].held
+    bench.tier["a"].end(job, landed=KEYS[:2])
+    bench.step()
+    assert bench.lookup(KEYS, ctx) == (2, 0, False)
+    assert bench.lookup(KEYS[:4], other)[0] == 2
+
+
+@pytest.mark.parametrize("change", ["reset", "abandon"])
+def test_a_request_that_waits_learns_of_a_reset_and_of_a_load_that_is_given_up(change):
+    bench = Bench(rows=64, options=WIDE, hold=True)
+    bench.tier["a"].put(KEYS)
+    ctx = bench.request()
+    assert bench.lookup(KEYS, ctx) == (0, 8, False)
+    bench.step()
+    bench.tier["a"].answer = MISS
+    if change == "reset":
+        bench.manager.reset_cache()
+    else:
+        bench.step(bench.manager._slots[0].options.deadline + 1)
+    bench.step()
+    assert bench.lookup(KEYS, ctx) == (0, 0, False)
+
+
 @pytest.fixture
 def walked(monkeypatch):
     """How long the run was that rows were reserved for, and how much of it was not looked at again, by call."""

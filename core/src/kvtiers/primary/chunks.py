@@ -74,6 +74,8 @@ class CPUPrimaryTier:
         self.records_events = record_events
         self.events: list[OffloadEvent] = []
         """What became resident, and what was evicted, since these were last taken."""
+        self.changes = 0
+        """Counts on with each call after which a lookup may have another answer."""
         self._clock = clock
 
     # What there is
@@ -199,6 +201,7 @@ class CPUPrimaryTier:
 
         ``readers``: how many cascades read each of these chunks at once, as if by as many ``prepare_read``.
         """
+        self.changes += 1
         readable, lost = self._rows.complete_write(rows, success, (), readers)
         self._chunks.forget(lost)
         self._note(readable, removed=False)
@@ -266,6 +269,7 @@ class CPUPrimaryTier:
 
         Of a promotion without success the keys in ``landed`` did become readable; exactly the others are gone.
         """
+        self.changes += 1
         readable, lost = self._rows.complete_write(rows, success, landed or ())
         self._chunks.forget(lost)
         self._note(readable, removed=False)
@@ -275,6 +279,7 @@ class CPUPrimaryTier:
 
     def abandon(self, rows: Sequence[int]) -> None:
         """Give up writes that their writer may still be about: keys gone, rows in quarantine until completed."""
+        self.changes += 1
         self._chunks.forget(self._rows.abandon(rows))
 
     # The rest
@@ -307,6 +312,7 @@ class CPUPrimaryTier:
 
     def reset_cache(self) -> None:
         """Forget all chunks at once. Rows that somebody may touch are free when that lease has been completed."""
+        self.changes += 1
         self._chunks.forget_all()
 
     def take_events(self) -> list[OffloadEvent]:
@@ -319,6 +325,7 @@ class CPUPrimaryTier:
     ) -> Allocation | None:
         allocation = self._chunks.allocate(keys, request_id, limit, reserve, self._clock, used)
         if allocation is not None:
+            self.changes += 1
             self._note(allocation.evicted, removed=True)
         return allocation
 

@@ -17,7 +17,7 @@ from kvtiers.primary.chunks import CPUPrimaryTier
 from kvtiers.tiering.jobs import JobTable
 from kvtiers.tiering.origins import Origins
 from kvtiers.tiering.promotion import Found, Promotions
-from kvtiers.tiering.requests import RequestState
+from kvtiers.tiering.requests import LastAnswer, RequestState
 from kvtiers.tiering.tiers import TierSlot
 from kvtiers.tiering.waits import Waits
 
@@ -105,7 +105,11 @@ class Lookups:
         if len(keys) > counted:
             self._metrics.lookups += len(keys) - counted
             state.counted[group] = len(keys)
-        hits = self._run(keys, state, tokens)
+        hits = self._as_before(keys, state, group)
+        if hits is None:
+            hits = self._run(keys, state, tokens)
+            if hits.pending and not hits.unresolved:
+                state.answers[group] = LastAnswer(hits, len(keys), keys[-1], self._primary.changes)
         reach = hits.chunks * tokens
         if state.shortest_tokens is None:
             self._asking.append(state)
@@ -143,6 +147,22 @@ class Lookups:
             return self._tokens_per_chunk[group]
         self._metrics.misuse += 1  # no such group: nothing that is waited for
         return 0
+
+    def _as_before(self, keys: Sequence[OffloadKey], state: RequestState, group: int) -> PrefixHits | None:
+        """Return the last answer of a request that waits, if nothing has changed since and there is time to wait.
+
+        So a step in which nothing comes costs next to nothing, however many wait for prefixes however long.
+        """
+        last = state.answers.get(group)
+        if (
+            last is None
+            or last.changes != self._primary.changes
+            or last.length != len(keys)
+            or last.last != keys[-1]
+            or self._waits.load_over(state, 0, lambda: self._unmeasured(keys[: last.hits.chunks]))
+        ):
+            return None
+        return last.hits
 
     def _run(self, keys: Sequence[OffloadKey], state: RequestState, tokens: int, *, window: bool = False) -> PrefixHits:
         if state.given_up:

@@ -10,14 +10,27 @@ A tier hears ``on_new_request`` once and ``on_request_finished`` once, and betwe
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvtiers.api import OffloadKey
-from kvtiers.base import RequestContext
+from kvtiers.base import PrefixHits, RequestContext
 from kvtiers.tiering.tiers import TierSlot
 
-__all__ = ["RequestState", "RequestTable"]
+__all__ = ["LastAnswer", "RequestState", "RequestTable"]
 
 _REMEMBERED = 4096  # requests that are over, so that a late call for one of them does not open it anew
+
+
+class LastAnswer(NamedTuple):
+    """What a request that waits was told of a prefix of ``length`` chunks up to ``last``.
+
+    It holds while the primary's ``changes`` are those of then.
+    """
+
+    hits: PrefixHits
+    length: int
+    last: OffloadKey
+    changes: int
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +57,8 @@ class RequestState:
     """The most tokens whose chunks this request has waited for."""
     window_waits: set[OffloadKey] = field(default_factory=set)
     """Chunks of window groups that it has waited for."""
+    answers: dict[int, LastAnswer] = field(default_factory=dict)
+    """By group, if all that it waits for there is on its way."""
     load_over: bool = False
     """It has waited for promotions as long as it may."""
     shortest_tokens: int | None = None
