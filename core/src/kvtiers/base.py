@@ -60,8 +60,7 @@ class PrefixHits(NamedTuple):
     """The leading run of a prefix that is known to be present, in chunks.
 
     The first ``ready`` + ``pending`` chunks are present; ``pending`` of them (anywhere in the run) are still on their
-    way into the primary. ``unresolved``: the run ended at a chunk whose presence is not known yet, or whose row is left
-    to the next step, so call again.
+    way into the primary. ``unresolved``: the run ended at a chunk whose presence is not known yet, so call again.
     """
 
     ready: int

@@ -5,7 +5,6 @@ rest of the prefix. What a tier has and the primary lacks is reserved for promot
 waits for it is decided in ``waits``.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,14 +24,13 @@ __all__ = ["Lookups"]
 
 _MISS, _PENDING = LookupResult.MISS, LookupResult.HIT_PENDING
 _SMALLEST_QUESTION = 64  # chunks, once a tier was asked about the whole rest
-# Chunks that a step may reserve, whoever asks for them: what finds more goes on in the next step, so that no step is
-# long. More after a long step, so that a tier's rate does not depend on the engine's. 10 us each are the tenth part of
-# an engine's time at most.
-_FEWEST_RESERVED, _MOST_RESERVED, _RESERVED_PER_SECOND = 128, 448, 12_800
+# Chunks a call: a long prefix is reserved over several steps, so that none of them is long. Fewer the longer the prefix
+# is by then: about 20 chunks of it are walked in the time that one takes to reserve.
+_MOST_RESERVED, _FEWEST_RESERVED, _WALKED_FOR_ONE = 448, 128, 20
 
 
 class _Run(NamedTuple):
-    """A leading run: its length, the tiers that do not know yet what follows, whether the step's bound ended it."""
+    """A leading run: its length, the tiers that do not know yet about what follows, whether a call's bound ended it."""
 
     length: int
     silent: Sequence[TierSlot] = ()
@@ -50,24 +48,15 @@ class _Asked:
 
 @dataclass(slots=True)
 class _Search:
-    """One lookup among the tiers: rows that all of them may still get, and chunks that this step may still reserve.
+    """One lookup among the tiers: rows that all of them may still get, and chunks that this call may still reserve.
 
-    ``waited``: chunks that the request has waited for before. ``capped``: only that bound is in the way of more.
+    ``waited``: chunks that the request has waited for before.
     """
 
     tiers: list[_Asked]
     room: int
     left: int
     waited: int
-    capped: bool = False
-
-    def take(self, tier: _Asked, most: int) -> int:
-        """Take up to so many chunks for this tier, as far as the step may reserve them; return how many."""
-        taken = min(most, self.left)
-        tier.room -= taken
-        self.room -= taken
-        self.left -= taken
-        return taken
 
 
 class Lookups:
@@ -90,12 +79,8 @@ class Lookups:
         self._waits = waits
         self._tokens_per_chunk = tokens_per_chunk
         self._metrics = metrics
-        self._asking: list[RequestState] = []
+        self.asking: list[RequestState] = []
         """The requests of this step."""
-        self._allowance = _FEWEST_RESERVED
-        """Chunks that may still be reserved in this step."""
-        self._ended = math.inf
-        """When the last step did."""
 
     def prefix(self, keys: Sequence[OffloadKey], state: RequestState) -> PrefixHits:
         """Return the leading run of ``keys`` (one group's, head first) that is present."""
@@ -112,7 +97,7 @@ class Lookups:
                 state.answers[group] = LastAnswer(hits, len(keys), keys[-1], self._primary.changes)
         reach = hits.chunks * tokens
         if state.shortest_tokens is None:
-            self._asking.append(state)
+            self.asking.append(state)
             state.shortest_tokens = reach
         elif reach < state.shortest_tokens:
             state.shortest_tokens = reach
@@ -130,17 +115,11 @@ class Lookups:
             return _PENDING
         return LookupResult.RETRY if hits.unresolved else _MISS
 
-    def end_step(self, now: float) -> None:
-        """Forget how far the step's requests reached, and what they reserved. ``now`` by the manager's clock."""
-        for state in self._asking:
+    def end_step(self) -> None:
+        """Forget how far the step's requests reached."""
+        for state in self.asking:
             state.shortest_tokens = None
-        self._asking.clear()
-        seconds, self._ended = now - self._ended, now
-        self._allowance = int(max(_FEWEST_RESERVED, min(seconds * _RESERVED_PER_SECOND, _MOST_RESERVED)))
-
-    def allow_more(self) -> None:
-        """Let as much be reserved as in a new step: nobody waits for the end of this one."""
-        self._allowance = _MOST_RESERVED
+        self.asking.clear()
 
     def _tokens_in_a_chunk(self, group: int) -> int:
         if group < len(self._tokens_per_chunk):
@@ -221,25 +200,22 @@ class Lookups:
     def _follow(self, keys: Sequence[OffloadKey], at: int, state: RequestState, tokens: int, *, window: bool) -> _Run:
         """Follow the prefix beyond its first absent chunk, through tiers and primary, to one that is not to be had."""
         tiers = [tier for slot in state.slots if (tier := self._askable(slot, len(keys))) is not None]
+        left = max(_FEWEST_RESERVED, _MOST_RESERVED - at // _WALKED_FOR_ONE)
         waited = len(state.window_waits) if window else state.awaited.get(group_of(keys[0]), (0, 0))[1]
-        search = _Search(tiers, self._jobs.room_in_all, self._allowance, waited)
+        search = _Search(tiers, self._jobs.room_in_all, left, waited)
         found: list[Found] = []
         silent: Sequence[TierSlot] = ()
-        while at < len(keys) and tiers and search.room:
-            if found and not search.left:
-                search.capped = True
-                break
+        while at < len(keys) and tiers and search.room and search.left:
             share, end, silent = self._ask(search, keys, at, state, tokens)
             if share is None:
                 break
             found.append(share)
             at = self._resident_until(keys, end)
-        self._allowance = search.left
         if found:
             reached = self._promotions.reserve(keys[:at], found, state, tokens)
             if reached < at:
                 return _Run(reached)
-        return _Run(at, silent, search.capped)
+        return _Run(at, silent, capped=not search.left and at < len(keys))
 
     def _askable(self, slot: TierSlot, question: int) -> _Asked | None:
         if not slot.available():
@@ -270,9 +246,6 @@ class Lookups:
                 if retry and not there:
                     silent.append(tier.slot)
                 continue
-            if not search.left:
-                search.capped = True
-                return None, at, ()
             hits = min(has, _MOST_RESERVED)
             places = self._absent(some[:hits], at)
             worth = self._waits.worth_loading(tier.slot, len(places), tokens, state, search.waited)
@@ -281,21 +254,20 @@ class Lookups:
             allowed = min(worth, tier.room, search.room)
             if allowed < worth:
                 state.drop(tier.slot, [keys[place] for place in places[allowed:worth]])
-            take = search.take(tier, allowed)
+            take = min(allowed, search.left)
             if take:
+                tier.room -= take
+                search.room -= take
+                search.left -= take
                 end = at + hits if take == len(places) else places[take]
                 return Found(tier.slot, places[:take]), end, ()
         if too_slow and not silent:
-            self._recompute(keys, at, too_slow)
+            for slot, has in too_slow:
+                slot.metrics.recomputed_cheaper += len(self._absent(keys[at : at + has], at))
+            most = max([has for _, has in too_slow])
+            self._metrics.recomputed_cheaper += len(self._absent(keys[at : at + most], at))
             state.given_up.add(keys[at])
         return None, at, silent
-
-    def _recompute(self, keys: Sequence[OffloadKey], at: int, too_slow: Sequence[tuple[TierSlot, int]]) -> None:
-        """Count what is computed from ``at`` on though these tiers have so many of the keys."""
-        for slot, has in too_slow:
-            slot.metrics.recomputed_cheaper += len(self._absent(keys[at : at + has], at))
-        most = max([has for _, has in too_slow])
-        self._metrics.recomputed_cheaper += len(self._absent(keys[at : at + most], at))
 
     def _absent(self, keys: Sequence[OffloadKey], first: int) -> list[int]:
         found = self._primary.find(keys)

@@ -163,7 +163,6 @@ class TieringManager:
     def look_again(self) -> None:
         """Take the tiers' news once more in this step, with the next lookup: the engine rests meanwhile."""
         self._polled = False
-        self._lookups.allow_more()
 
     # -- stores
 
@@ -222,11 +221,11 @@ class TieringManager:
             self._retry_parked()
         if self._promotions:
             self._promotions.submit()
-        now = self._clock()
-        self._lookups.end_step(now)
+        if self._lookups.asking:
+            self._lookups.end_step()
         if self._cascades.works_ahead:
             self._cascades.work_ahead()
-        if now >= self._look_at:
+        if (now := self._clock()) >= self._look_at:
             self._look_at = now + _LOOK_SECONDS
             self._primary.release_expired(now)
         if self._primary.events or self._jobs.events:
