@@ -10,8 +10,9 @@ Two processes are never equally fast, with nothing beside them either: where the
 are on makes a tenth and more. So each loop is compared with itself: a round has four turns of a fifth of a second, each
 loop alone (no step, the tiers at rest) and each loop beside the tiers, in an order that is turned round every time. The
 speed that a loop keeps is its speed beside the tiers as a share of its own alone, in the same round; the goal is about
-the share that the loop in the engine keeps, as a share of what the other one keeps: the median of the rounds. Stall is
-treated alike: what a loop's ticks are later at p99.9 beside the tiers than alone, less the same of the other loop.
+the share that the loop in the engine keeps, as a share of what the other one keeps: the median of the rounds, and of
+three runs. Stall is treated alike: what a loop's ticks are later at p99.9 beside the tiers than alone, less the same of
+the other loop.
 
 The loop takes the Python of an engine's steps (`peers/engine_step.py`), one after the other, since what a loop loses
 depends on what it is. One that is small and always the same has several speeds, and other Python in its process, a
@@ -46,10 +47,21 @@ the standard library's functions 6 to 9 %, of C code nothing. So the share falls
 to 0.92 at 2.5 to 3 in six runs beside busy neighbours, where the walk through a list had 0.88 and 0.89. With 1 ms of
 Python more in each step it is 0.85 to 0.88, at 2.1 to 2.4 GB/s.
 
-With requests of 1,024 tokens the same calls move more: 84 a step at 1.5 GB/s. On sixteen processors steps then took 4.4
-to 5.4 % of the time at 4.6 to 6.4 GB/s, flat out, where the loop kept 0.89 to 0.95 of its speed in eight runs (median
-0.915), and 3.2 to 4.3 % at 2.6 to 4.7 GB/s, paced, where it kept 0.87 to 1.00 (median 0.96). The stall is made by the
-steps in which requests begin: a tenth of them, in which 64 or 128 chunks go to both tiers, take 1.2 ms and more.
+With requests of 1,024 tokens the same calls move more. On sixteen processors steps took 4.4 to 5.4 % of the time at 4.6
+to 6.4 GB/s, flat out, where the loop kept 0.89 to 0.95 of its speed in eight runs. Then figures were read when somebody
+asks for them, and hosts that owe only stores listened to every 20 ms, so that a step pays once for what two had paid
+for: a sixth less processor time for the same bytes, by turns with the code before. Five single runs since, at 5.9 to
+6.9 GB/s, steps 4.0 to 4.4 %: 0.996, 0.992, 0.923, 1.031 and 0.816 flat out, 0.923, 0.986, 0.967, 0.923 and 0.959 paced;
+stall 1.55, 1.06, 1.08, 1.37 and 0.86 ms flat out, 0.31 to 0.73 ms paced.
+
+A turn of a fifth of a second is no more exact than that: alone, with all else at rest, the loop's speed has a standard
+deviation of 20 to 23 % from turn to turn, on two processors as on sixteen (probably whoever has the other half of the
+core), so that one run's share is off by 0.05 and more. Hence three runs, and medians.
+
+The stall is made by the steps in which several requests begin, or have all come: about one in a hundred, of 1.4 to 1.6
+ms on that machine. With one bound of 128 reserved chunks for a step, not for a call, it was 0.80, 1.14 and 0.72 ms in
+three runs, and in three beside a neighbour, with ticks of loops alone 4 ms late, 2.38, 1.96 and 1.52. That bound was
+not kept: requests took it from each other.
 
 The rest is a matter of where the kernel runs the hosts. In a trace (Linux 6.18, EEVDF, 250 ticks a second, two
 processors) 9 of 10 messages of the engine's thread woke the host on that thread's own processor, and until a tick ends

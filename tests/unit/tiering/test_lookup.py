@@ -176,6 +176,20 @@ def test_a_long_prefix_is_reserved_over_several_steps_so_that_none_of_them_is_lo
     assert found == [(0, 448, True), (448, 426, True), (874, 405, True), (1279, 221, False), (1500, 0, False)]
 
 
+def test_several_full_attention_groups_of_a_long_prefix_come_side_by_side():
+    groups = [chain("long", 1000, group=group) for group in (0, 1)]
+    options = TieringOptions(lookup_wait=0.0, load_wait=10.0, one_tier=0.8, all_tiers=0.8)
+    bench = Bench(rows=4096, tokens_per_chunk=(16, 16), options=options)
+    for keys in groups:
+        bench.tier["a"].put(keys)
+    ctx = bench.request()
+    for _ in range(8):
+        first = bench.lookup(groups[0], ctx)
+        second = bench.lookup(groups[1][: first[0] + first[1]], ctx)
+        bench.step(0.01)
+    assert (first, second) == ((1000, 0, False), (1000, 0, False))
+
+
 def test_a_request_that_waits_is_answered_as_before_until_something_changes(monkeypatch):
     bench = Bench(rows=64, options=WIDE, hold=True)
     bench.tier["a"].put(KEYS)
