@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -17,6 +18,9 @@ from redis.retry import Retry
 INSTALL = "install it with: sudo apt-get install"
 PACKAGES = {"redis-server": "redis-server", "redis-sentinel": "redis-sentinel", "openssl": "openssl"}
 PATIENCE = 60.0
+_FIRST_PORT, _BUS = 10_000, 10_000
+_given_ports: set[int] = set()
+"""Two servers of one port would both seem to be there: the first one answers for the other."""
 
 
 def program(name: str) -> str:
@@ -25,20 +29,20 @@ def program(name: str) -> str:
     return found
 
 
-def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on, below those that the system gives to clients."""
-    ports = []
-    with contextlib.ExitStack() as stack:
-        while len(ports) < count:
-            probe = stack.enter_context(socket.socket())
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-            # A Cluster's bus listens 10,000 above, which has to be a port, too, and free.
-            bus = stack.enter_context(socket.socket())
-            with contextlib.suppress(OSError, OverflowError):
-                bus.bind(("127.0.0.1", port - 10_000))
-                ports.append(port - 10_000)
-    return ports
+def free_port() -> int:
+    """Return a port that nobody listens on, that no call has returned before, and that the system gives to no client.
+
+    The same holds for the port 10,000 above, which a Cluster's bus listens on.
+    """
+    given_to_clients = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    candidates = [port for port in range(_FIRST_PORT, given_to_clients - _BUS) if port not in _given_ports]
+    for port in random.sample(candidates, len(candidates)):
+        with socket.socket() as probe, socket.socket() as bus, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            bus.bind(("127.0.0.1", port + _BUS))
+            _given_ports.add(port)
+            return port
+    raise AssertionError(f"no free port from {_FIRST_PORT} to {given_to_clients - _BUS}")
 
 
 def wait_until(true, what: str, patience: float = PATIENCE) -> None:
@@ -54,7 +58,7 @@ class Server:
     def __init__(self, folder: Path, *options: str, binary: str | None = None, tls: "Tls | None" = None) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        [self.port] = free_ports(1)
+        self.port = free_port()
         self.socket = folder / "s.sock"
         self.tls = tls
         self._binary = binary or program("redis-server")
