@@ -93,7 +93,6 @@ RUNS = 3
 TURN_SECONDS = 0.2
 PACE = 0.8  # of the lower of the two rates that were reached flat out
 SIDES = ("inside, alone", "inside, busy", "outside, alone", "outside, busy")
-PER_RUN = "bytes_per_second"
 GOAL_THROUGHPUT, GOAL_SPEED, GOAL_STALL_MS, GOAL_HOST_MB, GOAL_HOST_CPU = 0.90, 0.95, 1.0, 60.0, 0.5
 PATIENCE = 600.0
 
@@ -232,9 +231,9 @@ def kept_speeds(sides: dict[str, dict[str, Any]], kind: str) -> list[tuple[float
 
 def in_turn(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the figures of one side in all runs as if they had been one."""
-    rates = [figures["bytes_per_second"] for figures in runs]
-    lists = {name: [value for figures in runs for value in figures[name]] for name in runs[0] if name != PER_RUN}
-    return {PER_RUN: sum(rates) / len(rates), **lists}
+    rate = sum(figures["bytes_per_second"] for figures in runs) / len(runs)
+    lists = runs[0].keys() - {"bytes_per_second"}
+    return {name: [*chain(*(figures[name] for figures in runs))] for name in lists} | {"bytes_per_second": rate}
 
 
 def measure(*, quick: bool) -> dict[str, Any]:
@@ -250,7 +249,8 @@ def measure(*, quick: bool) -> dict[str, Any]:
                 results[f"{io}, {phase}, loop {side}"] = summary(in_turn([figures[phase][side] for figures in taken]))
             compared = [comparison(figures[phase]) for figures in taken]
             results[f"{io}, {phase}"] = {name: median(one[name] for one in compared) for name in compared[0]}
-            results[f"{io}, {phase}, by run"] = {name: [one[name] for one in compared] for name in compared[0]}
+            if runs > 1:
+                results[f"{io}, {phase}, by run"] = {name: [one[name] for one in compared] for name in compared[0]}
     results["idle_host"] = in_process("--idle", "3" if quick else "15")
     return results
 

@@ -69,25 +69,14 @@ class TierLookups:
     def ask(self, keys: Sequence[OffloadKey]) -> list[LookupResult]:
         """Answer for the leading run of a prefix, up to the first MISS or unknown chunk; what is unknown gets asked."""
         now = self._clock()
-        hits = self._leading_hits(keys, now)
+        verdicts = map(self._verdicts.get, keys, itertools.repeat(-1.0))
+        hits = next((place for place, until in enumerate(verdicts) if until < now), len(keys))
         answers = [_HIT] * hits
         if hits < len(keys):
             until = self._verdicts.get(keys[hits])
             is_miss = until is not None and until <= -now
             answers.append(_MISS if is_miss else self._want(keys[hits:], now))
         return answers
-
-    def _leading_hits(self, keys: Sequence[OffloadKey], now: float) -> int:
-        """Return for how many of the leading keys a HIT is believed."""
-        verdict_of, hits = self._verdicts.get, 0
-        step = 64  # growing: neither a short run of a long prefix nor a long one costs much more than its length
-        while hits < len(keys):
-            verdicts = list(map(verdict_of, keys[hits : hits + step], itertools.repeat(-1.0)))
-            if min(verdicts) < now:
-                return hits + next(i for i, until in enumerate(verdicts) if until < now)
-            hits += len(verdicts)
-            step *= 8
-        return hits
 
     def flush(self) -> None:
         """Send the step's questions."""
