@@ -72,6 +72,33 @@ def test_a_promotion_that_does_not_come_is_a_miss_after_load_wait_for_good_but_l
     assert bench.lookup(KEYS, bench.request()) == (8, 0, False)
 
 
+def test_chunks_that_a_request_has_given_up_may_be_there_under_other_weights():
+    bench = bench_with(load_wait=0.5)
+    bench.tier["a"].put(KEYS)
+    ctx = bench.request()
+    assert waited(bench, KEYS, ctx)[0] == 0
+    bench.manager.set_weights_version("new")
+    bench.manager.complete_store(bench.begin_store(KEYS))
+    assert bench.lookup(KEYS, ctx) == (8, 0, False)
+
+
+def test_chunks_whose_load_failed_for_a_request_are_asked_for_again_under_other_weights():
+    bench = bench_with(load_wait=5.0)
+    tier = bench.tier["a"]
+    tier.put(KEYS)
+    ctx = bench.request()
+    bench.lookup(KEYS, ctx)
+    bench.step()
+    tier.values.clear()
+    tier.end_all()
+    bench.step()
+    tier.put(KEYS)
+    assert bench.lookup(KEYS, ctx) == (0, 0, False)
+    bench.manager.set_weights_version("new")
+    tier.put(KEYS)
+    assert bench.lookup(KEYS, ctx) == (0, 8, False)
+
+
 def test_what_came_in_time_counts_though_the_rest_did_not():
     bench = bench_with(load_wait=0.5)
     bench.tier["a"].put(KEYS)

@@ -294,6 +294,7 @@ class TieringManager:
         self._reset()
         self._cascades.retire_keys()
         self._origins.retire_keys()
+        self._requests.retire_keys()
         self._engine.new_weights(version)
 
     def wait_ready(self, timeout: float = 60.0) -> None:

@@ -153,6 +153,12 @@ class RequestTable:
         self._closing[ctx.request_id] = state
         return state
 
+    def retire_keys(self) -> None:
+        """The keys mean other values from now on: what was given up, or lost, were the old ones."""
+        for state in self._open.values():
+            state.given_up.clear()
+            state.lost.clear()
+
     def close_if_done(self, state: RequestState) -> None:
         """Tell the tiers that the request is over, as soon as nothing can be submitted for it any more."""
         if state.finished and not state.open_stores and not state.parked:
