@@ -5,9 +5,10 @@ length of at least one byte), then the KV group's index, 4 bytes, big endian, un
 millions of keys cost the garbage collector nothing.
 """
 
+from collections.abc import Iterable
 from typing import TypeAlias
 
-__all__ = ["OffloadKey", "block_hash_of", "group_of", "make_offload_key"]
+__all__ = ["OffloadKey", "block_hash_of", "count_in_group", "group_of", "make_offload_key"]
 
 OffloadKey: TypeAlias = bytes
 
@@ -29,3 +30,8 @@ def block_hash_of(key: OffloadKey) -> bytes:
 def group_of(key: OffloadKey) -> int:
     """Return the KV group's index in this key."""
     return int.from_bytes(key[-_GROUP_BYTES:], "big")
+
+
+def count_in_group(keys: Iterable[OffloadKey], group: int) -> int:
+    """Return how many of these keys are of this KV group."""
+    return [key[-_GROUP_BYTES:] for key in keys].count(group.to_bytes(_GROUP_BYTES, "big"))

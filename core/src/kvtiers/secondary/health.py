@@ -57,7 +57,14 @@ class Breaker:
         if self.state is not BreakerState.CLOSED:
             return
         self._failures = 0 if ok else self._failures + 1
-        self._note(ok=ok)
+        now, window = self._clock(), self._config.window
+        spans = self._spans
+        while spans and spans[0].begin < now - window:
+            spans.popleft()
+        if not spans or now >= spans[-1].begin + window / _SPANS:
+            spans.append(_Span(now))
+        spans[-1].calls += 1
+        spans[-1].failures += not ok
         if not ok and (self._failures >= self._config.failures or self._fails_too_often()):
             self.trip()
 
@@ -90,16 +97,6 @@ class Breaker:
             self._delay = min(self._delay * 2, self._config.max_delay)
             self.state = BreakerState.OPEN
             self._retry_at = self._clock() + self._delay
-
-    def _note(self, *, ok: bool) -> None:
-        now, window = self._clock(), self._config.window
-        spans = self._spans
-        while spans and spans[0].begin < now - window:
-            spans.popleft()
-        if not spans or now >= spans[-1].begin + window / _SPANS:
-            spans.append(_Span(now))
-        spans[-1].calls += 1
-        spans[-1].failures += not ok
 
     def _fails_too_often(self) -> bool:
         calls = sum(span.calls for span in self._spans)

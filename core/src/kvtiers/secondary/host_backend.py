@@ -127,7 +127,8 @@ class HostBackend:
 
     def flush(self) -> None:
         """Send what the step has collected."""
-        self._link.flush()
+        if self._link.outbox:
+            self._link.flush()
 
     def poll(self) -> Sequence[Event]:
         """Take the events that have come."""

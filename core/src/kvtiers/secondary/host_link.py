@@ -75,7 +75,8 @@ class HostLink:
         self._lock = threading.RLock()
         self._reader = FrameReader(MAX_EVENT_BYTES)
         self._incoming = select.poll()
-        self._outbox = bytearray()
+        self.outbox = bytearray()
+        """What the socket has not taken yet."""
         self._unasked = 0
         self._ending = False
         let_go_in_children(self)
@@ -88,25 +89,25 @@ class HostLink:
     def send(self, message: bytes) -> bool:
         """Put a message into the outbox; False if it is full or there is no host."""
         with self._lock:
-            if not self.connected or len(self._outbox) + len(message) > _OUTBOX_BYTES:
+            if self._lost or self.life is None or len(self.outbox) + len(message) > _OUTBOX_BYTES:
                 return False
-            self._outbox += message
+            self.outbox += message
             return True
 
     def flush(self) -> None:
         """Send what the socket takes."""
-        if not self._outbox:
+        if not self.outbox:
             return
         with self._lock:
-            while self._outbox and self.life is not None and not self._lost:
+            while self.outbox and self.life is not None and not self._lost:
                 try:
-                    sent = self.life.connection.send(self._outbox)
+                    sent = self.life.connection.send(self.outbox)
                 except BlockingIOError:
                     return
                 except OSError:  # it is gone; what it has said before is still to be read, up to the EOF
-                    self._outbox.clear()
+                    self.outbox.clear()
                     return
-                del self._outbox[:sent]
+                del self.outbox[:sent]
 
     def poll(self) -> None:
         """Take what the host and the launcher have to say, a bounded amount, and pass it on."""
@@ -115,7 +116,7 @@ class HostLink:
                 if not self.host.lives:
                     return
                 self._connect(self.host.lives.popleft())
-            if self._outbox:
+            if self.outbox:
                 self.flush()
             if self.life is not None and not self._lost:
                 self._receive(self.life)
@@ -223,7 +224,7 @@ class HostLink:
         self._lost = True
         self.life.listened = math.inf
         self.life.connection.close()
-        self._outbox.clear()
+        self.outbox.clear()
         if not self.life.condemned:
             self.launcher.kill_unless_forgiven(self.life, "it has closed its connection", _LAST_SECONDS)
         for tier in self.tiers:

@@ -107,7 +107,8 @@ class TierLookups:
             asked.pop(key, None)
         known = [(key, until[there > 0]) for key, there in zip(probe.keys, answers, strict=False)]
         self._verdicts.update(itertools.compress(known, mine))
-        self._bound()
+        if len(self._verdicts) > _MAX_VERDICTS:
+            self._drop_oldest()
 
     def failed(self, probe_id: int) -> None:
         """A probe could not be asked: its chunks are misses for now."""
@@ -149,7 +150,8 @@ class TierLookups:
         if self._asked:
             for key in learnt:
                 self._asked.pop(key, None)
-        self._bound()
+        if len(self._verdicts) > _MAX_VERDICTS:
+            self._drop_oldest()
 
     def _want(self, keys: Sequence[OffloadKey], now: float) -> LookupResult:
         """Note an unknown run, as far as it is not being asked for already and does not end in a known MISS."""
@@ -179,8 +181,7 @@ class TierLookups:
         if not self._send(probe_id, keys, is_prefix):
             self._take_in(probe_id, bytes(len(keys)), now)
 
-    def _bound(self) -> None:
+    def _drop_oldest(self) -> None:
         excess = len(self._verdicts) - _MAX_VERDICTS
-        if excess > 0:
-            for key in list(itertools.islice(self._verdicts, excess + _DROPPED_AT_ONCE)):
-                del self._verdicts[key]
+        for key in list(itertools.islice(self._verdicts, excess + _DROPPED_AT_ONCE)):
+            del self._verdicts[key]

@@ -90,12 +90,13 @@ class Lookups:
         if len(keys) > counted:
             self._metrics.lookups += len(keys) - counted
             state.counted[group] = len(keys)
-        hits = self._as_before(keys, state, group)
+        last = state.answers.get(group)
+        hits = None if last is None else self._as_before(last, keys, state)
         if hits is None:
             hits = self._run(keys, state, tokens)
             if hits.pending and not hits.unresolved:
                 state.answers[group] = LastAnswer(hits, len(keys), keys[-1], self._primary.changes)
-        reach = hits.chunks * tokens
+        reach = (hits.ready + hits.pending) * tokens
         if state.shortest_tokens is None:
             self.asking.append(state)
             state.shortest_tokens = reach
@@ -127,15 +128,13 @@ class Lookups:
         self._metrics.misuse += 1  # no such group: nothing that is waited for
         return 0
 
-    def _as_before(self, keys: Sequence[OffloadKey], state: RequestState, group: int) -> PrefixHits | None:
+    def _as_before(self, last: LastAnswer, keys: Sequence[OffloadKey], state: RequestState) -> PrefixHits | None:
         """Return the last answer of a request that waits, if nothing has changed since and there is time to wait.
 
         So a step in which nothing comes costs next to nothing, however many wait for prefixes however long.
         """
-        last = state.answers.get(group)
         if (
-            last is None
-            or last.changes != self._primary.changes
+            last.changes != self._primary.changes
             or last.length != len(keys)
             or last.last != keys[-1]
             or self._waits.load_over(state, 0, lambda: self._unmeasured(keys[: last.hits.chunks]))

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtiers.api import OffloadKey, group_of
+from kvtiers.api import OffloadKey
+from kvtiers.api.keys import count_in_group
 from kvtiers.base import LoadPlan, StorePlan
 from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.chunks import CPUPrimaryTier
@@ -149,6 +150,6 @@ class Plans:
         for slot, chunks in self._origins.served(fresh).items():
             brought += len(chunks)
             slot.metrics.hits += len(chunks)
-            slot.metrics.prefix_hits += list(map(group_of, chunks)).count(self._prefix_group)
+            slot.metrics.prefix_hits += count_in_group(chunks, self._prefix_group)
         self._metrics.primary_hits += len(fresh) - brought
         counted.update(fresh)

@@ -114,7 +114,11 @@ class TierSlot:
 
     def end_step(self) -> None:
         """Tell the tier that the step is over."""
-        self._do(self.tier.on_schedule_end)
+        if not self.retired:
+            try:  # not by _do, as for news
+                self.tier.on_schedule_end()
+            except Exception:  # noqa: BLE001 -- see _do
+                self._count_raised()
 
     def has_pending_work(self) -> bool:
         """Say whether the tier wants the engine to keep stepping."""

@@ -151,7 +151,7 @@ class LRUPolicy(EvictionPolicy):
     def _give_places(self, bucket: Bucket, keys: Sequence[OffloadKey]) -> list[int]:
         """Return the place of each key in ``bucket``; those that have none get one."""
         if bucket.places and not bucket.places.keys().isdisjoint(keys):
-            if not all(key in bucket.places for key in keys):
+            if not all(map(bucket.places.__contains__, keys)):
                 self._merge(bucket, keys)
             return bucket.places_of(keys)
         first = bucket.first_place + len(bucket.places)
