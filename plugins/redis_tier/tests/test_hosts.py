@@ -53,8 +53,12 @@ def test_a_host_has_no_more_connections_than_threads_and_one_for_questions(start
         client.execute_command("CLIENT", "PAUSE", 60_000, "WRITE")  # whoever has begun to store stays at it
         for _ in range(4 * threads):
             tier.store(4)
-            tier.ask()
-        tier.step_until(lambda: connections() >= threads, "stores and questions are under way")
+
+        def all_are_in_use() -> bool:
+            tier.ask()  # each time: a question that is answered before the stores begin leaves them its connection
+            return connections() >= threads
+
+        tier.step_until(all_are_in_use, "stores and questions are under way")
         until = time.monotonic() + 0.3
         tier.step_until(lambda: time.monotonic() > until, "more connections have had time to come")
         assert connections() <= threads + 1
