@@ -38,39 +38,36 @@ The share of time in steps is given, and so are the speeds kept by processor tim
 else has the processor.
 
 What the loop in the engine loses are the steps, and what they put out of the caches. With requests of 256 tokens, a
-quarter of what they have here, a step at 2.7 GB/s takes 0.3 to 0.4 ms, for 0.8 jobs: it makes some 120 calls of 80
-functions, which ten milliseconds of loop and copies have made cold, and that costs 3 us a call, several times what
-`scheduler_cost.py` says. No part stands out. Of 0.42 ms at 3.5 GB/s, by 4,000 steps of which every 0.7 ms of processor
-time was looked at: listening to the hosts and taking their results in 0.17 ms, look-ups with their loads 0.15, stores
-0.12, figures 0.02, and no single function more than 0.02. Of the speed between two steps up to 4 % goes at 2.8 GB/s, of
-the standard library's functions 6 to 9 %, of C code nothing. So the share falls with the rate: 0.97 at 1.4 GB/s, 0.86
-to 0.92 at 2.5 to 3 in six runs beside busy neighbours, where the walk through a list had 0.88 and 0.89. With 1 ms of
-Python more in each step it is 0.85 to 0.88, at 2.1 to 2.4 GB/s.
+quarter of what they have here, a step at 2.7 GB/s takes 0.3 to 0.4 ms, for 0.8 jobs: some 120 calls of 80 functions,
+which ten milliseconds of loop and copies have made cold. No part stands out. Of 0.42 ms at 3.5 GB/s, by 4,000 steps of
+which every 0.7 ms of processor time was looked at: listening to the hosts and taking their results in 0.17 ms, look-ups
+with their loads 0.15, stores 0.12, figures 0.02, and no single function more than 0.02. Of the speed between two steps
+up to 4 % goes at 2.8 GB/s, of the standard library's functions 6 to 9 %, of C code nothing. So the share falls with the
+rate: 0.97 at 1.4 GB/s, 0.86 to 0.92 at 2.5 to 3 in six runs beside busy neighbours, where the walk through a list had
+0.88 and 0.89. With 1 ms of Python more in each step it is 0.85 to 0.88, at 2.1 to 2.4 GB/s.
 
 With requests of 1,024 tokens the same calls move more. Whole runs, flat out and paced (two of the
-processors are three times as fast as one of the sixteen)::
+processors are three times as fast as one of the sixteen), before the engine was opened without events, and after::
 
                        GB/s        steps       speed kept      stall, ms
     16 processors      5.8, 3.7    4.4, 3.0 %  0.919, 0.980    1.31, 0.61
     2 processors       7.8, 4.5    3.4, 2.4 %  0.945, 0.948    -0.33, 0.72
     2, no events       7.6, 4.5    3.1, 2.2 %  0.928, 0.946    -0.56, 0.34
 
-It is not the number of calls that a step costs: a fifth fewer of them made no difference that 28 runs by turns would
-show (4,408 and 4,368 us of processor time per GB), and with primary, jobs, look-ups and verdicts compiled to C by mypyc
-it was a tenth less. Nor is it the loop: with a spin of one line in its place a job costs the same, on processors of
-their own too. Of values of 64 KiB a job costs 250 us, of 2 MiB 540, for 1.8 times the calls: it takes longer, and is
-looked for in more steps. With hosts that write past the caches (glibc's threshold for copies at 512 KiB) a step costs 5
-% less and the loop runs 2.6 % faster, wherever it is; not kept, since an engine on the CPU reads from those caches what
-was loaded.
+What a step costs is per job and per key: 125 us a job, and 2 us a chunk of it, in some 45 passes over its keys, most of
+them in C. Fewer calls alone do not help: a fifth fewer made no difference that 28 runs by turns would show (4,408 and
+4,368 us of processor time per GB), and with primary, jobs, look-ups and verdicts compiled to C by mypyc it was a tenth
+less. Nor is it the loop: with a spin of one line in its place a job costs the same, on processors of their own too. Of
+values of 64 KiB a job costs 250 us, of 2 MiB 540, for 1.8 times the calls: it takes longer, and is looked for in more
+steps. With hosts that write past the caches (glibc's threshold for copies at 512 KiB) a step costs 5 % less and the
+loop runs 2.6 % faster, wherever it is; not kept, since what is copied aside to be sealed is read again at once.
 
 A turn of a fifth of a second is no more exact than that: alone, with all else at rest, the loop's speed has a standard
 deviation of 20 to 23 % from turn to turn, on two processors as on sixteen (probably whoever has the other half of the
 core), so that one run's share is off by 0.05 and more. Hence three runs, and medians.
 
 The stall is made by the steps in which several requests begin, or have all come: about one in a hundred, of 1.4 to 1.6
-ms on that machine. With one bound of 128 reserved chunks for a step, not for a call, it was 0.80, 1.14 and 0.72 ms in
-three runs, and in three beside a neighbour, with ticks of loops alone 4 ms late, 2.38, 1.96 and 1.52. That bound was
-not kept: requests took it from each other.
+ms on the sixteen processors. So requests that begin in the same step share a bound of 128 reserved chunks.
 
 The rest is a matter of where the kernel runs the hosts. In a trace (Linux 6.18, EEVDF, 250 ticks a second, two
 processors) 9 of 10 messages of the engine's thread woke the host on that thread's own processor, and until a tick ends

@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtiers.api import block_hash_of, group_of, make_offload_key
+from kvtiers.api.keys import count_in_group
 
 
 def test_a_key_is_the_block_hash_and_the_group_in_four_bytes():
@@ -14,6 +15,14 @@ def test_a_key_is_the_block_hash_and_the_group_in_four_bytes():
 def test_a_key_can_be_taken_apart_again(block_hash, group):
     key = make_offload_key(block_hash, group)
     assert (block_hash_of(key), group_of(key)) == (block_hash, group)
+
+
+@given(
+    st.lists(st.tuples(st.binary(min_size=1, max_size=8), st.integers(0, 3) | st.just(2**32 - 1))), st.integers(0, 3)
+)
+def test_the_keys_of_a_group_are_counted(parts, group):
+    keys = [make_offload_key(*part) for part in parts]
+    assert count_in_group(keys, group) == sum(group_of(key) == group for key in keys)
 
 
 def test_a_hash_of_no_bytes_is_refused():

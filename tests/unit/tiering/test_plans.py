@@ -233,3 +233,15 @@ def test_what_is_unread_of_old_weights_stays_unread():
     bench.settle()
     assert bench.figures("a")["loaded_chunks"] == 4
     assert bench.figures("a")["unread_bytes"] == 4 * 16
+
+
+def test_hits_are_counted_anew_under_other_weights():
+    bench = Bench()
+    ctx = bench.request()
+    for version, hits in (("new", 3), ("newer", 6)):
+        bench.manager.set_weights_version(version)
+        keys = chain("k", 3)
+        bench.store(keys)
+        assert bench.load(keys, ctx)
+        assert bench.load(keys, ctx), "once a request"
+        assert bench.figures()["primary_hits"] == hits

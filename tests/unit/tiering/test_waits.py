@@ -82,7 +82,19 @@ def test_chunks_that_a_request_has_given_up_may_be_there_under_other_weights():
     assert bench.lookup(KEYS, ctx) == (8, 0, False)
 
 
-def test_chunks_whose_load_failed_for_a_request_are_asked_for_again_under_other_weights():
+def test_other_weights_make_nobody_wait_for_longer():
+    bench = bench_with(load_wait=0.5)
+    bench.tier["a"].put(KEYS)
+    ctx = bench.request()
+    assert waited(bench, KEYS, ctx)[0] == 0
+    bench.manager.set_weights_version("new")
+    bench.tier["a"].put(KEYS)
+    assert bench.lookup(KEYS, ctx) == (0, 0, False), "it has waited as long as it may"
+    bench.tier["a"].answer = RETRY
+    assert bench.lookup(KEYS, bench.request()) == (0, 0, True)
+
+
+def test_chunks_whose_load_failed_for_a_request_are_loaded_under_other_weights_if_it_has_time_to_wait():
     bench = bench_with(load_wait=5.0)
     tier = bench.tier["a"]
     tier.put(KEYS)

@@ -89,15 +89,13 @@ class HostLink:
     def send(self, message: bytes) -> bool:
         """Put a message into the outbox; False if it is full or there is no host."""
         with self._lock:
-            if self._lost or self.life is None or len(self.outbox) + len(message) > _OUTBOX_BYTES:
+            if not self.connected or len(self.outbox) + len(message) > _OUTBOX_BYTES:
                 return False
             self.outbox += message
             return True
 
     def flush(self) -> None:
         """Send what the socket takes."""
-        if not self.outbox:
-            return
         with self._lock:
             while self.outbox and self.life is not None and not self._lost:
                 try:

@@ -37,9 +37,10 @@ class LastAnswer(NamedTuple):
 class RequestState:
     """One request between ``on_new_request`` and the tiers' ``on_request_finished``.
 
-    ``given_up``: chunks that are a MISS for this request, for good: it waited too long for them, or computing them is
-    cheaper. ``lost``: chunks whose load failed for it, by the tiers (bits) that lost them; those are not asked again.
-    The two clocks start with the first answer that makes the request wait and are never wound again.
+    ``given_up``: chunks that are a MISS for this request: it waited too long for them, or computing them is cheaper.
+    ``lost``: chunks whose load failed for it, by the tiers (bits) that lost them; those are not asked again. Both hold
+    until the request ends, or the keys mean other values. The two clocks start with the first answer that makes the
+    request wait and are never wound again.
     """
 
     context: RequestContext
@@ -55,6 +56,8 @@ class RequestState:
     """By group: how far the run reached when it last waited, and how many of its chunks it has waited for so far."""
     load_tokens: int = 0
     """The most tokens whose chunks this request has waited for."""
+    found_tokens: int = 0
+    """With those that it has found, where the bound of this step, or of a call, leaves some of them to the next."""
     window_waits: set[OffloadKey] = field(default_factory=set)
     """Chunks of window groups that it has waited for."""
     answers: dict[int, LastAnswer] = field(default_factory=dict)
@@ -154,10 +157,15 @@ class RequestTable:
         return state
 
     def retire_keys(self) -> None:
-        """The keys mean other values from now on: what was given up, or lost, were the old ones."""
+        """The keys mean other values from now on: what was given up, lost or counted as a hit were the old ones.
+
+        The clocks go on: other weights make nobody wait for longer. So a request that has waited as long as it may
+        finds what is in the primary, and no more.
+        """
         for state in self._open.values():
             state.given_up.clear()
             state.lost.clear()
+            state.counted_hits.clear()
 
     def close_if_done(self, state: RequestState) -> None:
         """Tell the tiers that the request is over, as soon as nothing can be submitted for it any more."""
