@@ -67,7 +67,9 @@ deviation of 20 to 23 % from turn to turn, on two processors as on sixteen (prob
 core), so that one run's share is off by 0.05 and more. Hence three runs, and medians.
 
 The stall is made by the steps in which several requests begin, or have all come: about one in a hundred, of 1.4 to 1.6
-ms on the sixteen processors. So requests that begin in the same step share a bound of 128 reserved chunks.
+ms on the sixteen processors. One bound of 128 reserved chunks for all that begin in a step would make those shorter;
+not kept, since a request that gets its share in parts loses the rest where an engine's steps are long: its clock has
+started.
 
 The rest is a matter of where the kernel runs the hosts. In a trace (Linux 6.18, EEVDF, 250 ticks a second, two
 processors) 9 of 10 messages of the engine's thread woke the host on that thread's own processor, and until a tick ends

@@ -27,8 +27,6 @@ _SMALLEST_QUESTION = 64  # chunks, once a tier was asked about the whole rest
 # Chunks a call: a long prefix is reserved over several steps, so that none of them is long. Fewer the longer the prefix
 # is by then: about 20 chunks of it are walked in the time that one takes to reserve.
 _MOST_RESERVED, _FEWEST_RESERVED, _WALKED_FOR_ONE = 448, 128, 20
-# Chunks that a step's later requests may reserve with those before them, and what each of them may in any case.
-_MOST_TOGETHER, _FEWEST_EACH = 128, 16
 
 
 class _Run(NamedTuple):
@@ -52,14 +50,13 @@ class _Asked:
 class _Search:
     """One lookup among the tiers: rows that all of them may still get, and chunks that this call may still reserve.
 
-    ``waited``: chunks that the request has waited for before. ``beyond``: chunks found that are left to a later call.
+    ``waited``: chunks that the request has waited for before.
     """
 
     tiers: list[_Asked]
     room: int
     left: int
     waited: int
-    beyond: int = 0
 
 
 class Lookups:
@@ -82,8 +79,6 @@ class Lookups:
         self._waits = waits
         self._tokens_per_chunk = tokens_per_chunk
         self._metrics = metrics
-        self._reserved = 0
-        """Chunks, since the tiers' news were last taken."""
         self.asking: list[RequestState] = []
         """The requests of this step."""
 
@@ -91,8 +86,6 @@ class Lookups:
         """Return the leading run of ``keys`` (one group's, head first) that is present."""
         group = group_of(keys[0])
         tokens = self._tokens_in_a_chunk(group)
-        if state.shortest_tokens is None:
-            state.found_tokens = 0
         counted = state.counted.get(group, 0)
         if len(keys) > counted:
             self._metrics.lookups += len(keys) - counted
@@ -122,10 +115,6 @@ class Lookups:
         if hits.pending:
             return _PENDING
         return LookupResult.RETRY if hits.unresolved else _MISS
-
-    def begin(self) -> None:
-        """Reserve as much again as a step may: one begins, or the engine rests in it."""
-        self._reserved = 0
 
     def end_step(self) -> None:
         """Forget how far the step's requests reached."""
@@ -210,9 +199,9 @@ class Lookups:
     def _follow(self, keys: Sequence[OffloadKey], at: int, state: RequestState, tokens: int, *, window: bool) -> _Run:
         """Follow the prefix beyond its first absent chunk, through tiers and primary, to one that is not to be had."""
         tiers = [tier for slot in state.slots if (tier := self._askable(slot, len(keys))) is not None]
-        most = self._most_reserved(at, state)
+        left = max(_FEWEST_RESERVED, _MOST_RESERVED - at // _WALKED_FOR_ONE)
         waited = len(state.window_waits) if window else state.awaited.get(group_of(keys[0]), (0, 0))[1]
-        search = _Search(tiers, self._jobs.room_in_all, most, waited)
+        search = _Search(tiers, self._jobs.room_in_all, left, waited)
         found: list[Found] = []
         silent: Sequence[TierSlot] = ()
         while at < len(keys) and tiers and search.room and search.left:
@@ -222,25 +211,10 @@ class Lookups:
             found.append(share)
             at = self._resident_until(keys, end)
         if found:
-            room = self._jobs.room_in_all
             reached = self._promotions.reserve(keys[:at], found, state, tokens)
-            self._reserved += room - self._jobs.room_in_all
             if reached < at:
                 return _Run(reached)
-        if search.beyond:
-            state.found_tokens = max(state.found_tokens, (waited + most + search.beyond) * tokens)
         return _Run(at, silent, capped=not search.left and at < len(keys))
-
-    def _most_reserved(self, at: int, state: RequestState) -> int:
-        """Return how many chunks a call may reserve beyond ``at``.
-
-        Requests that come together take several steps, so that none of these is long. Later groups of a request do not
-        count as such: what is reserved beyond the shortest is let go again.
-        """
-        most = max(_FEWEST_RESERVED, _MOST_RESERVED - at // _WALKED_FOR_ONE)
-        if not self._reserved or state.shortest_tokens is not None:
-            return most
-        return min(most, max(_FEWEST_EACH, _MOST_TOGETHER - self._reserved))
 
     def _askable(self, slot: TierSlot, question: int) -> _Asked | None:
         if not slot.available():
@@ -284,7 +258,6 @@ class Lookups:
                 tier.room -= take
                 search.room -= take
                 search.left -= take
-                search.beyond = allowed - take
                 end = at + hits if take == len(places) else places[take]
                 return Found(tier.slot, places[:take]), end, ()
         if too_slow and not silent:

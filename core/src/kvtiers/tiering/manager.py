@@ -329,7 +329,6 @@ class TieringManager:
             self._polled = True
             self._ready = self._engine.ready()
             self._jobs.poll()
-            self._lookups.begin()
         return self._ready
 
     def _reset(self) -> None:

@@ -56,8 +56,6 @@ class RequestState:
     """By group: how far the run reached when it last waited, and how many of its chunks it has waited for so far."""
     load_tokens: int = 0
     """The most tokens whose chunks this request has waited for."""
-    found_tokens: int = 0
-    """With those that it has found, where the bound of this step, or of a call, leaves some of them to the next."""
     window_waits: set[OffloadKey] = field(default_factory=set)
     """Chunks of window groups that it has waited for."""
     answers: dict[int, LastAnswer] = field(default_factory=dict)

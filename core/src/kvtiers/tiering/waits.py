@@ -85,8 +85,7 @@ class Waits:
         if state.load_since is None:
             state.load_since = now
         state.load_tokens = max(state.load_tokens, tokens)
-        tokens = max(state.load_tokens, state.found_tokens)
-        state.load_over = state.load_over or now - state.load_since >= self._load_wait(tokens, unmeasured)
+        state.load_over = state.load_over or now - state.load_since >= self._load_wait(state.load_tokens, unmeasured)
         return state.load_over
 
     def _load_wait(self, tokens: int, unmeasured: Callable[[], bool]) -> float:
