@@ -1,7 +1,7 @@
 """What the directory tier moves, beside a plain Python loop, dd and fio on the same disk in the same run.
 
 Lanes take turns, a round after the other, each on new values, which it removes again: `tier` calls the store in one
-thread; `host` is the whole contract with `io: process`: 4 threads in a tier host, with seal, check and jobs of 64 MiB;
+thread; `host` is the whole contract with `io: process`: 4 threads in a tier host, with seal, check and jobs of 128 MiB;
 `plain` writes each value to a temporary file and renames it; `dd` (and `fio`, where it is installed) copies as much
 into one file with one block a value, which is a ceiling: no file is made, no name looked up. These go through the page
 cache, both ways; `tier-direct` and `dd-direct` do not, and show the disk. Medians.
@@ -36,12 +36,13 @@ from kvtiers.rows.mapping import create_memfd, map_memory
 from kvtiers.rows.names import StorageNames
 from kvtiers.secondary.chunk_store_tier import ChunkStoreTier
 from kvtiers.secondary.hosts import HostedRegion, TierHosts
+from kvtiers.tiering.jobs import TieringOptions
 from kvtiers_fs.places import SHARDS, place_of
 from kvtiers_fs.plugin import FsConfig
 from kvtiers_fs.store import FsStore
 
 SIZES = [64 << 10, 1 << 20, 4 << 20]
-JOB_BYTES = 64 << 20
+JOB_BYTES = TieringOptions().job_bytes
 FILLERS = 2000
 NAMES = StorageNames("bench/model-0123456789abcdef01234567/", bytes.fromhex("0123456789abcdef"))
 # One thread in a store does what the plain loop does, and looks after capacity, free space and links besides.

@@ -1,7 +1,7 @@
 """What the Redis tier moves, beside redis-benchmark with 1, 4 and 16 connections to the same server in the same run.
 
 `tier` is the whole contract with `io: process`: tier hosts, as many as the tier has by itself or `--processes` says,
-which seal what they write and check what they read, in jobs of 64 MiB. `bare sockets` move the same rows in three
+which seal what they write and check what they read, in jobs of 128 MiB. `bare sockets` move the same rows in three
 Python threads and look at nothing: what the tier takes beyond them is its own. `redis-py` sets and gets a value at a
 time, a quarter of them. `lmcache` is LMCache's native connector, where it can be had. All others move as many values
 under as many keys, in turns, a round after the other; medians, and of redis-benchmark the best of the three. It sends

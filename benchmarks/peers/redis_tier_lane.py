@@ -15,9 +15,10 @@ from kvtiers.base import RequestContext
 from kvtiers.rows.names import StorageNames
 from kvtiers.secondary.chunk_store_tier import ChunkStoreTier
 from kvtiers.secondary.hosts import HostedRegion, TierHosts
+from kvtiers.tiering.jobs import TieringOptions
 from kvtiers_redis.plugin import RedisConfig
 
-JOB_BYTES = 64 << 20
+JOB_BYTES = TieringOptions().job_bytes
 NAMES = StorageNames("bench/model-0123456789abcdef01234567/", bytes.fromhex("0123456789abcdef"))
 STEP_SECONDS = 0.0002
 PATIENCE = 120.0

@@ -20,6 +20,7 @@ from peers.lmcache_s3 import LMCacheS3
 
 from kvtiers.api import OffloadKey
 from kvtiers.rows.mapping import create_memfd, map_memory
+from kvtiers.tiering.jobs import TieringOptions
 from kvtiers_s3.boto3_client import Boto3Client
 from kvtiers_s3.client import read_into
 from kvtiers_s3.connection import Connection
@@ -27,7 +28,7 @@ from kvtiers_s3.plugin import S3Config
 from kvtiers_s3.requests import Requests
 
 TESTS = Path(__file__).resolve().parents[2] / "plugins" / "s3_tier" / "tests"
-JOB_BYTES = 64 << 20
+JOB_BYTES = TieringOptions().job_bytes
 THREADS = 9
 STEP_SECONDS = 0.005  # between two questions to a tier
 
@@ -138,7 +139,7 @@ def lmcache_lane(options: S3Config, python: str, nbytes: int, count: int, stack:
 
 
 def tier_lane(tier: Any) -> Lane:
-    """Send jobs of 64 MiB to a tier host, for all rows at once, as the manager does."""
+    """Send jobs to a tier host, for all rows at once, of the size that the manager cuts them to."""
     per_job = max(1, JOB_BYTES // tier.rows.shape[1])
     tier.step_seconds = STEP_SECONDS
 

@@ -39,7 +39,8 @@ _SCAN_SECONDS = 0.05  # how often deadlines are looked at
 class TieringOptions:
     """Bounds of the tiering manager; shares are of all rows, at least one row each.
 
-    ``load_wait`` None: wait for a promotion as long as computing the chunks would take.
+    ``load_wait`` None: wait for a promotion as long as computing the chunks would take. ``job_bytes``: larger jobs cost
+    the engine's thread less, smaller ones come free sooner.
     """
 
     lookup_wait: float = 0.020
@@ -48,7 +49,7 @@ class TieringOptions:
     all_tiers: float = 0.50
     one_tier: float = 0.25
     clean_reserve: float = 0.05
-    job_bytes: int = 64 * 2**20
+    job_bytes: int = 128 * 2**20
 
 
 @dataclass(slots=True, eq=False)
