@@ -49,6 +49,24 @@ def test_a_chunk_that_begins_before_the_end_of_the_shortest_run_is_kept():
     assert loads(bench) == [KEYS[:7] + other[:2]]
 
 
+def test_what_a_request_finds_when_it_is_looked_up_again_in_the_step_is_loaded_at_its_end():
+    """Of a run that is asked about twice in a step the last answer counts, of several groups each one's last."""
+    bench = Bench(options=WIDE, tokens_per_chunk=(16, 16))
+    other = chain("k", 8, group=1)
+    bench.tier["a"].answer = RETRY
+    bench.lookup(KEYS, ctx := bench.request())
+    bench.tier["a"].answer = None
+    bench.tier["a"].put(KEYS + other[:3])
+    bench.manager.look_again()
+    assert bench.lookup(KEYS, ctx) == (0, 8, False)
+    assert bench.lookup(other, ctx) == (0, 3, False)
+    bench.step()
+    assert loads(bench) == [KEYS[:3] + other[:3]]
+    bench.lookup(KEYS, ctx)
+    bench.step()
+    assert loads(bench)[1:] == [KEYS[3:]], "what the step before has found does not count in this one"
+
+
 def test_what_another_request_wants_too_is_kept_for_it():
     bench = Bench(options=WIDE, tokens_per_chunk=(16, 16))
     short = chain("k", 2, group=1)

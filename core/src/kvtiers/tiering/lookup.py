@@ -96,12 +96,9 @@ class Lookups:
             hits = self._run(keys, state, tokens)
             if hits.pending and not hits.unresolved:
                 state.answers[group] = LastAnswer(hits, len(keys), keys[-1], self._primary.changes)
-        reach = (hits.ready + hits.pending) * tokens
-        if state.shortest_tokens is None:
+        if not state.reached:
             self.asking.append(state)
-            state.shortest_tokens = reach
-        elif reach < state.shortest_tokens:
-            state.shortest_tokens = reach
+        state.reached[group] = (hits.ready + hits.pending) * tokens
         return hits
 
     def single(self, key: OffloadKey, state: RequestState) -> LookupResult:
@@ -119,7 +116,7 @@ class Lookups:
     def end_step(self) -> None:
         """Forget how far the step's requests reached."""
         for state in self.asking:
-            state.shortest_tokens = None
+            state.reached.clear()
         self.asking.clear()
 
     def _tokens_in_a_chunk(self, group: int) -> int:

@@ -180,9 +180,9 @@ class Promotions:
         return self._batches.setdefault((slot.index, state.context.request_id), _Batch(slot, state))
 
     def _let_go(self, batch: _Batch) -> None:
-        shortest = batch.state.shortest_tokens
+        reached = batch.state.reached.values()
         # By where a chunk starts: the groups of a run may begin at different tokens, less than a chunk apart.
-        if shortest is None or max(batch.starts) < shortest:
+        if not reached or max(batch.starts) < (shortest := min(reached)):
             return
         shared = self._shared
         keep = [start < shortest or key in shared for key, start in zip(batch.keys, batch.starts, strict=True)]

@@ -62,8 +62,8 @@ class RequestState:
     """By group, if all that it waits for there is on its way."""
     load_over: bool = False
     """It has waited for promotions as long as it may."""
-    shortest_tokens: int | None = None
-    """The shortest run of this step, in tokens; None: not asked in this step."""
+    reached: dict[int, int] = field(default_factory=dict)
+    """By group: how far the run reached when it was last asked about in this step, in tokens."""
     counted: dict[int, int] = field(default_factory=dict)
     """Chunks already counted as looked up, by group."""
     counted_single: set[OffloadKey] = field(default_factory=set)
