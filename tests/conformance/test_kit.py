@@ -1,8 +1,12 @@
 """The kit as something that is installed beside other people's tests."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
+
+from kvtiers.testing.running import open_descriptors
 
 LOADED = """
 import json, sys
@@ -86,3 +90,20 @@ def test_other_people_s_tests_are_left_alone(run_kit, tmp_path):
     with_plugin, without = run_kit(file), run_kit(file, options=["-p", "no:kvtiers"])
     assert with_plugin.tests == without.tests
     assert with_plugin.tests["TestTwo"]["passed"] == {"test_two"}
+
+
+def test_a_descriptor_that_is_closed_while_they_are_listed_is_none_of_them(monkeypatch):
+    passing, stays = os.open(os.devnull, os.O_RDONLY), os.open(os.devnull, os.O_RDONLY)
+    look = Path.is_symlink
+
+    def look_and_close(link):
+        found = look(link)
+        if link.name == str(passing):
+            os.close(passing)
+        return found
+
+    monkeypatch.setattr(Path, "is_symlink", look_and_close)
+    numbers = {one.partition(" ")[0] for one in open_descriptors()}
+    os.close(stays)
+    assert str(stays) in numbers
+    assert str(passing) not in numbers

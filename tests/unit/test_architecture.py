@@ -46,5 +46,5 @@ def test_every_row_of_the_table_leads_to_code_and_a_test_or_says_that_it_is_not_
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:\w+/)+\w+\.py)`", TEXT))))
 def test_every_file_that_the_document_names_is_there(path):
-    folder = ROOT if path.startswith(("tests/", "plugins/")) else ROOT / "core/src/kvtiers"
+    folder = ROOT if path.startswith(("tests/", "plugins/", "benchmarks/")) else ROOT / "core/src/kvtiers"
     assert (folder / path).is_file()

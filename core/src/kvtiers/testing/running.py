@@ -113,10 +113,11 @@ def open_descriptors() -> set[str]:
     descriptors = set()
     for entry in list(Path("/dev/fd").iterdir()):
         number = int(entry.name)
-        try:
-            os.fstat(number)
-        except OSError:  # the descriptor that the listing itself needed
-            continue
         link = Path(f"/proc/self/fd/{number}")
-        descriptors.add(f"{number} ({link.readlink() if link.is_symlink() else 'open'})")
+        try:
+            what = link.readlink() if link.is_symlink() else "open"
+            os.fstat(number)
+        except OSError:  # closed meanwhile: by another thread, or the one that the listing itself needed
+            continue
+        descriptors.add(f"{number} ({what})")
     return descriptors
