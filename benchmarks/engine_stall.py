@@ -48,7 +48,7 @@ rate: 0.97 at 1.4 GB/s, 0.86 to 0.92 at 2.5 to 3 in six runs beside busy neighbo
 
 With requests of 1,024 tokens the same calls move more. Whole runs, flat out and paced, with jobs of 64 MiB and of 128
 (one of the two processors is three times as fast as one of the sixteen, whose ticks were 4 ms late with nothing beside
-them in the second and third run)::
+them in the second and third run; the first was with events, which cost 0.3 points of the steps)::
 
                            GB/s        steps       speed kept      stall, ms
     16 processors, 64      5.8, 3.7    4.4, 3.0 %  0.919, 0.980    1.31, 0.61

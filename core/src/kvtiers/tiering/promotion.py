@@ -1,8 +1,8 @@
 """Promotions: rows are reserved when a lookup finds chunks in a tier, and filled from the end of the step on.
 
 A reserved chunk is pending in the primary at once, so that every other lookup sees it and nobody fetches it twice. At
-the end of the step each (tier, request) becomes one batch; what lies beyond the request's shortest run of the step is
-let go again, unless another request has met it meanwhile.
+the end of the step each (tier, request) becomes one batch; what lies beyond the shortest of the runs that the request's
+groups were last told of in the step is let go again, unless another request has met it meanwhile.
 """
 
 import math
