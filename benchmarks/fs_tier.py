@@ -31,12 +31,12 @@ import numpy as np
 
 from kvtiers.api import JobResult, OffloadKey, TransferJob, make_offload_key
 from kvtiers.api.units import format_size
-from kvtiers.base import RequestContext
-from kvtiers.rows.mapping import create_memfd, map_memory
-from kvtiers.rows.names import StorageNames
-from kvtiers.secondary.chunk_store_tier import ChunkStoreTier
-from kvtiers.secondary.hosts import HostedRegion, TierHosts
+from kvtiers.layout.storage_name import StorageNames
+from kvtiers.region.memfd import create_memfd, map_memory
+from kvtiers.secondary.placement import HostedRegion, TierHosts
+from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.tiering.jobs import TieringOptions
+from kvtiers.types import RequestContext
 from kvtiers_fs.places import SHARDS, place_of
 from kvtiers_fs.plugin import FsConfig
 from kvtiers_fs.store import FsStore

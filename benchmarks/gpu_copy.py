@@ -21,10 +21,10 @@ import torch
 from peers.gpu_link import BATCH, IN_FLIGHT, MATRIX, Products, link_beside, peaks, timed, while_for
 from peers.gpu_rows import LAYERS, rows_of
 
-from kvtiers.base import BlockSpec
 from kvtiers.gpu.worker import CopySettings, GpuWorker
-from kvtiers.rows.join import RegionJoin
-from kvtiers.rows.region import AnonymousRegion
+from kvtiers.region.client import RegionJoin
+from kvtiers.region.region import AnonymousRegion
+from kvtiers.types import BlockSpec
 
 KV_BYTES = 2 * BATCH
 PAGES = [4 << 10, 8 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20]

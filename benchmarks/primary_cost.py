@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvtiers.primary.chunks import CPUPrimaryTier
+from kvtiers.primary.tier import CPUPrimaryTier
 
 OPERATIONS = (
     "resident_run (miss)",

@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from kvtiers.base import BlockSpec
 from kvtiers.gpu.worker import CopySettings, GpuWorker
-from kvtiers.rows.join import RegionJoin
-from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
-from kvtiers.rows.populate import MADV_POPULATE_WRITE
-from kvtiers.rows.region import PrefaultEnded, SharedOffloadRegion
+from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.region.client import RegionJoin
+from kvtiers.region.populate import MADV_POPULATE_WRITE
+from kvtiers.region.region import PrefaultEnded, SharedOffloadRegion
+from kvtiers.types import BlockSpec
 
 RANKS = 2
 GOAL_START_MS = 50.0  # create() and start() together: they only begin things

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtiers.config import OffloadConfig, load_config
-from kvtiers.replay.results import ReplayResults
-from kvtiers.replay.run import ReplayOptions, replay
-from kvtiers.replay.trace import read_trace
+from kvtiers_replay.results import ReplayResults
+from kvtiers_replay.run import ReplayOptions, replay
+from kvtiers_replay.trace import read_trace
 
 TRACE = "conversation_trace.jsonl.gz"
 VALUE_BYTES = 4096

@@ -68,7 +68,7 @@ from peers.s3_lanes import (
 
 from kvtiers.api import OffloadKey
 from kvtiers.api.units import format_size
-from kvtiers.secondary.hosts import host_count
+from kvtiers.secondary.placement import host_count
 from kvtiers_s3.plugin import S3Config
 
 SIZES = [64 << 10, 512 << 10, 2 << 20, 8 << 20]

@@ -31,14 +31,14 @@ from peers.chunk_life import BATCH, PHASES, Life, OurLife, measure, new_keys, wi
 
 import kvtiers
 from kvtiers.api import JobResult, LookupResult, OffloadKey, SecondaryTierManager, TierConfig, TierRequest, TransferJob
-from kvtiers.primary.chunks import CPUPrimaryTier
-from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
-from kvtiers.rows.names import StorageNames
-from kvtiers.secondary.sealing import SealedTier
-from kvtiers.secondary.views import ValueViews
+from kvtiers.host.borrowed_views import ValueViews
+from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.layout.storage_name import StorageNames
+from kvtiers.primary.tier import CPUPrimaryTier
+from kvtiers.secondary.managed.sealed_tier import SealedTier
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.manager import TieringManager
-from kvtiers.tiering.tiers import TierOptions, TierSlot
+from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 
 STEP_SECONDS = 0.002  # shorter than any engine's step, so that more steps than in an engine's life are in the figures
 SIZES = (1_024, 102_400)

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from kvtiers.api.units import format_size
-from kvtiers.rows.mapping import Mapping
-from kvtiers.rows.seal import SealVerdict, check_value, seal_value
+from kvtiers.layout.seal import SealVerdict, check_value, seal_value
+from kvtiers.region.memfd import Mapping
 
 SIZES = [64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20]
 REGION_BYTES = 512 << 20

@@ -12,8 +12,8 @@ import numpy as np
 
 import kvtiers
 from kvtiers.api import make_offload_key
-from kvtiers.base import BlockSpec, RequestContext
-from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.types import BlockSpec, RequestContext
 
 TOKENS_PER_BLOCK, PAGE_BYTES, NUM_BLOCKS = 16, 8192, 64
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from kvtiers.base import RequestContext
 from kvtiers.tiering.manager import TieringManager
+from kvtiers.types import RequestContext
 
 BATCH = 64  # chunks a request
 BLOCK = 50  # rounds of one manager before it is another's turn

@@ -1,7 +1,7 @@
 """The rows that copies to and from a GPU are measured with: one rank's pages, and half of two ranks' canonical ones."""
 
-from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
-from kvtiers.rows.rank_map import RankMap, heads_rank_map
+from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.layout.rank_map import RankMap, heads_rank_map
 
 __all__ = ["HEADS", "LAYERS", "RANKS", "TOKENS", "rows_of"]
 

@@ -18,7 +18,7 @@ import numpy as np
 import redis
 from peers.results import WAYS
 
-from kvtiers.rows.mapping import create_memfd, map_memory
+from kvtiers.region.memfd import create_memfd, map_memory
 
 LEAST_REQUESTS = 64  # below that its start-up shows
 COUNTED_BYTES = 1 << 30  # so many take a third of a second

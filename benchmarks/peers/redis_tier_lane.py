@@ -11,11 +11,11 @@ from typing import Any
 from peers.processes import tier_hosts
 
 from kvtiers.api import OffloadKey, TransferJob, make_offload_key
-from kvtiers.base import RequestContext
-from kvtiers.rows.names import StorageNames
-from kvtiers.secondary.chunk_store_tier import ChunkStoreTier
-from kvtiers.secondary.hosts import HostedRegion, TierHosts
+from kvtiers.layout.storage_name import StorageNames
+from kvtiers.secondary.placement import HostedRegion, TierHosts
+from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.tiering.jobs import TieringOptions
+from kvtiers.types import RequestContext
 from kvtiers_redis.plugin import RedisConfig
 
 JOB_BYTES = TieringOptions().job_bytes

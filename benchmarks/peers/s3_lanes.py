@@ -19,7 +19,7 @@ from botocore.config import Config
 from peers.lmcache_s3 import LMCacheS3
 
 from kvtiers.api import OffloadKey
-from kvtiers.rows.mapping import create_memfd, map_memory
+from kvtiers.region.memfd import create_memfd, map_memory
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers_s3.boto3_client import Boto3Client
 from kvtiers_s3.client import read_into

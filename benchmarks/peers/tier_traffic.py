@@ -15,9 +15,9 @@ import numpy as np
 from peers.busy_loop import STEP_SECONDS
 
 import kvtiers
-from kvtiers.base import RequestContext
-from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.tiering.manager import TieringManager
+from kvtiers.types import RequestContext
 
 VALUE_BYTES = 2 << 20
 REGION_ROWS = 512

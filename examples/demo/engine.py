@@ -13,8 +13,8 @@ import numpy as np
 from demo.pool import BlockPool
 from demo.setting import TOKENS_PER_BLOCK
 from demo.transformer import Size, Transformer
-from kvtiers.base import RequestContext
 from kvtiers.scheduler import BlockHashChain
+from kvtiers.types import RequestContext
 
 __all__ = ["Engine", "Request", "Step"]
 

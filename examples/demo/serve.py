@@ -13,7 +13,7 @@ from typing import Any
 from demo.engine import Engine, Request
 from demo.setting import TOKENS_PER_CHUNK, EngineOptions
 from demo.tiered import TieredEngine
-from kvtiers.base import RequestContext
+from kvtiers.types import RequestContext
 
 
 def main() -> None:
@@ -48,8 +48,8 @@ def _believe_everything() -> None:
     kvtiers has no option for that, and needs none: this replaces the check inside this one process, and so for tiers
     with ``io: thread`` alone. It is how act 3 knows that the check is what keeps damaged KV away.
     """
-    from kvtiers.rows.seal import SealVerdict
-    from kvtiers.secondary import mover
+    from kvtiers.host import transfer as mover
+    from kvtiers.layout.seal import SealVerdict
 
     vars(mover)["check_value"] = lambda *_: SealVerdict.OK
 

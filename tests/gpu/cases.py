@@ -6,9 +6,9 @@ from functools import cache
 import numpy as np
 from hypothesis import strategies as st
 
-from kvtiers.base import BlockSpec
-from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
-from kvtiers.rows.rank_map import CopyRun, RankMap
+from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.layout.rank_map import CopyRun, RankMap
+from kvtiers.types import BlockSpec
 
 NUM_BLOCKS = 40
 FEW_GROUPS = st.integers(1, 5)

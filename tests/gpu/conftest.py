@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvtiers.gpu.worker import CopySettings, GpuWorker
-from kvtiers.rows.join import RegionJoin
-from kvtiers.rows.region import AnonymousRegion
+from kvtiers.region.client import RegionJoin
+from kvtiers.region.region import AnonymousRegion
 
 SMALL_RING = {"ring_bytes": 1 << 16, "pin_piece_bytes": 1 << 14}
 

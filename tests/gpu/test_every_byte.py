@@ -6,8 +6,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtiers.gpu.worker import GpuWorker
-from kvtiers.rows.join import RegionJoin
-from kvtiers.rows.region import AnonymousRegion
+from kvtiers.region.client import RegionJoin
+from kvtiers.region.region import AnonymousRegion
 
 from .cases import Case, cases, cases_of_many_groups
 from .conftest import FIXED_CUDA_PLACES, HOST_PLACES, wait_until_pinned
@@ -130,8 +130,8 @@ def test_what_all_ranks_store_each_of_them_loads_again(place, case: Case) -> Non
 
 @pytest.mark.parametrize("page", [1, 7, 8192 + 8, 100_003, 1 << 20, 16 << 20])
 def test_pages_of_any_size_come_back(place, open_worker, page) -> None:
-    from kvtiers.base import BlockSpec
-    from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+    from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+    from kvtiers.types import BlockSpec
 
     layout = CacheLayout(
         ModelIdentity("m"), (KVGroup("g", 16),), (KVTensor("a", 0, page), KVTensor("b", 0, 3)), blocks_per_chunk=3

@@ -8,10 +8,10 @@ import textwrap
 import numpy as np
 import pytest
 
-from kvtiers.base import BlockSpec
 from kvtiers.gpu.cuda_driver import CudaError
 from kvtiers.gpu.worker import CopySettings
-from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.types import BlockSpec
 
 from .conftest import Place
 
@@ -106,11 +106,11 @@ def test_where_pinning_fails_copies_go_on_and_one_line_says_so(open_worker, rows
 LOST = """
     import ctypes, logging, sys
     import numpy as np, torch
-    from kvtiers.base import BlockSpec
+    from kvtiers.types import BlockSpec
     from kvtiers.gpu.worker import GpuWorker
-    from kvtiers.rows.join import RegionJoin
-    from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
-    from kvtiers.rows.region import AnonymousRegion
+    from kvtiers.region.client import RegionJoin
+    from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+    from kvtiers.region.region import AnonymousRegion
 
     logging.basicConfig(format="%(levelname)s %(message)s")
     layout = CacheLayout(ModelIdentity("m"), (KVGroup("g", 16),), (KVTensor("t", 0, 4096),))

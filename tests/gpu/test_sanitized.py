@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from kvtiers.base import BlockSpec
 from kvtiers.gpu.worker import CopySettings
-from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.types import BlockSpec
 
 from .conftest import Place
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PROJECTS = sorted(path.parent for path in [ROOT / "core/pyproject.toml", *ROOT.glob("plugins/*/pyproject.toml")])
+PATTERNS = ("core/", "replay/", "integrations/*/", "plugins/*/")
+PROJECTS = sorted(path.parent for pattern in PATTERNS for path in ROOT.glob(f"{pattern}pyproject.toml"))
 
 
 def run(*command: str | Path, cwd: Path, status: int = 0) -> str:

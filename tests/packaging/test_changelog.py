@@ -3,14 +3,14 @@ from pathlib import Path
 
 from kvtiers import __version__
 from kvtiers.api import API_VERSION
-from kvtiers.integrations.vllm.stack.keys import REQUEST_KEY_FORMAT
-from kvtiers.rows.handshake import HANDSHAKE_VERSION
-from kvtiers.rows.layout import FINGERPRINT_FORMAT
-from kvtiers.rows.names import NAME_FORMAT
-from kvtiers.rows.seal import SEAL_FORMAT
+from kvtiers.host.wire import PROTOCOL_FORMAT
+from kvtiers.layout.cache_layout import FINGERPRINT_FORMAT
+from kvtiers.layout.seal import SEAL_FORMAT
+from kvtiers.layout.storage_name import NAME_FORMAT
+from kvtiers.region.handshake import HANDSHAKE_VERSION
 from kvtiers.scheduler.block_hash import BLOCK_HASH_ALGORITHM
-from kvtiers.secondary.wire import PROTOCOL_FORMAT
 from kvtiers_fs.root import FORMAT as DIRECTORY_FORMAT
+from kvtiers_vllm.stack.keys import REQUEST_KEY_FORMAT
 
 ROOT = Path(__file__).resolve().parents[2]
 NUMBERS = {

@@ -17,7 +17,10 @@ TIERS = {
     "kvtiers-fs": {"fs": "path: /nowhere, capacity: 1GiB"},
     "kvtiers-redis": {"redis": "url: 'redis://nowhere:6379/0'"},
     "kvtiers-s3": {"s3": "bucket: somewhere"},
+    "kvtiers-replay": {},
+    "kvtiers-vllm": {},
 }
+COMMANDS = {"kvtiers-replay": {"plan", "replay", "size"}, "kvtiers-vllm": {"vllm-config"}}
 
 
 def config_with(folder: Path, tiers: dict[str, str]) -> Path:
@@ -49,6 +52,21 @@ def test_a_distribution_runs_alone_in_a_clean_environment(distribution, alone):
     assert installed["broken"] == []
     assert {tier["name"] for tier in installed["tiers"]} == distribution.tier_types
     assert {tier["distribution"] for tier in installed["tiers"]} <= {distribution.name}
+
+
+def test_its_commands_are_there_and_those_of_an_absent_companion_say_what_to_install(distribution, alone):
+    listed = alone.run("kvtiers", "--help")
+    for name, commands in COMMANDS.items():
+        extra = name.removeprefix("kvtiers-")
+        for command in sorted(commands):
+            if distribution.name == name:
+                assert f"  {command} " in listed
+                assert f"kvtiers {command}" in alone.run("kvtiers", command, "--help")
+            else:
+                assert f"  {command} " not in listed
+                (line,) = alone.run("kvtiers", command, "--help", status=2).splitlines()
+                assert f"'{command}'" in line
+                assert f"pip install 'kvtiers[{extra}]'" in line
 
 
 def test_a_config_with_its_tiers_is_valid_where_it_alone_is_installed(distribution, alone):

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
 ROWS = [line for line in TEXT.split("## From the ideas")[1].splitlines() if line.startswith("| ")][1:]
 SYMBOLS = sorted(set(re.findall(r"`(kvtiers[\w.]*:[\w.]+)`", TEXT)))
-TESTS = sorted(set(re.findall(r"`((?:plugins/\w+/)?tests/[\w/.]+(?:::\w+)?)`", TEXT)))
+TESTS = sorted(set(re.findall(r"`((?:(?:plugins/\w+|integrations/\w+|replay)/)?tests/[\w/.]+(?:::\w+)?)`", TEXT)))
 
 
 @pytest.mark.parametrize("symbol", SYMBOLS)
@@ -46,5 +46,9 @@ def test_every_row_of_the_table_leads_to_code_and_a_test_or_says_that_it_is_not_
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:\w+/)+\w+\.py)`", TEXT))))
 def test_every_file_that_the_document_names_is_there(path):
-    folder = ROOT if path.startswith(("tests/", "plugins/", "benchmarks/")) else ROOT / "core/src/kvtiers"
+    folder = (
+        ROOT
+        if path.startswith(("tests/", "plugins/", "benchmarks/", "replay/", "integrations/"))
+        else ROOT / "core/src/kvtiers"
+    )
     assert (folder / path).is_file()

@@ -14,9 +14,24 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "core" / "src" / "kvtiers"
 PLUGIN_SOURCES = sorted(ROOT.glob("plugins/*/src/*/"))
+COMPANION_SOURCES = sorted([*ROOT.glob("replay/src/*/"), *ROOT.glob("integrations/*/src/*/")])
 PLUGIN_PACKAGES = {folder.name for folder in PLUGIN_SOURCES}
+COMPANION_PACKAGES = {folder.name for folder in COMPANION_SOURCES}
 CLIENT_LIBRARIES = {"redis", "boto3", "botocore", "obstore"}
-HEAVY = {"torch", "vllm", "transformers", "rich", "click", "prometheus_client", *CLIENT_LIBRARIES, *PLUGIN_PACKAGES}
+HEAVY = {
+    "torch",
+    "vllm",
+    "transformers",
+    "rich",
+    "click",
+    "prometheus_client",
+    *CLIENT_LIBRARIES,
+    *PLUGIN_PACKAGES,
+    *COMPANION_PACKAGES,
+}
+
+HOST_CONTRACT = "the helper process imports api, plugins, layout, region.memfd and its own"
+SECONDARY_CONTRACT = "secondary reaches host.messages and host.wire, in_process.py host.transfer_pool"
 
 # In a process for each module: the other packages are loaded before the fork, ours are not, so that a circular import
 # that shows only from one side shows here. None in sys.modules makes an import of that name fail.
@@ -81,9 +96,9 @@ def test_the_engines_side_loads_no_torch_no_plugin_no_client_library_and_no_term
 
 def test_every_module_imports_on_its_own_without_torch():
     modules = [
-        ".".join(path.relative_to(CORE.parent).with_suffix("").parts).removesuffix(".__init__")
-        for path in sorted(CORE.rglob("*.py"))
-        if path.relative_to(CORE).parts[0] != "integrations"
+        ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
+        for package in (CORE, ROOT / "replay/src/kvtiers_replay")
+        for path in sorted(package.rglob("*.py"))
     ]
     assert "kvtiers.tiering.manager" in modules
     run_python(IMPORT_EACH_ALONE, "torch,prometheus_client", *modules)
@@ -108,7 +123,7 @@ class Copy:
     def __init__(self, folder: Path):
         self.folder = folder
         shutil.copy(ROOT / "pyproject.toml", folder)
-        for source in [CORE.parent, *{package.parent for package in PLUGIN_SOURCES}]:
+        for source in [CORE.parent, *{package.parent for package in PLUGIN_SOURCES + COMPANION_SOURCES}]:
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(source, folder / "src", ignore=ignored, dirs_exist_ok=True)
 
@@ -143,15 +158,25 @@ def test_the_sources_keep_the_contracts(copy: Copy):
 @pytest.mark.parametrize(
     ("path", "line", "contract"),
     [
-        ("kvtiers/rows/seal.py", "from kvtiers.tiering import manager", "layers, top to bottom"),
-        ("kvtiers/api/keys.py", "from kvtiers import base", "layers, top to bottom"),
-        ("kvtiers/tiering/lookup.py", "from kvtiers.gpu import copy_plan", "layers, top to bottom"),
-        ("kvtiers/secondary/retry.py", "from kvtiers.primary import chunks", "layers, top to bottom"),
+        ("kvtiers/layout/seal.py", "from kvtiers.tiering import manager", "layers, top to bottom"),
+        ("kvtiers/api/keys.py", "from kvtiers import types", "layers, top to bottom"),
+        ("kvtiers/tiering/prefix_lookup.py", "from kvtiers.gpu import copy_plan", "layers, top to bottom"),
+        ("kvtiers/secondary/breaker.py", "from kvtiers.primary import tier", "layers, top to bottom"),
+        ("kvtiers/layout/seal.py", "from kvtiers.region import memfd", "layers, top to bottom"),
+        ("kvtiers/host/retry.py", "from kvtiers.secondary import breaker", "layers, top to bottom"),
+        ("kvtiers/host/retry.py", "from kvtiers.region import client", HOST_CONTRACT),
+        ("kvtiers/secondary/breaker.py", "from kvtiers.host import retry", SECONDARY_CONTRACT),
+        ("kvtiers/cli/main.py", "import kvtiers_replay", "core imports no companion"),
+        ("kvtiers_replay/trace.py", "import kvtiers_fs", "a companion imports no other, and no tier"),
         ("kvtiers/a_new_part.py", "", "layers, top to bottom"),
-        ("kvtiers/plugins.py", "from kvtiers import base", "plugins needs api alone"),
+        ("kvtiers/plugins.py", "from kvtiers import types", "plugins needs api alone"),
         ("kvtiers/api/keys.py", "import numpy", "api imports stdlib, pydantic and pluggy only"),
-        ("kvtiers/replay/trace.py", "import torch", "torch only under gpu and integrations"),
-        ("kvtiers/testing/running.py", "from kvtiers import config", "testing imports api, base, rows, secondary"),
+        ("kvtiers_replay/trace.py", "import torch", "torch only under gpu and integrations"),
+        (
+            "kvtiers/testing/running.py",
+            "from kvtiers import config",
+            "testing imports api, types, plugins, layout, region, host, secondary",
+        ),
         ("kvtiers/cli/main.py", "from kvtiers.testing import running", "nobody imports testing"),
         ("kvtiers_example/memory.py", "from kvtiers.rows import seal", "a tier imports kvtiers.api only"),
     ],
@@ -169,7 +194,7 @@ def test_torch_under_gpu_breaks_no_contract(copy: Copy):
 def test_the_contract_of_tiers_names_every_plugin_and_every_part_of_core():
     linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     (contract,) = [item for item in linter["contracts"] if item["name"] == "a tier imports kvtiers.api only"]
-    assert set(linter["root_packages"]) == {"kvtiers", *PLUGIN_PACKAGES}
+    assert set(linter["root_packages"]) == {"kvtiers", *PLUGIN_PACKAGES, *COMPANION_PACKAGES}
     assert set(contract["source_modules"]) == PLUGIN_PACKAGES
     parts = {path.stem for path in CORE.iterdir() if (path / "__init__.py").exists() or path.suffix == ".py"}
     expected = {f"kvtiers.{part}" for part in parts - {"__init__", "_version", "api"}}

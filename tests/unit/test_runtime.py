@@ -12,11 +12,11 @@ import pytest
 import kvtiers
 from kvtiers import runtime
 from kvtiers.api import ConfigError, StartError, make_offload_key
-from kvtiers.base import BlockSpec, RequestContext
 from kvtiers.config import load_config
-from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.tiering.jobs import TieringOptions
-from kvtiers.tiering.tiers import TierOptions
+from kvtiers.tiering.tier_slot import TierOptions
+from kvtiers.types import BlockSpec, RequestContext
 
 LAYOUT = CacheLayout(ModelIdentity("m", weights="w1"), (KVGroup("g", 16),), (KVTensor("t", 0, 4000),))
 MEMORY = {"type": "memory", "capacity": "16MiB", "io": "thread"}

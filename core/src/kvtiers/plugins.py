@@ -1,7 +1,8 @@
 """Find, load and check the one plugin that a config names.
 
-Plugins are entry points: tiers in the group ``kvtiers.tiers``, eviction policies in ``kvtiers.eviction``. Only the
-one that is asked for is imported, so that a broken plugin never stops another.
+Plugins are entry points: tiers in the group ``kvtiers.tiers``, eviction policies in ``kvtiers.eviction``, commands of
+companion distributions in ``kvtiers.commands``. Only the one that is asked for is imported, so that a broken plugin
+never stops another.
 """
 
 import difflib
@@ -14,6 +15,7 @@ from typing import Any
 import pluggy
 
 from kvtiers.api import API_VERSION, TierConfig, TierContext, TierPlugin, TierPluginError
+from kvtiers.api.command import COMMAND_API_VERSION, COMMAND_GROUP, CommandPlugin
 from kvtiers.api.plugin import ENTRY_POINT_GROUP, TierHookSpec
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "installed_names",
     "installed_tiers",
     "load_class",
+    "load_command",
     "load_tier",
     "open_plugin",
 ]
@@ -83,6 +86,22 @@ def load_class(group: str, name: str, what: str) -> type[Any]:
     if not isinstance(loaded, type):
         raise TierPluginError(f"{where}: expected the entry point {entry.value!r} to be a class, got {_short(loaded)}")
     return loaded
+
+
+def load_command(name: str) -> CommandPlugin:
+    """Return what the companion that adds this command says of it; TierPluginError, one line, if it is unusable."""
+    entry = _find(COMMAND_GROUP, name, "command")
+    where = f"command {name!r} ({distribution_of(entry)})"
+    plugin = _import(entry, where)
+    if not isinstance(plugin, CommandPlugin):
+        raise TierPluginError(f"{where}: expected {entry.value!r} to be a CommandPlugin, got {_short(plugin)}")
+    if plugin.api_version != COMMAND_API_VERSION or isinstance(plugin.api_version, bool):
+        raise TierPluginError(f"{where}: {_other_api(plugin.api_version, entry, 'command', COMMAND_API_VERSION)}")
+    if plugin.name != name:
+        raise TierPluginError(
+            f"{where}: its CommandPlugin is named {plugin.name!r}, expected {name!r} as its entry point"
+        )
+    return plugin
 
 
 def _installed(group: str) -> list[EntryPoint]:
@@ -149,7 +168,7 @@ def _call_hook(module: Any, where: str) -> TierPlugin:
 def _check(plugin: TierPlugin, entry: EntryPoint, where: str) -> None:
     # The number comes first: with another contract, the other fields may mean something else.
     if plugin.api_version != API_VERSION or isinstance(plugin.api_version, bool):
-        raise TierPluginError(f"{where}: {_other_api(plugin.api_version, entry)}")
+        raise TierPluginError(f"{where}: {_other_api(plugin.api_version, entry, 'tier', API_VERSION)}")
     if plugin.name != entry.name:
         problem = f"its TierPlugin is named {plugin.name!r}, expected {entry.name!r} as its entry point"
     elif plugin.kind not in ("store", "manager"):
@@ -163,14 +182,14 @@ def _check(plugin: TierPlugin, entry: EntryPoint, where: str) -> None:
     raise TierPluginError(f"{where}: {problem}")
 
 
-def _other_api(theirs: object, entry: EntryPoint) -> str:
+def _other_api(theirs: object, entry: EntryPoint, api: str, ours: int) -> str:
     if not isinstance(theirs, int) or isinstance(theirs, bool):
-        return f"its api_version is {theirs!r}, expected the literal number {API_VERSION}"
+        return f"its api_version is {theirs!r}, expected the literal number {ours}"
     name = entry.dist.name if entry.dist else "the plugin"
-    behind, number = ("kvtiers", theirs) if theirs > API_VERSION else (name, API_VERSION)
+    behind, number = ("kvtiers", theirs) if theirs > ours else (name, ours)
     return (
-        f"it was written for tier API {theirs}, this kvtiers has tier API {API_VERSION}; "
-        f"install a {behind} for tier API {number} (pip install --upgrade {behind})"
+        f"it was written for {api} API {theirs}, this kvtiers has {api} API {ours}; "
+        f"install a {behind} for {api} API {number} (pip install --upgrade {behind})"
     )
 
 

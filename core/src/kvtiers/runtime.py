@@ -25,24 +25,24 @@ from kvtiers.api import (
 )
 from kvtiers.config import OffloadConfig, load_config
 from kvtiers.gpu.worker import CopySettings, GpuWorker
+from kvtiers.host.borrowed_views import ValueViews
+from kvtiers.layout.cache_layout import CacheLayout, ModelIdentity
+from kvtiers.layout.rank_map import RankMap
+from kvtiers.layout.storage_name import StorageNames
 from kvtiers.plugins import load_tier, open_plugin
-from kvtiers.primary.chunks import CPUPrimaryTier
-from kvtiers.rows.join import RegionJoin
-from kvtiers.rows.layout import CacheLayout, ModelIdentity
-from kvtiers.rows.names import StorageNames
-from kvtiers.rows.rank_map import RankMap
-from kvtiers.rows.ranks import RankJoined, RankLost
-from kvtiers.rows.region import AnonymousRegion, OffloadRegion, SharedOffloadRegion
-from kvtiers.secondary.chunk_store_tier import ChunkStoreTier
-from kvtiers.secondary.hosts import HostedRegion, TierHosts
-from kvtiers.secondary.protocol import StoreBackend
-from kvtiers.secondary.sealing import SealedTier
-from kvtiers.secondary.thread_backend import ThreadBackend
-from kvtiers.secondary.views import ValueViews
+from kvtiers.primary.tier import CPUPrimaryTier
+from kvtiers.region.client import RegionJoin
+from kvtiers.region.ranks import RankJoined, RankLost
+from kvtiers.region.region import AnonymousRegion, OffloadRegion, SharedOffloadRegion
+from kvtiers.secondary.backend import StoreBackend
+from kvtiers.secondary.in_process import InProcessBackend
+from kvtiers.secondary.managed.sealed_tier import SealedTier
+from kvtiers.secondary.placement import HostedRegion, TierHosts
+from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.manager import TieringManager
 from kvtiers.tiering.recorder import Recorder
-from kvtiers.tiering.tiers import TierOptions, TierSlot
+from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 
 __all__ = ["open_manager", "open_worker"]
 
@@ -286,7 +286,7 @@ class _Engine:
         if config.io == "process":
             name = config.tier_name
             _log.warning("%s: no helper process, since none could map this region: its io is 'thread'", name)
-        return ThreadBackend(config, self._opener(plugin, config, ChunkStore), self._views, self._names, self._sizes)
+        return InProcessBackend(config, self._opener(plugin, config, ChunkStore), self._views, self._names, self._sizes)
 
     def _tier_hosts(self) -> TierHosts | None:
         region = self._region

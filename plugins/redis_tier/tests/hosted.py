@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from redis_servers import PATIENCE
 
 from kvtiers.api import TransferJob, make_offload_key
-from kvtiers.base import RequestContext
-from kvtiers.rows.mapping import create_memfd, map_memory
-from kvtiers.rows.names import StorageNames
-from kvtiers.secondary.chunk_store_tier import ChunkStoreTier
-from kvtiers.secondary.hosts import HostedRegion, TierHosts
+from kvtiers.layout.storage_name import StorageNames
+from kvtiers.region.memfd import create_memfd, map_memory
+from kvtiers.secondary.placement import HostedRegion, TierHosts
+from kvtiers.secondary.store_tier import ChunkStoreTier
+from kvtiers.types import RequestContext
 from kvtiers_redis.plugin import RedisConfig
 
 _NAMES = StorageNames("ns/model-0123456789abcdef01234567/", bytes.fromhex("0123456789abcdef"))

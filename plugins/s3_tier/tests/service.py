@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from kvtiers.api import JobResult, LookupResult, OffloadKey, TransferJob, make_offload_key
-from kvtiers.base import RequestContext
-from kvtiers.rows.mapping import create_memfd, map_memory
-from kvtiers.rows.names import StorageNames
-from kvtiers.secondary.chunk_store_tier import ChunkStoreTier
-from kvtiers.secondary.hosts import HostedRegion, TierHosts
+from kvtiers.layout.storage_name import StorageNames
+from kvtiers.region.memfd import create_memfd, map_memory
+from kvtiers.secondary.placement import HostedRegion, TierHosts
+from kvtiers.secondary.store_tier import ChunkStoreTier
+from kvtiers.types import RequestContext
 from kvtiers_s3.plugin import S3Config
 
 __all__ = ["NAMES", "Service", "new_keys", "service"]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from s3_servers import ACCESS_KEY, SECRET_KEY, client_of
 
-from kvtiers.rows.names import StorageNames
-from kvtiers.rows.seal import seal_value
+from kvtiers.layout.seal import seal_value
+from kvtiers.layout.storage_name import StorageNames
 from kvtiers_s3.store import S3Store
 
 BIN = Path(sys.executable).parent

@@ -6,7 +6,7 @@ from demo.pool import BlockPool
 from demo.tiered import TieredEngine
 from demo.transformer import Size
 
-from kvtiers.base import RequestContext
+from kvtiers.types import RequestContext
 
 SIZE = Size(layers=2, width=64, heads=2, hidden=128, vocabulary=256)
 DOCUMENT = [(7 * i * i + 3 * i) % 256 for i in range(256)]

@@ -172,8 +172,8 @@ def start(tmp_path, caplog, monkeypatch):
     """Start an engine in this process; at the end it is shut down, and must have left nothing behind."""
     caplog.set_level(logging.INFO, "kvtiers")
     # Seconds after each death, and at each end that hangs, are much for many tests.
-    monkeypatch.setattr("kvtiers.secondary.launcher._FIRST_DELAY", 0.05)
-    monkeypatch.setattr("kvtiers.secondary.chunk_store_tier._CLOSE_SECONDS", 0.7)
+    monkeypatch.setattr("kvtiers.secondary.supervisor._FIRST_DELAY", 0.05)
+    monkeypatch.setattr("kvtiers.secondary.store_tier._CLOSE_SECONDS", 0.7)
     monkeypatch.setattr("kvtiers.runtime._CLOSE_SECONDS", 1.0)
     engines = []
     before = set(children())
@@ -200,7 +200,7 @@ def start(tmp_path, caplog, monkeypatch):
 @pytest.fixture
 def unhurried(start, monkeypatch):
     """At the end, hosts have as long to close their stores as a busy machine needs."""
-    monkeypatch.setattr("kvtiers.secondary.chunk_store_tier._CLOSE_SECONDS", bench.PATIENCE)
+    monkeypatch.setattr("kvtiers.secondary.store_tier._CLOSE_SECONDS", bench.PATIENCE)
     monkeypatch.setattr("kvtiers.runtime._CLOSE_SECONDS", bench.PATIENCE)
 
 

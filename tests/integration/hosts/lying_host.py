@@ -6,9 +6,9 @@ import sys
 import time
 from pathlib import Path
 
-from kvtiers.secondary import wire
-from kvtiers.secondary.framing import FrameReader, Kind
-from kvtiers.secondary.protocol import JobDone, JobStarted, Opened, Status
+from kvtiers.host import wire
+from kvtiers.host.messages import JobDone, JobStarted, Opened, Status
+from kvtiers.host.wire import FrameReader, Kind
 
 
 class Liar:

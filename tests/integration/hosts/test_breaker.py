@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtiers.secondary.health import BreakerState
+from kvtiers.secondary.breaker import BreakerState
 
 IN_A_ROW = 3
 RATE = {"failures": IN_A_ROW, "error_rate": 0.4, "min_calls": 10, "window": "6h", "delay": "2h", "max_delay": "8h"}

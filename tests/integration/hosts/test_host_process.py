@@ -10,11 +10,11 @@ import time
 
 import pytest
 
-from kvtiers.rows.seal import seal_value
-from kvtiers.secondary import wire
-from kvtiers.secondary.framing import FrameReader, Kind
+from kvtiers.host import wire
+from kvtiers.host.wire import FrameReader, Kind
+from kvtiers.layout.seal import seal_value
 
-START = "from kvtiers.secondary.host_main import main; main()"
+START = "from kvtiers.host.__main__ import main; main()"
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_a_host_closes_within_its_time_and_without_a_word_on_stderr(host):
 
 SEAL_FOR_EVER = """
 import mmap, sys
-from kvtiers.rows.seal import seal_value
+from kvtiers.layout.seal import seal_value
 value = memoryview(mmap.mmap(int(sys.argv[1]), 4096))
 while True:
     seal_value(value, 4000, "a/b", b"layout-1")

@@ -8,10 +8,10 @@ import os
 
 import pytest
 
-from kvtiers.rows.mapping import create_memfd
-from kvtiers.rows.names import StorageNames
-from kvtiers.secondary.chunk_store_tier import ChunkStoreTier
-from kvtiers.secondary.hosts import HostedRegion, TierHosts
+from kvtiers.layout.storage_name import StorageNames
+from kvtiers.region.memfd import create_memfd
+from kvtiers.secondary.placement import HostedRegion, TierHosts
+from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.testing import SecondaryTierTests
 from kvtiers_fs.plugin import FsConfig
 

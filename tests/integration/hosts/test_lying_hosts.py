@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtiers.secondary import launcher
+from kvtiers.secondary import supervisor
 
 HERE = Path(__file__).parent
 START = """
@@ -12,7 +12,7 @@ import sys, json
 sys.path[:] = [*json.loads(sys.argv[4]), {here!r}]
 import lying_host
 if not lying_host.main({orders!r}):
-    from kvtiers.secondary.host_main import main
+    from kvtiers.host.__main__ import main
     main()
 """
 
@@ -24,7 +24,7 @@ def liar(start, faulty, tmp_path, monkeypatch):
     def liar(lie):
         orders = tmp_path / "orders"
         orders.write_text(lie)
-        monkeypatch.setattr(launcher, "_START", START.format(here=str(HERE), orders=str(orders)))
+        monkeypatch.setattr(supervisor, "_START", START.format(here=str(HERE), orders=str(orders)))
         return start(faulty())
 
     return liar

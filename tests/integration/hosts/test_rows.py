@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from kvtiers.secondary.launcher import HostLauncher
+from kvtiers.secondary.supervisor import HostLauncher
 
 HOUR = 3600.0
 LONG = {"deadline": "1h", "grace": "200ms", "breaker": {"failures": 100}}

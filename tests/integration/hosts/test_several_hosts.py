@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtiers.secondary.launcher import HostLauncher
+from kvtiers.secondary.supervisor import HostLauncher
 
 HOUR = 3600.0
 # A breaker that opens stays open for the whole test, unless somebody knows better.

@@ -3,7 +3,7 @@
 import socket
 import threading
 
-from kvtiers.secondary.host_writer import HostWriter
+from kvtiers.host.sender import HostSender
 
 
 def test_a_host_rests_once_after_it_had_something_to_say():
@@ -15,7 +15,7 @@ def test_a_host_rests_once_after_it_had_something_to_say():
         ticks.release()
         return [b"figures"]
 
-    writer = HostWriter(theirs, figures, lambda: False, rested.release)
+    writer = HostSender(theirs, figures, lambda: False, rested.release)
     with ours, theirs:
         writer.start()
         for _ in range(2):

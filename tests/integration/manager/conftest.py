@@ -11,8 +11,8 @@ import pytest
 
 import kvtiers
 from kvtiers.api import make_offload_key
-from kvtiers.base import RequestContext
-from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.types import RequestContext
 
 PAGE = 4000
 PATIENCE = 60.0

@@ -2,8 +2,8 @@
 
 import sys
 
-from kvtiers.rows.join import RegionJoin
-from kvtiers.rows.layout import CacheLayout
+from kvtiers.layout.cache_layout import CacheLayout
+from kvtiers.region.client import RegionJoin
 
 engine_id, rank, layout = sys.argv[1], int(sys.argv[2]), CacheLayout.from_json(sys.argv[3])
 join = RegionJoin.start(engine_id, layout, rank, start_deadline=60)

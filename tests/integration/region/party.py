@@ -13,7 +13,10 @@ import time
 from pathlib import Path  # noqa: F401 -- for the code that is sent
 
 from kvtiers.rows import populate, prefault  # noqa: F401 -- for the code that is sent
-from kvtiers.rows.handshake import (  # noqa: F401 -- for the code that is sent
+
+from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.region.client import RegionJoin  # noqa: F401 -- for the code that is sent
+from kvtiers.region.handshake import (  # noqa: F401 -- for the code that is sent
     Kind,
     MessageReader,
     encode_message,
@@ -21,9 +24,7 @@ from kvtiers.rows.handshake import (  # noqa: F401 -- for the code that is sent
     peer_credentials,
     socket_name,
 )
-from kvtiers.rows.join import RegionJoin  # noqa: F401 -- for the code that is sent
-from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
-from kvtiers.rows.region import AnonymousRegion, SharedOffloadRegion  # noqa: F401 -- for the code that is sent
+from kvtiers.region.region import AnonymousRegion, SharedOffloadRegion  # noqa: F401 -- for the code that is sent
 
 PATIENCE = 60.0
 

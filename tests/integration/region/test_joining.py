@@ -186,7 +186,7 @@ def test_a_rank_out_of_range_is_refused(machine):
 def test_another_version_of_the_handshake_is_refused_in_one_line_at_both_ends(machine):
     manager = machine.manager()
     rank = machine.party()
-    rank.do("import kvtiers.rows.handshake as handshake\nhandshake.HANDSHAKE_VERSION = 7")
+    rank.do("import kvtiers.region.handshake as handshake\nhandshake.HANDSHAKE_VERSION = 7")
     rank.do("join = RegionJoin.start(engine_id, layout(), 0)")
     with pytest.raises(AssertionError, match=r"speaks version 7 of the handshake, the scheduler 1; install the same"):
         rank.do("join.wait(PATIENCE)")
@@ -196,7 +196,7 @@ def test_another_version_of_the_handshake_is_refused_in_one_line_at_both_ends(ma
 
 def test_a_scheduler_of_another_version_is_refused_by_the_rank(machine):
     manager = machine.party()
-    manager.do("import kvtiers.rows.handshake as handshake, kvtiers.rows.accept as accept")
+    manager.do("import kvtiers.region.handshake as handshake, kvtiers.region.server as accept")
     manager.do("handshake.HANDSHAKE_VERSION = 7")  # it writes 7, and still takes our HELLO
     manager.do("cache = layout()\nregion = SharedOffloadRegion.create(engine_id, cache, 8 * cache.row_stride)")
     rank = machine.rank(wait=False)

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import kvtiers
-from kvtiers.base import RequestContext
-from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.scheduler import OffloadScheduler
+from kvtiers.types import RequestContext
 
 sys.path.insert(0, str(Path(__file__).parent))  # spawned processes import the module by its name
 

@@ -9,8 +9,8 @@ import hashlib
 import numpy as np
 
 import kvtiers
-from kvtiers.rows.layout import CacheLayout
-from kvtiers.rows.rank_map import heads_rank_map
+from kvtiers.layout.cache_layout import CacheLayout
+from kvtiers.layout.rank_map import heads_rank_map
 
 BLOCKS = 64
 TOKENS, KV_HEADS, HEAD_BYTES, PARTS = 4, 8, 12, 2

@@ -8,7 +8,7 @@ import pytest
 
 import kvtiers
 from kvtiers.api import ConfigError, StartError
-from kvtiers.rows.join import RegionJoin
+from kvtiers.region.client import RegionJoin
 
 from .conftest import PATIENCE, Request, layout_of
 

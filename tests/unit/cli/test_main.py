@@ -27,9 +27,9 @@ def test_the_help_imports_no_command():
     loaded = loaded_by("from kvtiers.cli.main import cli\ntry: cli(['--help'])\nexcept SystemExit: pass")
     assert "click" in loaded
     assert not loaded & {
-        "kvtiers.cli.check",
+        "kvtiers.cli.check.commands",
         "kvtiers.cli.tiers",
-        "kvtiers.cli.replay",
+        "kvtiers_replay.cli.replay",
         "kvtiers.config",
         "rich",
         "yaml",

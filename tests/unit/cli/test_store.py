@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from kvtiers.rows.names import StorageNames
-from kvtiers.rows.seal import seal_value
+from kvtiers.layout.seal import seal_value
+from kvtiers.layout.storage_name import StorageNames
 from kvtiers_fs.places import place_of
 from kvtiers_fs.plugin import FsConfig
 from kvtiers_fs.store import FsStore
@@ -327,7 +327,7 @@ def test_a_tier_manager_cannot_list(kvtiers, disk):
 
 
 def test_listing_reading_and_deleting_say_where_they_are(kvtiers, disk, monkeypatch):
-    monkeypatch.setattr("kvtiers.cli.live._LINE_SECONDS", 0.0)
+    monkeypatch.setattr("kvtiers.cli.progress._LINE_SECONDS", 0.0)
     spoil(disk)
     lines = kvtiers("verify", "--delete-damaged", status=1).stderr.splitlines()
     assert lines[0] == "1 values of 4KiB found"

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtiers.base import BlockSpec
 from kvtiers.gpu.worker import GpuWorker
-from kvtiers.rows.join import RegionJoin
-from kvtiers.rows.region import AnonymousRegion
+from kvtiers.region.client import RegionJoin
+from kvtiers.region.region import AnonymousRegion
+from kvtiers.types import BlockSpec
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 

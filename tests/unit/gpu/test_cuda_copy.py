@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 
 from kvtiers.gpu import cuda_copy
-from kvtiers.gpu.copies import LostDeviceError
+from kvtiers.gpu.autotune import Choice
+from kvtiers.gpu.copier import LostDeviceError
 from kvtiers.gpu.cuda_copy import CudaCopies
 from kvtiers.gpu.cuda_driver import CudaError
 from kvtiers.gpu.cuda_geometry import group_geometry
-from kvtiers.gpu.measure import Choice
 from kvtiers.gpu.open_copier import CopySettings
 from kvtiers.gpu.tensors import kv_pages
-from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
-from kvtiers.rows.rank_map import runs_of_rank
+from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.layout.rank_map import runs_of_rank
 
 LAYOUT = CacheLayout(ModelIdentity("m"), (KVGroup("g", 16),), (KVTensor("t", 0, 4096),))
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from kvtiers.base import BlockSpec
 from kvtiers.gpu.copy_plan import plan_copy
 from kvtiers.gpu.cuda_copy import _CudaCopy
 from kvtiers.gpu.cuda_driver import CudaError
@@ -20,8 +19,9 @@ from kvtiers.gpu.cuda_geometry import group_geometry
 from kvtiers.gpu.cuda_lane import CudaLane, KernelGroup, UnitTable
 from kvtiers.gpu.cuda_pieces import page_pieces, staged_pieces
 from kvtiers.gpu.tensors import kv_pages
-from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
-from kvtiers.rows.rank_map import runs_of_rank
+from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.layout.rank_map import runs_of_rank
+from kvtiers.types import BlockSpec
 
 PAGES = (24, 40, 16)
 LAYOUT = CacheLayout(

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from kvtiers.api import ConfigError
-from kvtiers.base import BlockSpec
 from kvtiers.gpu.copy_plan import GeometryError, plan_copy
 from kvtiers.gpu.host_copy import HostCopier
-from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.types import BlockSpec
 
 
 def one_group(per_chunk: int = 1, page: int = 64, **options) -> CacheLayout:

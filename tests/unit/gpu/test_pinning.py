@@ -9,8 +9,8 @@ import pytest
 from kvtiers.gpu import pinning
 from kvtiers.gpu.cuda_driver import CudaError
 from kvtiers.gpu.pinning import PinnedRows
-from kvtiers.rows.join import JoinStatus, RegionJoin
-from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.region.client import JoinStatus, RegionJoin
 
 LAYOUT = CacheLayout(ModelIdentity("m"), (KVGroup("g", 16),), (KVTensor("t", 0, 100),))
 STRIDE = LAYOUT.row_stride

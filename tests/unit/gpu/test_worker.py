@@ -7,12 +7,12 @@ import time
 import numpy as np
 import pytest
 
-from kvtiers.base import BlockSpec, TransferResult
-from kvtiers.gpu.copies import LostDeviceError
+from kvtiers.gpu.copier import LostDeviceError
 from kvtiers.gpu.worker import GpuWorker
-from kvtiers.rows.join import JoinStatus, RegionJoin
-from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
-from kvtiers.rows.region import AnonymousRegion, SharedOffloadRegion
+from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.region.client import JoinStatus, RegionJoin
+from kvtiers.region.region import AnonymousRegion, SharedOffloadRegion
+from kvtiers.types import BlockSpec, TransferResult
 
 PAGE = 1024
 LAYOUT = CacheLayout(ModelIdentity("m"), (KVGroup("g", 16),), (KVTensor("t", 0, PAGE),))

@@ -3,9 +3,11 @@
 import sys
 
 import pytest
+from click.testing import CliRunner
 
 from kvtiers import plugins
 from kvtiers.api import TierConfig, TierPluginError
+from kvtiers.cli.main import cli
 
 GOOD = """
 from kvtiers.api import TierConfig, TierPlugin, hookimpl
@@ -193,3 +195,57 @@ def test_a_class_that_cannot_be_loaded_is_one_line(distributions):
 def test_nothing_installed_says_so():
     with pytest.raises(TierPluginError, match=r"unknown gadget 'x'\. No gadget is installed\."):
         plugins.load_class("kvtiers.no_such_group", "x", "gadget")
+
+
+COMMAND = """
+from kvtiers.api.command import CommandPlugin
+GREET = CommandPlugin(name="greet", help="Greet.", target="MODULE:greet", api_version={version})
+import click
+@click.command()
+def greet():
+    click.echo("hello")
+"""
+
+
+def install_command(distributions, version: int, name: str = "greet") -> None:
+    module = distributions.install("kvtiers-greet", f"[kvtiers.commands]\n{name} = MODULE:GREET\n", source="")
+    source = COMMAND.format(version=version).replace("MODULE", module)
+    (distributions.folder / f"{module}.py").write_text(source, encoding="utf-8")
+
+
+def test_a_companions_command_is_listed_and_runs(distributions):
+    install_command(distributions, 1)
+    assert "greet" in CliRunner().invoke(cli, ["--help"]).output
+    assert CliRunner().invoke(cli, ["greet"]).output == "hello\n"
+
+
+def test_a_command_for_another_api_is_one_line_and_the_others_stay(distributions):
+    install_command(distributions, 2)
+    with pytest.raises(TierPluginError, match=r"command API 2, this kvtiers has command API 1; install a kvtiers for"):
+        plugins.load_command("greet")
+    listed = CliRunner().invoke(cli, ["--help"])
+    assert listed.exit_code == 0
+    assert "(unusable: command 'greet' (kvtiers-greet 1.0): it was" in " ".join(listed.output.split())
+    refused = CliRunner().invoke(cli, ["greet"])
+    assert (refused.exit_code, len(refused.stderr.splitlines())) == (2, 1)
+
+
+def test_an_entry_point_that_is_no_command_is_one_line(distributions):
+    distributions.install("kvtiers-odd", "[kvtiers.commands]\nodd = MODULE:ODD\n", source="ODD = 5\n")
+    with pytest.raises(TierPluginError, match=r"to be a CommandPlugin, got 5"):
+        plugins.load_command("odd")
+
+
+def test_a_command_that_is_named_otherwise_is_one_line(distributions):
+    install_command(distributions, 1, name="meet")
+    with pytest.raises(TierPluginError, match=r"named 'greet', expected 'meet'"):
+        plugins.load_command("meet")
+
+
+def test_a_companion_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setattr("kvtiers.cli.main.installed_names", lambda _group: [])
+    refused = CliRunner().invoke(cli, ["replay", "--help"])
+    assert refused.exit_code == 2
+    assert refused.stderr == (
+        "error: the command 'replay' comes with kvtiers-replay, which is not installed: pip install 'kvtiers[replay]'\n"
+    )

@@ -12,8 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvtiers.primary.chunks import CPUPrimaryTier
 from kvtiers.primary.eviction import LRUPolicy
+from kvtiers.primary.tier import CPUPrimaryTier
 
 REQUESTS = 3000
 

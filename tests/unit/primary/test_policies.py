@@ -6,8 +6,8 @@ import tracemalloc
 import pytest
 
 from kvtiers.api import ConfigError
-from kvtiers.primary.chunks import CPUPrimaryTier
 from kvtiers.primary.eviction import ARCPolicy, EvictionPolicy, LRUPolicy, make_policy, policy_class
+from kvtiers.primary.tier import CPUPrimaryTier
 
 POLICIES = [LRUPolicy, ARCPolicy]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from kvtiers.api import LookupResult
-from kvtiers.primary.chunks import CPUPrimaryTier
+from kvtiers.primary.tier import CPUPrimaryTier
 
 KEYS = [bytes([65 + number]) * 5 for number in range(16)]
 SECONDS = 5.0

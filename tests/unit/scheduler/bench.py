@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from kvtiers.api import JobResult, LookupResult, SecondaryTierManager, TransferJob, make_offload_key
-from kvtiers.base import RequestContext, TransferResult
 from kvtiers.gpu.host_copy import HostCopier
-from kvtiers.primary.chunks import CPUPrimaryTier
-from kvtiers.rows.layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.scheduler import BlockHolder, LoadOutcome, OffloadScheduler, SchedulerOptions, StepTransfers
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.manager import TieringManager
-from kvtiers.tiering.tiers import TierOptions, TierSlot
+from kvtiers.tiering.tier_slot import TierOptions, TierSlot
+from kvtiers.types import RequestContext, TransferResult
 
 TOKENS = 16
 PAGE = 64

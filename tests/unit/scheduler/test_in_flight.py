@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtiers.base import TransferResult
+from kvtiers.types import TransferResult
 
 from .bench import TOKENS, Bench, layout_of, stored
 

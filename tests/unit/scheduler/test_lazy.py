@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtiers.api import ConfigError
-from kvtiers.replay.engine.block_pool import BlockPool
 from kvtiers.scheduler import FreeQueue, SchedulerOptions
+from kvtiers_replay.engine.block_pool import BlockPool
 
 from .bench import TOKENS, Bench, Blocks, Request, layout_of, stored
 

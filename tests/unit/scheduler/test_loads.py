@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvtiers.base import TransferResult
 from kvtiers.scheduler import SchedulerOptions
+from kvtiers.types import TransferResult
 
 from .bench import TOKENS, Bench, Shelf, layout_of, stored
 

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from kvtiers.api import JobResult, LookupResult, SecondaryTierManager, make_offload_key
-from kvtiers.base import TransferResult
+from kvtiers.types import TransferResult
 
 from .bench import TOKENS, Bench, layout_of
 

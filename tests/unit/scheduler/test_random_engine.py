@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from kvtiers.base import TransferResult
-from kvtiers.replay.engine.block_pool import BlockPool
 from kvtiers.scheduler import SchedulerOptions, WorkerJob
+from kvtiers.types import TransferResult
+from kvtiers_replay.engine.block_pool import BlockPool
 
 from .bench import NONE, PAGE, Bench, Request, Shelf, layout_of
 

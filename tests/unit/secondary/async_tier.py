@@ -4,7 +4,7 @@ import itertools
 from array import array
 
 from kvtiers.api import JobResult, LookupResult, SecondaryTierManager, TransferJob
-from kvtiers.base import RequestContext
+from kvtiers.types import RequestContext
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 REQUEST = RequestContext("r")

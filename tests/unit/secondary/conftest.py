@@ -11,12 +11,12 @@ from tests import stores
 from tests.unit.secondary.async_tier import AsyncTier
 
 from kvtiers.api import ChunkStore, StoreFull, TierConfig, make_offload_key
-from kvtiers.rows.names import StorageNames
-from kvtiers.secondary.mover import MoverOptions, ValueMover, ValueRun
-from kvtiers.secondary.protocol import Status
-from kvtiers.secondary.sealing import SealedTier
-from kvtiers.secondary.transfer_pool import TransferPool
-from kvtiers.secondary.views import ValueViews
+from kvtiers.host.borrowed_views import ValueViews
+from kvtiers.host.messages import Status
+from kvtiers.host.transfer import MoverOptions, ValueMover, ValueRun
+from kvtiers.host.transfer_pool import TransferPool
+from kvtiers.layout.storage_name import StorageNames
+from kvtiers.secondary.managed.sealed_tier import SealedTier
 
 PATIENCE = 60.0
 VALUE, PAYLOAD, ROWS = 4096, 4000, 64

@@ -2,14 +2,14 @@
 
 from collections import deque
 
-from kvtiers.secondary.protocol import JobDone, JobFailed, Opened, Status
+from kvtiers.host.messages import JobDone, JobFailed, Opened, Status
 
 DONE = Status.DONE
 VALUE = 64 * 1024
 
 
 class PlayedBackend:
-    """Keeps what it was given; by the protocol of a ``StoreBackend``, as a ``HostBackend`` keeps to it."""
+    """Keeps what it was given; by the protocol of a ``StoreBackend``, as a ``HostClient`` keeps to it."""
 
     def __init__(self):
         self.jobs = {}

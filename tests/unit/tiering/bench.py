@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kvtiers.api import JobResult, LookupResult, SecondaryTierManager, make_offload_key
-from kvtiers.base import RequestContext
-from kvtiers.primary.chunks import CPUPrimaryTier
+from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.manager import TieringManager
-from kvtiers.tiering.tiers import TierOptions, TierSlot
+from kvtiers.tiering.tier_slot import TierOptions, TierSlot
+from kvtiers.types import RequestContext
 
 ROW_BYTES = 16
 HIT, MISS, PENDING, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING, LookupResult.RETRY

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from kvtiers.tiering import origins, reports
+from kvtiers.tiering import provenance, reports
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.recorder import Recorder
 from kvtiers.tiering.reports import EventLog
@@ -376,8 +376,8 @@ def test_stats_may_be_read_from_another_thread_while_the_engine_steps():
 
 
 def test_unread_keys_are_bounded_and_what_stands_for_many_is_about_right(monkeypatch):
-    monkeypatch.setattr(origins, "_EXACT_KEYS", 160)
-    monkeypatch.setattr(origins, "_UNREAD_KEYS", 400)
+    monkeypatch.setattr(provenance, "_EXACT_KEYS", 160)
+    monkeypatch.setattr(provenance, "_UNREAD_KEYS", 400)
     bench = Bench(rows=64, options=WIDE)
     for number in range(20):
         bench.store(chain(f"n{number:04}", 8))

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvtiers.api import JobResult
-from kvtiers.base import RequestContext
 from kvtiers.tiering.jobs import TieringOptions
+from kvtiers.types import RequestContext
 
 from .bench import HIT, MISS, PENDING, RETRY, ROW_BYTES, Bench, chain, payload
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvtiers.base import OffloadPolicy, RequestContext
 from kvtiers.tiering.jobs import TieringOptions
+from kvtiers.types import OffloadPolicy, RequestContext
 
 from .bench import MISS, Bench, chain
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtiers.rows.mapping import HugePages, create_memfd
+from kvtiers.region.memfd import HugePages, create_memfd
 
 __all__ = ["Machine"]
 

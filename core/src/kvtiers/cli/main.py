@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import click
 
 from kvtiers._version import __version__
-from kvtiers.api import ConfigError, KvtiersError
+from kvtiers.api import ConfigError, KvtiersError, TierPluginError
+from kvtiers.api.command import COMMAND_GROUP
+from kvtiers.plugins import installed_names, load_command
 
 __all__ = ["LateExitError", "cli", "main"]
 
@@ -22,19 +24,17 @@ class Lazy(NamedTuple):
 
 
 COMMANDS = {
-    "check": Lazy("kvtiers.cli.check:check", "Validate a config, try every tier, and examine this machine."),
-    "plan": Lazy(
-        "kvtiers.cli.plan:plan", "Find the sizes and policies that reach a hit rate on a trace, without moving bytes."
-    ),
-    "replay": Lazy(
-        "kvtiers.cli.replay:replay", "Drive the whole stack from a trace or a workload, and check every byte."
-    ),
-    "size": Lazy("kvtiers.cli.size:size", "Say what a model's KV cache takes, and how large chunks should be."),
+    "check": Lazy("kvtiers.cli.check.commands:check", "Validate a config, try every tier, and examine this machine."),
     "status": Lazy("kvtiers.cli.status:status", "Say what the tiers of running engines do, and whether they pay."),
-    "store": Lazy("kvtiers.cli.store:store", "List, count, check, delete and retire the values in a tier's store."),
+    "store": Lazy(
+        "kvtiers.cli.store.commands:store", "List, count, check, delete and retire the values in a tier's store."
+    ),
     "tiers": Lazy("kvtiers.cli.tiers:tiers", "List the installed tier types and their options."),
-    "vllm-config": Lazy("kvtiers.cli.vllm_config:vllm_config", "Print a config as vLLM's --kv-transfer-config."),
 }
+"""The commands of core. Companions add theirs through the entry-point group ``kvtiers.commands``."""
+
+COMPANIONS = {"plan": "replay", "replay": "replay", "size": "replay", "vllm-config": "vllm"}
+"""By the name of a companion's command, the extra of kvtiers that installs it."""
 
 
 class LateExitError(SystemExit):
@@ -49,21 +49,39 @@ class LazyGroup(click.Group):
         self._lazy = lazy
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 -- click's signature
-        """Return the names of the commands."""
-        return sorted(self._lazy)
+        """Return the names of core's commands and of the installed companions'."""
+        return sorted({*self._lazy, *installed_names(COMMAND_GROUP)})
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 -- click's signature
-        """Import the command of this name."""
-        if cmd_name not in self._lazy:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import the command of this name; TierPluginError, one line, if its companion is missing or broken."""
+        if cmd_name in self._lazy:
+            target = self._lazy[cmd_name].target
+        elif cmd_name in self.list_commands(ctx):
+            target = load_command(cmd_name).target
+        elif cmd_name in COMPANIONS:
+            extra = COMPANIONS[cmd_name]
+            raise TierPluginError(
+                f"the command {cmd_name!r} comes with kvtiers-{extra}, which is not installed: "
+                f"pip install 'kvtiers[{extra}]'"
+            )
+        else:
             return None
-        module, _, attribute = self._lazy[cmd_name].target.partition(":")
+        module, _, attribute = target.partition(":")
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 -- click's signature
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands without importing them."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, self._lazy[name].help) for name in sorted(self._lazy)])
+            formatter.write_dl([(name, self._help_of(name)) for name in self.list_commands(ctx)])
+
+    def _help_of(self, name: str) -> str:
+        if name in self._lazy:
+            return self._lazy[name].help
+        try:
+            return load_command(name).help
+        except TierPluginError as error:
+            return f"(unusable: {error})"
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; what is wrong is said in lines that begin with ``error:``, with exit status 2."""

@@ -8,7 +8,7 @@ import click
 
 from kvtiers.api.units import format_size
 from kvtiers.cli.output import print_heading, print_table
-from kvtiers.integrations.status import ask, process_of, running
+from kvtiers.status import ask, process_of, running
 
 __all__ = ["status", "verdict"]
 

@@ -6,8 +6,8 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, field_validator, mo
 
 from kvtiers.api import ConfigError, Duration, Share, Size, StrictModel, TierConfig
 from kvtiers.api.units import DURATION, parse_duration
-from kvtiers.rows.mapping import HugePages
-from kvtiers.rows.names import check_namespace
+from kvtiers.layout.storage_name import check_namespace
+from kvtiers.region.memfd import HugePages
 
 __all__ = ["BudgetConfig", "ModelConfig", "OffloadConfig", "PrimaryConfig", "RecordConfig"]
 

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtiers.api import KvtiersError
-from kvtiers.base import BlockSpec
-from kvtiers.rows.layout import CacheLayout
-from kvtiers.rows.rank_map import RankMap
+from kvtiers.layout.cache_layout import CacheLayout
+from kvtiers.layout.rank_map import RankMap
+from kvtiers.types import BlockSpec
 
 __all__ = ["GeometryError", "GroupCopy", "Indexes", "plan_copy", "writers_turn"]
 

@@ -9,20 +9,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtiers.base import BlockSpec
-from kvtiers.gpu.copies import Lane
+from kvtiers.gpu.autotune import Choice, Scratch, choose
+from kvtiers.gpu.copier import Lane
 from kvtiers.gpu.copy_plan import GroupCopy, plan_copy, writers_turn
 from kvtiers.gpu.cuda_driver import MAX_ENTRIES, CudaDriver, CudaError
 from kvtiers.gpu.cuda_geometry import GroupGeometry, group_geometry
 from kvtiers.gpu.cuda_lane import CudaLane, KernelGroup, UnitTable
 from kvtiers.gpu.cuda_pieces import page_pieces, staged_pieces
-from kvtiers.gpu.measure import Choice, Scratch, choose
 from kvtiers.gpu.open_copier import CopyMethod, CopySettings
 from kvtiers.gpu.pinning import PinnedRows
 from kvtiers.gpu.tensors import KVPages
-from kvtiers.rows.join import RegionJoin
-from kvtiers.rows.layout import CacheLayout
-from kvtiers.rows.rank_map import RankMap, runs_of_rank
+from kvtiers.layout.cache_layout import CacheLayout
+from kvtiers.layout.rank_map import RankMap, runs_of_rank
+from kvtiers.region.client import RegionJoin
+from kvtiers.types import BlockSpec
 
 __all__ = ["CudaCopies"]
 

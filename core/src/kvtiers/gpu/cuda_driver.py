@@ -15,7 +15,7 @@ from importlib import resources
 from typing import Any
 
 from kvtiers.api import KvtiersError
-from kvtiers.gpu.copies import LostDeviceError
+from kvtiers.gpu.copier import LostDeviceError
 from kvtiers.gpu.copy_plan import Indexes
 
 __all__ = ["MAX_ENTRIES", "CudaDriver", "CudaError", "KernelParams"]

@@ -15,8 +15,8 @@ import numpy as np
 
 from kvtiers.gpu.copy_plan import Indexes
 from kvtiers.gpu.tensors import KVPages
-from kvtiers.rows.layout import CacheLayout
-from kvtiers.rows.rank_map import CopyRun
+from kvtiers.layout.cache_layout import CacheLayout
+from kvtiers.layout.rank_map import CopyRun
 
 __all__ = ["UNIT_BYTES", "Copies", "GroupGeometry", "group_geometry"]
 

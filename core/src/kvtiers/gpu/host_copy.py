@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import as_strided
 
-from kvtiers.base import BlockSpec
 from kvtiers.gpu.copy_plan import GroupCopy, plan_copy, writers_turn
 from kvtiers.gpu.tensors import Bytes, KVPages, kv_pages
-from kvtiers.rows.layout import CacheLayout
-from kvtiers.rows.rank_map import CopyRun, RankMap, runs_of_rank
+from kvtiers.layout.cache_layout import CacheLayout
+from kvtiers.layout.rank_map import CopyRun, RankMap, runs_of_rank
+from kvtiers.types import BlockSpec
 
 __all__ = ["HostCopier"]
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from kvtiers.api import ConfigError
-from kvtiers.gpu.copies import Copier, HostCopies
+from kvtiers.gpu.copier import Copier, HostCopies
 from kvtiers.gpu.host_copy import HostCopier
 from kvtiers.gpu.tensors import kv_pages
-from kvtiers.rows.layout import CacheLayout
-from kvtiers.rows.rank_map import RankMap
+from kvtiers.layout.cache_layout import CacheLayout
+from kvtiers.layout.rank_map import RankMap
 
 __all__ = ["CopyMethod", "CopySettings", "open_copier"]
 

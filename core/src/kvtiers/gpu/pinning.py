@@ -17,7 +17,7 @@ from typing import Protocol
 
 from kvtiers.api.units import format_size
 from kvtiers.gpu.cuda_driver import CudaError
-from kvtiers.rows.join import RegionJoin
+from kvtiers.region.client import RegionJoin
 
 __all__ = ["PinnedRows", "Pinner"]
 

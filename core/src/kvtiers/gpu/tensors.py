@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtiers.api import ConfigError
-from kvtiers.rows.layout import CacheLayout
+from kvtiers.layout.cache_layout import CacheLayout
 
 __all__ = ["Bytes", "KVPages", "kv_pages"]
 

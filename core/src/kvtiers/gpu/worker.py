@@ -22,12 +22,12 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
-from kvtiers.base import BlockSpec, TransferResult
-from kvtiers.gpu.copies import Copier, Copy, Lane, LostDeviceError
+from kvtiers.gpu.copier import Copier, Copy, Lane, LostDeviceError
 from kvtiers.gpu.open_copier import CopySettings, open_copier
-from kvtiers.rows.join import RegionJoin
-from kvtiers.rows.layout import CacheLayout
-from kvtiers.rows.rank_map import RankMap
+from kvtiers.layout.cache_layout import CacheLayout
+from kvtiers.layout.rank_map import RankMap
+from kvtiers.region.client import RegionJoin
+from kvtiers.types import BlockSpec, TransferResult
 
 __all__ = ["CopySettings", "GpuWorker"]
 

@@ -11,8 +11,8 @@ from collections.abc import Collection
 from kvtiers.scheduler.engine import BlockHolder, EngineRequest, OffloadManager
 from kvtiers.scheduler.geometry import Geometry
 from kvtiers.scheduler.options import SchedulerOptions
+from kvtiers.scheduler.request_state import RequestState
 from kvtiers.scheduler.stores import BlockIds, StoreChunk, Stores
-from kvtiers.scheduler.tracked import TrackedRequest
 from kvtiers.scheduler.transfers import JobsInFlight
 
 __all__ = ["EagerStores"]
@@ -38,7 +38,7 @@ class EagerStores(Stores):
         """The blocks that end a chunk whose store not all workers have reported yet."""
         return self._job_of.keys()
 
-    def on_computed(self, request: EngineRequest, tracked: TrackedRequest) -> None:
+    def on_computed(self, request: EngineRequest, tracked: RequestState) -> None:
         """Offer the chunks that are full now."""
         wanted = end = self.storable_end(request, tracked)
         if not end:
@@ -54,7 +54,7 @@ class EagerStores(Stores):
             end = (tracked.offered + end) // 2
         tracked.refused = wanted if tracked.offered < wanted else 0
 
-    def on_finished(self, request: EngineRequest, tracked: TrackedRequest) -> None:
+    def on_finished(self, request: EngineRequest, tracked: RequestState) -> None:
         """Offer what is full and was not stored yet, a last time."""
         if tracked.refused:
             # With the chunks that are there already, so that the tail does not take their rows.
@@ -68,7 +68,7 @@ class EagerStores(Stores):
         """Let every chunk be offered again. What is still in flight stays held, but ends as nothing."""
         self._job_of.clear()
 
-    def _offer(self, request: EngineRequest, tracked: TrackedRequest, end: int) -> bool:
+    def _offer(self, request: EngineRequest, tracked: RequestState, end: int) -> bool:
         """Offer the chunks up to ``end``; say whether there was room."""
         chunks = {chunk.key: chunk for chunk in self.chunks(request, tracked, end) if self._is_new(chunk, tracked)}
         if chunks:
@@ -84,7 +84,7 @@ class EagerStores(Stores):
         tracked.offered = end
         return True
 
-    def _is_new(self, chunk: StoreChunk, tracked: TrackedRequest) -> bool:
+    def _is_new(self, chunk: StoreChunk, tracked: RequestState) -> bool:
         if tracked.whole:
             return True  # a tier wants to be told of every chunk; the manager knows which are there or on their way
         start = chunk.end - self.geometry.groups[chunk.group].tokens_per_chunk

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from typing import Protocol, runtime_checkable
 
 from kvtiers.api import LookupResult, OffloadKey
-from kvtiers.base import LoadPlan, OffloadPolicy, PrefixHits, RequestContext, StorePlan
+from kvtiers.types import LoadPlan, OffloadPolicy, PrefixHits, RequestContext, StorePlan
 
 __all__ = ["BlockHolder", "EngineRequest", "FreeQueue", "OffloadManager"]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvtiers.api import OffloadKey, group_of
-from kvtiers.base import BlockSpec, ChunkIds
-from kvtiers.rows.layout import CacheLayout, KVGroup
+from kvtiers.layout.cache_layout import CacheLayout, KVGroup
+from kvtiers.types import BlockSpec, ChunkIds
 
 __all__ = ["Geometry", "Group", "in_prefix_order"]
 

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from kvtiers.api import OffloadKey
-from kvtiers.base import RequestContext, StorePlan
 from kvtiers.scheduler.engine import EngineRequest, FreeQueue, OffloadManager
 from kvtiers.scheduler.geometry import Geometry
 from kvtiers.scheduler.options import SchedulerOptions
+from kvtiers.scheduler.request_state import RequestState
 from kvtiers.scheduler.stores import BlockIds, StoreChunk, Stores
-from kvtiers.scheduler.tracked import TrackedRequest
 from kvtiers.scheduler.transfers import JobsInFlight
+from kvtiers.types import RequestContext, StorePlan
 
 __all__ = ["LazyStores"]
 
@@ -51,7 +51,7 @@ class LazyStores(Stores):
         self._demand = 0.0
         self._batches = itertools.count(1)
 
-    def on_computed(self, request: EngineRequest, tracked: TrackedRequest) -> None:
+    def on_computed(self, request: EngineRequest, tracked: RequestState) -> None:
         """Note the chunks that are full now by their blocks."""
         end = self.storable_end(request, tracked)
         if not end:
@@ -61,7 +61,7 @@ class LazyStores(Stores):
             self._noted.update(dict.fromkeys(chunk.blocks, _Noted(chunk, tuple(hashes))))
         tracked.offered = end
 
-    def on_finished(self, request: EngineRequest, tracked: TrackedRequest) -> None:
+    def on_finished(self, request: EngineRequest, tracked: RequestState) -> None:
         """Note what is full and was not noted yet."""
         self.on_computed(request, tracked)
 

@@ -19,7 +19,7 @@ from kvtiers.scheduler.engine import BlockHolder, EngineRequest, OffloadManager
 from kvtiers.scheduler.geometry import Geometry, in_prefix_order
 from kvtiers.scheduler.options import SchedulerOptions
 from kvtiers.scheduler.prefix import PrefixSearch
-from kvtiers.scheduler.tracked import Hit, TrackedRequest
+from kvtiers.scheduler.request_state import Hit, RequestState
 from kvtiers.scheduler.transfers import JobsInFlight, LoadOutcome
 
 __all__ = ["Loads"]
@@ -45,11 +45,11 @@ class Loads:
         self._options = options
         self._search = PrefixSearch(manager, geometry)
         self._arriving: Counter[OffloadKey] = Counter()  # on their way to the GPU
-        self._claimed: dict[OffloadKey, TrackedRequest] = {}  # in this step, by whoever has pinned them
+        self._claimed: dict[OffloadKey, RequestState] = {}  # in this step, by whoever has pinned them
         self._outcomes: list[LoadOutcome] = []
         self._generation = 0
 
-    def lookup(self, request: EngineRequest, tracked: TrackedRequest, computed: int) -> int | None:
+    def lookup(self, request: EngineRequest, tracked: RequestState, computed: int) -> int | None:
         """Return how many tokens after ``computed`` can be loaded, and pin them; None: ask in the next step."""
         if tracked.loading is not None:
             return None
@@ -62,7 +62,7 @@ class Loads:
         self._claimed.update(dict.fromkeys(tracked.hit.plan.keys, tracked))
         return tracked.hit.end - tracked.hit.start
 
-    def start(self, request: EngineRequest, tracked: TrackedRequest, tokens: int) -> int:
+    def start(self, request: EngineRequest, tracked: RequestState, tokens: int) -> int:
         """Begin to load the first ``tokens`` of the pinned hit; return how many that are. The rest is let go."""
         hit = tracked.hit
         if hit is None:
@@ -89,7 +89,7 @@ class Loads:
         self._submit(tracked, hit, blocks, firsts)
         return hit.end - hit.start
 
-    def let_go(self, tracked: TrackedRequest) -> None:
+    def let_go(self, tracked: RequestState) -> None:
         """Unpin what the request's last lookup has found, if it is still pinned."""
         if tracked.hit is not None:
             self._unclaim(tracked)
@@ -111,7 +111,7 @@ class Loads:
 
     # -- inside
 
-    def _search_and_pin(self, request: EngineRequest, tracked: TrackedRequest, computed: int) -> bool:
+    def _search_and_pin(self, request: EngineRequest, tracked: RequestState, computed: int) -> bool:
         """Pin what can be loaded after ``computed``, perhaps nothing; False: it is not known yet, or not ready."""
         wanted = self._wanted_end(request, tracked, computed)
         end, wait = self._search.find(request, tracked, computed, wanted)
@@ -124,7 +124,7 @@ class Loads:
             self._pin(keys, tracked, computed, end)
         return True
 
-    def _wanted_end(self, request: EngineRequest, tracked: TrackedRequest, computed: int) -> int:
+    def _wanted_end(self, request: EngineRequest, tracked: RequestState, computed: int) -> int:
         """Return where a load that starts at ``computed`` would best end: one token is left to compute."""
         limit = tracked.limits.max_load_tokens
         end = request.num_tokens - 1 if limit is None else min(request.num_tokens - 1, computed + limit)
@@ -133,7 +133,7 @@ class Loads:
         end = self._geometry.floor(end)
         return end if end - computed >= self._options.min_load_tokens else 0
 
-    def _keys(self, request: EngineRequest, tracked: TrackedRequest, start: int, end: int) -> list[OffloadKey]:
+    def _keys(self, request: EngineRequest, tracked: RequestState, start: int, end: int) -> list[OffloadKey]:
         geometry = self._geometry
         parts = []
         for group in geometry.groups:
@@ -142,7 +142,7 @@ class Loads:
             parts.append((group, chunks, keys[chunks.start : chunks.stop]))
         return in_prefix_order(parts)
 
-    def _goes_first(self, keys: Sequence[OffloadKey], tracked: TrackedRequest) -> bool:
+    def _goes_first(self, keys: Sequence[OffloadKey], tracked: RequestState) -> bool:
         """Say whether another request loads one of these chunks, so that this one should wait for it."""
         if not self._options.prefix_caching:
             return False
@@ -155,11 +155,11 @@ class Loads:
         tracked.yielded = True
         return True
 
-    def _pin(self, keys: list[OffloadKey], tracked: TrackedRequest, start: int, end: int) -> None:
+    def _pin(self, keys: list[OffloadKey], tracked: RequestState, start: int, end: int) -> None:
         plan = self._manager.prepare_load(keys, tracked.context)
         tracked.hit = None if plan is None else Hit(plan, start, end)
 
-    def _unclaim(self, tracked: TrackedRequest) -> None:
+    def _unclaim(self, tracked: RequestState) -> None:
         if tracked.hit is not None:
             for key in tracked.hit.plan.keys:
                 if self._claimed.get(key) is tracked:
@@ -177,9 +177,7 @@ class Loads:
             firsts.append(wanted.start)
         return blocks, firsts
 
-    def _submit(
-        self, tracked: TrackedRequest, hit: Hit, blocks: Sequence[Sequence[int]], firsts: Sequence[int]
-    ) -> None:
+    def _submit(self, tracked: RequestState, hit: Hit, blocks: Sequence[Sequence[int]], firsts: Sequence[int]) -> None:
         plan, generation = hit.plan, self._generation
         spec = self._geometry.spec(blocks, firsts)
         held = spec.block_ids.tolist()
@@ -199,7 +197,7 @@ class Loads:
         self._arriving.update(plan.keys)
         tracked.loading = self._jobs.load(spec, self._geometry.chunk_ids(plan.keys, plan.chunk_ids), ended)
 
-    def _loaded(self, tracked: TrackedRequest, hit: Hit, *, success: bool) -> None:
+    def _loaded(self, tracked: RequestState, hit: Hit, *, success: bool) -> None:
         tracked.loading = None
         if success:
             tracked.loaded = range(hit.start, hit.end)

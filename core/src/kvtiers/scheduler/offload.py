@@ -16,16 +16,16 @@ import logging
 from collections.abc import Collection, Iterable, Iterator
 
 from kvtiers.api import ConfigError
-from kvtiers.base import OffloadPolicy, TransferResult
-from kvtiers.rows.layout import CacheLayout
+from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.scheduler.eager import EagerStores
 from kvtiers.scheduler.engine import BlockHolder, EngineRequest, FreeQueue, OffloadManager
 from kvtiers.scheduler.geometry import Geometry
 from kvtiers.scheduler.lazy import LazyStores
 from kvtiers.scheduler.loads import Loads
 from kvtiers.scheduler.options import RequestLimits, SchedulerOptions
-from kvtiers.scheduler.tracked import TrackedRequest
+from kvtiers.scheduler.request_state import RequestState
 from kvtiers.scheduler.transfers import JobsInFlight, LoadOutcome, StepTransfers
+from kvtiers.types import OffloadPolicy, TransferResult
 
 __all__ = ["OffloadScheduler"]
 
@@ -49,7 +49,7 @@ class OffloadScheduler:
         geometry = Geometry(layout)
         self._manager = manager
         self._geometry = geometry
-        self._requests: dict[str, TrackedRequest] = {}
+        self._requests: dict[str, RequestState] = {}
         self._jobs = JobsInFlight(layout.world_size)
         self._loads = Loads(manager, geometry, blocks, self._jobs, options)
         self._stores: EagerStores | LazyStores
@@ -70,7 +70,7 @@ class OffloadScheduler:
         """Take note of a request before its first ``lookup``. The tokens that it has now are its prompt."""
         with self._briefly():
             policy = self._manager.on_new_request(request.context)
-        self._requests[request.context.request_id] = TrackedRequest(
+        self._requests[request.context.request_id] = RequestState(
             request.context,
             policy is OffloadPolicy.REQUEST_LEVEL,
             RequestLimits.of(request.context),

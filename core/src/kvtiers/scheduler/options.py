@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from kvtiers.api import ConfigError
-from kvtiers.base import RequestContext
+from kvtiers.types import RequestContext
 
 __all__ = ["RequestLimits", "SchedulerOptions", "StoreMode"]
 

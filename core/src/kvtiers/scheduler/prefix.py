@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kvtiers.api import LookupResult
 from kvtiers.scheduler.engine import EngineRequest, OffloadManager
 from kvtiers.scheduler.geometry import Geometry, Group
-from kvtiers.scheduler.tracked import TrackedRequest
+from kvtiers.scheduler.request_state import RequestState
 
 __all__ = ["WINDOW_SCAN", "Found", "PrefixSearch", "Scanned"]
 
@@ -50,7 +50,7 @@ class PrefixSearch:
         self._manager = manager
         self._geometry = geometry
 
-    def find(self, request: EngineRequest, tracked: TrackedRequest, start: int, limit: int) -> Found:
+    def find(self, request: EngineRequest, tracked: RequestState, start: int, limit: int) -> Found:
         """Return how far, at most to ``limit``, what follows ``start`` is at hand. Both are places where loads end."""
         several = len(self._geometry.groups) > 1
         end = limit
@@ -73,7 +73,7 @@ class PrefixSearch:
                 return Found(end, wait and end > start)
         return Found(start, wait=False)
 
-    def _leading_run(self, request: EngineRequest, tracked: TrackedRequest, start: int, end: int) -> tuple[Found, bool]:
+    def _leading_run(self, request: EngineRequest, tracked: RequestState, start: int, end: int) -> tuple[Found, bool]:
         """Return the run that all full-attention groups have, and whether it ends where an answer is missing."""
         wait, unknown_at = False, -1
         for group in self._geometry.full:
@@ -91,7 +91,7 @@ class PrefixSearch:
         return Found(end, wait), unknown_at == end
 
     def _scan(
-        self, request: EngineRequest, tracked: TrackedRequest, group: Group, start: int, end: int
+        self, request: EngineRequest, tracked: RequestState, group: Group, start: int, end: int
     ) -> tuple[Found, bool]:
         """Return the last place up to ``end`` with a whole window before it, and whether an answer is still missing."""
         geometry, step = self._geometry, group.tokens_per_chunk
@@ -115,5 +115,5 @@ class PrefixSearch:
             chunk -= 1
         return Found(max(start, end), wait), unresolved > 0
 
-    def _keys(self, request: EngineRequest, tracked: TrackedRequest, group: Group) -> list[bytes]:
+    def _keys(self, request: EngineRequest, tracked: RequestState, group: Group) -> list[bytes]:
         return tracked.chunk_keys(request, group.index, self._geometry.blocks_per_chunk)

@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvtiers.api import OffloadKey
-from kvtiers.base import StorePlan
 from kvtiers.scheduler.engine import EngineRequest, OffloadManager
 from kvtiers.scheduler.geometry import Geometry
 from kvtiers.scheduler.options import SchedulerOptions
-from kvtiers.scheduler.tracked import TrackedRequest
+from kvtiers.scheduler.request_state import RequestState
 from kvtiers.scheduler.transfers import JobsInFlight
+from kvtiers.types import StorePlan
 
 __all__ = ["BlockIds", "StoreChunk", "Stores"]
 
@@ -39,11 +39,11 @@ class Stores(ABC):
         self.options = options
 
     @abstractmethod
-    def on_computed(self, request: EngineRequest, tracked: TrackedRequest) -> None:
+    def on_computed(self, request: EngineRequest, tracked: RequestState) -> None:
         """Take note that ``tracked.computed`` has grown."""
 
     @abstractmethod
-    def on_finished(self, request: EngineRequest, tracked: TrackedRequest) -> None:
+    def on_finished(self, request: EngineRequest, tracked: RequestState) -> None:
         """Take the last look at a request and its blocks."""
 
     @abstractmethod
@@ -54,7 +54,7 @@ class Stores(ABC):
     def reset(self, *, new_weights: bool) -> None:
         """Take note that nothing is stored any more; with new weights also what the GPU holds is not to be stored."""
 
-    def storable_end(self, request: EngineRequest, tracked: TrackedRequest) -> int:
+    def storable_end(self, request: EngineRequest, tracked: RequestState) -> int:
         """Return up to which token the request's chunks may be stored now."""
         end = tracked.computed
         if tracked.outdated or end < self.options.min_offload_tokens:
@@ -72,7 +72,7 @@ class Stores(ABC):
             end = min(end, (known + 1) * group.tokens_per_chunk - 1)
         return end
 
-    def chunks(self, request: EngineRequest, tracked: TrackedRequest, end: int) -> list[StoreChunk]:
+    def chunks(self, request: EngineRequest, tracked: RequestState, end: int) -> list[StoreChunk]:
         """Return the full chunks that end after ``tracked.offered``, up to ``end``, in the order of the prefix.
 
         Chunks are left out that have a block without KV: the request does not have it any more, or never loaded it.

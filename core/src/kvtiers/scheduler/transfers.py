@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from kvtiers.base import BlockSpec, ChunkIds, TransferResult
+from kvtiers.types import BlockSpec, ChunkIds, TransferResult
 
 __all__ = ["JobsInFlight", "LoadOutcome", "StepTransfers", "WorkerJob"]
 

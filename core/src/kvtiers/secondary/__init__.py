@@ -1,1 +1,1 @@
-"""What core does for the author of a tier: threads, helper processes, retries, seals, lookups, breaker."""
+"""The engine's side of secondary tiers."""

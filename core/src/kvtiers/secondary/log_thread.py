@@ -9,11 +9,9 @@ import queue
 import threading
 from collections import deque
 
-__all__ = ["SAY_ONCE", "LogThread"]
+from kvtiers.host.messages import SAY_ONCE
 
-SAY_ONCE = 128
-"""Added to a line's level: a line with the same text is not written again. Each of a tier's hosts may find the same,
-and every time that it opens its store; the engine's log is to have it once."""
+__all__ = ["LogThread"]
 
 _log = logging.getLogger("kvtiers.secondary")
 _MOST_WAITING = 1_000

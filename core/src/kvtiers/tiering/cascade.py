@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from itertools import islice
 
 from kvtiers.api import LookupResult, OffloadKey
-from kvtiers.base import RequestContext
 from kvtiers.metrics import EngineMetrics
-from kvtiers.primary.chunks import CPUPrimaryTier
+from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.jobs import JobTable, TieringOptions
 from kvtiers.tiering.requests import RequestState
-from kvtiers.tiering.tiers import TierSlot
+from kvtiers.tiering.tier_slot import TierSlot
+from kvtiers.types import RequestContext
 
 __all__ = ["Cascades"]
 

@@ -22,12 +22,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvtiers.api import JobResult, OffloadKey, TransferJob
-from kvtiers.base import OffloadEvent
-from kvtiers.primary.chunks import CPUPrimaryTier
-from kvtiers.tiering.origins import Origins
+from kvtiers.primary.tier import CPUPrimaryTier
+from kvtiers.tiering.provenance import Origins
 from kvtiers.tiering.requests import RequestState
 from kvtiers.tiering.results import good_keys, is_of, moved, without
-from kvtiers.tiering.tiers import TierSlot
+from kvtiers.tiering.tier_slot import TierSlot
+from kvtiers.types import OffloadEvent
 
 __all__ = ["JobTable", "TieringOptions"]
 

@@ -19,21 +19,21 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvtiers.api import LookupResult, OffloadKey
-from kvtiers.base import LoadPlan, OffloadEvent, OffloadPolicy, PrefixHits, RequestContext, StorePlan
 from kvtiers.metrics import EngineMetrics
-from kvtiers.primary.chunks import CPUPrimaryTier
+from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.cascade import Cascades
 from kvtiers.tiering.engine_side import EngineSide
 from kvtiers.tiering.jobs import JobTable, TieringOptions
-from kvtiers.tiering.lookup import Lookups
-from kvtiers.tiering.origins import Origins
+from kvtiers.tiering.load_or_recompute import Waits
 from kvtiers.tiering.plans import Plans
+from kvtiers.tiering.prefix_lookup import Lookups
 from kvtiers.tiering.promotion import Promotions
+from kvtiers.tiering.provenance import Origins
 from kvtiers.tiering.recorder import Recorder
 from kvtiers.tiering.reports import EventLog, Snapshots
 from kvtiers.tiering.requests import RequestTable
-from kvtiers.tiering.tiers import TierSlot
-from kvtiers.tiering.waits import Waits
+from kvtiers.tiering.tier_slot import TierSlot
+from kvtiers.types import LoadPlan, OffloadEvent, OffloadPolicy, PrefixHits, RequestContext, StorePlan
 
 __all__ = ["EngineSide", "TieringManager"]
 

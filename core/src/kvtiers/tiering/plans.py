@@ -11,14 +11,14 @@ import numpy as np
 
 from kvtiers.api import OffloadKey
 from kvtiers.api.keys import count_in_group
-from kvtiers.base import LoadPlan, StorePlan
 from kvtiers.metrics import EngineMetrics
-from kvtiers.primary.chunks import CPUPrimaryTier
+from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.cascade import Cascades
 from kvtiers.tiering.engine_side import EngineSide
 from kvtiers.tiering.jobs import JobTable
-from kvtiers.tiering.origins import Origins
+from kvtiers.tiering.provenance import Origins
 from kvtiers.tiering.requests import RequestState
+from kvtiers.types import LoadPlan, StorePlan
 
 __all__ = ["Plans"]
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvtiers.api import OffloadKey, group_of
-from kvtiers.primary.chunks import Allocation, CPUPrimaryTier
+from kvtiers.primary.tier import Allocation, CPUPrimaryTier
 from kvtiers.tiering.jobs import JobTable, TieringOptions
-from kvtiers.tiering.origins import Origins
+from kvtiers.tiering.provenance import Origins
 from kvtiers.tiering.requests import RequestState
-from kvtiers.tiering.tiers import TierSlot
+from kvtiers.tiering.tier_slot import TierSlot
 
 __all__ = ["Found", "Promotions"]
 

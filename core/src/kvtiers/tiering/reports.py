@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvtiers.base import OffloadEvent
 from kvtiers.metrics import EngineMetrics
-from kvtiers.primary.chunks import CPUPrimaryTier
-from kvtiers.tiering.tiers import TierSlot
+from kvtiers.primary.tier import CPUPrimaryTier
+from kvtiers.tiering.tier_slot import TierSlot
+from kvtiers.types import OffloadEvent
 
 __all__ = ["EventLog", "Snapshots"]
 

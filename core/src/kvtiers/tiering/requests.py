@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvtiers.api import OffloadKey
-from kvtiers.base import PrefixHits, RequestContext
-from kvtiers.tiering.tiers import TierSlot
+from kvtiers.tiering.tier_slot import TierSlot
+from kvtiers.types import PrefixHits, RequestContext
 
 __all__ = ["LastAnswer", "RequestState", "RequestTable"]
 

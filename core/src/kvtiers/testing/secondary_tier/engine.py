@@ -18,9 +18,9 @@ from kvtiers.api import (
     TransferJob,
     make_offload_key,
 )
-from kvtiers.base import RequestContext
 from kvtiers.testing.guarded import PAGE, POISON, pattern
 from kvtiers.testing.running import call_within
+from kvtiers.types import RequestContext
 
 __all__ = ["SmallEngine", "new_keys"]
 

@@ -1,0 +1,1 @@
+"""``kvtiers check``: validate a config, try every tier, and examine this machine."""

@@ -1,0 +1,172 @@
+"""The doctor of the machine: says whether this config will run here, and what is to be done if not.
+
+Each check yields findings: ok, a warning (it runs, but worse) or an error (it does not run), each with its fix.
+"""
+
+import resource
+import time
+from collections.abc import Iterator
+
+from kvtiers.api import Finding, StartError
+from kvtiers.api.units import format_size
+from kvtiers.cli.machine import Machine
+from kvtiers.config import OffloadConfig
+from kvtiers.plugins import load_tier
+from kvtiers.region.limits import available_memory, cgroup_limit, free_huge_pages, memory_problem
+from kvtiers.region.memfd import HUGE_PAGE_BYTES
+
+__all__ = ["examine"]
+
+_POPULATE_SINCE = (5, 14)
+_SANE_YEARS = range(2025, 2100)
+_UNLIMITED = resource.RLIM_INFINITY
+
+
+def examine(config: OffloadConfig, machine: Machine) -> list[Finding]:
+    """Return what there is to say about this machine and this config, the most important first."""
+    checks = [_platform, _memory, _numa, _kernel, _memfd, _locked_memory, _descriptors, _clock]
+    return [finding for check in checks for finding in check(config, machine)]
+
+
+def _platform(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:
+    if machine.is_linux:
+        return
+    yield Finding(
+        "ok",
+        f"{machine.system}, not Linux: shared region, control groups, huge pages, NUMA and MADV_POPULATE_WRITE do not "
+        "apply; ranks run in the engine's process, over an anonymous region",
+    )
+    # A tier manager runs in the engine's process, whatever 'io' says.
+    stores = [tier for tier in config.secondary if load_tier(tier.type).kind == "store"]
+    helpers = [tier.tier_name for tier in stores if tier.io == "process"]
+    if helpers:
+        names = ", ".join(helpers)
+        yield Finding(
+            "warning",
+            f"'io: process' needs Linux: these tiers run on threads of the engine's process: {names}",
+            "write 'io: thread' in them",
+        )
+
+
+def _memory(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:
+    capacity = config.primary.capacity
+    if not machine.is_linux:
+        total = machine.total_memory()
+        if total is not None and capacity > total:
+            yield Finding(
+                "error",
+                f"capacity is {format_size(capacity)}, the machine has {format_size(total)} of memory",
+                "lower primary.capacity",
+            )
+        elif total is not None:
+            yield Finding("ok", f"capacity {format_size(capacity)} of {format_size(total)} of memory")
+        return
+    if config.primary.huge_pages != "off":
+        yield from _huge_pages(config, machine)
+        return
+    if problem := memory_problem(capacity, machine.root):
+        text, _, fix = problem.partition("; ")
+        yield Finding("error", text, fix)
+        return
+    available, group = available_memory(machine.root), cgroup_limit(machine.root)
+    has = "unknown" if available is None else format_size(available)
+    left = f"; control group {group.path}: {format_size(group.headroom)} left" if group else "; no control group limit"
+    yield Finding("ok", f"capacity {format_size(capacity)}, available memory {has}{left}")
+
+
+def _huge_pages(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:
+    size = config.primary.huge_pages
+    page = HUGE_PAGE_BYTES[size]
+    need = -(-config.primary.capacity // page)
+    free = free_huge_pages(page, machine.root)
+    pool = f"/sys/kernel/mm/hugepages/hugepages-{page // 1024}kB/nr_hugepages"
+    if free is None:
+        yield Finding("error", f"this kernel has no huge pages of {size}", "write 'huge_pages: off', or another size")
+    elif free < need:
+        yield Finding(
+            "error",
+            f"capacity needs {need} huge pages of {size}, {free} are free",
+            f"as root, raise the number in {pool} by {need - free}, or write 'huge_pages: off'",
+        )
+    else:
+        yield Finding("ok", f"capacity needs {need} huge pages of {size}, {free} are free")
+
+
+def _numa(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:
+    node, nodes = config.primary.numa_node, machine.numa_nodes()
+    if node is None or not machine.is_linux:
+        return
+    if node in nodes:
+        yield Finding("ok", f"NUMA node {node} is there")
+    else:
+        names = ", ".join(map(str, nodes)) or "none that the kernel names"
+        yield Finding("error", f"there is no NUMA node {node}; nodes: {names}", "correct or remove primary.numa_node")
+
+
+def _kernel(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:  # noqa: ARG001 -- a check like the others
+    if not machine.is_linux:
+        return
+    version = machine.kernel()
+    if version is None:
+        yield Finding(
+            "warning", "the kernel's version is unknown: /proc/sys/kernel/osrelease says nothing", "mount /proc"
+        )
+    elif version < _POPULATE_SINCE:
+        yield Finding(
+            "warning",
+            f"kernel {version[0]}.{version[1]} has no MADV_POPULATE_WRITE (5.14 has): pre-fault touches page by page",
+            "a newer kernel starts faster; nothing else changes",
+        )
+    else:
+        yield Finding("ok", f"kernel {version[0]}.{version[1]} has MADV_POPULATE_WRITE")
+
+
+def _memfd(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:
+    if not machine.is_linux:
+        return
+    try:
+        machine.try_memfd(config.primary.huge_pages)
+    except (StartError, OSError) as error:
+        yield Finding("error", str(error), "allow memfd_create in this container's seccomp profile")
+    else:
+        yield Finding("ok", "memfd_create works: the region needs no space in /dev/shm")
+
+
+def _locked_memory(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:
+    soft, _ = machine.limit(resource.RLIMIT_MEMLOCK)
+    if soft == _UNLIMITED or soft >= config.primary.capacity:
+        yield Finding("ok", "locked memory is not limited below the capacity")
+    else:
+        yield Finding(
+            "warning",
+            f"locked memory is limited to {format_size(soft)}, below the capacity: NVIDIA's driver does not ask, "
+            "RDMA, io_uring and other drivers do",
+            "ulimit -l unlimited; systemd: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1",
+        )
+
+
+def _descriptors(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:
+    # For each tier: a socket pair, a pidfd, log pipes; with 'io: thread' also its connections, some per thread.
+    need = 64 + sum(16 + 4 * tier.threads for tier in config.secondary)
+    soft, hard = machine.limit(resource.RLIMIT_NOFILE)
+    if soft == _UNLIMITED or soft >= need:
+        count = "unlimited" if soft == _UNLIMITED else str(soft)
+        yield Finding("ok", f"open files: {count}, about {need} are needed")
+    else:
+        how = f"ulimit -n {need}" if hard == _UNLIMITED or hard >= need else f"as root, raise the hard limit ({hard})"
+        yield Finding("error", f"open files are limited to {soft}, about {need} are needed", how)
+
+
+def _clock(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:  # noqa: ARG001 -- a check like the others
+    year = time.gmtime(machine.wall_clock()).tm_year
+    first, second = machine.steady_clock(), machine.steady_clock()
+    if second < first:
+        yield Finding("error", "the monotonic clock runs backwards: no deadline can be kept", "reboot, or mend the VM")
+    if year in _SANE_YEARS:
+        yield Finding("ok", f"the clock says {year}")
+    else:
+        yield Finding(
+            "error",
+            f"the clock says {year}: certificates and signed requests are refused",
+            "set the clock; run an NTP service",
+        )

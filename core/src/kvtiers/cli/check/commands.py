@@ -1,0 +1,119 @@
+"""``kvtiers check``: says whether a config is right, its tiers work, and it will run on this machine."""
+
+import json
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import click
+
+from kvtiers.api import ConfigError, Finding
+from kvtiers.api.units import format_size, parse_duration
+from kvtiers.cli.main import LateExitError
+from kvtiers.cli.output import print_table, value_bytes_option, with_unit
+from kvtiers.config import OffloadConfig, load_config
+
+__all__ = ["check"]
+
+
+class _Line(NamedTuple):
+    """One line of the report: what it is about (``config``, ``machine``, ``tier NAME``), and the finding."""
+
+    about: str
+    finding: Finding
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  kvtiers check tiers.yaml
+  kvtiers check tiers.yaml --offline            only: is the file right?
+  kvtiers check tiers.yaml --value-bytes 8MiB   with values as large as your model's chunks
+  kvtiers check tiers.yaml --json | jq .ok
+
+Each line is ok, a warning (it runs, but worse) or an error (it does not run), with the fix. All tiers are tried at
+the same time, in this process; a value is written as '_check/...' and deleted again (a tier of the third rung has
+no delete: there it stays, under a random key, until the tier evicts it).
+
+Exit status: 0 no error (with --strict: no warning either), 1 an error, 2 the config or the command line is wrong."""
+)
+@click.argument("file", type=click.Path())
+@click.option("--offline", is_flag=True, help="Only validate the file; open nothing.")
+@value_bytes_option("Size of the value that is written to each tier; a multiple of 4096.")
+@click.option(
+    "--timeout",
+    metavar="DURATION",
+    callback=with_unit(parse_duration),
+    default="30s",
+    show_default=True,
+    help="How long all tiers together may take.",
+)
+@click.option("--strict", is_flag=True, help="Count a warning as a failure.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_context
+def check(
+    ctx: click.Context, file: str, offline: bool, value_bytes: int, timeout: float, strict: bool, as_json: bool
+) -> None:
+    """Validate the config FILE, try every tier, and examine this machine.
+
+    Every tier is opened; one random value is written, read back, compared and deleted. A read-only tier is only
+    listed and read. Then the tier's own diagnosis runs, where it has one.
+    """
+    try:
+        config = load_config(file)
+    except ConfigError as error:
+        if not as_json:
+            raise
+        _report(file, [_Line("config", Finding("error", problem)) for problem in error.problems], as_json, strict)
+        ctx.exit(2)
+    lines = [_Line("config", Finding("ok", _summary(config)))]
+    hangs = False
+    if not offline:
+        more, hangs = _examine(config, value_bytes, timeout)
+        lines += more
+    failed = _report(file, lines, as_json, strict)
+    if hangs:
+        raise LateExitError(1)
+    ctx.exit(1 if failed else 0)
+
+
+def _summary(config: OffloadConfig) -> str:
+    tiers = ", ".join(tier.tier_name for tier in config.secondary) or "none"
+    return f"valid: primary of {format_size(config.primary.capacity)}, secondary tiers: {tiers}"
+
+
+def _examine(config: OffloadConfig, value_bytes: int, timeout: float) -> tuple[list[_Line], bool]:
+    # Imported here: `--offline`, the usual thing in a pre-commit hook, needs none of it.
+    from kvtiers.cli.check.check_machine import examine
+    from kvtiers.cli.check.check_tier import try_tiers
+    from kvtiers.cli.machine import Machine
+
+    lines = [_Line("machine", finding) for finding in examine(config, Machine())]
+    trials = try_tiers(config.secondary, config.namespace, value_bytes, timeout)
+    lines += [_Line(f"tier {trial.name}", finding) for trial in trials for finding in trial.findings]
+    return lines, any(trial.hangs for trial in trials)
+
+
+def _report(file: str, lines: Sequence[_Line], as_json: bool, strict: bool) -> bool:
+    """Print the report; return whether there is an error in it, or, if ``strict``, a warning."""
+    errors = sum(line.finding.level == "error" for line in lines)
+    warnings = sum(line.finding.level == "warning" for line in lines)
+    failed = errors > 0 or (strict and warnings > 0)
+    if as_json:
+        findings = [
+            {"about": about, "level": finding.level, "text": finding.text, "fix": finding.fix}
+            for about, finding in lines
+        ]
+        click.echo(json.dumps({"ok": not failed, "config": file, "findings": findings}, indent=2))
+    else:
+        rows = [[finding.level, about, _with_fix(finding)] for about, finding in lines]
+        print_table(["level", "about", "finding"], rows, header=False)
+        click.echo(f"{file}: {_count(errors, 'error')}, {_count(warnings, 'warning')}")
+    return failed
+
+
+def _with_fix(finding: Finding) -> str:
+    return f"{finding.text}. Fix: {finding.fix}" if finding.fix else finding.text
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,210 @@
+"""What is done to an open tier to see that it works: write one random value, read it back, compare, delete.
+
+A probe yields findings. ``Bench.stage`` always says, as a part of a sentence, what is going on, for the report on a
+tier that raises or hangs.
+"""
+
+import os
+import secrets
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+
+from kvtiers.api import (
+    ChunkStore,
+    Finding,
+    JobResult,
+    LookupResult,
+    SecondaryTierManager,
+    StoreFull,
+    SupportsListing,
+    TransferJob,
+    make_offload_key,
+)
+from kvtiers.api.units import format_duration, format_size
+from kvtiers.cli.open_tier import anonymous_region
+from kvtiers.types import RequestContext
+
+__all__ = ["OWN_FAULT", "Bench", "ProbeError", "probe_manager", "probe_store"]
+
+_LISTED = 100
+_POLL_SECONDS = 0.001
+OWN_FAULT = "this is a bug of the tier's plugin; report it to its author"
+_GONE = "the value just written cannot be read back: gone, or of another length"
+_GONE_FIX = f"see whether something else writes or deletes there; if nothing does, {OWN_FAULT}"
+
+
+class ProbeError(Exception):
+    """The tier did not do what it must; the text says what."""
+
+    def __init__(self, text: str, fix: str = OWN_FAULT) -> None:
+        super().__init__(text)
+        self.fix = fix
+
+
+@dataclass
+class Bench:
+    """The place of one trial: an anonymous region of two rows, a random value, and what is known of the tier."""
+
+    value_bytes: int
+    namespace: str
+    read_only: bool
+    stage: str = "being opened"
+    given_up: bool = False
+    """Nobody waits any more: a probe that polls shall end."""
+    region: memoryview = field(init=False)
+    payload: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.region = anonymous_region(2, self.value_bytes)
+        self.payload = os.urandom(self.value_bytes)
+        self.region[: self.value_bytes] = self.payload
+
+    def row_read(self) -> bytes:
+        """Return what is in the second row, into which tiers read."""
+        return bytes(self.region[self.value_bytes :])
+
+    def compare(self) -> None:
+        """Raise ProbeError unless the second row holds the probe value, and the first one still does."""
+        if self.row_read() != self.payload:
+            raise ProbeError("what was read back is not what was written")
+        if bytes(self.region[: self.value_bytes]) != self.payload:
+            raise ProbeError("the tier changed the memory that it was to write from")
+
+
+def probe_store(store: ChunkStore, bench: Bench) -> Iterator[Finding]:
+    """Try a ``ChunkStore``; one that is read-only is only listed and read."""
+    if bench.read_only:
+        yield _read_only(store, bench)
+        return
+    name, absent = (f"_check/{secrets.token_hex(16)}" for _ in range(2))
+    size = bench.value_bytes
+    bench.stage = "writing the probe value"
+    begin = time.monotonic()
+    try:
+        store.write(name, bench.region[:size].toreadonly())
+    except StoreFull as error:
+        fix = "give the store more room, or delete from it; a full store drops what it should keep"
+        raise ProbeError(f"the store is full: {error}", fix) from None
+    written = time.monotonic()
+    try:
+        bench.stage = "saying whether the probe value is there"
+        _expect(
+            list(store.exists([name, absent])), [True, False], "exists() of a value that is there and one that is not"
+        )
+        bench.stage = "reading the probe value back"
+        asked = time.monotonic()
+        found = store.read_into(name, bench.region[size:])
+        if found is False:
+            raise ProbeError(_GONE, _GONE_FIX)
+        _expect(found, True, "read_into() of the probe value")
+        seconds = (written - begin, time.monotonic() - asked)
+        bench.compare()
+    finally:
+        bench.stage, before = "deleting the probe value", bench.stage
+        store.delete([name])
+        bench.stage = before
+    bench.stage = "saying that the probe value is deleted"
+    _expect(list(store.exists([name])), [False], "exists() of the deleted probe value")
+    yield Finding("ok", f"wrote, read back, compared and deleted {format_size(size)} {_times(*seconds)}")
+
+
+def _expect(got: object, expected: object, what: str) -> None:
+    if got != expected:
+        raise ProbeError(f"{what} gave {got!r}, expected {expected!r}")
+
+
+def _times(write: float, read: float) -> str:
+    return f"(write {format_duration(write)}, read {format_duration(read)})"
+
+
+def _read_only(store: ChunkStore, bench: Bench) -> Finding:
+    if not isinstance(store, SupportsListing):
+        bench.stage = "looking for a value that is not there"
+        absent = f"_check/{secrets.token_hex(16)}"
+        _expect(list(store.exists([absent])), [False], "exists() of a value that is not there")
+        _expect(store.read_into(absent, bench.region[: bench.value_bytes]), False, "read_into() of an absent value")
+        return Finding("ok", "read-only: it answers; it cannot list what it has, so no value was read")
+    bench.stage = "listing its values"
+    prefix = f"{bench.namespace}/"
+    entries = list(islice(store.list(prefix), _LISTED))
+    if not entries:
+        fix = "correct 'namespace' and the tier's options if it should have some"
+        return Finding("warning", f"read-only, and it has no value under {prefix!r}", fix)
+    count = f"{len(entries)} values" if len(entries) < _LISTED else f"{_LISTED} values or more"
+    fitting = next((entry for entry in entries if 0 < entry.nbytes <= len(bench.region)), None)
+    if fitting is None:
+        smallest = min(entry.nbytes for entry in entries)
+        return Finding("warning", f"read-only: {count} listed, none read", f"pass --value-bytes {smallest} to read one")
+    bench.stage = f"reading {fitting.name!r}"
+    begin = time.monotonic()
+    found = store.read_into(fitting.name, bench.region[: fitting.nbytes])
+    # Another writer may have deleted or replaced it since it was listed, so that absence is no fault.
+    how = f"one of {format_size(fitting.nbytes)} read in {format_duration(time.monotonic() - begin)}"
+    return Finding("ok", f"read-only: {count} listed, {how if found else 'the first one gone before it was read'}")
+
+
+def probe_manager(tier: SecondaryTierManager, bench: Bench) -> Iterator[Finding]:
+    """Try a ``SecondaryTierManager`` with a store and a promotion of one probe key, stepped as an engine would."""
+    key = make_offload_key(secrets.token_bytes(32), 0)
+    request = RequestContext("kvtiers-check")
+    tier.on_new_request(request)
+    try:
+        bench.stage = "looking up a key that is not there"
+        _expect(_lookup(tier, bench, key, request), LookupResult.MISS, "lookup() of a key that is not there")
+        if bench.read_only:
+            yield Finding("ok", "read-only: it answers lookups; a tier of this kind cannot list, so nothing was read")
+            return
+        begin = time.monotonic()
+        bench.stage = "storing the probe value"
+        _transfer(tier, bench, TransferJob(1, [key], _rows(0), is_promotion=False, context=request))
+        stored = time.monotonic()
+        bench.stage = "looking up the probe value"
+        _expect(_lookup(tier, bench, key, request), LookupResult.HIT, "lookup() of the stored probe key")
+        bench.stage = "loading the probe value"
+        asked = time.monotonic()
+        _transfer(tier, bench, TransferJob(2, [key], _rows(1), is_promotion=True, context=request))
+        seconds = (stored - begin, time.monotonic() - asked)
+        bench.compare()
+    finally:
+        tier.on_request_finished(request)
+    yield Finding("ok", f"stored, loaded and compared {format_size(bench.value_bytes)} {_times(*seconds)}")
+
+
+def _rows(row: int) -> memoryview:
+    return memoryview(array("i", [row]))
+
+
+def _step_until(tier: SecondaryTierManager, bench: Bench, done: Callable[[], bool]) -> None:
+    while not done():
+        if bench.given_up:
+            raise ProbeError("no answer in time")
+        tier.on_schedule_end()
+        time.sleep(_POLL_SECONDS)
+
+
+def _lookup(tier: SecondaryTierManager, bench: Bench, key: bytes, request: RequestContext) -> LookupResult:
+    answers: list[LookupResult] = []
+
+    def answered() -> bool:
+        answers.append(tier.lookup_many([key], request)[0])
+        return answers[-1] is not LookupResult.RETRY
+
+    _step_until(tier, bench, answered)
+    return answers[-1]
+
+
+def _transfer(tier: SecondaryTierManager, bench: Bench, job: TransferJob) -> None:
+    results: list[JobResult] = []
+
+    def reported() -> bool:
+        results.extend(tier.get_finished_jobs())
+        return bool(results)
+
+    (tier.submit_load if job.is_promotion else tier.submit_store)(job)
+    _step_until(tier, bench, reported)
+    _expect([result.job_id for result in results], [job.job_id], "the finished jobs")
+    if not results[0].success:
+        raise ProbeError("the tier reports that the job has failed", "look at the tier's log; check its options")

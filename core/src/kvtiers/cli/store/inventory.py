@@ -1,0 +1,197 @@
+"""What a store holds, value by value: which of them are meant, what they are, how many they are."""
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvtiers.api import (
+    ChunkStore,
+    ConfigError,
+    KvtiersError,
+    StoreEntry,
+    SupportsListing,
+    TierConfig,
+    TierUnavailable,
+)
+from kvtiers.cli.open_tier import anonymous_region, open_tier
+from kvtiers.config import OffloadConfig
+from kvtiers.layout.namespace_epoch import is_record
+from kvtiers.layout.storage_name import ParsedName, model_slug, parse_name
+from kvtiers.plugins import did_you_mean, load_tier
+
+__all__ = ["Held", "Inventory", "Origin", "Selection", "Share", "find_tier", "open_listable"]
+
+_AGES = ((3600.0, "1h"), (86400.0, "1d"), (7 * 86400.0, "7d"), (30 * 86400.0, "30d"))
+
+
+def find_tier(config: OffloadConfig, name: str, file: str) -> TierConfig:
+    """Return the tier of this name, or ConfigError that names those there are."""
+    known = {tier.tier_name: tier for tier in config.secondary}
+    if name not in known:
+        there = ", ".join(known) or "none"
+        raise ConfigError(f"{file}: no tier is named {name!r}.{did_you_mean(name, known)} Tiers: {there}")
+    return known[name]
+
+
+def open_listable(
+    config: TierConfig, namespace: str, value_bytes: int, rows: int
+) -> tuple[ChunkStore, SupportsListing, memoryview]:
+    """Open a tier's store over a region of its own; return it in both its roles, and the region.
+
+    One line if it cannot be opened, or cannot list.
+    """
+    name = config.tier_name
+    if load_tier(config.type).kind != "store":
+        raise ConfigError(f"tier {name!r} is a tier manager (type {config.type!r}), which cannot list what it holds")
+    region = anonymous_region(rows, value_bytes)
+    try:
+        store = open_tier(config, namespace=namespace, value_bytes=value_bytes, region=region)
+    except ConfigError as error:
+        raise ConfigError([f"tier {name!r}: {problem}" for problem in error.problems]) from None
+    except KvtiersError as error:
+        raise type(error)(f"tier {name!r}: {error}") from None
+    except Exception as error:  # noqa: BLE001 -- whatever a plugin raises is one line
+        raise unavailable(name, "cannot be opened", error) from None
+    assert isinstance(store, ChunkStore)  # its plugin says so, and open_tier has seen to it
+    if not isinstance(store, SupportsListing):
+        store.close()
+        raise ConfigError(
+            f"tier {name!r} cannot list what it holds: its store, {type(store).__name__}, has no method list()"
+        )
+    return store, store, region
+
+
+def unavailable(tier: str, what: str, error: Exception) -> TierUnavailable:
+    """Return the one line for a tier that raised."""
+    return TierUnavailable(f"tier {tier!r} {what}: " + " ".join(f"{type(error).__name__}: {error}".split()))
+
+
+class Held(NamedTuple):
+    """One value; ``parsed`` is its name taken apart, None if the name is not of our format."""
+
+    entry: StoreEntry
+    parsed: ParsedName | None
+
+    @property
+    def origin(self) -> "Origin":
+        """Return whose value it is."""
+        if self.parsed is None:
+            return Origin(self.entry.name.partition("/")[0], "", "")
+        return Origin(self.parsed.namespace, self.parsed.model, self.parsed.fingerprint)
+
+
+class Origin(NamedTuple):
+    """Whose a value is; model and fingerprint are empty where its name does not say."""
+
+    namespace: str
+    model: str
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which values are meant: those that fit everything that is given. ``older_than``: seconds; ``now``: Unix time."""
+
+    prefix: str = ""
+    namespace: str = ""
+    model: str = ""
+    older_than: float | None = None
+    larger_than: int | None = None
+    now: float = field(default_factory=time.time)
+
+    @property
+    def is_all(self) -> bool:
+        """Say whether nothing is given, so that every value is meant."""
+        ages_and_sizes = self.older_than is None and self.larger_than is None
+        return ages_and_sizes and not (self.prefix or self.namespace or self.model)
+
+    def of(self, store: SupportsListing, tier: str) -> Iterator[Held]:
+        """Yield the values in the store that are meant."""
+        prefix = self.prefix or (f"{self.namespace}/" if self.namespace else "")
+        entries = iter(store.list(prefix))
+        while True:
+            try:
+                entry = next(entries)
+            except StopIteration:
+                return
+            except Exception as error:  # noqa: BLE001 -- a store is somebody else's code
+                raise unavailable(tier, "cannot be listed", error) from None
+            if is_record(entry.name):  # no value, and never to be deleted by its age or its format
+                continue
+            held = Held(entry, parse_name(entry.name))
+            if self._fits(held, tier):
+                yield held
+
+    def _fits(self, held: Held, tier: str) -> bool:
+        entry, parsed = held
+        if self.namespace and entry.name.partition("/")[0] != self.namespace:
+            return False
+        if self.model and not (parsed and self._is_model(parsed)):
+            return False
+        if self.larger_than is not None and entry.nbytes <= self.larger_than:
+            return False
+        return self.older_than is None or self.now - modified(entry, tier) > self.older_than
+
+    def _is_model(self, parsed: ParsedName) -> bool:
+        wanted = self.model.lower()
+        full = f"{parsed.model}-{parsed.fingerprint}"
+        return parsed.model in {wanted, model_slug(self.model)} or (
+            full.startswith(wanted) and len(wanted) > len(parsed.model)
+        )
+
+
+def modified(entry: StoreEntry, tier: str) -> float:
+    """Return when the value was written or last used, or ConfigError if the store does not say."""
+    if entry.modified is None:
+        raise ConfigError(f"tier {tier!r} does not know how old its values are, so they cannot be chosen by age")
+    return entry.modified
+
+
+@dataclass
+class Share:
+    """Some of the values: how many, how large, from when to when (Unix time; None: not known)."""
+
+    values: int = 0
+    nbytes: int = 0
+    oldest: float | None = None
+    newest: float | None = None
+
+    def add(self, entry: StoreEntry) -> None:
+        """Count one more."""
+        self.values += 1
+        self.nbytes += entry.nbytes
+        if entry.modified is not None:
+            self.oldest = entry.modified if self.oldest is None else min(self.oldest, entry.modified)
+            self.newest = entry.modified if self.newest is None else max(self.newest, entry.modified)
+
+
+class Inventory:
+    """Counts values: in all, by origin, by age."""
+
+    def __init__(self, now: float) -> None:
+        self.now = now
+        self.total = Share()
+        self.by_origin: dict[Origin, Share] = {}
+        self.by_age: dict[str, Share] = {}
+
+    def add(self, held: Held) -> None:
+        """Count one value."""
+        self.total.add(held.entry)
+        self.by_origin.setdefault(held.origin, Share()).add(held.entry)
+        self.by_age.setdefault(self._age(held.entry), Share()).add(held.entry)
+
+    def _age(self, entry: StoreEntry) -> str:
+        if entry.modified is None:
+            return "unknown"
+        age = self.now - entry.modified
+        return next((f"under {label}" for limit, label in _AGES if age < limit), f"{_AGES[-1][1]} and more")
+
+    def origins(self) -> Iterable[tuple[Origin, Share]]:
+        """Return the origins, in order of their names."""
+        return sorted(self.by_origin.items())
+
+    def ages(self) -> Iterable[tuple[str, Share]]:
+        """Return the ages, the youngest first."""
+        order = [*(f"under {label}" for _, label in _AGES), f"{_AGES[-1][1]} and more", "unknown"]
+        return [(label, self.by_age[label]) for label in order if label in self.by_age]

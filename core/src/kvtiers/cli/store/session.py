@@ -1,0 +1,142 @@
+"""One run of ``kvtiers store``: the tier's store is open, Ctrl-C is a wish to stop, and a failure ends the run.
+
+Listing, checking and deleting are iterators that end early when the user or the store wants it, so that a command
+always comes to its report; ``finish`` then says why it is not the whole one.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from threading import Event
+
+import click
+
+from kvtiers.api import ChunkStore, ConfigError, SupportsListing, TierConfig, TierUnavailable
+from kvtiers.api.units import format_size
+from kvtiers.cli.main import LateExitError
+from kvtiers.cli.progress import Tell, stop_on_interrupt, telling
+from kvtiers.cli.store.inventory import Held, Selection, Share, find_tier, open_listable, unavailable
+from kvtiers.cli.store.verify import SealCheck, Verdict
+from kvtiers.config import load_config
+
+__all__ = ["StoreSession", "open_session"]
+
+_ALIGN = 4096
+_DELETED_AT_ONCE = 256
+_FAILED, _INTERRUPTED = 1, 130
+
+
+class StoreSession:
+    """The store of one tier, as the commands use it."""
+
+    def __init__(self, tier: TierConfig, namespace: str, value_bytes: int, stop: Event, tell: Tell) -> None:
+        self.name = tier.tier_name
+        self.failure = ""
+        self._tier = tier
+        self._namespace = namespace
+        self._stop = stop
+        self._tell = tell
+        self._opened: list[ChunkStore] = []
+        self._listing: SupportsListing
+        self._store, self._listing, self._region = self._open(value_bytes)
+
+    def _open(self, value_bytes: int) -> tuple[ChunkStore, SupportsListing, memoryview]:
+        store, listing, region = open_listable(self._tier, self._namespace, value_bytes, self._tier.threads)
+        self._opened.append(store)
+        return store, listing, region
+
+    def close(self) -> None:
+        """Close what was opened."""
+        for store in self._opened:
+            store.close()
+
+    @property
+    def is_over(self) -> bool:
+        """Say whether the run was stopped, or has failed."""
+        return self._stop.is_set() or bool(self.failure)
+
+    def values(self, selection: Selection) -> Iterator[Held]:
+        """Yield the values that are meant."""
+        seen = Share()
+        with self._failing():
+            for held in selection.of(self._listing, self.name):
+                if self._stop.is_set():
+                    return
+                seen.add(held.entry)
+                self._tell(lambda: f"{seen.values} values of {format_size(seen.nbytes)} found")
+                yield held
+
+    def check(self, values: Iterable[Held]) -> Iterator[tuple[Held, Verdict]]:
+        """Read the values and say of each what it is worth."""
+        read, bad = Share(), 0
+        checks = SealCheck(self._store_for, self._tier.threads)
+        for held, verdict in checks.run(values, self._stop):
+            read.add(held.entry)
+            bad += verdict in {Verdict.DAMAGED, Verdict.UNREADABLE}
+            self._tell(lambda: f"{read.values} values of {format_size(read.nbytes)} read, {bad} damaged")  # noqa: B023 -- asked at once, if at all
+            yield held, verdict
+        if checks.error:
+            click.echo(f"warning: {checks.error}", err=True)
+
+    def _store_for(self, nbytes: int) -> tuple[ChunkStore, memoryview]:
+        if nbytes * self._tier.threads > len(self._region):
+            # The old one stays open: it may still be listing.
+            self._store, _, self._region = self._open(-(-nbytes // _ALIGN) * _ALIGN)
+        return self._store, self._region
+
+    def delete(self, values: Iterable[Held]) -> Iterator[Held]:
+        """Delete the values, some at a time, and yield those that are deleted. One that is gone already is no error."""
+        deleted = Share()
+        values = iter(values)
+        while batch := list(islice(values, _DELETED_AT_ONCE)):
+            if self._stop.is_set():
+                return
+            try:
+                self._store.delete([held.entry.name for held in batch])
+            except Exception as error:  # noqa: BLE001 -- a store is somebody else's code
+                self.failure = str(unavailable(self.name, "cannot delete", error))
+                return
+            for held in batch:
+                deleted.add(held.entry)
+                yield held
+            self._tell(lambda: f"{deleted.values} values of {format_size(deleted.nbytes)} deleted")
+
+    def finish(self, ctx: click.Context, status: int = 0) -> None:
+        """End the command with this status, or with one that says that it did not come to its end."""
+        if self.failure:
+            click.echo(f"error: {self.failure}; the figures are those until then", err=True)
+            ctx.exit(_FAILED)
+        if self._stop.is_set():
+            click.echo("interrupted: the figures are those until then", err=True)
+            ctx.exit(_INTERRUPTED)
+        ctx.exit(status)
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except TierUnavailable as error:
+            self.failure = str(error)
+
+
+@contextlib.contextmanager
+def open_session(file: str, tier_name: str, value_bytes: int, *, writes: bool) -> Iterator[StoreSession]:
+    """Open the store of this tier; one that is not to be written is opened read-only, whatever the config says."""
+    config = load_config(file)
+    tier = find_tier(config, tier_name, file)
+    if writes and tier.read_only:
+        raise ConfigError(
+            f"{file}: tier {tier_name!r} is read-only, so nothing is deleted from it; "
+            "use a config without 'read_only: true'"
+        )
+    if not writes:
+        tier = tier.model_copy(update={"read_only": True})
+    try:
+        with stop_on_interrupt() as stop, telling() as tell:
+            session = StoreSession(tier, config.namespace, value_bytes, stop, tell)
+            with contextlib.closing(session):
+                yield session
+    except KeyboardInterrupt:
+        # The second one: something hangs, and a normal exit would wait for it.
+        click.echo("interrupted", err=True)
+        raise LateExitError(_INTERRUPTED) from None

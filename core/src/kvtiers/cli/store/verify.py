@@ -1,0 +1,115 @@
+"""Reading every value of a store and checking its seal, several at a time."""
+
+import queue
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from enum import Enum
+from threading import Event
+
+from kvtiers.api import ChunkStore
+from kvtiers.cli.store.inventory import Held
+from kvtiers.layout.cache_layout import SEAL_BYTES
+from kvtiers.layout.seal import SealVerdict, check_value, read_seal
+from kvtiers.layout.storage_name import ParsedName
+
+__all__ = ["SealCheck", "Verdict", "check_seal"]
+
+_LAYOUT_ID_HEX = 16
+
+
+class Verdict(Enum):
+    """What became of one value."""
+
+    OK = "ok"
+    FOREIGN = "foreign"
+    """Of another format of names or seals, or of another layout than its name says: not for us to judge."""
+    DAMAGED = "damaged"
+    """Not the bytes that were stored under this name."""
+    GONE = "gone"
+    """Not there any more when it was read: evicted, or deleted by somebody else."""
+    UNREADABLE = "unreadable"
+    """The store raised."""
+
+
+_VERDICTS = {
+    SealVerdict.OK: Verdict.OK,
+    SealVerdict.FOREIGN: Verdict.FOREIGN,
+    SealVerdict.CORRUPT: Verdict.DAMAGED,
+}
+
+
+def check_seal(value: memoryview, name: str, parsed: ParsedName) -> Verdict:
+    """Say whether these bytes are what was stored under this name."""
+    layout_id = bytes.fromhex(parsed.fingerprint[:_LAYOUT_ID_HEX])
+    # Where there is no seal of this format, any payload will do to be told which of the reasons it is.
+    payload, _ = read_seal(value) or (0, b"")
+    return _VERDICTS[check_value(value, payload, name, layout_id)]
+
+
+class SealCheck:
+    """Reads values with ``threads`` threads, each into a row of its own.
+
+    ``open_store(nbytes)`` returns a store and a region of ``threads`` rows of at least that length. It is called again
+    when a larger value comes; whoever gave it closes what it opened.
+    """
+
+    def __init__(self, open_store: Callable[[int], tuple[ChunkStore, memoryview]], threads: int) -> None:
+        self._open_store = open_store
+        self._threads = threads
+        self._row_bytes = 0
+        self.error = ""
+        """What the first value that could not be read ended with."""
+
+    def run(self, values: Iterable[Held], stop: Event) -> Iterator[tuple[Held, Verdict]]:
+        """Yield each value with its verdict, in order, until ``stop`` is set."""
+        window: deque[tuple[Held, Future[Verdict]]] = deque()
+        store, rows = self._open(0)
+        pool = ThreadPoolExecutor(self._threads, thread_name_prefix="kvtiers-verify")
+        try:
+            for held in values:
+                if stop.is_set():
+                    break
+                if held.entry.nbytes > self._row_bytes:
+                    while window:
+                        yield self._result(window)
+                    store, rows = self._open(held.entry.nbytes)
+                window.append((held, pool.submit(self._check, store, rows, held)))
+                if len(window) >= 2 * self._threads:
+                    yield self._result(window)
+            while window:
+                yield self._result(window)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _open(self, nbytes: int) -> tuple[ChunkStore, queue.SimpleQueue[memoryview]]:
+        store, region = self._open_store(nbytes)
+        self._row_bytes = len(region) // self._threads
+        rows: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        for start in range(0, len(region), self._row_bytes):
+            rows.put(region[start : start + self._row_bytes])
+        return store, rows
+
+    def _result(self, window: "deque[tuple[Held, Future[Verdict]]]") -> tuple[Held, Verdict]:
+        held, future = window.popleft()
+        try:
+            return held, future.result()
+        except Exception as error:  # noqa: BLE001 -- a store is somebody else's code
+            self.error = self.error or " ".join(f"{held.entry.name}: {type(error).__name__}: {error}".split())
+            return held, Verdict.UNREADABLE
+
+    @staticmethod
+    def _check(store: ChunkStore, rows: "queue.SimpleQueue[memoryview]", held: Held) -> Verdict:
+        entry, parsed = held
+        if parsed is None:
+            return Verdict.FOREIGN
+        if entry.nbytes < SEAL_BYTES:
+            return Verdict.DAMAGED
+        row = rows.get()
+        try:
+            with row[: entry.nbytes] as value:
+                if not store.read_into(entry.name, value):
+                    return Verdict.GONE
+                return check_seal(value, entry.name, parsed)
+        finally:
+            rows.put(row)

@@ -1,0 +1,51 @@
+"""How a tier host begins: tied to its engine's life before anything else is loaded, which takes a while."""
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+from types import FrameType
+
+from kvtiers.host.malloc import keep_little
+
+__all__ = ["die_with", "main"]
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Run a host. Arguments: the socket's and the region's descriptors, and the engine's process id."""
+    socket_fd, region_fd, parent = map(int, sys.argv[1:4])
+    die_with(parent)
+    # Ctrl-C and a service manager's SIGTERM reach the whole group; the engine, which gets them too, says when to end.
+    # Handlers and not SIG_IGN: what a store starts must not inherit the deafness.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave_to_the_engine)
+    _give_way()
+    keep_little()
+    with contextlib.suppress(RuntimeError, OSError):  # no stderr to write to
+        faulthandler.enable()
+    from kvtiers.host.process import TierHost
+
+    TierHost(socket_fd, region_fd).run()
+
+
+def die_with(parent: int) -> None:
+    """Make this process end when its parent does, and at once if it has ended already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the signal was armed
+        os._exit(0)
+
+
+def _give_way() -> None:
+    """Run as a batch process: the engine's thread is not put off its processor when a message from it wakes us."""
+    if hasattr(os, "SCHED_BATCH"):
+        with contextlib.suppress(OSError):  # forbidden in some containers
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def _leave_to_the_engine(_number: int, _frame: FrameType | None) -> None:
+    """Do nothing."""

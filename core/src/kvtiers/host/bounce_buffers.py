@@ -1,0 +1,84 @@
+"""Values beside the rows: for a region that is not ours, whose rows have no room for a seal.
+
+Each thread has memory for the values that it works on at a time. A store's payload is copied there, sealed, and
+written from there; a load is read there, checked, and only what is sound is copied into its row. Half a value, or a
+damaged one, never touches such a row.
+"""
+
+import ctypes
+import threading
+from collections.abc import Sequence
+
+from kvtiers.host.borrowed_views import ValueViews
+from kvtiers.region.memfd import HUGE_PAGE_BYTES, Mapping, prefer_huge_pages
+
+__all__ = ["BounceBufferViews", "value_views"]
+
+
+def value_views(region: memoryview, row_stride: int, value_bytes: int) -> ValueViews:
+    """Return the views of a region of rows whose largest value has ``value_bytes``: in the rows, if they fit."""
+    return (
+        ValueViews(region, row_stride)
+        if value_bytes <= row_stride
+        else BounceBufferViews(region, row_stride, value_bytes)
+    )
+
+
+class _Stage(threading.local):
+    """One thread's memory, and which row's value lies where in it."""
+
+    memory: Mapping | None = None
+    places: dict[int, int] = {}  # noqa: RUF012 -- replaced, never changed in place
+
+
+class BounceBufferViews(ValueViews):
+    """Views of values that are longer than their rows."""
+
+    are_beside_rows = True
+
+    def __init__(self, region: memoryview, row_stride: int, value_bytes: int) -> None:
+        super().__init__(region, row_stride)
+        self._value_bytes = value_bytes
+        self._stage = _Stage()
+
+    def begin(self, rows: Sequence[int], *, filled: bool) -> None:
+        """Give each row's value a place; ``filled``: with the row's bytes."""
+        stage, nbytes = self._stage, len(rows) * self._value_bytes
+        if stage.memory is None or stage.memory.nbytes < nbytes:
+            size = _round_up(nbytes)
+            stage.memory = Mapping(-1, size, size)
+            # A disk reads into whole stretches of memory far faster than into single pages.
+            prefer_huge_pages(stage.memory)
+        stage.places = {row: index * self._value_bytes for index, row in enumerate(rows)}
+        for row, offset in stage.places.items() if filled else ():
+            at = self._offset(row, self._row_stride)
+            _copy(self._region, at, stage.memory.view, offset, self._row_stride)
+
+    def land(self, row: int, nbytes: int) -> None:
+        """Copy the first ``nbytes`` of the value into the row."""
+        memory, [offset] = self._places([row], [nbytes])
+        _copy(memory, offset, self._region, self._offset(row, nbytes), nbytes)
+
+    def end(self, *, kept: bool) -> None:
+        """Forget the places; memory that somebody still holds is left to them."""
+        self._stage.places = {}
+        if kept:
+            self._stage.memory = None
+
+    def _places(self, rows: Sequence[int], sizes: Sequence[int]) -> tuple[memoryview, list[int]]:
+        if not all(0 < nbytes <= self._value_bytes for nbytes in sizes):
+            raise IndexError(f"no {sorted(set(sizes))} bytes in a value of {self._value_bytes}")
+        assert self._stage.memory is not None, "not begun"
+        return self._stage.memory.view, [self._stage.places[row] for row in rows]
+
+
+def _round_up(nbytes: int) -> int:
+    """Return whole huge pages, which the kernel aligns to such pages."""
+    page = HUGE_PAGE_BYTES["2MiB"]
+    return -(-nbytes // page) * page
+
+
+def _copy(source: memoryview, source_at: int, target: memoryview, target_at: int, nbytes: int) -> None:
+    """Copy without holding the GIL: other threads are serving the store meanwhile."""
+    array = ctypes.c_ubyte * nbytes
+    ctypes.memmove(array.from_buffer(target, target_at), array.from_buffer(source, source_at), nbytes)

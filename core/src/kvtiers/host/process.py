@@ -1,0 +1,217 @@
+"""A tier host: the helper process in which a tier's I/O runs, beside the engine and not inside it.
+
+It maps the engine's region, opens the stores that the HELLO names, and moves values with a ``TransferPool`` for each::
+
+    main thread     reads the engine's messages; ends the process at EOF
+    pool threads    open, move, answer; post events
+    writer thread   sends events, log lines and figures to the engine
+
+It dies with its engine: by the parent-death signal (``host_main.py``), and at the latest by EOF of the socket.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvtiers.api import ChunkStore, TierConfig, TierContext
+from kvtiers.api.config import load_resolved
+from kvtiers.host import wire
+from kvtiers.host.borrowed_views import ValueViews
+from kvtiers.host.bounce_buffers import value_views
+from kvtiers.host.log_forwarder import send_logs
+from kvtiers.host.malloc import give_back
+from kvtiers.host.messages import Event, JobDone, JobStarted, Opened, error_text
+from kvtiers.host.sender import HostSender
+from kvtiers.host.transfer import mover_options
+from kvtiers.host.transfer_pool import TransferPool
+from kvtiers.host.wire import Frame, FrameReader, Kind, ProtocolError
+from kvtiers.layout.storage_name import StorageNames
+from kvtiers.plugins import load_tier, open_plugin
+from kvtiers.region.memfd import Mapping, map_memory
+
+__all__ = ["TierHost"]
+
+_log = logging.getLogger("kvtiers.secondary")
+_RECEIVE_BYTES = 1 << 18
+_LAST_WORDS_SECONDS = 1.0
+_LOWEST_PRIORITY = 19
+
+
+class TierHost:
+    """The process's state: the connection, the mapped region, one pool a tier."""
+
+    def __init__(self, socket_fd: int, region_fd: int) -> None:
+        for fd in (socket_fd, region_fd):
+            os.set_inheritable(fd, False)  # what a store starts must not keep the engine's memory
+        self._connection = socket.socket(fileno=socket_fd)
+        self._region_fd = region_fd
+        self._mapping: Mapping | None = None
+        self._pools: list[TransferPool] = []
+        self._reported: dict[int, dict[str, float]] = {}
+        self._writer = HostSender(self._connection, self._figures, self._check_kept, give_back)
+
+    def run(self) -> None:
+        """Serve until the engine says CLOSE or is gone."""
+        reader = FrameReader()
+        self._writer.start()
+        while data := self._receive():
+            reader.feed(data)
+            for message in reader.frames(1 << 30):
+                self._take(message)
+        os._exit(0)  # the engine is gone: nothing that is still under way matters to anybody
+
+    def _receive(self) -> bytes:
+        try:
+            return self._connection.recv(_RECEIVE_BYTES)
+        except OSError:
+            return b""
+
+    def _take(self, message: Frame) -> None:
+        kind, tier, body = message
+        match kind:
+            case Kind.HELLO:
+                self._hello(json.loads(bytes(body)))
+            case Kind.JOB:
+                self._pools[tier].submit(wire.decode_job(body))
+            case Kind.PROBE:
+                probe_id, keys, is_prefix = wire.decode_probe(body)
+                self._pools[tier].probe(probe_id, keys, is_prefix=is_prefix)
+            case Kind.NAMES:
+                self._pools[tier].set_names(wire.decode_names(body))
+            case Kind.ABANDON:
+                self._pools[tier].abandon(wire.decode_id(body))
+            case Kind.RELEASE:
+                self._pools[tier].release(wire.decode_id(body))
+            case Kind.CLOSE:
+                self._close(wire.decode_close(body))
+            case _:
+                raise ProtocolError(f"a message of kind {kind}, which is not for a host")
+
+    def _hello(self, hello: dict[str, Any]) -> None:
+        tiers = hello["tiers"]
+        send_logs([tier["name"] for tier in tiers], hello["log_level"], self._send_line)
+        try:
+            self._set_up(hello)
+        except Exception as error:  # noqa: BLE001 -- whatever it is, the engine's log has to say why there is no host
+            for index in range(len(tiers)):
+                self._emit(index, Opened(error_text(error)))
+            self._writer.close(_LAST_WORDS_SECONDS)
+            os._exit(1)
+
+    def _set_up(self, hello: dict[str, Any]) -> None:
+        if hello["protocol"] != wire.PROTOCOL_FORMAT:
+            raise ProtocolError(f"protocol {hello['protocol']}, expected {wire.PROTOCOL_FORMAT}")
+        _use_processors(hello["cpus"])
+        region = hello["region"]
+        self._mapping = map_memory(self._region_fd, region["map_bytes"], region["nbytes"])
+        os.close(self._region_fd)
+        nice = min((tier["options"]["nice"] for tier in hello["tiers"]), default=0)
+        _give_way(nice)
+        largest = max((value for tier in hello["tiers"] for _, value in tier["sizes"]), default=0)
+        views = value_views(self._mapping.view, region["row_stride"], largest)
+        for index, tier in enumerate(hello["tiers"]):
+            self._pools.append(self._open(index, tier, views, self._mapping.view, region["row_stride"], nice))
+
+    def _open(
+        self, index: int, tier: dict[str, Any], views: ValueViews, memory: memoryview, row_stride: int, nice: int
+    ) -> TransferPool:
+        options = tier["options"]
+        common = load_resolved(TierConfig, {name: options[name] for name in TierConfig.model_fields})
+        context = TierContext(
+            tier_name=tier["name"],
+            value_bytes=max(value for _, value in tier["sizes"]),
+            namespace=tier["namespace"],
+            read_only=common.read_only,
+            region=memory,
+            row_stride=row_stride,
+        )
+        return TransferPool(
+            _opener(common.type, options, context),
+            views,
+            StorageNames(tier["prefix"], bytes.fromhex(tier["layout_id"])),
+            mover_options(
+                common,
+                [(payload, value) for payload, value in tier["sizes"]],
+                *([os.sched_yield] if nice else []),
+            ),
+            threads=common.threads,
+            deadline=common.deadline,
+            reopen=(common.breaker.delay, common.breaker.max_delay),
+            emit=partial(self._emit, index),
+            label=tier["name"],
+        )
+
+    def _emit(self, tier: int, event: Event) -> None:
+        message = wire.encode_event(tier, event)
+        match event:
+            case JobStarted(job_id):
+                self._writer.post_start(tier, job_id, message)
+            case JobDone(job_id):
+                self._writer.post_end(tier, job_id, message)
+            case _:
+                self._writer.post(message)
+
+    def _send_line(self, tier: int, level: int, text: str) -> bool:
+        return self._writer.post_line(wire.encode_log(tier, level, text))
+
+    def _figures(self) -> Iterator[bytes]:
+        """Return a message for each tier whose figures have changed."""
+        for index, pool in enumerate(self._pools):
+            figures = pool.stats()
+            if figures != self._reported.get(index):
+                self._reported[index] = figures
+                yield wire.encode_stats(index, figures)
+
+    def _check_kept(self) -> bool:
+        kept = [pool.check_kept() for pool in self._pools]  # all of them are to look, whatever the first one says
+        return any(kept)
+
+    def _close(self, seconds: float) -> None:
+        closers = [threading.Thread(target=pool.close, args=(seconds,), daemon=True) for pool in self._pools]
+        for closer in closers:
+            closer.start()
+        for closer in closers:
+            closer.join(seconds + _LAST_WORDS_SECONDS)
+        self._writer.close(_LAST_WORDS_SECONDS)
+        os._exit(0)  # a thread that hangs in a store must not hold the process
+
+
+def _opener(type_name: str, options: dict[str, Any], context: TierContext) -> Callable[[], ChunkStore]:
+    def open_store() -> ChunkStore:
+        plugin = load_tier(type_name)
+        store: ChunkStore = open_plugin(plugin, load_resolved(plugin.config, options), context, ChunkStore)
+        return store
+
+    return open_store
+
+
+def _use_processors(cpus: Sequence[int]) -> None:
+    """Let all threads of this process, also those that a library has started at its import, run on these only."""
+    if not cpus:
+        return
+    try:
+        for thread in Path("/proc/self/task").iterdir():
+            os.sched_setaffinity(int(thread.name), cpus)
+    except OSError as error:
+        _log.warning("its 'cpus' %s cannot be used: %s; it runs on all", list(cpus), error)
+
+
+def _give_way(nice: int) -> None:
+    """Lower the priority of all threads of this process, those to come included, by so much below the engine's.
+
+    0: they are no batch process's either, which waits for whoever runs, at each of the turns that a request takes.
+    """
+    for thread in Path("/proc/self/task").iterdir():
+        number = int(thread.name)
+        if not nice:
+            with contextlib.suppress(OSError):  # forbidden in some containers, as was becoming one
+                os.sched_setscheduler(number, os.SCHED_OTHER, os.sched_param(0))
+        before = os.getpriority(os.PRIO_PROCESS, number)
+        os.setpriority(os.PRIO_PROCESS, number, min(before + nice, _LOWEST_PRIORITY))

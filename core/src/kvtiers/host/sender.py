@@ -1,0 +1,119 @@
+"""The thread of a tier host that sends: events as they come, and once a second the stores' figures.
+
+That a job has begun is said after a moment, and not at all when it has ended by then: the engine wants to know it of
+long jobs, for their deadline, and each message that it has to take in costs its thread time.
+"""
+
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+__all__ = ["HostSender"]
+
+_TICK_SECONDS = 1.0
+_KEPT_SECONDS = 0.05
+_START_SECONDS = 0.05
+_BYTES_PER_SEND = 1 << 16
+_MOST_LINES_WAITING = 1_000
+
+
+class HostSender:
+    """Sends messages in order.
+
+    ``figures`` is asked for messages once a second; ``check_kept`` more often, as long as it says True; ``rest`` is
+    called once when messages have been sent, and for a second none.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        figures: Callable[[], Iterable[bytes]],
+        check_kept: Callable[[], bool],
+        rest: Callable[[], None],
+    ) -> None:
+        self._connection = connection
+        self._figures = figures
+        self._check_kept = check_kept
+        self._rest = rest
+        self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._starts: dict[tuple[int, int], tuple[float, bytes]] = {}
+        self._thread = threading.Thread(target=self._run, name="kvtiers-host-writer", daemon=True)
+
+    def start(self) -> None:
+        """Begin to send."""
+        self._thread.start()
+
+    def post(self, message: bytes) -> None:
+        """Have a message sent; never waits."""
+        self._messages.put(message)
+
+    def post_start(self, tier: int, job_id: int, message: bytes) -> None:
+        """Have it said in a moment that a job has begun, unless its end comes first."""
+        is_first = not self._starts
+        self._starts[tier, job_id] = time.monotonic() + _START_SECONDS, message
+        if is_first:
+            self._messages.put(b"")  # the thread may be waiting for longer than a moment
+
+    def post_end(self, tier: int, job_id: int, message: bytes) -> None:
+        """Have it said that a job has ended."""
+        self._starts.pop((tier, job_id), None)
+        self._messages.put(message)
+
+    def post_line(self, message: bytes) -> bool:
+        """Have a log line sent, unless very much is waiting because the engine does not read."""
+        if self._messages.qsize() >= _MOST_LINES_WAITING:
+            return False
+        self._messages.put(message)
+        return True
+
+    def close(self, timeout: float) -> None:
+        """Send what is waiting, and end the thread."""
+        self._messages.put(None)
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        tick_at = time.monotonic() + _TICK_SECONDS
+        going, sent, has_sent = True, False, False
+        try:
+            while going:
+                is_short = self._check_kept() or self._starts
+                data, going = self._collect(_KEPT_SECONDS if is_short else max(0.0, tick_at - time.monotonic()))
+                data += self._due_starts()
+                sent = sent or bool(data)
+                if time.monotonic() >= tick_at:
+                    tick_at = time.monotonic() + _TICK_SECONDS
+                    data += b"".join(self._figures())
+                    if has_sent and not sent:
+                        self._rest()
+                    has_sent, sent = sent, False
+                if data:
+                    self._connection.sendall(data)
+        except OSError:
+            os._exit(0)  # the engine is gone
+
+    def _due_starts(self) -> bytes:
+        """Return what is to be said now. The end of one that is taken here is not in the queue yet."""
+        now, due = time.monotonic(), list[bytes]()
+        for job, (at, message) in self._starts.copy().items():
+            if at > now:
+                break
+            if self._starts.pop(job, None) is not None:
+                due.append(message)
+        return b"".join(due)
+
+    def _collect(self, wait: float) -> tuple[bytes, bool]:
+        """Wait for a message and take all there are, up to a sensible size; say whether to go on after these."""
+        parts: list[bytes] = []
+        try:
+            message = self._messages.get(timeout=wait)
+            while message is not None:
+                parts.append(message)
+                if sum(map(len, parts)) >= _BYTES_PER_SEND:
+                    return b"".join(parts), True
+                message = self._messages.get_nowait()
+        except queue.Empty:
+            return b"".join(parts), True
+        return b"".join(parts), False

@@ -1,0 +1,325 @@
+"""Moves values between rows and a store: seals, checks, retries, and takes back what it lends.
+
+Runs on the pool's threads, in the tier's host or in the engine's process. All that a store can do wrong ends here as a
+status: an exception, a value of other bytes, a buffer that was kept.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeVar
+
+from kvtiers.api import ChunkStore, OffloadKey, RateLimit, TierConfig, group_of
+from kvtiers.host.borrowed_views import Loan, ValueViews
+from kvtiers.host.known_names import KnownNames
+from kvtiers.host.messages import Status, error_text
+from kvtiers.host.rate_limiter import RateLimiter
+from kvtiers.host.retry import Attempts
+from kvtiers.host.store_calls import StoreCalls
+from kvtiers.layout.seal import SealVerdict, check_value, seal_value
+from kvtiers.layout.storage_name import StorageNames
+
+__all__ = ["Moved", "MoverOptions", "ValueMover", "ValueRun", "mover_options"]
+
+_BATCH_VALUES = 32
+_BATCH_BYTES = 16 * 2**20
+_TURN_BYTES = 3 * 2**20  # hashed or moved in some tenths of a millisecond
+_Answer = TypeVar("_Answer")
+
+
+def _go_on() -> None:
+    """Give way to nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoverOptions:
+    """``sizes[g]``: (payload bytes, value bytes) of KV group g.
+
+    ``give_way``: called by each thread after so many bytes, so that whoever waits for its processor need not wait until
+    a tick of the kernel's clock ends the thread's turn: 4 ms at 250 ticks a second, ten times what a value takes.
+    """
+
+    sizes: Sequence[tuple[int, int]]
+    retries: int = 2
+    read_only: bool = False
+    exists_ttl: float = 60.0
+    rate_limit: RateLimit = field(default_factory=RateLimit)
+    give_way: Callable[[], object] = _go_on
+
+
+def mover_options(
+    config: TierConfig, sizes: Sequence[tuple[int, int]], give_way: Callable[[], object] = _go_on
+) -> MoverOptions:
+    """Return the options of a tier that the mover obeys."""
+    return MoverOptions(sizes, config.retries, config.read_only, config.exists_ttl, config.rate_limit, give_way)
+
+
+def land_now(copy: Callable[[], None]) -> bool:
+    """Copy a value into its row, which nobody wants back."""
+    copy()
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class ValueRun:
+    """Values to move: ``keys[i]`` lies in ``rows[i]``. No call begins after ``give_up_at`` or a False of ``wanted``."""
+
+    names: StorageNames
+    keys: Sequence[OffloadKey]
+    rows: Sequence[int]
+    give_up_at: float
+    wanted: Callable[[], bool] = lambda: True
+    land: Callable[[Callable[[], None]], bool] = land_now
+    """Copies a value into its row where it lies beside it, unless the rows have been let go (``row_guard.py``)."""
+    overwrites: bytes = b""
+    """Of a store, a byte a key, or none; 1: written though the tier seems to have it."""
+
+
+@dataclass(slots=True)
+class Moved:
+    """What became of a run of values: a Status each, bytes moved, and the views that the store did not give back."""
+
+    statuses: bytearray
+    nbytes: int = 0
+    retries: int = 0
+    error: str = ""
+    kept: list[Loan] = field(default_factory=list)
+
+    @classmethod
+    def nothing(cls, count: int, error: str = "") -> "Moved":
+        """Return the outcome of ``count`` values of which none was moved."""
+        return cls(bytearray([Status.FAILED]) * count, error=error)
+
+
+class _Value(NamedTuple):
+    """One value of a run: its place in it, its name, where it lies, and its lengths."""
+
+    place: int
+    name: str
+    row: int
+    payload: int
+    nbytes: int
+
+
+class _Turn(threading.local):
+    """What a thread has hashed and moved since it gave way."""
+
+    nbytes = 0
+
+
+class ValueMover:
+    """The calls of one store, made safe. Used by several threads at once. ``epoch``: the namespace's, in this store."""
+
+    def __init__(
+        self, store: ChunkStore, views: ValueViews, options: MoverOptions, stop: threading.Event, epoch: str = ""
+    ) -> None:
+        self._store = store
+        self._epoch = epoch
+        self._views = views
+        self._options = options
+        self._turn = _Turn()
+        limiter = RateLimiter(options.rate_limit, stop)
+        self._attempts = Attempts(store.transient_errors, options.retries, limiter, stop)
+        self._known = KnownNames(options.exists_ttl)
+        self._names_per_call = max(1, int(store.exists_per_call))
+        self._calls = StoreCalls(store)
+        largest = max(value for _, value in options.sizes)
+        self.batch_values = max(1, min(_BATCH_VALUES, _BATCH_BYTES // largest)) if self._calls.in_batches else 1
+
+    def load(self, run: ValueRun) -> Moved:
+        """Fill the rows; a value that is absent, foreign or damaged is not DONE, whatever its row holds now."""
+        moved = Moved.nothing(len(run.keys))
+        run = self._of_epoch(run)
+        self._move_all(moved, run, range(len(run.keys)), is_load=True)
+        return moved
+
+    def store(self, run: ValueRun) -> Moved:
+        """Seal the rows and write those values that the store does not have yet."""
+        moved = Moved.nothing(len(run.keys))
+        run = self._of_epoch(run)
+        try:
+            present = self._present(run, moved)
+        except Exception as error:  # noqa: BLE001 -- a store is somebody else's code
+            moved.error = error_text(error)
+            return moved
+        for index in present:
+            moved.statuses[index] = Status.PRESENT
+        wanted = [index for index, status in enumerate(moved.statuses) if status != Status.PRESENT]
+        self._move_all(moved, run, wanted, is_load=False)
+        return moved
+
+    def probe(
+        self, names: StorageNames, keys: Sequence[OffloadKey], *, is_prefix: bool, give_up_at: float
+    ) -> list[bool]:
+        """Ask which keys the store has. Of a prefix the answers may end after the first absence."""
+        wanted, per_call = names.of_epoch(self._epoch).names(keys), self._names_per_call
+        if is_prefix and per_call == 1:
+            return self._bisect(wanted, give_up_at)
+        answers: list[bool] = []
+        for start in range(0, len(wanted), per_call):
+            answers += self._exists(wanted[start : start + per_call], give_up_at)
+            if is_prefix and not answers[-1]:
+                break
+        return answers
+
+    # -- what is there
+
+    def _bisect(self, names: Sequence[str], give_up_at: float) -> list[bool]:
+        """Find the end of a prefix in 1 + log2(n) questions: what lies below a hit counts as present, unasked."""
+        if not names or not self._exists(names[:1], give_up_at)[0]:
+            return [False] * min(1, len(names))
+        present, absent = 1, len(names) + 1  # counts that are known to be present, and known not to be
+        while absent - present > 1:
+            middle = (present + absent) // 2
+            if self._exists(names[middle - 1 : middle], give_up_at)[0]:
+                present = middle
+            else:
+                absent = middle
+        self._known.learn(names[:present])
+        return [True] * present + [False] * (present < len(names))
+
+    def _exists(self, names: Sequence[str], give_up_at: float, moved: Moved | None = None) -> list[bool]:
+        answers, retries = self._attempts.call(lambda: list(self._store.exists(names)), give_up_at=give_up_at)
+        if moved is not None:
+            moved.retries += retries
+        if len(answers) != len(names):
+            raise ValueError(f"{type(self._store).__name__}.exists gave {len(answers)} answers to {len(names)} names")
+        there = [bool(answer) for answer in answers]
+        self._known.learn(name for name, answer in zip(names, there, strict=True) if answer)
+        self._known.forget(name for name, answer in zip(names, there, strict=True) if not answer)
+        return there
+
+    def _present(self, run: ValueRun, moved: Moved) -> list[int]:
+        """Return the indexes of values that need no write."""
+        names = run.names.names(run.keys)
+        present, unknown = self._known.sort(names)
+        if run.overwrites:
+            present, unknown = ([i for i in some if not run.overwrites[i]] for some in (present, unknown))
+        if self._names_per_call == 1:
+            # A question costs a small value's write, and the engine's lookup, which missed, has asked before.
+            return present
+        for start in range(0, len(unknown), self._names_per_call):
+            if not run.wanted():
+                break
+            some = unknown[start : start + self._names_per_call]
+            answers = self._exists([names[i] for i in some], run.give_up_at, moved)
+            present += [i for i, there in zip(some, answers, strict=True) if there]
+        return present
+
+    # -- moving
+
+    def _of_epoch(self, run: ValueRun) -> ValueRun:
+        return replace(run, names=run.names.of_epoch(self._epoch)) if self._epoch else run
+
+    def _move_all(self, moved: Moved, run: ValueRun, indexes: Sequence[int], *, is_load: bool) -> None:
+        names, sizes = run.names.names(run.keys), self._options.sizes
+        values = [_Value(i, names[i], run.rows[i], *sizes[group_of(run.keys[i])]) for i in indexes]
+        for start in range(0, len(values), self.batch_values):
+            if time.monotonic() >= run.give_up_at or not run.wanted():
+                moved.error = moved.error or "no time left"
+                break
+            if not self._move(moved, run, values[start : start + self.batch_values], is_load=is_load):
+                break
+        self._known.learn([value.name for value in values if moved.statuses[value.place] == Status.DONE])
+
+    def _move(self, moved: Moved, run: ValueRun, values: Sequence[_Value], *, is_load: bool) -> bool:
+        """Move one batch; False ends the run: the store failed, or there is no time left."""
+        self._views.begin([value.row for value in values], filled=not is_load)
+        try:
+            return self._move_begun(moved, run, values, is_load=is_load)
+        finally:
+            self._views.end(kept=bool(moved.kept))
+
+    def _move_begun(self, moved: Moved, run: ValueRun, values: Sequence[_Value], *, is_load: bool) -> bool:
+        if is_load and self._calls.in_pieces(values[0].nbytes):
+            return self._load_in_pieces(moved, run, values[0])
+        places, names, rows, payloads, sizes = zip(*values, strict=True)
+        if not is_load:
+            for name, value, payload in zip(names, self._views.own(rows, sizes), payloads, strict=True):
+                seal_value(value, payload, name, run.names.layout_id)
+                self._worked(payload)
+        loan = self._views.lend(rows, sizes, readonly=not is_load)
+        call = self._calls.read if is_load else self._calls.write
+        # The views are in no variable here: it would keep the exporter when the borrower has let go of it.
+        answers = self._call(moved, run, values, call(names, [*loan.views]), is_load=is_load)
+        if not loan.take_back():
+            moved.kept.append(loan)
+            moved.error = f"{type(self._store).__name__} kept the buffer that it was lent; it must copy what it keeps"
+            return False
+        if answers is None:
+            return False
+        if is_load:
+            judged = zip(names, rows, self._views.own(rows, sizes), payloads, answers, strict=True)
+            statuses = [
+                self._judge(run, name, row, value, payload) if there else self._missing(name)
+                for name, row, value, payload, there in judged
+            ]
+        else:
+            statuses = [Status.DONE if there else Status.DROPPED for there in answers]
+        for place, nbytes, status in zip(places, sizes, statuses, strict=True):
+            moved.statuses[place] = status
+            moved.nbytes += nbytes if status is Status.DONE else 0
+        return True
+
+    def _load_in_pieces(self, moved: Moved, run: ValueRun, value: _Value) -> bool:
+        """Load one value that the store does not get a view for."""
+        [view] = self._views.own([value.row], [value.nbytes])
+        call = self._calls.read_pieces(value.name, view, value.payload)
+        answers = self._call(moved, run, [value], call, is_load=True)
+        if answers is None:
+            return False
+        [hashed] = answers
+        if hashed is None:
+            status = self._missing(value.name)
+        else:
+            status = self._judge(run, value.name, value.row, view, value.payload, hashed)
+        moved.statuses[value.place] = status
+        moved.nbytes += value.nbytes if status is Status.DONE else 0
+        return True
+
+    def _call(
+        self, moved: Moved, run: ValueRun, values: Sequence[_Value], call: Callable[[], list[_Answer]], *, is_load: bool
+    ) -> list[_Answer] | None:
+        """Call the store; None if it failed, or did not answer for each of these values."""
+        nbytes = sum(value.nbytes for value in values)
+        try:
+            answers, retries = self._attempts.call(call, give_up_at=run.give_up_at, nbytes=nbytes, urgent=is_load)
+        except Exception as error:  # noqa: BLE001 -- a store is somebody else's code
+            moved.error = error_text(error)
+            return None
+        finally:
+            self._worked(nbytes)
+        moved.retries += retries
+        if len(answers) != len(values):
+            moved.error = f"{type(self._store).__name__} gave {len(answers)} answers to {len(values)} names"
+            return None
+        return answers
+
+    def _missing(self, name: str) -> Status:
+        self._known.forget([name])
+        return Status.MISSING
+
+    def _worked(self, nbytes: int) -> None:
+        turn = self._turn
+        turn.nbytes += nbytes
+        if turn.nbytes >= _TURN_BYTES:
+            turn.nbytes = 0
+            self._options.give_way()
+
+    def _judge(
+        self, run: ValueRun, name: str, row: int, value: memoryview, payload: int, hashed: bytes | None = None
+    ) -> Status:
+        verdict = check_value(value, payload, name, run.names.layout_id, hashed)
+        self._worked(payload)
+        if verdict is SealVerdict.OK:
+            return Status.DONE if run.land(lambda: self._views.land(row, payload)) else Status.FAILED
+        if verdict is SealVerdict.CORRUPT and not self._options.read_only:
+            self._delete(name)  # else it would be found, and fail, for ever
+        missing = self._missing(name)
+        return Status.CORRUPT if verdict is SealVerdict.CORRUPT else missing
+
+    def _delete(self, name: str) -> None:
+        with contextlib.suppress(Exception):  # the value is counted as a miss already; there is nothing to add
+            self._store.delete([name])

@@ -1,0 +1,250 @@
+"""The threads that move one store's values: loads before stores, and questions on a thread of their own.
+
+=================  ==========================================================================================
+thread             does
+=================  ==========================================================================================
+caller's           ``submit``, ``probe``, ``set_names``, ``abandon``: queue work; never waits for a store
+transfer (N)       opens the store (one of them), then slices of jobs: loads first; at most N - 1 at stores
+lookup (1)         probes (``prober.py``), so that they do not stand behind transfers
+=================  ==========================================================================================
+
+A job is cut into slices that run side by side; its one result comes when the last has ended and nobody holds one of its
+views any more.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from kvtiers.api import ChunkStore, OffloadKey
+from kvtiers.host.borrowed_views import ValueViews
+from kvtiers.host.messages import Event, JobDone, JobFailed, JobReleased, JobStarted, Opened, StoreJob, error_text
+from kvtiers.host.prober import Prober
+from kvtiers.host.transfer import Moved, MoverOptions, ValueMover, ValueRun, mover_options
+from kvtiers.host.transfer_queue import PoolJob, Slice, TransferQueue
+from kvtiers.layout.namespace_epoch import read_epoch
+from kvtiers.layout.storage_name import StorageNames
+
+__all__ = ["TransferPool", "mover_options"]
+
+_log = logging.getLogger("kvtiers.secondary")
+_KEPT_SECONDS = 0.05  # how often somebody looks whether a kept buffer has been let go
+_LEAST_CLOSE_SECONDS = 0.1
+
+
+class TransferPool:
+    """Runs a store's I/O. All events go to ``emit``, which may be called from any thread and must not block.
+
+    ``reopen``: seconds until a store that could not be opened is tried again, doubling from the first to the second.
+    """
+
+    def __init__(
+        self,
+        open_store: Callable[[], ChunkStore],
+        views: ValueViews,
+        names: StorageNames,
+        options: MoverOptions,
+        *,
+        threads: int,
+        deadline: float,
+        reopen: tuple[float, float],
+        emit: Callable[[Event], None],
+        label: str,
+    ) -> None:
+        self._views = views
+        self._names = names
+        self._options = options
+        self._threads = threads
+        self._deadline = deadline
+        self._reopen = reopen
+        self._emit = emit
+        self._label = label
+        self._stop = threading.Event()
+        self._queue = TransferQueue(threads)
+        self._prober = Prober(deadline, emit, label)
+        self._kept: list[PoolJob] = []
+        self._kept_lock = threading.Lock()
+        self._mover: ValueMover | None = None
+        self._store: ChunkStore | None = None
+        self._life = threading.Lock()  # of ``_workers`` and ``_store``, between the opening thread and ``close``
+        self._workers = [self._thread(0, self._open_and_work, open_store)]
+        self._workers[0].start()
+
+    # -- the caller's side
+
+    def submit(self, job: StoreJob) -> None:
+        """Queue a job under the names current now. Its one JobDone comes through ``emit``."""
+        pooled = PoolJob.of(job, self._names)
+        if not job.keys or not self._queue.add(pooled, self._values_a_slice(len(job.keys))):
+            pooled.error = "the tier is closed" if job.keys else ""
+            self._report(pooled)
+
+    def probe(self, probe_id: int, keys: Sequence[OffloadKey], *, is_prefix: bool) -> None:
+        """Queue a question; its Probed comes through ``emit``."""
+        self._prober.ask(probe_id, keys, self._names, is_prefix=is_prefix)
+
+    def abandon(self, job_id: int) -> None:
+        """Begin nothing more for this job; a call that runs, runs to its end."""
+        self._drop(self._queue.abandon(job_id), "given up before it began")
+
+    def release(self, job_id: int) -> None:
+        """Have a load leave its rows alone, where values lie beside them: its JobReleased says from when on."""
+        job = self._queue.load(job_id)
+        if job is not None and self._views.are_beside_rows:
+            job.guard.let_go(lambda: self._emit(JobReleased(job_id)))
+            self.abandon(job_id)
+
+    def set_names(self, names: StorageNames) -> None:
+        """Use these names for what is queued from now on."""
+        self._names = names
+
+    def stats(self) -> dict[str, float]:
+        """Return the queues' lengths, and the store's own figures as of a second ago."""
+        return self._prober.figures | {"queued_loads": self._queue.loads, "queued_stores": self._queue.stores}
+
+    def check_kept(self) -> bool:
+        """Report the jobs whose kept buffers have been let go since; say whether some are still kept."""
+        if not self._kept:
+            return False
+        with self._kept_lock:
+            free = [job for job in self._kept if all(loan.is_free() for loan in job.kept)]
+            self._kept = [job for job in self._kept if job not in free]
+        for job in free:
+            self._report(job)
+        return bool(self._kept)
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until no job is left; what has not begun within ``timeout`` seconds is dropped and reported."""
+        until = time.monotonic() + timeout
+        while not self._queue.wait_idle(min(_KEPT_SECONDS, max(0.0, until - time.monotonic()))):
+            self.check_kept()
+            if time.monotonic() >= until:
+                break
+        self._drop(self._queue.take_all(), "dropped at shutdown")
+        return self._queue.wait_idle(0.0)
+
+    def close(self, timeout: float) -> None:
+        """Drop what is queued, let running calls return, close the store. A thread that hangs is left behind."""
+        until = time.monotonic() + timeout
+        self._stop.set()
+        self._drop(self._queue.take_all(), "dropped at shutdown")
+        self._queue.close()
+        self._prober.close()
+        with self._life:
+            workers, store = self._workers, self._store
+        for worker in workers:
+            worker.join(max(0.0, until - time.monotonic()))
+        if store is not None and not any(worker.is_alive() for worker in workers):
+            closer = threading.Thread(target=self._close_store, args=(store,), daemon=True)  # it may hang
+            closer.start()
+            closer.join(max(_LEAST_CLOSE_SECONDS, until - time.monotonic()))
+
+    def _drop(self, slices: Sequence[Slice], error: str) -> None:
+        for piece in slices:
+            self._finish(piece, Moved.nothing(piece.end - piece.start, error))
+
+    def _values_a_slice(self, count: int) -> int:
+        batch = self._mover.batch_values if self._mover is not None else 1
+        return max(1, min(-(-count // self._threads), max(batch, -(-count // (4 * self._threads)))))
+
+    # -- the pool's threads
+
+    def _thread(self, number: int, target: Callable[..., None], *args: object) -> threading.Thread:
+        return threading.Thread(target=target, args=args, name=f"kvtiers-{self._label}-{number}", daemon=True)
+
+    def _open_and_work(self, open_store: Callable[[], ChunkStore]) -> None:
+        pause, longest = self._reopen
+        while (error := self._open(open_store)) and not self._stop.is_set():
+            self._emit(Opened(error))
+            self._stop.wait(pause)
+            pause = min(2 * pause, longest)
+        del open_store  # it knows the region, which must not outlive the pool
+        if not error:
+            self._work()
+
+    def _open(self, open_store: Callable[[], ChunkStore]) -> str:
+        """Open the store and start the other threads; return why it cannot be opened, if it cannot."""
+        try:
+            store = open_store()
+        except BaseException as error:  # noqa: BLE001 -- a plugin is somebody else's code
+            return error_text(error)
+        try:
+            epoch = read_epoch(store, self._names.namespace)
+            mover = ValueMover(store, self._views, self._options, self._stop, epoch)
+        except Exception as error:  # noqa: BLE001 -- what it reads, and its attributes, are somebody else's too
+            self._close_store(store)
+            return error_text(error)
+        more = [self._thread(number, self._work) for number in range(1, self._threads)]
+        more.append(self._prober.thread(store, mover))
+        with self._life:
+            if not self._stop.is_set():
+                self._mover, self._store = mover, store
+                self._workers = self._workers + more
+                for thread in more:
+                    thread.start()
+                self._emit(Opened(epoch=epoch))
+                return ""
+        self._close_store(store)
+        return "the tier is closed"
+
+    def _close_store(self, store: ChunkStore) -> None:
+        try:
+            store.close()
+        except Exception as error:  # noqa: BLE001 -- a store is somebody else's code
+            _log.warning("%s: its close() failed: %s", self._label, error_text(error))
+
+    def _work(self) -> None:
+        while (piece := self._queue.next()) is not None:
+            is_load = piece.of.job.is_load
+            self._finish(piece, self._run(piece))
+            if not is_load:
+                self._queue.store_done()
+            del piece  # the wait for the next must not hold this one's buffers
+
+    def _run(self, piece: Slice) -> Moved:
+        job = piece.of
+        if self._queue.begin(job, time.monotonic()):
+            self._emit(JobStarted(job.job.job_id))
+        wanted = slice(piece.start, piece.end)
+        run = ValueRun(
+            job.names,
+            job.job.keys[wanted],
+            job.job.rows[wanted],
+            job.started + self._deadline,
+            lambda: not (job.abandoned or self._stop.is_set()),
+            job.guard.land,
+            job.job.overwrites[wanted],
+        )
+        assert self._mover is not None
+        try:
+            return self._mover.load(run) if job.job.is_load else self._mover.store(run)
+        except BaseException as error:  # noqa: BLE001 -- sys.exit() in a store, or a bug of ours, must not lose a result
+            _log.exception("%s: job %d", self._label, job.job.job_id)
+            return Moved.nothing(len(run.keys), error_text(error))
+
+    def _finish(self, piece: Slice, moved: Moved) -> None:
+        job = piece.of
+        last = self._queue.finish(piece, moved)
+        if moved.kept:
+            self._tell_kept(job)
+        if last and not job.kept:
+            self._report(job)
+        elif last:
+            with self._kept_lock:
+                self._kept.append(job)
+
+    def _tell_kept(self, job: PoolJob) -> None:
+        """A store kept a buffer: whoever waits for the job is told at once, and nothing more is begun for it."""
+        job.abandoned = True
+        with self._kept_lock:
+            first, job.told = not job.told, True
+        if first:
+            self._emit(JobFailed(job.job.job_id, job.error))
+
+    def _report(self, job: PoolJob) -> None:
+        job.guard.end()
+        seconds = time.monotonic() - job.started if job.started else 0.0
+        statuses = bytes(job.statuses)
+        self._emit(JobDone(job.job.job_id, statuses, job.nbytes, seconds, job.retries, job.error))
+        self._queue.forget(job)

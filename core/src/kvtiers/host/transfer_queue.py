@@ -1,0 +1,173 @@
+"""The jobs of a transfer pool, cut into slices that run side by side: loads before stores, most of the threads at most.
+
+A job is begun with its first slice and ends with its last. All of this is under one lock, held for no longer than it
+takes to move an entry.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvtiers.host.borrowed_views import Loan
+from kvtiers.host.messages import Status, StoreJob
+from kvtiers.host.row_fence import RowFence
+from kvtiers.host.transfer import Moved
+from kvtiers.layout.storage_name import StorageNames
+
+__all__ = ["PoolJob", "Slice", "TransferQueue"]
+
+
+@dataclass(slots=True, eq=False)
+class PoolJob:
+    """A job in the pool. ``names``: those current when it was submitted."""
+
+    job: StoreJob
+    names: StorageNames
+    statuses: bytearray
+    slices_left: int = 0
+    started: float = 0.0
+    nbytes: int = 0
+    retries: int = 0
+    error: str = ""
+    abandoned: bool = False
+    told: bool = False
+    """It was reported as failed, with its result still to come."""
+    kept: list[Loan] = field(default_factory=list)
+    guard: RowFence = field(default_factory=RowFence)
+
+    @classmethod
+    def of(cls, job: StoreJob, names: StorageNames) -> "PoolJob":
+        """Return a job of which nothing has been moved yet."""
+        return cls(job, names, bytearray([Status.FAILED]) * len(job.keys))
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The values ``start`` to ``end`` of a job."""
+
+    of: PoolJob
+    start: int
+    end: int
+
+
+class TransferQueue:
+    """What a pool has to do, and what it has not reported yet."""
+
+    def __init__(self, threads: int) -> None:
+        self._most_stores = max(1, threads - 1)  # one thread at least is always there for loads
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._idle = threading.Condition(self._lock)
+        self._loads: deque[Slice] = deque()
+        self._stores: deque[Slice] = deque()
+        self._storing = 0
+        self._jobs: dict[int, PoolJob] = {}
+        self._closed = False
+
+    @property
+    def loads(self) -> int:
+        """Slices of loads that wait for a thread."""
+        return len(self._loads)
+
+    @property
+    def stores(self) -> int:
+        """Slices of stores that wait for a thread."""
+        return len(self._stores)
+
+    def add(self, job: PoolJob, values_a_slice: int) -> bool:
+        """Queue a job; False if the queue is closed."""
+        count = len(job.job.keys)
+        with self._lock:
+            if self._closed:
+                return False
+            self._jobs[job.job.job_id] = job
+            slices = [Slice(job, at, min(at + values_a_slice, count)) for at in range(0, count, values_a_slice)]
+            job.slices_left = len(slices)
+            (self._loads if job.job.is_load else self._stores).extend(slices)
+            self._work.notify(len(slices))
+        return True
+
+    def next(self) -> Slice | None:
+        """Wait for a slice and take it; None: the queue is closed. A slice of a store ends with ``store_done``."""
+        with self._lock:
+            while not self._closed:
+                if self._loads:
+                    return self._loads.popleft()
+                if self._stores and self._storing < self._most_stores:
+                    self._storing += 1
+                    return self._stores.popleft()
+                self._work.wait()
+        return None
+
+    def begin(self, job: PoolJob, now: float) -> bool:
+        """Note that a slice of the job begins; say whether it is the first."""
+        with self._lock:
+            first = not job.started
+            job.started = job.started or now
+        return first
+
+    def finish(self, piece: Slice, moved: Moved) -> bool:
+        """Put a slice's outcome into its job, and free its thread; say whether it was the job's last."""
+        job = piece.of
+        with self._lock:
+            job.statuses[piece.start : piece.end] = moved.statuses
+            job.nbytes += moved.nbytes
+            job.retries += moved.retries
+            job.error = job.error or moved.error
+            job.kept += moved.kept
+            job.slices_left -= 1
+            return not job.slices_left
+
+    def store_done(self) -> None:
+        """Say that the slice of a store, taken by ``next``, is no longer at work; its thread asks for the next one."""
+        with self._lock:
+            # Nobody is woken: this thread takes the next store, or a load whose thread, woken for it, then takes one.
+            self._storing -= 1
+
+    def abandon(self, job_id: int) -> list[Slice]:
+        """Mark a job as given up and return its slices that have not begun; they are the caller's to finish."""
+        with self._lock:
+            job = self._jobs.get(job_id)
+            if job is None:
+                return []
+            job.abandoned = True
+            return self._take_out(lambda piece: piece.of is job)
+
+    def load(self, job_id: int) -> PoolJob | None:
+        """Return a load that has not been reported yet, None if there is none."""
+        with self._lock:
+            job = self._jobs.get(job_id)
+        return job if job is not None and job.job.is_load else None
+
+    def take_all(self) -> list[Slice]:
+        """Take all slices that have not begun; they are the caller's to finish."""
+        with self._lock:
+            return self._take_out(lambda _: True)
+
+    def forget(self, job: PoolJob) -> None:
+        """The job's result has been reported."""
+        with self._lock:
+            self._jobs.pop(job.job.job_id, None)
+            if not self._jobs:
+                self._idle.notify_all()
+
+    def wait_idle(self, timeout: float) -> bool:
+        """Wait until no job is left; False if that takes longer than ``timeout`` seconds."""
+        with self._lock:
+            return self._idle.wait_for(lambda: not self._jobs, timeout)
+
+    def close(self) -> None:
+        """Hand out nothing more."""
+        with self._lock:
+            self._closed = True
+            self._work.notify_all()
+
+    def _take_out(self, wanted: Callable[[Slice], bool]) -> list[Slice]:
+        taken: list[Slice] = []
+        for queue in (self._loads, self._stores):
+            taken += [piece for piece in queue if wanted(piece)]
+            left = [piece for piece in queue if not wanted(piece)]
+            queue.clear()
+            queue.extend(left)
+        return taken

@@ -1,0 +1,61 @@
+"""The record of a bump: a small value in a store that retires every value of a namespace, whoever wrote it.
+
+It stands under a name of core's own, ``{namespace}/_epoch``, one page long, sealed like any value; its payload is the
+epoch, 16 random hex digits. Whoever opens the store reads it, and puts the epoch into the names and layout ids of what
+it stores and asks for from then on (``StorageNames.of_epoch``). Without a record the names are as they always were. An
+epoch never comes back, so what was retired stays retired; a record that is lost costs hits, as long as what it had
+retired is deleted, which whoever writes it sees to.
+"""
+
+import mmap
+import re
+import secrets
+
+from kvtiers.api import ChunkCorrupt, ChunkStore
+from kvtiers.layout.seal import SealVerdict, check_value, seal_value
+
+__all__ = ["is_record", "new_epoch", "read_epoch", "write_epoch"]
+
+_NAME = "/_epoch"
+_RECORD_BYTES = 4096
+_EPOCH_BYTES = 16
+_EPOCH = re.compile(rf"[0-9a-f]{{{_EPOCH_BYTES}}}")
+_NO_LAYOUT = bytes(8)
+_SAYS_NOTHING = "is damaged, so nobody knows which values are retired; run 'kvtiers store bump' again"
+
+
+def is_record(name: str) -> bool:
+    """Say whether this is the name of a record, and no value's."""
+    return name.endswith(_NAME)
+
+
+def new_epoch() -> str:
+    """Return an epoch that has never been."""
+    return secrets.token_hex(_EPOCH_BYTES // 2)
+
+
+def read_epoch(store: ChunkStore, namespace: str) -> str:
+    """Return the epoch of a namespace in a store; "" if it was never bumped. Raises what the store raises.
+
+    ChunkCorrupt if there is a record that says nothing: which values are retired is not known then.
+    """
+    name = namespace + _NAME
+    if not store.exists([name])[0]:
+        return ""
+    record = memoryview(mmap.mmap(-1, _RECORD_BYTES))  # on a page of its own, as a value in a row
+    if not store.read_into(name, record):
+        raise ChunkCorrupt(f"{name} {_SAYS_NOTHING}")
+    epoch = bytes(record[:_EPOCH_BYTES]).decode("latin-1")
+    sound = check_value(record, _EPOCH_BYTES, name, _NO_LAYOUT) is SealVerdict.OK
+    if not (sound and _EPOCH.fullmatch(epoch)):
+        raise ChunkCorrupt(f"{name} {_SAYS_NOTHING}")
+    return epoch
+
+
+def write_epoch(store: ChunkStore, namespace: str, epoch: str) -> None:
+    """Write the record of a bump. Raises what the store raises."""
+    name = namespace + _NAME
+    record = memoryview(mmap.mmap(-1, _RECORD_BYTES))
+    record[:_EPOCH_BYTES] = epoch.encode()
+    seal_value(record, _EPOCH_BYTES, name, _NO_LAYOUT)
+    store.write(name, record.toreadonly())

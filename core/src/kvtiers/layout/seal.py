@@ -1,0 +1,100 @@
+"""The seal: the last 64 bytes of every value, by which damage and mix-ups are found.
+
+::
+
+    0   8   magic "kvtSEAL" and a line feed
+    8   4   format number, little endian, like all numbers here
+    12  4   zeros
+    16  8   length of the whole value, seal included
+    24  8   length of the payload
+    32  8   layout id: the first 8 bytes of the fingerprint
+    40  16  xxh3_128 over (storage name || payload), as ``digest()`` gives it
+    56  8   zeros
+
+No clock and no counter: sealing the same bytes under the same name twice writes the same value. The seal finds
+accidents; it is no protection against somebody who can write to the store and wants to deceive.
+"""
+
+import struct
+from enum import Enum
+
+import xxhash
+
+from kvtiers.layout.cache_layout import SEAL_BYTES
+
+__all__ = ["SEAL_FORMAT", "PayloadHash", "SealVerdict", "check_value", "read_seal", "seal_value"]
+
+SEAL_FORMAT = 1
+_MAGIC = b"kvtSEAL\n"
+_SEAL = struct.Struct("<8sI4xQQ8s16s8x")
+assert _SEAL.size == SEAL_BYTES
+
+
+class SealVerdict(Enum):
+    """What a seal says about a value. Everything but OK is a miss."""
+
+    OK = "ok"
+    FOREIGN = "foreign"
+    """Not damaged, but of another format, layout or length: not for us to judge or to delete."""
+    CORRUPT = "corrupt"
+    """The bytes are not those that were stored under this name."""
+
+
+class PayloadHash:
+    """The seal's hash over the payload of one value, which may come in pieces, from its start to its end."""
+
+    def __init__(self, name: str) -> None:
+        self._state = xxhash.xxh3_128(name.encode())
+
+    def update(self, piece: memoryview) -> None:
+        """Take in what comes next."""
+        self._state.update(piece)
+
+    def digest(self) -> bytes:
+        """Return the hash of what has come."""
+        return self._state.digest()
+
+
+def _digest(payload: memoryview, name: str) -> bytes:
+    whole = PayloadHash(name)
+    whole.update(payload)
+    return whole.digest()
+
+
+def seal_value(value: memoryview, payload_bytes: int, name: str, layout_id: bytes) -> None:
+    """Zero the gap behind the payload and write the seal into the last 64 bytes of ``value`` (1-D, writable, bytes)."""
+    length = len(value)
+    seal_at = length - SEAL_BYTES
+    if payload_bytes < seal_at:
+        value[payload_bytes:seal_at] = bytes(seal_at - payload_bytes)
+    digest = _digest(value[:payload_bytes], name)
+    # Not pack_into, which writes zeros first: another tier's host may be reading the seal that it has just written.
+    value[seal_at:] = _SEAL.pack(_MAGIC, SEAL_FORMAT, length, payload_bytes, layout_id, digest)
+
+
+def check_value(
+    value: memoryview, payload_bytes: int, name: str, layout_id: bytes, hashed: bytes | None = None
+) -> SealVerdict:
+    """Say whether ``value`` is what ``seal_value`` left under this name.
+
+    Reads the payload once, or not at all where ``hashed`` is its hash (``PayloadHash.digest``).
+    """
+    magic, number, length, payload, layout, digest = _SEAL.unpack_from(value, len(value) - SEAL_BYTES)
+    if magic != _MAGIC:
+        return SealVerdict.CORRUPT
+    if number != SEAL_FORMAT or layout != layout_id:
+        return SealVerdict.FOREIGN
+    if length != len(value) or payload != payload_bytes:
+        return SealVerdict.CORRUPT
+    found = _digest(value[:payload_bytes], name) if hashed is None else hashed
+    return SealVerdict.OK if found == digest else SealVerdict.CORRUPT
+
+
+def read_seal(value: memoryview) -> tuple[int, bytes] | None:
+    """Return (payload bytes, layout id) as the seal states them, or None where there is no seal of this format."""
+    if len(value) < SEAL_BYTES:
+        return None
+    magic, number, length, payload, layout, _ = _SEAL.unpack_from(value, len(value) - SEAL_BYTES)
+    if magic != _MAGIC or number != SEAL_FORMAT or length != len(value) or payload > length - SEAL_BYTES:
+        return None
+    return payload, layout

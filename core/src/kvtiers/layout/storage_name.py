@@ -1,0 +1,102 @@
+"""Storage names: the one place where a value's name in a store is built or taken apart.
+
+``{namespace}[/t-{tenant}]/{model slug}-{fingerprint, 24 hex}/{key hex}``, lower case. Parts whose first character is
+``_`` are core's own; ``t-{tenant}`` is reserved: nothing writes it yet, readers accept it.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvtiers.api import ConfigError, OffloadKey
+from kvtiers.layout.cache_layout import CacheLayout
+
+__all__ = ["ParsedName", "StorageNames", "check_namespace", "model_slug", "parse_name"]
+
+NAME_FORMAT = 1
+_FINGERPRINT_HEX = 24
+_SLUG_LENGTH = 64
+_NAMESPACE = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+_NAME = re.compile(
+    r"(?P<namespace>[a-z0-9][a-z0-9._-]{0,63})/(?:t-(?P<tenant>[a-z0-9._-]+)/)?"
+    rf"(?P<model>[a-z0-9][a-z0-9._-]*)-(?P<fingerprint>[0-9a-f]{{{_FINGERPRINT_HEX}}})/(?P<key>(?:[0-9a-f]{{2}})+)"
+)
+
+
+def check_namespace(namespace: str) -> str:
+    """Return the namespace if it can stand in a storage name, else raise ConfigError."""
+    if not _NAMESPACE.fullmatch(namespace) or namespace.startswith("t-") or ".." in namespace:
+        raise ConfigError(
+            f"namespace {namespace!r} cannot be used; expected 1 to 64 of a-z 0-9 . _ -, first a letter or digit, "
+            "no '..', not starting with 't-'"
+        )
+    return namespace
+
+
+def model_slug(name: str) -> str:
+    """Return the model's name as a part of a storage name. Two may share one: the fingerprint tells them apart."""
+    slug = re.sub(r"[^a-z0-9.-]+", "-", name.lower()).strip(".-")
+    return re.sub(r"\.{2,}", ".", slug)[:_SLUG_LENGTH].strip(".-") or "model"
+
+
+@dataclass(frozen=True, slots=True)
+class StorageNames:
+    """The names of one model's values: ``prefix`` (ends with ``/``), and the layout id that stands in their seals."""
+
+    prefix: str
+    layout_id: bytes
+
+    @classmethod
+    def of_layout(cls, namespace: str, layout: CacheLayout) -> "StorageNames":
+        """Return the names for this layout's values in this namespace."""
+        digest = layout.fingerprint
+        prefix = f"{check_namespace(namespace)}/{model_slug(layout.model.name)}-{digest[:_FINGERPRINT_HEX]}/"
+        return cls(prefix, bytes.fromhex(digest[:16]))
+
+    @property
+    def namespace(self) -> str:
+        """The first part of every name."""
+        return self.prefix.partition("/")[0]
+
+    def of_epoch(self, epoch: str) -> "StorageNames":
+        """Return the names after a bump of the namespace (``namespace_epoch``); "" is before the first one."""
+        if not epoch:
+            return self
+        digest = hashlib.sha256(f"{self.prefix}{epoch}".encode()).hexdigest()
+        prefix = f"{self.prefix[: -_FINGERPRINT_HEX - 1]}{digest[:_FINGERPRINT_HEX]}/"
+        return StorageNames(prefix, bytes.fromhex(digest[:16]))
+
+    def name(self, key: OffloadKey) -> str:
+        """Return the storage name of the value with this key."""
+        return self.prefix + key.hex()
+
+    def names(self, keys: Iterable[OffloadKey]) -> list[str]:
+        """Return the storage names of these keys, in order."""
+        prefix = self.prefix
+        return [prefix + key.hex() for key in keys]
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedName:
+    """A storage name taken apart; ``fingerprint`` is its first 24 hex digits."""
+
+    namespace: str
+    tenant: str
+    model: str
+    fingerprint: str
+    key: OffloadKey
+
+
+def parse_name(name: str) -> ParsedName | None:
+    """Take a storage name apart; None if it is not one of ours (another format, core's own, something else)."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    return ParsedName(
+        namespace=match["namespace"],
+        tenant=match["tenant"] or "",
+        model=match["model"],
+        fingerprint=match["fingerprint"],
+        key=bytes.fromhex(match["key"]),
+    )

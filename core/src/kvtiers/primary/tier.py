@@ -1,0 +1,334 @@
+"""The primary tier: which chunk is in which row, who may touch it, and what leaves to make room.
+
+It moves no bytes. The engine and the tiering code lease rows here, others fill and read them, and each lease ends
+with one completion, by row::
+
+                      leases                          ends with                        is a use of the chunk
+    GPU store         prepare_store   (writer)        complete_store                   yes
+    GPU load          prepare_load    (reader)        complete_load                    yes
+    promotion         prepare_write   (writer)        complete_write                   yes
+    cascade           prepare_read    (reader)        complete_read                    no
+
+A write that failed while its writer may still touch the row takes two steps: ``abandon`` (the key is gone, the row
+is in quarantine), then its completion (the row is free). A failed read takes one: the row stays pinned until then.
+
+Engine's thread only. A lookup's answer holds until the next call that leases rows to a writer, so the lease that
+follows from it comes first. Nothing here blocks, and nothing raises after construction: a completion that a row's
+state does not allow is ignored and counted (``misuse``).
+"""
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from itertools import filterfalse, islice
+from typing import NamedTuple
+
+from kvtiers.api import LookupResult, OffloadKey
+from kvtiers.primary.eviction import EvictionPolicy, make_policy
+from kvtiers.primary.protection import Protection
+from kvtiers.primary.residents import Allocation, Residents
+from kvtiers.primary.row_table import RowTable
+from kvtiers.types import OffloadEvent
+
+__all__ = ["Allocation", "CPUPrimaryTier", "Usage"]
+
+
+class Usage(NamedTuple):
+    """Shares (0 to 1) of the rows that are neither free nor evictable: all, those being written, the others."""
+
+    total: float
+    writes: float
+    reads: float
+
+
+class CPUPrimaryTier:
+    """The rows of the shared region as a cache of chunks.
+
+    ``view``: the region, flat, row after row, ``row_stride`` bytes apart; it belongs to whoever made it and must not
+    be closed before the tier is out of use. ``policy``: a policy of its own, or the name of one. Landed promotions
+    are protected from eviction until they are first read, for ``protect_seconds`` at most, and on at most
+    ``protected_share`` of the rows. ``record_events``: somebody takes the events, of the primary and of the tiers.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        row_stride: int,
+        view: memoryview,
+        *,
+        policy: EvictionPolicy | str = "lru",
+        protected_share: float = 0.4,
+        protect_seconds: float = 10.0,
+        record_events: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if view.ndim != 1 or view.itemsize != 1 or len(view) < num_rows * row_stride:
+            shape = f"{view.ndim}-D, {len(view)} items of {view.itemsize} bytes"
+            raise ValueError(f"expected a flat view of {num_rows} rows of {row_stride} bytes, got {shape}")
+        self.row_stride = row_stride
+        self._view = view
+        self._rows = RowTable(num_rows)
+        self._policy = make_policy(policy, num_rows) if isinstance(policy, str) else policy
+        self._unread = Protection(max(1, int(protected_share * num_rows)) if protected_share else 0, protect_seconds)
+        self._chunks = Residents(self._rows, self._policy, self._unread)
+        self._row_of = self._chunks.row_of
+        self.records_events = record_events
+        self.events: list[OffloadEvent] = []
+        """What became resident, and what was evicted, since these were last taken."""
+        self.changes = 0
+        """Counts on with each call after which a lookup may have another answer."""
+        self._clock = clock
+
+    # What there is
+
+    def get_kv_memoryview(self) -> memoryview:
+        """Return the zero-copy view of all rows: flat, bytes; row r starts at byte ``r * row_stride``."""
+        return self._view
+
+    def close(self) -> None:
+        """Let go of the view, so that the region can be unmapped."""
+        self._view = memoryview(b"")
+
+    @property
+    def num_rows(self) -> int:
+        """All rows."""
+        return self._rows.num_rows
+
+    @property
+    def free_rows(self) -> int:
+        """Rows without a chunk that nobody touches."""
+        return self._rows.free
+
+    @property
+    def evictable(self) -> int:
+        """Chunks that could leave now: ready, not read by anybody, not protected."""
+        return self._chunks.evictable
+
+    @property
+    def pending_rows(self) -> int:
+        """Rows of chunks whose write is in flight."""
+        return self._rows.pending
+
+    @property
+    def pinned_rows(self) -> int:
+        """Rows of chunks that somebody reads."""
+        return self._rows.pinned
+
+    @property
+    def protected_rows(self) -> int:
+        """Rows of landed promotions that nobody has read yet and that are protected."""
+        return len(self._unread.keys)
+
+    @property
+    def quarantined_rows(self) -> int:
+        """Rows of forgotten chunks that a writer or readers may still touch."""
+        return self._rows.quarantined
+
+    @property
+    def clean_rows(self) -> int:
+        """Rows of chunks that were marked clean."""
+        return len(self._chunks.clean)
+
+    @property
+    def misuse(self) -> int:
+        """How often a row was completed or abandoned that was not leased that way; nothing else came of it."""
+        return self._rows.misuse
+
+    def figures(self) -> dict[str, int]:
+        """Return all of these numbers by name; each step ends with it, so no call is made for each."""
+        rows, chunks = self._rows, self._chunks
+        return {
+            "rows": rows.num_rows,
+            "free_rows": rows.free,
+            "evictable_rows": chunks.evictable,
+            "pending_rows": rows.pending,
+            "pinned_rows": rows.pinned,
+            "protected_rows": len(self._unread.keys),
+            "quarantined_rows": rows.quarantined,
+            "clean_rows": len(chunks.clean),
+            "misuse": rows.misuse,
+        }
+
+    @property
+    def usage(self) -> Usage:
+        """How much of the tier is neither free nor evictable."""
+        rows = self._rows
+        if not rows.num_rows:
+            return Usage(0.0, 0.0, 0.0)
+        total = (rows.num_rows - rows.free - self._chunks.evictable) / rows.num_rows
+        writes = rows.pending / rows.num_rows
+        return Usage(total, writes, total - writes)
+
+    def lookup(self, key: OffloadKey) -> LookupResult:
+        """Say where this chunk stands: MISS, HIT or HIT_PENDING. No side effect: asking is not using."""
+        return self.find([key])[0]
+
+    def find(self, keys: Sequence[OffloadKey]) -> list[LookupResult]:
+        """Do ``lookup`` for each key."""
+        miss, pending, hit = LookupResult.MISS, LookupResult.HIT_PENDING, LookupResult.HIT
+        if not self._rows.pending:
+            row_of = self._row_of
+            return [hit if key in row_of else miss for key in keys]
+        state = self._rows.state
+        return [miss if row is None else pending if state[row] < 0 else hit for row in map(self._row_of.get, keys)]
+
+    def resident_run(self, keys: Sequence[OffloadKey]) -> tuple[int, int]:
+        """Return how many of the leading keys are here, up to the first MISS, and how many of those are pending."""
+        if not keys or keys[0] not in self._row_of:
+            return 0, 0
+        rows: list[int] = []
+        step = 64  # growing: neither a short run of a long prefix nor a long one costs much more than its length
+        while len(rows) < len(keys):
+            more = list(map(self._row_of.get, keys[len(rows) : len(rows) + step]))
+            if None in more:
+                rows += more[: more.index(None)]  # type: ignore[arg-type]  # none of these is None
+                break
+            rows += more  # type: ignore[arg-type]
+            step *= 8
+        return len(rows), self._rows.count_pending(rows)
+
+    # The engine's leases
+
+    def prepare_store(self, keys: Sequence[OffloadKey], request_id: str) -> Allocation | None:
+        """Lease rows for those of these keys that are not here, all of them, or return None and change nothing.
+
+        The keys are in the order of the request's prefix. Those that are here, ready or pending, are used but not
+        leased again, and are never evicted for the others.
+        """
+        return self._allocate(keys, request_id, None, 0)
+
+    def complete_store(self, rows: Sequence[int], success: bool, *, readers: int = 0) -> list[OffloadKey]:
+        """End a GPU store, or its quarantine; return the keys that became readable. Without success all are gone.
+
+        ``readers``: how many cascades read each of these chunks at once, as if by as many ``prepare_read``.
+        """
+        self.changes += 1
+        readable, lost = self._rows.complete_write(rows, success, (), readers)
+        self._chunks.forget(lost)
+        self._note(readable, removed=False)
+        if not readers:
+            self._chunks.unlock(readable)
+        return readable
+
+    def prepare_load(self, keys: Sequence[OffloadKey], request_id: str) -> list[int] | None:
+        """Lease the rows of these chunks, in order, to one reader; None, and no change, if one is not ready."""
+        found = self._chunks.pin(keys)
+        if found is None:
+            return None
+        rows, unpinned = found
+        self._unread.end(keys)
+        # A key named twice was pinned by its first mention only.
+        self._policy.access(keys if len(unpinned) == len(keys) else list(dict.fromkeys(keys)), request_id)
+        return rows
+
+    def complete_load(self, rows: Sequence[int]) -> None:
+        """End one lease to a reader of each of these rows."""
+        self._chunks.unpin(rows)
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """Count these chunks as used now, the first as the last to leave. Unknown keys are ignored."""
+        self._policy.access([key for key in dict.fromkeys(keys) if key in self._row_of], "")
+
+    def on_request_finished(self, request_id: str) -> None:
+        """Settle the recency of all chunks that the request has used."""
+        self._policy.request_finished(request_id)
+
+    # The tiers' leases
+
+    def prepare_read(self, keys: Sequence[OffloadKey]) -> list[int] | None:
+        """Lease the rows of these chunks to one cascade; None, and no change, if one is not ready."""
+        # A cascade is not a use: it must neither refresh the recency nor end a promotion's protection.
+        found = self._chunks.pin(keys)
+        return None if found is None else found[0]
+
+    def complete_read(self, rows: Sequence[int]) -> None:
+        """End one cascade's lease of each of these rows."""
+        self._chunks.unpin(rows)
+
+    def prepare_write(
+        self,
+        keys: Sequence[OffloadKey],
+        request_id: str,
+        *,
+        reserve_rows: int,
+        max_rows: int | None = None,
+        used: int = 0,
+    ) -> Allocation | None:
+        """Lease rows for promotions of those of these keys that are not here, as many of the first ones as possible.
+
+        At most ``max_rows``, and so that ``reserve_rows`` rows stay free or evictable; None, and no change, if that
+        leaves none. Keys that are here are treated as in ``prepare_store``: give the whole run that was found, so
+        that its ready chunks do not leave for its others. The first ``used`` of them are here, and were given for this
+        request before: they cost no time again, and are where they are in the order of eviction.
+        """
+        return self._allocate(keys, request_id, len(keys) if max_rows is None else max_rows, reserve_rows, used)
+
+    def complete_write(
+        self, rows: Sequence[int], success: bool, landed: Collection[OffloadKey] | None = None
+    ) -> list[OffloadKey]:
+        """End a promotion, or its quarantine; return the keys that became readable.
+
+        Of a promotion without success the keys in ``landed`` did become readable; exactly the others are gone.
+        """
+        self.changes += 1
+        readable, lost = self._rows.complete_write(rows, success, landed or ())
+        self._chunks.forget(lost)
+        self._note(readable, removed=False)
+        if readable:
+            self._chunks.unlock_idle(self._unread.begin(readable, self._clock()))
+        return readable
+
+    def abandon(self, rows: Sequence[int]) -> None:
+        """Give up writes that their writer may still be about: keys gone, rows in quarantine until completed."""
+        self.changes += 1
+        self._chunks.forget(self._rows.abandon(rows))
+
+    # The rest
+
+    def release_expired(self, now: float) -> None:
+        """End the protection of promotions that have waited too long to be read. ``now`` by the tier's clock."""
+        if expired := self._unread.expire(now):
+            self._chunks.unlock_idle(expired)
+
+    def mark_clean(self, keys: Sequence[OffloadKey]) -> None:
+        """Take note that these chunks are in a secondary tier too. Unknown keys are ignored."""
+        self._chunks.clean.update(filter(self._row_of.__contains__, keys))
+
+    def coldest(
+        self, count: int, accept: Callable[[OffloadKey], bool] | None = None, *, clean: bool = False
+    ) -> list[OffloadKey]:
+        """Return up to ``count`` evictable chunks, about in the order in which they would leave. Changes nothing.
+
+        Only those that ``accept`` says True to, and none that is marked clean unless ``clean`` is set.
+        """
+        keys = self._policy.coldest()
+        if not clean:
+            keys = filterfalse(self._chunks.clean.__contains__, keys)
+        return list(islice(filter(accept, keys) if accept else keys, count))
+
+    def dirty(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return those of these chunks that are not marked clean."""
+        clean = self._chunks.clean
+        return [key for key in keys if key not in clean]
+
+    def reset_cache(self) -> None:
+        """Forget all chunks at once. Rows that somebody may touch are free when that lease has been completed."""
+        self.changes += 1
+        self._chunks.forget_all()
+
+    def take_events(self) -> list[OffloadEvent]:
+        """Return what became resident and what was evicted since the last call, in order. A reset is no event."""
+        events, self.events = self.events, []
+        return events
+
+    def _allocate(
+        self, keys: Sequence[OffloadKey], request_id: str, limit: int | None, reserve: int, used: int = 0
+    ) -> Allocation | None:
+        allocation = self._chunks.allocate(keys, request_id, limit, reserve, self._clock, used)
+        if allocation is not None:
+            self.changes += 1
+            self._note(allocation.evicted, removed=True)
+        return allocation
+
+    def _note(self, keys: list[OffloadKey], *, removed: bool) -> None:
+        if keys and self.records_events:
+            self.events.append(OffloadEvent(keys, removed))

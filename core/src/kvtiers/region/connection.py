@@ -1,0 +1,117 @@
+"""One end of the connection between a rank and the region's owner, and the watch over the process at the other end.
+
+Used by one thread, with that thread's selector; nothing here blocks. The selector's data are callbacks that take the
+ready events.
+"""
+
+import contextlib
+import os
+import selectors
+import socket
+from collections.abc import Callable
+
+from kvtiers.region.handshake import Message, MessageReader, peer_credentials, peer_pidfd
+
+__all__ = ["Connection"]
+
+_RECEIVE_BYTES = 1 << 16
+
+
+class Connection:
+    """A connected socket. ``pid`` and ``uid``: the process at the other end. ``rank``: for the owner to note down."""
+
+    def __init__(self, sock: socket.socket, selector: selectors.BaseSelector, on_ready: Callable[[int], None]) -> None:
+        sock.setblocking(False)
+        self.pid, self.uid = peer_credentials(sock)
+        self.rank: int | None = None
+        self.open = True
+        self._sock = sock
+        self._selector = selector
+        self._reader = MessageReader()
+        self._outbox = b""
+        self._pidfd: int | None = None
+        selector.register(sock, selectors.EVENT_READ, on_ready)
+
+    @property
+    def busy(self) -> bool:
+        """Not all that was said has been taken by the socket."""
+        return bool(self._outbox)
+
+    def say(self, message: bytes) -> None:
+        """Send a message, or what the socket does not take now when it is writable again."""
+        self._outbox += message
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what is left, as far as the socket takes it."""
+        if not self.open:
+            return
+        with contextlib.suppress(OSError):  # full; or broken, which is seen when it is read
+            self._outbox = self._outbox[self._sock.send(self._outbox) :]
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outbox else 0)
+        key = self._selector.get_key(self._sock)
+        if key.events != wanted:
+            self._selector.modify(self._sock, wanted, key.data)
+
+    def hand_over(self, message: bytes, fd: int) -> None:
+        """Send a short message together with a descriptor; OSError if the other end is gone."""
+        # Some hundred bytes into an empty socket buffer: it takes them whole, or it is broken.
+        if socket.send_fds(self._sock, [message], [fd]) != len(message):
+            raise ConnectionError("the message did not fit")
+
+    def receive(self) -> tuple[list[Message], list[int]]:
+        """Return the messages that are whole, and descriptors that came along: the caller closes them.
+
+        EOFError at the end of the stream, HandshakeError if the peer speaks something else.
+        """
+        try:
+            data, fds, _, _ = socket.recv_fds(self._sock, _RECEIVE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            return [], []
+        except OSError as error:
+            raise EOFError(str(error)) from None
+        if not data:
+            raise EOFError("hung up")
+        try:
+            return list(self._reader.feed(data)), fds
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+
+    def watch_exit(self, on_exit: Callable[[int], None]) -> bool:
+        """Call back when the other process has ended. False where the kernel has no pidfd of it.
+
+        ProcessLookupError if it has ended already.
+        """
+        self._pidfd = peer_pidfd(self._sock)
+        if self._pidfd is not None:
+            self._selector.register(self._pidfd, selectors.EVENT_READ, on_exit)
+        return self._pidfd is not None
+
+    @property
+    def watched(self) -> bool:
+        """The other process's end will be noticed."""
+        return self._pidfd is not None
+
+    def hang_up(self) -> None:
+        """Close the socket; the watch goes on. May be called again."""
+        if self.open:
+            self.open = False
+            self._selector.unregister(self._sock)
+            self._sock.close()
+
+    def close(self) -> None:
+        """Close the socket and end the watch. May be called again."""
+        self.hang_up()
+        if self._pidfd is not None:
+            self._selector.unregister(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
+
+    def let_go(self) -> None:
+        """Close the descriptors in a forked child; its selector is the parent's too, so it is left alone."""
+        self._sock.close()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None

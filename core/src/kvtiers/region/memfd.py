@@ -1,0 +1,199 @@
+"""Memory that several processes map: the memfd, one process's mapping of it, and where its pages shall lie."""
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import platform
+import sys
+import weakref
+from typing import Literal, Protocol
+
+from kvtiers.api import StartError
+from kvtiers.region.limits import free_huge_pages
+
+__all__ = [
+    "HUGE_PAGE_BYTES",
+    "HugePages",
+    "Mapping",
+    "bind_to_node",
+    "create_memfd",
+    "let_go_in_children",
+    "map_memory",
+    "prefer_huge_pages",
+    "prefer_node",
+    "require_linux",
+]
+
+HugePages = Literal["off", "2MiB", "1GiB"]
+HUGE_PAGE_BYTES: dict[HugePages, int] = {"off": mmap.PAGESIZE, "2MiB": 2 << 20, "1GiB": 1 << 30}
+
+_MFD_HUGE_SHIFT = 26
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_MADV_HUGEPAGE = 14
+_MPOL_PREFERRED = 1
+_SYS_MBIND = {"x86_64": 237, "aarch64": 235}
+_SYS_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+
+# mmap.mmap is not used: its close() is no answer to a tensor that forgot which buffer it came from (it would point
+# into unmapped memory), and it keeps a hidden descriptor that a forked child would hold open for ever.
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class _Holder(Protocol):
+    def let_go(self) -> None: ...
+
+
+_holders: "weakref.WeakSet[_Holder]" = weakref.WeakSet()
+_fork_hook: list[bool] = []
+
+
+def let_go_in_children(holder: _Holder) -> None:
+    """Call ``holder.let_go()`` in every forked child of this process.
+
+    Descriptors close on exec, but a child that is forked without exec (``multiprocessing`` can do so) would hold
+    them and the mapping: the memory would outlive the engine, and no peer would see the engine's end.
+    """
+    if not _fork_hook:
+        _fork_hook.append(True)
+        os.register_at_fork(after_in_child=_let_go_all)
+    _holders.add(holder)
+
+
+def _let_go_all() -> None:
+    for holder in list(_holders):
+        holder.let_go()
+
+
+def require_linux() -> None:
+    """StartError, in one line with the way round it, where there is no memfd and no abstract socket."""
+    if not sys.platform.startswith("linux") or not hasattr(os, "memfd_create"):
+        raise StartError(
+            f"a shared region needs Linux (memfd, abstract sockets), and this is {sys.platform}; "
+            "use an anonymous region: all ranks in one process, tiers with 'io: thread'"
+        )
+
+
+def create_memfd(name: str, nbytes: int, huge_pages: HugePages = "off") -> int:
+    """Create ``nbytes`` of shareable memory without a name in any file system; return its descriptor.
+
+    Its size is sealed: a peer that cut it off would kill the others at their next touch (SIGBUS).
+    """
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    if huge_pages != "off":
+        flags |= os.MFD_HUGETLB | (HUGE_PAGE_BYTES[huge_pages].bit_length() - 1) << _MFD_HUGE_SHIFT
+    try:
+        fd = os.memfd_create(name, flags)
+    except OSError as error:
+        where = "this machine has no huge pages of that size" if huge_pages != "off" else "memfd_create failed"
+        raise StartError(f"no memory with huge_pages {huge_pages!r}: {where}: {error}") from None
+    try:
+        os.ftruncate(fd, nbytes)
+        with contextlib.suppress(OSError):  # huge pages cannot be sealed before Linux 4.16
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except OSError as error:
+        os.close(fd)
+        raise StartError(f"cannot make a memfd of {nbytes} bytes: {error}") from None
+    return fd
+
+
+class Mapping:
+    """One process's mapping of ``nbytes``: of a memfd, or (``fd`` -1) of memory of its own.
+
+    ``view``: the first ``view_bytes`` of it, flat, writable, format "B". The memory is unmapped when the last
+    object that was made from the view is gone, never before.
+    """
+
+    def __init__(self, fd: int, nbytes: int, view_bytes: int) -> None:
+        flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+        if address == _MAP_FAILED:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        self.address = int(address)
+        self.nbytes = nbytes
+        exporter = (ctypes.c_ubyte * nbytes).from_address(self.address)
+        # Not at exit: other threads, and a GPU, may still be using the memory while the interpreter goes down.
+        weakref.finalize(exporter, _libc.munmap, self.address, nbytes).atexit = False
+        self._exporter = weakref.ref(exporter)
+        self._view: memoryview | None = memoryview(exporter).cast("B")[:view_bytes]
+        if fd >= 0:
+            let_go_in_children(self)
+
+    @property
+    def view(self) -> memoryview:
+        """The mapped bytes. ValueError after ``close``."""
+        if self._view is None:
+            raise ValueError("the region is closed")
+        return self._view
+
+    def close(self) -> bool:
+        """Drop the view; False if somebody still holds a buffer made from it, so that the memory stays mapped."""
+        self._view = None
+        return self._exporter() is None
+
+    def let_go(self) -> None:
+        """Put private, empty memory in this mapping's place: the address stays taken, the shared memory is let go."""
+        if self._exporter() is None:
+            return
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
+        _libc.mmap(self.address, self.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+
+
+def map_memory(fd: int, nbytes: int, view_bytes: int, huge_pages: HugePages = "off") -> Mapping:
+    """Map a memfd (-1: memory of its own); StartError in one line if the memory, or the huge pages, are not there."""
+    try:
+        return Mapping(fd, nbytes, view_bytes)
+    except OSError as error:
+        if huge_pages == "off" or error.errno != errno.ENOMEM:
+            raise StartError(f"cannot map {nbytes} bytes of the region: {error}") from None
+        page = HUGE_PAGE_BYTES[huge_pages]
+        pool = f"/sys/kernel/mm/hugepages/hugepages-{page // 1024}kB/nr_hugepages"
+        raise StartError(
+            f"the region needs {nbytes // page} huge pages of {huge_pages}, {free_huge_pages(page) or 0} are free; "
+            f"reserve that many more in {pool} (as root), or set huge_pages: off"
+        ) from None
+
+
+def bind_to_node(mapping: Mapping, node: int) -> str | None:
+    """Ask for pages of this NUMA node, before any page is touched; say in one line why not, if it cannot be.
+
+    Preferred, not bound: where the node is full the rest comes from another one, instead of an out-of-memory kill.
+    """
+    return _numa_call(_SYS_MBIND, node, ctypes.c_void_p(mapping.address), ctypes.c_ulong(mapping.nbytes))
+
+
+def prefer_huge_pages(mapping: Mapping) -> None:
+    """Ask for huge pages where the kernel has some to give, before any page is touched; nothing is reserved for it."""
+    _libc.madvise(mapping.address, mapping.nbytes, _MADV_HUGEPAGE)
+
+
+def prefer_node(node: int) -> str | None:
+    """Let this thread, and what it starts, take memory from this node first; a line if it cannot be.
+
+    Of huge pages ``bind_to_node`` reaches one process's mapping only, not those of the pre-fault program.
+    """
+    return _numa_call(_SYS_SET_MEMPOLICY, node)
+
+
+def _numa_call(numbers: dict[str, int], node: int, *place: "ctypes.c_void_p | ctypes.c_ulong") -> str | None:
+    number = numbers.get(platform.machine())
+    if number is None or not sys.platform.startswith("linux"):
+        return f"NUMA node {node}: placing memory is not supported on {platform.machine()}, {sys.platform}"
+    if node < 0:
+        return f"NUMA node {node}: expected 0 or more"
+    bits = 8 * ctypes.sizeof(ctypes.c_ulong)
+    mask = (ctypes.c_ulong * (node // bits + 1))()
+    mask[node // bits] = 1 << node % bits
+    most = ctypes.c_ulong(len(mask) * bits + 1)  # the kernel takes one bit less than it is told
+    flags = (ctypes.c_ulong(0),) if place else ()
+    if _libc.syscall(ctypes.c_long(number), *place, ctypes.c_long(_MPOL_PREFERRED), mask, most, *flags) == 0:
+        return None
+    return f"NUMA node {node}: {os.strerror(ctypes.get_errno())}; the memory lies anywhere"

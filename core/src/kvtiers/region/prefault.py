@@ -1,0 +1,115 @@
+"""Starts the program that populates a region, reads how far it came, and makes sure that it ends."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from kvtiers.region import populate
+
+__all__ = ["Prefault"]
+
+_THREADS = 4
+_REAP_SECONDS = 5.0  # its output has ended, or it was killed: it is as good as gone
+
+
+class Prefault:
+    """The running ``populate.py`` of one region. Used by one thread.
+
+    ``populated``: bytes from the region's start. ``ended``: no more progress will come. ``error``: the memory is not
+    there (an engine that used it would be killed); "" if the program was merely ended early, which costs speed only.
+    """
+
+    program = Path(populate.__file__)
+
+    def __init__(self, fd: int, nbytes: int, page_bytes: int) -> None:
+        self.nbytes = nbytes
+        self.populated = 0
+        self.ended = False
+        self.error = ""
+        self.method = ""
+        self.remark = ""
+        self.seconds = 0.0
+        self._started = time.monotonic()
+        self._unread = b""
+        threads = min(_THREADS, os.cpu_count() or 1)
+        numbers = (fd, nbytes, max(populate.PIECE_BYTES, page_bytes), threads, populate.MADV_POPULATE_WRITE)
+        # No site packages and no PYTHON* variables: a bare interpreter starts in 15 ms.
+        self._process = subprocess.Popen(  # noqa: S603 -- our own program, with numbers as its arguments
+            [sys.executable or "", "-I", "-S", str(self.program), *map(str, numbers)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            bufsize=0,
+            pass_fds=(fd,),
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._input, self._output = self._process.stdin, self._process.stdout
+        os.set_blocking(self._output.fileno(), False)
+
+    @property
+    def pid(self) -> int:
+        """The program's process id."""
+        return self._process.pid
+
+    def fileno(self) -> int:
+        """The descriptor that becomes readable when there is news."""
+        return self._output.fileno()
+
+    def read(self) -> None:
+        """Take in what the program said. Never blocks, except at its end, to reap it."""
+        try:
+            data = os.read(self.fileno(), 65536)
+        except BlockingIOError:
+            return
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        for line in lines:
+            self._take(line.decode(errors="replace"))
+        if not data:
+            self._end("")
+
+    def _take(self, line: str) -> None:
+        word, _, rest = line.partition(" ")
+        match word:
+            case "populated":
+                self.populated = int(rest)
+            case "done":
+                self.method = rest
+            case "failed":
+                self.error = rest
+            case _:
+                self.remark = line  # a traceback's last line
+
+    def stop(self) -> None:
+        """End the program if it still runs, reap it, and close both pipes. May be called again."""
+        if not self.ended:
+            self._process.kill()
+            self._end("stopped")
+
+    def _end(self, why: str) -> None:
+        self.ended = True
+        self.seconds = time.monotonic() - self._started
+        try:
+            code = self._process.wait(_REAP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = None
+        self._close_pipes()
+        if not self.method and not self.error:
+            killed = (
+                f"killed by signal {-code}; if nobody did it, the machine ran out of memory"
+                if code and code < 0
+                else ""
+            )
+            self.remark = why or killed or self.remark or f"ended with status {code}"
+
+    def _close_pipes(self) -> None:
+        self._output.close()
+        self._input.close()
+
+    def let_go(self) -> None:
+        """Close our ends in a forked child, where the program is nobody's business."""
+        self._process.returncode = 0  # keeps Popen from waiting for a child that is not this process's
+        self._close_pipes()

@@ -1,0 +1,293 @@
+"""The primary tier's memory: rows that the engine's scheduler, its workers and the tier hosts all map.
+
+Who may do what, and on which thread: ``create``, ``poll``, ``close`` and all attributes belong to the thread that
+drives the manager; ``wait_ready`` may be called from any. The accept thread (``accept.py``) only posts events.
+"""
+
+import contextlib
+import logging
+import os
+import time
+import uuid
+from functools import partial
+
+from kvtiers.api import StartError
+from kvtiers.api.units import format_size
+from kvtiers.layout.cache_layout import CacheLayout
+from kvtiers.region.handshake import Welcome, listen, plain_id
+from kvtiers.region.limits import memory_problem
+from kvtiers.region.memfd import (
+    HUGE_PAGE_BYTES,
+    HugePages,
+    Mapping,
+    bind_to_node,
+    create_memfd,
+    let_go_in_children,
+    map_memory,
+    prefer_node,
+)
+from kvtiers.region.prefault import Prefault
+from kvtiers.region.ranks import (
+    PrefaultEnded,
+    RankGone,
+    RankJoined,
+    RankLost,
+    RankRefused,
+    RankTable,
+    RegionEvent,
+)
+from kvtiers.region.server import AcceptThread
+
+__all__ = [
+    "AnonymousRegion",
+    "OffloadRegion",
+    "PrefaultEnded",
+    "RankGone",
+    "RankJoined",
+    "RankLost",
+    "RankRefused",
+    "RegionEvent",
+    "SharedOffloadRegion",
+]
+
+_log = logging.getLogger("kvtiers.region")
+
+
+class OffloadRegion:
+    """Rows of memory, and what there is to know of the ranks that map them. Made by a subclass's ``create``."""
+
+    def __init__(self, engine_id: str, layout: CacheLayout, num_rows: int, mapping: Mapping) -> None:
+        self.engine_id = engine_id
+        self.layout = layout
+        self.num_rows = num_rows
+        self.row_stride = layout.row_stride
+        self._mapping = mapping
+        self._closed = False
+
+    @property
+    def view(self) -> memoryview:
+        """All rows, flat, writable, format "B": row i starts at byte ``i * row_stride``. ValueError after ``close``."""
+        return self._mapping.view
+
+    @property
+    def map_bytes(self) -> int:
+        """Bytes to map: the rows, rounded up to whole pages."""
+        return self._mapping.nbytes
+
+    @property
+    def fd(self) -> int | None:
+        """The memfd, for a tier host's ``pass_fds``; None where no other process can map the region."""
+        return None
+
+    @property
+    def all_joined(self) -> bool:
+        """Every rank has joined, and none has been lost."""
+        return not self._closed
+
+    @property
+    def lost_ranks(self) -> set[int]:
+        """Ranks whose connection has ended, but of which something may still touch the rows."""
+        return set()
+
+    @property
+    def populated_rows(self) -> int:
+        """Rows, from the first, whose memory is there already. The others are only slower at their first use."""
+        return 0
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """Seconds of ``create``, ``join`` (until all ranks were there) and ``prefault``, as far as they are known."""
+        return {}
+
+    def has_news(self) -> bool:
+        """Say whether something happened since the last ``poll``."""
+        return False
+
+    def poll(self, timeout: float = 0.0) -> list[RegionEvent]:
+        """Return what happened since the last call, in order. Blocks only if a ``timeout`` is given."""
+        del timeout
+        return []
+
+    def wait_ready(self, timeout: float | None = None) -> None:
+        """Block until all ranks have joined; StartError that names the missing or refused ones."""
+
+    def close(self) -> None:
+        """Let go of the memory. A buffer that is still in use keeps it mapped, with a warning. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self._mapping.close():
+            _log.warning("%s: a buffer made from its view is still in use; its memory stays until that is gone", self)
+
+    def __str__(self) -> str:
+        return f"region of engine {self.engine_id!r}"
+
+
+class SharedOffloadRegion(OffloadRegion):
+    """A region in a memfd, which other processes join by the engine's id. Linux only."""
+
+    def __init__(
+        self,
+        engine_id: str,
+        layout: CacheLayout,
+        num_rows: int,
+        mapping: Mapping,
+        memfd: int,
+        ranks: RankTable,
+        server: AcceptThread,
+        start_deadline: float,
+    ) -> None:
+        super().__init__(engine_id, layout, num_rows, mapping)
+        self._memfd = memfd
+        self._ranks = ranks
+        self._server = server
+        self._start_deadline = start_deadline
+        self._created = time.monotonic()
+        let_go_in_children(self)
+
+    @classmethod
+    def create(
+        cls,
+        engine_id: str,
+        layout: CacheLayout,
+        capacity_bytes: int,
+        *,
+        huge_pages: HugePages = "off",
+        numa_node: int | None = None,
+        prefault: bool = True,
+        start_deadline: float = 60.0,
+        world_size: int | None = None,
+    ) -> "SharedOffloadRegion":
+        """Make the region, begin to let ranks in and to pre-fault, and return at once.
+
+        StartError, in one line, if the engine id is in use, the memory or the huge pages are not there, a row does
+        not fit into ``capacity_bytes``, or this system has no memfd. ``world_size``: how many ranks to wait for, by
+        default the layout's.
+        """
+        started = time.monotonic()
+        where = f"region of engine {engine_id!r}"
+        num_rows = _rows_in(where, capacity_bytes, layout)
+        page = HUGE_PAGE_BYTES[huge_pages]
+        map_bytes = -(-num_rows * layout.row_stride // page) * page
+        with contextlib.ExitStack() as undo:
+            listener = listen(engine_id)  # first: a second engine of this id is told so, not that memory is short
+            undo.callback(listener.close)
+            if huge_pages == "off":
+                _check_memory(where, map_bytes)
+            memfd = create_memfd(f"kvtiers-{plain_id(engine_id)}", map_bytes, huge_pages)
+            undo.callback(os.close, memfd)
+            mapping = map_memory(memfd, map_bytes, num_rows * layout.row_stride, huge_pages)
+            if numa_node is not None and (trouble := bind_to_node(mapping, numa_node)):
+                _log.warning("%s: %s", where, trouble)
+            ranks = RankTable(where, world_size or layout.world_size)
+            welcome = Welcome(num_rows, layout.row_stride, map_bytes, populated_rows=0, prefault_ended=not prefault)
+            launch = partial(_start_prefault, memfd, map_bytes, page, numa_node) if prefault else None
+            server = AcceptThread(listener, memfd, layout, welcome, ranks, launch, start_deadline)
+            server.start()
+            undo.pop_all()
+        server.timings["create"] = seconds = time.monotonic() - started
+        _log.info("%s: %d rows of %s in %.3f s", where, num_rows, format_size(layout.row_stride), seconds)
+        return cls(engine_id, layout, num_rows, mapping, memfd, ranks, server, start_deadline)
+
+    @property
+    def fd(self) -> int | None:
+        """The memfd, for a tier host's ``pass_fds``; None after ``close``."""
+        return None if self._closed else self._memfd
+
+    @property
+    def all_joined(self) -> bool:
+        """Every rank has joined, and none has been lost."""
+        return self._ranks.all_joined and not self._closed
+
+    @property
+    def lost_ranks(self) -> set[int]:
+        """Ranks whose connection has ended, but of which something may still touch the rows."""
+        return set() if self._closed else self._ranks.lost
+
+    @property
+    def populated_rows(self) -> int:
+        """Rows, from the first, whose memory is there already."""
+        return self._server.populated_rows
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """Seconds of ``create``, ``join`` (until all were there), ``prefault``; ``populated_rows``; as far as known."""
+        return self._server.timings
+
+    def has_news(self) -> bool:
+        """Say whether something happened since the last ``poll``."""
+        return not self._ranks.are_quiet()
+
+    def poll(self, timeout: float = 0.0) -> list[RegionEvent]:
+        """Return what happened since the last call, in order. Blocks only if a ``timeout`` is given."""
+        return self._ranks.take_events(timeout)
+
+    def wait_ready(self, timeout: float | None = None) -> None:
+        """Block until all ranks have joined; StartError that names the missing or refused ones.
+
+        ``timeout``: seconds from now; by default what is left of ``start_deadline``.
+        """
+        left = max(0.0, self._created + self._start_deadline - time.monotonic())
+        self._ranks.wait_all(left if timeout is None else timeout)
+
+    def close(self) -> None:
+        """Hang up on the ranks, end pre-faulting and let go of the memory. May be called again."""
+        if self._closed:
+            return
+        self._ranks.break_off("it was closed")  # for a thread that waits in wait_ready
+        self._server.stop()
+        os.close(self._memfd)
+        super().close()
+
+    def let_go(self) -> None:
+        """Close the memfd in a forked child, where this region counts as closed. Its other parts do the same."""
+        if not self._closed:
+            self._closed = True
+            os.close(self._memfd)
+
+
+class AnonymousRegion(OffloadRegion):
+    """A region in this process's own memory: for tests, for ``kvtiers check``, and for systems without memfd."""
+
+    LIMITS = "anonymous region: workers and tier hosts in other processes cannot use it, so tiers need 'io: thread'"
+
+    @classmethod
+    def create(
+        cls,
+        layout: CacheLayout,
+        *,
+        num_rows: int | None = None,
+        capacity_bytes: int | None = None,
+        engine_id: str | None = None,
+    ) -> "AnonymousRegion":
+        """Make a region of so many rows, or of as many as fit. StartError if the memory is not there."""
+        engine_id = engine_id or f"anonymous-{uuid.uuid4().hex[:12]}"
+        where = f"region of engine {engine_id!r}"
+        num_rows = _rows_in(
+            where, num_rows * layout.row_stride if num_rows is not None else capacity_bytes or 0, layout
+        )
+        nbytes = num_rows * layout.row_stride
+        _check_memory(where, nbytes)
+        return cls(engine_id, layout, num_rows, map_memory(-1, nbytes, nbytes))
+
+
+def _start_prefault(memfd: int, map_bytes: int, page_bytes: int, numa_node: int | None) -> Prefault:
+    if numa_node is not None:
+        prefer_node(numa_node)  # the program inherits it; what speaks against it, bind_to_node has said already
+    return Prefault(memfd, map_bytes, page_bytes)
+
+
+def _rows_in(where: str, capacity_bytes: int, layout: CacheLayout) -> int:
+    num_rows = capacity_bytes // layout.row_stride
+    if num_rows < 1:
+        raise StartError(
+            f"{where}: primary.capacity {format_size(capacity_bytes)} holds no row; one row takes "
+            f"{layout.row_stride} bytes ({layout.blocks_per_chunk} blocks of {layout.world_size} ranks)"
+        )
+    return num_rows
+
+
+def _check_memory(where: str, nbytes: int) -> None:
+    problem = memory_problem(nbytes)
+    if problem:
+        raise StartError(f"{where}: {problem}")

@@ -1,0 +1,77 @@
+"""What the scheduler remembers of a request between two calls."""
+
+import time
+from dataclasses import dataclass, field
+
+from kvtiers.api import OffloadKey, make_offload_key
+from kvtiers.scheduler.engine import EngineRequest
+from kvtiers.scheduler.options import RequestLimits
+from kvtiers.types import LoadPlan, RequestContext
+
+__all__ = ["Hit", "RequestState"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Hit:
+    """The pinned chunks of a request's last lookup: they cover the tokens from ``start`` to ``end``."""
+
+    plan: LoadPlan
+    start: int
+    end: int
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """One request from ``add_request`` to ``finish_request``. Positions are in tokens.
+
+    ``whole``: some tier wants all chunks of the request, also those that were hits.
+    """
+
+    context: RequestContext
+    whole: bool
+    limits: RequestLimits
+    prompt_tokens: int
+    keys: list[list[OffloadKey]]
+    """By group: the keys of its full chunks, as far as their hashes were known."""
+
+    arrival: float = field(default_factory=time.time)
+    hit: Hit | None = None
+    loading: int | None = None
+    """The job of its load in flight."""
+    may_load: bool = True
+    """False once a load has failed: it is computed then."""
+    yielded: bool = False
+    """It has let another request go first with chunks that both want."""
+
+    loaded: range = field(default=range(0))
+    """What came from the cache, so that it need not be stored."""
+    unloaded: dict[int, range] = field(default_factory=dict)
+    """By windowed group: the tokens that a load left out, since nothing reads them; their blocks hold no KV."""
+    computed: int = 0
+    offered: int = 0
+    """Up to here its chunks have been dealt with by the stores."""
+    refused: int = 0
+    """There was no room for all chunks up to here; 0: there was."""
+    outdated: bool = False
+    """Its blocks hold KV of weights that have been replaced."""
+
+    def chunk_keys(self, request: EngineRequest, group: int, blocks_per_chunk: int) -> list[OffloadKey]:
+        """Return the keys of all chunks of a group whose hashes are known now. Costs the new ones."""
+        keys = self.keys[group]
+        hashes = request.block_hashes[group]
+        if (len(keys) + 1) * blocks_per_chunk <= len(hashes):
+            last_blocks = hashes[(len(keys) + 1) * blocks_per_chunk - 1 :: blocks_per_chunk]
+            keys += [make_offload_key(block_hash, group) for block_hash in last_blocks]
+        return keys
+
+    def start_over(self) -> None:
+        """Forget how far it was: its blocks are gone. A load in flight is for nobody now."""
+        self.loading = None
+        self.outdated = False
+        self.unloaded.clear()
+        self.store_again()
+
+    def store_again(self) -> None:
+        """Forget what of it is stored."""
+        self.loaded = range(0)
+        self.offered = self.refused = 0

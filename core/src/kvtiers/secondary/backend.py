@@ -1,0 +1,53 @@
+"""The ``StoreBackend`` interface: where the I/O of a store tier runs, in a helper process or on threads of this one."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvtiers.api import OffloadKey
+from kvtiers.host.messages import Event, StoreJob
+from kvtiers.layout.storage_name import StorageNames
+
+__all__ = ["StoreBackend"]
+
+
+class StoreBackend(Protocol):
+    """Where a store's I/O runs, seen from the engine's thread. Nothing here blocks but ``drain`` and ``close``."""
+
+    def wait_open(self, timeout: float) -> str:
+        """Wait (from any thread) until the store is open; return "" then, else why it is not."""
+
+    def send_job(self, job: StoreJob) -> bool:
+        """Start a job under the names current now; False: there is no room for it."""
+
+    def send_probe(self, probe_id: int, keys: Sequence[OffloadKey], *, is_prefix: bool) -> bool:
+        """Ask which of the keys the store has; of a prefix only as far as it is present. False: no room."""
+
+    def set_names(self, names: StorageNames) -> None:
+        """Use other names (another fingerprint) for all that is sent from now on."""
+
+    def abandon(self, job_id: int) -> None:
+        """Take note that nobody waits for this job any more; its JobDone is still owed."""
+
+    def release(self, job_id: int) -> None:
+        """Have a load leave its rows alone, if it can: then its JobReleased comes, though calls are still under way."""
+
+    def flush(self) -> None:
+        """Send what was collected since the last call."""
+
+    def poll(self) -> Sequence[Event]:
+        """Take the news, a bounded number of messages."""
+
+    def restart(self, reason: str) -> None:
+        """Begin anew, if that is possible: the store does not answer any more."""
+
+    def log(self, level: int, text: str) -> None:
+        """Write a line to the log, on another thread than the engine's."""
+
+    def stats(self) -> dict[str, float]:
+        """Return the store's own figures, as of its last report."""
+
+    def drain(self, timeout: float) -> bool:
+        """Wait until all jobs have ended; False if some have not within ``timeout`` seconds."""
+
+    def close(self, timeout: float) -> None:
+        """End it all; what has not ended within ``timeout`` seconds is dropped."""

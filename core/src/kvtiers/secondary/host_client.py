@@ -1,0 +1,282 @@
+"""``io: process``: one tier's share of a tier host, seen from the engine.
+
+Keeps what the host owes an answer for, and takes from it nothing else: a host that reports what it was not asked for
+does not keep to the protocol, and is killed.
+"""
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtiers.api import OffloadKey
+from kvtiers.host import wire
+from kvtiers.host.messages import (
+    Event,
+    JobDone,
+    JobFailed,
+    JobReleased,
+    JobStarted,
+    Opened,
+    Probed,
+    Status,
+    StoreJob,
+)
+from kvtiers.host.wire import ProtocolError
+from kvtiers.layout.storage_name import StorageNames
+from kvtiers.secondary.host_connection import HostConnection
+from kvtiers.secondary.supervisor import HostLife
+
+__all__ = ["BUMPED", "HostClient"]
+
+BUMPED = "its namespace was bumped while this engine ran, which holds KV from before; start the engine anew"
+
+_EVENTS_PER_POLL = 2048
+_POLL_SECONDS = 0.005
+# How often a host is listened to that owes no answer that a request waits for. What several steps would each do for
+# a little costs one step less: most of it are the first calls, which the engine's own work has made cold. All hosts are
+# listened to in the same step.
+_LOOK_SECONDS = 0.02
+_GONE = "its host ended"
+_LEAST_OPEN_SECONDS = 30.0  # a busy machine loads a client library slowly
+_ENDS = {
+    True: frozenset({Status.MISSING, Status.DONE, Status.CORRUPT, Status.FAILED}),
+    False: frozenset({Status.DONE, Status.FAILED, Status.DROPPED, Status.PRESENT}),
+}
+"""What can become of a value of a load, and of a store."""
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A job that the host owes a result for."""
+
+    job: StoreJob
+    started: bool = False
+    failed: bool = False
+    to_release: bool = False
+
+
+class HostClient:
+    """A ``StoreBackend``; engine's thread, but for ``wait_open``."""
+
+    def __init__(
+        self, link: HostConnection, names: StorageNames, *, deadline: float, grace: float, longest_pause: float = 0.0
+    ) -> None:
+        self._link = link
+        self._index = len(link.tiers)
+        link.tiers.append(self)
+        self.names = names
+        self._grace = grace
+        self._open_within = max(_LEAST_OPEN_SECONDS, deadline + grace)
+        self._reopen_within = longest_pause + self._open_within
+        self._events: deque[Event] = deque()
+        self._jobs: dict[int, _Sent] = {}
+        self._loads = 0
+        self._probes: dict[int, int] = {}
+        self._stats: dict[str, float] = {}
+        self._open_error: str | None = None
+        self._look_at = 0.0
+        self._epoch: str | None = None
+
+    # -- the backend
+
+    def wait_open(self, timeout: float) -> str:
+        """Wait until the store is open, polling: for a caller at start, when nobody else does."""
+        until = time.monotonic() + timeout
+        while self._open_error is None and time.monotonic() < until:
+            self._link.poll()
+            time.sleep(_POLL_SECONDS)
+        if self._open_error is None:
+            return self._link.host.trouble or "not opened yet"
+        return self._open_error
+
+    def send_job(self, job: StoreJob) -> bool:
+        """Send a job."""
+        if not self._link.send(wire.encode_job(self._index, job)):
+            return False
+        self._jobs[job.job_id] = _Sent(job)
+        self._loads += job.is_load
+        return True
+
+    def send_probe(self, probe_id: int, keys: Sequence[OffloadKey], *, is_prefix: bool) -> bool:
+        """Send a question."""
+        if not self._link.send(wire.encode_probe(self._index, probe_id, keys, is_prefix=is_prefix)):
+            return False
+        self._probes[probe_id] = len(keys)
+        return True
+
+    def set_names(self, names: StorageNames) -> None:
+        """Send other names, in order with the jobs; a host that is not there gets them when it is."""
+        self.names = names
+        if self._link.connected and not self._link.send(wire.encode_names(self._index, names)):
+            self._link.kill("it cannot be told that the weights have changed, since it does not read")
+
+    def abandon(self, job_id: int) -> None:
+        """Have the host drop the job if it has not begun, and be killed if it does not end it in time."""
+        if job_id in self._jobs and self._link.connected:
+            self._link.send(wire.encode_abandon(self._index, job_id))
+            self._kill_unless_done(job_id)
+
+    def release(self, job_id: int) -> None:
+        """Have the host leave the rows of a load alone, if it can."""
+        sent = self._jobs.get(job_id)
+        if sent is not None and self._link.connected and self._link.send(wire.encode_release(self._index, job_id)):
+            sent.to_release = True
+
+    def flush(self) -> None:
+        """Send what the step has collected."""
+        if self._link.outbox:
+            self._link.flush()
+
+    def poll(self) -> Sequence[Event]:
+        """Take the events that have come."""
+        now, events = time.monotonic(), self._events
+        if now < self._look_at and not (self._loads or self._probes or events):
+            return ()
+        self._look_at = now - now % _LOOK_SECONDS + _LOOK_SECONDS
+        self._link.poll()
+        if len(events) > _EVENTS_PER_POLL:
+            return [events.popleft() for _ in range(_EVENTS_PER_POLL)]
+        self._events = deque()
+        return events
+
+    def restart(self, reason: str) -> None:
+        """Have the host killed, and another one started."""
+        self._link.kill(reason)
+
+    def log(self, level: int, text: str) -> None:
+        """Write a line to the log, on a thread of its own."""
+        self._link.logs.post(level, text)
+
+    def stats(self) -> dict[str, float]:
+        """Return the store's last figures, and those of the host itself."""
+        own = {"host_starts": self._link.host.started, "hosts": 1, "hosts_open": int(self._open_error == "")}
+        return self._stats | own
+
+    def drain(self, timeout: float) -> bool:
+        """Wait for all jobs to end; blocks, so only at shutdown. What is left is dropped with the host."""
+        until = time.monotonic() + timeout
+        while True:
+            owed = len(self._jobs)
+            self._link.poll()
+            if len(self._jobs) < owed:
+                continue  # a poll takes a bounded number of results: there may be more
+            if not self._jobs or self._link.life is None or time.monotonic() >= until:
+                return not self._jobs
+            time.sleep(_POLL_SECONDS)
+
+    def close(self, timeout: float) -> None:
+        """Tell the host to end."""
+        self._link.end(timeout)
+
+    # -- for the link
+
+    def met(self, life: HostLife) -> None:
+        """A life has begun: it is ended unless the store opens in time, or says why it cannot; it may be stopped."""
+        self._link.launcher.kill_unless_forgiven(life, self._unopened, self._open_within)
+
+    def take(self, event: Event) -> None:
+        """Take in an event of this tier; ProtocolError if it is not one that the host can have to report."""
+        match event:
+            case JobDone():  # first, as most are
+                self._take_result(event)
+            case Opened(error):
+                event = self._of_one_epoch(event)
+                self._open_error = event.error
+                if self._link.life is not None:
+                    self._link.life.forgive(self._unopened)
+                    if error:  # the host tries again, and says what comes of that
+                        self._link.launcher.kill_unless_forgiven(self._link.life, self._unopened, self._reopen_within)
+            case JobStarted(job_id):
+                self._take_start(job_id)
+            case JobFailed(job_id):
+                self._take_failure(job_id)
+            case JobReleased(job_id):
+                self._take_release(job_id)
+            case Probed(probe_id, answers):
+                if len(answers) > self._probes.pop(probe_id, -1):
+                    raise ProtocolError(f"{len(answers)} answers to question {probe_id}, which did not ask for them")
+        self._events.append(event)
+
+    def take_stats(self, figures: dict[str, float]) -> None:
+        """Take in the host's figures."""
+        self._stats = figures
+
+    def lost(self) -> None:
+        """The host is gone or as good as gone: all its jobs have failed, their rows wait for its burial."""
+        self._open_error = _GONE
+        self._events.append(Opened(_GONE))
+        self._events.extend(JobFailed(job_id, _GONE) for job_id, sent in self._jobs.items() if not sent.failed)
+        self._events.extend(Probed(probe_id, b"", _GONE) for probe_id in self._probes)
+        self._probes.clear()
+
+    def buried(self) -> None:
+        """The process has been reaped: nothing touches the rows of its jobs any more."""
+        for job_id, sent in self._jobs.items():
+            self._events.append(JobDone(job_id, bytes([Status.FAILED]) * len(sent.job.keys), 0, 0.0, error=_GONE))
+        self._jobs.clear()
+        self._loads = 0
+
+    # -- inside
+
+    @property
+    def _unopened(self) -> str:
+        return f"store {self._index} of it has neither opened nor said why not"
+
+    def _of_one_epoch(self, event: Opened) -> Opened:
+        """An engine keeps the epoch that it has met first: what its memory holds must not get into a later one."""
+        if event.error:
+            return event
+        if self._epoch is None:
+            self._epoch = event.epoch
+        if event.epoch == self._epoch:
+            return event
+        self.log(logging.WARNING, f"{self._link.host.name}: {BUMPED}")
+        return Opened(BUMPED)
+
+    def _sent(self, job_id: int) -> _Sent:
+        sent = self._jobs.get(job_id)
+        if sent is None:
+            raise ProtocolError(f"job {job_id} is reported, which it does not have")
+        return sent
+
+    def _take_start(self, job_id: int) -> None:
+        sent = self._sent(job_id)
+        if sent.started:
+            raise ProtocolError(f"job {job_id} is reported as started twice")
+        sent.started = True
+
+    def _take_failure(self, job_id: int) -> None:
+        sent = self._sent(job_id)
+        if sent.failed:
+            raise ProtocolError(f"job {job_id} is reported as failed twice")
+        sent.failed = True
+        self._kill_unless_done(job_id)
+
+    def _take_release(self, job_id: int) -> None:
+        sent = self._sent(job_id)
+        if not sent.to_release:
+            raise ProtocolError(f"job {job_id} is reported as having let go of its rows, which nobody wished")
+        sent.to_release = False
+
+    def _kill_unless_done(self, job_id: int) -> None:
+        """A job has failed: if the host does not let go of its rows in time, it is ended."""
+        if self._link.life is not None:
+            self._link.launcher.kill_unless_forgiven(self._link.life, _overdue(job_id), self._grace)
+
+    def _take_result(self, event: JobDone) -> None:
+        job = self._sent(event.job_id).job
+        if len(event.statuses) != len(job.keys) or not _ENDS[job.is_load].issuperset(event.statuses):
+            raise ProtocolError(f"the result of job {event.job_id} does not fit its {len(job.keys)} chunks")
+        if not (math.isfinite(event.seconds) and event.seconds >= 0):
+            raise ProtocolError(f"job {event.job_id} took {event.seconds} seconds")
+        del self._jobs[event.job_id]
+        self._loads -= job.is_load
+        if self._link.life is not None and self._link.life.kill_at:
+            self._link.life.forgive(_overdue(event.job_id))
+
+
+def _overdue(job_id: int) -> str:
+    return f"job {job_id} did not end"

@@ -1,0 +1,229 @@
+"""The engine's end of the connection to one tier host, over all the host's lives.
+
+Runs on the engine's thread and never waits for the host: messages go into a bounded outbox and out as far as the socket
+takes them. When a host ends, its jobs have failed at once; they are done, and their rows free, when the process has
+been reaped: from then on nothing can touch them.
+
+===========  =========================================================================================
+state        leaves it when
+===========  =========================================================================================
+no life      the launcher has started one: to connected
+connected    EOF, a message that makes no sense, or it is killed: to lost
+lost         the process has been reaped: to no life
+===========  =========================================================================================
+"""
+
+import math
+import select
+import threading
+import time
+from typing import Protocol
+
+from kvtiers.host import wire
+from kvtiers.host.messages import Event
+from kvtiers.host.wire import MAX_EVENT_BYTES, Frame, FrameReader, Kind, ProtocolError
+from kvtiers.layout.storage_name import StorageNames
+from kvtiers.region.memfd import let_go_in_children
+from kvtiers.secondary.log_thread import LogThread
+from kvtiers.secondary.supervisor import HostLauncher, HostLife, HostProcess
+
+__all__ = ["HostConnection", "LinkedTier"]
+
+_OUTBOX_BYTES = 4 * 2**20
+_FRAMES_PER_POLL = 1024
+_BYTES_AT_ONCE = 1 << 16  # more than the allocator keeps at hand is mapped anew for each read
+_UNASKED_AT_FIRST, _UNASKED_PER_SECOND = 500, 200  # messages that answer nothing; a host sends a quarter of it
+_LAST_SECONDS = 1.0  # what has hung up has to end
+_UNASKED = frozenset({Kind.LOG, Kind.STATS, Kind.OPENED})
+
+
+class LinkedTier(Protocol):
+    """What the link needs of each tier that lives in its host."""
+
+    names: StorageNames
+
+    def met(self, life: HostLife) -> None:
+        """A new life of the host has begun."""
+
+    def take(self, event: Event) -> None:
+        """Take in an event; ProtocolError if it makes no sense."""
+
+    def take_stats(self, figures: dict[str, float]) -> None:
+        """Take in the store's figures."""
+
+    def lost(self) -> None:
+        """The host is gone, or as good as gone."""
+
+    def buried(self) -> None:
+        """The process has been reaped."""
+
+
+class HostConnection:
+    """The connection to one host, shared by the backends of all tiers that live in it.
+
+    The lock is for ``wait_open`` at the start, which may poll on another thread; it is never held while waiting.
+    """
+
+    def __init__(self, launcher: HostLauncher, host: HostProcess, logs: LogThread) -> None:
+        self.launcher = launcher
+        self.host = host
+        self.logs = logs
+        self.tiers: list[LinkedTier] = []
+        self.life: HostLife | None = None
+        """The life that jobs are sent to, also when it is lost, until it has been reaped."""
+        self._lost = False
+        self._lock = threading.RLock()
+        self._reader = FrameReader(MAX_EVENT_BYTES)
+        self._incoming = select.poll()
+        self.outbox = bytearray()
+        """What the socket has not taken yet."""
+        self._unasked = 0
+        self._ending = False
+        let_go_in_children(self)
+
+    @property
+    def connected(self) -> bool:
+        """There is a host to talk to."""
+        return self.life is not None and not self._lost
+
+    def send(self, message: bytes) -> bool:
+        """Put a message into the outbox; False if it is full or there is no host."""
+        with self._lock:
+            if not self.connected or len(self.outbox) + len(message) > _OUTBOX_BYTES:
+                return False
+            self.outbox += message
+            return True
+
+    def flush(self) -> None:
+        """Send what the socket takes."""
+        with self._lock:
+            while self.outbox and self.life is not None and not self._lost:
+                try:
+                    sent = self.life.connection.send(self.outbox)
+                except BlockingIOError:
+                    return
+                except OSError:  # it is gone; what it has said before is still to be read, up to the EOF
+                    self.outbox.clear()
+                    return
+                del self.outbox[:sent]
+
+    def poll(self) -> None:
+        """Take what the host and the launcher have to say, a bounded amount, and pass it on."""
+        with self._lock:
+            if self.life is None:
+                if not self.host.lives:
+                    return
+                self._connect(self.host.lives.popleft())
+            if self.outbox:
+                self.flush()
+            if self.life is not None and not self._lost:
+                self._receive(self.life)
+            if self._lost and self.life is not None and self.life.status is not None:
+                self.life = None
+                for tier in self.tiers:
+                    tier.buried()
+
+    def kill(self, reason: str) -> None:
+        """Have the host killed, and count it as lost from now on."""
+        with self._lock:
+            if self.life is not None and not self._lost:
+                self.launcher.kill(self.host, self.life, reason)
+                self._lose()
+
+    def end(self, seconds: float) -> None:
+        """Tell the host to end within so many seconds; one that has not said a word yet is not waited for."""
+        with self._lock:
+            if self._ending:
+                return
+            self.poll()
+            self._ending = self.host.ending = True
+            if self.life is not None and not self.life.heard:
+                self.launcher.discard(self.life)
+            else:
+                self.send(wire.encode_close(0, seconds))
+                self.flush()
+
+    def let_go(self) -> None:
+        """Close the connections: after the end, and in a forked child, where they would hide the engine's end."""
+        for life in (*self.host.lives, *([self.life] if self.life is not None else [])):
+            life.connection.close()
+
+    def _connect(self, life: HostLife) -> None:
+        self.life = life
+        self._lost = False
+        self._reader = FrameReader(MAX_EVENT_BYTES)
+        self._incoming = select.poll()
+        self._incoming.register(life.connection, select.POLLIN)
+        self._unasked = 0
+        for index, tier in enumerate(self.tiers):  # they may have changed since its HELLO
+            self.send(wire.encode_names(index, tier.names))
+            tier.met(life)
+        if self._ending:
+            self.launcher.discard(life)
+
+    def _receive(self, life: HostLife) -> None:
+        try:
+            left = _FRAMES_PER_POLL
+            if self._reader.waiting:
+                left -= self._take_frames(left)
+                if not left:
+                    return  # what comes faster than it is taken stays in the socket, and holds the host up
+            data = self._read(life) if self._incoming.poll(0) else None
+            if data:
+                life.heard = True
+                self._reader.feed(data)
+                left -= self._take_frames(left)
+            if life.kill_at and left and len(data or b"") < _BYTES_AT_ONCE:
+                self.launcher.listened(life)
+        except ProtocolError as error:
+            self.kill(f"it does not keep to the protocol: {error}")
+            return
+        if data == b"" or (data is None and life.status is not None) or life.condemned:
+            self._lose()
+
+    def _read(self, life: HostLife) -> bytes | None:
+        """Return what has come, b"" at its end, None for nothing: at three times the cost of asking first."""
+        try:
+            return life.connection.recv(_BYTES_AT_ONCE)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return b""
+
+    def _take_frames(self, most: int) -> int:
+        frames = self._reader.frames(most)
+        for message in frames:
+            self._take(message)
+        return len(frames)
+
+    def _take(self, message: Frame) -> None:
+        if message.tier >= len(self.tiers):
+            raise ProtocolError(f"a message of tier {message.tier}, of {len(self.tiers)}")
+        tier = self.tiers[message.tier]
+        if message.kind in _UNASKED:
+            self._count_unasked()
+            if message.kind == Kind.LOG:
+                self.logs.post(*wire.decode_log(message.body))
+                return
+            if message.kind == Kind.STATS:
+                tier.take_stats(wire.decode_stats(message.body))
+                return
+        tier.take(wire.decode_event(message))
+
+    def _count_unasked(self) -> None:
+        self._unasked += 1
+        assert self.life is not None
+        if self._unasked > _UNASKED_AT_FIRST + _UNASKED_PER_SECOND * (time.monotonic() - self.life.started):
+            raise ProtocolError(f"it floods the engine: {self._unasked} messages that nobody asked for")
+
+    def _lose(self) -> None:
+        if self.life is None or self._lost:
+            return
+        self._lost = True
+        self.life.listened = math.inf
+        self.life.connection.close()
+        self.outbox.clear()
+        if not self.life.condemned:
+            self.launcher.kill_unless_forgiven(self.life, "it has closed its connection", _LAST_SECONDS)
+        for tier in self.tiers:
+            tier.lost()

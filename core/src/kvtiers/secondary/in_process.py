@@ -1,0 +1,110 @@
+"""``io: thread``: a store's I/O on threads of the engine's own process.
+
+For tests, notebooks and regions that another process cannot map. Nothing can be killed here: a call that hangs keeps
+its rows until it returns.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from kvtiers.api import ChunkStore, OffloadKey, TierConfig
+from kvtiers.host.borrowed_views import ValueViews
+from kvtiers.host.messages import Event, Opened, StoreJob
+from kvtiers.host.transfer_pool import TransferPool, mover_options
+from kvtiers.layout.storage_name import StorageNames
+from kvtiers.secondary.log_thread import LogThread
+
+__all__ = ["InProcessBackend"]
+
+_EVENTS_PER_POLL = 1024
+
+
+class InProcessBackend:
+    """A ``TransferPool`` and a queue for its events."""
+
+    def __init__(
+        self,
+        config: TierConfig,
+        open_store: Callable[[], ChunkStore],
+        views: ValueViews,
+        names: StorageNames,
+        sizes: Sequence[tuple[int, int]],
+    ) -> None:
+        self._events: deque[Event] = deque()
+        self._opened = threading.Event()
+        self._open_error = "not opened yet"
+        self._logs = LogThread()
+        self._pool = TransferPool(
+            open_store,
+            views,
+            names,
+            mover_options(config, sizes),
+            threads=config.threads,
+            deadline=config.deadline,
+            reopen=(config.breaker.delay, config.breaker.max_delay),
+            emit=self._emit,
+            label=config.tier_name,
+        )
+
+    def wait_open(self, timeout: float) -> str:
+        """Wait until the store is open; return "" then, else why it is not."""
+        self._opened.wait(timeout)
+        return self._open_error
+
+    def send_job(self, job: StoreJob) -> bool:
+        """Queue a job."""
+        self._pool.submit(job)
+        return True
+
+    def send_probe(self, probe_id: int, keys: Sequence[OffloadKey], *, is_prefix: bool) -> bool:
+        """Queue a question."""
+        self._pool.probe(probe_id, keys, is_prefix=is_prefix)
+        return True
+
+    def set_names(self, names: StorageNames) -> None:
+        """Use these names from now on."""
+        self._pool.set_names(names)
+
+    def abandon(self, job_id: int) -> None:
+        """Begin nothing more for this job."""
+        self._pool.abandon(job_id)
+
+    def release(self, job_id: int) -> None:
+        """Have a load leave its rows alone, if it can."""
+        self._pool.release(job_id)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def poll(self) -> Sequence[Event]:
+        """Take the events that have come, a bounded number."""
+        self._pool.check_kept()
+        events = self._events
+        return [events.popleft() for _ in range(min(len(events), _EVENTS_PER_POLL))]
+
+    def restart(self, reason: str) -> None:
+        """Nothing can be begun anew here: a thread that hangs cannot be ended."""
+
+    def log(self, level: int, text: str) -> None:
+        """Write a line to the log, on a thread of its own."""
+        self._logs.post(level, text)
+
+    def stats(self) -> dict[str, float]:
+        """Return the pool's and the store's figures."""
+        return self._pool.stats()
+
+    def _emit(self, event: Event) -> None:
+        if isinstance(event, Opened):
+            self._open_error = event.error
+            self._opened.set()
+        self._events.append(event)
+
+    def drain(self, timeout: float) -> bool:
+        """Wait for all jobs to end."""
+        return self._pool.drain(timeout)
+
+    def close(self, timeout: float) -> None:
+        """End the threads and close the store."""
+        self._pool.close(timeout)
+        self._logs.close(1.0)

@@ -1,0 +1,174 @@
+"""The jobs that a store tier owes a result for, and what became of those that have ended. Engine's thread."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvtiers.api import JobResult, TransferJob
+from kvtiers.host.messages import JobDone, Status
+
+__all__ = ["EndedJob", "InflightJobs", "not_done"]
+
+_GOOD = frozenset({Status.DONE, Status.PRESENT})
+
+
+@dataclass(slots=True)
+class _Open:
+    """A job under way. ``sent``: its first so many chunks were handed over. ``epoch``: which names it has."""
+
+    job: TransferJob
+    sent: int
+    epoch: int
+    told: bool = False
+    to_release: bool = False
+
+
+class EndedJob(NamedTuple):
+    """A job that has ended. ``was_told``: it had been reported, or given up, as failed before.
+
+    ``was_released``: it was to let go of its rows, so what it did not do says nothing of the store.
+    """
+
+    job: TransferJob
+    result: JobResult
+    was_told: bool
+    was_released: bool
+    has_failed: bool
+    has_current_names: bool
+    damaged: int
+
+
+class InflightJobs:
+    """One tier's jobs and counts. ``store_queue``: chunks that may be on their way into the store."""
+
+    def __init__(self, store_queue: int) -> None:
+        self._store_queue = store_queue
+        self._open: dict[int, _Open] = {}
+        self._epoch = 0
+        self.storing = 0
+        """Chunks on their way into the store."""
+        self.counts = dict.fromkeys(
+            (
+                "seal_failures",
+                "retries",
+                "dropped_full",
+                "dropped_queue",
+                "dropped_shutdown",
+                "already_present",
+                "errors",
+                "missing",
+            ),
+            0,
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self._open)
+
+    @property
+    def room(self) -> int:
+        """Chunks that the store queue has room for."""
+        return max(0, self._store_queue - self.storing)
+
+    def new_names(self) -> None:
+        """What is under way has names that are no longer current."""
+        self._epoch += 1
+
+    def has_current_names(self, job_id: int) -> bool:
+        """Say whether what is learnt of this job, which is under way, holds for the names of now."""
+        return self._open[job_id].epoch == self._epoch
+
+    def begin(self, job: TransferJob, sent: int) -> None:
+        """Take note of a job of which the first ``sent`` chunks are handed over; the others are dropped."""
+        self._open[job.job_id] = _Open(job, sent, self._epoch)
+        self.counts["dropped_queue"] += len(job.keys) - sent
+        if not job.is_promotion:
+            self.storing += sent
+
+    def refuse(self, job_id: int) -> JobResult:
+        """A job was not taken after all: return its result."""
+        begun = self._forget(job_id)
+        if not begun.job.is_promotion:
+            self.counts["dropped_queue"] += begun.sent
+        return JobResult(job_id, success=False)
+
+    def fail(self, job_id: int) -> TransferJob | None:
+        """Take note that a job has failed though its result is still owed; None: nothing new."""
+        begun = self._open.get(job_id)
+        if begun is None or begun.told:
+            return None
+        begun.told = True
+        return begun.job
+
+    def release(self, job_id: int) -> bool:
+        """Take note that a job is to let go of its rows; False if there is no such job."""
+        begun = self._open.get(job_id)
+        if begun is None:
+            return False
+        begun.to_release = True
+        return True
+
+    def end(self, event: JobDone) -> EndedJob | None:
+        """Take note of a job's end; None if there is no such job."""
+        if event.job_id not in self._open:
+            return None
+        begun = self._forget(event.job_id)
+        job, statuses, counts = begun.job, event.statuses, self.counts
+        result = _result(job, event)
+        damaged, has_failed = 0, False
+        counts["retries"] += event.retries
+        counts["already_present"] += statuses.count(Status.PRESENT)
+        if not result.success:
+            damaged, has_failed = statuses.count(Status.CORRUPT), Status.FAILED in statuses
+            counts["seal_failures"] += damaged
+            counts["missing"] += statuses.count(Status.MISSING)
+            counts["dropped_full"] += statuses.count(Status.DROPPED)
+        return EndedJob(
+            job,
+            result,
+            was_told=begun.told,
+            was_released=begun.to_release,
+            has_failed=has_failed,
+            has_current_names=begun.epoch == self._epoch,
+            damaged=damaged,
+        )
+
+    def unfinished(self) -> dict[int, TransferJob]:
+        """Return the jobs under way by id."""
+        return {job_id: begun.job for job_id, begun in self._open.items()}
+
+    def note_dropped(self, owed: Mapping[int, TransferJob], results: Iterable[JobResult]) -> str:
+        """Count what of the ``owed`` jobs was not done before the shutdown; return it in words, "" for nothing."""
+        jobs, chunks = not_done(owed, results)
+        self.counts["dropped_shutdown"] += chunks
+        return f"{jobs} jobs with {chunks} chunks" if jobs else ""
+
+    def _forget(self, job_id: int) -> _Open:
+        begun = self._open.pop(job_id)
+        if not begun.job.is_promotion:
+            self.storing -= begun.sent
+        return begun
+
+
+def not_done(owed: Mapping[int, TransferJob], results: Iterable[JobResult]) -> tuple[int, int]:
+    """Return how many of these jobs, and how many of their chunks, were not done, by their results as far as known."""
+    missing = {job_id: len(job.keys) for job_id, job in owed.items()}
+    for result in results:
+        if result.job_id in missing:
+            missing[result.job_id] -= _chunks_done(owed[result.job_id], result)
+    lost = [chunks for chunks in missing.values() if chunks]
+    return len(lost), sum(lost)
+
+
+def _chunks_done(job: TransferJob, result: JobResult) -> int:
+    if result.successful_keys is None:
+        return len(job.keys) if result.success else 0
+    named = set(result.successful_keys)  # one that is named twice is done once, and others' keys say nothing
+    return sum(key in named for key in job.keys)
+
+
+def _result(job: TransferJob, event: JobDone) -> JobResult:
+    statuses = event.statuses
+    if len(statuses) == len(job.keys) and _GOOD.issuperset(statuses):
+        return JobResult(job.job_id, success=True, nbytes=event.nbytes, seconds=event.seconds)
+    done = [key for key, status in zip(job.keys, statuses, strict=False) if status in _GOOD]
+    return JobResult(job.job_id, success=False, successful_keys=done, nbytes=event.nbytes, seconds=event.seconds)

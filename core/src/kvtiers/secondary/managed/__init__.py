@@ -1,0 +1,1 @@
+"""Tiers that move rows by themselves, in the engine's process (``SecondaryTierManager``)."""

@@ -1,0 +1,87 @@
+"""Which requests a tier of the third rung knows of, so that it hears of each in the contract's order.
+
+::
+
+    on_new_request, as soon as the tier is open -> its jobs -> on_request_finished, after its last store
+
+A store waits for its seal; the end of its request waits with it.
+"""
+
+from collections.abc import Callable
+
+from kvtiers.api import SecondaryTierManager, TierRequest
+from kvtiers.host.messages import error_text
+from kvtiers.types import RequestContext
+
+__all__ = ["RequestNotifier"]
+
+_NOBODY = RequestContext("")
+
+
+class RequestNotifier:
+    """The open requests of one tier, and those that are over but have stores that the tier was not handed yet.
+
+    A tier is None as long as it is not open; then it is told nothing. ``log``: takes a line about a call that failed
+    and that nobody waits for.
+    """
+
+    def __init__(self, log: Callable[[str], None]) -> None:
+        self._log = log
+        self._open: dict[TierRequest, None] = {}
+        self._over: dict[TierRequest, None] = {}
+        self._stores: dict[TierRequest, int] = {}
+        """Stores that the tier was not handed yet."""
+        self._failed = 0
+
+    def tell_all(self, tier: SecondaryTierManager) -> None:
+        """Tell a tier that has just opened of the requests that it missed; what it wants of them is not asked."""
+        for context in [*self._over, *self._open]:
+            self._call("on_new_request", tier.on_new_request, context)
+
+    def begin(self, context: TierRequest, tier: SecondaryTierManager | None) -> bool:
+        """Take note of a new request; return True if the tier wants all its chunks."""
+        before = next((over for over in self._over if over.request_id == context.request_id), None)
+        if before is not None:  # the id is used again: the stores that still wait are nobody's now
+            del self._stores[before]
+            self._end(before, tier)
+        self._open[context] = None
+        return tier is not None and tier.on_new_request(context)
+
+    def finish(self, context: TierRequest, tier: SecondaryTierManager | None) -> None:
+        """Take note of a request's end; the tier hears of it at once, or after the last store that waits."""
+        if context not in self._open:
+            return
+        del self._open[context]
+        if context in self._stores:
+            self._over[context] = None
+        elif tier is not None:
+            tier.on_request_finished(context)
+
+    def store_waits(self, context: TierRequest) -> None:
+        """Take note of a store that the tier will be handed later."""
+        self._stores[context] = self._stores.get(context, 0) + 1
+
+    def owner(self, context: TierRequest) -> TierRequest:
+        """Return on whose behalf a store that has waited is handed over."""
+        return context if context in self._stores else _NOBODY
+
+    def store_is_over(self, context: TierRequest, tier: SecondaryTierManager) -> None:
+        """Take note that a store waits no longer: it was handed over, or never will be."""
+        left = self._stores.pop(context, 1) - 1
+        if left:
+            self._stores[context] = left
+        elif context in self._over:
+            self._end(context, tier)
+
+    def _end(self, context: TierRequest, tier: SecondaryTierManager | None) -> None:
+        del self._over[context]
+        if tier is not None:
+            self._call("on_request_finished", tier.on_request_finished, context)
+
+    def _call(self, name: str, call: Callable[[TierRequest], object], context: TierRequest) -> None:
+        try:
+            call(context)
+        except Exception as error:  # noqa: BLE001 -- a tier is somebody else's code
+            self._failed += 1
+            if self._failed.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... time: a broken tier is no flood
+                self._log(f"its {name}() failed ({self._failed} times so far): {error_text(error)}")

@@ -1,0 +1,173 @@
+"""The thread that opens a tier of the third rung, seals the rows of its stores, and checks those of its loads.
+
+Such a tier runs in the engine's process and moves rows by itself; hashing its values on the engine's thread would take
+that thread's time.
+"""
+
+import contextlib
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvtiers.api import JobResult, OffloadKey, SecondaryTierManager, TransferJob, group_of
+from kvtiers.host.borrowed_views import ValueViews
+from kvtiers.host.messages import error_text
+from kvtiers.layout.seal import SealVerdict, check_value, seal_value
+from kvtiers.layout.storage_name import StorageNames
+
+__all__ = ["SealedJob", "Sealer"]
+
+_log = logging.getLogger("kvtiers.secondary")
+
+
+@dataclass(slots=True, eq=False)
+class SealedJob:
+    """A job between core and the tier, which sees ``inner``. ``names``: those current when it was submitted."""
+
+    job: TransferJob
+    inner: TransferJob
+    names: StorageNames
+    handed_over: bool = False
+    reported: bool = False
+    abandoned: bool = False
+    error: str = ""
+    """Why it could not be sealed."""
+    result: JobResult | None = None
+    """The one that ended it, as it was passed on."""
+
+
+class Sealer:
+    """Posts what it has done to ``sealed`` and ``results``, for the engine's thread to take.
+
+    ``reopen``: seconds until a tier that could not be opened is tried again, doubling from the first to the second.
+    """
+
+    def __init__(
+        self,
+        open_tier: Callable[[], SecondaryTierManager],
+        views: ValueViews,
+        sizes: Sequence[tuple[int, int]],
+        reopen: tuple[float, float],
+        label: str,
+    ) -> None:
+        self.tier: SecondaryTierManager | None = None
+        """The tier, once it is open."""
+        self.sealed: deque[SealedJob] = deque()
+        self.results: deque[JobResult] = deque()
+        self.seal_failures = 0
+        self._views = views
+        self._sizes = sizes
+        self._reopen = reopen
+        self._label = label
+        self._opened = threading.Event()
+        self._open_error = "not opened yet"
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, args=(open_tier,), name=f"kvtiers-{label}-seal", daemon=True)
+        self._thread.start()
+
+    # -- from the engine's thread; only the last three wait
+
+    def seal(self, job: SealedJob) -> None:
+        """Have a store's rows sealed."""
+        self._work.put(lambda: self._seal(job))
+
+    def check(self, job: SealedJob, result: JobResult) -> None:
+        """Have the rows that a load says to have filled checked."""
+        self._work.put(lambda: self._check(job, result))
+
+    def log(self, level: int, text: str) -> None:
+        """Write a line to the log, on this thread."""
+        self._work.put(lambda: _log.log(level, "%s", text))
+
+    def wait_open(self, timeout: float) -> str:
+        """Wait (from any thread) until the tier is open; return "" then, else why it is not."""
+        self._opened.wait(timeout)
+        return self._open_error
+
+    def settle(self, timeout: float) -> None:
+        """Wait until everything that was asked for so far is done."""
+        done = threading.Event()
+        self._work.put(done.set)
+        done.wait(timeout)
+
+    def leave_tier(self) -> None:
+        """Make no further call to the tier, not even to close it."""
+        self.tier = None
+
+    def close(self, timeout: float) -> None:
+        """End the thread, which closes the tier; one that hangs is left behind."""
+        self._work.put(None)
+        self._thread.join(timeout)
+
+    # -- on the sealing thread
+
+    def _run(self, open_tier: Callable[[], SecondaryTierManager]) -> None:
+        tier = self._open(open_tier)
+        del open_tier  # it knows the region, which must not outlive the tier
+        if tier is None:
+            return
+        self.tier = tier
+        del tier
+        self._open_error = ""
+        self._opened.set()
+        while (work := self._work.get()) is not None:
+            work()
+            del work  # its rows' views must not outlive the region
+        tier, self.tier = self.tier, None
+        if tier is None:
+            return
+        try:
+            tier.close()
+        except Exception as error:  # noqa: BLE001 -- a tier is somebody else's code
+            _log.warning("%s: its close() failed: %s", self._label, error_text(error))
+
+    def _open(self, open_tier: Callable[[], SecondaryTierManager]) -> SecondaryTierManager | None:
+        """Open the tier, trying again as long as it takes; None: it was closed meanwhile."""
+        pause, longest = self._reopen
+        while True:
+            try:
+                return open_tier()
+            except BaseException as error:  # noqa: BLE001 -- a plugin is somebody else's code
+                self._open_error = error_text(error)
+            if not self._opened.is_set():
+                self._opened.set()
+                _log.warning("%s: out of use: %s; its lookups miss until it is back", self._label, self._open_error)
+            with contextlib.suppress(queue.Empty):
+                while (work := self._work.get(timeout=pause)) is not None:
+                    work()
+                return None
+            pause = min(2 * pause, longest)
+
+    def _seal(self, sealed: SealedJob) -> None:
+        try:
+            sizes = [self._sizes[group_of(key)] for key in sealed.job.keys]
+            values = self._views.own(sealed.job.chunk_ids, [value for _, value in sizes])
+            for key, value, (payload, _) in zip(sealed.job.keys, values, sizes, strict=True):
+                seal_value(value, payload, sealed.names.name(key), sealed.names.layout_id)
+        except Exception as error:  # noqa: BLE001 -- even a bug of ours must not end this thread
+            sealed.error = error_text(error)
+        self.sealed.append(sealed)
+
+    def _check(self, known: SealedJob, result: JobResult) -> None:
+        landed: list[OffloadKey] = []
+        good = set(known.inner.keys if result.success else result.successful_keys or ())
+        try:
+            pairs = zip(known.inner.keys, known.job.keys, known.job.chunk_ids, strict=True)
+            landed += [key for inner, key, row in pairs if inner in good and self._is_sound(known.names, key, row)]
+        except Exception as error:  # noqa: BLE001 -- as above
+            _log.warning("%s: job %d cannot be checked: %s", self._label, known.job.job_id, error_text(error))
+        if len(landed) < len(good):
+            self.seal_failures += len(good) - len(landed)
+            _log.warning(
+                "%s: %d of %d values are damaged; counted as misses", self._label, len(good) - len(landed), len(good)
+            )
+        success = len(landed) == len(known.job.keys)
+        self.results.append(JobResult(result.job_id, success, landed, result.nbytes, result.seconds))
+
+    def _is_sound(self, names: StorageNames, key: OffloadKey, row: int) -> bool:
+        payload, nbytes = self._sizes[group_of(key)]
+        [value] = self._views.own([row], [nbytes])
+        return check_value(value, payload, names.name(key), names.layout_id) is SealVerdict.OK

@@ -1,0 +1,340 @@
+"""Core's protection around a tier of the third rung: seals, keys that differ between models, a breaker.
+
+Such a tier runs in the engine's process and moves rows by itself, so its values are sealed and checked on a thread of
+core's own (``sealer.py``):
+
+=======================  =========================================================================================
+engine's thread          ``submit_store`` queues the job; a later step hands the sealed job to the tier
+sealing thread           opens the tier; seals rows of stores; checks rows of loads; closes the tier
+engine's thread          a load's result is held back until its rows are checked; damaged ones are left out of it
+a thread for it          at the shutdown, all that the tier is asked; one that does not return is left behind
+=======================  =========================================================================================
+"""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from kvtiers.api import (
+    JobResult,
+    LookupResult,
+    OffloadKey,
+    SecondaryTierManager,
+    TierConfig,
+    TierRequest,
+    TransferJob,
+)
+from kvtiers.host.borrowed_views import ValueViews
+from kvtiers.host.messages import error_text
+from kvtiers.layout.storage_name import StorageNames
+from kvtiers.secondary.breaker import Breaker, BreakerState
+from kvtiers.secondary.inflight_jobs import not_done
+from kvtiers.secondary.managed.bounded_shutdown import ShutdownProxy
+from kvtiers.secondary.managed.request_notifications import RequestNotifier
+from kvtiers.secondary.managed.seal_thread import SealedJob, Sealer
+
+__all__ = ["SealedTier"]
+
+_CLOSE_SECONDS = 5.0
+_LATE_SECONDS = 0.5  # by which a tier's last calls may take longer than its drain() was given
+_NO_KEYS = (b"",)  # of no job
+
+
+class SealedTier(SecondaryTierManager):
+    """Wraps the tier that ``open_tier`` opens. Not available until it is open."""
+
+    def __init__(
+        self,
+        config: TierConfig,
+        open_tier: Callable[[], SecondaryTierManager],
+        views: ValueViews,
+        names: StorageNames,
+        sizes: Sequence[tuple[int, int]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._name = config.tier_name
+        self._names = names
+        self._breaker = Breaker(config.breaker, clock)
+        self._figures: dict[str, float] = {}
+        self._jobs: dict[int, SealedJob] = {}
+        self._probing_with: int | None = None
+        self._refused = 0
+        """Results that were none of a job under way, or that named keys that are not of their job."""
+        self._in_use: SecondaryTierManager | None = None
+        """The tier, once it is open and has been told of the requests that are."""
+        self._requests = RequestNotifier(lambda text: self._sealer.log(logging.WARNING, f"{self._name}: {text}"))
+        reopen = (config.breaker.delay, config.breaker.max_delay)
+        self._sealer = Sealer(open_tier, views, sizes, reopen, self._name)
+
+    # -- the contract
+
+    def lookup_many(self, keys: Sequence[OffloadKey], context: TierRequest) -> Sequence[LookupResult]:
+        """Ask the tier, by keys that no other model shares."""
+        layout_id = self._names.layout_id
+        return self._tier.lookup_many([layout_id + key for key in keys], context)
+
+    def submit_store(self, job: TransferJob) -> None:
+        """Have the rows sealed; the tier gets the job in a later step."""
+        self._requests.store_waits(job.context)
+        self._sealer.seal(self._take(job))
+
+    def submit_load(self, job: TransferJob) -> None:
+        """Hand the job to the tier."""
+        taken = self._take(job)
+        taken.handed_over = True
+        try:
+            self._tier.submit_load(taken.inner)
+        except BaseException:
+            self._judge(taken, ok=False)
+            raise
+
+    def get_finished_jobs(self) -> Sequence[JobResult]:
+        """Return the results that need no check, or have had theirs."""
+        return self._finished(self._opened())
+
+    def get_started_jobs(self) -> Sequence[int] | None:
+        """Return the jobs that the tier has begun, where it says so."""
+        tier = self._opened()
+        return None if tier is None else tier.get_started_jobs()
+
+    def get_failed_jobs(self) -> Sequence[int]:
+        """Return the jobs that have failed but whose rows the tier may still touch."""
+        tier = self._opened()
+        return () if tier is None else tier.get_failed_jobs()
+
+    def is_available(self) -> bool:
+        """Say whether the tier is open, in order, and not just being tried with one job."""
+        tier = self._opened()
+        if tier is None or self._breaker.state is BreakerState.OPEN or self._probing_with is not None:
+            return False
+        return tier.is_available()
+
+    def abandon_job(self, job_id: int) -> None:
+        """Count an overdue job against the tier, which is told of it if it has it already."""
+        known = self._jobs.get(job_id)
+        if known is None:
+            return
+        known.abandoned = True
+        if job_id != self._probing_with:
+            self._breaker.record(ok=False)
+        if known.handed_over and self._in_use is not None:  # None: it hung in its drain
+            self._in_use.abandon_job(job_id)
+
+    def on_new_request(self, context: TierRequest) -> bool:
+        """Pass on; a tier that is not open yet hears of the request when it is, if that is not over by then."""
+        return self._requests.begin(context, self._opened())
+
+    def on_request_finished(self, context: TierRequest) -> None:
+        """Pass on, as soon as the tier has the request's last store."""
+        self._requests.finish(context, self._opened())
+
+    def on_schedule_end(self) -> None:
+        """Hand over what has been sealed; the breaker's probe is the next job."""
+        tier = self._opened()
+        if tier is not None:
+            self._breaker.wants_probe()
+            self._hand_over(tier)
+            tier.on_schedule_end()
+            self._figures = _figures_of(tier)
+
+    def has_pending_work(self) -> bool:
+        """Pass on."""
+        tier = self._opened()
+        return False if tier is None else tier.has_pending_work()
+
+    def drain(self, timeout: float) -> bool:
+        """Seal, hand over, let the tier end, check; say how much was dropped, and that the tier lied if it did.
+
+        A tier that does not return in time is asked nothing more, not even to close.
+        """
+        until = time.monotonic() + timeout
+        owed, refused = list(self._jobs.values()), self._refused
+        self._sealer.settle(timeout)
+        tier = self._sealer.tier
+        results = self._finished(None) if tier is None else self._last_results(tier, timeout, until)
+        self._sealer.results.extend(results)  # they are still to be reported
+        ended = [known.result for known in owed if known.result is not None]
+        jobs, chunks = not_done({known.job.job_id: known.job for known in owed}, ended)
+        if jobs:
+            text = f"{self._name}: shutdown within {timeout:.3g}s dropped {jobs} jobs with {chunks} chunks"
+            self._sealer.log(logging.WARNING, text)
+        if lies := self._refused - refused:
+            # The manager, which refuses them, may ask for no result any more, and then nobody else says it.
+            self._sealer.log(
+                logging.ERROR, f"{self._name}: in its drain it reported {lies} results that no job of its can have"
+            )
+        return not self._jobs
+
+    def close(self) -> None:
+        """End the thread and the tier."""
+        self._in_use = None
+        self._sealer.close(_CLOSE_SECONDS)
+
+    # -- beyond the contract, for core
+
+    def wait_open(self, timeout: float) -> str:
+        """Wait (from any thread) until the tier is open; return "" then, else why it is not."""
+        return self._sealer.wait_open(timeout)
+
+    def set_names(self, names: StorageNames) -> None:
+        """Use other keys and names from now on."""
+        self._names = names
+
+    def stats(self) -> dict[str, float]:
+        """Return the tier's own figures, as of the last step's end, and the seal's. From any thread."""
+        return self._figures | {
+            "seal_failures": self._sealer.seal_failures,
+            "breaker_state": int(self._breaker.state),
+            "breaker_opened": self._breaker.opened,
+            "open": int(self._in_use is not None),
+        }
+
+    # -- inside
+
+    @property
+    def _tier(self) -> SecondaryTierManager:
+        tier = self._opened()
+        assert tier is not None, "asked before it is available"
+        return tier
+
+    def _opened(self) -> SecondaryTierManager | None:
+        """Return the tier once it is open; before anything else it hears of the requests that it missed."""
+        if self._in_use is None and self._sealer.tier is not None:
+            self._in_use = self._sealer.tier
+            self._requests.tell_all(self._in_use)
+        return self._in_use
+
+    def _take(self, job: TransferJob) -> SealedJob:
+        layout_id = self._names.layout_id
+        keys = [layout_id + key for key in job.keys]
+        inner = TransferJob(job.job_id, keys, job.chunk_ids, job.is_promotion, job.context)
+        taken = self._jobs[job.job_id] = SealedJob(job, inner, self._names)
+        if self._breaker.state is BreakerState.PROBING and self._probing_with is None:
+            self._probing_with = job.job_id
+        return taken
+
+    def _hand_over(self, tier: SecondaryTierManager) -> None:
+        for _ in range(len(self._sealer.sealed)):
+            sealed = self._sealer.sealed.popleft()
+            context = sealed.job.context
+            error = sealed.error or ("given up before it began" if sealed.abandoned else "")
+            if not error:
+                sealed.handed_over = True
+                owner = self._requests.owner(context)
+                if owner is not context:
+                    sealed.inner = dataclasses.replace(sealed.inner, context=owner)
+                try:
+                    tier.submit_store(sealed.inner)
+                except Exception as raised:  # noqa: BLE001 -- a tier is somebody else's code; a submit that raises began nothing
+                    error = error_text(raised)
+            if error:
+                self._sealer.log(logging.INFO, f"{self._name}: store job {sealed.job.job_id}: {error}")
+                self._sealer.results.append(JobResult(sealed.job.job_id, success=False))
+            self._requests.store_is_over(context, tier)
+
+    def _finished(self, tier: SecondaryTierManager | None) -> list[JobResult]:
+        results = self._sealer.results
+        finished = [results.popleft() for _ in range(len(results))]
+        if tier is not None:
+            self._hand_over(tier)
+            try:
+                for result in tier.get_finished_jobs():
+                    finished += self._reported(result)
+            except Exception:
+                if not finished:  # else what has come goes first, or it were lost; a broken tier raises again
+                    raise
+        for result in finished:
+            known = self._job_of(result)
+            if known is not None:
+                ok = result.success or result.successful_keys is not None
+                known.result = result
+                self._judge(known, ok=ok)
+        return finished
+
+    def _last_results(self, tier: SecondaryTierManager, timeout: float, until: float) -> list[JobResult]:
+        """Hand over what waits, let the tier drain, and return what it reports, checked."""
+        calls = ShutdownProxy(tier, max(0.0, until - time.monotonic()) + _LATE_SECONDS, self._name)
+        results: list[JobResult] = []
+        if self._in_use is None:
+            self._in_use = tier
+            self._requests.tell_all(calls)
+        self._hand_over(calls)
+        self._try("drain", lambda: calls.drain(max(0.0, until - time.monotonic())))
+        self._try("get_finished_jobs", lambda: results.extend(self._finished(calls)))
+        self._sealer.settle(max(0.0, until - time.monotonic()))
+        self._try("get_finished_jobs", lambda: results.extend(self._finished(calls)))
+        calls.end()
+        if calls.hangs_in:
+            self._in_use = None
+            self._sealer.leave_tier()
+            text = f"its {calls.hangs_in}() does not return within the shutdown's {timeout:.3g}s"
+            self._sealer.log(logging.WARNING, f"{self._name}: {text}; the tier is left as it is, and not closed")
+        return results
+
+    def _try(self, name: str, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 -- a tier is somebody else's code; what it dropped is still said
+            self._sealer.log(logging.WARNING, f"{self._name}: its {name}() failed: {error_text(error)}")
+
+    def _reported(self, result: JobResult) -> list[JobResult]:
+        """Return what may be passed on of the tier's own result; what it has loaded is checked first."""
+        known = self._job_of(result)
+        if known is None:
+            self._refused += 1
+            return [result]  # nothing of ours: let the manager judge it
+        if known.reported:
+            self._refused += 1
+            return [JobResult(result.job_id, success=False)]  # the check's own result makes it the second one
+        known.reported = True
+        if not _is_of(known, result):
+            self._refused += 1
+            # Nor is this. As it is it may name the manager's keys, and would be believed though nothing was checked.
+            return [JobResult(result.job_id, success=False, successful_keys=_NO_KEYS)]
+        if known.job.is_promotion and (result.success or result.successful_keys):
+            self._sealer.check(known, result)
+            return []
+        return [_outer(known, result)]
+
+    def _job_of(self, result: JobResult) -> SealedJob | None:
+        try:
+            return self._jobs.get(result.job_id) if isinstance(result, JobResult) else None
+        except TypeError:  # no id at all
+            return None
+
+    def _judge(self, known: SealedJob, *, ok: bool) -> None:
+        del self._jobs[known.job.job_id]
+        if known.job.job_id == self._probing_with:
+            self._probing_with = None
+            self._breaker.probed(ok=ok and not known.abandoned)
+        elif not known.abandoned:
+            self._breaker.record(ok=ok)
+
+
+def _figures_of(tier: SecondaryTierManager) -> dict[str, float]:
+    """Return a tier's own figures, if it is a ``SupportsStats``: to ask for that takes longer than an idle step."""
+    stats = getattr(tier, "stats", None)
+    if stats is None:
+        return {}
+    try:
+        return {str(name): float(figure) for name, figure in stats().items()}
+    except Exception:  # noqa: BLE001 -- a tier is somebody else's code, and figures are no promise
+        return {}
+
+
+def _is_of(known: SealedJob, result: JobResult) -> bool:
+    """Say whether the keys that a result names are those that the tier was given."""
+    try:
+        return result.successful_keys is None or set(known.inner.keys).issuperset(result.successful_keys)
+    except TypeError:
+        return False
+
+
+def _outer(known: SealedJob, result: JobResult) -> JobResult:
+    """Return a result in the manager's keys."""
+    if result.successful_keys is None:
+        return result
+    outer = dict(zip(known.inner.keys, known.job.keys, strict=True))
+    keys = [outer[key] for key in result.successful_keys]
+    return JobResult(result.job_id, result.success, keys, result.nbytes, result.seconds)

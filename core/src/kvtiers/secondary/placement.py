@@ -1,0 +1,154 @@
+"""Which host a tier lives in, or which hosts it has, and what each host is told at its start."""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvtiers.api import TierConfig
+from kvtiers.api.config import dump_resolved
+from kvtiers.host.wire import PROTOCOL_FORMAT, encode_hello
+from kvtiers.layout.storage_name import StorageNames
+from kvtiers.region.limits import usable_processors
+from kvtiers.secondary.backend import StoreBackend
+from kvtiers.secondary.host_client import HostClient
+from kvtiers.secondary.host_connection import HostConnection
+from kvtiers.secondary.host_pool import HostPool, PooledHost
+from kvtiers.secondary.log_thread import LogThread
+from kvtiers.secondary.supervisor import HostLauncher, HostProcess
+
+__all__ = ["HostedRegion", "TierHosts", "host_count", "share_of"]
+
+_log = logging.getLogger("kvtiers.secondary")
+_POLL_SECONDS = 0.005
+_LOG_SECONDS = 1.0
+_MOST_BY_ITSELF = 4  # each takes 20 to 60 MB of memory
+_PROCESSORS_A_HOST = 4  # the engine, its workers and the store's server need some, too
+
+
+@dataclass(frozen=True, slots=True)
+class HostedRegion:
+    """What a host needs to map the region and find values in it; ``sizes[g]``: payload and value bytes of group g."""
+
+    fd: int
+    map_bytes: int
+    nbytes: int
+    row_stride: int
+    sizes: Sequence[tuple[int, int]]
+
+
+@dataclass(slots=True)
+class _Host:
+    link: HostConnection
+    members: list[TierConfig] = field(default_factory=list)
+
+
+class TierHosts:
+    """All hosts of one manager: one for each tier, several, or one for all tiers whose ``host`` is the same name.
+
+    Give all tiers a backend first, then ``start``: a host opens all its tiers at once. ``names``: those current now.
+    """
+
+    def __init__(self, region: HostedRegion, namespace: str, names: Callable[[], StorageNames]) -> None:
+        self._region = region
+        self._namespace = namespace
+        self._names = names
+        self._logs = LogThread()
+        self._launcher = HostLauncher(region.fd, self._logs.post)
+        self._hosts: dict[tuple[bool, str], _Host] = {}
+
+    def backend(self, config: TierConfig) -> StoreBackend:
+        """Return the backend of one tier, in the host that it shares or the hosts that it has for itself."""
+        count = host_count(config)
+        if count == 1:
+            return self._in_host(config, config.host or config.tier_name)
+        share = share_of(config, count)
+        names = [f"{config.tier_name} ({number} of {count})" for number in range(1, count + 1)]
+        hosts = [PooledHost(name, self._in_host(share, name)) for name in names]
+        return HostPool(hosts, max(value for _, value in self._region.sizes), config.shared_figures)
+
+    def _in_host(self, config: TierConfig, name: str) -> HostClient:
+        host = self._hosts.get((bool(config.host), name))
+        if host is None:
+            members: list[TierConfig] = []
+            process = HostProcess(name, lambda: self._hello(members))
+            host = _Host(HostConnection(self._launcher, process, self._logs), members)
+            self._hosts[bool(config.host), name] = host
+        host.members.append(config)
+        return HostClient(
+            host.link,
+            self._names(),
+            deadline=config.deadline,
+            grace=config.grace,
+            longest_pause=config.breaker.max_delay,
+        )
+
+    def start(self) -> None:
+        """Start all hosts, in parallel."""
+        for host in self._hosts.values():
+            self._launcher.start(host.link.host)
+
+    def close(self, timeout: float) -> None:
+        """End all hosts; those that do not within ``timeout`` seconds are killed. Their last words are still logged."""
+        until = time.monotonic() + timeout
+        links = [host.link for host in self._hosts.values()]
+        for link in links:
+            link.end(timeout)
+            link.poll()
+        while any(link.host.life is not None for link in links) and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
+            for link in links:
+                link.poll()
+        self._launcher.close(max(0.0, until - time.monotonic()))
+        for link in links:
+            link.poll()
+            link.let_go()
+        self._logs.close(_LOG_SECONDS)
+
+    def _hello(self, members: Sequence[TierConfig]) -> bytes:
+        region, names = self._region, self._names()
+        mapped = {"map_bytes": region.map_bytes, "nbytes": region.nbytes, "row_stride": region.row_stride}
+        tiers = [
+            {
+                "name": config.tier_name,
+                "options": dump_resolved(config),
+                "namespace": self._namespace,
+                "prefix": names.prefix,
+                "layout_id": names.layout_id.hex(),
+                "sizes": region.sizes,
+            }
+            for config in members
+        ]
+        return encode_hello(
+            {
+                "protocol": PROTOCOL_FORMAT,
+                "log_level": _log.getEffectiveLevel(),
+                "cpus": sorted({cpu for config in members for cpu in config.cpus}),
+                "region": mapped,
+                "tiers": tiers,
+            }
+        )
+
+
+def host_count(config: TierConfig) -> int:
+    """Return how many hosts a tier with ``io: process`` has.
+
+    ``auto``: one for each four processors that it may use, at most four.
+    """
+    if config.processes != "auto":
+        return config.processes
+    if config.host or not config.shareable:
+        return 1
+    processors = min(usable_processors(), len(config.cpus) or math.inf)
+    return max(1, min(_MOST_BY_ITSELF, int(processors // _PROCESSORS_A_HOST)))
+
+
+def share_of(config: TierConfig, count: int) -> TierConfig:
+    """Return what each of a tier's hosts is told: its share of the rate limits."""
+    limit = config.rate_limit
+    share = {
+        "bytes_per_second": limit.bytes_per_second and max(1, limit.bytes_per_second // count),
+        "requests_per_second": limit.requests_per_second and limit.requests_per_second / count,
+    }
+    return config.model_copy(update={"processes": 1, "rate_limit": limit.model_copy(update=share)})

@@ -1,0 +1,187 @@
+"""Answers to "is it there?": asked once, remembered for a while, and never older than what is known since.
+
+A verdict is HIT or MISS until a time; a chunk without one is unknown, or being asked for. A store that completes turns
+the verdict to HIT, a failed load turns it to MISS, and either makes answers that are still under way void for that
+chunk. Runs on the engine's thread; the asking itself is done elsewhere.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from kvtiers.api import LookupResult, OffloadKey
+
+__all__ = ["PresenceCache"]
+
+_MAX_VERDICTS = 250_000
+_DROPPED_AT_ONCE = 2_000  # so that no single step has to drop many more than it learns
+_MISS_SECONDS = 1.0  # another engine may store it at any time; a MISS is believed no longer than this
+_LEAST_SECONDS = 0.2  # an answer that is not believed until the next lookup would be asked for again and again
+_MOST_PROBES = 128  # under way at once; a tier that has not answered these is too slow to be asked more
+_LONGEST_RUN = 8_192  # keys in one question
+_HIT, _MISS, _RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
+_QUEUED = 0  # in place of a probe's id: to be asked at the end of the step
+
+
+class _Probe(NamedTuple):
+    """A question under way."""
+
+    keys: Sequence[OffloadKey]
+    sent_at: float
+
+
+class PresenceCache:
+    """The verdicts of one tier. ``send(probe_id, keys, is_prefix)`` asks; False: it cannot be asked now.
+
+    ``exists_ttl``: seconds for which an answer is believed. ``deadline``: seconds in which a question is answered.
+    """
+
+    def __init__(
+        self,
+        exists_ttl: float,
+        deadline: float,
+        clock: Callable[[], float],
+        send: Callable[[int, Sequence[OffloadKey], bool], bool],
+    ) -> None:
+        self._hit_seconds = max(_LEAST_SECONDS, exists_ttl)
+        self._miss_seconds = max(_LEAST_SECONDS, min(exists_ttl, _MISS_SECONDS))
+        self._deadline = deadline
+        self._clock = clock
+        self._send = send
+        self._verdicts: dict[OffloadKey, float] = {}  # until when: positive a HIT, negative a MISS
+        self._asked: dict[OffloadKey, int] = {}
+        self._probes: dict[int, _Probe] = {}  # the oldest first
+        self._ids = itertools.count(1)
+        self._runs: list[Sequence[OffloadKey]] = []
+        self._singles: dict[OffloadKey, None] = {}
+        self.at_work = False
+        """There is a question to send, or one under way."""
+        self.questions = 0
+        """Questions that have ended: answered, failed, or given up."""
+        self.seconds = 0.0
+        """Seconds that these were under way; of those of one time all count."""
+
+    @property
+    def open_probes(self) -> int:
+        """Questions under way."""
+        return len(self._probes)
+
+    def ask(self, keys: Sequence[OffloadKey]) -> list[LookupResult]:
+        """Answer for the leading run of a prefix, up to the first MISS or unknown chunk; what is unknown gets asked."""
+        now = self._clock()
+        verdicts = map(self._verdicts.get, keys, itertools.repeat(-1.0))
+        hits = next((place for place, until in enumerate(verdicts) if until < now), len(keys))
+        answers = [_HIT] * hits
+        if hits < len(keys):
+            until = self._verdicts.get(keys[hits])
+            is_miss = until is not None and until <= -now
+            answers.append(_MISS if is_miss else self._want(keys[hits:], now))
+        return answers
+
+    def flush(self) -> None:
+        """Send the step's questions."""
+        if self._singles:
+            self._post(list(self._singles), is_prefix=False)
+            self._singles.clear()
+        for run in self._runs:
+            self._post(run, is_prefix=True)
+        self._runs.clear()
+
+    def answered(self, probe_id: int, answers: bytes) -> None:
+        """Take in the answers to a probe, for its first keys; the others stay unknown."""
+        probe = self._probes.get(probe_id)
+        if probe is None:
+            return
+        now = self._clock()
+        self.questions += 1
+        self.seconds += now - probe.sent_at
+        self._take_in(probe_id, answers, now)
+
+    def _take_in(self, probe_id: int, answers: bytes, now: float) -> None:
+        probe = self._probes.pop(probe_id)
+        asked = self._asked
+        until = (-(now + self._miss_seconds), now + self._hit_seconds)
+        # The others have become known otherwise, or are asked for anew.
+        mine = [asked.get(key) == probe_id for key in probe.keys]
+        for key in itertools.compress(probe.keys, mine):
+            asked.pop(key, None)
+        known = [(key, until[there > 0]) for key, there in zip(probe.keys, answers, strict=False)]
+        self._verdicts.update(itertools.compress(known, mine))
+        if len(self._verdicts) > _MAX_VERDICTS:
+            self._drop_oldest()
+
+    def failed(self, probe_id: int) -> None:
+        """A probe could not be asked: its chunks are misses for now."""
+        if probe_id in self._probes:
+            self.answered(probe_id, bytes(len(self._probes[probe_id].keys)))
+
+    def give_up_overdue(self) -> int:
+        """Take what was asked too long ago as misses; return how many questions these were."""
+        now = self._clock()
+        overdue = 0
+        while self._probes:
+            oldest = next(iter(self._probes))
+            if self._probes[oldest].sent_at + self._deadline > now:
+                break
+            self.failed(oldest)
+            overdue += 1
+        self.at_work = bool(self._probes or self._singles or self._runs)
+        return overdue
+
+    def stored(self, keys: Iterable[OffloadKey]) -> None:
+        """These chunks are in the tier now."""
+        self._learn(keys, self._clock() + self._hit_seconds)
+
+    def lost(self, keys: Iterable[OffloadKey]) -> None:
+        """These chunks could not be loaded: whatever was believed of them is wrong."""
+        self._learn(keys, -(self._clock() + self._miss_seconds))
+
+    def clear(self) -> None:
+        """Forget everything: names have changed, or the tier may have."""
+        self._verdicts.clear()
+        self._asked.clear()
+        self._probes.clear()
+        self._runs.clear()
+        self._singles.clear()
+
+    def _learn(self, keys: Iterable[OffloadKey], until: float) -> None:
+        learnt = dict.fromkeys(keys, until)
+        self._verdicts.update(learnt)
+        if self._asked:
+            for key in learnt:
+                self._asked.pop(key, None)
+        if len(self._verdicts) > _MAX_VERDICTS:
+            self._drop_oldest()
+
+    def _want(self, keys: Sequence[OffloadKey], now: float) -> LookupResult:
+        """Note an unknown run, as far as it is not being asked for already and does not end in a known MISS."""
+        if keys[0] in self._asked or keys[0] in self._singles:
+            return _RETRY
+        if len(self._probes) + len(self._runs) >= _MOST_PROBES:
+            return _MISS
+        self.at_work = True
+        if len(keys) == 1:
+            self._singles[keys[0]] = None
+            return _RETRY
+        keys = keys[:_LONGEST_RUN]
+        asked, singles, verdicts = self._asked, self._singles, self._verdicts
+        is_new = asked.keys().isdisjoint(keys) and singles.keys().isdisjoint(keys)
+        if not is_new or min(map(verdicts.get, keys, itertools.repeat(0.0))) < -now:
+            ends = (key in asked or key in singles or verdicts.get(key, 0.0) < -now for key in keys)
+            keys = keys[: list(ends).index(True)]
+        self._runs.append(keys)
+        asked.update(dict.fromkeys(keys, _QUEUED))
+        return _RETRY
+
+    def _post(self, keys: Sequence[OffloadKey], *, is_prefix: bool) -> None:
+        probe_id = next(self._ids)
+        now = self._clock()
+        self._probes[probe_id] = _Probe(keys, now)
+        self._asked.update(dict.fromkeys(keys, probe_id))
+        if not self._send(probe_id, keys, is_prefix):
+            self._take_in(probe_id, bytes(len(keys)), now)
+
+    def _drop_oldest(self) -> None:
+        excess = len(self._verdicts) - _MAX_VERDICTS
+        for key in list(itertools.islice(self._verdicts, excess + _DROPPED_AT_ONCE)):
+            del self._verdicts[key]

@@ -1,0 +1,289 @@
+"""A ``ChunkStore`` as a tier: the engine's side. It keeps verdicts, the breaker and the counts, and moves no byte.
+
+Everything here runs on the engine's thread and only posts to, and polls, the backend in which the store's I/O runs.
+"""
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from kvtiers.api import JobResult, LookupResult, OffloadKey, SecondaryTierManager, TierConfig, TierRequest, TransferJob
+from kvtiers.host.messages import (
+    JobDone,
+    JobFailed,
+    JobReleased,
+    JobStarted,
+    Opened,
+    Probed,
+    StoreJob,
+)
+from kvtiers.layout.storage_name import StorageNames
+from kvtiers.secondary.backend import StoreBackend
+from kvtiers.secondary.breaker import Breaker, BreakerState
+from kvtiers.secondary.inflight_jobs import InflightJobs
+from kvtiers.secondary.presence_cache import PresenceCache
+from kvtiers.secondary.suspect_keys import SuspectKeys
+
+__all__ = ["ChunkStoreTier"]
+
+_PROBE_KEY = b"\x00" * 8  # any key will do: the breaker's probe asks whether the store answers, not what
+_FIRST_PROBE_ID = 1 << 62  # apart from those of the lookups
+_CLOSE_SECONDS = 3.0
+_MOST_ASKED_AHEAD = 64  # questions under way; the others that are allowed are for lookups
+
+
+class ChunkStoreTier(SecondaryTierManager):
+    """Drives one store through its backend. ``is_available`` while it is open and its breaker is closed."""
+
+    def __init__(self, config: TierConfig, backend: StoreBackend, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name = config.tier_name
+        self._backend = backend
+        self._clock = clock
+        self._deadline = config.deadline
+        self._breaker = Breaker(config.breaker, clock)
+        self._lookups = PresenceCache(config.exists_ttl, config.deadline, clock, self._send_probe)
+        self._jobs = InflightJobs(config.store_queue)
+        self._doubted = SuspectKeys()
+        self._open = False
+        self._open_error = ""
+        self._probe_ids = itertools.count(_FIRST_PROBE_ID)
+        self._probe_id = 0
+        self._probe_until: float | None = None
+        self._started: list[int] = []
+        self._failed: list[int] = []
+        self._released: list[int] = []
+        self._finished: list[JobResult] = []
+
+    # -- the contract
+
+    def lookup_many(self, keys: Sequence[OffloadKey], context: TierRequest) -> Sequence[LookupResult]:  # noqa: ARG002 -- a store answers all requests alike
+        """Answer from what is known; what is not is asked at the end of the step."""
+        return self._lookups.ask(keys)
+
+    def submit_store(self, job: TransferJob) -> None:
+        """Queue a store, as far as there is room in the store queue; the rest of it is dropped and counted."""
+        self._submit(job, self._jobs.room)
+
+    def submit_load(self, job: TransferJob) -> None:
+        """Queue a load."""
+        self._submit(job, len(job.keys))
+
+    def get_started_jobs(self) -> Sequence[int]:
+        """Return the jobs that the backend has begun."""
+        self._take_news()
+        started, self._started = self._started, []
+        return started
+
+    def get_failed_jobs(self) -> Sequence[int]:
+        """Return the jobs that failed while something may still touch their rows."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def get_finished_jobs(self) -> Sequence[JobResult]:
+        """Return the jobs that have ended."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def is_available(self) -> bool:
+        """Say whether the store is open and its breaker closed."""
+        return self._open and self._breaker.state is BreakerState.CLOSED
+
+    def abandon_job(self, job_id: int) -> None:
+        """Count an overdue job against the breaker; the backend sees to it that its rows come free."""
+        if self._fail(job_id, "a job did not end in time"):
+            self._backend.abandon(job_id)
+
+    def release_job(self, job_id: int) -> None:
+        """Have a load that takes too long for its request leave its rows alone; no failure of the store's."""
+        if self._jobs.release(job_id):
+            self._backend.release(job_id)
+
+    def get_released_jobs(self) -> Sequence[int]:
+        """Return the loads that have let go of their rows; their results come later, and say nothing of the rows."""
+        released, self._released = self._released, []
+        return released
+
+    def on_schedule_end(self) -> None:
+        """Send the step's questions, and the breaker's probe when it is due."""
+        if self._lookups.at_work:
+            self._lookups.flush()
+            for _ in range(self._lookups.give_up_overdue()):
+                self._note_error("a lookup was not answered in time")
+        if self._breaker.state is not BreakerState.CLOSED or self._probe_until is not None:
+            self._probe_when_due()
+        self._backend.flush()
+
+    def drain(self, timeout: float) -> bool:
+        """Let all jobs end; drop what has not begun within ``timeout`` seconds, and say how much was not done."""
+        owed = self._jobs.unfinished()
+        self._take_news()
+        self._backend.drain(timeout)
+        self._take_news()
+        if dropped := self._jobs.note_dropped(owed, self._finished):
+            self._backend.log(logging.WARNING, f"{self._name}: shutdown within {timeout:.3g}s dropped {dropped}")
+        return not self._jobs
+
+    def close(self) -> None:
+        """Close the store."""
+        self._backend.close(_CLOSE_SECONDS)
+
+    # -- beyond the contract, for core
+
+    def wait_open(self, timeout: float) -> str:
+        """Wait (from any thread) until the store is open; return "" then, else why it is not."""
+        return self._backend.wait_open(timeout)
+
+    def ask_ahead(self, keys: Sequence[OffloadKey]) -> None:
+        """Ask at once about a prefix that will be looked up soon, and send whatever else is to be asked."""
+        if self._lookups.open_probes < _MOST_ASKED_AHEAD:
+            self._lookups.ask(keys)
+            self._lookups.flush()
+            self._backend.flush()
+
+    def set_names(self, names: StorageNames) -> None:
+        """Use other names from now on; nothing that was known of the tier holds for them."""
+        self._lookups.clear()
+        self._doubted.clear()
+        self._jobs.new_names()
+        self._backend.set_names(names)
+
+    def stats(self) -> dict[str, float]:
+        """Return the tier's own figures."""
+        return (
+            self._backend.stats()
+            | self._jobs.counts
+            | {
+                "breaker_state": int(self._breaker.state),
+                "breaker_opened": self._breaker.opened,
+                "open": int(self._open),
+                "open_probes": self._lookups.open_probes,
+                "lookup_questions": self._lookups.questions,
+                "lookup_seconds": self._lookups.seconds,
+                "storing_chunks": self._jobs.storing,
+            }
+        )
+
+    # -- inside: jobs and questions out
+
+    def _submit(self, job: TransferJob, room: int) -> None:
+        keys = job.keys[:room]
+        self._jobs.begin(job, len(keys))
+        overwrites = self._doubted.among(keys) if self._doubted.keys and not job.is_promotion else b""
+        store_job = StoreJob(job.job_id, job.is_promotion, keys, job.chunk_ids[: len(keys)].tolist(), overwrites)
+        if not keys or not self._backend.send_job(store_job):
+            self._finished.append(self._jobs.refuse(job.job_id))
+            if job.is_promotion:
+                self._lookups.lost(job.keys)
+
+    def _send_probe(self, probe_id: int, keys: Sequence[OffloadKey], is_prefix: bool) -> bool:
+        return self._backend.send_probe(probe_id, keys, is_prefix=is_prefix)
+
+    def _probe_when_due(self) -> None:
+        now = self._clock()
+        if self._open and self._breaker.wants_probe():
+            self._probe_id = next(self._probe_ids)
+            self._probe_until = now + self._deadline
+            if not self._backend.send_probe(self._probe_id, [_PROBE_KEY], is_prefix=False):
+                self._end_probe(ok=False)
+        elif self._probe_until is not None and now > self._probe_until:
+            self._end_probe(ok=False)
+            self._backend.restart(f"it has not answered for {self._deadline:g}s")
+
+    # -- inside: news in
+
+    def _take_news(self) -> None:
+        for event in self._backend.poll():
+            match event:
+                case JobDone():
+                    self._job_done(event)
+                case JobStarted(job_id):
+                    self._started.append(job_id)
+                case JobReleased(job_id):
+                    self._released.append(job_id)
+                case JobFailed(job_id, error):
+                    if self._fail(job_id, error):
+                        self._failed.append(job_id)
+                case Probed(probe_id, answers, error):
+                    self._probed(probe_id, answers, error)
+                case Opened(error):
+                    self._opened(error)
+
+    def _opened(self, error: str) -> None:
+        self._open = not error
+        if not error:
+            self._breaker.probe_soon()
+        else:
+            self._breaker.trip()
+            self._probe_until = None
+            if not self._open_error:  # one warning, however often it is tried
+                self._backend.log(
+                    logging.WARNING, f"{self._name}: out of use: {error}; its lookups miss until it is back"
+                )
+        self._open_error = error
+
+    def _probed(self, probe_id: int, answers: bytes, error: str) -> None:
+        if probe_id == self._probe_id:
+            self._end_probe(ok=not error)
+        elif error:
+            self._lookups.failed(probe_id)
+            self._note_error(error)
+        else:
+            self._lookups.answered(probe_id, answers)
+            self._breaker.record(ok=True)
+
+    def _end_probe(self, *, ok: bool) -> None:
+        if self._probe_until is None:
+            return
+        self._probe_until = None
+        self._breaker.probed(ok=ok)
+        if ok:
+            self._lookups.clear()
+            self._backend.log(logging.WARNING, f"{self._name}: answers again; back in use")
+
+    def _fail(self, job_id: int, error: str) -> bool:
+        """Count a job as failed whose end is still to come: what it was to load is a miss. False: it was before."""
+        job = self._jobs.fail(job_id)
+        if job is None:
+            return False
+        if job.is_promotion and self._jobs.has_current_names(job_id):
+            self._lookups.lost(job.keys)
+        self._note_error(error)
+        return True
+
+    def _job_done(self, event: JobDone) -> None:
+        ended = self._jobs.end(event)
+        if ended is None:
+            return
+        if ended.damaged:
+            self._backend.log(
+                logging.WARNING,
+                f"{self._name}: {ended.damaged} of {len(ended.job.keys)} values are damaged; counted as misses",
+            )
+        # What was told counts as a failure already, whatever became of it later.
+        if not (ended.was_told or ended.was_released):
+            if ended.has_failed:
+                self._note_error(event.error)
+            else:
+                self._breaker.record(ok=True)
+        if ended.has_current_names:
+            if self._doubted.keys or not ended.result.success:
+                self._doubted.note(ended.job.keys, event.statuses, is_load=ended.job.is_promotion)
+            self._learn(ended.job, ended.result)
+        self._finished.append(ended.result)
+
+    def _learn(self, job: TransferJob, result: JobResult) -> None:
+        good = job.keys if result.success else result.successful_keys or ()
+        if not job.is_promotion:
+            self._lookups.stored(good)
+        elif not result.success:
+            fine = set(good)
+            self._lookups.lost(key for key in job.keys if key not in fine)
+
+    def _note_error(self, error: str) -> None:
+        self._jobs.counts["errors"] += 1
+        was = self._breaker.state
+        self._breaker.record(ok=False)
+        if was is not self._breaker.state:
+            text = f"{self._name}: taken out of use after {error or 'errors'}; it is probed until it answers"
+            self._backend.log(logging.WARNING, text)

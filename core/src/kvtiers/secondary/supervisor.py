@@ -1,0 +1,270 @@
+"""Starts tier hosts, watches them, kills those that hang, and starts them again.
+
+=================  ==========================================================================================
+thread             does
+=================  ==========================================================================================
+any                posts requests; takes new lives from ``HostProcess.lives``, reads what became of them
+launcher (1)       forks, kills, reaps. It lives until the last host has ended: the parent-death signal of a
+                   host follows the thread that started it
+waiter (1 a life)  waits in the kernel until the process has ended, without reaping it, and says so
+=================  ==========================================================================================
+
+Nobody polls: an idle engine is not woken.
+"""
+
+import contextlib
+import json
+import logging
+import math
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvtiers.host.messages import error_text
+
+__all__ = ["HostLauncher", "HostLife", "HostProcess"]
+
+_FIRST_DELAY, _LONGEST_DELAY = 1.0, 60.0
+_HEALTHY_SECONDS = 60.0  # a host that lived this long starts again without delay
+_REAP_SECONDS = 5.0
+_START = "import json, sys; sys.path[:] = json.loads(sys.argv[4]); from kvtiers.host.__main__ import main; main()"
+
+
+@dataclass(slots=True, eq=False)
+class HostLife:
+    """One life of a host, from fork to burial. ``connection``: our end of its socket, non-blocking, HELLO sent."""
+
+    process: subprocess.Popen[bytes]
+    connection: socket.socket
+    started: float
+    kill_at: dict[str, float] = field(default_factory=dict)
+    """Reasons to kill it, and from when. From any thread."""
+    listened: float = -math.inf
+    """When the engine had last taken in all that it had said: what is due after that may have been put right, unheard
+    by an engine that is idle. Infinite once nobody listens any more."""
+    condemned: bool = False
+    """It has been killed, or is about to be: nothing that it says counts any more."""
+    heard: bool = False
+    """It has said something. Before that nothing was given to it, and it owes nothing."""
+    status: int | None = None
+    """The exit status, once it has been reaped: nothing of it touches memory any more."""
+
+    def forgive(self, reason: str) -> None:
+        """Take back a reason to kill it."""
+        self.kill_at.pop(reason, None)
+
+
+@dataclass(slots=True, eq=False)
+class HostProcess:
+    """One host over all its lives. ``hello``: makes the first message of each life, on the launcher's thread."""
+
+    name: str
+    hello: Callable[[], bytes]
+    lives: deque[HostLife] = field(default_factory=deque)
+    """For the engine's thread to take from, in order."""
+    life: HostLife | None = None
+    delay: float = 0.0
+    start_at: float = 0.0
+    started: int = 0
+    """Lives so far."""
+    trouble: str = ""
+    """Why it could not be started, the last time that it could not."""
+    ending: bool = False
+    """It was told to end, and stays away."""
+
+
+class HostLauncher:
+    """The thread. ``region_fd`` is handed to every host and stays the caller's; ``log`` takes lines and never waits."""
+
+    def __init__(self, region_fd: int, log: Callable[[int, str], None]) -> None:
+        self._region_fd = region_fd
+        self._log = log
+        self._hosts: list[HostProcess] = []
+        self._requests: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="kvtiers-launcher", daemon=True)
+        self._thread.start()
+
+    # -- from any thread; none of these waits
+
+    def start(self, host: HostProcess) -> None:
+        """Start a host, and start it again whenever it ends."""
+        self._requests.put(lambda: self._hosts.append(host))
+
+    def kill(self, host: HostProcess, life: HostLife, reason: str) -> None:
+        """Kill this life of the host now."""
+        life.condemned = True
+        self._requests.put(lambda: self._kill(host, life, reason))
+
+    def discard(self, life: HostLife) -> None:
+        """Kill a life that has not been given anything to do, without a word."""
+        life.condemned = True
+        self._requests.put(lambda: _kill_if_running(life))
+
+    def kill_unless_forgiven(self, life: HostLife, reason: str, seconds: float) -> None:
+        """Kill the host in so many seconds unless ``life.forgive(reason)`` comes first."""
+        life.kill_at[reason] = time.monotonic() + seconds
+        self._requests.put(lambda: None)  # so that the thread wakes up in time
+
+    def listened(self, life: HostLife) -> None:
+        """All that this life has said is known: it can be killed for what it still has not done."""
+        life.listened = max(life.listened, time.monotonic())
+        if any(due <= life.listened for due in list(life.kill_at.values())):
+            self._requests.put(lambda: None)
+
+    def close(self, timeout: float) -> None:
+        """Let the hosts end by themselves within ``timeout`` seconds, then kill them; return when all are reaped.
+
+        One in uninterruptible sleep ends when the kernel lets it, and is reaped then: it is not waited for.
+        """
+        until = time.monotonic() + timeout
+        self._requests.put(lambda: self._end(until))
+        self._thread.join(timeout + _REAP_SECONDS)
+
+    # -- the thread
+
+    def _run(self) -> None:
+        while not (self._closing and all(host.life is None for host in self._hosts)):
+            request: Callable[[], object] = self._look
+            with contextlib.suppress(queue.Empty):
+                request = self._requests.get(timeout=self._pause())
+            for work in (request, self._look):
+                try:
+                    work()
+                except Exception as error:  # noqa: BLE001 -- with this thread, all hosts would die
+                    self._log(logging.ERROR, f"tier hosts: {error_text(error)}")
+
+    def _pause(self) -> float | None:
+        """Return how long there is nothing to do but requests; None: for ever."""
+        now = time.monotonic()
+        due = [host.start_at for host in self._hosts if host.life is None and not host.ending]
+        for life in filter(None, [host.life for host in self._hosts]):
+            due += [at for at in list(life.kill_at.values()) if at > now or at <= life.listened]
+        return max(0.0, min(due) - now) if due else None
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        for host in self._hosts:
+            life = host.life
+            if life is None:
+                if now >= host.start_at and not host.ending:
+                    self._spawn(host)
+            elif reasons := [why for why, due in list(life.kill_at.items()) if due <= min(now, life.listened)]:
+                self._kill(host, life, reasons[0])
+
+    def _spawn(self, host: HostProcess) -> None:
+        started = time.monotonic()
+        pair: tuple[socket.socket, ...] = ()
+        try:
+            ours, theirs = pair = socket.socketpair()
+            hello = host.hello()
+            life = self._begin(host, HostLife(self._fork(host, theirs), ours, started))
+        except Exception as error:  # noqa: BLE001 -- no descriptors, memory, processes, interpreter: it is tried again
+            for end in pair:
+                end.close()
+            host.trouble = f"its host cannot be started: {error_text(error)}"
+            self._back_off(host, 0.0)
+            self._log(logging.WARNING, f"{host.name}: {host.trouble}; next try in {host.delay:g}s")
+            return
+        theirs.close()
+        with contextlib.suppress(OSError):  # it has ended already: the waiter says so
+            ours.sendall(hello)
+        ours.setblocking(False)
+        _forget_unmet(host)
+        host.lives.append(life)
+        if host.ending:
+            _kill_if_running(life)
+
+    def _begin(self, host: HostProcess, life: HostLife) -> HostLife:
+        try:
+            threading.Thread(target=self._wait, args=(host, life), name="kvtiers-waiter", daemon=True).start()
+        except RuntimeError:  # no thread to be had: nobody would bury it
+            life.process.kill()
+            life.process.wait()
+            raise
+        host.life = life
+        host.started += 1
+        return life
+
+    def _fork(self, host: HostProcess, theirs: socket.socket) -> subprocess.Popen[bytes]:
+        told = [str(theirs.fileno()), str(self._region_fd), str(os.getpid()), json.dumps([str(p) for p in sys.path])]
+        # -P: nothing in the working directory stands in for a module before sys.path is ours. The name is for `ps`.
+        arguments = [sys.executable, "-P", "-c", _START, *told, host.name]
+        stderr = 2 if _is_open(2) else subprocess.DEVNULL
+        return subprocess.Popen(  # noqa: S603 -- our own interpreter, our own module
+            arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=stderr,  # the engine's own stdout may be somebody's data
+            stderr=stderr,
+            pass_fds=(theirs.fileno(), self._region_fd),
+        )
+
+    def _wait(self, host: HostProcess, life: HostLife) -> None:
+        with contextlib.suppress(OSError):  # somebody else in this process has reaped it: it has ended, too
+            os.waitid(os.P_PID, life.process.pid, os.WEXITED | os.WNOWAIT)
+        self._requests.put(lambda: self._bury(host, life))
+
+    def _bury(self, host: HostProcess, life: HostLife) -> None:
+        status = life.process.wait()
+        host.life = None
+        self._back_off(host, time.monotonic() - life.started)
+        if not host.ending:
+            how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+            self._log(logging.WARNING, f"{host.name}: its host ended ({how}); a new one starts in {host.delay:g}s")
+        life.status = status  # last: from now on its rows may be anybody's
+
+    @staticmethod
+    def _back_off(host: HostProcess, lived: float) -> None:
+        host.delay = 0.0 if lived >= _HEALTHY_SECONDS else min(max(host.delay * 2, _FIRST_DELAY), _LONGEST_DELAY)
+        host.start_at = time.monotonic() + host.delay
+
+    def _kill(self, host: HostProcess, life: HostLife, reason: str) -> None:
+        life.condemned = True
+        life.kill_at.clear()
+        if _kill_if_running(life):
+            self._log(logging.WARNING, f"{host.name}: its host is killed: {reason}")
+
+    def _end(self, until: float) -> None:
+        self._closing = True
+        for host in self._hosts:
+            host.ending = True
+            if host.life is not None:
+                host.life.listened = math.inf
+                host.life.kill_at["it did not end with the engine"] = until
+
+
+def _forget_unmet(host: HostProcess) -> None:
+    """Close what earlier lives, which have all ended, left for an engine that has not stepped since."""
+    with contextlib.suppress(IndexError):
+        while True:
+            host.lives.popleft().connection.close()
+
+
+def _kill_if_running(life: HostLife) -> bool:
+    """Kill it without reaping it, as ``Popen.poll`` and ``Popen.kill`` would: that is for its burial alone."""
+    pid = life.process.pid
+    if life.status is not None:
+        return False
+    try:
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            return False
+        os.kill(pid, signal.SIGKILL)
+    except (ChildProcessError, ProcessLookupError):  # somebody else in this process has reaped it
+        return False
+    return True
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True

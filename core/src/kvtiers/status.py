@@ -1,0 +1,183 @@
+"""What ``kvtiers status`` asks: a local socket of an engine that answers one question, and only to its own user.
+
+The socket is abstract, so nothing is left of it after any end, and named from the engine's process::
+
+    @kvtiers-status-{pid}-{random, of the process}-{number}
+
+A pid alone is no name: containers that share a network, as those of one pod do, see each other's sockets, and each
+counts its processes from 1.
+
+Whoever connects gets one JSON object and the end of the stream; what it sends is not read. Answers are made on a
+thread of its own, from figures that the engine's thread counts: nobody waits for a question.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from kvtiers.region.handshake import peer_credentials
+
+__all__ = ["LastTrouble", "StatusSocket", "answer_status", "ask", "process_of", "running"]
+
+_log = logging.getLogger("kvtiers.status")
+_PREFIX = "kvtiers-status-"
+_SEND_SECONDS = 2.0
+_PAUSE_SECONDS = 0.1  # after a question that could not be taken
+_LARGEST_ANSWER = 1 << 20
+_AS_THEY_ARE = (
+    "off",
+    "shared",
+    "hits",
+    "tokens",
+    "saved_seconds",
+    "load_seconds",
+    "loaded_bytes",
+    "stored_chunks",
+    "stored_bytes",
+    "unread_bytes",
+    "wait_expired",
+    "recomputed_cheaper",
+)
+_process = secrets.token_hex(4)
+_numbers = iter(range(1 << 62))
+
+
+class StatusSocket:
+    """Answers with ``status()``, plain data, until it is closed."""
+
+    def __init__(self, status: Callable[[], dict[str, Any]], on_close: Callable[[], None] = lambda: None) -> None:
+        self._status = status
+        self._on_close = on_close
+        self._closed = threading.Event()
+        self.name = f"{_PREFIX}{os.getpid()}-{_process}-{next(_numbers)}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(f"\0{self.name}")
+        self._socket.listen(4)
+        threading.Thread(target=self._serve, name="kvtiers-status", daemon=True).start()
+
+    def close(self) -> None:
+        """Answer nobody any more."""
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closing alone would not
+        self._socket.close()
+        self._on_close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                if self._closed.wait(_PAUSE_SECONDS):
+                    return
+                continue  # as without a descriptor to spare
+            with connection, contextlib.suppress(OSError):
+                connection.settimeout(_SEND_SECONDS)
+                _, uid = peer_credentials(connection)
+                if uid in {0, os.getuid()}:
+                    connection.sendall(self._answer())
+
+    def _answer(self) -> bytes:
+        try:
+            return json.dumps(self._status(), default=str).encode()
+        except Exception as error:  # noqa: BLE001 -- whatever it is, the next one who asks is to have an answer, too
+            _log.exception("kvtiers status cannot be answered; a bug of kvtiers")
+            return json.dumps({"error": repr(error)}).encode()
+
+
+class LastTrouble(logging.Handler):
+    """The last warning or error in which a tier's name comes first, as its lines in the log do."""
+
+    def __init__(self, tier: str) -> None:
+        super().__init__(logging.WARNING)
+        self._start = f"{tier}: "
+        self.text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a line of this tier's."""
+        text = record.getMessage()
+        if text.startswith(self._start):
+            self.text = text.removeprefix(self._start)
+
+
+def answer_status(
+    engine: str, model: str, tiers: Sequence[str], figures: Callable[[], Mapping[str, Mapping[str, Any]]]
+) -> StatusSocket:
+    """Answer questions about an engine's tiers from now on, and listen to what the log says of them.
+
+    ``figures()``: by tier, those of ``TierMetrics``, what the tier counts itself as ``own``, and ``off`` (why it does
+    nothing here, or ""), ``shared``, ``tokens`` and ``saved_seconds``; ``left_out_requests`` where there can be some.
+    """
+    troubles = {name: LastTrouble(name) for name in tiers}
+    logger = logging.getLogger("kvtiers")
+
+    def stop_listening() -> None:
+        for trouble in troubles.values():
+            logger.removeHandler(trouble)
+
+    def status() -> dict[str, Any]:
+        found = {name: _tier_status(known, troubles[name].text) for name, known in figures().items()}
+        return {"engine": engine, "pid": os.getpid(), "model": model, "tiers": found}
+
+    answering = StatusSocket(status, stop_listening)
+    for trouble in troubles.values():
+        logger.addHandler(trouble)
+    return answering
+
+
+def running() -> list[str]:
+    """Return the names of all engines' sockets on this machine."""
+    try:
+        with open("/proc/net/unix", encoding="utf-8", errors="replace") as table:  # noqa: PTH123 -- no file in a folder
+            names = {line.split()[-1].removeprefix("@") for line in table if f" @{_PREFIX}" in line}
+    except OSError:
+        return []
+    return sorted(names)
+
+
+def process_of(name: str) -> str:
+    """Return what all sockets of one process have in common, and those of no other."""
+    return name.rpartition("-")[0]
+
+
+def ask(name: str, seconds: float = 2.0) -> dict[str, Any]:
+    """Return an engine's answer; OSError or ValueError, with the reason, if there is none, or no good one."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(seconds)
+        connection.connect(f"\0{name}")
+        answer = b"".join(_received(connection))
+    if not answer:
+        raise OSError("it answers only to its own user and to root")
+    status: dict[str, Any] = json.loads(answer)
+    if "error" in status:
+        raise ValueError(status["error"])
+    return status
+
+
+def _received(connection: socket.socket) -> Iterator[bytes]:
+    size = 0
+    while data := connection.recv(1 << 16):
+        size += len(data)
+        if size > _LARGEST_ANSWER:
+            raise ValueError(f"more than {_LARGEST_ANSWER} bytes")
+        yield data
+
+
+def _tier_status(figures: Mapping[str, Any], trouble: str) -> dict[str, Any]:
+    own = figures["own"]
+    status = {name: figures[name] for name in _AS_THEY_ARE} | {
+        "open": bool(own.get("open", 0)),
+        "breaker_state": int(own.get("breaker_state", 0)),
+        "queue": figures["loading_chunks"] + own.get("storing_chunks", 0),
+        "seal_failures": own.get("seal_failures", 0),
+        "trouble": trouble,
+    }
+    if "left_out_requests" in figures:
+        status["left_out_requests"] = figures["left_out_requests"]
+    return status

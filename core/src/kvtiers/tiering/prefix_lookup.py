@@ -1,0 +1,288 @@
+"""Lookups: how far a request's prefix is at hand.
+
+The primary is asked first; from the first chunk that it lacks the tiers are asked in their order, each about the whole
+rest of the prefix. What a tier has and the primary lacks is reserved for promotion on the spot. How long the request
+waits for it is decided in ``waits``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvtiers.api import LookupResult, OffloadKey, group_of
+from kvtiers.metrics import EngineMetrics
+from kvtiers.primary.tier import CPUPrimaryTier
+from kvtiers.tiering.jobs import JobTable
+from kvtiers.tiering.load_or_recompute import Waits
+from kvtiers.tiering.promotion import Found, Promotions
+from kvtiers.tiering.provenance import Origins
+from kvtiers.tiering.requests import LastAnswer, RequestState
+from kvtiers.tiering.tier_slot import TierSlot
+from kvtiers.types import PrefixHits
+
+__all__ = ["Lookups"]
+
+_MISS, _PENDING = LookupResult.MISS, LookupResult.HIT_PENDING
+_SMALLEST_QUESTION = 64  # chunks, once a tier was asked about the whole rest
+# Chunks a call: a long prefix is reserved over several steps, so that none of them is long. Fewer the longer the prefix
+# is by then: about 20 chunks of it are walked in the time that one takes to reserve.
+_MOST_RESERVED, _FEWEST_RESERVED, _WALKED_FOR_ONE = 448, 128, 20
+
+
+class _Run(NamedTuple):
+    """A leading run: its length, the tiers that do not know yet about what follows, whether a call's bound ended it."""
+
+    length: int
+    silent: Sequence[TierSlot] = ()
+    capped: bool = False
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A tier during one lookup: how many rows it may still get, and about how many chunks it is asked next."""
+
+    slot: TierSlot
+    room: int
+    question: int
+
+
+@dataclass(slots=True)
+class _Search:
+    """One lookup among the tiers: rows that all of them may still get, and chunks that this call may still reserve.
+
+    ``waited``: chunks that the request has waited for before.
+    """
+
+    tiers: list[_Asked]
+    room: int
+    left: int
+    waited: int
+
+
+class Lookups:
+    """Answers ``lookup`` and ``lookup_prefix``; runs on the engine's thread and never waits."""
+
+    def __init__(
+        self,
+        primary: CPUPrimaryTier,
+        jobs: JobTable,
+        promotions: Promotions,
+        origins: Origins,
+        waits: Waits,
+        tokens_per_chunk: Sequence[int],
+        metrics: EngineMetrics,
+    ) -> None:
+        self._primary = primary
+        self._jobs = jobs
+        self._promotions = promotions
+        self._origins = origins
+        self._waits = waits
+        self._tokens_per_chunk = tokens_per_chunk
+        self._metrics = metrics
+        self.asking: list[RequestState] = []
+        """The requests of this step."""
+
+    def prefix(self, keys: Sequence[OffloadKey], state: RequestState) -> PrefixHits:
+        """Return the leading run of ``keys`` (one group's, head first) that is present."""
+        group = group_of(keys[0])
+        tokens = self._tokens_in_a_chunk(group)
+        counted = state.counted.get(group, 0)
+        if len(keys) > counted:
+            self._metrics.lookups += len(keys) - counted
+            state.counted[group] = len(keys)
+        last = state.answers.get(group)
+        hits = None if last is None else self._as_before(last, keys, state)
+        if hits is None:
+            hits = self._run(keys, state, tokens)
+            if hits.pending and not hits.unresolved:
+                state.answers[group] = LastAnswer(hits, len(keys), keys[-1], self._primary.changes)
+        if not state.reached:
+            self.asking.append(state)
+        state.reached[group] = (hits.ready + hits.pending) * tokens
+        return hits
+
+    def single(self, key: OffloadKey, state: RequestState) -> LookupResult:
+        """Return where one chunk stands for this request."""
+        if key not in state.counted_single:
+            self._metrics.lookups += 1
+            state.counted_single.add(key)
+        hits = self._run([key], state, self._tokens_in_a_chunk(group_of(key)), window=True)
+        if hits.ready:
+            return LookupResult.HIT
+        if hits.pending:
+            return _PENDING
+        return LookupResult.RETRY if hits.unresolved else _MISS
+
+    def end_step(self) -> None:
+        """Forget how far the step's requests reached."""
+        for state in self.asking:
+            state.reached.clear()
+        self.asking.clear()
+
+    def _tokens_in_a_chunk(self, group: int) -> int:
+        if group < len(self._tokens_per_chunk):
+            return self._tokens_per_chunk[group]
+        self._metrics.misuse += 1  # no such group: nothing that is waited for
+        return 0
+
+    def _as_before(self, last: LastAnswer, keys: Sequence[OffloadKey], state: RequestState) -> PrefixHits | None:
+        """Return the last answer of a request that waits, if nothing has changed since and there is time to wait.
+
+        So a step in which nothing comes costs next to nothing, however many wait for prefixes however long.
+        """
+        if (
+            last.changes != self._primary.changes
+            or last.length != len(keys)
+            or last.last != keys[-1]
+            or self._waits.load_over(state, 0, lambda: self._unmeasured(keys[: last.hits.chunks]))
+        ):
+            return None
+        return last.hits
+
+    def _run(self, keys: Sequence[OffloadKey], state: RequestState, tokens: int, *, window: bool = False) -> PrefixHits:
+        if state.given_up:
+            keys = _until(keys, state.given_up)
+        length, pending = self._primary.resident_run(keys)
+        run = _Run(length)
+        if length < len(keys) and state.slots and not state.load_over:
+            run = self._follow(keys, length, state, tokens, window=window)
+        if run.length > length:
+            pending += self._primary.resident_run(keys[length : run.length])[1]
+            length = run.length
+        if pending:
+            here = keys[:length]
+            chunks = self._awaited(here, pending, state, window=window)
+            if self._waits.load_over(state, max(pending, chunks) * tokens, lambda: self._unmeasured(here)):
+                waiting = self._pending_in(here)
+                self._metrics.wait_expired += pending
+                self._origins.expired(waiting)
+                state.given_up.update(waiting)
+                return PrefixHits(keys.index(waiting[0]), 0, unresolved=False)
+            self._promotions.met(here, state)
+        if run.silent and self._waits.lookup_over(state):
+            self._metrics.wait_expired += 1
+            for slot in run.silent:
+                slot.metrics.wait_expired += 1
+            state.given_up.add(keys[length])
+            run = _Run(length)
+        return PrefixHits(length - pending, pending, bool(run.silent) or run.capped)
+
+    def _awaited(self, run: Sequence[OffloadKey], pending: int, state: RequestState, *, window: bool) -> int:
+        """Return how many chunks the request has waited for so far: a long run comes in parts, several at a time.
+
+        ``pending``: how many of the run are on their way now.
+        """
+        if window:
+            state.window_waits.update(run)
+            return len(state.window_waits)
+        group = group_of(run[0])
+        reach, chunks = state.awaited.get(group, (0, 0))
+        if len(run) > reach:
+            chunks += self._primary.resident_run(run[reach:])[1] if reach else pending
+            state.awaited[group] = len(run), chunks
+        return chunks
+
+    def _unmeasured(self, run: Sequence[OffloadKey]) -> bool:
+        """Say whether a pending chunk of the run comes from a tier whose speed is not known yet."""
+        keys = self._origins.from_unmeasured(run)
+        return any(self._primary.lookup(key) is _PENDING for key in keys)
+
+    def _pending_in(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        found = self._primary.find(keys)
+        return [key for key, where in zip(keys, found, strict=True) if where is _PENDING]
+
+    # -- the tiers
+
+    def _follow(self, keys: Sequence[OffloadKey], at: int, state: RequestState, tokens: int, *, window: bool) -> _Run:
+        """Follow the prefix beyond its first absent chunk, through tiers and primary, to one that is not to be had."""
+        tiers = [tier for slot in state.slots if (tier := self._askable(slot, len(keys))) is not None]
+        left = max(_FEWEST_RESERVED, _MOST_RESERVED - at // _WALKED_FOR_ONE)
+        waited = len(state.window_waits) if window else state.awaited.get(group_of(keys[0]), (0, 0))[1]
+        search = _Search(tiers, self._jobs.room_in_all, left, waited)
+        found: list[Found] = []
+        silent: Sequence[TierSlot] = ()
+        while at < len(keys) and tiers and search.room and search.left:
+            share, end, silent = self._ask(search, keys, at, state, tokens)
+            if share is None:
+                break
+            found.append(share)
+            at = self._resident_until(keys, end)
+        if found:
+            reached = self._promotions.reserve(keys[:at], found, state, tokens)
+            if reached < at:
+                return _Run(reached)
+        return _Run(at, silent, capped=not search.left and at < len(keys))
+
+    def _askable(self, slot: TierSlot, question: int) -> _Asked | None:
+        if not slot.available():
+            return None
+        room = self._jobs.room(slot)
+        if not room:
+            slot.metrics.budget_misses += 1
+            return None
+        return _Asked(slot, room, question)
+
+    def _ask(
+        self, search: _Search, keys: Sequence[OffloadKey], at: int, state: RequestState, tokens: int
+    ) -> tuple[Found | None, int, Sequence[TierSlot]]:
+        """Ask the tiers in order about what follows ``at``.
+
+        Return what the first one with a hit is to bring and up to where, and, if none has one, those to ask again.
+        """
+        silent: list[TierSlot] = []
+        too_slow: list[tuple[TierSlot, int]] = []  # with how many of the leading keys each has
+        for tier in search.tiers:
+            if not tier.room:
+                continue
+            some = keys[at : at + tier.question]
+            tier.question = max(_SMALLEST_QUESTION, tier.question // 2)
+            there, retry = tier.slot.ask(some, state.context)
+            has = state.not_lost(tier.slot, some[:there]) if state.lost else min(there, len(some))
+            if not has:
+                if retry and not there:
+                    silent.append(tier.slot)
+                continue
+            hits = min(has, _MOST_RESERVED)
+            places = self._absent(some[:hits], at)
+            worth = self._waits.worth_loading(tier.slot, len(places), tokens, state, search.waited)
+            if not worth:
+                too_slow.append((tier.slot, has))
+            allowed = min(worth, tier.room, search.room)
+            if allowed < worth:
+                state.drop(tier.slot, [keys[place] for place in places[allowed:worth]])
+            take = min(allowed, search.left)
+            if take:
+                tier.room -= take
+                search.room -= take
+                search.left -= take
+                end = at + hits if take == len(places) else places[take]
+                return Found(tier.slot, places[:take]), end, ()
+        if too_slow and not silent:
+            for slot, has in too_slow:
+                slot.metrics.recomputed_cheaper += len(self._absent(keys[at : at + has], at))
+            most = max([has for _, has in too_slow])
+            self._metrics.recomputed_cheaper += len(self._absent(keys[at : at + most], at))
+            state.given_up.add(keys[at])
+        return None, at, silent
+
+    def _absent(self, keys: Sequence[OffloadKey], first: int) -> list[int]:
+        found = self._primary.find(keys)
+        return [place for place, where in enumerate(found, first) if where is _MISS]
+
+    def _resident_until(self, keys: Sequence[OffloadKey], at: int) -> int:
+        """Return where, from ``at`` on, the first chunk is that the primary lacks."""
+        step = 16
+        while at < len(keys):
+            here = self._primary.resident_run(keys[at : at + step])[0]
+            at += here
+            if here < step:
+                break
+            step *= 4
+        return at
+
+
+def _until(keys: Sequence[OffloadKey], stop: set[OffloadKey]) -> Sequence[OffloadKey]:
+    """Return the keys before the first that is in ``stop``."""
+    if stop.isdisjoint(keys):
+        return keys
+    return keys[: next(i for i, key in enumerate(keys) if key in stop)]

@@ -1,0 +1,89 @@
+"""Which tier brings or brought a chunk, and what was written to a tier and not read since.
+
+The latter is exact while there is little of it; of more every 16th chunk stands for 16.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress, islice, repeat
+
+from kvtiers.api import OffloadKey
+from kvtiers.tiering.tier_slot import TierSlot
+
+__all__ = ["Origins"]
+
+_EXACT_KEYS = 4096  # unread keys of a tier of which each is remembered
+_SAMPLE = 16
+_UNREAD_KEYS = 1 << 16  # most keys remembered a tier; the oldest are forgotten, and stay counted as unread
+
+
+class Origins:
+    """For chunks that are resident or on their way, and unread: their tier. Never more of them than rows."""
+
+    def __init__(self, slots: Sequence[TierSlot]) -> None:
+        self._slots = slots
+        self._tier_of: dict[OffloadKey, TierSlot] = {}
+        self._unread: list[dict[OffloadKey, int]] = [{} for _ in slots]
+        self._turns = [0] * len(slots)
+
+    def expect(self, slot: TierSlot, keys: Sequence[OffloadKey]) -> None:
+        """A row is reserved for these chunks, which this tier is to bring."""
+        self._tier_of.update(dict.fromkeys(keys, slot))
+
+    def forget(self, keys: Iterable[OffloadKey]) -> None:
+        """These chunks are not resident any more, or will not become so."""
+        if self._tier_of:
+            for key in keys:
+                self._tier_of.pop(key, None)
+
+    def from_unmeasured(self, keys: Iterable[OffloadKey]) -> Iterator[OffloadKey]:
+        """Yield those of these chunks whose tier has never brought one yet, and is about it."""
+        slots = [slot for slot in self._slots if slot.seconds_per_chunk is None and slot.metrics.loading_chunks]
+        if slots:
+            tier_of = self._tier_of
+            yield from (key for key in keys if tier_of.get(key) in slots)
+
+    def expired(self, keys: Iterable[OffloadKey]) -> None:
+        """A request waits no longer for these pending chunks: count each for the tier that brings it."""
+        for key in keys:
+            if (slot := self._tier_of.get(key)) is not None:
+                slot.metrics.wait_expired += 1
+
+    def served(self, keys: Sequence[OffloadKey]) -> dict[TierSlot, list[OffloadKey]]:
+        """Return which of the keys each tier brought, if nobody has read them before. Asked once a key."""
+        if not self._tier_of:
+            return {}
+        slots = list(map(self._tier_of.pop, keys, repeat(None)))
+        return {slot: list(compress(keys, [of is slot for of in slots])) for slot in set(slots) if slot is not None}
+
+    def written(self, slot: TierSlot, keys: Sequence[OffloadKey], nbytes: int) -> None:
+        """This tier has these chunks now; ``nbytes`` were written for those of them that it had not before."""
+        unread = self._unread[slot.index]
+        keys = [key for key in keys if key not in unread]
+        share = nbytes // len(keys) if keys else 0
+        if not share:
+            return
+        if len(unread) >= _EXACT_KEYS:
+            turn = self._turns[slot.index] = (self._turns[slot.index] + 1) % _SAMPLE
+            keys = keys[turn::_SAMPLE]
+            share *= _SAMPLE
+        unread.update(dict.fromkeys(keys, share))
+        slot.metrics.unread_bytes += share * len(keys)
+        if len(unread) > _UNREAD_KEYS:
+            # Many at once: finding the oldest key of a dict costs time for each that was removed before it.
+            for key in list(islice(unread, _UNREAD_KEYS // 8)):
+                del unread[key]
+
+    def read(self, slot: TierSlot, keys: Iterable[OffloadKey]) -> None:
+        """These chunks have come back from this tier."""
+        unread = self._unread[slot.index]
+        if unread:
+            slot.metrics.unread_bytes -= sum([unread.pop(key, 0) for key in keys])
+
+    def reset(self) -> None:
+        """Nothing is resident any more."""
+        self._tier_of.clear()
+
+    def retire_keys(self) -> None:
+        """The keys mean other values from now on: what is unread of the old ones stays so."""
+        for unread in self._unread:
+            unread.clear()

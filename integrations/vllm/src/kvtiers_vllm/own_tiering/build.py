@@ -1,0 +1,155 @@
+"""Builds a driver for one tier in vLLM's config: which model's KV it holds, where its I/O runs, and whether it is on.
+
+What is wrong with the config stops the engine's start, in one line each; what is wrong with the world does not.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from kvtiers.api import ChunkStore, ConfigError, StartError, TierConfig, TierContext, TierPlugin
+from kvtiers.host.bounce_buffers import value_views
+from kvtiers.layout.cache_layout import CacheLayout
+from kvtiers.layout.storage_name import StorageNames
+from kvtiers.plugins import load_tier, open_plugin
+from kvtiers.secondary.in_process import InProcessBackend
+from kvtiers.secondary.placement import HostedRegion, TierHosts
+from kvtiers.secondary.store_tier import ChunkStoreTier
+from kvtiers.tiering.tier_slot import TierOptions, TierSlot
+from kvtiers_vllm.identity import Engine, identity_of, row_layout
+from kvtiers_vllm.own_tiering.off_tier import OffTier
+from kvtiers_vllm.own_tiering.options import TierSettings
+from kvtiers_vllm.own_tiering.prefetch_on_arrival import is_idle
+from kvtiers_vllm.own_tiering.region import address_of, open_mapped_file
+from kvtiers_vllm.own_tiering.tier_driver import TierDriver
+from kvtiers_vllm.own_tiering.topology_check import refuse_several_hosts
+from kvtiers_vllm.weights import is_random
+
+__all__ = ["OpenedTier", "open_tier"]
+
+_log = logging.getLogger("kvtiers.vllm")
+_CLOSE_SECONDS = 4.0  # for a host to close its store, also when draining took all the time there was
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedTier:
+    """A driver, and what its metrics say of it. ``off``: why the tier does nothing in this engine; empty if it works.
+
+    ``shared``: another process can reproduce the keys and the weights' name.
+    """
+
+    driver: TierDriver
+    name: str
+    model: str
+    shared: bool
+    off: str = ""
+
+
+def open_tier(
+    config: TierConfig, settings: TierSettings, offloading: Any, view: memoryview, engine: Engine, version: str
+) -> OpenedTier:
+    """Open one tier of an engine. ``view``: vLLM's rows, one behind the other. ``version``: vLLM's."""
+    name = config.tier_name
+    refuse_several_hosts(engine)
+    plugin = load_tier(config.type)
+    if plugin.kind != "store":
+        raise ConfigError(
+            f"{name}: a tier of type {config.type!r} moves rows by itself, and vLLM's rows have no room for a seal; "
+            "use it with KvtiersOffloadingSpec"
+        )
+    if off := _why_off(engine):
+        _log.warning("%s: off: %s", name, off)
+        driver = TierDriver(TierSlot(0, OffTier(), _options(config)), settings.lookup_wait, lambda _seconds: None)
+        return OpenedTier(driver, name, str(offloading.model.name), shared=False, off=off)
+    identity = identity_of(engine, offloading, version, settings.weights)
+    for warning in identity.warnings:
+        _log.warning("%s: %s", name, warning)
+    assert view.strides is not None
+    layout = row_layout(identity.model, offloading, view.strides[0])
+    parts = _Parts(config, settings, plugin, layout, view.cast("B"))
+    slot = TierSlot(0, parts.tier, _options(config))
+    tokens = [layout.tokens_per_chunk(group) for group in range(len(layout.groups))]
+    load_wait = None if settings.load_wait == "auto" else settings.load_wait
+    idle = partial(is_idle, engine.core) if engine.is_alone else lambda: False
+    driver = TierDriver(slot, settings.lookup_wait, parts.close, tokens, load_wait, is_idle=idle)
+    if config.required and (error := parts.tier.wait_open(config.deadline)):
+        parts.close(0.0)
+        raise StartError(f"{name}: required, but cannot be opened: {error}")
+    shared = not is_random(identity.model.weights) and not is_random(identity.model.hash_seed)
+    return OpenedTier(driver, name, identity.model.name, shared)
+
+
+def _why_off(engine: Engine) -> str:
+    if getattr(engine.vllm_config, "lora_config", None) is not None:
+        return (
+            "LoRA is enabled, and vLLM's tiers see block hashes without the adapter's files: two adapters of one name "
+            "could meet; use KvtiersOffloadingSpec"
+        )
+    return ""
+
+
+def _options(config: TierConfig) -> TierOptions:
+    return TierOptions(config.tier_name, config.read_only, config.admission, config.deadline)
+
+
+class _Parts:
+    """What a tier consists of in the engine's process, and how it is taken down."""
+
+    def __init__(
+        self, config: TierConfig, settings: TierSettings, plugin: TierPlugin, layout: CacheLayout, rows: memoryview
+    ) -> None:
+        self._config = config
+        self._plugin = plugin
+        self._namespace = settings.namespace
+        self._layout = layout
+        self._names = StorageNames.of_layout(settings.namespace, layout)
+        self._sizes = [(layout.payload_bytes(g), layout.value_bytes(g)) for g in range(len(layout.groups))]
+        self._row_bytes = layout.payload_bytes(0)
+        self._fd = -1
+        self._rows: memoryview | None = None
+        self._hosts = self._hosts_on(rows) if config.io == "process" else None
+        if self._hosts is not None:
+            self.tier = ChunkStoreTier(config, self._hosts.backend(config))
+            self._hosts.start()
+        else:
+            self._rows = rows
+            views = value_views(rows, self._row_bytes, max(value for _, value in self._sizes))
+            self.tier = ChunkStoreTier(
+                config, InProcessBackend(config, self._opener(rows), views, self._names, self._sizes)
+            )
+            self._views = views
+
+    def close(self, seconds: float) -> None:
+        """End the tier, which has been drained, within so many seconds, and let go of vLLM's memory."""
+        self.tier.close()
+        if self._hosts is not None:
+            self._hosts.close(max(_CLOSE_SECONDS, seconds))
+            os.close(self._fd)
+        elif self._rows is not None:
+            self._views.close()
+            self._rows.release()
+
+    def _hosts_on(self, rows: memoryview) -> TierHosts | None:
+        try:
+            self._fd, nbytes = open_mapped_file(address_of(rows), rows.nbytes)
+        except OSError as error:
+            name = self._config.tier_name
+            _log.warning("%s: no helper process can map vLLM's memory: %s; its io is 'thread'", name, error)
+            return None
+        region = HostedRegion(self._fd, nbytes, nbytes, self._row_bytes, self._sizes)
+        return TierHosts(region, self._namespace, lambda: self._names)
+
+    def _opener(self, rows: memoryview) -> Callable[[], ChunkStore]:
+        plugin, config = self._plugin, self._config
+        context = TierContext(
+            tier_name=config.tier_name,
+            value_bytes=max(value for _, value in self._sizes),
+            namespace=self._namespace,
+            read_only=config.read_only,
+            region=rows,
+            row_stride=self._row_bytes,
+        )
+        return partial(open_plugin, plugin, config, context, ChunkStore)

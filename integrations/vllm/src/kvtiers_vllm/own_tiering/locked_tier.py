@@ -1,0 +1,82 @@
+"""A tier that two threads ask: the engine's, and the one that takes requests in while the engine steps.
+
+The second asks between two calls of the first one's or not at all, so neither waits longer than a call takes.
+"""
+
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvtiers.api import JobResult, OffloadKey, TierRequest, TransferJob
+from kvtiers.secondary.store_tier import ChunkStoreTier
+from kvtiers.tiering.tier_slot import TierSlot
+
+__all__ = ["AskedTier", "News"]
+
+
+class News(NamedTuple):
+    """What has become of jobs since the last time: those that began, failed, ended, or let go of their rows."""
+
+    started: Sequence[int]
+    failed: Sequence[int]
+    finished: Sequence[JobResult]
+    released: Sequence[int]
+
+
+class AskedTier:
+    """Calls the tier in ``slot``, one call at a time. All but ``ask_ahead`` is for the engine's thread."""
+
+    def __init__(self, slot: TierSlot) -> None:
+        self._slot = slot
+        self._releasing = slot.tier if isinstance(slot.tier, ChunkStoreTier) else None
+        """The tier, if its loads can let go of their rows before they end."""
+        self._in_call = threading.Lock()
+
+    def ask_ahead(self, keys: Sequence[OffloadKey]) -> None:
+        """Have the tier find out about a prefix that will be looked up soon; not while it is in a call. Any thread."""
+        if self._in_call.acquire(blocking=False):
+            try:
+                self._slot.ask_ahead(keys)
+            finally:
+                self._in_call.release()
+
+    def ask(self, key: OffloadKey, context: TierRequest) -> tuple[int, bool]:
+        """Return 1 if the tier has this chunk, else 0, and whether it does not know yet."""
+        with self._in_call:
+            return self._slot.ask([key], context)
+
+    def submit(self, job: TransferJob) -> bool:
+        """Hand a job over; False: the tier did not take it."""
+        with self._in_call:
+            return self._slot.submit(job)
+
+    def news(self) -> News:
+        """Take what has become of jobs."""
+        with self._in_call:
+            return News(*self._slot.news(), () if self._releasing is None else self._releasing.get_released_jobs())
+
+    def release(self, job_id: int) -> None:
+        """Have a load let go of its rows, if the tier's loads can."""
+        if self._releasing is not None:
+            with self._in_call:
+                self._releasing.release_job(job_id)
+
+    def abandon(self, job_id: int) -> None:
+        """Tell the tier that a job of its was given up."""
+        with self._in_call:
+            self._slot.abandon(job_id)
+
+    def end_step(self) -> None:
+        """Send what the step has collected."""
+        with self._in_call:
+            self._slot.end_step()
+
+    def leave(self) -> None:
+        """Put the tier out of use."""
+        with self._in_call:
+            self._slot.leave()
+
+    def drain(self, timeout: float) -> None:
+        """Let the tier end what it is doing."""
+        with self._in_call:
+            self._slot.tier.drain(timeout)

@@ -1,0 +1,114 @@
+"""A tier's figures for vLLM's own ``/metrics``: counters as what was added since the last time, gauges as they are."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvtiers_vllm.own_tiering.build import OpenedTier
+
+__all__ = ["COUNTERS", "EVERY_SECONDS", "GAUGES", "LABELS", "TierFigures"]
+
+EVERY_SECONDS = 0.1
+"""How often figures are given: vLLM asks in every step, and a report takes 0.1 ms for each tier."""
+
+LABELS = ("tier",)
+COUNTERS = {
+    "kvtiers_tier_lookups": "Answers that the tier gave, in chunks.",
+    "kvtiers_tier_lookup_questions": "Questions to the tier that have ended, each about chunks of one prefix.",
+    "kvtiers_tier_lookup_seconds": "Seconds from these questions to their answers.",
+    "kvtiers_tier_wait_expired": "Chunks that were misses since their request had waited long enough.",
+    "kvtiers_tier_recomputed_cheaper": "Chunks that were computed since the tier's loads were too slow a moment ago.",
+    "kvtiers_tier_left_out_requests": "Requests that used no tier, since their salt is hashed without a tag.",
+    "kvtiers_tier_loaded_chunks": "Chunks that the tier brought, each checked.",
+    "kvtiers_tier_loaded_tokens": "Tokens whose KV these hold.",
+    "kvtiers_tier_loaded_bytes": "Bytes of these chunks.",
+    "kvtiers_tier_load_seconds": "Seconds that bringing them took.",
+    "kvtiers_tier_failed_loads": "Chunks that were not there, damaged, or too late.",
+    "kvtiers_tier_stored_chunks": "Chunks that the tier has taken, or had already.",
+    "kvtiers_tier_stored_bytes": "Bytes written.",
+    "kvtiers_tier_store_seconds": "Seconds that writing them took.",
+    "kvtiers_tier_failed_stores": "Chunks that were sent down and are not in the tier.",
+    "kvtiers_tier_dropped_cascades": "Chunks not sent down, since the tier was not available.",
+    "kvtiers_tier_expired_jobs": "Jobs that did not end within the deadline.",
+    "kvtiers_tier_raised": "Calls in which the tier raised.",
+    "kvtiers_tier_seal_failures": "Values whose bytes were not those that were stored.",
+    "kvtiers_tier_missing": "Values that were gone when they were to be read.",
+    "kvtiers_tier_already_present": "Values that needed no write.",
+    "kvtiers_tier_dropped_queue": "Values dropped since too many were waiting to be written.",
+    "kvtiers_tier_dropped_full": "Values dropped since the store was full.",
+    "kvtiers_tier_errors": "Calls of the store that failed.",
+    "kvtiers_tier_retries": "Further attempts after a transient error.",
+    "kvtiers_tier_breaker_opened": "How often the tier was taken out of use.",
+    "kvtiers_tier_host_starts": "Lives of the tier's helper processes.",
+}
+GAUGES = {
+    "kvtiers_tier_running_jobs": "Jobs under way.",
+    "kvtiers_tier_loading_chunks": "Chunks being brought.",
+    "kvtiers_tier_storing_chunks": "Chunks on their way into the tier.",
+    "kvtiers_tier_quarantined_rows": "Rows of jobs that were given up and that something may still touch.",
+    "kvtiers_tier_saved_seconds": "Seconds that computing these tokens had taken at this engine's speed, less loading.",
+    "kvtiers_tier_breaker_state": "0: in use, 1: out of use, 2: being tried.",
+    "kvtiers_tier_open": "1: the tier's store is open.",
+    "kvtiers_tier_hosts": "The tier's helper processes.",
+    "kvtiers_tier_hosts_open": "Those of them in which the store is open.",
+    "kvtiers_tier_off": "1: the tier does nothing in this engine; the log says why.",
+    "kvtiers_tier_shared": "1: another process can find what this one stores; 0: the log says why not.",
+}
+_PREFIX = "kvtiers_tier_"
+
+
+class _Stats(Protocol):
+    """vLLM's collection of figures."""
+
+    def increase_counter(self, name: str, value: float, labels: tuple[str, ...], /) -> None:
+        """Add to a counter."""
+
+    def set_gauge(self, name: str, value: float, labels: tuple[str, ...], /) -> None:
+        """Set a gauge."""
+
+
+@dataclass(slots=True)
+class TierFigures:
+    """One tier's figures, and what of them was reported last. ``collection``: vLLM's class for what has changed."""
+
+    opened: OpenedTier
+    collection: Callable[[], _Stats]
+    clock: Callable[[], float] = time.monotonic
+    _next: float = 0.0
+    _reported: dict[str, float] = field(default_factory=dict)
+
+    def __call__(self) -> _Stats | None:
+        """Return the changes; None if that was done a moment ago, since vLLM asks in every step."""
+        now = self.clock()
+        if now < self._next:
+            return None
+        self._next = now + EVERY_SECONDS
+        stats = self.collection()
+        labels = (self.opened.name,)
+        for name, value in self._figures():
+            before = self._reported.get(name)
+            if value == before:
+                continue
+            self._reported[name] = value
+            if name in GAUGES:
+                stats.set_gauge(name, value, labels)
+            elif value > (before or 0.0):
+                stats.increase_counter(name, value - (before or 0.0), labels)
+        return stats
+
+    def _figures(self) -> Iterator[tuple[str, float]]:
+        driver = self.opened.driver
+        own: Mapping[str, Any] = driver.own_stats()
+        extra = {
+            "left_out_requests": driver.left_out_requests,
+            "loaded_tokens": driver.loaded_tokens,
+            "saved_seconds": driver.saved_seconds,
+            "off": int(bool(self.opened.off)),
+            "shared": int(self.opened.shared),
+        }
+        for full_name in (*COUNTERS, *GAUGES):
+            name = full_name.removeprefix(_PREFIX)
+            value = extra.get(name, own.get(name, getattr(driver.metrics, name, None)))
+            if isinstance(value, (int, float)):
+                yield full_name, float(value)

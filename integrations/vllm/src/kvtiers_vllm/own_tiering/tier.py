@@ -1,0 +1,189 @@
+"""A kvtiers tier as one of vLLM's own secondary tiers: the class that vLLM calls, in its scheduler's process.
+
+vLLM names what it calls, and with what; this module translates and nothing else. Nothing here raises into an engine's
+step: a bug of ours is logged and counted, and its call answers what does no harm: a chunk is a miss, a job has failed.
+"""
+
+import threading
+import weakref
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from vllm import __version__ as vllm_version
+
+from kvtiers.api import LookupResult as Answer
+from kvtiers_vllm.identity import engine_of_stack
+from kvtiers_vllm.never_raise import BugCount, never_raises
+from kvtiers_vllm.own_tiering.build import open_tier
+from kvtiers_vllm.own_tiering.metrics import COUNTERS, GAUGES, LABELS, TierFigures
+from kvtiers_vllm.own_tiering.options import load_tier_options
+from kvtiers_vllm.own_tiering.prefetch_on_arrival import follow_arrivals, prefix_keys
+from kvtiers_vllm.own_tiering.report import open_status
+from kvtiers_vllm.releases import release_of
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+    from vllm.v1.kv_offload.base import (
+        LookupResult,
+        Medium,
+        OffloadingCounterMetadata,
+        OffloadingGaugeMetadata,
+        RequestOffloadingContext,
+    )
+    from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+except ImportError:
+    release_of(vllm_version)  # one that is not supported is refused by its name, not by that of what it lacks
+    raise
+
+__all__ = ["KvtiersTier"]
+
+_RELEASE = release_of(vllm_version)
+_ANSWERS = {Answer.MISS: LookupResult.MISS, Answer.HIT: LookupResult.HIT, Answer.RETRY: LookupResult.RETRY}
+
+
+_running: weakref.WeakKeyDictionary["KvtiersTier", Any] = weakref.WeakKeyDictionary()
+"""The tiers of this process that have not ended, with what vLLM offloads in their engine."""
+
+
+class KvtiersTier(SecondaryTierManager):
+    """One tier; ``options`` are those that the tier has in YAML."""
+
+    medium = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **options: Any,
+    ) -> None:
+        detector = {"backpressure_detector": backpressure_detector} if _RELEASE.takes_detector else {}
+        super().__init__(offloading_spec, primary_kv_view, tier_type, **detector)
+        self.bugs = BugCount(tier_type)
+        config, settings = load_tier_options(tier_type, options, offloading_spec.extra_config)
+        self._drain_seconds = settings.drain
+        self._offloading, engine = offloading_spec.config, engine_of_stack()
+        opened = open_tier(config, settings, self._offloading, primary_kv_view, engine, vllm_version)
+        self._driver = opened.driver
+        follow_arrivals(engine.core, self._arrived)
+        self._figures = TierFigures(opened, OffloadingConnectorStats)
+        self._status = open_status(opened, f"vLLM {vllm_version}")
+        self._end: threading.Thread | None = None
+        _running[self] = self._offloading
+
+    # -- requests
+
+    @never_raises(RequestOffloadingContext)
+    def on_new_request(self, req_context: Any) -> Any:
+        """Take note of a request; the tier wants what was newly computed, no more."""
+        self._driver.request_started(req_context.req_id, req_context.kv_transfer_params)
+        return RequestOffloadingContext()
+
+    @never_raises(lambda: None)
+    def on_request_finished(self, req_context: Any) -> None:
+        """Forget a request."""
+        self._driver.request_finished(req_context.req_id)
+
+    @never_raises(lambda: LookupResult.MISS)
+    def lookup(self, key: bytes, req_context: Any) -> Any:
+        """Say whether the tier has a chunk."""
+        return _ANSWERS[self._driver.lookup(key, req_context.req_id)]
+
+    @never_raises(lambda: None)
+    def _arrived(self, request: Any) -> None:
+        """Ask about a request before vLLM does; where its salt has no tag, leave it out. On any thread."""
+        if request.cache_salt and not _RELEASE.tags_salt:
+            self._driver.leave_out(request.request_id, request)
+            return
+        for keys in prefix_keys(self._offloading, request):
+            self._driver.ask_ahead(keys)
+
+    # -- jobs
+
+    def submit_store(self, job_metadata: Any, **_more: Any) -> None:
+        """Start to copy rows into the tier."""
+        self._submit(job_metadata, is_promotion=False)
+
+    def submit_load(self, job_metadata: Any, **_more: Any) -> None:
+        """Start to fill rows from the tier."""
+        self._submit(job_metadata, is_promotion=True)
+
+    def _submit(self, job: Any, *, is_promotion: bool) -> None:
+        try:
+            rows: Any = getattr(job, _RELEASE.rows_attribute)
+            keys: Collection[bytes] = job.keys
+            self._driver.submit(job.job_id, keys, rows.tolist(), job.req_context.req_id, is_promotion=is_promotion)
+        except Exception:  # noqa: BLE001 -- see never_raises; vLLM's request and rows wait for the job's result
+            self.bugs.note("submit_load" if is_promotion else "submit_store")
+            self._driver.refuse(job.job_id)
+
+    @never_raises(tuple)
+    def get_finished_jobs(self) -> Iterable[Any]:
+        """Return the results that have come."""
+        return [self._result(result) for result in self._driver.finished()]
+
+    @never_raises(lambda: None)
+    def on_schedule_end(self, context: Any) -> None:
+        """Send what the step has collected."""
+        self._driver.end_step(context.new_req_ids)
+
+    @never_raises(lambda: None)
+    def drain_jobs(self) -> None:
+        """Wait until nothing of the tier's touches a row."""
+        self._driver.drain()
+
+    @never_raises(lambda: None)
+    def shutdown(self) -> None:
+        """End within a bound, and let go of vLLM's memory.
+
+        vLLM ends its tiers one after another. The end of the first one begins those of all: the bound is one for all.
+        """
+        for tier in [tier for tier, offloading in _running.items() if offloading is self._offloading]:
+            tier.begin_end()
+        if self._end is not None:
+            self._end.join()
+
+    def begin_end(self) -> None:
+        """Begin to end on a thread; at once where none can be had, as while the interpreter ends."""
+        del _running[self]
+        end = threading.Thread(target=self._close, name="kvtiers-end", daemon=True)
+        try:
+            end.start()
+        except RuntimeError:
+            self._close()
+        else:
+            self._end = end
+
+    @never_raises(lambda: None)
+    def _close(self) -> None:
+        try:
+            self._status.close()
+        finally:
+            self._driver.close(self._drain_seconds)
+
+    # -- figures
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        """Return what the tier's figures are; the same for all tiers, which a label tells apart."""
+        del extra_config
+        counters = {name: OffloadingCounterMetadata(text, LABELS) for name, text in COUNTERS.items()}
+        return counters | {name: OffloadingGaugeMetadata(text, LABELS) for name, text in GAUGES.items()}
+
+    @never_raises(lambda: None)
+    def get_stats(self) -> Any:
+        """Return what has changed; None if that was said a moment ago."""
+        return self._figures()
+
+    # -- inside
+
+    def _result(self, result: Any) -> Any:
+        moved = {"transfer_bytes": result.nbytes} if _RELEASE.reports_bytes else {}
+        return JobResult(
+            result.job_id,
+            result.success,
+            successful_keys=result.successful_keys,
+            transfer_time=result.seconds,
+            **moved,
+        )

@@ -1,0 +1,401 @@
+"""One kvtiers tier under somebody else's manager: its jobs and their deadlines, its requests' waits, its life.
+
+That manager is vLLM's. It asks key by key, step by step, and frees a job's rows when the job's result is reported: so a
+result is reported only when nothing can touch the rows any more, also that of a job which is given up. A load that has
+taken ``load_wait`` is made to let go of its rows, which it can at once where values are read beside them, and is
+reported then, whatever its calls still do. What else a request can be spared is decided at its lookups:
+
+===============================  ==================================================================
+a lookup is                      when
+===============================  ==================================================================
+MISS                             the tier is off, or its breaker open; the request is left out, lost
+                                 this chunk before, or has waited ``lookup_wait`` for an answer, or
+                                 ``load_wait`` for loads; loads were too slow for somebody a moment ago
+RETRY                            the question is on its way
+HIT                              the tier has it: vLLM submits the load at the end of its step
+===============================  ==================================================================
+
+Runs on the engine's thread; ``ask_ahead`` (``asked.py``) and ``leave_out`` on any. Nothing raises.
+"""
+
+import math
+import time
+import weakref
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvtiers.api import JobResult, LookupResult, OffloadKey, TransferJob, group_of
+from kvtiers.metrics import TierMetrics
+from kvtiers.secondary.store_tier import ChunkStoreTier
+from kvtiers.tiering.provenance import Origins
+from kvtiers.tiering.results import good_keys, moved
+from kvtiers.tiering.tier_slot import TierSlot
+from kvtiers.types import RequestContext
+from kvtiers_vllm.own_tiering.idle_backoff import Rest
+from kvtiers_vllm.own_tiering.locked_tier import AskedTier
+from kvtiers_vllm.own_tiering.prefill import PrefillRate
+
+__all__ = ["TierDriver"]
+
+_SCAN_SECONDS = 0.05  # how often deadlines are looked at
+_DRAIN_POLL_SECONDS = 0.002
+_STEP_SECONDS = 0.001  # from a step's end to the next one's begin, at least, if anything is computed
+_PAUSE_SECONDS = 1.0  # in which nothing is loaded after loads were too slow: else all who wait would wait in turn
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A job of vLLM's that is not reported yet, ids its own. ``release_at``: when its request has waited enough."""
+
+    job: TransferJob
+    request: "_Request"
+    submitted: float
+    release_at: float
+    started: float | None = None
+    given_up: bool = False
+    released: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """What is known of a request: since when it waits, and which chunks are misses for it.
+
+    ``loads``: under way, since ``loads_since``; ``loads_waited``: seconds in which those before were.
+    """
+
+    context: RequestContext
+    waits_since: float | None = None
+    loads: int = 0
+    loads_since: float = 0.0
+    loads_waited: float = 0.0
+    load_tokens: int = 0
+    left_out: bool = False
+    lost: set[OffloadKey] = field(default_factory=set)
+
+
+class TierDriver:
+    """Drives ``slot``. ``lookup_wait``, ``load_wait``: seconds that a request waits for answers and for loads, in all.
+
+    A ``load_wait`` of None: as long as computing would take, which the engine itself shows (``prefill.py``), at least
+    ``lookup_wait``, and no more until it has shown it.
+    ``tokens_per_chunk[g]``: tokens whose KV a chunk of group g holds. ``is_idle``: nothing but new requests can be
+    computed now; asked when a step begins.
+    """
+
+    def __init__(
+        self,
+        slot: TierSlot,
+        lookup_wait: float,
+        close: Callable[[float], None],
+        tokens_per_chunk: Sequence[int] = (),
+        load_wait: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        is_idle: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._slot = slot
+        self._tier = AskedTier(slot)
+        self._is_idle = is_idle
+        self._rest = Rest(clock, sleep)
+        self._began: float | None = None  # a step, with its first question
+        self._began_idle = False
+        self._ended = 0.0  # the one before
+        self._lookup_wait = lookup_wait
+        self._load_wait = load_wait
+        self._pause_until = 0.0
+        self._late: dict[int, _Running] = {}
+        self._close = close
+        self._tokens_per_chunk = tokens_per_chunk
+        self._clock = clock
+        self._prefill = PrefillRate()
+        self._jobs: dict[int, _Running] = {}
+        self._requests: dict[str, _Request] = {}
+        self._to_leave_out: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
+        """By id, those of which ``request_started`` may still tell; one that was never scheduled goes by itself."""
+        self._results: list[JobResult] = []
+        self._next_scan = 0.0
+        self._closed = False
+        self._origins = Origins([slot])
+        self.loaded_tokens = 0
+        """Tokens whose KV the tier brought."""
+        self.left_out_requests = 0
+        """Requests that found nothing and stored nothing, as ``leave_out`` says."""
+
+    @property
+    def metrics(self) -> TierMetrics:
+        """What happened between the engine and the tier."""
+        return self._slot.metrics
+
+    @property
+    def saved_seconds(self) -> float | None:
+        """What computing had taken that loading did not: tokens loaded, times seconds a token, less seconds of loading.
+
+        The seconds a token are those that this engine takes (``prefill.py``); None until it has computed a prompt.
+        Those of loading are the jobs' own, from a job's begin in the tier to its end; jobs of one time all count.
+        """
+        rate = self._prefill.seconds_per_token
+        return None if rate is None else self.loaded_tokens * rate - self.metrics.load_seconds
+
+    def own_stats(self) -> dict[str, float]:
+        """Return the tier's own figures."""
+        tier = self._slot.tier
+        return self._slot.own_stats(lambda _name: tier.stats() if isinstance(tier, ChunkStoreTier) else {})
+
+    # -- requests
+
+    def request_started(self, request_id: str, params: Mapping[str, object] | None) -> None:
+        """Take note of a request."""
+        request = self._requests[request_id] = self._new_request(request_id, params or {})
+        self.left_out_requests += request.left_out
+
+    def leave_out(self, request_id: str, request: object) -> None:
+        """Let a request that comes find nothing in the tier and store nothing, until it has finished. Any thread.
+
+        ``request``: what lives until ``request_started`` tells of it, or until it is clear that it never will.
+        """
+        self._to_leave_out[request_id] = request
+
+    def request_finished(self, request_id: str) -> None:
+        """Forget a request."""
+        self._requests.pop(request_id, None)
+        self._to_leave_out.pop(request_id, None)
+        self._prefill.finished(request_id)
+
+    def lookup(self, key: OffloadKey, request_id: str) -> LookupResult:
+        """Say whether the tier has this chunk."""
+        self._begin()
+        request = self._request(request_id)
+        if key in request.lost or request.left_out or not self._slot.available():
+            return LookupResult.MISS
+        if self._pause_until and self._is_paused():
+            self.metrics.recomputed_cheaper += 1
+            return LookupResult.MISS
+        hits, unresolved = self._tier.ask(key, request.context)
+        while unresolved and self._began_idle and self._rest_for_answer([key]):
+            hits, unresolved = self._tier.ask(key, request.context)
+        if hits:
+            return LookupResult.HIT
+        if not unresolved:
+            return LookupResult.MISS
+        now = self._clock()
+        if request.waits_since is None:
+            request.waits_since = now
+        if now - request.waits_since < self._lookup_wait:
+            return LookupResult.RETRY
+        request.lost.add(key)
+        self.metrics.wait_expired += 1
+        return LookupResult.MISS
+
+    def ask_ahead(self, keys: Sequence[OffloadKey]) -> None:
+        """Have the tier asked about a prefix that will be looked up soon; not while the engine calls it. Any thread."""
+        self._tier.ask_ahead(keys)
+
+    # -- jobs
+
+    def submit(
+        self, job_id: int, keys: Iterable[OffloadKey], rows: Sequence[int], request_id: str, *, is_promotion: bool
+    ) -> None:
+        """Hand a job to the tier; its one result comes by ``finished``, whatever happens."""
+        keys = tuple(keys)
+        request, now = self._request(request_id), self._clock()
+        if not is_promotion:
+            self._prefill.computed(request_id, self._tokens(keys))
+        if not is_promotion and (self._slot.options.read_only or request.left_out):
+            self._results.append(JobResult(job_id, success=True))  # as it is meant to be: nobody is to count a failure
+            return
+        job = TransferJob(job_id, keys, memoryview(array("i", rows)), is_promotion, request.context)
+        release_at = self._loads_over(request, keys, now) if is_promotion else math.inf
+        running = self._jobs[job_id] = _Running(job, request, now, release_at)
+        self.metrics.running_jobs += 1
+        self.metrics.loading_chunks += len(job.keys) if is_promotion else 0
+        usable = self._slot.available()
+        self.metrics.dropped_cascades += len(job.keys) if not usable and not is_promotion else 0
+        if not usable or not self._tier.submit(job):
+            self._finish(running, JobResult(job_id, success=False))
+
+    def refuse(self, job_id: int) -> None:
+        """Report a job as failed that could not be handed over, unless it was and its result comes by itself."""
+        if job_id not in self._jobs:
+            self._results.append(JobResult(job_id, success=False))
+
+    def finished(self) -> list[JobResult]:
+        """Take the results that have come; vLLM asks for them first in each step."""
+        self._begin()
+        self._poll()
+        results, self._results = self._results, []
+        return results
+
+    def end_step(self, new_requests: Iterable[str] = ()) -> None:
+        """Send what the step has collected; where nothing is computed while loads run, leave them some time.
+
+        ``new_requests``: those that are computed for the first time in it.
+        """
+        self._tier.end_step()
+        now = self._clock()
+        self._prefill.step_ended(new_requests, now)
+        computed = (self._began if self._began is not None else now) - self._ended >= _STEP_SECONDS
+        self._rest.step(idle=not computed and self.metrics.loading_chunks > 0)
+        self._began, self._ended = None, self._clock()
+
+    def has_jobs(self) -> bool:
+        """Say whether a result is owed."""
+        return bool(self._jobs or self._results)
+
+    def drain(self) -> None:
+        """Wait until nothing of the tier's touches a row: every job ends by its own or by its deadline."""
+        self._tier.end_step()
+        self._poll()
+        while self._jobs:
+            time.sleep(_DRAIN_POLL_SECONDS)
+            self._poll()
+            self._tier.end_step()
+
+    def close(self, timeout: float) -> None:
+        """Let the tier end what it is doing within so many seconds, and close it. What is owed is reported failed."""
+        if self._closed:
+            return
+        self._closed = True
+        until = self._clock() + timeout
+        self._tier.drain(timeout)
+        self._poll()
+        self._tier.leave()
+        self._close(max(0.0, until - self._clock()))
+        for running in list(self._jobs.values()):
+            self._finish(running, JobResult(running.job.job_id, success=False))
+
+    # -- inside
+
+    def _begin(self) -> None:
+        """Take note that a step begins, with the first call of it."""
+        if self._began is None:
+            self._began, self._began_idle = self._clock(), self._is_idle()
+
+    def _rest_for_answer(self, keys: Sequence[OffloadKey]) -> bool:
+        """Send the question, and leave the tier a moment; False if this step has waited enough."""
+        self._tier.ask_ahead(keys)
+        if not self._rest.for_answer():
+            return False
+        self._poll()
+        return True
+
+    def _request(self, request_id: str) -> _Request:
+        request = self._requests.get(request_id)
+        return request if request is not None else self._new_request(request_id, {})
+
+    def _new_request(self, request_id: str, params: Mapping[str, object]) -> _Request:
+        return _Request(RequestContext(request_id, params), left_out=request_id in self._to_leave_out)
+
+    def _tokens(self, keys: Sequence[OffloadKey]) -> int:
+        """Return of how many tokens these chunks hold the KV: of a hybrid model's groups, of the one with the most."""
+        groups = Counter(map(group_of, keys)) if len(self._tokens_per_chunk) > 1 else {0: len(keys)}
+        return max((groups.get(group, 0) * tokens for group, tokens in enumerate(self._tokens_per_chunk)), default=0)
+
+    def _poll(self) -> None:
+        news = self._tier.news()
+        for job_id in news.started:
+            running = self._jobs.get(job_id)
+            if running is not None and running.started is None:
+                running.started = self._clock()
+        for job_id in news.failed:
+            if (failed := self._jobs.get(job_id)) is not None:
+                self._give_up(failed, tell=False)
+        for result in news.finished:
+            self._late.pop(result.job_id, None)
+            if (ended := self._jobs.get(result.job_id)) is not None:
+                self._finish(ended, result)
+        self._let_go(news.released)
+        now = self._clock()
+        if (self._jobs or self._late) and now >= self._next_scan:
+            self._next_scan = now + _SCAN_SECONDS
+            self._expire(now)
+
+    def _loads_over(self, request: _Request, keys: Sequence[OffloadKey], now: float) -> float:
+        """Return until when a request waits for its loads, of which these are some.
+
+        Between loads it waits for nothing: vLLM may compute it, put it aside, and have it loaded anew much later.
+        """
+        if not request.loads:
+            request.loads_since = now
+        request.loads += 1
+        request.load_tokens += self._tokens(keys)
+        rate = self._prefill.seconds_per_token
+        auto = max(self._lookup_wait, request.load_tokens * rate) if rate is not None else self._lookup_wait
+        wait = auto if self._load_wait is None else self._load_wait
+        return request.loads_since + wait - request.loads_waited
+
+    def _load_ended(self, request: _Request) -> None:
+        request.loads -= 1
+        if not request.loads:
+            request.loads_waited += self._clock() - request.loads_since
+
+    def _is_paused(self) -> bool:
+        paused = self._clock() < self._pause_until
+        self._pause_until = self._pause_until if paused else 0.0
+        return paused
+
+    def _let_go(self, released: Sequence[int]) -> None:
+        """Make loads that their requests have waited for long enough let go of their rows; report those that have."""
+        for job_id in released:
+            if (running := self._jobs.get(job_id)) is not None:
+                self._late[job_id] = running
+                self._finish(running, JobResult(job_id, success=False))
+        now = self._clock() if self._jobs else 0.0
+        for running in self._jobs.values():
+            if now >= running.release_at and not (running.released or running.given_up):
+                running.released = True
+                self.metrics.wait_expired += len(running.job.keys)
+                self._pause_until = now + _PAUSE_SECONDS
+                self._tier.release(running.job.job_id)
+
+    def _expire(self, now: float) -> None:
+        for running in (*self._jobs.values(), *self._late.values()):
+            begun = running.submitted if running.started is None else running.started
+            if now - begun > self._slot.options.deadline and not running.given_up:
+                self.metrics.expired_jobs += 1
+                self._give_up(running, tell=True)
+
+    def _give_up(self, running: _Running, *, tell: bool) -> None:
+        """A job has failed, but its rows are still in use: vLLM cannot be told before they are not."""
+        if running.given_up:
+            return
+        running.given_up = True
+        self.metrics.quarantined_rows += len(running.job.keys) if running.job.job_id in self._jobs else 0
+        if tell:
+            self._tier.abandon(running.job.job_id)
+
+    def _finish(self, running: _Running, result: JobResult) -> None:
+        job, metrics = running.job, self.metrics
+        del self._jobs[job.job_id]
+        metrics.running_jobs -= 1
+        if running.given_up:
+            metrics.quarantined_rows -= len(job.keys)
+        good = good_keys(job, result)
+        nbytes, seconds = moved(result)
+        if job.is_promotion:
+            self._load_ended(running.request)
+            metrics.loading_chunks -= len(job.keys)
+            metrics.loaded_chunks += len(good)
+            metrics.loaded_bytes += nbytes
+            metrics.load_seconds += seconds
+            self.loaded_tokens += self._tokens(good)
+            self._origins.read(self._slot, good)
+            self._note_lost(job, good)
+        else:
+            metrics.stored_chunks += len(good)
+            metrics.stored_bytes += nbytes
+            metrics.store_seconds += seconds
+            metrics.failed_stores += len(job.keys) - len(good)
+            self._origins.written(self._slot, good, nbytes)
+        complete = len(good) == len(job.keys)
+        partly = None if complete or not job.is_promotion else good
+        self._results.append(JobResult(job.job_id, complete, partly, nbytes, seconds))
+
+    def _note_lost(self, job: TransferJob, good: Sequence[OffloadKey]) -> None:
+        """A chunk whose load failed is a miss for the request that asked for it, or it would ask for ever."""
+        lost = set(job.keys).difference(good)
+        self.metrics.failed_loads += len(lost)
+        request = self._requests.get(job.context.request_id)
+        if request is not None:
+            request.lost |= lost

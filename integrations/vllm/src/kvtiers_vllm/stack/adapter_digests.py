@@ -1,0 +1,202 @@
+"""Looks at adapters' files in a thread of its own, so that the engine's never waits for a file system.
+
+::
+
+    request arrives      a look is begun; without its answer the request has no keys, and finds and stores nothing
+    vLLM may begin it    what is looked at later may not be what vLLM loads: it counts if it was old by then
+    loaded at a call     (``add_lora``) the same, with a moment for a look that stands behind no other
+    store has ended      another look: what vLLM loaded in between is what the keys name, or the store fails
+    adapter loaded anew  from that request's arrival to its look's answer no request with the adapter has keys
+
+Looks are answered in the order in which they were begun. What the thread answers the engine's thread reads off when it
+next asks; neither waits for the other. What is left open: files that are replaced between a request's look and vLLM's
+first loading of them, while the request waits for its turn; it may find what the adapter stored that it named.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from functools import wraps
+from typing import Any, Protocol
+
+from kvtiers_vllm.never_raise import BugCount, never_raises
+from kvtiers_vllm.stack.adapters import Adapters, Files
+
+__all__ = ["AdapterLook", "AdapterLooks", "Confirmation", "Question", "Standing"]
+
+_log = logging.getLogger("kvtiers.vllm")
+_MOST_WAITING = 10_000  # looks at a file system that hangs
+_OLD_NS = 2_000_000_000  # by which clocks of file systems may differ from this machine's
+_LOAD_SECONDS = 0.05  # that loading an adapter waits for a look at the files that it is about to read
+
+
+class Standing(Enum):
+    """What is known of a request's adapter."""
+
+    UNKNOWN = "not known yet"
+    KNOWN = "known, and vLLM's is the same"
+    CHANGED = "not to be told, or another than when the request came"
+
+
+class Question(Protocol):
+    """What the looking thread answers."""
+
+    def answer(self, adapters: Adapters) -> None:
+        """Look; on the looking thread."""
+
+
+@dataclass(slots=True, eq=False)
+class Confirmation:
+    """An answer to whether an adapter's files are what they were."""
+
+    lora: Any
+    answered: bool = False
+    unchanged: bool = False
+
+    def answer(self, adapters: Adapters) -> None:
+        """Look; on the looking thread."""
+        self.unchanged = adapters.is_unchanged(self.lora)
+        self.answered = True
+
+
+class AdapterLook:
+    """What a request's adapter is. ``lora``: vLLM's request for it. ``arrived``: when it came, in ns of the epoch."""
+
+    def __init__(self, looks: "AdapterLooks", lora: Any, arrived: int) -> None:
+        self.number: int = lora.lora_int_id
+        self.digest = b""
+        self.looked = threading.Event()
+        """Set when the files have been looked at, or cannot be; digesting them takes longer."""
+        self._looks = looks
+        self._lora = lora
+        self._arrived = arrived
+        self._late = False
+        self._changes = 0
+        self._answered = False
+        self._found: Files | OSError | None = None
+
+    @property
+    def standing(self) -> Standing:
+        """What the request may do now; CHANGED is for good."""
+        if not self._answered:
+            return Standing.UNKNOWN
+        if not self.digest or self._changes != self._looks.changes(self.number):
+            return Standing.CHANGED
+        return Standing.UNKNOWN if self._looks.is_loading_anew(self.number) else Standing.KNOWN
+
+    @property
+    def was_another(self) -> bool:
+        """Say whether the adapter of this number was another one before, in this engine."""
+        return self._looks.changes(self.number) > 0
+
+    def vllm_may_load(self) -> None:
+        """Take note that vLLM may load the files from now on."""
+        self._late |= not self.looked.is_set()
+
+    def confirm(self) -> Confirmation:
+        """Begin to look whether the files are still the same."""
+        confirmation = Confirmation(self._lora)
+        self._looks.ask(confirmation)
+        return confirmation
+
+    def look(self) -> Files | OSError:
+        """Look at the files, unless that has been done; not on the engine's thread."""
+        found = self._found
+        if found is None:
+            try:
+                found = Files.of(self._lora)
+            except OSError as error:
+                found = error
+            self._found = found
+            self.looked.set()
+        return found
+
+    def answer(self, adapters: Adapters) -> None:
+        """Look, and digest what is new; on the looking thread."""
+        found = self.look()
+        if isinstance(found, OSError):
+            adapters.lose(self._lora, f"{type(found).__name__}: {found}")
+        else:
+            as_loaded = not self._late or found.changed < self._arrived - _OLD_NS
+            self.digest = adapters.digest(self._lora, found, as_loaded=as_loaded) or b""
+        self._changes = adapters.changes[self.number]
+        self._answered = True
+        if self._lora.load_inplace:
+            self._looks.loaded_anew[self.number] += 1
+
+
+class AdapterLooks:
+    """The looks at an engine's adapters. Everything but ``answer`` runs on the engine's thread."""
+
+    def __init__(self, clock: Callable[[], int] = time.time_ns) -> None:
+        self.bugs = BugCount("kvtiers")
+        self._clock = clock
+        self.loaded_anew: Counter[int] = Counter()
+        """Looks at adapters that vLLM loads anew, by number: those answered. Counted by the looking thread alone."""
+        self._to_load_anew: Counter[int] = Counter()  # those begun
+        self._adapters = Adapters()
+        self._questions: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, lora: Any) -> AdapterLook:
+        """Begin to look at the adapter of a request that has come."""
+        look = self._look_of(lora)
+        self.ask(look)
+        return look
+
+    def _look_of(self, lora: Any) -> AdapterLook:
+        if lora.load_inplace:
+            self._to_load_anew[lora.lora_int_id] += 1
+        return AdapterLook(self, lora, self._clock())
+
+    def ask(self, question: Question) -> None:
+        """Have a question answered; where too many wait already it never is."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvtiers-adapters", daemon=True)
+            self._thread.start()
+        if self._questions.qsize() < _MOST_WAITING:
+            self._questions.put(question)
+
+    def changes(self, number: int) -> int:
+        """Return how often the adapter of this number was found to be another."""
+        return self._adapters.changes[number]
+
+    def is_loading_anew(self, number: int) -> bool:
+        """Say whether vLLM loads the adapter anew for a request whose look is not answered yet."""
+        return self._to_load_anew[number] != self.loaded_anew[number]
+
+    def follow(self, core: Any) -> None:
+        """Look at adapters that vLLM is told to load without a request, too. ``core``: its engine core."""
+        add_lora = core.add_lora
+
+        @wraps(add_lora)  # a served engine makes vLLM's request of a client's message by the signature
+        def look_and_add(lora: Any) -> Any:
+            self._look_before_loading(lora)
+            return add_lora(lora)
+
+        core.add_lora = look_and_add
+
+    @never_raises(lambda: None)
+    def _look_before_loading(self, lora: Any) -> None:
+        look = self._look_of(lora)
+        # Not behind others' digests: vLLM reads the same files next, which takes longer than this look.
+        threading.Thread(target=look.look, name="kvtiers-adapter", daemon=True).start()
+        look.looked.wait(_LOAD_SECONDS)
+        look.vllm_may_load()
+        self.ask(look)
+
+    def close(self) -> None:
+        """Have the thread end when it has answered; a file system that hangs is not waited for."""
+        self._questions.put(None)
+
+    def _run(self) -> None:
+        while (question := self._questions.get()) is not None:
+            try:
+                question.answer(self._adapters)
+            except Exception:  # noqa: BLE001 -- a question without an answer costs its request the tiers
+                _log.exception("adapters cannot be looked at; a bug of kvtiers")

@@ -1,0 +1,120 @@
+"""vLLM's connector, and what it has to do besides for kvtiers. A connector that builds our spec becomes this class.
+
+::
+
+    scheduler's side   a request, with its adapter and salt, is shown to the manager before vLLM names it
+                       what became of copies goes to the manager, also of those that vLLM has forgotten in a reset
+    worker's side      what became of copies travels with vLLM's own report
+                       a request whose load failed is one that vLLM computes: the way that it has for that
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+
+from kvtiers.api import StartError
+from kvtiers_vllm.never_raise import BugCount, never_raises
+from kvtiers_vllm.stack.plans import CopyReport
+
+__all__ = ["KvtiersConnector", "adopt"]
+
+
+@dataclass
+class WorkerNews(OffloadingWorkerMetadata):
+    """vLLM's report of a worker, with ours."""
+
+    copies: CopyReport = field(default_factory=CopyReport)
+
+    def aggregate(self, other: Any) -> "WorkerNews":
+        """Take another worker's report in."""
+        both = super().aggregate(other)
+        copies = CopyReport()
+        copies.add(self.copies)
+        copies.add(other.copies)
+        return WorkerNews(both.completed_jobs, both.transfer_stats, copies)
+
+
+class KvtiersConnector(OffloadingConnector):
+    """Its manager and its worker are kvtiers'. What vLLM's own methods raise is vLLM's."""
+
+    bugs: BugCount
+
+    def on_new_request(self, request: Any) -> None:
+        """Show a request to the manager."""
+        self._show(request)
+        super().on_new_request(request)
+
+    @never_raises(lambda: None)
+    def _show(self, request: Any) -> None:
+        self.connector_scheduler.manager.requests.show(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        """Tell the manager which requests vLLM has in part; put off those of which nobody knows the adapter yet."""
+        if self._holds_back(request.request_id, num_computed_tokens):
+            return None, False
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    @never_raises(lambda: False)
+    def _holds_back(self, request_id: str, num_computed_tokens: int) -> bool:
+        requests = self.connector_scheduler.manager.requests
+        if num_computed_tokens:
+            requests.has_local_prefix(request_id)
+        return bool(requests.holds_back(request_id))
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """Take note of how much a step computes; one that computes nothing leaves the copies some time."""
+        meta = super().build_connector_meta(scheduler_output)
+        self._step_begins(scheduler_output)
+        return meta
+
+    @never_raises(lambda: None)
+    def _step_begins(self, scheduler_output: Any) -> None:
+        manager, tokens = self.connector_scheduler.manager, scheduler_output.total_num_scheduled_tokens
+        manager.steps.begins(tokens, len(scheduler_output.num_scheduled_tokens))
+        if tokens:
+            manager.computes()
+        manager.rest(computes=bool(tokens))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Tell the manager what became of copies."""
+        self._take_news(connector_output.kv_connector_worker_meta)
+        super().update_connector_output(connector_output)
+
+    @never_raises(lambda: None)
+    def _take_news(self, news: Any) -> None:
+        if isinstance(news, WorkerNews):
+            self.connector_scheduler.manager.copies_ended(news.copies)
+
+    def build_connector_worker_meta(self) -> Any:
+        """Return vLLM's report of this worker, with ours."""
+        meta = super().build_connector_worker_meta()
+        if meta is None:
+            return None
+        return WorkerNews(meta.completed_jobs, meta.transfer_stats, self._take_report())
+
+    @never_raises(CopyReport)
+    def _take_report(self) -> CopyReport:
+        report: CopyReport = self.connector_worker.worker.take_report()
+        return report
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Return what has ended, and which loads of it failed."""
+        results = super().get_transfer_results(finished_req_ids)
+        self._add_failed_loads(results)
+        return results
+
+    @never_raises(lambda: None)
+    def _add_failed_loads(self, results: Any) -> None:
+        results.failed_recving |= self.connector_worker.worker.take_failed_loads()
+
+
+def adopt(connector: Any) -> None:
+    """Make the connector that is being built ours; StartError if it is none that can be."""
+    if type(connector) is not OffloadingConnector:
+        raise StartError(
+            f"KvtiersOffloadingSpec runs under vLLM's OffloadingConnector, not under {type(connector).__name__}"
+        )
+    connector.__class__ = KvtiersConnector
+    connector.bugs = BugCount("kvtiers")

@@ -1,0 +1,127 @@
+"""What the whole stack says of itself: to vLLM's own ``/metrics``, and to ``kvtiers status``.
+
+Both read the snapshot that ``TieringManager.stats`` keeps of each step.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvtiers.layout.cache_layout import CacheLayout
+from kvtiers.status import StatusSocket, answer_status
+from kvtiers_vllm.own_tiering.metrics import COUNTERS, EVERY_SECONDS, GAUGES, LABELS
+from kvtiers_vllm.stack.steps import StepClock
+
+__all__ = ["StackFacts", "StackFigures", "definitions", "open_stack_status"]
+
+_TIER_COUNTERS = {**COUNTERS, "kvtiers_tier_hits": "Chunks that a request was the first to read, and that it brought."}
+_ENGINE_COUNTERS = {
+    "kvtiers_lookups": "Chunks that requests asked for.",
+    "kvtiers_primary_hits": "Chunks that requests read and that no tier had brought for them.",
+    "kvtiers_stored_chunks": "Chunks that came into the primary from the engine.",
+    "kvtiers_refused_stores": "Chunks for which there was no room in the primary.",
+    "kvtiers_wait_expired": "Chunks that were misses since their request had waited long enough.",
+    "kvtiers_recomputed_cheaper": "Chunks that were computed though a tier had them, since that was faster.",
+    "kvtiers_failed_gpu_stores": "Chunks whose copy out of the engine failed.",
+    "kvtiers_failed_gpu_loads": "Chunks whose copy into the engine failed; they were computed.",
+    "kvtiers_engine_seconds": "Seconds that kvtiers took of the engine's thread.",
+}
+_PRIMARY_GAUGES = {
+    "kvtiers_primary_rows": "Rows of the primary.",
+    "kvtiers_primary_free_rows": "Rows that hold nothing.",
+    "kvtiers_primary_pending_rows": "Rows into which something is being copied.",
+    "kvtiers_primary_pinned_rows": "Rows that a copy or a tier holds.",
+    "kvtiers_primary_quarantined_rows": "Rows of jobs that were given up and that something may still touch.",
+}
+
+
+def definitions(counter: Callable[..., Any], gauge: Callable[..., Any]) -> dict[str, Any]:
+    """Return the figures' definitions. ``counter``, ``gauge``: vLLM's classes for them."""
+    found = {name: counter(text, LABELS) for name, text in _TIER_COUNTERS.items()}
+    found |= {name: gauge(text, LABELS) for name, text in GAUGES.items()}
+    found |= {name: counter(text) for name, text in _ENGINE_COUNTERS.items()}
+    return found | {name: gauge(text) for name, text in _PRIMARY_GAUGES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class StackFacts:
+    """What figures are made from. ``shared``: another process can reproduce the keys and the weights' name."""
+
+    stats: Callable[[], Mapping[str, Any]]
+    layout: CacheLayout
+    steps: StepClock
+    shared: bool
+
+    def tokens(self, figures: Mapping[str, Any]) -> int:
+        """Return the tokens of prompts whose KV a tier brought."""
+        return int(figures["prefix_hits"]) * self.layout.tokens_per_chunk(self.layout.prefix_group)
+
+    def saved_seconds(self, figures: Mapping[str, Any]) -> float | None:
+        """Return what computing these tokens had taken, less the time of loading; None while nobody knows."""
+        rate = self.steps.seconds_per_token
+        return None if rate is None else self.tokens(figures) * rate - figures["load_seconds"]
+
+
+class StackFigures:
+    """What has changed since the last call, as vLLM wants it. ``collection``: vLLM's class for that."""
+
+    def __init__(
+        self, facts: StackFacts, collection: Callable[[], Any], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._facts = facts
+        self._collection = collection
+        self._clock = clock
+        self._next = 0.0
+        self._reported: dict[tuple[str, tuple[str, ...]], float] = {}
+
+    def __call__(self) -> Any:
+        """Return the changes; None if that was done a moment ago, since vLLM asks in every step."""
+        now = self._clock()
+        if now < self._next:
+            return None
+        self._next = now + EVERY_SECONDS
+        changes = self._collection()
+        for name, labels, value in self._figures():
+            before = self._reported.get((name, labels))
+            if value == before:
+                continue
+            self._reported[name, labels] = value
+            if name in GAUGES or name in _PRIMARY_GAUGES:
+                changes.set_gauge(name, value, labels)
+            elif value > (before or 0.0):
+                changes.increase_counter(name, value - (before or 0.0), labels)
+        return changes
+
+    def _figures(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
+        facts = self._facts
+        stats = facts.stats()
+        for tier, figures in stats["tiers"].items():
+            ours = {"off": 0, "shared": int(facts.shared), "saved_seconds": facts.saved_seconds(figures)}
+            known = {**figures, **figures["own"], **ours}
+            yield from _numbers((*_TIER_COUNTERS, *GAUGES), "kvtiers_tier_", known, (tier,))
+        yield from _numbers(_PRIMARY_GAUGES, "kvtiers_primary_", stats["primary"], ())
+        yield from _numbers(_ENGINE_COUNTERS, "kvtiers_", stats["engine"], ())
+
+
+def _numbers(
+    names: Any, prefix: str, figures: Mapping[str, Any], labels: tuple[str, ...]
+) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    for name in names:
+        value = figures.get(name.removeprefix(prefix))
+        if isinstance(value, (int, float)):
+            yield name, labels, float(value)
+
+
+def open_stack_status(facts: StackFacts, tiers: list[str], engine: str) -> StatusSocket:
+    """Answer questions about the stack's tiers from now on."""
+
+    def figures() -> dict[str, dict[str, Any]]:
+        return {name: _with_facts(facts, known) for name, known in facts.stats()["tiers"].items()}
+
+    return answer_status(engine, facts.layout.model.name, tiers, figures)
+
+
+def _with_facts(facts: StackFacts, figures: Mapping[str, Any]) -> dict[str, Any]:
+    ours = {"tokens": facts.tokens(figures), "saved_seconds": facts.saved_seconds(figures)}
+    return {**figures, **ours, "off": "", "shared": facts.shared}

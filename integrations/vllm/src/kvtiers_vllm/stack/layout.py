@@ -1,0 +1,139 @@
+"""What a row holds, from vLLM's config: the same in the scheduler's process and in each worker's.
+
+Groups are those that vLLM offloads, in its order; tensors are their layers. A layer's page is taken without vLLM's
+padding. Rows are direct, a cell for each rank, or, where vLLM's config wants it (``canonical_layout``) and vLLM
+certifies it, canonical: their bytes do not depend on how many ranks hold the heads.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from kvtiers.api import StartError
+from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.layout.rank_map import CopyRun, RankMap
+from kvtiers_vllm.identity import Engine
+from kvtiers_vllm.stack.keys import GroupKeys
+
+__all__ = ["cache_layout", "group_keys", "layer_tensors", "rank_map"]
+
+
+def cache_layout(model: ModelIdentity, offloading: Any, engine: Engine) -> CacheLayout:
+    """Return the layout of this engine's rows. ``offloading``: vLLM's; StartError if canonical rows cannot be had."""
+    groups, tensors = [], []
+    kv_cache_config, shards = engine.kv_cache_config, _head_shards(offloading, engine)
+    for index, group in enumerate(offloading.groups):
+        spec = kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec
+        groups.append(_group(index, int(group.tokens_per_block), spec))
+        by_layer = getattr(spec, "kv_cache_specs", {})
+        pages = {name: _page_bytes(by_layer.get(name, spec)) for name in group.layer_names}
+        tensors += [KVTensor(name, index, page, shards * page) for name, page in pages.items()]
+    return CacheLayout(
+        model,
+        tuple(groups),
+        tuple(tensors),
+        blocks_per_chunk=int(offloading.cache.blocks_per_chunk),
+        world_size=int(offloading.parallel.world_size),
+        row_layout="canonical" if shards else "direct",
+    )
+
+
+def group_keys(layout: CacheLayout, offloading: Any) -> Mapping[int, GroupKeys]:
+    """Return how keys come about, by vLLM's numbers of the groups, with which its keys end."""
+    tokens_per_hash = int(offloading.cache.tokens_per_hash)
+    return {
+        group.group_id: GroupKeys(
+            index,
+            layout.tokens_per_chunk(index) // tokens_per_hash,
+            whole_prefix=layout.groups[index].kind == "full_attention",
+        )
+        for index, group in enumerate(offloading.groups)
+    }
+
+
+def layer_tensors(layout: CacheLayout, caches: Any) -> list[Any]:
+    """Return a worker's KV tensors, one a tensor of the layout. ``caches``: vLLM's ``CanonicalKVCaches``.
+
+    StartError if its pages are not those that the layout names.
+    """
+    found = []
+    for index, refs in enumerate(caches.group_data_refs):
+        wanted = [tensor for tensor in layout.tensors if tensor.group == index]
+        if len(refs) != len(wanted):
+            raise StartError(
+                f"KV group {index} has {len(wanted)} layers in {len(refs)} pages of KV memory; kvtiers needs a page "
+                "for each layer, so this model runs with vLLM's own offloading only"
+            )
+        for tensor, ref in zip(wanted, refs, strict=True):
+            if tensor.page_bytes != ref.page_size_bytes:
+                raise StartError(
+                    f"a block of {tensor.name} has {ref.page_size_bytes} bytes in KV memory, but {tensor.page_bytes} "
+                    "by vLLM's config; kvtiers cannot tell where its KV lies"
+                )
+            found.append(caches.tensors[ref.tensor_idx].tensor)
+    return found
+
+
+def rank_map(layout: CacheLayout, caches: Any) -> RankMap | None:
+    """Return where this rank's bytes lie in a canonical row, as vLLM says; None where rows are direct.
+
+    StartError where vLLM does not certify what its config promised.
+    """
+    if layout.row_layout != "canonical":
+        return None
+    mappings = [ref.mapping for refs in caches.group_data_refs for ref in refs]
+    for tensor, mapping in zip(layout.tensors, mappings, strict=True):
+        found = mapping.canonical_page_size_bytes if mapping is not None and mapping.parallelism_agnostic else None
+        if found != tensor.canonical_page_bytes:
+            raise StartError(
+                f"canonical_layout: vLLM does not certify the pages of {tensor.name}: canonical bytes are {found}, "
+                f"expected {tensor.canonical_page_bytes}; leave canonical_layout out"
+            )
+    turns = {(mapping.writer_index, mapping.num_writers) for mapping in mappings}
+    if len(turns) > 1:
+        raise StartError("canonical_layout: layers are held by different numbers of ranks; leave canonical_layout out")
+    runs = [
+        CopyRun(
+            tensor,
+            run.local_offset,
+            run.canonical_offset,
+            run.fragment_size,
+            run.num_fragments,
+            run.local_stride,
+            run.canonical_stride,
+        )
+        for tensor, mapping in enumerate(mappings)
+        for run in mapping.runs
+    ]
+    return RankMap(tuple(runs), *turns.pop())
+
+
+def _head_shards(offloading: Any, engine: Engine) -> int:
+    """Return on how many ranks different heads lie, for canonical rows; 0 where rows are direct."""
+    if not getattr(offloading, "canonical_layout", False):
+        return 0
+    if not offloading.parallel.is_parallelism_agnostic:
+        raise StartError("canonical_layout: vLLM does not certify it for this model and these ranks; leave it out")
+    model_config = engine.vllm_config.model_config
+    if model_config.use_mla:
+        return 1
+    return min(int(offloading.parallel.tp_size), int(model_config.get_total_num_kv_heads()))
+
+
+def _group(index: int, tokens_per_block: int, spec: Any) -> KVGroup:
+    kind = type(spec).__name__  # by name: this module is used without vLLM
+    name = f"group-{index}"
+    window = getattr(spec, "attention_chunk_size", None) or getattr(spec, "sliding_window", None)
+    if kind.startswith(("SlidingWindow", "ChunkedLocal")) and window:
+        return KVGroup(name, tokens_per_block, "sliding_window", int(window))
+    if kind.startswith("Mamba"):
+        return KVGroup(name, tokens_per_block, "state_space")
+    return KVGroup(name, tokens_per_block)
+
+
+def _page_bytes(spec: Any) -> int:
+    """Return the bytes of one block of one layer, without padding, as vLLM's own worker takes them."""
+    unpadded = getattr(spec, "unpadded_page_size_bytes", None)
+    if unpadded is not None:
+        return int(unpadded)
+    return int(dataclasses.replace(spec, page_size_padded=None).page_size_bytes)

@@ -1,0 +1,269 @@
+"""kvtiers' manager as vLLM's scheduler sees it: translates, and remembers what vLLM asks piece by piece.
+
+vLLM asks for each chunk of a prefix alone. The first question about a group in a step is asked of ``TieringManager``
+for the whole rest of the prefix, and the answers to the others are read off that one.
+
+A plan (leave to copy) ends when every rank has reported its copy, by the connector's own channel: vLLM knows neither
+failed copies nor, after a reset, the ones that still run. A request whose load has failed hits nothing any more, so
+that vLLM computes it.
+"""
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import numpy as np
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadingManager,
+    OffloadPolicy,
+    PrepareStoreOutput,
+    RequestOffloadingContext,
+)
+
+from kvtiers.api import LookupResult as Answer
+from kvtiers.tiering.manager import TieringManager
+from kvtiers.types import LoadPlan, StorePlan
+from kvtiers.types import OffloadPolicy as Policy
+from kvtiers_vllm.identity import Engine
+from kvtiers_vllm.never_raise import BugCount, never_raises
+from kvtiers_vllm.own_tiering.idle_backoff import Rest
+from kvtiers_vllm.own_tiering.prefetch_on_arrival import follow_arrivals, is_idle
+from kvtiers_vllm.stack.keys import RequestKeys
+from kvtiers_vllm.stack.plans import CopyReport, RunningPlans
+from kvtiers_vllm.stack.requests import OpenRequest, RequestBook, Run
+from kvtiers_vllm.stack.steps import StepClock
+from kvtiers_vllm.stack.worker import NO_PLAN, PlannedRows
+
+__all__ = ["KvtiersManager"]
+
+_ANSWERS = {
+    Answer.MISS: LookupResult.MISS,
+    Answer.HIT: LookupResult.HIT,
+    Answer.HIT_PENDING: LookupResult.HIT_PENDING,
+    Answer.RETRY: LookupResult.RETRY,
+}
+_POLICIES = {
+    Policy.CHUNK_LEVEL: OffloadPolicy.CHUNK_LEVEL,
+    Policy.REQUEST_LEVEL: OffloadPolicy.REQUEST_LEVEL,
+}
+_DRAIN_SECONDS = 10.0  # how long an engine that ends may still write to its tiers
+
+
+class KvtiersManager(OffloadingManager):
+    """Drives ``manager``. ``ranks``: workers that copy; ``figures``: for /metrics."""
+
+    def __init__(
+        self,
+        manager: TieringManager,
+        requests: RequestBook,
+        ranks: int,
+        steps: StepClock,
+        figures: Callable[[], Any],
+        on_shutdown: Callable[[], None],
+        engine: Engine,
+    ) -> None:
+        self.bugs = BugCount("kvtiers")
+        self.requests = requests
+        self.steps = steps
+        self._manager = manager
+        self._plans = RunningPlans(manager, ranks)
+        self._figures = figures
+        self._on_shutdown = on_shutdown
+        self._asked: set[OpenRequest] = set()
+        self._rest = Rest()
+        self._alone = engine.is_alone
+        self._core = engine.core
+        self._began_idle: bool | None = None
+        """Nothing but new requests could be computed when this step's first lookup came; None before it."""
+        follow_arrivals(engine.core, self._ask_ahead)
+
+    # -- requests
+
+    @never_raises(RequestOffloadingContext)
+    def on_new_request(self, req_context: Any) -> Any:
+        """Take note of a request; say which of its chunks are wanted."""
+        self._follow_weights()
+        request = self.requests.open(req_context.req_id, req_context.kv_transfer_params)
+        with self._manager.lock:
+            return RequestOffloadingContext(_POLICIES[self._manager.on_new_request(request.context)])
+
+    @never_raises(lambda: None)
+    def on_request_finished(self, req_context: Any) -> None:
+        """Forget a request; its copies may still run."""
+        request = self.requests.close(req_context.req_id)
+        if request is not None:
+            self._asked.discard(request)
+            with self._manager.lock:
+                self._manager.on_request_finished(request.context)
+
+    # -- lookups and loads
+
+    @never_raises(lambda: LookupResult.MISS)
+    def lookup(self, key: bytes, req_context: Any) -> Any:
+        """Say where a chunk stands."""
+        if self._began_idle is None:
+            self._began_idle = self._alone and is_idle(self._core)
+        self._follow_weights()
+        request = self.requests.get(req_context.req_id)
+        keys = None if request is None or request.load_failed else request.keys
+        if request is None or keys is None:
+            return LookupResult.MISS
+        place = keys.place(key)
+        if place is None:
+            with self._manager.lock:
+                return _ANSWERS[self._manager.lookup(keys.of(key), request.context)]
+        run = self._run(key, place, request, keys)
+        place -= run.first
+        if place < run.hits.chunks:  # vLLM defers a request of whose run any chunk is pending, whichever it is
+            return LookupResult.HIT_PENDING if run.hits.pending else LookupResult.HIT
+        return LookupResult.RETRY if place == run.hits.chunks and run.hits.unresolved else LookupResult.MISS
+
+    def _run(self, key: bytes, place: int, request: OpenRequest, keys: RequestKeys) -> Run:
+        """Return this step's answer for the prefix from this chunk, or from one before it, on."""
+        group = int.from_bytes(key[-4:], "big")
+        run = request.runs.get(group)
+        if run is None or place < run.first:
+            wanted = keys.following(key, place)
+            with self._manager.lock:
+                hits = self._manager.lookup_prefix(wanted, request.context)
+            while hits.unresolved and not hits.pending and self._began_idle:
+                with self._manager.lock:
+                    self._manager.ask_ahead(wanted)
+                if not self._rest.for_answer():
+                    break
+                with self._manager.lock:
+                    self._manager.look_again()
+                    hits = self._manager.lookup_prefix(wanted, request.context)
+            run = request.runs[group] = Run(place, hits)
+            self._asked.add(request)
+        return run
+
+    @never_raises(lambda: None)
+    def _ask_ahead(self, shown: Any) -> None:
+        """Have the tiers asked about a request that has just come, unless the engine calls them; on any thread."""
+        for keys in self.requests.prefixes(shown):
+            if keys and self._manager.lock.acquire(blocking=False):
+                try:
+                    self._manager.ask_ahead(keys)
+                finally:
+                    self._manager.lock.release()
+
+    def prepare_load(self, keys: Collection[bytes], req_context: Any) -> Any:
+        """Pin chunks; where that cannot be, the load fails and vLLM computes them."""
+        rows = self._pin(keys, req_context.req_id)
+        if rows is None:
+            rows = PlannedRows(NO_PLAN, req_context.req_id, np.empty(0, np.int32))
+        return rows
+
+    @never_raises(lambda: None)
+    def _pin(self, keys: Collection[bytes], request_id: str) -> PlannedRows | None:
+        request = self.requests.get(request_id)
+        if request is None:
+            return None
+        own = request.keys
+        plan = None
+        if own is not None:
+            with self._manager.lock:
+                plan = self._manager.prepare_load([own.of(key) for key in keys], request.context)
+        if plan is None:
+            request.load_failed = True
+            return None
+        self.requests.computes()
+        return self._start(plan, request)
+
+    # -- stores
+
+    @never_raises(lambda: None)
+    def prepare_store(self, keys: Collection[bytes], req_context: Any) -> Any:
+        """Lease rows for those of the chunks that are not there; None: vLLM asks again in the next step."""
+        self._follow_weights()
+        request = self.requests.get(req_context.req_id)
+        if request is None:
+            return None
+        own = request.keys
+        if own is None:
+            return None if self.requests.stores_wait(request) else _nothing_of(request)
+        named = {own.of(key): key for key in keys}
+        with self._manager.lock:
+            plan = self._manager.prepare_store(list(named), request.context)
+            if plan is None:
+                return None
+            if not plan.keys:
+                self._manager.complete_store(plan)
+                return _nothing_of(request)
+        return PrepareStoreOutput([named[key] for key in plan.keys], self._start(plan, request), [])
+
+    def _start(self, plan: StorePlan | LoadPlan, request: OpenRequest) -> PlannedRows:
+        self._plans.start(plan, request)
+        return PlannedRows(plan.plan_id, request.context.request_id, plan.chunk_ids)
+
+    @never_raises(lambda: None)
+    def copies_ended(self, report: CopyReport) -> None:
+        """Take what became of copies."""
+        self._plans.copies_ended(report)
+
+    # -- steps
+
+    @never_raises(lambda: None)
+    def get_stats(self) -> Any:
+        """Return the figures that have changed; vLLM asks at the end of each step."""
+        self.steps.ends()
+        return self._figures()
+
+    @never_raises(lambda: None)
+    def on_schedule_end(self, context: Any) -> None:
+        """Send what the step has collected."""
+        del context  # who was scheduled is nothing to the tiers
+        for request in self._asked:
+            request.runs.clear()
+        self._asked.clear()
+        self._began_idle = None
+        self._plans.confirm()
+        with self._manager.lock:
+            self._manager.on_schedule_end(*self.steps.take_computed())
+
+    @never_raises(lambda: None)
+    def rest(self, *, computes: bool) -> None:
+        """Leave the interpreter and the processor to what a step waits for that computes nothing."""
+        idle = self._alone and not computes
+        self._rest.step(idle=idle and (self._plans.are_running() or self._manager.has_pending_work()))
+
+    @never_raises(lambda: None)
+    def computes(self) -> None:
+        """Take note of a step that computes something."""
+        self._follow_weights()
+        self.requests.computes()
+
+    def _follow_weights(self) -> None:
+        """Retire all KV of other weights than vLLM has now."""
+        name = self.requests.new_weights()
+        if name is not None:
+            with self._manager.lock:
+                self._manager.set_weights_version(name)
+
+    @never_raises(lambda: False)
+    def has_pending_work(self) -> bool:
+        """Say whether steps are needed without a request."""
+        return self._manager.has_pending_work() or self._plans.has_unconfirmed()
+
+    def take_events(self) -> Iterable[Any]:
+        """Return nothing, and record nothing: vLLM's events name its own hashes, ours are others."""
+        return ()
+
+    @never_raises(lambda: None)
+    def reset_cache(self) -> None:
+        """Forget all chunks; the tiers keep theirs."""
+        for request in self.requests:
+            request.runs.clear()
+        with self._manager.lock:
+            self._manager.reset_cache()
+
+    @never_raises(lambda: None)
+    def shutdown(self) -> None:
+        """End within a bound."""
+        self._on_shutdown()
+        self._manager.shutdown(_DRAIN_SECONDS)
+
+
+def _nothing_of(request: OpenRequest) -> PrepareStoreOutput:
+    return PrepareStoreOutput([], PlannedRows(NO_PLAN, request.context.request_id, np.empty(0, np.int32)), [])

@@ -1,0 +1,193 @@
+"""The requests that vLLM has named, and whose KV theirs is: what stands between vLLM's keys and ours.
+
+A request without ``keys`` has nothing to do with tiers, since nobody can tell what its KV is. That is so for good
+where vLLM has not shown it, its adapter's files cannot be read or have changed, or part of it was computed with other
+weights, be it that vLLM has that part in its own prefix cache. It is so for a while where its adapter's files are being
+looked at: vLLM waits with it, no longer than ``lookup_wait``.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+from kvtiers.api import OffloadKey
+from kvtiers.types import PrefixHits, RequestContext
+from kvtiers_vllm.stack.adapter_digests import AdapterLook, AdapterLooks, Standing
+from kvtiers_vllm.stack.keys import GroupKeys, RequestKeys
+
+__all__ = ["OpenRequest", "RequestBook", "Run", "Weights"]
+
+_log = logging.getLogger("kvtiers.vllm")
+_STORES_WAIT = 5.0  # vLLM asks in each step, and logs that it was refused
+
+
+class Run(NamedTuple):
+    """What is known of a prefix from its chunk number ``first`` on."""
+
+    first: int
+    hits: PrefixHits
+
+
+@dataclass(slots=True, eq=False)
+class OpenRequest:
+    """A request. ``out``: it has no keys, for good. ``load_failed``: it is computed, and hits nothing any more."""
+
+    context: RequestContext
+    make_keys: Callable[[bytes], RequestKeys]
+    look: AdapterLook | None = None
+    """At its adapter; None: it has none."""
+    out: bool = False
+    has_local_prefix: bool = False
+    """vLLM has part of it in its own prefix cache, which does not look at adapters' files."""
+    load_failed: bool = False
+    waits_since: float | None = None
+    runs: dict[int, Run] = field(default_factory=dict)
+    """This step's answers, by group."""
+    _keys: RequestKeys | None = None
+
+    @property
+    def keys(self) -> RequestKeys | None:
+        """Its keys; None where nobody can tell them, or not yet."""
+        if self.look is not None and not self._follow_adapter(self.look):
+            return None
+        if self._keys is None and not self.out:
+            self._keys = self.make_keys(self.look.digest if self.look is not None else b"")
+        return None if self.out else self._keys
+
+    def _follow_adapter(self, look: AdapterLook) -> bool:
+        standing = look.standing
+        self.out |= standing is Standing.CHANGED or (self.has_local_prefix and look.was_another)
+        return standing is Standing.KNOWN
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What the weights are called at start, and vLLM's word for those that it has now.
+
+    ``resets``: how often vLLM has emptied its own prefix cache.
+    """
+
+    name: str
+    version: Callable[[], Any]
+    resets: Callable[[], int]
+
+
+class RequestBook:
+    """The open requests. ``groups``: how keys come about. ``lookup_wait``: seconds for an answer, once a request.
+
+    ``looks`` are ended by whoever began them.
+    """
+
+    def __init__(
+        self,
+        groups: Mapping[int, GroupKeys],
+        weights: Weights,
+        looks: AdapterLooks,
+        lookup_wait: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._groups = groups
+        self._weights = weights
+        self._lookup_wait = lookup_wait
+        self._clock = clock
+        self._version = weights.version()
+        self._resets = weights.resets()
+        self._has_computed = False
+        """Since vLLM has emptied its own prefix cache, which may hold what was computed."""
+        self._cache_is_old = False
+        """vLLM's own prefix cache may hold KV of other weights than those of now."""
+        self._looks = looks
+        self._shown: Any = None
+        self._open: dict[str, OpenRequest] = {}
+
+    def show(self, request: Any) -> None:
+        """Take note of vLLM's request, which is named next."""
+        self._shown = request
+
+    def open(self, request_id: str, params: Mapping[str, object] | None) -> OpenRequest:
+        """Take note of a request that vLLM names."""
+        shown, self._shown = self._shown, None
+        if shown is not None and shown.request_id != request_id:
+            shown = None
+        request = OpenRequest(RequestContext(request_id, params or {}), self._maker_of(shown), out=shown is None)
+        if shown is not None and shown.lora_request is not None:
+            request.look = self._looks.begin(shown.lora_request)
+        self._open[request_id] = request
+        return request
+
+    def prefixes(self, shown: Any) -> Iterator[Sequence[OffloadKey]]:
+        """Yield the keys by which a request of vLLM's will be looked up, if nothing has to be found out first."""
+        if shown.lora_request is None:
+            yield from self._maker_of(shown)(b"").prefixes()
+
+    def get(self, request_id: str) -> OpenRequest | None:
+        """Return an open request."""
+        return self._open.get(request_id)
+
+    def close(self, request_id: str) -> OpenRequest | None:
+        """Forget a request, and return it."""
+        return self._open.pop(request_id, None)
+
+    def __iter__(self) -> Iterator[OpenRequest]:
+        return iter(self._open.values())
+
+    def has_local_prefix(self, request_id: str) -> None:
+        """Take note that vLLM has part of a request in its own prefix cache."""
+        request = self._open.get(request_id)
+        if request is not None:
+            request.has_local_prefix = True
+            request.out |= self._cache_is_old
+
+    def computes(self) -> None:
+        """Take note that vLLM computes or loads something, with the weights that ``new_weights`` has seen."""
+        self._has_computed = True
+
+    def holds_back(self, request_id: str) -> bool:
+        """Say whether vLLM is to wait with a request, since its adapter is not known yet; not for long."""
+        request = self._open.get(request_id)
+        if request is None or request.look is None:
+            return False
+        if request.keys is None and self._waits(request, self._lookup_wait):
+            return True
+        request.look.vllm_may_load()
+        return False
+
+    def stores_wait(self, request: OpenRequest) -> bool:
+        """Say whether the stores of a request without keys wait for them, which delays nobody; else it is out."""
+        request.out = not self._waits(request, _STORES_WAIT)
+        return not request.out
+
+    def _waits(self, request: OpenRequest, seconds: float) -> bool:
+        if request.out:
+            return False
+        now = self._clock()
+        if request.waits_since is None:
+            request.waits_since = now
+        return now - request.waits_since < seconds
+
+    def new_weights(self) -> str | None:
+        """Return what other weights than before are called; None while they are the same. Open requests are out."""
+        if (resets := self._weights.resets()) != self._resets:
+            self._resets = resets
+            self._has_computed = self._cache_is_old = False
+        version = self._weights.version()
+        if version == self._version:
+            return None
+        self._version = version
+        if self._has_computed and not self._cache_is_old:
+            _log.warning(
+                "the weights are others, and vLLM's own prefix cache may hold KV of those before: until it is reset "
+                "(reset_prefix_cache), requests that find a part of their prompt there use no tier"
+            )
+            self._cache_is_old = True
+        for request in self._open.values():
+            request.out = True
+            request.runs.clear()
+        return f"{self._weights.name}@{version}"
+
+    def _maker_of(self, shown: Any) -> Callable[[bytes], RequestKeys]:
+        hashes, salt = (shown.block_hashes, shown.cache_salt or "") if shown is not None else ((), "")
+        return partial(RequestKeys, self._groups, hashes, salt=salt)

@@ -1,0 +1,142 @@
+"""What vLLM builds of kvtiers: once in its scheduler's process for the manager, and once in each worker's.
+
+::
+
+    "kv_connector": "OffloadingConnector",
+    "kv_connector_extra_config": {"spec_name": "KvtiersOffloadingSpec", "kvtiers_config": "tiers.yaml"}
+
+What is wrong with the config stops the engine's start, in one line each. What uses more of vLLM than a spec itself is
+imported when the release is known to have it.
+"""
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from vllm import __version__ as vllm_version
+
+from kvtiers.api import StartError
+from kvtiers.layout.cache_layout import ModelIdentity
+from kvtiers.runtime import open_manager, open_worker
+from kvtiers_vllm.identity import engine_of_stack, identity_of
+from kvtiers_vllm.own_tiering.topology_check import refuse_several_hosts
+from kvtiers_vllm.releases import require_whole_stack
+from kvtiers_vllm.stack.adapter_digests import AdapterLooks
+from kvtiers_vllm.stack.figures import StackFacts, StackFigures, definitions, open_stack_status
+from kvtiers_vllm.stack.layout import cache_layout, group_keys, layer_tensors, rank_map
+from kvtiers_vllm.stack.options import load_stack_config
+from kvtiers_vllm.stack.requests import RequestBook, Weights
+from kvtiers_vllm.stack.steps import StepClock
+from kvtiers_vllm.stack.weight_versions import WeightUpdates
+from kvtiers_vllm.weights import is_random
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+    from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata, OffloadingSpec
+except ImportError:
+    require_whole_stack(vllm_version)  # one that is not supported is refused by its name, not by that of what it lacks
+    raise
+
+if TYPE_CHECKING:
+    from kvtiers_vllm.stack.manager import KvtiersManager
+    from kvtiers_vllm.stack.worker import KvtiersWorker
+
+__all__ = ["KvtiersOffloadingSpec"]
+
+_log = logging.getLogger("kvtiers.vllm")
+_ONE_AXIS = ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size")
+
+
+class KvtiersOffloadingSpec(OffloadingSpec):
+    """kvtiers' manager, primary and workers, for vLLM's ``OffloadingConnector``."""
+
+    def __init__(self, config: Any) -> None:
+        require_whole_stack(vllm_version)
+        from kvtiers_vllm.stack.connector import adopt
+
+        super().__init__(config)
+        self._engine = engine_of_stack()
+        refuse_several_hosts(self._engine)
+        _refuse_other_axes(self._engine.vllm_config)
+        self._config, self._weights = load_stack_config(self.extra_config)
+        adopt(self._engine.connector)
+        self._manager: KvtiersManager | None = None
+        self._worker: KvtiersWorker | None = None
+
+    def get_manager(self) -> "KvtiersManager":
+        """Open the region and the tiers; all ranks are there when this returns, or the start fails by name."""
+        if self._manager is None:
+            # A load that fails is computed: the engine would end the request otherwise.
+            self._engine.vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+            self._manager = self._open_manager()
+        return self._manager
+
+    def get_worker(self, kv_caches: Any) -> "KvtiersWorker":
+        """Begin to join the region with this rank's KV memory."""
+        from kvtiers_vllm.stack.worker import KvtiersWorker
+
+        if self._worker is None:
+            layout = cache_layout(ModelIdentity(""), self.config, self._engine)
+            worker = open_worker(
+                self._config,
+                layout,
+                layer_tensors(layout, kv_caches),
+                engine_id=self.config.engine_id,
+                rank=self.config.parallel.rank,
+                rank_map=rank_map(layout, kv_caches),
+            )
+            self._worker = KvtiersWorker(worker, layout.blocks_per_chunk)
+        return self._worker
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        """Return what the figures are."""
+        del extra_config
+        return definitions(OffloadingCounterMetadata, OffloadingGaugeMetadata)
+
+    def _open_manager(self) -> "KvtiersManager":
+        from kvtiers_vllm.stack.manager import KvtiersManager
+
+        updates = WeightUpdates(self._engine.core, vllm_version)
+        identity = identity_of(self._engine, self.config, vllm_version, self._weights, own_rows=True)
+        for warning in identity.warnings:
+            _log.warning("%s", warning)
+        layout = cache_layout(identity.model, self.config, self._engine)
+        shared = not is_random(identity.model.weights) and not is_random(identity.model.hash_seed)
+        manager = open_manager(self._config, layout, engine_id=self.config.engine_id, record_events=False)
+        try:
+            manager.wait_ready(self._config.primary.start_deadline)
+        except StartError:
+            manager.shutdown(0.0)
+            raise
+        weights = Weights(identity.model.weights, updates.version, lambda: updates.resets)
+        steps = StepClock()
+        facts = StackFacts(manager.stats, layout, steps, shared)
+        tiers = [tier.tier_name for tier in self._config.secondary]
+        status = open_stack_status(facts, tiers, f"vLLM {vllm_version}")
+        looks = AdapterLooks()
+        looks.follow(self._engine.core)
+
+        def close() -> None:
+            looks.close()
+            status.close()
+
+        return KvtiersManager(
+            manager,
+            RequestBook(group_keys(layout, self.config), weights, looks, self._config.lookup_wait),
+            layout.world_size,
+            steps,
+            StackFigures(facts, OffloadingConnectorStats),
+            close,
+            self._engine,
+        )
+
+
+def _refuse_other_axes(vllm_config: Any) -> None:
+    """Refuse what spreads one KV group over ranks in another way than tensor parallel does."""
+    parallel = vllm_config.parallel_config
+    several = [f"{name} is {size}" for name in _ONE_AXIS if (size := int(getattr(parallel, name, 1) or 1)) > 1]
+    if several:
+        raise StartError(
+            f"KvtiersOffloadingSpec runs with tensor and data parallel engines, but {', '.join(several)}; "
+            "use kvtiers' tiers under vLLM's own tiering"
+        )

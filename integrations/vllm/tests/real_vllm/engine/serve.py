@@ -1,0 +1,260 @@
+"""vLLM engines in processes of their own, each forked from this one, which has imported vLLM and has no threads.
+
+Usage: serve.py FD. Pairs come through the connection FD: ("start", OPTIONS), followed by the descriptors of the
+engine's connection and log, is answered by the new process's id; ("bury", PID), which kills all of that engine's
+process group, by its exit status. An engine gets pairs of a command and its arguments, and answers each.
+"""
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import signal
+import sys
+import time
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
+from typing import Any
+
+_FIGURES_SECONDS = 0.2  # steps bring figures, and the whole stack reports them ten times a second
+_PR_SET_PDEATHSIG = 1
+_OF_A_GPU = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 512 << 20}  # several engines share it
+# What an engine imports at its start; a release that lacks some of it imports that later.
+_IMPORTS = [
+    "vllm.entrypoints.llm",
+    "vllm.lora.request",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.{device}_worker",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.model_executor.models.llama",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
+    "vllm.v1.kv_offload.tiering.manager",
+]
+
+
+def main() -> None:
+    control = Connection(int(sys.argv[1]))
+    # One of them alone: that of the CPU puts its own buffers in the place of the GPU's.
+    device = "gpu" if _is_cuda() else "cpu"
+    for module in _IMPORTS:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module.format(device=device))
+    gc.freeze()  # an engine collects garbage often at its start, and none of it is from before
+    while True:
+        try:
+            request, argument = control.recv()
+        except EOFError:
+            return
+        if request == "bury":
+            control.send(_bury(argument))
+            continue
+        commands, log = recv_handle(control), recv_handle(control)
+        if not (pid := os.fork()):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            control.close()
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            _serve(Connection(commands), argument)
+            return
+        os.setpgid(pid, pid)
+        os.close(commands)
+        os.close(log)
+        control.send(pid)
+
+
+def _is_cuda() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cuda())
+
+
+def _bury(pid: int) -> int:
+    # As long as its leader has not been waited for, the group's number is nobody else's.
+    os.killpg(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _serve(commands: Connection, options: dict[str, Any]) -> None:
+    try:
+        engine = Engine(options)
+    except BaseException as error:
+        commands.send({"error": f"{type(error).__name__}: {error}"})
+        raise
+    commands.send({"ready": True})
+    while True:
+        try:
+            name, arguments = commands.recv()
+        except EOFError:
+            return
+        try:
+            answer = getattr(engine, name)(**arguments)
+        except Exception as error:  # noqa: BLE001 -- the test's own process raises it
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        commands.send(answer)
+        if name == "shutdown":
+            if not arguments["finalize"]:
+                os._exit(0)
+            return
+
+
+def _change_weights(worker: Any) -> None:
+    for name, weight in worker.model_runner.model.named_parameters():
+        if "input_layernorm" in name:
+            weight.data.neg_()
+
+
+def _reload_weights(worker: Any) -> None:
+    worker.reload_weights()
+
+
+def _time_model(worker: Any, seconds: list[float]) -> None:
+    model = worker.model_runner.model
+    model.register_forward_pre_hook(lambda *_: seconds.append(-time.perf_counter()))
+    model.register_forward_hook(lambda *_: seconds.append(time.perf_counter()))
+
+
+def _find_kv(worker: Any, found: dict[str, Any]) -> None:
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    layers = [layer for layer in layers if hasattr(layer, "get_attn_backend")]
+    (found["backend"],) = {layer.get_attn_backend().get_name() for layer in layers}
+    (found["memory"],) = {layer.kv_cache.device.type for layer in layers}
+    found["layout"] = worker.vllm_config.cache_config.kv_cache_layout
+
+
+class Engine:
+    """The commands."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        from kvtiers_vllm import identity
+
+        digest = identity.digest
+        self._digested: dict[str, Any] = {}
+
+        def remember(document: dict[str, Any]) -> str:
+            self._digested |= document
+            return digest(document)
+
+        identity.digest = remember
+        self._llm = LLM(**((_OF_A_GPU if _is_cuda() else {}) | options))
+        self._model_seconds: list[float] = []
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        salt: str | None = None,
+        adapter: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        inputs = [{"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {}) for prompt in prompts]
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        lora = None
+        if adapter is not None:
+            anew = adapter.get("anew", False)
+            lora = LoRARequest(adapter["name"], adapter["number"], adapter["path"], load_inplace=anew)
+        results = self._llm.generate(inputs, sampling, use_tqdm=False, lora_request=lora)
+        return {
+            "tokens": [list(result.outputs[0].token_ids) for result in results],
+            "cached": [result.num_cached_tokens or 0 for result in results],
+        }
+
+    def reset_prefix_cache(self, connector: bool = False) -> dict[str, Any]:
+        if connector:
+            return {"ok": self._llm.reset_prefix_cache(reset_connector=True)}
+        return {"ok": self._llm.reset_prefix_cache()}
+
+    def metrics(self) -> dict[str, float]:
+        from prometheus_client import REGISTRY
+
+        until = time.monotonic() + _FIGURES_SECONDS
+        while time.monotonic() < until:
+            self.generate([[1, 2, 3]], 2)
+        found: dict[str, float] = {}
+        for family in REGISTRY.collect():
+            for sample in family.samples:
+                name = sample.name.removesuffix("_total")
+                tier = sample.labels.get("tier", "")
+                found[f"{name}{{{tier}}}" if tier else name] = float(sample.value)
+        return found
+
+    def kv(self) -> dict[str, Any]:
+        """Return where the KV lies, who copies it, and what the fingerprint was made of for that."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+        from vllm.platforms import current_platform
+
+        found: dict[str, Any] = {"device": current_platform.get_device_name()}
+        self._llm.collective_rpc(_find_kv, args=(found,))
+        found["copies"] = type(get_kv_transfer_group().connector_worker.worker._worker._copier).__name__
+        found["digested"] = {name: self._digested[name] for name in ("backend", "layout")}
+        return found
+
+    def time_model(self) -> dict[str, Any]:
+        """Have the time that the model takes counted from now on."""
+        self._llm.collective_rpc(_time_model, args=(self._model_seconds,))
+        return {"ok": True}
+
+    def take_model_seconds(self) -> dict[str, Any]:
+        """Return for how many seconds the model has run since the last call."""
+        seconds = sum(self._model_seconds)
+        self._model_seconds.clear()
+        return {"seconds": seconds}
+
+    def trust_every_value(self) -> dict[str, Any]:
+        from kvtiers.host import transfer as mover
+
+        mover.check_value = lambda *_: mover.SealVerdict.OK
+        return {"ok": True}
+
+    def change_weights(self, version: str | None = None, reset: bool = True) -> dict[str, Any]:
+        """Change the weights in place, or, with a version, say by vLLM's own call which they are; reset its cache."""
+        if version is not None:
+            self._llm.update_weight_version(version)
+        else:
+            self._llm.collective_rpc(_change_weights)
+        return {"ok": not reset or self._llm.reset_prefix_cache()}
+
+    def reload_weights(self, seen: bool) -> dict[str, Any]:
+        """Have the workers read the weights anew, by the call that vLLM has for that, or by one of the caller's own."""
+        self._llm.collective_rpc("reload_weights" if seen else _reload_weights)
+        return {"ok": self._llm.reset_prefix_cache()}
+
+    def sleep(self, level: int) -> dict[str, Any]:
+        """Have the engine sleep and wake up again."""
+        self._llm.sleep(level)
+        self._llm.wake_up()
+        return {"ok": True}
+
+    def ignore_adapters(self) -> dict[str, Any]:
+        """Have adapters and salts decide nothing but what vLLM's own hashes say of them."""
+        from kvtiers_vllm.stack import keys
+
+        keys.derive_hash = lambda block_hash, *_: block_hash
+        return {"ok": True}
+
+    def fail_copies(self, lane: str) -> dict[str, Any]:
+        """Have every copy in this direction ("store", "load") fail from now on; "" ends that."""
+        from kvtiers.gpu.worker import GpuWorker
+
+        advance = self._advance = getattr(self, "_advance", GpuWorker._advance)
+
+        def fail(worker: Any, job: Any) -> bool:
+            if job.lane != lane:
+                return advance(worker, job)
+            job.error = "it was to fail"
+            return False
+
+        GpuWorker._advance = fail
+        return {"ok": True}
+
+    def shutdown(self, finalize: bool) -> dict[str, Any]:
+        self._llm.llm_engine.engine_core.shutdown()
+        return {"ok": True}
+
+
+if __name__ == "__main__":
+    main()

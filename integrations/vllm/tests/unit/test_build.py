@@ -1,0 +1,76 @@
+"""A tier over vLLM's memory: in a helper that maps its file, or in the engine's process where there is none to map."""
+
+import mmap
+import os
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from kvtiers.api import make_offload_key
+from kvtiers_vllm.own_tiering.build import open_tier
+from kvtiers_vllm.own_tiering.options import load_tier_options
+
+from .test_identity import engine, offloading
+
+ROW, ROWS = 8192, 8
+PATIENCE = 60.0
+KEY = make_offload_key(b"h" * 32, 0)
+CONTENT = os.urandom(ROW)
+
+
+@pytest.fixture
+def file():
+    path = Path("/dev/shm") / f"kvtiers-test-opening-{os.getpid()}"
+    path.write_bytes(bytes(ROW * ROWS))
+    yield path
+    path.unlink()
+
+
+@pytest.fixture(params=["a file", "no file"])
+def memory(request, file):
+    """Rows as vLLM has them, and rows without a file behind them."""
+    with file.open("r+b") as behind:
+        return mmap.mmap(behind.fileno() if request.param == "a file" else -1, ROW * ROWS), request.param == "a file"
+
+
+def end_of(driver, job_id):
+    until = time.monotonic() + PATIENCE
+    while not (results := driver.finished()):
+        assert time.monotonic() < until, f"job {job_id} never ends"
+        driver.end_step()
+    (result,) = results
+    assert (result.job_id, result.success) == (job_id, True)
+
+
+def test_a_value_goes_down_and_comes_back_in_a_helper_or_with_one_line_in_this_process(
+    memory, file, caplog, monkeypatch
+):
+    monkeypatch.setattr("kvtiers_vllm.identity._device", lambda: {"name": "some GPU"})
+    rows, is_mapped = memory
+    before = file.stat()
+    view = memoryview(rows).cast("B", (ROWS, ROW))
+    options = {"capacity": "1MiB", "required": True}
+    config, settings = load_tier_options("kvtiers-memory", options, {"kvtiers": {"weights": "v1"}})
+    opened = open_tier(config, settings, offloading(), view, engine(), "0.32.0")
+    driver = opened.driver
+    driver.request_started("request", None)
+    assert driver.finished() == [], "vLLM asks first, and the news that the tier is open come so"
+    rows[2 * ROW : 3 * ROW] = CONTENT
+    driver.submit(1, [KEY], [2], "request", is_promotion=False)
+    end_of(driver, 1)
+    rows[2 * ROW : 3 * ROW] = bytes(ROW)
+    driver.submit(2, [KEY], [5], "request", is_promotion=True)
+    end_of(driver, 2)
+    expected = bytes(5 * ROW) + CONTENT + bytes(2 * ROW)
+    assert rows[:] == expected, "its own row has it, and nothing else was touched"
+    lines = [record.getMessage() for record in caplog.records if "its io is 'thread'" in record.getMessage()]
+    assert len(lines) == (not is_mapped)
+    assert driver.own_stats().get("host_starts", 0) == is_mapped
+    driver.close(1.0)
+    view.release()
+    with closing(rows):
+        assert rows[:] == expected
+    after = file.stat()
+    assert (after.st_ino, after.st_size, after.st_nlink) == (before.st_ino, before.st_size, 1)

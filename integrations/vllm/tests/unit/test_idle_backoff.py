@@ -1,0 +1,56 @@
+"""A step that computes nothing while loads run rests, and is not late for it."""
+
+import pytest
+
+from kvtiers_vllm.own_tiering.idle_backoff import Rest
+
+
+class Time:
+    def __init__(self):
+        self.now = 1000.0
+        self.rests = []
+
+    def __call__(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.rests.append(seconds)
+        self.now += seconds
+
+
+def test_a_rest_is_a_twentieth_of_what_was_waited_and_at_most_a_millisecond():
+    time = Time()
+    rest = Rest(time, time.sleep)
+    rest.step(idle=True)
+    assert time.rests == [0.0001]
+    time.now = 1000.01
+    rest.step(idle=True)
+    assert time.rests[1:] == [pytest.approx(0.0005)]
+    time.now = 1003.0
+    rest.step(idle=True)
+    assert time.rests[2:] == [0.001]
+
+
+def test_a_step_that_computes_does_not_rest_and_what_was_waited_counts_anew():
+    time = Time()
+    rest = Rest(time, time.sleep)
+    rest.step(idle=True)
+    time.now += 1.0
+    rest.step(idle=False)
+    assert len(time.rests) == 1
+    rest.step(idle=True)
+    assert time.rests[1:] == [0.0001]
+
+
+def test_a_pass_rests_for_answers_at_most_two_milliseconds_in_all():
+    time = Time()
+    rest = Rest(time, time.sleep)
+    while rest.for_answer():
+        assert len(time.rests) < 100
+    assert time.now == pytest.approx(1000.002)
+    assert max(time.rests) == 0.0001
+    rests = len(time.rests)
+    assert not rest.for_answer()
+    assert len(time.rests) == rests
+    rest.step(idle=False)
+    assert rest.for_answer(), "another step"

@@ -1,0 +1,110 @@
+"""A tier that two threads ask: a question from beside comes between two calls of the engine's, never into one."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from kvtiers.secondary.store_tier import ChunkStoreTier
+from kvtiers.tiering.tier_slot import TierOptions, TierSlot
+from kvtiers.types import RequestContext
+from kvtiers_vllm.own_tiering.locked_tier import AskedTier
+from kvtiers_vllm.own_tiering.off_tier import OffTier
+
+KEY = bytes(36)
+JOB = SimpleNamespace(is_promotion=True)
+
+
+class CalledTier(ChunkStoreTier):
+    """In each call somebody beside asks; ``calls`` of the tier, in order."""
+
+    def __init__(self):
+        self.calls = []
+        self.asked = None
+
+    def is_available(self):
+        return True
+
+    def ask_ahead(self, keys):
+        self.calls.append("ask_ahead")
+
+
+def _called(name, answer):
+    def call(self, *_arguments):
+        self.calls.append(name)
+        self.asked.ask_ahead([KEY])
+        return answer
+
+    return call
+
+
+ANSWERS = {
+    "lookup_many": (),
+    "submit_load": None,
+    "get_started_jobs": (),
+    "get_failed_jobs": (),
+    "get_finished_jobs": (),
+    "get_released_jobs": (),
+    "release_job": None,
+    "abandon_job": None,
+    "on_schedule_end": None,
+    "drain": True,
+}
+for _name, _answer in ANSWERS.items():
+    setattr(CalledTier, _name, _called(_name, _answer))
+
+
+@pytest.mark.parametrize(
+    ("call", "calls"),
+    [
+        (lambda asked: asked.ask(KEY, RequestContext("a")), ["lookup_many"]),
+        (lambda asked: asked.submit(JOB), ["submit_load"]),
+        (
+            lambda asked: asked.news(),
+            ["get_started_jobs", "get_failed_jobs", "get_finished_jobs", "get_released_jobs"],
+        ),
+        (lambda asked: asked.release(1), ["release_job"]),
+        (lambda asked: asked.abandon(1), ["abandon_job"]),
+        (lambda asked: asked.end_step(), ["on_schedule_end"]),
+        (lambda asked: asked.drain(1.0), ["drain"]),
+    ],
+    ids=["ask", "submit", "news", "release", "abandon", "end_step", "drain"],
+)
+def test_nobody_asks_while_the_tier_is_in_a_call_and_anybody_after_it(call, calls):
+    tier = CalledTier()
+    tier.asked = AskedTier(TierSlot(0, tier, TierOptions("near")))
+    call(tier.asked)
+    assert tier.calls == calls
+    tier.asked.ask_ahead([KEY])
+    assert tier.calls == [*calls, "ask_ahead"]
+
+
+def test_a_tier_whose_loads_cannot_let_go_of_their_rows_is_not_asked_to():
+    asked = AskedTier(TierSlot(0, OffTier(), TierOptions("near")))
+    asked.release(1)
+    assert list(asked.news().released) == []
+
+
+def test_a_tier_is_left_when_nobody_asks_it_any_more():
+    tier, order = CalledTier(), []
+    inside, go_on = threading.Event(), threading.Event()
+
+    def ask_ahead(keys):
+        inside.set()
+        go_on.wait(10)
+        order.append("asked")
+
+    tier.ask_ahead = ask_ahead
+    slot = TierSlot(0, tier, TierOptions("near"))
+    asked = AskedTier(slot)
+    asker = threading.Thread(target=asked.ask_ahead, args=([KEY],))
+    leaver = threading.Thread(target=lambda: (asked.leave(), order.append("left")))
+    asker.start()
+    assert inside.wait(10)
+    leaver.start()
+    leaver.join(0.2)
+    go_on.set()
+    asker.join(10)
+    leaver.join(10)
+    assert order == ["asked", "left"]
+    assert slot.retired

@@ -1,0 +1,140 @@
+"""What the whole stack says of itself, and how it reckons what it saves."""
+
+from collections import defaultdict
+
+import pytest
+
+from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.status import ask
+from kvtiers_vllm.stack.figures import StackFacts, StackFigures, definitions, open_stack_status
+from kvtiers_vllm.stack.steps import StepClock
+
+LAYOUT = CacheLayout(ModelIdentity("model"), (KVGroup("full", 16),), (KVTensor("a", 0, 4096),), blocks_per_chunk=4)
+TIER = dict.fromkeys(("loaded_bytes", "stored_chunks", "stored_bytes", "unread_bytes", "loading_chunks"), 0)
+
+
+class Collection:
+    def __init__(self):
+        self.counters = defaultdict(float)
+        self.gauges = {}
+
+    def increase_counter(self, name, value, labels):
+        self.counters[name, labels] += value
+
+    def set_gauge(self, name, value, labels):
+        self.gauges[name, labels] = value
+
+
+@pytest.fixture
+def stats():
+    late = {"wait_expired": 5, "recomputed_cheaper": 6}
+    own = {"open": 1, "breaker_state": 0, "lookup_seconds": 0.25}
+    tier = TIER | late | {"hits": 3, "prefix_hits": 3, "load_seconds": 0.5, "own": own}
+    return {"engine": {"lookups": 8}, "primary": {"rows": 16, "free_rows": 5}, "tiers": {"near": tier}}
+
+
+class Clock:
+    now = 10.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def steps(clock):
+    return StepClock(clock)
+
+
+@pytest.fixture
+def facts(stats, steps):
+    return StackFacts(lambda: stats, LAYOUT, steps, shared=True)
+
+
+def test_tokens_are_a_prompts_and_not_those_of_each_of_its_groups(stats, steps):
+    """A window group has few chunks of a long prompt: 100 of the one and 4 of the other are 100 chunks' tokens."""
+    groups = (KVGroup("window", 32, "sliding_window", 128), KVGroup("full", 16))
+    hybrid = CacheLayout(ModelIdentity("model"), groups, (KVTensor("a", 0, 64), KVTensor("b", 1, 64)))
+    facts = StackFacts(lambda: stats, hybrid, steps, shared=True)
+    assert facts.tokens({"hits": 104, "prefix_hits": 100}) == 1600
+
+
+def test_counters_are_what_was_added_and_gauges_what_is(facts, stats, clock):
+    report = StackFigures(facts, Collection, clock)
+    first = report()
+    assert first.counters["kvtiers_tier_hits", ("near",)] == 3
+    assert first.counters["kvtiers_lookups", ()] == 8
+    assert first.counters["kvtiers_tier_lookup_seconds", ("near",)] == 0.25
+    assert first.gauges["kvtiers_primary_free_rows", ()] == 5
+    assert first.gauges["kvtiers_tier_shared", ("near",)] == 1
+    stats["tiers"]["near"]["hits"] = 4
+    stats["primary"]["free_rows"] = 0
+    assert report() is None, "a moment ago it was done"
+    clock.now += 0.1
+    second = report()
+    assert dict(second.counters) == {("kvtiers_tier_hits", ("near",)): 1}
+    assert second.gauges == {("kvtiers_primary_free_rows", ()): 0}
+
+
+def test_every_figure_that_is_reported_is_defined(facts):
+    report = StackFigures(facts, Collection)()
+    reported = {name for name, _ in (*report.counters, *report.gauges)}
+    known = definitions(lambda text, labels=(): (text, labels), lambda text, labels=(): (text, labels))
+    assert reported <= set(known)
+    for name, labels in (*report.counters, *report.gauges):
+        assert len(known[name][1]) == len(labels)
+
+
+def test_status_says_what_a_tier_brought_and_saved(facts, steps, clock):
+    socket = open_stack_status(facts, ["near"], "vLLM 0.32.0")
+    assert ask(socket.name)["tiers"]["near"]["saved_seconds"] is None
+    steps.begins(640, 1)
+    clock.now += 6.4
+    steps.ends()
+    answer = ask(socket.name)
+    socket.close()
+    assert (answer["engine"], answer["model"]) == ("vLLM 0.32.0", "model")
+    near = answer["tiers"]["near"]
+    assert (near["open"], near["shared"], near["tokens"]) == (True, True, 192)
+    assert (near["wait_expired"], near["recomputed_cheaper"]) == (5, 6), "by which it is told why it does not pay"
+    assert near["saved_seconds"] == pytest.approx(1.92 - 0.5)
+
+
+def test_a_step_with_a_prompt_is_measured_once(steps, clock):
+    steps.begins(1000, 2)
+    clock.now += 2.0
+    steps.ends()
+    assert steps.take_computed() == (1000, 2.0)
+    assert steps.take_computed() == (0, 0.0)
+
+
+def test_a_decoding_step_measures_nothing(steps, clock):
+    steps.begins(4, 4)
+    clock.now += 2.0
+    steps.ends()
+    steps.ends()
+    assert steps.take_computed() == (0, 0.0)
+    assert steps.seconds_per_token is None
+
+
+def test_a_step_that_was_scheduled_ahead_is_computed_when_the_one_before_has_been(steps, clock):
+    steps.begins(1000, 1)
+    steps.begins(500, 1)
+    clock.now += 2.0
+    steps.ends()
+    clock.now += 1.0
+    steps.ends()
+    assert steps.take_computed() == (500, 1.0)
+    assert steps.seconds_per_token == pytest.approx(0.002)
+
+
+def test_a_step_of_few_tokens_says_little_of_what_a_token_takes(steps, clock):
+    for tokens, seconds in ((1000, 1.0), (8, 0.03), (1000, 1.0)):
+        steps.begins(tokens, 1)
+        clock.now += seconds
+        steps.ends()
+    assert steps.seconds_per_token == pytest.approx(0.001, rel=0.05)

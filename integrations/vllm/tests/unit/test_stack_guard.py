@@ -1,0 +1,181 @@
+"""Nothing of kvtiers' whole stack raises into vLLM's step, whichever of its calls has a bug."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from kvtiers.types import TransferResult
+from kvtiers_vllm.stack.adapter_digests import AdapterLooks
+from kvtiers_vllm.stack.plans import CopyReport
+
+from . import fake_vllm
+
+
+class Broken:
+    """Something of ours, every part of which has a bug."""
+
+    def __getattr__(self, name):
+        raise ZeroDivisionError(name)
+
+
+class Gpu:
+    """A rank's worker; ``copies``: the results to come."""
+
+    def __init__(self):
+        self.copies = []
+
+    def submit_store(self, job_id, _blocks, _rows):
+        self.copies.append(TransferResult(job_id, True, 64, 0.5))
+
+    def submit_load(self, job_id, _rows, _blocks, _expedited):
+        self.copies.append(TransferResult(job_id, True, 64, 0.5))
+
+    def get_finished(self):
+        copies, self.copies = self.copies, []
+        return copies
+
+
+# -- the connector
+
+
+@pytest.fixture
+def connector_module(monkeypatch):
+    return fake_vllm.load(monkeypatch, "stack.connector", "0.32.0")
+
+
+@pytest.fixture
+def connector(connector_module):
+    """A connector whose manager and worker have a bug in every call."""
+    connector = fake_vllm.OffloadingConnector()
+    connector.connector_scheduler = SimpleNamespace(manager=Broken())
+    connector.connector_worker = SimpleNamespace(worker=Broken())
+    connector_module.adopt(connector)
+    return connector
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "answer"),
+    [
+        ("on_new_request", [SimpleNamespace(request_id="a")], None),
+        ("get_num_new_matched_tokens", [SimpleNamespace(request_id="a"), 0], (16, True)),
+        ("get_num_new_matched_tokens", [SimpleNamespace(request_id="a"), 16], (16, True)),
+        ("build_connector_meta", [SimpleNamespace(total_num_scheduled_tokens=1, num_scheduled_tokens={})], "meta"),
+        ("get_transfer_results", [set()], fake_vllm.Results()),
+    ],
+)
+def test_a_call_of_the_connectors_answers_what_vllm_answers(connector, call, arguments, answer, caplog):
+    assert getattr(connector, call)(*arguments) == answer
+    assert connector.calls == [call]
+    assert "a bug of kvtiers" in caplog.text
+
+
+def test_news_of_copies_that_the_manager_cannot_take_are_vllms_news(connector, connector_module, caplog):
+    news = connector_module.WorkerNews({1}, "stats")
+    connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=news))
+    assert connector.calls == ["update_connector_output"]
+    assert "a bug of kvtiers" in caplog.text
+
+
+def test_a_worker_that_cannot_tell_of_copies_tells_what_vllm_has_to_tell(connector, caplog):
+    news = connector.build_connector_worker_meta()
+    assert (news.completed_jobs, news.transfer_stats, news.copies) == ({1}, "stats", CopyReport())
+    assert "a bug of kvtiers" in caplog.text
+
+
+def test_what_vllms_own_call_raises_is_raised(connector, monkeypatch):
+    monkeypatch.setattr(fake_vllm.OffloadingConnector, "on_new_request", Broken.__getattr__)
+    with pytest.raises(ZeroDivisionError):
+        connector.on_new_request(SimpleNamespace(request_id="a"))
+
+
+# -- the worker
+
+
+@pytest.fixture
+def worker_module(monkeypatch):
+    return fake_vllm.load(monkeypatch, "stack.worker", "0.32.0")
+
+
+def blocks(**changes):
+    return SimpleNamespace(**({"block_ids": [1], "group_sizes": [1], "block_indices": [0]} | changes))
+
+
+def rows(worker_module, plan_id=3):
+    return worker_module.PlannedRows(plan_id, "a", np.array([0], np.int32))
+
+
+def ended(worker):
+    return [(result.job_id, result.success) for result in worker.get_finished()]
+
+
+@pytest.mark.parametrize("call", ["submit_store", "submit_load"])
+def test_a_job_whose_blocks_cannot_be_read_is_refused(worker_module, call, caplog):
+    worker, of_rows = worker_module.KvtiersWorker(Gpu(), 1), rows(worker_module)
+    bad = blocks(group_sizes=[1, 1], block_ids=object())
+    arguments = (bad, of_rows) if call == "submit_store" else (of_rows, bad)
+    assert getattr(worker, call)(7, *arguments)
+    assert ended(worker) == [(7, True)], "vLLM asserts that copies succeed"
+    assert ended(worker) == []
+    report = worker.take_report()
+    assert (dict(report.ended), report.failed) == ({3: 1}, {3})
+    assert worker.take_failed_loads() == (set() if call == "submit_store" else {"a"})
+    assert "a bug of kvtiers" in caplog.text
+
+
+@pytest.mark.parametrize("call", ["submit_store", "submit_load"])
+def test_a_job_whose_rows_are_none_is_reported_all_the_same(worker_module, call, caplog):
+    worker = worker_module.KvtiersWorker(Gpu(), 1)
+    arguments = (blocks(), None) if call == "submit_store" else (None, blocks())
+    assert getattr(worker, call)(7, *arguments)
+    assert ended(worker) == [(7, True)]
+    assert "a bug of kvtiers" in caplog.text
+
+
+def test_a_worker_that_is_broken_refuses_what_it_is_given(worker_module):
+    worker = worker_module.KvtiersWorker(Broken(), 1)
+    assert worker.submit_store(7, blocks(), rows(worker_module))
+    assert worker.submit_load(8, rows(worker_module), blocks())
+    worker.wait({7})
+    assert ended(worker) == [(7, True), (8, True)]
+    assert worker.take_failed_loads() == {"a"}
+    worker.shutdown()
+
+
+def test_a_store_that_vllm_could_not_wait_for_has_failed(worker_module, caplog):
+    """It may read what the next request writes into its blocks."""
+    worker = worker_module.KvtiersWorker(Gpu(), 1)
+    assert worker.submit_store(7, blocks(), rows(worker_module, plan_id=3))
+    assert worker.submit_store(8, blocks(), rows(worker_module, plan_id=4))
+    worker.wait({7, 9})
+    assert ended(worker) == [(7, True), (8, True)]
+    report = worker.take_report()
+    assert (dict(report.ended), report.failed) == ({3: 1, 4: 1}, {3})
+    assert "a bug of kvtiers" in caplog.text
+    assert worker.submit_store(9, blocks(), rows(worker_module, plan_id=5))
+    assert ended(worker) == [(9, True)]
+    assert worker.take_report().failed == set()
+
+
+def test_a_worker_that_is_not_broken_reports_what_was_copied(worker_module, caplog):
+    worker = worker_module.KvtiersWorker(Gpu(), 1)
+    assert worker.submit_store(7, blocks(), rows(worker_module))
+    assert worker.submit_load(8, rows(worker_module), blocks())
+    assert ended(worker) == [(7, True), (8, True)]
+    report = worker.take_report()
+    assert (dict(report.ended), report.failed) == ({3: 2}, set())
+    assert not caplog.records
+
+
+# -- adapters
+
+
+def test_an_adapter_is_loaded_also_where_no_thread_can_look_at_its_files(monkeypatch, caplog):
+    def no_thread(*_arguments, **_options):
+        raise RuntimeError("can't start new thread")
+
+    core = SimpleNamespace(add_lora=lambda lora: f"loaded {lora.lora_int_id}")
+    AdapterLooks().follow(core)
+    monkeypatch.setattr("kvtiers_vllm.stack.adapter_digests.threading.Thread", no_thread)
+    assert core.add_lora(SimpleNamespace(lora_int_id=1, load_inplace=True)) == "loaded 1"
+    assert "a bug of kvtiers" in caplog.text

@@ -1,0 +1,453 @@
+"""Whose KV a request's is, and when nobody can tell; and plans, which end when every rank has reported."""
+
+import inspect
+import shutil
+import time
+from collections import Counter
+from threading import Event, Lock
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from kvtiers.types import LoadPlan, StorePlan
+from kvtiers_vllm.stack.adapter_digests import AdapterLooks
+from kvtiers_vllm.stack.keys import GroupKeys
+from kvtiers_vllm.stack.plans import CopyReport, RunningPlans
+from kvtiers_vllm.stack.requests import RequestBook, Weights
+
+from .test_adapters import adapter
+
+HASH = b"h" * 32
+KEY = HASH + (0).to_bytes(4, "big")
+GROUPS = {0: GroupKeys(0, 1, whole_prefix=True)}
+PATIENCE = 60.0
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+class Versions:
+    now = "default"
+    emptied = 0
+
+    def __call__(self):
+        return self.now
+
+    def resets(self):
+        return self.emptied
+
+
+@pytest.fixture
+def versions():
+    return Versions()
+
+
+class Gate:
+    """A look that takes until the gate is opened, and those after it wait behind it."""
+
+    def __init__(self, looks):
+        self.opened = Event()
+        looks.ask(self)
+
+    def answer(self, adapters):
+        del adapters
+        assert self.opened.wait(PATIENCE)
+
+
+class Answered:
+    """The last look of those that have been asked for."""
+
+    def __init__(self, looks):
+        self.reached = Event()
+        looks.ask(self)
+
+    def answer(self, adapters):
+        del adapters
+        self.reached.set()
+
+
+@pytest.fixture
+def looks():
+    looks = AdapterLooks()
+    yield looks
+    looks.close()
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def book(versions, looks, clock):
+    return RequestBook(GROUPS, Weights("commit-1", versions, versions.resets), looks, lookup_wait=0.02, clock=clock)
+
+
+def all_answered(looks):
+    assert Answered(looks).reached.wait(PATIENCE)
+
+
+def opened(book, request_id, lora=None, salt=None):
+    request = SimpleNamespace(request_id=request_id, block_hashes=[HASH], lora_request=lora, cache_salt=salt)
+    book.show(request)
+    return book.open(request_id, None)
+
+
+def test_a_request_that_was_not_shown_has_nothing_to_do_with_tiers(book):
+    assert book.open("one", None).keys is None
+    book.show(SimpleNamespace(request_id="two", block_hashes=[]))
+    assert book.open("three", None).keys is None
+    assert book.open("two", None).keys is None, "what was shown counts for the next name alone"
+
+
+def test_a_request_has_the_keys_of_its_adapter_and_its_salt(book, looks, tmp_path):
+    plain, salted = opened(book, "plain"), opened(book, "salted", salt="mine")
+    adapted = opened(book, "adapted", adapter(tmp_path / "one"))
+    all_answered(looks)
+    assert plain.keys.of(KEY) == KEY
+    assert len({request.keys.of(KEY) for request in (plain, salted, adapted)}) == 3
+
+
+def test_a_request_has_no_keys_and_waits_no_longer_than_lookup_wait_until_its_adapter_was_looked_at(
+    book, looks, clock, tmp_path
+):
+    gate = Gate(looks)
+    request = opened(book, "one", adapter(tmp_path / "one"))
+    assert request.keys is None
+    assert book.holds_back("one")
+    clock.now += 0.019
+    assert book.holds_back("one")
+    clock.now += 0.002
+    assert not book.holds_back("one"), "it is computed"
+    assert not book.holds_back("one"), "and never waits again"
+    assert request.keys is None
+    assert opened(book, "other").keys is not None
+    gate.opened.set()
+
+
+def test_a_file_system_that_hangs_costs_its_requests_the_tiers(book, looks, clock, tmp_path):
+    gate = Gate(looks)
+    request = opened(book, "one", adapter(tmp_path / "one"))
+    assert book.stores_wait(request)
+    clock.now += 5.1
+    assert not book.stores_wait(request)
+    gate.opened.set()
+    all_answered(looks)
+    assert request.keys is None, "for good"
+
+
+def test_an_adapter_without_files_costs_its_requests_the_tiers(book, looks, tmp_path):
+    lora = adapter(tmp_path / "one")
+    lora.lora_path = "somebody/adapter-on-a-hub"
+    request = opened(book, "one", lora)
+    all_answered(looks)
+    assert not book.holds_back("one")
+    assert request.keys is None
+    assert not book.stores_wait(request)
+
+
+def test_an_adapter_that_changes_takes_the_requests_out_that_began_with_it(book, looks, tmp_path):
+    before = opened(book, "before", adapter(tmp_path / "one", b"before"))
+    other = opened(book, "other")
+    all_answered(looks)
+    assert before.keys is not None
+    after = opened(book, "after", adapter(tmp_path / "one", b"after!", inplace=True))
+    all_answered(looks)
+    assert before.keys is None
+    assert not book.holds_back("before")
+    assert other.keys is not None
+    assert after.keys is not None
+    book.has_local_prefix("other")
+    assert other.keys is not None
+    book.has_local_prefix("after")
+    assert after.keys is None, "part of it may be the adapter's that was"
+
+
+def test_files_that_were_looked_at_when_vllm_may_have_loaded_others_are_nobodys(book, looks, clock, tmp_path):
+    lora = adapter(tmp_path / "one", b"before")
+    gate = Gate(looks)
+    early = opened(book, "early", lora)
+    assert book.holds_back("early")
+    clock.now += 0.021
+    assert not book.holds_back("early"), "vLLM loads them now"
+    adapter(tmp_path / "one", b"after!")
+    later = opened(book, "later", lora)
+    gate.opened.set()
+    all_answered(looks)
+    assert early.keys is None
+    assert later.keys is None
+
+
+def test_files_that_were_old_when_the_request_came_may_be_looked_at_late(versions, tmp_path):
+    lora = adapter(tmp_path / "one")
+    looks = AdapterLooks(clock=lambda: time.time_ns() + 3_000_000_000)
+    book = RequestBook(GROUPS, Weights("commit-1", versions, versions.resets), looks, lookup_wait=0.0)
+    gate = Gate(looks)
+    request = opened(book, "one", lora)
+    assert not book.holds_back("one")
+    assert book.stores_wait(request), "what it computes may be stored later"
+    gate.opened.set()
+    all_answered(looks)
+    assert request.keys is not None
+    looks.close()
+
+
+def test_an_adapter_that_is_not_there_is_looked_at_all_the_same(book, looks, tmp_path):
+    lora = adapter(tmp_path / "one")
+    shutil.rmtree(tmp_path / "one")
+    request = opened(book, "one", lora)
+    all_answered(looks)
+    assert request.look.looked.is_set(), "whoever loads it would wait for a look that has ended"
+    assert request.keys is None
+
+
+def test_an_adapter_that_vllm_loads_without_a_request_is_known_by_what_it_was_then(book, looks, tmp_path):
+    class Core:
+        def __init__(self):
+            self.loaded = []
+
+        def add_lora(self, lora):
+            self.loaded.append((tmp_path / "one" / "adapter_model.bin").read_bytes())
+            return lora.lora_int_id == 1
+
+    core = Core()
+    looks.follow(core)
+    lora = adapter(tmp_path / "one", b"before")
+    assert core.add_lora(lora) is True
+    assert core.loaded == [b"before"]
+    adapter(tmp_path / "one", b"after!")
+    request = opened(book, "one", lora)
+    all_answered(looks)
+    assert request.keys is None, "vLLM has not loaded what the files are now"
+    lora.load_inplace = True
+    core.add_lora(lora)
+    again = opened(book, "again", lora)
+    all_answered(looks)
+    assert again.keys is not None
+
+
+def test_the_call_that_loads_an_adapter_has_the_signature_that_it_has_without_kvtiers(looks):
+    """A served engine reads off it what a client's message is to be turned into: it is no request of vLLM's yet."""
+
+    class Core:
+        def add_lora(self, lora_request: SimpleNamespace) -> bool:
+            raise NotImplementedError
+
+    core = Core()
+    before = inspect.signature(core.add_lora)
+    looks.follow(core)
+    assert inspect.signature(core.add_lora) == before
+
+
+def test_an_adapter_that_vllm_loads_without_a_request_is_looked_at_before_while_others_are_digested(
+    book, looks, tmp_path
+):
+    lora = adapter(tmp_path / "one")
+    loaded = []
+    core = SimpleNamespace(add_lora=loaded.append)
+    looks.follow(core)
+    gate = Gate(looks)
+    core.add_lora(lora)
+    assert loaded == [lora]
+    request = opened(book, "one", lora)
+    gate.opened.set()
+    all_answered(looks)
+    assert request.keys is not None, "its files are new, and were looked at in time all the same"
+
+
+def test_while_an_adapter_that_is_loaded_anew_is_looked_at_nobody_uses_the_one_before(book, looks, tmp_path):
+    before = opened(book, "before", adapter(tmp_path / "one", b"before"))
+    all_answered(looks)
+    assert before.keys is not None
+    gate = Gate(looks)
+    anew = opened(book, "anew", adapter(tmp_path / "one", b"after!", inplace=True))
+    assert before.keys is None, "vLLM may load it in the very next step"
+    assert book.holds_back("before")
+    gate.opened.set()
+    all_answered(looks)
+    assert before.keys is None
+    assert not book.holds_back("before")
+    assert anew.keys is not None
+
+
+def test_an_adapter_that_is_loaded_anew_and_is_the_same_takes_nobody_out(book, looks, tmp_path):
+    lora = adapter(tmp_path / "one", inplace=True)
+    before = opened(book, "before", lora)
+    all_answered(looks)
+    gate = Gate(looks)
+    after = opened(book, "after", lora)
+    assert before.keys is None
+    gate.opened.set()
+    all_answered(looks)
+    assert before.keys.of(KEY) == after.keys.of(KEY)
+
+
+def test_other_weights_have_another_name_and_take_all_open_requests_out(book, versions):
+    before = opened(book, "before")
+    assert book.new_weights() is None
+    versions.now = "2"
+    assert book.new_weights() == "commit-1@2"
+    assert book.new_weights() is None
+    assert before.keys is None
+    assert opened(book, "after").keys is not None
+    assert book.close("before") is before
+    assert book.get("before") is None
+
+
+def test_what_vllm_has_in_its_own_cache_of_other_weights_is_stored_under_no_name(book, versions, caplog):
+    book.computes()
+    versions.now = "2"
+    assert book.new_weights() == "commit-1@2"
+    assert "reset_prefix_cache" in caplog.text
+    part, none = opened(book, "part of it is in the cache"), opened(book, "none of it is")
+    book.has_local_prefix("part of it is in the cache")
+    assert part.keys is None
+    assert none.keys is not None
+    versions.now = "3"
+    assert book.new_weights() == "commit-1@3"
+    assert len(caplog.records) == 1
+    versions.emptied += 1
+    assert book.new_weights() is None
+    later = opened(book, "later")
+    book.has_local_prefix("later")
+    assert later.keys is not None
+
+
+@pytest.mark.parametrize("reset_first", [True, False])
+def test_a_cache_that_was_emptied_with_the_update_has_nothing_of_other_weights(book, versions, reset_first, caplog):
+    book.computes()
+    versions.emptied += reset_first
+    if reset_first:
+        assert book.new_weights() is None, "as vLLM pauses"
+    versions.now = "2"
+    versions.emptied += not reset_first
+    assert book.new_weights() == "commit-1@2"
+    book.computes()
+    request = opened(book, "one")
+    book.has_local_prefix("one")
+    assert request.keys is not None
+    assert not caplog.records
+
+
+def test_a_cache_that_is_empty_when_the_weights_change_has_nothing_of_other_weights(book, versions):
+    versions.now = "2"
+    assert book.new_weights() == "commit-1@2"
+    request = opened(book, "one")
+    book.has_local_prefix("one")
+    assert request.keys is not None
+
+
+class Manager:
+    """Notes what is completed."""
+
+    def __init__(self):
+        self.lock = Lock()
+        self.done = []
+
+    def complete_store(self, plan, *, success):
+        self.done.append(("store", plan.plan_id, success))
+
+    def complete_load(self, plan, *, success):
+        self.done.append(("load", plan.plan_id, success))
+
+
+NO_ROWS = np.empty(0, np.int32)
+
+
+def test_a_plan_ends_when_the_last_rank_has_reported_and_fails_if_one_did(book):
+    manager = Manager()
+    plans = RunningPlans(manager, ranks=2)
+    storing, loading = opened(book, "storing"), opened(book, "loading")
+    plans.start(StorePlan(1, [], NO_ROWS), storing)
+    plans.start(LoadPlan(2, [], NO_ROWS), loading)
+    plans.copies_ended(CopyReport(Counter({1: 1, 2: 1}), {2}))
+    assert manager.done == []
+    plans.copies_ended(CopyReport(Counter({1: 1})))
+    assert manager.done == [("store", 1, True)]
+    plans.copies_ended(CopyReport(Counter({2: 1})))
+    assert manager.done[1:] == [("load", 2, False)]
+    assert loading.load_failed
+    assert not storing.load_failed
+    plans.copies_ended(CopyReport(Counter({1: 1, 7: 2})))
+    assert len(manager.done) == 2, "a plan ends once, and what is none ends nothing"
+
+
+def test_reports_of_ranks_add_up():
+    report = CopyReport(Counter({1: 1}), {1})
+    report.add(CopyReport(Counter({1: 1, 2: 1}), {2}))
+    assert (report.ended, report.failed) == (Counter({1: 2, 2: 1}), {1, 2})
+
+
+def stored_under_an_adapter(book, looks, clock, tmp_path):
+    """Return the manager, the plans, and the adapter's folder, when a store of a request with an adapter was copied."""
+    manager = Manager()
+    plans = RunningPlans(manager, ranks=1, clock=clock)
+    request = opened(book, "one", adapter(tmp_path / "one", b"before"))
+    all_answered(looks)
+    assert request.keys is not None
+    plans.start(StorePlan(1, [], NO_ROWS), request)
+    return manager, plans, tmp_path / "one"
+
+
+def test_a_store_under_an_adapter_ends_when_its_files_were_looked_at_again(book, looks, clock, tmp_path):
+    manager, plans, _ = stored_under_an_adapter(book, looks, clock, tmp_path)
+    gate = Gate(looks)
+    plans.copies_ended(CopyReport(Counter({1: 1})))
+    plans.confirm()
+    assert manager.done == []
+    assert plans.has_unconfirmed()
+    gate.opened.set()
+    all_answered(looks)
+    plans.confirm()
+    assert manager.done == [("store", 1, True)]
+    assert not plans.has_unconfirmed()
+
+
+def test_what_was_stored_while_the_adapters_files_changed_is_kept_by_nobody(book, looks, clock, tmp_path):
+    manager, plans, folder = stored_under_an_adapter(book, looks, clock, tmp_path)
+    (folder / "adapter_model.bin").write_bytes(b"vLLM may have loaded these")
+    plans.copies_ended(CopyReport(Counter({1: 1})))
+    all_answered(looks)
+    plans.confirm()
+    assert manager.done == [("store", 1, False)]
+
+
+def test_what_was_stored_while_the_adapter_was_loaded_anew_is_kept_by_nobody(book, looks, clock, tmp_path):
+    manager, plans, folder = stored_under_an_adapter(book, looks, clock, tmp_path)
+    plans.copies_ended(CopyReport(Counter({1: 1})))
+    all_answered(looks)
+    opened(book, "two", adapter(folder, b"after!", inplace=True))
+    plans.confirm()
+    assert manager.done == [("store", 1, False)]
+
+
+def test_a_store_holds_its_rows_no_longer_than_a_bound_for_a_file_system_that_hangs(book, looks, clock, tmp_path):
+    manager, plans, _ = stored_under_an_adapter(book, looks, clock, tmp_path)
+    gate = Gate(looks)
+    plans.copies_ended(CopyReport(Counter({1: 1})))
+    clock.now += 5.1
+    plans.confirm()
+    assert manager.done == [("store", 1, False)]
+    gate.opened.set()
+
+
+def test_the_keys_that_are_asked_ahead_are_those_of_the_lookup(book):
+    request = SimpleNamespace(request_id="one", block_hashes=[HASH, b"i" * 32], lora_request=None, cache_salt="mine")
+    (ahead,) = book.prefixes(request)
+    book.show(request)
+    keys = book.open("one", None).keys
+    assert keys.place(KEY) == 0
+    assert list(ahead) == list(keys.following(keys.of(KEY), 0))
+    assert len(ahead) == 2
+    plain = SimpleNamespace(request_id="two", block_hashes=[HASH], lora_request=None, cache_salt=None)
+    assert list(book.prefixes(plain)) == [[KEY]]
+
+
+def test_nothing_is_asked_ahead_for_a_request_whose_adapter_is_to_be_looked_at_first(book, tmp_path):
+    request = SimpleNamespace(request_id="one", block_hashes=[HASH], lora_request=adapter(tmp_path), cache_salt=None)
+    assert not list(book.prefixes(request))

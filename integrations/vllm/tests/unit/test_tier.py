@@ -1,0 +1,193 @@
+"""The class that vLLM calls for a tier: whatever goes wrong in a call, vLLM gets an answer that does no harm."""
+
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from kvtiers.tiering.tier_slot import TierOptions, TierSlot
+from kvtiers_vllm.own_tiering.build import OpenedTier
+from kvtiers_vllm.own_tiering.off_tier import OffTier
+from kvtiers_vllm.own_tiering.options import TierSettings
+from kvtiers_vllm.own_tiering.tier_driver import TierDriver
+
+from . import fake_vllm
+
+KEY = bytes(36)
+
+
+class Core:
+    """vLLM's engine core, as far as a tier knows it."""
+
+    def preprocess_add_request(self, request):
+        return request, 0
+
+
+class Request(SimpleNamespace):
+    """vLLM's, of which there may be weak references."""
+
+
+@pytest.fixture
+def version():
+    return "0.32.0"
+
+
+@pytest.fixture
+def core():
+    return Core()
+
+
+class Status:
+    """A socket that answers nobody."""
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def make(monkeypatch, version, core):
+    """Return a function that makes a tier of an engine that is off, with a driver of its own and this end."""
+    module = fake_vllm.load(monkeypatch, "own_tiering.tier", version)
+    monkeypatch.setattr(module, "load_tier_options", lambda *_: (None, TierSettings()))
+    monkeypatch.setattr(module, "engine_of_stack", lambda: SimpleNamespace(core=core))
+    monkeypatch.setattr(module, "open_status", lambda *_: Status())
+
+    def make(spec, close=lambda _: None):
+        driver = TierDriver(TierSlot(0, OffTier(), TierOptions("near")), 0.02, close)
+        opened = OpenedTier(driver, "near", "model", shared=True)
+        monkeypatch.setattr(module, "open_tier", lambda *_: opened)
+        return module.KvtiersTier(spec, memoryview(bytes(8)), "kvtiers-near")
+
+    return make
+
+
+def offloading_spec():
+    return SimpleNamespace(extra_config={}, config=SimpleNamespace(groups=()))
+
+
+@pytest.fixture
+def tier(make):
+    return make(offloading_spec())
+
+
+def job(job_id=7, chunk_ids=(3,)):
+    rows = np.array(chunk_ids) if chunk_ids is not None else None
+    return SimpleNamespace(job_id=job_id, keys=[KEY], chunk_ids=rows, req_context=SimpleNamespace(req_id="a"))
+
+
+def ended(tier):
+    return [(result.job_id, result.success) for result in tier.get_finished_jobs()]
+
+
+@pytest.mark.parametrize("call", ["submit_store", "submit_load"])
+def test_a_job_that_cannot_be_handed_over_has_failed_once(tier, call, caplog):
+    getattr(tier, call)(job(chunk_ids=None))
+    assert f"{call} failed (1 times so far)" in caplog.text
+    assert ended(tier) == [(7, False)], "vLLM's request and its rows wait for it"
+    assert ended(tier) == []
+
+
+@pytest.mark.parametrize("call", ["submit_store", "submit_load"])
+def test_a_job_that_fails_while_it_is_handed_over_has_failed_once(tier, call, monkeypatch):
+    def fail(*_arguments):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(tier._driver, "_tokens", fail)
+    getattr(tier, call)(job())
+    assert ended(tier) == [(7, False)]
+    assert ended(tier) == []
+    tier.drain_jobs()
+
+
+def test_a_job_that_was_handed_over_has_the_result_that_it_gets_there(tier, monkeypatch):
+    submit = tier._driver.submit
+
+    def submit_and_fail(*arguments, **more):
+        submit(*arguments, **more)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(tier._driver, "submit", submit_and_fail)
+    monkeypatch.setattr(tier._driver._slot, "available", lambda: True)
+    monkeypatch.setattr(tier._driver._slot, "submit", lambda _job: True)
+    tier.submit_store(job())
+    assert ended(tier) == [], "its rows may be in use"
+    assert tier._driver.has_jobs()
+
+
+@pytest.mark.parametrize(
+    ("version", "salt", "left_out"),
+    [
+        ("0.28.0", "mine", True),
+        ("0.30.0", "mine", True),
+        ("0.30.0", None, False),
+        ("0.32.0", "mine", False),
+    ],
+)
+def test_a_salted_request_is_left_out_where_its_salt_is_hashed_without_a_tag(tier, core, salt, left_out, monkeypatch):
+    monkeypatch.setattr(tier._driver._slot, "available", lambda: True)
+    monkeypatch.setattr(tier._driver._slot, "ask", lambda _keys, _context: (1, False))
+    arrived, _ = core.preprocess_add_request(Request(request_id="a", cache_salt=salt, block_hashes=[]))
+    request = SimpleNamespace(req_id="a", kv_transfer_params=None)
+    tier.on_new_request(request)
+    del arrived  # the engine may have forgotten it before its last store
+    assert tier.lookup(KEY, request).name == ("MISS" if left_out else "HIT")
+    assert tier._driver.left_out_requests == left_out
+    tier.on_request_finished(request)
+    assert tier.lookup(KEY, request).name == "HIT"
+
+
+def test_the_tiers_of_an_engine_end_at_the_same_time_and_those_of_another_go_on(make):
+    both, spec, ended = threading.Barrier(2), offloading_spec(), []
+
+    def end(name):
+        both.wait(60)  # breaks where one ends after the other
+        ended.append(name)
+
+    tiers = [make(spec, lambda _: end("one")), make(spec, lambda _: end("two"))]
+    other = make(offloading_spec(), lambda _: ended.append("other"))
+    for tier in tiers:
+        tier.shutdown()
+    assert sorted(ended) == ["one", "two"]
+    other.shutdown()
+    other.shutdown()
+    assert sorted(ended) == ["one", "other", "two"]
+
+
+def test_an_end_that_takes_its_time_is_waited_for_by_its_own_tier(make):
+    """vLLM takes its memory back after the last one."""
+    spec, may_end, ended = offloading_spec(), threading.Event(), []
+
+    def end_late(_seconds):
+        assert may_end.wait(60)
+        ended.append("late")
+
+    quick, late = make(spec), make(spec, end_late)
+    quick.shutdown()
+    assert not ended
+    may_end.set()
+    late.shutdown()
+    assert ended == ["late"]
+
+
+def test_tiers_end_also_where_no_thread_can_be_started(make, monkeypatch, caplog):
+    """As while the interpreter ends, which is when an engine in a program's own process may be told to."""
+
+    def no_thread(_thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    spec, ended = offloading_spec(), []
+    tiers = [make(spec, lambda _: ended.append("one")), make(spec, lambda _: ended.append("two"))]
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    for tier in tiers:
+        tier.shutdown()
+    assert sorted(ended) == ["one", "two"]
+    assert not caplog.records
+
+
+def test_an_end_that_fails_ends_no_engine(make, caplog):
+    def fail(_seconds):
+        raise ZeroDivisionError
+
+    make(offloading_spec(), fail).shutdown()
+    assert "a bug of kvtiers" in caplog.text

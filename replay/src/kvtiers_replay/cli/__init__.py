@@ -1,0 +1,1 @@
+"""The commands ``kvtiers replay``, ``plan`` and ``size``."""

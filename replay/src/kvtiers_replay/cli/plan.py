@@ -1,0 +1,212 @@
+"""``kvtiers plan``: which sizes and policies would hit how much of a trace, found without moving a byte."""
+
+import bisect
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from kvtiers.api.units import parse_size
+from kvtiers.cli.output import file_to_write, print_heading, print_table, with_unit, write_file
+from kvtiers.cli.progress import stop_on_interrupt, telling
+from kvtiers.config import load_config
+from kvtiers_replay.cli.size import model_options
+from kvtiers_replay.plan import (
+    Plan,
+    PlanCase,
+    PlanPoint,
+    PlanSizes,
+    PlanTrace,
+    Task,
+    Wanted,
+    as_bars,
+    as_html,
+    as_svg,
+    plan_cases,
+    searches,
+    sweep,
+)
+from kvtiers_replay.plan.sizes import DEFAULT_PRIMARY
+from kvtiers_replay.sizing import read_model
+from kvtiers_replay.trace import read_trace
+
+__all__ = ["plan"]
+
+_CHARTS = {".svg": as_svg, ".html": as_html}
+
+
+def _list_of(_ctx: click.Context, param: click.Parameter, value: str | None) -> list[str]:
+    return [] if value is None else _split(param, value)
+
+
+def _split(param: click.Parameter, value: str) -> list[str]:
+    parts = [part.strip() for part in value.split(",")]
+    if not all(parts):
+        raise click.BadParameter(f"expected values with commas between them, got {value!r}", param=param)
+    return parts
+
+
+def _by_tier(_ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for value in values:
+        name, separator, sizes = value.rpartition("=")
+        if name in found:
+            raise click.BadParameter(f"the sizes of {name or 'the first tier'!r} are given twice", param=param)
+        if separator and not name:
+            raise click.BadParameter(f"expected NAME=SIZES or SIZES, got {value!r}", param=param)
+        found[name] = _split(param, sizes)
+    return found
+
+
+def _wish(_ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
+    if value is None:
+        return None
+    with contextlib.suppress(ValueError):
+        if 0 < (percent := float(value.strip().removesuffix("%"))) <= 100 and "%" in value:
+            return percent / 100
+    raise click.BadParameter(f"expected a hit rate such as '35%', got {value!r}", param=param)
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  kvtiers plan --trace trace.jsonl.gz
+  kvtiers plan --trace trace.jsonl.gz --primary 5%,10%,20% --secondary 50%,unlimited
+  kvtiers plan --trace trace.jsonl.gz --config tiers.yaml --model config.json --wish 35%
+  kvtiers plan --trace trace.jsonl.gz --primary 64GiB,128GiB --bytes-per-token 128KiB \\
+      --policy lru,arc --plot plan.html
+
+A size is a share of the trace's different blocks (10%), bytes (64GiB; needs --model or --bytes-per-token),
+'unlimited', or for a secondary tier 0: without it. Every combination is simulated: the real manager, eviction and
+admission serve the requests one after the other, over rows without bytes and tiers that answer at once. A tier is
+taken as an LRU; ages, time to live, and what waiting would cost are left out. One chunk is one block of the trace.
+
+Exit status: 0, 1 if no case reaches the --wish, 2 if the config, the trace or the command line is wrong, 130 stopped
+by Ctrl-C (what was found so far is printed)."""
+)
+@click.option("--trace", metavar="FILE", required=True, type=click.Path(), help="Requests in Mooncake's format.")
+@click.option(
+    "--config", "config_file", metavar="FILE", type=click.Path(),
+    help="Tiers, sizes, policy and budgets, as YAML; without it a primary alone.",
+)  # fmt: skip
+@click.option("--requests", metavar="N", type=click.IntRange(min=1), help="Only the first so many requests.")
+@click.option(
+    "--primary", metavar="SIZES", callback=_list_of,
+    help=f"Sizes of the primary.  [default: {','.join(DEFAULT_PRIMARY)}, and the config's]",
+)  # fmt: skip
+@click.option(
+    "--secondary", metavar="[NAME=]SIZES", multiple=True, callback=_by_tier,
+    help="Sizes of a secondary tier, the first without NAME; may be given for each.  [default: the config's]",
+)  # fmt: skip
+@click.option(
+    "--policy", metavar="NAMES", callback=_list_of, help="Eviction policies.  [default: the config's, or lru]"
+)
+@click.option(
+    "--wish", metavar="RATE", callback=_wish, help="Find the smallest primary with this hit rate, such as 35%."
+)
+@click.option(
+    "--bytes-per-token", metavar="SIZE",
+    callback=lambda ctx, param, value: None if value is None else with_unit(parse_size)(ctx, param, value),
+    help="KV bytes of one token, all layers and ranks.",
+)  # fmt: skip
+@click.option("--model", metavar="FILE", type=click.Path(), help="A model's config.json instead, as for kvtiers size.")
+@model_options
+@click.option(
+    "--processes", metavar="N", type=click.IntRange(1, 256), default=min(2, os.cpu_count() or 1), show_default=True,
+    help="Simulations at the same time.",
+)  # fmt: skip
+@click.option(
+    "--plot", metavar="FILE", callback=file_to_write(*_CHARTS), help="Draw it as .svg, or as .html with tables."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_context
+def plan(
+    ctx: click.Context,
+    trace: str,
+    config_file: str | None,
+    requests: int | None,
+    primary: list[str],
+    secondary: dict[str, list[str]],
+    policy: list[str],
+    wish: float | None,
+    bytes_per_token: int | None,
+    model: str | None,
+    tp: int,
+    kv_dtype: str,
+    processes: int,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Find the sizes and policies that reach a hit rate on a trace, without moving bytes."""
+    if model and bytes_per_token:
+        raise click.UsageError("--model and --bytes-per-token exclude each other")
+    config = load_config(config_file) if config_file else None
+    if model:
+        bytes_per_token = read_model(model, kv_dtype=kv_dtype, ranks=tp).bytes_per_token
+    workload = read_trace(trace, requests)
+    chunks = PlanTrace(workload)
+    sizes = PlanSizes(chunks.unique)
+    if bytes_per_token:
+        sizes = PlanSizes.of_tokens(chunks.unique, chunks.tokens_per_chunk, bytes_per_token)
+    found = Plan(workload.name, chunks, sizes, wish)
+    _fill(found, plan_cases(Wanted(primary, secondary, policy), sizes, config), processes)
+    if plot and found.points:
+        write_file(plot, _CHARTS[plot.suffix](found))
+    if as_json:
+        click.echo(json.dumps(found.as_data(), indent=2))
+    else:
+        _print(found)
+    if found.interrupted:
+        ctx.exit(130)
+    ctx.exit(1 if wish is not None and not found.smallest else 0)
+
+
+class _StoppedError(Exception):
+    """The user wants the plan to end."""
+
+
+def _fill(plan: Plan, cases: Sequence[PlanCase], processes: int) -> None:
+    """Simulate the cases, then what the wish needs; what was found until Ctrl-C stays."""
+    plan.cases = len(cases)
+    with stop_on_interrupt() as stop, telling() as tell:
+
+        def progress(requests: int) -> None:
+            if stop.is_set():
+                raise _StoppedError
+            plan.requests += requests
+            tell(plan.progress_line)
+
+        def run(doing: str, tasks: Sequence[Task], into: list[PlanPoint], simulations: int) -> None:
+            plan.doing = doing
+            plan.requests, plan.requests_in_all = 0, simulations * len(plan.trace.requests)
+            places: list[int] = []
+            for index, point in sweep(plan.trace, tasks, processes=processes, progress=progress):
+                at = bisect.bisect(places, index)  # in the order of the tasks, whichever ends first
+                places.insert(at, index)
+                into.insert(at, point)
+
+        try:
+            run(f"{len(cases)} cases", cases, plan.points, len(cases))
+            if plan.wish is not None:
+                wanted = searches(plan.points, plan.wish)
+                steps = sum(search.steps for search in wanted)
+                run("looking for the smallest sizes", wanted, plan.smallest, steps)
+        except _StoppedError:
+            plan.interrupted = True
+
+
+def _print(plan: Plan) -> None:
+    print_heading(plan.heading())
+    if plan.points:
+        print_table(plan.columns(), plan.rows(plan.points))
+        click.echo()
+        for line in as_bars(plan, sys.stdout.encoding or "ascii"):
+            click.echo(line)
+    if verdict := plan.verdict():
+        click.echo(verdict)
+    if plan.smallest:
+        print_table(plan.columns(), plan.rows(plan.smallest))

@@ -1,0 +1,230 @@
+"""``kvtiers replay``: drives the whole stack from a trace or a generated workload, and checks every byte."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvtiers.api import ConfigError
+from kvtiers.api.units import parse_size
+from kvtiers.cli.output import file_to_write, print_heading, print_table, with_unit, write_file
+from kvtiers.cli.progress import stop_on_interrupt
+from kvtiers.config import OffloadConfig, load_config
+from kvtiers_replay.workload import Workload
+
+if TYPE_CHECKING:
+    from kvtiers_replay.options import ReplayOptions
+    from kvtiers_replay.results import ReplayResults
+
+__all__ = ["replay"]
+
+_CODE_REQUESTS = 400
+_TRACE_BYTES = 4096 - 64  # with its seal, a value of exactly one page
+_CODE_BYTES = 64 * 1024 - 64
+
+DEFAULT_CONFIG = {
+    "version": 1,
+    "namespace": "replay",
+    "primary": {"capacity": "48MiB"},
+    # The tier evicts behind its users' backs: what is believed of it must be young.
+    "secondary": [{"type": "memory", "capacity": "256MiB", "exists_ttl": "200ms"}],
+    # A replay has time: what a tier has is loaded, however long it takes, so that two runs have the same hits.
+    "lookup_wait": "30s",
+    "load_wait": "30s",
+}
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  kvtiers replay --workload code                        small, needs nothing but Python
+  kvtiers replay --config tiers.yaml --workload code    your tiers
+  kvtiers replay --config tiers.yaml --trace conversation_trace.jsonl.gz --requests 3000
+  kvtiers replay --config tiers.yaml --trace FILE --concurrency 16 --gpu-blocks 4000 --workers 2
+  kvtiers replay --config tiers.yaml --trace FILE --engines 4 --speed 60
+
+With --concurrency 1, each request begins when everything before it has ended, so that two runs have the same hits.
+Without --config: a primary of 48 MiB and a memory tier of 256 MiB, in this process.
+
+Exit status: 0 all bytes are right, 1 some are not, 2 the config, the trace or the command line is wrong or a process
+of the replay ended early, 130 stopped by Ctrl-C (the report of what was done is printed)."""
+)
+@click.option("--config", "config_file", metavar="FILE", type=click.Path(), help="The tiers, as YAML.")
+@click.option("--trace", metavar="FILE", type=click.Path(), help="Requests in Mooncake's format, plain or gzip.")
+@click.option("--workload", type=click.Choice(["code"]), help="Requests made up on the spot: talks about source code.")
+@click.option(
+    "--requests",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help=f"Only so many requests.  [default: all of a trace, {_CODE_REQUESTS} of a workload]",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Another seed makes another workload.")
+@click.option(
+    "--bytes-per-chunk",
+    metavar="SIZE",
+    callback=lambda ctx, param, value: None if value is None else with_unit(parse_size)(ctx, param, value),
+    help=f"KV bytes of one chunk, of all ranks.  [default: {_TRACE_BYTES} for a trace, {_CODE_BYTES} else]",
+)
+@click.option(
+    "--gpu-blocks",
+    metavar="N",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Blocks of each engine, with a prefix cache of its own; 0: as many as it needs, without one.",
+)
+@click.option(
+    "--primary-chunks",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Size of each engine's primary in chunks, instead of the config's primary.capacity.",
+)
+@click.option(
+    "--blocks-per-chunk",
+    metavar="N",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    help="Blocks that are stored and loaded as one value.",
+)
+@click.option(
+    "--concurrency",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Requests in flight in each engine.",
+)
+@click.option(
+    "--speed",
+    metavar="X",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Requests arrive as recorded, X times as fast.  [default: as soon as there is room for them]",
+)
+@click.option(
+    "--step-tokens",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=8192,
+    show_default=True,
+    help="Tokens that are computed in a step at most; longer prompts are computed in pieces.",
+)
+@click.option(
+    "--store",
+    type=click.Choice(["eager", "lazy"]),
+    default="eager",
+    show_default=True,
+    help="Store blocks when they are computed, or when the engine's prefix cache is about to lose them.",
+)
+@click.option(
+    "--workers",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Ranks of each engine, in processes of their own.  [default: one, in the engine's process]",
+)
+@click.option(
+    "--engines",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Engines that share the config's tiers, each a process; requests go to them in turns.",
+)
+@click.option(
+    "--prefill-speed",
+    metavar="N",
+    type=click.FloatRange(min=0, min_open=True),
+    default=10_000.0,
+    show_default=True,
+    help="Tokens per second, for the estimated time to the first token.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="Where the engine's KV lies: host memory, or a GPU's.",
+)
+@click.option(
+    "--report", metavar="FILE.html", callback=file_to_write(".html"), help="Write a page with plots of all of it, too."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_context
+def replay(
+    ctx: click.Context,
+    /,
+    config_file: str | None,
+    trace: str | None,
+    workload: str | None,
+    requests: int | None,
+    seed: int,
+    report: Path | None,
+    as_json: bool,
+    **chosen: Any,
+) -> None:
+    """Drive the whole stack from a trace or a workload, and check every byte.
+
+    A small reference engine computes each request's KV blocks by writing bytes that follow from the prompt, and stores
+    and loads them through the real manager, memory and tiers. What comes back is compared byte by byte.
+    """
+    if bool(trace) == bool(workload):
+        raise click.UsageError("give either --trace FILE or --workload code")
+    if chosen["engines"] > 1 and not config_file:
+        raise click.UsageError("--engines needs a --config with tiers that processes share; without one there are none")
+    config = load_config(config_file) if config_file else _default_config()
+    # Imported here: a wrong command line is told at once.
+    from kvtiers_replay.progress import show_progress
+    from kvtiers_replay.run import replay as run
+
+    load, options = _read_workload(trace, requests, seed), _options(trace, **chosen)
+    with stop_on_interrupt() as stop, show_progress() as progress:
+        results = run(config, load, options, stop=stop, progress=progress)
+    if as_json:
+        click.echo(results.to_json())
+    else:
+        _print_report(results)
+    if report:
+        from kvtiers_replay.page import as_page
+
+        write_file(report, as_page(results))
+    if results.wrong_bytes:
+        ctx.exit(1)
+    if results.interrupted:
+        ctx.exit(130)
+
+
+def _options(trace: str | None, bytes_per_chunk: int | None, workers: int | None, **chosen: Any) -> "ReplayOptions":
+    from kvtiers_replay.options import ReplayOptions
+
+    return ReplayOptions(bytes_per_chunk or (_TRACE_BYTES if trace else _CODE_BYTES), workers=workers or 0, **chosen)
+
+
+def _print_report(results: "ReplayResults") -> None:
+    from kvtiers_replay.report import heading, tables
+
+    print_heading(heading(results))
+    for table in tables(results):
+        click.echo()
+        print_table(table.columns, table.rows)
+    click.echo()
+    for line in results.verdict:
+        click.echo(line)
+
+
+def _default_config() -> OffloadConfig:
+    try:
+        return load_config(DEFAULT_CONFIG)
+    except ConfigError as error:
+        raise ConfigError(
+            [*error.problems, "without --config the tier type 'memory' is used: pip install kvtiers-example"]
+        ) from None
+
+
+def _read_workload(trace: str | None, requests: int | None, seed: int) -> Workload:
+    if trace:
+        from kvtiers_replay.trace import read_trace
+
+        return read_trace(trace, requests)
+    from kvtiers_replay.code_workload import code_workload
+
+    return code_workload(requests or _CODE_REQUESTS, seed)

@@ -1,0 +1,24 @@
+"""The commands that this distribution adds to ``kvtiers``."""
+
+from kvtiers.api.command import CommandPlugin
+
+__all__ = ["PLAN", "REPLAY", "SIZE"]
+
+PLAN = CommandPlugin(
+    name="plan",
+    help="Find the sizes and policies that reach a hit rate on a trace, without moving bytes.",
+    target="kvtiers_replay.cli.plan:plan",
+    api_version=1,
+)
+REPLAY = CommandPlugin(
+    name="replay",
+    help="Drive the whole stack from a trace or a workload, and check every byte.",
+    target="kvtiers_replay.cli.replay:replay",
+    api_version=1,
+)
+SIZE = CommandPlugin(
+    name="size",
+    help="Say what a model's KV cache takes, and how large chunks should be.",
+    target="kvtiers_replay.cli.size:size",
+    api_version=1,
+)

@@ -1,0 +1,113 @@
+"""Processes of a replay's own: ranks, and further engines. Each is tied to the life of the one that started it.
+
+A child begins with one message, the function to run and its arguments, and runs it with a connection to its parent.
+A parent that ends, by ``kill -9`` too, takes its children with it: by the parent-death signal, and by end of file.
+"""
+
+import contextlib
+import json
+import os
+import pickle
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from kvtiers.api import KvtiersError
+from kvtiers.host.__main__ import die_with
+
+__all__ = ["Child", "ReplayError"]
+
+_END_SECONDS = 10.0
+_STUCK_SECONDS = 120  # in the middle of a message, whose other end has stopped; a child that starts takes a while
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); from kvtiers_replay.engine.processes import main; main()"
+)
+
+
+class ReplayError(KvtiersError):
+    """A replay cannot go on."""
+
+
+class Child:
+    """A child process, as its parent sees it. ``serve``: a function of a module, called with its connection first."""
+
+    def __init__(self, name: str, serve: Callable[..., None], *args: object) -> None:
+        self.name = name
+        ours, theirs = socket.socketpair()
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", _STUCK_SECONDS, 0))
+        with theirs:
+            told = [str(theirs.fileno()), str(os.getpid()), json.dumps([str(path) for path in sys.path]), name]
+            # -P: nothing in the working directory stands in for a module. The name is for `ps`.
+            self.process = subprocess.Popen(  # noqa: S603 -- our own interpreter, our own module
+                [sys.executable, "-P", "-c", _START, *told],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # the parent's stdout has its report
+                pass_fds=(theirs.fileno(),),
+                process_group=0,  # Ctrl-C is for the parent, which says when to end
+            )
+        self.connection: Connection[Any, Any] = Connection(ours.detach())
+        self.send((serve, args))
+
+    def send(self, message: object) -> None:
+        """Send a message. ReplayError if the child has ended, or does not take it."""
+        try:
+            self.connection.send(message)
+        except BlockingIOError:
+            raise self.silent(_STUCK_SECONDS) from None
+        except OSError:
+            raise self._lost() from None
+
+    def receive(self, timeout: float) -> Any:
+        """Return the child's next message. ReplayError if it has ended, or says nothing for so many seconds."""
+        try:
+            if not self.connection.poll(timeout):
+                raise self.silent(timeout)
+            return self.connection.recv()
+        except BlockingIOError:
+            raise self.silent(_STUCK_SECONDS) from None
+        except (EOFError, OSError, pickle.UnpicklingError):
+            raise self._lost() from None
+
+    def end(self) -> None:
+        """Let the child end, which it does when its connection is closed; kill it if it does not in time."""
+        self.connection.close()
+        try:
+            self.process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> None:
+        """End the child at once."""
+        self.process.kill()
+        self.process.wait()
+
+    def silent(self, seconds: float) -> ReplayError:
+        """Return the error that the child lives, and has said nothing for so many seconds."""
+        return ReplayError(
+            f"{self.name} (process {self.process.pid}) has not answered for {seconds:g} s; the replay cannot go on "
+            "without it"
+        )
+
+    def _lost(self) -> ReplayError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_END_SECONDS)
+        status = self.process.returncode
+        how = "closed its connection" if status is None else f"ended with exit status {status}"
+        if status is not None and status < 0:
+            how = f"was killed by signal {-status}"
+        return ReplayError(f"{self.name} (process {self.process.pid}) {how}; the replay cannot go on without it")
+
+
+def main() -> None:
+    """Run a child. Arguments: the connection's descriptor and the parent's process id."""
+    descriptor, parent = map(int, sys.argv[1:3])
+    die_with(parent)
+    connection: Connection[Any, Any] = Connection(descriptor)
+    with contextlib.suppress(EOFError, ConnectionError):  # the parent has no use for us any more
+        serve, args = connection.recv()
+        serve(connection, *args)

@@ -1,0 +1,119 @@
+"""One engine of a replay, from its opening to its end: the stack, the reference engine over it, and its measures."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import kvtiers
+from kvtiers.config import OffloadConfig
+from kvtiers.layout.cache_layout import CacheLayout
+from kvtiers.scheduler import OffloadScheduler, SchedulerOptions
+from kvtiers.tiering.manager import TieringManager
+from kvtiers_replay.engine.block_pool import BlockPool
+from kvtiers_replay.engine.engine import EngineOptions, Interrupted, ReplayEngine
+from kvtiers_replay.engine.ranks import Ranks, open_ranks
+from kvtiers_replay.measures import Measures, Progress
+from kvtiers_replay.options import ReplayOptions
+from kvtiers_replay.workload import Arrivals, ReplayRequest, Workload, infinite_hits
+
+__all__ = ["EngineTask", "deal_out", "run_engine"]
+
+_START_SECONDS = 60.0
+_TELL_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EngineTask:
+    """What one engine does. ``requests``: each with what ``infinite_hits`` says of it; ``first``: see ``Arrivals``."""
+
+    config: OffloadConfig
+    layout: CacheLayout
+    options: ReplayOptions
+    pool_blocks: int
+    requests: Sequence[tuple[ReplayRequest, int]]
+    first: float
+
+
+def deal_out(
+    config: OffloadConfig, layout: CacheLayout, workload: Workload, options: ReplayOptions
+) -> list[EngineTask]:
+    """Return the engines' tasks: they get the requests in turns, as from a load balancer that knows no better."""
+    requests = list(zip(workload.requests, infinite_hits(workload), strict=True))
+    first = min(request.arrival for request in workload.requests)
+    pool_blocks = options.gpu_blocks or workload.longest * options.concurrency
+    return [
+        EngineTask(config, layout, options, pool_blocks, requests[number :: options.engines], first)
+        for number in range(options.engines)
+    ]
+
+
+def run_engine(
+    task: EngineTask,
+    stop: threading.Event,
+    progress: Callable[[Progress], None],
+    begin: Callable[[], None] = lambda: None,
+) -> Measures:
+    """Run one engine in this process. ``begin``: called when all is open, before the first request.
+
+    ``progress``: called after every request, and each second, so that who waits for them knows that it goes on.
+    """
+    options = task.options
+    measures = Measures(has_prefix_cache=options.gpu_blocks > 0)
+    pool = BlockPool(task.pool_blocks, caching=options.gpu_blocks > 0)
+    engine_options = EngineOptions(
+        task.layout.groups[0].tokens_per_block, options.concurrency, options.step_tokens, options.prefill_speed
+    )
+    with _stack(task) as (manager, ranks):
+        scheduler = OffloadScheduler(
+            manager, task.layout, pool, SchedulerOptions(options.store, prefix_caching=options.gpu_blocks > 0)
+        )
+        engine = ReplayEngine(scheduler, ranks, pool, engine_options, measures, stop)
+        started, told, due = time.perf_counter(), 0, _TELL_SECONDS
+
+        def stepped() -> None:
+            nonlocal told, due
+            measures.seconds = time.perf_counter() - started
+            if measures.curve.is_due(measures.seconds):
+                measures.note(measures.seconds, manager.stats(), engine.waiting)
+            if measures.requests != told or measures.seconds >= due:
+                told, due = measures.requests, measures.seconds + _TELL_SECONDS
+                progress(measures.progress(len(task.requests)))
+
+        try:
+            engine.step_until(lambda: not _opening(manager.stats()), _START_SECONDS)
+            begin()
+            started = time.perf_counter()
+            engine.run(Arrivals(task.requests, options.speed, task.first), stepped)
+        except Interrupted:
+            measures.interrupted = True
+        measures.note(measures.seconds, manager.stats(), engine.waiting)
+    return measures
+
+
+def _opening(stats: Mapping[str, Any]) -> bool:
+    """Say whether a tier is still on its way; one that cannot be opened is not: its breaker is open."""
+    return any(
+        not tier["own"].get("open", 1) and not tier["own"].get("breaker_state") for tier in stats["tiers"].values()
+    )
+
+
+@contextlib.contextmanager
+def _stack(task: EngineTask) -> Iterator[tuple[TieringManager, Ranks]]:
+    manager = kvtiers.open_manager(task.config, task.layout)
+    with contextlib.ExitStack() as closing:
+        closing.callback(manager.shutdown)
+        ranks = closing.enter_context(
+            open_ranks(
+                task.config,
+                task.layout,
+                manager.engine_id,
+                task.pool_blocks,
+                processes=task.options.workers > 0,
+                device=task.options.device,
+            )
+        )
+        manager.wait_ready(_START_SECONDS)
+        yield manager, ranks

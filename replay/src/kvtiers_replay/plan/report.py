@@ -1,0 +1,131 @@
+"""What a plan has found: as tables, as JSON, and where it is while it runs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvtiers_replay.plan.simulate import PlanCase, PlanPoint, PlanTrace
+from kvtiers_replay.plan.sizes import PlanSizes
+
+__all__ = ["Plan"]
+
+
+@dataclass(slots=True)
+class Plan:
+    """The points of a sweep so far, in the order of their cases, and the smallest ones that reach ``wish``.
+
+    ``requests``, ``requests_in_all``: served and to be served by the simulations of what is being done now, ``doing``.
+    """
+
+    name: str
+    trace: PlanTrace
+    sizes: PlanSizes
+    wish: float | None = None
+    points: list[PlanPoint] = field(default_factory=list)
+    smallest: list[PlanPoint] = field(default_factory=list)
+    cases: int = 0
+    requests: int = 0
+    requests_in_all: int = 0
+    doing: str = ""
+    interrupted: bool = False
+
+    @property
+    def infinite_rate(self) -> float:
+        """The hit rate of a cache without bounds."""
+        return self.trace.infinite_hits / self.trace.references
+
+    @property
+    def tier_names(self) -> list[str]:
+        """The secondary tiers of any case, in their order."""
+        return list(dict.fromkeys(tier.name for point in self.points for tier in point.case.tiers))
+
+    def progress_line(self) -> str:
+        """Return where the plan is, in one line."""
+        share = 100 * self.requests / max(1, self.requests_in_all)
+        best = f", best so far {_percent(max(p.rate for p in self.points))}" if self.points else ""
+        return f"{self.doing}: {min(share, 100):.0f} %{best}"
+
+    def heading(self) -> str:
+        """Return what this is a plan for."""
+        trace, sizes = self.trace, self.sizes
+        amount = "" if sizes.value_bytes is None else f", {sizes.amount(trace.unique)}"
+        return (
+            f"{self.name}: {len(trace.requests):,} requests, {trace.references:,} full blocks of "
+            f"{trace.tokens_per_chunk} tokens, {trace.unique:,} of them different{amount}. "
+            f"An infinite cache hits {_percent(self.infinite_rate)}."
+        )
+
+    def columns(self) -> list[str]:
+        """Return the names of the columns of ``rows``."""
+        names = self.tier_names
+        unit = " (chunks)" if self.sizes.value_bytes is None else ""
+        parts = ["from primary", *(f"from {name}" for name in names)] if names else []
+        return ["policy", "primary", *names, "hits", *parts, *(f"to {name}{unit}" for name in names)]
+
+    def rows(self, points: Sequence[PlanPoint]) -> list[list[str]]:
+        """Return one row for each point."""
+        return [self._row(point) for point in points]
+
+    def verdict(self) -> str:
+        """Return what became of the wish, or that the plan was stopped, in one line; empty: nothing to say."""
+        if self.interrupted:
+            return f"Stopped after {len(self.points)} of {self.cases} cases."
+        if self.wish is None:
+            return ""
+        if not self.smallest:
+            limit = (
+                "" if self.wish <= self.infinite_rate else f"; an infinite cache hits {_percent(self.infinite_rate)}"
+            )
+            return f"No case reaches {_percent(self.wish)}{limit}."
+        return f"The smallest primary that reaches {_percent(self.wish)}, for each policy and choice of tiers:"
+
+    def as_data(self) -> dict[str, Any]:
+        """Return everything as plain data."""
+        return {
+            "trace": self.name,
+            "requests": len(self.trace.requests),
+            "references": self.trace.references,
+            "unique_chunks": self.trace.unique,
+            "tokens_per_chunk": self.trace.tokens_per_chunk,
+            "bytes_per_chunk": self.sizes.value_bytes,
+            "infinite_hit_rate": self.infinite_rate,
+            "points": [self._data(point) for point in self.points],
+            "wish": self.wish,
+            "smallest": [self._data(point) for point in self.smallest],
+            "interrupted": self.interrupted,
+        }
+
+    def _row(self, point: PlanPoint) -> list[str]:
+        names, held = self.tier_names, _held(point.case)
+        shares = ["primary", *names] if names else []
+        return [
+            point.case.policy,
+            self.sizes.shown(point.case.primary),
+            *(self.sizes.shown(held.get(name, 0)) for name in names),
+            _percent(point.rate),
+            *(_percent(point.hits.get(name, 0) / point.references) for name in shares),
+            *(self.sizes.amount(point.written.get(name, 0)) for name in names),
+        ]
+
+    def _data(self, point: PlanPoint) -> dict[str, Any]:
+        return {
+            "policy": point.case.policy,
+            "primary": self._size(point.case.primary),
+            "secondary": {name: self._size(chunks) for name, chunks in _held(point.case).items()},
+            "hit_rate": point.rate,
+            "hits": dict(point.hits),
+            "written": {name: self._size(chunks) for name, chunks in point.written.items()},
+            "promoted": {name: self._size(chunks) for name, chunks in point.promoted.items()},
+        }
+
+    def _size(self, chunks: int | None) -> dict[str, int | None]:
+        known = chunks is not None and self.sizes.value_bytes is not None
+        return {"chunks": chunks, "bytes": chunks * self.sizes.value_bytes if known else None}  # type: ignore[operator]
+
+
+def _held(case: PlanCase) -> dict[str, int | None]:
+    return {tier.name: tier.chunks for tier in case.tiers}
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"

@@ -1,0 +1,119 @@
+"""A replay's results as people read them in a terminal: a heading, a few tables, a verdict."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvtiers.api.units import format_size
+from kvtiers_replay.measures import Progress
+from kvtiers_replay.results import Latencies, Link, ReplayResults
+
+__all__ = ["Table", "heading", "progress_line", "tables"]
+
+_COLUMNS = 10  # of what happened over time
+
+
+class Table(NamedTuple):
+    """One table; all cells but the first of a row stand to the right."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def progress_line(progress: Progress) -> str:
+    """Return where the replay is, in one line."""
+    # What matters most comes first: a narrow terminal cuts the end off.
+    parts = ", ".join(f"{name} {_percent(count, progress.references)}" for name, count in progress.hits.items())
+    hits = f"hits {_percent(sum(progress.hits.values()), progress.references)} ({parts})"
+    requests = f"{progress.requests:,}/{progress.requests_in_all:,} requests"
+    return f"{requests}, {progress.wrong_bytes:,} wrong bytes, {hits}"
+
+
+def heading(results: ReplayResults) -> str:
+    """Return what this is the report of."""
+    return f"Replay of {results.workload}: {results.requests:,} requests in {results.seconds:.1f} s"
+
+
+def tables(results: ReplayResults) -> list[Table]:
+    """Return all tables, those without a row left out."""
+    found = [_hits(results), _over_time(results), _links(results), _times(results), _troubles(results)]
+    return [Table(table.columns, _right_aligned([table.columns, *table.rows])[1:]) for table in found if table.rows]
+
+
+def _hits(results: ReplayResults) -> Table:
+    whole = results.references
+    per_second = whole / results.seconds if results.seconds else 0.0
+    rows = [
+        ("full blocks asked for", f"{whole:,}", f"{per_second:,.0f} /s"),
+        ("prefix hits", f"{results.prefix_hits:,}", _percent(results.prefix_hits, whole)),
+        ("  an infinite cache's", f"{results.infinite_hits:,}", _percent(results.infinite_hits, whole)),
+        *((f"  from {name}", f"{count:,}", _percent(count, whole)) for name, count in results.hits.items()),
+        ("tokens not recomputed", f"{results.tokens_saved:,}", _percent(results.tokens_saved, results.tokens)),
+    ]
+    if results.preemptions:
+        rows.append(("preemptions", f"{results.preemptions:,}", ""))
+    rows.append(("wrong bytes", f"{results.wrong_bytes:,}", ""))
+    return Table(("", "number", "rate"), rows)
+
+
+def _over_time(results: ReplayResults) -> Table:
+    over_time = results.over_time
+    step = -(-len(over_time.seconds) // _COLUMNS) or 1
+    last = range(step - 1, len(over_time.seconds), step)
+    if len(last) < 2:  # one moment is no course of time
+        return Table((), ())
+    rows = []
+    for name, rates in over_time.hit_rates.items():
+        parts = [[rate for rate in rates[end - step + 1 : end + 1] if rate is not None] for end in last]
+        rows.append((f"hits from {name}", *(f"{100 * sum(part) / len(part):.0f} %" if part else "-" for part in parts)))
+    for name, depths in over_time.queue_depths.items():
+        if any(depths):
+            rows.append((name, *(f"{max(depths[end - step + 1 : end + 1]):,.0f}" for end in last)))
+    return Table(("until", *(f"{over_time.seconds[end]:.1f} s" for end in last)), rows)
+
+
+def _links(results: ReplayResults) -> Table:
+    rows = [(name, format_size(link.nbytes), _rate(link)) for name, link in results.links.items()]
+    return Table(("link", "moved", "while moving"), rows)
+
+
+def _rate(link: Link) -> str:
+    return f"{link.nbytes / link.seconds / 1e9:.3g} GB/s" if link.nbytes and link.seconds else ""
+
+
+def _times(results: ReplayResults) -> Table:
+    found = [*results.latencies.items(), ("engine's thread, a step", results.stalls)]
+    if results.first_token is not None:
+        speed = f"first token at {results.first_token.prefill_speed:,.0f} tokens/s"
+        found += [
+            (f"{speed}, with tiers", results.first_token.with_tiers),
+            (f"{speed}, without", results.first_token.without),
+        ]
+    return Table(("time", "p50", "p99", "worst"), [_times_row(name, times) for name, times in found if times.count])
+
+
+def _times_row(name: str, times: Latencies) -> tuple[str, ...]:
+    return (name, *(_seconds(value) for value in (times.p50, times.p99, times.worst)))
+
+
+def _troubles(results: ReplayResults) -> Table:
+    rows = [
+        (f"{tier}: chunks not sent down", f"{count:,}") for tier, count in results.dropped_cascades.items() if count
+    ]
+    rows += [(name, f"{count:,}") for name, count in results.errors.items()]
+    return Table(("what did not go well", "number"), rows)
+
+
+def _seconds(value: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if value >= size or unit == "us":
+            return f"{value / size:.3g} {unit}" if value else "0"
+    raise AssertionError(value)
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def _right_aligned(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [[row[0], *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))] for row in rows]

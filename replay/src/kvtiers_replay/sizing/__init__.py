@@ -1,0 +1,16 @@
+"""What a model's KV cache takes, and what that means for tiers: bytes, chunk sizes, break-even lengths."""
+
+from kvtiers_replay.sizing.links import LINKS, Link, TierSuggestion, break_even_tokens, suggest
+from kvtiers_replay.sizing.model import DTYPE_BYTES, LayerGroup, ModelShape, read_model
+
+__all__ = [
+    "DTYPE_BYTES",
+    "LINKS",
+    "LayerGroup",
+    "Link",
+    "ModelShape",
+    "TierSuggestion",
+    "break_even_tokens",
+    "read_model",
+    "suggest",
+]

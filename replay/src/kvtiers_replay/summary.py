@@ -1,0 +1,182 @@
+"""Sums up what the engines of a replay have measured."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtiers.api.units import format_size
+from kvtiers.config import OffloadConfig
+from kvtiers_replay.measures import Curve, Measures
+from kvtiers_replay.options import ReplayOptions
+from kvtiers_replay.results import Latencies, Link, OverTime, ReplayResults, TimeToFirstToken, config_as_data
+from kvtiers_replay.workload import Workload
+
+__all__ = ["summarize"]
+
+_INTERVALS = 60
+_TIER_ERRORS = {
+    "failed_loads": "chunks not loaded, since they were not there, damaged or late",
+    "failed_stores": "chunks not stored",
+    "dropped_promotions": "chunks that got no row",
+    "expired_jobs": "jobs that took too long",
+    "refused_results": "results that fit no job",
+    "raised": "calls that raised",
+}
+
+
+def summarize(
+    workload: Workload, config: OffloadConfig, options: ReplayOptions, measures: Sequence[Measures]
+) -> ReplayResults:
+    """Return the results of all engines together."""
+
+    def total(name: str) -> int:
+        return sum(getattr(each, name) for each in measures)
+
+    results = ReplayResults(
+        workload.name,
+        len(workload.requests),
+        requests=total("requests"),
+        seconds=max(each.seconds for each in measures),
+        interrupted=any(each.interrupted for each in measures),
+        references=total("references"),
+        prefix_hits=total("gpu_hits") + total("loaded"),
+        infinite_hits=total("infinite_hits"),
+        hits=_sums(each.hits for each in measures),
+        tokens=total("tokens"),
+        tokens_saved=total("tokens_saved"),
+        preemptions=total("preemptions"),
+        wrong_bytes=total("wrong_bytes"),
+        links=_links(measures),
+        over_time=_over_time([each.curve for each in measures]),
+        latencies=_latencies(measures),
+        stalls=Latencies.of_samples(chain.from_iterable(each.stalls for each in measures)),
+        first_token=_first_token(measures, options.prefill_speed),
+        errors=_errors(measures),
+        dropped_cascades=_sums(_of_tiers(each.stats, "dropped_cascades") for each in measures),
+        settings=_settings(options),
+        config=config_as_data(config),
+    )
+    results.verdict = _verdict(results)
+    return results
+
+
+def _sums(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    sums: dict[str, int] = {}
+    for part in parts:
+        for name, count in part.items():
+            sums[name] = sums.get(name, 0) + count
+    return sums
+
+
+def _of_tiers(stats: Mapping[str, Any], name: str) -> dict[str, int]:
+    return {tier: figures[name] for tier, figures in stats["tiers"].items()}
+
+
+def _links(measures: Sequence[Measures]) -> dict[str, Link]:
+    links: dict[str, Link] = {}
+    for each in measures:
+        found = dict(each.links)
+        for name, tier in each.stats["tiers"].items():
+            found[f"primary -> {name}"] = Link(int(tier["stored_bytes"]), tier["store_seconds"])
+            found[f"{name} -> primary"] = Link(int(tier["loaded_bytes"]), tier["load_seconds"])
+        for name, link in found.items():
+            links[name] = links.get(name, Link()).plus(*link)
+    return links
+
+
+def _latencies(measures: Sequence[Measures]) -> dict[str, Latencies]:
+    found = {
+        "lookup": Latencies.of_samples(chain.from_iterable(each.asked for each in measures)),
+        "load to the gpu": Latencies.of_samples(chain.from_iterable(each.waited for each in measures)),
+    }
+    for text, name in (("promotion from", "promotion_latency"), ("cascade to", "cascade_latency")):
+        for tier in measures[0].stats["tiers"]:
+            histograms = [each.stats["tiers"][tier][name] for each in measures]
+            buckets = [sum(column) for column in zip(*(each["buckets"] for each in histograms), strict=True)]
+            seconds = sum(each["sum"] for each in histograms)
+            found[f"{text} {tier}"] = Latencies.of_histogram({"buckets": buckets, "sum": seconds})
+    return found
+
+
+def _first_token(measures: Sequence[Measures], speed: float) -> TimeToFirstToken:
+    """Estimate: without tiers the whole prompt is computed; with them the rest, after the waits that were measured."""
+    prompts = chain.from_iterable(each.prompts for each in measures)
+    computed = (zip(each.computed, each.delays, strict=True) for each in measures)
+    return TimeToFirstToken(
+        speed,
+        with_tiers=Latencies.of_samples(delay + rest / speed for rest, delay in chain.from_iterable(computed)),
+        without=Latencies.of_samples(tokens / speed for tokens in prompts),
+    )
+
+
+def _errors(measures: Sequence[Measures]) -> dict[str, int]:
+    """Return what went wrong, by a text that names it; what never happened is left out."""
+    found: dict[str, int] = {}
+    for each in measures:
+        counts = {"gpu: loads that failed": each.failed_loads, "gpu: stores that failed": each.failed_stores}
+        for tier, figures in each.stats["tiers"].items():
+            counts |= {f"{tier}: {text}": figures[name] for name, text in _TIER_ERRORS.items()}
+            counts[f"{tier}: breaker opened"] = int(figures["own"].get("breaker_opened", 0))
+        engine = each.stats["engine"]
+        counts["engine: chunks without room in the primary"] = engine["refused_stores"]
+        counts["engine: calls that did not fit"] = engine["misuse"]
+        found = _sums([found, counts])
+    return {name: count for name, count in found.items() if count}
+
+
+# -- over time
+
+
+def _over_time(curves: Sequence[Curve]) -> OverTime:
+    """Return how all engines together went, in intervals of equal length; between two points by interpolation."""
+    end = max(curve.seconds[-1] for curve in curves)
+    ends = np.linspace(0.0, end, min(_INTERVALS, max(len(curve.seconds) for curve in curves)) + 1)[1:]
+    asked = _growth(ends, curves, "references")
+    origins = [name for name in curves[0].counts if name != "references"]
+    rates = {name: _growth(ends, curves, name) for name in origins}
+    return OverTime(
+        seconds=ends.tolist(),
+        hit_rates={
+            name: [part / whole if whole > 0 else None for part, whole in zip(grown.tolist(), asked, strict=True)]
+            for name, grown in rates.items()
+        },
+        queue_depths={
+            name: sum(np.interp(ends, curve.seconds, curve.depths[name]) for curve in curves).tolist()  # type: ignore[union-attr]
+            for name in curves[0].depths
+        },
+    )
+
+
+def _growth(ends: npt.NDArray[np.float64], curves: Sequence[Curve], name: str) -> npt.NDArray[np.float64]:
+    values = np.zeros(len(ends))
+    for curve in curves:
+        values += np.interp(ends, [0.0, *curve.seconds], [0.0, *curve.counts[name]])
+    # Shares of what was loaded move a little: what looks like less than nothing is nothing.
+    return np.maximum(np.diff(values, prepend=0.0), 0.0)
+
+
+# -- texts
+
+
+def _settings(options: ReplayOptions) -> dict[str, str]:
+    arrivals = "back to back" if options.speed is None else f"{options.speed:g} times as fast as recorded"
+    return {
+        "engines": f"{options.engines}",
+        "workers": f"{options.workers} processes an engine" if options.workers else "in the engine's process",
+        "requests in flight": f"{options.concurrency} an engine, {arrivals}",
+        "prefill": f"at most {options.step_tokens:,} tokens a step",
+        "chunks": f"{format_size(options.bytes_per_chunk)}, {options.blocks_per_chunk} blocks each",
+        "gpu blocks": f"{options.gpu_blocks:,} an engine" if options.gpu_blocks else "no prefix cache of its own",
+        "store": options.store,
+    }
+
+
+def _verdict(results: ReplayResults) -> list[str]:
+    if results.wrong_bytes:
+        return [f"WRONG: {results.wrong_bytes:,} bytes that came back are not those that were stored."]
+    stopped = f"Stopped after {results.requests:,} of {results.requests_in_all:,} requests. "
+    right = "Every chunk that came back was compared byte by byte: all bytes are right."
+    return [(stopped if results.interrupted else "") + right]

@@ -1,0 +1,154 @@
+"""``kvtiers replay`` as people run it: a process, its exit status, and what it prints."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from kvtiers.cli.main import cli
+from kvtiers_replay.engine.content import BlockContent
+
+from .setups import named, wait_until
+
+CONFIG = """\
+version: 1
+primary: {capacity: 4MiB}
+secondary:
+  - {type: memory, io: thread, capacity: 64MiB}
+lookup_wait: 30s
+load_wait: 30s
+"""
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-c", "from kvtiers.cli.main import main; main()", "replay", *map(str, arguments)]
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=500, check=False)
+
+
+@pytest.fixture
+def config_file(tmp_path) -> Path:
+    path = tmp_path / "tiers.yaml"
+    path.write_text(CONFIG, encoding="utf-8")
+    return path
+
+
+def test_json_is_exactly_one_object_on_stdout(config_file, trace_file) -> None:
+    done = run("--config", config_file, "--trace", trace_file, "--requests", 60, "--json")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert {"references", "prefix_hits", "hits", "wrong_bytes", "bytes", "seconds"} <= set(figures)
+    assert figures["wrong_bytes"] == 0
+    assert 0 < figures["prefix_hits"] == sum(figures["hits"].values()) < figures["references"]
+    assert set(figures["hits"]) == {"primary", "memory"}
+    assert set(figures["bytes"]) == {"gpu -> primary", "primary -> gpu", "primary -> memory", "memory -> primary"}
+
+
+def test_without_a_config_the_code_workload_runs_and_ends_with_a_table_and_a_verdict() -> None:
+    done = run("--workload", "code", "--requests", 40, "--bytes-per-chunk", "4KiB")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Replay of code: 40 requests in ")
+    for text in ("an infinite cache's", "from primary", "from memory", "tokens not recomputed", "memory -> primary"):
+        assert text in done.stdout
+    assert done.stdout.rstrip().endswith("Every chunk that came back was compared byte by byte: all bytes are right.")
+    assert "\x1b" not in done.stdout
+
+
+def test_the_engines_prefix_cache_appears_among_the_hits(config_file, trace_file) -> None:
+    done = run("--config", config_file, "--trace", trace_file, "--gpu-blocks", 300, "--json")
+    figures = json.loads(done.stdout)
+    assert figures["hits"]["gpu"] > 0
+    assert figures["wrong_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((), "give either --trace FILE or --workload code"),
+        (("--workload", "code", "--trace", "x"), "give either --trace FILE or --workload code"),
+        (("--workload", "poems"), "'poems' is not 'code'"),
+        (("--trace", "/no/such/trace"), "error: /no/such/trace: cannot read the trace: No such file or directory"),
+        (("--workload", "code", "--config", "/no/such.yaml"), "error: /no/such.yaml: cannot read the file"),
+        (("--workload", "code", "--bytes-per-chunk", "4 parsecs"), "unknown unit 'parsecs'"),
+        (("--workload", "code", "--bytes-per-chunk", "0"), "expected more than 0"),
+        (("--workload", "code", "--gpu-blocks", "2"), "error: --gpu-blocks 2: the longest request has"),
+        (("--workload", "code", "--requests", "0"), "0 is not in the range"),
+        (("--workload", "code", "--engines", "2"), "--engines needs a --config with tiers that processes share"),
+        (("--workload", "code", "--store", "lazy"), "error: --store lazy stores what the engine's own prefix cache"),
+        (("--workload", "code", "--workers", "3", "--bytes-per-chunk", "4KiB"), "give a multiple of 3"),
+        (("--workload", "code", "--speed", "0"), "0.0 is not in the range x>0"),
+    ],
+)
+def test_a_wrong_command_line_is_one_clear_line_and_exit_status_2(arguments, text) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_wrong_bytes_are_exit_status_1_and_one_clear_line(config_file, trace_file, monkeypatch) -> None:
+    write = BlockContent.write
+
+    def write_with_a_flipped_bit(content, hashes, block_ids) -> None:
+        write(content, hashes, block_ids)
+        content._tensors[0][block_ids[-1], 7] ^= 1
+
+    monkeypatch.setattr(BlockContent, "write", write_with_a_flipped_bit)
+    arguments = ["replay", "--config", str(config_file), "--trace", str(trace_file), "--requests", "60"]
+    done = CliRunner().invoke(cli, arguments)
+    assert done.exit_code == 1
+    last = done.stdout.splitlines()[-1]
+    assert re.fullmatch(r"WRONG: [\d,]+ bytes that came back are not those that were stored\.", last)
+
+
+def test_a_process_that_ends_early_is_one_line_and_no_report(config_file, trace_file) -> None:
+    arguments = ("--config", config_file, "--trace", trace_file, "--workers", 2, "--speed", 1)
+    process = subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: named(process.pid, "rank 1"))
+    os.kill(named(process.pid, "rank 1")[0], signal.SIGKILL)
+    out, err = process.communicate(timeout=500)
+    assert process.returncode == 2
+    assert out == ""
+    assert re.search(
+        r"^error: rank 1 \(process \d+\) was killed by signal 9; the replay cannot go on", err, re.MULTILINE
+    )
+    assert "Traceback" not in err
+
+
+def test_a_malformed_trace_names_file_and_line(tmp_path, trace_file) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(trace_file.read_text(encoding="utf-8").splitlines()[0] + "\n{]\n", encoding="utf-8")
+    done = run("--trace", bad)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {bad}:2: this is no JSON")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_ctrl_c_ends_cleanly_with_the_report_so_far(config_file, trace_file, tmp_path) -> None:
+    lines = trace_file.read_text(encoding="utf-8")
+    endless = tmp_path / "endless.jsonl"
+    endless.write_text(lines * 40, encoding="utf-8")
+    process = subprocess.Popen(
+        command("--config", config_file, "--trace", endless, "--bytes-per-chunk", "64KiB", "--json"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    process.stderr.readline()  # the first line of progress
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=500)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    figures = json.loads(out)
+    assert figures["wrong_bytes"] == 0
+    assert figures["references"] > 0

@@ -1,0 +1,214 @@
+"""``kvtiers plan``: what is printed, drawn and returned, how it is stopped, and what is refused."""
+
+import contextlib
+import json
+import os
+import random
+import re
+import select
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.unit.cli.conftest import KVTIERS
+
+LLAMA_31_8B = {
+    "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def trace_lines(requests: int) -> str:
+    """Talks that go on, as a Mooncake trace."""
+    chance = random.Random(4)
+    talks: list[list[int]] = [[-number] for number in range(1, 9)]
+    lines = []
+    for number in range(requests):
+        talk = chance.choice(talks)
+        talk += [100 * number + turn for turn in range(chance.randrange(1, 5))]
+        del talk[40:]
+        tokens = len(talk) * 512 + 9
+        lines.append(json.dumps({"timestamp": number, "input_length": tokens, "hash_ids": [*talk, "rest"]}) + "\n")
+    return "".join(lines)
+
+
+@pytest.fixture
+def trace(tmp_path) -> str:
+    (tmp_path / "trace.jsonl").write_text(trace_lines(120))
+    return "trace.jsonl"
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.split("  ") if cell.strip()]
+
+
+def test_the_table_has_a_line_for_each_combination(run, trace):
+    result = run("plan", "--trace", trace, "--primary", "20%,100%", "--secondary", "0,unlimited", "--policy", "lru,arc")
+    assert (result.exit_code, result.stderr) == (0, "")
+    heading, *table = result.stdout.splitlines()
+    assert heading.startswith("trace.jsonl: 120 requests, ")
+    assert "full blocks of 512 tokens" in heading
+    infinite = heading.split()[-2]
+    assert cells(table[0])[:5] == ["policy", "primary", "secondary", "hits", "from primary"]
+    rows = [cells(line) for line in table[1 : table.index("")]]
+    assert len(rows) == 8
+    assert sum("|" in line for line in table[table.index("") :]) == 1 + 8  # and as bars, under their heading
+    assert [row[0] for row in rows] == ["lru"] * 4 + ["arc"] * 4
+    for row in rows:
+        enough = row[1].startswith("100 %") or row[2] == "unlimited"
+        assert (row[3] == f"{infinite} %") == enough, row
+
+
+def test_a_config_gives_tiers_sizes_and_policy_and_opens_nothing(run, trace, config, tmp_path):
+    disk = f"{{type: fs, path: {tmp_path / 'none'}, capacity: 1GiB}}"
+    file = config("{type: memory, name: near, capacity: 256MiB}", disk, capacity="128MiB")
+    result = run("plan", "--trace", trace, "--config", file, "--bytes-per-token", "1KiB", "--json")
+    assert result.exit_code == 0
+    data = json.loads(result.stdout)
+    assert data["bytes_per_chunk"] == 512 * 1024 + 4096
+    assert {tuple(point["secondary"]) for point in data["points"]} == {("near", "fs")}
+    # 254 values of 516 KiB fit into 128 MiB
+    assert 254 in {point["primary"]["chunks"] for point in data["points"]}
+    assert not (tmp_path / "none").exists()
+
+
+def test_json_adds_up(run, trace):
+    result = run("plan", "--trace", trace, "--primary", "10%", "--secondary", "50%", "--json", "--wish", "5%")
+    data = json.loads(result.stdout)
+    (point,) = data["points"]
+    assert point["hit_rate"] == pytest.approx(sum(point["hits"].values()) / data["references"])
+    assert set(point["hits"]) == {"primary", "secondary"}
+    assert point["primary"] == {"chunks": data["unique_chunks"] // 10, "bytes": None}
+    assert (
+        point["promoted"]["secondary"]["chunks"]
+        == point["hits"]["secondary"]
+        > 0
+        < point["written"]["secondary"]["chunks"]
+    )
+    assert data["wish"] == 0.05
+    assert data["smallest"][0]["hit_rate"] >= 0.05
+    assert data["interrupted"] is False
+
+
+def test_a_models_config_gives_the_bytes_of_a_token(run, trace, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_31_8B))
+    result = run("plan", "--trace", trace, "--model", "config.json", "--tp", "2", "--kv-dtype", "fp8",
+                 "--primary", "1GiB", "--json")  # fmt: skip
+    data = json.loads(result.stdout)
+    assert data["bytes_per_chunk"] == 512 * 64 * 1024 + 4096
+    assert data["points"][0]["primary"]["chunks"] == (1 << 30) // data["bytes_per_chunk"]
+
+
+def test_a_wish_is_answered_with_the_smallest_sizes(run, trace):
+    result = run("plan", "--trace", trace, "--primary", "50%,100%", "--wish", "60%")
+    assert result.exit_code == 0
+    _, _, answer = result.stdout.partition("The smallest primary that reaches 60.0 %")
+    row = cells(answer.splitlines()[2])
+    assert float(row[1].split()[0]) < 50
+    assert float(row[2].split()[0]) >= 60
+
+
+@pytest.mark.parametrize(
+    ("wish", "text"),
+    [("60%", "No case reaches 60.0 %."), ("99.9%", "No case reaches 99.9 %; an infinite cache hits ")],
+)
+def test_a_wish_that_nothing_reaches_is_said_and_is_status_1(run, trace, wish, text):
+    result = run("plan", "--trace", trace, "--primary", "1%", "--wish", wish)
+    assert result.exit_code == 1
+    assert text in result.stdout
+
+
+@pytest.mark.parametrize("name", ["out.svg", "out.html"])
+def test_the_result_is_drawn_where_asked(run, trace, tmp_path, name):
+    result = run("plan", "--trace", trace, "--primary", "5%,20%,80%", "--secondary", "0,50%", "--plot", name)
+    assert result.exit_code == 0
+    text = (tmp_path / name).read_text(encoding="utf-8")
+    assert text.count("<polyline ") == 2 + 3 + 1
+
+
+def test_only_the_wanted_requests_are_read(run, trace):
+    result = run("plan", "--trace", trace, "--requests", "7", "--primary", "100%", "--json")
+    assert json.loads(result.stdout)["requests"] == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--primary", "5%,,"], "expected values with commas between them, got '5%,,'"),
+        (["--primary", "five"], "error: --primary: expected a size such as '64GiB', got 'five'; or a share"),
+        (["--primary", "1GiB"], "error: --primary: 1GiB is how many chunks? Give --model or --bytes-per-token"),
+        (["--secondary", "disk=5%"], "error: --secondary: no tier is called 'disk'. Tiers: secondary."),
+        (["--secondary", "5%", "--secondary", "7%"], "the sizes of 'the first tier' are given twice"),
+        (["--secondary", "=5%"], "expected NAME=SIZES or SIZES, got '=5%'"),
+        (["--policy", "fifo"], "error: unknown eviction policy 'fifo'. Eviction policies: arc, lru."),
+        (["--wish", "35"], "expected a hit rate such as '35%', got '35'"),
+        (["--wish", "0%"], "expected a hit rate such as '35%', got '0%'"),
+        (["--wish", "nan%"], "expected a hit rate such as '35%', got 'nan%'"),
+        (["--bytes-per-token", "0"], "expected more than 0, got '0'"),
+        (["--bytes-per-token", "1KiB", "--model", "x"], "--model and --bytes-per-token exclude each other"),
+        (["--model", "absent.json"], "error: absent.json: cannot read: No such file or directory; expected a model's"),
+        (["--config", "absent.yaml"], "error: absent.yaml: "),
+        (["--trace", "absent.jsonl"], "error: absent.jsonl: cannot read the trace: No such file or directory"),
+        (["--plot", "out.png"], "expected a name that ends in .svg or .html, got 'out.png'"),
+        (["--plot", "absent/out.svg"], "'absent/out.svg' cannot be written: there is no such folder"),
+        (["--processes", "0"], "0 is not in the range"),
+    ],
+)
+def test_what_is_wrong_is_one_clear_line(run, trace, arguments, text):
+    result = run("plan", "--trace", trace, *arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert text in result.stderr.splitlines()[-1]
+
+
+def test_a_wrong_chart_is_told_before_the_work(run):
+    result = run("plan", "--trace", "absent", "--plot", "out.png")
+    assert "expected a name that ends in" in result.stderr
+
+
+def group_of(leader: int) -> list[int]:
+    """Return the processes of this group."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if int((folder / "stat").read_text().rpartition(")")[2].split()[2]) == leader:
+                found.append(int(folder.name))
+    return found
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_ctrl_c_prints_what_was_found_and_leaves_no_process(tmp_path, processes):
+    # Far more than can be done while the test runs; each case is small, so that the first is soon there.
+    (tmp_path / "trace.jsonl").write_text(trace_lines(3000))
+    sizes = ",".join(f"{number / 20}%" for number in range(1, 1900))
+    command = [KVTIERS, "plan", "--trace", "trace.jsonl", "--primary", sizes, "--processes", processes]
+    # A session of its own: Ctrl-C reaches all processes of a terminal's group, and so does this.
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as running:
+        for line in running.stderr:  # one every few seconds, the first perhaps before the first case is done
+            assert re.match(r"\d+ cases: \d+ %", line), line
+            if "%, best so far " in line:
+                break
+        ends = [os.pidfd_open(pid) for pid in group_of(running.pid)]
+        assert len(ends) >= {"1": 1, "2": 3}[processes]
+        os.killpg(running.pid, signal.SIGINT)
+        stdout, stderr = running.communicate(timeout=500)
+        assert running.returncode == 130
+    assert "Traceback" not in stderr
+    assert "Stopped after " in stdout
+    for end in ends:
+        assert select.select([end], [], [], 60)[0], "a process outlives the command"
+        os.close(end)
+
+
+def test_the_help_has_examples_and_exit_statuses(run):
+    result = run("plan", "--help")
+    assert result.exit_code == 0
+    assert "  kvtiers plan --trace trace.jsonl.gz\n" in result.output
+    assert "Exit status:" in result.output
+    assert max(map(len, result.output.splitlines())) <= 100
+
+
+def test_the_installed_command_lists_it(process):
+    assert "\n  plan " in process("--help").stdout

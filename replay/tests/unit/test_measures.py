@@ -1,0 +1,140 @@
+"""What an engine counts, and how the counts of several are summed up."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvtiers.config import load_config
+from kvtiers.metrics import EngineMetrics, Histogram, TierMetrics
+from kvtiers.types import TransferResult
+from kvtiers_replay.measures import LOAD_LINK, STORE_LINK, Curve, Measures, Progress, hits_by_origin, total_progress
+from kvtiers_replay.options import ReplayOptions
+from kvtiers_replay.results import Link
+from kvtiers_replay.summary import summarize
+from kvtiers_replay.workload import ReplayRequest, Workload
+
+CONFIG = load_config({"version": 1, "primary": {"capacity": "1MiB"}})
+WORKLOAD = Workload("w", 16, [ReplayRequest(33, [b"a", b"b"])])
+
+
+def stats(primary: int = 0, seconds: tuple[float, ...] = (), **tiers: int) -> dict:
+    """Figures as the manager gives them, with these hits in chunks."""
+    seen = Histogram()
+    for each in seconds:
+        seen.observe(each)
+    latency = seen.as_data()
+    of_tiers = {
+        name: dict.fromkeys(TierMetrics.__slots__, 0)
+        | {"hits": hits, "own": {}, "promotion_latency": latency, "cascade_latency": latency}
+        for name, hits in tiers.items()
+    }
+    engine = dict.fromkeys(EngineMetrics.__slots__, 0) | {"primary_hits": primary}
+    return {"engine": engine, "tiers": of_tiers}
+
+
+def measured(**figures) -> Measures:
+    made = Measures(has_prefix_cache=False)
+    for name, value in figures.items():
+        setattr(made, name, value)
+    return made
+
+
+def test_with_one_block_a_chunk_every_hit_is_where_it_came_from() -> None:
+    assert hits_by_origin(100, stats(60, fs=30, far=10)) == {"primary": 60, "fs": 30, "far": 10}
+
+
+def test_blocks_of_larger_chunks_are_shared_out_in_proportion_and_none_is_lost() -> None:
+    shared = hits_by_origin(203, stats(25, fs=20, far=7))
+    assert shared == {"primary": 203 - 78 - 27, "fs": 203 * 20 // 52, "far": 203 * 7 // 52}
+
+
+def test_nothing_loaded_is_no_hit_though_chunks_were_pinned() -> None:
+    assert hits_by_origin(0, stats(5, fs=3)) == {"primary": 0, "fs": 0}
+
+
+def test_a_curve_of_any_length_keeps_few_points_from_its_beginning_to_its_end() -> None:
+    curve = Curve()
+    added = 0
+    for step in range(100_000):
+        now = step * 0.01
+        if curve.is_due(now):
+            curve.add(now, {"references": step}, {"waiting": 1})
+            added += 1
+            assert curve.seconds[-1] == now
+    assert added < 6000
+    assert 200 <= len(curve.seconds) <= 512
+    assert curve.seconds[0] == 0.0
+    assert curve.seconds[-1] == pytest.approx(1000, rel=0.02)
+    assert curve.counts["references"] == [round(at * 100) for at in curve.seconds]
+    assert len(curve.depths["waiting"]) == len(curve.seconds)
+
+
+def test_the_time_of_ranks_that_copy_side_by_side_counts_once() -> None:
+    made = measured()
+    for _rank in range(2):
+        made.take_loads([TransferResult(1, True, 100, 0.5)], ranks=2)
+        made.take_stores([TransferResult(2, False, 10, 0.1, "why")], ranks=2)
+    assert made.links == {STORE_LINK: Link(20, pytest.approx(0.1)), LOAD_LINK: Link(200, 0.5)}
+    assert made.failed_stores == 2
+
+
+def test_several_engines_are_as_far_as_all_of_them_together() -> None:
+    parts = [
+        Progress(1, 10, 100, 0, {"fs": 5}),
+        Progress(2, 11, 50, 3, {"fs": 1, "primary": 2}),
+        Progress(0, 9, 0, 0, {}),
+    ]
+    assert total_progress(parts) == Progress(3, 30, 150, 3, {"fs": 6, "primary": 2})
+
+
+def summed(*measures: Measures, **options):
+    return summarize(WORKLOAD, CONFIG, replace(ReplayOptions(), **options), measures)
+
+
+def test_the_sum_of_engines_has_all_their_hits_bytes_and_times() -> None:
+    first = measured(requests=2, references=40, loaded=30, infinite_hits=35, seconds=2.0, tokens=640, tokens_saved=480)
+    second = measured(requests=1, references=20, loaded=10, infinite_hits=10, seconds=3.0, tokens=320, tokens_saved=160)
+    first.stats, second.stats = stats(20, (0.001, 0.003), fs=10), stats(10, (1.5,), fs=0)
+    first.stats["tiers"]["fs"] |= {"stored_bytes": 4096, "store_seconds": 0.5, "dropped_cascades": 2, "failed_loads": 1}
+    second.stats["tiers"]["fs"] |= {"stored_bytes": 4096, "store_seconds": 0.5, "dropped_cascades": 1}
+    first.note(2.0, first.stats, 0)
+    second.note(3.0, second.stats, 0)
+    results = summed(first, second)
+    assert (results.requests, results.references, results.prefix_hits, results.seconds) == (3, 60, 40, 3.0)
+    assert results.hits == {"primary": 30, "fs": 10}
+    assert results.links["primary -> fs"] == Link(8192, 1.0)
+    assert results.dropped_cascades == {"fs": 3}
+    assert results.errors == {"fs: chunks not loaded, since they were not there, damaged or late": 1}
+    assert results.latencies["promotion from fs"].count == 3
+    assert results.latencies["promotion from fs"].worst == 2.0  # the upper edge of the bucket
+
+
+def test_hit_rates_over_time_are_of_what_was_asked_for_in_each_interval() -> None:
+    made = measured(stats=stats(0, fs=0))
+    for second in range(5):
+        made.references = 100 * min(second, 3)
+        made.loaded = 50 * min(second, 2)
+        made.note(float(second), stats(made.loaded, fs=0), waiting=second)
+    made.seconds = 4.0
+    over_time = summed(made).over_time
+    assert over_time.seconds == pytest.approx([0.8, 1.6, 2.4, 3.2, 4.0])
+    assert over_time.hit_rates["primary"] == [0.5, 0.5, pytest.approx(0.25), 0.0, None]
+    assert over_time.queue_depths["engine: requests waiting"] == pytest.approx(over_time.seconds)
+
+
+def test_the_estimate_adds_measured_waits_to_what_is_left_to_compute() -> None:
+    made = measured(stats=stats())
+    made.prompts.extend([1000, 3000])
+    made.computed.extend([1000, 500])
+    made.delays.extend([0.0, 0.25])
+    made.note(1.0, made.stats, 0)
+    estimate = summed(made, prefill_speed=1000.0).first_token
+    assert estimate.without.total == 4.0
+    assert estimate.with_tiers.total == 1.0 + 0.5 + 0.25
+    assert estimate.with_tiers.worst == 1.0
+
+
+def test_wrong_bytes_are_the_verdict_whatever_else_there_is() -> None:
+    made = measured(wrong_bytes=7, interrupted=True, stats=stats())
+    made.note(1.0, made.stats, 0)
+    assert summed(made).verdict == ["WRONG: 7 bytes that came back are not those that were stored."]

@@ -1,0 +1,157 @@
+"""One case of a plan hits what slow and obvious models hit, and what is known of the recorded trace."""
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+
+from kvtiers.api import ConfigError
+from kvtiers_replay.plan import PlanCase, PlanTier, PlanTrace, simulate
+from kvtiers_replay.trace import read_trace
+from kvtiers_replay.workload import ReplayRequest, Workload
+
+from .made_up import WIDE
+
+POINTS = 0.003
+TRACES = os.environ.get("KVTIERS_TRACES")
+
+
+class SlowCaches:
+    """A leaf-first LRU over an LRU, in lists and a few obvious lines."""
+
+    def __init__(self, primary: int, secondary: int) -> None:
+        self.sizes = primary, secondary
+        self.primary: list[bytes] = []  # coldest first
+        self.secondary: list[bytes] = []
+        self.hits = {"primary": 0, "tier": 0}
+        self.written = 0
+
+    def serve(self, blocks: list[bytes]) -> None:
+        found = list(itertools.takewhile(lambda block: block in self.primary or block in self.secondary, blocks))
+        for block in found:
+            self.hits["primary" if block in self.primary else "tier"] += 1
+        for block in found:
+            if block not in self.primary:
+                self.secondary.remove(block)
+                self.secondary.append(block)
+        for block in blocks[len(found) :]:
+            if block not in self.primary and block not in self.secondary and self.sizes[1]:
+                self.secondary.append(block)
+                self.written += 1
+        self.primary = [block for block in self.primary if block not in blocks] + blocks[::-1]
+        self.primary = self.primary[-self.sizes[0] :]
+        self.secondary = self.secondary[-self.sizes[1] :] if self.sizes[1] else []
+
+
+def slow(workload: Workload, primary: int, secondary: int = 0) -> SlowCaches:
+    caches = SlowCaches(primary, secondary)
+    for request in workload.requests:
+        caches.serve(list(request.block_hashes))
+    return caches
+
+
+@pytest.mark.parametrize("primary", [70, 150, 400, 3000])
+def test_a_primary_alone_hits_exactly_what_a_slow_model_hits(workload, trace, primary):
+    point = simulate(trace, PlanCase(primary))
+    assert dict(point.hits) == {"primary": slow(workload, primary).hits["primary"]}
+    assert point.references == sum(len(request.block_hashes) for request in workload.requests)
+    assert 0.1 < point.rate < 0.9
+
+
+@pytest.mark.parametrize(("primary", "secondary"), [(110, 300), (110, 1000), (150, 600), (200, 9999)])
+def test_a_tier_adds_what_a_slow_model_says_and_is_written_as_often(workload, trace, primary, secondary):
+    point = simulate(trace, PlanCase(primary, tiers=(PlanTier("tier", secondary),), budgets=WIDE))
+    model = slow(workload, primary, secondary)
+    for origin in ("primary", "tier"):
+        assert point.hits[origin] / point.references == pytest.approx(model.hits[origin] / point.references, abs=POINTS)
+    assert point.written["tier"] == pytest.approx(model.written, rel=0.01)
+    assert point.promoted["tier"] == point.hits["tier"] > 0
+
+
+def test_an_unbounded_primary_hits_what_an_infinite_cache_would(trace):
+    point = simulate(trace, PlanCase(trace.unique))
+    assert point.hits["primary"] == trace.infinite_hits
+
+
+def test_a_tier_without_bounds_makes_any_primary_as_good_as_an_infinite_cache(trace):
+    point = simulate(trace, PlanCase(100, tiers=(PlanTier("big"),), budgets=WIDE))
+    assert sum(point.hits.values()) == trace.infinite_hits
+    assert point.written == {"big": trace.unique}
+
+
+def test_the_second_of_two_tiers_serves_what_the_first_has_lost(trace):
+    tiers = PlanTier("small", 200), PlanTier("big")
+    point = simulate(trace, PlanCase(100, tiers=tiers, budgets=WIDE))
+    assert sum(point.hits.values()) == trace.infinite_hits
+    assert point.hits["small"] > 0 < point.hits["big"]
+    alone = simulate(trace, PlanCase(100, tiers=tiers[:1], budgets=WIDE))
+    assert alone.rate < point.rate - 0.02
+
+
+def test_admission_decides_what_a_tier_gets(trace):
+    def with_admission(**options):
+        return simulate(trace, PlanCase(150, tiers=(PlanTier("tier", None, **options),), budgets=WIDE))
+
+    everything, second, late, never = (
+        with_admission(),
+        with_admission(admission="second_access"),
+        with_admission(admission="on_eviction"),
+        with_admission(read_only=True),
+    )
+    assert 0 < second.written["tier"] < everything.written["tier"]
+    assert 0 < late.written["tier"] <= everything.written["tier"]
+    assert (never.written["tier"], never.hits["tier"]) == (0, 0)
+    assert never.rate <= second.rate < everything.rate
+
+
+def test_the_policies_are_the_real_ones(trace):
+    lru, arc = (simulate(trace, PlanCase(150, policy)) for policy in ("lru", "arc"))
+    assert lru.hits != arc.hits
+    with pytest.raises(ConfigError, match="unknown eviction policy 'lrru'"):
+        simulate(trace, PlanCase(150, "lrru"))
+
+
+def test_the_last_token_is_always_computed():
+    blocks = [b"1", b"2", b"3"]
+    twice = Workload("w", 16, [ReplayRequest(48, blocks), ReplayRequest(48, blocks)])
+    trace = PlanTrace(twice)
+    assert trace.infinite_hits == 2
+    assert simulate(trace, PlanCase(9)).hits == {"primary": 2}
+
+
+def test_a_prompt_longer_than_the_primary_keeps_its_head():
+    blocks = [bytes([number]) for number in range(1, 9)]
+    twice = PlanTrace(Workload("w", 16, [ReplayRequest(129, blocks)] * 2))
+    # Room for 5: half of the 8 are stored, then half of what is left; loaded ones are in use meanwhile.
+    assert simulate(twice, PlanCase(5)).hits == {"primary": 4}
+
+
+def test_progress_hears_of_every_request_and_may_end_the_simulation(trace):
+    served = []
+    simulate(trace, PlanCase(100), progress=served.append)
+    assert sum(served) == len(trace.requests)
+
+    def stop(_requests):
+        raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        simulate(trace, PlanCase(100), progress=stop)
+
+
+# The recorded trace is more cases where there is one, not a test that is skipped elsewhere.
+if TRACES:
+
+    @pytest.fixture(scope="module")
+    def conversations() -> PlanTrace:
+        return PlanTrace(read_trace(Path(TRACES) / "conversation_trace.jsonl.gz"))
+
+    @pytest.mark.parametrize(
+        ("primary", "secondary", "percent"),
+        [(0.05, 0, 20.2), (0.1, 0, 28.8), (0.2, 0, 35.8), (1.0, 0, 38.2), (0.1, 0.5, 37.8)],
+    )
+    def test_the_recorded_conversations_hit_what_is_known_of_them(conversations, primary, secondary, percent):
+        assert (conversations.unique, conversations.references) == (170_899, 276_491)
+        tiers = (PlanTier("tier", int(secondary * conversations.unique)),) if secondary else ()
+        point = simulate(conversations, PlanCase(int(primary * conversations.unique), tiers=tiers))
+        assert 100 * point.rate == pytest.approx(percent, abs=0.3)

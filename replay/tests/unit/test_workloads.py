@@ -1,0 +1,78 @@
+"""The workload that is made up on the spot, and how requests of any workload come."""
+
+from itertools import pairwise
+
+import pytest
+
+from kvtiers.api import ConfigError
+from kvtiers_replay import code_workload as module
+from kvtiers_replay.code_workload import CODE_TOKENS_PER_BLOCK, code_workload
+from kvtiers_replay.workload import Arrivals, ReplayRequest, Workload, infinite_hits
+
+
+def blocks_of(workload) -> list[tuple[bytes, ...]]:
+    return [tuple(request.block_hashes) for request in workload.requests]
+
+
+def test_the_same_seed_makes_the_same_requests_and_another_seed_others() -> None:
+    assert blocks_of(code_workload(40, seed=3)) == blocks_of(code_workload(40, seed=3))
+    assert blocks_of(code_workload(40, seed=3)) != blocks_of(code_workload(40, seed=4))
+
+
+def test_more_requests_begin_with_the_same_ones() -> None:
+    assert blocks_of(code_workload(30))[:20] == blocks_of(code_workload(20))
+
+
+def test_conversations_grow_turn_by_turn_and_share_documents() -> None:
+    workload = code_workload(120)
+    known: set[bytes] = set()
+    repeated = 0
+    for request in workload.requests:
+        assert len(request.block_hashes) == request.num_tokens // CODE_TOKENS_PER_BLOCK
+        repeated += len(known.intersection(request.block_hashes))
+        known.update(request.block_hashes)
+    references = sum(len(request.block_hashes) for request in workload.requests)
+    assert 0.5 < repeated / references < 0.99
+    prefixes = {request.block_hashes[-2:] for request in workload.requests}
+    assert len(prefixes) > 100  # nearly every turn ends in text of its own
+
+
+def test_a_hash_stands_for_the_whole_prefix() -> None:
+    before_of: dict[bytes, bytes] = {}
+    for blocks in blocks_of(code_workload(60)):
+        assert len(set(blocks)) == len(blocks)
+        for before, block in pairwise(blocks):
+            assert before_of.setdefault(block, before) == before
+
+
+def test_without_sources_it_says_what_to_do(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(module, "_library", lambda: tmp_path)
+    with pytest.raises(ConfigError, match=r"no Python sources of the standard library under .* or use --trace"):
+        code_workload(10)
+
+
+def test_an_infinite_cache_hits_every_prefix_that_came_before_but_never_a_whole_prompt() -> None:
+    prompts = [(33, "ab"), (32, "ab"), (48, "abc"), (40, "xb"), (0, ""), (8, "")]
+    workload = Workload("w", 16, [ReplayRequest(tokens, [c.encode() for c in blocks]) for tokens, blocks in prompts])
+    assert infinite_hits(workload) == [0, 1, 2, 0, 0, 0]
+
+
+def test_requests_come_at_their_times_and_as_much_faster_as_is_wished() -> None:
+    now = 100.0
+    requests = [(ReplayRequest(1, [], arrival), 0) for arrival in (20.0, 20.0, 26.0)]
+    arrivals = Arrivals(requests, speed=3.0, first=20.0, clock=lambda: now)
+    assert [arrivals.take(), arrivals.take(), arrivals.take()] == [*requests[:2], None]
+    now = 101.9
+    assert arrivals.take() is None
+    assert not arrivals.exhausted
+    now = 102.0
+    assert arrivals.take() is requests[2]
+    assert arrivals.exhausted
+    assert arrivals.take() is None
+
+
+def test_without_a_speed_all_requests_are_there_at_once() -> None:
+    requests = [(ReplayRequest(1, [], arrival), 0) for arrival in (20.0, 9000.0)]
+    arrivals = Arrivals(requests)
+    assert [arrivals.take(), arrivals.take()] == requests
+    assert arrivals.exhausted

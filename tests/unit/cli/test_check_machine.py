@@ -1,0 +1,214 @@
+"""The doctor of the machine, on machines that are a tree of files."""
+
+import resource
+from pathlib import Path
+
+import pytest
+
+from kvtiers.api import Finding, StartError
+from kvtiers.cli.check.check_machine import examine
+from kvtiers.cli.machine import Machine
+from kvtiers.config import load_config
+
+GIB = 1 << 30
+NOW = 1_790_000_000.0  # 2026
+
+
+@pytest.fixture
+def machine(tmp_path: Path):
+    """Return a function: files, and facts that are no file -> a machine with 64 GiB available, but for those."""
+
+    def build(files: dict[str, str] | None = None, **facts) -> Machine:
+        tree = {
+            "proc/meminfo": f"MemTotal: {128 * GIB // 1024} kB\nMemAvailable: {64 * GIB // 1024} kB\n",
+            "proc/sys/kernel/osrelease": "6.1.0-13-amd64\n",
+            "sys/devices/system/node/node0/numastat": "",
+            "sys/devices/system/node/node1/numastat": "",
+            **(files or {}),
+        }
+        for path, text in tree.items():
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / path).write_text(text)
+        unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        defaults = {
+            "system": "linux",
+            "limit": lambda which: unlimited,
+            "wall_clock": lambda: NOW,
+            "try_memfd": lambda huge_pages: None,
+        }
+        return Machine(root=tmp_path, **{**defaults, **facts})
+
+    return build
+
+
+def config(capacity: str = "1GiB", tiers: tuple[dict, ...] = (), **primary):
+    return load_config({"version": 1, "primary": {"capacity": capacity, **primary}, "secondary": list(tiers)})
+
+
+def bad(findings: list[Finding]) -> list[Finding]:
+    assert all(finding.fix for finding in findings if finding.level != "ok")
+    return [finding for finding in findings if finding.level != "ok"]
+
+
+def limits(**soft_and_hard: tuple[int, int]):
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    return lambda which: {getattr(resource, f"RLIMIT_{n}"): v for n, v in soft_and_hard.items()}.get(which, unlimited)
+
+
+def test_a_machine_that_has_everything_is_well(machine):
+    findings = examine(config(numa_node=1), machine())
+    assert bad(findings) == []
+    text = "\n".join(finding.text for finding in findings)
+    for word in ("available memory 64GiB", "kernel 6.1", "memfd", "NUMA node 1", "open files", "2026", "locked memory"):
+        assert word in text
+
+
+def test_more_capacity_than_available_memory_is_an_error(machine):
+    (finding,) = bad(examine(config("65GiB"), machine()))
+    assert finding.level == "error"
+    assert "65GiB" in finding.text
+    assert "64GiB available" in finding.text
+    assert "lower primary.capacity" in finding.fix
+
+
+CGROUP_V2 = {
+    "proc/self/cgroup": "0::/pod/engine\n",
+    "proc/self/mountinfo": "30 20 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
+    "sys/fs/cgroup/pod/memory.max": f"{8 * GIB}\n",
+    "sys/fs/cgroup/pod/memory.current": f"{5 * GIB}\n",
+    "sys/fs/cgroup/pod/memory.stat": f"inactive_file {GIB}\nactive_file 0\n",
+    "sys/fs/cgroup/pod/engine/memory.max": "max\n",
+    "sys/fs/cgroup/pod/engine/memory.current": f"{GIB}\n",
+}
+CGROUP_V1 = {
+    "proc/self/cgroup": "4:cpu,memory:/pod\n",
+    "proc/self/mountinfo": "30 20 0:26 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n",
+    "sys/fs/cgroup/memory/pod/memory.limit_in_bytes": f"{8 * GIB}\n",
+    "sys/fs/cgroup/memory/pod/memory.usage_in_bytes": f"{5 * GIB}\n",
+    "sys/fs/cgroup/memory/pod/memory.stat": f"total_inactive_file {GIB}\ntotal_active_file 0\n",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+}
+
+
+@pytest.mark.parametrize("files", [CGROUP_V2, CGROUP_V1], ids=["v2", "v1"])
+def test_the_control_groups_limit_counts_without_its_file_cache(machine, files):
+    assert bad(examine(config("3GiB"), machine(files))) == []
+    (finding,) = bad(examine(config("5GiB"), machine(files)))
+    assert finding.level == "error"
+    assert "/pod 4GiB (limit 8GiB, 4GiB in use)" in finding.text
+
+
+def test_huge_pages_that_are_reserved_are_well_whatever_other_memory_is_there(machine):
+    files = {
+        "sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages": "100000\n",
+        "sys/kernel/mm/hugepages/hugepages-2048kB/resv_hugepages": "0\n",
+    }
+    findings = examine(config("100GiB", huge_pages="2MiB"), machine(files))
+    assert bad(findings) == []
+    assert "capacity needs 51200 huge pages of 2MiB, 100000 are free" in [finding.text for finding in findings]
+
+
+def test_too_few_huge_pages_are_an_error_with_the_number_to_add(machine):
+    files = {
+        "sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages": "512\n",
+        "sys/kernel/mm/hugepages/hugepages-2048kB/resv_hugepages": "12\n",
+    }
+    (finding,) = bad(examine(config("1025MiB", huge_pages="2MiB"), machine(files)))
+    assert finding.text == "capacity needs 513 huge pages of 2MiB, 500 are free"
+    assert "hugepages-2048kB/nr_hugepages by 13" in finding.fix
+
+
+def test_a_size_of_huge_pages_that_the_kernel_has_not_is_an_error(machine):
+    (finding,) = bad(examine(config(huge_pages="1GiB"), machine()))
+    assert (finding.level, finding.text) == ("error", "this kernel has no huge pages of 1GiB")
+
+
+def test_a_numa_node_that_is_not_there_is_an_error(machine):
+    (finding,) = bad(examine(config(numa_node=2), machine()))
+    assert (finding.level, finding.text) == ("error", "there is no NUMA node 2; nodes: 0, 1")
+
+
+@pytest.mark.parametrize(
+    ("release", "well"), [("5.14.0", True), ("6.0", True), ("5.13.19-generic", False), ("4.18", False)]
+)
+def test_a_kernel_without_populate_write_is_a_warning(machine, release, well):
+    findings = bad(examine(config(), machine({"proc/sys/kernel/osrelease": release})))
+    assert [finding.level for finding in findings] == ([] if well else ["warning"])
+
+
+def test_a_kernel_that_does_not_say_its_version_is_a_warning(machine):
+    (finding,) = bad(examine(config(), machine({"proc/sys/kernel/osrelease": ""})))
+    assert finding.level == "warning"
+
+
+def test_memfd_that_is_forbidden_is_an_error(machine):
+    def refused(huge_pages):
+        raise StartError("memfd_create failed: Operation not permitted")
+
+    (finding,) = bad(examine(config(), machine(try_memfd=refused)))
+    assert (finding.level, finding.text) == ("error", "memfd_create failed: Operation not permitted")
+
+
+def test_locked_memory_below_the_capacity_is_a_warning(machine):
+    few = limits(MEMLOCK=(8 << 20, 8 << 20))
+    (finding,) = bad(examine(config(), machine(limit=few)))
+    assert finding.level == "warning"
+    assert "8MiB" in finding.text
+    assert bad(examine(config("8MiB"), machine(limit=few))) == []
+
+
+def test_too_few_descriptors_are_an_error_with_the_number(machine, distributions):
+    distributions.tier("shelf")
+    tiers = ({"type": "shelf", "threads": 100}, {"type": "shelf", "name": "b", "threads": 100})
+    (finding,) = bad(examine(config(tiers=tiers), machine(limit=limits(NOFILE=(256, 4096)))))
+    assert (finding.level, finding.fix) == ("error", "ulimit -n 896")
+    (finding,) = bad(examine(config(tiers=tiers), machine(limit=limits(NOFILE=(256, 256)))))
+    assert finding.fix == "as root, raise the hard limit (256)"
+    assert bad(examine(config(), machine(limit=limits(NOFILE=(256, 256))))) == []
+
+
+@pytest.mark.parametrize("now", [0.0, 4_200_000_000.0])
+def test_a_clock_that_was_never_set_is_an_error(machine, now):
+    (finding,) = bad(examine(config(), machine(wall_clock=lambda: now)))
+    assert finding.level == "error"
+    assert "certificates" in finding.text
+
+
+def test_a_monotonic_clock_that_runs_backwards_is_an_error(machine):
+    ticks = iter([5.0, 4.0])
+    (finding,) = bad(examine(config(), machine(steady_clock=lambda: next(ticks))))
+    assert "runs backwards" in finding.text
+
+
+def sysconf(name: str) -> int:
+    return {"SC_PHYS_PAGES": 4 << 20, "SC_PAGE_SIZE": 4096}[name]
+
+
+def test_on_macos_one_line_says_what_does_not_apply(machine, distributions):
+    distributions.tier("shelf")
+    findings = examine(config(tiers=({"type": "shelf", "io": "thread"},)), machine(system="darwin", sysconf=sysconf))
+    assert bad(findings) == []
+    assert findings[0].text.startswith("darwin, not Linux: shared region, control groups, huge pages, NUMA ")
+    assert findings[1].text == "capacity 1GiB of 16GiB of memory"
+
+
+def test_on_macos_a_store_meant_for_a_helper_is_a_warning_and_too_much_capacity_an_error(machine, distributions):
+    distributions.tier("shelf")
+    distributions.tier("peers", kind="manager")
+    mac = machine(system="darwin", sysconf=sysconf)
+    process, memory = bad(examine(config("17GiB", tiers=({"type": "shelf"}, {"type": "peers"})), mac))
+    assert process.level == "warning"  # it runs: see test_runtime.py
+    assert process.text.endswith("run on threads of the engine's process: shelf")
+    assert (memory.level, memory.text) == ("error", "capacity is 17GiB, the machine has 16GiB of memory")
+
+
+def test_this_machine_can_be_examined():
+    findings = examine(config("4KiB"), Machine())
+    assert len(findings) >= 5
+    assert all(finding.level == "ok" or finding.fix for finding in findings)
+
+
+def test_a_real_memfd_is_tried_and_closed():
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    Machine().try_memfd("off")
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

@@ -1,0 +1,31 @@
+"""Saying where a long command is, while it runs."""
+
+import io
+
+from kvtiers.cli.progress import telling
+
+
+def test_where_it_is_is_a_plain_line_every_few_seconds_and_none_for_a_short_run():
+    now, out, asked = [0.0], io.StringIO(), []
+
+    def text():
+        asked.append(now[0])
+        return f"{now[0]:g} s"
+
+    with telling(out, lambda: now[0]) as tell:
+        for now[0] in (1.0, 4.9, 5.0, 6.0, 9.9, 10.5):
+            tell(text)
+    assert out.getvalue() == "5 s\n10.5 s\n"
+    assert asked == [5.0, 10.5]
+
+
+def test_on_a_terminal_it_is_a_line_that_changes():
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    now, out = [0.0], Terminal()
+    with telling(out, lambda: now[0]) as tell:
+        now[0] = 1.0
+        tell(lambda: "12 values [bold]of[/] 3MiB")
+    assert "12 values [bold]of[/] 3MiB" in out.getvalue()

@@ -1,0 +1,80 @@
+"""``kvtiers store bump``: the record is written first, what it retires is deleted, and nothing else is."""
+
+import json
+
+import pytest
+
+from kvtiers.layout.namespace_epoch import read_epoch
+from kvtiers_fs.plugin import FsConfig
+from kvtiers_fs.store import FsStore
+
+MODEL = "llama-" + "5f" * 12
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = FsStore(FsConfig(type="fs", path=tmp_path / "values", capacity="1GiB", min_free=0))
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def fs(tmp_path):
+    return f"{{type: fs, name: disk, path: {tmp_path}/values, capacity: 1GiB, min_free: 0}}"
+
+
+def fill(store):
+    for namespace, count in (("default", 300), ("default2", 2)):
+        for number in range(count):
+            store.write(f"{namespace}/{MODEL}/{number:08x}", memoryview(bytes(4096)))
+    store.write("default/something else", memoryview(bytes(4096)))
+
+
+def names(store):
+    return sorted(entry.name for entry in store.list(""))
+
+
+def test_a_bump_deletes_what_is_in_the_namespace_and_each_one_has_an_epoch_of_its_own(run, config, fs, store):
+    fill(store)
+    file = config(fs)
+    result = run("store", "bump", "--config", file)
+    assert (result.exit_code, result.stdout) == (0, "disk: namespace 'default' bumped; deleted: 301 values, 1.2MiB\n")
+    first = read_epoch(store, "default")
+    assert names(store) == ["default/_epoch", *(f"default2/{MODEL}/{number:08x}" for number in range(2))]
+    report = json.loads(run("store", "bump", "--config", file, "--json").stdout)
+    assert report == {"namespace": "default", "tiers": {"disk": {"values": 0, "bytes": 0}}}
+    assert first != read_epoch(store, "default") != ""
+    assert run("store", "bump", "--config", file, "--namespace", "default2").exit_code == 0
+    assert names(store) == ["default/_epoch", "default2/_epoch"]
+
+
+def test_no_other_command_counts_or_deletes_the_record(run, config, fs, store):
+    file = config(fs)
+    run("store", "bump", "--config", file)
+    for line in ("du disk", "verify disk --delete-damaged", "prune disk --other-formats", "prune disk --to-size 1B"):
+        result = run("store", *line.split(), "--config", file)
+        assert result.exit_code == 0, result.output
+    assert names(store) == ["default/_epoch"]
+
+
+def test_a_read_only_tier_is_refused_before_anything_is_retired(run, config, fs, store, tmp_path):
+    fill(store)
+    before = names(store)
+    archive = f"{{type: fs, name: archive, path: {tmp_path}/values, capacity: 1GiB, min_free: 0, read_only: true}}"
+    result = run("store", "bump", "--config", config(fs, archive))
+    assert result.exit_code == 2
+    assert "read-only, so nothing can be retired in it: archive" in result.stderr
+    assert names(store) == before
+
+
+def test_a_tier_that_cannot_be_bumped_is_named_and_the_others_are(run, config, fs, store):
+    result = run("store", "bump", "--config", config("{type: memory-async, name: peers, max_blocks: 4}", fs))
+    assert result.exit_code == 1
+    assert "tier 'peers' is a tier manager" in result.stderr
+    assert read_epoch(store, "default")
+
+
+def test_a_namespace_that_cannot_be_one_is_one_line(run, config, fs):
+    result = run("store", "bump", "--config", config(fs), "--namespace", "../prod")
+    assert result.exit_code == 2
+    assert "namespace '../prod' cannot be used" in result.stderr

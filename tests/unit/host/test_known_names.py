@@ -1,0 +1,35 @@
+import pytest
+
+from kvtiers.host import known_names, messages
+from kvtiers.host.known_names import KnownNames
+
+
+@pytest.fixture
+def names(clock):
+    return KnownNames(60.0, clock)
+
+
+def test_a_name_is_known_for_its_time_and_then_asked_for_again(names, clock):
+    names.learn(["a", "b"])
+    assert names.sort(["a", "x", "b"]) == ([0, 2], [1])
+    clock.now += 59.9
+    assert names.sort(["a", "x", "b"]) == ([0, 2], [1])
+    clock.now += 0.2
+    assert names.sort(["a", "x", "b"]) == ([], [0, 1, 2])
+
+
+def test_what_is_forgotten_is_asked_for(names):
+    names.learn(["a", "b"])
+    names.forget(["a", "c"])
+    assert names.sort(["a", "b", "c"]) == ([1], [0, 2])
+
+
+def test_its_memory_is_bounded_and_loses_the_oldest(names, monkeypatch):
+    monkeypatch.setattr(known_names, "_MOST_KNOWN", 100)
+    monkeypatch.setattr(messages, "_DROPPED_AT_ONCE", 10)
+    for number in range(1000):
+        names.learn([f"name {number}"])
+        assert len(names._until) <= 100
+    present, _ = names.sort([f"name {number}" for number in range(1000)])
+    assert present == list(range(1000 - len(present), 1000))
+    assert len(present) >= 89

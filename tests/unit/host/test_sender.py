@@ -1,0 +1,93 @@
+"""The thread of a host that sends: what it says of a job's start, and in which order."""
+
+import socket
+from types import SimpleNamespace
+
+import pytest
+
+from kvtiers.host import sender
+from kvtiers.host.sender import HostSender
+
+START, END, OTHER = b"start", b"end", b"other"
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(sender, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(sender, "_TICK_SECONDS", 3600.0)  # nothing but messages wakes the thread up
+    return clock
+
+
+class Sending:
+    """A writer, and all that it has sent when it is closed."""
+
+    def __init__(self):
+        self.engine, self.host = socket.socketpair()
+        self.engine.settimeout(30)
+        self.writer = HostSender(self.host, figures=lambda: (), check_kept=lambda: False, rest=lambda: None)
+        self.writer.start()
+
+    def receive(self, length):
+        data = b""
+        while len(data) < length:
+            data += self.engine.recv(length - len(data))
+        return data
+
+    def rest(self):
+        self.writer.close(30)
+        self.host.close()
+        data = b""
+        while more := self.engine.recv(1 << 16):
+            data += more
+        return data
+
+
+@pytest.fixture
+def sending(clock):
+    sending = Sending()
+    yield sending
+    sending.writer.close(30)
+    sending.host.close()
+    sending.engine.close()
+
+
+def test_log_lines_for_an_engine_that_does_not_read_do_not_pile_up():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        writer = HostSender(theirs, figures=lambda: (), check_kept=lambda: False, rest=lambda: None)
+        taken = sum(writer.post_line(b"line") for _ in range(5000))
+        assert 0 < taken <= 1000
+        writer.post_end(0, 1, b"what a job came to is never dropped")
+        assert writer._messages.qsize() == taken + 1
+
+
+def test_of_a_job_that_has_ended_at_once_nothing_is_said_but_its_end(sending, clock):
+    sending.writer.post_start(0, 1, START)
+    sending.writer.post_end(0, 1, END)
+    assert sending.receive(len(END)) == END
+    clock.now = 10.0
+    sending.writer.post(OTHER)
+    assert sending.rest() == OTHER
+
+
+def test_a_jobs_start_is_kept_back_while_it_may_still_end_at_once(sending):
+    sending.writer.post_start(0, 1, START)
+    sending.writer.post(OTHER)
+    assert sending.rest() == OTHER
+
+
+def test_that_a_job_has_begun_is_said_by_itself_and_before_its_end(sending, monkeypatch):
+    monkeypatch.setattr(sender, "_START_SECONDS", 0.0)
+    sending.writer.post_start(0, 1, START)
+    assert sending.receive(len(START)) == START
+    sending.writer.post_end(0, 1, END)
+    assert sending.rest() == END

@@ -1,0 +1,43 @@
+import threading
+
+from kvtiers.api import make_offload_key
+from kvtiers.host.messages import StoreJob
+from kvtiers.host.transfer import Moved
+from kvtiers.host.transfer_queue import PoolJob, TransferQueue
+from kvtiers.layout.storage_name import StorageNames
+
+NAMES = StorageNames("test/model-0123456789abcdef01234567/", bytes(8))
+SLICES = 400
+
+
+def job_of(job_id: int, *, is_load: bool) -> PoolJob:
+    keys = [make_offload_key(bytes([number % 256]) * 8, 0) for number in range(SLICES)]
+    return PoolJob.of(StoreJob(job_id, is_load, keys, [*range(SLICES)]), NAMES)
+
+
+def test_no_slice_is_left_lying_while_a_thread_waits():
+    queue = TransferQueue(3)
+    jobs = [job_of(number, is_load=number % 2 == 1) for number in range(8)]
+    left = threading.Semaphore(0)
+
+    def work() -> None:
+        while (piece := queue.next()) is not None:
+            queue.finish(piece, Moved.nothing(1))
+            if not piece.of.job.is_load:
+                queue.store_done()
+            left.release()
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for job in jobs:
+        assert queue.add(job, 1)
+        for _ in range(SLICES // 2):  # the next one comes in the middle of this one
+            assert left.acquire(timeout=60)
+    for _ in range(len(jobs) * SLICES // 2):
+        assert left.acquire(timeout=60)
+    assert not any(job.slices_left for job in jobs)
+    queue.close()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()

@@ -1,0 +1,130 @@
+import gc
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtiers.api import StartError
+from kvtiers.region import memfd as memfd_module
+from kvtiers.region.memfd import Mapping, bind_to_node, create_memfd, map_memory, require_linux
+
+PAGE = mmap.PAGESIZE
+
+
+@pytest.fixture
+def memfd():
+    fd = create_memfd("kvtiers-unit-test", 4 * PAGE)
+    yield fd
+    os.close(fd)
+
+
+def is_mapped(memfd):
+    return f" {os.fstat(memfd).st_ino} " in Path("/proc/self/maps").read_text()
+
+
+def test_two_mappings_share_their_bytes(memfd):
+    one, other = Mapping(memfd, 4 * PAGE, 4 * PAGE), Mapping(memfd, 4 * PAGE, 4 * PAGE)
+    one.view[PAGE] = 9
+    assert other.view[PAGE] == 9
+
+
+def test_the_view_is_flat_writable_bytes_and_only_as_long_as_asked(memfd):
+    view = Mapping(memfd, 4 * PAGE, 3 * PAGE + 5).view
+    assert (view.format, view.ndim, view.readonly, view.nbytes, view.contiguous) == ("B", 1, False, 3 * PAGE + 5, True)
+
+
+def test_the_memory_is_unmapped_when_the_last_view_is_gone(memfd):
+    mapping = Mapping(memfd, 4 * PAGE, 4 * PAGE)
+    assert is_mapped(memfd)
+    assert mapping.close()
+    assert not is_mapped(memfd)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [lambda view: view, lambda view: view[10:20], lambda view: np.frombuffer(view, np.uint8)[5:]],
+    ids=["the view", "a slice", "an array"],
+)
+def test_a_buffer_in_use_keeps_the_memory_until_it_is_gone(memfd, use):
+    mapping = Mapping(memfd, 4 * PAGE, 4 * PAGE)
+    kept = use(mapping.view)
+    assert not mapping.close()
+    kept[0] = 3
+    assert kept[0] == 3
+    with pytest.raises(ValueError, match="closed"):
+        _ = mapping.view
+    del kept
+    gc.collect()
+    assert not is_mapped(memfd)
+
+
+def test_memory_of_ones_own_needs_no_descriptor():
+    mapping = Mapping(-1, 4 * PAGE, 4 * PAGE)
+    mapping.view[-1] = 5
+    assert mapping.view[-1] == 5
+    assert mapping.close()
+
+
+def test_nobody_can_cut_the_memory_off_under_the_others(memfd):
+    with pytest.raises(PermissionError):
+        os.ftruncate(memfd, PAGE)
+    with pytest.raises(PermissionError):
+        os.ftruncate(memfd, 8 * PAGE)
+
+
+def test_the_descriptor_is_not_inherited(memfd):
+    assert not os.get_inheritable(memfd)
+
+
+def test_memory_that_cannot_be_mapped_is_one_clear_line(memfd):
+    with pytest.raises(StartError, match=r"cannot map 18446744073709547520 bytes of the region: .*memory"):
+        map_memory(memfd, 2**64 - 4096, PAGE)
+
+
+def test_a_node_that_does_not_exist_is_told_in_one_line(memfd):
+    mapping = Mapping(memfd, 4 * PAGE, 4 * PAGE)
+    assert "NUMA node 1000" in bind_to_node(mapping, 1000)
+    assert "NUMA node -1" in bind_to_node(mapping, -1)
+
+
+def test_another_system_is_told_what_to_use_instead(monkeypatch):
+    monkeypatch.setattr(memfd_module.sys, "platform", "darwin")
+    with pytest.raises(StartError, match=r"needs Linux .* this is darwin; use an anonymous region: .*'io: thread'"):
+        require_linux()
+
+
+def test_the_region_can_be_imported_where_linux_is_missing():
+    code = (
+        "import sys, os, ctypes, fcntl, selectors, socket, subprocess\n"
+        "import kvtiers.api\n"  # the libraries below ours know which system they were installed for
+        "sys.platform = 'darwin'\n"
+        "for module, names in ((os, 'memfd_create MFD_CLOEXEC pidfd_open eventfd'), (fcntl, 'F_ADD_SEALS'),\n"
+        "                      (socket, 'SO_PEERCRED MSG_CMSG_CLOEXEC')):\n"
+        "    for name in names.split():\n"
+        "        if hasattr(module, name):\n"
+        "            delattr(module, name)\n"
+        "from kvtiers.region.region import SharedOffloadRegion, AnonymousRegion\n"
+        "from kvtiers.region.client import RegionJoin\n"
+        "from kvtiers.layout.cache_layout import *\n"
+        "from kvtiers.api import StartError\n"
+        "cache = CacheLayout(ModelIdentity('m'), (KVGroup('g', 16),), (KVTensor('t', 0, 4096),))\n"
+        "region = AnonymousRegion.create(cache, num_rows=4)\n"
+        "join = RegionJoin.in_process(region, cache, 0)\n"
+        "join.wait(1)\n"
+        "join.view[5] = 1\n"
+        "assert region.view[5] == 1\n"
+        "for start in (lambda: SharedOffloadRegion.create('e', cache, 1 << 20),\n"
+        "              lambda: RegionJoin.start('e', cache, 0).wait(60)):\n"
+        "    try:\n"
+        "        start()\n"
+        "    except StartError as error:\n"
+        "        assert 'needs Linux' in str(error), error\n"
+        "    else:\n"
+        "        raise SystemExit('it started')\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")

@@ -1,0 +1,103 @@
+import contextlib
+import threading
+
+import pytest
+
+from kvtiers.api import StartError
+from kvtiers.region.ranks import PrefaultEnded, RankGone, RankJoined, RankLost, RankRefused, RankTable
+
+
+@pytest.fixture
+def table():
+    return RankTable("region of engine 'e'", 2)
+
+
+def test_all_have_joined_only_when_each_has(table):
+    table.join(1, 11)
+    assert not table.all_joined
+    table.join(0, 10)
+    assert table.all_joined
+    table.wait_all(0.0)
+
+
+def test_events_come_in_order_and_once(table):
+    table.join(0, 10)
+    table.refuse(None, "why", ours=False)
+    table.lose(0)
+    table.forget(0)
+    assert not table.are_quiet()
+    table.end_prefault(7, "")
+    assert table.take_events(0.0) == [
+        RankJoined(0, 10),
+        RankRefused(None, "why"),
+        RankLost(0),
+        RankGone(0),
+        PrefaultEnded(7, ""),
+    ]
+    assert table.are_quiet()
+    assert table.take_events(0.0) == []
+
+
+def test_a_lost_rank_keeps_its_place_until_it_is_gone(table):
+    table.join(0, 10)
+    table.join(1, 11)
+    table.lose(0)
+    assert table.lost == {0}
+    assert table.occupant(0) == 10
+    assert not table.all_joined
+    table.forget(0)
+    assert table.lost == set()
+    assert table.occupant(0) is None
+    table.join(0, 12)
+    assert table.all_joined
+
+
+def test_missing_ranks_are_named(table):
+    table.join(0, 10)
+    with pytest.raises(StartError, match=r"region of engine 'e': of 2 ranks these did not join within 0 s: 1; are"):
+        table.wait_all(0.0)
+
+
+def test_a_refusal_of_ours_ends_the_wait_at_once(table):
+    def wait():
+        with contextlib.suppress(StartError):
+            table.wait_all(1000.0)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    table.refuse(1, "its layout differs", ours=True)
+    waiting.join(60)
+    assert not waiting.is_alive()
+    with pytest.raises(StartError, match="rank 1 was refused: its layout differs"):
+        table.wait_all(1000.0)
+
+
+def test_a_strangers_refusal_does_not_end_the_wait(table):
+    table.refuse(None, "of another user", ours=False)
+    with pytest.raises(StartError, match="did not join"):
+        table.wait_all(0.0)
+
+
+def test_a_setback_is_moot_once_all_have_joined(table):
+    table.join(0, 10)
+    table.lose(0)
+    table.forget(0)
+    with pytest.raises(StartError, match=r"rank 0 \(process 10\) ended before all ranks had joined"):
+        table.wait_all(0.0)
+    table.join(0, 12)
+    table.join(1, 11)
+    table.wait_all(0.0)
+
+
+def test_memory_that_is_not_there_fails_the_start_even_when_all_have_joined(table):
+    table.join(0, 10)
+    table.join(1, 11)
+    table.end_prefault(3, "Bad address")
+    with pytest.raises(StartError, match="its memory cannot be populated: Bad address"):
+        table.wait_all(0.0)
+
+
+def test_the_end_of_the_serving_thread_fails_the_start(table):
+    table.break_off("the thread ended")
+    with pytest.raises(StartError, match="the thread ended"):
+        table.wait_all(1000.0)

@@ -1,0 +1,51 @@
+"""The host's end of the connection, which the test plays, and what the tests of it have in common."""
+
+import contextlib
+import threading
+import time
+
+from kvtiers.host import wire
+from kvtiers.host.messages import StoreJob
+from kvtiers.host.wire import FrameReader
+
+
+class Host:
+    """The other end of the socket: what the engine said, and what is answered."""
+
+    def __init__(self, socket):
+        self.socket = socket
+        socket.setblocking(False)
+        self._reader = FrameReader()
+
+    def heard(self):
+        """Return (kind, tier, body) of the messages that have come."""
+        with contextlib.suppress(BlockingIOError):
+            self._reader.feed(self.socket.recv(1 << 20))
+        return self._reader.frames(10_000)
+
+    def say(self, *events, tier=0):
+        self.send(*(wire.encode_event(tier, event) for event in events))
+
+    def send(self, *messages):
+        self.socket.setblocking(True)
+        self.socket.settimeout(60)
+        self.socket.sendall(b"".join(messages))
+        self.socket.setblocking(False)
+
+
+def load(job_id, keys):
+    return StoreJob(job_id, True, keys, list(range(len(keys))))
+
+
+def store(job_id, keys):
+    return StoreJob(job_id, False, keys, list(range(len(keys))))
+
+
+def overdue(ends, kit):
+    """Let the time be over that the host has, and the launcher look at it."""
+    for reason in list(ends.process.life.kill_at):
+        ends.process.life.kill_at[reason] = time.monotonic()
+    for _ in range(2):  # it looks at its hosts after each request
+        looked = threading.Event()
+        ends.link.launcher._requests.put(looked.set)
+        assert looked.wait(kit.PATIENCE)

@@ -1,0 +1,64 @@
+"""What a host is sent, and what becomes of it when it does not read."""
+
+from tests.unit.secondary.host_connection.played_host import load
+
+from kvtiers.host import wire
+from kvtiers.host.messages import Opened, Status
+from kvtiers.host.wire import Kind
+from kvtiers.secondary import host_connection
+
+DONE, FAILED = Status.DONE, Status.FAILED
+
+
+def test_a_host_hears_hello_then_its_names_then_jobs_and_questions_in_order(ends, kit, keys):
+    tier = ends.tiers[1]
+    assert tier.send_job(load(1, keys))
+    other = type(kit.NAMES)("test/other-0123456789abcdef01234567/", b"layout-2")
+    tier.set_names(other)
+    assert tier.send_probe(5, keys[:2], is_prefix=True)
+    tier.abandon(1)
+    tier.flush()
+    heard = ends.hosts[0].heard()
+    assert [(Kind(message.kind).name, message.tier) for message in heard] == [
+        ("HELLO", 0),
+        ("NAMES", 0),
+        ("NAMES", 1),
+        ("JOB", 1),
+        ("NAMES", 1),
+        ("PROBE", 1),
+        ("ABANDON", 1),
+    ]
+    assert wire.decode_names(heard[4].body) == other
+
+
+def test_a_host_that_does_not_read_fills_the_outbox_and_then_nothing_is_taken(ends, keys, monkeypatch):
+    monkeypatch.setattr(host_connection, "_OUTBOX_BYTES", 1 << 16)
+    tier = ends.tiers[0]
+    many = keys * 2000
+    taken = 0
+    while tier.send_probe(taken, many[:1000], is_prefix=False):
+        tier.flush()
+        taken += 1
+    assert 5 < taken < 100
+    assert not tier.send_job(load(1, many[:1000]))
+    assert tier.send_job(load(2, keys[:1])), "what is small may still fit"
+    ends.hosts[0].heard()
+    tier.flush()
+    assert tier.send_probe(taken, many[:1000], is_prefix=False)
+
+
+def test_a_host_that_cannot_be_told_new_names_is_killed(ends, kit, keys, monkeypatch, log_lines):
+    monkeypatch.setattr(host_connection, "_OUTBOX_BYTES", 100)
+    ends.tiers[0].set_names(type(kit.NAMES)("x" * 200 + "/", b"layout-2"))
+    assert log_lines("its host is killed: it cannot be told that the weights have changed")
+
+
+def test_after_a_death_the_next_life_gets_the_names_of_now(ends, kit, keys):
+    ends.processes[0].kill()
+    ends.poll(until=Opened)
+    other = type(kit.NAMES)("test/other-0123456789abcdef01234567/", b"layout-2")
+    ends.tiers[0].set_names(other)
+    kit.wait_until(lambda: ends.tiers[0].poll() or ends.link.connected, "the next life")
+    ends.link.flush()
+    names = [wire.decode_names(message.body) for message in ends.hosts[1].heard() if message.kind == Kind.NAMES]
+    assert names == [other, kit.NAMES]

@@ -1,0 +1,153 @@
+"""What is taken from a host, when it is listened to, and the lies that it can tell, one by one.
+
+Whole lying hosts are in ``tests/integration/hosts``.
+"""
+
+import math
+
+import pytest
+from tests.unit.secondary.host_connection.played_host import load, store
+
+from kvtiers.host import wire
+from kvtiers.host.messages import JobDone, JobFailed, JobReleased, JobStarted, Opened, Probed, Status
+from kvtiers.host.wire import Kind, frame
+from kvtiers.secondary import host_client, host_connection
+
+DONE, FAILED = Status.DONE, Status.FAILED
+
+
+def test_results_come_to_the_tier_that_they_are_for(ends, keys):
+    ends.tiers[0].send_job(load(1, keys))
+    ends.tiers[1].send_job(store(2, keys))
+    ends.hosts[0].say(JobStarted(1), JobDone(1, bytes([DONE] * 4), 4, 0.1))
+    ends.hosts[0].say(JobStarted(2), JobDone(2, bytes([DONE] * 4), 4, 0.1), tier=1)
+    assert [event.job_id for event in ends.poll(0, until=JobDone)] == [1, 1]
+    assert [event.job_id for event in ends.poll(1, until=JobDone)] == [2, 2]
+
+
+def test_a_host_that_owes_only_stores_is_listened_to_once_in_a_while(ends, kit, keys, monkeypatch):
+    tier, say = ends.tiers[0], ends.hosts[0].say
+    monkeypatch.setattr(host_client, "_LOOK_SECONDS", 1e6)
+    kit.wait_until(lambda: tier.poll() is None or tier._look_at > 1e5, "the look that is due")
+    for job in (store(1, keys), store(2, keys)):
+        assert tier.send_job(job)
+    say(JobDone(1, bytes([DONE] * 4), 4, 0.1))
+    assert not tier.poll()
+    tier._look_at = 0.0  # the while is over
+    assert [event.job_id for event in tier.poll()] == [1]
+    say(JobDone(2, bytes([DONE] * 4), 4, 0.1))
+    assert not tier.poll()
+    assert tier.send_job(load(3, keys))
+    assert [event.job_id for event in tier.poll()] == [2], "a request waits for a load"
+    say(JobDone(3, bytes([DONE] * 4), 4, 0.1))
+    assert [event.job_id for event in tier.poll()] == [3]
+    assert tier.send_job(store(4, keys))
+    say(JobDone(4, bytes([DONE] * 4), 4, 0.1))
+    assert not tier.poll()
+    assert tier.send_probe(5, keys, is_prefix=True)
+    assert [event.job_id for event in tier.poll()] == [4], "a request waits for an answer"
+
+
+def test_loads_that_a_host_took_with_it_are_owed_no_more(ends, kit, keys, monkeypatch):
+    assert ends.tiers[0].send_job(load(1, keys))
+    ends.hosts[0].socket.close()
+    ends.poll(until=JobDone)
+    kit.wait_until(
+        lambda: ends.tiers[0].poll() is None or (len(ends.hosts) == 2 and ends.link.connected), "its successor"
+    )
+    monkeypatch.setattr(host_client, "_LOOK_SECONDS", 1e6)
+    kit.wait_until(lambda: ends.tiers[0].poll() is None or ends.tiers[0]._look_at > 1e5, "the look that is due")
+    assert ends.tiers[0].send_job(store(2, keys))
+    ends.hosts[1].say(JobDone(2, bytes([DONE] * 4), 4, 0.1))
+    assert not ends.tiers[0].poll()
+
+
+def test_no_step_takes_more_than_its_share_and_nothing_is_lost(ends, kit):
+    tier = ends.tiers[0]
+    count = 3 * host_connection._FRAMES_PER_POLL
+    for number in range(count):
+        tier.send_job(load(number, [kit.key(number)]))
+        if number % 1000 == 0:
+            tier.flush()
+            ends.hosts[0].heard()
+    message = [wire.encode_event(0, JobDone(number, bytes([DONE]), 1, 0.1)) for number in range(count)]
+    events = []
+    for at in range(0, count, 512):
+        ends.hosts[0].send(*message[at : at + 512])
+        came = tier.poll()
+        assert len(came) <= host_connection._FRAMES_PER_POLL
+        events += came
+    kit.wait_until(lambda: events.extend(tier.poll()) or len(events) == count, "the last result")
+    assert [event.job_id for event in events] == list(range(count))
+
+
+ABOUT_NOTHING = {
+    "garbage": b"\xff" * 100,
+    "a message of two gigabytes": (2**31).to_bytes(4, "little") + bytes(10),
+    "a tier that is not there": wire.encode_event(7, Opened()),
+    "a message of the engine's": frame(Kind.JOB, 0, bytes(30)),
+    "an unknown kind": frame(200, 0, b"?"),
+    "figures that are none": frame(Kind.STATS, 0, b"[[[["),
+    "a log line without a level": frame(Kind.LOG, 0),
+    "a result of no job": wire.encode_event(0, JobDone(99, b"\x01", 0, 0.1)),
+    "the start of no job": wire.encode_event(0, JobStarted(99)),
+    "the failure of no job": wire.encode_event(0, JobFailed(99, "?")),
+    "an answer to no question": wire.encode_event(0, Probed(99, b"")),
+    "rows let go that nobody wants back": wire.encode_event(0, JobReleased(1)),
+}
+
+
+def is_killed(ends, kit, log_lines):
+    """The host is killed for what it said, and reaped; what it owed is reported as failed."""
+    assert "it does not keep to the protocol" in log_lines("its host is killed")
+    kit.wait_until(lambda: ends.processes[0].returncode is not None, "its burial")
+
+
+@pytest.mark.parametrize("message", ABOUT_NOTHING.values(), ids=ABOUT_NOTHING.keys())
+def test_a_message_that_makes_no_sense_kills_the_host_and_fails_its_jobs(ends, kit, keys, log_lines, message):
+    ends.tiers[0].send_job(load(1, keys))
+    ends.hosts[0].send(message)
+    events = ends.poll(until=JobDone)
+    assert [type(event) for event in events] == [Opened, JobFailed, JobDone]
+    assert events[-1].statuses == bytes([FAILED]) * 4
+    assert Opened("its host ended") in ends.poll(1)
+    is_killed(ends, kit, log_lines)
+
+
+def done(statuses, seconds=0.1):
+    return [JobDone(1, bytes(statuses), 0, seconds)]
+
+
+LIES = {
+    "a result of another job": [JobDone(2, bytes([DONE] * 4), 0, 0.1)],
+    "two results": done([DONE] * 4) * 2,
+    "two starts": [JobStarted(1), JobStarted(1)],
+    "two failures": [JobFailed(1, "a"), JobFailed(1, "b")],
+    "too few statuses": done([DONE] * 3),
+    "too many statuses": done([DONE] * 5),
+    "no status": done([]),
+    "a status that is none": done([99] * 4),
+    "a store's status for a load": done([Status.PRESENT] * 4),
+    "a time that is none": done([DONE] * 4, math.nan),
+    "a time before the start": done([DONE] * 4, -1.0),
+    "more answers than questions": [Probed(5, b"\x01\x01\x01")],
+    "two answers": [Probed(5, b"\x01\x01"), Probed(5, b"\x01\x01")],
+}
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
+def test_a_report_that_cannot_be_kills_the_host(ends, kit, keys, log_lines, lie):
+    tier = ends.tiers[0]
+    tier.send_job(load(1, keys))
+    tier.send_probe(5, keys[:2], is_prefix=True)
+    ends.hosts[0].say(*lie)
+    ends.poll(until=Opened)
+    is_killed(ends, kit, log_lines)
+    kit.wait_until(lambda: tier.poll() is None or not tier._jobs, "the end of its jobs")
+
+
+def test_a_loads_status_for_a_store_kills_the_host(ends, kit, keys, log_lines):
+    ends.tiers[0].send_job(store(1, keys))
+    ends.hosts[0].say(*done([Status.MISSING] * 4))
+    ends.poll(until=Opened)
+    is_killed(ends, kit, log_lines)

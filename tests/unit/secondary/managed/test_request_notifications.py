@@ -1,0 +1,124 @@
+"""Tiers of the third rung under core's protection: what they hear of requests."""
+
+import threading
+
+import pytest
+from tests.unit.secondary.async_tier import AsyncTier, finish, job
+
+from kvtiers.types import RequestContext
+
+
+def held_sealing(kit, tier):
+    """Keep the sealing thread busy until the event that this returns is set."""
+    gate = threading.Event()
+    tier._sealer._work.put(lambda: gate.wait(kit.PATIENCE))
+    return gate
+
+
+def step_until_heard(kit, tier, inner, call, context):
+    kit.wait_until(lambda: tier.on_schedule_end() or (call, context) in inner.heard, f"{call} of a request")
+
+
+def test_a_request_ends_for_the_tier_after_its_last_store(kit, sealed, keys):
+    tier, inner = sealed()
+    mine, other = RequestContext("r"), RequestContext("s")
+    assert tier.on_new_request(mine)
+    tier.on_new_request(other)
+    gate = held_sealing(kit, tier)
+    for key in keys[:2]:
+        tier.submit_store(job([key], context=mine))
+    tier.on_request_finished(mine)
+    tier.on_request_finished(other)
+    tier.on_schedule_end()
+    assert inner.heard == [("new", mine), ("new", other), ("finished", other)], "one that waits keeps no other back"
+    gate.set()
+    step_until_heard(kit, tier, inner, "finished", mine)
+    tier.on_schedule_end()
+    assert inner.heard[3:] == [("store", mine), ("store", mine), ("finished", mine)]
+    assert len(inner.waiting) == 2, "its transfers may still run"
+
+
+@pytest.mark.parametrize("fate", ["given up", "refused", "not to be sealed"])
+def test_a_store_that_comes_to_nothing_does_not_keep_its_requests_end_back(kit, sealed, keys, fate):
+    tier, inner = sealed()
+    mine = RequestContext("r")
+    tier.on_new_request(mine)
+    gate = held_sealing(kit, tier)
+    storing = job(keys, context=mine)
+    if fate == "not to be sealed":
+        storing = job(keys[:1], rows=[10_000], context=mine)
+    tier.submit_store(storing)
+    if fate == "given up":
+        tier.abandon_job(storing.job_id)
+    inner.refuse = fate == "refused"
+    tier.on_request_finished(mine)
+    gate.set()
+    step_until_heard(kit, tier, inner, "finished", mine)
+    assert [call for call, _ in inner.heard] == ["new", *["store"] * inner.refuse, "finished"]
+
+
+def test_an_end_that_is_kept_back_is_told_within_a_drain(kit, sealed, keys):
+    tier, inner = sealed()
+    mine = RequestContext("r")
+    tier.on_new_request(mine)
+    tier.submit_store(job(keys, context=mine))
+    tier.on_request_finished(mine)
+    assert tier.drain(kit.PATIENCE)
+    assert inner.heard == [("new", mine), ("store", mine), ("finished", mine)]
+
+
+def test_a_request_whose_id_is_used_again_ends_first_and_what_it_still_stores_is_nobodys(kit, sealed, keys):
+    tier, inner = sealed()
+    before, after = RequestContext("r"), RequestContext("r")
+    tier.on_new_request(before)
+    gate = held_sealing(kit, tier)
+    tier.submit_store(job(keys, context=before))
+    tier.on_request_finished(before)
+    tier.on_new_request(after)
+    assert inner.heard == [("new", before), ("finished", before), ("new", after)]
+    tier.submit_store(job(keys, context=after))
+    gate.set()
+    kit.wait_until(lambda: tier.on_schedule_end() or len(inner.waiting) == 2, "both jobs' hand-over")
+    tier.on_request_finished(after)
+    assert [context.request_id for _, context in inner.heard[3:]] == ["", "r", "r"]
+    assert inner.heard[4:] == [("store", after), ("finished", after)]
+    inner.move()
+    (result,) = finish(kit, tier)
+    assert result.success
+
+
+def test_requests_that_came_while_the_tier_opened_are_told_before_anything_else(kit, sealed, keys):
+    gate, inner = threading.Event(), AsyncTier(kit.rows, kit.VALUE)
+    tier, _ = sealed(lambda: gate.wait(kit.PATIENCE) and inner)
+    first, gone, last, later = (RequestContext(name) for name in ("first", "gone", "last", "later"))
+    for context in (first, gone, last):
+        assert tier.on_new_request(context) is False
+    tier.on_request_finished(gone)
+    tier.on_schedule_end()
+    assert not tier.stats()["open"]
+    gate.set()
+    assert tier.wait_open(kit.PATIENCE) == ""
+    assert tier.is_available()
+    tier.lookup_many(keys[:1], first)
+    tier.on_new_request(later)
+    tier.on_request_finished(gone)
+    for context in (last, later, first):
+        tier.on_request_finished(context)
+    told = [("new", first), ("new", last), ("lookup", first), ("new", later)]
+    assert inner.heard == [*told, ("finished", last), ("finished", later), ("finished", first)]
+
+
+def test_a_tier_that_raises_over_a_request_that_nobody_waits_for_stops_nothing(kit, sealed, caplog):
+    gate, inner = threading.Event(), AsyncTier(kit.rows, kit.VALUE)
+    inner.on_new_request = lambda context: 1 / 0
+    tier, _ = sealed(lambda: gate.wait(kit.PATIENCE) and inner)
+    contexts = [RequestContext(str(number)) for number in range(5)]
+    for context in contexts:
+        tier.on_new_request(context)
+    gate.set()
+    kit.wait_until(tier.is_available, "its opening")
+    for context in contexts:
+        tier.on_request_finished(context)
+    assert inner.heard == [("finished", context) for context in contexts]
+    tier._sealer.settle(kit.PATIENCE)
+    assert caplog.text.count("its on_new_request() failed") == 3, "the 1st, the 2nd, the 4th"

@@ -1,0 +1,34 @@
+"""A tier over a backend that does what the test says, on the test's own clock."""
+
+import pytest
+from tests.unit.secondary.store_tier.hand_backend import HandBackend, step
+
+from kvtiers.api import TierConfig
+from kvtiers.host.messages import Opened
+from kvtiers.secondary.store_tier import ChunkStoreTier
+
+
+@pytest.fixture
+def backend():
+    return HandBackend()
+
+
+@pytest.fixture
+def make(clock, backend):
+    def make(**options):
+        tier = ChunkStoreTier(TierConfig.model_validate({"type": "t", **options}), backend, clock)
+        backend.say(Opened())
+        step(tier)
+        return tier
+
+    return make
+
+
+@pytest.fixture
+def tier(make):
+    return make(breaker={"failures": 3, "delay": "1s"})
+
+
+@pytest.fixture
+def keys(kit):
+    return [kit.key(number) for number in range(6)]

@@ -1,0 +1,93 @@
+"""A backend that does what the test says, and how a tier over it is stepped."""
+
+from array import array
+from collections import deque
+
+from kvtiers.api import LookupResult, TransferJob
+from kvtiers.host.messages import JobDone, JobStarted, Status
+from kvtiers.types import RequestContext
+
+MISS, HIT, RETRY = LookupResult.MISS, LookupResult.HIT, LookupResult.RETRY
+REQUEST = RequestContext("r")
+
+
+class HandBackend:
+    """A backend whose host is the test: it sees what is sent, and says what comes back."""
+
+    def __init__(self):
+        self.jobs, self.probes, self.abandoned, self.restarts, self.logged = [], [], [], [], []
+        self.names = None
+        self.takes_jobs = self.takes_probes = True
+        self._news = deque()
+        self.drained = True
+
+    def say(self, *events):
+        self._news.extend(events)
+
+    def wait_open(self, timeout):
+        return ""
+
+    def send_job(self, job):
+        self.jobs.append(job)
+        return self.takes_jobs
+
+    def send_probe(self, probe_id, keys, *, is_prefix):
+        self.probes.append((probe_id, list(keys)))
+        return self.takes_probes
+
+    def set_names(self, names):
+        self.names = names
+
+    def abandon(self, job_id):
+        self.abandoned.append(job_id)
+
+    def flush(self):
+        pass
+
+    def poll(self):
+        news, self._news = list(self._news), deque()
+        return news
+
+    def restart(self, reason):
+        self.restarts.append(reason)
+
+    def log(self, level, text):
+        self.logged.append(text)
+
+    def stats(self):
+        return {"held_values": 3.0}
+
+    def drain(self, timeout):
+        return self.drained
+
+    def close(self, timeout):
+        pass
+
+
+def step(tier):
+    """One step of the engine: news, results, questions; returns the results."""
+    tier.get_started_jobs()
+    failed = list(tier.get_failed_jobs())
+    finished = list(tier.get_finished_jobs())
+    tier.on_schedule_end()
+    return finished, failed
+
+
+def job(job_id, keys, *, promotion=False):
+    return TransferJob(job_id, keys, memoryview(array("i", range(len(keys)))), promotion, REQUEST)
+
+
+def result_of(backend, job_id, *statuses, error=""):
+    backend.say(JobStarted(job_id), JobDone(job_id, bytes(statuses), 4096, 0.1, 0, error))
+
+
+def lookup(tier, keys):
+    return list(tier.lookup_many(keys, REQUEST))
+
+
+def fail_often(tier, backend, times, first=1000):
+    """Let so many stores fail."""
+    for number in range(first, first + times):
+        tier.submit_store(job(number, [b"k" * 36]))
+        result_of(backend, number, Status.FAILED, error="OSError: down")
+        step(tier)

@@ -1,0 +1,114 @@
+"""Jobs of a store's tier, and what is counted of them."""
+
+from tests.unit.secondary.store_tier.hand_backend import MISS, job, lookup, result_of, step
+
+from kvtiers.host.messages import JobDone, JobFailed, JobStarted, Status
+
+
+def test_a_full_store_queue_takes_what_it_has_room_for_and_drops_and_counts_the_rest(make, backend, keys):
+    tier = make(store_queue=4)
+    tier.submit_store(job(1, keys))
+    tier.submit_store(job(2, keys[:2]))
+    assert [(sent.job_id, len(sent.keys), len(sent.rows)) for sent in backend.jobs] == [(1, 4, 4)]
+    (finished,), _ = step(tier)
+    assert (finished.job_id, finished.success) == (2, False)
+    result_of(backend, 1, *[Status.DONE] * 4)
+    (finished,), _ = step(tier)
+    assert (finished.success, list(finished.successful_keys)) == (False, keys[:4])
+    assert tier.stats()["dropped_queue"] == 4
+    assert tier.is_available(), "a full queue is no failure of the tier"
+    tier.submit_store(job(3, keys[:3]))
+    assert backend.jobs[-1].job_id == 3
+
+
+def test_loads_are_not_held_up_by_a_full_store_queue(make, backend, keys):
+    tier = make(store_queue=1)
+    tier.submit_store(job(1, keys[:1]))
+    tier.submit_load(job(2, keys, promotion=True))
+    assert [len(sent.keys) for sent in backend.jobs] == [1, 6]
+
+
+def test_a_job_that_the_backend_has_no_room_for_fails_at_once(tier, backend, keys):
+    backend.takes_jobs = False
+    tier.submit_load(job(1, keys, promotion=True))
+    tier.submit_store(job(2, keys))
+    finished, _ = step(tier)
+    assert [(result.job_id, result.success) for result in finished] == [(1, False), (2, False)]
+    assert lookup(tier, keys) == [MISS]
+    assert tier.stats()["storing_chunks"] == 0
+    assert tier.stats()["dropped_queue"] == len(keys), "the store's: a load is nothing that waits to be written"
+
+
+def test_a_job_that_failed_but_may_still_touch_its_rows_is_told_first_and_reported_later(tier, backend, keys):
+    tier.submit_load(job(1, keys, promotion=True))
+    backend.say(JobStarted(1), JobFailed(1, "ListStore kept the buffer"))
+    finished, failed = step(tier)
+    assert (finished, failed) == ([], [1])
+    backend.say(JobFailed(1, "again"))
+    assert step(tier) == ([], [])
+    backend.say(JobDone(1, bytes([Status.FAILED]) * 6, 0, 1.0, 0, "ListStore kept the buffer"))
+    finished, _ = step(tier)
+    assert [result.job_id for result in finished] == [1]
+    assert tier.stats()["errors"] == 1, "one failure, however often it is told"
+
+
+def test_an_overdue_job_counts_once_and_its_late_success_does_not_make_up_for_it(tier, backend, keys):
+    for number in range(3):
+        tier.submit_load(job(number, keys[:1], promotion=True))
+        tier.abandon_job(number)
+        result_of(backend, number, Status.DONE)
+        step(tier)
+    assert backend.abandoned == [0, 1, 2]
+    assert tier.stats()["errors"] == 3
+    assert not tier.is_available()
+
+
+def test_starts_are_passed_on(tier, backend, keys):
+    tier.submit_load(job(1, keys, promotion=True))
+    backend.say(JobStarted(1))
+    assert list(tier.get_started_jobs()) == [1]
+    assert list(tier.get_started_jobs()) == []
+
+
+def test_damage_is_counted_logged_and_no_failure_of_the_tier(tier, backend, keys):
+    for number in range(10):
+        tier.submit_load(job(number, keys[:2], promotion=True))
+        result_of(backend, number, Status.CORRUPT, Status.DONE)
+        step(tier)
+    assert tier.stats()["seal_failures"] == 10
+    assert backend.logged[0] == "t: 1 of 2 values are damaged; counted as misses"
+    assert tier.is_available()
+
+
+def test_a_full_store_is_no_failure_of_the_tier(tier, backend, keys):
+    for number in range(10):
+        tier.submit_store(job(number, keys[:1]))
+        result_of(backend, number, Status.DROPPED)
+        step(tier)
+    assert tier.stats()["dropped_full"] == 10
+    assert tier.is_available()
+
+
+def test_what_becomes_of_each_value_is_counted_by_its_kind(tier, backend, keys):
+    tier.submit_load(job(1, keys, promotion=True))
+    ends = (Status.MISSING, Status.MISSING, Status.CORRUPT, Status.DONE, Status.FAILED, Status.DONE)
+    backend.say(JobDone(1, bytes(ends), 8192, 0.1, 5, "OSError: down"))
+    step(tier)
+    tier.submit_store(job(2, keys))
+    backend.say(JobDone(2, bytes([Status.PRESENT] * 3 + [Status.DROPPED] * 2 + [Status.DONE]), 4096, 0.1, 2))
+    step(tier)
+    backend.takes_jobs = False
+    tier.submit_store(job(3, keys))
+    step(tier)
+    figures = tier.stats()
+    counted = ("missing", "seal_failures", "errors", "retries", "already_present", "dropped_full", "dropped_queue")
+    assert [figures[name] for name in counted] == [2, 1, 1, 7, 3, 2, 6]
+    assert figures["storing_chunks"] == 0
+
+
+def test_figures_join_the_stores_own_with_the_tiers(tier):
+    figures = tier.stats()
+    assert figures["held_values"] == 3
+    assert figures["open"] == 1
+    assert figures["breaker_state"] == 0
+    assert all(isinstance(value, int | float) for value in figures.values())

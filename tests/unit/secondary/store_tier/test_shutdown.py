@@ -1,0 +1,31 @@
+"""What a store's tier says of its shutdown."""
+
+from tests.unit.secondary.store_tier.hand_backend import job, result_of
+
+from kvtiers.host.messages import Status
+
+
+def test_a_drain_says_how_much_was_dropped_and_still_reports_it(tier, backend, keys):
+    tier.submit_store(job(1, keys))
+    tier.submit_store(job(2, keys[:2]))
+    tier.submit_store(job(3, keys[:1]))
+    tier.submit_load(job(4, keys[:4], promotion=True))
+    result_of(backend, 1, *[Status.DONE] * 4, Status.FAILED, Status.FAILED, error="the last step did not see it")
+    result_of(backend, 3, Status.DONE)
+
+    def drain(timeout):
+        result_of(backend, 2, Status.FAILED, Status.FAILED, error="dropped at shutdown")
+        return False
+
+    backend.drain = drain
+    assert not tier.drain(2.0)
+    assert backend.logged == ["t: shutdown within 2s dropped 3 jobs with 8 chunks"]
+    assert tier.stats()["dropped_shutdown"] == 8
+    assert sorted(result.job_id for result in tier.get_finished_jobs()) == [1, 2, 3]
+
+
+def test_a_drain_that_drops_nothing_says_nothing(tier, backend, keys):
+    tier.submit_store(job(1, keys))
+    result_of(backend, 1, *[Status.DONE] * 6)
+    assert tier.drain(2.0)
+    assert backend.logged == []

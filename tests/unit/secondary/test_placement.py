@@ -1,0 +1,49 @@
+"""How many hosts a tier has, and what each of several is told."""
+
+import pytest
+
+from kvtiers.api import RateLimit, TierConfig
+from kvtiers.secondary.placement import host_count, share_of
+
+
+class SharedConfig(TierConfig):
+    shareable = True
+
+
+@pytest.mark.parametrize(
+    ("processors", "options", "count"),
+    [
+        (1, {}, 1),
+        (4, {}, 1),
+        (7.5, {}, 1),
+        (8, {}, 2),
+        (12, {}, 3),
+        (64, {}, 4),
+        (64, {"host": "shared"}, 1),
+        (64, {"cpus": [0, 1, 2, 3, 4, 5, 6, 7]}, 2),
+        (2, {"cpus": [0, 1, 2, 3, 4, 5, 6, 7]}, 1),
+        (2, {"processes": 3}, 3),
+        (64, {"processes": 1}, 1),
+    ],
+)
+def test_how_many_hosts_a_tier_has_by_itself(monkeypatch, processors, options, count):
+    monkeypatch.setattr("kvtiers.secondary.placement.usable_processors", lambda: processors)
+    assert host_count(SharedConfig(type="t", **options)) == count
+    if "processes" not in options:
+        assert host_count(TierConfig(type="t", **options)) == 1, "a store that does not say that it can be shared"
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_hosts_share_the_rate_limits(count):
+    config = SharedConfig(type="t", rate_limit=RateLimit(bytes_per_second=1_000_000, requests_per_second=5.0))
+    limit = share_of(config, count).rate_limit
+    assert 0.99 < count * limit.bytes_per_second / 1_000_000 <= 1
+    assert count * limit.requests_per_second == pytest.approx(5.0)
+    assert share_of(SharedConfig(type="t"), count).rate_limit == RateLimit()
+    least = share_of(SharedConfig(type="t", rate_limit=RateLimit(bytes_per_second=1)), count).rate_limit
+    assert least.bytes_per_second == 1
+
+
+def test_each_of_several_hosts_is_one_with_all_the_threads():
+    share = share_of(SharedConfig(type="t", processes=3, threads=5), 3)
+    assert (share.processes, share.threads) == (1, 5)

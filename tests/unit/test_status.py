@@ -1,0 +1,216 @@
+"""``kvtiers status``: what an engine says of its tiers, whether they pay, and why not."""
+
+import errno
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from functools import partial
+from subprocess import PIPE
+
+import pytest
+from click.testing import CliRunner
+
+from kvtiers.cli.main import cli
+from kvtiers.cli.status import verdict
+from kvtiers.status import LastTrouble, StatusSocket, answer_status, ask, running
+
+TIER = {
+    "off": "",
+    "shared": True,
+    "open": True,
+    "breaker_state": 0,
+    "hits": 0,
+    "tokens": 0,
+    "load_seconds": 0.0,
+    "saved_seconds": None,
+    "loaded_bytes": 0,
+    "stored_chunks": 0,
+    "stored_bytes": 0,
+    "unread_bytes": 0,
+    "queue": 0,
+    "seal_failures": 0,
+    "wait_expired": 0,
+    "recomputed_cheaper": 0,
+    "left_out_requests": 0,
+    "trouble": "",
+}
+
+
+def answer(**tiers):
+    return {"engine": "vLLM 0.32.0", "pid": os.getpid(), "model": "somebody/model", "tiers": tiers}
+
+
+@pytest.fixture
+def serve():
+    """Answer as an engine would until the test ends."""
+    sockets = []
+
+    def serve(status):
+        sockets.append(StatusSocket(lambda: status))
+        return sockets[-1]
+
+    yield serve
+    for one in sockets:
+        one.close()
+
+
+def test_an_engine_is_found_and_answers(serve):
+    served = serve(answer(fs=TIER))
+    assert served.name in running()
+    assert ask(served.name) == answer(fs=TIER)
+
+
+_CONTAINER = """
+import os, sys
+os.getpid = lambda: 7
+from kvtiers.status import StatusSocket
+served = StatusSocket(dict)
+print(served.name, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_engines_of_one_pid_in_containers_that_share_a_network_are_two():
+    start = partial(subprocess.Popen, [sys.executable, "-c", _CONTAINER], stdin=PIPE, stdout=PIPE, text=True)
+    with start() as one, start() as two:
+        names = {engine.stdout.readline().strip() for engine in (one, two)}
+        assert len(names) == 2
+        assert names <= set(running())
+        for engine in (one, two):
+            engine.stdin.close()
+
+
+def test_nothing_is_left_of_a_socket_that_was_closed(serve):
+    served = serve({})
+    served.close()
+    until = time.monotonic() + 60
+    while served.name in running():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_somebody_who_connects_and_asks_nothing_holds_nobody_up(serve):
+    served = serve(answer(fs=TIER))
+    with socket.socket(socket.AF_UNIX) as idle:
+        idle.connect(f"\0{served.name}")
+        assert ask(served.name)["model"] == "somebody/model"
+
+
+def test_a_question_that_cannot_be_answered_says_why_and_the_next_one_is_answered(caplog):
+    figures = iter([ZeroDivisionError("no figures"), answer(fs=TIER)])
+
+    def status():
+        found = next(figures)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    served = StatusSocket(status)
+    try:
+        with pytest.raises(ValueError, match="no figures"):
+            ask(served.name)
+        assert ask(served.name) == answer(fs=TIER)
+    finally:
+        served.close()
+    assert "a bug of kvtiers" in caplog.text
+
+
+def test_a_question_that_cannot_be_taken_is_not_the_last(monkeypatch):
+    accept, troubles = socket.socket.accept, [OSError(errno.EMFILE, "Too many open files")]
+
+    def take(listening):
+        if troubles:
+            raise troubles.pop()
+        return accept(listening)
+
+    monkeypatch.setattr(socket.socket, "accept", take)
+    served = StatusSocket(lambda: answer(fs=TIER))
+    try:
+        assert ask(served.name) == answer(fs=TIER)
+    finally:
+        served.close()
+
+
+def test_an_engine_that_has_ended_listens_to_the_log_no_longer():
+    logger = logging.getLogger("kvtiers")
+    before = list(logger.handlers)
+    served = answer_status("vLLM 0.32.0", "somebody/model", ["fs", "redis"], dict)
+    assert len(logger.handlers) == len(before) + 2
+    served.close()
+    assert logger.handlers == before
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli, ["status", *arguments])
+
+
+def test_all_tiers_of_one_engine_stand_in_one_screen(serve):
+    serve(
+        answer(
+            fs=TIER | {"hits": 30, "tokens": 960, "load_seconds": 0.5, "saved_seconds": 7.25, "loaded_bytes": 3 << 20}
+        )
+    )
+    serve(answer(redis=TIER | {"breaker_state": 1, "trouble": "no route to host"}))
+    result = run()
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    own = [line for line in lines if f"process {os.getpid()}: somebody/model" in line]
+    assert len(own) == 1
+    assert any(line.split()[:7] == ["fs", "in", "use", "30", "960", "7.25", "s"] and "3MiB" in line for line in lines)
+    assert any("redis" in line and "out of use" in line and "no route to host" in line for line in lines)
+    assert "  fs: it pays: 960 tokens came from it in 0.5 s of reading, which this engine computes in 7.8 s" in lines
+    engines = json.loads(run("--json").stdout)
+    (mine,) = [engine for engine in engines if engine["pid"] == os.getpid()]
+    assert set(mine["tiers"]) == {"fs", "redis"}
+
+
+def test_engines_of_one_pid_stand_apart(serve, monkeypatch):
+    serve(answer(fs=TIER))
+    monkeypatch.setattr("kvtiers.status._process", "of-another-container")
+    serve(answer(redis=TIER))
+    engines = [engine for engine in json.loads(run("--json").stdout) if engine["pid"] == os.getpid()]
+    assert sorted(name for engine in engines for name in engine["tiers"]) == ["fs", "redis"]
+    assert len(engines) == 2
+
+
+@pytest.mark.parametrize(
+    ("figures", "sentence"),
+    [
+        ({"off": "LoRA is enabled"}, "it does nothing here: LoRA is enabled"),
+        ({"open": False, "trouble": "no such host"}, "cannot be used: no such host"),
+        ({"breaker_state": 1}, "cannot be used"),
+        ({"shared": False, "hits": 5}, "by this process alone"),
+        ({"hits": 5, "tokens": 160}, "it pays: 160 tokens came from it in 0 s of reading; how long computing takes"),
+        ({"hits": 5, "tokens": 160, "load_seconds": 3.0, "saved_seconds": -1.0}, "it does not pay: 160 tokens"),
+        (
+            {"hits": 5, "load_seconds": 3.0, "saved_seconds": -1.0},
+            "in 3 s of reading, which this engine computes in 2 s",
+        ),
+        ({"seal_failures": 2}, "2 values came back damaged"),
+        ({"wait_expired": 9, "stored_chunks": 1000}, "too late"),
+        ({"recomputed_cheaper": 9, "stored_chunks": 1000}, "computing is faster than reading from it"),
+        ({"left_out_requests": 3}, "nothing for requests with a cache_salt in this release of vLLM: 3 came so far"),
+        ({"left_out_requests": 3, "stored_chunks": 1000}, "no prompt that it holds has come again"),
+        ({"stored_chunks": 1000}, "no prompt that it holds has come again"),
+        ({}, "nothing can be said yet"),
+    ],
+)
+def test_one_sentence_says_whether_a_tier_pays_and_if_not_why(figures, sentence):
+    assert sentence in verdict(TIER | figures)
+
+
+def test_a_tiers_last_trouble_is_its_own_last_warning():
+    logger, trouble = logging.getLogger("kvtiers.test_status"), LastTrouble("fs")
+    logging.getLogger("kvtiers").addHandler(trouble)
+    try:
+        logger.warning("%s: %s", "fs", "the first")
+        logger.warning("fs: the second")
+        logger.warning("redis: somebody else's")
+        logger.info("fs: no trouble")
+        assert trouble.text == "the second"
+    finally:
+        logging.getLogger("kvtiers").removeHandler(trouble)

@@ -1,0 +1,360 @@
+"""How far a prefix is said to be at hand, and who is asked about it."""
+
+import pytest
+
+from kvtiers.primary.tier import CPUPrimaryTier
+from kvtiers.tiering.jobs import TieringOptions
+
+from .bench import HIT, MISS, PENDING, RETRY, Bench, chain
+
+WIDE = TieringOptions(lookup_wait=0.02, load_wait=0.1, one_tier=1.0, all_tiers=1.0)
+KEYS = chain("k", 8)
+
+
+def test_a_prefix_in_the_primary_is_ready():
+    bench = Bench(tiers={})
+    bench.store(KEYS[:5])
+    assert bench.lookup(KEYS, bench.request()) == (5, 0, False)
+
+
+def test_nobody_has_it_nobody_waits():
+    bench = Bench()
+    assert bench.lookup(KEYS, bench.request()) == (0, 0, False)
+    assert bench.lookup([], bench.request()) == (0, 0, False)
+
+
+def test_what_a_tier_has_is_pending_and_fetched_at_the_end_of_the_step():
+    bench = Bench(options=WIDE)
+    bench.tier["a"].put(KEYS[:5])
+    ctx = bench.request()
+    assert bench.lookup(KEYS, ctx) == (0, 5, False)
+    assert not bench.tier["a"].loads
+    bench.step()
+    assert [list(job.keys) for job in bench.tier["a"].loads] == [KEYS[:5]]
+    assert bench.lookup(KEYS, ctx) == (5, 0, False)
+    assert bench.load(KEYS[:5], ctx)
+
+
+def test_a_chunk_on_its_way_is_fetched_once_whoever_asks():
+    bench = Bench(options=WIDE, hold=True)
+    bench.tier["a"].put(KEYS[:3])
+    first, second = bench.request(), bench.request()
+    assert bench.lookup(KEYS, first) == bench.lookup(KEYS, second) == (0, 3, False)
+    bench.step()
+    assert bench.lookup(KEYS, second) == (0, 3, False)
+    bench.step()
+    assert len(bench.tier["a"].loads) == 1
+    assert bench.tier["a"].loads[0].context is first
+
+
+def test_tiers_are_asked_in_their_order_and_the_first_hit_serves():
+    bench = Bench(tiers={"a": {}, "b": {}}, options=WIDE)
+    bench.tier["a"].put(KEYS[:2])
+    bench.tier["b"].put(KEYS[:4])
+    assert bench.lookup(KEYS, bench.request()) == (0, 4, False)
+    bench.step()
+    assert [list(job.keys) for job in bench.tier["a"].loads] == [KEYS[:2]]
+    assert [list(job.keys) for job in bench.tier["b"].loads] == [KEYS[2:4]]
+
+
+def test_a_run_goes_on_through_primary_and_tiers_in_any_order():
+    bench = Bench(tiers={"a": {}, "b": {}}, options=WIDE)
+    bench.tier["a"].answer = bench.tier["b"].answer = MISS
+    bench.store([KEYS[0], KEYS[3], KEYS[4], KEYS[6]])
+    for tier in bench.tier.values():
+        tier.answer = None
+        tier.values.clear()
+    bench.tier["a"].put([KEYS[1], KEYS[5]])
+    bench.tier["b"].put([KEYS[2]])
+    assert bench.lookup(KEYS, bench.request()) == (4, 3, False)
+    bench.step()
+    assert [list(job.keys) for job in bench.tier["a"].loads] == [[KEYS[1], KEYS[5]]]
+    assert [list(job.keys) for job in bench.tier["b"].loads] == [[KEYS[2]]]
+
+
+def test_a_hit_of_a_later_tier_counts_more_than_an_earlier_one_that_does_not_know():
+    bench = Bench(tiers={"a": {}, "b": {}}, options=WIDE)
+    bench.tier["a"].answer = RETRY
+    bench.tier["b"].put(KEYS[:2])
+    assert bench.lookup(KEYS, bench.request()) == (0, 2, True)
+    bench.tier["b"].values.clear()
+    assert bench.lookup(chain("other", 3), bench.request()) == (0, 0, True)
+
+
+def test_the_answers_run_ends_where_a_tier_does_not_know():
+    bench = Bench(options=WIDE)
+    tier = bench.tier["a"]
+    tier.lookup_many = lambda keys, context: [HIT, HIT, RETRY][: len(keys)]
+    hits = bench.manager.lookup_prefix(KEYS, bench.request())
+    assert hits.pending == len(KEYS)  # each question is answered anew: HIT, HIT, do not know
+    tier.lookup_many = lambda keys, context: [HIT if key in other[:2] else RETRY for key in keys]
+    other = chain("other", 5)
+    bench.forget()
+    assert bench.lookup(other, bench.request()) == (0, 2, True)
+
+
+def test_each_tier_is_asked_about_the_whole_rest_first():
+    bench = Bench(rows=8, tiers={"a": {}, "b": {}}, options=WIDE)
+    bench.store(KEYS[:2])
+    for tier in bench.tier.values():
+        tier.values.clear()
+        tier.asked.clear()
+    bench.lookup(KEYS, bench.request())
+    assert [tier.asked for tier in bench.tier.values()] == [[KEYS[2:]], [KEYS[2:]]]
+
+
+def test_a_prefix_that_two_tiers_share_chunk_by_chunk_costs_little_more_than_its_length():
+    keys = chain("mixed", 240)
+    bench = Bench(rows=512, tiers={"a": {}, "b": {}}, options=WIDE)
+    bench.tier["a"].put(keys[::2])
+    bench.tier["b"].put(keys[1::2])
+    asked = []
+    for tier in bench.tier.values():
+        tier.lookup_many = lambda questions, context, tier=tier: [
+            asked.append(1) or (HIT if found else MISS) for found in tier.has(questions)
+        ]
+    assert bench.lookup(keys, bench.request()) == (0, 240, False)
+    assert len(asked) < 240 * 2 * 64
+
+
+def test_a_request_loads_only_from_tiers_that_it_may_use_but_always_from_the_primary():
+    bench = Bench(tiers={"fast": {}, "slow": {}}, options=WIDE)
+    bench.store(KEYS[:1])
+    bench.tier["fast"].put(KEYS[:2])
+    bench.tier["slow"].put(KEYS[:4])
+    assert bench.lookup(KEYS, bench.request(kv_load_tiers=[])) == (1, 0, False)
+    assert bench.lookup(KEYS, bench.request(kv_load_tiers=["FAST", 3])) == (1, 1, False)
+    assert not bench.tier["slow"].asked
+    assert bench.lookup(KEYS, bench.request(kv_load_tiers="slow")) == (1, 3, False)  # no list: no limit
+    assert bench.lookup(KEYS, bench.request(kv_load_tiers=[3, None])) == (1, 3, False)  # no name in it: no limit
+
+
+def test_until_all_ranks_have_joined_nothing_is_found_and_nothing_stored():
+    bench = Bench()
+    bench.tier["a"].put(KEYS)
+    bench.engine.all_joined = False
+    ctx = bench.request()
+    assert bench.lookup(KEYS, ctx) == (0, 0, False)
+    assert bench.manager.lookup(KEYS[0], ctx) is MISS
+    assert bench.manager.prepare_store(KEYS, ctx) is None
+    assert bench.manager.prepare_load(KEYS[:1], ctx) is None
+    bench.engine.all_joined = True
+    bench.step()
+    assert bench.lookup(KEYS[:2], ctx) == (0, 2, False)
+
+
+def test_a_key_of_a_group_that_there_is_not_raises_nothing():
+    bench = Bench(options=WIDE)
+    ctx = bench.request()
+    assert bench.lookup(chain("k", 3, group=7), ctx) == (0, 0, False)
+    assert bench.manager.lookup(chain("k", 1, group=7)[0], ctx) is MISS
+    assert bench.figures()["misuse"] == 2
+
+
+def test_one_lookup_finds_what_the_prefix_lookup_finds():
+    bench = Bench(options=WIDE, tokens_per_chunk=(16, 16))
+    window = chain("w", 3, group=1)
+    bench.store(window[:1])
+    bench.tier["a"].put(window[:2])
+    ctx = bench.request()
+    assert [bench.manager.lookup(key, ctx) for key in reversed(window)] == [MISS, PENDING, HIT]
+    bench.step()
+    assert [bench.manager.lookup(key, ctx) for key in window] == [HIT, HIT, MISS]
+    bench.tier["a"].answer = RETRY
+    assert bench.manager.lookup(window[2], bench.request()) is RETRY
+
+
+def test_a_long_prefix_is_reserved_over_several_steps_so_that_none_of_them_is_long():
+    keys = chain("long", 1500)
+    bench = Bench(rows=2048, options=TieringOptions(lookup_wait=0.0, load_wait=10.0, one_tier=0.8, all_tiers=0.8))
+    bench.tier["a"].put(keys)
+    ctx = bench.request()
+    found = []
+    for _ in range(5):
+        found.append(bench.lookup(keys, ctx))
+        bench.step(1.0)
+    assert found == [(0, 448, True), (448, 426, True), (874, 405, True), (1279, 221, False), (1500, 0, False)]
+
+
+def test_several_full_attention_groups_of_a_long_prefix_come_side_by_side():
+    groups = [chain("long", 1000, group=group) for group in (0, 1)]
+    options = TieringOptions(lookup_wait=0.0, load_wait=10.0, one_tier=0.8, all_tiers=0.8)
+    bench = Bench(rows=4096, tokens_per_chunk=(16, 16), options=options)
+    for keys in groups:
+        bench.tier["a"].put(keys)
+    ctx = bench.request()
+    for _ in range(8):
+        first = bench.lookup(groups[0], ctx)
+        second = bench.lookup(groups[1][: first[0] + first[1]], ctx)
+        bench.step(0.01)
+    assert (first, second) == ((1000, 0, False), (1000, 0, False))
+
+
+def test_a_request_that_waits_is_answered_as_before_until_something_changes(monkeypatch):
+    bench = Bench(rows=64, options=WIDE, hold=True)
+    bench.tier["a"].put(KEYS)
+    ctx, other = bench.request(), bench.request()
+    assert bench.lookup(KEYS, ctx) == (0, 8, False)
+    bench.step()
+    assert bench.lookup(KEYS[:4], other) == (0, 4, False)
+    asked = []
+    resident_run = CPUPrimaryTier.resident_run
+    monkeypatch.setattr(CPUPrimaryTier, "resident_run", lambda *args: asked.append(1) or resident_run(*args))
+    for _ in range(3):
+        bench.step()
+        assert bench.lookup(list(KEYS), ctx) == (0, 8, False)
+        assert bench.lookup(KEYS[:4], other) == (0, 4, False)
+    assert not asked
+    assert bench.lookup(KEYS[:7], ctx) == (0, 7, False), "another question"
+    assert bench.lookup(KEYS[:4] + chain("x", 4), ctx) == (0, 4, False)
+    (job,) = bench.tier["a"].held
+    bench.tier["a"].end(job, landed=KEYS[:2])
+    bench.step()
+    assert bench.lookup(KEYS, ctx) == (2, 0, False)
+    assert bench.lookup(KEYS[:4], other)[0] == 2
+
+
+@pytest.mark.parametrize("change", ["reset", "abandon"])
+def test_a_request_that_waits_learns_of_a_reset_and_of_a_load_that_is_given_up(change):
+    bench = Bench(rows=64, options=WIDE, hold=True)
+    bench.tier["a"].put(KEYS)
+    ctx = bench.request()
+    assert bench.lookup(KEYS, ctx) == (0, 8, False)
+    bench.step()
+    bench.tier["a"].answer = MISS
+    if change == "reset":
+        bench.manager.reset_cache()
+    else:
+        bench.step(bench.manager._slots[0].options.deadline + 1)
+    bench.step()
+    assert bench.lookup(KEYS, ctx) == (0, 0, False)
+
+
+@pytest.fixture
+def walked(monkeypatch):
+    """How long the run was that rows were reserved for, and how much of it was not looked at again, by call."""
+    calls = []
+    prepare_write = CPUPrimaryTier.prepare_write
+
+    def spy(primary, keys, request_id, *, used, **options):
+        calls.append((len(keys), used))
+        return prepare_write(primary, keys, request_id, used=used, **options)
+
+    monkeypatch.setattr(CPUPrimaryTier, "prepare_write", spy)
+    return calls
+
+
+def long_prefix(bench):
+    """A prefix in turns of 16 chunks in the primary and in a tier; what else fills the primary is older."""
+    keys = chain("long", 3200)
+    here = [key for place, key in enumerate(keys) if place % 32 < 16]
+    bench.store(chain("other", bench.primary.free_rows - len(here)))
+    bench.store(here)
+    for tier in bench.tier.values():
+        tier.values.clear()
+    bench.tier["a"].put([key for key in keys if key not in set(here)])
+    return keys
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_what_a_request_has_walked_is_not_walked_again_to_reserve_rows_and_does_not_make_room(walked, policy):
+    bench = Bench(rows=5000, options=WIDE, policy=policy)
+    keys = long_prefix(bench)
+    ctx = bench.request()
+    while bench.lookup(keys, ctx)[2]:
+        bench.step()
+    lengths = [length for length, _ in walked]
+    assert len(lengths) > 3
+    assert lengths[-1] == 3200
+    assert [used for _, used in walked] == [0, *lengths[:-1]]
+    bench.step()
+    assert bench.lookup(keys, ctx) == (3200, 0, False)
+
+
+def test_after_a_loss_or_a_reset_a_run_is_walked_from_where_it_is_not_there_any_more(walked):
+    bench = Bench(rows=5000, options=WIDE, tiers={"a": {}, "b": {}})
+    keys = long_prefix(bench)
+    ctx = bench.request()
+    tier = bench.tier["a"]
+    tier.hold = True
+    bench.lookup(keys, ctx)
+    bench.step()
+    (job,) = tier.held
+    tier.end(job, landed=())
+    tier.hold = False
+    bench.tier["b"].put(keys)
+    bench.lookup(keys, ctx)
+    bench.manager.reset_cache()
+    bench.store(keys[:1500])
+    bench.lookup(keys, ctx)
+    assert [used for _, used in walked] == [0, 16, 0]
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_a_runs_own_chunks_do_not_make_room_for_the_rest_of_it(policy):
+    bench = Bench(rows=6, options=WIDE, policy=policy, tiers={"a": {"read_only": True}})
+    bench.store(KEYS[:2] + KEYS[6:8])  # the coldest of all
+    bench.store(chain("other", 2))
+    bench.tier["a"].put(KEYS[2:6])
+    assert bench.lookup(KEYS, bench.request()) == (2, 2, False)
+    assert bench.primary.find(KEYS) == [HIT, HIT, PENDING, PENDING, MISS, MISS, HIT, HIT]
+
+
+def test_asking_is_counted_once_for_each_chunk_and_request_whatever_is_asked_again():
+    bench = Bench(tokens_per_chunk=(16, 16), options=WIDE)
+    ctx = bench.request()
+    for _ in range(3):
+        bench.lookup(KEYS[:4], ctx)
+        bench.lookup(chain("k", 4, group=1), ctx)
+        bench.manager.lookup(chain("w", 1, group=1)[0], ctx)
+        bench.step()
+    assert bench.figures()["lookups"] == 9
+    bench.lookup(KEYS, ctx)
+    assert bench.figures()["lookups"] == 13
+
+
+def ahead(bench, name="a"):
+    """Have a tier that can be asked ahead; what it is asked."""
+    asked = []
+    bench.tier[name].ask_ahead = lambda keys: asked.append(list(keys))
+    return asked
+
+
+def test_what_a_request_will_look_up_is_asked_ahead_as_far_as_the_primary_lacks_it():
+    bench = Bench(tiers={"a": {}, "b": {}})
+    bench.store(KEYS[:3])
+    first, second = ahead(bench), ahead(bench, "b")
+    bench.manager.ask_ahead(KEYS)
+    bench.manager.ask_ahead(KEYS[:3])
+    assert first == second == [KEYS[3:]]
+
+
+def test_a_tier_that_cannot_be_asked_ahead_or_is_not_there_or_raises_is_left_alone():
+    bench = Bench(tiers={"a": {}, "b": {}})
+    bench.step()
+    bench.manager.ask_ahead(KEYS)
+    asked = ahead(bench)
+    bench.tier["a"].available = False
+    bench.manager.ask_ahead(KEYS)
+    assert not asked
+
+    bench.tier["a"].available = True
+    bench.tier["a"].ask_ahead = lambda keys: 1 / 0
+    bench.manager.ask_ahead(KEYS)
+    bench.manager.shutdown(0.0)
+    asked = ahead(bench, "b")
+    bench.manager.ask_ahead(KEYS)
+    assert not asked
+
+
+def test_an_engine_that_looks_again_in_a_step_sees_what_has_come_since():
+    bench = Bench(options=WIDE, hold=True)
+    bench.tier["a"].put(KEYS[:2])
+    ctx = bench.request()
+    assert bench.lookup(KEYS, ctx) == (0, 2, False)
+    bench.step()
+    assert bench.lookup(KEYS, ctx) == (0, 2, False)
+    bench.tier["a"].end_all()
+    assert bench.lookup(KEYS, ctx) == (0, 2, False), "news are taken once a step"
+    bench.manager.look_again()
+    assert bench.lookup(KEYS, ctx) == (2, 0, False)
