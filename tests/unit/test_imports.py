@@ -178,7 +178,7 @@ def test_the_sources_keep_the_contracts(copy: Copy):
             "testing imports api, types, plugins, layout, region, host, secondary",
         ),
         ("kvtiers/cli/main.py", "from kvtiers.testing import running", "nobody imports testing"),
-        ("kvtiers_example/memory.py", "from kvtiers.rows import seal", "a tier imports kvtiers.api only"),
+        ("kvtiers_example/memory.py", "from kvtiers.layout import seal", "a tier imports kvtiers.api only"),
     ],
 )
 def test_an_import_that_the_design_forbids_breaks_its_contract(copy: Copy, path: str, line: str, contract: str):
