@@ -53,7 +53,7 @@ from peers.results import WAYS, at_least, middle_share, say
 
 from kvtiers.api.units import format_size, parse_size
 from kvtiers.secondary.placement import host_count
-from kvtiers_redis.plugin import RedisConfig
+from kvtiers_redis.config import RedisConfig
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "plugins" / "redis_tier" / "tests")]
 

@@ -69,7 +69,7 @@ from peers.s3_lanes import (
 from kvtiers.api import OffloadKey
 from kvtiers.api.units import format_size
 from kvtiers.secondary.placement import host_count
-from kvtiers_s3.plugin import S3Config
+from kvtiers_s3.config import S3Config
 
 SIZES = [64 << 10, 512 << 10, 2 << 20, 8 << 20]
 # Bytes and values of a pass, at most, and passes of a turn. The trivial server keeps more: two passes overlap. The

@@ -16,7 +16,7 @@ from kvtiers.secondary.placement import HostedRegion, TierHosts
 from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.types import RequestContext
-from kvtiers_redis.plugin import RedisConfig
+from kvtiers_redis.config import RedisConfig
 
 JOB_BYTES = TieringOptions().job_bytes
 NAMES = StorageNames("bench/model-0123456789abcdef01234567/", bytes.fromhex("0123456789abcdef"))

@@ -21,10 +21,10 @@ from peers.lmcache_s3 import LMCacheS3
 from kvtiers.api import OffloadKey
 from kvtiers.region.memfd import create_memfd, map_memory
 from kvtiers.tiering.jobs import TieringOptions
-from kvtiers_s3.boto3_client import Boto3Client
-from kvtiers_s3.client import read_into
+from kvtiers_s3.client.base import read_into
+from kvtiers_s3.client.boto3 import Boto3Client
+from kvtiers_s3.config import S3Config
 from kvtiers_s3.connection import Connection
-from kvtiers_s3.plugin import S3Config
 from kvtiers_s3.requests import Requests
 
 TESTS = Path(__file__).resolve().parents[2] / "plugins" / "s3_tier" / "tests"

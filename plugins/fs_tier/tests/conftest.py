@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from kvtiers_fs.config import FsConfig
 from kvtiers_fs.places import place_of
-from kvtiers_fs.plugin import FsConfig
 from kvtiers_fs.store import FsStore
 from kvtiers_fs.usage import Index
 

@@ -232,7 +232,7 @@ def test_the_free_space_floor_is_kept_and_values_give_way_to_others(folder, moun
 _TOO_LARGE = """
 import resource, sys
 from kvtiers.api import StoreFull
-from kvtiers_fs.plugin import FsConfig
+from kvtiers_fs.config import FsConfig
 from kvtiers_fs.store import FsStore
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))

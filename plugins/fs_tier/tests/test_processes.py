@@ -22,7 +22,7 @@ _WORKER = """
 import mmap, random, sys
 from kvtiers.api import StoreFull
 from kvtiers_fs import usage
-from kvtiers_fs.plugin import FsConfig
+from kvtiers_fs.config import FsConfig
 from kvtiers_fs.store import FsStore
 
 path, wait, *numbers = sys.argv[1:]

@@ -12,7 +12,7 @@ from kvtiers_fs.places import place_of
 _WATCHED = """
 import json, sys
 from collections import Counter
-from kvtiers_fs.plugin import FsConfig
+from kvtiers_fs.config import FsConfig
 from kvtiers_fs.store import FsStore
 import kvtiers_fs.diagnosis
 

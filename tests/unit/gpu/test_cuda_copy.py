@@ -9,7 +9,7 @@ from kvtiers.gpu.copier import LostDeviceError
 from kvtiers.gpu.cuda_copy import CudaCopies
 from kvtiers.gpu.cuda_driver import CudaError
 from kvtiers.gpu.cuda_geometry import group_geometry
-from kvtiers.gpu.open_copier import CopySettings
+from kvtiers.gpu.settings import CopySettings
 from kvtiers.gpu.tensors import kv_pages
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.layout.rank_map import runs_of_rank

@@ -17,7 +17,7 @@ import numpy as np
 from kvtiers.gpu.copy_plan import GroupCopy
 from kvtiers.gpu.cuda_driver import CudaDriver
 from kvtiers.gpu.cuda_geometry import GroupGeometry
-from kvtiers.gpu.open_copier import CopyMethod
+from kvtiers.gpu.settings import CopyMethod
 
 __all__ = ["Choice", "Scratch", "choose"]
 

@@ -16,8 +16,8 @@ from kvtiers.gpu.cuda_driver import MAX_ENTRIES, CudaDriver, CudaError
 from kvtiers.gpu.cuda_geometry import GroupGeometry, group_geometry
 from kvtiers.gpu.cuda_lane import CudaLane, KernelGroup, UnitTable
 from kvtiers.gpu.cuda_pieces import page_pieces, staged_pieces
-from kvtiers.gpu.open_copier import CopyMethod, CopySettings
 from kvtiers.gpu.pinning import PinnedRows
+from kvtiers.gpu.settings import CopyMethod, CopySettings
 from kvtiers.gpu.tensors import KVPages
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.layout.rank_map import RankMap, runs_of_rank

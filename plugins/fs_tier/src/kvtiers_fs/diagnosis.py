@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvtiers.api import Finding
 from kvtiers.api.units import format_duration, format_size
-from kvtiers_fs.plugin import FsConfig
+from kvtiers_fs.config import FsConfig
 from kvtiers_fs.tree import Tree
 from kvtiers_fs.usage import UsageFile
 from kvtiers_fs.values import try_direct

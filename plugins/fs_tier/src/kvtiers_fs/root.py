@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 
 from kvtiers.api import ConfigError, TierUnavailable
-from kvtiers_fs.plugin import FsConfig
+from kvtiers_fs.config import FsConfig
 from kvtiers_fs.tree import TEMP_PREFIX, Permissions, Tree
 
 __all__ = ["FORMAT", "FORMAT_FILE", "open_root"]

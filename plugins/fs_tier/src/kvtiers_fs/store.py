@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from kvtiers.api import ChunkStore, ConfigError, Finding, StoreEntry, StoreFull
 from kvtiers.api.units import format_size
+from kvtiers_fs.config import FsConfig
 from kvtiers_fs.evictor import Evictor, free_bytes
 from kvtiers_fs.places import place_of
-from kvtiers_fs.plugin import FsConfig
 from kvtiers_fs.root import open_root
 from kvtiers_fs.usage import Ledger, UsageFile
 from kvtiers_fs.values import ValueFiles

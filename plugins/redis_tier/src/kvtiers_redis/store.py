@@ -6,10 +6,10 @@ from typing import ClassVar
 from redis import exceptions as client_errors
 
 from kvtiers.api import ChunkStore, Finding, StoreEntry, StoreFull, TierUnavailable
+from kvtiers_redis.config import RedisConfig
 from kvtiers_redis.link import Link
 from kvtiers_redis.listing import list_values
 from kvtiers_redis.places import is_loopback
-from kvtiers_redis.plugin import RedisConfig
 from kvtiers_redis.routing import Router
 from kvtiers_redis.servers import warn_of_clear_text
 from kvtiers_redis.topology import open_topology

@@ -1,13 +1,9 @@
-"""What moves values: the same four calls by obstore and by boto3."""
+"""The interface that both clients implement, in four calls."""
 
 from collections.abc import Iterable
-from importlib.util import find_spec
 from typing import NamedTuple, Protocol
 
-from kvtiers.api import ConfigError
-from kvtiers_s3.connection import Connection
-
-__all__ = ["Body", "ValueClient", "open_client", "read_into"]
+__all__ = ["Body", "ValueClient", "read_into"]
 
 
 class Body(NamedTuple):
@@ -36,20 +32,6 @@ class ValueClient(Protocol):
 
     def close(self) -> None:
         """Close the connections."""
-
-
-def open_client(connection: Connection) -> ValueClient:
-    """Return the client that the options want; ConfigError if it is not installed."""
-    wanted = connection.config.client
-    if wanted != "boto3" and find_spec("obstore") is not None:
-        from kvtiers_s3.obstore_client import ObstoreClient
-
-        return ObstoreClient(connection)
-    if wanted == "obstore":
-        raise ConfigError("client 'obstore' is not installed; pip install obstore, or set 'client: boto3'")
-    from kvtiers_s3.boto3_client import Boto3Client
-
-    return Boto3Client(connection)
 
 
 def read_into(client: ValueClient, key: str, dst: memoryview, start: int, total: int) -> str | None:

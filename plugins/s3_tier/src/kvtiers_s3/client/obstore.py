@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 
-from kvtiers_s3.client import Body
+from kvtiers_s3.client.base import Body
 from kvtiers_s3.connection import Connection
 from kvtiers_s3.failures import failure
 

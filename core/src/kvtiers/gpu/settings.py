@@ -1,17 +1,11 @@
-"""Which copier a rank's KV tensors need."""
+"""Settings of copies between a CUDA device and rows."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from kvtiers.api import ConfigError
-from kvtiers.gpu.copier import Copier, HostCopies
-from kvtiers.gpu.host_copy import HostCopier
-from kvtiers.gpu.tensors import kv_pages
-from kvtiers.layout.cache_layout import CacheLayout
-from kvtiers.layout.rank_map import RankMap
 
-__all__ = ["CopyMethod", "CopySettings", "open_copier"]
+__all__ = ["CopyMethod", "CopySettings"]
 
 CopyMethod: TypeAlias = Literal["staged", "direct", "pages"]
 
@@ -46,16 +40,3 @@ class CopySettings:
         ]  # fmt: skip
         if small:
             raise ConfigError([f"copy settings: {problem}" for problem in small])
-
-
-def open_copier(
-    layout: CacheLayout, rank: int, kv_tensors: Sequence[Any], rank_map: RankMap | None, settings: CopySettings
-) -> Copier:
-    """Return the copier for these tensors: CUDA's, or the host's. ConfigError if they do not fit the layout."""
-    pages = kv_pages(layout, rank, kv_tensors)
-    device = next((page.device for page in pages if page is not None), None)
-    if device is None:
-        return HostCopies(HostCopier(layout, rank, kv_tensors, rank_map))
-    from kvtiers.gpu.cuda_copy import CudaCopies  # torch is loaded already: these are its tensors
-
-    return CudaCopies(layout, rank, pages, rank_map, settings, device)
