@@ -309,6 +309,6 @@ def _open_copier(
     device = next((page.device for page in pages if page is not None), None)
     if device is None:
         return HostCopies(HostCopier(layout, rank, kv_tensors, rank_map))
-    from kvtiers.gpu.cuda_copy import CudaCopies  # torch is loaded already: these are its tensors
+    from kvtiers.gpu.cuda.copy import CudaCopies  # torch is loaded already: these are its tensors
 
     return CudaCopies(layout, rank, pages, rank_map, settings, device)

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from kvtiers.gpu.copy_plan import Indexes
-from kvtiers.gpu.cuda_driver import CudaDriver, KernelParams
-from kvtiers.gpu.cuda_geometry import Copies, GroupGeometry
-from kvtiers.gpu.cuda_pieces import Piece
+from kvtiers.gpu.cuda.driver import CudaDriver, KernelParams
+from kvtiers.gpu.cuda.geometry import Copies, GroupGeometry
+from kvtiers.gpu.cuda.pieces import Piece
 
 if TYPE_CHECKING:
     import torch

@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 
-from kvtiers.gpu import cuda_copy
-from kvtiers.gpu.autotune import Choice
-from kvtiers.gpu.copier import LostDeviceError
-from kvtiers.gpu.cuda_copy import CudaCopies
-from kvtiers.gpu.cuda_driver import CudaError
-from kvtiers.gpu.cuda_geometry import group_geometry
+from kvtiers.gpu.copier import CudaError, LostDeviceError
+from kvtiers.gpu.cuda import copy as cuda_copy
+from kvtiers.gpu.cuda.autotune import Choice
+from kvtiers.gpu.cuda.copy import CudaCopies
+from kvtiers.gpu.cuda.geometry import group_geometry
 from kvtiers.gpu.settings import CopySettings
 from kvtiers.gpu.tensors import kv_pages
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity

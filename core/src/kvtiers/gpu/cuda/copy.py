@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtiers.gpu.autotune import Choice, Scratch, choose
-from kvtiers.gpu.copier import Lane
+from kvtiers.gpu.copier import CudaError, Lane
 from kvtiers.gpu.copy_plan import GroupCopy, plan_copy, writers_turn
-from kvtiers.gpu.cuda_driver import MAX_ENTRIES, CudaDriver, CudaError
-from kvtiers.gpu.cuda_geometry import GroupGeometry, group_geometry
-from kvtiers.gpu.cuda_lane import CudaLane, KernelGroup, UnitTable
-from kvtiers.gpu.cuda_pieces import page_pieces, staged_pieces
+from kvtiers.gpu.cuda.autotune import Choice, Scratch, choose
+from kvtiers.gpu.cuda.driver import MAX_ENTRIES, CudaDriver
+from kvtiers.gpu.cuda.geometry import GroupGeometry, group_geometry
+from kvtiers.gpu.cuda.lane import CudaLane, KernelGroup, UnitTable
+from kvtiers.gpu.cuda.pieces import page_pieces, staged_pieces
 from kvtiers.gpu.pinning import PinnedRows
 from kvtiers.gpu.settings import CopyMethod, CopySettings
 from kvtiers.gpu.tensors import KVPages

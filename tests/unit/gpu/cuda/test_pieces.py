@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtiers.gpu.copy_plan import plan_copy, writers_turn
-from kvtiers.gpu.cuda_copy import _PAGES_PER_PIECE
-from kvtiers.gpu.cuda_driver import MAX_ENTRIES
-from kvtiers.gpu.cuda_geometry import UNIT_BYTES, group_geometry
-from kvtiers.gpu.cuda_pieces import page_pieces, staged_pieces
+from kvtiers.gpu.cuda.copy import _PAGES_PER_PIECE
+from kvtiers.gpu.cuda.driver import MAX_ENTRIES
+from kvtiers.gpu.cuda.geometry import UNIT_BYTES, group_geometry
+from kvtiers.gpu.cuda.pieces import page_pieces, staged_pieces
 from kvtiers.gpu.tensors import kv_pages
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.layout.rank_map import runs_of_rank
 from kvtiers.types import BlockSpec
 
-spec = importlib.util.spec_from_file_location("gpu_cases", Path(__file__).parents[2] / "gpu" / "cases.py")
+spec = importlib.util.spec_from_file_location("gpu_cases", Path(__file__).parents[3] / "gpu" / "cases.py")
 cases = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(cases)
 

@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from importlib import resources
 from typing import Any
 
-from kvtiers.api import KvtiersError
-from kvtiers.gpu.copier import LostDeviceError
+from kvtiers.gpu.copier import CudaError, LostDeviceError
 from kvtiers.gpu.copy_plan import Indexes
 
-__all__ = ["MAX_ENTRIES", "CudaDriver", "CudaError", "KernelParams"]
+__all__ = ["MAX_ENTRIES", "CudaDriver", "KernelParams"]
 
 MAX_ENTRIES = 330
 """Blocks of one launch: they travel as the kernel's arguments, which may take 4 KiB."""
@@ -29,10 +28,6 @@ _REGISTER_FLAGS = 0x1 | 0x2  # portable, mapped
 _EVENT_SLEEPS, _EVENT_UNTIMED = 0x1, 0x2
 _MOST_IN_BATCH = 256
 """Copies of one batched call: driver 580 on an H100 loses the context (Xid 32) over some calls of 1,020, not of 512."""
-
-
-class CudaError(KvtiersError):
-    """A call of the CUDA driver failed; the context works on."""
 
 
 class _CopyAttributes(ctypes.Structure):
@@ -254,7 +249,7 @@ def _address(array: Indexes) -> int:
 def _compiled_kernel(major: int, minor: int) -> bytes:
     """Return the kernel's machine code for this compute capability, by the CUDA runtime compiler."""
     compiler = _runtime_compiler()
-    source = resources.files("kvtiers.gpu").joinpath("copy_kernel.cu").read_bytes()
+    source = resources.files("kvtiers.gpu.cuda").joinpath("copy_kernel.cu").read_bytes()
     program = ctypes.c_void_p()
     options = [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17", f"-DMAX_ENTRIES={MAX_ENTRIES}"]
     encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))

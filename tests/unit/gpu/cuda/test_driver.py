@@ -5,8 +5,8 @@ import ctypes
 import numpy as np
 import pytest
 
-from kvtiers.gpu import cuda_driver
-from kvtiers.gpu.cuda_driver import CudaDriver
+from kvtiers.gpu.cuda import driver as cuda_driver
+from kvtiers.gpu.cuda.driver import CudaDriver
 
 
 class Yes:

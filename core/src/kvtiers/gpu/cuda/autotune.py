@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from kvtiers.gpu.copy_plan import GroupCopy
-from kvtiers.gpu.cuda_driver import CudaDriver
-from kvtiers.gpu.cuda_geometry import GroupGeometry
+from kvtiers.gpu.cuda.driver import CudaDriver
+from kvtiers.gpu.cuda.geometry import GroupGeometry
 from kvtiers.gpu.settings import CopyMethod
 
 __all__ = ["Choice", "Scratch", "choose"]

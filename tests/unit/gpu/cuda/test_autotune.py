@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvtiers.gpu import autotune
-from kvtiers.gpu.autotune import Choice, Scratch, choose
-from kvtiers.gpu.cuda_geometry import group_geometry
+from kvtiers.gpu.cuda import autotune
+from kvtiers.gpu.cuda.autotune import Choice, Scratch, choose
+from kvtiers.gpu.cuda.geometry import group_geometry
 from kvtiers.gpu.tensors import kv_pages
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.layout.rank_map import runs_of_rank

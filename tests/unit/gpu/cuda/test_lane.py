@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from kvtiers.gpu.copier import CudaError
 from kvtiers.gpu.copy_plan import plan_copy
-from kvtiers.gpu.cuda_copy import _CudaCopy
-from kvtiers.gpu.cuda_driver import CudaError
-from kvtiers.gpu.cuda_geometry import group_geometry
-from kvtiers.gpu.cuda_lane import CudaLane, KernelGroup, UnitTable
-from kvtiers.gpu.cuda_pieces import page_pieces, staged_pieces
+from kvtiers.gpu.cuda.copy import _CudaCopy
+from kvtiers.gpu.cuda.geometry import group_geometry
+from kvtiers.gpu.cuda.lane import CudaLane, KernelGroup, UnitTable
+from kvtiers.gpu.cuda.pieces import page_pieces, staged_pieces
 from kvtiers.gpu.tensors import kv_pages
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.layout.rank_map import runs_of_rank

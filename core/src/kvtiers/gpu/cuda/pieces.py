@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtiers.gpu.copy_plan import GroupCopy, Indexes
-from kvtiers.gpu.cuda_geometry import Copies, GroupGeometry
+from kvtiers.gpu.cuda.geometry import Copies, GroupGeometry
 
 __all__ = ["Piece", "page_pieces", "staged_pieces"]
 
