@@ -11,7 +11,7 @@ import pytest
 from kvtiers.layout.seal import seal_value
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers_fs.config import FsConfig
-from kvtiers_fs.places import place_of
+from kvtiers_fs.paths import place_of
 from kvtiers_fs.store import FsStore
 
 from .conftest import LLAMA

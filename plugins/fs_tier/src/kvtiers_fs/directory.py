@@ -1,6 +1,6 @@
-"""The directory of a store: its folders and files, and what is in them.
+"""The directory of a store: its folders, files and their permissions.
 
-Everything goes through the root's descriptor and ``beneath``: no symbolic link is followed anywhere.
+Everything goes through the root's descriptor and ``safe_open``: no symbolic link is followed anywhere.
 """
 
 import contextlib
@@ -12,10 +12,10 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvtiers_fs.beneath import FOLDER, open_by_parts, opener
-from kvtiers_fs.places import name_part, shard_folder, shard_number
+from kvtiers_fs.paths import name_part, shard_folder, shard_number
+from kvtiers_fs.safe_open import FOLDER, open_by_parts, opener
 
-__all__ = ["GONE", "TEMP_PREFIX", "Found", "Head", "Permissions", "Tree"]
+__all__ = ["GONE", "TEMP_PREFIX", "Directory", "Found", "Head", "Permissions"]
 
 TEMP_PREFIX = ".tmp-"
 """How the names of files begin that are being written; no value's file name begins with a dot."""
@@ -65,7 +65,7 @@ class Found(NamedTuple):
     modified: float
 
 
-class Tree:
+class Directory:
     """Folders and files below one descriptor, which it owns. Safe to use from several threads."""
 
     def __init__(self, fd: int, permissions: Permissions, *, by_parts: bool = False) -> None:

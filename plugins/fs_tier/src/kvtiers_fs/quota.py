@@ -1,4 +1,4 @@
-"""How much the directory holds, known without walking it.
+"""The quota of a directory: its bytes and values by shard, without walking it.
 
 ``.usage`` in the root has the bytes and values of each shard (over all models): as they were counted last, plus what
 every process has reported since. It is a hint. Each process counts what it writes and removes, and reports that now
@@ -23,8 +23,8 @@ from zlib import crc32
 
 from kvtiers.api import StoreFull
 from kvtiers.api.units import format_size
-from kvtiers_fs.places import SHARDS
-from kvtiers_fs.tree import Tree
+from kvtiers_fs.directory import Directory
+from kvtiers_fs.paths import SHARDS
 
 __all__ = ["Deltas", "Index", "Ledger", "UsageFile"]
 
@@ -101,17 +101,17 @@ class Index:
 class UsageFile:
     """``.usage`` and the lock on it."""
 
-    def __init__(self, tree: Tree, *, read_only: bool) -> None:
+    def __init__(self, directory: Directory, *, read_only: bool) -> None:
         self._fd = -1
         self.locks = True
         flags = os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_RDONLY if read_only else os.O_RDWR)
         try:
-            self._fd = os.open(USAGE_FILE, flags, dir_fd=tree.fd)
+            self._fd = os.open(USAGE_FILE, flags, dir_fd=directory.fd)
         except FileNotFoundError:
             if not read_only:
-                self._fd = os.open(USAGE_FILE, flags | os.O_CREAT, tree.permissions.file, dir_fd=tree.fd)
+                self._fd = os.open(USAGE_FILE, flags | os.O_CREAT, directory.permissions.file, dir_fd=directory.fd)
                 with contextlib.suppress(PermissionError):  # another process made it at the same moment
-                    tree.permissions.apply(self._fd, tree.permissions.file)
+                    directory.permissions.apply(self._fd, directory.permissions.file)
 
     def close(self) -> None:
         """Close the file, and with it end the lock."""

@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from kvtiers.api import StoreFull
-from kvtiers_fs.places import SHARDS
-from kvtiers_fs.usage import Index, Ledger
+from kvtiers_fs.paths import SHARDS
+from kvtiers_fs.quota import Index, Ledger
 
 MIB = 1 << 20
 HOUR = 3600.0
@@ -88,7 +88,7 @@ def test_a_write_waits_for_the_evictor_and_the_next_ones_do_not_wait_in_vain(mon
         return wait_for(fits, 60.0 if len(waits) == 1 else 0.0)
 
     monkeypatch.setattr(made._changed, "wait_for", wait)
-    monkeypatch.setattr("kvtiers_fs.usage._REFUSE_SECONDS", HOUR)
+    monkeypatch.setattr("kvtiers_fs.quota._REFUSE_SECONDS", HOUR)
     writer = threading.Thread(target=made.claim, args=[MIB])
     writer.start()
     while not waits:

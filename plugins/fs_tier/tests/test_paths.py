@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtiers_fs.places import SHARDS, name_part, place_of, shard_number
-from kvtiers_fs.tree import TEMP_PREFIX
+from kvtiers_fs.directory import TEMP_PREFIX
+from kvtiers_fs.paths import SHARDS, name_part, place_of, shard_number
 
 parts = st.one_of(
     st.text(st.characters(codec="ascii", exclude_characters="/"), min_size=1, max_size=40),
