@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 
-from peers.redis_lanes import Lane, connect
+from baselines.redis_lanes import Lane, connect
 
 _PIECE = 256 << 10  # 0.2 ms at 10 Gbit/s
 _TICK = 0.0001  # no shorter sleep: each wake-up takes of the processors that servers and clients share

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import redis
-from peers.results import WAYS
+from lib.results import WAYS
 
 from kvtiers.region.memfd import create_memfd, map_memory
 

@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any
 
 import numpy as np
-from peers.busy_loop import STEP_SECONDS
+from rigs.busy_loop import STEP_SECONDS
 
 import kvtiers
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity

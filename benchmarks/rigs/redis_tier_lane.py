@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from itertools import count
 from typing import Any
 
-from peers.processes import tier_hosts
+from lib.processes import tier_hosts
 
 from kvtiers.api import OffloadKey, TransferJob, make_offload_key
 from kvtiers.layout.storage_name import StorageNames

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from peers.processes import processor_seconds
+from lib.processes import processor_seconds
 
 INSTALL = (
     "pip install torch aiofile aiohttp awscrt cachetools cryptography msgspec numba prometheus_client psutil py-cpuinfo"

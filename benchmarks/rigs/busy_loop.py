@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from peers.engine_step import EngineStep
+from rigs.engine_step import EngineStep
 
 STEP_SECONDS = 0.01
 TICK_SECONDS = 0.001
@@ -21,7 +21,7 @@ _CALLS_UNTIL_FAST = 16  # Python 3.11 specialises what has been called 8 times
 class Loop:
     """Pure Python, flat out, and what came of each run: units of work a second, and how late each tick was.
 
-    A unit is a step of an engine (``peers/engine_step.py``), one after the other. ``processor_speeds``: a second of
+    A unit is a step of an engine (``rigs/engine_step.py``), one after the other. ``processor_speeds``: a second of
     processor time. A run that was over before it began has a speed of 0.
     """
 
@@ -72,7 +72,7 @@ class OtherLoop:
         self._running = mmap.mmap(memory, mmap.PAGESIZE)
         self._runs = 0
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "peers.busy_loop", str(memory)],
+            [sys.executable, "-m", "rigs.busy_loop", str(memory)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[memory],

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from peers.redis_lanes import Lane, connect
+from baselines.redis_lanes import Lane, connect
 
 
 def plain_sockets(

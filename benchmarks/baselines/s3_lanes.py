@@ -15,8 +15,8 @@ from typing import Any
 import boto3
 import obstore
 import xxhash
+from baselines.lmcache_s3 import LMCacheS3
 from botocore.config import Config
-from peers.lmcache_s3 import LMCacheS3
 
 from kvtiers.api import OffloadKey
 from kvtiers.region.memfd import create_memfd, map_memory
