@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, sys.argv[1])
-_spec = importlib.util.spec_from_file_location("kvtiers_hosts_bench", Path(__file__).with_name("bench.py"))
+_spec = importlib.util.spec_from_file_location("kvtiers_hosts_harness", Path(__file__).with_name("harness.py"))
 bench = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(bench)
 

@@ -8,7 +8,7 @@ DONE = Status.DONE
 VALUE = 64 * 1024
 
 
-class PlayedBackend:
+class ScriptedBackend:
     """Keeps what it was given; by the protocol of a ``StoreBackend``, as a ``HostClient`` keeps to it."""
 
     def __init__(self):
