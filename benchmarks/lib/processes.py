@@ -12,7 +12,7 @@ def children() -> list[int]:
 
 def tier_hosts() -> list[int]:
     """Return the process ids of this process's tier hosts."""
-    return [pid for pid in children() if b"kvtiers.secondary" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in children() if b"kvtiers.host.__main__" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def processor_seconds(pid: int) -> float:

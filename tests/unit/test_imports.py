@@ -33,6 +33,7 @@ HEAVY = {
 HOST_CONTRACT = "the helper process imports api, plugins, layout, region.memfd and its own"
 ACYCLIC_CONTRACT = "no import circle, at any depth"
 CONFIG_CONTRACT = "a plugin's config imports kvtiers.api and pydantic"
+REPLAY_CONTRACT = "the replay imports nothing of the helper process's"
 UNDER_TYPE_CHECKING = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import %s"
 SECONDARY_CONTRACT = "secondary reaches host.messages and host.wire, in_process.py host.transfer_pool"
 
@@ -169,6 +170,8 @@ def test_the_sources_keep_the_contracts(copy: Copy):
         ("kvtiers/host/retry.py", "from kvtiers.secondary import breaker", "layers, top to bottom"),
         ("kvtiers/host/retry.py", "from kvtiers.region import client", HOST_CONTRACT),
         ("kvtiers/secondary/breaker.py", "from kvtiers.host import retry", SECONDARY_CONTRACT),
+        ("kvtiers/_process.py", "from kvtiers.api import errors", "layers, top to bottom"),
+        ("kvtiers_replay/engine/processes.py", "from kvtiers.host import malloc", REPLAY_CONTRACT),
         ("kvtiers/cli/main.py", "import kvtiers_replay", "core imports no companion"),
         ("kvtiers_replay/trace.py", "import kvtiers_fs", "a companion imports no other, and no tier"),
         ("kvtiers/a_new_part.py", "", "layers, top to bottom"),
