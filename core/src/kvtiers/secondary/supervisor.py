@@ -24,8 +24,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvtiers._failures import error_text
 from kvtiers._process import kill_unreaped, spawn, wait_unreaped
-from kvtiers.host.messages import error_text
 
 if TYPE_CHECKING:
     import subprocess
