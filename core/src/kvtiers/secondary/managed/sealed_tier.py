@@ -30,6 +30,7 @@ from kvtiers.host.borrowed_views import ValueViews
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.secondary.breaker import Breaker, BreakerState
 from kvtiers.secondary.inflight_jobs import not_done
+from kvtiers.secondary.job_results import is_of
 from kvtiers.secondary.managed.bounded_shutdown import ShutdownProxy
 from kvtiers.secondary.managed.request_notifications import RequestNotifier
 from kvtiers.secondary.managed.seal_thread import SealedJob, Sealer
@@ -290,7 +291,7 @@ class SealedTier(SecondaryTierManager):
             self._refused += 1
             return [JobResult(result.job_id, success=False)]  # the check's own result makes it the second one
         known.reported = True
-        if not _is_of(known, result):
+        if not is_of(known.inner, result):
             self._refused += 1
             # Nor is this. As it is it may name the manager's keys, and would be believed though nothing was checked.
             return [JobResult(result.job_id, success=False, successful_keys=_NO_KEYS)]
@@ -322,14 +323,6 @@ def _figures_of(tier: SecondaryTierManager) -> dict[str, float]:
     with plugin_boundary():  # figures are no promise
         return {str(name): float(figure) for name, figure in stats().items()}
     return {}
-
-
-def _is_of(known: SealedJob, result: JobResult) -> bool:
-    """Say whether the keys that a result names are those that the tier was given."""
-    try:
-        return result.successful_keys is None or set(known.inner.keys).issuperset(result.successful_keys)
-    except TypeError:
-        return False
 
 
 def _outer(known: SealedJob, result: JobResult) -> JobResult:

@@ -1,4 +1,4 @@
-"""What a job's result says, read with care: it comes from somebody else's code."""
+"""Checks and readings of a job's result, of which nothing is taken for granted: a plugin made it."""
 
 import math
 from collections.abc import Sequence
