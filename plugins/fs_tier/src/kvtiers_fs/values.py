@@ -8,6 +8,7 @@ than the disk takes, and the value is in the primary then.
 """
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import itertools
@@ -20,11 +21,10 @@ import sys
 import time
 from typing import Literal
 
-from kvtiers_fs.cached import is_cached
 from kvtiers_fs.directory import GONE, TEMP_PREFIX, Directory
 from kvtiers_fs.paths import Place
 
-__all__ = ["ValueFiles", "try_direct"]
+__all__ = ["ValueFiles", "is_cached", "try_direct"]
 
 _log = logging.getLogger("kvtiers_fs")
 _PAGE = 4096
@@ -32,6 +32,13 @@ _REFRESH_SECONDS = 3600.0  # each use as a write of its own would cost more than
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _LEAST_COLD = 1 << 20  # of less, asking what the page cache has costs as much as copying it
 _READ = os.O_RDONLY | os.O_NONBLOCK  # without it, opening a pipe that somebody put there would wait for a writer
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_HERE = b"\x01"
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class ValueFiles:
@@ -197,6 +204,26 @@ def _length(leaf: str, folder: int) -> int | None:
         return os.stat(leaf, dir_fd=folder, follow_symlinks=False).st_size
     except FileNotFoundError:
         return None
+
+
+def is_cached(fd: int, nbytes: int) -> bool:
+    """Say whether at least half of the first ``nbytes`` is in the page cache; True where the system does not tell.
+
+    It tells those who may write the file, and others that everything is there.
+    """
+    if not hasattr(_libc, "mincore"):
+        return True
+    # Mapped and never touched: nothing is read. A read that must not wait (RWF_NOWAIT) would begin to read ahead.
+    address = _libc.mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+    if address == _MAP_FAILED:
+        return True
+    try:
+        pages = ctypes.create_string_buffer(-(-nbytes // mmap.PAGESIZE))
+        if _libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), pages):
+            return True
+        return 2 * pages.raw.count(_HERE) >= len(pages)
+    finally:
+        _libc.munmap(address, nbytes)
 
 
 def try_direct(directory: Directory) -> str:
