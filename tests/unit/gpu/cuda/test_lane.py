@@ -281,6 +281,22 @@ def test_after_a_copy_that_was_refused_on_the_way_the_lane_works_on(monkeypatch,
 
 
 @pytest.mark.parametrize("to_rows", [True, False])
+def test_staged_pieces_are_launched_far_ahead_of_the_device_and_no_further(monkeypatch, to_rows):
+    """A thread that has to wait for the interpreter keeps the link busy all the same."""
+    rig = Rig(monkeypatch, 0, to_rows=to_rows)
+    monkeypatch.setattr(rig.device, "run_some", lambda: None)
+    monkeypatch.setattr(rig.device, "has_ended", lambda event: rig.device.recorded[event].yes)
+    waits = []
+    monkeypatch.setattr(rig.device, "wait", lambda event: (waits.append(event), Device.wait(rig.device, event)))
+    pieces = 0
+    while not waits:
+        assert pieces <= 24
+        rig.jobs(1, "staged", range(8), range(2))
+        pieces += 1
+    assert pieces == 25, "a piece a job, and three slots"
+
+
+@pytest.mark.parametrize("to_rows", [True, False])
 @pytest.mark.parametrize("method", ["staged", "pages"])
 def test_only_a_load_may_be_read_ahead_of_what_is_under_way(monkeypatch, method, to_rows):
     rig = Rig(monkeypatch, 0, to_rows=to_rows)
