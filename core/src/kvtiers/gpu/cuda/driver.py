@@ -26,6 +26,8 @@ _SUCCESS, _NOT_READY = 0, 600
 _ORDER_STREAM, _ORDER_ANY = 1, 3  # CUmemcpySrcAccessOrder
 _REGISTER_FLAGS = 0x1 | 0x2  # portable, mapped
 _EVENT_SLEEPS, _EVENT_UNTIMED = 0x1, 0x2
+_QUICK_BATCH = 32
+"""A batch of so many takes some 0.1 ms; to get the interpreter back from a busy engine takes 5 ms."""
 _MOST_IN_BATCH = 256
 """Copies of one batched call: driver 580 on an H100 loses the context (Xid 32) over some calls of 1,020, not of 512."""
 
@@ -168,7 +170,8 @@ class CudaDriver:
             end = min(start + _MOST_IN_BATCH, len(to))
             some = (_address(array[start:end]) for array in (to, source, nbytes))
             count = end - start
-            status = self._slow.cuMemcpyBatchAsync(*some, count, attributes, self._first, 1, self._failed, stream)
+            library = self._quick if count <= _QUICK_BATCH else self._slow
+            status = library.cuMemcpyBatchAsync(*some, count, attributes, self._first, 1, self._failed, stream)
             self._check("cuMemcpyBatchAsync", status)
 
     def copy_each(self, to: Indexes, source: Indexes, nbytes: Indexes, stream: int) -> None:

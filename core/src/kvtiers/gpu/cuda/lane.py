@@ -116,7 +116,7 @@ class CudaLane:
     # -- pieces
 
     def staged(self, group: KernelGroup, piece: Piece, mark: int, *, pinned: bool) -> None:
-        """Move one piece through the next slot, once what was in it has gone: the device waits for that, not this thread."""
+        """Move one piece through the next slot. That its slot is free again is what the device waits for, not we."""
         self._make_room(_STAGED_AHEAD)
         slot = self._slots[self._next]
         self._next = (self._next + 1) % len(self._slots)
