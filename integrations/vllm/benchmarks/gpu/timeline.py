@@ -107,6 +107,10 @@ def main() -> None:
     from vllm.inputs import TokensPrompt
 
     install()
+    if os.environ.get("NOREST"):
+        from kvtiers_vllm.own_tiering.idle_backoff import Rest
+
+        Rest.step = lambda *_args, **_options: None
     config = connector_config(mode, primary_gib=float(os.environ.get("PRIM", "24")), store="")
     llm = LLM(
         model=model, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=tokens + 64,
@@ -133,6 +137,7 @@ def main() -> None:
             else:
                 ask(prompt)
             SPANS.clear()
+            time.sleep(float(os.environ.get("PAUSE", "0")))
             before = cpu_by_thread()
             begun, ended = ask(prompt)
             used = {name: round((s - before.get(name, 0)) * 1e3, 2) for name, s in cpu_by_thread().items()}

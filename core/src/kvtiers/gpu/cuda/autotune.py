@@ -26,7 +26,7 @@ _BULK_BYTES, _MOST_BLOCKS, _MOST_HOST_BYTES = 32 << 20, 512, 256 << 20
 _STREAM_BYTES = 128 << 20  # bulk copies in a row: several staging slots full, so that their pieces overlap
 _MOST_TIMES = 8  # of tiny blocks: they are slow, and a worker waits for its measurement
 _ROUNDS = 3
-_WORTH_IT = {"staged": 1.0, "direct": 0.75, "pages": 0.9}
+_WORTH_IT = {"staged": 1.0, "direct": 0.75, "pages": 0.75}
 """A way is chosen if it takes less than this share of the time that staged copies take."""
 
 
