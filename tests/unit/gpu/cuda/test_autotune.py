@@ -81,6 +81,17 @@ def test_what_is_a_good_deal_faster_than_staging_is_chosen(scratch, milliseconds
     assert choice.of(choice.small_bytes + 1) == chosen
 
 
+def test_the_way_that_is_measured_first_does_not_pay_for_a_gpu_that_has_just_been_idle(scratch, monkeypatch):
+    now, copies = [0.0], [0]
+    monkeypatch.setattr(autotune, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def copy(method, _parts):
+        copies[0] += 1
+        now[0] += 20 if method == "pages" else 60 if copies[0] < 8 else 19
+
+    assert choose(scratch, ["staged", "pages"], copy).small == "staged"
+
+
 def test_a_choice_is_by_size():
     choice = Choice("direct", "staged", 1000)
     assert [choice.of(nbytes) for nbytes in (1, 1000, 1001)] == ["direct", "direct", "staged"]

@@ -6,7 +6,7 @@ as long as the link takes, and a copy a page keeps the driver busy.
 """
 
 import logging
-import statistics
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,7 +25,9 @@ _log = logging.getLogger("kvtiers.gpu")
 _BULK_BYTES, _MOST_BLOCKS, _MOST_HOST_BYTES = 32 << 20, 512, 256 << 20
 _STREAM_BYTES = 128 << 20  # bulk copies in a row: several staging slots full, so that their pieces overlap
 _MOST_TIMES = 8  # of tiny blocks: they are slow, and a worker waits for its measurement
-_ROUNDS = 3
+_ROUNDS = 7
+"""Each of all ways in turn, and the best of each counts: a GPU that has just been idle has slow multiprocessors for the
+first milliseconds, which is no fault of the way that is measured first."""
 _WORTH_IT = {"staged": 1.0, "direct": 0.75, "pages": 0.75}
 """A way is chosen if it takes less than this share of the time that staged copies take."""
 
@@ -85,15 +87,13 @@ def choose(scratch: Scratch, methods: list[CopyMethod], copy: Callable[[CopyMeth
 def _best(
     methods: list[CopyMethod], copy: Callable[[CopyMethod, list[GroupCopy]], None], parts: list[GroupCopy]
 ) -> CopyMethod:
-    seconds: dict[CopyMethod, float] = {}
-    for method in methods:
-        copy(method, parts)
-        rounds = []
-        for _ in range(_ROUNDS):
+    seconds = dict.fromkeys(methods, math.inf)
+    for number in range(1 + _ROUNDS):
+        for method in methods:
             begin = time.perf_counter()
             copy(method, parts)
-            rounds.append(time.perf_counter() - begin)
-        seconds[method] = statistics.median(rounds)
+            if number:  # the first is to warm up
+                seconds[method] = min(seconds[method], time.perf_counter() - begin)
     blocks = sum(len(part.blocks) for part in parts)
     _log.debug("%d blocks: %s", blocks, {name: f"{taken * 1e6:.0f} us" for name, taken in seconds.items()})
     return min(methods, key=lambda method: seconds[method] / _WORTH_IT[method])
