@@ -1,0 +1,300 @@
+"""Real vLLM on a GPU, side by side: no connector, vLLM's CPU tier, vLLM's tiering with its fs, kvtiers both ways in.
+
+Every engine is a process of its own (`engine_run.py`), one after the other on one GPU, with the same prompts. Model:
+the shape of Llama-3.1-8B (128 KiB of KV a token) with random weights. What a user feels is timed: the start until the first
+answers, the first token cold, from the GPU's own cache, from the primary, from a store after a restart, in a burst, and
+under a mixed load. The anchor of every goal is another engine of the same run, or bytes over the link, measured here.
+
+    python vllm_gpu.py --model FOLDER                 all of it, some 25 minutes
+    python vllm_gpu.py --model FOLDER --quick         the scenes that have goals, some 8 minutes
+    python vllm_gpu.py --page RESULTS.json out.html   the page with plots of an earlier run
+
+FOLDER holds a `config.json`; no weights, no tokenizer. Stores are made in `--stores` (a memory-backed folder stands for
+a page cache, a disk for a disk) and are removed. Results are written after each engine, so that a run that is ended early
+keeps what it has. SimpleCPUOffload and LMCache: see the README beside this.
+"""
+
+import argparse
+import html
+import io
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FOLDER = Path(__file__).resolve().parent
+LABELS = {
+    "none": "no connector", "cpu": "vLLM's CPU tier", "tiering_fs": "vLLM's tiering + its fs",
+    "tiers_fs": "kvtiers' fs under vLLM's tiering", "stack": "whole stack", "stack_fs": "whole stack + fs",
+}  # fmt: skip
+
+
+class Run(NamedTuple):
+    """One engine: the way in, its scenes in order, its primary in GiB; ``store``: what it shares with other runs."""
+
+    mode: str
+    scenes: str
+    primary: int = 24
+    store: str = ""
+
+
+QUICK = [
+    Run("none", "startup,primary,throughput,mixed"),
+    Run("stack", "startup", 64),
+    Run("stack_fs", "startup,primary,burst,fill", store="ours"),
+    Run("stack_fs", "restart", store="ours"),
+    Run("stack_fs", "store", store="ours"),
+    Run("tiering_fs", "primary,burst,fill", store="theirs"),
+    Run("tiering_fs", "restart", store="theirs"),
+    Run("tiering_fs", "store", store="theirs"),
+    Run("stack_fs", "throughput,mixed", store="ours2"),
+    Run("tiering_fs", "throughput,mixed", store="theirs2"),
+]
+FULL = [
+    *QUICK,
+    *(Run("stack", "startup", size) for size in (8, 24)),
+    *(Run("cpu", "startup", size) for size in (8, 24, 64)),
+    Run("cpu", "primary,burst,throughput,mixed"),
+    Run("tiers_fs", "startup,primary,burst,fill", store="under"),
+    Run("tiers_fs", "restart", store="under"),
+    Run("tiers_fs", "store", store="under"),
+    Run("tiers_fs", "throughput,mixed", store="under2"),
+]
+
+
+def link_gb_s() -> float:
+    """Return the link's speed to the GPU, in GB/s: 1 GiB from pinned memory, the median of ten."""
+    code = (
+        "import torch, statistics\n"
+        "host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)\n"
+        "there = torch.empty_like(host, device='cuda')\n"
+        "found = []\n"
+        "for _ in range(11):\n"
+        "    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))\n"
+        "    begin.record(); there.copy_(host, non_blocking=True); end.record(); end.synchronize()\n"
+        "    found.append((1 << 30) / begin.elapsed_time(end) / 1e6)\n"
+        "print(statistics.median(found[1:]))\n"
+    )
+    return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+
+def machine() -> dict[str, str]:
+    """Return what this ran on."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    gpu = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    return {"gpu": gpu, "cores": str(os.cpu_count()), "kernel": platform.release(), "python": platform.python_version()}
+
+
+def play(run: Run, model: str, stores: Path, seconds: float) -> list[dict[str, Any]]:
+    """Run one engine to its end; return what it printed, and what went wrong as a scene ``error``."""
+    folder = stores / (run.store or f"{run.mode}-alone")
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, str(FOLDER / "engine_run.py"), model, run.mode, str(folder), run.scenes]
+    begun = time.perf_counter()
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            env={**os.environ, "PRIM": str(run.primary)},
+        )  # fmt: skip
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)  # its engine core is in the same session
+            process.wait()
+        log.seek(0)
+        lines = log.read().splitlines()
+    found = [json.loads(line[7:]) for line in lines if line.startswith("RESULT ")]
+    for one in found:
+        one["primary_gib"] = run.primary
+    if process.returncode:
+        said = [line for line in lines if "Error" in line][-3:]
+        found.append({"mode": run.mode, "scene": "error", "of": run.scenes, "status": process.returncode, "said": said})
+    print(f"{run.mode} {run.scenes}: {time.perf_counter() - begun:.0f} s", *[short(one) for one in found], sep="\n  ")
+    sys.stdout.flush()
+    return found
+
+
+def short(found: dict[str, Any]) -> str:
+    """Return one scene in one line, without prompts' tokens."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: clean(item) for key, item in value.items() if key != "tokens"}
+        return value
+
+    return json.dumps(clean(found))[:400]
+
+
+# -- goals
+
+
+def pick(results: list[dict[str, Any]], mode: str, scene: str, primary: int | None = None) -> dict[str, Any] | None:
+    """Return the first result of this engine and scene."""
+    for one in results:
+        if (one["mode"], one["scene"]) == (mode, scene) and primary in {None, one["primary_gib"]}:
+            return one
+    return None
+
+
+def goals(results: list[dict[str, Any]], link: float) -> list[dict[str, Any]]:
+    """Return the goals that this run can tell: ``{name, value, goal, met}``; lower is better but for throughput."""
+    found: list[dict[str, Any]] = []
+
+    def goal(name: str, value: float, most: float) -> None:
+        found.append({"name": name, "value": round(value, 4), "goal": round(most, 4), "met": value <= most})
+
+    bare, stack = pick(results, "none", "startup"), pick(results, "stack", "startup", 64)
+    if bare and stack:
+        goal("start until the first three answers, 64 GiB (s)", stack["first_three_s"], 1.1 * bare["first_three_s"])
+        goal("worst request after the start, 64 GiB (s)", stack["worst_s"], 1.15 * bare["worst_s"])
+    ours = pick(results, "stack_fs", "primary")
+    if ours:
+        at = ours["16384"]
+        goal("16k tokens from the primary (s)", at["primary"]["median_s"],
+             at["gpu_hit"]["median_s"] + 1.15 * 2 * 2**30 / link / 1e9)  # fmt: skip
+    if (burst := pick(results, "stack_fs", "burst")) is not None:
+        goal("burst of 24 x 8k from the primary (s)", statistics.median(burst["primary_s"]), 0.6)
+    if (again := pick(results, "stack_fs", "restart")) is not None:
+        goal("restart + burst from a memory-backed store (s)", again["burst"]["s"], 1.6)
+        share = again["burst"]["cached"] / again["burst"]["of"]
+        found.append({"name": "restart + burst: share that hits", "value": round(share, 3), "goal": 0.99,
+                      "met": share >= 0.99})  # fmt: skip
+    if (store := pick(results, "stack_fs", "store")) is not None:
+        goal("16k from a memory-backed store, the first request (s)", store["all"][0], 0.22)
+        goal("16k from a memory-backed store, median (s)", store["median_s"], 0.22)
+    plain, stored = pick(results, "none", "throughput"), pick(results, "stack_fs", "throughput")
+    if plain and stored:
+        share = statistics.median(plain["s"]) / statistics.median(stored["s"])
+        found.append({"name": "no-hit throughput, storing to fs, of no connector", "value": round(share, 3),
+                      "goal": 0.99, "met": share >= 0.99})  # fmt: skip
+    plain, mixed = pick(results, "none", "mixed"), pick(results, "stack_fs", "mixed")
+    if plain and mixed and plain["itl_p99"] and mixed["itl_p99"]:
+        goal("inter-token latency p99 beside loads and stores (s)", mixed["itl_p99"], 1.1 * plain["itl_p99"])
+    return found + same_tokens(results)
+
+
+def same_tokens(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the goal that greedy tokens are the same whatever brought the KV, over all engines of the run."""
+    answers: dict[str, set[str]] = {}
+    for one in results:
+        for tokens in ("2048", "8192", "16384"):
+            for way in ("cold", "gpu_hit", "primary"):
+                if one["scene"] == "primary" and tokens in one:
+                    answers.setdefault(tokens, set()).add(json.dumps(one[tokens][way]["tokens"]))
+        if one["scene"] == "burst":
+            answers.setdefault("burst", set()).add(json.dumps(one["cold"]["tokens"]))
+        if one["scene"] == "restart":
+            answers.setdefault("burst", set()).update(json.dumps(one[key]["tokens"]) for key in ("burst", "again"))
+    if not answers:
+        return []
+    different = sum(len(found) - 1 for found in answers.values())
+    return [{"name": "sets of greedy tokens that differ", "value": different, "goal": 0, "met": different == 0}]
+
+
+# -- the page
+
+
+def bars(rows: list[tuple[str, float]], title: str) -> str:
+    """Return a bar chart as SVG."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7.5, 0.42 * len(rows) + 0.9))
+    axes.barh([name for name, _ in rows][::-1], [value for _, value in rows][::-1], color="#3b7a9e")
+    for at, (_, value) in enumerate(rows[::-1]):
+        axes.text(value, at, f" {value:.3g}", va="center", fontsize=9)
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.12)
+    figure.tight_layout()
+    out = io.StringIO()
+    figure.savefig(out, format="svg")
+    plt.close(figure)
+    return out.getvalue().partition("<svg")[1] + out.getvalue().partition("<svg")[2]
+
+
+def charts(results: list[dict[str, Any]]) -> list[str]:
+    """Return a chart for each scene that more than one engine has played."""
+
+    def of(scene: str, value: Any) -> list[tuple[str, float]]:
+        rows = [(f"{LABELS[one['mode']]}, {one['primary_gib']} GiB", value(one)) for one in results
+                if one["scene"] == scene]  # fmt: skip
+        return [(name, number) for name, number in rows if number is not None]
+
+    wanted = [
+        ("start until the first three answers, seconds", of("startup", lambda one: one["first_three_s"])),
+        ("worst request after the start, seconds", of("startup", lambda one: one["worst_s"])),
+        (
+            "16k tokens from the primary, seconds (median)",
+            of("primary", lambda one: one["16384"]["primary"]["median_s"]),
+        ),
+        ("burst of 24 x 8k from the primary, seconds", of("burst", lambda one: statistics.median(one["primary_s"]))),
+        ("restart + burst of 24 x 8k, seconds", of("restart", lambda one: one["burst"]["s"])),
+        ("16k from the store after a restart, seconds (median)", of("store", lambda one: one["median_s"])),
+        ("48 x 2k new prompts + 64 tokens, seconds", of("throughput", lambda one: statistics.median(one["s"]))),
+        ("mixed load: time to first token p50, seconds", of("mixed", lambda one: one["ttft_p50"])),
+        ("mixed load: inter-token latency p99, seconds", of("mixed", lambda one: one["itl_p99"])),
+    ]
+    return [bars(rows, title) for title, rows in wanted if len(rows) > 1]
+
+
+def page(found: dict[str, Any]) -> str:
+    """Return the page: the machine, the goals, the charts."""
+    rows = "".join(
+        f"<tr><td>{html.escape(goal['name'])}<td>{goal['value']}<td>{goal['goal']}"
+        f"<td>{'met' if goal['met'] else 'missed'}"
+        for goal in found["goals"]
+    )
+    about = html.escape(", ".join(f"{key} {value}" for key, value in found["machine"].items()))
+    return (
+        "<!doctype html><meta charset=utf-8><title>kvtiers in vLLM on a GPU</title><style>body{font:15px/1.5 system-ui;"
+        "max-width:60rem;margin:2rem auto;padding:0 1rem}td,th{padding:.2rem .8rem;text-align:left;border-bottom:1px "
+        f"solid #ccc}}svg{{max-width:100%;height:auto}}</style><h1>kvtiers in vLLM on a GPU</h1><p>{about}; link "
+        f"{found['link_gb_s']:.1f} GB/s; Llama-3.1-8B's shape, random weights.</p><table><tr><th>goal<th>value<th>at most"
+        f" (throughput, hits: at least)<th>{rows}</table>{''.join(charts(found['results']))}"
+    )
+
+
+def main() -> None:
+    """Run the engines."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="folder with the model's config.json")
+    parser.add_argument("--quick", action="store_true", help="the scenes that have goals")
+    parser.add_argument("--only", default="", help="runs by number, as 0,2,5: a part of the quick or the full list")
+    parser.add_argument("--stores", default="/dev/shm", help="where stores are made (default: %(default)s)")
+    parser.add_argument("--json", metavar="FILE", default="vllm_gpu.json", help="results (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=5.0, help="most minutes of one engine (default: %(default)s)")
+    parser.add_argument("--page", nargs=2, metavar=("RESULTS", "OUT"), help="make the page of an earlier run")
+    options = parser.parse_args()
+    if options.page:
+        Path(options.page[1]).write_text(page(json.loads(Path(options.page[0]).read_text())), encoding="utf-8")
+        return
+    if not options.model:
+        parser.error("--model is needed")
+    runs = QUICK if options.quick else FULL
+    if options.only:
+        runs = [runs[int(number)] for number in options.only.split(",")]
+    found: dict[str, Any] = {"machine": machine(), "link_gb_s": link_gb_s(), "results": [], "goals": []}
+    stores = Path(tempfile.mkdtemp(prefix="kvtiers-bench-", dir=options.stores))
+    try:
+        for run in runs:
+            found["results"] += play(run, options.model, stores, 60 * options.minutes)
+            found["goals"] = goals(found["results"], found["link_gb_s"])
+            Path(options.json).write_text(json.dumps(found), encoding="utf-8")
+    finally:
+        shutil.rmtree(stores, ignore_errors=True)
+    for goal in found["goals"]:
+        print(f"{'met   ' if goal['met'] else 'MISSED'} {goal['name']}: {goal['value']} (goal {goal['goal']})")
+
+
+if __name__ == "__main__":
+    main()
