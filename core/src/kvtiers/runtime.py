@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -23,6 +24,7 @@ from kvtiers.api import (
     TierContext,
     TierPlugin,
 )
+from kvtiers.api.units import format_size
 from kvtiers.config import OffloadConfig, load_config
 from kvtiers.gpu.worker import CopySettings, GpuWorker
 from kvtiers.host.borrowed_views import ValueViews
@@ -39,6 +41,7 @@ from kvtiers.secondary.in_process import InProcessBackend
 from kvtiers.secondary.managed.sealed_tier import SealedTier
 from kvtiers.secondary.placement import HostedRegion, TierHosts
 from kvtiers.secondary.store_tier import ChunkStoreTier
+from kvtiers.start_line import StartFacts, StartLine
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.manager import TieringManager
 from kvtiers.tiering.recorder import Recorder
@@ -47,6 +50,7 @@ from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 __all__ = ["open_manager", "open_worker"]
 
 _log = logging.getLogger("kvtiers")
+_RANDOM = "random-"  # what stands before a name that is this process's alone
 _CLOSE_SECONDS = 4.0  # for hosts to close their stores, also when draining took all the time there was
 _anonymous_regions: dict[str, AnonymousRegion] = {}
 """By engine id, where the region cannot be shared with other processes: its ranks are in this one."""
@@ -58,11 +62,13 @@ def open_manager(
     *,
     engine_id: str | None = None,
     record_events: bool = True,
+    way_in: str = "by its Python API",
 ) -> TieringManager:
     """Build the scheduler's side and return at once; ranks may join before or after. ``wait_ready`` waits for them.
 
     ``engine_id``: unique on this machine; by default a random one, which ``open_worker`` is given. ``record_events``:
-    somebody takes the manager's events. ConfigError or StartError, in one line each, if it cannot start.
+    somebody takes the manager's events. ``way_in``: what uses it, for the start line in the log. ConfigError or
+    StartError, in one line each, if it cannot start.
     """
     config = config if isinstance(config, OffloadConfig) else load_config(config)
     layout = _with_model(config, layout)
@@ -82,6 +88,7 @@ def open_manager(
     except BaseException:
         region.close()
         raise
+    engine.say_that_it_is_on(way_in)
     tokens_per_chunk = [layout.tokens_per_chunk(group) for group in range(len(layout.groups))]
     return TieringManager(
         engine_id,
@@ -197,6 +204,8 @@ class _Engine:
         self._sizes = [(layout.payload_bytes(g), layout.value_bytes(g)) for g in range(len(layout.groups))]
         self._tiers: dict[str, ChunkStoreTier | SealedTier] = {}
         self._hosts = self._tier_hosts() if any(tier.io == "process" for tier in config.secondary) else None
+        self._start_line: StartLine | None = None
+        self._kinds = {tier.tier_name: tier.type for tier in config.secondary}
         self._required = [tier.tier_name for tier in config.secondary if tier.required]
         try:
             self.slots = [self._slot(index, tier) for index, tier in enumerate(config.secondary)]
@@ -205,6 +214,19 @@ class _Engine:
             raise
         if self._hosts is not None:
             self._hosts.start()
+
+    def say_that_it_is_on(self, way_in: str) -> None:
+        """Have the start line written when the ranks have joined and the tiers have said how they are."""
+        region = self._region
+        facts = StartFacts(
+            way_in,
+            f"{format_size(region.num_rows * region.row_stride)} in {region.num_rows} rows",
+            self._namespace,
+            self._names.fingerprint,
+            shared=_is_shared(self._layout.model),
+        )
+        tiers = {name: (self._kinds[name], tier) for name, tier in self._tiers.items()}
+        self._start_line = StartLine(facts, tiers, lambda: region.all_joined)
 
     def ready(self) -> bool:
         """Say whether all ranks have joined."""
@@ -251,12 +273,13 @@ class _Engine:
         return self._tiers[name].stats()
 
     def close_tiers(self, timeout: float) -> None:
-        """Drain every tier, which says what it had to drop, and close it, whatever the others do."""
+        """Drain all tiers at the same time, each of which says what it had to drop, and close them."""
+        if self._start_line is not None:
+            self._start_line.close()
         until = time.monotonic() + timeout
-        for name, tier in self._tiers.items():
-            _quietly(name, lambda tier=tier: tier.drain(max(0.0, until - time.monotonic())))  # type: ignore[misc]
-        for name, tier in self._tiers.items():
-            _quietly(name, tier.close)
+        # A host that several tiers share ends with the first one that is closed: all are drained before.
+        for call in (lambda tier: tier.drain(max(0.0, until - time.monotonic())), lambda tier: tier.close()):
+            _at_once({name: partial(_quietly, name, partial(call, tier)) for name, tier in self._tiers.items()})
         if self._hosts is not None:
             self._hosts.close(max(_CLOSE_SECONDS, until - time.monotonic()))
 
@@ -307,6 +330,26 @@ class _Engine:
         return partial(open_plugin, plugin, config, context, kind)
 
 
+def _at_once(calls: Mapping[str, Callable[[], None]]) -> None:
+    """Make these calls, each of which has a bound, side by side, and wait for all; the first one on this thread."""
+    threads: list[threading.Thread] = []
+    here: list[Callable[[], None]] = []
+    for name, call in calls.items():
+        thread = threading.Thread(target=call, name=f"kvtiers-{name}-end", daemon=True)
+        try:
+            if here:
+                thread.start()
+                threads.append(thread)
+            else:
+                here.append(call)
+        except RuntimeError:  # none can be had, as while the interpreter ends
+            here.append(call)
+    for call in here:
+        call()
+    for thread in threads:
+        thread.join()
+
+
 def _quietly(name: str, call: Callable[[], object]) -> None:
     """Make a call of the shutdown; what goes wrong in it is logged and stops nothing else."""
     try:
@@ -315,9 +358,14 @@ def _quietly(name: str, call: Callable[[], object]) -> None:
         _log.exception("%s: shutdown", name)
 
 
+def _is_shared(model: ModelIdentity) -> bool:
+    """Say whether another process can reproduce the keys and the weights' name."""
+    return not (model.weights.startswith(_RANDOM) or model.hash_seed.startswith(_RANDOM))
+
+
 def _with_random_weights(layout: CacheLayout) -> CacheLayout:
     _log.warning(
         "no weights identity from the engine or 'model.revision': nothing is shared, nothing survives a restart"
     )
-    weights = f"random-{secrets.token_hex(16)}"
+    weights = f"{_RANDOM}{secrets.token_hex(16)}"
     return dataclasses.replace(layout, model=dataclasses.replace(layout.model, weights=weights))

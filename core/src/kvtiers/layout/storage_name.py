@@ -59,6 +59,11 @@ class StorageNames:
         """The first part of every name."""
         return self.prefix.partition("/")[0]
 
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint as it stands in every name: its first 24 hex digits."""
+        return self.prefix[-_FINGERPRINT_HEX - 1 : -1]
+
     def of_epoch(self, epoch: str) -> "StorageNames":
         """Return the names after a bump of the namespace (``namespace_epoch``); "" is before the first one."""
         if not epoch:

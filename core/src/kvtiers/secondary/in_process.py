@@ -52,6 +52,10 @@ class InProcessBackend:
         self._opened.wait(timeout)
         return self._open_error
 
+    def open_state(self) -> str | None:
+        """Return "" if the store is open, why it is not, or None while it has said neither. From any thread."""
+        return self._open_error if self._opened.is_set() else None
+
     def send_job(self, job: StoreJob) -> bool:
         """Queue a job."""
         self._pool.submit(job)

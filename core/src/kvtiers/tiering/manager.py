@@ -252,6 +252,10 @@ class TieringManager:
             or any(slot.has_pending_work() for slot in self._slots)
         )
 
+    def tiers_have_spoken(self) -> bool:
+        """Say whether each tier is open, or has said why it is not. Any thread."""
+        return all(slot.has_spoken() for slot in self._slots)
+
     @_timed
     def take_lost_ranks(self) -> Collection[int]:
         """Return the ranks that were lost since the last call, or before and are not back: their transfers have failed.
@@ -313,9 +317,10 @@ class TieringManager:
         if not stepping:
             self.lock.release()
         if not closed:
+            until = time.monotonic() + timeout
             if self._recorder is not None:
                 self._recorder.close(min(timeout, _RECORD_SECONDS))
-            self._engine.close_tiers(timeout)
+            self._engine.close_tiers(max(0.0, until - time.monotonic()))
             self._primary.close()
             self._engine.close_region()
 

@@ -124,6 +124,11 @@ class TierSlot:
         """Say whether the tier wants the engine to keep stepping."""
         return self._says_yes(self.tier.has_pending_work)
 
+    def has_spoken(self) -> bool:
+        """Say whether the tier is open, or has said why it is not; one that never says so has."""
+        state = getattr(self.tier, "open_state", None)
+        return state is None or state() is not None
+
     def own_stats(self, read: Callable[[str], dict[str, float]]) -> dict[str, float]:
         """Return the tier's own figures, read by its name."""
         try:

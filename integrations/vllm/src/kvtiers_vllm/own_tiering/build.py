@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from kvtiers.api import ChunkStore, ConfigError, StartError, TierConfig, TierContext, TierPlugin
+from kvtiers.api.units import format_size
 from kvtiers.host.bounce_buffers import value_views
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.layout.storage_name import StorageNames
@@ -18,8 +19,10 @@ from kvtiers.plugins import load_tier, open_plugin
 from kvtiers.secondary.in_process import InProcessBackend
 from kvtiers.secondary.placement import HostedRegion, TierHosts
 from kvtiers.secondary.store_tier import ChunkStoreTier
+from kvtiers.start_line import StartFacts, StartLine
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 from kvtiers_vllm.identity import Engine, identity_of, row_layout
+from kvtiers_vllm.life import is_ending
 from kvtiers_vllm.own_tiering.off_tier import OffTier
 from kvtiers_vllm.own_tiering.options import TierSettings
 from kvtiers_vllm.own_tiering.prefetch_on_arrival import is_idle
@@ -46,6 +49,7 @@ class OpenedTier:
     model: str
     shared: bool
     off: str = ""
+    fingerprint: str = ""
 
 
 def open_tier(
@@ -74,12 +78,29 @@ def open_tier(
     tokens = [layout.tokens_per_chunk(group) for group in range(len(layout.groups))]
     load_wait = None if settings.load_wait == "auto" else settings.load_wait
     idle = partial(is_idle, engine.core) if engine.is_alone else lambda: False
-    driver = TierDriver(slot, settings.lookup_wait, parts.close, tokens, load_wait, is_idle=idle)
+    driver = TierDriver(
+        slot,
+        settings.lookup_wait,
+        parts.close,
+        tokens,
+        load_wait,
+        is_idle=idle,
+        is_ending=partial(is_ending, engine.core),
+        drain=settings.drain,
+    )
     if config.required and (error := parts.tier.wait_open(config.deadline)):
         parts.close(0.0)
         raise StartError(f"{name}: required, but cannot be opened: {error}")
     shared = not is_random(identity.model.weights) and not is_random(identity.model.hash_seed)
-    return OpenedTier(driver, name, identity.model.name, shared)
+    facts = StartFacts(
+        f"under vLLM's own tiering in vLLM {version}",
+        f"vLLM's, {format_size(view.nbytes)}",
+        settings.namespace,
+        parts.fingerprint,
+        shared,
+    )
+    parts.start_line = StartLine(facts, {name: (config.type, parts.tier)})
+    return OpenedTier(driver, name, identity.model.name, shared, fingerprint=parts.fingerprint)
 
 
 def _why_off(engine: Engine) -> str:
@@ -109,6 +130,7 @@ class _Parts:
         self._sizes = [(layout.payload_bytes(g), layout.value_bytes(g)) for g in range(len(layout.groups))]
         self._row_bytes = layout.payload_bytes(0)
         self._fd = -1
+        self.start_line: StartLine | None = None
         self._rows: memoryview | None = None
         self._hosts = self._hosts_on(rows) if config.io == "process" else None
         if self._hosts is not None:
@@ -122,8 +144,15 @@ class _Parts:
             )
             self._views = views
 
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint as it stands in the names of values."""
+        return self._names.fingerprint
+
     def close(self, seconds: float) -> None:
         """End the tier, which has been drained, within so many seconds, and let go of vLLM's memory."""
+        if self.start_line is not None:
+            self.start_line.close()
         self.tier.close()
         if self._hosts is not None:
             self._hosts.close(max(_CLOSE_SECONDS, seconds))

@@ -102,7 +102,13 @@ class KvtiersOffloadingSpec(OffloadingSpec):
             _log.warning("%s", warning)
         layout = cache_layout(identity.model, self.config, self._engine)
         shared = not is_random(identity.model.weights) and not is_random(identity.model.hash_seed)
-        manager = open_manager(self._config, layout, engine_id=self.config.engine_id, record_events=False)
+        manager = open_manager(
+            self._config,
+            layout,
+            engine_id=self.config.engine_id,
+            record_events=False,
+            way_in=f"as the whole stack in vLLM {vllm_version}",
+        )
         try:
             manager.wait_ready(self._config.primary.start_deadline)
         except StartError:
