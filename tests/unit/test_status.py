@@ -190,6 +190,15 @@ def test_engines_of_one_pid_stand_apart(serve, monkeypatch):
             {"hits": 5, "load_seconds": 3.0, "saved_seconds": -1.0},
             "in 3 s of reading, which this engine computes in 2 s",
         ),
+        (
+            {"too_slow": True, "hits": 5, "trouble": "too slow: 60 chunks were computed"},
+            "it brings next to nothing: too slow: 60 chunks were computed",
+        ),
+        (
+            {"full": True, "hits": 5, "trouble": "full: its store has not taken 4 values; raise 'capacity'"},
+            "it takes nothing new: full: its store has not taken 4 values; raise 'capacity'",
+        ),
+        ({"full": True, "hits": 5, "trouble": "another one"}, "it takes nothing new: full; the log says what to do"),
         ({"seal_failures": 2}, "2 values came back damaged"),
         ({"wait_expired": 9, "stored_chunks": 1000}, "too late"),
         ({"recomputed_cheaper": 9, "stored_chunks": 1000}, "computing is faster than reading from it"),
@@ -201,6 +210,24 @@ def test_engines_of_one_pid_stand_apart(serve, monkeypatch):
 )
 def test_one_sentence_says_whether_a_tier_pays_and_if_not_why(figures, sentence):
     assert sentence in verdict(TIER | figures)
+
+
+@pytest.mark.parametrize(
+    ("figures", "state"),
+    [
+        ({}, "in use"),
+        ({"full": True}, "full"),
+        ({"too_slow": True}, "too slow"),
+        ({"full": True, "too_slow": True}, "full, too slow"),
+        ({"full": True, "breaker_state": 1}, "out of use"),
+        ({"open": False}, "not open"),
+    ],
+)
+def test_the_state_of_a_tier_says_what_holds_it_up(serve, figures, state):
+    serve(answer(fs=TIER | figures))
+    lines = CliRunner().invoke(cli, ["status"]).stdout.splitlines()
+    (row,) = [line for line in lines if line.split()[:1] == ["fs"]]
+    assert row.split("  ")[1].strip() == state or f" {state} " in row
 
 
 def test_a_tiers_last_trouble_is_its_own_last_warning():

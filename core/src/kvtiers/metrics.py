@@ -102,6 +102,8 @@ class TierMetrics(_Metrics):
     loading_chunks: int = 0
     """Chunks reserved for this tier's promotions or being promoted: its queue."""
     out_of_use: int = 0
+    too_slow: int = 0
+    """1 while nearly all that it might bring comes too late."""
     promotion_latency: Histogram = field(default_factory=Histogram)
     cascade_latency: Histogram = field(default_factory=Histogram)
 
@@ -142,6 +144,7 @@ _GAUGES = {
     "running_jobs",
     "loading_chunks",
     "out_of_use",
+    "too_slow",
     "generation",
 }
 _ENDINGS = ("", "_total", "_created", "_seconds", "_seconds_bucket", "_seconds_count", "_seconds_sum")

@@ -189,6 +189,9 @@ class TierConfig(StrictModel):
     """Those of the store's own figures (``SupportsStats``) that say how the store is, not what one helper has done:
     each helper has the same, so they are not added up."""
 
+    when_full: ClassVar[str] = "give it more room, or have it evict by itself"
+    """What to do once the store takes no more values (``StoreFull``), for the line of the log that says so."""
+
     type: str = Field(description="the installed tier plugin's name")
     name: str = Field(default="", description="this tier's name in logs and metrics; default: its type")
     io: Literal["process", "thread"] = Field(

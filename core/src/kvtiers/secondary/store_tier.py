@@ -17,11 +17,13 @@ from kvtiers.host.messages import (
     JobStarted,
     Opened,
     Probed,
+    Status,
     StoreJob,
 )
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.secondary.backend import StoreBackend
 from kvtiers.secondary.breaker import Breaker, BreakerState
+from kvtiers.secondary.full_watch import FullWatch
 from kvtiers.secondary.inflight_jobs import InflightJobs
 from kvtiers.secondary.presence_cache import PresenceCache
 from kvtiers.secondary.suspect_keys import SuspectKeys
@@ -46,6 +48,7 @@ class ChunkStoreTier(SecondaryTierManager):
         self._lookups = PresenceCache(config.exists_ttl, config.deadline, clock, self._send_probe)
         self._jobs = InflightJobs(config.store_queue)
         self._doubted = SuspectKeys()
+        self._full = FullWatch(self._name, config.when_full, clock)
         self._open = False
         self._has_heard = False
         """The backend's first word has been taken: until then its own is what holds."""
@@ -194,6 +197,7 @@ class ChunkStoreTier(SecondaryTierManager):
                 "breaker_state": int(self._breaker.state),
                 "breaker_opened": self._breaker.opened,
                 "open": int(self._open if self._has_heard else self._backend.open_state() == ""),
+                "full": int(self._full.is_full),
                 "open_probes": self._lookups.open_probes,
                 "lookup_questions": self._lookups.questions,
                 "lookup_seconds": self._lookups.seconds,
@@ -298,6 +302,10 @@ class ChunkStoreTier(SecondaryTierManager):
                 logging.WARNING,
                 f"{self._name}: {ended.damaged} of {len(ended.job.keys)} values are damaged; counted as misses",
             )
+        if not ended.job.is_promotion and (
+            line := self._full.stored(event.statuses.count(Status.DONE), event.statuses.count(Status.DROPPED))
+        ):
+            self.log(logging.WARNING, line)
         # What was told counts as a failure already, whatever became of it later.
         if not (ended.was_told or ended.was_released):
             if ended.has_failed:

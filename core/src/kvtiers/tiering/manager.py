@@ -226,8 +226,7 @@ class TieringManager:
         if self._cascades.works_ahead:
             self._cascades.work_ahead()
         if (now := self._clock()) >= self._look_at:
-            self._look_at = now + _LOOK_SECONDS
-            self._primary.release_expired(now)
+            self._look_around(now)
         if self._primary.events or self._jobs.events:
             self._take_events()
         for slot in self._slots:
@@ -317,10 +316,11 @@ class TieringManager:
         if not stepping:
             self.lock.release()
         if not closed:
-            until = time.monotonic() + timeout
             if self._recorder is not None:
+                began = time.monotonic()
                 self._recorder.close(min(timeout, _RECORD_SECONDS))
-            self._engine.close_tiers(max(0.0, until - time.monotonic()))
+                timeout = max(0.0, timeout - (time.monotonic() - began))
+            self._engine.close_tiers(timeout)
             self._primary.close()
             self._engine.close_region()
 
@@ -335,6 +335,13 @@ class TieringManager:
             self._ready = self._engine.ready()
             self._jobs.poll()
         return self._ready
+
+    def _look_around(self, now: float) -> None:
+        """Do what not every step has to."""
+        self._look_at = now + _LOOK_SECONDS
+        self._primary.release_expired(now)
+        for slot in self._slots:
+            slot.watch_speed(now)
 
     def _reset(self) -> None:
         self._promotions.drop()

@@ -13,6 +13,7 @@ from typing import Any, Literal, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from kvtiers.api import JobResult, LookupResult, OffloadKey, SecondaryTierManager, TierRequest, TransferJob
 from kvtiers.metrics import TierMetrics
+from kvtiers.tiering.slow_watch import SlowWatch
 
 __all__ = ["TierOptions", "TierSlot"]
 
@@ -58,6 +59,7 @@ class TierSlot:
         self.measured_at = -math.inf
         self.tried_at = -math.inf
         """When a load was last let through only to measure the tier anew."""
+        self._slow_watch = SlowWatch(self.name, self.metrics, self._figures)
         self.hears_of_requests = _overrides(tier, "on_new_request") or _overrides(tier, "on_request_finished")
         """The tier does something when a request begins or ends."""
 
@@ -119,6 +121,17 @@ class TierSlot:
                 self.tier.on_schedule_end()
             except Exception:  # noqa: BLE001 -- see _do
                 self._count_raised()
+
+    def watch_speed(self, now: float) -> None:
+        """Have the log say when the tier becomes too slow, and when it is fast enough again."""
+        if line := self._slow_watch.look(now):
+            log = getattr(self.tier, "log", None)
+            if log is not None:
+                self._do(log, logging.WARNING, line)
+
+    def _figures(self) -> dict[str, float]:
+        stats = getattr(self.tier, "stats", None)
+        return {} if stats is None else self.own_stats(lambda _name: dict(stats()))
 
     def has_pending_work(self) -> bool:
         """Say whether the tier wants the engine to keep stepping."""

@@ -10,6 +10,8 @@ __all__ = ["MemoryConfig", "kvtiers_tier"]
 class MemoryConfig(TierConfig):
     """The options of a ``memory`` tier."""
 
+    when_full = "raise 'capacity'"
+
     capacity: Size = Field(gt=0, description="most bytes of values held; the least recently used go first")
 
 

@@ -24,6 +24,7 @@ class FsConfig(TierConfig):
     """The options of an ``fs`` tier."""
 
     shareable = True
+    when_full = "make room on the disk, or lower 'capacity': then it evicts before the disk is full"
     shared_figures = frozenset({"bytes", "values", "free_bytes", "direct"})
 
     path: Path = Field(description="the directory, absolute; made if only its last part is missing")

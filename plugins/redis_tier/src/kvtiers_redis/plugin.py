@@ -19,6 +19,7 @@ class RedisConfig(TierConfig):
     """The options of a ``redis`` tier."""
 
     shareable = True
+    when_full = "raise the server's maxmemory, or set its maxmemory-policy to allkeys-lru: then it evicts"
 
     url: str = Field(
         description="redis://HOST:PORT/DATABASE, rediss:// with TLS, unix:///PATH; with commas, several Cluster nodes "

@@ -19,6 +19,7 @@ class S3Config(TierConfig):
     """The options of an ``s3`` tier."""
 
     shareable = True
+    when_full = "raise the quota, or have old objects deleted by a lifecycle rule or 'kvtiers store prune'"
 
     threads: int = Field(default=32, ge=1, le=256, description="transfers at the same time, in each helper")
 

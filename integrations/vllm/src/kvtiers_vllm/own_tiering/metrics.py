@@ -49,6 +49,8 @@ GAUGES = {
     "kvtiers_tier_quarantined_rows": "Rows of jobs that were given up and that something may still touch.",
     "kvtiers_tier_saved_seconds": "Seconds that computing these tokens had taken at this engine's speed, less loading.",
     "kvtiers_tier_breaker_state": "0: in use, 1: out of use, 2: being tried.",
+    "kvtiers_tier_full": "1: the tier's store takes no more values; the log says what to do.",
+    "kvtiers_tier_too_slow": "1: what the tier has comes too late, and is computed.",
     "kvtiers_tier_open": "1: the tier's store is open.",
     "kvtiers_tier_hosts": "The tier's helper processes.",
     "kvtiers_tier_hosts_open": "Those of them in which the store is open.",

@@ -244,6 +244,7 @@ class TierDriver:
         """
         self._tier.end_step()
         now = self._clock()
+        self._slot.watch_speed(now)
         self._prefill.step_ended(new_requests, now)
         computed = (self._began if self._began is not None else now) - self._ended >= _STEP_SECONDS
         self._rest.step(idle=not computed and self.metrics.loading_chunks > 0)
