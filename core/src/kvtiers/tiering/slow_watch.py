@@ -1,7 +1,7 @@
 """Whether a tier brings in time what it has: one line when it does not, with what to do, and one when it does again.
 
-That answers or loads come too late is no failure either: the requests are computed, and all looks well. A tier counts as
-too slow when that holds, in several looks in a row, for nearly all that it might have brought.
+That answers or loads come too late is no failure either: the requests are computed, and all looks well. A tier counts
+as too slow when that holds, in several looks in a row, for nearly all that it might have brought.
 """
 
 from collections.abc import Callable, Mapping
@@ -52,7 +52,7 @@ class SlowWatch:
         self._run, self._metrics.too_slow = 0, 1
         return (
             f"{self._name}: too slow: {self._late} of its answers and loads came too late{self._answers()}, and what "
-            f"it may have was computed; look at the way to its store, or give it longer by 'lookup_wait' and 'load_wait'"
+            "it may have was computed; look at the way to its store, or give it longer by 'lookup_wait' and 'load_wait'"
         )
 
     def _ends(self, late: int, brought: int) -> str:
