@@ -100,6 +100,45 @@ def test_somebody_who_connects_and_asks_nothing_holds_nobody_up(serve):
         assert ask(served.name)["model"] == "somebody/model"
 
 
+_ENGINE = """
+import multiprocessing, os, sys, time
+
+def engine(pipe):
+    from kvtiers.status import answer_status
+    served = answer_status("vLLM 0.32.0", "orphans/model", [], dict, namespace="prod", fingerprint=lambda: "c0ffee")
+    pipe.send((served.name, os.getpid()))
+    time.sleep(300)
+
+if __name__ == "__main__":
+    ours, theirs = multiprocessing.Pipe()
+    multiprocessing.get_context(sys.argv[1]).Process(target=engine, args=(theirs,)).start()
+    print(*ours.recv(), flush=True)
+    sys.stdin.read()
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_an_engine_whose_server_is_gone_says_so(tmp_path, method):
+    script = tmp_path / "server.py"
+    script.write_text(_ENGINE)
+    with subprocess.Popen([sys.executable, script, method], stdin=PIPE, stdout=PIPE, text=True) as server:
+        name, pid = server.stdout.readline().split()
+        try:
+            assert not ask(name)["orphaned"]
+            server.kill()
+            server.wait(60)
+            until = time.monotonic() + 60
+            while not ask(name)["orphaned"]:
+                assert time.monotonic() < until, "it does not say that its server is gone"
+                time.sleep(0.05)
+            lines = CliRunner().invoke(cli, ["status"]).stdout
+            assert "namespace 'prod', fingerprint c0ffee" in lines
+            assert f"orphaned: the server that started it is gone, so no request comes any more; kill {pid}" in lines
+        finally:
+            os.kill(int(pid), 9)
+
+
 def test_a_question_that_cannot_be_answered_says_why_and_the_next_one_is_answered(caplog):
     figures = iter([ZeroDivisionError("no figures"), answer(fs=TIER)])
 

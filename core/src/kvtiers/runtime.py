@@ -268,6 +268,10 @@ class _Engine:
         for tier in self._tiers.values():
             tier.set_names(self._names)
 
+    def fingerprint(self) -> str:
+        """Return the fingerprint as it stands in the names of values that are stored from now on."""
+        return self._names.fingerprint
+
     def tier_stats(self, name: str) -> dict[str, float]:
         """Return a tier's own figures."""
         return self._tiers[name].stats()

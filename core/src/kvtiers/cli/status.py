@@ -50,6 +50,13 @@ def status(ctx: click.Context, as_json: bool) -> None:
 
 def _print(answer: Mapping[str, Any]) -> None:
     print_heading(f"{answer['engine']}, process {answer['pid']}: {answer['model']}")
+    # An engine that started before an upgrade says neither.
+    if answer.get("fingerprint"):
+        click.echo(f"  namespace {answer['namespace']!r}, fingerprint {answer['fingerprint']}")
+    if answer.get("orphaned"):
+        click.echo(
+            f"  orphaned: the server that started it is gone, so no request comes any more; kill {answer['pid']}"
+        )
     columns = ("tier", "state", "hits", "tokens", "saved", "read", "written", "never read", "queue", "last trouble")
     print_table(columns, [_row(name, tier) for name, tier in answer["tiers"].items()])
     for name, tier in answer["tiers"].items():

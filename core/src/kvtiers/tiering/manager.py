@@ -251,6 +251,10 @@ class TieringManager:
             or any(slot.has_pending_work() for slot in self._slots)
         )
 
+    def fingerprint(self) -> str:
+        """Return the fingerprint of the weights of now, as it stands in the names of values. Any thread."""
+        return self._engine.fingerprint()
+
     def tiers_have_spoken(self) -> bool:
         """Say whether each tier is open, or has said why it is not. Any thread."""
         return all(slot.has_spoken() for slot in self._slots)

@@ -49,6 +49,7 @@ class OpenedTier:
     model: str
     shared: bool
     off: str = ""
+    namespace: str = ""
     fingerprint: str = ""
 
 
@@ -100,7 +101,9 @@ def open_tier(
         shared,
     )
     parts.start_line = StartLine(facts, {name: (config.type, parts.tier)})
-    return OpenedTier(driver, name, identity.model.name, shared, fingerprint=parts.fingerprint)
+    return OpenedTier(
+        driver, name, identity.model.name, shared, namespace=settings.namespace, fingerprint=parts.fingerprint
+    )
 
 
 def _why_off(engine: Engine) -> str:

@@ -113,13 +113,15 @@ def _numbers(
             yield name, labels, float(value)
 
 
-def open_stack_status(facts: StackFacts, tiers: list[str], engine: str) -> StatusSocket:
+def open_stack_status(
+    facts: StackFacts, tiers: list[str], engine: str, namespace: str = "", fingerprint: Callable[[], str] = lambda: ""
+) -> StatusSocket:
     """Answer questions about the stack's tiers from now on."""
 
     def figures() -> dict[str, dict[str, Any]]:
         return {name: _with_facts(facts, known) for name, known in facts.stats()["tiers"].items()}
 
-    return answer_status(engine, facts.layout.model.name, tiers, figures)
+    return answer_status(engine, facts.layout.model.name, tiers, figures, namespace=namespace, fingerprint=fingerprint)
 
 
 def _with_facts(facts: StackFacts, figures: Mapping[str, Any]) -> dict[str, Any]:

@@ -118,7 +118,7 @@ class KvtiersOffloadingSpec(OffloadingSpec):
         steps = StepClock()
         facts = StackFacts(manager.stats, layout, steps, shared)
         tiers = [tier.tier_name for tier in self._config.secondary]
-        status = open_stack_status(facts, tiers, f"vLLM {vllm_version}")
+        status = open_stack_status(facts, tiers, f"vLLM {vllm_version}", self._config.namespace, manager.fingerprint)
         looks = AdapterLooks()
         looks.follow(self._engine.core)
 
