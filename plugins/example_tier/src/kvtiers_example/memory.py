@@ -1,5 +1,7 @@
 """The entry module of the tier type ``memory``: its options, and how to open it."""
 
+from types import MappingProxyType
+
 from pydantic import Field
 
 from kvtiers.api import ChunkStore, ConfigError, Size, TierConfig, TierContext, TierPlugin, hookimpl
@@ -10,6 +12,12 @@ __all__ = ["MemoryConfig", "kvtiers_tier"]
 class MemoryConfig(TierConfig):
     """The options of a ``memory`` tier."""
 
+    figures = MappingProxyType(
+        {
+            "held_bytes": "Bytes of the values held.",
+            "held_values": "Values held.",
+        }
+    )
     when_full = "raise 'capacity'"
 
     capacity: Size = Field(gt=0, description="most bytes of values held; the least recently used go first")

@@ -16,7 +16,7 @@ from kvtiers_vllm.identity import engine_of_stack
 from kvtiers_vllm.life import FirstReport, is_ending
 from kvtiers_vllm.never_raise import BugCount, never_raises
 from kvtiers_vllm.own_tiering.build import open_tier
-from kvtiers_vllm.own_tiering.metrics import COUNTERS, GAUGES, LABELS, TierFigures
+from kvtiers_vllm.own_tiering.metrics import COUNTERS, GAUGES, TierFigures, tier_definitions
 from kvtiers_vllm.own_tiering.options import load_tier_options
 from kvtiers_vllm.own_tiering.prefetch_on_arrival import follow_arrivals, prefix_keys
 from kvtiers_vllm.own_tiering.report import open_status
@@ -177,8 +177,7 @@ class KvtiersTier(SecondaryTierManager):
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
         """Return what the tier's figures are; the same for all tiers, which a label tells apart."""
         del extra_config
-        counters = {name: OffloadingCounterMetadata(text, LABELS) for name, text in COUNTERS.items()}
-        return counters | {name: OffloadingGaugeMetadata(text, LABELS) for name, text in GAUGES.items()}
+        return tier_definitions(OffloadingCounterMetadata, OffloadingGaugeMetadata, COUNTERS, GAUGES)
 
     @never_raises(lambda: None)
     def get_stats(self) -> Any:
