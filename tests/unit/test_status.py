@@ -100,6 +100,45 @@ def test_somebody_who_connects_and_asks_nothing_holds_nobody_up(serve):
         assert ask(served.name)["model"] == "somebody/model"
 
 
+_ENGINE = """
+import multiprocessing, os, sys, time
+
+def engine(pipe):
+    from kvtiers.status import answer_status
+    served = answer_status("vLLM 0.32.0", "orphans/model", [], dict, namespace="prod", fingerprint=lambda: "c0ffee")
+    pipe.send((served.name, os.getpid()))
+    time.sleep(300)
+
+if __name__ == "__main__":
+    ours, theirs = multiprocessing.Pipe()
+    multiprocessing.get_context(sys.argv[1]).Process(target=engine, args=(theirs,)).start()
+    print(*ours.recv(), flush=True)
+    sys.stdin.read()
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_an_engine_whose_server_is_gone_says_so(tmp_path, method):
+    script = tmp_path / "server.py"
+    script.write_text(_ENGINE)
+    with subprocess.Popen([sys.executable, script, method], stdin=PIPE, stdout=PIPE, text=True) as server:
+        name, pid = server.stdout.readline().split()
+        try:
+            assert not ask(name)["orphaned"]
+            server.kill()
+            server.wait(60)
+            until = time.monotonic() + 60
+            while not ask(name)["orphaned"]:
+                assert time.monotonic() < until, "it does not say that its server is gone"
+                time.sleep(0.05)
+            lines = CliRunner().invoke(cli, ["status"]).stdout
+            assert "namespace 'prod', fingerprint c0ffee" in lines
+            assert f"orphaned: the server that started it is gone, so no request comes any more; kill {pid}" in lines
+        finally:
+            os.kill(int(pid), 9)
+
+
 def test_a_question_that_cannot_be_answered_says_why_and_the_next_one_is_answered(caplog):
     figures = iter([ZeroDivisionError("no figures"), answer(fs=TIER)])
 
@@ -190,6 +229,15 @@ def test_engines_of_one_pid_stand_apart(serve, monkeypatch):
             {"hits": 5, "load_seconds": 3.0, "saved_seconds": -1.0},
             "in 3 s of reading, which this engine computes in 2 s",
         ),
+        (
+            {"too_slow": True, "hits": 5, "trouble": "too slow: 60 chunks were computed"},
+            "it brings next to nothing: too slow: 60 chunks were computed",
+        ),
+        (
+            {"full": True, "hits": 5, "trouble": "full: its store has not taken 4 values; raise 'capacity'"},
+            "it takes nothing new: full: its store has not taken 4 values; raise 'capacity'",
+        ),
+        ({"full": True, "hits": 5, "trouble": "another one"}, "it takes nothing new: full; the log says what to do"),
         ({"seal_failures": 2}, "2 values came back damaged"),
         ({"wait_expired": 9, "stored_chunks": 1000}, "too late"),
         ({"recomputed_cheaper": 9, "stored_chunks": 1000}, "computing is faster than reading from it"),
@@ -201,6 +249,24 @@ def test_engines_of_one_pid_stand_apart(serve, monkeypatch):
 )
 def test_one_sentence_says_whether_a_tier_pays_and_if_not_why(figures, sentence):
     assert sentence in verdict(TIER | figures)
+
+
+@pytest.mark.parametrize(
+    ("figures", "state"),
+    [
+        ({}, "in use"),
+        ({"full": True}, "full"),
+        ({"too_slow": True}, "too slow"),
+        ({"full": True, "too_slow": True}, "full, too slow"),
+        ({"full": True, "breaker_state": 1}, "out of use"),
+        ({"open": False}, "not open"),
+    ],
+)
+def test_the_state_of_a_tier_says_what_holds_it_up(serve, figures, state):
+    serve(answer(fs=TIER | figures))
+    lines = CliRunner().invoke(cli, ["status"]).stdout.splitlines()
+    (row,) = [line for line in lines if line.split()[:1] == ["fs"]]
+    assert row.split("  ")[1].strip() == state or f" {state} " in row
 
 
 def test_a_tiers_last_trouble_is_its_own_last_warning():

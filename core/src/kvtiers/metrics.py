@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["EngineMetrics", "Histogram", "TierMetrics", "export"]
+__all__ = ["EngineMetrics", "Histogram", "TierMetrics", "export", "name_of_own"]
 
 _SMALLEST = 2.0**-14  # 61 us
 _BUCKETS = 20  # up to 32 s
@@ -102,6 +102,8 @@ class TierMetrics(_Metrics):
     loading_chunks: int = 0
     """Chunks reserved for this tier's promotions or being promoted: its queue."""
     out_of_use: int = 0
+    too_slow: int = 0
+    """1 while nearly all that it might bring comes too late."""
     promotion_latency: Histogram = field(default_factory=Histogram)
     cascade_latency: Histogram = field(default_factory=Histogram)
 
@@ -142,6 +144,7 @@ _GAUGES = {
     "running_jobs",
     "loading_chunks",
     "out_of_use",
+    "too_slow",
     "generation",
 }
 _ENDINGS = ("", "_total", "_created", "_seconds", "_seconds_bucket", "_seconds_count", "_seconds_sum")
@@ -194,12 +197,13 @@ def _flatten(
 
 def _own(figures: Mapping[str, Any]) -> dict[str, float]:
     """Return those of a tier's own figures that are numbers, by names that Prometheus takes and core does not use."""
-    valid = {re.sub(r"[^a-zA-Z0-9_]", "_", name): value for name, value in figures.items()}
-    return {
-        f"own_{name}" if name in _CORE_NAMES else name: value
-        for name, value in valid.items()
-        if isinstance(value, (int, float))
-    }
+    return {name_of_own(name): value for name, value in figures.items() if isinstance(value, (int, float))}
+
+
+def name_of_own(figure: str) -> str:
+    """Return the name of a tier's own figure, less ``kvtiers_tier_``: one that core does not use."""
+    name = re.sub(r"[^a-zA-Z0-9_]", "_", figure)
+    return f"own_{name}" if name in _CORE_NAMES else name
 
 
 def _cumulative(counts: list[int]) -> list[tuple[str, float]]:

@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -23,11 +24,13 @@ from kvtiers.api import (
     TierContext,
     TierPlugin,
 )
+from kvtiers.api.units import format_size
 from kvtiers.config import OffloadConfig, load_config
 from kvtiers.gpu.settings import CopySettings
 from kvtiers.gpu.worker import GpuWorker
 from kvtiers.host.borrowed_views import ValueViews
 from kvtiers.layout.cache_layout import CacheLayout, ModelIdentity
+from kvtiers.layout.fingerprint_record import Described, describe_layout
 from kvtiers.layout.rank_map import RankMap
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.plugins import load_tier, open_plugin
@@ -40,6 +43,7 @@ from kvtiers.secondary.in_process import InProcessBackend
 from kvtiers.secondary.managed.sealed_tier import SealedTier
 from kvtiers.secondary.placement import HostedRegion, TierHosts
 from kvtiers.secondary.store_tier import ChunkStoreTier
+from kvtiers.start_line import StartFacts, StartLine
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.manager import TieringManager
 from kvtiers.tiering.recorder import Recorder
@@ -48,6 +52,7 @@ from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 __all__ = ["open_manager", "open_worker"]
 
 _log = logging.getLogger("kvtiers")
+_RANDOM = "random-"  # what stands before a name that is this process's alone
 _CLOSE_SECONDS = 4.0  # for hosts to close their stores, also when draining took all the time there was
 _anonymous_regions: dict[str, AnonymousRegion] = {}
 """By engine id, where the region cannot be shared with other processes: its ranks are in this one."""
@@ -59,11 +64,14 @@ def open_manager(
     *,
     engine_id: str | None = None,
     record_events: bool = True,
+    way_in: str = "by its Python API",
+    release: str = "",
 ) -> TieringManager:
     """Build the scheduler's side and return at once; ranks may join before or after. ``wait_ready`` waits for them.
 
     ``engine_id``: unique on this machine; by default a random one, which ``open_worker`` is given. ``record_events``:
-    somebody takes the manager's events. ConfigError or StartError, in one line each, if it cannot start.
+    somebody takes the manager's events. ``way_in``: what uses it, for the start line in the log; ``release``: the
+    engine's, for what is recorded beside the values. ConfigError or StartError, in one line each, if it cannot start.
     """
     config = config if isinstance(config, OffloadConfig) else load_config(config)
     layout = _with_model(config, layout)
@@ -79,10 +87,11 @@ def open_manager(
             protect_seconds=config.budgets.protect_for,
             record_events=record_events,
         )
-        engine = _Engine(config, layout, region)  # last: from now on there are threads and processes
+        engine = _Engine(config, layout, region, release)  # last: from now on there are threads and processes
     except BaseException:
         region.close()
         raise
+    engine.say_that_it_is_on(way_in)
     tokens_per_chunk = [layout.tokens_per_chunk(group) for group in range(len(layout.groups))]
     return TieringManager(
         engine_id,
@@ -186,7 +195,7 @@ def _tiering_options(config: OffloadConfig) -> TieringOptions:
 class _Engine:
     """What the manager needs of the rest: the region's news, the tiers' life, and new names when weights change."""
 
-    def __init__(self, config: OffloadConfig, layout: CacheLayout, region: OffloadRegion) -> None:
+    def __init__(self, config: OffloadConfig, layout: CacheLayout, region: OffloadRegion, release: str) -> None:
         self._namespace = config.namespace
         self._layout = layout if layout.model.weights else _with_random_weights(layout)
         self._region = region
@@ -195,9 +204,12 @@ class _Engine:
         self._absent_ranks: set[int] = set()
         self._views = ValueViews(region.view, region.row_stride)
         self._names = StorageNames.of_layout(self._namespace, self._layout)
+        self._described = _described(self._names, self._layout, release)
         self._sizes = [(layout.payload_bytes(g), layout.value_bytes(g)) for g in range(len(layout.groups))]
         self._tiers: dict[str, ChunkStoreTier | SealedTier] = {}
         self._hosts = self._tier_hosts() if any(tier.io == "process" for tier in config.secondary) else None
+        self._start_line: StartLine | None = None
+        self._kinds = {tier.tier_name: tier.type for tier in config.secondary}
         self._required = [tier.tier_name for tier in config.secondary if tier.required]
         try:
             self.slots = [self._slot(index, tier) for index, tier in enumerate(config.secondary)]
@@ -206,6 +218,19 @@ class _Engine:
             raise
         if self._hosts is not None:
             self._hosts.start()
+
+    def say_that_it_is_on(self, way_in: str) -> None:
+        """Have the start line written when the ranks have joined and the tiers have said how they are."""
+        region = self._region
+        facts = StartFacts(
+            way_in,
+            f"{format_size(region.num_rows * region.row_stride)} in {region.num_rows} rows",
+            self._namespace,
+            self._names.fingerprint,
+            shared=_is_shared(self._layout.model),
+        )
+        tiers = {name: (self._kinds[name], tier) for name, tier in self._tiers.items()}
+        self._start_line = StartLine(facts, tiers, lambda: region.all_joined)
 
     def ready(self) -> bool:
         """Say whether all ranks have joined."""
@@ -247,17 +272,22 @@ class _Engine:
         for tier in self._tiers.values():
             tier.set_names(self._names)
 
+    def fingerprint(self) -> str:
+        """Return the fingerprint as it stands in the names of values that are stored from now on."""
+        return self._names.fingerprint
+
     def tier_stats(self, name: str) -> dict[str, float]:
         """Return a tier's own figures."""
         return self._tiers[name].stats()
 
     def close_tiers(self, timeout: float) -> None:
-        """Drain every tier, which says what it had to drop, and close it, whatever the others do."""
+        """Drain all tiers at the same time, each of which says what it had to drop, and close them."""
+        if self._start_line is not None:
+            self._start_line.close()
         until = time.monotonic() + timeout
-        for name, tier in self._tiers.items():
-            _quietly(name, lambda tier=tier: tier.drain(max(0.0, until - time.monotonic())))  # type: ignore[misc]
-        for name, tier in self._tiers.items():
-            _quietly(name, tier.close)
+        # A host that several tiers share ends with the first one that is closed: all are drained before.
+        for call in (lambda tier: tier.drain(max(0.0, until - time.monotonic())), lambda tier: tier.close()):
+            _at_once({name: partial(_quietly, name, partial(call, tier)) for name, tier in self._tiers.items()})
         if self._hosts is not None:
             self._hosts.close(max(_CLOSE_SECONDS, until - time.monotonic()))
 
@@ -287,14 +317,15 @@ class _Engine:
         if config.io == "process":
             name = config.tier_name
             _log.warning("%s: no helper process, since none could map this region: its io is 'thread'", name)
-        return InProcessBackend(config, self._opener(plugin, config, ChunkStore), self._views, self._names, self._sizes)
+        opener = self._opener(plugin, config, ChunkStore)
+        return InProcessBackend(config, opener, self._views, self._names, self._sizes, self._described)
 
     def _tier_hosts(self) -> TierHosts | None:
         region = self._region
         if region.fd is None:
             return None
         hosted = HostedRegion(region.fd, region.map_bytes, len(region.view), region.row_stride, self._sizes)
-        return TierHosts(hosted, self._namespace, lambda: self._names)
+        return TierHosts(hosted, self._namespace, lambda: self._names, self._described)
 
     def _opener(self, plugin: TierPlugin, config: TierConfig, kind: type[Any]) -> Callable[[], Any]:
         context = TierContext(
@@ -308,6 +339,26 @@ class _Engine:
         return partial(open_plugin, plugin, config, context, kind)
 
 
+def _at_once(calls: Mapping[str, Callable[[], None]]) -> None:
+    """Make these calls, each of which has a bound, side by side, and wait for all; the first one on this thread."""
+    threads: list[threading.Thread] = []
+    here: list[Callable[[], None]] = []
+    for name, call in calls.items():
+        thread = threading.Thread(target=call, name=f"kvtiers-{name}-end", daemon=True)
+        try:
+            if here:
+                thread.start()
+                threads.append(thread)
+            else:
+                here.append(call)
+        except RuntimeError:  # none can be had, as while the interpreter ends
+            here.append(call)
+    for call in here:
+        call()
+    for thread in threads:
+        thread.join()
+
+
 def _quietly(name: str, call: Callable[[], object]) -> None:
     """Make a call of the shutdown; what goes wrong in it is logged and stops nothing else."""
     try:
@@ -316,9 +367,21 @@ def _quietly(name: str, call: Callable[[], object]) -> None:
         _log.exception("%s: shutdown", name)
 
 
+def _described(names: StorageNames, layout: CacheLayout, release: str) -> Described | None:
+    """Return what the fingerprint stands for; None where no other process could have it."""
+    if not _is_shared(layout.model):
+        return None
+    return Described(names.prefix, describe_layout(layout, release, names.fingerprint))
+
+
+def _is_shared(model: ModelIdentity) -> bool:
+    """Say whether another process can reproduce the keys and the weights' name."""
+    return not (model.weights.startswith(_RANDOM) or model.hash_seed.startswith(_RANDOM))
+
+
 def _with_random_weights(layout: CacheLayout) -> CacheLayout:
     _log.warning(
         "no weights identity from the engine or 'model.revision': nothing is shared, nothing survives a restart"
     )
-    weights = f"random-{secrets.token_hex(16)}"
+    weights = f"{_RANDOM}{secrets.token_hex(16)}"
     return dataclasses.replace(layout, model=dataclasses.replace(layout.model, weights=weights))

@@ -14,6 +14,7 @@ thread of its own, from figures that the engine's thread counts: nobody waits fo
 import contextlib
 import json
 import logging
+import multiprocessing
 import os
 import secrets
 import socket
@@ -23,7 +24,7 @@ from typing import Any
 
 from kvtiers.region.handshake import peer_credentials
 
-__all__ = ["LastTrouble", "StatusSocket", "answer_status", "ask", "process_of", "running"]
+__all__ = ["LastTrouble", "StatusSocket", "answer_status", "ask", "is_orphaned", "process_of", "running"]
 
 _log = logging.getLogger("kvtiers.status")
 _PREFIX = "kvtiers-status-"
@@ -107,7 +108,13 @@ class LastTrouble(logging.Handler):
 
 
 def answer_status(
-    engine: str, model: str, tiers: Sequence[str], figures: Callable[[], Mapping[str, Mapping[str, Any]]]
+    engine: str,
+    model: str,
+    tiers: Sequence[str],
+    figures: Callable[[], Mapping[str, Mapping[str, Any]]],
+    *,
+    namespace: str = "",
+    fingerprint: Callable[[], str] = lambda: "",
 ) -> StatusSocket:
     """Answer questions about an engine's tiers from now on, and listen to what the log says of them.
 
@@ -123,12 +130,26 @@ def answer_status(
 
     def status() -> dict[str, Any]:
         found = {name: _tier_status(known, troubles[name].text) for name, known in figures().items()}
-        return {"engine": engine, "pid": os.getpid(), "model": model, "tiers": found}
+        return {
+            "engine": engine,
+            "pid": os.getpid(),
+            "model": model,
+            "namespace": namespace,
+            "fingerprint": fingerprint(),
+            "orphaned": is_orphaned(),
+            "tiers": found,
+        }
 
     answering = StatusSocket(status, stop_listening)
     for trouble in troubles.values():
         logger.addHandler(trouble)
     return answering
+
+
+def is_orphaned() -> bool:
+    """Say whether the process that started this one, to answer for it, has ended: an engine whose server is gone."""
+    parent = multiprocessing.parent_process()
+    return parent is not None and not parent.is_alive()
 
 
 def running() -> list[str]:
@@ -175,6 +196,8 @@ def _tier_status(figures: Mapping[str, Any], trouble: str) -> dict[str, Any]:
         "open": bool(own.get("open", 0)),
         "breaker_state": int(own.get("breaker_state", 0)),
         "queue": figures["loading_chunks"] + own.get("storing_chunks", 0),
+        "full": bool(own.get("full", 0)),
+        "too_slow": bool(figures.get("too_slow", 0)),
         "seal_failures": own.get("seal_failures", 0),
         "trouble": trouble,
     }

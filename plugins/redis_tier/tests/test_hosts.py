@@ -80,3 +80,22 @@ def test_core_tries_again_after_a_connection_was_cut_in_the_middle_of_a_call(sta
         tier.step_until(tier.all_ended, "the job has ended")
         assert tier.successes == 1
         assert tier.figure("retries") >= 1
+
+
+def test_a_server_that_is_full_and_evicts_nothing_is_said_once_with_what_to_set(start, caplog):
+    server = start()
+    server.call("CONFIG", "SET", "maxmemory-policy", "noeviction")
+    server.call("CONFIG", "SET", "maxmemory", 1)
+    config = RedisConfig(type="redis", url=server.url, processes=1)
+    with hosted(config) as tier:
+        tier.wait_open()
+        tier.step_until(lambda: bool(tier.figure("open")), "the tier is open")
+        for _ in range(8):
+            tier.store(4)
+            tier.step_until(tier.all_ended, "all stores have ended")
+        assert tier.figure("full") == 1
+        assert tier.figure("dropped_full") == 32
+        assert tier.figure("breaker_state") == 0
+    (line,) = [record.getMessage() for record in caplog.records if ": full: " in record.getMessage()]
+    assert "4 values" in line
+    assert "raise the server's maxmemory, or set its maxmemory-policy to allkeys-lru" in line

@@ -9,6 +9,7 @@ from collections import deque
 import pytest
 
 from kvtiers.api import StoreFull
+from kvtiers_redis.plugin import RedisConfig
 from kvtiers_redis.store import RedisStore
 
 MIB = 1 << 20
@@ -138,6 +139,7 @@ def test_connections_are_named_and_few(tier, single, redis, names, value):
         store.exists([name])
     assert [client["name"] for client in redis.client_list()].count("my-tier") == 1
     assert store.stats()["connects"] == 1
+    assert set(store.stats()) == set(RedisConfig.figures)
 
 
 def test_connections_are_kept_for_as_many_threads_as_there_are(tier, single):

@@ -15,6 +15,7 @@ from s3_servers import client_of
 from kvtiers.api import StoreFull
 from kvtiers.testing.guarded import GuardedMemory
 from kvtiers_s3.failures import S3BusyError, S3Error, S3ThrottledError
+from kvtiers_s3.plugin import S3Config
 from kvtiers_s3.store import S3Store
 
 PAGE = 4096
@@ -394,6 +395,7 @@ def test_every_request_is_counted_by_its_kind_and_priced(opened, config, between
     store.delete(["a"])
     store.delete(["large", "b"])
     figures = store.stats()
+    assert set(figures) == set(S3Config.figures)
     sent = between.methods()
     gets = sent.count("GET") - 1
     expected = {"get": gets, "list": 1, "head": 2, "put": 3, "post": 3, "delete": 1}

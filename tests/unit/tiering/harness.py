@@ -64,6 +64,9 @@ class Engine:
         for tell in self.on_new_weights:
             tell(version)
 
+    def fingerprint(self):
+        return self.version
+
     def tier_stats(self, name):
         figures = self.own.get(name, {})
         if isinstance(figures, Exception):

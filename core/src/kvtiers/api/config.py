@@ -6,8 +6,9 @@ An author subclasses ``TierConfig`` and adds fields. Unknown options are errors,
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import (
@@ -188,6 +189,13 @@ class TierConfig(StrictModel):
     shared_figures: ClassVar[frozenset[str]] = frozenset()
     """Those of the store's own figures (``SupportsStats``) that say how the store is, not what one helper has done:
     each helper has the same, so they are not added up."""
+
+    figures: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """The store's own figures (``SupportsStats``) and what each says, for places that have to know them beforehand, as
+    the ``/metrics`` of an engine. One that is not named here stands there in ``kvtiers_tier_own_figure`` by a label."""
+
+    when_full: ClassVar[str] = "give it more room, or have it evict by itself"
+    """What to do once the store takes no more values (``StoreFull``), for the line of the log that says so."""
 
     type: str = Field(description="the installed tier plugin's name")
     name: str = Field(default="", description="this tier's name in logs and metrics; default: its type")

@@ -50,6 +50,13 @@ def status(ctx: click.Context, as_json: bool) -> None:
 
 def _print(answer: Mapping[str, Any]) -> None:
     print_heading(f"{answer['engine']}, process {answer['pid']}: {answer['model']}")
+    # An engine that started before an upgrade says neither.
+    if answer.get("fingerprint"):
+        click.echo(f"  namespace {answer['namespace']!r}, fingerprint {answer['fingerprint']}")
+    if answer.get("orphaned"):
+        click.echo(
+            f"  orphaned: the server that started it is gone, so no request comes any more; kill {answer['pid']}"
+        )
     columns = ("tier", "state", "hits", "tokens", "saved", "read", "written", "never read", "queue", "last trouble")
     print_table(columns, [_row(name, tier) for name, tier in answer["tiers"].items()])
     for name, tier in answer["tiers"].items():
@@ -74,7 +81,13 @@ def _row(name: str, tier: Mapping[str, Any]) -> tuple[str, ...]:
 def _state(tier: Mapping[str, Any]) -> str:
     if tier["off"]:
         return "off"
-    return _BREAKER.get(int(tier["breaker_state"]), "?") if tier["open"] else "not open"
+    if not tier["open"]:
+        return "not open"
+    if tier["breaker_state"]:
+        return _BREAKER.get(int(tier["breaker_state"]), "?")
+    # An engine that started before an upgrade does not say these.
+    words = [word for word, holds in (("full", tier.get("full")), ("too slow", tier.get("too_slow"))) if holds]
+    return ", ".join(words) or _BREAKER[0]
 
 
 def _saved(tier: Mapping[str, Any]) -> str:
@@ -94,6 +107,8 @@ def verdict(tier: Mapping[str, Any]) -> str:
             not tier["shared"],
             "what it stores is found by this process alone, and dies with it; see the log's start",
         ),
+        (tier.get("too_slow"), f"it brings next to nothing: {_said(tier, 'too slow')}"),
+        (tier.get("full"), f"it takes nothing new: {_said(tier, 'full')}"),
         (tier["hits"] and (tier.get("saved_seconds") or 0) < 0, f"it does not pay: {_brought(tier)}"),
         (tier["hits"], f"it pays: {_brought(tier)}"),
         (
@@ -119,6 +134,12 @@ def verdict(tier: Mapping[str, Any]) -> str:
         (True, "nothing can be said yet: little was written, and nothing read"),
     )
     return next(sentence for holds, sentence in sentences if holds)
+
+
+def _said(tier: Mapping[str, Any], state: str) -> str:
+    """Return what the log says of a state, if that was the last that it said, else where to look."""
+    trouble = str(tier["trouble"])
+    return trouble if trouble.startswith(state) else f"{state}; the log says what to do"
 
 
 def _brought(tier: Mapping[str, Any]) -> str:

@@ -16,6 +16,9 @@ class StoreBackend(Protocol):
     def wait_open(self, timeout: float) -> str:
         """Wait (from any thread) until the store is open; return "" then, else why it is not."""
 
+    def open_state(self) -> str | None:
+        """Return "" if the store is open, why it is not, or None while it has said neither. From any thread."""
+
     def send_job(self, job: StoreJob) -> bool:
         """Start a job under the names current now; False: there is no room for it."""
 

@@ -59,7 +59,7 @@ class _Sent:
 
 
 class HostClient:
-    """A ``StoreBackend``; engine's thread, but for ``wait_open``."""
+    """A ``StoreBackend``; engine's thread, but for ``wait_open`` and ``open_state``."""
 
     def __init__(
         self, link: HostConnection, names: StorageNames, *, deadline: float, grace: float, longest_pause: float = 0.0
@@ -91,6 +91,11 @@ class HostClient:
         if self._open_error is None:
             return self._link.host.trouble or "not opened yet"
         return self._open_error
+
+    def open_state(self) -> str | None:
+        """Return "" if the store is open, why it is not, or None while it has said neither. From any thread."""
+        self._link.poll()
+        return self._open_error if self._open_error is not None else self._link.host.trouble or None
 
     def send_job(self, job: StoreJob) -> bool:
         """Send a job."""
@@ -136,10 +141,11 @@ class HostClient:
         if now < self._look_at and not (self._loads or self._probes or events):
             return ()
         self._look_at = now - now % _LOOK_SECONDS + _LOOK_SECONDS
-        self._link.poll()
-        if len(events) > _EVENTS_PER_POLL:
-            return [events.popleft() for _ in range(_EVENTS_PER_POLL)]
-        self._events = deque()
+        with self._link.lock:  # another thread may listen, too: nothing is added to what is taken
+            self._link.poll()
+            if len(events) > _EVENTS_PER_POLL:
+                return [events.popleft() for _ in range(_EVENTS_PER_POLL)]
+            self._events = deque()
         return events
 
     def restart(self, reason: str) -> None:

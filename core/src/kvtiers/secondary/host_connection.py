@@ -72,7 +72,7 @@ class HostConnection:
         self.life: HostLife | None = None
         """The life that jobs are sent to, also when it is lost, until it has been reaped."""
         self._lost = False
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._reader = FrameReader(MAX_EVENT_BYTES)
         self._incoming = select.poll()
         self.outbox = bytearray()
@@ -88,7 +88,7 @@ class HostConnection:
 
     def send(self, message: bytes) -> bool:
         """Put a message into the outbox; False if it is full or there is no host."""
-        with self._lock:
+        with self.lock:
             if not self.connected or len(self.outbox) + len(message) > _OUTBOX_BYTES:
                 return False
             self.outbox += message
@@ -96,7 +96,7 @@ class HostConnection:
 
     def flush(self) -> None:
         """Send what the socket takes."""
-        with self._lock:
+        with self.lock:
             while self.outbox and self.life is not None and not self._lost:
                 try:
                     sent = self.life.connection.send(self.outbox)
@@ -109,7 +109,7 @@ class HostConnection:
 
     def poll(self) -> None:
         """Take what the host and the launcher have to say, a bounded amount, and pass it on."""
-        with self._lock:
+        with self.lock:
             if self.life is None:
                 if not self.host.lives:
                     return
@@ -125,14 +125,14 @@ class HostConnection:
 
     def kill(self, reason: str) -> None:
         """Have the host killed, and count it as lost from now on."""
-        with self._lock:
+        with self.lock:
             if self.life is not None and not self._lost:
                 self.launcher.kill(self.host, self.life, reason)
                 self._lose()
 
     def end(self, seconds: float) -> None:
         """Tell the host to end within so many seconds; one that has not said a word yet is not waited for."""
-        with self._lock:
+        with self.lock:
             if self._ending:
                 return
             self.poll()

@@ -111,6 +111,13 @@ class HostPool:
         errors = [host.backend.wait_open(max(_POLL_SECONDS, until - time.monotonic())) for host in self._hosts]
         return min(errors, key=bool)
 
+    def open_state(self) -> str | None:
+        """Return "" if one host's store is open, None while it may yet be, else why it is not. From any thread."""
+        states = [host.backend.open_state() for host in self._hosts]
+        if "" in states:
+            return ""
+        return None if None in states else states[0]
+
     def send_job(self, job: StoreJob) -> bool:
         """Send a job, or its parts; False if no host has room. A part that finds none has failed."""
         hosts = sorted(self._usable(), key=lambda host: (host.values, host.turn))

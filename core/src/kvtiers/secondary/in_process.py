@@ -12,6 +12,7 @@ from kvtiers.api import ChunkStore, OffloadKey, TierConfig
 from kvtiers.host.borrowed_views import ValueViews
 from kvtiers.host.messages import Event, Opened, StoreJob
 from kvtiers.host.transfer_pool import TransferPool, mover_options
+from kvtiers.layout.fingerprint_record import Described
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.secondary.log_thread import LogThread
 
@@ -30,6 +31,7 @@ class InProcessBackend:
         views: ValueViews,
         names: StorageNames,
         sizes: Sequence[tuple[int, int]],
+        described: Described | None = None,
     ) -> None:
         self._events: deque[Event] = deque()
         self._opened = threading.Event()
@@ -45,12 +47,17 @@ class InProcessBackend:
             reopen=(config.breaker.delay, config.breaker.max_delay),
             emit=self._emit,
             label=config.tier_name,
+            described=described,
         )
 
     def wait_open(self, timeout: float) -> str:
         """Wait until the store is open; return "" then, else why it is not."""
         self._opened.wait(timeout)
         return self._open_error
+
+    def open_state(self) -> str | None:
+        """Return "" if the store is open, why it is not, or None while it has said neither. From any thread."""
+        return self._open_error if self._opened.is_set() else None
 
     def send_job(self, job: StoreJob) -> bool:
         """Queue a job."""

@@ -5,6 +5,7 @@ Everything here runs on the engine's thread and only posts to, and polls, the ba
 
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -16,11 +17,13 @@ from kvtiers.host.messages import (
     JobStarted,
     Opened,
     Probed,
+    Status,
     StoreJob,
 )
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.secondary.backend import StoreBackend
 from kvtiers.secondary.breaker import Breaker, BreakerState
+from kvtiers.secondary.full_watch import FullWatch
 from kvtiers.secondary.inflight_jobs import InflightJobs
 from kvtiers.secondary.presence_cache import PresenceCache, SuspectKeys
 
@@ -44,8 +47,14 @@ class ChunkStoreTier(SecondaryTierManager):
         self._lookups = PresenceCache(config.exists_ttl, config.deadline, clock, self._send_probe)
         self._jobs = InflightJobs(config.store_queue)
         self._doubted = SuspectKeys()
+        self._full = FullWatch(self._name, config.when_full, clock)
         self._open = False
+        self._has_heard = False
+        """The backend's first word has been taken: until then its own is what holds."""
         self._open_error = ""
+        self._warned_of = ""
+        """Why it is out of use, as the log says."""
+        self._warning = threading.Lock()
         self._probe_ids = itertools.count(_FIRST_PROBE_ID)
         self._probe_id = 0
         self._probe_until: float | None = None
@@ -53,6 +62,9 @@ class ChunkStoreTier(SecondaryTierManager):
         self._failed: list[int] = []
         self._released: list[int] = []
         self._finished: list[JobResult] = []
+        self._dropped: dict[int, TransferJob] = {}
+        """Jobs of which nothing more is begun, since the engine ends."""
+        self._dropped_results: list[JobResult] = []
 
     # -- the contract
 
@@ -98,6 +110,14 @@ class ChunkStoreTier(SecondaryTierManager):
         if self._jobs.release(job_id):
             self._backend.release(job_id)
 
+    def drop_jobs(self, job_ids: Sequence[int]) -> None:
+        """Begin nothing more of these jobs, since the engine ends; no failure of the store's. ``drain`` says it."""
+        for job_id in job_ids:
+            job = self._jobs.fail(job_id)
+            if job is not None:
+                self._dropped[job_id] = job
+                self._backend.abandon(job_id)
+
     def get_released_jobs(self) -> Sequence[int]:
         """Return the loads that have let go of their rows; their results come later, and say nothing of the rows."""
         released, self._released = self._released, []
@@ -115,11 +135,12 @@ class ChunkStoreTier(SecondaryTierManager):
 
     def drain(self, timeout: float) -> bool:
         """Let all jobs end; drop what has not begun within ``timeout`` seconds, and say how much was not done."""
-        owed = self._jobs.unfinished()
+        owed = self._jobs.unfinished() | self._dropped
         self._take_news()
         self._backend.drain(timeout)
         self._take_news()
-        if dropped := self._jobs.note_dropped(owed, self._finished):
+        results = {result.job_id: result for result in (*self._finished, *self._dropped_results)}
+        if dropped := self._jobs.note_dropped(owed, results.values()):
             self._backend.log(logging.WARNING, f"{self._name}: shutdown within {timeout:.3g}s dropped {dropped}")
         return not self._jobs
 
@@ -132,6 +153,25 @@ class ChunkStoreTier(SecondaryTierManager):
     def wait_open(self, timeout: float) -> str:
         """Wait (from any thread) until the store is open; return "" then, else why it is not."""
         return self._backend.wait_open(timeout)
+
+    def open_state(self) -> str | None:
+        """Return "" if the store is open, why it is not, or None while it has said neither. From any thread."""
+        return self._open_error if self._has_heard else self._backend.open_state()
+
+    def warn_unusable(self, error: str) -> None:
+        """Write the line that says that the tier is out of use, once until it is open. From any thread."""
+        with self._warning:
+            warned, self._warned_of = self._warned_of, error
+        if not warned:
+            self.log(
+                logging.WARNING,
+                f"{self._name}: out of use: {error}; its lookups miss until it is back. It is tried again by itself; "
+                "'kvtiers check' with its config says more",
+            )
+
+    def log(self, level: int, text: str) -> None:
+        """Write a line to the log, on another thread than the engine's. ``text`` begins with the tier's name."""
+        self._backend.log(level, text)
 
     def ask_ahead(self, keys: Sequence[OffloadKey]) -> None:
         """Ask at once about a prefix that will be looked up soon, and send whatever else is to be asked."""
@@ -155,7 +195,8 @@ class ChunkStoreTier(SecondaryTierManager):
             | {
                 "breaker_state": int(self._breaker.state),
                 "breaker_opened": self._breaker.opened,
-                "open": int(self._open),
+                "open": int(self._open if self._has_heard else self._backend.open_state() == ""),
+                "full": int(self._full.is_full),
                 "open_probes": self._lookups.open_probes,
                 "lookup_questions": self._lookups.questions,
                 "lookup_seconds": self._lookups.seconds,
@@ -210,16 +251,15 @@ class ChunkStoreTier(SecondaryTierManager):
 
     def _opened(self, error: str) -> None:
         self._open = not error
+        self._open_error = error
+        self._has_heard = True
         if not error:
             self._breaker.probe_soon()
+            self._warned_of = ""
         else:
             self._breaker.trip()
             self._probe_until = None
-            if not self._open_error:  # one warning, however often it is tried
-                self._backend.log(
-                    logging.WARNING, f"{self._name}: out of use: {error}; its lookups miss until it is back"
-                )
-        self._open_error = error
+            self.warn_unusable(error)
 
     def _probed(self, probe_id: int, answers: bytes, error: str) -> None:
         if probe_id == self._probe_id:
@@ -254,11 +294,17 @@ class ChunkStoreTier(SecondaryTierManager):
         ended = self._jobs.end(event)
         if ended is None:
             return
+        if event.job_id in self._dropped:
+            self._dropped_results.append(ended.result)
         if ended.damaged:
             self._backend.log(
                 logging.WARNING,
                 f"{self._name}: {ended.damaged} of {len(ended.job.keys)} values are damaged; counted as misses",
             )
+        if not ended.job.is_promotion and (
+            line := self._full.stored(event.statuses.count(Status.DONE), event.statuses.count(Status.DROPPED))
+        ):
+            self.log(logging.WARNING, line)
         # What was told counts as a failure already, whatever became of it later.
         if not (ended.was_told or ended.was_released):
             if ended.has_failed:

@@ -24,6 +24,9 @@ class EngineSide(Protocol):
     def new_weights(self, version: str) -> None:
         """Make all later keys and values those of other weights."""
 
+    def fingerprint(self) -> str:
+        """Return the fingerprint of the weights of now, as it stands in the names of values."""
+
     def tier_stats(self, name: str) -> dict[str, float]:
         """Return a tier's own figures. From any thread."""
 

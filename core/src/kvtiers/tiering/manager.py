@@ -226,8 +226,7 @@ class TieringManager:
         if self._cascades.works_ahead:
             self._cascades.work_ahead()
         if (now := self._clock()) >= self._look_at:
-            self._look_at = now + _LOOK_SECONDS
-            self._primary.release_expired(now)
+            self._look_around(now)
         if self._primary.events or self._jobs.events:
             self._take_events()
         for slot in self._slots:
@@ -251,6 +250,14 @@ class TieringManager:
             or self._requests.parked
             or any(slot.has_pending_work() for slot in self._slots)
         )
+
+    def fingerprint(self) -> str:
+        """Return the fingerprint of the weights of now, as it stands in the names of values. Any thread."""
+        return self._engine.fingerprint()
+
+    def tiers_have_spoken(self) -> bool:
+        """Say whether each tier is open, or has said why it is not. Any thread."""
+        return all(slot.has_spoken() for slot in self._slots)
 
     @_timed
     def take_lost_ranks(self) -> Collection[int]:
@@ -314,7 +321,9 @@ class TieringManager:
             self.lock.release()
         if not closed:
             if self._recorder is not None:
+                began = time.monotonic()
                 self._recorder.close(min(timeout, _RECORD_SECONDS))
+                timeout = max(0.0, timeout - (time.monotonic() - began))
             self._engine.close_tiers(timeout)
             self._primary.close()
             self._engine.close_region()
@@ -330,6 +339,13 @@ class TieringManager:
             self._ready = self._engine.ready()
             self._jobs.poll()
         return self._ready
+
+    def _look_around(self, now: float) -> None:
+        """Do what not every step has to."""
+        self._look_at = now + _LOOK_SECONDS
+        self._primary.release_expired(now)
+        for slot in self._slots:
+            slot.watch_speed(now)
 
     def _reset(self) -> None:
         self._promotions.drop()

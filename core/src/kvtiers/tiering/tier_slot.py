@@ -14,6 +14,7 @@ from typing import Any, Literal, ParamSpec, Protocol, TypeVar, runtime_checkable
 from kvtiers._failures import log_with_backoff
 from kvtiers.api import JobResult, LookupResult, OffloadKey, SecondaryTierManager, TierRequest, TransferJob
 from kvtiers.metrics import TierMetrics
+from kvtiers.tiering.slow_watch import SlowWatch
 
 __all__ = ["TierOptions", "TierSlot"]
 
@@ -59,6 +60,7 @@ class TierSlot:
         self.measured_at = -math.inf
         self.tried_at = -math.inf
         """When a load was last let through only to measure the tier anew."""
+        self._slow_watch = SlowWatch(self.name, self.metrics, self._figures)
         self.hears_of_requests = _overrides(tier, "on_new_request") or _overrides(tier, "on_request_finished")
         """The tier does something when a request begins or ends."""
 
@@ -121,9 +123,25 @@ class TierSlot:
             except Exception:  # noqa: BLE001 -- see _do
                 self._count_raised()
 
+    def watch_speed(self, now: float) -> None:
+        """Have the log say when the tier becomes too slow, and when it is fast enough again."""
+        if line := self._slow_watch.look(now):
+            log = getattr(self.tier, "log", None)
+            if log is not None:
+                self._do(log, logging.WARNING, line)
+
+    def _figures(self) -> dict[str, float]:
+        stats = getattr(self.tier, "stats", None)
+        return {} if stats is None else self.own_stats(lambda _name: dict(stats()))
+
     def has_pending_work(self) -> bool:
         """Say whether the tier wants the engine to keep stepping."""
         return self._says_yes(self.tier.has_pending_work)
+
+    def has_spoken(self) -> bool:
+        """Say whether the tier is open, or has said why it is not; one that never says so has."""
+        state = getattr(self.tier, "open_state", None)
+        return state is None or state() is not None
 
     def own_stats(self, read: Callable[[str], dict[str, float]]) -> dict[str, float]:
         """Return the tier's own figures, read by its name."""

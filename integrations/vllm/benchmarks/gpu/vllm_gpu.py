@@ -1,17 +1,18 @@
 """Real vLLM on a GPU, side by side: no connector, vLLM's CPU tier, vLLM's tiering with its fs, kvtiers both ways in.
 
 Every engine is a process of its own (`engine_run.py`), one after the other on one GPU, with the same prompts. Model:
-the shape of Llama-3.1-8B (128 KiB of KV a token) with random weights. What a user feels is timed: the start until the first
-answers, the first token cold, from the GPU's own cache, from the primary, from a store after a restart, in a burst, and
-under a mixed load. The anchor of every goal is another engine of the same run, or bytes over the link, measured here.
+the shape of Llama-3.1-8B (128 KiB of KV a token) with random weights. What a user feels is timed: the start until the
+first answers, the first token cold, from the GPU's own cache, from the primary, from a store after a restart, in a
+burst, and under a mixed load. The anchor of every goal is another engine of the same run, or bytes over the link,
+measured here.
 
     python vllm_gpu.py --model FOLDER                 all of it, some 25 minutes
     python vllm_gpu.py --model FOLDER --quick         the scenes that have goals, some 8 minutes
     python vllm_gpu.py --page RESULTS.json out.html   the page with plots of an earlier run
 
-FOLDER holds a `config.json`; no weights, no tokenizer. Stores are made in `--stores` (a memory-backed folder stands for
-a page cache, a disk for a disk) and are removed. Results are written after each engine, so that a run that is ended early
-keeps what it has. SimpleCPUOffload and LMCache: see the README beside this.
+FOLDER holds a `config.json`; no weights, no tokenizer (`llama-8b-shape/` beside this). Stores are made in `--stores` (a
+memory-backed folder stands for a page cache, a disk for a disk) and are removed. Results are written after each engine,
+so that a run that is ended early keeps what it has.
 """
 
 import argparse
@@ -259,8 +260,8 @@ def page(found: dict[str, Any]) -> str:
         "<!doctype html><meta charset=utf-8><title>kvtiers in vLLM on a GPU</title><style>body{font:15px/1.5 system-ui;"
         "max-width:60rem;margin:2rem auto;padding:0 1rem}td,th{padding:.2rem .8rem;text-align:left;border-bottom:1px "
         f"solid #ccc}}svg{{max-width:100%;height:auto}}</style><h1>kvtiers in vLLM on a GPU</h1><p>{about}; link "
-        f"{found['link_gb_s']:.1f} GB/s; Llama-3.1-8B's shape, random weights.</p><table><tr><th>goal<th>value<th>at most"
-        f" (throughput, hits: at least)<th>{rows}</table>{''.join(charts(found['results']))}"
+        f"{found['link_gb_s']:.1f} GB/s; Llama-3.1-8B's shape, random weights.</p><table><tr><th>goal<th>value<th>"
+        f"at most (throughput, hits: at least)<th>{rows}</table>{''.join(charts(found['results']))}"
     )
 
 

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 
 from kvtiers.plugins import installed_tiers
+from kvtiers_vllm.early import follow_engine_args
 from kvtiers_vllm.own_tiering.options import PREFIX
 
 __all__ = ["register"]
@@ -29,6 +30,7 @@ def register() -> None:
     for name in dict.fromkeys(entry.name for entry in installed_tiers()):
         _register(SecondaryTierFactory.register_tier, f"{PREFIX}{name}", _TIERS, "KvtiersTier")
     _register(OffloadingSpecFactory.register_spec, "KvtiersOffloadingSpec", _SPEC, "KvtiersOffloadingSpec")
+    follow_engine_args()
 
 
 def _register(registry: Callable[[str, str, str], None], name: str, module: str, kind: str) -> None:

@@ -12,13 +12,19 @@ from kvtiers_vllm.cli import transfer_config
 from kvtiers_vllm.own_tiering import build as opening
 from kvtiers_vllm.own_tiering.options import TierSettings
 
-EXAMPLE = Path(__file__).parents[4] / "examples" / "kubernetes" / "vllm.yaml"
+EXAMPLES = Path(__file__).parents[4] / "examples" / "kubernetes"
+OWN_TIERING, WHOLE_STACK = "vllm.yaml", "vllm-whole-stack.yaml"
 GIB = 1 << 30
 
 
+@pytest.fixture(scope="module", params=[OWN_TIERING, WHOLE_STACK])
+def example(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def objects():
-    return {item["kind"]: item for item in yaml.safe_load_all(EXAMPLE.read_text())}
+def objects(example):
+    return {item["kind"]: item for item in yaml.safe_load_all((EXAMPLES / example).read_text())}
 
 
 @pytest.fixture
@@ -39,19 +45,23 @@ def gib(text):
     return int(re.fullmatch(r"(\d+)Gi", text)[1]) * GIB
 
 
-def test_vllm_takes_its_tiers_and_the_secret_stays_in_its_file(tiers):
+def test_vllm_takes_its_tiers_and_the_secret_stays_in_its_file(tiers, pod, example):
     config, document = tiers
+    (command,) = [word for word in pod["containers"][0]["args"] if "vllm serve" in word]
+    assert ("--whole-stack" in command) is (example == WHOLE_STACK)
     text = str(transfer_config(config, document))
     assert "kvtiers-fs" in text
     assert "kvtiers-redis" in text
     assert "'secret'" not in text
 
 
-def test_the_primary_fits_shared_memory_and_the_limit_counts_it(tiers, pod):
+def test_the_primary_fits_shared_memory_and_the_limit_counts_it(tiers, pod, example):
     primary = tiers[0].primary.capacity
     (shared,) = [gib(volume["emptyDir"]["sizeLimit"]) for volume in pod["volumes"] if volume["name"] == "shm"]
     resources = pod["containers"][0]["resources"]
-    assert primary < shared < gib(resources["limits"]["memory"]) == gib(resources["requests"]["memory"])
+    if example == OWN_TIERING:  # vLLM's primary is a file there, kvtiers' own is none
+        assert primary < shared
+    assert shared < gib(resources["limits"]["memory"]) == gib(resources["requests"]["memory"])
     assert gib(resources["limits"]["memory"]) - primary >= 16 * GIB
 
 
@@ -69,6 +79,33 @@ def test_no_probe_asks_a_tier_and_the_secret_is_a_file(pod):
     assert set(probes) == {"/health"}
     assert "env" not in container
     assert [volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume] == ["kvtiers-redis"]
+
+
+def test_a_client_and_prometheus_find_the_server_by_its_port(objects, pod):
+    service, deployment = objects["Service"]["spec"], objects["Deployment"]["spec"]
+    labels = deployment["template"]["metadata"]["labels"]
+    assert service["selector"].items() <= labels.items()
+    (port,) = pod["containers"][0]["ports"]
+    assert [entry["targetPort"] for entry in service["ports"]] == [port["name"]]
+    annotations = deployment["template"]["metadata"]["annotations"]
+    assert annotations["prometheus.io/port"] == str(port["containerPort"])
+    assert annotations["prometheus.io/scrape"] == "true"
+    assert f"--port {port['containerPort']}" in pod["containers"][0]["args"][0]
+
+
+def test_a_gated_model_has_its_token_in_a_file_and_another_needs_none(pod):
+    (volume,) = [volume for volume in pod["volumes"] if volume["name"] == "huggingface"]
+    (source,) = volume["projected"]["sources"]
+    assert source["secret"]["optional"]
+    (mount,) = [mount for mount in pod["containers"][0]["volumeMounts"] if mount["name"] == "huggingface"]
+    assert f"export HF_TOKEN_PATH={mount['mountPath']}/token;" in pod["containers"][0]["args"][0]
+
+
+def test_nothing_outlives_the_server_since_it_is_the_first_process_of_its_container(pod):
+    container = pod["containers"][0]
+    assert container["command"] == ["bash", "-c"]
+    assert "exec vllm serve " in container["args"][0]
+    assert not pod.get("shareProcessNamespace")
 
 
 def test_every_mount_has_its_volume(pod):

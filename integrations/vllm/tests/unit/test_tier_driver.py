@@ -463,3 +463,42 @@ def test_unread_is_what_was_written_and_not_read_since_not_what_the_tier_had_alr
     assert move(3, 6, is_promotion=False) == 6 * VALUE
     assert move(4, 6, is_promotion=True) == 0
     assert move(5, 6, is_promotion=False) == 0
+
+
+def test_an_engine_that_ends_waits_for_stores_for_its_drain_and_no_longer_and_says_what_was_dropped(caplog):
+    """vLLM steps as long as a job is owed, up to its --shutdown-timeout, and kills the engine then."""
+    bench = Bench(threads=2)
+    ending = []
+    bench.driver = TierDriver(
+        bench.slot,
+        LOOKUP_WAIT,
+        bench._close,
+        [32],
+        clock=bench.clock,
+        sleep=bench.rests.append,
+        is_ending=lambda: bool(ending),
+        drain=10.0,
+    )
+    bench.until(bench.slot.available)
+    bench.store.gate.clear()
+    bench.driver.request_started("a", None)
+    for number in range(4):  # of one the store is asked whether it has it, the others wait
+        bench.driver.submit(number, KEYS[number : number + 1], [number], "a", is_promotion=False)
+    bench.until(lambda: bench.tier.stats()["queued_stores"] == 3)
+    ending.append(True)
+    bench.step()
+    bench.clock.now += 9.0
+    bench.step()
+    assert bench.results == [], "there is time for them yet"
+    bench.clock.now += 2.0
+    bench.until(lambda: len(bench.results) == 3)
+    assert not any(result.success for result in bench.results)
+    bench.driver.submit(9, KEYS[5:6], [5], "a", is_promotion=False)
+    bench.step()
+    assert [result.job_id for result in bench.results][-1] == 9, "what comes later is not begun"
+    bench.store.gate.set()
+    bench.until(lambda: not bench.driver.has_jobs())
+    assert bench.tier.stats()["breaker_state"] == 0, "an engine that ends is no failure of the store's"
+    bench.driver.close(PATIENCE)
+    assert "test: shutdown within 60s dropped 4 jobs with 4 chunks" in caplog.text
+    assert bench.store.values == {}, "the first one was asked whether it is there, and not written then"

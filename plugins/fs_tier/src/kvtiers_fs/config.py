@@ -1,6 +1,7 @@
 """Options of the tier type ``fs``."""
 
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, field_validator
@@ -24,6 +25,20 @@ class FsConfig(TierConfig):
     """The options of an ``fs`` tier."""
 
     shareable = True
+    figures = MappingProxyType(
+        {
+            "bytes": "Bytes of the values in the directory.",
+            "values": "Values in the directory.",
+            "free_bytes": "Bytes that the file system has free.",
+            "evicted_values": "Values that were deleted for room.",
+            "evicted_bytes": "Bytes of these.",
+            "expired_values": "Values that were deleted for their age.",
+            "reclaimed_files": "Files of killed writers that were deleted.",
+            "dropped_values": "Values that found no room.",
+            "direct": "1: values are read and written past the page cache.",
+        }
+    )
+    when_full = "make room on the disk, or lower 'capacity': then it evicts before the disk is full"
     shared_figures = frozenset({"bytes", "values", "free_bytes", "direct"})
 
     path: Path = Field(description="the directory, absolute; made if only its last part is missing")

@@ -39,6 +39,8 @@ _VALUES_PER_SECOND = 64  # counted anew, all processes together: a million in fo
 _ORPHAN_SECONDS = 600.0  # longer than a write may take
 _WARN_SECONDS = 60.0
 
+_COUNTED = ("evicted_values", "evicted_bytes", "expired_values", "reclaimed_files")  # figures from the start on
+
 
 class _View(NamedTuple):
     """The folders that there are, and what this process had done to each shard just before they were listed."""
@@ -71,7 +73,7 @@ class Evictor:
         self._disk_is_full = False
         self._turn = threading.Lock()
         self._next_warning = self._next_floor = 0.0
-        self._counts: Counter[str] = Counter()
+        self._counts = Counter(dict.fromkeys(_COUNTED, 0))
         self._figures: dict[str, float] = {}
         self._thread = threading.Thread(target=self._run, name="kvtiers-fs-evictor", daemon=True)
 

@@ -223,6 +223,10 @@ class _NoEngine:
     def new_weights(self, version: str) -> None:
         pass
 
+    def fingerprint(self) -> str:
+        """Nothing is stored under any."""
+        return ""
+
     def tier_stats(self, name: str) -> dict[str, float]:  # noqa: ARG002 -- the protocol's signature
         return {}
 

@@ -20,12 +20,16 @@ class HandBackend:
         self.takes_jobs = self.takes_probes = True
         self._news = deque()
         self.drained = True
+        self.state = None
 
     def say(self, *events):
         self._news.extend(events)
 
     def wait_open(self, timeout):
         return ""
+
+    def open_state(self):
+        return self.state
 
     def send_job(self, job):
         self.jobs.append(job)

@@ -87,6 +87,10 @@ class Sealer:
         self._opened.wait(timeout)
         return self._open_error
 
+    def open_state(self) -> str | None:
+        """Return "" if the tier is open, why it is not, or None while it has said neither. From any thread."""
+        return self._open_error if self._opened.is_set() else None
+
     def settle(self, timeout: float) -> None:
         """Wait until everything that was asked for so far is done."""
         done = threading.Event()

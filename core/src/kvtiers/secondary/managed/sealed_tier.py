@@ -118,7 +118,7 @@ class SealedTier(SecondaryTierManager):
             return
         known.abandoned = True
         if job_id != self._probing_with:
-            self._breaker.record(ok=False)
+            self._record(ok=False)
         if known.handed_over and self._in_use is not None:  # None: it hung in its drain
             self._in_use.abandon_job(job_id)
 
@@ -178,6 +178,17 @@ class SealedTier(SecondaryTierManager):
         """Wait (from any thread) until the tier is open; return "" then, else why it is not."""
         return self._sealer.wait_open(timeout)
 
+    def open_state(self) -> str | None:
+        """Return "" if the tier is open, why it is not, or None while it has said neither. From any thread."""
+        return self._sealer.open_state()
+
+    def warn_unusable(self, error: str) -> None:
+        """Do nothing: the sealing thread, which opens the tier, has written that line."""
+
+    def log(self, level: int, text: str) -> None:
+        """Write a line to the log, on another thread than the engine's. ``text`` begins with the tier's name."""
+        self._sealer.log(level, text)
+
     def set_names(self, names: StorageNames) -> None:
         """Use other keys and names from now on."""
         self._names = names
@@ -188,7 +199,7 @@ class SealedTier(SecondaryTierManager):
             "seal_failures": self._sealer.seal_failures,
             "breaker_state": int(self._breaker.state),
             "breaker_opened": self._breaker.opened,
-            "open": int(self._in_use is not None),
+            "open": int(self._in_use is not None or self._sealer.open_state() == ""),
         }
 
     # -- inside
@@ -311,8 +322,17 @@ class SealedTier(SecondaryTierManager):
         if known.job.job_id == self._probing_with:
             self._probing_with = None
             self._breaker.probed(ok=ok and not known.abandoned)
+            if self._breaker.state is BreakerState.CLOSED:
+                self.log(logging.WARNING, f"{self._name}: works again; back in use")
         elif not known.abandoned:
-            self._breaker.record(ok=ok)
+            self._record(ok=ok)
+
+    def _record(self, *, ok: bool) -> None:
+        was = self._breaker.state
+        self._breaker.record(ok=ok)
+        if self._breaker.state is not was:
+            text = f"{self._name}: taken out of use after jobs that failed; it is tried with one until that succeeds"
+            self.log(logging.WARNING, text)
 
 
 def _figures_of(tier: SecondaryTierManager) -> dict[str, float]:

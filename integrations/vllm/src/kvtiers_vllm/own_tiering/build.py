@@ -11,15 +11,19 @@ from functools import partial
 from typing import Any
 
 from kvtiers.api import ChunkStore, ConfigError, StartError, TierConfig, TierContext, TierPlugin
+from kvtiers.api.units import format_size
 from kvtiers.host.bounce_buffers import value_views
 from kvtiers.layout.cache_layout import CacheLayout
+from kvtiers.layout.fingerprint_record import Described, describe_layout
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.plugins import load_tier, open_plugin
 from kvtiers.secondary.in_process import InProcessBackend
 from kvtiers.secondary.placement import HostedRegion, TierHosts
 from kvtiers.secondary.store_tier import ChunkStoreTier
+from kvtiers.start_line import StartFacts, StartLine
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 from kvtiers_vllm.identity import Engine, identity_of, row_layout
+from kvtiers_vllm.life import is_ending
 from kvtiers_vllm.own_tiering.off_tier import OffTier
 from kvtiers_vllm.own_tiering.options import TierSettings
 from kvtiers_vllm.own_tiering.prefetch_on_arrival import is_idle
@@ -46,6 +50,8 @@ class OpenedTier:
     model: str
     shared: bool
     off: str = ""
+    namespace: str = ""
+    fingerprint: str = ""
 
 
 def open_tier(
@@ -69,17 +75,36 @@ def open_tier(
         _log.warning("%s: %s", name, warning)
     assert view.strides is not None
     layout = row_layout(identity.model, offloading, view.strides[0])
-    parts = _Parts(config, settings, plugin, layout, view.cast("B"))
+    shared = not is_random(identity.model.weights) and not is_random(identity.model.hash_seed)
+    parts = _Parts(config, settings, plugin, layout, view.cast("B"), f"vLLM {version}" if shared else "")
     slot = TierSlot(0, parts.tier, _options(config))
     tokens = [layout.tokens_per_chunk(group) for group in range(len(layout.groups))]
     load_wait = None if settings.load_wait == "auto" else settings.load_wait
     idle = partial(is_idle, engine.core) if engine.is_alone else lambda: False
-    driver = TierDriver(slot, settings.lookup_wait, parts.close, tokens, load_wait, is_idle=idle)
+    driver = TierDriver(
+        slot,
+        settings.lookup_wait,
+        parts.close,
+        tokens,
+        load_wait,
+        is_idle=idle,
+        is_ending=partial(is_ending, engine.core),
+        drain=settings.drain,
+    )
     if config.required and (error := parts.tier.wait_open(config.deadline)):
         parts.close(0.0)
         raise StartError(f"{name}: required, but cannot be opened: {error}")
-    shared = not is_random(identity.model.weights) and not is_random(identity.model.hash_seed)
-    return OpenedTier(driver, name, identity.model.name, shared)
+    facts = StartFacts(
+        f"under vLLM's own tiering in vLLM {version}",
+        f"vLLM's, {format_size(view.nbytes)}",
+        settings.namespace,
+        parts.fingerprint,
+        shared,
+    )
+    parts.start_line = StartLine(facts, {name: (config.type, parts.tier)})
+    return OpenedTier(
+        driver, name, identity.model.name, shared, namespace=settings.namespace, fingerprint=parts.fingerprint
+    )
 
 
 def _why_off(engine: Engine) -> str:
@@ -99,16 +124,25 @@ class _Parts:
     """What a tier consists of in the engine's process, and how it is taken down."""
 
     def __init__(
-        self, config: TierConfig, settings: TierSettings, plugin: TierPlugin, layout: CacheLayout, rows: memoryview
+        self,
+        config: TierConfig,
+        settings: TierSettings,
+        plugin: TierPlugin,
+        layout: CacheLayout,
+        rows: memoryview,
+        release: str = "",
     ) -> None:
         self._config = config
         self._plugin = plugin
         self._namespace = settings.namespace
         self._layout = layout
         self._names = StorageNames.of_layout(settings.namespace, layout)
+        document = describe_layout(layout, release, self._names.fingerprint)
+        self._described = Described(self._names.prefix, document) if release else None
         self._sizes = [(layout.payload_bytes(g), layout.value_bytes(g)) for g in range(len(layout.groups))]
         self._row_bytes = layout.payload_bytes(0)
         self._fd = -1
+        self.start_line: StartLine | None = None
         self._rows: memoryview | None = None
         self._hosts = self._hosts_on(rows) if config.io == "process" else None
         if self._hosts is not None:
@@ -118,12 +152,20 @@ class _Parts:
             self._rows = rows
             views = value_views(rows, self._row_bytes, max(value for _, value in self._sizes))
             self.tier = ChunkStoreTier(
-                config, InProcessBackend(config, self._opener(rows), views, self._names, self._sizes)
+                config,
+                InProcessBackend(config, self._opener(rows), views, self._names, self._sizes, self._described),
             )
             self._views = views
 
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint as it stands in the names of values."""
+        return self._names.fingerprint
+
     def close(self, seconds: float) -> None:
         """End the tier, which has been drained, within so many seconds, and let go of vLLM's memory."""
+        if self.start_line is not None:
+            self.start_line.close()
         self.tier.close()
         if self._hosts is not None:
             self._hosts.close(max(_CLOSE_SECONDS, seconds))
@@ -140,7 +182,7 @@ class _Parts:
             _log.warning("%s: no helper process can map vLLM's memory: %s; its io is 'thread'", name, error)
             return None
         region = HostedRegion(self._fd, nbytes, nbytes, self._row_bytes, self._sizes)
-        return TierHosts(region, self._namespace, lambda: self._names)
+        return TierHosts(region, self._namespace, lambda: self._names, self._described)
 
     def _opener(self, rows: memoryview) -> Callable[[], ChunkStore]:
         plugin, config = self._plugin, self._config

@@ -66,6 +66,12 @@ class AskedTier:
         with self._in_call:
             self._slot.abandon(job_id)
 
+    def drop(self, job_ids: Sequence[int]) -> None:
+        """Have jobs end without what of them has not begun."""
+        if self._releasing is not None and job_ids:
+            with self._in_call:
+                self._releasing.drop_jobs(job_ids)
+
     def end_step(self) -> None:
         """Send what the step has collected."""
         with self._in_call:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvtiers_vllm.own_tiering.build import OpenedTier
+from kvtiers_vllm.plugin_figures import OTHERS, plugin_gauges, plugin_values
 
-__all__ = ["COUNTERS", "EVERY_SECONDS", "GAUGES", "LABELS", "TierFigures"]
+__all__ = ["COUNTERS", "EVERY_SECONDS", "GAUGES", "LABELS", "TierFigures", "tier_definitions"]
 
 EVERY_SECONDS = 0.1
 """How often figures are given: vLLM asks in every step, and a report takes 0.1 ms for each tier."""
@@ -46,16 +47,32 @@ GAUGES = {
     "kvtiers_tier_running_jobs": "Jobs under way.",
     "kvtiers_tier_loading_chunks": "Chunks being brought.",
     "kvtiers_tier_storing_chunks": "Chunks on their way into the tier.",
+    "kvtiers_tier_queued_loads": "Parts of loads that wait for a thread.",
+    "kvtiers_tier_queued_stores": "Parts of stores that wait for a thread.",
+    "kvtiers_tier_unread_bytes": "Bytes written and not read since.",
     "kvtiers_tier_quarantined_rows": "Rows of jobs that were given up and that something may still touch.",
     "kvtiers_tier_saved_seconds": "Seconds that computing these tokens had taken at this engine's speed, less loading.",
     "kvtiers_tier_breaker_state": "0: in use, 1: out of use, 2: being tried.",
+    "kvtiers_tier_full": "1: the tier's store takes no more values; the log says what to do.",
+    "kvtiers_tier_too_slow": "1: what the tier has comes too late, and is computed.",
     "kvtiers_tier_open": "1: the tier's store is open.",
     "kvtiers_tier_hosts": "The tier's helper processes.",
     "kvtiers_tier_hosts_open": "Those of them in which the store is open.",
     "kvtiers_tier_off": "1: the tier does nothing in this engine; the log says why.",
     "kvtiers_tier_shared": "1: another process can find what this one stores; 0: the log says why not.",
 }
+_KNOWN = frozenset((*COUNTERS, *GAUGES))
 _PREFIX = "kvtiers_tier_"
+
+
+def tier_definitions(
+    counter: Callable[..., Any], gauge: Callable[..., Any], counters: Mapping[str, str], gauges: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the definitions of a tier's figures: these, and those of the installed tiers' own stores."""
+    found = {name: counter(text, LABELS) for name, text in counters.items()}
+    found |= {name: gauge(text, LABELS) for name, text in plugin_gauges().items()}
+    found |= {name: gauge(text, LABELS) for name, text in gauges.items()}
+    return found | {OTHERS: gauge("A figure of the tier's own store.", (*LABELS, "figure"))}
 
 
 class _Stats(Protocol):
@@ -76,7 +93,7 @@ class TierFigures:
     collection: Callable[[], _Stats]
     clock: Callable[[], float] = time.monotonic
     _next: float = 0.0
-    _reported: dict[str, float] = field(default_factory=dict)
+    _reported: dict[tuple[str, tuple[str, ...]], float] = field(default_factory=dict)
 
     def __call__(self) -> _Stats | None:
         """Return the changes; None if that was done a moment ago, since vLLM asks in every step."""
@@ -85,19 +102,19 @@ class TierFigures:
             return None
         self._next = now + EVERY_SECONDS
         stats = self.collection()
-        labels = (self.opened.name,)
-        for name, value in self._figures():
-            before = self._reported.get(name)
+        for name, more, value in self._figures():
+            labels = (self.opened.name, *more)
+            before = self._reported.get((name, labels))
             if value == before:
                 continue
-            self._reported[name] = value
-            if name in GAUGES:
+            self._reported[name, labels] = value
+            if name not in COUNTERS:
                 stats.set_gauge(name, value, labels)
             elif value > (before or 0.0):
                 stats.increase_counter(name, value - (before or 0.0), labels)
         return stats
 
-    def _figures(self) -> Iterator[tuple[str, float]]:
+    def _figures(self) -> Iterator[tuple[str, tuple[str, ...], float]]:
         driver = self.opened.driver
         own: Mapping[str, Any] = driver.own_stats()
         extra = {
@@ -111,4 +128,5 @@ class TierFigures:
             name = full_name.removeprefix(_PREFIX)
             value = extra.get(name, own.get(name, getattr(driver.metrics, name, None)))
             if isinstance(value, (int, float)):
-                yield full_name, float(value)
+                yield full_name, (), float(value)
+        yield from plugin_values(own, _KNOWN)

@@ -11,7 +11,14 @@ __all__ = ["open_status"]
 
 def open_status(opened: OpenedTier, engine: str) -> StatusSocket:
     """Answer questions about a tier from now on."""
-    return answer_status(engine, opened.model, [opened.name], lambda: {opened.name: _figures_of(opened)})
+    return answer_status(
+        engine,
+        opened.model,
+        [opened.name],
+        lambda: {opened.name: _figures_of(opened)},
+        namespace=opened.namespace,
+        fingerprint=lambda: opened.fingerprint,
+    )
 
 
 def _figures_of(opened: OpenedTier) -> dict[str, Any]:

@@ -13,9 +13,10 @@ from vllm import __version__ as vllm_version
 
 from kvtiers.api import LookupResult as Answer
 from kvtiers_vllm.identity import engine_of_stack
+from kvtiers_vllm.life import FirstReport, is_ending
 from kvtiers_vllm.never_raise import BugCount, never_raises
 from kvtiers_vllm.own_tiering.build import open_tier
-from kvtiers_vllm.own_tiering.metrics import COUNTERS, GAUGES, LABELS, TierFigures
+from kvtiers_vllm.own_tiering.metrics import COUNTERS, GAUGES, TierFigures, tier_definitions
 from kvtiers_vllm.own_tiering.options import load_tier_options
 from kvtiers_vllm.own_tiering.prefetch_on_arrival import follow_arrivals, prefix_keys
 from kvtiers_vllm.own_tiering.report import open_status
@@ -66,8 +67,10 @@ class KvtiersTier(SecondaryTierManager):
         self._offloading, engine = offloading_spec.config, engine_of_stack()
         opened = open_tier(config, settings, self._offloading, primary_kv_view, engine, vllm_version)
         self._driver = opened.driver
+        self._core = engine.core
         follow_arrivals(engine.core, self._arrived)
         self._figures = TierFigures(opened, OffloadingConnectorStats)
+        self._first_report = FirstReport(opened.driver.has_spoken) if getattr(engine, "is_alone", False) else None
         self._status = open_status(opened, f"vLLM {vllm_version}")
         self._end: threading.Thread | None = None
         _running[self] = self._offloading
@@ -128,6 +131,12 @@ class KvtiersTier(SecondaryTierManager):
         """Send what the step has collected."""
         self._driver.end_step(context.new_req_ids)
 
+    @never_raises(lambda: False)
+    def has_pending_work(self) -> bool:
+        """Say whether vLLM's figures do not say yet how the tier is, and the engine is not ending."""
+        owed = self._first_report is not None and self._first_report.is_owed()
+        return owed and not is_ending(self._core)
+
     @never_raises(lambda: None)
     def drain_jobs(self) -> None:
         """Wait until nothing of the tier's touches a row."""
@@ -168,13 +177,15 @@ class KvtiersTier(SecondaryTierManager):
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
         """Return what the tier's figures are; the same for all tiers, which a label tells apart."""
         del extra_config
-        counters = {name: OffloadingCounterMetadata(text, LABELS) for name, text in COUNTERS.items()}
-        return counters | {name: OffloadingGaugeMetadata(text, LABELS) for name, text in GAUGES.items()}
+        return tier_definitions(OffloadingCounterMetadata, OffloadingGaugeMetadata, COUNTERS, GAUGES)
 
     @never_raises(lambda: None)
     def get_stats(self) -> Any:
         """Return what has changed; None if that was said a moment ago."""
-        return self._figures()
+        report = self._figures()
+        if report is not None and self._first_report is not None:
+            self._first_report.given()
+        return report
 
     # -- inside
 

@@ -81,7 +81,8 @@ class TierDriver:
     A ``load_wait`` of None: as long as computing would take, which the engine itself shows (``prefill.py``), at least
     ``lookup_wait``, and no more until it has shown it.
     ``tokens_per_chunk[g]``: tokens whose KV a chunk of group g holds. ``is_idle``: nothing but new requests can be
-    computed now; asked when a step begins.
+    computed now; asked when a step begins. ``is_ending``: the engine goes on only for the work that there is; after
+    ``drain`` seconds of that, stores which have not ended are dropped.
     """
 
     def __init__(
@@ -94,10 +95,15 @@ class TierDriver:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         is_idle: Callable[[], bool] = lambda: False,
+        is_ending: Callable[[], bool] = lambda: False,
+        drain: float = 10.0,
     ) -> None:
         self._slot = slot
         self._tier = AskedTier(slot)
         self._is_idle = is_idle
+        self._is_ending = is_ending
+        self._drain = drain
+        self._drop_at: float | None = None  # known once the engine ends
         self._rest = Rest(clock, sleep)
         self._began: float | None = None  # a step, with its first question
         self._began_idle = False
@@ -142,6 +148,10 @@ class TierDriver:
         """Return the tier's own figures."""
         tier = self._slot.tier
         return self._slot.own_stats(lambda _name: tier.stats() if isinstance(tier, ChunkStoreTier) else {})
+
+    def has_spoken(self) -> bool:
+        """Say whether the tier is open, or has said why it is not. Any thread."""
+        return self._slot.has_spoken()
 
     # -- requests
 
@@ -210,7 +220,7 @@ class TierDriver:
         running = self._jobs[job_id] = _Running(job, request, now, release_at)
         self.metrics.running_jobs += 1
         self.metrics.loading_chunks += len(job.keys) if is_promotion else 0
-        usable = self._slot.available()
+        usable = self._slot.available() and (is_promotion or not self._drops_stores())
         self.metrics.dropped_cascades += len(job.keys) if not usable and not is_promotion else 0
         if not usable or not self._tier.submit(job):
             self._finish(running, JobResult(job_id, success=False))
@@ -234,6 +244,7 @@ class TierDriver:
         """
         self._tier.end_step()
         now = self._clock()
+        self._slot.watch_speed(now)
         self._prefill.step_ended(new_requests, now)
         computed = (self._began if self._began is not None else now) - self._ended >= _STEP_SECONDS
         self._rest.step(idle=not computed and self.metrics.loading_chunks > 0)
@@ -306,10 +317,18 @@ class TierDriver:
             if (ended := self._jobs.get(result.job_id)) is not None:
                 self._finish(ended, result)
         self._let_go(news.released)
+        if self._drops_stores():
+            self._tier.drop([job_id for job_id, running in self._jobs.items() if not running.job.is_promotion])
         now = self._clock()
         if (self._jobs or self._late) and now >= self._next_scan:
             self._next_scan = now + _SCAN_SECONDS
             self._expire(now)
+
+    def _drops_stores(self) -> bool:
+        """Say whether the engine has been ending for so long that stores are not waited for any more."""
+        if self._drop_at is None and self._is_ending():
+            self._drop_at = self._clock() + self._drain
+        return self._drop_at is not None and self._clock() >= self._drop_at
 
     def _loads_over(self, request: _Request, keys: Sequence[OffloadKey], now: float) -> float:
         """Return until when a request waits for its loads, of which these are some.

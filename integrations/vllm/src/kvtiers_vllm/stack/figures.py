@@ -10,12 +10,24 @@ from typing import Any
 
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.status import StatusSocket, answer_status
-from kvtiers_vllm.own_tiering.metrics import COUNTERS, EVERY_SECONDS, GAUGES, LABELS
+from kvtiers_vllm.own_tiering.metrics import COUNTERS, EVERY_SECONDS, GAUGES, tier_definitions
+from kvtiers_vllm.plugin_figures import plugin_values
 from kvtiers_vllm.stack.steps import StepClock
 
 __all__ = ["StackFacts", "StackFigures", "definitions", "open_stack_status"]
 
-_TIER_COUNTERS = {**COUNTERS, "kvtiers_tier_hits": "Chunks that a request was the first to read, and that it brought."}
+_TIER_COUNTERS = {
+    **COUNTERS,
+    "kvtiers_tier_hits": "Chunks that a request was the first to read, and that it brought.",
+    "kvtiers_tier_dropped_promotions": "Chunks that the tier has but that got no row in the primary.",
+    "kvtiers_tier_budget_misses": "Lookups that passed the tier by, since it may pin no more rows.",
+}
+_TIER_GAUGES = {
+    **GAUGES,
+    "kvtiers_tier_pinned_rows": "Rows that the tier's jobs, reservations and quarantine hold.",
+    "kvtiers_tier_out_of_use": "1: the tier reported what it was not given, and is asked nothing more.",
+}
+_TIER_NAMES = dict.fromkeys((*_TIER_COUNTERS, *_TIER_GAUGES))
 _ENGINE_COUNTERS = {
     "kvtiers_lookups": "Chunks that requests asked for.",
     "kvtiers_primary_hits": "Chunks that requests read and that no tier had brought for them.",
@@ -38,8 +50,7 @@ _PRIMARY_GAUGES = {
 
 def definitions(counter: Callable[..., Any], gauge: Callable[..., Any]) -> dict[str, Any]:
     """Return the figures' definitions. ``counter``, ``gauge``: vLLM's classes for them."""
-    found = {name: counter(text, LABELS) for name, text in _TIER_COUNTERS.items()}
-    found |= {name: gauge(text, LABELS) for name, text in GAUGES.items()}
+    found = tier_definitions(counter, gauge, _TIER_COUNTERS, _TIER_GAUGES)
     found |= {name: counter(text) for name, text in _ENGINE_COUNTERS.items()}
     return found | {name: gauge(text) for name, text in _PRIMARY_GAUGES.items()}
 
@@ -87,7 +98,7 @@ class StackFigures:
             if value == before:
                 continue
             self._reported[name, labels] = value
-            if name in GAUGES or name in _PRIMARY_GAUGES:
+            if name not in _TIER_COUNTERS and name not in _ENGINE_COUNTERS:
                 changes.set_gauge(name, value, labels)
             elif value > (before or 0.0):
                 changes.increase_counter(name, value - (before or 0.0), labels)
@@ -99,7 +110,9 @@ class StackFigures:
         for tier, figures in stats["tiers"].items():
             ours = {"off": 0, "shared": int(facts.shared), "saved_seconds": facts.saved_seconds(figures)}
             known = {**figures, **figures["own"], **ours}
-            yield from _numbers((*_TIER_COUNTERS, *GAUGES), "kvtiers_tier_", known, (tier,))
+            yield from _numbers(_TIER_NAMES, "kvtiers_tier_", known, (tier,))
+            for name, more, value in plugin_values(figures["own"], _TIER_NAMES):
+                yield name, (tier, *more), value
         yield from _numbers(_PRIMARY_GAUGES, "kvtiers_primary_", stats["primary"], ())
         yield from _numbers(_ENGINE_COUNTERS, "kvtiers_", stats["engine"], ())
 
@@ -113,13 +126,15 @@ def _numbers(
             yield name, labels, float(value)
 
 
-def open_stack_status(facts: StackFacts, tiers: list[str], engine: str) -> StatusSocket:
+def open_stack_status(
+    facts: StackFacts, tiers: list[str], engine: str, namespace: str = "", fingerprint: Callable[[], str] = lambda: ""
+) -> StatusSocket:
     """Answer questions about the stack's tiers from now on."""
 
     def figures() -> dict[str, dict[str, Any]]:
         return {name: _with_facts(facts, known) for name, known in facts.stats()["tiers"].items()}
 
-    return answer_status(engine, facts.layout.model.name, tiers, figures)
+    return answer_status(engine, facts.layout.model.name, tiers, figures, namespace=namespace, fingerprint=fingerprint)
 
 
 def _with_facts(facts: StackFacts, figures: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from kvtiers.tiering.manager import TieringManager
 from kvtiers.types import LoadPlan, StorePlan
 from kvtiers.types import OffloadPolicy as Policy
 from kvtiers_vllm.identity import Engine
+from kvtiers_vllm.life import FirstReport, is_ending
 from kvtiers_vllm.never_raise import BugCount, never_raises
 from kvtiers_vllm.own_tiering.idle_backoff import Rest
 from kvtiers_vllm.own_tiering.prefetch_on_arrival import follow_arrivals, is_idle
@@ -77,6 +78,7 @@ class KvtiersManager(OffloadingManager):
         """The context of the request whose answers are in ``_answers``, in this step."""
         self._answers: dict[bytes, LookupResult] = {}
         """By vLLM's key: it asks chunk by chunk, and one sweep over the prefix has answered them all."""
+        self._first_report = FirstReport(manager.tiers_have_spoken) if self._alone else None
         self._began_idle: bool | None = None
         """Nothing but new requests could be computed when this step's first lookup came; None before it."""
         follow_arrivals(engine.core, self._ask_ahead)
@@ -222,7 +224,10 @@ class KvtiersManager(OffloadingManager):
     def get_stats(self) -> Any:
         """Return the figures that have changed; vLLM asks at the end of each step."""
         self.steps.ends()
-        return self._figures()
+        report = self._figures()
+        if report is not None and self._first_report is not None:
+            self._first_report.given()
+        return report
 
     @never_raises(lambda: None)
     def on_schedule_end(self, context: Any) -> None:
@@ -241,8 +246,8 @@ class KvtiersManager(OffloadingManager):
     def rest(self, *, computes: bool) -> None:
         """Leave the interpreter and the processor to what a step waits for that computes nothing."""
         idle = self._alone and not computes
-        idle = idle and (self._plans.are_running() or self._manager.has_pending_work())
-        self._rest.step(idle=idle, watched=WAKEUP.watched > 0)
+        waits = self._plans.are_running() or self._manager.has_pending_work() or self._owes_first_report()
+        self._rest.step(idle=idle and waits, watched=WAKEUP.watched > 0)
 
     @never_raises(lambda: None)
     def computes(self) -> None:
@@ -264,7 +269,12 @@ class KvtiersManager(OffloadingManager):
     @never_raises(lambda: False)
     def has_pending_work(self) -> bool:
         """Say whether steps are needed without a request."""
-        return self._manager.has_pending_work() or self._plans.has_unconfirmed()
+        if is_ending(self._core):  # what tiers still have to write is the shutdown's, which has a bound
+            return self._plans.are_running() or self._plans.has_unconfirmed()
+        return self._manager.has_pending_work() or self._plans.has_unconfirmed() or self._owes_first_report()
+
+    def _owes_first_report(self) -> bool:
+        return self._first_report is not None and self._first_report.is_owed()
 
     def take_events(self) -> Iterable[Any]:
         """Return nothing, and record nothing: vLLM's events name its own hashes, ours are others."""

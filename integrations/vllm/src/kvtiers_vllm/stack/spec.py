@@ -102,7 +102,14 @@ class KvtiersOffloadingSpec(OffloadingSpec):
             _log.warning("%s", warning)
         layout = cache_layout(identity.model, self.config, self._engine)
         shared = not is_random(identity.model.weights) and not is_random(identity.model.hash_seed)
-        manager = open_manager(self._config, layout, engine_id=self.config.engine_id, record_events=False)
+        manager = open_manager(
+            self._config,
+            layout,
+            engine_id=self.config.engine_id,
+            record_events=False,
+            way_in=f"as the whole stack in vLLM {vllm_version}",
+            release=f"vLLM {vllm_version}",
+        )
         try:
             manager.wait_ready(self._config.primary.start_deadline)
         except StartError:
@@ -112,7 +119,7 @@ class KvtiersOffloadingSpec(OffloadingSpec):
         steps = StepClock()
         facts = StackFacts(manager.stats, layout, steps, shared)
         tiers = [tier.tier_name for tier in self._config.secondary]
-        status = open_stack_status(facts, tiers, f"vLLM {vllm_version}")
+        status = open_stack_status(facts, tiers, f"vLLM {vllm_version}", self._config.namespace, manager.fingerprint)
         looks = AdapterLooks()
         looks.follow(self._engine.core)
 

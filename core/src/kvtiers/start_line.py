@@ -1,0 +1,114 @@
+"""The start line: what an engine with kvtiers is, in one line of its log, once ranks and tiers have said how they are.
+
+A tier that cannot be used says so beside it, though no request has come yet. All of it happens on a thread of its own,
+which asks what the tiers' hosts have said: the engine may be idle for hours, and listens to nobody meanwhile.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvtiers import __version__
+
+__all__ = ["Announced", "StartFacts", "StartLine"]
+
+_log = logging.getLogger("kvtiers")
+_LOOK_SECONDS = 0.05
+_LATER_LOOK_SECONDS = 0.5
+_SAY_WITHIN = 10.0  # a tier that has said nothing by then is named as one that is still being opened
+_CLOSE_SECONDS = 1.0
+
+
+class Announced(Protocol):
+    """What there is to be asked of a tier while it is opened. Any thread; nothing here waits for a store."""
+
+    def open_state(self) -> str | None:
+        """Return "" if it is open, why it cannot be opened, or None while it has said neither."""
+
+    def warn_unusable(self, error: str) -> None:
+        """Write the line that says that it is out of use and why, unless it stands there already."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartFacts:
+    """What the line says besides the tiers. ``way_in``: what uses kvtiers; ``shared``: others can."""
+
+    way_in: str
+    primary: str
+    namespace: str
+    fingerprint: str
+    shared: bool
+
+    def line(self, tiers: Mapping[str, str]) -> str:
+        """Return the line; ``tiers``: what is to be said of each, by name."""
+        whose = "shared by all engines of the same two" if self.shared else "shared with no other process"
+        named = ", ".join(f"{name} {state}" for name, state in tiers.items()) or "none"
+        return (
+            f"kvtiers {__version__} is on, {self.way_in}; primary {self.primary}; tiers: {named}; "
+            f"namespace {self.namespace!r}, fingerprint {self.fingerprint}: {whose}"
+        )
+
+
+class StartLine:
+    """Writes the line when ``ready()`` and all tiers have said how they are, or 10 s after ``ready()``.
+
+    ``tiers``: each by its name, with its type. ``close`` ends it, if it has not ended by itself.
+    """
+
+    def __init__(
+        self, facts: StartFacts, tiers: Mapping[str, tuple[str, Announced]], ready: Callable[[], bool] = lambda: True
+    ) -> None:
+        self._facts = facts
+        self._tiers = tiers
+        self._ready = ready
+        self._states: dict[str, str | None] = dict.fromkeys(tiers)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvtiers-start", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Write nothing more."""
+        self._closed.set()
+        self._thread.join(_CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            self._watch()
+        except Exception:  # noqa: BLE001 -- a line that is missing must not look like a tier that hangs
+            _log.exception("the start line cannot be written; a bug of kvtiers")
+
+    def _watch(self) -> None:
+        began, said = time.monotonic(), False
+        ready_at: float | None = None
+        while not self._closed.is_set():
+            self._look(said=said)
+            now = time.monotonic()
+            if ready_at is None and self._ready():
+                ready_at = now
+            settled = None not in self._states.values()
+            if not said and ready_at is not None and (settled or now - ready_at >= _SAY_WITHIN):
+                _log.info("%s", self._facts.line({name: self._words(name) for name in self._states}))
+                said = True
+            if said and settled:
+                return
+            self._closed.wait(_LOOK_SECONDS if now - began < _SAY_WITHIN else _LATER_LOOK_SECONDS)
+
+    def _look(self, *, said: bool) -> None:
+        """Take what the tiers say for the first time."""
+        for name, before in self._states.items():
+            if before is not None:
+                continue
+            _, tier = self._tiers[name]
+            state = self._states[name] = tier.open_state()
+            if state:
+                tier.warn_unusable(state)
+            elif state is not None and said:
+                _log.info("%s: in use", name)
+
+    def _words(self, name: str) -> str:
+        kind, _ = self._tiers[name]
+        state = self._states[name]
+        return f"({kind}) " + ("still being opened" if state is None else "out of use" if state else "in use")

@@ -1,0 +1,66 @@
+"""What can be refused before vLLM loads a model: a primary tier that is larger than the machine.
+
+The memory is taken when vLLM builds its scheduler, minutes later and in another process, whose failure fills the log.
+What is asked for is known as soon as vLLM has made its config from its arguments; there the same sum is done.
+"""
+
+import functools
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["follow_engine_args", "refuse_large_primary"]
+
+_log = logging.getLogger("kvtiers.vllm")
+_ENGINE_ARGS = "vllm.engine.arg_utils"
+_CONFIG_KEY = "kvtiers_config"
+_followed: set[type] = set()
+
+
+def follow_engine_args() -> None:
+    """Look at each config that this process makes; one that makes none has not loaded the class for it."""
+    module = sys.modules.get(_ENGINE_ARGS)
+    engine_args = getattr(module, "EngineArgs", None)
+    if engine_args is not None and engine_args not in _followed:
+        _followed.add(engine_args)
+        engine_args.create_engine_config = _looking(engine_args.create_engine_config)
+
+
+def _looking(create: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(create)
+    def create_engine_config(*arguments: Any, **more: Any) -> Any:
+        config = create(*arguments, **more)
+        refuse_large_primary(config)
+        return config
+
+    return create_engine_config
+
+
+def refuse_large_primary(vllm_config: Any, problem_with: Callable[[int], str | None] | None = None) -> None:
+    """Raise StartError, and log it in one line, if the whole stack's primaries do not fit this machine.
+
+    ``vllm_config``: vLLM's. What is wrong with kvtiers' own config is said by whoever reads it to use it.
+    """
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    extra = getattr(transfer, "kv_connector_extra_config", None)
+    given = extra.get(_CONFIG_KEY) if isinstance(extra, Mapping) else None
+    if not given:
+        return
+    # Imported here: every process of every vLLM has this module, and few get as far as this.
+    from kvtiers.api import StartError
+    from kvtiers.config import load_config
+    from kvtiers.region.limits import memory_problem
+
+    try:
+        primary = load_config(given).primary
+    except Exception:  # noqa: BLE001 -- as above
+        return
+    if primary.huge_pages != "off":  # these are counted apart
+        return
+    engines = max(1, int(getattr(vllm_config.parallel_config, "data_parallel_size_local", 1) or 1))
+    if problem := (problem_with or memory_problem)(primary.capacity * engines):
+        of = "" if engines == 1 else f", for {engines} engines on this machine"
+        text = f"primary.capacity{of}: {problem}"
+        _log.error("kvtiers: %s", text)
+        raise StartError(text)

@@ -1,0 +1,41 @@
+"""The begin and the end of an engine of vLLM's, as far as its tiers have to do with them.
+
+vLLM gives figures to its ``/metrics`` in steps only, and an engine without a request makes none: so it is kept stepping
+at its start, until one report has said how the tiers are. At its end it steps as long as there is work, for as long as
+``--shutdown-timeout`` allows: work of a slow tier alone must not take all of that time.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["FirstReport", "is_ending"]
+
+_LONGEST_SECONDS = 30.0
+
+
+class FirstReport:
+    """Whether the report is owed that says how the tiers are. ``have_spoken``: each is open, or has said why not."""
+
+    def __init__(self, have_spoken: Callable[[], bool], clock: Callable[[], float] = time.monotonic) -> None:
+        self._have_spoken = have_spoken
+        self._clock = clock
+        self._until = clock() + _LONGEST_SECONDS
+        self._spoken = False
+        self._is_owed = True
+
+    def is_owed(self) -> bool:
+        """Say whether the engine is to go on stepping for it."""
+        if self._is_owed:
+            self._spoken = self._spoken or self._have_spoken()
+            self._is_owed = self._clock() < self._until
+        return self._is_owed
+
+    def given(self) -> None:
+        """Take note of a report; one that was given before all had spoken is not yet the one."""
+        self._is_owed = self._is_owed and not self._spoken
+
+
+def is_ending(core: Any) -> bool:
+    """Say whether vLLM's engine core has been told to end, and goes on only for the work that there is."""
+    return getattr(getattr(core, "shutdown_state", None), "name", "RUNNING") != "RUNNING"

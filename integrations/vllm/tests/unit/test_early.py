@@ -1,0 +1,84 @@
+"""A primary larger than the machine is refused when vLLM has made its config: before it loads a model."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from kvtiers.api import StartError
+from kvtiers_vllm.early import follow_engine_args, refuse_large_primary
+
+TIB = 1 << 40
+
+
+def made(capacity="1PiB", engines=1, **extra):
+    """vLLM's config, as far as it is looked at."""
+    config = {"version": 1, "primary": {"capacity": capacity}}
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"kvtiers_config": config} | extra),
+        parallel_config=SimpleNamespace(data_parallel_size_local=engines),
+    )
+
+
+class EngineArgs:
+    """vLLM's, which makes a config from its arguments."""
+
+    def __init__(self, config):
+        self.config = config
+
+    def create_engine_config(self, usage_context=None):
+        return self.config
+
+
+@pytest.fixture
+def engine_args(monkeypatch):
+    class Fresh(EngineArgs):
+        pass
+
+    Fresh.create_engine_config = EngineArgs.create_engine_config
+    module = ModuleType("vllm.engine.arg_utils")
+    module.EngineArgs = Fresh
+    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", module)
+    return Fresh
+
+
+def test_a_primary_larger_than_the_machine_stops_the_config_in_one_line(engine_args, caplog):
+    follow_engine_args()
+    follow_engine_args()
+    with pytest.raises(StartError, match=r"primary\.capacity: 1PiB of memory are wanted, but the machine has"):
+        engine_args(made()).create_engine_config(usage_context="a server")
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "\n" not in line
+    assert "lower primary.capacity below" in line
+
+
+def test_one_that_fits_and_a_vllm_without_kvtiers_are_not_held_up(engine_args):
+    follow_engine_args()
+    for config in (
+        made("1MiB"),
+        SimpleNamespace(kv_transfer_config=None),
+        SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"spec_name": "x"})),
+    ):
+        assert engine_args(config).create_engine_config() is config
+
+
+def test_a_config_that_is_wrong_is_left_to_whoever_reads_it_to_use_it():
+    refuse_large_primary(made(kvtiers_config="/no/such/file.yaml"))
+
+
+def test_engines_that_share_the_machine_are_counted_together():
+    asked = []
+    refuse_large_primary(made("1TiB", engines=4), asked.append)
+    assert asked == [4 * TIB]
+
+
+def test_huge_pages_are_not_counted_as_other_memory():
+    config = made()
+    config.kv_transfer_config.kv_connector_extra_config["kvtiers_config"]["primary"]["huge_pages"] = "2MiB"
+    refuse_large_primary(config)
+
+
+def test_a_process_that_makes_no_config_is_left_as_it_is(monkeypatch):
+    monkeypatch.delitem(sys.modules, "vllm.engine.arg_utils", raising=False)
+    follow_engine_args()
+    assert "vllm.engine.arg_utils" not in sys.modules

@@ -1,0 +1,55 @@
+"""A store that takes no more values: said once with what to do, and once when it does again."""
+
+import pytest
+from tests.unit.secondary.store_tier.hand_backend import job, result_of, step
+
+from kvtiers.host.messages import Status
+
+FULL = "t: full: its store has not taken 4 values; what it holds is read as before; give it more room, or have it"
+
+
+@pytest.fixture
+def store(tier, backend, keys):
+    """Store so many chunks, of which so many are dropped."""
+    numbers = iter(range(1, 1000))
+
+    def store(count, dropped):
+        number = next(numbers)
+        tier.submit_store(job(number, keys[:count]))
+        result_of(backend, number, *[Status.DROPPED] * dropped, *[Status.DONE] * (count - dropped))
+        step(tier)
+
+    return store
+
+
+def test_a_full_store_is_said_once_and_is_a_figure_and_no_failure(tier, backend, store):
+    for _ in range(20):
+        store(4, 4)
+    assert [line for line in backend.logged if line.startswith(FULL)] == backend.logged
+    assert len(backend.logged) == 1
+    figures = tier.stats()
+    assert (figures["full"], figures["dropped_full"], figures["breaker_state"]) == (1, 80, 0)
+
+
+def test_the_end_says_how_many_were_dropped_and_what_comes_after_begins_anew(tier, backend, store, clock):
+    store(4, 4)
+    clock.now += 29.0
+    store(6, 2)
+    clock.now += 29.0
+    store(4, 0)
+    assert tier.stats()["full"] == 1, "at its limit a store takes some and drops some"
+    clock.now += 1.0
+    store(4, 0)
+    assert backend.logged[1:] == ["t: takes values again; 6 were dropped while it was full"]
+    assert tier.stats()["full"] == 0
+    store(4, 4)
+    assert backend.logged[2].startswith(FULL)
+
+
+def test_a_store_that_has_all_of_it_already_has_not_taken_anything(tier, backend, store, keys, clock):
+    store(4, 4)
+    clock.now += 60.0
+    tier.submit_store(job(2000, keys[:2]))
+    result_of(backend, 2000, Status.PRESENT, Status.PRESENT)
+    step(tier)
+    assert tier.stats()["full"] == 1

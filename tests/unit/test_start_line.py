@@ -1,0 +1,80 @@
+"""The start line, and what it says of tiers that cannot be used, with no request and no step of the engine."""
+
+import dataclasses
+import logging
+import time
+
+import pytest
+from tests.unit.test_runtime import LAYOUT, MEMORY, config, running
+
+import kvtiers
+from kvtiers.layout.cache_layout import ModelIdentity
+from kvtiers.layout.storage_name import StorageNames
+
+WRONG = {**MEMORY, "capacity": "1KiB", "name": "wrong", "breaker": {"delay": "60s"}}
+
+
+@pytest.fixture
+def lines(caplog):
+    """Wait until a line with this text is logged, and return all lines."""
+    caplog.set_level(logging.INFO, logger="kvtiers")
+
+    def lines(text):
+        until = time.monotonic() + 30
+        while not any(text in record.getMessage() for record in caplog.records):
+            assert time.monotonic() < until, f"no line says {text!r}"
+            time.sleep(0.01)
+        return [(record.levelname, record.getMessage()) for record in caplog.records]
+
+    return lines
+
+
+@pytest.mark.parametrize("io", ["thread", "process"])
+def test_a_start_is_one_line_with_all_that_it_is(lines, io):
+    with running(config(namespace="prod", secondary=[{**MEMORY, "io": io, "name": "near"}])):
+        (line,) = [text for level, text in lines("is on") if level == "INFO" and "is on" in text]
+    fingerprint = StorageNames.of_layout("prod", LAYOUT).fingerprint
+    assert line == (
+        f"kvtiers {kvtiers.__version__} is on, by its Python API; primary 1MiB in 256 rows; "
+        f"tiers: near (memory) in use; namespace 'prod', fingerprint {fingerprint}: "
+        "shared by all engines of the same two"
+    )
+    assert fingerprint in f"{LAYOUT.fingerprint}"
+
+
+@pytest.mark.parametrize("io", ["thread", "process"])
+def test_a_tier_that_cannot_be_used_says_so_at_the_start_though_the_engine_makes_no_step(lines, io):
+    tiers = [{**MEMORY, "io": io}, {**WRONG, "io": io}]
+    with running(config(secondary=tiers)) as (manager, _, _):
+        said = lines("is on")
+        warnings = [text for level, text in said if level == "WARNING" and text.startswith("wrong: ")]
+        assert len(warnings) == 1
+        assert "wrong: out of use:" in warnings[0]
+        assert "capacity" in warnings[0], "the reason"
+        assert "kvtiers check" in warnings[0], "what to do"
+        (line,) = [text for _, text in said if "is on" in text]
+        assert "memory (memory) in use, wrong (memory) out of use" in line
+        figures = manager.stats()["tiers"]
+        assert [figures[name]["own"]["open"] for name in ("memory", "wrong")] == [1, 0]
+        assert [figures[name]["own"]["breaker_state"] for name in ("memory", "wrong")] == [0, 0]
+        manager.on_schedule_end()
+        lines("is on")
+        again = [text for _, text in lines("is on") if text.startswith("wrong: out of use")]
+        assert len(again) == 1, "the engine's first step does not say it again"
+
+
+def test_without_a_name_for_the_weights_the_line_says_that_nothing_is_shared(lines):
+    with running(config(), dataclasses.replace(LAYOUT, model=ModelIdentity("m"))):
+        (line,) = [text for _, text in lines("is on") if "is on" in text]
+    assert "tiers: none" in line
+    assert line.endswith("shared with no other process")
+
+
+def test_no_line_says_that_it_is_on_before_all_ranks_have_joined(lines, caplog):
+    manager = kvtiers.open_manager(config(secondary=[WRONG]), LAYOUT)
+    try:
+        lines("wrong: out of use")
+        assert "is on" not in caplog.text
+    finally:
+        manager.shutdown(1)
+    assert "is on" not in caplog.text
