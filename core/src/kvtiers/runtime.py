@@ -115,7 +115,7 @@ def open_worker(
     if anonymous is not None:
         join = RegionJoin.in_process(anonymous, layout, rank)
     else:
-        join = RegionJoin(engine_id, layout, rank)
+        join = RegionJoin(engine_id, layout, rank, core_dumps=config.primary.core_dumps)
     try:
         worker = GpuWorker(layout, kv_tensors, join, rank=rank, rank_map=rank_map, copying=copying)
     except BaseException:
@@ -161,6 +161,7 @@ def _create_region(config: OffloadConfig, layout: CacheLayout, engine_id: str) -
         numa_node=primary.numa_node,
         prefault=primary.prefault,
         start_deadline=primary.start_deadline,
+        core_dumps=primary.core_dumps,
     )
 
 
@@ -187,6 +188,7 @@ class _Engine:
 
     def __init__(self, config: OffloadConfig, layout: CacheLayout, region: OffloadRegion) -> None:
         self._namespace = config.namespace
+        self._core_dumps = config.primary.core_dumps
         self._layout = layout if layout.model.weights else _with_random_weights(layout)
         self._region = region
         self._joined = region.all_joined
@@ -292,7 +294,9 @@ class _Engine:
         region = self._region
         if region.fd is None:
             return None
-        hosted = HostedRegion(region.fd, region.map_bytes, len(region.view), region.row_stride, self._sizes)
+        hosted = HostedRegion(
+            region.fd, region.map_bytes, len(region.view), region.row_stride, self._sizes, self._core_dumps
+        )
         return TierHosts(hosted, self._namespace, lambda: self._names)
 
     def _opener(self, plugin: TierPlugin, config: TierConfig, kind: type[Any]) -> Callable[[], Any]:

@@ -1,4 +1,10 @@
-"""How a tier host begins: tied to its engine's life before anything else is loaded, which takes a while."""
+"""How a tier host begins: tied to its engine's life before anything else is loaded, which takes a while.
+
+Until the parent-death signal is armed, some 15 ms after the fork, a host that has been stopped (SIGSTOP) could neither
+arm it nor see the end of its socket. It is therefore in a process group of its own, from before its first instruction:
+when the engine ends, that group is orphaned, and the kernel sends SIGHUP and SIGCONT to an orphaned group of which a
+process is stopped (POSIX, "Consequences of Process Termination"). SIGHUP ends the host: nothing handles it yet.
+"""
 
 import contextlib
 import ctypes

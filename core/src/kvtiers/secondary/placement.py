@@ -36,6 +36,7 @@ class HostedRegion:
     nbytes: int
     row_stride: int
     sizes: Sequence[tuple[int, int]]
+    core_dumps: bool = False
 
 
 @dataclass(slots=True)
@@ -108,7 +109,13 @@ class TierHosts:
 
     def _hello(self, members: Sequence[TierConfig]) -> bytes:
         region, names = self._region, self._names()
-        mapped = {"map_bytes": region.map_bytes, "nbytes": region.nbytes, "row_stride": region.row_stride}
+        mapped: dict[str, object] = {
+            "map_bytes": region.map_bytes,
+            "nbytes": region.nbytes,
+            "row_stride": region.row_stride,
+        }
+        if region.core_dumps:
+            mapped["core_dumps"] = True
         tiers = [
             {
                 "name": config.tier_name,

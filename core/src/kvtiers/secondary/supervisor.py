@@ -204,6 +204,7 @@ class HostLauncher:
             stdin=subprocess.DEVNULL,
             stdout=stderr,  # the engine's own stdout may be somebody's data
             stderr=stderr,
+            process_group=0,  # see host/__main__.py: a host that is stopped while it starts must end with the engine
             pass_fds=(theirs.fileno(), self._region_fd),
         )
 
