@@ -14,7 +14,7 @@ the share that the loop in the engine keeps, as a share of what the other one ke
 three runs. Stall is treated alike: what a loop's ticks are later at p99.9 beside the tiers than alone, less the same of
 the other loop.
 
-The loop takes the Python of an engine's steps (`peers/engine_step.py`), one after the other, since what a loop loses
+The loop takes the Python of an engine's steps (`rigs/engine_step.py`), one after the other, since what a loop loses
 depends on what it is. One that is small and always the same has several speeds, and other Python in its process, a
 hundred times a second, puts it into a slow one for all of the time until the next if that Python is broad: 0.3 ms of
 one function's did nothing. Probably it is what the processor has learnt of its branches, for C loses nothing. With
@@ -101,9 +101,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from peers.busy_loop import STEP_SECONDS, Loop, OtherLoop
-from peers.processes import children, private_mb, processor_seconds
-from peers.tier_traffic import VALUE_BYTES, Traffic, open_engine
+from lib.processes import children, private_mb, processor_seconds
+from rigs.busy_loop import STEP_SECONDS, Loop, OtherLoop
+from rigs.tier_traffic import VALUE_BYTES, Traffic, open_engine
 
 RUNS = 3
 TURN_SECONDS = 0.2

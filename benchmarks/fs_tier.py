@@ -37,8 +37,8 @@ from kvtiers.secondary.placement import HostedRegion, TierHosts
 from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.types import RequestContext
-from kvtiers_fs.places import SHARDS, place_of
-from kvtiers_fs.plugin import FsConfig
+from kvtiers_fs.config import FsConfig
+from kvtiers_fs.paths import SHARDS, place_of
 from kvtiers_fs.store import FsStore
 
 SIZES = [64 << 10, 1 << 20, 4 << 20]

@@ -18,10 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from peers.gpu_link import BATCH, IN_FLIGHT, MATRIX, Products, link_beside, peaks, timed, while_for
-from peers.gpu_rows import LAYERS, rows_of
+from baselines.gpu_link import BATCH, IN_FLIGHT, MATRIX, Products, link_beside, peaks, timed, while_for
+from rigs.gpu_rows import LAYERS, rows_of
 
-from kvtiers.gpu.worker import CopySettings, GpuWorker
+from kvtiers.gpu.settings import CopySettings
+from kvtiers.gpu.worker import GpuWorker
 from kvtiers.region.client import RegionJoin
 from kvtiers.region.region import AnonymousRegion
 from kvtiers.types import BlockSpec

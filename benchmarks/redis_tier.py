@@ -43,17 +43,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from peers import redis_lanes as lanes
-from peers import redis_sockets as sockets
-from peers import slow_network as network
-from peers.busy_loop import busy_driver, busy_process
-from peers.processes import processor_seconds
-from peers.redis_tier_lane import TierLane
-from peers.results import WAYS, at_least, middle_share, say
+from baselines import redis_lanes as lanes
+from baselines import redis_sockets as sockets
+from lib.processes import processor_seconds
+from lib.results import WAYS, at_least, middle_share, say
+from rigs import slow_network as network
+from rigs.busy_loop import busy_driver, busy_process
+from rigs.redis_tier_lane import TierLane
 
 from kvtiers.api.units import format_size, parse_size
 from kvtiers.secondary.placement import host_count
-from kvtiers_redis.plugin import RedisConfig
+from kvtiers_redis.config import RedisConfig
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "plugins" / "redis_tier" / "tests")]
 

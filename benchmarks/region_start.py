@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from kvtiers.gpu.worker import CopySettings, GpuWorker
+from kvtiers.gpu.settings import CopySettings
+from kvtiers.gpu.worker import GpuWorker
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.region.client import RegionJoin
 from kvtiers.region.populate import MADV_POPULATE_WRITE

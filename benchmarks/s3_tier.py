@@ -16,7 +16,7 @@ tier-beside  the same, driven by a thread that sleeps in between, beside the sam
 tier-boto3   the tier with `client: boto3`
 
 `lmcache` wants other packages than ours, and is left out where they are not: ``--lmcache`` is a Python that has them.
-It does not put the bucket's name in the path (`peers/lmcache_s3.py`), so that it is left out beside the gateway here.
+It does not put the bucket's name in the path (`baselines/lmcache_s3.py`), so it is left out beside the gateway here.
 
 CPU seconds are the client's, without the server's. Medians.
 
@@ -44,11 +44,8 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple, TextIO
 
 import numpy as np
-from peers.busy_loop import busy_driver, busy_process
-from peers.lmcache_s3 import INSTALL, LeftOutError
-from peers.processes import private_mb, processor_seconds, tier_hosts
-from peers.results import WAYS, at_least, at_most, middle_share, say
-from peers.s3_lanes import (
+from baselines.lmcache_s3 import INSTALL, LeftOutError
+from baselines.s3_lanes import (
     STEP_SECONDS,
     TESTS,
     THREADS,
@@ -65,11 +62,14 @@ from peers.s3_lanes import (
     services,
     tier_lane,
 )
+from lib.processes import private_mb, processor_seconds, tier_hosts
+from lib.results import WAYS, at_least, at_most, middle_share, say
+from rigs.busy_loop import busy_driver, busy_process
 
 from kvtiers.api import OffloadKey
 from kvtiers.api.units import format_size
 from kvtiers.secondary.placement import host_count
-from kvtiers_s3.plugin import S3Config
+from kvtiers_s3.config import S3Config
 
 SIZES = [64 << 10, 512 << 10, 2 << 20, 8 << 20]
 # Bytes and values of a pass, at most, and passes of a turn. The trivial server keeps more: two passes overlap. The

@@ -26,8 +26,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from peers import vllm_tiering
-from peers.chunk_life import BATCH, PHASES, Life, OurLife, measure, new_keys, with_sum
+from baselines import vllm_tiering
+from rigs.chunk_life import BATCH, PHASES, Life, OurLife, measure, new_keys, with_sum
 
 import kvtiers
 from kvtiers.api import JobResult, LookupResult, OffloadKey, SecondaryTierManager, TierConfig, TierRequest, TransferJob

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvtiers.gpu.worker import CopySettings, GpuWorker
+from kvtiers.gpu.settings import CopySettings
+from kvtiers.gpu.worker import GpuWorker
 from kvtiers.region.client import RegionJoin
 from kvtiers.region.region import AnonymousRegion
 

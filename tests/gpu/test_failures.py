@@ -8,8 +8,8 @@ import textwrap
 import numpy as np
 import pytest
 
-from kvtiers.gpu.cuda_driver import CudaError
-from kvtiers.gpu.worker import CopySettings
+from kvtiers.gpu.copier import CudaError
+from kvtiers.gpu.settings import CopySettings
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.types import BlockSpec
 
@@ -72,7 +72,7 @@ def test_jobs_that_come_before_the_rows_are_pinned_are_served_at_once(open_worke
 
 @pytest.mark.gpu
 def test_where_pinning_fails_copies_go_on_and_one_line_says_so(open_worker, rows_of, monkeypatch, caplog) -> None:
-    from kvtiers.gpu import cuda_driver
+    from kvtiers.gpu.cuda import driver as cuda_driver
 
     pin, calls = cuda_driver.CudaDriver.pin, []
 

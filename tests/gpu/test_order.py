@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvtiers.gpu.worker import CopySettings
+from kvtiers.gpu.settings import CopySettings
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.types import BlockSpec
 

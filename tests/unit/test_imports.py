@@ -31,6 +31,10 @@ HEAVY = {
 }
 
 HOST_CONTRACT = "the helper process imports api, plugins, layout, region.memfd and its own"
+ACYCLIC_CONTRACT = "no import circle, at any depth"
+CONFIG_CONTRACT = "a plugin's config imports kvtiers.api and pydantic"
+REPLAY_CONTRACT = "the replay imports nothing of the helper process's"
+UNDER_TYPE_CHECKING = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import %s"
 SECONDARY_CONTRACT = "secondary reaches host.messages and host.wire, in_process.py host.transfer_pool"
 
 # In a process for each module: the other packages are loaded before the fork, ours are not, so that a circular import
@@ -166,6 +170,8 @@ def test_the_sources_keep_the_contracts(copy: Copy):
         ("kvtiers/host/retry.py", "from kvtiers.secondary import breaker", "layers, top to bottom"),
         ("kvtiers/host/retry.py", "from kvtiers.region import client", HOST_CONTRACT),
         ("kvtiers/secondary/breaker.py", "from kvtiers.host import retry", SECONDARY_CONTRACT),
+        ("kvtiers/_process.py", "from kvtiers.api import errors", "layers, top to bottom"),
+        ("kvtiers_replay/engine/processes.py", "from kvtiers.host import malloc", REPLAY_CONTRACT),
         ("kvtiers/cli/main.py", "import kvtiers_replay", "core imports no companion"),
         ("kvtiers_replay/trace.py", "import kvtiers_fs", "a companion imports no other, and no tier"),
         ("kvtiers/a_new_part.py", "", "layers, top to bottom"),
@@ -178,7 +184,12 @@ def test_the_sources_keep_the_contracts(copy: Copy):
             "testing imports api, types, plugins, layout, region, host, secondary",
         ),
         ("kvtiers/cli/main.py", "from kvtiers.testing import running", "nobody imports testing"),
-        ("kvtiers_example/memory.py", "from kvtiers.rows import seal", "a tier imports kvtiers.api only"),
+        ("kvtiers_example/memory.py", "from kvtiers.layout import seal", "a tier imports kvtiers.api only"),
+        ("kvtiers/layout/seal.py", "from kvtiers.layout import namespace_epoch", ACYCLIC_CONTRACT),
+        ("kvtiers/gpu/settings.py", UNDER_TYPE_CHECKING % "kvtiers.gpu.worker", ACYCLIC_CONTRACT),
+        ("kvtiers_s3/client/base.py", "def late():\n    from kvtiers_s3.client import factory", ACYCLIC_CONTRACT),
+        ("kvtiers_vllm/canonical_json.py", "from kvtiers_vllm import identity", ACYCLIC_CONTRACT),
+        ("kvtiers_fs/config.py", "from kvtiers_fs import store", CONFIG_CONTRACT),
     ],
 )
 def test_an_import_that_the_design_forbids_breaks_its_contract(copy: Copy, path: str, line: str, contract: str):
@@ -191,11 +202,15 @@ def test_torch_under_gpu_breaks_no_contract(copy: Copy):
     assert copy.broken_contracts() == set()
 
 
-def test_the_contract_of_tiers_names_every_plugin_and_every_part_of_core():
+def test_the_contracts_name_every_plugin_and_every_part_of_core():
     linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     (contract,) = [item for item in linter["contracts"] if item["name"] == "a tier imports kvtiers.api only"]
     assert set(linter["root_packages"]) == {"kvtiers", *PLUGIN_PACKAGES, *COMPANION_PACKAGES}
     assert set(contract["source_modules"]) == PLUGIN_PACKAGES
+    (acyclic,) = [item for item in linter["contracts"] if item["name"] == ACYCLIC_CONTRACT]
+    assert set(acyclic["ancestors"]) == set(linter["root_packages"])
+    (config,) = [item for item in linter["contracts"] if item["name"] == CONFIG_CONTRACT]
+    assert set(config["source_modules"]) == {f"{package}.config" for package in PLUGIN_PACKAGES}
     parts = {path.stem for path in CORE.iterdir() if (path / "__init__.py").exists() or path.suffix == ".py"}
     expected = {f"kvtiers.{part}" for part in parts - {"__init__", "_version", "api"}}
     assert expected <= set(contract["forbidden_modules"])

@@ -14,6 +14,7 @@ from typing import Any
 
 import pluggy
 
+from kvtiers._failures import error_text
 from kvtiers.api import API_VERSION, TierConfig, TierContext, TierPlugin, TierPluginError
 from kvtiers.api.command import COMMAND_API_VERSION, COMMAND_GROUP, CommandPlugin
 from kvtiers.api.plugin import ENTRY_POINT_GROUP, TierHookSpec
@@ -114,7 +115,7 @@ def _installed(group: str) -> list[EntryPoint]:
                     key = (entry.name, re.sub(r"[-_.]+", "-", distribution.name).lower())
                     found.setdefault(key, entry)  # the same distribution further down the path is shadowed
         except Exception as error:  # noqa: BLE001 -- whatever is wrong with one, the others are fine
-            _log.warning("entry points of an installed distribution cannot be read: %s", _reason(error))
+            _log.warning("entry points of an installed distribution cannot be read: %s", error_text(error))
     return [found[key] for key in sorted(found)]
 
 
@@ -139,7 +140,7 @@ def _import(entry: EntryPoint, where: str) -> Any:
     try:
         return entry.load()
     except (Exception, SystemExit) as error:
-        raise TierPluginError(f"{where} cannot be imported from {entry.value!r}: {_reason(error)}") from error
+        raise TierPluginError(f"{where} cannot be imported from {entry.value!r}: {error_text(error)}") from error
 
 
 def _call_hook(module: Any, where: str) -> TierPlugin:
@@ -151,14 +152,14 @@ def _call_hook(module: Any, where: str) -> TierPlugin:
         manager.check_pending()
     except Exception as error:
         unknown = [caller.name for caller in manager.get_hookcallers(module) or () if not caller.has_spec()]
-        text = f"unknown hook {unknown[0]!r}.{did_you_mean(unknown[0], [_HOOK])}" if unknown else _reason(error)
+        text = f"unknown hook {unknown[0]!r}.{did_you_mean(unknown[0], [_HOOK])}" if unknown else error_text(error)
         raise TierPluginError(f"{where}: {text}") from error
     if not manager.hook.kvtiers_tier.get_hookimpls():
         raise TierPluginError(f"{where}: no hook {_HOOK!r} in {_short(module)}; define it there under @hookimpl")
     try:
         results: Sequence[object] = manager.hook.kvtiers_tier()
     except (Exception, SystemExit) as error:
-        raise TierPluginError(f"{where}: its hook {_HOOK!r} failed: {_reason(error)}") from error
+        raise TierPluginError(f"{where}: its hook {_HOOK!r} failed: {error_text(error)}") from error
     result = results[0] if results else None
     if not isinstance(result, TierPlugin):
         raise TierPluginError(f"{where}: expected its hook {_HOOK!r} to return a TierPlugin, got {_short(result)}")
@@ -191,10 +192,6 @@ def _other_api(theirs: object, entry: EntryPoint, api: str, ours: int) -> str:
         f"it was written for {api} API {theirs}, this kvtiers has {api} API {ours}; "
         f"install a {behind} for {api} API {number} (pip install --upgrade {behind})"
     )
-
-
-def _reason(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _short(value: object) -> str:

@@ -24,7 +24,8 @@ from kvtiers.api import (
     TierPlugin,
 )
 from kvtiers.config import OffloadConfig, load_config
-from kvtiers.gpu.worker import CopySettings, GpuWorker
+from kvtiers.gpu.settings import CopySettings
+from kvtiers.gpu.worker import GpuWorker
 from kvtiers.host.borrowed_views import ValueViews
 from kvtiers.layout.cache_layout import CacheLayout, ModelIdentity
 from kvtiers.layout.rank_map import RankMap

@@ -23,9 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from peers.disk_read import drop_pages, files_of, least_disk_seconds, read_seconds, write_back
-
 ROOT = Path(__file__).resolve().parents[3]
+sys.path.append(str(ROOT / "benchmarks"))  # for what benchmarks are measured beside
+
+from baselines.disk_read import drop_pages, files_of, least_disk_seconds, read_seconds, write_back  # noqa: E402
+
 BARE, THEIRS, OURS, STACK = "no connector", "vLLM's fs", "kvtiers-fs", "whole stack, fs"
 CONTROL = "another without"
 """A second engine without a connector: its ratio to the first is what engines of one kind differ by."""

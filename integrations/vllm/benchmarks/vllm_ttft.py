@@ -3,7 +3,7 @@
 All engines live at the same time and take turns with the same prompts, so that a busy machine slows all alike; what
 is compared is the ratio within a round.
 
-Three workloads (`peers/vllm_engines.py`). *Served* is for the goals without hits, *long* for those of loads; *short*,
+Three workloads (`vllm_engines.py`). *Served* is for the goals without hits, *long* for those of loads; *short*,
 whose figures have no goals, shows what a store and a load cost where there is little else to do.
 
 **No hits**: *cold* is a prompt that nobody has seen, *batch* several such at once, each with some tokens of answer: the

@@ -5,7 +5,8 @@ import pytest
 
 from kvtiers.api import ConfigError, StoreFull, SupportsBatch, SupportsListing, SupportsStats, TierContext
 from kvtiers_example import memory_store
-from kvtiers_example.memory import MemoryConfig, kvtiers_tier
+from kvtiers_example.config import MemoryConfig
+from kvtiers_example.memory import kvtiers_tier
 from kvtiers_example.memory_store import MemoryStore
 
 PAGE = 4096

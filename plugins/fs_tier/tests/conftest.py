@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtiers_fs.places import place_of
-from kvtiers_fs.plugin import FsConfig
+from kvtiers_fs.config import FsConfig
+from kvtiers_fs.paths import place_of
+from kvtiers_fs.quota import Index
 from kvtiers_fs.store import FsStore
-from kvtiers_fs.usage import Index
 
 PAGE = 4096
 PATIENCE = 60.0
@@ -100,7 +100,7 @@ class Folder:
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder whose writes wait for the evictor, and whose evictor's rounds take, as long as a busy machine needs."""
-    monkeypatch.setattr("kvtiers_fs.usage._WAIT_SECONDS", PATIENCE)
+    monkeypatch.setattr("kvtiers_fs.quota._WAIT_SECONDS", PATIENCE)
     monkeypatch.setattr("kvtiers_fs.evictor._ROUND_SECONDS", PATIENCE)
     monkeypatch.setattr("kvtiers_fs.store._CLOSE_SECONDS", PATIENCE)
     folder = Folder(tmp_path / "values")

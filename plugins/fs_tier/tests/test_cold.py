@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from kvtiers_fs.cached import is_cached
+from kvtiers_fs.values import is_cached
 
 PAGES = 256
 """Pages of a value that is large enough to be asked about."""

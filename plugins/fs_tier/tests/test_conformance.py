@@ -3,7 +3,7 @@ from functools import partial
 import pytest
 
 from kvtiers.testing import ChunkStoreTests, TierPluginTests
-from kvtiers_fs.plugin import FsConfig
+from kvtiers_fs.config import FsConfig
 from kvtiers_fs.store import FsStore
 
 

@@ -215,24 +215,24 @@ def test_the_free_space_floor_is_kept_and_values_give_way_to_others(folder, moun
     lowest = 1 << 60
     for name in names(2000):
         wrote(store, name, value)
-        lowest = min(lowest, evictor.free_bytes(store._tree.fd))
+        lowest = min(lowest, evictor.free_bytes(store._directory.fd))
     assert lowest >= 4 << 20
     store._evictor._next_floor = 0.0
     folder.settle(store)  # what the refused writes asked for is done
     held = len(folder.files())
     assert held > 300
     (folder.path / "others").write_bytes(b"x" * (2 << 20))
-    assert evictor.free_bytes(store._tree.fd) < 4 << 20
+    assert evictor.free_bytes(store._directory.fd) < 4 << 20
     store._evictor._next_floor = 0.0
     folder.settle(store)
-    assert evictor.free_bytes(store._tree.fd) >= 4 << 20
+    assert evictor.free_bytes(store._directory.fd) >= 4 << 20
     assert len(folder.files()) < held
 
 
 _TOO_LARGE = """
 import resource, sys
 from kvtiers.api import StoreFull
-from kvtiers_fs.plugin import FsConfig
+from kvtiers_fs.config import FsConfig
 from kvtiers_fs.store import FsStore
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
@@ -272,8 +272,8 @@ def test_writers_are_not_kept_waiting_while_another_process_holds_the_lock(folde
     [name] = names(1)
     store.write(name, value(1))
     folder.settle(store)
-    monkeypatch.setattr("kvtiers_fs.usage._WAIT_SECONDS", 0.1)
-    monkeypatch.setattr("kvtiers_fs.usage._REFUSE_SECONDS", DAY)
+    monkeypatch.setattr("kvtiers_fs.quota._WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("kvtiers_fs.quota._REFUSE_SECONDS", DAY)
     waits, wait_for = [], store._ledger._changed.wait_for
     monkeypatch.setattr(store._ledger._changed, "wait_for", lambda *of: waits.append(of) or wait_for(*of))
     with (folder.path / ".usage").open() as holder:
@@ -309,7 +309,7 @@ def test_while_the_file_system_hangs_figures_are_told_and_the_end_does_not_wait_
         assert hangs.wait(60)
         assert store.stats()["values"] == 1
         store.close()
-        os.fstat(store._tree.fd)  # its thread still uses the descriptor
+        os.fstat(store._directory.fd)  # its thread still uses the descriptor
     finally:
         goes_on.set()
     assert store._evictor.stop(60)

@@ -5,14 +5,14 @@ import os
 import pytest
 
 from kvtiers.testing.running import open_descriptors
-from kvtiers_fs.beneath import open_by_parts, opener
+from kvtiers_fs.safe_open import open_by_parts, opener
 
 
 @pytest.fixture(params=["as this system does it", "part by part"])
 def store(request, folder):
     store = folder.open()
     if request.param == "part by part":
-        store._tree._open = open_by_parts
+        store._directory._open = open_by_parts
     return store
 
 

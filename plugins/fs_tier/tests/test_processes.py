@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from kvtiers_fs import usage
-from kvtiers_fs.tree import Permissions, Tree
-from kvtiers_fs.usage import UsageFile
+from kvtiers_fs import quota
+from kvtiers_fs.directory import Directory, Permissions
+from kvtiers_fs.quota import UsageFile
 
 PAGE = 4096
 PAGES = 16
@@ -21,12 +21,12 @@ CAPACITY = 400 * PAGES * PAGE
 _WORKER = """
 import mmap, random, sys
 from kvtiers.api import StoreFull
-from kvtiers_fs import usage
-from kvtiers_fs.plugin import FsConfig
+from kvtiers_fs import quota
+from kvtiers_fs.config import FsConfig
 from kvtiers_fs.store import FsStore
 
 path, wait, *numbers = sys.argv[1:]
-usage._WAIT_SECONDS = float(wait)
+quota._WAIT_SECONDS = float(wait)
 capacity, nbytes, seed, turns = map(int, numbers)
 store = FsStore(FsConfig(type="fs", path=path, capacity=capacity, min_free=0))
 choice = random.Random(seed)
@@ -53,7 +53,7 @@ print("done", dropped, flush=True)
 """
 
 
-def start(folder, seed, turns, *, wait=usage._WAIT_SECONDS):
+def start(folder, seed, turns, *, wait=quota._WAIT_SECONDS):
     """Start a worker that waits so many seconds for the evictor before it drops a value."""
     command = [sys.executable, "-c", _WORKER, folder.path, wait, CAPACITY, PAGES * PAGE, seed, turns]
     worker = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -145,14 +145,14 @@ def test_only_one_evictor_has_the_lock_and_its_end_ends_the_lock(folder):
     folder.open()
     folder.close()
     root = os.open(folder.path, os.O_RDONLY)
-    one, other = (UsageFile(Tree(root, Permissions(0o600)), read_only=False) for _ in range(2))
+    one, other = (UsageFile(Directory(root, Permissions(0o600)), read_only=False) for _ in range(2))
     try:
         with one.locked() as first, other.locked() as second:
             assert (first, second) == (True, False)
         with other.locked() as again:
             assert again
             one.close()
-        one = UsageFile(Tree(root, Permissions(0o600)), read_only=False)
+        one = UsageFile(Directory(root, Permissions(0o600)), read_only=False)
         fcntl.flock(one._fd, fcntl.LOCK_EX)
         with other.locked() as held:
             assert not held

@@ -11,7 +11,8 @@ import pytest
 
 from kvtiers.api import ConfigError, TierContext
 from kvtiers.testing.running import open_descriptors
-from kvtiers_fs.plugin import FsConfig, kvtiers_tier
+from kvtiers_fs.config import FsConfig
+from kvtiers_fs.plugin import kvtiers_tier
 
 
 def refusal(folder, **options) -> str:
@@ -154,7 +155,7 @@ def test_a_capacity_without_room_for_one_value_is_one_clear_line(tmp_path):
 _AS_SOMEBODY_ELSE = """
 import os, sys
 from kvtiers.api import ConfigError
-from kvtiers_fs.plugin import FsConfig
+from kvtiers_fs.config import FsConfig
 from kvtiers_fs.store import FsStore
 
 path, name, group = sys.argv[1:]

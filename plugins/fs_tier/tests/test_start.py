@@ -1,4 +1,4 @@
-"""A store with many values starts, writes and answers as fast as an empty one: nothing walks the tree."""
+"""A store with many values starts, writes and answers as fast as an empty one: nothing walks the directory."""
 
 import json
 import os
@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from kvtiers_fs.places import place_of
+from kvtiers_fs.paths import place_of
 
 _WATCHED = """
 import json, sys
 from collections import Counter
-from kvtiers_fs.plugin import FsConfig
+from kvtiers_fs.config import FsConfig
 from kvtiers_fs.store import FsStore
 import kvtiers_fs.diagnosis
 

@@ -125,7 +125,7 @@ def test_a_folder_that_is_removed_while_values_are_written_is_made_again(folder,
 
     def remove():
         while not stop.is_set():
-            store._tree.remove_empty(folder.file(busy).parent.relative_to(folder.path).as_posix())
+            store._directory.remove_empty(folder.file(busy).parent.relative_to(folder.path).as_posix())
 
     remover = threading.Thread(target=remove)
     remover.start()
@@ -146,14 +146,14 @@ def test_a_listing_by_prefix_opens_no_folder_of_another_model(folder, value, nam
         store.write(name, value(1))
     shut = folder.path / "ns" / ("others-" + "1" * 24)
     listed = []
-    original, asking = store._tree._open, threading.current_thread()
+    original, asking = store._directory._open, threading.current_thread()
 
     def watch(root, path, flags):
         if threading.current_thread() is asking:  # the evictor's thread looks at every folder
             listed.append(path)
         return original(root, path, flags)
 
-    store._tree._open = watch
+    store._directory._open = watch
     assert sorted(entry.name for entry in store.list("ns/mine-")) == sorted(mine)
     assert [path for path in listed if path.startswith("ns/mine-")]
     assert not [path for path in listed if path.startswith(f"ns/{shut.name}")]

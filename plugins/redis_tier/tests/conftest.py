@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtiers_redis.plugin import RedisConfig
+from kvtiers_redis.config import RedisConfig
 from kvtiers_redis.store import RedisStore
 
 PAGE = 4096

@@ -14,7 +14,7 @@ from kvtiers.region.memfd import create_memfd, map_memory
 from kvtiers.secondary.placement import HostedRegion, TierHosts
 from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.types import RequestContext
-from kvtiers_redis.plugin import RedisConfig
+from kvtiers_redis.config import RedisConfig
 
 _NAMES = StorageNames("ns/model-0123456789abcdef01234567/", bytes.fromhex("0123456789abcdef"))
 _REQUEST = RequestContext("test")

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from kvtiers.testing import ChunkStoreTests, TierPluginTests
-from kvtiers_redis.plugin import RedisConfig
+from kvtiers_redis.config import RedisConfig
 from kvtiers_redis.store import RedisStore
 
 

@@ -7,7 +7,7 @@ import time
 import pytest
 from redis_hosted import hosted
 
-from kvtiers_redis.plugin import RedisConfig
+from kvtiers_redis.config import RedisConfig
 
 
 @pytest.fixture

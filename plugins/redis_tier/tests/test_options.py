@@ -8,8 +8,8 @@ from pydantic import ValidationError
 
 from kvtiers.api import TierConfig
 from kvtiers.config.options import options_of
+from kvtiers_redis.config import RedisConfig
 from kvtiers_redis.places import is_loopback, parse_url
-from kvtiers_redis.plugin import RedisConfig
 
 URL = "redis://cache:6379"
 README = Path(__file__).parents[1] / "README.md"

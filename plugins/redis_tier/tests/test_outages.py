@@ -174,7 +174,7 @@ def test_after_a_failure_no_idle_connection_is_trusted(tier, start):
 
 _WRITE_A_LARGE_VALUE = """
 import sys
-from kvtiers_redis.plugin import RedisConfig
+from kvtiers_redis.config import RedisConfig
 from kvtiers_redis.store import RedisStore
 store = RedisStore(RedisConfig(type="redis", url=sys.argv[1], timeout="1h", deadline="1h"))
 print("open", flush=True)

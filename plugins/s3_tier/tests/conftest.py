@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtiers_s3.plugin import S3Config
+from kvtiers_s3.config import S3Config
 
 PAGE = 4096
 HERE = Path(__file__).parent

@@ -15,7 +15,7 @@ from kvtiers.region.memfd import create_memfd, map_memory
 from kvtiers.secondary.placement import HostedRegion, TierHosts
 from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.types import RequestContext
-from kvtiers_s3.plugin import S3Config
+from kvtiers_s3.config import S3Config
 
 __all__ = ["NAMES", "Service", "new_keys", "service"]
 

@@ -7,10 +7,10 @@ from s3_proxy import Proxy
 from s3_servers import ACCESS_KEY, SECRET_KEY
 
 from kvtiers.api import ConfigError
-from kvtiers_s3.client import open_client
+from kvtiers_s3.client.factory import open_client
+from kvtiers_s3.config import S3Config
 from kvtiers_s3.connection import Connection
 from kvtiers_s3.failures import S3BusyError, S3Error
-from kvtiers_s3.plugin import S3Config
 from kvtiers_s3.requests import Requests
 from kvtiers_s3.store import S3Store
 

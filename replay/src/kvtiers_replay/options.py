@@ -9,7 +9,7 @@ from kvtiers.config import OffloadConfig
 from kvtiers.gpu.device_blocks import cuda_problem
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.scheduler.options import StoreMode
-from kvtiers_replay.engine.content import CONTENT_VERSION
+from kvtiers_replay.content import CONTENT_VERSION
 from kvtiers_replay.workload import Workload
 
 __all__ = ["Device", "ReplayOptions", "check_options", "replay_layout"]

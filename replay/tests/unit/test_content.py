@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtiers_replay.engine.content import BlockContent
+from kvtiers_replay.content import BlockContent
 
 GOLDEN = "284b44069bc58240ffb6e526e9bd70324c0e49cc173974b31e9485ee3fa328bc62aaacb78f98c1e6"
 

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 
 HERE = Path(__file__).parent
-_spec = importlib.util.spec_from_file_location("kvtiers_hosts_bench", HERE / "bench.py")
+_spec = importlib.util.spec_from_file_location("kvtiers_hosts_harness", HERE / "harness.py")
 bench = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(bench)
 
@@ -209,7 +209,7 @@ class Party:
 
     def __init__(self, site, **options):
         ours, theirs = os.pipe()
-        command = [sys.executable, str(HERE / "party.py"), str(site), str(theirs)]
+        command = [sys.executable, str(HERE / "peer_process.py"), str(site), str(theirs)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=[theirs], **options
         )

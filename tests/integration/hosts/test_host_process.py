@@ -1,5 +1,6 @@
 """The host's program by itself, with the test in the place of the engine."""
 
+import importlib
 import mmap
 import os
 import select
@@ -7,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -98,6 +100,14 @@ def test_a_host_closes_within_its_time_and_without_a_word_on_stderr(host):
     ours.sendall(hello() + wire.encode_close(0, 5.0))
     assert process.wait(30) == 0
     assert process.stderr.read() == b""
+
+
+def test_the_benchmarks_find_an_engines_hosts(start, faulty, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
+    tier_hosts = importlib.import_module("lib.processes").tier_hosts
+    assert tier_hosts() == []
+    start(faulty()).until_available()
+    assert len(tier_hosts()) == 1
 
 
 SEAL_FOR_EVER = """

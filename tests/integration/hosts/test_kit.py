@@ -13,7 +13,7 @@ from kvtiers.region.memfd import create_memfd
 from kvtiers.secondary.placement import HostedRegion, TierHosts
 from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.testing import SecondaryTierTests
-from kvtiers_fs.plugin import FsConfig
+from kvtiers_fs.config import FsConfig
 
 NAMES = StorageNames("test/model-0123456789abcdef01234567/", b"layout-1")
 PAGE = 4096

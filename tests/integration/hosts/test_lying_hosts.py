@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from kvtiers.secondary import supervisor
+from kvtiers import _process
 
 HERE = Path(__file__).parent
 START = """
 import sys, json
-sys.path[:] = [*json.loads(sys.argv[4]), {here!r}]
+sys.path[:] = [*json.loads(sys.argv[-2]), {here!r}]
 import lying_host
 if not lying_host.main({orders!r}):
     from kvtiers.host.__main__ import main
@@ -24,7 +24,7 @@ def liar(start, faulty, tmp_path, monkeypatch):
     def liar(lie):
         orders = tmp_path / "orders"
         orders.write_text(lie)
-        monkeypatch.setattr(supervisor, "_START", START.format(here=str(HERE), orders=str(orders)))
+        monkeypatch.setattr(_process, "_START", START.format(here=str(HERE), orders=str(orders)))
         return start(faulty())
 
     return liar

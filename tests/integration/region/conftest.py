@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-PARTY = Path(__file__).with_name("party.py")
+PEER = Path(__file__).with_name("peer_process.py")
 PATIENCE = 60.0
 
 
@@ -25,7 +25,7 @@ class Party:
 
     def __init__(self):
         self.process = subprocess.Popen(
-            [sys.executable, str(PARTY)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            [sys.executable, str(PEER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
         self.pid = self.process.pid
 

@@ -10,8 +10,8 @@ import pytest
 
 from kvtiers.layout.seal import seal_value
 from kvtiers.layout.storage_name import StorageNames
-from kvtiers_fs.places import place_of
-from kvtiers_fs.plugin import FsConfig
+from kvtiers_fs.config import FsConfig
+from kvtiers_fs.paths import place_of
 from kvtiers_fs.store import FsStore
 
 from .conftest import LLAMA

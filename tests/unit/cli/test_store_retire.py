@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvtiers.layout.namespace_epoch import read_epoch
-from kvtiers_fs.plugin import FsConfig
+from kvtiers_fs.config import FsConfig
 from kvtiers_fs.store import FsStore
 
 MODEL = "llama-" + "5f" * 12

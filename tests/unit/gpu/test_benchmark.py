@@ -17,7 +17,7 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 @pytest.fixture
 def rows(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("peers.gpu_rows")
+    return importlib.import_module("rigs.gpu_rows")
 
 
 @pytest.mark.parametrize("page", [16 << 10, 64 << 10])

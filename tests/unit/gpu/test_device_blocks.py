@@ -6,7 +6,7 @@ import torch
 
 from kvtiers.api import ConfigError
 from kvtiers.gpu.device_blocks import DeviceBlocks, cuda_problem
-from kvtiers_replay.engine.content import BlockContent
+from kvtiers_replay.content import BlockContent
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvtiers.gpu import pinning
-from kvtiers.gpu.cuda_driver import CudaError
+from kvtiers.gpu.copier import CudaError
 from kvtiers.gpu.pinning import PinnedRows
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.region.client import JoinStatus, RegionJoin

@@ -281,7 +281,7 @@ class LateCopies:
 
 def test_what_somebody_waits_for_is_not_freed_before_he_has_returned(region, kv, monkeypatch) -> None:
     copies = LateCopies()
-    monkeypatch.setattr("kvtiers.gpu.worker.open_copier", lambda *_: copies)
+    monkeypatch.setattr("kvtiers.gpu.worker._open_copier", lambda *_: copies)
     worker = GpuWorker(LAYOUT, [kv], region)
     worker.submit_store(1, blocks(3), rows(8))
     waiter = threading.Thread(target=worker.wait, args=([1],))
@@ -296,7 +296,7 @@ def test_what_somebody_waits_for_is_not_freed_before_he_has_returned(region, kv,
 
 def test_a_copy_that_ends_by_itself_is_reported_by_the_next_call_that_asks(region, kv, monkeypatch) -> None:
     copies = LateCopies()
-    monkeypatch.setattr("kvtiers.gpu.worker.open_copier", lambda *_: copies)
+    monkeypatch.setattr("kvtiers.gpu.worker._open_copier", lambda *_: copies)
     worker = GpuWorker(LAYOUT, [kv], region)
     worker.submit_store(1, blocks(3), rows(8))
     until = time.monotonic() + 60
@@ -319,7 +319,7 @@ class LostCopies(LateCopies):
 def test_a_device_lost_while_nothing_ran_is_said_to_be_lost_once_and_every_job_fails(
     region, kv, monkeypatch, caplog
 ) -> None:
-    monkeypatch.setattr("kvtiers.gpu.worker.open_copier", lambda *_: LostCopies())
+    monkeypatch.setattr("kvtiers.gpu.worker._open_copier", lambda *_: LostCopies())
     worker = GpuWorker(LAYOUT, [kv], region)
     for job_id in (1, 2):
         worker.submit_store(job_id, blocks(3), rows(8))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvtiers.scheduler import BlockHashChain
 
-from .bench import TOKENS, Bench, Request, layout_of
+from .harness import TOKENS, Bench, Request, layout_of
 
 
 def hashes(tokens, size: int = 4, **identity: str) -> list[bytes]:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kvtiers.api import LookupResult, group_of
 from kvtiers.scheduler.prefix import WINDOW_SCAN
 
-from .bench import NONE, TOKENS, Bench, Shelf, layout_of, stored
+from .harness import NONE, TOKENS, Bench, Shelf, layout_of, stored
 
 FULL_AND_WINDOW = {"groups": (TOKENS, TOKENS), "windows": (None, 40)}  # 39 tokens back: three blocks
 

@@ -4,7 +4,7 @@ import pytest
 
 from kvtiers.types import TransferResult
 
-from .bench import TOKENS, Bench, layout_of, stored
+from .harness import TOKENS, Bench, layout_of, stored
 
 
 @pytest.fixture

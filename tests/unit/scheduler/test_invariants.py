@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 from hypothesis import given
 
-from .bench import NONE, TOKENS, Bench, layout_of, stored
+from .harness import NONE, TOKENS, Bench, layout_of, stored
 
 BLOCKS = 12
 

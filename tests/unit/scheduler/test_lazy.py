@@ -10,7 +10,7 @@ from kvtiers.api import ConfigError
 from kvtiers.scheduler import FreeQueue, SchedulerOptions
 from kvtiers_replay.engine.block_pool import BlockPool
 
-from .bench import TOKENS, Bench, Blocks, Request, layout_of, stored
+from .harness import TOKENS, Bench, Blocks, Request, layout_of, stored
 
 LAZY = SchedulerOptions(mode="lazy")
 

@@ -5,7 +5,7 @@ import pytest
 from kvtiers.api import ConfigError
 from kvtiers.scheduler import SchedulerOptions
 
-from .bench import TOKENS, Bench, layout_of, stored
+from .harness import TOKENS, Bench, layout_of, stored
 
 
 @pytest.fixture

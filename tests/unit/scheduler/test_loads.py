@@ -5,7 +5,7 @@ import pytest
 from kvtiers.scheduler import SchedulerOptions
 from kvtiers.types import TransferResult
 
-from .bench import TOKENS, Bench, Shelf, layout_of, stored
+from .harness import TOKENS, Bench, Shelf, layout_of, stored
 
 
 @pytest.fixture

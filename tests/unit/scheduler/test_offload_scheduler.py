@@ -7,7 +7,7 @@ import pytest
 from kvtiers.api import JobResult, LookupResult, SecondaryTierManager, make_offload_key
 from kvtiers.types import TransferResult
 
-from .bench import TOKENS, Bench, layout_of
+from .harness import TOKENS, Bench, layout_of
 
 
 @pytest.fixture

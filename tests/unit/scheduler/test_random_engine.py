@@ -11,7 +11,7 @@ from kvtiers.scheduler import SchedulerOptions, WorkerJob
 from kvtiers.types import TransferResult
 from kvtiers_replay.engine.block_pool import BlockPool
 
-from .bench import NONE, PAGE, Bench, Request, Shelf, layout_of
+from .harness import NONE, PAGE, Bench, Request, Shelf, layout_of
 
 TEXTS = ["a" * 96, "a" * 40 + "b" * 56, "a" * 64 + "c" * 32, "d" * 96]
 BLOCKS, ROWS = 90, 40

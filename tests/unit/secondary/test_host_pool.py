@@ -6,7 +6,7 @@ The test plays each host, by the protocol that a ``HostClient`` keeps to.
 import logging
 
 import pytest
-from tests.unit.secondary.played import PlayedBackend
+from tests.unit.secondary.scripted_backend import ScriptedBackend
 
 from kvtiers.host.messages import (
     JobDone,
@@ -29,7 +29,7 @@ class Group:
     """A group whose hosts are played, all open at first."""
 
     def __init__(self, count, opened=True, value_bytes=VALUE, **options):
-        self.played = [PlayedBackend() for _ in range(count)]
+        self.played = [ScriptedBackend() for _ in range(count)]
         hosts = [PooledHost(f"t ({n} of {count})", backend) for n, backend in enumerate(self.played, 1)]
         self.group = HostPool(hosts, value_bytes, **options)
         if opened:

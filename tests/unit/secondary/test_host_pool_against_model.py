@@ -3,7 +3,7 @@
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from tests.unit.secondary.played import PlayedBackend
+from tests.unit.secondary.scripted_backend import ScriptedBackend
 
 from kvtiers.api import make_offload_key
 from kvtiers.host.messages import (
@@ -29,7 +29,7 @@ class GroupMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.played = [PlayedBackend() for _ in HOSTS]
+        self.played = [ScriptedBackend() for _ in HOSTS]
         hosts = [PooledHost(f"host {n}", backend) for n, backend in zip(HOSTS, self.played, strict=True)]
         self.group = HostPool(hosts, 4096)
         self.states = dict.fromkeys(HOSTS, "open")

@@ -46,7 +46,7 @@ def test_a_host_that_the_kernel_does_not_let_go_is_killed_once_and_not_all_the_t
             return honest(pid, number)
         return kills.append(number)
 
-    monkeypatch.setattr("kvtiers.secondary.supervisor.os.kill", kill)
+    monkeypatch.setattr("kvtiers._process.os.kill", kill)
     launcher.kill_unless_forgiven(life, "it hangs", 0.0)
     launcher.listened(life)
     kit.wait_until(lambda: kills, "the kill")

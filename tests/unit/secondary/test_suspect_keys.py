@@ -2,8 +2,8 @@ import pytest
 
 from kvtiers.host import messages
 from kvtiers.host.messages import Status
-from kvtiers.secondary import suspect_keys
-from kvtiers.secondary.suspect_keys import SuspectKeys
+from kvtiers.secondary import presence_cache
+from kvtiers.secondary.presence_cache import SuspectKeys
 
 DONE, MISSING, PRESENT = Status.DONE, Status.MISSING, Status.PRESENT
 KEYS = [b"a", b"b", b"c", b"d"]
@@ -34,7 +34,7 @@ def test_a_store_begins_no_doubt(suspects):
 
 
 def test_its_doubts_are_bounded_and_lose_the_oldest(suspects, monkeypatch):
-    monkeypatch.setattr(suspect_keys, "_MOST_SUSPECT", 100)
+    monkeypatch.setattr(presence_cache, "_MOST_SUSPECT", 100)
     monkeypatch.setattr(messages, "_DROPPED_AT_ONCE", 10)
     keys = [f"{number}".encode() for number in range(1000)]
     for start in range(0, 1000, 4):

@@ -1,6 +1,6 @@
 import pytest
 
-from .bench import Bench
+from .harness import Bench
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import pytest
 from kvtiers.api import JobResult
 from kvtiers.tiering.jobs import TieringOptions
 
-from .bench import HIT, MISS, PENDING, ROW_BYTES, Bench, chain, payload
+from .harness import HIT, MISS, PENDING, ROW_BYTES, Bench, chain, payload
 
 WIDE = TieringOptions(lookup_wait=0.02, load_wait=60.0, one_tier=1.0, all_tiers=1.0)
 KEYS = chain("k", 8)

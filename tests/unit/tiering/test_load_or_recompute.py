@@ -6,7 +6,7 @@ import pytest
 
 from kvtiers.tiering.jobs import TieringOptions
 
-from .bench import HIT, MISS, PENDING, RETRY, Bench, chain
+from .harness import HIT, MISS, PENDING, RETRY, Bench, chain
 
 KEYS = chain("k", 8)
 _measures = itertools.count()

@@ -10,7 +10,7 @@ from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.recorder import Recorder
 from kvtiers.tiering.reports import EventLog
 
-from .bench import HIT, MISS, Bench, chain, payload
+from .harness import HIT, MISS, Bench, chain, payload
 
 WIDE = TieringOptions(lookup_wait=0.02, load_wait=60.0, one_tier=1.0, all_tiers=1.0)
 KEYS = chain("k", 8)

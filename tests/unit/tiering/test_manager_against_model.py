@@ -17,7 +17,7 @@ from kvtiers.api import JobResult
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.types import RequestContext
 
-from .bench import HIT, MISS, PENDING, RETRY, ROW_BYTES, Bench, chain, payload
+from .harness import HIT, MISS, PENDING, RETRY, ROW_BYTES, Bench, chain, payload
 
 DOCUMENTS = [chain(name, 7) for name in "abc"]
 WINDOWS = [chain(name, 7, group=1) for name in "abc"]

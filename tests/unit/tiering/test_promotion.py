@@ -4,7 +4,7 @@ import pytest
 
 from kvtiers.tiering.jobs import TieringOptions
 
-from .bench import HIT, MISS, PENDING, RETRY, ROW_BYTES, Bench, chain
+from .harness import HIT, MISS, PENDING, RETRY, ROW_BYTES, Bench, chain
 
 WIDE = TieringOptions(lookup_wait=0.02, load_wait=0.1, one_tier=1.0, all_tiers=1.0)
 KEYS = chain("k", 8)

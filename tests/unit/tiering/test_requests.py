@@ -5,7 +5,7 @@ import pytest
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.types import OffloadPolicy, RequestContext
 
-from .bench import MISS, Bench, chain
+from .harness import MISS, Bench, chain
 
 WIDE = TieringOptions(lookup_wait=0.02, load_wait=0.1, one_tier=1.0, all_tiers=1.0)
 KEYS = chain("k", 4)

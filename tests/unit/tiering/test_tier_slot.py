@@ -6,7 +6,7 @@ from kvtiers.api import JobResult, SecondaryTierManager
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 
-from .bench import HIT, MISS, PENDING, RETRY, Bench, chain
+from .harness import HIT, MISS, PENDING, RETRY, Bench, chain
 
 WIDE = TieringOptions(lookup_wait=0.02, load_wait=0.1, one_tier=1.0, all_tiers=1.0)
 KEYS, THERE = chain("k", 4), chain("there", 4)

@@ -6,14 +6,19 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy.typing as npt
 
+from kvtiers.api import KvtiersError
 from kvtiers.gpu.host_copy import HostCopier
 from kvtiers.region.client import RegionJoin
 from kvtiers.types import BlockSpec
 
-__all__ = ["Copier", "Copy", "HostCopies", "Lane", "LostDeviceError"]
+__all__ = ["Copier", "Copy", "CudaError", "HostCopies", "Lane", "LostDeviceError"]
 
 Lane: TypeAlias = Literal["store", "load", "expedited"]
 """Copies of a lane run one after the other, in the order of their jobs; lanes do not wait for each other."""
+
+
+class CudaError(KvtiersError):
+    """A call of the CUDA driver failed; the context works on."""
 
 
 class LostDeviceError(Exception):

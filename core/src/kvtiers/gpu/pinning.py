@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvtiers.api.units import format_size
-from kvtiers.gpu.cuda_driver import CudaError
+from kvtiers.gpu.copier import CudaError
 from kvtiers.region.client import RegionJoin
 
 __all__ = ["PinnedRows", "Pinner"]

@@ -22,14 +22,16 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
-from kvtiers.gpu.copier import Copier, Copy, Lane, LostDeviceError
-from kvtiers.gpu.open_copier import CopySettings, open_copier
+from kvtiers.gpu.copier import Copier, Copy, HostCopies, Lane, LostDeviceError
+from kvtiers.gpu.host_copy import HostCopier
+from kvtiers.gpu.settings import CopySettings
+from kvtiers.gpu.tensors import kv_pages
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.layout.rank_map import RankMap
 from kvtiers.region.client import RegionJoin
 from kvtiers.types import BlockSpec, TransferResult
 
-__all__ = ["CopySettings", "GpuWorker"]
+__all__ = ["GpuWorker"]
 
 _log = logging.getLogger("kvtiers.gpu")
 _IDLE_SECONDS = 0.5  # how often an idle worker looks whether the manager is still there
@@ -78,7 +80,7 @@ class GpuWorker:
         copying: CopySettings | None = None,
         max_queued: int = 1024,
     ) -> None:
-        self._copier: Copier = open_copier(layout, rank, kv_tensors, rank_map, copying or CopySettings())
+        self._copier: Copier = _open_copier(layout, rank, kv_tensors, rank_map, copying or CopySettings())
         self._region = region
         self._attached = False
         self._left = self._gone = ""
@@ -297,3 +299,16 @@ class GpuWorker:
         self._copier.detach()
         self._attached = False
         self._region.close()
+
+
+def _open_copier(
+    layout: CacheLayout, rank: int, kv_tensors: Sequence[Any], rank_map: RankMap | None, settings: CopySettings
+) -> Copier:
+    """Return the copier for these tensors: CUDA's, or the host's. ConfigError if they do not fit the layout."""
+    pages = kv_pages(layout, rank, kv_tensors)
+    device = next((page.device for page in pages if page is not None), None)
+    if device is None:
+        return HostCopies(HostCopier(layout, rank, kv_tensors, rank_map))
+    from kvtiers.gpu.cuda.copy import CudaCopies  # torch is loaded already: these are its tensors
+
+    return CudaCopies(layout, rank, pages, rank_map, settings, device)

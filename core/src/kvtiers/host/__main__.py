@@ -7,25 +7,23 @@ process is stopped (POSIX, "Consequences of Process Termination"). SIGHUP ends t
 """
 
 import contextlib
-import ctypes
 import faulthandler
 import os
 import signal
 import sys
 from types import FrameType
 
+from kvtiers._process import die_with_parent
 from kvtiers.host.malloc import keep_little
 
-__all__ = ["die_with", "main"]
-
-_PR_SET_PDEATHSIG = 1
+__all__ = ["main"]
 
 
 def main() -> None:
     """Run a host. Arguments: the socket's and the region's descriptors, and the engine's process id."""
     socket_fd, region_fd, parent = map(int, sys.argv[1:4])
-    die_with(parent)
-    # Ctrl-C and a service manager's SIGTERM reach the whole group; the engine, which gets them too, says when to end.
+    die_with_parent(parent)
+    # A service manager's SIGTERM reaches every process; the engine, which gets it too, says when to end.
     # Handlers and not SIG_IGN: what a store starts must not inherit the deafness.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave_to_the_engine)
@@ -36,14 +34,6 @@ def main() -> None:
     from kvtiers.host.process import TierHost
 
     TierHost(socket_fd, region_fd).run()
-
-
-def die_with(parent: int) -> None:
-    """Make this process end when its parent does, and at once if it has ended already."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the signal was armed
-        os._exit(0)
 
 
 def _give_way() -> None:

@@ -24,14 +24,12 @@ __all__ = [
     "Status",
     "StoreJob",
     "drop_oldest",
-    "error_text",
 ]
 
 SAY_ONCE = 128
 """Added to a log line's level: a line with the same text is not written again. Each of a tier's hosts may find the
 same, and every time that it opens its store; the engine's log is to have it once."""
 
-_LONGEST_ERROR = 1_000
 _DROPPED_AT_ONCE = 1_024  # dropping one at a time would walk over the gaps of all dropped before
 
 _Key = TypeVar("_Key")
@@ -124,16 +122,6 @@ class Probed(NamedTuple):
 
 
 Event: TypeAlias = Opened | JobStarted | JobFailed | JobDone | JobReleased | Probed
-
-
-def error_text(error: BaseException) -> str:
-    """Return an exception in one line of bounded length, whatever somebody else's code has put into it."""
-    try:
-        text = " ".join(str(error).split())
-    except Exception:  # noqa: BLE001 -- a broken __str__
-        text = ""
-    name = type(error).__name__
-    return (f"{name}: {text}" if text else name)[:_LONGEST_ERROR]
 
 
 def drop_oldest(remembered: dict[_Key, _Value], most: int) -> None:

@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvtiers._failures import plugin_boundary
 from kvtiers.api import ChunkStore, OffloadKey, SupportsStats
-from kvtiers.host.messages import Probed, error_text
+from kvtiers.host.messages import Probed
 from kvtiers.host.transfer import ValueMover
 from kvtiers.layout.storage_name import StorageNames
 
@@ -83,17 +84,16 @@ class Prober:
     def _answer(mover: ValueMover, probe: _Probe) -> Probed:
         if time.monotonic() >= probe.give_up_at:
             return Probed(probe.probe_id, b"", "it was not asked in time")
-        try:
+        with plugin_boundary(exits=True) as store:
             answers = mover.probe(probe.names, probe.keys, is_prefix=probe.is_prefix, give_up_at=probe.give_up_at)
             return Probed(probe.probe_id, bytes(answers))
-        except BaseException as error:  # noqa: BLE001 -- a store is somebody else's code
-            return Probed(probe.probe_id, b"", error_text(error))
+        return Probed(probe.probe_id, b"", store.error)
 
     def _take_figures(self, store: ChunkStore) -> None:
         if not isinstance(store, SupportsStats):
             return
-        try:
+        with plugin_boundary() as stats:
             figures = list(store.stats().items())[:_MOST_FIGURES]
             self.figures = {str(name)[:100]: float(figure) for name, figure in figures}
-        except Exception as error:  # noqa: BLE001 -- a store is somebody else's code, and figures are no promise
-            _log.debug("%s: stats: %s", self._label, error_text(error))
+        if stats.error:  # figures are no promise
+            _log.debug("%s: stats: %s", self._label, stats.error)

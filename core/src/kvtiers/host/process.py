@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvtiers._failures import error_text
 from kvtiers.api import ChunkStore, TierConfig, TierContext
 from kvtiers.api.config import load_resolved
 from kvtiers.host import wire
@@ -27,7 +28,7 @@ from kvtiers.host.borrowed_views import ValueViews
 from kvtiers.host.bounce_buffers import value_views
 from kvtiers.host.log_forwarder import send_logs
 from kvtiers.host.malloc import give_back
-from kvtiers.host.messages import Event, JobDone, JobStarted, Opened, error_text
+from kvtiers.host.messages import Event, JobDone, JobStarted, Opened
 from kvtiers.host.sender import HostSender
 from kvtiers.host.transfer import mover_options
 from kvtiers.host.transfer_pool import TransferPool

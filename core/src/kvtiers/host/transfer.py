@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
+from kvtiers._failures import plugin_boundary
 from kvtiers.api import ChunkStore, OffloadKey, RateLimit, TierConfig, group_of
 from kvtiers.host.borrowed_views import Loan, ValueViews
 from kvtiers.host.bounce_buffers import beside_rows
 from kvtiers.host.known_names import KnownNames
-from kvtiers.host.messages import Status, error_text
+from kvtiers.host.messages import Status
 from kvtiers.host.rate_limiter import RateLimiter
 from kvtiers.host.retry import Attempts
 from kvtiers.host.store_calls import StoreCalls
@@ -144,10 +145,10 @@ class ValueMover:
         """Seal the rows and write those values that the store does not have yet."""
         moved = Moved.nothing(len(run.keys))
         run = self._of_epoch(run)
-        try:
+        with plugin_boundary() as store:
             present = self._present(run, moved)
-        except Exception as error:  # noqa: BLE001 -- a store is somebody else's code
-            moved.error = error_text(error)
+        if store.error:
+            moved.error = store.error
             return moved
         for index in present:
             moved.statuses[index] = Status.PRESENT
@@ -302,13 +303,14 @@ class ValueMover:
     ) -> list[_Answer] | None:
         """Call the store; None if it failed, or did not answer for each of these values."""
         nbytes = sum(value.nbytes for value in values)
-        try:
-            answers, retries = self._attempts.call(call, give_up_at=run.give_up_at, nbytes=nbytes, urgent=is_load)
-        except Exception as error:  # noqa: BLE001 -- a store is somebody else's code
-            moved.error = error_text(error)
+        with plugin_boundary() as store:
+            try:
+                answers, retries = self._attempts.call(call, give_up_at=run.give_up_at, nbytes=nbytes, urgent=is_load)
+            finally:
+                self._worked(nbytes)
+        if store.error:
+            moved.error = store.error
             return None
-        finally:
-            self._worked(nbytes)
         moved.retries += retries
         if len(answers) != len(values):
             moved.error = f"{type(self._store).__name__} gave {len(answers)} answers to {len(values)} names"

@@ -17,9 +17,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from kvtiers._failures import error_text, plugin_boundary
 from kvtiers.api import ChunkStore, OffloadKey
 from kvtiers.host.borrowed_views import ValueViews
-from kvtiers.host.messages import Event, JobDone, JobFailed, JobReleased, JobStarted, Opened, StoreJob, error_text
+from kvtiers.host.messages import Event, JobDone, JobFailed, JobReleased, JobStarted, Opened, StoreJob
 from kvtiers.host.prober import Prober
 from kvtiers.host.transfer import Moved, MoverOptions, ValueMover, ValueRun, mover_options
 from kvtiers.host.transfer_queue import PoolJob, Slice, TransferQueue
@@ -165,16 +166,16 @@ class TransferPool:
 
     def _open(self, open_store: Callable[[], ChunkStore]) -> str:
         """Open the store and start the other threads; return why it cannot be opened, if it cannot."""
-        try:
+        with plugin_boundary(exits=True) as opening:
             store = open_store()
-        except BaseException as error:  # noqa: BLE001 -- a plugin is somebody else's code
-            return error_text(error)
-        try:
+        if opening.error:
+            return opening.error
+        with plugin_boundary() as first_use:
             epoch = read_epoch(store, self._names.namespace)
             mover = ValueMover(store, self._views, self._options, self._stop, epoch)
-        except Exception as error:  # noqa: BLE001 -- what it reads, and its attributes, are somebody else's too
+        if first_use.error:
             self._close_store(store)
-            return error_text(error)
+            return first_use.error
         more = [self._thread(number, self._work) for number in range(1, self._threads)]
         more.append(self._prober.thread(store, mover))
         with self._life:
@@ -189,10 +190,10 @@ class TransferPool:
         return "the tier is closed"
 
     def _close_store(self, store: ChunkStore) -> None:
-        try:
+        with plugin_boundary() as closing:
             store.close()
-        except Exception as error:  # noqa: BLE001 -- a store is somebody else's code
-            _log.warning("%s: its close() failed: %s", self._label, error_text(error))
+        if closing.error:
+            _log.warning("%s: its close() failed: %s", self._label, closing.error)
 
     def _work(self) -> None:
         while (piece := self._queue.next()) is not None:

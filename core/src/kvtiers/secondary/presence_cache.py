@@ -2,7 +2,8 @@
 
 A verdict is HIT or MISS until a time; a chunk without one is unknown, or being asked for. A store that completes turns
 the verdict to HIT, a failed load turns it to MISS, and either makes answers that are still under way void for that
-chunk. Runs on the engine's thread; the asking itself is done elsewhere.
+chunk; a chunk that a load was promised and did not get is suspect as well. Runs on the engine's thread; the asking
+itself is done elsewhere.
 """
 
 import itertools
@@ -10,16 +11,19 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from kvtiers.api import LookupResult, OffloadKey
+from kvtiers.host.messages import Status, drop_oldest
 
-__all__ = ["PresenceCache"]
+__all__ = ["PresenceCache", "SuspectKeys"]
 
 _MAX_VERDICTS = 250_000
+_MOST_SUSPECT = 8_192
 _DROPPED_AT_ONCE = 2_000  # so that no single step has to drop many more than it learns
 _MISS_SECONDS = 1.0  # another engine may store it at any time; a MISS is believed no longer than this
 _LEAST_SECONDS = 0.2  # an answer that is not believed until the next lookup would be asked for again and again
 _MOST_PROBES = 128  # under way at once; a tier that has not answered these is too slow to be asked more
 _LONGEST_RUN = 8_192  # keys in one question
 _HIT, _MISS, _RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
+_NOT_GIVEN = frozenset({Status.MISSING, Status.CORRUPT})
 _QUEUED = 0  # in place of a probe's id: to be asked at the end of the step
 
 
@@ -185,3 +189,34 @@ class PresenceCache:
         excess = len(self._verdicts) - _MAX_VERDICTS
         for key in list(itertools.islice(self._verdicts, excess + _DROPPED_AT_ONCE)):
             del self._verdicts[key]
+
+
+class SuspectKeys:
+    """Keys of one tier of which a lookup said yes, and the load did not bring the chunk. For one thread.
+
+    The next store of such a key overwrites whatever is there, without asking first: a value of another format or length
+    would stand in its way for ever. Kept on the engine's side, so that it holds for every host of the tier.
+    """
+
+    def __init__(self) -> None:
+        self.keys: dict[OffloadKey, None] = {}
+
+    def note(self, keys: Sequence[OffloadKey], statuses: bytes, *, is_load: bool) -> None:
+        """Take note of what became of each of these keys in a job: not given, or given or written after all."""
+        if is_load and not _NOT_GIVEN.isdisjoint(statuses):
+            self.keys.update((key, None) for key, status in zip(keys, statuses, strict=False) if status in _NOT_GIVEN)
+            drop_oldest(self.keys, _MOST_SUSPECT)
+        if self.keys:
+            for key, status in zip(keys, statuses, strict=False):
+                if status == Status.DONE:
+                    self.keys.pop(key, None)
+
+    def among(self, keys: Sequence[OffloadKey]) -> bytes:
+        """Return a byte for each of these keys, 1 for a suspect one; nothing if none is."""
+        if self.keys.keys().isdisjoint(keys):
+            return b""
+        return bytes(key in self.keys for key in keys)
+
+    def clear(self) -> None:
+        """Suspect nothing any more."""
+        self.keys.clear()

@@ -22,8 +22,7 @@ from kvtiers.layout.storage_name import StorageNames
 from kvtiers.secondary.backend import StoreBackend
 from kvtiers.secondary.breaker import Breaker, BreakerState
 from kvtiers.secondary.inflight_jobs import InflightJobs
-from kvtiers.secondary.presence_cache import PresenceCache
-from kvtiers.secondary.suspect_keys import SuspectKeys
+from kvtiers.secondary.presence_cache import PresenceCache, SuspectKeys
 
 __all__ = ["ChunkStoreTier"]
 

@@ -13,36 +13,35 @@ Nobody polls: an idle engine is not woken.
 """
 
 import contextlib
-import json
 import logging
 import math
-import os
 import queue
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from kvtiers.host.messages import error_text
+from kvtiers._failures import error_text
+from kvtiers._process import kill_unreaped, spawn, wait_unreaped
+
+if TYPE_CHECKING:
+    import subprocess
 
 __all__ = ["HostLauncher", "HostLife", "HostProcess"]
 
 _FIRST_DELAY, _LONGEST_DELAY = 1.0, 60.0
 _HEALTHY_SECONDS = 60.0  # a host that lived this long starts again without delay
 _REAP_SECONDS = 5.0
-_START = "import json, sys; sys.path[:] = json.loads(sys.argv[4]); from kvtiers.host.__main__ import main; main()"
 
 
 @dataclass(slots=True, eq=False)
 class HostLife:
     """One life of a host, from fork to burial. ``connection``: our end of its socket, non-blocking, HELLO sent."""
 
-    process: subprocess.Popen[bytes]
+    process: "subprocess.Popen[bytes]"
     connection: socket.socket
     started: float
     kill_at: dict[str, float] = field(default_factory=dict)
@@ -194,23 +193,14 @@ class HostLauncher:
         host.started += 1
         return life
 
-    def _fork(self, host: HostProcess, theirs: socket.socket) -> subprocess.Popen[bytes]:
-        told = [str(theirs.fileno()), str(self._region_fd), str(os.getpid()), json.dumps([str(p) for p in sys.path])]
-        # -P: nothing in the working directory stands in for a module before sys.path is ours. The name is for `ps`.
-        arguments = [sys.executable, "-P", "-c", _START, *told, host.name]
-        stderr = 2 if _is_open(2) else subprocess.DEVNULL
-        return subprocess.Popen(  # noqa: S603 -- our own interpreter, our own module
-            arguments,
-            stdin=subprocess.DEVNULL,
-            stdout=stderr,  # the engine's own stdout may be somebody's data
-            stderr=stderr,
-            process_group=0,  # see host/__main__.py: a host that is stopped while it starts must end with the engine
-            pass_fds=(theirs.fileno(), self._region_fd),
-        )
+    def _fork(self, host: HostProcess, theirs: socket.socket) -> "subprocess.Popen[bytes]":
+        descriptors = (theirs.fileno(), self._region_fd)
+        arguments = [str(fd) for fd in descriptors]
+        # A group of its own: a host that is stopped while it starts must end with the engine (host/__main__.py).
+        return spawn("kvtiers.host.__main__", arguments, name=host.name, pass_fds=descriptors, process_group=0)
 
     def _wait(self, host: HostProcess, life: HostLife) -> None:
-        with contextlib.suppress(OSError):  # somebody else in this process has reaped it: it has ended, too
-            os.waitid(os.P_PID, life.process.pid, os.WEXITED | os.WNOWAIT)
+        wait_unreaped(life.process)
         self._requests.put(lambda: self._bury(host, life))
 
     def _bury(self, host: HostProcess, life: HostLife) -> None:
@@ -250,22 +240,4 @@ def _forget_unmet(host: HostProcess) -> None:
 
 
 def _kill_if_running(life: HostLife) -> bool:
-    """Kill it without reaping it, as ``Popen.poll`` and ``Popen.kill`` would: that is for its burial alone."""
-    pid = life.process.pid
-    if life.status is not None:
-        return False
-    try:
-        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-            return False
-        os.kill(pid, signal.SIGKILL)
-    except (ChildProcessError, ProcessLookupError):  # somebody else in this process has reaped it
-        return False
-    return True
-
-
-def _is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
+    return life.status is None and kill_unreaped(life.process)

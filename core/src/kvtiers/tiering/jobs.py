@@ -23,9 +23,9 @@ from dataclasses import dataclass
 
 from kvtiers.api import JobResult, OffloadKey, TransferJob
 from kvtiers.primary.tier import CPUPrimaryTier
+from kvtiers.secondary.job_results import good_keys, is_of, moved, without
 from kvtiers.tiering.provenance import Origins
 from kvtiers.tiering.requests import RequestState
-from kvtiers.tiering.results import good_keys, is_of, moved, without
 from kvtiers.tiering.tier_slot import TierSlot
 from kvtiers.types import OffloadEvent
 

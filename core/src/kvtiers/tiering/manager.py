@@ -2,8 +2,8 @@
 
 ::
 
-    load   lookup -> promotion -> secondary/chunk_store_tier -> host -> primary/chunks -> gpu/worker
-    store  gpu/worker -> primary/chunks -> cascade -> secondary/chunk_store_tier -> host
+    load   prefix_lookup -> promotion -> secondary/store_tier -> host/process -> primary/tier -> gpu/worker
+    store  gpu/worker -> primary/tier -> cascade -> secondary/store_tier -> host/process
 
 One thread at a time: the caller holds ``manager.lock`` from its first call of a step to ``on_schedule_end``; a call
 between steps takes it briefly. ``stats``, ``wait_ready`` and ``shutdown`` need no lock and may come from any thread.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, runtime_checkable
 
+from kvtiers._failures import log_with_backoff
 from kvtiers.api import JobResult, LookupResult, OffloadKey, SecondaryTierManager, TierRequest, TransferJob
 from kvtiers.metrics import TierMetrics
 
@@ -159,7 +160,7 @@ class TierSlot:
             return False
         try:
             call(*args, **kwargs)
-        except Exception:  # noqa: BLE001 -- a tier is somebody else's code: nothing of it reaches the engine
+        except Exception:  # noqa: BLE001 -- what plugin_boundary is, without its two calls
             self._count_raised()
             return False
         return True
@@ -184,9 +185,8 @@ class TierSlot:
         return taken
 
     def _count_raised(self) -> None:
-        self.metrics.raised += 1
-        if self.metrics.raised.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... time: a broken tier is no flood
-            _log.exception("%s: the tier raised (%d times so far)", self.name, self.metrics.raised)
+        self.metrics.raised = times = self.metrics.raised + 1
+        log_with_backoff(times, _log.exception, "%s: the tier raised (%d times so far)", self.name, times)
 
 
 def _overrides(tier: SecondaryTierManager, method: str) -> bool:

@@ -5,6 +5,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, cast
 
+from kvtiers._failures import log_with_backoff
+
 __all__ = ["BugCount", "never_raises"]
 
 _log = logging.getLogger("kvtiers.vllm")
@@ -21,8 +23,8 @@ class BugCount:
     def note(self, where: str) -> None:
         """Log that this method would have raised."""
         self._bugs += 1
-        if self._bugs.bit_count() == 1:
-            _log.exception("%s: %s failed (%d times so far); a bug of kvtiers", self._name, where, self._bugs)
+        message = "%s: %s failed (%d times so far); a bug of kvtiers"
+        log_with_backoff(self._bugs, _log.exception, message, self._name, where, self._bugs)
 
 
 class _Counted(Protocol):

@@ -1,8 +1,10 @@
 """A step that computes nothing while loads run rests, and is not late for it."""
 
+import threading
+
 import pytest
 
-from kvtiers_vllm.own_tiering.idle_backoff import Rest
+from kvtiers_vllm.own_tiering.idle_backoff import LoadWatch, Rest, Wakeup
 
 
 class Time:
@@ -54,3 +56,47 @@ def test_a_pass_rests_for_answers_at_most_two_milliseconds_in_all():
     assert len(time.rests) == rests
     rest.step(idle=False)
     assert rest.for_answer(), "another step"
+
+
+def test_a_rest_may_be_longer_where_the_end_of_a_load_ends_it():
+    time = Time()
+    rest = Rest(time, time.sleep)
+    rest.step(idle=True, watched=True)
+    assert time.rests == [0.005]
+
+
+def test_the_end_of_a_load_ends_the_rest():
+    wakeup, ended = Wakeup(), threading.Event()
+    watch = LoadWatch(lambda _jobs: ended.wait(60), wakeup)
+    watch.watch(7)
+    assert wakeup.watched == 1
+    resting = threading.Thread(target=wakeup.wait, args=(600,))
+    resting.start()
+    ended.set()
+    resting.join(60)
+    assert not resting.is_alive()
+    watch.close()
+    assert wakeup.watched == 0
+
+
+def test_what_was_announced_before_the_rest_ends_it_at_once():
+    wakeup = Wakeup()
+    wakeup.announce()
+    resting = threading.Thread(target=wakeup.wait, args=(600,))
+    resting.start()
+    resting.join(60)
+    assert not resting.is_alive()
+
+
+def test_a_wait_that_fails_is_announced_too_and_the_next_load_is_watched():
+    wakeup, asked = Wakeup(), []
+
+    def fails(jobs):
+        asked.append(jobs)
+        raise RuntimeError
+
+    watch = LoadWatch(fails, wakeup)
+    watch.watch(1)
+    watch.watch(2)
+    watch.close()
+    assert (asked, wakeup.watched) == ([{1}, {2}], 0)

@@ -1,16 +1,9 @@
-"""The entry module of the tier type ``memory``: its options, and how to open it."""
+"""Entry point of the tier type ``memory``: its plugin record, and how to open a store."""
 
-from pydantic import Field
+from kvtiers.api import ChunkStore, ConfigError, TierContext, TierPlugin, hookimpl
+from kvtiers_example.config import MemoryConfig
 
-from kvtiers.api import ChunkStore, ConfigError, Size, TierConfig, TierContext, TierPlugin, hookimpl
-
-__all__ = ["MemoryConfig", "kvtiers_tier"]
-
-
-class MemoryConfig(TierConfig):
-    """The options of a ``memory`` tier."""
-
-    capacity: Size = Field(gt=0, description="most bytes of values held; the least recently used go first")
+__all__ = ["kvtiers_tier"]
 
 
 def _open(config: MemoryConfig, context: TierContext) -> ChunkStore:

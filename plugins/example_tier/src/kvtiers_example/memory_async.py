@@ -1,19 +1,9 @@
-"""The entry module of the tier type ``memory-async``: its options, and how to open it."""
+"""Entry point of the tier type ``memory-async``: its plugin record, and how to open a tier manager."""
 
-from pydantic import Field
+from kvtiers.api import SecondaryTierManager, TierContext, TierPlugin, hookimpl
+from kvtiers_example.config import MemoryAsyncConfig
 
-from kvtiers.api import SecondaryTierManager, TierConfig, TierContext, TierPlugin, hookimpl
-
-__all__ = ["MemoryAsyncConfig", "kvtiers_tier"]
-
-
-class MemoryAsyncConfig(TierConfig):
-    """The options of a ``memory-async`` tier."""
-
-    max_blocks: int = Field(ge=1, description="most chunks held; the least recently used go first")
-    simulate_async: bool = Field(
-        default=True, description="a thread moves the bytes and jobs finish in a later step; false: within the submit"
-    )
+__all__ = ["kvtiers_tier"]
 
 
 def _open(config: MemoryAsyncConfig, context: TierContext) -> SecondaryTierManager:

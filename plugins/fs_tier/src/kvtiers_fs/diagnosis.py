@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from kvtiers.api import Finding
 from kvtiers.api.units import format_duration, format_size
-from kvtiers_fs.plugin import FsConfig
-from kvtiers_fs.tree import Tree
-from kvtiers_fs.usage import UsageFile
+from kvtiers_fs.config import FsConfig
+from kvtiers_fs.directory import Directory
+from kvtiers_fs.quota import UsageFile
 from kvtiers_fs.values import try_direct
 
 __all__ = ["diagnose"]
@@ -28,16 +28,18 @@ class _Mount(NamedTuple):
     kind: str
 
 
-def diagnose(config: FsConfig, tree: Tree, usage: UsageFile, value_bytes: int, *, read_only: bool) -> Sequence[Finding]:
+def diagnose(
+    config: FsConfig, directory: Directory, usage: UsageFile, value_bytes: int, *, read_only: bool
+) -> Sequence[Finding]:
     """Return the findings."""
     findings = [
         *_file_system(config.path),
-        *_access(config, tree),
-        *_room(config, tree, usage),
-        *_inodes(config, tree, value_bytes),
+        *_access(config, directory),
+        *_room(config, directory, usage),
+        *_inodes(config, directory, value_bytes),
     ]
     if not read_only:
-        findings += [*_direct(config, tree), *_locks(usage), *_clock(usage)]
+        findings += [*_direct(config, directory), *_locks(usage), *_clock(usage)]
     return findings
 
 
@@ -73,8 +75,8 @@ def _file_system(path: Path) -> Iterator[Finding]:
         yield Finding("ok", f"file system: {what}")
 
 
-def _access(config: FsConfig, tree: Tree) -> Iterator[Finding]:
-    about = os.fstat(tree.fd)
+def _access(config: FsConfig, directory: Directory) -> Iterator[Finding]:
+    about = os.fstat(directory.fd)
     mode = stat.S_IMODE(about.st_mode)
     who = f"owner uid {about.st_uid}, group {about.st_gid}, mode {mode:04o}"
     if mode & 0o007:
@@ -85,8 +87,8 @@ def _access(config: FsConfig, tree: Tree) -> Iterator[Finding]:
         yield Finding("ok", f"{who}; files {config.mode}")
 
 
-def _room(config: FsConfig, tree: Tree, usage: UsageFile) -> Iterator[Finding]:
-    about = os.fstatvfs(tree.fd)
+def _room(config: FsConfig, directory: Directory, usage: UsageFile) -> Iterator[Finding]:
+    about = os.fstatvfs(directory.fd)
     free, disk = about.f_bavail * about.f_frsize, about.f_blocks * about.f_frsize
     used, values = usage.load().total()
     limits = f"capacity {format_size(config.capacity)}, min_free {format_size(config.min_free)}"
@@ -106,8 +108,8 @@ def _room(config: FsConfig, tree: Tree, usage: UsageFile) -> Iterator[Finding]:
         yield Finding("ok", f"{limits}; {held}")
 
 
-def _inodes(config: FsConfig, tree: Tree, value_bytes: int) -> Iterator[Finding]:
-    about = os.fstatvfs(tree.fd)
+def _inodes(config: FsConfig, directory: Directory, value_bytes: int) -> Iterator[Finding]:
+    about = os.fstatvfs(directory.fd)
     need = config.capacity // value_bytes
     if not about.f_files:  # the file system makes them as it goes
         return
@@ -121,8 +123,8 @@ def _inodes(config: FsConfig, tree: Tree, value_bytes: int) -> Iterator[Finding]
         yield Finding("ok", f"{about.f_favail} more files can be made, {need} are needed")
 
 
-def _direct(config: FsConfig, tree: Tree) -> Iterator[Finding]:
-    problem = try_direct(tree)
+def _direct(config: FsConfig, directory: Directory) -> Iterator[Finding]:
+    problem = try_direct(directory)
     if not problem:
         yield Finding("ok", f"O_DIRECT works; direct is {_DIRECT[config.direct]}")
     elif config.direct is True:

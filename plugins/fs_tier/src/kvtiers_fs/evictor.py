@@ -18,9 +18,9 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from kvtiers_fs.places import SHARDS, shard_folder
-from kvtiers_fs.tree import Found, Head, Tree
-from kvtiers_fs.usage import Index, Ledger, UsageFile
+from kvtiers_fs.directory import Directory, Found, Head
+from kvtiers_fs.paths import SHARDS, shard_folder
+from kvtiers_fs.quota import Index, Ledger, UsageFile
 
 __all__ = ["Evictor", "free_bytes"]
 
@@ -58,8 +58,10 @@ class Evictor:
 
     ledger: Ledger
 
-    def __init__(self, tree: Tree, usage: UsageFile, *, capacity: int, max_age: float | None, min_free: int) -> None:
-        self._tree = tree
+    def __init__(
+        self, directory: Directory, usage: UsageFile, *, capacity: int, max_age: float | None, min_free: int
+    ) -> None:
+        self._directory = directory
         self._usage = usage
         self._capacity = capacity
         self._max_age = max_age
@@ -138,7 +140,7 @@ class Evictor:
     def _publish(self, index: Index) -> None:
         nbytes, values = index.total()
         self.ledger.publish(nbytes)
-        free = float(free_bytes(self._tree.fd))
+        free = float(free_bytes(self._directory.fd))
         self._figures = {"bytes": nbytes, "values": values, "free_bytes": free, **self._counts}
 
     def _count(self, index: Index, until: float) -> bool:
@@ -159,7 +161,7 @@ class Evictor:
 
     def _look(self) -> _View:
         changes = self.ledger.changes()  # first: a folder that is made from now on is not among the heads'
-        return _View(list(self._tree.heads()), changes)
+        return _View(list(self._directory.heads()), changes)
 
     def _count_shard(self, index: Index, view: _View, shard: int, now: float) -> list[tuple[int, Found]]:
         """Count one shard over all heads, and remove what has no right to be there; return what stays.
@@ -170,10 +172,10 @@ class Evictor:
         for head in view.heads:
             if shard not in head.shards:
                 continue
-            files = self._tree.files(head.folder, shard)
+            files = self._directory.files(head.folder, shard)
             kept += [(shard, file) for file in files if not self._is_reclaimed(file, now)]
             if not files:
-                self._tree.remove_empty(shard_folder(head.folder, shard))
+                self._directory.remove_empty(shard_folder(head.folder, shard))
         if self.ledger.was_counted(shard, view.changes[shard]):
             values = [file.nbytes for _, file in kept if file.last is not None]
             index.nbytes[shard], index.values[shard], index.counted[shard] = sum(values), len(values), now
@@ -187,11 +189,11 @@ class Evictor:
             what, is_due = "expired_values", self._max_age is not None and age > self._max_age
         if not is_due:
             return False
-        self._counts[what] += self._tree.remove(file.folder, file.leaf) is not None
+        self._counts[what] += self._directory.remove(file.folder, file.leaf) is not None
         return True
 
     def _reclaim_in_root(self, now: float) -> None:
-        for file in self._tree.root_temps():
+        for file in self._directory.root_temps():
             self._is_reclaimed(file, now)
 
     def _evict(self, index: Index, until: float) -> bool:
@@ -210,7 +212,7 @@ class Evictor:
         need = used - int(_LOW * self._capacity) if used > _HIGH * self._capacity else 0
         now = time.monotonic()
         if now >= self._next_floor:
-            short = self._min_free - free_bytes(self._tree.fd)
+            short = self._min_free - free_bytes(self._directory.fd)
             if short > 0 or self._disk_is_full:
                 self._disk_is_full = False
                 self._next_floor = now + _FLOOR_SECONDS
@@ -234,7 +236,7 @@ class Evictor:
             freed += file.nbytes
             index.nbytes[shard] = max(0, index.nbytes[shard] - file.nbytes)
             index.values[shard] = max(0, index.values[shard] - 1)
-            if self._tree.remove(file.folder, file.leaf) is not None:
+            if self._directory.remove(file.folder, file.leaf) is not None:
                 self._counts["evicted_values"] += 1
                 self._counts["evicted_bytes"] += file.nbytes
         return freed

@@ -1,54 +1,9 @@
-"""The entry module of the tier type ``fs``: its options, and how to open it."""
+"""Entry point of the tier type ``fs``: its plugin record, and how to open a store."""
 
-from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from kvtiers.api import ChunkStore, ConfigError, TierContext, TierPlugin, hookimpl
+from kvtiers_fs.config import FsConfig
 
-from pydantic import BeforeValidator, Field, field_validator
-
-from kvtiers.api import ChunkStore, ConfigError, Duration, Size, TierConfig, TierContext, TierPlugin, hookimpl
-
-__all__ = ["FsConfig", "kvtiers_tier"]
-
-_MODES = {0o600: "0600", 0o640: "0640", 0o660: "0660"}
-
-
-def _mode(value: object) -> object:
-    # YAML reads a bare 0660 as an octal number.
-    return _MODES.get(value, value) if type(value) is int else value
-
-
-Mode: TypeAlias = Annotated[Literal["0600", "0640", "0660"], BeforeValidator(_mode)]
-
-
-class FsConfig(TierConfig):
-    """The options of an ``fs`` tier."""
-
-    shareable = True
-    shared_figures = frozenset({"bytes", "values", "free_bytes", "direct"})
-
-    path: Path = Field(description="the directory, absolute; made if only its last part is missing")
-    capacity: Size = Field(gt=0, description="most bytes of values; those not used for longest go first")
-    max_age: Duration | None = Field(
-        default=None, gt=0, description="a value that nobody has written or read for so long is gone"
-    )
-    min_free: Size = Field(
-        default=1 << 30, ge=0, description="free space that is left to others: below it, values go and none is written"
-    )
-    direct: Literal["cold"] | bool = Field(
-        default="cold",
-        description="move values past the page cache (O_DIRECT), where that works; cold: what is read and not in it",
-    )
-    fsync: bool = Field(default=False, description="wait at each write until the value would survive a power cut")
-    mode: Mode = Field(default="0600", description="permissions of files; directories get theirs to match")
-    group: str = Field(default="", description="group of all files, by name or number: its members may share them")
-
-    @field_validator("path")
-    @classmethod
-    def _is_absolute(cls, path: Path) -> Path:
-        path = path.expanduser()
-        if not path.is_absolute() or ".." in path.parts:
-            raise ValueError("expected an absolute path without '..'")
-        return path
+__all__ = ["kvtiers_tier"]
 
 
 def _open(config: FsConfig, context: TierContext) -> ChunkStore:

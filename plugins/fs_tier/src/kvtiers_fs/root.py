@@ -8,8 +8,8 @@ import stat
 from pathlib import Path
 
 from kvtiers.api import ConfigError, TierUnavailable
-from kvtiers_fs.plugin import FsConfig
-from kvtiers_fs.tree import TEMP_PREFIX, Permissions, Tree
+from kvtiers_fs.config import FsConfig
+from kvtiers_fs.directory import TEMP_PREFIX, Directory, Permissions
 
 __all__ = ["FORMAT", "FORMAT_FILE", "open_root"]
 
@@ -18,8 +18,8 @@ FORMAT = b"kvtiers-fs 1\n"
 _INNOCENT = {"lost+found", ".snapshot", ".snapshots"}  # what file systems put into a new top directory
 
 
-def open_root(config: FsConfig, *, read_only: bool) -> Tree:
-    """Return the tree at the config's path. ConfigError: what has to be mended; TierUnavailable: it is not there."""
+def open_root(config: FsConfig, *, read_only: bool) -> Directory:
+    """Return the directory at the config's path. ConfigError: a setting is wrong; TierUnavailable: it is not there."""
     permissions = Permissions(int(config.mode, 8), _gid(config))
     if permissions.gid >= 0 and os.geteuid() and permissions.gid not in {os.getegid(), *os.getgroups()}:
         raise ConfigError(
@@ -31,16 +31,16 @@ def open_root(config: FsConfig, *, read_only: bool) -> Tree:
         fd = os.open(config.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         raise _cannot_open(config.path, error) from None
-    tree = Tree(fd, permissions)
+    directory = Directory(fd, permissions)
     try:
         if made:
             permissions.apply(fd, permissions.folder)
         _check_owner(config, os.fstat(fd), permissions.gid)
-        _check_format(config.path, tree, read_only=read_only)
+        _check_format(config.path, directory, read_only=read_only)
     except BaseException:
-        tree.close()
+        directory.close()
         raise
-    return tree
+    return directory
 
 
 def _gid(config: FsConfig) -> int:
@@ -96,14 +96,14 @@ def _check_owner(config: FsConfig, about: os.stat_result, gid: int) -> None:
         )
 
 
-def _check_format(path: Path, tree: Tree, *, read_only: bool) -> None:
-    found = _format(tree)
-    if found is None and _is_empty(tree):
+def _check_format(path: Path, directory: Directory, *, read_only: bool) -> None:
+    found = _format(directory)
+    if found is None and _is_empty(directory):
         if read_only:
             return
-        _write_format(tree)
+        _write_format(directory)
     # Asked again: another process may have been making the directory just now.
-    found = found or _format(tree)
+    found = found or _format(directory)
     if found is None:
         raise ConfigError(
             f"path {str(path)!r} is neither empty nor a directory of this tier (there is no {FORMAT_FILE}); "
@@ -116,14 +116,14 @@ def _check_format(path: Path, tree: Tree, *, read_only: bool) -> None:
         )
 
 
-def _is_empty(tree: Tree) -> bool:
-    inside = os.listdir(tree.fd)  # noqa: PTH208 -- a descriptor has no path
+def _is_empty(directory: Directory) -> bool:
+    inside = os.listdir(directory.fd)  # noqa: PTH208 -- a descriptor has no path
     return all(name in _INNOCENT or name.startswith(TEMP_PREFIX) for name in inside)
 
 
-def _format(tree: Tree) -> bytes | None:
+def _format(directory: Directory) -> bytes | None:
     try:
-        fd = tree.open(FORMAT_FILE, os.O_RDONLY)
+        fd = directory.open(FORMAT_FILE, os.O_RDONLY)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -134,13 +134,15 @@ def _format(tree: Tree) -> bytes | None:
         os.close(fd)
 
 
-def _write_format(tree: Tree) -> None:
+def _write_format(directory: Directory) -> None:
     # Written aside and renamed: another process that starts at the same time sees it whole or not at all.
     temp = f"{TEMP_PREFIX}format-{secrets.token_hex(8)}"
-    fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, tree.permissions.file, dir_fd=tree.fd)
+    fd = os.open(
+        temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, directory.permissions.file, dir_fd=directory.fd
+    )
     try:
-        tree.permissions.apply(fd, tree.permissions.file)
+        directory.permissions.apply(fd, directory.permissions.file)
         os.write(fd, FORMAT)
     finally:
         os.close(fd)
-    os.rename(temp, FORMAT_FILE, src_dir_fd=tree.fd, dst_dir_fd=tree.fd)
+    os.rename(temp, FORMAT_FILE, src_dir_fd=directory.fd, dst_dir_fd=directory.fd)

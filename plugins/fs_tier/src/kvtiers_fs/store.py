@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from kvtiers.api import ChunkStore, ConfigError, Finding, StoreEntry, StoreFull
 from kvtiers.api.units import format_size
+from kvtiers_fs.config import FsConfig
 from kvtiers_fs.evictor import Evictor, free_bytes
-from kvtiers_fs.places import place_of
-from kvtiers_fs.plugin import FsConfig
+from kvtiers_fs.paths import place_of
+from kvtiers_fs.quota import Ledger, UsageFile
 from kvtiers_fs.root import open_root
-from kvtiers_fs.usage import Ledger, UsageFile
 from kvtiers_fs.values import ValueFiles
 
 __all__ = ["FsStore"]
@@ -30,34 +30,34 @@ class FsStore(ChunkStore):
 
     def __init__(self, config: FsConfig, *, read_only: bool = False) -> None:
         self._config = config
-        self._tree = open_root(config, read_only=read_only)
+        self._directory = open_root(config, read_only=read_only)
         self._evictor: Evictor | None = None
         self._ledger: Ledger | None = None
         self._dropped = 0
         self._room = (0.0, 0)
         try:
             self._files = ValueFiles(
-                self._tree,
+                self._directory,
                 direct=config.direct,
                 fsync=config.fsync,
                 max_age=config.max_age,
                 refresh=not read_only,
             )
-            self._usage = UsageFile(self._tree, read_only=read_only)
+            self._usage = UsageFile(self._directory, read_only=read_only)
         except PermissionError as error:
-            self._tree.close()
+            self._directory.close()
             raise ConfigError(
                 f"path {str(config.path)!r} cannot be written by uid {os.geteuid()}: {error}; give it the right to, or "
                 "set 'read_only: true'"
             ) from None
         except BaseException:
-            self._tree.close()
+            self._directory.close()
             raise
         known, values = self._usage.load().total()
         self._figures: Mapping[str, float] = {"bytes": known, "values": values}
         if not read_only:
             self._evictor = Evictor(
-                self._tree,
+                self._directory,
                 self._usage,
                 capacity=config.capacity,
                 max_age=config.max_age,
@@ -104,7 +104,7 @@ class FsStore(ChunkStore):
         until, room = self._room
         if time.monotonic() >= until or nbytes > room:
             # Half of it: other processes take from the same room until this one asks again.
-            room = (free_bytes(self._tree.fd) - self._config.min_free) // 2
+            room = (free_bytes(self._directory.fd) - self._config.min_free) // 2
             until = time.monotonic() + _FREE_SECONDS
             if nbytes > 2 * room:
                 evictor.disk_is_full()
@@ -123,18 +123,18 @@ class FsStore(ChunkStore):
         for name in names:
             place = place_of(name)
             with ledger.changing(place.shard):
-                nbytes = self._tree.remove(place.folder, place.leaf)
+                nbytes = self._directory.remove(place.folder, place.leaf)
                 if nbytes is not None:
                     ledger.count(place.shard, -nbytes, -1)
                     folders.add(place.folder)
         for folder in folders:
-            self._tree.remove_empty(folder)
+            self._directory.remove_empty(folder)
 
     def list(self, prefix: str) -> Iterator[StoreEntry]:
         """Walk the folders whose names fit, one shard at a time; ``modified`` is a value's last use."""
-        for head in self._tree.heads(prefix):
+        for head in self._directory.heads(prefix):
             for shard in sorted(head.shards):
-                for file in self._tree.files(head.folder, shard):
+                for file in self._directory.files(head.folder, shard):
                     if file.last is not None and (name := head.name + file.last).startswith(prefix):
                         yield StoreEntry(name, file.nbytes, file.modified)
 
@@ -145,7 +145,7 @@ class FsStore(ChunkStore):
 
         if self._evictor is not None:
             self._evictor.round()  # what was written and removed just now is to be in the figures
-        return diagnose(self._config, self._tree, self._usage, value_bytes, read_only=self._evictor is None)
+        return diagnose(self._config, self._directory, self._usage, value_bytes, read_only=self._evictor is None)
 
     def stats(self) -> Mapping[str, float]:
         """Return what the evictor last saw; asks nobody, so that it answers also while the file system does not."""
@@ -157,4 +157,4 @@ class FsStore(ChunkStore):
         if self._evictor is not None and not self._evictor.stop(_CLOSE_SECONDS):
             return  # the file system hangs: its thread still uses the descriptors, which end with the process
         self._usage.close()
-        self._tree.close()
+        self._directory.close()

@@ -8,6 +8,7 @@ than the disk takes, and the value is in the primary then.
 """
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import itertools
@@ -20,11 +21,10 @@ import sys
 import time
 from typing import Literal
 
-from kvtiers_fs.cached import is_cached
-from kvtiers_fs.places import Place
-from kvtiers_fs.tree import GONE, TEMP_PREFIX, Tree
+from kvtiers_fs.directory import GONE, TEMP_PREFIX, Directory
+from kvtiers_fs.paths import Place
 
-__all__ = ["ValueFiles", "try_direct"]
+__all__ = ["ValueFiles", "is_cached", "try_direct"]
 
 _log = logging.getLogger("kvtiers_fs")
 _PAGE = 4096
@@ -32,19 +32,26 @@ _REFRESH_SECONDS = 3600.0  # each use as a write of its own would cost more than
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _LEAST_COLD = 1 << 20  # of less, asking what the page cache has costs as much as copying it
 _READ = os.O_RDONLY | os.O_NONBLOCK  # without it, opening a pipe that somebody put there would wait for a writer
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_HERE = b"\x01"
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class ValueFiles:
-    """Reads and writes the value files of one tree. Safe to use from several threads.
+    """Reads and writes the value files of one directory. Safe to use from several threads.
 
     ``direct``: values move past the page cache; "cold": large ones that are read and not in it.
     ``max_age``: seconds after which a value that was not used is absent. ``refresh``: a read counts as use.
     """
 
     def __init__(
-        self, tree: Tree, *, direct: Literal["cold"] | bool, fsync: bool, max_age: float | None, refresh: bool
+        self, directory: Directory, *, direct: Literal["cold"] | bool, fsync: bool, max_age: float | None, refresh: bool
     ) -> None:
-        self._tree = tree
+        self._directory = directory
         self._fsync = fsync
         self._direct = _DIRECT if direct is True else 0
         self._least_cold = _LEAST_COLD if direct == "cold" and _DIRECT else sys.maxsize
@@ -52,7 +59,7 @@ class ValueFiles:
         self._refresh = refresh
         self._token = secrets.token_hex(8)
         self._numbers = itertools.count()
-        if self._direct and refresh and (problem := try_direct(tree)):
+        if self._direct and refresh and (problem := try_direct(directory)):
             self._direct = 0
             _log.warning("O_DIRECT does not work in this directory (%s): values go through the page cache", problem)
 
@@ -64,7 +71,7 @@ class ValueFiles:
     def is_there(self, place: Place) -> bool:
         """Say whether there is a value of any length. Opens nothing."""
         try:
-            about = os.stat(f"{place.folder}/{place.leaf}", dir_fd=self._tree.fd, follow_symlinks=False)
+            about = os.stat(f"{place.folder}/{place.leaf}", dir_fd=self._directory.fd, follow_symlinks=False)
         except OSError as error:
             if error.errno in GONE:
                 return False
@@ -103,16 +110,16 @@ class ValueFiles:
 
     def _open(self, path: str) -> int:
         try:
-            return self._tree.open(path, _READ | self._direct)
+            return self._directory.open(path, _READ | self._direct)
         except OSError as error:
             if error.errno != errno.EINVAL or not self._direct:
                 raise
-        return self._tree.open(path, _READ)
+        return self._directory.open(path, _READ)
 
     def write(self, place: Place, src: memoryview) -> int | None:
         """Write a value; return the length of the one that it replaced, None if there was none."""
         temp = f"{TEMP_PREFIX}{self._token}-{next(self._numbers)}"
-        fd, folder = self._tree.create(place.folder, temp, os.O_WRONLY | self._direct)
+        fd, folder = self._directory.create(place.folder, temp, os.O_WRONLY | self._direct)
         try:
             try:
                 _pour(fd, src)
@@ -134,7 +141,7 @@ class ValueFiles:
 
     def _sync_folder(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):  # emptied and removed meanwhile: there is nothing to keep
-            fd = self._tree.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            fd = self._directory.open(path, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 os.fsync(fd)
             finally:
@@ -199,7 +206,27 @@ def _length(leaf: str, folder: int) -> int | None:
         return None
 
 
-def try_direct(tree: Tree) -> str:
+def is_cached(fd: int, nbytes: int) -> bool:
+    """Say whether at least half of the first ``nbytes`` is in the page cache; True where the system does not tell.
+
+    It tells those who may write the file, and others that everything is there.
+    """
+    if not hasattr(_libc, "mincore"):
+        return True
+    # Mapped and never touched: nothing is read. A read that must not wait (RWF_NOWAIT) would begin to read ahead.
+    address = _libc.mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+    if address == _MAP_FAILED:
+        return True
+    try:
+        pages = ctypes.create_string_buffer(-(-nbytes // mmap.PAGESIZE))
+        if _libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), pages):
+            return True
+        return 2 * pages.raw.count(_HERE) >= len(pages)
+    finally:
+        _libc.munmap(address, nbytes)
+
+
+def try_direct(directory: Directory) -> str:
     """Write and read one page with O_DIRECT; return why it does not work, or ''."""
     if not _DIRECT:
         return "this system has no O_DIRECT"
@@ -208,7 +235,7 @@ def try_direct(tree: Tree) -> str:
     with mmap.mmap(-1, 2 * _PAGE) as memory, memoryview(memory) as pages, pages[:_PAGE] as out, pages[_PAGE:] as back:
         out[:] = os.urandom(_PAGE)
         try:
-            fd = os.open(temp, flags, 0o600, dir_fd=tree.fd)
+            fd = os.open(temp, flags, 0o600, dir_fd=directory.fd)
             try:
                 os.write(fd, out)
                 os.lseek(fd, 0, os.SEEK_SET)
@@ -219,5 +246,5 @@ def try_direct(tree: Tree) -> str:
             return error.strerror or str(error)
         finally:
             with contextlib.suppress(OSError):  # some systems make the file and then refuse to open it
-                os.unlink(temp, dir_fd=tree.fd)
+                os.unlink(temp, dir_fd=directory.fd)
         return "" if out == back else "it reads back other bytes than were written"

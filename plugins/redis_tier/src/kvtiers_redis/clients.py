@@ -13,8 +13,8 @@ from redis.retry import Retry
 from redis.sentinel import Sentinel, SentinelManagedConnection
 
 from kvtiers.api import Secret
+from kvtiers_redis.config import RedisConfig
 from kvtiers_redis.places import Address
-from kvtiers_redis.plugin import RedisConfig
 
 __all__ = ["client_of", "client_over_socket", "cluster_of", "sentinel_of"]
 

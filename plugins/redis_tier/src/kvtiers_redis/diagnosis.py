@@ -7,7 +7,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from kvtiers.api import Finding
 from kvtiers.api.units import format_size, parse_size
-from kvtiers_redis.plugin import RedisConfig
+from kvtiers_redis.config import RedisConfig
 from kvtiers_redis.servers import Server
 
 __all__ = ["diagnose"]

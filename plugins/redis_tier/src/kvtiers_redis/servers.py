@@ -14,9 +14,9 @@ from redis.connection import Connection
 from redis.exceptions import RedisError, ResponseError
 
 from kvtiers.api import TierUnavailable
+from kvtiers_redis.config import RedisConfig
 from kvtiers_redis.link import Link, ReplyError
 from kvtiers_redis.places import is_loopback
-from kvtiers_redis.plugin import RedisConfig
 from kvtiers_redis.windows import ask, command, to_the_end
 
 __all__ = ["Server", "warn_of_clear_text"]

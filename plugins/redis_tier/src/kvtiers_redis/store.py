@@ -1,22 +1,24 @@
 """The store of the tier type ``redis``: a key a value, on one server or many."""
 
+import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from redis import exceptions as client_errors
 
 from kvtiers.api import ChunkStore, Finding, StoreEntry, StoreFull, TierUnavailable
-from kvtiers_redis.link import Link
-from kvtiers_redis.listing import list_values
+from kvtiers_redis.config import RedisConfig
+from kvtiers_redis.link import Link, ReplyError
 from kvtiers_redis.places import is_loopback
-from kvtiers_redis.plugin import RedisConfig
-from kvtiers_redis.routing import Router
-from kvtiers_redis.servers import warn_of_clear_text
+from kvtiers_redis.routing import Router, as_error
+from kvtiers_redis.servers import Server, warn_of_clear_text
 from kvtiers_redis.topology import open_topology
-from kvtiers_redis.windows import Answer, Exchange, ask, commands, read_values, write_values
+from kvtiers_redis.windows import Answer, Exchange, ask, command, commands, read_values, to_the_end, write_values
 
 __all__ = ["RedisStore"]
 
+_PAGE_KEYS = 1000
 _NOT_KEPT = dict.fromkeys(("OOM", "MISCONF", "NOREPLICAS"), False)  # the server takes no writes now, and answers reads
 
 
@@ -134,7 +136,7 @@ class RedisStore(ChunkStore):
     def list(self, prefix: str) -> Iterator[StoreEntry]:
         """Scan every master there is now, at the bounded rate."""
         self._topology.refresh()
-        return list_values(self._topology.masters(), self._prefix, prefix, rate=self._config.scan_rate)
+        return _list_values(self._topology.masters(), self._prefix, prefix, rate=self._config.scan_rate)
 
     def diagnose(self, value_bytes: int) -> Sequence[Finding]:
         """Look at the way to the servers, their memory, limits and persistence."""
@@ -164,3 +166,37 @@ class RedisStore(ChunkStore):
             return ask(link, commands(word, [keys[i] for i in indexes]), asking=asking)
 
         return self._router.ask(keys, talk, partial=partial)
+
+
+def _list_values(servers: Sequence[Server], key_prefix: bytes, prefix: str, *, rate: int) -> Iterator[StoreEntry]:
+    """Yield the values under names that start with ``prefix``, each once; at most ``rate`` keys a second are looked at.
+
+    A scan may name a key twice, and one that moves between two servers is found on both: what was yielded is
+    remembered, by its hash. The server knows no time of writing.
+
+    A server that refuses to say what it has raises, since a list without its values would look whole: ReplyError, or
+    TierUnavailable if that passes, as where a key moves to another server meanwhile.
+    """
+    pattern = re.sub(rb"([*?\[\]\\])", rb"\\\1", key_prefix + prefix.encode()) + b"*"
+    seen: set[int] = set()
+    for server in servers:
+        cursor, pages, begin = 0, 0, time.monotonic()
+        while cursor or not pages:
+            cursor, keys = server.client.scan(cursor, match=pattern, count=_PAGE_KEYS)
+            for key, length in _lengths(server, [key for key in keys if isinstance(key, bytes)]):
+                if length and hash(key) not in seen and key.isascii():
+                    seen.add(hash(key))
+                    yield StoreEntry(key[len(key_prefix) :].decode(), length)
+            pages += 1
+            time.sleep(max(0.0, begin + pages * _PAGE_KEYS / rate - time.monotonic()))
+
+
+def _lengths(server: Server, keys: Sequence[bytes]) -> Iterator[tuple[bytes, int]]:
+    """Yield each key with the length of its value; keys that are gone or hold no string are left out."""
+    with server.link() as link:
+        [answers] = to_the_end([ask(link, [command(b"STRLEN", key) for key in keys])])
+    for key, answer in zip(keys, answers, strict=True):
+        if isinstance(answer, ReplyError) and answer.code != "WRONGTYPE":
+            raise as_error(answer)
+        if type(answer) is int:
+            yield key, answer

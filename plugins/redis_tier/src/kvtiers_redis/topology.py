@@ -9,8 +9,8 @@ from redis.exceptions import RedisError
 
 from kvtiers.api import TierUnavailable
 from kvtiers_redis.clients import client_of, client_over_socket, cluster_of, sentinel_of
+from kvtiers_redis.config import RedisConfig
 from kvtiers_redis.places import Address
-from kvtiers_redis.plugin import RedisConfig
 from kvtiers_redis.servers import Server
 
 __all__ = ["Topology", "open_topology"]

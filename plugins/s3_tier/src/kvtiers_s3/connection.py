@@ -10,8 +10,8 @@ from botocore.config import Config
 from botocore.configprovider import ConfiguredEndpointProvider
 
 from kvtiers.api import ConfigError
+from kvtiers_s3.config import S3Config
 from kvtiers_s3.credentials import open_session
-from kvtiers_s3.plugin import S3Config
 from kvtiers_s3.requests import Requests
 
 if TYPE_CHECKING:

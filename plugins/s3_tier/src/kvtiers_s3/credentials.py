@@ -18,7 +18,7 @@ from botocore.credentials import (
 from botocore.exceptions import BotoCoreError, ClientError
 
 from kvtiers.api import ConfigError, Secret
-from kvtiers_s3.plugin import S3Config
+from kvtiers_s3.config import S3Config
 
 __all__ = ["open_session"]
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from botocore.exceptions import ClientError
 
 from kvtiers_s3.bucket import Bucket
-from kvtiers_s3.client import ValueClient, read_into
+from kvtiers_s3.client.base import ValueClient, read_into
 from kvtiers_s3.connection import Connection
 from kvtiers_s3.failures import S3Error, failure
 

@@ -5,11 +5,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvtiers.api import ChunkStore, ConfigError, Finding, StoreEntry, TierUnavailable
 from kvtiers_s3.bucket import Bucket
-from kvtiers_s3.client import open_client, read_into
+from kvtiers_s3.client.base import read_into
+from kvtiers_s3.client.factory import open_client
+from kvtiers_s3.config import S3Config
 from kvtiers_s3.connection import Connection
 from kvtiers_s3.failures import S3BusyError, S3Error
 from kvtiers_s3.parts import Parts
-from kvtiers_s3.plugin import S3Config
 from kvtiers_s3.requests import Requests
 
 __all__ = ["S3Store"]

@@ -5,8 +5,6 @@ A parent that ends, by ``kill -9`` too, takes its children with it: by the paren
 """
 
 import contextlib
-import json
-import os
 import pickle
 import socket
 import struct
@@ -16,16 +14,13 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from kvtiers._process import die_with_parent, end, spawn
 from kvtiers.api import KvtiersError
-from kvtiers.host.__main__ import die_with
 
 __all__ = ["Child", "ReplayError"]
 
 _END_SECONDS = 10.0
 _STUCK_SECONDS = 120  # in the middle of a message, whose other end has stopped; a child that starts takes a while
-_START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); from kvtiers_replay.engine.processes import main; main()"
-)
 
 
 class ReplayError(KvtiersError):
@@ -41,12 +36,10 @@ class Child:
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", _STUCK_SECONDS, 0))
         with theirs:
-            told = [str(theirs.fileno()), str(os.getpid()), json.dumps([str(path) for path in sys.path]), name]
-            # -P: nothing in the working directory stands in for a module. The name is for `ps`.
-            self.process = subprocess.Popen(  # noqa: S603 -- our own interpreter, our own module
-                [sys.executable, "-P", "-c", _START, *told],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # the parent's stdout has its report
+            self.process = spawn(
+                "kvtiers_replay.engine.processes",
+                [str(theirs.fileno())],
+                name=name,
                 pass_fds=(theirs.fileno(),),
                 process_group=0,  # Ctrl-C is for the parent, which says when to end
             )
@@ -76,10 +69,7 @@ class Child:
     def end(self) -> None:
         """Let the child end, which it does when its connection is closed; kill it if it does not in time."""
         self.connection.close()
-        try:
-            self.process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.kill()
+        end(self.process, _END_SECONDS)
 
     def kill(self) -> None:
         """End the child at once."""
@@ -106,7 +96,7 @@ class Child:
 def main() -> None:
     """Run a child. Arguments: the connection's descriptor and the parent's process id."""
     descriptor, parent = map(int, sys.argv[1:3])
-    die_with(parent)
+    die_with_parent(parent)
     connection: Connection[Any, Any] = Connection(descriptor)
     with contextlib.suppress(EOFError, ConnectionError):  # the parent has no use for us any more
         serve, args = connection.recv()

@@ -18,7 +18,7 @@ from kvtiers.gpu.device_blocks import DeviceBlocks
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.scheduler import WorkerJob
 from kvtiers.types import TransferResult
-from kvtiers_replay.engine.content import BlockContent
+from kvtiers_replay.content import BlockContent
 from kvtiers_replay.engine.processes import Child
 from kvtiers_replay.options import Device
 

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvtiers.cli.main import cli
-from kvtiers_replay.engine.content import BlockContent
+from kvtiers_replay.content import BlockContent
 
 from .setups import named, wait_until
 

@@ -5,7 +5,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from tests.unit.secondary.host_connection.played_host import Host
+from tests.unit.secondary.host_connection.scripted_host import Host
 
 from kvtiers.host import wire
 from kvtiers.secondary.host_client import HostClient

@@ -4,7 +4,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from tests.unit.secondary.host_connection.played_host import load, overdue, store
+from tests.unit.secondary.host_connection.scripted_host import load, overdue, store
 
 from kvtiers.host import wire
 from kvtiers.host.messages import JobDone, JobFailed, Opened, Probed, Status

@@ -1,6 +1,6 @@
 """What a host is sent, and what becomes of it when it does not read."""
 
-from tests.unit.secondary.host_connection.played_host import load
+from tests.unit.secondary.host_connection.scripted_host import load
 
 from kvtiers.host import wire
 from kvtiers.host.messages import Opened, Status

@@ -6,7 +6,7 @@ Whole lying hosts are in ``tests/integration/hosts``.
 import math
 
 import pytest
-from tests.unit.secondary.host_connection.played_host import load, store
+from tests.unit.secondary.host_connection.scripted_host import load, store
 
 from kvtiers.host import wire
 from kvtiers.host.messages import JobDone, JobFailed, JobReleased, JobStarted, Opened, Probed, Status

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
+from kvtiers._failures import error_text
 from kvtiers.api import (
     ChunkStore,
     ConfigError,
@@ -90,8 +91,7 @@ class Trial:
         except ConfigError as error:
             self._take(Finding("error", problem, "correct the tier's options") for problem in error.problems)
         except Exception as error:  # noqa: BLE001 -- whatever a tier raises is a line of the report
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            self._say(Finding("error", f"failed while {self._bench.stage}: {reason}", _REACH))
+            self._say(Finding("error", f"failed while {self._bench.stage}: {error_text(error)}", _REACH))
         return None
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvtiers._failures import plugin_boundary
 from kvtiers.api import (
     ChunkStore,
     ConfigError,
@@ -45,14 +46,15 @@ def open_listable(
     if load_tier(config.type).kind != "store":
         raise ConfigError(f"tier {name!r} is a tier manager (type {config.type!r}), which cannot list what it holds")
     region = anonymous_region(rows, value_bytes)
-    try:
-        store = open_tier(config, namespace=namespace, value_bytes=value_bytes, region=region)
-    except ConfigError as error:
-        raise ConfigError([f"tier {name!r}: {problem}" for problem in error.problems]) from None
-    except KvtiersError as error:
-        raise type(error)(f"tier {name!r}: {error}") from None
-    except Exception as error:  # noqa: BLE001 -- whatever a plugin raises is one line
-        raise unavailable(name, "cannot be opened", error) from None
+    with plugin_boundary(KvtiersError) as opening:
+        try:
+            store = open_tier(config, namespace=namespace, value_bytes=value_bytes, region=region)
+        except ConfigError as error:
+            raise ConfigError([f"tier {name!r}: {problem}" for problem in error.problems]) from None
+        except KvtiersError as error:
+            raise type(error)(f"tier {name!r}: {error}") from None
+    if opening.error:
+        raise unavailable(name, "cannot be opened", opening.error)
     assert isinstance(store, ChunkStore)  # its plugin says so, and open_tier has seen to it
     if not isinstance(store, SupportsListing):
         store.close()
@@ -62,9 +64,9 @@ def open_listable(
     return store, store, region
 
 
-def unavailable(tier: str, what: str, error: Exception) -> TierUnavailable:
-    """Return the one line for a tier that raised."""
-    return TierUnavailable(f"tier {tier!r} {what}: " + " ".join(f"{type(error).__name__}: {error}".split()))
+def unavailable(tier: str, what: str, error: str) -> TierUnavailable:
+    """Return the one line for a tier that raised. ``error``: of its ``plugin_boundary``."""
+    return TierUnavailable(f"tier {tier!r} {what}: {error}")
 
 
 class Held(NamedTuple):
@@ -111,12 +113,12 @@ class Selection:
         prefix = self.prefix or (f"{self.namespace}/" if self.namespace else "")
         entries = iter(store.list(prefix))
         while True:
-            try:
-                entry = next(entries)
-            except StopIteration:
+            with plugin_boundary() as listing:
+                entry = next(entries, None)
+            if listing.error:
+                raise unavailable(tier, "cannot be listed", listing.error)
+            if entry is None:
                 return
-            except Exception as error:  # noqa: BLE001 -- a store is somebody else's code
-                raise unavailable(tier, "cannot be listed", error) from None
             if is_record(entry.name):  # no value, and never to be deleted by its age or its format
                 continue
             held = Held(entry, parse_name(entry.name))

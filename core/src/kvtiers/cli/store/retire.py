@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from kvtiers._failures import plugin_boundary
 from kvtiers.api import ConfigError, KvtiersError, TierConfig
 from kvtiers.cli.store.inventory import Selection, Share, open_listable, unavailable
 from kvtiers.cli.store.report import sum_of
@@ -68,7 +69,7 @@ def _bump(tier: TierConfig, namespace: str) -> Share:
     store, listing, _ = open_listable(tier, namespace, _VALUE_BYTES, 1)
     deleted = Share()
     with contextlib.closing(store):
-        try:
+        with plugin_boundary(KvtiersError) as bumping:
             write_epoch(store, namespace, new_epoch())
             batch: list[str] = []
             for held in Selection(namespace=namespace).of(listing, name):
@@ -78,8 +79,6 @@ def _bump(tier: TierConfig, namespace: str) -> Share:
                     store.delete(batch)
                     batch = []
             store.delete(batch)
-        except KvtiersError:
-            raise
-        except Exception as error:  # noqa: BLE001 -- a store is somebody else's code
-            raise unavailable(name, "was not bumped to the end", error) from None
+        if bumping.error:
+            raise unavailable(name, "was not bumped to the end", bumping.error)
     return deleted

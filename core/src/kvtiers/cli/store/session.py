@@ -11,6 +11,7 @@ from threading import Event
 
 import click
 
+from kvtiers._failures import plugin_boundary
 from kvtiers.api import ChunkStore, ConfigError, SupportsListing, TierConfig, TierUnavailable
 from kvtiers.api.units import format_size
 from kvtiers.cli.main import LateExitError
@@ -91,10 +92,10 @@ class StoreSession:
         while batch := list(islice(values, _DELETED_AT_ONCE)):
             if self._stop.is_set():
                 return
-            try:
+            with plugin_boundary() as deleting:
                 self._store.delete([held.entry.name for held in batch])
-            except Exception as error:  # noqa: BLE001 -- a store is somebody else's code
-                self.failure = str(unavailable(self.name, "cannot delete", error))
+            if deleting.error:
+                self.failure = str(unavailable(self.name, "cannot delete", deleting.error))
                 return
             for held in batch:
                 deleted.add(held.entry)

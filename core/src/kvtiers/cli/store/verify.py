@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum
 from threading import Event
 
+from kvtiers._failures import plugin_boundary
 from kvtiers.api import ChunkStore
 from kvtiers.cli.store.inventory import Held
 from kvtiers.layout.cache_layout import SEAL_BYTES
@@ -92,11 +93,10 @@ class SealCheck:
 
     def _result(self, window: "deque[tuple[Held, Future[Verdict]]]") -> tuple[Held, Verdict]:
         held, future = window.popleft()
-        try:
+        with plugin_boundary() as reading:
             return held, future.result()
-        except Exception as error:  # noqa: BLE001 -- a store is somebody else's code
-            self.error = self.error or " ".join(f"{held.entry.name}: {type(error).__name__}: {error}".split())
-            return held, Verdict.UNREADABLE
+        self.error = self.error or f"{held.entry.name}: {reading.error}"
+        return held, Verdict.UNREADABLE
 
     @staticmethod
     def _check(store: ChunkStore, rows: "queue.SimpleQueue[memoryview]", held: Held) -> Verdict:

@@ -1,5 +1,6 @@
 """Which chunk leaves the primary next: the policies, and how one is found by its name."""
 
+from kvtiers._failures import error_text
 from kvtiers.api import ConfigError, TierPluginError
 from kvtiers.primary.eviction.arc import ARCPolicy
 from kvtiers.primary.eviction.base import EvictionPolicy
@@ -42,5 +43,6 @@ def make_policy(name: str, capacity: int) -> EvictionPolicy:
     try:
         return policy(capacity)
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"eviction policy {name!r} cannot be made for {capacity} rows: {reason}") from error
+        raise ConfigError(
+            f"eviction policy {name!r} cannot be made for {capacity} rows: {error_text(error)}"
+        ) from error

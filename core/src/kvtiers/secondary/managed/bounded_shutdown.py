@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
+from kvtiers._failures import error_text
 from kvtiers.api import JobResult, SecondaryTierManager, TierRequest, TransferJob
-from kvtiers.host.messages import error_text
 
 __all__ = ["ShutdownProxy"]
 

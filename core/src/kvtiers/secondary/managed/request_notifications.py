@@ -9,8 +9,8 @@ A store waits for its seal; the end of its request waits with it.
 
 from collections.abc import Callable
 
+from kvtiers._failures import log_with_backoff, plugin_boundary
 from kvtiers.api import SecondaryTierManager, TierRequest
-from kvtiers.host.messages import error_text
 from kvtiers.types import RequestContext
 
 __all__ = ["RequestNotifier"]
@@ -25,7 +25,7 @@ class RequestNotifier:
     and that nobody waits for.
     """
 
-    def __init__(self, log: Callable[[str], None]) -> None:
+    def __init__(self, log: Callable[..., None]) -> None:
         self._log = log
         self._open: dict[TierRequest, None] = {}
         self._over: dict[TierRequest, None] = {}
@@ -79,9 +79,9 @@ class RequestNotifier:
             self._call("on_request_finished", tier.on_request_finished, context)
 
     def _call(self, name: str, call: Callable[[TierRequest], object], context: TierRequest) -> None:
-        try:
+        with plugin_boundary() as boundary:
             call(context)
-        except Exception as error:  # noqa: BLE001 -- a tier is somebody else's code
-            self._failed += 1
-            if self._failed.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... time: a broken tier is no flood
-                self._log(f"its {name}() failed ({self._failed} times so far): {error_text(error)}")
+        if boundary.error:
+            self._failed = times = self._failed + 1
+            message = "its %s() failed (%d times so far): %s"
+            log_with_backoff(times, self._log, message, name, times, boundary.error)

@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvtiers._failures import error_text, plugin_boundary
 from kvtiers.api import JobResult, OffloadKey, SecondaryTierManager, TransferJob, group_of
 from kvtiers.host.borrowed_views import ValueViews
-from kvtiers.host.messages import error_text
 from kvtiers.layout.seal import SealVerdict, check_value, seal_value
 from kvtiers.layout.storage_name import StorageNames
 
@@ -119,19 +119,18 @@ class Sealer:
         tier, self.tier = self.tier, None
         if tier is None:
             return
-        try:
+        with plugin_boundary() as closing:
             tier.close()
-        except Exception as error:  # noqa: BLE001 -- a tier is somebody else's code
-            _log.warning("%s: its close() failed: %s", self._label, error_text(error))
+        if closing.error:
+            _log.warning("%s: its close() failed: %s", self._label, closing.error)
 
     def _open(self, open_tier: Callable[[], SecondaryTierManager]) -> SecondaryTierManager | None:
         """Open the tier, trying again as long as it takes; None: it was closed meanwhile."""
         pause, longest = self._reopen
         while True:
-            try:
+            with plugin_boundary(exits=True) as opening:
                 return open_tier()
-            except BaseException as error:  # noqa: BLE001 -- a plugin is somebody else's code
-                self._open_error = error_text(error)
+            self._open_error = opening.error
             if not self._opened.is_set():
                 self._opened.set()
                 _log.warning("%s: out of use: %s; its lookups miss until it is back", self._label, self._open_error)

@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from kvtiers._failures import plugin_boundary
 from kvtiers.api import (
     JobResult,
     LookupResult,
@@ -26,10 +27,10 @@ from kvtiers.api import (
     TransferJob,
 )
 from kvtiers.host.borrowed_views import ValueViews
-from kvtiers.host.messages import error_text
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.secondary.breaker import Breaker, BreakerState
 from kvtiers.secondary.inflight_jobs import not_done
+from kvtiers.secondary.job_results import is_of
 from kvtiers.secondary.managed.bounded_shutdown import ShutdownProxy
 from kvtiers.secondary.managed.request_notifications import RequestNotifier
 from kvtiers.secondary.managed.seal_thread import SealedJob, Sealer
@@ -63,7 +64,7 @@ class SealedTier(SecondaryTierManager):
         """Results that were none of a job under way, or that named keys that are not of their job."""
         self._in_use: SecondaryTierManager | None = None
         """The tier, once it is open and has been told of the requests that are."""
-        self._requests = RequestNotifier(lambda text: self._sealer.log(logging.WARNING, f"{self._name}: {text}"))
+        self._requests = RequestNotifier(self._warn)
         reopen = (config.breaker.delay, config.breaker.max_delay)
         self._sealer = Sealer(open_tier, views, sizes, reopen, self._name)
 
@@ -224,10 +225,9 @@ class SealedTier(SecondaryTierManager):
                 owner = self._requests.owner(context)
                 if owner is not context:
                     sealed.inner = dataclasses.replace(sealed.inner, context=owner)
-                try:
+                with plugin_boundary() as submit:
                     tier.submit_store(sealed.inner)
-                except Exception as raised:  # noqa: BLE001 -- a tier is somebody else's code; a submit that raises began nothing
-                    error = error_text(raised)
+                error = submit.error  # a submit that raises began nothing
             if error:
                 self._sealer.log(logging.INFO, f"{self._name}: store job {sealed.job.job_id}: {error}")
                 self._sealer.results.append(JobResult(sealed.job.job_id, success=False))
@@ -272,11 +272,14 @@ class SealedTier(SecondaryTierManager):
             self._sealer.log(logging.WARNING, f"{self._name}: {text}; the tier is left as it is, and not closed")
         return results
 
+    def _warn(self, message: str, *args: object) -> None:
+        self._sealer.log(logging.WARNING, f"{self._name}: {message % args}")
+
     def _try(self, name: str, call: Callable[[], object]) -> None:
-        try:
+        with plugin_boundary() as boundary:
             call()
-        except Exception as error:  # noqa: BLE001 -- a tier is somebody else's code; what it dropped is still said
-            self._sealer.log(logging.WARNING, f"{self._name}: its {name}() failed: {error_text(error)}")
+        if boundary.error:
+            self._sealer.log(logging.WARNING, f"{self._name}: its {name}() failed: {boundary.error}")
 
     def _reported(self, result: JobResult) -> list[JobResult]:
         """Return what may be passed on of the tier's own result; what it has loaded is checked first."""
@@ -288,7 +291,7 @@ class SealedTier(SecondaryTierManager):
             self._refused += 1
             return [JobResult(result.job_id, success=False)]  # the check's own result makes it the second one
         known.reported = True
-        if not _is_of(known, result):
+        if not is_of(known.inner, result):
             self._refused += 1
             # Nor is this. As it is it may name the manager's keys, and would be believed though nothing was checked.
             return [JobResult(result.job_id, success=False, successful_keys=_NO_KEYS)]
@@ -317,18 +320,9 @@ def _figures_of(tier: SecondaryTierManager) -> dict[str, float]:
     stats = getattr(tier, "stats", None)
     if stats is None:
         return {}
-    try:
+    with plugin_boundary():  # figures are no promise
         return {str(name): float(figure) for name, figure in stats().items()}
-    except Exception:  # noqa: BLE001 -- a tier is somebody else's code, and figures are no promise
-        return {}
-
-
-def _is_of(known: SealedJob, result: JobResult) -> bool:
-    """Say whether the keys that a result names are those that the tier was given."""
-    try:
-        return result.successful_keys is None or set(known.inner.keys).issuperset(result.successful_keys)
-    except TypeError:
-        return False
+    return {}
 
 
 def _outer(known: SealedJob, result: JobResult) -> JobResult:

@@ -28,9 +28,9 @@ from dataclasses import dataclass, field
 
 from kvtiers.api import JobResult, LookupResult, OffloadKey, TransferJob, group_of
 from kvtiers.metrics import TierMetrics
+from kvtiers.secondary.job_results import good_keys, moved
 from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.tiering.provenance import Origins
-from kvtiers.tiering.results import good_keys, moved
 from kvtiers.tiering.tier_slot import TierSlot
 from kvtiers.types import RequestContext
 from kvtiers_vllm.own_tiering.idle_backoff import Rest

@@ -32,7 +32,7 @@ from kvtiers_vllm.stack.keys import RequestKeys
 from kvtiers_vllm.stack.plans import CopyReport, RunningPlans
 from kvtiers_vllm.stack.requests import OpenRequest, RequestBook, Run
 from kvtiers_vllm.stack.steps import StepClock
-from kvtiers_vllm.stack.worker import NO_PLAN, PlannedRows
+from kvtiers_vllm.stack.worker import NO_PLAN, WAKEUP, PlannedRows
 
 __all__ = ["KvtiersManager"]
 
@@ -70,9 +70,13 @@ class KvtiersManager(OffloadingManager):
         self._figures = figures
         self._on_shutdown = on_shutdown
         self._asked: set[OpenRequest] = set()
-        self._rest = Rest()
+        self._rest = Rest(sleep=WAKEUP.wait)
         self._alone = engine.is_alone
         self._core = engine.core
+        self._answered_for: Any = None
+        """The context of the request whose answers are in ``_answers``, in this step."""
+        self._answers: dict[bytes, LookupResult] = {}
+        """By vLLM's key: it asks chunk by chunk, and one sweep over the prefix has answered them all."""
         self._began_idle: bool | None = None
         """Nothing but new requests could be computed when this step's first lookup came; None before it."""
         follow_arrivals(engine.core, self._ask_ahead)
@@ -91,6 +95,8 @@ class KvtiersManager(OffloadingManager):
     def on_request_finished(self, req_context: Any) -> None:
         """Forget a request; its copies may still run."""
         request = self.requests.close(req_context.req_id)
+        if req_context is self._answered_for:
+            self._forget_answers()
         if request is not None:
             self._asked.discard(request)
             with self._manager.lock:
@@ -101,6 +107,8 @@ class KvtiersManager(OffloadingManager):
     @never_raises(lambda: LookupResult.MISS)
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """Say where a chunk stands."""
+        if req_context is self._answered_for and (answer := self._answers.get(key)) is not None:
+            return answer
         if self._began_idle is None:
             self._began_idle = self._alone and is_idle(self._core)
         self._follow_weights()
@@ -115,7 +123,11 @@ class KvtiersManager(OffloadingManager):
         run = self._run(key, place, request, keys)
         place -= run.first
         if place < run.hits.chunks:  # vLLM defers a request of whose run any chunk is pending, whichever it is
-            return LookupResult.HIT_PENDING if run.hits.pending else LookupResult.HIT
+            answer = LookupResult.HIT_PENDING if run.hits.pending else LookupResult.HIT
+            if req_context is not self._answered_for:
+                self._answered_for, self._answers = req_context, {}
+            self._answers.update(dict.fromkeys(keys.shown(key, run.first, run.hits.chunks), answer))
+            return answer
         return LookupResult.RETRY if place == run.hits.chunks and run.hits.unresolved else LookupResult.MISS
 
     def _run(self, key: bytes, place: int, request: OpenRequest, keys: RequestKeys) -> Run:
@@ -141,6 +153,7 @@ class KvtiersManager(OffloadingManager):
     @never_raises(lambda: None)
     def _ask_ahead(self, shown: Any) -> None:
         """Have the tiers asked about a request that has just come, unless the engine calls them; on any thread."""
+        WAKEUP.announce()
         for keys in self.requests.prefixes(shown):
             if keys and self._manager.lock.acquire(blocking=False):
                 try:
@@ -164,9 +177,10 @@ class KvtiersManager(OffloadingManager):
         plan = None
         if own is not None:
             with self._manager.lock:
-                plan = self._manager.prepare_load([own.of(key) for key in keys], request.context)
+                plan = self._manager.prepare_load(own.of_all(keys), request.context)
         if plan is None:
             request.load_failed = True
+            self._forget_answers()
             return None
         self.requests.computes()
         return self._start(plan, request)
@@ -217,6 +231,7 @@ class KvtiersManager(OffloadingManager):
         for request in self._asked:
             request.runs.clear()
         self._asked.clear()
+        self._forget_answers()
         self._began_idle = None
         self._plans.confirm()
         with self._manager.lock:
@@ -226,7 +241,8 @@ class KvtiersManager(OffloadingManager):
     def rest(self, *, computes: bool) -> None:
         """Leave the interpreter and the processor to what a step waits for that computes nothing."""
         idle = self._alone and not computes
-        self._rest.step(idle=idle and (self._plans.are_running() or self._manager.has_pending_work()))
+        idle = idle and (self._plans.are_running() or self._manager.has_pending_work())
+        self._rest.step(idle=idle, watched=WAKEUP.watched > 0)
 
     @never_raises(lambda: None)
     def computes(self) -> None:
@@ -238,8 +254,12 @@ class KvtiersManager(OffloadingManager):
         """Retire all KV of other weights than vLLM has now."""
         name = self.requests.new_weights()
         if name is not None:
+            self._forget_answers()
             with self._manager.lock:
                 self._manager.set_weights_version(name)
+
+    def _forget_answers(self) -> None:
+        self._answered_for, self._answers = None, {}
 
     @never_raises(lambda: False)
     def has_pending_work(self) -> bool:
@@ -255,6 +275,7 @@ class KvtiersManager(OffloadingManager):
         """Forget all chunks; the tiers keep theirs."""
         for request in self.requests:
             request.runs.clear()
+        self._forget_answers()
         with self._manager.lock:
             self._manager.reset_cache()
 

@@ -21,6 +21,7 @@ from kvtiers_vllm.stack.keys import GroupKeys, RequestKeys
 __all__ = ["OpenRequest", "RequestBook", "Run", "Weights"]
 
 _log = logging.getLogger("kvtiers.vllm")
+_MOST_AHEAD = 4_096
 _STORES_WAIT = 5.0  # vLLM asks in each step, and logs that it was refused
 
 
@@ -56,6 +57,10 @@ class OpenRequest:
         if self._keys is None and not self.out:
             self._keys = self.make_keys(self.look.digest if self.look is not None else b"")
         return None if self.out else self._keys
+
+    def use(self, keys: RequestKeys) -> None:
+        """Use keys that were made ahead."""
+        self._keys = keys
 
     def _follow_adapter(self, look: AdapterLook) -> bool:
         standing = look.standing
@@ -102,6 +107,8 @@ class RequestBook:
         self._looks = looks
         self._shown: Any = None
         self._open: dict[str, OpenRequest] = {}
+        self._ahead: dict[str, tuple[Any, RequestKeys]] = {}
+        """vLLM's request and its keys, made when it came and used when it is opened. Filled on another thread."""
 
     def show(self, request: Any) -> None:
         """Take note of vLLM's request, which is named next."""
@@ -113,6 +120,9 @@ class RequestBook:
         if shown is not None and shown.request_id != request_id:
             shown = None
         request = OpenRequest(RequestContext(request_id, params or {}), self._maker_of(shown), out=shown is None)
+        ahead = self._ahead.pop(request_id, None)
+        if ahead is not None and ahead[0] is shown:
+            request.use(ahead[1])
         if shown is not None and shown.lora_request is not None:
             request.look = self._looks.begin(shown.lora_request)
         self._open[request_id] = request
@@ -121,7 +131,10 @@ class RequestBook:
     def prefixes(self, shown: Any) -> Iterator[Sequence[OffloadKey]]:
         """Yield the keys by which a request of vLLM's will be looked up, if nothing has to be found out first."""
         if shown.lora_request is None:
-            yield from self._maker_of(shown)(b"").prefixes()
+            keys = self._maker_of(shown)(b"")
+            if len(self._ahead) < _MOST_AHEAD:  # those of requests that were aborted before they were opened stay
+                self._ahead[shown.request_id] = (shown, keys)
+            yield from keys.prefixes()
 
     def get(self, request_id: str) -> OpenRequest | None:
         """Return an open request."""

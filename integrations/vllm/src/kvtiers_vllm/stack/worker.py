@@ -16,9 +16,13 @@ from kvtiers.gpu.worker import GpuWorker
 from kvtiers.types import BlockSpec, ChunkIds
 from kvtiers.types import TransferResult as Copied
 from kvtiers_vllm.never_raise import BugCount, never_raises
+from kvtiers_vllm.own_tiering.idle_backoff import LoadWatch, Wakeup
 from kvtiers_vllm.stack.plans import CopyReport
 
-__all__ = ["NO_PLAN", "KvtiersWorker", "PlannedRows"]
+__all__ = ["NO_PLAN", "WAKEUP", "KvtiersWorker", "PlannedRows"]
+
+WAKEUP = Wakeup()
+"""Shared by the two halves of vLLM's connector, which vLLM makes apart, where they are in one process."""
 
 NO_PLAN = 0
 """The plan of a load that the manager could not grant; plans are counted from 1."""
@@ -46,6 +50,7 @@ class KvtiersWorker(OffloadingWorker):
         """Jobs that vLLM wanted to wait for and could not."""
         self._report = CopyReport()
         self._failed_loads: set[str] = set()
+        self._watch = LoadWatch(self._wait, WAKEUP)
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         """Start to copy blocks into rows."""
@@ -75,6 +80,7 @@ class KvtiersWorker(OffloadingWorker):
         if rows.plan_id == NO_PLAN:
             return False
         self._worker.submit_load(job_id, rows.chunk_ids, _blocks(blocks), expedited)
+        self._watch.watch(job_id)
         return True
 
     def get_finished(self) -> list[TransferResult]:
@@ -108,6 +114,7 @@ class KvtiersWorker(OffloadingWorker):
     def shutdown(self) -> None:
         """End: a copy that runs is finished, the rows are left."""
         self._worker.shutdown()
+        self._watch.close()
 
     def take_report(self) -> CopyReport:
         """Return what became of the copies since the last call."""

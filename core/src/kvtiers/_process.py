@@ -1,0 +1,100 @@
+"""Child processes of our own: spawned from this interpreter, tied to the life of their parent, and reaped once.
+
+==========  ==========================================================================================
+parent      ``spawn``; then ``end``, or ``wait_unreaped`` on a thread of its own and ``kill_unreaped``
+child       ``die_with_parent``, before it loads anything else: loading takes a while
+==========  ==========================================================================================
+
+A child that is tied ends with its parent, by ``kill -9`` too. The kernel's signal follows the *thread* that spawned it:
+that thread has to live as long as the child is to. Until a child has been reaped its id is its own, so that a signal
+meets no other process.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import subprocess
+
+__all__ = ["die_with_parent", "end", "kill_unreaped", "spawn", "wait_unreaped"]
+
+_PR_SET_PDEATHSIG = 1
+# The parent's path, whatever the environment says: a child must not find another kvtiers.
+_START = "import json, sys; sys.path[:] = json.loads(sys.argv[-2]); from {module} import main; main()"
+
+
+def spawn(
+    module: str, arguments: Sequence[str], *, name: str, pass_fds: Sequence[int], process_group: int | None = None
+) -> "subprocess.Popen[bytes]":
+    """Start a process that runs ``main()`` of a module, with these in ``sys.argv[1:]`` and then this process's id.
+
+    ``name``: what `ps` shows last. ``pass_fds``: descriptors that the child gets, under the same numbers; they stay the
+    caller's. ``process_group``: 0 for a group of its own, which Ctrl-C does not reach. It reads nothing; what it prints
+    goes to our standard error, since our standard output may be data. OSError if there are no processes to be had.
+    """
+    import subprocess  # here, since a child, which needs none of it, would load it too
+
+    # -P: nothing in the working directory stands in for a module before sys.path is ours.
+    command = [sys.executable, "-P", "-c", _START.format(module=module), *arguments, str(os.getpid())]
+    output = 2 if _is_open(2) else subprocess.DEVNULL
+    return subprocess.Popen(  # noqa: S603 -- our own interpreter, our own module
+        [*command, json.dumps([str(path) for path in sys.path]), name],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        pass_fds=pass_fds,
+        process_group=process_group,
+    )
+
+
+def die_with_parent(parent: int) -> None:
+    """Make this process end when its parent, which had this id, does, and at once if it has ended already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the signal was armed
+        os._exit(0)
+
+
+def wait_unreaped(process: "subprocess.Popen[bytes]") -> None:
+    """Wait until the process has ended; its status is left for ``Popen.wait``."""
+    with contextlib.suppress(OSError):  # other code in this process has reaped it: it has ended, too
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+
+def kill_unreaped(process: "subprocess.Popen[bytes]") -> bool:
+    """Kill the process and leave its status, unlike ``Popen.kill``, which may reap it; False if it has ended already.
+
+    Not to be called once ``Popen.wait`` has returned: the id may be another process's.
+    """
+    try:
+        if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            return False
+        os.kill(process.pid, signal.SIGKILL)
+    except (ChildProcessError, ProcessLookupError):  # other code in this process has reaped it
+        return False
+    return True
+
+
+def end(process: "subprocess.Popen[bytes]", seconds: float) -> None:
+    """Reap the process within so many seconds; kill it if it has not ended by then."""
+    import subprocess
+
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True

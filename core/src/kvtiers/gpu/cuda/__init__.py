@@ -1,0 +1,1 @@
+"""Copies between a CUDA device and rows, through the driver's own functions."""

@@ -1,0 +1,99 @@
+"""Which way of copying is fastest here: a short measurement on memory of its own, once for each shape and device.
+
+Small transfers (one row) and bulk ones are measured apart, and so is each direction. Staged copies are what a model
+feels least, so that another way must be a good deal faster to be chosen: a direct kernel holds its multiprocessors for
+as long as the link takes, and a copy a page keeps the driver busy.
+"""
+
+import logging
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from kvtiers.gpu.copy_plan import GroupCopy
+from kvtiers.gpu.cuda.driver import CudaDriver
+from kvtiers.gpu.cuda.geometry import GroupGeometry
+from kvtiers.gpu.settings import CopyMethod
+
+__all__ = ["Choice", "Scratch", "choose"]
+
+_log = logging.getLogger("kvtiers.gpu")
+_BULK_BYTES, _MOST_BLOCKS, _MOST_HOST_BYTES = 32 << 20, 512, 256 << 20
+_STREAM_BYTES = 128 << 20  # bulk copies in a row: several staging slots full, so that their pieces overlap
+_MOST_TIMES = 8  # of tiny blocks: they are slow, and a worker waits for its measurement
+_ROUNDS = 3
+_WORTH_IT = {"staged": 1.0, "direct": 0.75, "pages": 0.75}
+"""A way is chosen if it takes less than this share of the time that staged copies take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The way for transfers of up to ``small_bytes``, and for larger ones."""
+
+    small: CopyMethod
+    bulk: CopyMethod
+    small_bytes: int
+
+    def of(self, nbytes: int) -> CopyMethod:
+        """Return the way for a transfer of this many bytes."""
+        return self.small if nbytes <= self.small_bytes else self.bulk
+
+
+class Scratch:
+    """Memory in place of a group's tensors and rows: as many blocks of the same fragments, side by side."""
+
+    def __init__(self, geometry: GroupGeometry, driver: CudaDriver, new_device_memory: Callable[[int], Any]) -> None:
+        per_chunk = geometry.blocks_per_chunk
+        rows = min(
+            _BULK_BYTES // (geometry.block_bytes * per_chunk),
+            _MOST_BLOCKS // per_chunk,
+            _MOST_HOST_BYTES // geometry.row_stride,
+        )
+        self.rows = max(1, rows)
+        self.kv = new_device_memory(self.rows * per_chunk * geometry.block_bytes)
+        self.host = np.zeros(self.rows * geometry.row_stride, np.uint8)
+        self.address = int(self.host.__array_interface__["data"][0])
+        begin = np.cumsum(geometry.nbytes) - geometry.nbytes
+        stride = np.full_like(begin, geometry.block_bytes)
+        self.geometry = replace(geometry, kv=begin + self.kv.data_ptr(), stride=stride)
+        self._driver = driver
+        driver.pin(self.address, self.host.nbytes)
+
+    def part(self, rows: int) -> GroupCopy:
+        """Return all blocks of the first rows."""
+        row, place = np.divmod(np.arange(rows * self.geometry.blocks_per_chunk), self.geometry.blocks_per_chunk)
+        return GroupCopy(0, np.arange(len(row)), row, place)
+
+    def close(self) -> None:
+        """Give the memory back; nothing uses it any more."""
+        self._driver.unpin(self.address)
+
+
+def choose(scratch: Scratch, methods: list[CopyMethod], copy: Callable[[CopyMethod, list[GroupCopy]], None]) -> Choice:
+    """Return the best of the methods; ``copy`` makes these copies in a row and waits for them."""
+    row_bytes = scratch.geometry.block_bytes * scratch.geometry.blocks_per_chunk
+    times = min(-(-_STREAM_BYTES // (row_bytes * scratch.rows)), _MOST_TIMES)
+    small = _best(methods, copy, [scratch.part(1)])
+    bulk = _best(methods, copy, [scratch.part(scratch.rows)] * times)
+    return Choice(small, bulk, int(row_bytes * scratch.rows**0.5))
+
+
+def _best(
+    methods: list[CopyMethod], copy: Callable[[CopyMethod, list[GroupCopy]], None], parts: list[GroupCopy]
+) -> CopyMethod:
+    seconds: dict[CopyMethod, float] = {}
+    for method in methods:
+        copy(method, parts)
+        rounds = []
+        for _ in range(_ROUNDS):
+            begin = time.perf_counter()
+            copy(method, parts)
+            rounds.append(time.perf_counter() - begin)
+        seconds[method] = statistics.median(rounds)
+    blocks = sum(len(part.blocks) for part in parts)
+    _log.debug("%d blocks: %s", blocks, {name: f"{taken * 1e6:.0f} us" for name, taken in seconds.items()})
+    return min(methods, key=lambda method: seconds[method] / _WORTH_IT[method])

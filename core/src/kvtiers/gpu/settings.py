@@ -1,0 +1,42 @@
+"""Settings of copies between a CUDA device and rows."""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from kvtiers.api import ConfigError
+
+__all__ = ["CopyMethod", "CopySettings"]
+
+CopyMethod: TypeAlias = Literal["staged", "direct", "pages"]
+
+
+@dataclass(frozen=True, slots=True)
+class CopySettings:
+    """How a CUDA worker trades GPU memory and multiprocessors for speed. Host memory needs none of it.
+
+    ``store``, ``load``: the method of each direction; "auto" measures which is best. ``ring_bytes``: GPU memory of all
+    staging slots; less is slower beside kernels that fill the GPU, whose end a gather has to wait for. ``slots``: of
+    each of the two big lanes.
+    ``staging_programs``: programs of the kernel between tensors and slots (0: one for each multiprocessor);
+    ``direct_programs``: of the kernel that reaches into rows, which holds that many multiprocessors for as long as the
+    link takes. ``pin``: whether rows are pinned, ``pin_piece_bytes`` at a time.
+    """
+
+    store: CopyMethod | Literal["auto"] = "auto"
+    load: CopyMethod | Literal["auto"] = "auto"
+    ring_bytes: int = 256 << 20
+    slots: int = 4
+    staging_programs: int = 0
+    direct_programs: int = 16
+    pin: bool = True
+    pin_piece_bytes: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        small = [
+            f"{name} is {getattr(self, name)}, expected {least} or more"
+            for name, least in (("ring_bytes", 1 << 16), ("slots", 2), ("staging_programs", 0),
+                                ("direct_programs", 1), ("pin_piece_bytes", 1))
+            if getattr(self, name) < least
+        ]  # fmt: skip
+        if small:
+            raise ConfigError([f"copy settings: {problem}" for problem in small])

@@ -1,0 +1,262 @@
+"""One engine on a GPU, in a process of its own: the scenes of `vllm_gpu.py` that it can play, timed by a user's clock.
+
+Usage: engine_run.py MODEL MODE STORE SCENE[,SCENE ...]; prints one JSON object a scene, on a line that begins with
+RESULT. Weights are random ones: what is measured does not look at them.
+"""
+
+import json
+import os
+import random
+import statistics
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+GIB = 1 << 30
+MODES = ("none", "cpu", "tiering_fs", "tiers_fs", "stack", "stack_fs")
+LIBRARIES = (
+    "_C_stable_libtorch.abi3.so", "_moe_C_stable_libtorch.abi3.so", "vllm_flash_attn/_vllm_fa3_C.abi3.so",
+)  # fmt: skip
+
+
+def load_libraries() -> None:
+    """Load vLLM's compiled operations by their path: a release that was unpacked and not installed needs it."""
+    import torch
+    import vllm
+
+    folder = Path(vllm.__file__).parent
+    for name in LIBRARIES:
+        if (folder / name).exists():
+            torch.ops.load_library(str(folder / name))
+
+
+def connector_config(mode: str, primary_gib: float, store: str) -> dict[str, Any] | None:
+    """Return vLLM's `kv_transfer_config` for this way of keeping KV; None without any."""
+    nbytes = int(primary_gib * GIB)
+
+    def under(extra: dict[str, Any]) -> dict[str, Any]:
+        return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+    def fs(name: str) -> dict[str, Any]:
+        return {"type": name, "path": store, "capacity": "60GiB"}
+
+    def stack(tiers: list[dict[str, Any]]) -> dict[str, Any]:
+        config: dict[str, Any] = {
+            "version": 1, "namespace": "gpu", "model": {"name": "llama8b-shape", "revision": "v1"},
+            "primary": {"capacity": nbytes, **json.loads(os.environ.get("PRIMARY", "{}"))}, "secondary": tiers,
+        }  # fmt: skip
+        return under({"spec_name": "KvtiersOffloadingSpec", "kvtiers_config": config})
+
+    tiering = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": nbytes}
+    return {
+        "none": None,
+        "cpu": under({"cpu_bytes_to_use": nbytes}),
+        "tiering_fs": under({**tiering, "secondary_tiers": [{"type": "fs", "root_dir": store}]}),
+        "tiers_fs": under(
+            {**tiering, "secondary_tiers": [fs("kvtiers-fs")], "kvtiers": {"namespace": "gpu", "weights": "v1"}}
+        ),
+        "stack": stack([]),
+        "stack_fs": stack([fs("fs")]),
+    }[mode]
+
+
+class Engine:
+    """A `vllm.LLM` and a clock. Prompts come from a seed, so that another process asks the same ones."""
+
+    def __init__(self, model: str, mode: str, store: str, *, most_tokens: int) -> None:
+        os.environ["PYTHONHASHSEED"] = "0"
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        load_libraries()
+        from vllm import LLM, SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        self._prompt, self._sampling = TokensPrompt, SamplingParams
+        self.mode = mode
+        begun = time.perf_counter()
+        config = connector_config(mode, float(os.environ.get("PRIM", "24")), store)
+        self.llm = LLM(
+            model=model, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True,
+            max_model_len=most_tokens + 64, gpu_memory_utilization=0.6, max_num_batched_tokens=8192,
+            enable_prefix_caching=True, kv_transfer_config=config, disable_log_stats=False, seed=0,
+        )  # fmt: skip
+        self.start_seconds = time.perf_counter() - begun
+
+    @staticmethod
+    def prompts(seed: int, count: int, tokens: int) -> list[list[int]]:
+        """Return prompts that share nothing."""
+        random_tokens = random.Random(seed)
+        return [[random_tokens.randrange(10, 120_000) for _ in range(tokens)] for _ in range(count)]
+
+    def ask(self, prompts: list[list[int]], answer: int = 1) -> dict[str, Any]:
+        """Send these prompts at once and wait for all answers."""
+        sampling = self._sampling(temperature=0, max_tokens=answer, ignore_eos=True, detokenize=False)
+        given = [self._prompt(prompt_token_ids=prompt) for prompt in prompts]
+        begun = time.perf_counter()
+        outputs = self.llm.generate(given, sampling, use_tqdm=False)
+        return {
+            "s": round(time.perf_counter() - begun, 4),
+            "cached": sum(output.num_cached_tokens or 0 for output in outputs),
+            "of": sum(map(len, prompts)),
+            "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        }
+
+    def forget(self) -> None:
+        """Empty vLLM's own prefix cache; the tiers keep what they have."""
+        self.llm.reset_prefix_cache()
+
+
+def one_by_one(engine: Engine, prompts: list[list[int]]) -> dict[str, Any]:
+    """Return what asking one after the other took."""
+    asked = [engine.ask([prompt]) for prompt in prompts]
+    seconds = [one["s"] for one in asked]
+    return {
+        "median_s": statistics.median(seconds), "all": seconds, "cached": [one["cached"] for one in asked],
+        "tokens": [one["tokens"] for one in asked],
+    }  # fmt: skip
+
+
+# -- scenes
+
+
+def startup(engine: Engine) -> dict[str, Any]:
+    """Ask new prompts of 16k tokens for fifteen seconds from the start on; then hits in the GPU's own cache."""
+    seconds, until, seed = [], time.perf_counter() + float(os.environ.get("STARTUP", "15")), 1_000
+    while time.perf_counter() < until:
+        seed += 1
+        seconds.append(engine.ask(engine.prompts(seed, 1, 16_384))["s"])
+    (prompt,) = engine.prompts(seed, 1, 16_384)
+    return {
+        "first_three_s": round(engine.start_seconds + sum(seconds[:3]), 3), "worst_s": max(seconds),
+        "median_s": statistics.median(seconds), "all": seconds, "gpu_hit": one_by_one(engine, [prompt] * 5)["median_s"],
+    }  # fmt: skip
+
+
+def primary(engine: Engine) -> dict[str, Any]:
+    """Ask prompts of several lengths cold, from the GPU's own cache, and from the primary."""
+    found: dict[str, Any] = {}
+    for tokens, count in ((2_048, 6), (8_192, 6), (16_384, 6)):
+        prompts = engine.prompts(tokens, count, tokens)
+        cold = one_by_one(engine, prompts)
+        hit = one_by_one(engine, prompts)
+        time.sleep(float(os.environ.get("SETTLE", "5")))
+        engine.forget()
+        again = one_by_one(engine, prompts)
+        found[str(tokens)] = {"cold": cold, "gpu_hit": hit, "primary": again}
+        engine.forget()
+    return found
+
+
+def burst(engine: Engine) -> dict[str, Any]:
+    """Ask 24 prompts of 8k tokens at once: cold, then three times from the primary."""
+    prompts = engine.prompts(24, 24, 8_192)
+    cold = engine.ask(prompts)
+    time.sleep(float(os.environ.get("SETTLE", "12")))
+    again = []
+    for _ in range(3):
+        engine.forget()
+        again.append(engine.ask(prompts))
+    return {"cold": cold, "primary_s": [one["s"] for one in again], "cached": [one["cached"] for one in again],
+            "same": all(one["tokens"] == cold["tokens"] for one in again)}  # fmt: skip
+
+
+def fill(engine: Engine) -> dict[str, Any]:
+    """Compute what `restart` and `store` ask for in another process, and wait until it has been written."""
+    asked = [engine.ask([prompt]) for prompt in engine.prompts(77, 6, 16_384)] + [
+        engine.ask(engine.prompts(24, 24, 8_192))
+    ]
+    time.sleep(float(os.environ.get("FILL", "12")))
+    return {"s": [one["s"] for one in asked], "tokens": [one["tokens"] for one in asked]}
+
+
+def restart(engine: Engine) -> dict[str, Any]:
+    """Ask the burst that another process has stored, as the first thing of this one; then again from the primary."""
+    prompts = engine.prompts(24, 24, 8_192)
+    first = engine.ask(prompts)
+    engine.forget()
+    return {"burst": first, "again": engine.ask(prompts)}
+
+
+def store(engine: Engine) -> dict[str, Any]:
+    """Ask what another process has stored, one prompt of 16k tokens after the other, from the first request on."""
+    return one_by_one(engine, engine.prompts(77, 6, 16_384))
+
+
+def throughput(engine: Engine) -> dict[str, Any]:
+    """Compute what is not known anywhere, with answers of 64 tokens, while it is stored."""
+    engine.ask(engine.prompts(1, 8, 2_048), 64)
+    return {"s": [engine.ask(engine.prompts(seed, 48, 2_048), 64)["s"] for seed in (2, 3, 4)]}
+
+
+def mixed(engine: Engine) -> dict[str, Any]:
+    """Poisson arrivals, half of them repeats, with decodes running: TTFT, inter-token latency and tokens a second."""
+    from vllm import EngineArgs  # noqa: F401 -- a release without it is not supported
+
+    sampling = engine._sampling(temperature=0, max_tokens=96, ignore_eos=True, detokenize=False)  # noqa: SLF001 -- a rig
+    core = engine.llm.llm_engine
+    chance, seconds = random.Random(5), float(os.environ.get("MIXED", "20"))
+    known = engine.prompts(55, 8, 8_192)
+    for prompt in known:
+        engine.ask([prompt])
+    time.sleep(float(os.environ.get("SETTLE", "5")))
+    engine.forget()
+    arrivals: list[tuple[float, list[int]]] = []
+    at, number = 0.0, 0
+    while at < seconds:
+        at += chance.expovariate(float(os.environ.get("RATE", "2.5")))
+        number += 1
+        arrivals.append((at, known[number % 8] if number % 2 else engine.prompts(9_000 + number, 1, 8_192)[0]))
+    begun, sent, came, last = time.perf_counter(), {}, {}, {}
+    gaps: list[float] = []
+    tokens = 0
+    while arrivals or core.has_unfinished_requests():
+        now = time.perf_counter() - begun
+        while arrivals and arrivals[0][0] <= now:
+            due, prompt = arrivals.pop(0)
+            name = f"r{len(sent)}"
+            sent[name] = due
+            core.add_request(name, engine._prompt(prompt_token_ids=prompt), sampling)  # noqa: SLF001 -- a rig
+        for output in core.step() if core.has_unfinished_requests() else ():
+            now, count = time.perf_counter() - begun, len(output.outputs[0].token_ids)
+            if not count:
+                continue
+            name = output.request_id
+            if name not in came:
+                came[name] = now
+            elif count > last[name][1]:
+                gaps.append((now - last[name][0]) / (count - last[name][1]))
+            last[name] = (now, count)
+            tokens += output.finished * count
+    ttft = sorted(came[name] - sent[name] for name in came)
+    gaps.sort()
+    share = lambda found, p: round(found[min(len(found) - 1, int(p * len(found)))], 4) if found else None  # noqa: E731 -- short
+    return {
+        "requests": len(sent), "ttft_p50": share(ttft, 0.5), "ttft_p99": share(ttft, 0.99), "itl_p50": share(gaps, 0.5),
+        "itl_p99": share(gaps, 0.99), "tokens_s": round(tokens / (time.perf_counter() - begun), 1),
+    }  # fmt: skip
+
+
+SCENES = {scene.__name__: scene for scene in (startup, primary, burst, fill, restart, store, throughput, mixed)}
+
+
+def end_if_stuck(seconds: float) -> None:
+    """End this process with the stacks of its threads when the time is over: a hang is loud."""
+    import faulthandler
+
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    threading.Timer(seconds + 10, os._exit, (3,)).start()
+
+
+def main() -> None:
+    """Play the scenes."""
+    model, mode, folder, scenes = sys.argv[1:5]
+    engine = Engine(model, mode, folder, most_tokens=16_384)
+    print("RESULT " + json.dumps({"mode": mode, "scene": "start", "s": round(engine.start_seconds, 2)}), flush=True)
+    for name in scenes.split(","):
+        found = SCENES[name](engine)
+        print("RESULT " + json.dumps({"mode": mode, "scene": name, **found}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

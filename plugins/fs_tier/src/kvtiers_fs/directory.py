@@ -1,0 +1,248 @@
+"""The directory of a store: its folders, files and their permissions.
+
+Everything goes through the root's descriptor and ``safe_open``: no symbolic link is followed anywhere.
+"""
+
+import contextlib
+import errno
+import os
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from kvtiers_fs.paths import name_part, shard_folder, shard_number
+from kvtiers_fs.safe_open import FOLDER, open_by_parts, opener
+
+__all__ = ["GONE", "TEMP_PREFIX", "Directory", "Found", "Head", "Permissions"]
+
+TEMP_PREFIX = ".tmp-"
+"""How the names of files begin that are being written; no value's file name begins with a dot."""
+
+GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE})
+"""Error numbers that mean: there is no value. A link where a folder or a file should be is none of ours."""
+
+_LIST = os.O_RDONLY | os.O_DIRECTORY
+_NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_FOLDER_SECONDS = 5.0  # each try is lost only to somebody who removes the folder, as empty, at that very moment
+
+
+class Permissions(NamedTuple):
+    """What our files and folders may be used for by whom; ``gid`` -1: the process's own group."""
+
+    file: int
+    gid: int = -1
+
+    @property
+    def folder(self) -> int:
+        """The mode of a folder: who may read files may also search it."""
+        return self.file | (self.file & 0o444) >> 2
+
+    def apply(self, fd: int, mode: int) -> None:
+        """Set mode and group of a file or folder that was just made, whatever the umask has left of them."""
+        if self.gid >= 0:
+            os.fchown(fd, -1, self.gid)
+        if mode & 0o077:
+            os.fchmod(fd, mode)
+
+
+class Head(NamedTuple):
+    """One directory of values: its folder (empty, or ending in ``/``), the names' first parts, its shards."""
+
+    folder: str
+    name: str
+    shards: frozenset[int]
+
+
+class Found(NamedTuple):
+    """One file of a shard. ``last``: the last part of its value's name, None for a file that is being written."""
+
+    folder: str
+    leaf: str
+    last: str | None
+    nbytes: int
+    modified: float
+
+
+class Directory:
+    """Folders and files below one descriptor, which it owns. Safe to use from several threads."""
+
+    def __init__(self, fd: int, permissions: Permissions, *, by_parts: bool = False) -> None:
+        self.fd = fd
+        self.permissions = permissions
+        self._open = open_by_parts if by_parts else opener()
+        self._shaping = threading.Lock()
+
+    def close(self) -> None:
+        """Close the root."""
+        os.close(self.fd)
+
+    def open(self, path: str, flags: int) -> int:
+        """Open a file or folder that is there."""
+        return self._open(self.fd, path, flags)
+
+    @contextlib.contextmanager
+    def folder(self, path: str) -> Iterator[int]:
+        """Give a descriptor of a folder that is there, to reach what is in it."""
+        fd = self._open(self.fd, path, FOLDER)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def create(self, folder: str, temp: str, flags: int) -> tuple[int, int]:
+        """Make a new file for writing, and its folders where they are missing; return (file, folder) descriptors."""
+        with contextlib.suppress(FileNotFoundError):
+            return self._create(folder, temp, flags)
+        until = time.monotonic() + _FOLDER_SECONDS
+        with self._shaping:  # this process removes no folder meanwhile; another one may, again and again
+            while True:
+                self._make(folder)
+                try:
+                    return self._create(folder, temp, flags)
+                except FileNotFoundError:
+                    if time.monotonic() >= until:
+                        raise
+
+    def _create(self, folder: str, temp: str, flags: int) -> tuple[int, int]:
+        at = self._open(self.fd, folder, FOLDER)
+        try:
+            fd = os.open(temp, flags | _NEW, self.permissions.file, dir_fd=at)
+        except BaseException:
+            os.close(at)
+            raise
+        try:
+            self.permissions.apply(fd, self.permissions.file)
+        except BaseException:
+            os.close(fd)
+            os.unlink(temp, dir_fd=at)
+            os.close(at)
+            raise
+        return fd, at
+
+    def _make(self, path: str) -> None:
+        at = os.dup(self.fd)
+        try:
+            for part in path.split("/"):
+                with contextlib.suppress(FileExistsError, FileNotFoundError):
+                    os.mkdir(part, self.permissions.folder, dir_fd=at)
+                    self._own(part, at)
+                before, at = at, os.open(part, FOLDER, dir_fd=at)
+                os.close(before)
+        except FileNotFoundError:
+            pass  # removed while it was being made: create tries again
+        finally:
+            os.close(at)
+
+    def _own(self, part: str, at: int) -> None:
+        fd = os.open(part, _LIST | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
+        try:
+            self.permissions.apply(fd, self.permissions.folder)
+        finally:
+            os.close(fd)
+
+    def remove(self, folder: str, leaf: str) -> int | None:
+        """Remove a file; return its length, or None if it was not there."""
+        try:
+            with self.folder(folder) as at:
+                nbytes = os.stat(leaf, dir_fd=at, follow_symlinks=False).st_size
+                os.unlink(leaf, dir_fd=at)
+        except OSError as error:
+            if error.errno in GONE:
+                return None
+            raise
+        return nbytes
+
+    def remove_empty(self, folder: str) -> None:
+        """Remove this folder if it is empty, and those above it that are then empty."""
+        while folder:
+            above, _, last = folder.rpartition("/")
+            try:
+                with self._shaping, self.folder(above or ".") as at:
+                    os.rmdir(last, dir_fd=at)
+            except FileNotFoundError:
+                pass  # somebody else is at it; what is above may be left to us
+            except OSError:
+                return  # it is in use
+            folder = above
+
+    def heads(self, prefix: str = "") -> Iterator[Head]:
+        """Yield the directories that have values whose names may begin with ``prefix``."""
+        yield from self._heads("", "", "", prefix)
+
+    def _heads(self, folder: str, name: str, pieces: str, prefix: str) -> Iterator[Head]:
+        if not (name.startswith(prefix) or prefix.startswith(name)):
+            return
+        shards: set[int] = set()
+        inner: list[str] = []
+        for entry, is_folder in self._listed(folder):
+            number = shard_number(entry)
+            if is_folder and number is not None and not pieces:
+                shards.add(number)
+            elif is_folder and not entry.startswith("."):
+                inner.append(entry)
+        if shards:
+            yield Head(folder, name, frozenset(shards))
+        for entry in inner:
+            if entry.endswith("+"):
+                yield from self._heads(f"{folder}{entry}/", name, pieces + entry, prefix)
+            elif (part := name_part(pieces + entry)) is not None:
+                yield from self._heads(f"{folder}{entry}/", f"{name}{part}/", "", prefix)
+
+    def _listed(self, folder: str) -> list[tuple[str, bool]]:
+        try:
+            fd = self.open(folder.rstrip("/") or ".", _LIST)
+        except OSError as error:
+            if error.errno in GONE:
+                return []
+            raise
+        try:
+            with os.scandir(fd) as entries:
+                return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+        finally:
+            os.close(fd)
+
+    def root_temps(self) -> list[Found]:
+        """Return the files in the root itself that are being written, or were once."""
+        found = []
+        for leaf, _ in self._listed(""):
+            if leaf.startswith(TEMP_PREFIX):
+                with contextlib.suppress(FileNotFoundError):
+                    about = os.stat(leaf, dir_fd=self.fd, follow_symlinks=False)
+                    found.append(Found(".", leaf, None, about.st_size, about.st_mtime))
+        return found
+
+    def files(self, head: str, shard: int) -> list[Found]:
+        """Return the files of one shard of this head, in no order."""
+        found: list[Found] = []
+        self._files(shard_folder(head, shard), "", found)
+        return found
+
+    def _files(self, folder: str, pieces: str, found: list[Found]) -> None:
+        try:
+            fd = self.open(folder, _LIST)
+        except OSError as error:
+            if error.errno in GONE:
+                return
+            raise
+        inner: list[str] = []
+        try:
+            with os.scandir(fd) as entries:
+                for entry in entries:
+                    try:
+                        about = entry.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue
+                    leaf = entry.name
+                    if stat.S_ISDIR(about.st_mode) and leaf.endswith("+"):
+                        inner.append(leaf)
+                    elif stat.S_ISREG(about.st_mode):
+                        is_temp = leaf.startswith(TEMP_PREFIX)
+                        last = None if is_temp else name_part(pieces + leaf)
+                        if is_temp or last is not None:
+                            found.append(Found(folder, leaf, last, about.st_size, about.st_mtime))
+        finally:
+            os.close(fd)
+        for leaf in inner:
+            self._files(f"{folder}/{leaf}", pieces + leaf, found)

@@ -1,0 +1,266 @@
+"""The quota of a directory: its bytes and values by shard, without walking it.
+
+``.usage`` in the root has the bytes and values of each shard (over all models): as they were counted last, plus what
+every process has reported since. It is a hint. Each process counts what it writes and removes, and reports that now
+and then under the lock on this very file (``flock``: of one process, or of one machine, at a time); the evictor counts
+shard after shard anew, so that no mistake lasts, a killed process's unreported writes for one. Where the file is
+missing or broken, all shards are counted again, in the background.
+
+Each write is checked against what is known: see ``Ledger.claim`` for how far the capacity can be missed.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from zlib import crc32
+
+from kvtiers.api import StoreFull
+from kvtiers.api.units import format_size
+from kvtiers_fs.directory import Directory
+from kvtiers_fs.paths import SHARDS
+
+__all__ = ["Deltas", "Index", "Ledger", "UsageFile"]
+
+USAGE_FILE = ".usage"
+_MAGIC = b"kvtfsU1\n"
+_HEAD = struct.Struct("<8sdI4x")
+_SHARD = struct.Struct("<qqd")
+_BYTES = _HEAD.size + SHARDS * _SHARD.size + 4
+_STEPS = 128
+_WAIT_SECONDS = 0.25
+_REFUSE_SECONDS = 1.0
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class Deltas(NamedTuple):
+    """What a process has written and removed, by shard: bytes and values, less than 0 where more was removed."""
+
+    nbytes: list[int]
+    values: list[int]
+
+    @classmethod
+    def none(cls) -> "Deltas":
+        """Return deltas of nothing."""
+        return cls([0] * SHARDS, [0] * SHARDS)
+
+
+@dataclass
+class Index:
+    """What is in ``.usage``. ``counted[i]``: when shard i was counted last, 0 if never; ``next_count``: when to go on.
+
+    ``cursor``: the shard with which the next eviction begins.
+    """
+
+    nbytes: list[int] = field(default_factory=lambda: [0] * SHARDS)
+    values: list[int] = field(default_factory=lambda: [0] * SHARDS)
+    counted: list[float] = field(default_factory=lambda: [0.0] * SHARDS)
+    next_count: float = 0.0
+    cursor: int = 0
+
+    def encode(self) -> bytes:
+        """Return the file's content."""
+        shards = b"".join(map(_SHARD.pack, self.nbytes, self.values, self.counted))
+        body = _HEAD.pack(_MAGIC, self.next_count, self.cursor) + shards
+        return body + crc32(body).to_bytes(4, "little")
+
+    @classmethod
+    def decode(cls, content: bytes) -> "Index":
+        """Return the index in this content; where it is broken, one in which nothing is counted yet."""
+        body = content[:-4]
+        if len(content) != _BYTES or crc32(body) != int.from_bytes(content[-4:], "little"):
+            return cls()
+        magic, next_count, cursor = _HEAD.unpack_from(body)
+        if magic != _MAGIC:
+            return cls()
+        nbytes, values, counted = zip(*_SHARD.iter_unpack(body[_HEAD.size :]), strict=True)
+        return cls(list(nbytes), list(values), list(counted), next_count, cursor % SHARDS)
+
+    def add(self, deltas: Deltas) -> None:
+        """Take in what a process reports."""
+        self.nbytes = [max(0, a + b) for a, b in zip(self.nbytes, deltas.nbytes, strict=True)]
+        self.values = [max(0, a + b) for a, b in zip(self.values, deltas.values, strict=True)]
+
+    def uncounted(self) -> list[int]:
+        """Return the shards that were never counted."""
+        return [shard for shard, when in enumerate(self.counted) if not when]
+
+    def total(self) -> tuple[int, int]:
+        """Return bytes and values in all; shards never counted are taken to be as full as the others."""
+        missing = len(self.uncounted())
+        share = SHARDS / (SHARDS - missing) if missing < SHARDS else 1.0
+        return int(sum(self.nbytes) * share), int(sum(self.values) * share)
+
+
+class UsageFile:
+    """``.usage`` and the lock on it."""
+
+    def __init__(self, directory: Directory, *, read_only: bool) -> None:
+        self._fd = -1
+        self.locks = True
+        flags = os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_RDONLY if read_only else os.O_RDWR)
+        try:
+            self._fd = os.open(USAGE_FILE, flags, dir_fd=directory.fd)
+        except FileNotFoundError:
+            if not read_only:
+                self._fd = os.open(USAGE_FILE, flags | os.O_CREAT, directory.permissions.file, dir_fd=directory.fd)
+                with contextlib.suppress(PermissionError):  # another process made it at the same moment
+                    directory.permissions.apply(self._fd, directory.permissions.file)
+
+    def close(self) -> None:
+        """Close the file, and with it end the lock."""
+        if self._fd >= 0:
+            os.close(self._fd)
+
+    def load(self) -> Index:
+        """Read the index. Without the lock it may be one that is just being written, and then nothing is known."""
+        return Index.decode(os.pread(self._fd, _BYTES + 1, 0)) if self._fd >= 0 else Index()
+
+    def save(self, index: Index) -> None:
+        """Write the index, in place: that needs no space, also on a full disk. Only under the lock."""
+        os.pwrite(self._fd, index.encode(), 0)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[bool]:
+        """Give True while this process has the lock; False at once if another has it."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            # Without locks two evictors may run at once and remove too much: that costs hits, nothing else.
+            self.locks = False
+        try:
+            yield True
+        finally:
+            if self.locks:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def now(self) -> float:
+        """Return the time by the clock that sets the files' times, which on a network is another machine's."""
+        os.utime(self._fd)
+        return os.fstat(self._fd).st_mtime
+
+
+class Ledger:
+    """What this process has written and removed since its last report, and whether a write fits.
+
+    ``wake`` asks the evictor to report, and to make room. Safe to use from several threads; nothing waits here for
+    I/O of another thread but a write that does not fit.
+    """
+
+    def __init__(self, capacity: int, known: int, wake: Callable[[], None]) -> None:
+        self._capacity = capacity
+        self._wake = wake
+        self._changed = threading.Condition()
+        self._known = known
+        self._deltas = Deltas.none()
+        self._net = 0
+        self._written = 0
+        self._in_flight = 0
+        self._changing = [0] * SHARDS  # changes under way: on the disk already, or not yet, and not counted
+        self._changes = [0] * SHARDS
+        self._refuse_until = 0.0
+        self._step = capacity // _STEPS
+
+    def claim(self, nbytes: int) -> None:
+        """Take room for one write, which ``settle`` gives back; wait a moment for the evictor, then StoreFull.
+
+        No process writes more than a step (1/128 of the capacity), or one value if that is more, without a report of
+        its own and the news of the others. So the capacity is passed by at most a step, or a value, for each process
+        that writes at that moment, and only if evicting, which begins 5 % below it, does not keep up.
+        """
+        if nbytes > self._capacity:
+            raise StoreFull(f"a value of {format_size(nbytes)} is larger than the capacity")
+        with self._changed:
+            if not self._fits(nbytes):
+                self._wait(nbytes)
+            self._in_flight += nbytes
+
+    def _wait(self, nbytes: int) -> None:
+        self._wake()
+        now = time.monotonic()
+        if now >= self._refuse_until:
+            if self._changed.wait_for(lambda: self._fits(nbytes), _WAIT_SECONDS):
+                return
+            # The next ones are refused at once: threads that wait here do not read.
+            self._refuse_until = time.monotonic() + _REFUSE_SECONDS
+        raise StoreFull(f"no room: {format_size(self._known + self._net)} of {format_size(self._capacity)} are in use")
+
+    def _fits(self, nbytes: int) -> bool:
+        unreported = self._written + self._in_flight
+        if unreported and unreported + nbytes > self._step:
+            return False
+        return self._known + self._net + self._in_flight + nbytes <= self._capacity
+
+    def settle(self, claimed: int) -> None:
+        """Give back the room of a write that has ended."""
+        with self._changed:
+            self._in_flight -= claimed
+            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def changing(self, shard: int) -> Iterator[None]:
+        """Bracket a change of a shard and the ``count`` of it, so that nobody takes it in twice or not at all."""
+        with self._changed:
+            self._changing[shard] += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._changing[shard] -= 1
+                self._changes[shard] += 1  # here: a listing that began before may or may not have it
+
+    def changes(self) -> list[int]:
+        """Return a number for each shard to give to ``was_counted``, before anything of it is listed."""
+        return self._changes.copy()
+
+    def was_counted(self, shard: int, changes: int) -> bool:
+        """Say whether a listing of the shard, begun at this number, has all that this process did there.
+
+        If so, what was not reported of it yet is forgotten: the listing has it. If not, the listing tells nothing.
+        """
+        with self._changed:
+            if self._changing[shard] or self._changes[shard] != changes:
+                return False
+            self._net -= self._deltas.nbytes[shard]
+            self._deltas.nbytes[shard] = self._deltas.values[shard] = 0
+            return True
+
+    def count(self, shard: int, nbytes: int, values: int) -> None:
+        """Take note of what was written (or removed: less than 0), within ``changing``."""
+        with self._changed:
+            self._deltas.nbytes[shard] += nbytes
+            self._deltas.values[shard] += values
+            self._net += nbytes
+            self._written += max(0, nbytes)
+            due = self._written >= self._step // 2
+        if due:
+            self._wake()
+
+    def has_news(self) -> bool:
+        """Say whether there is something to report."""
+        return self._written > 0 or self._net != 0
+
+    def take(self) -> Deltas:
+        """Return what was counted since the last call, and begin anew."""
+        with self._changed:
+            taken, self._deltas = self._deltas, Deltas.none()
+            self._known += self._net
+            self._net = self._written = 0
+            return taken
+
+    def publish(self, known: int) -> None:
+        """Take note of how much the directory holds, reports of all processes included."""
+        with self._changed:
+            self._known = known
+            self._changed.notify_all()

@@ -1,0 +1,46 @@
+"""The interface that both clients implement, in four calls."""
+
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+__all__ = ["Body", "ValueClient", "read_into"]
+
+
+class Body(NamedTuple):
+    """What has been asked for of an object, and its ETag. ``pieces``: its bytes in order, or what ``failures`` has."""
+
+    etag: str
+    pieces: Iterable[bytes | memoryview]
+
+
+class ValueClient(Protocol):
+    """One request a call; several threads at once. Raises what ``failures`` has, never tries again."""
+
+    name: str
+
+    def get(self, key: str, start: int, nbytes: int, total: int) -> Body | None:
+        """Ask for so many bytes from byte ``start`` on of an object of ``total`` bytes.
+
+        None, before a byte of the body is read, if there is no such object or it has another length.
+        """
+
+    def write(self, key: str, src: memoryview, *, only_new: bool) -> bool:
+        """Put an object. False, and nothing is changed, if ``only_new`` and there is one already."""
+
+    def size(self, key: str) -> int | None:
+        """Return an object's length in bytes; None: there is none."""
+
+    def close(self) -> None:
+        """Close the connections."""
+
+
+def read_into(client: ValueClient, key: str, dst: memoryview, start: int, total: int) -> str | None:
+    """Fill ``dst`` from byte ``start`` on of an object of ``total`` bytes; return its ETag, None if there is none."""
+    body = client.get(key, start, len(dst), total)
+    if body is None:
+        return None
+    at = 0
+    for piece in body.pieces:
+        dst[at : at + len(piece)] = piece
+        at += len(piece)
+    return body.etag

@@ -1,0 +1,56 @@
+"""Benchmarks: what they import is there, shares and goals are what they say, an absent baseline is left out."""
+
+import ast
+import importlib
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+SCRIPTS = sorted([*BENCHMARKS.rglob("*.py"), *ROOT.glob("integrations/*/benchmarks/*.py")])
+OURS = {"baselines", "rigs", "lib"}
+
+
+@pytest.fixture
+def module_of(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.relative_to(ROOT).as_posix())
+def test_every_module_of_ours_that_a_benchmark_imports_is_there(script, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
+        names = [name.name for name in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{name}" if node.module in OURS else str(node.module) for name in names]
+        for name in names:
+            if name.partition(".")[0] in OURS or name.startswith("kvtiers"):
+                assert find_spec(name) is not None, name
+
+
+def test_a_share_is_of_turns_beside_each_other_and_none_is_without_its_other(module_of) -> None:
+    results = module_of("lib.results")
+    assert results.middle_share([1.0, 9.0, 30.0], [2.0, 10.0, 10.0]) == 0.9
+    with pytest.raises(ValueError, match="shorter"):
+        results.middle_share([1.0, 2.0], [1.0])
+
+
+def test_goals_are_met_at_the_goal_and_not_past_it(module_of) -> None:
+    results = module_of("lib.results")
+    assert [results.at_least("share", value, 0.9)["met"] for value in (0.89, 0.9, 1.0)] == [False, True, True]
+    assert [results.at_most("requests", value, 9)["met"] for value in (8, 9, 10)] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("python", "why"), [("/nowhere/python", "No such file"), ("/bin/false", "its process ended with status 1")]
+)
+def test_a_python_that_cannot_run_the_connector_leaves_it_out_and_says_why(module_of, python, why) -> None:
+    lmcache = module_of("baselines.lmcache_s3")
+    with (
+        pytest.raises(lmcache.LeftOutError, match=why),
+        lmcache.LMCacheS3(python, "http://127.0.0.1:1", ("key", "secret"), 64 << 10, 2),
+    ):
+        pass

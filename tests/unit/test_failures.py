@@ -1,0 +1,83 @@
+"""The boundary to plugins' code: what is raised ends there as a line of text, keeps no memory, and floods no log."""
+
+import gc
+import logging
+import weakref
+
+import pytest
+
+from kvtiers._failures import error_text, log_with_backoff, plugin_boundary
+
+
+class View:
+    """Something that the block has in a variable."""
+
+
+class BadText(Exception):  # noqa: N818
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+def test_what_a_plugin_raises_is_a_line_of_text_and_the_code_behind_goes_on():
+    with plugin_boundary() as boundary:
+        raise ConnectionError("reset\nby peer")
+    assert boundary.error == "ConnectionError: reset by peer"
+
+
+def test_nothing_raised_is_no_error():
+    with plugin_boundary() as boundary:
+        pass
+    assert not boundary.error
+
+
+@pytest.mark.parametrize(("error", "text"), [(ValueError(), "ValueError"), (BadText(), "BadText")])
+def test_an_exception_without_a_text_is_an_error_all_the_same(error, text):
+    with plugin_boundary() as boundary:
+        raise error
+    assert boundary.error == text
+
+
+def test_a_text_is_bounded():
+    assert len(error_text(ValueError("x" * 100_000))) == 1_000
+
+
+@pytest.mark.parametrize("leaving", [SystemExit, KeyboardInterrupt])
+def test_what_ends_the_process_passes_unless_it_would_only_end_a_thread_of_ours(leaving):
+    with pytest.raises(leaving), plugin_boundary():
+        raise leaving
+    with plugin_boundary(exits=True) as boundary:
+        raise leaving
+    assert boundary.error == leaving.__name__
+
+
+def test_an_exception_that_is_to_pass_does():
+    with pytest.raises(LookupError), plugin_boundary(LookupError):
+        raise KeyError("k")
+
+
+def test_the_variables_of_a_block_that_failed_are_free_at_once():
+    """An exception that were kept would keep the block's frame, and views of rows in it, until a collection."""
+
+    def block():
+        view = View()
+        views.append(weakref.ref(view))
+        with plugin_boundary() as boundary:
+            raise ValueError(view)
+        return boundary.error
+
+    views = []
+    gc.disable()
+    try:
+        assert block()
+        assert views[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_what_fails_each_time_is_logged_the_first_second_fourth_and_eighth_time(caplog):
+    log = logging.getLogger("test")
+    for times in range(1, 16):
+        log_with_backoff(times, log.warning, "%s failed (%d times so far)", "it", times)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"it failed ({times} times so far)" for times in (1, 2, 4, 8)
+    ]

@@ -1,0 +1,112 @@
+"""Child processes: what they are given, that they die with their parent, and that they are reaped once."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kvtiers._process import end, kill_unreaped, spawn, wait_unreaped
+
+PATIENCE = 60.0
+# What a child is told to do: say what it was given, or spawn another one, and wait until it is killed.
+CHILD = """
+import os, sys, time
+from kvtiers._process import die_with_parent, spawn
+
+def main():
+    fd, what, parent = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    die_with_parent(parent)
+    if what == "parent":
+        spawn("child_of_the_test", [str(fd), "child"], name="grandchild", pass_fds=[fd])
+    else:
+        print("printed", flush=True)
+        os.write(fd, f"{parent} {os.getppid()} {sys.argv[-1]}\\n".encode())
+    if what != "brief":
+        time.sleep(PATIENCE)
+""".replace("PATIENCE", str(PATIENCE))
+
+
+@pytest.fixture
+def child(tmp_path, monkeypatch):
+    """Start a child that is told to do this; return it and the end of a pipe of which it has the other one."""
+    (tmp_path / "child_of_the_test.py").write_text(CHILD)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "/nowhere")
+    processes, pipes = [], []
+
+    def child(what):
+        ours, theirs = os.pipe()
+        pipes.append(ours)
+        processes.append(spawn("child_of_the_test", [str(theirs), what], name="the test's", pass_fds=[theirs]))
+        os.close(theirs)
+        return processes[-1], ours
+
+    yield child
+    for process in processes:
+        process.kill()
+        process.wait()
+    for pipe in pipes:
+        os.close(pipe)
+
+
+def said(pipe):
+    """What comes next over the pipe; b"" once every process that had its other end has ended."""
+    assert select.select([pipe], [], [], PATIENCE)[0], "nothing comes"
+    return os.read(pipe, 1 << 16)
+
+
+def test_a_child_has_our_path_the_descriptor_and_our_id_and_its_name_comes_last(child):
+    process, pipe = child("brief")
+    assert said(pipe) == f"{os.getpid()} {os.getpid()} the test's\n".encode()
+    assert process.wait(PATIENCE) == 0
+
+
+def test_what_a_child_prints_goes_to_our_standard_error(child, capfd):
+    process, _ = child("brief")
+    assert process.wait(PATIENCE) == 0
+    assert capfd.readouterr() == ("", "printed\n")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal at a parent's death is Linux's")
+def test_a_child_dies_with_a_parent_that_is_killed(child):
+    parent, pipe = child("parent")
+    assert said(pipe).startswith(f"{parent.pid} {parent.pid} ".encode())
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait(PATIENCE)
+    assert said(pipe) == b"", "the grandchild has ended, and its descriptor with it"
+
+
+def test_killing_leaves_the_status_and_says_whether_there_was_anything_to_kill(child):
+    process, pipe = child("child")
+    said(pipe)
+    assert kill_unreaped(process)
+    wait_unreaped(process)
+    assert process.returncode is None
+    assert not kill_unreaped(process), "it has ended"
+    assert process.wait(PATIENCE) == -signal.SIGKILL
+
+
+def test_a_child_that_other_code_has_reaped_has_ended(child):
+    process, pipe = child("brief")
+    said(pipe)
+    os.waitpid(process.pid, 0)
+    wait_unreaped(process)
+    assert not kill_unreaped(process)
+
+
+def test_the_end_of_a_child_that_does_not_end_in_time_is_forced(child):
+    process, pipe = child("child")
+    said(pipe)
+    begin = time.monotonic()
+    end(process, 0.05)
+    assert process.returncode == -signal.SIGKILL
+    assert time.monotonic() - begin < PATIENCE / 2
+
+
+def test_a_child_does_not_load_what_only_a_parent_needs():
+    code = "import sys; before = set(sys.modules); import kvtiers._process; print('subprocess' in set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False\n"
