@@ -2,6 +2,7 @@ import ctypes
 import gc
 import mmap
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -79,9 +80,13 @@ def test_nobody_can_cut_the_memory_off_under_the_others(memfd):
 
 def flags_of(mapping):
     """What the kernel notes about a mapping (proc(5), VmFlags)."""
-    lines = Path("/proc/self/smaps").read_text().splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith(f"{mapping.address:x}-"))
-    return next(line for line in lines[start:] if line.startswith("VmFlags")).split()
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= mapping.address < int(found[2], 16)
+        elif inside and line.startswith("VmFlags"):
+            return line.split()
+    raise AssertionError("it is not mapped")
 
 
 @pytest.mark.parametrize("is_shared", [True, False])

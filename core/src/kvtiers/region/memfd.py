@@ -64,7 +64,7 @@ def let_go_in_children(holder: _Holder) -> None:
 
     Descriptors close on exec, but a child that is forked without exec (``multiprocessing`` can do so) would hold
     them: the memory would outlive the engine, and no peer would see the engine's end. A child that a library forks
-    in C runs no hook; it has no mapping either (``Mapping``), so it cannot write to rows that hold another chunk by now.
+    in C runs no hook; it has no mapping either (``Mapping``), so it cannot write to rows with other chunks in them.
     """
     if not _fork_hook:
         _fork_hook.append(True)
