@@ -4,6 +4,7 @@ Start: the region, then the tiers, all at once and each on a thread of its own; 
 tiers are drained and closed, then the region, since a tier may write into it until it is closed.
 """
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -14,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from kvtiers._log_queue import QueuedLogs, queue_logs
 from kvtiers.api import (
     ChunkStore,
     ConfigError,
@@ -68,8 +70,11 @@ def open_manager(
     config = config if isinstance(config, OffloadConfig) else load_config(config)
     layout = _with_model(config, layout)
     engine_id = engine_id or secrets.token_hex(8)
-    region = _create_region(config, layout, engine_id)
-    try:
+    with contextlib.ExitStack() as undo:
+        logs = queue_logs()  # first: what follows logs, too
+        undo.callback(logs.close)
+        region = _create_region(config, layout, engine_id)
+        undo.callback(region.close)
         primary = CPUPrimaryTier(
             region.num_rows,
             region.row_stride,
@@ -79,10 +84,8 @@ def open_manager(
             protect_seconds=config.budgets.protect_for,
             record_events=record_events,
         )
-        engine = _Engine(config, layout, region)  # last: from now on there are threads and processes
-    except BaseException:
-        region.close()
-        raise
+        engine = _Engine(config, layout, region, logs)  # last: from now on there are threads and processes
+        undo.pop_all()
     tokens_per_chunk = [layout.tokens_per_chunk(group) for group in range(len(layout.groups))]
     return TieringManager(
         engine_id,
@@ -117,9 +120,13 @@ def open_worker(
         join = RegionJoin.in_process(anonymous, layout, rank)
     else:
         join = RegionJoin(engine_id, layout, rank, core_dumps=config.primary.core_dumps)
+    logs = queue_logs()
     try:
-        worker = GpuWorker(layout, kv_tensors, join, rank=rank, rank_map=rank_map, copying=copying)
+        worker = GpuWorker(
+            layout, kv_tensors, join, rank=rank, rank_map=rank_map, copying=copying, on_shutdown=logs.close
+        )
     except BaseException:
+        logs.close()
         join.close()
         raise
     if anonymous is None:
@@ -187,7 +194,8 @@ def _tiering_options(config: OffloadConfig) -> TieringOptions:
 class _Engine:
     """What the manager needs of the rest: the region's news, the tiers' life, and new names when weights change."""
 
-    def __init__(self, config: OffloadConfig, layout: CacheLayout, region: OffloadRegion) -> None:
+    def __init__(self, config: OffloadConfig, layout: CacheLayout, region: OffloadRegion, logs: QueuedLogs) -> None:
+        self._logs = logs
         self._namespace = config.namespace
         self._core_dumps = config.primary.core_dumps
         self._layout = layout if layout.model.weights else _with_random_weights(layout)
@@ -268,6 +276,7 @@ class _Engine:
         self._views.close()
         self._region.close()
         _anonymous_regions.pop(self._region.engine_id, None)
+        self._logs.close()
 
     def _slot(self, index: int, config: TierConfig) -> TierSlot:
         plugin = load_tier(config.type)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from kvtiers._log_queue import queue_logs
 from kvtiers.api import ChunkStore, ConfigError, StartError, TierConfig, TierContext, TierPlugin
 from kvtiers.host.bounce_buffers import value_views
 from kvtiers.layout.cache_layout import CacheLayout
@@ -121,6 +122,7 @@ class _Parts:
                 config, InProcessBackend(config, self._opener(rows), views, self._names, self._sizes)
             )
             self._views = views
+        self._logs = queue_logs()
 
     def close(self, seconds: float) -> None:
         """End the tier, which has been drained, within so many seconds, and let go of vLLM's memory."""
@@ -131,6 +133,7 @@ class _Parts:
         elif self._rows is not None:
             self._views.close()
             self._rows.release()
+        self._logs.close()
 
     def _hosts_on(self, rows: memoryview) -> TierHosts | None:
         try:
