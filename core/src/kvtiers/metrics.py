@@ -130,6 +130,8 @@ class EngineMetrics(_Metrics):
     dropped_events: int = 0
     dropped_records: int = 0
     """Requests that are missing in the recording, since its writer was behind."""
+    dropped_log_lines: int = 0
+    """Lines of this process that were not written, since the log was too slow."""
     misuse: int = 0
     """Calls that did not fit and were ignored: a plan completed twice, a request that is over."""
     generation: int = 0

@@ -4,6 +4,7 @@ Start: the region, then the tiers, all at once and each on a thread of its own; 
 tiers are drained and closed, then the region, since a tier may write into it until it is closed.
 """
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -15,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from kvtiers._log_queue import QueuedLogs, queue_logs
 from kvtiers.api import (
     ChunkStore,
     ConfigError,
@@ -76,8 +78,11 @@ def open_manager(
     config = config if isinstance(config, OffloadConfig) else load_config(config)
     layout = _with_model(config, layout)
     engine_id = engine_id or secrets.token_hex(8)
-    region = _create_region(config, layout, engine_id)
-    try:
+    with contextlib.ExitStack() as undo:
+        logs = queue_logs()  # first: what follows logs, too
+        undo.callback(logs.close)
+        region = _create_region(config, layout, engine_id)
+        undo.callback(region.close)
         primary = CPUPrimaryTier(
             region.num_rows,
             region.row_stride,
@@ -87,10 +92,8 @@ def open_manager(
             protect_seconds=config.budgets.protect_for,
             record_events=record_events,
         )
-        engine = _Engine(config, layout, region, release)  # last: from now on there are threads and processes
-    except BaseException:
-        region.close()
-        raise
+        engine = _Engine(config, layout, region, logs, release)  # last: from now on there are threads and processes
+        undo.pop_all()
     engine.say_that_it_is_on(way_in)
     tokens_per_chunk = [layout.tokens_per_chunk(group) for group in range(len(layout.groups))]
     return TieringManager(
@@ -125,10 +128,14 @@ def open_worker(
     if anonymous is not None:
         join = RegionJoin.in_process(anonymous, layout, rank)
     else:
-        join = RegionJoin(engine_id, layout, rank)
+        join = RegionJoin(engine_id, layout, rank, core_dumps=config.primary.core_dumps)
+    logs = queue_logs()
     try:
-        worker = GpuWorker(layout, kv_tensors, join, rank=rank, rank_map=rank_map, copying=copying)
+        worker = GpuWorker(
+            layout, kv_tensors, join, rank=rank, rank_map=rank_map, copying=copying, on_shutdown=logs.close
+        )
     except BaseException:
+        logs.close()
         join.close()
         raise
     if anonymous is None:
@@ -171,6 +178,7 @@ def _create_region(config: OffloadConfig, layout: CacheLayout, engine_id: str) -
         numa_node=primary.numa_node,
         prefault=primary.prefault,
         start_deadline=primary.start_deadline,
+        core_dumps=primary.core_dumps,
     )
 
 
@@ -195,8 +203,12 @@ def _tiering_options(config: OffloadConfig) -> TieringOptions:
 class _Engine:
     """What the manager needs of the rest: the region's news, the tiers' life, and new names when weights change."""
 
-    def __init__(self, config: OffloadConfig, layout: CacheLayout, region: OffloadRegion, release: str) -> None:
+    def __init__(
+        self, config: OffloadConfig, layout: CacheLayout, region: OffloadRegion, logs: QueuedLogs, release: str
+    ) -> None:
+        self._logs = logs
         self._namespace = config.namespace
+        self._core_dumps = config.primary.core_dumps
         self._layout = layout if layout.model.weights else _with_random_weights(layout)
         self._region = region
         self._joined = region.all_joined
@@ -296,6 +308,7 @@ class _Engine:
         self._views.close()
         self._region.close()
         _anonymous_regions.pop(self._region.engine_id, None)
+        self._logs.close()
 
     def _slot(self, index: int, config: TierConfig) -> TierSlot:
         plugin = load_tier(config.type)
@@ -324,7 +337,9 @@ class _Engine:
         region = self._region
         if region.fd is None:
             return None
-        hosted = HostedRegion(region.fd, region.map_bytes, len(region.view), region.row_stride, self._sizes)
+        hosted = HostedRegion(
+            region.fd, region.map_bytes, len(region.view), region.row_stride, self._sizes, self._core_dumps
+        )
         return TierHosts(hosted, self._namespace, lambda: self._names, self._described)
 
     def _opener(self, plugin: TierPlugin, config: TierConfig, kind: type[Any]) -> Callable[[], Any]:

@@ -1,15 +1,23 @@
 """What the tier asks of a server, seen from the server."""
 
 import contextlib
+import mmap
+import os
 import socket
+import threading
 import time
 import tracemalloc
 from collections import deque
+from dataclasses import replace
 
 import pytest
 
-from kvtiers.api import StoreFull
-from kvtiers_redis.plugin import RedisConfig
+from kvtiers.api import StoreFull, make_offload_key
+from kvtiers.host.borrowed_views import ValueViews
+from kvtiers.host.messages import Status
+from kvtiers.host.transfer import MoverOptions, ValueMover, ValueRun
+from kvtiers.layout.storage_name import StorageNames
+from kvtiers_redis.config import RedisConfig
 from kvtiers_redis.store import RedisStore
 
 MIB = 1 << 20
@@ -98,6 +106,24 @@ def test_with_nx_a_value_of_the_same_length_is_left_as_it_is(tier, single, redis
     assert list(store.write_many([same, longer, absent], [value(2), value(2), value(2)])) == [True, True, True]
     assert [redis.get(name) == bytes(value(2)) for name in (same, longer, absent)] == [False, True, True]
     assert redis.ttl(longer) > 3000
+
+
+@pytest.mark.parametrize("set_nx", [True, False])
+def test_a_value_of_the_right_length_that_is_not_ours_is_replaced_by_the_next_store(tier, single, redis, set_nx):
+    key, rows = make_offload_key(os.urandom(32), 0), memoryview(mmap.mmap(-1, 4096))
+    rows[:4000] = b"k" * 4000
+    names = StorageNames("ns/model-0123456789abcdef01234567/", bytes.fromhex("0123456789abcdef"))
+    store = tier.open(single.url, set_nx=set_nx)
+    mover = ValueMover(store, ValueViews(rows, 4096), MoverOptions([(4000, 4096)]), threading.Event())
+    run = ValueRun(names, [key], [0], time.monotonic() + 60)
+    assert list(mover.store(run).statuses) == [Status.DONE]
+    foreign = bytearray(redis.get(names.name(key)))
+    foreign[4096 - 64 + 32] ^= 1  # of another layout
+    redis.set(names.name(key), bytes(foreign))
+    assert list(mover.load(run).statuses) == [Status.MISSING]
+    rows[:4000] = b"k" * 4000
+    assert list(mover.store(replace(run, overwrites=b"\1")).statuses) == [Status.DONE]
+    assert list(mover.load(run).statuses) == [Status.DONE]
 
 
 def test_a_key_of_another_type_is_no_value(tier, single, redis, names, value, read):

@@ -2,9 +2,11 @@
 
 import contextlib
 import gc
+import os
 import ssl
 import threading
 import time
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -12,7 +14,11 @@ import trustme
 from s3_proxy import Fault, Proxy, refusal
 from s3_servers import client_of
 
-from kvtiers.api import StoreFull
+from kvtiers.api import StoreFull, make_offload_key
+from kvtiers.host.borrowed_views import ValueViews
+from kvtiers.host.messages import Status
+from kvtiers.host.transfer import MoverOptions, ValueMover, ValueRun
+from kvtiers.layout.storage_name import StorageNames
 from kvtiers.testing.guarded import GuardedMemory
 from kvtiers_s3.failures import S3BusyError, S3Error, S3ThrottledError
 from kvtiers_s3.plugin import S3Config
@@ -244,6 +250,24 @@ def test_a_conditional_put_leaves_what_is_there_unless_it_is_of_another_length(o
     store.write("a/b", value(3, pages + 1))
     assert read(store, "a/b", nbytes + PAGE) == bytes([3]) * (nbytes + PAGE)
     assert uploads(config()) == []
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_value_of_the_right_length_that_is_not_ours_is_replaced_by_the_next_store(opened, moto_config, value, client):
+    config = moto_config(client=client, conditional_put=True)
+    key, rows = make_offload_key(os.urandom(32), 0), value(7)
+    names = StorageNames("ns/model-0123456789abcdef01234567/", bytes.fromhex("0123456789abcdef"))
+    views = ValueViews(rows, PAGE)
+    mover = ValueMover(opened(config), views, MoverOptions([(4000, PAGE)]), threading.Event())
+    run = ValueRun(names, [key], [0], time.monotonic() + 60)
+    assert list(mover.store(run).statuses) == [Status.DONE]
+    where = {"Bucket": config.bucket, "Key": f"{config.prefix}/{names.name(key)}"}
+    foreign = bytearray(client_of(config.endpoint).get_object(**where)["Body"].read())
+    foreign[PAGE - 64 + 32] ^= 1  # of another layout
+    client_of(config.endpoint).put_object(**where, Body=bytes(foreign))
+    assert list(mover.load(run).statuses) == [Status.MISSING]
+    assert list(mover.store(replace(run, overwrites=b"\1")).statuses) == [Status.DONE]
+    assert list(mover.load(run).statuses) == [Status.DONE]
 
 
 @pytest.mark.parametrize("client", CLIENTS)

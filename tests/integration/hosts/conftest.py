@@ -207,11 +207,11 @@ def unhurried(start, monkeypatch):
 class Party:
     """An engine in another process, driven line by line."""
 
-    def __init__(self, site, **options):
+    def __init__(self, site, stuck_stderr=subprocess.PIPE, **options):
         ours, theirs = os.pipe()
         command = [sys.executable, str(HERE / "peer_process.py"), str(site), str(theirs)]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=[theirs], **options
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stuck_stderr, pass_fds=[theirs], **options
         )
         os.close(theirs)
         self._answers = os.fdopen(ours)

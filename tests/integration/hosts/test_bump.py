@@ -21,10 +21,10 @@ def tier(tmp_path):
 @pytest.fixture
 def kvtiers_store(tmp_path, tier):
     file = tmp_path / "tiers.yaml"
-    document = {"version": 1, "primary": {"capacity": "1MiB"}, "secondary": [tier]}
-    file.write_text(json.dumps(document))
 
-    def run(command, *arguments):
+    def run(command, *arguments, tiers=(tier,)):
+        document = {"version": 1, "primary": {"capacity": "1MiB"}, "secondary": [*tiers]}
+        file.write_text(json.dumps(document))
         done = subprocess.run(
             [KVTIERS, "store", command, *arguments, "--config", file, "--json"],
             capture_output=True,
@@ -112,3 +112,22 @@ def test_a_record_that_is_damaged_keeps_the_tier_out_until_it_is_bumped_again(
     engine.store(wanted)
     engine.forget()
     assert engine.load(wanted) == 8
+
+
+def test_two_tiers_of_which_one_was_bumped_store_the_same_rows_at_the_same_time_each_with_its_own_seal(
+    start, tier, tmp_path, machine, kvtiers_store
+):
+    other = tier | {"name": "other", "path": str(tmp_path / "other")}
+    kvtiers_store("bump")  # of 'disk' alone
+    engine = start(tier, other, rows=1024)
+    engine.until_available()
+    for first in range(0, 20_000, 400):
+        engine.store(machine.keys(first, 400))
+    engine.close()
+    for name in ("disk", "other"):
+        found = kvtiers_store("verify", name, tiers=[tier, other])
+        assert {verdict: found[verdict]["values"] for verdict in ("ok", "foreign", "damaged")} == {
+            "ok": 20_000,
+            "foreign": 0,
+            "damaged": 0,
+        }, name

@@ -53,6 +53,27 @@ def test_an_engine_that_is_killed_leaves_no_host_and_no_memory(party, two_tiers,
     await_nothing_left(machine, engine_id, hosts)
 
 
+def test_an_engine_that_is_killed_while_its_hosts_are_stopped_in_their_first_moment_leaves_nothing(
+    party, two_tiers, machine, places, tmp_path
+):
+    """Before they have armed their parent-death signal, and can see no socket."""
+    early = tmp_path / "early"
+    early.mkdir()
+    (early / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "if '-P' in sys.orig_argv and any('kvtiers.host.__main__' in word for word in sys.orig_argv):\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
+    engine = party(env=places.environment | {"PYTHONPATH": str(early)}, cwd=places.here)
+    engine.do(f"engine = Engine(*{two_tiers!r})")
+    engine_id = engine.do("engine.manager.engine_id")
+    machine.wait_until(lambda: len(engine.hosts()) == 2, "its hosts")
+    hosts = engine.hosts()
+    machine.wait_until(lambda: [machine.state_of(pid) for pid in hosts] == ["T", "T"], "their being stopped")
+    engine.process.kill()
+    await_nothing_left(machine, engine_id, hosts)
+
+
 @pytest.mark.parametrize("stage", ["read", "write", "exists", "delete", "open"])
 def test_an_engine_that_is_killed_while_its_host_hangs_in_the_kernel_leaves_nothing(
     party, faulty, gates, machine, places, stage

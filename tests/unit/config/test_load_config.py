@@ -38,6 +38,7 @@ def test_what_is_left_out_has_the_documented_defaults():
     assert (config.lookup_wait, config.load_wait, config.clean_reserve) == (0.02, "auto", 0.05)
     assert config.primary.model_dump(exclude={"capacity"}) == {
         "eviction": "lru", "huge_pages": "off", "numa_node": None, "prefault": True, "start_deadline": 60.0,
+        "core_dumps": False,
     }  # fmt: skip
     assert config.budgets.model_dump() == {
         "store_reserve": 0.1, "all_tiers": 0.5, "one_tier": 0.25, "protected": 0.4, "protect_for": 10.0,

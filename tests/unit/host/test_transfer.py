@@ -280,3 +280,50 @@ def test_of_small_values_many_are_moved_in_one_go(kit):
 
 def test_a_store_that_takes_no_processor_for_long_is_left_alone(kit):
     assert "way" not in moved_in_turns(kit, 1 << 14, 16)
+
+
+# -- rows that another tier's host is sealing at the same time
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_store_with_an_epoch_of_its_own_leaves_the_rows_as_they_are(kit, keys, batched):
+    store = kit.BatchStore() if batched else kit.DictStore()
+    options = MoverOptions([(kit.PAYLOAD, kit.VALUE)])
+    mover = ValueMover(store, kit.rows.views, options, threading.Event(), epoch="0123456789abcdef")
+    for row, key in enumerate(keys):
+        kit.rows.fill(row, key)
+    before = bytes(kit.rows.memory)
+    assert set(mover.store(kit.run(keys)).statuses) == {DONE}
+    assert bytes(kit.rows.memory) == before, "the place of the seal is another tier's, if it has no epoch"
+    for row in range(len(keys)):
+        kit.rows.poison(row)
+    assert set(mover.load(kit.run(keys)).statuses) == {DONE}
+    assert all(kit.rows.holds(row, key) for row, key in enumerate(keys))
+
+
+def test_views_beside_the_rows_are_closed_with_those_of_the_rows(kit):
+    ValueMover(kit.DictStore(), kit.rows.views, MoverOptions([(10, kit.VALUE)]), threading.Event(), epoch="1" * 16)
+    kit.rows.views.close()
+    kit.rows.memory.release()  # BufferError if they still held it
+
+
+# -- values that are there and were not given
+
+
+def test_what_is_to_be_overwritten_is_deleted_first_and_nothing_else_is(kit, store, keys):
+    mover = kit.stored(store, keys)
+    store.calls.clear()
+    mover.store(replace(kit.run(keys), overwrites=bytes([0, 1, 0, 0, 1, 0])))
+    names = [kit.NAMES.name(keys[1]), kit.NAMES.name(keys[4])]
+    assert store.calls[0] == ("delete", tuple(names))
+    assert store.calls[1:] in ([("write", name) for name in names], [("write_many", tuple(names))])
+
+
+def test_a_store_that_cannot_delete_is_still_asked_to_overwrite(kit, store, keys, monkeypatch):
+    mover = kit.stored(store, keys)
+
+    def refuse(_names):
+        raise PermissionError("no deletes for this user")
+
+    monkeypatch.setattr(store, "delete", refuse)
+    assert set(mover.store(replace(kit.run(keys), overwrites=bytes([1] * 6))).statuses) == {DONE}

@@ -1,6 +1,8 @@
+import ctypes
 import gc
 import mmap
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +78,77 @@ def test_nobody_can_cut_the_memory_off_under_the_others(memfd):
         os.ftruncate(memfd, 8 * PAGE)
 
 
+def flags_of(mapping):
+    """What the kernel notes about a mapping (proc(5), VmFlags)."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= mapping.address < int(found[2], 16)
+        elif inside and line.startswith("VmFlags"):
+            return line.split()
+    raise AssertionError("it is not mapped")
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_no_core_file_has_the_rows_in_it_unless_it_is_asked_for(memfd, is_shared):
+    fd = memfd if is_shared else -1
+    assert "dd" in flags_of(Mapping(fd, 4 * PAGE, 4 * PAGE))
+    assert "dd" not in flags_of(Mapping(fd, 4 * PAGE, 4 * PAGE, core_dumps=True))
+
+
+def in_forked_child(fork, look):
+    """Fork, and return what ``look`` says in the child; a child that is killed by a signal is an error."""
+    pid = fork()
+    if pid == 0:
+        status = 99
+        try:
+            status = look()
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFEXITED(status), f"the child was killed by signal {os.WTERMSIG(status)}"
+    return os.WEXITSTATUS(status)
+
+
+def test_a_child_that_a_library_forks_in_c_does_not_have_the_memory(memfd):
+    mapping = Mapping(memfd, 4 * PAGE, 4 * PAGE)
+    assert is_mapped(memfd)
+    assert in_forked_child(ctypes.PyDLL(None).fork, lambda: int(is_mapped(memfd))) == 0
+    assert mapping.view[0] == 0
+
+
+def test_a_child_that_python_forks_has_memory_of_its_own_in_its_place_and_so_have_its_children(memfd):
+    mapping = Mapping(memfd, 4 * PAGE, 4 * PAGE)
+    array = np.frombuffer(mapping.view, np.uint8)
+    array[:] = 7
+
+    def look():
+        if is_mapped(memfd) or array.any():
+            return 1
+        array[:] = 9
+        return in_forked_child(os.fork, lambda: int(array[0] != 9))
+
+    assert in_forked_child(os.fork, look) == 0
+    assert array.min() == array.max() == 7
+
+
+def test_what_a_child_has_put_into_the_hole_before_the_hook_ran_is_left_there():
+    nbytes = 64 << 20
+    fd = create_memfd("kvtiers-unit-test", nbytes)
+    mapping = Mapping(fd, nbytes, nbytes)
+    os.close(fd)
+
+    def look():  # forked in C: no hook has run
+        there = memfd_module._libc.mmap(mapping.address + (5 << 20), 1 << 20, 3, 0x22 | 0x100000, -1, 0)
+        ctypes.memset(there, 5, 1 << 20)
+        mapping.let_go()
+        view = mapping.view
+        around = not any(view[:: 1 << 20][i] for i in range(64) if i != 5)
+        return 0 if around and view[5 << 20] == view[(6 << 20) - 1] == 5 else 1
+
+    assert in_forked_child(ctypes.PyDLL(None).fork, look) == 0
+
+
 def test_the_descriptor_is_not_inherited(memfd):
     assert not os.get_inheritable(memfd)
 
@@ -88,7 +161,8 @@ def test_memory_that_cannot_be_mapped_is_one_clear_line(memfd):
 def test_a_node_that_does_not_exist_is_told_in_one_line(memfd):
     mapping = Mapping(memfd, 4 * PAGE, 4 * PAGE)
     assert "NUMA node 1000" in bind_to_node(mapping, 1000)
-    assert "NUMA node -1" in bind_to_node(mapping, -1)
+    for node in (-1, 1024, 10**9, 10**30):
+        assert bind_to_node(mapping, node) == f"NUMA node {node}: expected 0 to 1023"
 
 
 def test_another_system_is_told_what_to_use_instead(monkeypatch):

@@ -3,7 +3,9 @@
 import pytest
 
 from kvtiers.api import ConfigError
-from kvtiers.scheduler import SchedulerOptions
+from kvtiers.scheduler import SchedulerOptions, options
+from kvtiers.scheduler.options import RequestLimits
+from kvtiers.types import RequestContext
 
 from .harness import TOKENS, Bench, layout_of, stored
 
@@ -11,6 +13,11 @@ from .harness import TOKENS, Bench, layout_of, stored
 @pytest.fixture
 def bench() -> Bench:
     return Bench(layout_of())
+
+
+@pytest.fixture(autouse=True)
+def _nothing_was_ignored_yet():
+    options._ignored.clear()
 
 
 @pytest.mark.parametrize(
@@ -52,6 +59,21 @@ def test_what_is_no_number_of_tokens_is_ignored_with_one_warning(bench, caplog, 
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert record.getMessage() == f"request b: {name} is {value!r}, expected a number of tokens; ignored"
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["A" * 5_000_000, ["x" * 1000] * 500_000, dict.fromkeys(range(500000), "x"), -(1 << 40_000)],
+    ids=["a string", "a list", "a dict", "a number"],
+)
+def test_what_a_request_sends_is_logged_in_one_short_line_and_ever_more_seldom(caplog, value) -> None:
+    for number in range(100):
+        context = RequestContext(f"request {number} " + "y" * 100_000, {"max_load_tokens": value})
+        assert RequestLimits.of(context) == RequestLimits(None, None)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 7, "of the 1st, 2nd, 4th, 8th ... 64th"
+    assert max(map(len, lines)) < 600
+    assert lines[-1].endswith("expected a number of tokens; ignored (64 times so far)")
 
 
 @pytest.mark.parametrize("name", ["max_load_tokens", "max_offload_tokens"])

@@ -36,7 +36,8 @@ _SIZES = {
 }  # fmt: skip
 _DURATIONS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z%]*)")
-_LARGEST = 1e18  # of any number before its unit; a longer one is a slip of the finger
+_LARGEST = 1e18  # of any number before its unit, and of bytes; a longer one is a slip of the finger
+_LONGEST_SECONDS = 100 * 365 * 86400.0  # what waits for longer than 292 years overflows in the kernel's clock
 
 
 def _split(value: object, expected: str) -> tuple[float, str]:
@@ -63,6 +64,8 @@ def parse_size(value: object) -> int:
     factor = _SIZES.get(unit.lower())
     if factor is None:
         raise ValueError(f"unknown unit {unit!r} in {value!r}; use B, KiB, MiB, GiB, TiB, KB, MB, GB or TB")
+    if number * factor > _LARGEST:
+        raise ValueError(f"{value!r} is more than any machine has; expected at most {format_size(_LARGEST)}")
     return int(number * factor)
 
 
@@ -75,6 +78,8 @@ def parse_duration(value: object) -> float:
     if factor is None:
         wrong = f"unknown unit {unit!r}" if unit else "no unit"
         raise ValueError(f"{wrong} in {value!r}; use us, ms, s, m, h or d, such as '250ms'")
+    if number * factor > _LONGEST_SECONDS:
+        raise ValueError(f"{value!r} is too long; expected at most {format_duration(_LONGEST_SECONDS)}")
     return number * factor
 
 

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, field_validator, mo
 from kvtiers.api import ConfigError, Duration, Share, Size, StrictModel, TierConfig
 from kvtiers.api.units import DURATION, parse_duration
 from kvtiers.layout.storage_name import check_namespace
-from kvtiers.region.memfd import HugePages
+from kvtiers.region.memfd import MOST_NODES, HugePages
 
 __all__ = ["BudgetConfig", "ModelConfig", "OffloadConfig", "PrimaryConfig", "RecordConfig"]
 
@@ -70,9 +70,14 @@ class PrimaryConfig(StrictModel):
     huge_pages: Annotated[HugePages, BeforeValidator(_huge_pages)] = Field(
         default="off", description="huge pages, which the administrator has to reserve"
     )
-    numa_node: int | None = Field(default=None, ge=0, description="memory of this NUMA node, best the GPU's")
+    numa_node: int | None = Field(
+        default=None, ge=0, lt=MOST_NODES, description="memory of this NUMA node, best the GPU's"
+    )
     prefault: bool = Field(default=True, description="touch all memory at start, in the background")
     start_deadline: Duration = Field(default=60.0, gt=0, description="how long all ranks have to join")
+    core_dumps: bool = Field(
+        default=False, description="core files contain the chunks, from which prompts can be recovered"
+    )
 
 
 class BudgetConfig(StrictModel):

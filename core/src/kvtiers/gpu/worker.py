@@ -15,7 +15,7 @@ running copies end, leaves the region, and fails all further jobs. When the devi
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -67,6 +67,7 @@ class GpuWorker:
 
     ``kv_tensors``: CUDA tensors, CPU tensors or numpy arrays, as ``kv_pages`` says. ``rank_map``: where this rank's
     bytes lie in a canonical row. ``max_queued``: jobs that may wait in each lane; more are refused.
+    ``on_shutdown``: called at the end of each ``shutdown``.
     """
 
     def __init__(
@@ -79,7 +80,9 @@ class GpuWorker:
         rank_map: RankMap | None = None,
         copying: CopySettings | None = None,
         max_queued: int = 1024,
+        on_shutdown: Callable[[], object] = lambda: None,
     ) -> None:
+        self._on_shutdown = on_shutdown
         self._copier: Copier = _open_copier(layout, rank, kv_tensors, rank_map, copying or CopySettings())
         self._region = region
         self._attached = False
@@ -143,6 +146,7 @@ class GpuWorker:
             self._changed.wait_for(lambda: not self._waiting)  # what they wait for is freed now
         self._copier.close()
         self._region.close()
+        self._on_shutdown()
 
     def _wait_for(self, copy: Copy) -> None:
         try:

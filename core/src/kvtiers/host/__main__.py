@@ -1,4 +1,10 @@
-"""How a tier host begins: tied to its engine's life before anything else is loaded, which takes a while."""
+"""How a tier host begins: tied to its engine's life before anything else is loaded, which takes a while.
+
+Until the parent-death signal is armed, some 15 ms after the fork, a host that has been stopped (SIGSTOP) could neither
+arm it nor see the end of its socket. It is therefore in a process group of its own, from before its first instruction:
+when the engine ends, that group is orphaned, and the kernel sends SIGHUP and SIGCONT to an orphaned group of which a
+process is stopped (POSIX, "Consequences of Process Termination"). SIGHUP ends the host: nothing handles it yet.
+"""
 
 import contextlib
 import faulthandler
@@ -17,7 +23,7 @@ def main() -> None:
     """Run a host. Arguments: the socket's and the region's descriptors, and the engine's process id."""
     socket_fd, region_fd, parent = map(int, sys.argv[1:4])
     die_with_parent(parent)
-    # Ctrl-C and a service manager's SIGTERM reach the whole group; the engine, which gets them too, says when to end.
+    # A service manager's SIGTERM reaches every process; the engine, which gets it too, says when to end.
     # Handlers and not SIG_IGN: what a store starts must not inherit the deafness.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave_to_the_engine)

@@ -13,7 +13,7 @@ import functools
 import gc
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 __all__ = ["Loan", "ValueViews"]
 
@@ -64,7 +64,7 @@ class ValueViews:
     """Cuts views of values out of a region of rows, bounds checked: a slice past the end would be silently short.
 
     Work on the values of some rows is bracketed by ``begin`` and ``end``, of one thread. Here a value lies in its row
-    and they do nothing; see ``staging.py`` for rows that have no room for one.
+    and they do nothing; see ``bounce_buffers.py`` for rows that have no room for one.
     """
 
     are_beside_rows = False
@@ -74,9 +74,18 @@ class ValueViews:
         self._region = region
         self._row_stride = row_stride
         self._rows = len(region) // row_stride
+        self._derived: list[ValueViews] = []
+
+    def derive(self, kind: Callable[[memoryview, int, int], "ValueViews"], value_bytes: int) -> "ValueViews":
+        """Return other views of the same rows, which are closed together with these."""
+        derived = kind(self._region, self._row_stride, value_bytes)
+        self._derived.append(derived)
+        return derived
 
     def close(self) -> None:
-        """Let go of the region; there is nothing to cut from any more."""
+        """Release the region; there is nothing to cut from any more."""
+        for derived in self._derived:
+            derived.close()
         self._region = memoryview(b"")
         self._rows = 0
 

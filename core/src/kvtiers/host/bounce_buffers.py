@@ -1,4 +1,4 @@
-"""Values beside the rows: for a region that is not ours, whose rows have no room for a seal.
+"""Values beside the rows: for rows without room for a seal, and for stores whose seal no other store would write.
 
 Each thread has memory for the values that it works on at a time. A store's payload is copied there, sealed, and
 written from there; a load is read there, checked, and only what is sound is copied into its row. Half a value, or a
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from kvtiers.host.borrowed_views import ValueViews
 from kvtiers.region.memfd import HUGE_PAGE_BYTES, Mapping, prefer_huge_pages
 
-__all__ = ["BounceBufferViews", "value_views"]
+__all__ = ["BounceBufferViews", "beside_rows", "value_views"]
 
 
 def value_views(region: memoryview, row_stride: int, value_bytes: int) -> ValueViews:
@@ -24,6 +24,14 @@ def value_views(region: memoryview, row_stride: int, value_bytes: int) -> ValueV
     )
 
 
+def beside_rows(views: ValueViews, value_bytes: int) -> ValueViews:
+    """Return views of the same rows, each value of which lies outside of its row. Closed with ``views``.
+
+    Two stores may be writing one row at the same time: only stores that write the very same seal may share its bytes.
+    """
+    return views if views.are_beside_rows else views.derive(BounceBufferViews, value_bytes)
+
+
 class _Stage(threading.local):
     """One thread's memory, and which row's value lies where in it."""
 
@@ -32,7 +40,7 @@ class _Stage(threading.local):
 
 
 class BounceBufferViews(ValueViews):
-    """Views of values that are longer than their rows."""
+    """Views of values in memory of the calling thread."""
 
     are_beside_rows = True
 
@@ -50,9 +58,9 @@ class BounceBufferViews(ValueViews):
             # A disk reads into whole stretches of memory far faster than into single pages.
             prefer_huge_pages(stage.memory)
         stage.places = {row: index * self._value_bytes for index, row in enumerate(rows)}
+        filling = min(self._row_stride, self._value_bytes)
         for row, offset in stage.places.items() if filled else ():
-            at = self._offset(row, self._row_stride)
-            _copy(self._region, at, stage.memory.view, offset, self._row_stride)
+            _copy(self._region, self._offset(row, filling), stage.memory.view, offset, filling)
 
     def land(self, row: int, nbytes: int) -> None:
         """Copy the first ``nbytes`` of the value into the row."""

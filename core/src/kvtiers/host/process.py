@@ -112,7 +112,8 @@ class TierHost:
             raise ProtocolError(f"protocol {hello['protocol']}, expected {wire.PROTOCOL_FORMAT}")
         _use_processors(hello["cpus"])
         region = hello["region"]
-        self._mapping = map_memory(self._region_fd, region["map_bytes"], region["nbytes"])
+        nbytes, mapped = region["nbytes"], region["map_bytes"]
+        self._mapping = map_memory(self._region_fd, mapped, nbytes, core_dumps=region.get("core_dumps", False))
         os.close(self._region_fd)
         nice = min((tier["options"]["nice"] for tier in hello["tiers"]), default=0)
         _give_way(nice)

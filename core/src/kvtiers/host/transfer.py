@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 from kvtiers._failures import plugin_boundary
 from kvtiers.api import ChunkStore, OffloadKey, RateLimit, TierConfig, group_of
 from kvtiers.host.borrowed_views import Loan, ValueViews
+from kvtiers.host.bounce_buffers import beside_rows
 from kvtiers.host.known_names import KnownNames
 from kvtiers.host.messages import Status
 from kvtiers.host.rate_limiter import RateLimiter
@@ -26,6 +27,7 @@ __all__ = ["Moved", "MoverOptions", "ValueMover", "ValueRun", "mover_options"]
 
 _BATCH_VALUES = 32
 _BATCH_BYTES = 16 * 2**20
+_DELETED_PER_CALL = 256
 _TURN_BYTES = 3 * 2**20  # hashed or moved in some tenths of a millisecond
 _Answer = TypeVar("_Answer")
 
@@ -127,6 +129,9 @@ class ValueMover:
         self._names_per_call = max(1, int(store.exists_per_call))
         self._calls = StoreCalls(store)
         largest = max(value for _, value in options.sizes)
+        # An epoch is one store's own and enters the seal: in the row it would collide with the seal that another tier's
+        # host is writing, and one of the two would store the other's.
+        self._store_views = beside_rows(views, largest) if epoch else views
         self.batch_values = max(1, min(_BATCH_VALUES, _BATCH_BYTES // largest)) if self._calls.in_batches else 1
 
     def load(self, run: ValueRun) -> Moved:
@@ -148,6 +153,7 @@ class ValueMover:
         for index in present:
             moved.statuses[index] = Status.PRESENT
         wanted = [index for index, status in enumerate(moved.statuses) if status != Status.PRESENT]
+        self._remove_suspects(run, wanted)
         self._move_all(moved, run, wanted, is_load=False)
         return moved
 
@@ -209,6 +215,16 @@ class ValueMover:
             present += [i for i, there in zip(some, answers, strict=True) if there]
         return present
 
+    def _remove_suspects(self, run: ValueRun, wanted: Sequence[int]) -> None:
+        """Delete what is to be overwritten: a store that writes only what is not there would keep it for ever."""
+        if not run.overwrites:
+            return
+        names = run.names.names([run.keys[i] for i in wanted if run.overwrites[i]])
+        for start in range(0, len(names), _DELETED_PER_CALL):
+            if time.monotonic() >= run.give_up_at or not run.wanted():
+                return
+            self._delete(names[start : start + _DELETED_PER_CALL])
+
     # -- moving
 
     def _of_epoch(self, run: ValueRun) -> ValueRun:
@@ -227,21 +243,23 @@ class ValueMover:
 
     def _move(self, moved: Moved, run: ValueRun, values: Sequence[_Value], *, is_load: bool) -> bool:
         """Move one batch; False ends the run: the store failed, or there is no time left."""
-        self._views.begin([value.row for value in values], filled=not is_load)
+        views = self._views if is_load else self._store_views
+        views.begin([value.row for value in values], filled=not is_load)
         try:
             return self._move_begun(moved, run, values, is_load=is_load)
         finally:
-            self._views.end(kept=bool(moved.kept))
+            views.end(kept=bool(moved.kept))
 
     def _move_begun(self, moved: Moved, run: ValueRun, values: Sequence[_Value], *, is_load: bool) -> bool:
         if is_load and self._calls.in_pieces(values[0].nbytes):
             return self._load_in_pieces(moved, run, values[0])
         places, names, rows, payloads, sizes = zip(*values, strict=True)
+        views = self._views if is_load else self._store_views
         if not is_load:
-            for name, value, payload in zip(names, self._views.own(rows, sizes), payloads, strict=True):
+            for name, value, payload in zip(names, views.own(rows, sizes), payloads, strict=True):
                 seal_value(value, payload, name, run.names.layout_id)
                 self._worked(payload)
-        loan = self._views.lend(rows, sizes, readonly=not is_load)
+        loan = views.lend(rows, sizes, readonly=not is_load)
         call = self._calls.read if is_load else self._calls.write
         # The views are in no variable here: it would keep the exporter when the borrower has let go of it.
         answers = self._call(moved, run, values, call(names, [*loan.views]), is_load=is_load)
@@ -252,7 +270,7 @@ class ValueMover:
         if answers is None:
             return False
         if is_load:
-            judged = zip(names, rows, self._views.own(rows, sizes), payloads, answers, strict=True)
+            judged = zip(names, rows, views.own(rows, sizes), payloads, answers, strict=True)
             statuses = [
                 self._judge(run, name, row, value, payload) if there else self._missing(name)
                 for name, row, value, payload, there in judged
@@ -318,10 +336,10 @@ class ValueMover:
         if verdict is SealVerdict.OK:
             return Status.DONE if run.land(lambda: self._views.land(row, payload)) else Status.FAILED
         if verdict is SealVerdict.CORRUPT and not self._options.read_only:
-            self._delete(name)  # else it would be found, and fail, for ever
+            self._delete([name])  # else it would be found, and fail, for ever
         missing = self._missing(name)
         return Status.CORRUPT if verdict is SealVerdict.CORRUPT else missing
 
-    def _delete(self, name: str) -> None:
-        with contextlib.suppress(Exception):  # the value is counted as a miss already; there is nothing to add
-            self._store.delete([name])
+    def _delete(self, names: Sequence[str]) -> None:
+        with contextlib.suppress(Exception):  # the values are counted as misses already; there is nothing to add
+            self._store.delete(names)

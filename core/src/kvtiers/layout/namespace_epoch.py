@@ -2,9 +2,10 @@
 
 It stands under a name of core's own, ``{namespace}/_epoch``, one page long, sealed like any value; its payload is the
 epoch, 16 random hex digits. Whoever opens the store reads it, and puts the epoch into the names and layout ids of what
-it stores and asks for from then on (``StorageNames.of_epoch``). Without a record the names are as they always were. An
-epoch never comes back, so what was retired stays retired; a record that is lost costs hits, as long as what it had
-retired is deleted, which whoever writes it sees to.
+it stores and asks for from then on (``StorageNames.of_epoch``). An epoch is one store's own, so such values are sealed
+beside the rows, which other stores of the cascade may be sealing (``host/bounce_buffers.py``). Without a record the
+names are as they always were. An epoch never comes back, so what was retired stays retired; a record that is lost costs
+hits, as long as what it had retired is deleted, which whoever writes it sees to.
 """
 
 import mmap

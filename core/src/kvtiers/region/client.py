@@ -60,11 +60,12 @@ class JoinStatus:
 class RegionJoin:
     """One rank's part in a region. Made by ``start``, or by ``in_process`` for an anonymous region."""
 
-    def __init__(self, engine_id: str, layout: CacheLayout, rank: int) -> None:
+    def __init__(self, engine_id: str, layout: CacheLayout, rank: int, *, core_dumps: bool = False) -> None:
         self.engine_id = engine_id
         self.layout = layout
         self.rank = rank
         self.num_rows = 0
+        self._core_dumps = core_dumps
         self._where = f"rank {rank} of engine {engine_id!r}"
         self._status = JoinStatus("joining", "", 0, prefault_ended=False)
         self._changed = threading.Condition()
@@ -301,7 +302,7 @@ class RegionJoin:
         used = welcome.num_rows * welcome.row_stride
         if welcome.row_stride != self.layout.row_stride or not used <= welcome.map_bytes <= os.fstat(fd).st_size:
             raise StartError(f"the scheduler's process offers memory of another shape: {welcome}")
-        self._mapping = map_memory(fd, welcome.map_bytes, used)
+        self._mapping = map_memory(fd, welcome.map_bytes, used, core_dumps=self._core_dumps)
         self._view = self._mapping.view
         self.num_rows = welcome.num_rows
         self._set(JoinStatus("ready", "", welcome.populated_rows, welcome.prefault_ended))

@@ -16,6 +16,7 @@ from kvtiers.region.limits import free_huge_pages
 
 __all__ = [
     "HUGE_PAGE_BYTES",
+    "MOST_NODES",
     "HugePages",
     "Mapping",
     "bind_to_node",
@@ -29,11 +30,14 @@ __all__ = [
 
 HugePages = Literal["off", "2MiB", "1GiB"]
 HUGE_PAGE_BYTES: dict[HugePages, int] = {"off": mmap.PAGESIZE, "2MiB": 2 << 20, "1GiB": 1 << 30}
+MOST_NODES = 1024
+"""As many NUMA nodes as Linux can be built for (CONFIG_NODES_SHIFT is at most 10)."""
 
 _MFD_HUGE_SHIFT = 26
-_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_MAP_FIXED, _MAP_NORESERVE, _MAP_FIXED_NOREPLACE = 0x10, 0x4000, 0x100000
+_LEAST_FILLED = 64 << 10  # a hole that is smaller, beside memory that the child has already, stays a hole
 _MAP_FAILED = ctypes.c_void_p(-1).value
-_MADV_HUGEPAGE = 14
+_MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_DONTDUMP = 10, 14, 16
 _MPOL_PREFERRED = 1
 _SYS_MBIND = {"x86_64": 237, "aarch64": 235}
 _SYS_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
@@ -59,7 +63,8 @@ def let_go_in_children(holder: _Holder) -> None:
     """Call ``holder.let_go()`` in every forked child of this process.
 
     Descriptors close on exec, but a child that is forked without exec (``multiprocessing`` can do so) would hold
-    them and the mapping: the memory would outlive the engine, and no peer would see the engine's end.
+    them: the memory would outlive the engine, and no peer would see the engine's end. A child that a library forks
+    in C runs no hook; it has no mapping either (``Mapping``), so it cannot write to rows with other chunks in them.
     """
     if not _fork_hook:
         _fork_hook.append(True)
@@ -108,10 +113,11 @@ class Mapping:
     """One process's mapping of ``nbytes``: of a memfd, or (``fd`` -1) of memory of its own.
 
     ``view``: the first ``view_bytes`` of it, flat, writable, format "B". The memory is unmapped when the last
-    object that was made from the view is gone, never before.
+    object that was made from the view is gone, never before. No forked child has a memfd's mapping, however it was
+    forked. The memory is in no core file unless ``core_dumps``: prompts can be recovered from it.
     """
 
-    def __init__(self, fd: int, nbytes: int, view_bytes: int) -> None:
+    def __init__(self, fd: int, nbytes: int, view_bytes: int, *, core_dumps: bool = False) -> None:
         flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
         if address == _MAP_FAILED:
@@ -119,6 +125,10 @@ class Mapping:
             raise OSError(number, os.strerror(number))
         self.address = int(address)
         self.nbytes = nbytes
+        if not core_dumps:
+            _libc.madvise(self.address, nbytes, _MADV_DONTDUMP)
+        self._in_children = fd < 0 or _libc.madvise(self.address, nbytes, _MADV_DONTFORK) != 0
+        self._is_private = fd < 0
         exporter = (ctypes.c_ubyte * nbytes).from_address(self.address)
         # Not at exit: other threads, and a GPU, may still be using the memory while the interpreter goes down.
         weakref.finalize(exporter, _libc.munmap, self.address, nbytes).atexit = False
@@ -140,17 +150,40 @@ class Mapping:
         return self._exporter() is None
 
     def let_go(self) -> None:
-        """Put private, empty memory in this mapping's place: the address stays taken, the shared memory is let go."""
-        if self._exporter() is None:
+        """Put private, empty memory in this mapping's place in a forked child, for buffers that were made from it."""
+        if self._exporter() is None or self._is_private:
             return
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
-        _libc.mmap(self.address, self.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+        if self._in_children:  # the kernel does not know the advice
+            _map_private(self.address, self.nbytes, _MAP_FIXED)
+        else:
+            _fill_hole(self.address, self.nbytes)
+        self._is_private = True  # a child of the child inherits it like any other memory
 
 
-def map_memory(fd: int, nbytes: int, view_bytes: int, huge_pages: HugePages = "off") -> Mapping:
+def _map_private(address: int, nbytes: int, how: int) -> bool:
+    """Map empty memory at this address; False if it is not there then."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | how
+    found = _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+    if found not in {address, _MAP_FAILED}:  # a kernel before 4.17 takes the address as a wish
+        _libc.munmap(found, nbytes)
+    return bool(found == address)
+
+
+def _fill_hole(address: int, nbytes: int) -> None:
+    """Map empty memory where nothing is mapped: the child may have been given some of these addresses already."""
+    if _map_private(address, nbytes, _MAP_FIXED_NOREPLACE) or nbytes <= _LEAST_FILLED:
+        return
+    half = nbytes // 2 // mmap.PAGESIZE * mmap.PAGESIZE
+    _fill_hole(address, half)
+    _fill_hole(address + half, nbytes - half)
+
+
+def map_memory(
+    fd: int, nbytes: int, view_bytes: int, huge_pages: HugePages = "off", *, core_dumps: bool = False
+) -> Mapping:
     """Map a memfd (-1: memory of its own); StartError in one line if the memory, or the huge pages, are not there."""
     try:
-        return Mapping(fd, nbytes, view_bytes)
+        return Mapping(fd, nbytes, view_bytes, core_dumps=core_dumps)
     except OSError as error:
         if huge_pages == "off" or error.errno != errno.ENOMEM:
             raise StartError(f"cannot map {nbytes} bytes of the region: {error}") from None
@@ -187,8 +220,8 @@ def _numa_call(numbers: dict[str, int], node: int, *place: "ctypes.c_void_p | ct
     number = numbers.get(platform.machine())
     if number is None or not sys.platform.startswith("linux"):
         return f"NUMA node {node}: placing memory is not supported on {platform.machine()}, {sys.platform}"
-    if node < 0:
-        return f"NUMA node {node}: expected 0 or more"
+    if not 0 <= node < MOST_NODES:
+        return f"NUMA node {node}: expected 0 to {MOST_NODES - 1}"
     bits = 8 * ctypes.sizeof(ctypes.c_ulong)
     mask = (ctypes.c_ulong * (node // bits + 1))()
     mask[node // bits] = 1 << node % bits

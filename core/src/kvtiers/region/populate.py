@@ -26,6 +26,8 @@ class Populator:
     def __init__(self, fd: int, nbytes: int, piece_bytes: int, advice: int) -> None:
         self._fd = fd
         self._region = mmap.mmap(fd, nbytes)
+        if hasattr(mmap, "MADV_DONTDUMP"):
+            self._region.madvise(mmap.MADV_DONTDUMP)  # a core file of this program is of use without the rows
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._region))
         self._nbytes = nbytes
         self._piece = piece_bytes

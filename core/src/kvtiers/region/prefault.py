@@ -42,6 +42,7 @@ class Prefault:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             bufsize=0,
+            process_group=0,  # as a tier host's (host/__main__.py): it ends with its parent even if it is stopped
             pass_fds=(fd,),
         )
         assert self._process.stdin is not None

@@ -157,12 +157,13 @@ class SharedOffloadRegion(OffloadRegion):
         prefault: bool = True,
         start_deadline: float = 60.0,
         world_size: int | None = None,
+        core_dumps: bool = False,
     ) -> "SharedOffloadRegion":
         """Make the region, begin to let ranks in and to pre-fault, and return at once.
 
         StartError, in one line, if the engine id is in use, the memory or the huge pages are not there, a row does
         not fit into ``capacity_bytes``, or this system has no memfd. ``world_size``: how many ranks to wait for, by
-        default the layout's.
+        default the layout's. ``core_dumps``: a core file of this process has the rows in it.
         """
         started = time.monotonic()
         where = f"region of engine {engine_id!r}"
@@ -176,7 +177,8 @@ class SharedOffloadRegion(OffloadRegion):
                 _check_memory(where, map_bytes)
             memfd = create_memfd(f"kvtiers-{plain_id(engine_id)}", map_bytes, huge_pages)
             undo.callback(os.close, memfd)
-            mapping = map_memory(memfd, map_bytes, num_rows * layout.row_stride, huge_pages)
+            used = num_rows * layout.row_stride
+            mapping = map_memory(memfd, map_bytes, used, huge_pages, core_dumps=core_dumps)
             if numa_node is not None and (trouble := bind_to_node(mapping, numa_node)):
                 _log.warning("%s: %s", where, trouble)
             ranks = RankTable(where, world_size or layout.world_size)

@@ -1,15 +1,24 @@
 """What can be chosen: for a scheduler, and by each request."""
 
 import logging
+import reprlib
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from kvtiers._failures import log_with_backoff
 from kvtiers.api import ConfigError
 from kvtiers.types import RequestContext
 
 __all__ = ["RequestLimits", "SchedulerOptions", "StoreMode"]
 
 _log = logging.getLogger("kvtiers.scheduler")
+
+_LONGEST_SHOWN = 60
+_short = reprlib.Repr()
+_short.maxlevel, _short.maxstring, _short.maxother = 2, _LONGEST_SHOWN, _LONGEST_SHOWN
+_ignored: Counter[str] = Counter()
+"""How often a parameter was no number of tokens, by its name; in this process."""
 
 StoreMode = Literal["eager", "lazy"]
 
@@ -68,5 +77,19 @@ def _tokens(context: RequestContext, name: str) -> int | None:
     value = context.params.get(name)
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
         return value
-    _log.warning("request %s: %s is %r, expected a number of tokens; ignored", context.request_id, name, value)
+    _ignored[name] += 1
+    times = f" ({_ignored[name]} times so far)" if _ignored[name] > 1 else ""
+    text = "request %s: %s is %s, expected a number of tokens; ignored%s"
+    request = context.request_id[:_LONGEST_SHOWN]
+    log_with_backoff(_ignored[name], _log.warning, text, request, name, _shown(value), times)
     return None
+
+
+def _shown(value: object) -> str:
+    """Return what a request has sent in a few characters, without going through all of it."""
+    if isinstance(value, dict | set) and len(value) > _LONGEST_SHOWN:  # reprlib sorts these
+        return f"a {type(value).__name__} of {len(value)}"
+    try:
+        return _short.repr(value)
+    except Exception:  # noqa: BLE001 -- a number of thousands of digits, or another's broken repr
+        return f"of type {type(value).__name__}"

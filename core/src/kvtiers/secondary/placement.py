@@ -37,6 +37,7 @@ class HostedRegion:
     nbytes: int
     row_stride: int
     sizes: Sequence[tuple[int, int]]
+    core_dumps: bool = False
 
 
 @dataclass(slots=True)
@@ -116,7 +117,13 @@ class TierHosts:
 
     def _hello(self, members: Sequence[TierConfig]) -> bytes:
         region, names, described = self._region, self._names(), self._described
-        mapped = {"map_bytes": region.map_bytes, "nbytes": region.nbytes, "row_stride": region.row_stride}
+        mapped: dict[str, object] = {
+            "map_bytes": region.map_bytes,
+            "nbytes": region.nbytes,
+            "row_stride": region.row_stride,
+        }
+        if region.core_dumps:
+            mapped["core_dumps"] = True
         tiers = [
             {
                 "name": config.tier_name,

@@ -195,7 +195,9 @@ class HostLauncher:
 
     def _fork(self, host: HostProcess, theirs: socket.socket) -> "subprocess.Popen[bytes]":
         descriptors = (theirs.fileno(), self._region_fd)
-        return spawn("kvtiers.host.__main__", [str(fd) for fd in descriptors], name=host.name, pass_fds=descriptors)
+        arguments = [str(fd) for fd in descriptors]
+        # A group of its own: a host that is stopped while it starts must end with the engine (host/__main__.py).
+        return spawn("kvtiers.host.__main__", arguments, name=host.name, pass_fds=descriptors, process_group=0)
 
     def _wait(self, host: HostProcess, life: HostLife) -> None:
         wait_unreaped(life.process)

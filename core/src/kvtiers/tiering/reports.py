@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvtiers._log_queue import dropped_lines
 from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.tier_slot import TierSlot
@@ -54,6 +55,7 @@ class Snapshots:
         """Read all figures between two calls, if there is such a moment soon; this thread waits for it, no other."""
         for _ in range(_MOST_LOOKS):
             turn = self.turns
+            self._metrics.dropped_log_lines = dropped_lines()
             moment = self._metrics.as_data(), self._primary.figures(), [slot.metrics.as_data() for slot in self._slots]
             if turn % 2 == 0 and turn == self.turns:
                 break

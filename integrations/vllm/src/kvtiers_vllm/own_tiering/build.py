@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from kvtiers._log_queue import queue_logs
 from kvtiers.api import ChunkStore, ConfigError, StartError, TierConfig, TierContext, TierPlugin
 from kvtiers.api.units import format_size
 from kvtiers.host.bounce_buffers import value_views
@@ -156,6 +157,7 @@ class _Parts:
                 InProcessBackend(config, self._opener(rows), views, self._names, self._sizes, self._described),
             )
             self._views = views
+        self._logs = queue_logs()
 
     @property
     def fingerprint(self) -> str:
@@ -173,6 +175,7 @@ class _Parts:
         elif self._rows is not None:
             self._views.close()
             self._rows.release()
+        self._logs.close()
 
     def _hosts_on(self, rows: memoryview) -> TierHosts | None:
         try:

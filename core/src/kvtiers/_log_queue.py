@@ -1,0 +1,189 @@
+"""The queue between kvtiers' loggers and the handlers that an engine has configured.
+
+A handler may wait: for a pipe that is not read, a full disk, a slow journal. The engine's thread must not. So while an
+engine runs, a filter on each of kvtiers' loggers takes the record out of the calling thread, as one line of bounded
+length, and a thread of its own has it handled: by the same logger and in order, so that levels, filters, handlers and
+propagation stay what the user has configured. A bounded number of lines waits; more are dropped, counted, and said.
+"""
+
+import atexit
+import contextlib
+import logging
+import os
+import queue
+import threading
+import traceback
+
+__all__ = ["LOGGERS", "QueuedLogs", "dropped_lines", "flush_logs", "queue_logs"]
+
+LOGGERS = (
+    "kvtiers", "kvtiers.gpu", "kvtiers.plugins", "kvtiers.record", "kvtiers.region", "kvtiers.scheduler",
+    "kvtiers.secondary", "kvtiers.status", "kvtiers.tiering", "kvtiers.vllm",
+)  # fmt: skip
+"""All that core and its integrations log to: a filter on a logger does not see what its children log."""
+
+_MOST_WAITING = 1_000
+_LONGEST_LINE = 8_000
+_CLOSE_SECONDS = 1.0
+_EXIT_SECONDS = 2.0
+_HANDLED_HERE = "kvtiers_handled_here"
+_log = logging.getLogger("kvtiers")
+
+
+class _Writer:
+    """One thread and its queue. ``post``: any thread; never waits."""
+
+    def __init__(self) -> None:
+        self._lines: queue.SimpleQueue[logging.LogRecord | threading.Event | None] = queue.SimpleQueue()
+        self._unsaid = 0
+        self.dropped = 0
+        self._thread = threading.Thread(target=self._run, name="kvtiers-log-queue", daemon=True)
+        self._thread.start()
+
+    def post(self, record: logging.LogRecord) -> None:
+        """Have a record handled by its logger."""
+        if self._lines.qsize() >= _MOST_WAITING:
+            self.dropped += 1
+            self._unsaid += 1
+            return
+        _make_plain(record)
+        self._lines.put(record)
+
+    def flush(self, seconds: float) -> None:
+        """Wait until all that was posted has been handled, for so many seconds at most."""
+        handled = threading.Event()
+        self._lines.put(handled)
+        handled.wait(seconds)
+
+    def close(self, seconds: float) -> None:
+        """Handle what is waiting, for so many seconds at most, and end the thread."""
+        self._lines.put(None)
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        while (line := self._lines.get()) is not None:
+            if isinstance(line, threading.Event):
+                line.set()
+                continue
+            _handle(line)
+            if self._unsaid:
+                unsaid, self._unsaid = self._unsaid, 0
+                text = f"{unsaid} log lines were dropped, since the log is too slow"
+                _handle(_log.makeRecord(_log.name, logging.WARNING, __file__, 0, text, (), None))
+
+
+class _Queue(logging.Filter):
+    """The filter on each logger, and the writer behind it. ``users``: engines and workers that run here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self._dropped_before = 0
+        self._writer: _Writer | None = None
+        self._users = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Say whether the calling thread handles the record itself."""
+        writer = self._writer
+        if writer is None or hasattr(record, _HANDLED_HERE):
+            return True
+        writer.post(record)
+        return False
+
+    @property
+    def dropped(self) -> int:
+        """Lines that were dropped since the process began."""
+        writer = self._writer
+        return self._dropped_before + (writer.dropped if writer is not None else 0)
+
+    def enter(self) -> None:
+        """One more user."""
+        with self._lock:
+            self._users += 1
+            for logger in _loggers():
+                logger.addFilter(self)  # does nothing where it is there already
+            if self._writer is None:
+                self._writer = _Writer()
+
+    def leave(self, seconds: float) -> None:
+        """One user less; after the last one each thread handles its own lines again."""
+        with self._lock:
+            self._users -= 1
+            writer = self._writer
+            if self._users or writer is None:
+                return
+            self._writer, self._dropped_before = None, self._dropped_before + writer.dropped
+            for logger in _loggers():
+                logger.removeFilter(self)
+        writer.close(seconds)
+
+    def flush(self, seconds: float) -> None:
+        """Wait until all lines so far have been handled, for so many seconds at most."""
+        if (writer := self._writer) is not None:
+            writer.flush(seconds)
+
+    def forget_in_child(self) -> None:
+        """Have a forked child, which has no writer's thread, handle its lines itself."""
+        self._lock, self._writer, self._users = threading.Lock(), None, 0
+
+
+class QueuedLogs:
+    """One user of the queue, until ``close``."""
+
+    def __init__(self) -> None:
+        self._is_open = True
+        _queue.enter()
+
+    def close(self, seconds: float = _CLOSE_SECONDS) -> None:
+        """End the use; if it was the last, wait up to ``seconds`` for the lines that wait. May be called again."""
+        if self._is_open:
+            self._is_open = False
+            _queue.leave(seconds)
+
+
+def queue_logs() -> QueuedLogs:
+    """Keep the lines of all kvtiers' loggers off the threads that log them until ``close`` of what is returned."""
+    return QueuedLogs()
+
+
+def flush_logs(seconds: float) -> None:
+    """Wait until all lines so far have been handled, for so many seconds at most."""
+    _queue.flush(seconds)
+
+
+def dropped_lines() -> int:
+    """Return how many lines this process has dropped."""
+    return _queue.dropped
+
+
+def _loggers() -> list[logging.Logger]:
+    return [logging.getLogger(name) for name in LOGGERS]
+
+
+def _make_plain(record: logging.LogRecord) -> None:
+    """Put the record into words here: its arguments may change, and a traceback would hold views of rows."""
+    try:
+        text = record.getMessage()
+    except Exception:  # noqa: BLE001 -- arguments that do not fit, or whose repr raises
+        text = f"{record.msg} (its arguments cannot be shown)"
+    record.msg, record.args = _clipped(text, _LONGEST_LINE), None
+    if record.exc_info and not record.exc_text:
+        record.exc_text = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
+    record.exc_info = None
+
+
+def _clipped(text: str, length: int) -> str:
+    """Return the text, or its beginning and how long it was."""
+    return text if len(text) <= length else f"{text[:length]}... ({len(text)} characters)"
+
+
+def _handle(record: logging.LogRecord) -> None:
+    setattr(record, _HANDLED_HERE, True)
+    with contextlib.suppress(Exception):  # a handler is the user's; there is no place left to say it
+        logging.getLogger(record.name).handle(record)
+
+
+_queue = _Queue()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_queue.forget_in_child)
+atexit.register(_queue.flush, _EXIT_SECONDS)

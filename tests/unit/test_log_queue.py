@@ -1,0 +1,169 @@
+"""Lines are handled by a thread of their own while an engine runs, as configured, and as before after it."""
+
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvtiers import _log_queue
+from kvtiers._log_queue import LOGGERS, dropped_lines, flush_logs, queue_logs
+
+PATIENCE = 60.0
+_log = logging.getLogger("kvtiers.tiering")
+
+
+class Lines(logging.Handler):
+    """What was handled, and by which thread; at a gate, if there is one."""
+
+    def __init__(self, gate=None):
+        super().__init__()
+        self.gate = gate
+        self.lines = []
+        self.threads = set()
+
+    def emit(self, record):
+        if self.gate is not None:
+            assert self.gate.wait(PATIENCE), "the gate stays shut"
+        self.lines.append(record.getMessage())
+        self.threads.add(threading.current_thread().name)
+
+
+@pytest.fixture
+def handler():
+    """Have lines of this logger handled; the handler is removed at the end."""
+    added = []
+
+    def add(logger="kvtiers", **options):
+        added.append((logging.getLogger(logger), Lines(**options)))
+        added[-1][0].addHandler(added[-1][1])
+        return added[-1][1]
+
+    yield add
+    for logger, lines in added:
+        logger.removeHandler(lines)
+
+
+@pytest.mark.parametrize("place", ["kvtiers.tiering", "kvtiers", None])
+def test_while_the_queue_is_used_another_thread_handles_the_lines_wherever_the_handler_is(handler, place):
+    lines = handler(place)
+    logs, more = queue_logs(), queue_logs()
+    for number in range(100):
+        _log.warning("line %d", number)
+    more.close()
+    more.close()  # counts once
+    _log.warning("line %d", 100)
+    logs.close(PATIENCE)
+    assert lines.lines == [f"line {number}" for number in range(101)]
+    assert lines.threads == {"kvtiers-log-queue"}
+    _log.warning("after it")
+    assert lines.lines[-1] == "after it"
+    assert lines.threads == {"kvtiers-log-queue", threading.current_thread().name}
+
+
+def test_levels_and_filters_stay_what_they_are(handler, caplog):
+    lines = handler()
+    caplog.set_level(logging.WARNING, "kvtiers.tiering")
+    logs = queue_logs()
+    _log.info("not wanted")
+    lines.addFilter(lambda record: "secret" not in record.getMessage())
+    _log.warning("a %s", "secret")
+    _log.warning("a line")
+    logs.close(PATIENCE)
+    assert lines.lines == ["a line"]
+
+
+def test_a_line_says_what_it_said_when_it_was_logged_and_keeps_nothing_alive(handler, caplog):
+    logs = queue_logs()
+    said = ["at once"]
+    try:
+        raise ValueError("with its traceback")  # noqa: TRY301 -- an exception to log
+    except ValueError:
+        _log.exception("%s", said)
+    said.append("later")
+    _log.warning("%s", "x" * 10_000_000)
+    _log.warning("%d %d", 1)
+    logs.close(PATIENCE)
+    first, long, wrong = caplog.records
+    assert first.getMessage() == "['at once']"
+    assert first.exc_info is None
+    assert "ValueError: with its traceback" in first.exc_text
+    assert len(long.getMessage()) < 8_100
+    assert "cannot be shown" in wrong.getMessage()
+
+
+def test_a_log_that_stands_still_holds_up_no_thread_and_what_is_dropped_is_counted_and_said(handler):
+    gate = threading.Event()
+    lines = handler(gate=gate)
+    before = dropped_lines()
+    logs = queue_logs()
+    for number in range(5_000):
+        _log.warning("line %d", number)
+    dropped = dropped_lines() - before
+    assert 3_900 <= dropped <= 4_000
+    gate.set()
+    flush_logs(PATIENCE)
+    _log.warning("the end")
+    logs.close(PATIENCE)
+    assert f"{dropped} log lines were dropped, since the log is too slow" in lines.lines
+    assert lines.lines[-1] == "the end"
+    assert len(lines.lines) == 5_000 - dropped + 2
+    assert dropped_lines() - before == dropped
+
+
+def test_a_handler_that_raises_ends_nothing(handler):
+    broken, lines = handler("kvtiers.tiering"), handler()
+
+    def emit(_record):
+        raise RuntimeError("broken")
+
+    broken.emit = emit
+    logs = queue_logs()
+    _log.warning("one")
+    logging.getLogger("kvtiers").warning("two")
+    logs.close(PATIENCE)
+    assert lines.lines == ["two"]
+
+
+def test_a_forked_child_handles_its_lines_itself(handler):
+    lines = handler()
+    logs = queue_logs()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            _log.warning("in the child")
+            status = int(lines.lines != ["in the child"])
+            child = queue_logs()  # and may use a queue of its own
+            _log.warning("queued in the child")
+            child.close(PATIENCE)
+            status |= int(lines.lines[-1] != "queued in the child")
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    logs.close(PATIENCE)
+
+
+def test_a_process_that_ends_without_closing_loses_no_line():
+    code = (
+        "import logging; logging.basicConfig(level='WARNING', format='%(message)s')\n"
+        "from kvtiers._log_queue import queue_logs; queue_logs()\n"
+        "for number in range(500): logging.getLogger('kvtiers.region').warning('line %d', number)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True)
+    assert done.stderr.splitlines() == [f"line {number}" for number in range(500)]
+
+
+def test_every_logger_of_core_and_the_integrations_is_queued():
+    root = Path(__file__).parents[2]
+    sources = [*root.glob("core/src/**/*.py"), *root.glob("integrations/*/src/**/*.py")]
+    used = {name for path in sources for name in re.findall(r'getLogger\("(kvtiers[^"]*)"\)', path.read_text())}
+    assert used == set(LOGGERS)
+    logs = queue_logs()
+    assert all(_log_queue._queue in logging.getLogger(name).filters for name in LOGGERS)
+    logs.close(PATIENCE)
+    assert not any(_log_queue._queue in logging.getLogger(name).filters for name in LOGGERS)
