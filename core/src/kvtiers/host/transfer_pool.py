@@ -171,7 +171,7 @@ class TransferPool:
             return error_text(error)
         try:
             epoch = read_epoch(store, self._names.namespace)
-            mover = ValueMover(store, self._views, self._options, self._stop, epoch)
+            mover = ValueMover(store, self._views, self._options, self._stop, epoch, self._label)
         except Exception as error:  # noqa: BLE001 -- what it reads, and its attributes, are somebody else's too
             self._close_store(store)
             return error_text(error)
