@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvtiers.api import ChunkStore
+from kvtiers.api.declared import class_problems
 from kvtiers.testing.chunk_store.base import LARGE, Names, StoreTestBase, read, write
 from kvtiers.testing.guarded import PAGE, GuardedMemory, pattern, same_bytes
 
@@ -36,6 +37,10 @@ class ValueTests(StoreTestBase):
         assert all(isinstance(error, type) and issubclass(error, Exception) for error in transient)
         assert isinstance(store.exists_per_call, int)
         assert store.exists_per_call >= 1
+
+    def test_every_public_method_is_the_contract_s_and_every_ability_is_whole(self) -> None:
+        problems = class_problems(self.store_class)
+        assert not problems, "; ".join(problems)
 
     @pytest.mark.parametrize("nbytes", _SIZES.values(), ids=_SIZES.keys())
     def test_a_value_comes_back_as_it_was_written(
