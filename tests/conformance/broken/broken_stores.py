@@ -227,7 +227,7 @@ class FlattensNames(Memory):
 @caught_by("test_the_longest_name_is_a_name")
 class CutsNames(Memory):
     def write(self, name, src):
-        if len(name) < 256:
+        if len(name) < 200:
             super().write(name, src)
 
 

@@ -36,6 +36,19 @@ def test_a_full_store_drops_the_write_without_retry(kit, keys):
     assert (moved.error, moved.retries, store.count("write")) == ("", 0, len(keys))
 
 
+def test_a_value_that_never_fits_is_dropped_and_counted_and_said_once_with_the_store_s_reason(kit, keys, caplog):
+    class Small(kit.DictStore):
+        def write(self, name, src):
+            raise StoreFull(f"an item has at most 1024 bytes, this one has {len(src)}")
+
+    mover = kit.mover(Small())
+    for _ in range(2):
+        assert set(mover.store(kit.run(keys)).statuses) == {DROPPED}
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "Small: no room for a value of 4096 bytes: StoreFull: an item has at most 1024 bytes" in line
+    assert "dropped and counted (dropped_full)" in line
+
+
 def test_a_full_store_may_also_say_so_for_a_whole_batch(kit, keys):
     class Full(kit.BatchStore):
         def write_many(self, names, srcs):

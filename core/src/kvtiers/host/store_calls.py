@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from kvtiers.api import ChunkStore, StoreContractError, StoreFull, SupportsBatch, SupportsPieces
 from kvtiers.api.answers import found, found_each
+from kvtiers.host.messages import error_text
 from kvtiers.layout.seal import PayloadHash
 
 __all__ = ["StoreCalls"]
@@ -22,6 +23,8 @@ class StoreCalls:
 
     def __init__(self, store: ChunkStore) -> None:
         self._store = store
+        self.full_because = ""
+        """What the store's last ``StoreFull`` said."""
         # Looked at once: what a runtime Protocol is asked costs as much as moving a small value.
         self._batched = store if isinstance(store, SupportsBatch) else None
         self._pieces = store if isinstance(store, SupportsPieces) and self._batched is None else None
@@ -85,7 +88,8 @@ class StoreCalls:
                 if batched is not None:
                     return found_each(store, "write_many", names, batched.write_many(names, views))
                 store.write(names[0], views[0])
-            except StoreFull:  # here, so that no definition of a transient error can have it retried
+            except StoreFull as error:  # here, so that no definition of a transient error can have it retried
+                self.full_because = error_text(error)
                 return [False] * len(names)
             return [True]
 

@@ -135,6 +135,7 @@ class ValueMover:
         self._store = store
         self._label = label or type(store).__name__
         self._accused: set[str] = set()
+        self._was_full = False
         self._epoch = epoch
         self._views = views
         self._options = options
@@ -283,6 +284,8 @@ class ValueMover:
             ]
         else:
             statuses = [Status.DONE if there else Status.DROPPED for there in answers]
+            if Status.DROPPED in statuses:
+                self._say_full(max(sizes))
         for place, nbytes, status in zip(places, sizes, statuses, strict=True):
             moved.statuses[place] = status
             moved.nbytes += nbytes if status is Status.DONE else 0
@@ -322,6 +325,14 @@ class ValueMover:
             self._worked(nbytes)
         moved.retries += retries
         return answers
+
+    def _say_full(self, nbytes: int) -> None:
+        """Say once that the store has no room: for now, or for values of this length at all."""
+        if not self._was_full:
+            self._was_full = True
+            why = self._calls.full_because or "it says so of a batch"
+            text = "%s: no room for a value of %d bytes: %s; such writes are dropped and counted (dropped_full)"
+            _log.warning(text, self._label, nbytes, why, extra={"once": True})
 
     def _accuse(self, error: StoreContractError) -> None:
         """Say in the log what the store's plugin does wrong, once for each of its methods."""

@@ -107,11 +107,11 @@ class NameTests(StoreTestBase):
             same_bytes(read(memory, store, name, PAGE) or b"", pattern(seed, PAGE), f"the value of ...{name[-8:]!r}")
 
     def test_the_longest_name_is_a_name(self, store: ChunkStore, names: Names, memory: GuardedMemory) -> None:
-        room = 512 - len(names.prefix)
+        room = 250 - len(names.prefix)
         parts = "/".join("0123456789abcdef" * 8 for _ in range(room // 129 + 1))
         name = names.named(parts[:room])
         write(memory, store, name, pattern(1, PAGE))
-        same_bytes(read(memory, store, name, PAGE) or b"", pattern(1, PAGE), "the value of a name of 512 characters")
+        same_bytes(read(memory, store, name, PAGE) or b"", pattern(1, PAGE), "the value of a name of 250 characters")
         store.delete([name])
         assert read(memory, store, name, PAGE) is None
 
