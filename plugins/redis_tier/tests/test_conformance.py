@@ -16,14 +16,15 @@ def opener(url: str, **options):
     return partial(RedisStore, RedisConfig(type="redis", url=url, connect_timeout="30s", **options))
 
 
+@pytest.fixture(scope="module")
+def own_server(tmp_path_factory):
+    server = Server(tmp_path_factory.mktemp("own")).start()
+    yield server
+    server.stop()
+
+
 class TestRedisStoreOverTcp(ChunkStoreTests):
     store_class = RedisStore
-
-    @pytest.fixture(scope="class")
-    def own_server(self, tmp_path_factory):
-        server = Server(tmp_path_factory.mktemp("own")).start()
-        yield server
-        server.stop()
 
     @pytest.fixture
     def open_store(self, own_server):
