@@ -36,7 +36,7 @@ VLLM_PYTEST := $(VLLM_PYTHON) -m pytest integrations/vllm/tests/real_vllm --dura
 vllm_releases = for wanted in $(1); do \
 	$(VLLM_INSTALL) --no-deps --upgrade --target $(VLLM_VENV)/releases/$${wanted\#\#*=} $$wanted || exit 1; done
 
-.PHONY: help demo test test-vllm test-vllm-all test-gpu lint docs bench environment environment-vllm system clean
+.PHONY: help demo test test-vllm test-vllm-all test-gpu lint docs bench soak environment environment-vllm system clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,6 +70,9 @@ test-gpu: $(if $(GPU_PYTHON),,environment)  ## Tests and benchmarks on a CUDA de
 
 bench: environment  ## Run every benchmark and print its goals (BENCH_ARGS=--quick for a first look)
 	$(PYTHON) benchmarks/run.py $(BENCH_ARGS)
+
+soak: environment system  ## Chaos over all tier kinds, every byte compared, leftovers counted (MINUTES=5)
+	$(PYTHON) tests/soak/soak.py --minutes $(or $(MINUTES),5) $(SOAK_ARGS)
 
 environment: $(VENV)/.dev
 

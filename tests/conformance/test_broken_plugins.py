@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from kvtiers.api import API_VERSION, Secret, TierConfig, TierPlugin, hookimpl
+from kvtiers.api import API_VERSION, Duration, Secret, TierConfig, TierPlugin, hookimpl
 
 
 class Config(TierConfig):
@@ -29,6 +29,7 @@ OPTION_IN_PAGES = """
     length: Annotated[int, BeforeValidator(lambda text: int(text.removesuffix(" pages")))] = Field(
         default="2 pages", validate_default=True, description="of the backend")
 """
+DEADLINE = 'TierConfig.model_fields["deadline"].description'
 NEEDS_THE_HOOK = {
     "test_core_takes_the_plugin",
     "test_the_api_number_is_a_literal_and_the_current_one",
@@ -56,6 +57,9 @@ PLUGINS = {  # name: (text in the entry module, what stands there instead, the t
         "test_an_unknown_option_is_refused"}),
     "ChangesItsConfig": (OPTION, f"    model_config = ConfigDict(frozen=False)\n{OPTION}", {
         "test_a_validated_config_never_changes"}),
+    "HasItsOwnHost": (OPTION, f'    host: str = Field(default="localhost", description="of the server")\n{OPTION}', {
+        "test_core_takes_the_plugin"}),
+    "ChangesADefault": (OPTION, f"    deadline: Duration = Field(9.0, description={DEADLINE})\n{OPTION}", set()),
     "DescribesNothing": (OPTION, f"    depth: int = 1\n{OPTION}", {
         "test_every_option_says_what_it_means"}),
     "PrintsAPassword": ("password: Secret | None = Field(default=None", 'password: str = Field(default=""', {

@@ -46,6 +46,32 @@ def test_the_message_names_the_class_that_kept_a_buffer(report, store, kept):
     assert f"{store} kept the buffer that {kept} was given" in message
 
 
+@pytest.mark.parametrize(
+    ("store", "said"),
+    [
+        ("HasHalfAnAbility", "HasHalfAnAbility has read_many_into but not write_many: SupportsBatch is both"),
+        ("MisspellsAnAbility", "'diagnoze', which is no part of the contract and is never used. Did you mean"),
+        ("MisspellsAnAttribute", "Did you mean 'exists_per_call'?"),
+    ],
+)  # fmt: skip
+def test_what_looks_like_part_of_the_contract_is_named_with_a_suggestion(report, store, said):
+    whole = "test_every_public_method_is_the_contract_s_and_every_ability_is_whole"
+    assert said in report.messages[f"Test{store}", whole]
+
+
+def test_only_a_store_whose_backend_can_be_broken_is_tested_for_it(report):
+    [of_failures] = set().union(*report.tests["TestHealthyRemote"].values()) - set().union(
+        *report.tests["TestHealthyEveryAbility"].values()
+    )
+    assert "backend_that_fails" in of_failures
+    message = report.messages["TestSwallowsErrorsOfReads", of_failures]
+    assert "SwallowsErrorsOfReads: read_into returned False; read_many_into returned [False]" in message
+    assert (
+        "SwallowsErrorsOfWrites: write returned None; write_many returned [True]"
+        in report.messages["TestSwallowsErrorsOfWrites", of_failures]
+    )
+
+
 def test_tests_of_abilities_that_a_store_lacks_are_not_collected(report):
     with_none = set().union(*report.tests["TestHealthyMemory"].values())
     with_all = set().union(*report.tests["TestHealthyEveryAbility"].values())

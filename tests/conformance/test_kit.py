@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from kvtiers.testing.running import open_descriptors
 
 LOADED = """
@@ -82,6 +84,130 @@ def test_a_missing_store_class_is_one_line_at_collection(run_kit, tmp_path):
     report = run_kit(file)
     assert "TestStore: set 'store_class' to your ChunkStore's class" in report.output
     assert "Traceback" not in report.output
+
+
+DOWN = """
+from functools import partial
+import pytest
+from tests.stores import DictStore
+from kvtiers.testing import ChunkStoreTests, SecondaryTierTests
+
+class Remote(DictStore):
+    def exists(self, names):
+        raise ConnectionRefusedError("nothing listens on port 6379")
+
+def refuse(context=None):
+    raise ConnectionRefusedError("nothing listens on port 6379")
+
+class TestDown(ChunkStoreTests):
+    store_class = Remote
+
+    @pytest.fixture
+    def open_store(self):
+        return Remote
+
+class TestRefused(ChunkStoreTests):
+    store_class = Remote
+
+    @pytest.fixture
+    def open_store(self):
+        return refuse
+
+class TestTierDown(SecondaryTierTests):
+    @pytest.fixture
+    def open_tier(self):
+        return refuse
+"""
+
+BLOCKS = """
+import threading
+import pytest
+from tests.stores import DictStore
+from kvtiers.testing import ChunkStoreTests
+
+never = threading.Event()
+
+class Blocks(DictStore):
+    def STAGE(self, *arguments):
+        never.wait()
+
+class TestBlocks(ChunkStoreTests):
+    store_class = Blocks
+    patience = 0.5
+
+    @pytest.fixture
+    def open_store(self):
+        return Blocks
+"""
+
+BLOCKS_ONCE_MORE = """
+import threading
+import pytest
+from tests.stores import DictStore
+from kvtiers.testing import ChunkStoreTests
+
+never = threading.Event()
+
+class Blocks(DictStore):
+    def write(self, name, src):
+        if len(src) > 1 << 20:
+            never.wait()
+        super().write(name, src)
+
+class TestBlocks(ChunkStoreTests):
+    store_class = Blocks
+    persistent = False
+    patience = 0.5
+
+    @pytest.fixture
+    def open_store(self):
+        return Blocks
+"""
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("group", ["TestDown", "TestRefused", "TestTierDown"])
+def test_a_backend_that_is_down_is_one_error_and_the_other_tests_are_skipped(run_kit, tmp_path, group):
+    file = tmp_path / "test_down.py"
+    file.write_text(DOWN)
+    report = run_kit(file, options=["-k", group], path=[ROOT])
+    [failed] = report.tests[group]["failed"]
+    assert f"{group}: " in report.messages[group, failed]
+    assert "raised ConnectionRefusedError: nothing listens on port 6379" in report.messages[group, failed]
+    assert report.output.count("nothing listens on port 6379") <= 2, "the error and its line in the summary"
+    assert len(report.tests[group]["skipped"]) > 10
+    assert report.code == 1
+
+
+@pytest.mark.parametrize("stage", ["write", "read_into", "exists", "delete", "close"])
+def test_a_store_that_blocks_is_one_loud_error_with_the_stack(run_kit, tmp_path, stage):
+    file = tmp_path / "test_blocks.py"
+    file.write_text(BLOCKS.replace("STAGE", stage))
+    report = run_kit(file, path=[ROOT])
+    [failed] = report.tests["TestBlocks"]["failed"]
+    message = report.messages["TestBlocks", failed]
+    assert f"TestBlocks: Blocks.{stage} did not return within 0.5 s (the tests' 'patience')" in message
+    assert "never.wait()" in message
+    assert len(report.tests["TestBlocks"]["skipped"]) > 10
+
+
+def test_a_call_that_blocks_within_a_test_fails_that_test_with_the_stack_and_no_other(run_kit, tmp_path):
+    file = tmp_path / "test_blocks.py"
+    file.write_text(BLOCKS_ONCE_MORE)
+    report = run_kit(file, path=[ROOT])
+    tests = report.tests["TestBlocks"]
+    assert (
+        tests["failed"]
+        == {
+            "test_a_value_comes_back_as_it_was_written",
+            "test_a_value_of_another_length_is_never_read_as_valid",
+        }
+        & tests["failed"]
+    )
+    message = report.messages["TestBlocks", "test_a_value_comes_back_as_it_was_written"]
+    assert "a call does not return; it stands here:" in message
+    assert "never.wait()" in message
+    assert len(tests["passed"]) > 20
 
 
 def test_other_people_s_tests_are_left_alone(run_kit, tmp_path):

@@ -5,6 +5,7 @@ companion distributions in ``kvtiers.commands``. Only the one that is asked for 
 never stops another.
 """
 
+import contextlib
 import difflib
 import logging
 import re
@@ -17,6 +18,7 @@ import pluggy
 from kvtiers._failures import error_text
 from kvtiers.api import API_VERSION, TierConfig, TierContext, TierPlugin, TierPluginError
 from kvtiers.api.command import COMMAND_API_VERSION, COMMAND_GROUP, CommandPlugin
+from kvtiers.api.declared import class_problems, option_problems
 from kvtiers.api.plugin import ENTRY_POINT_GROUP, TierHookSpec
 
 __all__ = [
@@ -60,10 +62,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def open_plugin(plugin: TierPlugin, config: TierConfig, context: TierContext, kind: type[Any]) -> Any:
-    """Open a plugin's store or tier; TypeError if what it opens is not a ``kind``."""
+    """Open a plugin's store or tier; TierPluginError if it is not a ``kind`` as the contract has it."""
     opened = plugin.open(config, context)
     if not isinstance(opened, kind):
-        raise TypeError(f"plugin {plugin.name!r} opened a {type(opened).__name__}, expected a {kind.__name__}")
+        raise TierPluginError(f"open() returned a {type(opened).__name__}, expected a {kind.__name__}")
+    if problems := class_problems(type(opened)):
+        with contextlib.suppress(Exception):  # what is wrong with it is about to be said
+            opened.close()
+        raise TierPluginError("; ".join(problems))
     return opened
 
 
@@ -178,6 +184,8 @@ def _check(plugin: TierPlugin, entry: EntryPoint, where: str) -> None:
         problem = f"expected its config to be a subclass of TierConfig, got {_short(plugin.config)}"
     elif not callable(plugin.open):
         problem = f"expected its open to be a function, got {_short(plugin.open)}"
+    elif problems := option_problems(plugin.config, plugin.kind):
+        problem = "; ".join(problems)
     else:
         return
     raise TierPluginError(f"{where}: {problem}")

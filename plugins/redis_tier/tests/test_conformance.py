@@ -1,8 +1,10 @@
 """The conformance kit against every topology: real servers, each with what sets it apart."""
 
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
+from redis_servers import Server
 
 from kvtiers.testing import ChunkStoreTests, TierPluginTests
 from kvtiers_redis.config import RedisConfig
@@ -14,12 +16,29 @@ def opener(url: str, **options):
     return partial(RedisStore, RedisConfig(type="redis", url=url, connect_timeout="30s", **options))
 
 
+@pytest.fixture(scope="module")
+def own_server(tmp_path_factory):
+    server = Server(tmp_path_factory.mktemp("own")).start()
+    yield server
+    server.stop()
+
+
 class TestRedisStoreOverTcp(ChunkStoreTests):
     store_class = RedisStore
 
     @pytest.fixture
-    def open_store(self, single):
-        return opener(single.url)
+    def open_store(self, own_server):
+        return opener(own_server.url)
+
+    @pytest.fixture
+    def break_backend(self, own_server):
+        @contextmanager
+        def stopped(_store):
+            own_server.stop()
+            yield
+            own_server.start()
+
+        return stopped
 
 
 class TestRedisStoreOverUnixSocket(ChunkStoreTests):

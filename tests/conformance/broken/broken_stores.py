@@ -8,6 +8,7 @@ import math
 import os
 import threading
 import time
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -140,6 +141,26 @@ class NamesItsTransientErrors(Memory):
     transient_errors = ("ConnectionError",)
 
 
+WHOLE = "test_every_public_method_is_the_contract_s_and_every_ability_is_whole"
+
+
+@caught_by(WHOLE)
+class HasHalfAnAbility(Memory):
+    def read_many_into(self, names, dsts):
+        return [self.read_into(name, dst) for name, dst in zip(names, dsts, strict=True)]
+
+
+@caught_by(WHOLE)
+class MisspellsAnAbility(Memory):
+    def diagnoze(self, value_bytes):
+        return []
+
+
+@caught_by(WHOLE)
+class MisspellsAnAttribute(Memory):
+    exist_per_call = 1
+
+
 @caught_by("test_a_value_comes_back_as_it_was_written")
 class CutsLargeValues(Memory):
     def write(self, name, src):
@@ -206,7 +227,7 @@ class FlattensNames(Memory):
 @caught_by("test_the_longest_name_is_a_name")
 class CutsNames(Memory):
     def write(self, name, src):
-        if len(name) < 256:
+        if len(name) < 200:
             super().write(name, src)
 
 
@@ -370,6 +391,91 @@ class HangsUnderLoad(Memory):
         if len(self.threads) > 16:
             self.never.wait()
         super().write(name, src)
+
+
+# Failures.
+
+
+class Server:
+    """What a store may be a client of."""
+
+    is_up = True
+
+    def ask(self):
+        if not self.is_up:
+            raise ConnectionRefusedError("the server is down")
+
+
+class Remote(EveryAbility):
+    """Every call asks the server first."""
+
+    def __init__(self):
+        super().__init__()
+        self.server = Server()
+
+    def read_into(self, name, dst):
+        self.server.ask()
+        return super().read_into(name, dst)
+
+    def write(self, name, src):
+        self.server.ask()
+        super().write(name, src)
+
+    def exists(self, names):
+        self.server.ask()
+        return super().exists(names)
+
+    def delete(self, names):
+        self.server.ask()
+        super().delete(names)
+
+    def list(self, prefix):
+        self.server.ask()
+        yield from super().list(prefix)
+
+
+@pytest.fixture
+def _break_backend(self):
+    @contextmanager
+    def stopped(store):
+        store.server.is_up = False
+        yield
+        store.server.is_up = True
+
+    return stopped
+
+
+NOT_SWALLOWED = "test_a_backend_that_fails_is_an_exception_and_never_an_answer"
+
+
+@caught_by(break_backend=_break_backend)
+class HealthyRemote(Remote):
+    pass
+
+
+@caught_by(NOT_SWALLOWED, break_backend=_break_backend)
+class SwallowsErrorsOfReads(Remote):
+    def read_into(self, name, dst):
+        try:
+            return super().read_into(name, dst)
+        except ConnectionError:
+            return False
+
+
+@caught_by(NOT_SWALLOWED, break_backend=_break_backend)
+class SwallowsErrorsOfWrites(Remote):
+    def write(self, name, src):
+        with suppress(ConnectionError):
+            super().write(name, src)
+
+
+@caught_by(NOT_SWALLOWED, break_backend=_break_backend)
+class TakesFailuresForFullness(Remote):
+    def write(self, name, src):
+        try:
+            super().write(name, src)
+        except ConnectionError as error:
+            raise StoreFull from error
 
 
 # Life.

@@ -66,10 +66,10 @@ def close(self):
         ("def exists(self, names): return []", "gave [], expected [True, False]"),
         ("def delete(self, names): pass", "exists() of the deleted probe value gave [True], expected [False]"),
         ("def write(self, name, src): raise StoreFull('0 bytes left')", "the store is full: 0 bytes left"),
-        ("def write(self, name, src): raise OSError('disk on fire')", "failed while writing the probe value: OSError: disk on fire"),
-        ("def read_into(self, name, dst): raise ValueError('a\\nb')", "failed while reading the probe value back: ValueError: a b"),
-        ("def close(self): raise OSError('stuck')", "failed while being closed: OSError: stuck"),
-        ("def diagnose(self, value_bytes): raise OSError('no answer')", "failed while diagnosing its backend: OSError: no answer"),
+        ("def write(self, name, src): raise OSError('disk on fire')", "failed while writing the probe value: disk on fire (OSError)"),
+        ("def read_into(self, name, dst): raise ValueError('a\\nb')", "failed while reading the probe value back: a b (ValueError)"),
+        ("def close(self): raise OSError('stuck')", "failed while being closed: stuck (OSError)"),
+        ("def diagnose(self, value_bytes): raise OSError('no answer')", "failed while diagnosing its backend: no answer (OSError)"),
         ("def diagnose(self, n): return [Finding('error', f'{n} is too much', 'use less')]", "2097152 is too much. Fix: use less"),
     ],
 )  # fmt: skip
@@ -84,7 +84,7 @@ def test_what_a_store_gets_wrong_is_one_line(run, config, store, body, said):
 @pytest.mark.parametrize(
     ("opened", "said"),
     [
-        ("raise ConnectionRefusedError('nobody there')", "failed while being opened: ConnectionRefusedError: nobody there"),
+        ("raise ConnectionRefusedError('nobody there')", "failed while being opened: nobody there (ConnectionRefusedError)"),
         ("raise ConfigError(['this', 'that'])", "this. Fix: correct the tier's options"),
         ("import no_such_library", "No module named 'no_such_library'"),
         ("return object()", "open() returned a object, expected a ChunkStore"),
@@ -155,7 +155,7 @@ def test_a_read_only_store_that_fails_is_an_error(run, config, store):
     name = store(READ_ONLY + "def list(self, prefix): raise PermissionError('listing forbidden')")
     result = run("check", config(f"{{type: {name}, read_only: true}}"))
     assert result.exit_code == 1
-    assert "failed while listing its values: PermissionError: listing forbidden" in errors(result)[0]
+    assert "failed while listing its values: listing forbidden (PermissionError)" in errors(result)[0]
 
 
 def test_offline_opens_nothing_and_looks_at_no_machine(run, config, store):

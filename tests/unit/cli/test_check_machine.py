@@ -212,3 +212,16 @@ def test_a_real_memfd_is_tried_and_closed():
     before = len(list(Path("/proc/self/fd").iterdir()))
     Machine().try_memfd("off")
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+@pytest.mark.parametrize(("capacity", "chunks"), [(512, 0), ("200KiB", 1), ("767KiB", 3)])
+def test_a_primary_of_less_than_a_few_chunks_of_a_small_model_is_a_warning_with_the_sum(machine, capacity, chunks):
+    [finding] = bad(examine(config(capacity), machine()))
+    assert finding.level == "warning"
+    assert f"holds {chunks} chunks of a model as small as Qwen2.5-0.5B" in finding.text
+    assert "2 x 24 layers x 2 heads x 64 x 2 bytes x 16 tokens = 192KiB" in finding.text
+    assert "primary.capacity" in finding.fix
+
+
+def test_a_primary_of_a_few_chunks_is_none(machine):
+    assert bad(examine(config("768KiB"), machine())) == []

@@ -17,7 +17,7 @@ ttl: Duration | None = Field(default=None, description="how long a value stays")
 fill: Share = 0.25
 password: Secret | None = None
 nodes: list[str] = ["a", "b"]
-threads: int = 16
+threads: int = Field(default=16, description=TierConfig.model_fields["threads"].description)
 """
 
 
@@ -57,7 +57,7 @@ def test_options_of_every_tier_are_told_once_and_changed_defaults_by_the_tier(ru
     assert common["breaker.error_rate"][:2] == ["share", "50%"]
     assert common["rate_limit.bytes_per_second"][:2] == ["size", "none"]
     assert common["threads"][:2] == ["integer", "4"]
-    assert own["threads"] == ["integer", "16"]
+    assert own["threads"][:2] == ["integer", "16"]
     assert "deadline" not in own
 
 

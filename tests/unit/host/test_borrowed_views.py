@@ -48,12 +48,21 @@ def test_there_is_no_view_beyond_a_row(views, row, nbytes):
         views.own([row], [nbytes])
 
 
-def test_a_view_that_is_given_back_cannot_be_used_any_more(views):
+def test_a_view_that_is_kept_is_found_and_released_so_that_it_cannot_be_used_any_more(views):
     loan = views.lend([1], [4096], readonly=False)
     view = loan.views[0]
-    assert loan.take_back()
+    assert not loan.take_back()
+    assert loan.is_free()
     with pytest.raises(ValueError, match="released"):
         view[0] = 1
+
+
+def test_one_view_of_many_that_is_kept_is_found(views):
+    loan = views.lend([0, 1, 2], [4096, 4096, 4096], readonly=True)
+    last = loan.views[-1]
+    assert not loan.take_back()
+    with pytest.raises(ValueError, match="released"):
+        bytes(last)
 
 
 KEEPERS = {

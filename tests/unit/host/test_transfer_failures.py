@@ -1,11 +1,12 @@
 """What a store can fail at, refuse or keep, and what becomes of the values and of their buffers."""
 
+import contextlib
 import sys
 import threading
 
 import pytest
 
-from kvtiers.api import RateLimit, StoreFull
+from kvtiers.api import RateLimit, StoreContractError, StoreFull
 from kvtiers.host.messages import Status
 from kvtiers.host.rate_limiter import RateLimiter
 
@@ -33,6 +34,19 @@ def test_a_full_store_drops_the_write_without_retry(kit, keys):
     moved = kit.mover(store).store(kit.run(keys))
     assert set(moved.statuses) == {DROPPED}
     assert (moved.error, moved.retries, store.count("write")) == ("", 0, len(keys))
+
+
+def test_a_value_that_never_fits_is_dropped_and_counted_and_said_once_with_the_store_s_reason(kit, keys, caplog):
+    class Small(kit.DictStore):
+        def write(self, name, src):
+            raise StoreFull(f"an item has at most 1024 bytes, this one has {len(src)}")
+
+    mover = kit.mover(Small())
+    for _ in range(2):
+        assert set(mover.store(kit.run(keys)).statuses) == {DROPPED}
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "Small: no room for a value of 4096 bytes: StoreFull: an item has at most 1024 bytes" in line
+    assert "dropped and counted (dropped_full)" in line
 
 
 def test_a_full_store_may_also_say_so_for_a_whole_batch(kit, keys):
@@ -129,7 +143,7 @@ def test_a_wrong_number_or_kind_of_answers_fails_the_values(kit, keys, method, l
 def test_answers_that_are_no_booleans_count_as_what_they_are_worth(kit, keys):
     class Odd(kit.DictStore):
         def read_into(self, name, dst):
-            return super().read_into(name, dst) or None
+            return len(dst) if super().read_into(name, dst) else 0
 
         def exists(self, names):
             return (1 if name in self.values else None for name in names)
@@ -138,6 +152,71 @@ def test_answers_that_are_no_booleans_count_as_what_they_are_worth(kit, keys):
     mover = kit.stored(store, keys[:3])
     assert list(mover.load(kit.run(keys)).statuses) == [DONE] * 3 + [MISSING] * 3
     assert mover.probe(kit.NAMES, keys, is_prefix=True, give_up_at=sys.maxsize)[:4] == [True, True, True, False]
+
+
+def accusations(caplog):
+    return [record.getMessage() for record in caplog.records if "a bug of the tier's plugin" in record.getMessage()]
+
+
+@pytest.mark.parametrize("wrong", [[], [True], None, True], ids=["none", "too_few", "None", "a_bool"])
+def test_exists_with_another_number_of_answers_is_one_line_that_names_class_and_method(kit, keys, caplog, wrong):
+    class Forgetful(kit.DictStore):
+        def exists(self, names):
+            return wrong
+
+    mover = kit.mover(Forgetful())
+    for _ in range(3):
+        with pytest.raises(StoreContractError, match=r"Forgetful\.exists "):
+            mover.probe(kit.NAMES, keys, is_prefix=True, give_up_at=sys.maxsize)
+    (line,) = accusations(caplog)
+    assert "Forgetful.exists " in line
+    assert "one answer for each" in line or "one for each" in line
+    moved = mover.store(kit.run(keys))
+    assert set(moved.statuses) == {FAILED}
+    assert "Forgetful.exists " in moved.error
+
+
+def test_a_read_that_returns_none_fails_the_value_and_is_one_line_that_names_class_and_method(kit, keys, caplog):
+    class Silent(kit.DictStore):
+        def read_into(self, name, dst):
+            super().read_into(name, dst)  # and says nothing
+
+    moved = kit.stored(Silent(), keys).load(kit.run(keys))
+    assert FAILED in moved.statuses
+    assert not {MISSING, DONE, Status.CORRUPT} & set(moved.statuses), "no silent miss, and no damage"
+    assert "Silent.read_into returned None; it must return True" in moved.error
+    (line,) = accusations(caplog)
+    assert "Silent.read_into returned None" in line
+
+
+@pytest.mark.parametrize("method", ["read_many_into", "write_many"])
+def test_a_batch_that_answers_none_fails_its_values_by_name(kit, keys, caplog, method):
+    class Silent(kit.BatchStore):
+        def read_many_into(self, names, dsts):
+            return [None] * len(super().read_many_into(names, dsts))
+
+        def write_many(self, names, srcs):
+            return [None if method == "write_many" else True for _ in super().write_many(names, srcs)]
+
+    mover = kit.mover(Silent())
+    moved = mover.store(kit.run(keys))
+    moved = moved if method == "write_many" else mover.load(kit.run(keys))
+    assert set(moved.statuses) == {FAILED}
+    assert f"Silent.{method} answered None" in moved.error
+    assert len(accusations(caplog)) == 1
+
+
+def test_a_broken_promise_is_not_asked_for_again_whatever_the_store_calls_transient(kit, keys):
+    class Silent(kit.DictStore):
+        transient_errors = (Exception,)
+
+        def read_into(self, name, dst):
+            super().read_into(name, dst)
+
+    store = Silent()
+    mover = kit.stored(store, keys[:1])
+    assert mover.load(kit.run(keys[:1])).retries == 0
+    assert store.count("read") == 1
 
 
 # -- buffers
@@ -160,28 +239,76 @@ def test_a_store_that_keeps_its_buffer_fails_the_job_by_name_and_its_loan_is_han
     store = Keeper()
     moved = kit.stored(store, keys).load(kit.run(keys)) if is_load else kit.mover(store).store(kit.run(keys))
     assert set(moved.statuses) == {FAILED}
-    assert "Keeper kept the buffer" in moved.error
+    assert f"Keeper.{'read_into' if is_load else 'write'} kept the buffer" in moved.error
+    assert "Copy what is kept: bytes(...)" in moved.error
     (loan,) = moved.kept
     assert not loan.is_free()
     store.kept = None
     assert loan.is_free()
 
 
-def test_a_store_may_keep_the_memoryview_itself_which_is_of_no_use_to_it_any_more(kit, keys):
-    class Hoarder(kit.DictStore):
-        def __init__(self):
-            super().__init__()
-            self.views = []
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("is_load", [True, False])
+def test_a_whole_view_that_is_kept_is_found_too_and_is_of_no_use_any_more(kit, keys, caplog, is_load, batched):
+    views = []
 
+    class Hoarder(kit.DictStore):
         def read_into(self, name, dst):
-            self.views.append(dst)
+            views.extend([dst] if is_load else [])
             return super().read_into(name, dst)
 
-    store = Hoarder()
-    mover = kit.stored(store, keys)
-    assert set(mover.load(kit.run(keys)).statuses) == {DONE}
+        def write(self, name, src):
+            super().write(name, src)
+            views.extend([] if is_load else [src])
+
+    class BatchHoarder(kit.BatchStore):
+        def read_many_into(self, names, dsts):
+            views.extend(dsts if is_load else [])
+            return super().read_many_into(names, dsts)
+
+        def write_many(self, names, srcs):
+            views.extend([] if is_load else srcs)
+            return super().write_many(names, srcs)
+
+    store = BatchHoarder() if batched else Hoarder()
+    moved = kit.stored(store, keys).load(kit.run(keys)) if is_load else kit.mover(store).store(kit.run(keys))
+    assert set(moved.statuses) == {FAILED}
+    one, many = ("read_into", "read_many_into") if is_load else ("write", "write_many")
+    named = f"{type(store).__name__}.{many if batched else one} kept the buffer"
+    assert named in moved.error
+    (line,) = accusations(caplog)
+    assert named in line
+    (loan,) = moved.kept
+    assert loan.is_free(), "the row behind it can be used again at once"
     with pytest.raises(ValueError, match="released"):
-        store.views[0][0] = 1
+        bytes(views[0])
+
+
+def test_a_view_that_a_pool_s_thread_drops_a_moment_after_the_call_is_not_kept(kit, keys):
+    class Pooled(kit.DictStore):
+        def __init__(self):
+            super().__init__()
+            self.late = []
+
+        def write(self, name, src):
+            super().write(name, src)
+            holds = threading.Event()
+            self.late.append(threading.Thread(target=self.hold, args=([src], holds)))
+            self.late[-1].start()
+            assert holds.wait(kit.PATIENCE)
+
+        def hold(self, task, holds):
+            holds.set()
+            with contextlib.suppress(ValueError):  # released: core has asked for it back
+                while task[0].nbytes:
+                    pass
+            task.clear()
+
+    store = Pooled()
+    moved = kit.mover(store).store(kit.run(keys[:1]))
+    for thread in store.late:
+        thread.join(kit.PATIENCE)
+    assert (list(moved.statuses), moved.kept) == ([DONE], [])
 
 
 # -- time

@@ -299,7 +299,7 @@ def test_a_kept_buffer_fails_the_job_at_once_and_its_result_waits_until_it_is_le
     pool.submit(load(2, keys))
     (failed,) = events.wait(JobFailed)
     assert failed.job_id == 2
-    assert "KeepingStore kept the buffer" in failed.error
+    assert "KeepingStore.read_into kept the buffer" in failed.error
     kit.wait_until(lambda: pool._kept, "the end of the last slice")
     assert pool.check_kept()
     assert not pool.drain(0.0)

@@ -25,10 +25,25 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from kvtiers.api.units import RESOLVED, Duration, Share, Size
 
-__all__ = ["BreakerConfig", "RateLimit", "Secret", "StrictModel", "TierConfig", "dump_resolved", "load_resolved"]
+__all__ = [
+    "HELPER_OPTIONS",
+    "BreakerConfig",
+    "RateLimit",
+    "Secret",
+    "StrictModel",
+    "TierConfig",
+    "dump_resolved",
+    "load_resolved",
+]
 
 _VARIABLE = re.compile(r"\$\{([^}]*)(\}?)")
 _MOST_PROCESSES = 16
+HELPER_OPTIONS = frozenset(
+    {
+        "cpus", "exists_ttl", "grace", "host", "nice", "processes", "rate_limit", "retries", "store_queue", "threads",
+    }
+)  # fmt: skip
+"""What core does with these for a store, a tier that moves its rows by itself does not have."""
 _TierConfig = TypeVar("_TierConfig", bound="TierConfig")
 
 

@@ -8,7 +8,8 @@
     ├── StartError         an engine or a rank cannot start (region, layout, memory)
     ├── TierUnavailable    a tier's backend cannot be reached; counts towards its breaker
     ├── ChunkCorrupt       bytes came back that are not the ones stored for this key; a miss
-    └── StoreFull          the store has no room; the write is dropped, without retry or breaker
+    ├── StoreFull          the store has no room; the write is dropped, without retry or breaker
+    └── StoreContractError a store answered, or kept, what the contract does not allow: a bug of its plugin
 """
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "ConfigError",
     "KvtiersError",
     "StartError",
+    "StoreContractError",
     "StoreFull",
     "TierPluginError",
     "TierUnavailable",
@@ -52,3 +54,11 @@ class ChunkCorrupt(KvtiersError):  # noqa: N818 -- a state of the chunk, named a
 
 class StoreFull(KvtiersError):  # noqa: N818 -- not an error of the tier: the write is simply dropped
     """A store has no room for a value. Raised by ``ChunkStore.write``; drops this write and nothing else."""
+
+
+class StoreContractError(KvtiersError):
+    """A store did what the contract does not allow: a bug of its plugin, never retried. ``method``: whose."""
+
+    def __init__(self, store: object, method: str, text: str) -> None:
+        self.method = method
+        super().__init__(f"{type(store).__name__}.{method} {text}")

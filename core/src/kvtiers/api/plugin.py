@@ -55,7 +55,11 @@ class TierPlugin:
 
     ``kind`` is ``"store"`` if ``open`` returns a ``ChunkStore``, ``"manager"`` if it returns a
     ``SecondaryTierManager``. ``open(config, context)`` may block and may raise; a ``"store"`` is opened in the
-    tier's host process. ``api_version`` is the literal number of the contract that the plugin was written for.
+    tier's host process. It raises ``ConfigError`` for what the user has to mend (a directory that is not his, a
+    capacity without room for a value), ``TierUnavailable`` for a backend that is not there now, each with one line that
+    says what to do. Either way the tier is out of use, its lookups miss, and ``open`` is called again, after
+    ``breaker.delay``, doubling to ``breaker.max_delay``; with ``required: true`` the engine does not start.
+    ``api_version`` is the literal number of the contract that the plugin was written for.
     """
 
     name: str

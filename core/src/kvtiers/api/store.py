@@ -28,12 +28,17 @@ class ChunkStore(ABC):
     Core's threads call these methods, several at once, and they may block; they never run on the engine's
     thread. Core brings the threads, retries, deadlines, the circuit breaker, integrity checks and metrics.
 
-    Names are ASCII, lower case, at most 512 characters, with ``/`` between their parts; never ``.`` or ``..`` as
-    a part. ``dst`` and ``src`` are flat 1-D views of bytes (``format "B"``) over exactly one value in the shared
-    region. They are valid only during the call: a store copies what it keeps. A buffer kept after the call is
-    detected and fails the job.
+    Names have at most 250 characters, each of ``a-z 0-9 . _ - /``, with ``/`` between their parts; no part is empty,
+    ``.`` or ``..``. (A namespace of 64 characters, a model of 64 and vLLM's hashes of 32 bytes give 227.)
 
-    An absent value is a return value, a failure is an exception, and a full store raises ``StoreFull``.
+    ``dst`` and ``src`` are flat 1-D views of bytes (``format "B"``) over exactly one value in the shared region. They
+    are valid only during the call: a store copies what it keeps. A buffer kept after the call is detected and fails the
+    job.
+
+    An absent value is a return value, a failure is an exception, and a full store raises ``StoreFull``. A store of
+    several servers of which one is lost raises if it can do nothing of what a call asks for; else it answers for the
+    others, and False for what lies on the lost one, at once and not after a timeout each, and counts it in ``stats``.
+    Five failures in a row, or half of all calls in 30 s, take the whole tier out of use for a while (``breaker``).
     """
 
     transient_errors: ClassVar[tuple[type[Exception], ...]] = (ConnectionError, TimeoutError)
@@ -56,7 +61,9 @@ class ChunkStore(ABC):
         """Keep the bytes of ``src`` (read-only) under this name, replacing any older value.
 
         Atomic: another reader, also one in another process, sees the old value, the new one or none, never a mix;
-        and so it stays if this process is killed in the middle. Raise ``StoreFull`` to drop the write.
+        and so it stays if this process is killed in the middle. Raise ``StoreFull`` to drop the write, also of a value
+        that can never fit, with the limit in its text: it is said once in the log, counted (``dropped_full``), and no
+        failure of the tier.
         """
 
     @abstractmethod
@@ -94,10 +101,17 @@ class SupportsBatch(Protocol):
     """A store that moves several values per call faster than one by one, by pipelining for example."""
 
     def read_many_into(self, names: Sequence[str], dsts: Sequence[memoryview]) -> Sequence[bool]:
-        """Do ``read_into`` for each pair; one answer each, in order. An exception fails all of them."""
+        """Do ``read_into`` for each pair; one answer each, in order. An exception fails all of them.
+
+        At most 32 values in a call, and 16 MiB of values or one; their lengths may differ. May be called from several
+        threads at once, also for the same names. An answer of None is a mistake, and fails all of them.
+        """
 
     def write_many(self, names: Sequence[str], srcs: Sequence[memoryview]) -> Sequence[bool]:
-        """Do ``write`` for each pair; one answer each, in order: False where the store was full."""
+        """Do ``write`` for each pair; one answer each, in order: False where the store was full.
+
+        As many as ``read_many_into`` gets. Each value is atomic, the call is not. ``StoreFull`` is False for all.
+        """
 
 
 @runtime_checkable
@@ -122,7 +136,11 @@ class SupportsPieces(Protocol):
 
 @runtime_checkable
 class SupportsListing(Protocol):
-    """A store that can say what it holds."""
+    """A store that can say what it holds.
+
+    Without it all works but ``kvtiers store`` (list, count, verify, prune, retire by a bump), and ``kvtiers check`` of
+    a read-only tier reads no value.
+    """
 
     def list(self, prefix: str) -> Iterator[StoreEntry]:
         """Yield every value whose name starts with ``prefix``, in any order, without loading values."""
@@ -141,4 +159,8 @@ class SupportsStats(Protocol):
     """A store with figures of its own."""
 
     def stats(self) -> Mapping[str, float]:
-        """Return current figures by name (lower case, underscores), exported as ``kvtiers_tier_<name>``."""
+        """Return current figures by name (lower case, underscores), exported as ``kvtiers_tier_<name>``.
+
+        Called once a second while values move, by the thread that answers lookups, which wait meanwhile: it may take a
+        lock and read counters, but asks no backend. At most 256 figures; what raises is left out that time.
+        """

@@ -2,8 +2,8 @@
 
 import mmap
 
-from kvtiers.api import ChunkStore, SecondaryTierManager, TierConfig, TierContext, TierPluginError
-from kvtiers.plugins import load_tier
+from kvtiers.api import ChunkStore, SecondaryTierManager, TierConfig, TierContext
+from kvtiers.plugins import load_tier, open_plugin
 
 __all__ = ["anonymous_region", "open_tier"]
 
@@ -26,8 +26,7 @@ def open_tier(
         region=region,
         row_stride=value_bytes,
     )
-    tier = plugin.open(config, context)
-    expected = ChunkStore if plugin.kind == "store" else SecondaryTierManager
-    if not isinstance(tier, expected):
-        raise TierPluginError(f"open() returned a {type(tier).__name__}, expected a {expected.__name__}")
+    tier: ChunkStore | SecondaryTierManager = open_plugin(
+        plugin, config, context, ChunkStore if plugin.kind == "store" else SecondaryTierManager
+    )
     return tier

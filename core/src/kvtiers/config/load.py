@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from pydantic import ValidationError
 
 from kvtiers.api import ConfigError, TierConfig, TierPluginError
-from kvtiers.api.config import expand_variables
+from kvtiers.api.config import HELPER_OPTIONS, expand_variables
 from kvtiers.config.models import OffloadConfig
 from kvtiers.config.problems import one_line, problems_in, shown
 from kvtiers.config.yaml_text import parse_yaml
@@ -21,12 +21,6 @@ __all__ = ["load_config"]
 _LARGEST_FILE = 1 << 20
 _TIER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 _RESERVED_TIER_NAMES = {"primary", "gpu"}  # in reports of hits and bytes: the CPU tier, the engine's own cache
-_HELPER_OPTIONS = frozenset(
-    {
-        "cpus", "exists_ttl", "grace", "host", "nice", "processes", "rate_limit", "retries", "store_queue", "threads",
-    }
-)  # fmt: skip
-"""What core does with these for a store, a tier that moves its rows by itself does not have."""
 
 PathOrMapping: TypeAlias = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -147,7 +141,7 @@ def _without_effect(tier: TierConfig) -> list[str]:
     """Return those of the options that were set which core obeys for stores alone, unless the type has its own."""
     model = type(tier)
     own = {name for part in model.__mro__[: model.__mro__.index(TierConfig)] for name in inspect.get_annotations(part)}
-    names = sorted((tier.model_fields_set & _HELPER_OPTIONS) - own)
+    names = sorted((tier.model_fields_set & HELPER_OPTIONS) - own)
     return [*names, "io: process"] if "io" in tier.model_fields_set and tier.io == "process" else names
 
 

@@ -1,8 +1,9 @@
 """Views of values, lent to a store for the length of one call.
 
 A fresh exporter (an array over the region) stands behind the views of a call. If it is still alive after the call,
-somebody kept a buffer, and could read or write the row when it is another chunk's. Releasing the views alone would not
-show that: a slice of one, or an array made from it, lives on.
+the store kept a buffer, and could read or write the row when it is another chunk's. Releasing the views alone would not
+show that: a slice of one, or an array made from it, lives on. The views themselves are watched as well: one that is
+kept is released, but what the store meant to do with it fails later, and elsewhere.
 
 The arrays are of ctypes, not of numpy, which would bring a pool of threads of its own into every tier host.
 """
@@ -12,11 +13,14 @@ import ctypes
 import functools
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 __all__ = ["Loan", "ValueViews"]
 
+_RETURN_SECONDS = 0.02  # a pool's thread holds its task's arguments for a moment after whoever waits has the result
 _collecting = threading.Lock()  # a collection that meets another one under way does nothing at all
 
 
@@ -28,7 +32,7 @@ def _array_type(nbytes: int) -> type[ctypes.Array[ctypes.c_ubyte]]:
 class Loan:
     """Views that are out together. ``views``: each 1-D, format B, of exactly one value, at (offset, length)."""
 
-    __slots__ = ("_exporter", "views")
+    __slots__ = ("_exporter", "_lent", "views")
 
     def __init__(self, region: memoryview, places: Sequence[tuple[int, int]], *, readonly: bool) -> None:
         array = _array_type(len(region)).from_buffer(region)
@@ -37,27 +41,53 @@ class Loan:
         if readonly:
             whole = whole.toreadonly()
         self.views = [whole[offset : offset + nbytes] for offset, nbytes in places]
+        self._lent = [weakref.ref(view) for view in self.views]
 
     def take_back(self) -> bool:
-        """End the loan; False if the borrower kept a buffer."""
-        for view in self.views:
-            with contextlib.suppress(BufferError):  # what was made from it cannot be taken away; it shows below
-                view.release()
+        """End the loan; False if the borrower kept a view, or a buffer made from one.
+
+        A view that was kept is released, so that it is of no use to the borrower any more; what was made from it cannot
+        be taken away, and holds the memory until it is gone (``is_free``). May wait for some hundredths of a second
+        where something is still held: another thread may be about to drop it, or a cycle has to be collected.
+        """
         self.views = []  # else our own references would keep the exporter when the borrower has let go of it
-        return self.is_free() or _is_garbage(self)
+        if self.is_free():
+            return True
+        for lent in self._lent:
+            if (view := lent()) is not None:
+                with contextlib.suppress(BufferError):  # something was made from it, which shows below
+                    view.release()
+                del view
+        return self._is_returned()
 
     def is_free(self) -> bool:
-        """Say whether nobody holds a buffer any more."""
+        """Say whether nothing holds the memory any more; a view that has been released does not."""
         return self._exporter() is None
 
+    def _is_returned(self) -> bool:
+        """Say whether views and buffers are all gone, as soon as they are, at the latest after a moment."""
+        lent: list[weakref.ref[Any]] = [*self._lent, self._exporter]
+        out = [ref for ref in lent if ref() is not None]
+        until = time.monotonic() + _RETURN_SECONDS
+        if all(_ends(ref, until - time.monotonic()) for ref in out):
+            return True
+        with _collecting:
+            gc.collect(1)  # a cycle is as young as the call; a full collection can take long in an engine
+            if any(ref() is not None for ref in out):
+                gc.collect()
+        return all(ref() is None for ref in out)
 
-def _is_garbage(loan: Loan) -> bool:
-    """Say whether only a cycle (an exception and its traceback, say) still held the buffer, which nobody can reach."""
-    with _collecting:
-        gc.collect(1)  # it is as young as the call; a full collection can take long in an engine
-        if not loan.is_free():
-            gc.collect()
-    return loan.is_free()
+
+def _ends(ref: "weakref.ref[Any]", seconds: float) -> bool:
+    """Wait until what this refers to is gone; False if that takes longer."""
+    gone = threading.Event()
+    thing = ref()
+    if thing is None:
+        return True
+    watch = weakref.ref(thing, lambda _: gone.set())
+    del thing
+    gone.wait(max(0.0, seconds))
+    return watch() is None
 
 
 class ValueViews:

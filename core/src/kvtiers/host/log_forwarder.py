@@ -46,7 +46,8 @@ class _LogSender(logging.Handler):
             if self._dropped:
                 text += f" ({self._dropped} lines before this one were dropped)"
             level = min(record.levelno, SAY_ONCE - 1) | (SAY_ONCE if getattr(record, "once", False) else 0)
-            if self._send(tier, level, f"{names}: {text}"):
+            about = "" if text.startswith(f"{names}: ") else f"{names}: "  # as lines of core's own do already
+            if self._send(tier, level, about + text):
                 self._dropped = 0
             else:
                 self._dropped += 1

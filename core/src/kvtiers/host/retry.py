@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from kvtiers.api import StoreContractError
 from kvtiers.host.rate_limiter import RateLimiter
 
 __all__ = ["Attempts", "NoTimeLeft"]
@@ -49,6 +50,8 @@ class Attempts:
                 raise NoTimeLeft("no turn under the rate limit before the deadline")
             try:
                 return call(), attempt
+            except StoreContractError:  # whatever a store calls transient: asked again, it would answer the same
+                raise
             except self._transient:
                 pause = min(_FIRST_PAUSE * 2**attempt, _LONGEST_PAUSE) * random.uniform(0.5, 1.0)  # noqa: S311 -- jitter
                 last = attempt == self._retries or self._clock() + pause >= give_up_at

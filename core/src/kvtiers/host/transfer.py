@@ -5,6 +5,7 @@ status: an exception, a value of other bytes, a buffer that was kept.
 """
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
 from kvtiers._failures import plugin_boundary
-from kvtiers.api import ChunkStore, OffloadKey, RateLimit, TierConfig, group_of
+from kvtiers.api import ChunkStore, OffloadKey, RateLimit, StoreContractError, TierConfig, group_of
+from kvtiers.api.answers import present_each
 from kvtiers.host.borrowed_views import Loan, ValueViews
 from kvtiers.host.bounce_buffers import beside_rows
 from kvtiers.host.known_names import KnownNames
@@ -25,6 +27,11 @@ from kvtiers.layout.storage_name import StorageNames
 
 __all__ = ["Moved", "MoverOptions", "ValueMover", "ValueRun", "mover_options"]
 
+_log = logging.getLogger("kvtiers.secondary")
+_KEPT = (
+    "kept the buffer that it was given, or something made of it (a slice, an array, an exception whose traceback has "
+    "it), after its return; the row behind it is soon another value's. Copy what is kept: bytes(...)"
+)
 _BATCH_VALUES = 32
 _BATCH_BYTES = 16 * 2**20
 _DELETED_PER_CALL = 256
@@ -113,12 +120,25 @@ class _Turn(threading.local):
 
 
 class ValueMover:
-    """The calls of one store, made safe. Used by several threads at once. ``epoch``: the namespace's, in this store."""
+    """The calls of one store, made safe. Used by several threads at once.
+
+    ``epoch``: the namespace's, in this store. ``label``: the tier's name in log lines, which say once for each method
+    of the store that it does not keep the contract.
+    """
 
     def __init__(
-        self, store: ChunkStore, views: ValueViews, options: MoverOptions, stop: threading.Event, epoch: str = ""
+        self,
+        store: ChunkStore,
+        views: ValueViews,
+        options: MoverOptions,
+        stop: threading.Event,
+        epoch: str = "",
+        label: str = "",
     ) -> None:
         self._store = store
+        self._label = label or type(store).__name__
+        self._accused: set[str] = set()
+        self._was_full = False
         self._epoch = epoch
         self._views = views
         self._options = options
@@ -188,12 +208,16 @@ class ValueMover:
         return [True] * present + [False] * (present < len(names))
 
     def _exists(self, names: Sequence[str], give_up_at: float, moved: Moved | None = None) -> list[bool]:
-        answers, retries = self._attempts.call(lambda: list(self._store.exists(names)), give_up_at=give_up_at)
+        store = self._store
+        try:
+            there, retries = self._attempts.call(
+                lambda: present_each(store, names, store.exists(names)), give_up_at=give_up_at
+            )
+        except StoreContractError as error:
+            self._accuse(error)
+            raise
         if moved is not None:
             moved.retries += retries
-        if len(answers) != len(names):
-            raise ValueError(f"{type(self._store).__name__}.exists gave {len(answers)} answers to {len(names)} names")
-        there = [bool(answer) for answer in answers]
         self._known.learn(name for name, answer in zip(names, there, strict=True) if answer)
         self._known.forget(name for name, answer in zip(names, there, strict=True) if not answer)
         return there
@@ -265,7 +289,9 @@ class ValueMover:
         answers = self._call(moved, run, values, call(names, [*loan.views]), is_load=is_load)
         if not loan.take_back():
             moved.kept.append(loan)
-            moved.error = f"{type(self._store).__name__} kept the buffer that it was lent; it must copy what it keeps"
+            kept = StoreContractError(self._store, self._calls.method(is_load=is_load), _KEPT)
+            self._accuse(kept)
+            moved.error = str(kept)
             return False
         if answers is None:
             return False
@@ -277,6 +303,8 @@ class ValueMover:
             ]
         else:
             statuses = [Status.DONE if there else Status.DROPPED for there in answers]
+            if Status.DROPPED in statuses:
+                self._say_full(max(sizes))
         for place, nbytes, status in zip(places, sizes, statuses, strict=True):
             moved.statuses[place] = status
             moved.nbytes += nbytes if status is Status.DONE else 0
@@ -303,19 +331,35 @@ class ValueMover:
     ) -> list[_Answer] | None:
         """Call the store; None if it failed, or did not answer for each of these values."""
         nbytes = sum(value.nbytes for value in values)
-        with plugin_boundary() as store:
-            try:
+        try:
+            with plugin_boundary(StoreContractError) as store:
                 answers, retries = self._attempts.call(call, give_up_at=run.give_up_at, nbytes=nbytes, urgent=is_load)
-            finally:
-                self._worked(nbytes)
+        except StoreContractError as error:
+            self._accuse(error)
+            moved.error = str(error)
+            return None
+        finally:
+            self._worked(nbytes)
         if store.error:
             moved.error = store.error
             return None
         moved.retries += retries
-        if len(answers) != len(values):
-            moved.error = f"{type(self._store).__name__} gave {len(answers)} answers to {len(values)} names"
-            return None
         return answers
+
+    def _say_full(self, nbytes: int) -> None:
+        """Say once that the store has no room: for now, or for values of this length at all."""
+        if not self._was_full:
+            self._was_full = True
+            why = self._calls.full_because or "it says so of a batch"
+            text = "%s: no room for a value of %d bytes: %s; such writes are dropped and counted (dropped_full)"
+            _log.warning(text, self._label, nbytes, why, extra={"once": True})
+
+    def _accuse(self, error: StoreContractError) -> None:
+        """Say in the log what the store's plugin does wrong, once for each of its methods."""
+        if error.method not in self._accused:
+            self._accused.add(error.method)
+            # Its text: a handler that keeps the record would keep the error's traceback, and so the store's views.
+            _log.error("%s: a bug of the tier's plugin: %s", self._label, str(error), extra={"once": True})
 
     def _missing(self, name: str) -> Status:
         self._known.forget([name])

@@ -180,7 +180,7 @@ class TransferPool:
         with plugin_boundary() as first_use:
             self._epoch = epoch = read_epoch(store, self._names.namespace)
             self._compare(store)
-            mover = ValueMover(store, self._views, self._options, self._stop, epoch)
+            mover = ValueMover(store, self._views, self._options, self._stop, epoch, self._label)
         if first_use.error:
             self._close_store(store)
             return first_use.error

@@ -13,6 +13,7 @@ import re
 import secrets
 
 from kvtiers.api import ChunkCorrupt, ChunkStore
+from kvtiers.api.answers import found, present_each
 from kvtiers.layout.seal import SealVerdict, check_value, seal_value
 
 __all__ = ["is_record", "new_epoch", "read_epoch", "write_epoch"]
@@ -38,13 +39,14 @@ def new_epoch() -> str:
 def read_epoch(store: ChunkStore, namespace: str) -> str:
     """Return the epoch of a namespace in a store; "" if it was never bumped. Raises what the store raises.
 
-    ChunkCorrupt if there is a record that says nothing: which values are retired is not known then.
+    StoreContractError if they are no answers, so that a bug of the plugin is not taken for damage. ChunkCorrupt if
+    there is a record that says nothing: which values are retired is not known then.
     """
     name = namespace + _NAME
-    if not store.exists([name])[0]:
+    if not present_each(store, [name], store.exists([name]))[0]:
         return ""
     record = memoryview(mmap.mmap(-1, _RECORD_BYTES))  # on a page of its own, as a value in a row
-    if not store.read_into(name, record):
+    if not found(store, "read_into", store.read_into(name, record)):
         raise ChunkCorrupt(f"{name} {_SAYS_NOTHING}")
     epoch = bytes(record[:_EPOCH_BYTES]).decode("latin-1")
     sound = check_value(record, _EPOCH_BYTES, name, _NO_LAYOUT) is SealVerdict.OK

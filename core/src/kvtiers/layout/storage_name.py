@@ -2,6 +2,10 @@
 
 ``{namespace}[/t-{tenant}]/{model slug}-{fingerprint, 24 hex}/{key hex}``, lower case. Parts whose first character is
 ``_`` are core's own; ``t-{tenant}`` is reserved: nothing writes it yet, readers accept it.
+
+Namespace and slug have at most 64 characters each, and a key of more than 47 bytes (a block hash of more than 43)
+stands in a name as its SHA-256 and its group: so a name has at most 64 + 1 + 64 + 1 + 24 + 1 + 94 = 249 characters, and
+fits where keys may have 250, as in memcached. vLLM's block hashes, of up to 32 bytes, give 227.
 """
 
 import hashlib
@@ -17,6 +21,8 @@ __all__ = ["ParsedName", "StorageNames", "check_namespace", "model_slug", "parse
 NAME_FORMAT = 1
 _FINGERPRINT_HEX = 24
 _SLUG_LENGTH = 64
+_LONGEST_KEY = 47
+_GROUP_BYTES = 4
 _NAMESPACE = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _NAME = re.compile(
     r"(?P<namespace>[a-z0-9][a-z0-9._-]{0,63})/(?:t-(?P<tenant>[a-z0-9._-]+)/)?"
@@ -79,17 +85,21 @@ class StorageNames:
 
     def name(self, key: OffloadKey) -> str:
         """Return the storage name of the value with this key."""
-        return self.prefix + key.hex()
+        return self.prefix + (key.hex() if len(key) <= _LONGEST_KEY else _short(key))
 
     def names(self, keys: Iterable[OffloadKey]) -> list[str]:
         """Return the storage names of these keys, in order."""
         prefix = self.prefix
-        return [prefix + key.hex() for key in keys]
+        return [prefix + (key.hex() if len(key) <= _LONGEST_KEY else _short(key)) for key in keys]
+
+
+def _short(key: OffloadKey) -> str:
+    return hashlib.sha256(key).hexdigest() + key[-_GROUP_BYTES:].hex()
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedName:
-    """A storage name taken apart; ``fingerprint`` is its first 24 hex digits."""
+    """A storage name taken apart. ``fingerprint``: its first 24 hex digits. ``key``: what stands for it in the name."""
 
     namespace: str
     tenant: str

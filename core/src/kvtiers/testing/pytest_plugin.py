@@ -1,9 +1,11 @@
-"""The pytest plugin of the kit: a test for an ability that a store does not have is not collected at all.
+"""The pytest plugin of the kit: what does not apply is not collected, and what hangs fails.
 
 Loaded in every pytest run of an environment that has kvtiers, so it imports pytest alone and looks only at plain
 functions that carry the kit's mark (see ``kvtiers.testing.applies``).
 """
 
+from functools import partial
+from inspect import signature
 from types import FunctionType
 
 import pytest
@@ -22,3 +24,16 @@ def pytest_pycollect_makeitem(collector: object, obj: object) -> list[pytest.Ite
         return None if applies_to(collector.obj) else []
     except AttributeError as error:
         raise collector.CollectError(str(error)) from None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test of the kit in a thread, so that one which hangs fails; None: a test of somebody else's."""
+    __tracebackhide__ = True
+    if not str(getattr(pyfuncitem.function, "__module__", "")).startswith("kvtiers.testing."):
+        return None
+    from kvtiers.testing.running import run_test  # imported here: only the kit's own tests need it
+
+    arguments = {name: pyfuncitem.funcargs[name] for name in signature(pyfuncitem.obj).parameters}
+    run_test(partial(pyfuncitem.obj, **arguments), pyfuncitem.cls)
+    return True

@@ -4,18 +4,26 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 __all__ = [
     "call_within",
     "descriptors_left_since",
     "frequent_switches",
     "open_descriptors",
+    "run_test",
     "run_together",
+    "stack_of",
     "threads_left_since",
 ]
+
+_TESTS_AT_LEAST = 10.0
+_CALLS_IN_A_TEST = 3
+_STACK_LINES = 8
 
 
 def run_together(
@@ -53,12 +61,13 @@ def run_together(
         thread.join(max(0.0, deadline - time.monotonic()))
     if errors:
         raise errors[0]
-    hung = sum(thread.is_alive() for thread in threads)
-    assert not hung, f"{hung} of {len(threads)} threads were not done after {patience:g} s"
+    hung = [thread for thread in threads if thread.is_alive()]
+    assert not hung, f"{len(hung)} of {len(threads)} threads were not done after {patience:g} s{stack_of(hung[0])}"
 
 
-def call_within(seconds: float, function: Callable[[], object]) -> bool:
-    """Call the function in a thread and say whether it returned in time. Its error is raised here."""
+def call_within(seconds: float, function: Callable[[], object]) -> str:
+    """Call the function in a thread; return where it hangs, "" if it returned in time. Its error is raised here."""
+    __tracebackhide__ = True
     errors: list[BaseException] = []
 
     def call() -> None:
@@ -72,7 +81,27 @@ def call_within(seconds: float, function: Callable[[], object]) -> bool:
     thread.join(seconds)
     if errors:
         raise errors[0]
-    return not thread.is_alive()
+    return stack_of(thread)
+
+
+def run_test(test: Callable[[], object], tests: Any) -> None:
+    """Run one test of the kit in a thread: a call that never returns fails it, with the stack, and ends no others.
+
+    A test makes many calls, each of which may take some of the patience of its class ``tests``.
+    """
+    __tracebackhide__ = True
+    seconds = _TESTS_AT_LEAST + _CALLS_IN_A_TEST * tests.patience
+    where = call_within(seconds, test)
+    assert not where, f"not done after {seconds:g} s (patience = {tests.patience:g}): a call does not return{where}"
+
+
+def stack_of(thread: threading.Thread) -> str:
+    """Return where a thread stands, in lines to be put behind a message; "" if it has ended."""
+    frame = sys._current_frames().get(thread.ident or 0)  # noqa: SLF001 -- the one way there is
+    if frame is None or not thread.is_alive():
+        return ""
+    lines = traceback.format_stack(frame)[-_STACK_LINES:]
+    return "; it stands here:\n" + "".join(lines).rstrip()
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import subprocess
 import sys
 from importlib.metadata import EntryPoint
 from types import ModuleType
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import pytest
 from pydantic import BaseModel, ValidationError
@@ -49,8 +49,11 @@ class TierPluginTests:
     """Subclass it and give the fixture ``tier_options``.
 
     ``tier_options`` returns the options of one tier, as they stand in a YAML file, ``type`` included; they must be
-    enough to open the tier. The plugin must be installed (``pip install -e .`` will do).
+    enough to open the tier. The plugin must be installed (``pip install -e .`` will do). ``patience``: of which a test
+    may take three times before it counts as hung.
     """
+
+    patience: ClassVar[float] = 90.0
 
     @pytest.fixture
     def tier_options(self) -> Options:

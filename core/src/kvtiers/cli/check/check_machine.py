@@ -18,13 +18,18 @@ from kvtiers.region.memfd import HUGE_PAGE_BYTES
 __all__ = ["examine"]
 
 _POPULATE_SINCE = (5, 14)
+_FEW_CHUNKS = 4
+# Keys and values (2) of 24 layers, 2 KV heads, 64 numbers of 2 bytes, for 16 tokens: Qwen2.5-0.5B, whose config.json
+# says so; models of use have more.
+_SMALL_CHUNK = 2 * 24 * 2 * 64 * 2 * 16
+_SUM = f"2 x 24 layers x 2 heads x 64 x 2 bytes x 16 tokens = {format_size(_SMALL_CHUNK)}"
 _SANE_YEARS = range(2025, 2100)
 _UNLIMITED = resource.RLIM_INFINITY
 
 
 def examine(config: OffloadConfig, machine: Machine) -> list[Finding]:
     """Return what there is to say about this machine and this config, the most important first."""
-    checks = [_platform, _memory, _numa, _kernel, _memfd, _locked_memory, _descriptors, _clock]
+    checks = [_platform, _capacity, _memory, _numa, _kernel, _memfd, _locked_memory, _descriptors, _clock]
     return [finding for check in checks for finding in check(config, machine)]
 
 
@@ -45,6 +50,17 @@ def _platform(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:
             "warning",
             f"'io: process' needs Linux: these tiers run on threads of the engine's process: {names}",
             "write 'io: thread' in them",
+        )
+
+
+def _capacity(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:  # noqa: ARG001 -- a check like the others
+    capacity = config.primary.capacity
+    if capacity < _FEW_CHUNKS * _SMALL_CHUNK:
+        yield Finding(
+            "warning",
+            f"a capacity of {format_size(capacity)} holds {capacity // _SMALL_CHUNK} chunks of a model as small as "
+            f"Qwen2.5-0.5B: one has {_SUM}",
+            "raise primary.capacity, best to some GiB; 'kvtiers size' computes what a model needs",
         )
 
 

@@ -1,106 +1,147 @@
-"""The trial of one tier, on a thread of its own: a backend that hangs is a line of the report, not the end of it."""
+"""The trial of one tier, in a process of its own: whatever becomes of that, it is a line of the report.
 
+The process (``trial_process.py``) says what it is about to do, what it has found, and at last that it is done. One that
+ends before it has said so has failed, with whatever exit status: a tier's library may crash it, or end it.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import IO, Any
 
-from kvtiers._failures import error_text
-from kvtiers.api import (
-    ChunkStore,
-    ConfigError,
-    Finding,
-    SecondaryTierManager,
-    SupportsDiagnosis,
-    TierConfig,
-    TierPluginError,
-)
+from kvtiers.api import Finding, TierConfig
+from kvtiers.api.config import dump_resolved
 from kvtiers.api.units import format_duration
-from kvtiers.cli.check.round_trip import OWN_FAULT, Bench, ProbeError, probe_manager, probe_store
-from kvtiers.cli.open_tier import open_tier
+from kvtiers.cli.check.round_trip import OWN_FAULT, REACH
 
 __all__ = ["Trial", "try_tiers"]
 
-_REACH = "check the tier's options, and that its backend runs and can be reached from here"
-_DRAIN_SECONDS = 5.0
-_T = TypeVar("_T")
+_RUN = """
+import json, sys
+task = json.loads(sys.stdin.readline())
+sys.path[:] = task["path"]
+from kvtiers.cli.check.trial_process import run
+run(task)
+"""
+_LAST_WORDS = 300
+_LAST_SECONDS = 5.0
+_CRASHED = "Fatal Python error"
 
 
 class Trial:
-    """The trial of one tier. ``findings`` grows while it runs; ``hangs`` once it was waited for in vain."""
+    """The trial of one tier. ``findings`` is complete once ``wait`` has returned."""
 
     def __init__(self, config: TierConfig, namespace: str, value_bytes: int) -> None:
         self.name = config.tier_name
         self.findings: list[Finding] = []
-        self.hangs = False
-        self._config = config
-        self._bench = Bench(value_bytes, namespace, config.read_only)
-        self._thread = threading.Thread(target=self._run, name=f"check {self.name}", daemon=True)
+        self._stage = "being started"
+        self._done = False
+        self._task = {
+            "path": sys.path,
+            "parent": os.getpid(),
+            "type": config.type,
+            "options": dump_resolved(config),
+            "namespace": namespace,
+            "value_bytes": value_bytes,
+        }
 
     def start(self) -> None:
         """Begin, and return at once."""
-        self._thread.start()
+        receive, send = os.pipe()
+        self._printed: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 -- closed at the end of the trial
+        self._process = subprocess.Popen(  # noqa: S603 -- our own interpreter and module
+            [sys.executable, "-c", _RUN.replace("run(task)", f"run(task, {send})")],
+            stdin=subprocess.PIPE,
+            stdout=self._printed,
+            stderr=self._printed,
+            pass_fds=[send],
+        )
+        os.close(send)
+        self._reader = threading.Thread(target=self._read, args=(receive,), name=f"check {self.name}", daemon=True)
+        self._reader.start()
+        assert self._process.stdin
+        with contextlib.suppress(OSError):  # it has ended already, which ``wait`` says
+            # By a pipe, since secrets are among the options.
+            self._process.stdin.write(json.dumps(self._task).encode() + b"\n")
+            self._process.stdin.close()
 
     def wait(self, until: float, timeout: float) -> None:
-        """Wait until the trial has ended or the monotonic clock says ``until``; one that hangs gets a finding."""
-        self._thread.join(max(0.0, until - time.monotonic()))
-        if self._thread.is_alive():
-            self.hangs = self._bench.given_up = True
-            text = f"no answer within {format_duration(timeout)} while {self._bench.stage}"
-            self.findings = [*self.findings, Finding("error", text, f"{_REACH}; --timeout gives it longer")]
-
-    def _run(self) -> None:
-        tier = self._attempt(self._open)
-        if tier is None:
+        """Wait until the trial has ended or the monotonic clock says ``until``; how it ended is a finding."""
+        self._reader.join(max(0.0, until - time.monotonic()))
+        hangs = self._reader.is_alive()
+        if not hangs and not self._done:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_LAST_SECONDS)  # the pipe is shut just before the end, whose status is to be told
+        self.end()
+        self._reader.join()
+        words = self._last_words()
+        if self._done:
             return
-        self._attempt(lambda: self._probe(tier))
-        if isinstance(tier, SupportsDiagnosis):
-            self._bench.stage = "diagnosing its backend"
-            self._attempt(lambda: self._take(tier.diagnose(self._bench.value_bytes)))
-        self._bench.stage = "being closed"
-        self._attempt(lambda: self._close(tier))
+        if hangs:
+            text = f"no answer within {format_duration(timeout)} while {self._stage}"
+            self._add(Finding("error", text, f"{REACH}; --timeout gives it longer"))
+        else:
+            text = f"its process {self._how_it_ended()} while {self._stage}{words}"
+            self._add(Finding("error", text, OWN_FAULT))
 
-    def _open(self) -> ChunkStore | SecondaryTierManager:
-        bench = self._bench
-        return open_tier(self._config, namespace=bench.namespace, value_bytes=bench.value_bytes, region=bench.region)
+    def end(self) -> None:
+        """Kill the process, unless it has ended."""
+        self._process.kill()
+        self._process.wait()
 
-    def _probe(self, tier: ChunkStore | SecondaryTierManager) -> None:
-        self._take(probe_store(tier, self._bench) if isinstance(tier, ChunkStore) else probe_manager(tier, self._bench))
+    def _how_it_ended(self) -> str:
+        status = self._process.returncode
+        if status < 0:
+            names = {int(known): known.name for known in signal.Signals}
+            return f"was killed by signal {-status} ({names.get(-status, 'unknown')})"
+        return f"ended by itself with exit status {status}"
 
-    def _close(self, tier: ChunkStore | SecondaryTierManager) -> None:
-        if isinstance(tier, SecondaryTierManager):
-            tier.drain(_DRAIN_SECONDS)
-        tier.close()
+    def _last_words(self) -> str:
+        with self._printed:
+            self._printed.seek(0)
+            words = " ".join(self._printed.read().decode("utf-8", "replace").split())
+        if _CRASHED in words:  # what follows it is the stack, and the names of modules
+            words = words[words.index(_CRASHED) :][:_LAST_WORDS]
+        return f" (it printed: {words[-_LAST_WORDS:]})" if words else ""
 
-    def _take(self, findings: Iterable[Finding]) -> None:
-        for finding in findings:
-            self._say(finding)
+    def _add(self, finding: Finding) -> None:
+        self.findings.append(finding)
 
-    def _say(self, finding: Finding) -> None:
-        if not self.hangs:
-            self.findings.append(finding)
+    def _read(self, receive: int) -> None:
+        with os.fdopen(receive, "rb") as lines:
+            for line in lines:
+                if line.endswith(b"\n"):  # else it was killed in the middle of it
+                    self._take(json.loads(line))
 
-    def _attempt(self, action: Callable[[], _T]) -> _T | None:
-        """Do one thing; whatever goes wrong is a finding."""
-        try:
-            return action()
-        except ProbeError as error:
-            self._say(Finding("error", str(error), error.fix))
-        except TierPluginError as error:
-            self._say(Finding("error", str(error), OWN_FAULT))
-        except ConfigError as error:
-            self._take(Finding("error", problem, "correct the tier's options") for problem in error.problems)
-        except Exception as error:  # noqa: BLE001 -- whatever a tier raises is a line of the report
-            self._say(Finding("error", f"failed while {self._bench.stage}: {error_text(error)}", _REACH))
-        return None
+    def _take(self, message: dict[str, Any]) -> None:
+        match message:
+            case {"stage": str(stage)}:
+                self._stage = stage
+            case {"level": level, "text": str(text), "fix": str(fix)}:
+                self._add(Finding(level, text, fix))
+            case {"done": True}:
+                self._done = True
 
 
 def try_tiers(configs: Sequence[TierConfig], namespace: str, value_bytes: int, timeout: float) -> list[Trial]:
     """Try these tiers, all at the same time, for at most ``timeout`` seconds; return the trials, which have ended."""
     trials = [Trial(config, namespace, value_bytes) for config in configs]
-    for trial in trials:
-        trial.start()
+    started: list[Trial] = []
     until = time.monotonic() + timeout
-    for trial in trials:
-        trial.wait(until, timeout)
+    try:
+        for trial in trials:
+            trial.start()
+            started.append(trial)
+        for trial in trials:
+            trial.wait(until, timeout)
+    finally:
+        for trial in started:
+            trial.end()
     return trials

@@ -8,9 +8,9 @@ import os
 import secrets
 import time
 from array import array
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from typing import TypeVar
 
 from kvtiers.api import (
     ChunkStore,
@@ -25,13 +25,17 @@ from kvtiers.api import (
 )
 from kvtiers.api.units import format_duration, format_size
 from kvtiers.cli.open_tier import anonymous_region
+from kvtiers.host.borrowed_views import Loan
 from kvtiers.types import RequestContext
 
-__all__ = ["OWN_FAULT", "Bench", "ProbeError", "probe_manager", "probe_store"]
+__all__ = ["OWN_FAULT", "REACH", "Bench", "ProbeError", "probe_manager", "probe_store"]
 
+_ROWS = 3
 _LISTED = 100
 _POLL_SECONDS = 0.001
+REACH = "check the tier's options, and that its backend runs and can be reached from here"
 OWN_FAULT = "this is a bug of the tier's plugin; report it to its author"
+_T = TypeVar("_T")
 _GONE = "the value just written cannot be read back: gone, or of another length"
 _GONE_FIX = f"see whether something else writes or deletes there; if nothing does, {OWN_FAULT}"
 
@@ -44,33 +48,66 @@ class ProbeError(Exception):
         self.fix = fix
 
 
-@dataclass
 class Bench:
-    """The place of one trial: an anonymous region of two rows, a random value, and what is known of the tier."""
+    """The place of one trial: an anonymous region of three rows, a random value, and what is known of the tier.
 
-    value_bytes: int
-    namespace: str
-    read_only: bool
-    stage: str = "being opened"
-    given_up: bool = False
-    """Nobody waits any more: a probe that polls shall end."""
-    region: memoryview = field(init=False)
-    payload: bytes = field(init=False)
+    ``tell`` gets each stage of the trial as it begins.
+    """
 
-    def __post_init__(self) -> None:
-        self.region = anonymous_region(2, self.value_bytes)
-        self.payload = os.urandom(self.value_bytes)
-        self.region[: self.value_bytes] = self.payload
+    def __init__(
+        self, value_bytes: int, namespace: str, read_only: bool, tell: Callable[[str], object] = lambda _: None
+    ) -> None:
+        self.value_bytes = value_bytes
+        self.namespace = namespace
+        self.read_only = read_only
+        self.is_still_called = False
+        """A call was left running: the tier must not be closed beside it."""
+        self.region = anonymous_region(_ROWS, value_bytes)
+        self.payload = os.urandom(value_bytes)
+        self.view(0)[:] = self.payload
+        self._tell = tell
+        self.stage = "being opened"
 
-    def row_read(self) -> bytes:
-        """Return what is in the second row, into which tiers read."""
-        return bytes(self.region[self.value_bytes :])
+    @property
+    def stage(self) -> str:
+        """What is going on, as a part of a sentence."""
+        return self._stage
 
-    def compare(self) -> None:
-        """Raise ProbeError unless the second row holds the probe value, and the first one still does."""
-        if self.row_read() != self.payload:
+    @stage.setter
+    def stage(self, stage: str) -> None:
+        self._stage = stage
+        self._tell(stage)
+
+    def view(self, row: int) -> memoryview:
+        """Return a view of a row: the first one holds the probe value, tiers read into the others."""
+        return self.region[row * self.value_bytes : (row + 1) * self.value_bytes]
+
+    def lend(
+        self,
+        store: object,
+        method: str,
+        rows: Sequence[int],
+        *,
+        readonly: bool,
+        call: Callable[[Sequence[memoryview]], _T],
+    ) -> _T:
+        """Make a call of a store that gets views of these rows; ProbeError if it keeps one."""
+        loan = Loan(self.region, [(row * self.value_bytes, self.value_bytes) for row in rows], readonly=readonly)
+        answer = call([*loan.views])
+        if not loan.take_back():
+            raise ProbeError(f"{type(store).__name__}.{method} kept the buffer that it was given, after its return")
+        return answer
+
+    def forget(self) -> None:
+        """Put bytes that are not the probe value's into the rows that tiers read into."""
+        for row in range(1, _ROWS):
+            self.view(row)[:] = bytes(self.value_bytes)
+
+    def compare(self, *rows: int) -> None:
+        """Raise ProbeError unless these rows hold the probe value, and the first one still does."""
+        if any(bytes(self.view(row)) != self.payload for row in rows):
             raise ProbeError("what was read back is not what was written")
-        if bytes(self.region[: self.value_bytes]) != self.payload:
+        if bytes(self.view(0)) != self.payload:
             raise ProbeError("the tier changed the memory that it was to write from")
 
 
@@ -84,7 +121,7 @@ def probe_store(store: ChunkStore, bench: Bench) -> Iterator[Finding]:
     bench.stage = "writing the probe value"
     begin = time.monotonic()
     try:
-        store.write(name, bench.region[:size].toreadonly())
+        bench.lend(store, "write", [0], readonly=True, call=lambda views: store.write(name, views[0]))
     except StoreFull as error:
         fix = "give the store more room, or delete from it; a full store drops what it should keep"
         raise ProbeError(f"the store is full: {error}", fix) from None
@@ -96,12 +133,12 @@ def probe_store(store: ChunkStore, bench: Bench) -> Iterator[Finding]:
         )
         bench.stage = "reading the probe value back"
         asked = time.monotonic()
-        found = store.read_into(name, bench.region[size:])
+        found = bench.lend(store, "read_into", [1], readonly=False, call=lambda views: store.read_into(name, views[0]))
         if found is False:
             raise ProbeError(_GONE, _GONE_FIX)
         _expect(found, True, "read_into() of the probe value")
         seconds = (written - begin, time.monotonic() - asked)
-        bench.compare()
+        bench.compare(1)
     finally:
         bench.stage, before = "deleting the probe value", bench.stage
         store.delete([name])
@@ -113,7 +150,11 @@ def probe_store(store: ChunkStore, bench: Bench) -> Iterator[Finding]:
 
 def _expect(got: object, expected: object, what: str) -> None:
     if got != expected:
-        raise ProbeError(f"{what} gave {got!r}, expected {expected!r}")
+        raise ProbeError(f"{what} gave {_plainly(got)}, expected {_plainly(expected)}")
+
+
+def _plainly(answer: object) -> str:
+    return str(answer.value) if isinstance(answer, LookupResult) else repr(answer)
 
 
 def _times(write: float, read: float) -> str:
@@ -125,7 +166,7 @@ def _read_only(store: ChunkStore, bench: Bench) -> Finding:
         bench.stage = "looking for a value that is not there"
         absent = f"_check/{secrets.token_hex(16)}"
         _expect(list(store.exists([absent])), [False], "exists() of a value that is not there")
-        _expect(store.read_into(absent, bench.region[: bench.value_bytes]), False, "read_into() of an absent value")
+        _expect(store.read_into(absent, bench.view(1)), False, "read_into() of an absent value")
         return Finding("ok", "read-only: it answers; it cannot list what it has, so no value was read")
     bench.stage = "listing its values"
     prefix = f"{bench.namespace}/"
@@ -153,21 +194,21 @@ def probe_manager(tier: SecondaryTierManager, bench: Bench) -> Iterator[Finding]
     tier.on_new_request(request)
     try:
         bench.stage = "looking up a key that is not there"
-        _expect(_lookup(tier, bench, key, request), LookupResult.MISS, "lookup() of a key that is not there")
+        _expect(_lookup(tier, key, request), LookupResult.MISS, "lookup() of a key that is not there")
         if bench.read_only:
             yield Finding("ok", "read-only: it answers lookups; a tier of this kind cannot list, so nothing was read")
             return
         begin = time.monotonic()
         bench.stage = "storing the probe value"
-        _transfer(tier, bench, TransferJob(1, [key], _rows(0), is_promotion=False, context=request))
+        _transfer(tier, TransferJob(1, [key], _rows(0), is_promotion=False, context=request))
         stored = time.monotonic()
         bench.stage = "looking up the probe value"
-        _expect(_lookup(tier, bench, key, request), LookupResult.HIT, "lookup() of the stored probe key")
+        _expect(_lookup(tier, key, request), LookupResult.HIT, "lookup() of the stored probe key")
         bench.stage = "loading the probe value"
         asked = time.monotonic()
-        _transfer(tier, bench, TransferJob(2, [key], _rows(1), is_promotion=True, context=request))
+        _transfer(tier, TransferJob(2, [key], _rows(1), is_promotion=True, context=request))
         seconds = (stored - begin, time.monotonic() - asked)
-        bench.compare()
+        bench.compare(1)
     finally:
         tier.on_request_finished(request)
     yield Finding("ok", f"stored, loaded and compared {format_size(bench.value_bytes)} {_times(*seconds)}")
@@ -177,26 +218,24 @@ def _rows(row: int) -> memoryview:
     return memoryview(array("i", [row]))
 
 
-def _step_until(tier: SecondaryTierManager, bench: Bench, done: Callable[[], bool]) -> None:
+def _step_until(tier: SecondaryTierManager, done: Callable[[], bool]) -> None:
     while not done():
-        if bench.given_up:
-            raise ProbeError("no answer in time")
         tier.on_schedule_end()
         time.sleep(_POLL_SECONDS)
 
 
-def _lookup(tier: SecondaryTierManager, bench: Bench, key: bytes, request: RequestContext) -> LookupResult:
+def _lookup(tier: SecondaryTierManager, key: bytes, request: RequestContext) -> LookupResult:
     answers: list[LookupResult] = []
 
     def answered() -> bool:
         answers.append(tier.lookup_many([key], request)[0])
         return answers[-1] is not LookupResult.RETRY
 
-    _step_until(tier, bench, answered)
+    _step_until(tier, answered)
     return answers[-1]
 
 
-def _transfer(tier: SecondaryTierManager, bench: Bench, job: TransferJob) -> None:
+def _transfer(tier: SecondaryTierManager, job: TransferJob) -> None:
     results: list[JobResult] = []
 
     def reported() -> bool:
@@ -204,7 +243,7 @@ def _transfer(tier: SecondaryTierManager, bench: Bench, job: TransferJob) -> Non
         return bool(results)
 
     (tier.submit_load if job.is_promotion else tier.submit_store)(job)
-    _step_until(tier, bench, reported)
+    _step_until(tier, reported)
     _expect([result.job_id for result in results], [job.job_id], "the finished jobs")
     if not results[0].success:
         raise ProbeError("the tier reports that the job has failed", "look at the tier's log; check its options")

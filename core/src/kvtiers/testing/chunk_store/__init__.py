@@ -11,7 +11,9 @@
 
 The tests of ``SupportsBatch``, ``SupportsPieces``, ``SupportsListing``, ``SupportsDiagnosis`` and ``SupportsStats`` are
 there if ``store_class`` has the ability. ``persistent = False`` (values end with the store) replaces the tests of
-reopening and of a killed writer by one that the store starts empty.
+reopening and of a killed writer by one that the store starts empty. A fixture ``break_backend`` that returns a function
+``break_backend(store)``, a context manager within which the backend fails (a server that is stopped, a folder that is
+away), brings the test that no error is swallowed.
 """
 
 from kvtiers.testing.chunk_store.abilities import DiagnosisTests, ListingTests, StatsTests
@@ -19,6 +21,7 @@ from kvtiers.testing.chunk_store.base import StoreTestBase
 from kvtiers.testing.chunk_store.batch import BatchTests
 from kvtiers.testing.chunk_store.buffers import BufferTests
 from kvtiers.testing.chunk_store.concurrency import ConcurrencyTests
+from kvtiers.testing.chunk_store.failures import FailureTests
 from kvtiers.testing.chunk_store.life import LifeTests
 from kvtiers.testing.chunk_store.pieces import PiecesTests
 from kvtiers.testing.chunk_store.values import NameTests, ValueTests
@@ -32,6 +35,7 @@ class ChunkStoreTests(
     BufferTests,
     ConcurrencyTests,
     LifeTests,
+    FailureTests,
     BatchTests,
     PiecesTests,
     ListingTests,
@@ -43,5 +47,6 @@ class ChunkStoreTests(
     ``open_store`` returns a function without arguments that opens a store, each time on the same backing; the kit
     closes what it opens and deletes what it wrote. For a persistent store another process calls it too, so it must
     survive pickling: a ``functools.partial`` of a class or function that can be imported, not a lambda. The backing
-    needs room for 64 MiB. ``patience``: seconds after which a call counts as hung.
+    needs room for 64 MiB. ``patience``: seconds after which a call counts as hung. Before the first test the kit tries
+    the backend: one that is down is one error, and the other tests of the class are skipped.
     """

@@ -8,6 +8,7 @@ from typing import ClassVar
 import pytest
 
 from kvtiers.api import ChunkStore
+from kvtiers.testing.backend import Step, require_backend
 from kvtiers.testing.guarded import PAGE, GuardedMemory
 from kvtiers.testing.running import call_within
 
@@ -84,6 +85,22 @@ def read(memory: GuardedMemory, store: ChunkStore, name: str, nbytes: int) -> by
     return row.content() if found else None
 
 
+def _first_steps(open_store: OpenStore) -> Iterator[Step]:
+    """Yield the calls that show whether the backend is there, each on a value that is gone afterwards.
+
+    What those that move a value raise is left to the tests that name the promise.
+    """
+    opened: list[ChunkStore] = []
+    yield "open_store()", lambda: opened.append(open_store()), True
+    [store], [name], row = opened, Names()(1), GuardedMemory(1 << 20).row(bytes(PAGE))
+    kind = type(store).__name__
+    yield f"{kind}.exists", lambda: store.exists([name]), True
+    yield f"{kind}.write", lambda: store.write(name, row.source()), False
+    yield f"{kind}.read_into", lambda: store.read_into(name, row.destination()), False
+    yield f"{kind}.delete", lambda: store.delete([name]), False
+    yield f"{kind}.close", store.close, False
+
+
 class StoreTestBase:
     """The author's side: ``store_class``, ``persistent``, ``patience`` and the fixture ``open_store``."""
 
@@ -98,6 +115,10 @@ class StoreTestBase:
             f"{type(self).__name__}: define a fixture 'open_store' that returns a function without arguments, "
             "which opens your store"
         )
+
+    @pytest.fixture(autouse=True)
+    def _backend(self, open_store: OpenStore) -> None:
+        require_backend(type(self), _first_steps(open_store))
 
     @pytest.fixture
     def names(self) -> Names:

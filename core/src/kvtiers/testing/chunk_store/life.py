@@ -88,8 +88,10 @@ class LifeTests(StoreTestBase):
             store.delete(written)
             assert not any(store.exists(written))
 
-        assert call_within(self.patience, use), (
-            f"after a writer was killed the store could not be used within {self.patience:g} s: is a lock left behind?"
+        where = call_within(self.patience, use)
+        assert not where, (
+            f"after a writer was killed the store could not be used within {self.patience:g} s: is a lock left "
+            f"behind?{where}"
         )
 
     def test_close_ends_all_threads(self, stores: Stores, names: Names, memory: GuardedMemory) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvtiers.api import ChunkStore
+from kvtiers.api.declared import class_problems
 from kvtiers.testing.chunk_store.base import LARGE, Names, StoreTestBase, read, write
 from kvtiers.testing.guarded import PAGE, GuardedMemory, pattern, same_bytes
 
@@ -36,6 +37,10 @@ class ValueTests(StoreTestBase):
         assert all(isinstance(error, type) and issubclass(error, Exception) for error in transient)
         assert isinstance(store.exists_per_call, int)
         assert store.exists_per_call >= 1
+
+    def test_every_public_method_is_the_contract_s_and_every_ability_is_whole(self) -> None:
+        problems = class_problems(self.store_class)
+        assert not problems, "; ".join(problems)
 
     @pytest.mark.parametrize("nbytes", _SIZES.values(), ids=_SIZES.keys())
     def test_a_value_comes_back_as_it_was_written(
@@ -102,11 +107,11 @@ class NameTests(StoreTestBase):
             same_bytes(read(memory, store, name, PAGE) or b"", pattern(seed, PAGE), f"the value of ...{name[-8:]!r}")
 
     def test_the_longest_name_is_a_name(self, store: ChunkStore, names: Names, memory: GuardedMemory) -> None:
-        room = 512 - len(names.prefix)
+        room = 250 - len(names.prefix)
         parts = "/".join("0123456789abcdef" * 8 for _ in range(room // 129 + 1))
         name = names.named(parts[:room])
         write(memory, store, name, pattern(1, PAGE))
-        same_bytes(read(memory, store, name, PAGE) or b"", pattern(1, PAGE), "the value of a name of 512 characters")
+        same_bytes(read(memory, store, name, PAGE) or b"", pattern(1, PAGE), "the value of a name of 250 characters")
         store.delete([name])
         assert read(memory, store, name, PAGE) is None
 

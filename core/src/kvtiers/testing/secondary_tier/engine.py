@@ -46,7 +46,7 @@ class SmallEngine:
         self.results: list[JobResult] = []
         self._jobs: dict[int, TransferJob] = {}
         self._ids = count(1)
-        self._is_open = True
+        self._is_open, self._is_drained = True, False
         context = TierContext(
             tier_name="kit",
             value_bytes=_VALUE_BYTES,
@@ -100,19 +100,16 @@ class SmallEngine:
         return [next(r for r in self.results if r.job_id == job_id) for job_id in job_ids]
 
     def finish_all(self) -> None:
-        """Drain the tier and note every result; fail unless each job has exactly one."""
-        for _ in range(_STEPS_AFTER):
-            self.step()
-        assert self.drain(), f"drain did not bring all jobs to an end in {self._patience:g} s"
+        """Step until every job is reported, and on for a while; fail unless each has exactly one result."""
+        self.finish(*self._jobs)
         for _ in range(_STEPS_AFTER):
             self.step()
         self._check_book()
 
-    def drain(self) -> bool:
-        """Drain the tier as core does: on another thread, while no other call is made."""
-        drained: list[bool] = []
-        self._elsewhere(f"drain({self._patience:g})", lambda: drained.append(self.tier.drain(self._patience)))
-        return drained[0]
+    def drain(self) -> None:
+        """Drain the tier as core does, on another thread and at the end alone; fail unless each job has one result."""
+        self._elsewhere("drain", self._drain)
+        self._check_book()
 
     def end(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> None:
         """Make every call that core may make around a drain, all on one other thread; the last store is of these rows.
@@ -124,9 +121,7 @@ class SmallEngine:
             self.tier.on_new_request(self.request)
             self.store(keys, rows)
             self.tier.on_request_finished(self.request)
-            assert self.tier.drain(self._patience), f"drain did not bring all jobs to an end in {self._patience:g} s"
-            for _ in range(2):  # with no step before it: the last one is over
-                self._note(self.tier.get_finished_jobs())
+            self._drain()
 
         self._elsewhere("one of the calls around a drain", last_calls)
         self._check_book()
@@ -136,11 +131,18 @@ class SmallEngine:
         return [self._ask(key) is LookupResult.HIT for key in keys]
 
     def close(self) -> None:
-        """Drain and close the tier, once; each on a thread of its own, as core does."""
+        """Drain, unless that has been done, and close the tier, once; each on a thread of its own, as core does."""
         if self._is_open:
             self._is_open = False
-            self.drain()
+            if not self._is_drained:
+                self._elsewhere("drain", self._drain)
             self._elsewhere("close", self.tier.close)
+
+    def _drain(self) -> None:
+        self._is_drained = True  # core calls it once, at the end
+        assert self.tier.drain(self._patience), f"drain did not bring all jobs to an end in {self._patience:g} s"
+        for _ in range(2):  # with no step before it: the last one is over
+            self._note(self.tier.get_finished_jobs())
 
     def _ask(self, key: OffloadKey) -> LookupResult:
         for _ in self._patiently("lookup answered RETRY"):
@@ -162,7 +164,8 @@ class SmallEngine:
 
     def _elsewhere(self, name: str, calls: Callable[[], object]) -> None:
         """Make calls to the tier on another thread, which must return in time."""
-        assert call_within(self._patience + _LATE_SECONDS, calls), f"{name} did not return in time"
+        where = call_within(self._patience + _LATE_SECONDS, calls)
+        assert not where, f"{name} did not return in time{where}"
 
     def _check_book(self) -> None:
         times = Counter(result.job_id for result in self.results)

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from kvtiers.api import SecondaryTierManager
+from kvtiers.api.declared import class_problems
 from kvtiers.testing.applies import applies_to
 from kvtiers.testing.guarded import same_bytes
 from kvtiers.testing.running import call_within
@@ -24,6 +25,10 @@ def _can_be_held(tests: Any) -> bool:
 
 class ResultTests(TierTestBase):
     """Jobs of every kind."""
+
+    def test_every_public_method_is_the_contract_s(self, engine: SmallEngine) -> None:
+        problems = class_problems(type(engine.tier))
+        assert not problems, "; ".join(problems)
 
     def test_an_empty_job_yields_exactly_one_result(self, engine: SmallEngine) -> None:
         engine.finish(engine.store([], []), engine.load([], []))
@@ -96,7 +101,7 @@ class ResultTests(TierTestBase):
             engine.fill(row, row)
             engine.store([keys[row]], [row])
         engine.load(keys, range(20, 28))
-        engine.finish_all()
+        engine.drain()
 
     def test_an_abandoned_job_still_yields_its_result(self, engine: SmallEngine) -> None:
         keys = new_keys(2)
@@ -121,7 +126,7 @@ class ResultTests(TierTestBase):
             engine.step()
 
         with hold(engine.tier):
-            returned = call_within(self.patience / 3, step)
-        assert returned, "a call on the engine's thread waited for the backend, which was held meanwhile"
+            where = call_within(self.patience / 3, step)
+        assert not where, f"a call on the engine's thread waited for the backend, which was held meanwhile{where}"
         engine.finish_all()
         same_bytes(engine.value_in(2), content, "the chunk that was loaded while the backend was held")

@@ -1,0 +1,38 @@
+"""The checks of what a store's calls return, so that a wrong answer is named as such by everybody who calls a store."""
+
+from collections.abc import Iterable, Sequence
+
+from kvtiers.api.errors import StoreContractError
+
+__all__ = ["found", "found_each", "present_each"]
+
+
+def found(store: object, method: str, answer: object) -> bool:
+    """Return the answer of a ``read_into``; StoreContractError if it is None, which says neither yes nor no."""
+    if answer is None:
+        raise StoreContractError(store, method, "returned None; it must return True, or False for no such value")
+    return bool(answer)
+
+
+def found_each(store: object, method: str, names: Sequence[str], answers: object) -> list[bool]:
+    """Return the answers of a batch, one a name; StoreContractError if there are more or fewer, or one is None."""
+    each = _one_each(store, method, names, answers)
+    if any(answer is None for answer in each):
+        raise StoreContractError(store, method, "answered None for a value; each answer must be True or False")
+    return [bool(answer) for answer in each]
+
+
+def present_each(store: object, names: Sequence[str], answers: object) -> list[bool]:
+    """Return the answers of ``exists``, one a name; StoreContractError if there are more or fewer."""
+    return [bool(answer) for answer in _one_each(store, "exists", names, answers)]
+
+
+def _one_each(store: object, method: str, names: Sequence[str], answers: object) -> list[object]:
+    if not isinstance(answers, Iterable):
+        text = f"returned {answers!r:.80} for {len(names)} names; it must return one answer for each, in order"
+        raise StoreContractError(store, method, text)
+    each = list(answers)
+    if len(each) != len(names):
+        text = f"gave {len(each)} answers to {len(names)} names; it must give one for each, in order"
+        raise StoreContractError(store, method, text)
+    return each

@@ -1,0 +1,143 @@
+"""What a store declares to be able to do besides, tried: batches, pieces, listing, figures, each as core uses it."""
+
+import math
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+from kvtiers.api import (
+    ChunkStore,
+    Finding,
+    StoreEntry,
+    SupportsBatch,
+    SupportsListing,
+    SupportsPieces,
+    SupportsStats,
+)
+from kvtiers.api.answers import found_each
+from kvtiers.api.units import format_duration
+from kvtiers.cli.check.round_trip import Bench, ProbeError
+
+__all__ = ["probe_abilities"]
+
+_LIST_SECONDS = 5.0
+
+Probe = Callable[[], Iterator[Finding]]
+
+
+def probe_abilities(store: ChunkStore, bench: Bench) -> list[Probe]:
+    """Return a probe for each of the store's abilities; one that is read-only is only asked for its figures."""
+    probes: list[Probe] = []
+    if isinstance(store, SupportsBatch) and not bench.read_only:
+        probes.append(partial(_batch, store, store, bench))
+    if isinstance(store, SupportsPieces) and not bench.read_only:
+        probes.append(partial(_pieces, store, store, bench))
+    if isinstance(store, SupportsStats):
+        probes.append(partial(_stats, store, bench))
+    if isinstance(store, SupportsListing) and not bench.read_only:
+        probes.append(partial(_listing, store, store, bench))  # the last one: it may be left running
+    return probes
+
+
+def _name() -> str:
+    return f"_check/{secrets.token_hex(16)}"
+
+
+def _batch(store: ChunkStore, batched: SupportsBatch, bench: Bench) -> Iterator[Finding]:
+    names, absent = [_name(), _name()], _name()
+    bench.stage = "writing two probe values in one call"
+    try:
+        wrote = bench.lend(
+            store, "write_many", [0, 0], readonly=True, call=lambda views: batched.write_many(names, views)
+        )
+        if not all(found_each(store, "write_many", names, wrote)):
+            raise ProbeError("write_many() says that the store is full", "give the store more room")
+        bench.stage = "reading two probe values in one call"
+        for asked, expected in ((names, [True, True]), ([names[0], absent], [True, False])):
+            bench.forget()
+            got = bench.lend(
+                store,
+                "read_many_into",
+                [1, 2],
+                readonly=False,
+                call=lambda views, asked=asked: batched.read_many_into(asked, views),  # type: ignore[misc]
+            )
+            if (answers := found_each(store, "read_many_into", asked, got)) != expected:
+                raise ProbeError(f"read_many_into() gave {answers}, expected {expected}")
+            bench.compare(*[row for row, there in zip((1, 2), expected, strict=True) if there])
+    finally:
+        bench.stage, before = "deleting the probe values", bench.stage
+        store.delete(names)
+        bench.stage = before
+    yield Finding("ok", "several values in one call: wrote, read back and compared two")
+
+
+def _pieces(store: ChunkStore, in_pieces: SupportsPieces, bench: Bench) -> Iterator[Finding]:
+    if not in_pieces.reads_in_pieces(bench.value_bytes):
+        return
+    name = _name()
+    bench.stage = "reading the probe value in pieces"
+    store.write(name, bench.view(0).toreadonly())
+    try:
+        pieces = in_pieces.read_pieces(name, bench.value_bytes)
+        if pieces is None:
+            raise ProbeError("read_pieces() gave nothing for the value just written")
+        if b"".join(map(bytes, pieces)) != bench.payload:
+            raise ProbeError("the pieces of read_pieces() are not what was written")
+    finally:
+        store.delete([name])
+    if in_pieces.read_pieces(name, bench.value_bytes) is not None:
+        raise ProbeError("read_pieces() gave pieces of a value that is not there")
+    yield Finding("ok", "values in pieces: read one and compared it")
+
+
+def _stats(store: SupportsStats, bench: Bench) -> Iterator[Finding]:
+    bench.stage = "giving its figures"
+    figures: object = store.stats()
+    if not isinstance(figures, Mapping):
+        raise ProbeError(f"stats() returned {figures!r:.80}, expected figures by name")
+    for name, figure in figures.items():
+        if not isinstance(name, str):
+            raise ProbeError(f"stats() has a figure named {name!r:.80}, expected a text")
+        if not isinstance(figure, int | float) or not math.isfinite(figure):
+            raise ProbeError(f"stats() has {figure!r:.80} for {name!r:.80}, expected a number")
+    yield Finding("ok", f"figures of its own: {len(figures)}")
+
+
+def _listing(store: ChunkStore, listing: SupportsListing, bench: Bench) -> Iterator[Finding]:
+    """List the one probe value. A store of many values may have to look at each: it is not waited for without end."""
+    name = _name()
+    bench.stage = "listing the probe value"
+    store.write(name, bench.view(0).toreadonly())
+    try:
+        entries: list[object] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                entries.extend(listing.list(name))
+            except BaseException as error:  # noqa: BLE001 -- raised again below
+                errors.append(error)
+
+        lister = threading.Thread(target=run, daemon=True)
+        lister.start()
+        lister.join(_LIST_SECONDS)
+        bench.is_still_called = lister.is_alive()
+        if errors:
+            raise errors[0]
+        if bench.is_still_called:
+            yield Finding(
+                "ok", f"listing was not finished within {format_duration(_LIST_SECONDS)}: the store holds many values"
+            )
+            return
+        if any(not isinstance(entry, StoreEntry) for entry in entries):
+            raise ProbeError(f"list() yielded {entries[0]!r:.80}, expected a StoreEntry")
+        got = [(entry.name, entry.nbytes) for entry in entries if isinstance(entry, StoreEntry)]
+        if got != [(name, bench.value_bytes)]:
+            raise ProbeError(
+                f"list() of the probe value's own name gave {got!r:.200}, expected it once, with its length"
+            )
+    finally:
+        store.delete([name])
+    yield Finding("ok", "listing: found the probe value, with its length")

@@ -1,0 +1,146 @@
+"""The process in which ``kvtiers check`` tries one tier: opens it, probes it, asks for its diagnosis, closes it.
+
+It tells the command by a pipe, a JSON object a line: what it is about to do, what it has found, and that it is done.
+What the tier prints goes elsewhere.
+"""
+
+import faulthandler
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from kvtiers._process import die_with_parent
+from kvtiers.api import (
+    ChunkStore,
+    ConfigError,
+    Finding,
+    KvtiersError,
+    SecondaryTierManager,
+    SupportsDiagnosis,
+    TierConfig,
+    TierPluginError,
+)
+from kvtiers.api.config import load_resolved
+from kvtiers.cli.check.abilities import probe_abilities
+from kvtiers.cli.check.round_trip import OWN_FAULT, REACH, Bench, ProbeError, probe_manager, probe_store
+from kvtiers.cli.open_tier import open_tier
+from kvtiers.plugins import load_tier
+
+__all__ = ["run"]
+
+_DRAIN_SECONDS = 5.0
+_LONGEST_TEXT = 1_000
+_LEVELS = ("ok", "warning", "error")
+_T = TypeVar("_T")
+
+
+def run(task: Mapping[str, Any], pipe: int) -> None:
+    """Try the tier of this task and end the process, whatever the tier has left running."""
+    die_with_parent(task["parent"])
+    faulthandler.enable()
+    with os.fdopen(pipe, "wb", buffering=0) as out:
+        _TrialRun(task, lambda message: out.write(json.dumps(message).encode() + b"\n")).run()
+        out.write(b'{"done": true}\n')
+        os._exit(0)
+
+
+class _TrialRun:
+    """One trial; ``tell`` gets each message."""
+
+    def __init__(self, task: Mapping[str, Any], tell: Callable[[dict[str, Any]], object]) -> None:
+        self._task = task
+        self._tell = tell
+
+    def run(self) -> None:
+        """Do it all; what goes wrong is told."""
+        self._bench: Bench | None = None
+        config = self._attempt(self._config)
+        if config is None:
+            return
+        bench = self._bench = Bench(
+            self._task["value_bytes"],
+            self._task["namespace"],
+            config.read_only,
+            tell=lambda stage: self._tell({"stage": stage}),
+        )
+        tier = self._attempt(
+            lambda: open_tier(config, namespace=bench.namespace, value_bytes=bench.value_bytes, region=bench.region)
+        )
+        if tier is None:
+            return
+        if isinstance(tier, SecondaryTierManager):
+            self._attempt(lambda: self._take(probe_manager(tier, bench)))
+        else:
+            self._try_store(tier, bench)
+        if isinstance(tier, SupportsDiagnosis):
+            bench.stage = "diagnosing its backend"
+            self._attempt(lambda: self._take(_diagnosis(tier, bench.value_bytes)))
+        if not bench.is_still_called:
+            bench.stage = "being closed"
+            self._attempt(lambda: _close(tier))
+
+    def _config(self) -> TierConfig:
+        return load_resolved(load_tier(self._task["type"]).config, self._task["options"])
+
+    def _try_store(self, store: ChunkStore, bench: Bench) -> None:
+        if self._attempt(lambda: self._take(probe_store(store, bench))):
+            for probe in probe_abilities(store, bench):
+                self._attempt(lambda probe=probe: self._take(probe()))  # type: ignore[misc]
+
+    def _take(self, findings: Iterable[Finding]) -> bool:
+        for finding in findings:
+            self._say(finding)
+        return True
+
+    def _say(self, finding: Finding) -> None:
+        self._tell({"level": finding.level, "text": finding.text[:_LONGEST_TEXT], "fix": finding.fix[:_LONGEST_TEXT]})
+
+    def _attempt(self, action: Callable[[], _T]) -> _T | None:
+        """Do one thing; whatever goes wrong is a finding."""
+        stage = self._bench.stage if self._bench else "being started"
+        try:
+            return action()
+        except ProbeError as error:
+            self._say(Finding("error", str(error), error.fix))
+        except TierPluginError as error:
+            self._say(Finding("error", str(error), OWN_FAULT))
+        except ConfigError as error:
+            self._take(Finding("error", problem, "correct the tier's options") for problem in error.problems)
+        except BaseException as error:  # noqa: BLE001 -- whatever a tier raises is a line of the report
+            stage = self._bench.stage if self._bench else stage
+            self._say(Finding("error", f"failed while {stage}: {in_words(error)}", REACH))
+        return None
+
+
+def in_words(error: BaseException) -> str:
+    """Return what an error says, in one line; the name of its class comes last, for whoever reports it."""
+    try:
+        text = " ".join(str(error).split()).rstrip(".")
+    except Exception:  # noqa: BLE001 -- a broken __str__
+        text = ""
+    name = type(error).__name__
+    if text and isinstance(error, KvtiersError):
+        return text
+    return f"{text} ({name})" if text else name
+
+
+def _diagnosis(tier: SupportsDiagnosis, value_bytes: int) -> list[Finding]:
+    """Return the tier's own findings; ProbeError if they are none."""
+    result: object = tier.diagnose(value_bytes)
+    what = f"diagnose() of {type(tier).__name__}"
+    if not isinstance(result, Iterable):
+        raise ProbeError(f"{what} returned {result!r:.80}, expected a list of findings")
+    findings = list(result)
+    for finding in findings:
+        if not (isinstance(finding, Finding) and isinstance(finding.text, str) and isinstance(finding.fix, str)):
+            raise ProbeError(f"{what} returned {finding!r:.80} in its list, expected a Finding")
+        if finding.level not in _LEVELS:
+            raise ProbeError(f"{what} has a finding of level {finding.level!r:.80}, expected ok, warning or error")
+    return findings
+
+
+def _close(tier: ChunkStore | SecondaryTierManager) -> None:
+    if isinstance(tier, SecondaryTierManager):
+        tier.drain(_DRAIN_SECONDS)
+    tier.close()

@@ -1,0 +1,41 @@
+"""A look at the backend before the first test of a class: one that is down is one error, not one for each test."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from kvtiers._failures import error_text
+from kvtiers.testing.running import call_within
+
+__all__ = ["Step", "require_backend"]
+
+Step = tuple[str, Callable[[], object], bool]
+"""A call to try, by name; whether an error of it says that the backend cannot be used, as a hang always does."""
+
+_FOUND = "_kvtiers_backend_trouble"
+
+
+def require_backend(tests: type[Any], steps: Iterable[Step]) -> None:
+    """Try the backend of a class of tests once. If it cannot be used, fail this test, and skip those that follow."""
+    trouble = vars(tests).get(_FOUND)
+    if trouble is None:
+        trouble = _trouble(steps, tests.patience)
+        setattr(tests, _FOUND, trouble)
+        if trouble:
+            pytest.fail(f"{tests.__name__}: {trouble}\n(its other tests are skipped)", pytrace=False)
+    elif trouble:
+        pytest.skip("the backend cannot be used: see the first error of this class")
+
+
+def _trouble(steps: Iterable[Step], patience: float) -> str:
+    for name, call, is_telling in steps:
+        try:
+            where = call_within(patience, call)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 -- whatever the author's code raises
+            if is_telling:
+                return f"{name} raised {error_text(error)}; is the backend there, and are its options right?"
+        else:
+            if where:
+                return f"{name} did not return within {patience:g} s (the tests' 'patience'){where}"
+    return ""

@@ -1,0 +1,312 @@
+"""Chaos over all tier kinds: processes killed and stopped, servers gone, a disk full, lying replies.
+
+``python tests/soak/soak.py --minutes 5``. Every byte is compared. Exit status 1: a wrong byte, a stall of the engine's
+thread of more than 50 ms over its control's (an engine without tiers, beside it), or something left behind.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+HERE = Path(__file__).parent
+MARK = "KVTIERS_SOAK"
+STALL = 0.050
+PRIMARY = {"capacity": "8MiB", "prefault": False}
+WAITS = {"lookup_wait": "50ms", "load_wait": "300ms"}
+QUICK = {"deadline": "2s", "grace": "500ms", "breaker": {"delay": "100ms", "max_delay": "1s"}}
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+class Redis:
+    """A server that can be killed, stopped for a while, and started again."""
+
+    def __init__(self, folder):
+        self.folder, self.port = folder, free_port()
+        self.start()
+
+    def start(self):
+        options = ["--port", str(self.port), "--save", "", "--dir", str(self.folder), "--maxmemory", "16mb"]
+        options += ["--maxmemory-policy", "noeviction" if random.random() < 0.5 else "allkeys-lru"]
+        self.process = subprocess.Popen(
+            ["redis-server", *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+
+    def end(self):
+        self.process.kill()
+        self.process.wait()
+
+
+class Disk:
+    """A small file system of its own, where one may be mounted; else a folder, and no full disk."""
+
+    def __init__(self, folder):
+        self.path = folder / "disk"
+        self.path.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(self.path)]
+        self.is_mounted = subprocess.run(mount, check=False, capture_output=True).returncode == 0
+        self.filler = self.path / "filler"
+
+    def fill(self):
+        with contextlib.suppress(OSError), self.filler.open("wb") as file:
+            while True:
+                file.write(bytes(1 << 20))
+
+    def relieve(self):
+        self.filler.unlink(missing_ok=True)
+
+    def end(self):
+        if self.is_mounted:
+            subprocess.run(["umount", "-l", str(self.path)], check=True)
+
+
+class Engine:
+    """An engine in a process of its own. ``lines``: what it has said."""
+
+    def __init__(self, config, seconds, environment):
+        self.lines, self.wrong = [], []
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by ``end``
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "engine.py"), str(seconds), json.dumps(config)],
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            env=environment,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self):
+        for line in self.process.stdout:
+            if line.endswith("\n"):
+                said = json.loads(line)
+                (self.wrong if "row" in said else self.lines).append(said)
+
+    @property
+    def last(self):
+        return self.lines[-1] if self.lines else {}
+
+    def hosts(self):
+        found = []
+        with contextlib.suppress(OSError):
+            for task in Path(f"/proc/{self.process.pid}/task").iterdir():
+                found += map(int, (task / "children").read_text().split())
+        return found
+
+    def end(self):
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        self.process.stdout.close()
+        self.log.seek(0)
+        self.said = self.log.read().decode(errors="replace")
+        self.log.close()
+
+
+class Soak:
+    def __init__(self, folder, minutes, seed):
+        self.folder = folder
+        self.until = time.monotonic() + 60 * minutes
+        self.random = random.Random(seed)
+        self.did, self.totals, self.ids, self.worst, self.control_worst = Counter(), Counter(), set(), (0.0, ""), 0.0
+        self.wrong, self.stuck = [], []
+        self.mark = f"{os.getpid()}-{time.time_ns()}"
+        self.disk = Disk(folder)
+        self.redis = Redis(folder) if shutil.which("redis-server") else None
+        self.environment = os.environ | {MARK: self.mark, "PYTHONPATH": self._install_liar()}
+
+    def _install_liar(self):
+        site = self.folder / "site"
+        info = site / "kvtiers_soak-1.0.dist-info"
+        info.mkdir(parents=True)
+        shutil.copy(HERE / "liar.py", site / "kvtiers_soak_liar.py")
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvtiers-soak\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text("[kvtiers.tiers]\nliar = kvtiers_soak_liar\n")
+        return os.pathsep.join([str(site), *filter(None, sys.path)])
+
+    def tiers(self):
+        liar = self.folder / "liar"
+        liar.mkdir(exist_ok=True)
+        tiers = [
+            {"type": "memory", "capacity": "8MiB", "io": "process"},
+            {"type": "fs", "path": str(self.disk.path / "values"), "capacity": "1GiB", "min_free": 0},
+            {"type": "liar", "root": str(liar)},
+        ]
+        if self.redis:
+            tiers.append({"type": "redis", "url": f"redis://127.0.0.1:{self.redis.port}", "timeout": "1s"})
+        self.random.shuffle(tiers)
+        return [tier | QUICK for tier in tiers]
+
+    # -- what is done to it
+
+    def kill_a_host(self, engine):
+        self._signal(engine, signal.SIGKILL)
+
+    def stop_a_host(self, engine):
+        pid = self._signal(engine, signal.SIGSTOP)
+        time.sleep(self.random.uniform(0.1, 3.0))
+        if pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+    def kill_the_server(self, _engine):
+        self.redis.end()
+        time.sleep(self.random.uniform(0.0, 2.0))
+        self.redis.start()
+
+    def stop_the_server(self, _engine):
+        self.redis.process.send_signal(signal.SIGSTOP)
+        time.sleep(self.random.uniform(0.1, 3.0))
+        self.redis.process.send_signal(signal.SIGCONT)
+
+    def fill_the_disk(self, _engine):
+        self.disk.fill()
+        time.sleep(self.random.uniform(0.2, 2.0))
+        self.disk.relieve()
+
+    def rest(self, _engine):
+        time.sleep(self.random.uniform(0.2, 2.0))
+
+    def _signal(self, engine, number):
+        hosts = engine.hosts()
+        if not hosts:
+            return 0
+        pid = self.random.choice(hosts)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+        return pid
+
+    def actions(self):
+        actions = [self.kill_a_host, self.stop_a_host, self.rest]
+        actions += [self.kill_the_server, self.stop_the_server] if self.redis else []
+        return actions + ([self.fill_the_disk] if self.disk.is_mounted else [])
+
+    # -- rounds
+
+    def run(self):
+        config = {"version": 1, "primary": PRIMARY, **WAITS}
+        control = Engine(config, 60 * 600, self.environment)
+        try:
+            while (left := self.until - time.monotonic()) > 0:
+                self.round(min(left, self.random.uniform(15, 40)), config)
+            self.control_worst = control.last.get("stall", 0.0)
+        finally:
+            control.end()
+            self.ids |= {line["engine"] for line in control.lines}
+
+    def round(self, seconds, config):
+        """Run one engine under chaos; half of them are killed, the others end by themselves."""
+        engine = Engine(config | {"secondary": self.tiers()}, seconds, self.environment)
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and engine.process.poll() is None:
+            action = self.random.choice(self.actions())
+            action(engine)
+            self.did[action.__name__] += 1
+        if self.random.random() < 0.5:
+            self.did["kill_the_engine"] += 1
+        else:
+            try:
+                engine.process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.stuck.append("an engine did not end within 60 s of its shutdown")
+        status = engine.process.poll()
+        engine.end()
+        if status not in {None, 0}:
+            self.stuck.append(f"an engine ended by itself with status {status}: {engine.said[-500:]}")
+        self.note(engine)
+
+    def note(self, engine):
+        last = engine.last
+        self.ids |= {line["engine"] for line in engine.lines}
+        self.wrong += engine.wrong
+        self.totals.update({name: last.get(name, 0) for name in ("compared", "stored", "hits", "left")})
+        for what in ("landed", "damaged"):
+            self.totals.update({f"{what} {name}": count for name, count in last.get(what, {}).items()})
+        self.worst = max(self.worst, (last.get("stall", 0.0), last.get("call", "")))
+        print(f"{max(0.0, self.until - time.monotonic()):5.0f} s left: {dict(self.totals)}", flush=True)
+
+    def end(self):
+        self.disk.end()
+        if self.redis:
+            self.redis.end()
+
+    # -- what is left
+
+    def leftovers(self):
+        """Return what engines that are gone have left; dying takes a moment, so it is looked at for some seconds."""
+        until = time.monotonic() + 20
+        while (left := self._left()) and time.monotonic() < until:
+            time.sleep(0.2)
+        return left
+
+    def _left(self):
+        left = []
+        for process in Path("/proc").iterdir():
+            if not process.name.isdecimal() or int(process.name) == os.getpid():
+                continue
+            with contextlib.suppress(OSError):
+                if f"{MARK}={self.mark}".encode() in (process / "environ").read_bytes():
+                    left.append(f"process {process.name}: {(process / 'cmdline').read_bytes()!r:.120}")
+            with contextlib.suppress(OSError):
+                maps = (process / "maps").read_text()
+                left += [f"process {process.name} maps the memory of {name}" for name in self.ids if name in maps]
+        sockets = Path("/proc/net/unix").read_text()
+        left += [f"a socket of {name}" for name in self.ids if name in sockets]
+        for folder in (Path("/dev/shm"), Path(tempfile.gettempdir())):
+            left += [str(path) for path in folder.iterdir() if any(name in path.name for name in self.ids)]
+        return left
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 100_000)
+    options = parser.parse_args()
+    print(f"soak of {options.minutes:g} minutes, --seed {options.seed}")
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        soak = Soak(Path(folder), options.minutes, options.seed)
+        try:
+            soak.run()
+        finally:
+            soak.end()
+        left = soak.leftovers()
+    return report(soak, left)
+
+
+def report(soak, left):
+    stall, call = soak.worst
+    allowed = soak.control_worst + STALL
+    print(f"did: {dict(soak.did)}")
+    print(f"not done: {', '.join(not_done(soak)) or 'nothing'}")
+    print(f"compared {soak.totals['compared']} chunks, {len(soak.wrong)} with a wrong byte {soak.wrong[:3]}")
+    print(
+        f"worst call of the engine's thread: {stall * 1e3:.1f} ms ({call}); control: {soak.control_worst * 1e3:.1f} ms"
+    )
+    print(f"left behind: {left or 'nothing'}; other trouble: {soak.stuck or 'none'}")
+    failed = bool(soak.wrong or left or soak.stuck) or stall > allowed or not soak.totals["compared"]
+    print("FAILED" if failed else "ok")
+    return int(failed)
+
+
+def not_done(soak):
+    missing = [] if soak.redis else ["servers killed and stopped (no redis-server here)"]
+    return missing + ([] if soak.disk.is_mounted else ["a full disk (no file system may be mounted here)"]) + ["S3"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

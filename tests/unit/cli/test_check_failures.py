@@ -1,0 +1,123 @@
+"""``kvtiers check`` tries all that a tier declares, and no way to fail looks like success."""
+
+# ruff: noqa: E501 -- a row of these tables is a mistake and its line, side by side
+
+import json
+
+import pytest
+
+ABILITIES = """
+def read_many_into(self, names, dsts): return [self.read_into(n, d) for n, d in zip(names, dsts)]
+def write_many(self, names, srcs): return [self.write(n, s) is None for n, s in zip(names, srcs)]
+def reads_in_pieces(self, nbytes): return True
+def read_pieces(self, name, nbytes):
+    value = self.values.get(name, b"")
+    return [value[:5000], value[5000:]] if len(value) == nbytes else None
+def list(self, prefix): return [StoreEntry(n, len(v)) for n, v in self.values.items() if n.startswith(prefix)]
+def stats(self): return {"held": len(self.values)}
+def diagnose(self, value_bytes): return [Finding("ok", "all well")]
+"""
+
+
+def errors(result) -> list[str]:
+    return [line for line in result.stdout.splitlines() if line.split()[:1] == ["error"]]
+
+
+def test_every_ability_is_tried_and_leaves_nothing(run, config, store, tmp_path):
+    body = f"""
+{ABILITIES}
+def close(self): Path("{tmp_path}/left").write_text(str(list(self.values)))
+"""
+    result = run("check", config(f"{{type: {store(body)}}}"))
+    assert result.exit_code == 0, result.output
+    for said in (
+        "wrote, read back, compared and deleted 2MiB",
+        "several values in one call: wrote, read back and compared two",
+        "values in pieces: read one and compared it",
+        "listing: found the probe value",
+        "figures of its own: 1",
+        "all well",
+    ):
+        assert said in result.stdout
+    assert (tmp_path / "left").read_text() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("def write(self, name, src):\n    import os; os._exit(0)", "its process ended by itself with exit status 0 while writing the probe value"),
+        ("def close(self):\n    import os; os._exit(3)", "its process ended by itself with exit status 3 while being closed"),
+        ("def exists(self, names):\n    import os; os.kill(os.getpid(), 9)", "its process was killed by signal 9 (SIGKILL) while saying whether"),
+        ("def read_into(self, name, dst):\n    import ctypes; ctypes.string_at(0)", "was killed by signal 11 (SIGSEGV) while reading the probe value back (it printed: Fatal Python error: Segmentation fault"),
+        ("def read_into(self, name, dst): raise SystemExit(0)", "failed while reading the probe value back: 0 (SystemExit)"),
+        ("def delete(self, names): raise BaseException('odd')", "failed while deleting the probe value: odd (BaseException)"),
+        ("def write(self, name, src): raise KeyboardInterrupt", "failed while writing the probe value: KeyboardInterrupt"),
+    ],
+)  # fmt: skip
+def test_a_tier_that_ends_crashes_or_raises_anything_is_one_error(run, config, store, body, said):
+    result = run("check", config(f"{{type: {store(body)}}}"))
+    assert result.exit_code == 1, result.output
+    (line,) = errors(result)
+    assert said in line
+    assert ". Fix: " in line
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("def diagnose(self, n): return None", "returned None, expected a list of findings"),
+        ("def diagnose(self, n): return ['all well']", "returned 'all well' in its list, expected a Finding"),
+        ("def diagnose(self, n): return [Finding('fine', 'all well')]", "a finding of level 'fine', expected ok, warning or error"),
+        ("def diagnose(self, n): return [Finding('ok', 3)]", "in its list, expected a Finding"),
+        ("def write_many(self, names, srcs): return None", "Mine.write_many returned None for 2 names"),
+        ("def write_many(self, names, srcs): return [True, True]", "read_many_into() gave [False, False], expected [True, True]"),
+        ("def write_many(self, names, srcs): raise OSError('no pipeline')", "failed while writing two probe values in one call: no pipeline (OSError)"),
+        ("def read_many_into(self, names, dsts): return [True for _ in names]", "what was read back is not what was written"),
+        ("def read_many_into(self, names, dsts): return [self.read_into(n, d) for n, d in zip(names, dsts)][:1]", "Mine.read_many_into gave 1 answers to 2 names"),
+        ("def read_pieces(self, name, nbytes): return [self.values[name][:-1]]", "the pieces of read_pieces() are not what was written"),
+        ("def read_pieces(self, name, nbytes): return [self.values.get(name, bytes(nbytes))]", "read_pieces() gave pieces of a value that is not there"),
+        ("def list(self, prefix): return []", "list() of the probe value's own name gave [], expected it once"),
+        ("def list(self, prefix): return list(self.values)", "expected a StoreEntry"),
+        ("def stats(self): return [1]", "stats() returned [1], expected figures by name"),
+        ("def stats(self): return {'rate': float('nan')}", "stats() has nan for 'rate', expected a number"),
+        ("kept = None\ndef write(self, name, src):\n    super().write(name, src)\n    self.kept = src", "Mine.write kept the buffer that it was given"),
+        ("def diagnoze(self, n): return []", "'diagnoze', which is no part of the contract and is never used. Did you mean"),
+    ],
+)  # fmt: skip
+def test_what_an_ability_gets_wrong_is_one_line(run, config, store, body, said):
+    abilities = ABILITIES.replace("def diagnose", "def _diagnose") if "diagnoze" in body else ABILITIES
+    result = run("check", config(f"{{type: {store(abilities + body)}}}"))
+    assert result.exit_code == 1, result.output
+    (line,) = errors(result)
+    assert said in line
+    assert ". Fix: " in line
+
+
+def test_half_an_ability_is_an_error(run, config, store):
+    result = run("check", config(f"{{type: {store('def write_many(self, names, srcs): return []')}}}"))
+    assert result.exit_code == 1
+    assert "Mine has write_many but not read_many_into: SupportsBatch is both" in errors(result)[0]
+
+
+def test_what_a_tier_prints_is_not_in_the_report(run, config, store):
+    name = store("def exists(self, names):\n    print('{', flush=True)\n    return super().exists(names)")
+    result = run("check", config(f"{{type: {name}}}"), "--json")
+    assert json.loads(result.stdout)["ok"] is True
+    assert result.stderr == ""
+
+
+def test_a_listing_that_takes_long_is_left_and_no_error(run, config, store, tmp_path):
+    body = f"""
+def list(self, prefix):
+    import threading; threading.Event().wait()
+def close(self): Path("{tmp_path}/closed").touch()
+"""
+    result = run("check", config(f"{{type: {store(body)}}}"))
+    assert result.exit_code == 0, result.output
+    assert "listing was not finished within 5s: the store holds many values" in result.stdout
+    assert not (tmp_path / "closed").exists(), "nothing is closed beside a call that still runs"
+
+
+def test_a_text_that_ends_with_a_period_is_followed_by_one_alone(run, config, store):
+    name = store("def diagnose(self, n): return [Finding('warning', 'It has no TLS.', 'use it')]")
+    assert "It has no TLS. Fix: use it" in run("check", config(f"{{type: {name}}}")).stdout

@@ -1,0 +1,95 @@
+"""What only looks like part of the contract is refused where a tier is loaded and opened, with what was meant."""
+
+import pytest
+from tests.stores import DictStore
+
+from kvtiers.api import ChunkStore, TierContext, TierPluginError
+from kvtiers.plugins import load_tier, open_plugin
+
+
+def refusal(distributions, options: str, kind: str = "store") -> str:
+    distributions.tier("mine", options=options, kind=kind)
+    with pytest.raises(TierPluginError) as caught:
+        load_tier("mine")
+    text = str(caught.value)
+    assert len(text.splitlines()) == 1
+    return text
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        'host: str = Field("localhost", description="where the server runs")',
+        'host: str = "localhost"',
+        'deadline: float = Field(3.0, description="seconds")',
+        'deadline: Duration = Field(3.0, description="of a request")',
+        'threads: str = "many"',
+    ],
+)
+def test_an_option_of_every_tier_under_another_meaning_is_refused_with_another_name(distributions, option):
+    name = option.partition(":")[0]
+    text = refusal(distributions, option)
+    assert f"Config declares the option {name!r}, which every tier has (" in text
+    assert f"choose another name, such as 'server_{name}'" in text
+    assert "To change its default alone, keep its type and its description" in text
+
+
+def test_a_default_may_be_changed(distributions):
+    distributions.tier(
+        "mine", options='threads: int = Field(32, description=TierConfig.model_fields["threads"].description)'
+    )
+    assert load_tier("mine").config(type="mine").threads == 32
+
+
+def test_a_tier_that_moves_its_values_by_itself_may_have_threads_of_its_own_but_no_deadline(distributions):
+    assert "deadline" in refusal(distributions, "threads: int = 2\ndeadline: float = 1.0", "manager")
+    distributions.tier("other", options="threads: int = 2", kind="manager")
+    assert load_tier("other").kind == "manager"
+
+
+class Half(DictStore):
+    closed = False
+
+    def write_many(self, names, srcs):
+        return [True for _ in names]
+
+    def close(self):
+        type(self).closed = True
+
+
+class Diagnoze(DictStore):
+    def diagnoze(self, value_bytes):
+        return []
+
+
+class Status(DictStore):
+    """A helper with a name of its own is no near miss."""
+
+    def status(self):
+        return "fine"
+
+    def listen(self):
+        return "to nothing"
+
+
+def opened(distributions, store_class):
+    distributions.tier("mine", opened="return STORE()")
+    plugin = load_tier("mine")
+    context = TierContext("mine", 4096, "ns", False, memoryview(bytearray(4096)), 4096)
+    plugin.open.__globals__["STORE"] = store_class
+    return open_plugin(plugin, plugin.config(type="mine"), context, ChunkStore)
+
+
+def test_half_an_ability_is_refused_when_the_store_is_opened_and_the_store_is_closed(distributions):
+    with pytest.raises(TierPluginError, match="Half has write_many but not read_many_into: SupportsBatch is both"):
+        opened(distributions, Half)
+    assert Half.closed
+
+
+def test_a_misspelt_method_is_refused_when_the_store_is_opened_with_what_was_meant(distributions):
+    with pytest.raises(TierPluginError, match=r"Diagnoze has 'diagnoze'.* Did you mean 'diagnose'\?"):
+        opened(distributions, Diagnoze)
+
+
+def test_a_method_of_the_author_s_own_is_none_of_core_s_business(distributions):
+    assert opened(distributions, Status).status() == "fine"
