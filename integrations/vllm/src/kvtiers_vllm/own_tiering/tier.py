@@ -12,12 +12,13 @@ from typing import Any
 from vllm import __version__ as vllm_version
 
 from kvtiers.api import LookupResult as Answer
-from kvtiers_vllm.identity import engine_of_stack
+from kvtiers_vllm.compat import follow_core
+from kvtiers_vllm.engine import engine_being_built
 from kvtiers_vllm.never_raise import BugCount, never_raises
 from kvtiers_vllm.own_tiering.build import open_tier
 from kvtiers_vllm.own_tiering.metrics import COUNTERS, GAUGES, LABELS, TierFigures
 from kvtiers_vllm.own_tiering.options import load_tier_options
-from kvtiers_vllm.own_tiering.prefetch_on_arrival import follow_arrivals, prefix_keys
+from kvtiers_vllm.own_tiering.prefetch_on_arrival import prefix_keys
 from kvtiers_vllm.own_tiering.report import open_status
 from kvtiers_vllm.releases import release_of
 
@@ -63,10 +64,12 @@ class KvtiersTier(SecondaryTierManager):
         self.bugs = BugCount(tier_type)
         config, settings = load_tier_options(tier_type, options, offloading_spec.extra_config)
         self._drain_seconds = settings.drain
-        self._offloading, engine = offloading_spec.config, engine_of_stack()
-        opened = open_tier(config, settings, self._offloading, primary_kv_view, engine, vllm_version)
+        self._offloading, engine = offloading_spec.config, engine_being_built()
+        core = follow_core(engine, vllm_version)
+        opened = open_tier(config, settings, self._offloading, primary_kv_view, engine, core, vllm_version)
         self._driver = opened.driver
-        follow_arrivals(engine.core, self._arrived)
+        self._core = core  # which is followed as long as somebody has this
+        core.request_arrived.append(self._arrived)
         self._figures = TierFigures(opened, OffloadingConnectorStats)
         self._status = open_status(opened, f"vLLM {vllm_version}")
         self._end: threading.Thread | None = None

@@ -8,6 +8,7 @@ failed copies nor, after a reset, the ones that still run. A request whose load 
 that vLLM computes it.
 """
 
+import logging
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -24,10 +25,9 @@ from kvtiers.api import LookupResult as Answer
 from kvtiers.tiering.manager import TieringManager
 from kvtiers.types import LoadPlan, StorePlan
 from kvtiers.types import OffloadPolicy as Policy
-from kvtiers_vllm.identity import Engine
+from kvtiers_vllm.engine import CoreLink
 from kvtiers_vllm.never_raise import BugCount, never_raises
 from kvtiers_vllm.own_tiering.idle_backoff import Rest
-from kvtiers_vllm.own_tiering.prefetch_on_arrival import follow_arrivals, is_idle
 from kvtiers_vllm.stack.keys import RequestKeys
 from kvtiers_vllm.stack.plans import CopyReport, RunningPlans
 from kvtiers_vllm.stack.requests import OpenRequest, RequestBook, Run
@@ -35,6 +35,8 @@ from kvtiers_vllm.stack.steps import StepClock
 from kvtiers_vllm.stack.worker import NO_PLAN, PlannedRows
 
 __all__ = ["KvtiersManager"]
+
+_log = logging.getLogger("kvtiers.vllm")
 
 _ANSWERS = {
     Answer.MISS: LookupResult.MISS,
@@ -50,7 +52,11 @@ _DRAIN_SECONDS = 10.0  # how long an engine that ends may still write to its tie
 
 
 class KvtiersManager(OffloadingManager):
-    """Drives ``manager``. ``ranks``: workers that copy; ``figures``: for /metrics."""
+    """Drives ``manager``. ``ranks``: workers that copy; ``figures``: for /metrics; ``alone``: no engine steps with it.
+
+    A core that is not seen before its first request is one whose weights could be updated unseen: no request uses a
+    tier then.
+    """
 
     def __init__(
         self,
@@ -60,7 +66,9 @@ class KvtiersManager(OffloadingManager):
         steps: StepClock,
         figures: Callable[[], Any],
         on_shutdown: Callable[[], None],
-        engine: Engine,
+        core: CoreLink,
+        *,
+        alone: bool,
     ) -> None:
         self.bugs = BugCount("kvtiers")
         self.requests = requests
@@ -71,11 +79,12 @@ class KvtiersManager(OffloadingManager):
         self._on_shutdown = on_shutdown
         self._asked: set[OpenRequest] = set()
         self._rest = Rest()
-        self._alone = engine.is_alone
-        self._core = engine.core
+        self._alone = alone
+        self._core = core
+        self._said_unseen = False
         self._began_idle: bool | None = None
         """Nothing but new requests could be computed when this step's first lookup came; None before it."""
-        follow_arrivals(engine.core, self._ask_ahead)
+        core.request_arrived.append(self._ask_ahead)
 
     # -- requests
 
@@ -84,8 +93,19 @@ class KvtiersManager(OffloadingManager):
         """Take note of a request; say which of its chunks are wanted."""
         self._follow_weights()
         request = self.requests.open(req_context.req_id, req_context.kv_transfer_params)
+        if not self._core.is_attached:
+            request.out = True
+            self._say_unseen()
         with self._manager.lock:
             return RequestOffloadingContext(_POLICIES[self._manager.on_new_request(request.context)])
+
+    def _say_unseen(self) -> None:
+        if not self._said_unseen:
+            self._said_unseen = True
+            _log.error(
+                "vLLM's engine core does not take requests in as kvtiers expects: weights that are updated in place "
+                "would go unseen, so no request uses a tier; use kvtiers' tiers under vLLM's own tiering, and report it"
+            )
 
     @never_raises(lambda: None)
     def on_request_finished(self, req_context: Any) -> None:
@@ -102,7 +122,7 @@ class KvtiersManager(OffloadingManager):
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """Say where a chunk stands."""
         if self._began_idle is None:
-            self._began_idle = self._alone and is_idle(self._core)
+            self._began_idle = self._alone and self._core.is_idle()
         self._follow_weights()
         request = self.requests.get(req_context.req_id)
         keys = None if request is None or request.load_failed else request.keys

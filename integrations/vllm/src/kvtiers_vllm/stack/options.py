@@ -6,10 +6,17 @@ from typing import Any
 from kvtiers.api import ConfigError
 from kvtiers.config import OffloadConfig, load_config
 
-__all__ = ["CONFIG_KEY", "load_stack_config"]
+__all__ = ["CONFIG_KEY", "CONNECTOR_NAME", "SPEC_NAME", "load_stack_config"]
+
+CONNECTOR_NAME = "KvtiersConnector"
+"""The whole stack's name in vLLM's ``kv_connector``."""
+SPEC_NAME = "KvtiersOffloadingSpec"
+"""The name of its spec, by which vLLM's own factory finds it; and, under vLLM's own connector, its old spelling."""
 
 CONFIG_KEY = "kvtiers_config"
 """The key in kv_connector_extra_config whose value is a file's path, or what the file would hold."""
+
+_SYNC_LOADS = "sync_load_budget_bytes"  # vLLM 0.33: loads that the step waits for, whose request runs in it
 
 
 def load_stack_config(extra_config: Mapping[str, Any]) -> tuple[OffloadConfig, str | None]:
@@ -17,6 +24,10 @@ def load_stack_config(extra_config: Mapping[str, Any]) -> tuple[OffloadConfig, s
 
     ConfigError with one line for each problem.
     """
+    if extra_config.get(_SYNC_LOADS):
+        raise ConfigError(
+            f"kv_connector_extra_config: {_SYNC_LOADS}: a load within a step cannot fail and be computed; leave it out"
+        )
     given = extra_config.get(CONFIG_KEY)
     if not given:
         raise ConfigError(f"kv_connector_extra_config: {CONFIG_KEY} is missing; give the path of kvtiers' config file")
