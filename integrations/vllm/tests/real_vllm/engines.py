@@ -27,6 +27,10 @@ _numbers = itertools.count()
 _UNDER_WAY = re.compile("active_cascade|kvtiers_tier_(running_jobs|storing_chunks)|kvtiers_primary_pending_rows")
 
 
+RELEASE = os.environ.get("VLLM_RELEASE", "")
+"""The release of every engine whose test names none; empty: the environment's own."""
+
+
 def release_folder(version: str) -> Path:
     """Return the folder in which another release of vLLM lies, to be put before the environment's own."""
     folder = Path(sys.prefix) / "releases" / version
@@ -46,6 +50,7 @@ def python_path(*before: str) -> str:
 
 def environment(release: str = "", **more: str) -> dict[str, str]:
     """Return the environment of an engine's process: small, quiet, on the CPU, of this release."""
+    release = release or RELEASE
     before = [str(release_folder(release))] if release else []
     if before and not (release_folder(release) / "vllm" / "_C.abi3.so").exists():
         # A build for CUDA: its Python runs on the CPU with the kernels of the environment's own release.
