@@ -48,7 +48,7 @@ test: lint docs system  ## Lint, check the docs, run all tests
 	@echo "== pytest"
 	$(PYTHON) -m pytest --durations=15 $(PYTEST_ARGS)
 
-test-vllm: environment-vllm system  ## Run the tests with the real vLLM, on the CPU
+test-vllm: environment-vllm system  ## Run the tests with the real vLLM, on the CPU (VLLM_RELEASE=0.33.0: another one)
 	@echo "== pytest integrations/vllm/tests/real_vllm"
 	$(VLLM_PYTEST) -m "not every_release" $(PYTEST_ARGS)
 

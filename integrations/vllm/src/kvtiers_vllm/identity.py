@@ -106,7 +106,7 @@ def _place(model_config: Any, load_format: str) -> tuple[str, str | None, str]:
 def _nothing_shared(why: str) -> str:
     return (
         f"{why}, so the weights have no name: nothing is shared, nothing survives a restart; "
-        "name them by kvtiers.weights in kv_connector_extra_config"
+        "name them by kvtiers.weights in kv_connector_extra_config, in the whole stack by model.revision in its file"
     )
 
 

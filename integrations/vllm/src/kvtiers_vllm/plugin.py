@@ -1,13 +1,12 @@
 """What vLLM calls at the start of each of its processes: make kvtiers known by its short names.
 
 Every installed tier is registered as ``kvtiers-<type>``, the whole stack as the connector ``KvtiersConnector``. Nothing
-is imported but vLLM's registries; the rest is loaded when a config names it. The two functions of vLLM's start that
-kvtiers wraps (``compat``) are wrapped here.
+is imported but vLLM's registries and its arguments; the rest is loaded when a config names it. The two functions of
+vLLM's start that kvtiers wraps (``compat``) are wrapped here.
 """
 
 import logging
 import os
-import sys
 from collections.abc import Callable
 
 from kvtiers.api import StartError
@@ -22,7 +21,6 @@ _log = logging.getLogger("kvtiers.vllm")
 _TIERS = "kvtiers_vllm.own_tiering.tier"
 _SPEC = "kvtiers_vllm.stack.spec"
 _CONNECTOR = "kvtiers_vllm.stack.connector"
-_ENGINE_ARGS = "vllm.engine.arg_utils"
 
 
 def register() -> None:
@@ -48,15 +46,14 @@ def register() -> None:
     _register(OffloadingSpecFactory.register_spec, SPEC_NAME, _SPEC, SPEC_NAME)
     _register(KVConnectorFactory.register_connector, CONNECTOR_NAME, _CONNECTOR, CONNECTOR_NAME)
     _wrap(lambda: compat.wrap_factory(KVConnectorFactory, version))
-    _wrap(lambda: _follow_engine_args(version, wanted=wanted), wanted=wanted)
+    _wrap(lambda: _follow_engine_args(version), wanted=wanted)
 
 
-def _follow_engine_args(version: str, *, wanted: bool) -> None:
+def _follow_engine_args(version: str) -> None:
     """See to it that engines of this process are asked for by the environment, and in the old spelling, too."""
-    if wanted or _ENGINE_ARGS in sys.modules:  # a process that makes a config has imported it, and then its plugins
-        from vllm.engine.arg_utils import EngineArgs
+    from vllm.engine.arg_utils import EngineArgs
 
-        compat.wrap_engine_args(EngineArgs, lambda args: switch.prepare_engine_args(args, version), version)
+    compat.wrap_engine_args(EngineArgs, lambda args: switch.prepare_engine_args(args, version), version)
 
 
 def _wrap(wrap: Callable[[], None], *, wanted: bool = False) -> None:
