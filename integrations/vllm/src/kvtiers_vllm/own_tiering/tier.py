@@ -68,7 +68,7 @@ class KvtiersTier(SecondaryTierManager):
         core = follow_core(engine, vllm_version)
         opened = open_tier(config, settings, self._offloading, primary_kv_view, engine, core, vllm_version)
         self._driver = opened.driver
-        self._core = core  # which is followed as long as somebody has this
+        self._core = core  # compat keeps no other reference to it
         core.request_arrived.append(self._arrived)
         self._figures = TierFigures(opened, OffloadingConnectorStats)
         self._status = open_status(opened, f"vLLM {vllm_version}")

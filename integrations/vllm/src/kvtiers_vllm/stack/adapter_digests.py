@@ -171,7 +171,7 @@ class AdapterLooks:
 
     @never_raises(lambda: None)
     def look_before_loading(self, lora: Any) -> None:
-        """Look at an adapter that vLLM is told to load without a request, too."""
+        """Begin to look at an adapter that vLLM is about to load without a request; wait a moment for it."""
         look = self._look_of(lora)
         # Not behind others' digests: vLLM reads the same files next, which takes longer than this look.
         threading.Thread(target=look.look, name="kvtiers-adapter", daemon=True).start()
