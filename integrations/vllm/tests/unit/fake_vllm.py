@@ -59,6 +59,7 @@ class OffloadingConnector:
     def __init__(self, vllm_config, role, kv_cache_config):
         self.calls: list[str] = []
         self.built_in = engine_being_built()
+        self.connector_scheduler = self.connector_worker = None
 
     @classmethod
     def build_prom_metrics(cls, vllm_config, metric_types, labelnames, per_engine_labelvalues):
@@ -85,6 +86,16 @@ class OffloadingConnector:
     def get_transfer_results(self, finished_req_ids):
         self.calls.append("get_transfer_results")
         return Results()
+
+
+class OffloadingConnectorScheduler:
+    def __init__(self, spec):
+        self.manager = spec.get_manager()
+
+
+class OffloadingConnectorWorker:
+    def __init__(self):
+        self.worker = None
 
 
 class EngineCore:
@@ -186,6 +197,8 @@ _BASE = ("OffloadingCounterMetadata", "OffloadingGaugeMetadata", "RequestOffload
 _MODULES: dict[str, dict[str, Any]] = {
     f"{_CONNECTORS}.offloading.metrics": {"OffloadingConnectorStats": _kind("OffloadingConnectorStats")},
     f"{_CONNECTORS}.offloading.common": {"OffloadingWorkerMetadata": OffloadingWorkerMetadata},
+    f"{_CONNECTORS}.offloading.scheduler": {"OffloadingConnectorScheduler": OffloadingConnectorScheduler},
+    f"{_CONNECTORS}.offloading.worker": {"OffloadingConnectorWorker": OffloadingConnectorWorker},
     f"{_CONNECTORS}.offloading_connector": {"OffloadingConnector": OffloadingConnector},
     "vllm.distributed.kv_transfer.kv_connector.factory": {"KVConnectorFactory": KVConnectorFactory},
     "vllm.v1.kv_offload.factory": {"OffloadingSpecFactory": OffloadingSpecFactory},
@@ -212,7 +225,12 @@ NAMES = {
         "JobResult",
         "SecondaryTierManager",
     ),
-    "stack.connector": ("OffloadingWorkerMetadata", "OffloadingConnector"),
+    "stack.connector": (
+        "OffloadingWorkerMetadata",
+        "OffloadingConnectorScheduler",
+        "OffloadingConnectorWorker",
+        "OffloadingConnector",
+    ),
     "stack.spec": (
         "OffloadingConnectorStats",
         "OffloadingCounterMetadata",

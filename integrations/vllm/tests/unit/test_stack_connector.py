@@ -50,6 +50,20 @@ def test_a_release_whose_connector_takes_something_else_is_refused_in_one_line(m
         module.KvtiersConnector(engine_config(), "role", "cache")
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("OffloadingConnector", "connector_scheduler"),
+        ("OffloadingConnectorScheduler", "manager"),
+        ("OffloadingConnectorWorker", "worker"),
+    ],
+)
+def test_a_release_that_keeps_the_manager_or_the_worker_elsewhere_is_refused(module, monkeypatch, kind, name):
+    monkeypatch.setattr(getattr(fake_vllm, kind), "__init__", lambda self, vllm_config, role, kv_cache_config: None)
+    with pytest.raises(StartError, match=f"{kind} has no {name}"):
+        module.KvtiersConnector(engine_config(), "role", "cache")
+
+
 def test_under_vllms_own_connector_the_spec_is_refused_with_the_spelling_of_now(monkeypatch):
     spec = fake_vllm.load(monkeypatch, "stack.spec", "0.33.0").KvtiersOffloadingSpec
     monkeypatch.setattr(spec.__base__, "__init__", lambda self, config: None, raising=False)

@@ -23,6 +23,8 @@ from kvtiers_vllm.stack.plans import CopyReport
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 except ImportError:
     require_whole_stack(vllm_version)  # one that is not supported is refused by its name, not by that of what it lacks
@@ -51,7 +53,9 @@ class KvtiersConnector(OffloadingConnector):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         require_whole_stack(vllm_version)
-        check(OffloadingConnector, CONNECTOR, vllm_version)
+        check(OffloadingConnector, CONNECTOR, vllm_version, sets=("connector_scheduler", "connector_worker"))
+        check(OffloadingConnectorScheduler, {}, vllm_version, sets=("manager",))
+        check(OffloadingConnectorWorker, {}, vllm_version, sets=("worker",))
         _refuse_multi_connector()
         self.bugs = BugCount("kvtiers")
         # A load that fails is computed: the engine would end the request otherwise.
