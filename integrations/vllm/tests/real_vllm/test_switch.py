@@ -22,7 +22,7 @@ def file(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("release", ["", "0.30.0", "0.33.0"])
+@pytest.mark.parametrize("release", ["", pytest.param("0.30.0", marks=pytest.mark.every_release), "0.33.0"])
 def test_the_variable_alone_switches_the_whole_stack_on_and_one_line_says_what_is_on(start, model, file, release):
     options = {"release": release, "env": {"KVTIERS_CONFIG": str(file)}}
     first = start(model, **options)
