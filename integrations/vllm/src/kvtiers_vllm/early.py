@@ -4,37 +4,14 @@ The memory is taken when vLLM builds its scheduler, minutes later and in another
 What is asked for is known as soon as vLLM has made its config from its arguments; there the same sum is done.
 """
 
-import functools
 import logging
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["follow_engine_args", "refuse_large_primary"]
+__all__ = ["refuse_large_primary"]
 
 _log = logging.getLogger("kvtiers.vllm")
-_ENGINE_ARGS = "vllm.engine.arg_utils"
 _CONFIG_KEY = "kvtiers_config"
-_followed: set[type] = set()
-
-
-def follow_engine_args() -> None:
-    """Look at each config that this process makes; one that makes none has not loaded the class for it."""
-    module = sys.modules.get(_ENGINE_ARGS)
-    engine_args = getattr(module, "EngineArgs", None)
-    if engine_args is not None and engine_args not in _followed:
-        _followed.add(engine_args)
-        engine_args.create_engine_config = _looking(engine_args.create_engine_config)
-
-
-def _looking(create: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(create)
-    def create_engine_config(*arguments: Any, **more: Any) -> Any:
-        config = create(*arguments, **more)
-        refuse_large_primary(config)
-        return config
-
-    return create_engine_config
 
 
 def refuse_large_primary(vllm_config: Any, problem_with: Callable[[int], str | None] | None = None) -> None:

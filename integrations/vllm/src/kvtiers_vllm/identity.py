@@ -1,26 +1,23 @@
 """Which model's KV this is, from vLLM's own config: what decides the bytes of a row, and how its key came about.
 
-vLLM gives a tier its ``OffloadingConfig``, which names neither weights nor quantisation. The ``VllmConfig`` that it was
-made from is a local of the connector's constructor, which is on the stack while tiers are built.
+Of vLLM's ``OffloadingConfig`` and of the ``VllmConfig`` that it was made from (``engine``): the first names neither
+weights nor quantisation.
 """
 
 import dataclasses
 import importlib.metadata
 import os
 import secrets
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers_vllm.canonical_json import digest, plain
+from kvtiers_vllm.engine import Engine
 from kvtiers_vllm.releases import public_version, release_of
 from kvtiers_vllm.weights import random_weights, weights_of
 
-if TYPE_CHECKING:
-    from types import FrameType
-
-__all__ = ["Engine", "Identity", "engine_of_stack", "identity_of", "row_layout"]
+__all__ = ["Identity", "identity_of", "row_layout"]
 
 _UNSEEDED = {"xxhash", "xxhash_cbor"}  # vLLM keeps these algorithms' seed secret, by a random one for each process
 _DEFAULT_SEED = "vllm-none-hash"
@@ -32,50 +29,11 @@ _MODELS = {"model", "target_model_config", "draft_model_config", "target_paralle
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Engine:
-    """vLLM's config, as its connector was given it, that connector, and the engine whose scheduler it is built for.
-
-    What is not on the stack is None.
-    """
-
-    vllm_config: Any
-    kv_cache_config: Any
-    connector: Any = None
-    core: Any = None
-
-    @property
-    def is_alone(self) -> bool:
-        """No other engine steps with it: what data parallel engines wait for is nothing to the others."""
-        parallel = getattr(self.vllm_config, "parallel_config", None)
-        return int(getattr(parallel, "data_parallel_size", 1) or 1) == 1
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Identity:
     """The model's identity, and what stands in the way of sharing: sentences for the log, empty if nothing does."""
 
     model: ModelIdentity
     warnings: tuple[str, ...]
-
-
-def engine_of_stack() -> Engine:
-    """Return the connector that is being built, and its configs."""
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 -- see the module's first lines
-    while frame is not None:
-        names = frame.f_locals
-        if frame.f_code.co_name == "__init__" and "vllm_config" in names and "kv_cache_config" in names:
-            return Engine(names["vllm_config"], names["kv_cache_config"], names.get("self"), _core_above(frame))
-        frame = frame.f_back
-    return Engine(None, None)
-
-
-def _core_above(frame: "FrameType | None") -> Any:
-    while frame is not None:
-        found = frame.f_locals.get("self")
-        if hasattr(type(found), "get_weight_version"):
-            return found
-        frame = frame.f_back
-    return None
 
 
 def identity_of(
@@ -148,7 +106,7 @@ def _place(model_config: Any, load_format: str) -> tuple[str, str | None, str]:
 def _nothing_shared(why: str) -> str:
     return (
         f"{why}, so the weights have no name: nothing is shared, nothing survives a restart; "
-        "name them by kvtiers.weights in kv_connector_extra_config"
+        "name them by kvtiers.weights in kv_connector_extra_config, in the whole stack by model.revision in its file"
     )
 
 

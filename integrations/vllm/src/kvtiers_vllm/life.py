@@ -7,9 +7,8 @@ at its start, until one report has said how the tiers are. At its end it steps a
 
 import time
 from collections.abc import Callable
-from typing import Any
 
-__all__ = ["FirstReport", "is_ending"]
+__all__ = ["FirstReport"]
 
 _LONGEST_SECONDS = 30.0
 
@@ -34,8 +33,3 @@ class FirstReport:
     def given(self) -> None:
         """Take note of a report; one that was given before all had spoken is not yet the one."""
         self._is_owed = self._is_owed and not self._spoken
-
-
-def is_ending(core: Any) -> bool:
-    """Say whether vLLM's engine core has been told to end, and goes on only for the work that there is."""
-    return getattr(getattr(core, "shutdown_state", None), "name", "RUNNING") != "RUNNING"

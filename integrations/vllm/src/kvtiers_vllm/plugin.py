@@ -1,36 +1,71 @@
 """What vLLM calls at the start of each of its processes: make kvtiers known by its short names.
 
-Every installed tier is registered as ``kvtiers-<type>``, the whole stack as ``KvtiersOffloadingSpec``. Nothing is
-imported but vLLM's registries, which it has imported itself; the rest is loaded when a config names it.
+Every installed tier is registered as ``kvtiers-<type>``, the whole stack as the connector ``KvtiersConnector``. Nothing
+is imported but vLLM's registries and its arguments; the rest is loaded when a config names it. The two functions of
+vLLM's start that kvtiers wraps (``compat``) are wrapped here.
 """
 
 import logging
+import os
 from collections.abc import Callable
 
+from kvtiers.api import StartError
 from kvtiers.plugins import installed_tiers
-from kvtiers_vllm.early import follow_engine_args
+from kvtiers_vllm import compat, switch
+from kvtiers_vllm.early import refuse_large_primary
 from kvtiers_vllm.own_tiering.options import PREFIX
+from kvtiers_vllm.stack.options import CONNECTOR_NAME, SPEC_NAME, VARIABLE
 
 __all__ = ["register"]
 
 _log = logging.getLogger("kvtiers.vllm")
 _TIERS = "kvtiers_vllm.own_tiering.tier"
 _SPEC = "kvtiers_vllm.stack.spec"
+_CONNECTOR = "kvtiers_vllm.stack.connector"
 
 
 def register() -> None:
-    """Register all tiers and the whole stack. Never raises: a vLLM that does not use kvtiers must not notice it."""
+    """Register all tiers and the whole stack.
+
+    Raises only where ``KVTIERS_CONFIG`` is set and cannot be followed: a vLLM that does not use kvtiers must not notice
+    it, and one that is to use it must not serve without.
+    """
+    wanted = bool(os.environ.get(VARIABLE))
     try:
+        from vllm import __version__ as version
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.v1.kv_offload.factory import OffloadingSpecFactory
         from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
     except ImportError as error:
+        if wanted:
+            raise StartError(f"{VARIABLE} is set, but this vLLM has no place for kvtiers: {error}") from error
         _log.info("this vLLM has no tiers that kvtiers could be: %s", error)
         return
     _log_like_vllm()
     for name in dict.fromkeys(entry.name for entry in installed_tiers()):
         _register(SecondaryTierFactory.register_tier, f"{PREFIX}{name}", _TIERS, "KvtiersTier")
-    _register(OffloadingSpecFactory.register_spec, "KvtiersOffloadingSpec", _SPEC, "KvtiersOffloadingSpec")
-    follow_engine_args()
+    _register(OffloadingSpecFactory.register_spec, SPEC_NAME, _SPEC, SPEC_NAME)
+    _register(KVConnectorFactory.register_connector, CONNECTOR_NAME, _CONNECTOR, CONNECTOR_NAME)
+    _wrap(lambda: compat.wrap_factory(KVConnectorFactory, version))
+    _wrap(lambda: _follow_engine_args(version), wanted=wanted)
+
+
+def _follow_engine_args(version: str) -> None:
+    """See to it that engines of this process are asked for by the environment, and in the old spelling, too."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    compat.wrap_engine_args(
+        EngineArgs, lambda args: switch.prepare_engine_args(args, version), refuse_large_primary, version
+    )
+
+
+def _wrap(wrap: Callable[[], None], *, wanted: bool = False) -> None:
+    try:
+        wrap()
+    except Exception as error:
+        if wanted:
+            raise
+        _log.warning("%s", error)
 
 
 def _register(registry: Callable[[str, str, str], None], name: str, module: str, kind: str) -> None:

@@ -62,7 +62,7 @@ RELEASES = {
         ),
         Release("0.31", whole_stack=True, tested=("0.31.0",)),
         Release("0.32", whole_stack=True, tested=("0.32.0",)),
-        Release("0.33"),
+        Release("0.33", whole_stack=True, tested=("0.33.0",)),
     )
 }
 
@@ -87,7 +87,7 @@ def require_whole_stack(version: str) -> None:
     if not release_of(version).whole_stack:
         *able, newest = [release.version for release in RELEASES.values() if release.whole_stack]
         raise StartError(
-            f"KvtiersOffloadingSpec runs on vLLM {', '.join(able)} and {newest}, not on {version}; "
+            f"KvtiersConnector runs on vLLM {', '.join(able)} and {newest}, not on {version}; "
             "with this vLLM use kvtiers' tiers under vLLM's own tiering (kvtiers vllm-config)"
         )
 

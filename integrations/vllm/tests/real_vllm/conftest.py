@@ -1,6 +1,6 @@
 """Models, engines and stores for tests with the real vLLM, in its own environment: ``make test-vllm``."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,8 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start_any(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Engine]]:
     """Start engines that live until the session's end, or until the test ends them.
 
-    ``anew``: in a Python of its own, not in one that is forked from where other engines come from, too.
+    ``anew``: in a Python of its own, not in one that is forked from where other engines come from, too. ``env``: what
+    else stands in its environment.
     """
     engines: list[Engine] = []
     interpreters: dict[object, Interpreter] = {}
@@ -54,12 +55,13 @@ def start_any(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
         release: str = "",
         hash_seed: str = "",
         anew: bool = False,
+        env: Mapping[str, str] | None = None,
         **options: Any,
     ) -> Engine:
-        key = len(interpreters) if anew else (release, hash_seed)
+        settings = dict(env or {}) | ({"PYTHONHASHSEED": hash_seed} if hash_seed else {})
+        key = len(interpreters) if anew else (release, *settings.items())
         if key not in interpreters:
-            env = {"PYTHONHASHSEED": hash_seed} if hash_seed else {}
-            interpreters[key] = Interpreter(logs / f"python{len(interpreters)}.log", release, **env)
+            interpreters[key] = Interpreter(logs / f"python{len(interpreters)}.log", release, **settings)
         engines.append(Engine(interpreters[key], model, logs / f"engine{len(engines)}.log", extra, **options))
         return engines[-1]
 

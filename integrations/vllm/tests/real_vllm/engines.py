@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from multiprocessing import Pipe
@@ -26,6 +27,10 @@ _numbers = itertools.count()
 _UNDER_WAY = re.compile("active_cascade|kvtiers_tier_(running_jobs|storing_chunks)|kvtiers_primary_pending_rows")
 
 
+RELEASE = os.environ.get("VLLM_RELEASE", "")
+"""The release of every engine whose test names none; empty: the environment's own."""
+
+
 def release_folder(version: str) -> Path:
     """Return the folder in which another release of vLLM lies, to be put before the environment's own."""
     folder = Path(sys.prefix) / "releases" / version
@@ -33,9 +38,23 @@ def release_folder(version: str) -> Path:
     return folder
 
 
+def kernels() -> Path:
+    """Return the folder of the environment's own vLLM, whose compiled kernels are for the CPU."""
+    return Path(sysconfig.get_path("platlib")) / "vllm"
+
+
+def python_path(*before: str) -> str:
+    """Return the PYTHONPATH of a process of ours: these folders, then those of the tests' own."""
+    return os.pathsep.join([*before, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def environment(release: str = "", **more: str) -> dict[str, str]:
     """Return the environment of an engine's process: small, quiet, on the CPU, of this release."""
+    release = release or RELEASE
     before = [str(release_folder(release))] if release else []
+    if before and not (release_folder(release) / "vllm" / "_C.abi3.so").exists():
+        # A build for CUDA: its Python runs on the CPU with the kernels of the environment's own release.
+        more = {"VLLM_TARGET_DEVICE": "cpu", "CPU_KERNELS": str(kernels())} | more
     return {
         **os.environ,
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -46,14 +65,14 @@ def environment(release: str = "", **more: str) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": "",  # that is: do; the environment is installed without
-        "PYTHONPATH": os.pathsep.join([str(HERE / "engine"), *before]),
+        "PYTHONPATH": python_path(str(HERE / "engine"), *before),
     } | more
 
 
 def transfer_config(engine_id: str, extra: dict[str, Any]) -> dict[str, Any]:
     """Return vLLM's kv_transfer_config."""
     return {
-        "kv_connector": "OffloadingConnector",
+        "kv_connector": "OffloadingConnector" if "spec_name" in extra else "KvtiersConnector",
         "kv_role": "kv_both",
         "engine_id": engine_id,
         "kv_connector_extra_config": extra,

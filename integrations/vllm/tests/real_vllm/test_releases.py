@@ -9,7 +9,7 @@ import pytest
 from kvtiers_vllm.releases import release_of
 
 from .conftest import PROMPTS, WHOLE
-from .engines import EngineError, release_folder
+from .engines import EngineError, python_path, release_folder
 from .ways import fs, tiers, whole_stack
 
 ENGINE = Path(__file__).parent / "engine"
@@ -21,7 +21,7 @@ def in_every_release(*versions):
 
 def run(script, version, *arguments):
     """Run a script with a release of vLLM, the environment's own by default; return its last line."""
-    before = {"PYTHONPATH": str(release_folder(version))} if version else {}
+    before = {"PYTHONPATH": python_path(*([str(release_folder(version))] if version else []))}
     done = subprocess.run(
         [sys.executable, ENGINE / script, *arguments],
         env=before,
@@ -40,6 +40,8 @@ def run(script, version, *arguments):
         pytest.param("0.28.0", tiers, id="0.28.0-tiers"),
         pytest.param("0.30.0", tiers, id="0.30.0-tiers"),
         pytest.param("0.30.0", whole_stack, id="0.30.0-whole-stack"),
+        pytest.param("0.33.0", tiers, id="0.33.0-tiers"),
+        pytest.param("0.33.0", whole_stack, id="0.33.0-whole-stack"),
         pytest.param("0.31.0", tiers, id="0.31.0-tiers", marks=pytest.mark.every_release),
         pytest.param("0.31.0", whole_stack, id="0.31.0-whole-stack", marks=pytest.mark.every_release),
     ],
@@ -87,7 +89,7 @@ def test_where_block_hashes_are_random_nothing_is_shared_and_one_line_says_what_
 def test_the_whole_stack_refuses_a_release_that_it_is_not_for_by_name(start, model):
     with pytest.raises(EngineError) as refused:
         start(model, whole_stack({"type": "memory", "capacity": "64MiB"}), release="0.28.0")
-    assert "runs on vLLM 0.30, 0.31 and 0.32, not on 0.28" in str(refused.value)
+    assert "runs on vLLM 0.30, 0.31, 0.32 and 0.33, not on 0.28" in str(refused.value)
 
 
 @pytest.mark.parametrize("version", ["", *in_every_release("0.28.0", "0.29.0", "0.30.0", "0.31.0"), "0.33.0"])

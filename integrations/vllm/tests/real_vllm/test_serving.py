@@ -26,16 +26,16 @@ ENGINE_ID = f"kvtiers-test-{os.getpid()}-served"
 
 
 class Server:
-    """vLLM's server on a port of its own. ``transfer``: its ``--kv-transfer-config``."""
+    """vLLM's server on a port of its own. ``transfer``: its ``--kv-transfer-config``; None: it has no such argument."""
 
-    def __init__(self, model, transfer, log):
+    def __init__(self, model, transfer, log, **env):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.model, self.log = model, log
         options = ["--model", model, "--host", "127.0.0.1", "--port", self.port, "--skip-tokenizer-init"]
         options += ["--dtype", "float32", "--seed", "0", "--enforce-eager", "--max-model-len", "2048"]
-        options += ["--block-size", BLOCK, "--kv-transfer-config", transfer]
+        options += ["--block-size", BLOCK, *(["--kv-transfer-config", transfer] if transfer is not None else [])]
         options += ["--shutdown-timeout", "60"]  # without, vLLM kills its engine as soon as it is to end
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *map(str, options)]
         with log.open("a") as output:
@@ -43,7 +43,7 @@ class Server:
                 ["nice", "-n", "5", *command],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment() | {"VLLM_SERVER_DEV_MODE": "1"},  # for reset_prefix_cache
+                env=environment(**env) | {"VLLM_SERVER_DEV_MODE": "1"},  # for reset_prefix_cache
                 start_new_session=True,
             )
         until = time.monotonic() + PATIENCE

@@ -98,3 +98,15 @@ def test_an_option_that_there_is_not_is_refused_at_the_start_by_name(start, mode
     with pytest.raises(EngineError) as refused:
         start(model, whole_stack({"type": "memory", "capacty": "64MiB"}))
     assert "Did you mean 'capacity'" in str(refused.value)
+
+
+def test_an_engine_whose_core_is_not_followed_uses_no_tier_and_says_so_once(start, model, tmp_path, right):
+    engine = start(model, whole_stack(fs(tmp_path / "store")))
+    engine.do("lose_core")
+    assert right(engine, *PROMPTS) == [0, 0]
+    assert engine.do("reset_prefix_cache")["ok"]
+    assert right(engine, *PROMPTS) == [0, 0], "weights could have been updated unseen"
+    (line,) = engine.lines("does not take requests in as kvtiers expects")
+    assert "no request uses a tier" in line
+    assert engine.metrics().get("kvtiers_tier_stored_chunks{fs}", 0) == 0
+    engine.shutdown()

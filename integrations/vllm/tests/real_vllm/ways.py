@@ -28,7 +28,7 @@ def whole_stack(
 ) -> dict[str, Any]:
     """Return vLLM's kv_connector_extra_config for kvtiers' own manager, primary and workers, over these tiers."""
     config = {"version": 1, "primary": {"capacity": "64MiB"}, "secondary": list(secondary)} | waits | (options or {})
-    return {"spec_name": "KvtiersOffloadingSpec", "kvtiers_config": config} | more
+    return {"kvtiers_config": config} | more
 
 
 def fs(path: Path, **more: Any) -> dict[str, Any]:

@@ -4,10 +4,12 @@ import importlib
 import sys
 from dataclasses import dataclass, field
 from enum import Enum
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
 
-__all__ = ["NAMES", "load"]
+from kvtiers_vllm.engine import engine_being_built
+
+__all__ = ["NAMES", "fresh", "install", "load"]
 
 _CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 
@@ -52,10 +54,16 @@ class OffloadingWorkerMetadata:
 
 
 class OffloadingConnector:
-    """vLLM's connector; ``calls``: what kvtiers' one has handed on to it."""
+    """vLLM's connector; ``calls``: what kvtiers' one has handed on to it. ``built_in``: the engine it was built for."""
 
-    def __init__(self):
+    def __init__(self, vllm_config, role, kv_cache_config):
         self.calls: list[str] = []
+        self.built_in = engine_being_built()
+        self.connector_scheduler = self.connector_worker = None
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config, metric_types, labelnames, per_engine_labelvalues):
+        return vllm_config.kv_transfer_config.kv_connector_extra_config["spec_name"]
 
     def on_new_request(self, request):
         self.calls.append("on_new_request")
@@ -80,6 +88,47 @@ class OffloadingConnector:
         return Results()
 
 
+class OffloadingConnectorScheduler:
+    def __init__(self, spec):
+        self.manager = spec.get_manager()
+
+
+class OffloadingConnectorWorker:
+    def __init__(self):
+        self.worker = None
+
+
+class EngineCore:
+    """vLLM's engine core, as far as kvtiers follows it; ``called``: what reached its own functions."""
+
+    def __init__(self, vllm_config):
+        self.vllm_config = vllm_config
+        self.scheduler = SimpleNamespace(running=[])
+        self.called: list[Any] = []
+        self.weight_version = "default"
+
+    def preprocess_add_request(self, request):
+        self.called.append("preprocess_add_request")
+        return request, 3
+
+    def add_lora(self, lora_request):
+        self.called.append(("add_lora", lora_request))
+        return True
+
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        self.called.append((method, timeout, args, kwargs))
+        return ["done"]
+
+    def set_weight_version(self, weight_version):
+        self.weight_version = weight_version
+
+    def get_weight_version(self):
+        return self.weight_version
+
+    def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
+        return reset_connector if reset_running_requests else "done"
+
+
 @dataclass
 class Results:
     failed_recving: set[str] = field(default_factory=set)
@@ -89,11 +138,74 @@ def _kind(name: str) -> type:
     return type(name, (), {})
 
 
+class KVConnectorFactory:
+    """vLLM's factory of connectors; like the two others it keeps what was registered, by name."""
+
+    registered: ClassVar[dict[str, tuple[str, str]]] = {}
+
+    @classmethod
+    def register_connector(cls, name, module_path, class_name):
+        _register(cls.registered, name, module_path, class_name)
+
+    @classmethod
+    def create_connector(cls, config, role, kv_cache_config):
+        return (engine_being_built(), role)
+
+
+class OffloadingSpecFactory:
+    registered: ClassVar[dict[str, tuple[str, str]]] = {}
+
+    @classmethod
+    def register_spec(cls, name, module_path, class_name):
+        _register(cls.registered, name, module_path, class_name)
+
+
+class SecondaryTierFactory:
+    registered: ClassVar[dict[str, tuple[str, str]]] = {}
+
+    @classmethod
+    def register_tier(cls, name, module_path, class_name):
+        _register(cls.registered, name, module_path, class_name)
+
+
+def _register(registered: dict[str, tuple[str, str]], name: str, module: str, kind: str) -> None:
+    if name in registered:
+        raise ValueError(f"{name} is already registered")
+    registered[name] = (module, kind)
+
+
+class EngineArgs:
+    """vLLM's arguments of an engine."""
+
+    def __init__(self, kv_transfer_config=None, kv_offloading_size=None):
+        self.kv_transfer_config = kv_transfer_config
+        self.kv_offloading_size = kv_offloading_size
+
+    def create_engine_config(self, usage_context=None, headless=False):
+        return (self.kv_transfer_config, usage_context, headless)
+
+
+@dataclass
+class KVTransferConfig:
+    kv_connector: str
+    kv_role: str = "kv_both"
+    kv_connector_extra_config: dict[str, Any] = field(default_factory=dict)
+    kv_load_failure_policy: str = "fail"
+
+
 _BASE = ("OffloadingCounterMetadata", "OffloadingGaugeMetadata", "RequestOffloadingContext", "OffloadingSpec")
 _MODULES: dict[str, dict[str, Any]] = {
     f"{_CONNECTORS}.offloading.metrics": {"OffloadingConnectorStats": _kind("OffloadingConnectorStats")},
     f"{_CONNECTORS}.offloading.common": {"OffloadingWorkerMetadata": OffloadingWorkerMetadata},
+    f"{_CONNECTORS}.offloading.scheduler": {"OffloadingConnectorScheduler": OffloadingConnectorScheduler},
+    f"{_CONNECTORS}.offloading.worker": {"OffloadingConnectorWorker": OffloadingConnectorWorker},
     f"{_CONNECTORS}.offloading_connector": {"OffloadingConnector": OffloadingConnector},
+    "vllm.distributed.kv_transfer.kv_connector.factory": {"KVConnectorFactory": KVConnectorFactory},
+    "vllm.v1.kv_offload.factory": {"OffloadingSpecFactory": OffloadingSpecFactory},
+    "vllm.v1.kv_offload.tiering.factory": {"SecondaryTierFactory": SecondaryTierFactory},
+    "vllm.engine.arg_utils": {"EngineArgs": EngineArgs},
+    "vllm.config": {"KVTransferConfig": KVTransferConfig},
+    "vllm.v1.engine.core": {"EngineCore": EngineCore},
     "vllm.v1.kv_offload.base": {
         **{name: _kind(name) for name in (*_BASE, "LoadStoreSpec", "OffloadingWorker")},
         "LookupResult": LookupResult,
@@ -113,6 +225,12 @@ NAMES = {
         "JobResult",
         "SecondaryTierManager",
     ),
+    "stack.connector": (
+        "OffloadingWorkerMetadata",
+        "OffloadingConnectorScheduler",
+        "OffloadingConnectorWorker",
+        "OffloadingConnector",
+    ),
     "stack.spec": (
         "OffloadingConnectorStats",
         "OffloadingCounterMetadata",
@@ -123,8 +241,23 @@ NAMES = {
 """What modules of ours that vLLM loads import of it."""
 
 
+def fresh(kind: type) -> type:
+    """Return a class like this one, of which nothing has been wrapped."""
+    names = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    return type(kind.__name__, kind.__bases__, names)
+
+
 def load(monkeypatch: Any, name: str, version: str, without: str = "") -> ModuleType:
     """Import a module of ours with a vLLM of this version that lacks a name; until the test's end."""
+    install(monkeypatch, version, without)
+    ours = f"kvtiers_vllm.{name}"
+    monkeypatch.setitem(sys.modules, ours, ModuleType(ours))  # so that it is forgotten at the end
+    del sys.modules[ours]
+    return importlib.import_module(ours)
+
+
+def install(monkeypatch: Any, version: str = "0.32.0", without: str = "") -> None:
+    """Have a vLLM of this version that lacks a name; until the test's end."""
     packages = {part.rpartition(".")[0] for part in _MODULES} | {"vllm"}
     while parents := {part.rpartition(".")[0] for part in packages if "." in part} - packages:
         packages |= parents
@@ -132,9 +265,11 @@ def load(monkeypatch: Any, name: str, version: str, without: str = "") -> Module
     modules["vllm"].__dict__["__version__"] = version
     for part, names in _MODULES.items():
         modules[part].__dict__.update({called: what for called, what in names.items() if called != without})
+    for part in modules.values():
+        for wrapped in (EngineCore, EngineArgs, KVConnectorFactory):
+            if wrapped.__name__ in part.__dict__:
+                part.__dict__[wrapped.__name__] = fresh(wrapped)
+    for factory in (KVConnectorFactory, OffloadingSpecFactory, SecondaryTierFactory):
+        factory.registered.clear()
     for part, module in modules.items():
         monkeypatch.setitem(sys.modules, part, module)
-    ours = f"kvtiers_vllm.{name}"
-    monkeypatch.setitem(sys.modules, ours, ModuleType(ours))  # so that it is forgotten at the end
-    del sys.modules[ours]
-    return importlib.import_module(ours)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtiers.api import make_offload_key
+from kvtiers_vllm.engine import CoreLink
 from kvtiers_vllm.own_tiering.build import open_tier
 from kvtiers_vllm.own_tiering.options import load_tier_options
 
@@ -53,7 +54,7 @@ def test_a_value_goes_down_and_comes_back_in_a_helper_or_with_one_line_in_this_p
     view = memoryview(rows).cast("B", (ROWS, ROW))
     options = {"capacity": "1MiB", "required": True}
     config, settings = load_tier_options("kvtiers-memory", options, {"kvtiers": {"weights": "v1"}})
-    opened = open_tier(config, settings, offloading(), view, engine(), "0.32.0")
+    opened = open_tier(config, settings, offloading(), view, engine(), CoreLink(), "0.32.0")
     driver = opened.driver
     driver.request_started("request", None)
     assert driver.finished() == [], "vLLM asks first, and the news that the tier is open come so"

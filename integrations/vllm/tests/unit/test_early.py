@@ -1,12 +1,14 @@
 """A primary larger than the machine is refused when vLLM has made its config: before it loads a model."""
 
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
 from kvtiers.api import StartError
-from kvtiers_vllm.early import follow_engine_args, refuse_large_primary
+from kvtiers_vllm import compat
+from kvtiers_vllm.early import refuse_large_primary
+
+from . import fake_vllm
 
 TIB = 1 << 40
 
@@ -20,31 +22,21 @@ def made(capacity="1PiB", engines=1, **extra):
     )
 
 
-class EngineArgs:
-    """vLLM's, which makes a config from its arguments."""
-
-    def __init__(self, config):
-        self.config = config
-
-    def create_engine_config(self, usage_context=None):
-        return self.config
-
-
 @pytest.fixture
-def engine_args(monkeypatch):
-    class Fresh(EngineArgs):
-        pass
+def engine_args():
+    kind = fake_vllm.fresh(fake_vllm.EngineArgs)
+    made_config = []
+    kind.create_engine_config = lambda self, usage_context=None, headless=False: made_config[-1]
+    compat.wrap_engine_args(kind, lambda args: None, refuse_large_primary, "0.32.0")
 
-    Fresh.create_engine_config = EngineArgs.create_engine_config
-    module = ModuleType("vllm.engine.arg_utils")
-    module.EngineArgs = Fresh
-    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", module)
-    return Fresh
+    def of(config):
+        made_config.append(config)
+        return kind()
+
+    return of
 
 
 def test_a_primary_larger_than_the_machine_stops_the_config_in_one_line(engine_args, caplog):
-    follow_engine_args()
-    follow_engine_args()
     with pytest.raises(StartError, match=r"primary\.capacity: 1PiB of memory are wanted, but the machine has"):
         engine_args(made()).create_engine_config(usage_context="a server")
     (line,) = [record.getMessage() for record in caplog.records]
@@ -53,7 +45,6 @@ def test_a_primary_larger_than_the_machine_stops_the_config_in_one_line(engine_a
 
 
 def test_one_that_fits_and_a_vllm_without_kvtiers_are_not_held_up(engine_args):
-    follow_engine_args()
     for config in (
         made("1MiB"),
         SimpleNamespace(kv_transfer_config=None),
@@ -76,9 +67,3 @@ def test_huge_pages_are_not_counted_as_other_memory():
     config = made()
     config.kv_transfer_config.kv_connector_extra_config["kvtiers_config"]["primary"]["huge_pages"] = "2MiB"
     refuse_large_primary(config)
-
-
-def test_a_process_that_makes_no_config_is_left_as_it_is(monkeypatch):
-    monkeypatch.delitem(sys.modules, "vllm.engine.arg_utils", raising=False)
-    follow_engine_args()
-    assert "vllm.engine.arg_utils" not in sys.modules

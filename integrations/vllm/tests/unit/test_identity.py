@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from kvtiers.layout.storage_name import StorageNames
-from kvtiers_vllm.identity import Engine, engine_of_stack, identity_of, row_layout
+from kvtiers_vllm.engine import Engine
+from kvtiers_vllm.identity import identity_of, row_layout
 
 from .test_weights import COMMIT
 
@@ -246,25 +247,6 @@ def test_canonical_rows_of_our_own_are_the_same_for_any_number_of_ranks_and_no_o
     assert kv_layout(1, heads=4, canonical=True) != kv_layout(1, heads=4, canonical=False)
     vllms = [kv_layout(tp, heads=4 // tp, canonical=True, own_rows=False) for tp in (1, 2)]
     assert vllms[0] != vllms[1]
-
-
-class Connector:
-    """As vLLM's: tiers are built somewhere below its constructor."""
-
-    def __init__(self, vllm_config, kv_cache_config):
-        self.found = self.somewhere_below()
-
-    def somewhere_below(self):
-        return self.further_below()
-
-    def further_below(self):
-        return engine_of_stack()
-
-
-def test_the_engines_config_is_found_on_the_stack_and_nowhere_else():
-    connector = Connector("config", "cache")
-    assert connector.found == Engine("config", "cache", connector)
-    assert engine_of_stack() == Engine(None, None)
 
 
 def test_an_engine_whose_config_is_not_found_shares_nothing_and_says_so():

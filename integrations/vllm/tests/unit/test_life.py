@@ -1,11 +1,11 @@
 """At its start an engine steps until its figures say how the tiers are; at its end no longer than it has to."""
 
 from enum import Enum
-from types import SimpleNamespace
 
 import pytest
 
-from kvtiers_vllm.life import FirstReport, is_ending
+from kvtiers_vllm.engine import CoreLink
+from kvtiers_vllm.life import FirstReport
 
 
 class State(Enum):
@@ -16,14 +16,29 @@ class State(Enum):
     SHUTTING_DOWN = 2
 
 
+class Core:
+    """vLLM's engine core, as far as its end is asked about."""
+
+    def __init__(self, state):
+        self.shutdown_state = state
+
+
+def link_to(core):
+    link = CoreLink()
+    link.attach(core)
+    return link
+
+
 @pytest.mark.parametrize("state", State)
 def test_an_engine_is_ending_from_when_it_was_told_to(state):
-    assert is_ending(SimpleNamespace(shutdown_state=state)) is (state is not State.RUNNING)
+    core = Core(state)
+    assert link_to(core).is_ending() is (state is not State.RUNNING)
 
 
-@pytest.mark.parametrize("core", [None, SimpleNamespace()])
-def test_an_engine_that_does_not_say_whether_it_ends_does_not(core):
-    assert not is_ending(core)
+def test_an_engine_that_does_not_say_whether_it_ends_does_not():
+    core = Core(None)
+    assert not link_to(core).is_ending()
+    assert not CoreLink().is_ending()
 
 
 def test_the_report_that_counts_is_the_first_one_after_all_tiers_have_spoken():

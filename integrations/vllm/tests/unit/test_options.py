@@ -42,7 +42,7 @@ def test_a_wrong_option_for_all_tiers_is_named():
 def test_what_needs_kvtiers_own_primary_is_refused_by_name():
     lines = problems({"capacity": "1MiB", "admission": "on_eviction", "host": "shared"})
     assert len(lines) == 2
-    assert all("KvtiersOffloadingSpec" in line for line in lines)
+    assert all("KvtiersConnector" in line for line in lines)
     assert "admission: 'on_eviction'" in lines[0]
     assert "host: " in lines[1]
 

@@ -20,9 +20,14 @@ def test_a_tier_is_refused_by_its_version_also_where_no_name_is_lacking(monkeypa
         fake_vllm.load(monkeypatch, "own_tiering.tier", "0.34.0")
 
 
-def test_a_release_that_is_not_for_the_whole_stack_is_refused_by_its_version_if_it_lacks_a_name(monkeypatch):
-    with pytest.raises(StartError, match=r"KvtiersOffloadingSpec runs on vLLM .*, not on 0\.28\.0"):
-        fake_vllm.load(monkeypatch, "stack.spec", "0.28.0", without="OffloadingSpec")
+@pytest.mark.parametrize(
+    ("module", "name"), [("stack.spec", "OffloadingSpec"), ("stack.connector", "OffloadingConnector")]
+)
+def test_a_release_that_is_not_for_the_whole_stack_is_refused_by_its_version_if_it_lacks_a_name(
+    monkeypatch, module, name
+):
+    with pytest.raises(StartError, match=r"KvtiersConnector runs on vLLM .*, not on 0\.28\.0"):
+        fake_vllm.load(monkeypatch, module, "0.28.0", without=name)
 
 
 @pytest.mark.parametrize(("module", "name"), EACH)

@@ -44,13 +44,18 @@ def connector_module(monkeypatch):
     return fake_vllm.load(monkeypatch, "stack.connector", "0.32.0")
 
 
+def engine_config(**extra):
+    """Return vLLM's config of an engine with kvtiers' connector."""
+    transfer = fake_vllm.KVTransferConfig("KvtiersConnector", kv_connector_extra_config=extra)
+    return SimpleNamespace(kv_transfer_config=transfer)
+
+
 @pytest.fixture
 def connector(connector_module):
     """A connector whose manager and worker have a bug in every call."""
-    connector = fake_vllm.OffloadingConnector()
+    connector = connector_module.KvtiersConnector(engine_config(), "role", "kv_cache_config")
     connector.connector_scheduler = SimpleNamespace(manager=Broken())
     connector.connector_worker = SimpleNamespace(worker=Broken())
-    connector_module.adopt(connector)
     return connector
 
 
@@ -181,8 +186,6 @@ def test_an_adapter_is_loaded_also_where_no_thread_can_look_at_its_files(monkeyp
     def no_thread(*_arguments, **_options):
         raise RuntimeError("can't start new thread")
 
-    core = SimpleNamespace(add_lora=lambda lora: f"loaded {lora.lora_int_id}")
-    AdapterLooks().follow(core)
     monkeypatch.setattr("kvtiers_vllm.stack.adapter_digests.threading.Thread", no_thread)
-    assert core.add_lora(SimpleNamespace(lora_int_id=1, load_inplace=True)) == "loaded 1"
+    AdapterLooks().look_before_loading(SimpleNamespace(lora_int_id=1, load_inplace=True))
     assert "a bug of kvtiers" in caplog.text

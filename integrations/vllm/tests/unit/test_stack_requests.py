@@ -1,6 +1,5 @@
 """Whose KV a request's is, and when nobody can tell; and plans, which end when every rank has reported."""
 
-import inspect
 import shutil
 import time
 from collections import Counter
@@ -207,53 +206,25 @@ def test_an_adapter_that_is_not_there_is_looked_at_all_the_same(book, looks, tmp
 
 
 def test_an_adapter_that_vllm_loads_without_a_request_is_known_by_what_it_was_then(book, looks, tmp_path):
-    class Core:
-        def __init__(self):
-            self.loaded = []
-
-        def add_lora(self, lora):
-            self.loaded.append((tmp_path / "one" / "adapter_model.bin").read_bytes())
-            return lora.lora_int_id == 1
-
-    core = Core()
-    looks.follow(core)
     lora = adapter(tmp_path / "one", b"before")
-    assert core.add_lora(lora) is True
-    assert core.loaded == [b"before"]
+    looks.look_before_loading(lora)
     adapter(tmp_path / "one", b"after!")
     request = opened(book, "one", lora)
     all_answered(looks)
     assert request.keys is None, "vLLM has not loaded what the files are now"
     lora.load_inplace = True
-    core.add_lora(lora)
+    looks.look_before_loading(lora)
     again = opened(book, "again", lora)
     all_answered(looks)
     assert again.keys is not None
-
-
-def test_the_call_that_loads_an_adapter_has_the_signature_that_it_has_without_kvtiers(looks):
-    """A served engine reads off it what a client's message is to be turned into: it is no request of vLLM's yet."""
-
-    class Core:
-        def add_lora(self, lora_request: SimpleNamespace) -> bool:
-            raise NotImplementedError
-
-    core = Core()
-    before = inspect.signature(core.add_lora)
-    looks.follow(core)
-    assert inspect.signature(core.add_lora) == before
 
 
 def test_an_adapter_that_vllm_loads_without_a_request_is_looked_at_before_while_others_are_digested(
     book, looks, tmp_path
 ):
     lora = adapter(tmp_path / "one")
-    loaded = []
-    core = SimpleNamespace(add_lora=loaded.append)
-    looks.follow(core)
     gate = Gate(looks)
-    core.add_lora(lora)
-    assert loaded == [lora]
+    looks.look_before_loading(lora)
     request = opened(book, "one", lora)
     gate.opened.set()
     all_answered(looks)

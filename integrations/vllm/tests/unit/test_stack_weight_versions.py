@@ -1,42 +1,47 @@
 """Which weights an engine has: every change is seen, with a version or without."""
 
-import inspect
+from types import SimpleNamespace
 
 import pytest
 
-from kvtiers.api import StartError
+from kvtiers_vllm import compat
+from kvtiers_vllm.engine import Engine
 from kvtiers_vllm.stack.weight_versions import WeightUpdates
 
-
-class Core:
-    """vLLM's engine core, as far as weights go."""
-
-    def __init__(self):
-        self.called = []
-        self.weight_version = "default"
-
-    def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
-        self.called.append((method, timeout, args, kwargs))
-        return ["done"]
-
-    def set_weight_version(self, weight_version):
-        self.weight_version = weight_version
-
-    def get_weight_version(self):
-        return self.weight_version
-
-    def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
-        return reset_connector if reset_running_requests else "done"
+from . import fake_vllm
 
 
-@pytest.fixture
-def core():
-    return Core()
+class Config(SimpleNamespace):
+    """vLLM's config of an engine."""
+
+
+@pytest.fixture(autouse=True)
+def _vllm(monkeypatch):
+    fake_vllm.install(monkeypatch)
+
+
+def engine():
+    """Return a core of vLLM's, and what follows its weights."""
+    config = Config()
+    updates = WeightUpdates(compat.follow_core(Engine(config, None), "0.32.0"))
+    from vllm.v1.engine.core import EngineCore
+
+    return EngineCore(config), updates
 
 
 @pytest.fixture
-def updates(core):
-    return WeightUpdates(core, "0.32.0")
+def both():
+    return engine()
+
+
+@pytest.fixture
+def core(both):
+    return both[0]
+
+
+@pytest.fixture
+def updates(both):
+    return both[1]
 
 
 @pytest.mark.parametrize("call", ["reload_weights", "start_weight_update", "update_weights", "finish_weight_update"])
@@ -47,8 +52,7 @@ def test_weights_that_change_without_a_version_are_nobody_elses(core, updates, c
         seen.add(updates.version())
     assert len(seen) == 4
     assert core.called == [(call, None, (), {"a": 1})] * 3
-    other = Core()
-    others = WeightUpdates(other, "0.32.0")
+    other, others = engine()
     other.collective_rpc(call)
     assert others.version() not in seen
 
@@ -62,6 +66,13 @@ def test_weights_with_a_version_are_called_so_in_every_engine(core, updates):
     assert updates.version() == "3"
 
 
+def test_weights_that_are_named_before_the_first_request_are_others_than_those_of_the_start(core, updates):
+    start = updates.version()
+    assert start == core.get_weight_version(), "every release of vLLM's begins with the same word"
+    core.set_weight_version("2")
+    assert updates.version() != start
+
+
 @pytest.mark.parametrize("call", ["profile", "get_kv_cache_spec", print, b"pickled"])
 def test_other_calls_change_nothing(core, updates, call):
     before = updates.version()
@@ -69,13 +80,14 @@ def test_other_calls_change_nothing(core, updates, call):
     assert updates.version() == before
 
 
-@pytest.mark.parametrize("call", ["collective_rpc", "set_weight_version", "reset_prefix_cache"])
-def test_a_call_has_the_signature_that_it_has_without_kvtiers(call):
-    """A served engine reads off it what a client's message is to be turned into, and how much it may hold."""
-    core = Core()
-    before = inspect.signature(getattr(core, call))
-    WeightUpdates(core, "0.32.0")
-    assert inspect.signature(getattr(core, call)) == before
+def test_the_weights_of_another_engine_in_the_process_are_its_own(core, updates):
+    other, others = engine()
+    before = updates.version()
+    other.collective_rpc("reload_weights")
+    other.set_weight_version("7")
+    other.reset_prefix_cache()
+    assert (updates.version(), updates.resets) == (before, 0)
+    assert (others.version(), others.resets) == ("7", 1)
 
 
 def test_vllms_own_prefix_cache_is_empty_after_a_reset_that_was_done(core, updates):
@@ -84,8 +96,3 @@ def test_vllms_own_prefix_cache_is_empty_after_a_reset_that_was_done(core, updat
     assert updates.resets == 1
     assert core.reset_prefix_cache(True, reset_connector=False) is False
     assert updates.resets == 1
-
-
-def test_an_engine_whose_weights_cannot_be_followed_does_not_start():
-    with pytest.raises(StartError, match=r"vLLM 0\.32\.0 .* updated in place would go unseen"):
-        WeightUpdates(None, "0.32.0")

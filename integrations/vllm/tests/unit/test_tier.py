@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
+from kvtiers_vllm.engine import Engine, being_built
 from kvtiers_vllm.own_tiering.build import OpenedTier
 from kvtiers_vllm.own_tiering.off_tier import OffTier
 from kvtiers_vllm.own_tiering.options import TierSettings
@@ -17,11 +18,8 @@ from . import fake_vllm
 KEY = bytes(36)
 
 
-class Core:
-    """vLLM's engine core, as far as a tier knows it."""
-
-    def preprocess_add_request(self, request):
-        return request, 0
+class Config(SimpleNamespace):
+    """vLLM's config of an engine."""
 
 
 class Request(SimpleNamespace):
@@ -34,8 +32,8 @@ def version():
 
 
 @pytest.fixture
-def core():
-    return Core()
+def config():
+    return Config()
 
 
 class Status:
@@ -46,18 +44,18 @@ class Status:
 
 
 @pytest.fixture
-def make(monkeypatch, version, core):
+def make(monkeypatch, version, config):
     """Return a function that makes a tier of an engine that is off, with a driver of its own and this end."""
     module = fake_vllm.load(monkeypatch, "own_tiering.tier", version)
     monkeypatch.setattr(module, "load_tier_options", lambda *_: (None, TierSettings()))
-    monkeypatch.setattr(module, "engine_of_stack", lambda: SimpleNamespace(core=core))
     monkeypatch.setattr(module, "open_status", lambda *_: Status())
 
     def make(spec, close=lambda _: None):
         driver = TierDriver(TierSlot(0, OffTier(), TierOptions("near")), 0.02, close)
         opened = OpenedTier(driver, "near", "model", shared=True)
         monkeypatch.setattr(module, "open_tier", lambda *_: opened)
-        return module.KvtiersTier(spec, memoryview(bytes(8)), "kvtiers-near")
+        with being_built(Engine(config, None)):
+            return module.KvtiersTier(spec, memoryview(bytes(8)), "kvtiers-near")
 
     return make
 
@@ -124,10 +122,12 @@ def test_a_job_that_was_handed_over_has_the_result_that_it_gets_there(tier, monk
         ("0.32.0", "mine", False),
     ],
 )
-def test_a_salted_request_is_left_out_where_its_salt_is_hashed_without_a_tag(tier, core, salt, left_out, monkeypatch):
+def test_a_salted_request_is_left_out_where_its_salt_is_hashed_without_a_tag(tier, config, salt, left_out, monkeypatch):
+    from vllm.v1.engine.core import EngineCore
+
     monkeypatch.setattr(tier._driver._slot, "available", lambda: True)
     monkeypatch.setattr(tier._driver._slot, "ask", lambda _keys, _context: (1, False))
-    arrived, _ = core.preprocess_add_request(Request(request_id="a", cache_salt=salt, block_hashes=[]))
+    arrived, _ = EngineCore(config).preprocess_add_request(Request(request_id="a", cache_salt=salt, block_hashes=[]))
     request = SimpleNamespace(req_id="a", kv_transfer_params=None)
     tier.on_new_request(request)
     del arrived  # the engine may have forgotten it before its last store

@@ -23,11 +23,10 @@ from kvtiers.secondary.placement import HostedRegion, TierHosts
 from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.start_line import StartFacts, StartLine
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
-from kvtiers_vllm.identity import Engine, identity_of, row_layout
-from kvtiers_vllm.life import is_ending
+from kvtiers_vllm.engine import CoreLink, Engine
+from kvtiers_vllm.identity import identity_of, row_layout
 from kvtiers_vllm.own_tiering.off_tier import OffTier
 from kvtiers_vllm.own_tiering.options import TierSettings
-from kvtiers_vllm.own_tiering.prefetch_on_arrival import is_idle
 from kvtiers_vllm.own_tiering.region import address_of, open_mapped_file
 from kvtiers_vllm.own_tiering.tier_driver import TierDriver
 from kvtiers_vllm.own_tiering.topology_check import refuse_several_hosts
@@ -56,7 +55,13 @@ class OpenedTier:
 
 
 def open_tier(
-    config: TierConfig, settings: TierSettings, offloading: Any, view: memoryview, engine: Engine, version: str
+    config: TierConfig,
+    settings: TierSettings,
+    offloading: Any,
+    view: memoryview,
+    engine: Engine,
+    core: CoreLink,
+    version: str,
 ) -> OpenedTier:
     """Open one tier of an engine. ``view``: vLLM's rows, one behind the other. ``version``: vLLM's."""
     name = config.tier_name
@@ -65,7 +70,7 @@ def open_tier(
     if plugin.kind != "store":
         raise ConfigError(
             f"{name}: a tier of type {config.type!r} moves rows by itself, and vLLM's rows have no room for a seal; "
-            "use it with KvtiersOffloadingSpec"
+            "use it with the whole stack (KvtiersConnector)"
         )
     if off := _why_off(engine):
         _log.warning("%s: off: %s", name, off)
@@ -81,7 +86,7 @@ def open_tier(
     slot = TierSlot(0, parts.tier, _options(config))
     tokens = [layout.tokens_per_chunk(group) for group in range(len(layout.groups))]
     load_wait = None if settings.load_wait == "auto" else settings.load_wait
-    idle = partial(is_idle, engine.core) if engine.is_alone else lambda: False
+    idle = core.is_idle if engine.is_alone else lambda: False
     driver = TierDriver(
         slot,
         settings.lookup_wait,
@@ -89,7 +94,7 @@ def open_tier(
         tokens,
         load_wait,
         is_idle=idle,
-        is_ending=partial(is_ending, engine.core),
+        is_ending=core.is_ending,
         drain=settings.drain,
     )
     if config.required and (error := parts.tier.wait_open(config.deadline)):
@@ -112,7 +117,7 @@ def _why_off(engine: Engine) -> str:
     if getattr(engine.vllm_config, "lora_config", None) is not None:
         return (
             "LoRA is enabled, and vLLM's tiers see block hashes without the adapter's files: two adapters of one name "
-            "could meet; use KvtiersOffloadingSpec"
+            "could meet; use the whole stack (KvtiersConnector)"
         )
     return ""
 

@@ -70,9 +70,11 @@ def _not_here(config: TierConfig, extra_config: Mapping[str, Any]) -> list[str]:
     if _tier_names(extra_config).count(config.tier_name) > 1:
         problems.append(f"the name {config.tier_name!r} is that of another tier, too; give one of them another 'name'")
     if config.admission != "all":
-        problems.append(f"admission: {config.admission!r} needs KvtiersOffloadingSpec; here it can be 'all' alone")
+        problems.append(
+            f"admission: {config.admission!r} needs the whole stack (KvtiersConnector); here it can be 'all' alone"
+        )
     if config.host:
-        problems.append("host: needs KvtiersOffloadingSpec; here each tier has a helper of its own")
+        problems.append("host: needs the whole stack (KvtiersConnector); here each tier has a helper of its own")
     return problems
 
 

@@ -12,13 +12,14 @@ from typing import Any
 from vllm import __version__ as vllm_version
 
 from kvtiers.api import LookupResult as Answer
-from kvtiers_vllm.identity import engine_of_stack
-from kvtiers_vllm.life import FirstReport, is_ending
+from kvtiers_vllm.compat import follow_core
+from kvtiers_vllm.engine import engine_being_built
+from kvtiers_vllm.life import FirstReport
 from kvtiers_vllm.never_raise import BugCount, never_raises
 from kvtiers_vllm.own_tiering.build import open_tier
 from kvtiers_vllm.own_tiering.metrics import COUNTERS, GAUGES, TierFigures, tier_definitions
 from kvtiers_vllm.own_tiering.options import load_tier_options
-from kvtiers_vllm.own_tiering.prefetch_on_arrival import follow_arrivals, prefix_keys
+from kvtiers_vllm.own_tiering.prefetch_on_arrival import prefix_keys
 from kvtiers_vllm.own_tiering.report import open_status
 from kvtiers_vllm.releases import release_of
 
@@ -64,11 +65,12 @@ class KvtiersTier(SecondaryTierManager):
         self.bugs = BugCount(tier_type)
         config, settings = load_tier_options(tier_type, options, offloading_spec.extra_config)
         self._drain_seconds = settings.drain
-        self._offloading, engine = offloading_spec.config, engine_of_stack()
-        opened = open_tier(config, settings, self._offloading, primary_kv_view, engine, vllm_version)
+        self._offloading, engine = offloading_spec.config, engine_being_built()
+        core = follow_core(engine, vllm_version)
+        opened = open_tier(config, settings, self._offloading, primary_kv_view, engine, core, vllm_version)
         self._driver = opened.driver
-        self._core = engine.core
-        follow_arrivals(engine.core, self._arrived)
+        self._core = core  # compat keeps no other reference to it
+        core.request_arrived.append(self._arrived)
         self._figures = TierFigures(opened, OffloadingConnectorStats)
         self._first_report = FirstReport(opened.driver.has_spoken) if getattr(engine, "is_alone", False) else None
         self._status = open_status(opened, f"vLLM {vllm_version}")
@@ -135,7 +137,7 @@ class KvtiersTier(SecondaryTierManager):
     def has_pending_work(self) -> bool:
         """Say whether vLLM's figures do not say yet how the tier is, and the engine is not ending."""
         owed = self._first_report is not None and self._first_report.is_owed()
-        return owed and not is_ending(self._core)
+        return owed and not self._core.is_ending()
 
     @never_raises(lambda: None)
     def drain_jobs(self) -> None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from kvtiers.api import StartError
-from kvtiers_vllm.identity import Engine
+from kvtiers_vllm.engine import Engine
 
 __all__ = ["refuse_several_hosts"]
 

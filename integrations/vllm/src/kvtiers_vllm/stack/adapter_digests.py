@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from functools import wraps
 from typing import Any, Protocol
 
 from kvtiers_vllm.never_raise import BugCount, never_raises
@@ -170,19 +169,9 @@ class AdapterLooks:
         """Say whether vLLM loads the adapter anew for a request whose look is not answered yet."""
         return self._to_load_anew[number] != self.loaded_anew[number]
 
-    def follow(self, core: Any) -> None:
-        """Look at adapters that vLLM is told to load without a request, too. ``core``: its engine core."""
-        add_lora = core.add_lora
-
-        @wraps(add_lora)  # a served engine makes vLLM's request of a client's message by the signature
-        def look_and_add(lora: Any) -> Any:
-            self._look_before_loading(lora)
-            return add_lora(lora)
-
-        core.add_lora = look_and_add
-
     @never_raises(lambda: None)
-    def _look_before_loading(self, lora: Any) -> None:
+    def look_before_loading(self, lora: Any) -> None:
+        """Begin to look at an adapter that vLLM is about to load without a request; wait a moment for it."""
         look = self._look_of(lora)
         # Not behind others' digests: vLLM reads the same files next, which takes longer than this look.
         threading.Thread(target=look.look, name="kvtiers-adapter", daemon=True).start()

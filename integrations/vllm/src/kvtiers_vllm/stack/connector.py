@@ -1,4 +1,4 @@
-"""vLLM's connector, and what it has to do besides for kvtiers. A connector that builds our spec becomes this class.
+"""``KvtiersConnector``: vLLM's offloading connector over kvtiers' manager and workers, and what it does besides.
 
 ::
 
@@ -11,14 +11,26 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm import __version__ as vllm_version
 
-from kvtiers.api import StartError
+from kvtiers.api import ConfigError, StartError
+from kvtiers_vllm.compat import CONNECTOR, check
+from kvtiers_vllm.engine import Engine, being_built, engine_being_built
 from kvtiers_vllm.never_raise import BugCount, never_raises
+from kvtiers_vllm.releases import require_whole_stack
+from kvtiers_vllm.stack.options import CONNECTOR_NAME, SPEC_NAME
 from kvtiers_vllm.stack.plans import CopyReport
 
-__all__ = ["KvtiersConnector", "adopt"]
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+except ImportError:
+    require_whole_stack(vllm_version)  # one that is not supported is refused by its name, not by that of what it lacks
+    raise
+
+__all__ = ["KvtiersConnector"]
 
 
 @dataclass
@@ -39,7 +51,24 @@ class WorkerNews(OffloadingWorkerMetadata):
 class KvtiersConnector(OffloadingConnector):
     """Its manager and its worker are kvtiers'. What vLLM's own methods raise is vLLM's."""
 
-    bugs: BugCount
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        require_whole_stack(vllm_version)
+        check(OffloadingConnector, CONNECTOR, vllm_version, sets=("connector_scheduler", "connector_worker"))
+        check(OffloadingConnectorScheduler, {}, vllm_version, sets=("manager",))
+        check(OffloadingConnectorWorker, {}, vllm_version, sets=("worker",))
+        _refuse_multi_connector()
+        self.bugs = BugCount("kvtiers")
+        # A load that fails is computed: the engine would end the request otherwise.
+        vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+        _name_spec(vllm_config)
+        with being_built(Engine(vllm_config, kv_cache_config, whole_stack=True)):
+            super().__init__(vllm_config, role, kv_cache_config)
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: Any, *arguments: Any, **more: Any) -> Any:
+        """Define the figures of the whole stack, in the process that serves ``/metrics``."""
+        _name_spec(vllm_config)
+        return super().build_prom_metrics(vllm_config, *arguments, **more)
 
     def on_new_request(self, request: Any) -> None:
         """Show a request to the manager."""
@@ -110,11 +139,22 @@ class KvtiersConnector(OffloadingConnector):
         results.failed_recving |= self.connector_worker.worker.take_failed_loads()
 
 
-def adopt(connector: Any) -> None:
-    """Make the connector that is being built ours; StartError if it is none that can be."""
-    if type(connector) is not OffloadingConnector:
-        raise StartError(
-            f"KvtiersOffloadingSpec runs under vLLM's OffloadingConnector, not under {type(connector).__name__}"
+def _name_spec(vllm_config: Any) -> None:
+    """Have vLLM's factory find kvtiers' spec; ConfigError if the config names another."""
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    given = extra.setdefault("spec_name", SPEC_NAME)
+    if given != SPEC_NAME:
+        raise ConfigError(
+            f"kv_connector_extra_config: spec_name is {given!r}, but {CONNECTOR_NAME} has a spec of its own: "
+            "leave spec_name out, or use kv_connector OffloadingConnector"
         )
-    connector.__class__ = KvtiersConnector
-    connector.bugs = BugCount("kvtiers")
+
+
+def _refuse_multi_connector() -> None:
+    """Refuse to be one of several connectors: what became of copies would not travel with vLLM's own report."""
+    above = engine_being_built().vllm_config
+    if above is not None and above.kv_transfer_config.kv_connector != CONNECTOR_NAME:
+        raise StartError(
+            f"{CONNECTOR_NAME} does not run under {above.kv_transfer_config.kv_connector}; "
+            "make it the only kv_connector, or use kvtiers' tiers under vLLM's own tiering"
+        )

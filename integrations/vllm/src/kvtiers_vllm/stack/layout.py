@@ -12,7 +12,7 @@ from typing import Any
 from kvtiers.api import StartError
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.layout.rank_map import CopyRun, RankMap
-from kvtiers_vllm.identity import Engine
+from kvtiers_vllm.engine import Engine
 from kvtiers_vllm.stack.keys import GroupKeys
 
 __all__ = ["cache_layout", "group_keys", "layer_tensors", "rank_map"]

@@ -8,6 +8,7 @@ failed copies nor, after a reset, the ones that still run. A request whose load 
 that vLLM computes it.
 """
 
+import logging
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -24,11 +25,10 @@ from kvtiers.api import LookupResult as Answer
 from kvtiers.tiering.manager import TieringManager
 from kvtiers.types import LoadPlan, StorePlan
 from kvtiers.types import OffloadPolicy as Policy
-from kvtiers_vllm.identity import Engine
-from kvtiers_vllm.life import FirstReport, is_ending
+from kvtiers_vllm.engine import CoreLink
+from kvtiers_vllm.life import FirstReport
 from kvtiers_vllm.never_raise import BugCount, never_raises
 from kvtiers_vllm.own_tiering.idle_backoff import Rest
-from kvtiers_vllm.own_tiering.prefetch_on_arrival import follow_arrivals, is_idle
 from kvtiers_vllm.stack.keys import RequestKeys
 from kvtiers_vllm.stack.plans import CopyReport, RunningPlans
 from kvtiers_vllm.stack.requests import OpenRequest, RequestBook, Run
@@ -36,6 +36,8 @@ from kvtiers_vllm.stack.steps import StepClock
 from kvtiers_vllm.stack.worker import NO_PLAN, WAKEUP, PlannedRows
 
 __all__ = ["KvtiersManager"]
+
+_log = logging.getLogger("kvtiers.vllm")
 
 _ANSWERS = {
     Answer.MISS: LookupResult.MISS,
@@ -51,7 +53,11 @@ _DRAIN_SECONDS = 10.0  # how long an engine that ends may still write to its tie
 
 
 class KvtiersManager(OffloadingManager):
-    """Drives ``manager``. ``ranks``: workers that copy; ``figures``: for /metrics."""
+    """Drives ``manager``. ``ranks``: workers that copy; ``figures``: for /metrics; ``alone``: no engine steps with it.
+
+    A core that is not seen before its first request is one whose weights could be updated unseen: no request uses a
+    tier then.
+    """
 
     def __init__(
         self,
@@ -61,7 +67,9 @@ class KvtiersManager(OffloadingManager):
         steps: StepClock,
         figures: Callable[[], Any],
         on_shutdown: Callable[[], None],
-        engine: Engine,
+        core: CoreLink,
+        *,
+        alone: bool,
     ) -> None:
         self.bugs = BugCount("kvtiers")
         self.requests = requests
@@ -72,16 +80,17 @@ class KvtiersManager(OffloadingManager):
         self._on_shutdown = on_shutdown
         self._asked: set[OpenRequest] = set()
         self._rest = Rest(sleep=WAKEUP.wait)
-        self._alone = engine.is_alone
-        self._core = engine.core
+        self._alone = alone
+        self._core = core
         self._answered_for: Any = None
         """The context of the request whose answers are in ``_answers``, in this step."""
         self._answers: dict[bytes, LookupResult] = {}
         """By vLLM's key: it asks chunk by chunk, and one sweep over the prefix has answered them all."""
         self._first_report = FirstReport(manager.tiers_have_spoken) if self._alone else None
+        self._said_unseen = False
         self._began_idle: bool | None = None
         """Nothing but new requests could be computed when this step's first lookup came; None before it."""
-        follow_arrivals(engine.core, self._ask_ahead)
+        core.request_arrived.append(self._ask_ahead)
 
     # -- requests
 
@@ -90,8 +99,19 @@ class KvtiersManager(OffloadingManager):
         """Take note of a request; say which of its chunks are wanted."""
         self._follow_weights()
         request = self.requests.open(req_context.req_id, req_context.kv_transfer_params)
+        if not self._core.is_attached:
+            request.out = True
+            self._say_unseen()
         with self._manager.lock:
             return RequestOffloadingContext(_POLICIES[self._manager.on_new_request(request.context)])
+
+    def _say_unseen(self) -> None:
+        if not self._said_unseen:
+            self._said_unseen = True
+            _log.error(
+                "vLLM's engine core does not take requests in as kvtiers expects: weights that are updated in place "
+                "would go unseen, so no request uses a tier; use kvtiers' tiers under vLLM's own tiering, and report it"
+            )
 
     @never_raises(lambda: None)
     def on_request_finished(self, req_context: Any) -> None:
@@ -112,7 +132,7 @@ class KvtiersManager(OffloadingManager):
         if req_context is self._answered_for and (answer := self._answers.get(key)) is not None:
             return answer
         if self._began_idle is None:
-            self._began_idle = self._alone and is_idle(self._core)
+            self._began_idle = self._alone and self._core.is_idle()
         self._follow_weights()
         request = self.requests.get(req_context.req_id)
         keys = None if request is None or request.load_failed else request.keys
@@ -269,7 +289,7 @@ class KvtiersManager(OffloadingManager):
     @never_raises(lambda: False)
     def has_pending_work(self) -> bool:
         """Say whether steps are needed without a request."""
-        if is_ending(self._core):  # what tiers still have to write is the shutdown's, which has a bound
+        if self._core.is_ending():  # what tiers still have to write is the shutdown's, which has a bound
             return self._plans.are_running() or self._plans.has_unconfirmed()
         return self._manager.has_pending_work() or self._plans.has_unconfirmed() or self._owes_first_report()
 

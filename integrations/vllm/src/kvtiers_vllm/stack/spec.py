@@ -1,9 +1,9 @@
-"""What vLLM builds of kvtiers: once in its scheduler's process for the manager, and once in each worker's.
+"""What ``KvtiersConnector`` has vLLM build: the manager in its scheduler's process, and a worker in each rank's.
 
 ::
 
-    "kv_connector": "OffloadingConnector",
-    "kv_connector_extra_config": {"spec_name": "KvtiersOffloadingSpec", "kvtiers_config": "tiers.yaml"}
+    "kv_connector": "KvtiersConnector",
+    "kv_connector_extra_config": {"kvtiers_config": "tiers.yaml"}
 
 What is wrong with the config stops the engine's start, in one line each. What uses more of vLLM than a spec itself is
 imported when the release is known to have it.
@@ -17,13 +17,15 @@ from vllm import __version__ as vllm_version
 from kvtiers.api import StartError
 from kvtiers.layout.cache_layout import ModelIdentity
 from kvtiers.runtime import open_manager, open_worker
-from kvtiers_vllm.identity import engine_of_stack, identity_of
+from kvtiers_vllm.compat import follow_core
+from kvtiers_vllm.engine import engine_being_built
+from kvtiers_vllm.identity import identity_of
 from kvtiers_vllm.own_tiering.topology_check import refuse_several_hosts
 from kvtiers_vllm.releases import require_whole_stack
 from kvtiers_vllm.stack.adapter_digests import AdapterLooks
 from kvtiers_vllm.stack.figures import StackFacts, StackFigures, definitions, open_stack_status
 from kvtiers_vllm.stack.layout import cache_layout, group_keys, layer_tensors, rank_map
-from kvtiers_vllm.stack.options import load_stack_config
+from kvtiers_vllm.stack.options import CONNECTOR_NAME, load_stack_config, way_in
 from kvtiers_vllm.stack.requests import RequestBook, Weights
 from kvtiers_vllm.stack.steps import StepClock
 from kvtiers_vllm.stack.weight_versions import WeightUpdates
@@ -47,26 +49,26 @@ _ONE_AXIS = ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_
 
 
 class KvtiersOffloadingSpec(OffloadingSpec):
-    """kvtiers' manager, primary and workers, for vLLM's ``OffloadingConnector``."""
+    """kvtiers' manager, primary and workers, for ``KvtiersConnector``."""
 
     def __init__(self, config: Any) -> None:
         require_whole_stack(vllm_version)
-        from kvtiers_vllm.stack.connector import adopt
-
         super().__init__(config)
-        self._engine = engine_of_stack()
+        self._engine = engine_being_built()
+        if not self._engine.whole_stack:
+            raise StartError(
+                f'KvtiersOffloadingSpec is no spec for vLLM\'s own connector any more: write "kv_connector": '
+                f'"{CONNECTOR_NAME}" and leave spec_name out (kvtiers vllm-config --whole-stack)'
+            )
         refuse_several_hosts(self._engine)
         _refuse_other_axes(self._engine.vllm_config)
         self._config, self._weights = load_stack_config(self.extra_config)
-        adopt(self._engine.connector)
         self._manager: KvtiersManager | None = None
         self._worker: KvtiersWorker | None = None
 
     def get_manager(self) -> "KvtiersManager":
         """Open the region and the tiers; all ranks are there when this returns, or the start fails by name."""
         if self._manager is None:
-            # A load that fails is computed: the engine would end the request otherwise.
-            self._engine.vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
             self._manager = self._open_manager()
         return self._manager
 
@@ -96,7 +98,8 @@ class KvtiersOffloadingSpec(OffloadingSpec):
     def _open_manager(self) -> "KvtiersManager":
         from kvtiers_vllm.stack.manager import KvtiersManager
 
-        updates = WeightUpdates(self._engine.core, vllm_version)
+        core = follow_core(self._engine, vllm_version)
+        updates = WeightUpdates(core)
         identity = identity_of(self._engine, self.config, vllm_version, self._weights, own_rows=True)
         for warning in identity.warnings:
             _log.warning("%s", warning)
@@ -107,7 +110,7 @@ class KvtiersOffloadingSpec(OffloadingSpec):
             layout,
             engine_id=self.config.engine_id,
             record_events=False,
-            way_in=f"as the whole stack in vLLM {vllm_version}",
+            way_in=f"as the whole stack in vLLM {vllm_version}, {way_in(self.extra_config)}",
             release=f"vLLM {vllm_version}",
         )
         try:
@@ -121,7 +124,7 @@ class KvtiersOffloadingSpec(OffloadingSpec):
         tiers = [tier.tier_name for tier in self._config.secondary]
         status = open_stack_status(facts, tiers, f"vLLM {vllm_version}", self._config.namespace, manager.fingerprint)
         looks = AdapterLooks()
-        looks.follow(self._engine.core)
+        core.adapter_loads.append(looks.look_before_loading)
 
         def close() -> None:
             looks.close()
@@ -134,7 +137,8 @@ class KvtiersOffloadingSpec(OffloadingSpec):
             steps,
             StackFigures(facts, OffloadingConnectorStats),
             close,
-            self._engine,
+            core,
+            alone=self._engine.is_alone,
         )
 
 
@@ -144,6 +148,6 @@ def _refuse_other_axes(vllm_config: Any) -> None:
     several = [f"{name} is {size}" for name in _ONE_AXIS if (size := int(getattr(parallel, name, 1) or 1)) > 1]
     if several:
         raise StartError(
-            f"KvtiersOffloadingSpec runs with tensor and data parallel engines, but {', '.join(several)}; "
+            f"{CONNECTOR_NAME} runs with tensor and data parallel engines, but {', '.join(several)}; "
             "use kvtiers' tiers under vLLM's own tiering"
         )

@@ -8,10 +8,9 @@
 """
 
 import secrets
-from functools import wraps
 from typing import Any
 
-from kvtiers.api import StartError
+from kvtiers_vllm.engine import CoreLink
 
 __all__ = ["WeightUpdates"]
 
@@ -26,40 +25,27 @@ _CHANGES = {
 
 
 class WeightUpdates:
-    """Follows what changes the weights. ``core``: vLLM's engine core; None, where it was not found: StartError."""
+    """Follows what changes the weights. ``core``: the link to vLLM's engine core."""
 
-    def __init__(self, core: Any, vllm_version: str) -> None:
-        if core is None:
-            raise StartError(
-                f"vLLM {vllm_version} builds KvtiersOffloadingSpec outside of its engine core: weights that are "
-                "updated in place would go unseen; use kvtiers' tiers under vLLM's own tiering, and report this"
-            )
+    def __init__(self, core: CoreLink) -> None:
         self._core = core
         self._unnamed = ""
         self.resets = 0
         """How often vLLM has emptied its own prefix cache."""
-        call, name, reset = core.collective_rpc, core.set_weight_version, core.reset_prefix_cache
-
-        @wraps(call)  # a served engine turns a client's message into arguments by the signature
-        def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(method, str) and method in _CHANGES:
-                self._unnamed = f"+{secrets.token_hex(16)}"
-            return call(method, *args, **kwargs)
-
-        @wraps(name)
-        def set_weight_version(version: str) -> None:
-            name(version)
-            self._unnamed = ""
-
-        @wraps(reset)
-        def reset_prefix_cache(*args: Any, **kwargs: Any) -> Any:
-            done = reset(*args, **kwargs)
-            self.resets += bool(done)
-            return done
-
-        core.collective_rpc, core.set_weight_version = collective_rpc, set_weight_version
-        core.reset_prefix_cache = reset_prefix_cache
+        core.workers_called.append(self._called)
+        core.weights_named.append(self._named)
+        core.cache_reset.append(self._reset)
 
     def version(self) -> str:
         """Return what stands for the weights of now; another one after each change."""
-        return f"{self._core.get_weight_version()}{self._unnamed}"
+        return f"{self._core.weights_version()}{self._unnamed}"
+
+    def _called(self, method: Any) -> None:
+        if isinstance(method, str) and method in _CHANGES:
+            self._unnamed = f"+{secrets.token_hex(16)}"
+
+    def _named(self) -> None:
+        self._unnamed = ""
+
+    def _reset(self) -> None:
+        self.resets += 1

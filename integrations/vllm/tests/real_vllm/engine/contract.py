@@ -11,6 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
@@ -25,7 +28,10 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 
+from kvtiers_vllm import compat
+from kvtiers_vllm.engine import INITIAL_WEIGHTS
 from kvtiers_vllm.plugin import register
+from kvtiers_vllm.releases import release_of
 
 ROW, ROWS = 8192, 16
 PATIENCE = 30.0
@@ -100,8 +106,13 @@ def rows_of(spec: Any) -> list[int]:
 
 
 def main() -> None:
-    # What arrivals.py follows, and how it sees that an engine is idle.
-    assert list(inspect.signature(EngineCore.preprocess_add_request).parameters) == ["self", "request"]
+    # What compat.py wraps is there as it was written for, and how it sees that an engine is idle.
+    compat.wrap_core(EngineCore, vllm.__version__)
+    compat.wrap_factory(KVConnectorFactory, vllm.__version__)
+    compat.wrap_engine_args(EngineArgs, print, print, vllm.__version__)
+    if release_of(vllm.__version__).whole_stack:
+        compat.check(OffloadingConnector, compat.CONNECTOR, vllm.__version__)
+    assert f'_weight_version = "{INITIAL_WEIGHTS}"' in inspect.getsource(EngineCore.__init__)
     assert "self.running.append(request)" in inspect.getsource(Scheduler.schedule)
     bench = Bench(sys.argv[1])
     manager = bench.manager

@@ -229,6 +229,14 @@ class Engine:
         self._llm.wake_up()
         return {"ok": True}
 
+    def lose_core(self) -> dict[str, Any]:
+        """Have the calls of the engine's core reach nothing of kvtiers'."""
+        from kvtiers_vllm import compat
+
+        compat._by_config.clear()
+        compat._by_core.clear()
+        return {"ok": True}
+
     def ignore_adapters(self) -> dict[str, Any]:
         """Have adapters and salts decide nothing but what vLLM's own hashes say of them."""
         from kvtiers_vllm.stack import keys

@@ -1,0 +1,95 @@
+"""The vLLM engine that is being built, and its core, as far as kvtiers follows it.
+
+vLLM's factories build a spec and its tiers from an ``OffloadingConfig``, which names neither weights nor quantisation.
+The ``VllmConfig`` that it was made from is handed down beside it, by a context variable that the connector's
+constructor sets (``being_built``).
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["INITIAL_WEIGHTS", "CoreLink", "Engine", "being_built", "engine_being_built"]
+
+INITIAL_WEIGHTS = "default"
+"""The version of its weights with which every engine core of vLLM's starts."""
+
+
+@dataclass(eq=False)
+class CoreLink:
+    """One engine core, and what kvtiers does at its calls (``compat`` sees them). ``vllm_config``: the core's own.
+
+    ``request_arrived`` gets each request as vLLM has prepared it, on vLLM's input thread. ``adapter_loads`` gets vLLM's
+    request to load an adapter, before it does; ``workers_called`` the method that all workers are about to run;
+    ``weights_named`` and ``cache_reset`` come after the call.
+    """
+
+    vllm_config: Any = None
+    request_arrived: list[Callable[[Any], None]] = field(default_factory=list)
+    adapter_loads: list[Callable[[Any], None]] = field(default_factory=list)
+    workers_called: list[Callable[[Any], None]] = field(default_factory=list)
+    weights_named: list[Callable[[], None]] = field(default_factory=list)
+    cache_reset: list[Callable[[], None]] = field(default_factory=list)
+    _core: Callable[[], Any] = lambda: None
+
+    def attach(self, core: Any) -> None:
+        """Take note of the core, at its first call."""
+        self._core = weakref.ref(core)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the core has been seen; it is before its first request is."""
+        return self._core() is not None
+
+    def is_idle(self) -> bool:
+        """Say whether the engine has begun no request that it could go on with; in a pass, none in it either."""
+        running = getattr(getattr(self._core(), "scheduler", None), "running", None)
+        return running is not None and not running
+
+    def is_ending(self) -> bool:
+        """Say whether the engine has been told to end, and goes on only for the work that there is."""
+        return getattr(getattr(self._core(), "shutdown_state", None), "name", "RUNNING") != "RUNNING"
+
+    def weights_version(self) -> str:
+        """Return what vLLM calls the weights that it has."""
+        core = self._core()
+        return INITIAL_WEIGHTS if core is None else str(core.get_weight_version())
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """vLLM's configs, as its connector was given them; None where they are not known.
+
+    ``whole_stack``: the connector that is being built is kvtiers' own.
+    """
+
+    vllm_config: Any
+    kv_cache_config: Any
+    whole_stack: bool = False
+
+    @property
+    def is_alone(self) -> bool:
+        """No other engine steps with it: what data parallel engines wait for is nothing to the others."""
+        parallel = getattr(self.vllm_config, "parallel_config", None)
+        return int(getattr(parallel, "data_parallel_size", 1) or 1) == 1
+
+
+_being_built: ContextVar[Engine | None] = ContextVar("kvtiers_engine", default=None)
+
+
+@contextmanager
+def being_built(engine: Engine) -> Iterator[None]:
+    """Have ``engine_being_built`` return this one for what is built inside."""
+    token = _being_built.set(engine)
+    try:
+        yield
+    finally:
+        _being_built.reset(token)
+
+
+def engine_being_built() -> Engine:
+    """Return the engine whose connector is being built; one without configs outside of that."""
+    return _being_built.get() or Engine(None, None)

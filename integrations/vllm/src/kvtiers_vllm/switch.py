@@ -1,0 +1,73 @@
+"""``KVTIERS_CONFIG``: the whole stack for every engine of a process, without an argument of vLLM's.
+
+::
+
+    KVTIERS_CONFIG=/etc/kvtiers/tiers.yaml vllm serve MODEL
+
+An argument that says itself where KV goes (``--kv-transfer-config``, ``--kv-offloading-size``) wins. A config that is
+wrong stops the start before a model is loaded. The spelling of the whole stack before ``KvtiersConnector`` is read as
+the one of now, for one release.
+"""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from kvtiers.api import ConfigError
+from kvtiers_vllm.releases import require_whole_stack
+from kvtiers_vllm.stack.options import CONFIG_KEY, CONNECTOR_NAME, SPEC_NAME, VARIABLE, load_stack_config
+
+__all__ = ["prepare_engine_args"]
+
+_log = logging.getLogger("kvtiers.vllm")
+
+
+def prepare_engine_args(args: Any, version: str) -> None:
+    """Give an engine's arguments the connector that the environment asks for; ConfigError if its file is wrong.
+
+    ``args``: vLLM's ``EngineArgs``, which is changed; ``version``: vLLM's.
+    """
+    _read_old_spelling(args.kv_transfer_config)
+    path = os.environ.get(VARIABLE, "")
+    if not path:
+        return
+    if args.kv_transfer_config is not None or getattr(args, "kv_offloading_size", None) is not None:
+        if not _is_ours(args.kv_transfer_config, path):
+            given = "--kv-transfer-config" if args.kv_transfer_config is not None else "--kv-offloading-size"
+            _log.info("%s=%s is not used: %s is given, and wins", VARIABLE, path, given)
+        return
+    extra = {CONFIG_KEY: str(Path(path).absolute())}
+    try:
+        load_stack_config(extra)
+    except ConfigError as error:
+        raise ConfigError([f"{VARIABLE}: {problem}" for problem in error.problems]) from None
+    require_whole_stack(version)
+    args.kv_transfer_config = _transfer_config(extra)
+
+
+def _transfer_config(extra: dict[str, Any]) -> Any:
+    from vllm.config import KVTransferConfig
+
+    return KVTransferConfig(kv_connector=CONNECTOR_NAME, kv_role="kv_both", kv_connector_extra_config=extra)
+
+
+def _is_ours(transfer_config: Any, path: str) -> bool:
+    """Say whether these arguments were prepared before: vLLM makes a config of the same ones more than once."""
+    extra = getattr(transfer_config, "kv_connector_extra_config", None) or {}
+    return getattr(transfer_config, "kv_connector", None) == CONNECTOR_NAME and extra.get(CONFIG_KEY) == str(
+        Path(path).absolute()
+    )
+
+
+def _read_old_spelling(transfer_config: Any) -> None:
+    """Have a config that names the spec under vLLM's own connector name kvtiers' connector."""
+    extra = getattr(transfer_config, "kv_connector_extra_config", None) or {}
+    if getattr(transfer_config, "kv_connector", None) == "OffloadingConnector" and extra.get("spec_name") == SPEC_NAME:
+        transfer_config.kv_connector = CONNECTOR_NAME
+        _log.warning(
+            'kv_connector "OffloadingConnector" with spec_name %r is the old spelling of kv_connector %r, and is read '
+            "as that for this release; write the new one (kvtiers vllm-config --whole-stack)",
+            SPEC_NAME,
+            CONNECTOR_NAME,
+        )

@@ -1,0 +1,75 @@
+"""``KvtiersConnector`` builds kvtiers' spec from its own configs, and is refused where that would not hold."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvtiers.api import ConfigError, StartError
+from kvtiers_vllm.engine import Engine, being_built, engine_being_built
+
+from . import fake_vllm
+from .test_stack_guard import engine_config
+
+
+@pytest.fixture
+def module(monkeypatch):
+    return fake_vllm.load(monkeypatch, "stack.connector", "0.33.0")
+
+
+def test_what_it_builds_is_built_for_the_configs_that_it_was_given(module):
+    config = engine_config(kvtiers_config="tiers.yaml")
+    connector = module.KvtiersConnector(config, "role", "cache")
+    assert connector.built_in == Engine(config, "cache", whole_stack=True)
+    assert engine_being_built() == Engine(None, None), "and nothing else is, afterwards"
+    extra = config.kv_transfer_config.kv_connector_extra_config
+    assert extra["spec_name"] == "KvtiersOffloadingSpec", "by which vLLM's factory finds the spec"
+    assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
+
+
+def test_the_process_that_serves_figures_has_the_specs(module):
+    assert module.KvtiersConnector.build_prom_metrics(engine_config(), {}, [], {}) == "KvtiersOffloadingSpec"
+
+
+def test_a_spec_of_another_name_is_refused(module):
+    with pytest.raises(ConfigError, match=r"spec_name is 'TieringOffloadingSpec', but KvtiersConnector has a spec"):
+        module.KvtiersConnector(engine_config(spec_name="TieringOffloadingSpec"), "role", "cache")
+
+
+def test_it_is_not_one_of_several_connectors(module):
+    several = SimpleNamespace(kv_transfer_config=fake_vllm.KVTransferConfig("MultiConnector"))
+    with (
+        being_built(Engine(several, "cache")),
+        pytest.raises(StartError, match="KvtiersConnector does not run under MultiConnector"),
+    ):
+        module.KvtiersConnector(engine_config(), "role", "cache")
+
+
+def test_a_release_whose_connector_takes_something_else_is_refused_in_one_line(module, monkeypatch):
+    monkeypatch.setattr(fake_vllm.OffloadingConnector, "on_new_request", lambda self, request, tenant: None)
+    with pytest.raises(StartError, match=r"OffloadingConnector.on_new_request takes \(self, request, tenant\)"):
+        module.KvtiersConnector(engine_config(), "role", "cache")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("OffloadingConnector", "connector_scheduler"),
+        ("OffloadingConnectorScheduler", "manager"),
+        ("OffloadingConnectorWorker", "worker"),
+    ],
+)
+def test_a_release_that_keeps_the_manager_or_the_worker_elsewhere_is_refused(module, monkeypatch, kind, name):
+    monkeypatch.setattr(getattr(fake_vllm, kind), "__init__", lambda self, vllm_config, role, kv_cache_config: None)
+    with pytest.raises(StartError, match=f"{kind} has no {name}"):
+        module.KvtiersConnector(engine_config(), "role", "cache")
+
+
+def test_under_vllms_own_connector_the_spec_is_refused_with_the_spelling_of_now(monkeypatch):
+    spec = fake_vllm.load(monkeypatch, "stack.spec", "0.33.0").KvtiersOffloadingSpec
+    monkeypatch.setattr(spec.__base__, "__init__", lambda self, config: None, raising=False)
+    with (
+        being_built(Engine(engine_config(), "cache")),
+        pytest.raises(StartError, match='write "kv_connector": "KvtiersConnector" and leave spec_name out') as refused,
+    ):
+        spec(SimpleNamespace())
+    assert len(str(refused.value).splitlines()) == 1
