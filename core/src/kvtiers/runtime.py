@@ -29,6 +29,7 @@ from kvtiers.config import OffloadConfig, load_config
 from kvtiers.gpu.worker import CopySettings, GpuWorker
 from kvtiers.host.borrowed_views import ValueViews
 from kvtiers.layout.cache_layout import CacheLayout, ModelIdentity
+from kvtiers.layout.fingerprint_record import Described, describe_layout
 from kvtiers.layout.rank_map import RankMap
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.plugins import load_tier, open_plugin
@@ -63,12 +64,13 @@ def open_manager(
     engine_id: str | None = None,
     record_events: bool = True,
     way_in: str = "by its Python API",
+    release: str = "",
 ) -> TieringManager:
     """Build the scheduler's side and return at once; ranks may join before or after. ``wait_ready`` waits for them.
 
     ``engine_id``: unique on this machine; by default a random one, which ``open_worker`` is given. ``record_events``:
-    somebody takes the manager's events. ``way_in``: what uses it, for the start line in the log. ConfigError or
-    StartError, in one line each, if it cannot start.
+    somebody takes the manager's events. ``way_in``: what uses it, for the start line in the log; ``release``: the
+    engine's, for what is recorded beside the values. ConfigError or StartError, in one line each, if it cannot start.
     """
     config = config if isinstance(config, OffloadConfig) else load_config(config)
     layout = _with_model(config, layout)
@@ -84,7 +86,7 @@ def open_manager(
             protect_seconds=config.budgets.protect_for,
             record_events=record_events,
         )
-        engine = _Engine(config, layout, region)  # last: from now on there are threads and processes
+        engine = _Engine(config, layout, region, release)  # last: from now on there are threads and processes
     except BaseException:
         region.close()
         raise
@@ -192,7 +194,7 @@ def _tiering_options(config: OffloadConfig) -> TieringOptions:
 class _Engine:
     """What the manager needs of the rest: the region's news, the tiers' life, and new names when weights change."""
 
-    def __init__(self, config: OffloadConfig, layout: CacheLayout, region: OffloadRegion) -> None:
+    def __init__(self, config: OffloadConfig, layout: CacheLayout, region: OffloadRegion, release: str) -> None:
         self._namespace = config.namespace
         self._layout = layout if layout.model.weights else _with_random_weights(layout)
         self._region = region
@@ -201,6 +203,7 @@ class _Engine:
         self._absent_ranks: set[int] = set()
         self._views = ValueViews(region.view, region.row_stride)
         self._names = StorageNames.of_layout(self._namespace, self._layout)
+        self._described = _described(self._names, self._layout, release)
         self._sizes = [(layout.payload_bytes(g), layout.value_bytes(g)) for g in range(len(layout.groups))]
         self._tiers: dict[str, ChunkStoreTier | SealedTier] = {}
         self._hosts = self._tier_hosts() if any(tier.io == "process" for tier in config.secondary) else None
@@ -313,14 +316,15 @@ class _Engine:
         if config.io == "process":
             name = config.tier_name
             _log.warning("%s: no helper process, since none could map this region: its io is 'thread'", name)
-        return InProcessBackend(config, self._opener(plugin, config, ChunkStore), self._views, self._names, self._sizes)
+        opener = self._opener(plugin, config, ChunkStore)
+        return InProcessBackend(config, opener, self._views, self._names, self._sizes, self._described)
 
     def _tier_hosts(self) -> TierHosts | None:
         region = self._region
         if region.fd is None:
             return None
         hosted = HostedRegion(region.fd, region.map_bytes, len(region.view), region.row_stride, self._sizes)
-        return TierHosts(hosted, self._namespace, lambda: self._names)
+        return TierHosts(hosted, self._namespace, lambda: self._names, self._described)
 
     def _opener(self, plugin: TierPlugin, config: TierConfig, kind: type[Any]) -> Callable[[], Any]:
         context = TierContext(
@@ -360,6 +364,13 @@ def _quietly(name: str, call: Callable[[], object]) -> None:
         call()
     except Exception:  # noqa: BLE001 -- each tier's own
         _log.exception("%s: shutdown", name)
+
+
+def _described(names: StorageNames, layout: CacheLayout, release: str) -> Described | None:
+    """Return what the fingerprint stands for; None where no other process could have it."""
+    if not _is_shared(layout.model):
+        return None
+    return Described(names.prefix, describe_layout(layout, release, names.fingerprint))
 
 
 def _is_shared(model: ModelIdentity) -> bool:

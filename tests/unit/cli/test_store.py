@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from kvtiers.layout.fingerprint_record import write_layout
 from kvtiers.layout.seal import seal_value
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers_fs.places import place_of
@@ -126,10 +127,25 @@ def test_du_counts_by_namespace_model_fingerprint_and_age(kvtiers, disk):
 def test_du_is_plain_text_where_it_is_piped(kvtiers, disk):
     fill(disk)
     lines = [line.split() for line in kvtiers("du").stdout.splitlines()]
-    assert lines[0] == ["namespace", "model", "fingerprint", "values", "bytes", "oldest", "newest"]
-    assert ["prod", "llama-3.1-8b", "5f" * 12, "3", "16KiB", "3d", "0s"] in [[*line[:6], "0s"] for line in lines]
+    assert lines[0] == ["namespace", "model", "release", "fingerprint", "values", "bytes", "oldest", "newest"]
+    assert ["prod", "llama-3.1-8b", "-", "5f" * 12, "3", "16KiB", "3d", "0s"] in [[*line[:7], "0s"] for line in lines]
     assert ["total", "6", "28KiB"] in [line[:3] for line in lines]
     assert ["30d", "and", "more", "1", "4KiB"] in lines
+
+
+def test_du_names_the_release_whose_engine_stored_under_a_fingerprint_and_counts_no_record(kvtiers, disk):
+    disk.put(1)
+    write_layout(disk.store, names_of("prod", LLAMA), json.dumps({"release": "vLLM 0.32.0"}))
+    found = json.loads(kvtiers("du", "--json").stdout)
+    assert [(model["release"], model["values"]) for model in found["models"]] == [("vLLM 0.32.0", 1)]
+    assert "llama-3.1-8b  vLLM 0.32.0  " + "5f" * 12 in kvtiers("du").stdout
+    kvtiers("prune", "--namespace", "prod")
+    assert all("_layout" in name for name in disk.names()), "a record is no value"
+
+
+@pytest.mark.parametrize("fingerprint", ["5f5", "x" * 24, "5f" * 13, "5f5f "])
+def test_a_fingerprint_that_cannot_be_one_is_refused(kvtiers, disk, fingerprint):
+    assert "4 to 24 hex digits" in kvtiers("prune", "--fingerprint", fingerprint, status=2).stderr
 
 
 def test_an_empty_store_is_no_error(kvtiers, disk):
@@ -249,6 +265,9 @@ def test_values_larger_than_the_memory_that_was_asked_for_are_verified_too(kvtie
         (("--to-size", "20KiB"), {"old", "test"}),
         (("--to-size", "28KiB"), set()),
         (("--namespace", "prod", "--to-size", "8KiB"), {"old", "days"}),
+        (("--fingerprint", "a0a0"), {"old"}),
+        (("--fingerprint", "5F" * 12, "--namespace", "test"), {"test"}),
+        (("--fingerprint", "a0a1"), set()),
         (("--other-formats",), {"probe"}),
         (("--other-formats", "--older-than", "1h"), set()),
     ],

@@ -32,6 +32,7 @@ from kvtiers.host.sender import HostSender
 from kvtiers.host.transfer import mover_options
 from kvtiers.host.transfer_pool import TransferPool
 from kvtiers.host.wire import Frame, FrameReader, Kind, ProtocolError
+from kvtiers.layout.fingerprint_record import Described
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.plugins import load_tier, open_plugin
 from kvtiers.region.memfd import Mapping, map_memory
@@ -146,6 +147,7 @@ class TierHost:
             reopen=(common.breaker.delay, common.breaker.max_delay),
             emit=partial(self._emit, index),
             label=tier["name"],
+            described=Described(tier["prefix"], tier["layout"]) if tier["layout"] else None,
         )
 
     def _emit(self, tier: int, event: Event) -> None:

@@ -12,6 +12,7 @@ A job is cut into slices that run side by side; its one result comes when the la
 views any more.
 """
 
+import json
 import logging
 import threading
 import time
@@ -19,10 +20,21 @@ from collections.abc import Callable, Sequence
 
 from kvtiers.api import ChunkStore, OffloadKey
 from kvtiers.host.borrowed_views import ValueViews
-from kvtiers.host.messages import Event, JobDone, JobFailed, JobReleased, JobStarted, Opened, StoreJob, error_text
+from kvtiers.host.messages import (
+    Event,
+    JobDone,
+    JobFailed,
+    JobReleased,
+    JobStarted,
+    Opened,
+    Status,
+    StoreJob,
+    error_text,
+)
 from kvtiers.host.prober import Prober
 from kvtiers.host.transfer import Moved, MoverOptions, ValueMover, ValueRun, mover_options
 from kvtiers.host.transfer_queue import PoolJob, Slice, TransferQueue
+from kvtiers.layout.fingerprint_record import Described, compare_layouts, read_layout, write_layout
 from kvtiers.layout.namespace_epoch import read_epoch
 from kvtiers.layout.storage_name import StorageNames
 
@@ -31,11 +43,13 @@ __all__ = ["TransferPool", "mover_options"]
 _log = logging.getLogger("kvtiers.secondary")
 _KEPT_SECONDS = 0.05  # how often somebody looks whether a kept buffer has been let go
 _LEAST_CLOSE_SECONDS = 0.1
+_LONGEST_DIFFERENCE = 1_000
 
 
 class TransferPool:
     """Runs a store's I/O. All events go to ``emit``, which may be called from any thread and must not block.
 
+    ``described``: what the fingerprint in the names stands for, to be left in the store with the first value.
     ``reopen``: seconds until a store that could not be opened is tried again, doubling from the first to the second.
     """
 
@@ -51,6 +65,7 @@ class TransferPool:
         reopen: tuple[float, float],
         emit: Callable[[Event], None],
         label: str,
+        described: Described | None = None,
     ) -> None:
         self._views = views
         self._names = names
@@ -60,6 +75,8 @@ class TransferPool:
         self._reopen = reopen
         self._emit = emit
         self._label = label
+        self._described = described
+        self._epoch = ""
         self._stop = threading.Event()
         self._queue = TransferQueue(threads)
         self._prober = Prober(deadline, emit, label)
@@ -170,7 +187,8 @@ class TransferPool:
         except BaseException as error:  # noqa: BLE001 -- a plugin is somebody else's code
             return error_text(error)
         try:
-            epoch = read_epoch(store, self._names.namespace)
+            self._epoch = epoch = read_epoch(store, self._names.namespace)
+            self._compare(store)
             mover = ValueMover(store, self._views, self._options, self._stop, epoch)
         except Exception as error:  # noqa: BLE001 -- what it reads, and its attributes, are somebody else's too
             self._close_store(store)
@@ -188,6 +206,39 @@ class TransferPool:
         self._close_store(store)
         return "the tier is closed"
 
+    def _compare(self, store: ChunkStore) -> None:
+        """Say, once, why values of the same model that were stored last are not this engine's."""
+        described = self._described
+        if described is None:
+            return
+        ours = json.loads(described.document)
+        try:
+            theirs = read_layout(store, self._names.namespace, self._names.model)
+        except Exception as error:  # noqa: BLE001 -- a store is somebody else's code, and this is for people
+            _log.debug("%s: what was stored last is not known: %s", self._label, error_text(error))
+            return
+        if theirs and theirs.get("fingerprint") != ours["fingerprint"]:
+            text = "; ".join(compare_layouts(theirs, ours)) or "in what is not recorded"
+            _log.warning(
+                "%s: values of this model were stored last under fingerprint %s, which this engine does not find; "
+                "they differ: %s",
+                self._label,
+                theirs.get("fingerprint"),
+                text[:_LONGEST_DIFFERENCE],
+                extra={"once": True},
+            )
+
+    def _describe(self, names: StorageNames) -> None:
+        """Leave in the store what the fingerprint of its first value stands for."""
+        described, self._described = self._described, None
+        store = self._store
+        if described is None or store is None or not described.is_of(names):
+            return
+        try:
+            write_layout(store, names.of_epoch(self._epoch), described.document)
+        except Exception as error:  # noqa: BLE001 -- as above
+            _log.debug("%s: its layout is not recorded: %s", self._label, error_text(error))
+
     def _close_store(self, store: ChunkStore) -> None:
         try:
             store.close()
@@ -197,7 +248,12 @@ class TransferPool:
     def _work(self) -> None:
         while (piece := self._queue.next()) is not None:
             is_load = piece.of.job.is_load
-            self._finish(piece, self._run(piece))
+            moved = self._run(piece)
+            names, stored = piece.of.names, not is_load and Status.DONE in moved.statuses
+            self._finish(piece, moved)
+            del moved
+            if stored and self._described is not None:
+                self._describe(names)
             if not is_load:
                 self._queue.store_done()
             del piece  # the wait for the next must not hold this one's buffers

@@ -64,6 +64,11 @@ class StorageNames:
         """The fingerprint as it stands in every name: its first 24 hex digits."""
         return self.prefix[-_FINGERPRINT_HEX - 1 : -1]
 
+    @property
+    def model(self) -> str:
+        """The model's name as it stands in every name (``model_slug``)."""
+        return self.prefix.rstrip("/").rpartition("/")[2][: -_FINGERPRINT_HEX - 1]
+
     def of_epoch(self, epoch: str) -> "StorageNames":
         """Return the names after a bump of the namespace (``namespace_epoch``); "" is before the first one."""
         if not epoch:

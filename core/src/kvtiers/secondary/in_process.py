@@ -12,6 +12,7 @@ from kvtiers.api import ChunkStore, OffloadKey, TierConfig
 from kvtiers.host.borrowed_views import ValueViews
 from kvtiers.host.messages import Event, Opened, StoreJob
 from kvtiers.host.transfer_pool import TransferPool, mover_options
+from kvtiers.layout.fingerprint_record import Described
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.secondary.log_thread import LogThread
 
@@ -30,6 +31,7 @@ class InProcessBackend:
         views: ValueViews,
         names: StorageNames,
         sizes: Sequence[tuple[int, int]],
+        described: Described | None = None,
     ) -> None:
         self._events: deque[Event] = deque()
         self._opened = threading.Event()
@@ -45,6 +47,7 @@ class InProcessBackend:
             reopen=(config.breaker.delay, config.breaker.max_delay),
             emit=self._emit,
             label=config.tier_name,
+            described=described,
         )
 
     def wait_open(self, timeout: float) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from kvtiers.api import TierConfig
 from kvtiers.api.config import dump_resolved
 from kvtiers.host.wire import PROTOCOL_FORMAT, encode_hello
+from kvtiers.layout.fingerprint_record import Described
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.region.limits import usable_processors
 from kvtiers.secondary.backend import StoreBackend
@@ -50,7 +51,14 @@ class TierHosts:
     Give all tiers a backend first, then ``start``: a host opens all its tiers at once. ``names``: those current now.
     """
 
-    def __init__(self, region: HostedRegion, namespace: str, names: Callable[[], StorageNames]) -> None:
+    def __init__(
+        self,
+        region: HostedRegion,
+        namespace: str,
+        names: Callable[[], StorageNames],
+        described: Described | None = None,
+    ) -> None:
+        self._described = described
         self._region = region
         self._namespace = namespace
         self._names = names
@@ -107,7 +115,7 @@ class TierHosts:
         self._logs.close(_LOG_SECONDS)
 
     def _hello(self, members: Sequence[TierConfig]) -> bytes:
-        region, names = self._region, self._names()
+        region, names, described = self._region, self._names(), self._described
         mapped = {"map_bytes": region.map_bytes, "nbytes": region.nbytes, "row_stride": region.row_stride}
         tiers = [
             {
@@ -116,6 +124,7 @@ class TierHosts:
                 "namespace": self._namespace,
                 "prefix": names.prefix,
                 "layout_id": names.layout_id.hex(),
+                "layout": described.document if described is not None and described.is_of(names) else "",
                 "sizes": region.sizes,
             }
             for config in members

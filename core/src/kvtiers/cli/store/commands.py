@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -27,6 +28,12 @@ def _optional(parse: Callable[[object], float]) -> Callable[..., Any]:
     return lambda ctx, param, value: None if value is None else convert(ctx, param, value)
 
 
+def _fingerprint(_ctx: click.Context, _parameter: click.Parameter, value: str) -> str:
+    if value and not re.fullmatch(r"[0-9a-f]{4,24}", value.lower()):
+        raise click.BadParameter(f"expected 4 to 24 hex digits, got {value!r}")
+    return value.lower()
+
+
 def _selecting(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command the tier, the config, and the options that say which values are meant, as a ``Selection``."""
 
@@ -38,9 +45,11 @@ def _selecting(command: Callable[..., Any]) -> Callable[..., Any]:
         model: str,
         older_than: float | None,
         larger_than: int | None,
+        fingerprint: str,
         **options: Any,
     ) -> Any:
-        return command(*args, selection=Selection(prefix, namespace, model, older_than, larger_than), **options)
+        selection = Selection(prefix, namespace, model, older_than, larger_than, fingerprint)
+        return command(*args, selection=selection, **options)
 
     options = [
         click.argument("tier"),
@@ -48,6 +57,13 @@ def _selecting(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--namespace", metavar="NAME", default="", help="Only values of this namespace."),
         click.option(
             "--model", metavar="NAME", default="", help="Only values of this model: its name, or as 'du' shows it."
+        ),
+        click.option(
+            "--fingerprint",
+            metavar="HEX",
+            default="",
+            callback=_fingerprint,
+            help="Only values whose fingerprint begins so, as 'du', 'kvtiers status' and an engine's start show it.",
         ),
         click.option("--prefix", metavar="TEXT", default="", help="Only values whose names begin so."),
         click.option(
@@ -117,6 +133,7 @@ def du(ctx: click.Context, tier: str, file: str, selection: Selection, value_byt
     """Count the values in TIER and their bytes, by namespace, model, fingerprint and age."""
     with open_session(file, tier, value_bytes, writes=False) as session:
         inventory = count(session.values(selection), selection.now)
+        inventory.releases = session.releases(inventory.by_origin)
         if as_json:
             click.echo(
                 json.dumps({"tier": tier, **inventory_json(inventory), "complete": not session.is_over}, indent=2)
@@ -205,7 +222,8 @@ def prune(
     """Delete the values in TIER that fit everything that is given; at least one option must say which."""
     if selection.is_all and to_size is None and not other_formats:
         raise click.UsageError(
-            "say which values: --older-than, --larger-than, --to-size, --model, --namespace, --prefix, --other-formats"
+            "say which values: --older-than, --larger-than, --to-size, --model, --fingerprint, --namespace, --prefix, "
+            "--other-formats"
         )
     with open_session(file, tier, value_bytes, writes=not dry_run) as session:
         chosen = _chosen(session, selection, to_size, other_formats=other_formats)

@@ -16,6 +16,7 @@ from kvtiers.api import (
 )
 from kvtiers.cli.open_tier import anonymous_region, open_tier
 from kvtiers.config import OffloadConfig
+from kvtiers.layout.fingerprint_record import is_layout_record
 from kvtiers.layout.namespace_epoch import is_record
 from kvtiers.layout.storage_name import ParsedName, model_slug, parse_name
 from kvtiers.plugins import did_you_mean, load_tier
@@ -98,13 +99,14 @@ class Selection:
     model: str = ""
     older_than: float | None = None
     larger_than: int | None = None
+    fingerprint: str = ""
     now: float = field(default_factory=time.time)
 
     @property
     def is_all(self) -> bool:
         """Say whether nothing is given, so that every value is meant."""
         ages_and_sizes = self.older_than is None and self.larger_than is None
-        return ages_and_sizes and not (self.prefix or self.namespace or self.model)
+        return ages_and_sizes and not (self.prefix or self.namespace or self.model or self.fingerprint)
 
     def of(self, store: SupportsListing, tier: str) -> Iterator[Held]:
         """Yield the values in the store that are meant."""
@@ -117,8 +119,8 @@ class Selection:
                 return
             except Exception as error:  # noqa: BLE001 -- a store is somebody else's code
                 raise unavailable(tier, "cannot be listed", error) from None
-            if is_record(entry.name):  # no value, and never to be deleted by its age or its format
-                continue
+            if is_record(entry.name) or is_layout_record(entry.name):
+                continue  # no value, and never to be deleted by its age or its format
             held = Held(entry, parse_name(entry.name))
             if self._fits(held, tier):
                 yield held
@@ -128,6 +130,8 @@ class Selection:
         if self.namespace and entry.name.partition("/")[0] != self.namespace:
             return False
         if self.model and not (parsed and self._is_model(parsed)):
+            return False
+        if self.fingerprint and not (parsed and parsed.fingerprint.startswith(self.fingerprint)):
             return False
         if self.larger_than is not None and entry.nbytes <= self.larger_than:
             return False
@@ -174,6 +178,8 @@ class Inventory:
         self.total = Share()
         self.by_origin: dict[Origin, Share] = {}
         self.by_age: dict[str, Share] = {}
+        self.releases: dict[Origin, str] = {}
+        """Of which release of which engine values are, where the store has a record of it."""
 
     def add(self, held: Held) -> None:
         """Count one value."""

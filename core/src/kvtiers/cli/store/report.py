@@ -49,7 +49,10 @@ def print_inventory(inventory: Inventory) -> None:
     now = inventory.now
     rows = [
         [
-            *(part or "-" for part in origin),
+            origin.namespace or "-",
+            origin.model or "-",
+            inventory.releases.get(origin) or "-",
+            origin.fingerprint or "-",
             str(share.values),
             format_size(share.nbytes),
             _age(share.oldest, now),
@@ -64,13 +67,14 @@ def print_inventory(inventory: Inventory) -> None:
                 "total",
                 "",
                 "",
+                "",
                 str(total.values),
                 format_size(total.nbytes),
                 _age(total.oldest, now),
                 _age(total.newest, now),
             ]
         )
-    print_table(["namespace", "model", "fingerprint", "values", "bytes", "oldest", "newest"], rows)
+    print_table(["namespace", "model", "release", "fingerprint", "values", "bytes", "oldest", "newest"], rows)
     if inventory.total.values:
         ages = [[label, str(share.values), format_size(share.nbytes)] for label, share in inventory.ages()]
         print_table(["age", "values", "bytes"], ages)
@@ -84,6 +88,9 @@ def inventory_json(inventory: Inventory) -> dict[str, Any]:
 
     return {
         "total": share_json(inventory.total),
-        "models": [{**origin._asdict(), **share_json(share)} for origin, share in inventory.origins()],
+        "models": [
+            {**origin._asdict(), "release": inventory.releases.get(origin, ""), **share_json(share)}
+            for origin, share in inventory.origins()
+        ],
         "ages": {label: {"values": share.values, "bytes": share.nbytes} for label, share in inventory.ages()},
     }

@@ -15,9 +15,10 @@ from kvtiers.api import ChunkStore, ConfigError, SupportsListing, TierConfig, Ti
 from kvtiers.api.units import format_size
 from kvtiers.cli.main import LateExitError
 from kvtiers.cli.progress import Tell, stop_on_interrupt, telling
-from kvtiers.cli.store.inventory import Held, Selection, Share, find_tier, open_listable, unavailable
+from kvtiers.cli.store.inventory import Held, Origin, Selection, Share, find_tier, open_listable, unavailable
 from kvtiers.cli.store.verify import SealCheck, Verdict
 from kvtiers.config import load_config
+from kvtiers.layout.fingerprint_record import read_layout
 
 __all__ = ["StoreSession", "open_session"]
 
@@ -65,6 +66,16 @@ class StoreSession:
                 seen.add(held.entry)
                 self._tell(lambda: f"{seen.values} values of {format_size(seen.nbytes)} found")
                 yield held
+
+    def releases(self, origins: Iterable[Origin]) -> dict[Origin, str]:
+        """Return of which release of which engine values are, where the store has a record of that."""
+        found: dict[Origin, str] = {}
+        for origin in origins:
+            with contextlib.suppress(Exception):  # a store is somebody else's code; the counts are what was asked for
+                if origin.fingerprint and not self.is_over:
+                    record = read_layout(self._store, origin.namespace, origin.model, origin.fingerprint)
+                    found[origin] = str(record.get("release", ""))
+        return found
 
     def check(self, values: Iterable[Held]) -> Iterator[tuple[Held, Verdict]]:
         """Read the values and say of each what it is worth."""

@@ -14,6 +14,7 @@ from kvtiers.api import ChunkStore, ConfigError, StartError, TierConfig, TierCon
 from kvtiers.api.units import format_size
 from kvtiers.host.bounce_buffers import value_views
 from kvtiers.layout.cache_layout import CacheLayout
+from kvtiers.layout.fingerprint_record import Described, describe_layout
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.plugins import load_tier, open_plugin
 from kvtiers.secondary.in_process import InProcessBackend
@@ -74,7 +75,8 @@ def open_tier(
         _log.warning("%s: %s", name, warning)
     assert view.strides is not None
     layout = row_layout(identity.model, offloading, view.strides[0])
-    parts = _Parts(config, settings, plugin, layout, view.cast("B"))
+    shared = not is_random(identity.model.weights) and not is_random(identity.model.hash_seed)
+    parts = _Parts(config, settings, plugin, layout, view.cast("B"), f"vLLM {version}" if shared else "")
     slot = TierSlot(0, parts.tier, _options(config))
     tokens = [layout.tokens_per_chunk(group) for group in range(len(layout.groups))]
     load_wait = None if settings.load_wait == "auto" else settings.load_wait
@@ -92,7 +94,6 @@ def open_tier(
     if config.required and (error := parts.tier.wait_open(config.deadline)):
         parts.close(0.0)
         raise StartError(f"{name}: required, but cannot be opened: {error}")
-    shared = not is_random(identity.model.weights) and not is_random(identity.model.hash_seed)
     facts = StartFacts(
         f"under vLLM's own tiering in vLLM {version}",
         f"vLLM's, {format_size(view.nbytes)}",
@@ -123,13 +124,21 @@ class _Parts:
     """What a tier consists of in the engine's process, and how it is taken down."""
 
     def __init__(
-        self, config: TierConfig, settings: TierSettings, plugin: TierPlugin, layout: CacheLayout, rows: memoryview
+        self,
+        config: TierConfig,
+        settings: TierSettings,
+        plugin: TierPlugin,
+        layout: CacheLayout,
+        rows: memoryview,
+        release: str = "",
     ) -> None:
         self._config = config
         self._plugin = plugin
         self._namespace = settings.namespace
         self._layout = layout
         self._names = StorageNames.of_layout(settings.namespace, layout)
+        document = describe_layout(layout, release, self._names.fingerprint)
+        self._described = Described(self._names.prefix, document) if release else None
         self._sizes = [(layout.payload_bytes(g), layout.value_bytes(g)) for g in range(len(layout.groups))]
         self._row_bytes = layout.payload_bytes(0)
         self._fd = -1
@@ -143,7 +152,8 @@ class _Parts:
             self._rows = rows
             views = value_views(rows, self._row_bytes, max(value for _, value in self._sizes))
             self.tier = ChunkStoreTier(
-                config, InProcessBackend(config, self._opener(rows), views, self._names, self._sizes)
+                config,
+                InProcessBackend(config, self._opener(rows), views, self._names, self._sizes, self._described),
             )
             self._views = views
 
@@ -172,7 +182,7 @@ class _Parts:
             _log.warning("%s: no helper process can map vLLM's memory: %s; its io is 'thread'", name, error)
             return None
         region = HostedRegion(self._fd, nbytes, nbytes, self._row_bytes, self._sizes)
-        return TierHosts(region, self._namespace, lambda: self._names)
+        return TierHosts(region, self._namespace, lambda: self._names, self._described)
 
     def _opener(self, rows: memoryview) -> Callable[[], ChunkStore]:
         plugin, config = self._plugin, self._config

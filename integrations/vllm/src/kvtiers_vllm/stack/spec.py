@@ -108,6 +108,7 @@ class KvtiersOffloadingSpec(OffloadingSpec):
             engine_id=self.config.engine_id,
             record_events=False,
             way_in=f"as the whole stack in vLLM {vllm_version}",
+            release=f"vLLM {vllm_version}",
         )
         try:
             manager.wait_ready(self._config.primary.start_deadline)

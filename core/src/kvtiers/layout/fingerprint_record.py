@@ -1,0 +1,122 @@
+"""What a fingerprint stands for: a small value beside those that have it, so that two of them can be told apart.
+
+A fingerprint says that the KV of two engines is not the same, and not why. So whoever stores leaves what it was made
+from, once, under two names of core's own, each one page, sealed like any value::
+
+    {namespace}/_layout/{model slug}-{fingerprint}      of this fingerprint
+    {namespace}/_layout/{model slug}                    of whoever has begun to store last
+
+An engine that opens the store compares the second one with its own, and says in which fields they differ; `kvtiers
+store du` reads the first one. Both are for people: a record that is lost says nothing, and nothing depends on it.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import mmap
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+from kvtiers.api import ChunkStore
+from kvtiers.layout.cache_layout import SEAL_BYTES, CacheLayout
+from kvtiers.layout.seal import SealVerdict, check_value, seal_value
+from kvtiers.layout.storage_name import StorageNames
+
+__all__ = ["Described", "compare_layouts", "describe_layout", "is_layout_record", "read_layout", "write_layout"]
+
+_FOLDER = "_layout"
+_RECORD_BYTES = 4096
+_PAYLOAD_BYTES = _RECORD_BYTES - SEAL_BYTES
+_NO_LAYOUT = bytes(8)
+_LONGEST_TEXT = 80  # of a field; a longer one is shown by its digest
+_LARGEST = 1 << 20
+_DIGESTS = ("rope", "kv_layout", "tensors")  # say that something differs and not what: named if nothing else is
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What stands behind the names with this prefix: ``document``, from ``describe_layout``."""
+
+    prefix: str
+    document: str
+
+    def is_of(self, names: StorageNames) -> bool:
+        """Say whether these names are meant, before or after a bump."""
+        return names.prefix == self.prefix
+
+
+def is_layout_record(name: str) -> bool:
+    """Say whether this is the name of a record, and no value's."""
+    return name.partition("/")[2].startswith(f"{_FOLDER}/")
+
+
+def describe_layout(layout: CacheLayout, release: str, fingerprint: str) -> str:
+    """Return what a fingerprint was made from, as JSON. ``release``: the engine's, which is not a field of its own."""
+    whole = json.loads(layout.fingerprint_json())
+    tensors = json.dumps(whole.pop("tensors"), sort_keys=True).encode()
+    model = {name: _short(str(value)) for name, value in dataclasses.asdict(layout.model).items()}
+    document = {"release": release, "fingerprint": fingerprint} | whole
+    document |= {"model": model, "tensors": hashlib.sha256(tensors).hexdigest()[:16]}
+    return json.dumps(document, sort_keys=True)
+
+
+def read_layout(store: ChunkStore, namespace: str, model: str, fingerprint: str = "") -> dict[str, Any]:
+    """Return what is recorded of a fingerprint, or of whoever stored last; empty if nothing is. Raises as the store."""
+    name = _name(namespace, model, fingerprint)
+    if not store.exists([name])[0]:
+        return {}
+    record = memoryview(mmap.mmap(-1, _RECORD_BYTES))  # on a page of its own, as a value in a row
+    if not store.read_into(name, record):
+        return {}
+    if check_value(record, _PAYLOAD_BYTES, name, _NO_LAYOUT) is not SealVerdict.OK:
+        return {}
+    with contextlib.suppress(ValueError, zlib.error):
+        text = zlib.decompressobj().decompress(bytes(record[:_PAYLOAD_BYTES]), _LARGEST)
+        document = json.loads(text)
+        return document if isinstance(document, dict) else {}
+    return {}
+
+
+def write_layout(store: ChunkStore, names: StorageNames, document: str) -> None:
+    """Leave what stands behind these names. One that does not fit a page is left out. Raises what the store raises."""
+    packed = zlib.compress(document.encode(), 9)
+    if len(packed) > _PAYLOAD_BYTES:
+        return
+    for fingerprint in (names.fingerprint, ""):
+        name = _name(names.namespace, names.model, fingerprint)
+        record = memoryview(mmap.mmap(-1, _RECORD_BYTES))
+        record[: len(packed)] = packed
+        seal_value(record, _PAYLOAD_BYTES, name, _NO_LAYOUT)
+        if not fingerprint:
+            store.delete([name])  # one that never writes over a value of this length would keep another's
+        store.write(name, record.toreadonly())
+
+
+def compare_layouts(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    """Return the fields in which two documents differ, with both values; those that only are digests come if alone."""
+    differences = {
+        name: (before, now)
+        for name, before, now in _fields(theirs, ours)
+        if before != now and name not in {"fingerprint", "format"}
+    }
+    plain = [name for name in differences if name not in _DIGESTS]
+    return [f"{name}: {differences[name][0]!r} there, {differences[name][1]!r} here" for name in plain or differences]
+
+
+def _fields(theirs: dict[str, Any], ours: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    flat = []
+    for document in (theirs, ours):
+        model = document.get("model")
+        flat.append({**document, **(model if isinstance(model, dict) else {}), "model": ""})
+    there, here = flat
+    return [(name, there.get(name), here.get(name)) for name in sorted(there.keys() | here.keys())]
+
+
+def _name(namespace: str, model: str, fingerprint: str) -> str:
+    return f"{namespace}/{_FOLDER}/{model}-{fingerprint}" if fingerprint else f"{namespace}/{_FOLDER}/{model}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST_TEXT else f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:16]}"

@@ -1,0 +1,79 @@
+"""An engine that finds values of its model under another fingerprint says, once, in which field they differ."""
+
+import dataclasses
+import json
+
+import pytest
+from click.testing import CliRunner
+from tests.unit.test_runtime import KEYS, LAYOUT, config, copied, running, step_until
+
+from kvtiers.cli.main import cli
+from kvtiers.layout.cache_layout import ModelIdentity
+from kvtiers.types import BlockSpec, RequestContext
+
+OTHER = dataclasses.replace(LAYOUT, model=dataclasses.replace(LAYOUT.model, kv_dtype="fp8"))
+
+
+@pytest.fixture
+def disk(tmp_path):
+    return {"type": "fs", "path": str(tmp_path / "store"), "capacity": "64MiB", "min_free": 0}
+
+
+def is_open(manager):
+    return manager.stats()["tiers"]["fs"]["own"]["open"]
+
+
+def store(engine):
+    """Store a chunk, and wait until it is in the tier."""
+    manager, worker, _ = engine
+    step_until(manager, lambda: is_open(manager) and manager.on_schedule_end() is None)
+    plan = manager.prepare_store(KEYS[:1], RequestContext("r"))
+    copied(worker, worker.submit_store, BlockSpec([0], (1,), (0,)), plan.chunk_ids)
+    manager.complete_store(plan)
+    step_until(manager, lambda: manager.stats()["tiers"]["fs"]["stored_chunks"])
+
+
+def said(caplog):
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if "another" in record.getMessage() or "under fingerprint" in record.getMessage()
+    ]
+
+
+@pytest.mark.parametrize("io", ["thread", "process"])
+def test_the_field_that_differs_is_named_once_and_du_tells_them_apart(disk, tmp_path, caplog, io):
+    tiers = config(secondary=[disk | {"io": io}])
+    with running(tiers, release="vLLM 0.32.0") as engine:
+        store(engine)
+        first = engine[0].fingerprint()
+    assert said(caplog) == []
+    with running(tiers, release="vLLM 0.32.0") as engine:
+        step_until(engine[0], lambda: is_open(engine[0]))
+    assert said(caplog) == [], "they are its own"
+    with running(tiers, OTHER, release="vLLM 0.33.0") as engine:
+        store(engine)
+        second = engine[0].fingerprint()
+    (line,) = said(caplog)
+    assert line.startswith("fs: ")
+    assert f"under fingerprint {first}" in line
+    assert "kv_dtype: '' there, 'fp8' here" in line
+    assert "release: 'vLLM 0.32.0' there, 'vLLM 0.33.0' here" in line
+
+    file = tmp_path / "tiers.yaml"
+    file.write_text(json.dumps({"version": 1, "primary": {"capacity": "1MiB"}, "secondary": [disk]}))
+    shown = json.loads(CliRunner().invoke(cli, ["store", "du", "fs", "--config", str(file), "--json"]).stdout)
+    assert {(model["fingerprint"], model["release"], model["values"]) for model in shown["models"]} == {
+        (first, "vLLM 0.32.0", 1),
+        (second, "vLLM 0.33.0", 1),
+    }
+
+
+def test_an_engine_that_shares_with_nobody_leaves_no_record_and_says_nothing(disk, tmp_path, caplog):
+    for _ in range(2):
+        with running(
+            config(secondary=[disk | {"io": "thread"}]), dataclasses.replace(LAYOUT, model=ModelIdentity("m"))
+        ) as e:
+            store(e)
+    assert said(caplog) == []
+    assert not list((tmp_path / "store").rglob("*_layout*"))
