@@ -53,7 +53,7 @@ def test_a_tier_that_cannot_be_used_says_so_at_the_start_though_the_engine_makes
         assert "capacity" in warnings[0], "the reason"
         assert "kvtiers check" in warnings[0], "what to do"
         (line,) = [text for _, text in said if "is on" in text]
-        assert "memory (memory) in use, wrong (memory) out of use" in line
+        assert "memory (memory) in use, wrong (memory) not usable" in line
         figures = manager.stats()["tiers"]
         assert [figures[name]["own"]["open"] for name in ("memory", "wrong")] == [1, 0]
         assert [figures[name]["own"]["breaker_state"] for name in ("memory", "wrong")] == [0, 0]

@@ -111,4 +111,4 @@ class StartLine:
     def _words(self, name: str) -> str:
         kind, _ = self._tiers[name]
         state = self._states[name]
-        return f"({kind}) " + ("still being opened" if state is None else "out of use" if state else "in use")
+        return f"({kind}) " + ("still being opened" if state is None else "not usable" if state else "in use")

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from kvtiers.plugins import load_tier
+
 from .conftest import CHUNKS, PROMPTS, WHOLE
 from .engines import BLOCK, PATIENCE, environment, family, transfer_config, wait_until
 from .models import make_prompt
@@ -157,7 +159,13 @@ def test_a_scrape_shows_which_tier_served_status_what_that_saved_and_the_end_lea
     assert asked.keys() == seconds.keys() == {"memory", "fs"}, "each was asked about what no tier had yet"
     assert all(0 < seconds[tier] < PATIENCE * asked[tier] for tier in asked)
 
+    for tier in ("memory", "fs"):  # a README names the same, as another test holds
+        for figure in load_tier(tier).config.figures:
+            served.until(lambda name=f"kvtiers_tier_{figure}", tier=tier: tier in served.figures(name))
+
     status = status_of(served_model)
+    assert status["fingerprint"]
+    assert not status["orphaned"]
     memory, disk = status["tiers"]["memory"], status["tiers"]["fs"]
     assert (memory["tokens"], memory["unread_bytes"]) == (sum(WHOLE), 0)
     assert memory["saved_seconds"] is not None, "this engine has computed prompts, so it knows how long that takes"
@@ -233,5 +241,51 @@ def test_a_server_with_the_config_that_we_print_is_healthy_and_right_with_every_
         assert not status["fs"]["open"]
         assert not status["redis"]["open"]
         server.get("/health")  # raises for anything but 200
+    finally:
+        server.kill()
+
+
+def test_before_any_request_a_server_says_that_it_is_on_and_which_tier_cannot_be_used(served_model, way, tmp_path):
+    (tmp_path / "file").write_text("in the folder's place")
+    bad = fs(tmp_path / "file", name="bad", required=False)
+    transfer = transfer_config(ENGINE_ID, way({"type": "memory", "capacity": "64MiB"}, bad))
+    server = Server(served_model, json.dumps(transfer), tmp_path / "log")
+    try:
+        for name, expected in (("open", {"memory": 1, "bad": 0}), ("breaker_state", {"memory": 0, "bad": 1})):
+            wait_until(lambda n=name, e=expected: server.figures(f"kvtiers_tier_{n}") == e, f"no figure {name}")
+        log = (tmp_path / "log").read_text()
+        (reason,) = [line for line in log.splitlines() if "bad: out of use: " in line]
+        assert "kvtiers check" in reason
+        on = [line for line in log.splitlines() if " is on, " in line]
+        assert len(on) == (2 if way is tiers else 1), "under vLLM's own tiering a tier is one of its own"
+        assert "memory (memory) in use" in on[0]
+        (model,) = [engine for engine in [status_of(served_model)] if engine["tiers"]["bad"]["trouble"]]
+        assert model["tiers"]["memory"]["open"]
+    finally:
+        server.kill()
+
+
+def test_a_primary_larger_than_the_machine_ends_the_start_before_a_model_is_loaded(served_model, tmp_path):
+    extra = whole_stack(options={"primary": {"capacity": "1PiB"}})
+    with pytest.raises(AssertionError, match="the server has ended"):
+        Server(served_model, json.dumps(transfer_config(ENGINE_ID, extra)), tmp_path / "log")
+    log = (tmp_path / "log").read_text()
+    assert "kvtiers: primary.capacity: 1PiB of memory are wanted, but the machine has" in log
+    assert "EngineCore" not in log, "no engine has been begun"
+
+
+def test_an_end_with_a_slow_tier_is_bounded_and_says_what_was_dropped(served_model, way, tmp_path):
+    slow = fs(tmp_path / "store", rate_limit={"bytes_per_second": 16 << 10}, deadline="300s")
+    server = Server(served_model, json.dumps(transfer_config(ENGINE_ID, way(slow))), tmp_path / "log")
+    try:
+        for prompt in PROMPTS:
+            server.complete(prompt)
+        wait_until(lambda: server.figures("kvtiers_tier_storing_chunks").get("fs", 0) > 0, "nothing is to be stored")
+        server.process.terminate()
+        began = time.monotonic()
+        server.process.wait(PATIENCE)
+        # 10 s to drain, 8 s in which helpers end, and vLLM's own end; all of it would take minutes at this rate.
+        assert time.monotonic() - began < 45
+        assert "shutdown within 10s dropped" in (tmp_path / "log").read_text()
     finally:
         server.kill()
