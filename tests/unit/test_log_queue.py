@@ -1,4 +1,4 @@
-"""Lines are handled by a thread of their own while an engine runs, as configured, and as before after it."""
+"""Lines are handled by a thread of their own while an engine runs, as the user has configured, else as before."""
 
 import logging
 import os
@@ -81,7 +81,7 @@ def test_a_line_says_what_it_said_when_it_was_logged_and_keeps_nothing_alive(han
     logs = queue_logs()
     said = ["at once"]
     try:
-        raise ValueError("with its traceback")  # noqa: TRY301 -- an exception to log
+        int("with its traceback")
     except ValueError:
         _log.exception("%s", said)
     said.append("later")
@@ -91,7 +91,7 @@ def test_a_line_says_what_it_said_when_it_was_logged_and_keeps_nothing_alive(han
     first, long, wrong = caplog.records
     assert first.getMessage() == "['at once']"
     assert first.exc_info is None
-    assert "ValueError: with its traceback" in first.exc_text
+    assert "with its traceback" in first.exc_text
     assert len(long.getMessage()) < 8_100
     assert "cannot be shown" in wrong.getMessage()
 

@@ -104,3 +104,49 @@ def test_huge_pages_that_are_not_reserved_are_one_clear_line(machine, pages):
         manager.do(f"SharedOffloadRegion.create(engine_id, cache, 1 << 50, huge_pages={pages!r})")
     assert "\n" not in str(error.value)
     assert machine.leftovers() == []
+
+
+def test_a_stranger_that_connects_in_a_loop_is_few_lines_and_keeps_no_rank_out(machine):
+    manager = machine.party()
+    manager.do(CLAIM_OUR_UID)
+    manager.do(
+        "import logging\n"
+        "lines = []\n"
+        "class Keep(logging.Handler):\n"
+        "    def emit(self, record):\n"
+        "        lines.append(record.getMessage())\n"
+        "logging.getLogger('kvtiers.region').addHandler(Keep())\n"
+        "cache = layout(world_size=2)\nregion = SharedOffloadRegion.create(engine_id, cache, 8 * cache.row_stride)"
+    )
+    ranks = [machine.party() for _ in range(2)]
+    for number, rank in enumerate(ranks):
+        rank.do(CLAIM_OUR_UID)
+        rank.do(f"join = RegionJoin.start(engine_id, layout(world_size=2), {number})")
+    manager.do("region.wait_ready(PATIENCE)")
+    stranger = machine.party()
+    stranger.do(BECOME_A_STRANGER)
+    stranger.do(
+        "for _ in range(3000):\n"
+        "    with socket.socket(socket.AF_UNIX) as sock:\n"
+        f"        sock.connect(socket_name(engine_id, {OUR_UID}))\n"
+    )
+    assert manager.do("sum('refused' in line for line in lines)") < 100
+    assert manager.do("region._ranks._events.qsize()") <= 1100
+    ranks[1].do("join.close()")
+    back = machine.party()
+    back.do(CLAIM_OUR_UID)
+    back.do("join = RegionJoin.start(engine_id, layout(world_size=2), 1)\njoin.wait(PATIENCE)")
+
+
+def test_a_hello_larger_than_any_of_this_layout_is_refused_before_anything_is_made_of_it(machine):
+    manager = machine.manager()
+    manager.do("made = []\nfrom_json = CacheLayout.from_json\nCacheLayout.from_json = lambda text: made.append(1)")
+    peer = machine.party()
+    peer.do(
+        "sock = socket.socket(socket.AF_UNIX)\n"
+        "sock.connect(socket_name(engine_id, os.geteuid()))\n"
+        "sock.settimeout(PATIENCE)\n"
+        "sock.sendall(encode_message(Kind.HELLO, b'[' + b'1,' * 1_000_000 + b'1]'))"
+    )
+    assert "expected at most" in peer.do("next(MessageReader().feed(sock.recv(1000))).body.decode()")
+    assert manager.do("made") == []

@@ -5,6 +5,10 @@
 import pytest
 
 MINIMAL = "version: 1\nprimary: {capacity: 1GiB}\n"
+# Each line stands for nine times what the one before it does.
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +59,7 @@ MINIMAL = "version: 1\nprimary: {capacity: 1GiB}\n"
         (MINIMAL + "secondary: [{type: '${KVTIERS_TEST_UNSET}'}]\n", "secondary[0]: type: environment variable 'KVTIERS_TEST_UNSET' is not set"),
         (MINIMAL + "version: &a [*a]\n", "line 3, column 1: key 'version' is already on line 1; remove one of the two"),
         (MINIMAL + "namespace: &a [*a]\n", "namespace: it contains itself, by an alias"),
+        (MINIMAL + LAUGHS, "line 8, column 4: it stands for more than 100,000 values, by its aliases; write out what is meant"),
     ],
 )  # fmt: skip
 def test_a_single_mistake_is_a_single_line(wrong, text, line):

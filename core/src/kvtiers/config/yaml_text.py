@@ -8,6 +8,8 @@ from kvtiers.api import ConfigError
 
 __all__ = ["parse_yaml"]
 
+_MOST_NODES = 100_000  # values in a document, each as often as aliases repeat it
+
 
 def parse_yaml(content: bytes) -> Any:
     """Return the one document in ``content``. ConfigError with one line, not naming the file, if that is impossible."""
@@ -42,6 +44,12 @@ class _RefusedError(yaml.MarkedYAMLError):
 class _StrictLoader(yaml.SafeLoader):
     """Refuses a key that is there twice, and turns a bad scalar (``2024-13-40``) into an error with its place."""
 
+    def get_single_node(self) -> Any:
+        node = super().get_single_node()
+        if node is not None:
+            _count(node, {})
+        return node
+
     def compose_mapping_node(self, anchor: Any) -> Any:
         # Here, before merge keys ('<<') are resolved: overriding a merged key is what they are for.
         node = super().compose_mapping_node(anchor)
@@ -65,6 +73,22 @@ class _StrictLoader(yaml.SafeLoader):
                 problem=f"{_clip(node.value)} cannot be read as {node.tag.rpartition(':')[2]}; put it in quotes",
                 problem_mark=node.start_mark,
             ) from None
+
+
+def _count(node: Any, counted: dict[int, int]) -> int:
+    """Return how many values a node stands for once aliases are followed; refuse one that stands for too many."""
+    if id(node) in counted:
+        return counted[id(node)]
+    counted[id(node)] = total = 1  # also of an alias within its own anchor, which is refused later
+    if isinstance(node, yaml.MappingNode):
+        total += sum([_count(child, counted) for pair in node.value for child in pair])
+    elif isinstance(node, yaml.SequenceNode):
+        total += sum([_count(child, counted) for child in node.value])
+    if total > _MOST_NODES:
+        problem = f"it stands for more than {_MOST_NODES:,} values, by its aliases; write out what is meant"
+        raise _RefusedError(problem=problem, problem_mark=node.start_mark)
+    counted[id(node)] = total
+    return total
 
 
 def _clip(value: object) -> str:

@@ -64,6 +64,9 @@ class PrefaultEnded:
 RegionEvent: TypeAlias = RankJoined | RankRefused | RankLost | RankGone | PrefaultEnded
 
 
+_MOST_EVENTS = 1_000
+
+
 class RankTable:
     """The ranks of one region, by number."""
 
@@ -112,7 +115,10 @@ class RankTable:
         with self._changed:
             if ours and not self.all_joined:
                 self._setback = self._setback or f"{_name(rank)} was refused: {reason}"
-            self._tell(RankRefused(rank, reason))
+            if self._events.qsize() < _MOST_EVENTS:  # an idle engine takes none, and any process can be refused
+                self._tell(RankRefused(rank, reason))
+            else:
+                self._changed.notify_all()
 
     def lose(self, rank: int) -> None:
         """Take note that this rank's connection has ended."""

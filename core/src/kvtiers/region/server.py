@@ -30,11 +30,13 @@ from kvtiers.region.handshake import (
 from kvtiers.region.memfd import let_go_in_children
 from kvtiers.region.prefault import Prefault
 from kvtiers.region.ranks import RankTable
+from kvtiers.region.refusals import Refusals
 
 __all__ = ["AcceptThread"]
 
 _log = logging.getLogger("kvtiers.region")
 _DIFFERENCES_SHOWN = 5
+_HELLO_BYTES = 64 << 10  # that a rank's HELLO may have beside twice the scheduler's own layout
 _STOP_SECONDS = 10.0
 _PAUSE_SECONDS = 0.5
 
@@ -63,6 +65,9 @@ class AcceptThread:
         self._start_deadline = start_deadline
         self._warned = False
         self._stopping = False
+        self._refusals = Refusals()
+        self._listen_again: float | None = None
+        self._longest_hello = 2 * len(layout.to_json()) + _HELLO_BYTES
         self._connections: set[Connection] = set()
         self._behind: set[Connection] = set()
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -109,12 +114,29 @@ class AcceptThread:
         self._selector.register(self._listener, selectors.EVENT_READ, lambda _: self._accept())
         self._begin_prefault()
         while not self._stopping:
-            for key, events in self._selector.select(self._time_to_warning()):
+            for key, events in self._selector.select(self._time_to_wait()):
                 key.data(events)
+            self._listen_after_pause()
             if self._time_to_warning() == 0.0:
                 self._warned = True
                 text = self._ranks.describe_missing(self._ranks.missing, self._start_deadline)
                 _log.warning("offloading stays off: %s", text)
+
+    def _time_to_wait(self) -> float | None:
+        due = [self._time_to_warning()]
+        if self._listen_again is not None:
+            due.append(max(0.0, self._listen_again - time.monotonic()))
+        return min((seconds for seconds in due if seconds is not None), default=None)
+
+    def _listen_after_pause(self) -> None:
+        if self._listen_again is not None and time.monotonic() >= self._listen_again:
+            self._listen_again = None
+            self._selector.register(self._listener, selectors.EVENT_READ, lambda _: self._accept())
+
+    def _pause_listening(self) -> None:
+        if self._listen_again is None and self._ranks.all_joined and (seconds := self._refusals.pause()):
+            self._selector.unregister(self._listener)
+            self._listen_again = time.monotonic() + seconds
 
     def _time_to_warning(self) -> float | None:
         if self._warned or self._ranks.all_joined:
@@ -137,7 +159,8 @@ class AcceptThread:
             sock, _ = self._listener.accept()
         except OSError as error:
             if error.errno in {errno.EMFILE, errno.ENFILE}:
-                _log.warning("a rank waits at the door: %s", error)
+                if self._refusals.is_worth_a_line():
+                    _log.warning("a rank waits at the door: %s%s", error, self._refusals.take_unsaid())
                 time.sleep(_PAUSE_SECONDS)  # the listener stays readable: without a pause this loop would spin
             return
         connection = Connection(sock, self._selector, lambda events: self._on_socket(connection, events))
@@ -186,6 +209,11 @@ class AcceptThread:
             self._forget(connection)
 
     def _admit(self, connection: Connection, body: bytes) -> None:
+        if len(body) > self._longest_hello:  # before anything is made of it, which takes time of the engine's
+            self._refuse(
+                connection, f"its HELLO has {len(body)} bytes, expected at most {self._longest_hello}: not this layout"
+            )
+            return
         try:
             hello = json.loads(body)
             rank, layout = int(hello["rank"]), CacheLayout.from_json(json.dumps(hello["layout"]))
@@ -243,10 +271,15 @@ class AcceptThread:
         return ""
 
     def _refuse(self, connection: Connection, reason: str, *, rank: int | None = None, ours: bool = True) -> None:
-        _log.warning("refused %s: %s", "a rank" if rank is None else f"rank {rank}", reason)
-        connection.say(encode_message(Kind.REFUSED, reason.encode()))
+        said = self._refusals.is_worth_a_line()
+        if said:
+            who = "a rank" if rank is None else f"rank {rank}"
+            _log.warning("refused %s: %s%s", who, reason, self._refusals.take_unsaid())
+        if said or ours:
+            connection.say(encode_message(Kind.REFUSED, reason.encode()))
         self._lose(connection)
         self._ranks.refuse(rank, reason, ours=ours)
+        self._pause_listening()
 
     # Ranks go.
 

@@ -8,7 +8,7 @@
 One thread at a time: the caller holds ``manager.lock`` from its first call of a step to ``on_schedule_end``; a call
 between steps takes it briefly. ``stats``, ``wait_ready`` and ``shutdown`` need no lock and may come from any thread.
 No call here waits for I/O, and after the start nothing raises into the engine's step: a call that does not fit (a plan
-completed twice, a request that is over) is counted as ``misuse`` and ignored.
+completed twice, a request that is over, a key of a length that none has) is counted as ``misuse`` and ignored.
 """
 
 import functools
@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvtiers.api import LookupResult, OffloadKey
+from kvtiers.api.keys import first_misfit
 from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.cascade import Cascades
@@ -157,6 +158,9 @@ class TieringManager:
         """Have the tiers asked at once about a prefix that will be looked up soon; between any two other calls."""
         if self._ready and not self._closed:
             rest = keys[self._primary.resident_run(keys)[0] :]
+            if first_misfit(rest) is not None:
+                self._metrics.misuse += 1
+                return
             for slot in self._slots if rest else ():
                 slot.ask_ahead(rest)
 

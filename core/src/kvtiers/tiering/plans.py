@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvtiers.api import OffloadKey
-from kvtiers.api.keys import count_in_group
+from kvtiers.api.keys import count_in_group, first_misfit
 from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.cascade import Cascades
@@ -60,6 +60,9 @@ class Plans:
 
     def prepare_store(self, keys: Sequence[OffloadKey], state: RequestState) -> StorePlan | None:
         """Lease rows for those of the keys that are not in the primary; None: no room."""
+        if first_misfit(keys) is not None:
+            self._metrics.misuse += 1
+            return None
         clean_before = self._primary.clean_rows
         prepared = self._primary.prepare_store(keys, state.context.request_id)
         if prepared is None:

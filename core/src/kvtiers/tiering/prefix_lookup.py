@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvtiers.api import LookupResult, OffloadKey, group_of
+from kvtiers.api.keys import first_misfit
 from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.jobs import JobTable
@@ -145,7 +146,9 @@ class Lookups:
         length, pending = self._primary.resident_run(keys)
         run = _Run(length)
         if length < len(keys) and state.slots and not state.load_over:
-            run = self._follow(keys, length, state, tokens, window=window)
+            keys = self._fitting(keys, length)
+            if length < len(keys):
+                run = self._follow(keys, length, state, tokens, window=window)
         if run.length > length:
             pending += self._primary.resident_run(keys[length : run.length])[1]
             length = run.length
@@ -166,6 +169,14 @@ class Lookups:
             state.given_up.add(keys[length])
             run = _Run(length)
         return PrefixHits(length - pending, pending, bool(run.silent) or run.capped)
+
+    def _fitting(self, keys: Sequence[OffloadKey], first: int) -> Sequence[OffloadKey]:
+        """Return the keys before the first, from ``first`` on, that is no chunk's: a tier's host would end over it."""
+        misfit = first_misfit(keys[first:])
+        if misfit is None:
+            return keys
+        self._metrics.misuse += 1
+        return keys[: first + misfit]
 
     def _awaited(self, run: Sequence[OffloadKey], pending: int, state: RequestState, *, window: bool) -> int:
         """Return how many chunks the request has waited for so far: a long run comes in parts, several at a time.

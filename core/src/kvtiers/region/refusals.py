@@ -1,0 +1,52 @@
+"""How much is made of processes that are refused at a region's socket, of which any local user can start many.
+
+The first refusals are each worth a line and an answer; then one a second is. While all ranks are there, the socket is
+not listened to for a moment after some refusals in a row: whoever connects in a loop takes none of the engine's time
+with it, and a rank that comes back waits for that moment at most.
+"""
+
+import time
+from collections.abc import Callable
+
+__all__ = ["Refusals"]
+
+_FIRST = 20
+_SECONDS = 1.0
+_IN_A_ROW = 50
+_PAUSE_SECONDS = 0.05
+
+
+class Refusals:
+    """Counts refusals. For one thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._left = _FIRST
+        self._next = 0.0
+        self._since_pause = 0
+        self.unsaid = 0
+        """Refusals since the last one that was worth a line."""
+
+    def is_worth_a_line(self) -> bool:
+        """Count one refusal; say whether it is to be logged and answered."""
+        self._since_pause += 1
+        now = self._clock()
+        if self._left > 0:
+            self._left -= 1
+        elif now < self._next:
+            self.unsaid += 1
+            return False
+        self._next = now + _SECONDS
+        return True
+
+    def take_unsaid(self) -> str:
+        """Return what a line says of those that had none, "" if there are none."""
+        unsaid, self.unsaid = self.unsaid, 0
+        return f" ({unsaid} more since the last such line)" if unsaid else ""
+
+    def pause(self) -> float:
+        """Return for how many seconds nobody is to be let in now; 0: for none."""
+        if self._since_pause < _IN_A_ROW:
+            return 0.0
+        self._since_pause = 0
+        return _PAUSE_SECONDS

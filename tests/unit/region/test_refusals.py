@@ -1,0 +1,41 @@
+"""Many refusals are few lines and few events, and leave the socket alone for moments only."""
+
+from kvtiers.region.ranks import RankTable
+from kvtiers.region.refusals import Refusals
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_the_first_refusals_have_a_line_each_and_then_there_is_one_a_second_with_the_count():
+    clock = Clock()
+    refusals = Refusals(clock)
+    assert sum(refusals.is_worth_a_line() for _ in range(1000)) == 20
+    clock.now += 1.0
+    assert [refusals.is_worth_a_line() for _ in range(3)] == [True, False, False]
+    assert refusals.take_unsaid() == " (982 more since the last such line)"
+    assert refusals.take_unsaid() == ""
+
+
+def test_after_many_in_a_row_there_is_a_pause_and_then_as_many_again():
+    refusals = Refusals(Clock())
+    pauses = 0
+    for _ in range(500):
+        refusals.is_worth_a_line()
+        pauses += refusals.pause() > 0
+    assert pauses == 10
+
+
+def test_refusals_that_are_not_taken_do_not_fill_the_memory_and_the_first_one_of_ours_is_known():
+    table = RankTable("region", 2)
+    for number in range(5000):
+        table.refuse(None, f"reason {number}", ours=number == 4000)
+    table.join(0, 1)
+    events = table.take_events(0)
+    assert len(events) == 1001
+    assert events[-1].rank == 0, "what is not a refusal is never left out"
+    assert table._setback == "a rank was refused: reason 4000"
