@@ -7,10 +7,18 @@ import pytest
 from kvtiers.config import load_config
 from kvtiers.metrics import EngineMetrics, Histogram, TierMetrics
 from kvtiers.types import TransferResult
-from kvtiers_replay.measures import LOAD_LINK, STORE_LINK, Curve, Measures, Progress, hits_by_origin, total_progress
+from kvtiers_replay.engine.measures import (
+    LOAD_LINK,
+    STORE_LINK,
+    Curve,
+    Measures,
+    Progress,
+    hits_by_origin,
+    total_progress,
+)
 from kvtiers_replay.options import ReplayOptions
+from kvtiers_replay.report.summary import summarize
 from kvtiers_replay.results import Link
-from kvtiers_replay.summary import summarize
 from kvtiers_replay.workload import ReplayRequest, Workload
 
 CONFIG = load_config({"version": 1, "primary": {"capacity": "1MiB"}})

@@ -173,7 +173,7 @@ def replay(
         raise click.UsageError("--engines needs a --config with tiers that processes share; without one there are none")
     config = load_config(config_file) if config_file else _default_config()
     # Imported here: a wrong command line is told at once.
-    from kvtiers_replay.progress import show_progress
+    from kvtiers_replay.cli.progress import show_progress
     from kvtiers_replay.run import replay as run
 
     load, options = _read_workload(trace, requests, seed), _options(trace, **chosen)
@@ -184,7 +184,7 @@ def replay(
     else:
         _print_report(results)
     if report:
-        from kvtiers_replay.page import as_page
+        from kvtiers_replay.report.page import as_page
 
         write_file(report, as_page(results))
     if results.wrong_bytes:
@@ -200,7 +200,7 @@ def _options(trace: str | None, bytes_per_chunk: int | None, workers: int | None
 
 
 def _print_report(results: "ReplayResults") -> None:
-    from kvtiers_replay.report import heading, tables
+    from kvtiers_replay.report.text import heading, tables
 
     print_heading(heading(results))
     for table in tables(results):

@@ -21,8 +21,8 @@ from typing import ParamSpec, TypeVar
 from kvtiers.scheduler import LoadOutcome, OffloadScheduler
 from kvtiers.types import RequestContext
 from kvtiers_replay.engine.block_pool import BlockPool
+from kvtiers_replay.engine.measures import Measures
 from kvtiers_replay.engine.ranks import BlockRun, Ranks, StepOrders, StepReply
-from kvtiers_replay.measures import Measures
 from kvtiers_replay.workload import Arrivals
 
 __all__ = ["EngineOptions", "Interrupted", "ReplayEngine"]

@@ -14,8 +14,8 @@ from kvtiers.scheduler import OffloadScheduler, SchedulerOptions
 from kvtiers.tiering.manager import TieringManager
 from kvtiers_replay.engine.block_pool import BlockPool
 from kvtiers_replay.engine.engine import EngineOptions, Interrupted, ReplayEngine
+from kvtiers_replay.engine.measures import Measures, Progress
 from kvtiers_replay.engine.ranks import Ranks, open_ranks
-from kvtiers_replay.measures import Measures, Progress
 from kvtiers_replay.options import ReplayOptions
 from kvtiers_replay.workload import Arrivals, ReplayRequest, Workload, infinite_hits
 

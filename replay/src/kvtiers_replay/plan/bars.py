@@ -1,6 +1,6 @@
 """The plot of a plan in a terminal: a bar for each case, with a part for each place where hits came from."""
 
-from kvtiers_replay.plan.report import Plan
+from kvtiers_replay.plan.results import Plan
 from kvtiers_replay.plan.series import series_of, swept_size
 
 __all__ = ["as_bars"]

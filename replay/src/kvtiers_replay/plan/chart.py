@@ -7,11 +7,11 @@ import math
 from html import escape
 
 from kvtiers.api.units import format_size
-from kvtiers_replay.page.axes import Axis, counts, linear, percent, share_axis
-from kvtiers_replay.page.document import document, figure, plot_style, section, table
-from kvtiers_replay.page.plot import WIDE, Place, Plot
-from kvtiers_replay.plan.report import Plan
+from kvtiers_replay.plan.results import Plan
 from kvtiers_replay.plan.series import Swept, series_of, swept_size
+from kvtiers_replay.report.axes import Axis, counts, linear, percent, share_axis
+from kvtiers_replay.report.document import document, figure, plot_style, section, table
+from kvtiers_replay.report.plot import WIDE, Place, Plot
 
 __all__ = ["as_html", "as_svg"]
 

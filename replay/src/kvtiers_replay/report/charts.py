@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
 from kvtiers.api.units import format_size
-from kvtiers_replay.page.axes import Axis, counts, linear, log_seconds, percent, seconds_text, share_axis, since_start
-from kvtiers_replay.page.plot import WIDE, Interval, Place, Plot
+from kvtiers_replay.report.axes import Axis, counts, linear, log_seconds, percent, seconds_text, share_axis, since_start
+from kvtiers_replay.report.plot import WIDE, Interval, Place, Plot
 from kvtiers_replay.results import Latencies, Link, OverTime, ReplayResults, TimeToFirstToken
 
 __all__ = ["depths_over_time", "first_tokens", "histogram", "hits_over_time", "links", "where_blocks_came_from"]

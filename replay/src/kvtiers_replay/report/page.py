@@ -5,8 +5,8 @@ from html import escape
 import yaml
 
 from kvtiers.api.units import format_size
-from kvtiers_replay.page.axes import percent, seconds_text
-from kvtiers_replay.page.charts import (
+from kvtiers_replay.report.axes import percent, seconds_text
+from kvtiers_replay.report.charts import (
     depths_over_time,
     first_tokens,
     histogram,
@@ -14,7 +14,7 @@ from kvtiers_replay.page.charts import (
     links,
     where_blocks_came_from,
 )
-from kvtiers_replay.page.document import document, figure, section, table, tile
+from kvtiers_replay.report.document import document, figure, section, table, tile
 from kvtiers_replay.results import Latencies, ReplayResults
 
 __all__ = ["as_page"]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvtiers.api.units import format_size
-from kvtiers_replay.measures import Progress
+from kvtiers_replay.engine.measures import Progress
 from kvtiers_replay.results import Latencies, Link, ReplayResults
 
 __all__ = ["Table", "heading", "progress_line", "tables"]

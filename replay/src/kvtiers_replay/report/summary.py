@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvtiers.api.units import format_size
 from kvtiers.config import OffloadConfig
-from kvtiers_replay.measures import Curve, Measures
+from kvtiers_replay.engine.measures import Curve, Measures
 from kvtiers_replay.options import ReplayOptions
 from kvtiers_replay.results import Latencies, Link, OverTime, ReplayResults, TimeToFirstToken, config_as_data
 from kvtiers_replay.workload import Workload

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-from kvtiers_replay.page.axes import Axis
+from kvtiers_replay.report.axes import Axis
 
 __all__ = ["HALF", "WIDE", "Interval", "Place", "Plot"]
 
