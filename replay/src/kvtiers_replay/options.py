@@ -35,7 +35,7 @@ class ReplayOptions:
     ranks of each engine in processes of their own; 0: one rank in the engine's. ``engines``: processes among which the
     requests are dealt out. ``prefill_speed``: tokens per second, for estimates. ``device``: where KV lies. ``model``:
     whose bytes these are, as people read it. ``settle_seconds``: how long an engine goes on stepping when all is done,
-    to hear the tiers' own figures once more, which come each second.
+    to receive the tiers' own figures once more, which come each second.
     """
 
     bytes_per_chunk: int = 4032

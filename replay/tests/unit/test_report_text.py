@@ -1,6 +1,8 @@
 """What a replay says in a terminal."""
 
 import io
+import subprocess
+import sys
 
 from kvtiers_replay.cli.progress import show_progress
 from kvtiers_replay.engine.measures import Progress
@@ -115,3 +117,12 @@ def test_on_a_terminal_progress_is_a_bar() -> None:
     with show_progress(stream) as update:
         update(PROGRESS)
     assert "3/9 requests" in stream.getvalue()
+
+
+def test_what_draws_is_imported_only_where_a_page_or_a_picture_is_written() -> None:
+    script = (
+        "import sys, kvtiers_replay.cli.plan, kvtiers_replay.cli.replay, kvtiers_replay.run; "
+        "print([name for name in ('matplotlib', 'jinja2') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -111,13 +111,17 @@ def _last_troubles(config: OffloadConfig) -> Iterator[dict[str, LastTrouble]]:
     """Keep the last warning of each tier, for the report."""
     troubles = {tier.tier_name: LastTrouble(tier.tier_name) for tier in config.secondary}
     logger = logging.getLogger("kvtiers")
-    for trouble in troubles.values():
-        logger.addHandler(trouble)
+    handlers: list[logging.Handler] = list(troubles.values())
+    if logging.lastResort is not None and not logger.hasHandlers():
+        # Python writes warnings to stderr only while no one else handles them; they are to be seen all the same.
+        handlers.append(logging.lastResort)
+    for handler in handlers:
+        logger.addHandler(handler)
     try:
         yield troubles
     finally:
-        for trouble in troubles.values():
-            logger.removeHandler(trouble)
+        for handler in handlers:
+            logger.removeHandler(handler)
 
 
 @contextlib.contextmanager
