@@ -72,6 +72,15 @@ def test_its_commands_are_there_and_those_of_an_absent_companion_say_what_to_ins
                 assert f"pip install 'kvtiers[{extra}]'" in line
 
 
+def test_a_replay_of_code_needs_nothing_but_core_and_replay(distribution, alone):
+    if distribution.name != "kvtiers-replay":
+        pytest.skip("what kvtiers-replay promises")
+    page = alone.folder / "page.html"
+    said = alone.run("kvtiers", "replay", "--workload", "code", "--requests", "5", "--report", page)
+    assert "all bytes are right" in said
+    assert page.read_text().count("<svg") > 3
+
+
 def test_a_config_with_its_tiers_is_valid_where_it_alone_is_installed(distribution, alone):
     tiers = TIERS[distribution.name]
     assert set(tiers) == distribution.tier_types

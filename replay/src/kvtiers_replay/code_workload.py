@@ -1,37 +1,63 @@
-"""Conversations over real text that every machine has: the sources of Python's standard library.
+"""Conversations about source code, made up from a seed: the same requests on every machine and every Python.
 
 Each conversation begins with one system prompt and one document, then goes on in turns: a question about a function
-of the document, and an answer. Every turn is a request whose prompt is all that was said before. Several conversations
-are open at a time, and well-known documents are talked about more often, as people do.
+of the document, and an answer that quotes it. Every turn is a request whose prompt is all that was said before. Several
+conversations are open at a time, and well-known documents are talked about more often, as people do.
+
+The documents are made of invented names. Python's standard library would be real text, but another one in each release
+of Python, and not there where Python was installed without its sources; to a cache of KV, only what is equal counts.
 """
 
+import bisect
 import hashlib
+import itertools
 import random
-import re
-import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import TypeVar
 
-from kvtiers.api import ConfigError
 from kvtiers_replay.workload import ReplayRequest, Workload
 
 __all__ = ["CODE_TOKENS_PER_BLOCK", "code_workload"]
 
 CODE_TOKENS_PER_BLOCK = 64
 
-_SYSTEM_PROMPT = "You answer questions about Python's standard library. Quote the source. Be brief. " * 12
-_TOKEN = re.compile(r"\w+|\s+|[^\w\s]")
-_DEFINITION = re.compile(r"^\s*(?:def|class) (\w+)", re.MULTILINE)
-_SMALLEST, _LARGEST = 8_000, 60_000  # bytes of a source that makes a good document: 30 to 300 blocks
+_SYSTEM_PROMPT = ("You answer questions about this library . Quote the source . Be brief . " * 18).split()
+_SYLLABLES = ["ba", "co", "de", "fi", "gu", "ha", "jo", "ke", "li", "mu", "na", "po", "re", "si", "tu", "va"]
+_WORDS = 600  # of the vocabulary
 _DOCUMENTS = 48
+_FUNCTIONS = range(8, 60)  # of a document, each of so many tokens:
+_TOKENS = range(40, 200)
+_ANSWER_TOKENS = range(60, 260)
+_TURNS = range(2, 9)
 _OPEN = 10  # conversations at the same time
+
+_T = TypeVar("_T")
+
+
+class _Chance:
+    """Choices that depend on the seed alone.
+
+    Of ``random.Random``, only what ``random()`` returns for a seed stays the same in all releases of Python.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed).random  # noqa: S311 -- a workload, not a secret
+
+    def of(self, choices: Sequence[_T]) -> _T:
+        """Return one of these, each as often as any other."""
+        return choices[int(self._random() * len(choices))]
+
+    def by_rank(self, choices: Sequence[_T], ends: Sequence[float]) -> _T:
+        """Return one of these, by the running sums of their weights."""
+        return choices[min(bisect.bisect(ends, self._random() * ends[-1]), len(choices) - 1)]
 
 
 @dataclass(slots=True, eq=False)
 class _Document:
-    text: str
-    names: list[str]
+    tokens: list[str]
+    functions: list[tuple[str, int]]
+    """Names, and where in the tokens each begins."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,12 +69,12 @@ class _Conversation:
     hashes: list[bytes] = field(default_factory=list)
     rest: list[str] = field(default_factory=list)
 
-    def say(self, text: str) -> None:
-        """Append a text to the prompt."""
-        self.rest += _TOKEN.findall(text)
+    def say(self, tokens: Sequence[str]) -> None:
+        """Append tokens to the prompt."""
+        self.rest += tokens
         full = len(self.rest) // CODE_TOKENS_PER_BLOCK * CODE_TOKENS_PER_BLOCK
         for start in range(0, full, CODE_TOKENS_PER_BLOCK):
-            block = "\0".join(self.rest[start : start + CODE_TOKENS_PER_BLOCK])
+            block = " ".join(self.rest[start : start + CODE_TOKENS_PER_BLOCK])
             before = self.hashes[-1] if self.hashes else b""
             self.hashes.append(hashlib.sha256(before + block.encode()).digest())
         del self.rest[:full]
@@ -59,49 +85,43 @@ class _Conversation:
 
 
 def code_workload(requests: int, seed: int = 0) -> Workload:
-    """Return that many requests. The same on one Python version for the same seed. ConfigError without sources."""
-    chance = random.Random(seed)  # noqa: S311 -- a workload, not a secret
-    documents = list(_documents(chance))
-    if not documents:
-        raise ConfigError(
-            f"no Python sources of the standard library under {_library()}, which '--workload code' reads; "
-            "install them, or use --trace"
-        )
+    """Return that many requests, the same for the same seed in every release of Python."""
+    chance = _Chance(seed)
+    words = ["".join(chance.of(_SYLLABLES) for _ in range(3)) for _ in range(_WORDS)]
+    documents = [_document(chance, words) for _ in range(_DOCUMENTS)]
     return Workload("code", CODE_TOKENS_PER_BLOCK, list(_talk(documents, requests, chance)))
 
 
-def _library() -> Path:
-    return Path(sysconfig.get_path("stdlib"))
+def _document(chance: _Chance, words: Sequence[str]) -> _Document:
+    document = _Document([], [])
+    ends = _zipf(len(words))
+    for number in range(chance.of(_FUNCTIONS)):
+        name = f"{chance.of(words)}_{number}"
+        document.functions.append((name, len(document.tokens)))
+        body = (chance.by_rank(words, ends) for _ in range(chance.of(_TOKENS)))
+        document.tokens += ["def", name, *body]
+    return document
 
 
-def _documents(chance: random.Random) -> Iterator[_Document]:
-    paths = [path for path in sorted(_library().glob("*.py")) if _SMALLEST <= path.stat().st_size <= _LARGEST]
-    chance.shuffle(paths)
-    for path in paths[:_DOCUMENTS]:
-        text = path.read_text(encoding="utf-8", errors="replace")
-        yield _Document(text, _DEFINITION.findall(text) or [path.stem])
+def _zipf(count: int) -> list[float]:
+    """Return the running sums of weights of which that of rank r is 1/r."""
+    return list(itertools.accumulate(1 / rank for rank in range(1, count + 1)))
 
 
-def _talk(documents: list[_Document], requests: int, chance: random.Random) -> Iterator[ReplayRequest]:
-    # Zipf: the document of rank r is talked about 1/r as often as the first.
-    weights = [1 / rank for rank in range(1, len(documents) + 1)]
+def _talk(documents: Sequence[_Document], requests: int, chance: _Chance) -> Iterator[ReplayRequest]:
+    ends = _zipf(len(documents))
     talks: list[_Conversation] = []
     for number in range(requests):
         while len(talks) < _OPEN:
-            talk = _Conversation(chance.choices(documents, weights)[0], turns=chance.randint(2, 8))
+            talk = _Conversation(chance.by_rank(documents, ends), chance.of(_TURNS))
             talk.say(_SYSTEM_PROMPT)
-            talk.say(talk.document.text)
+            talk.say(talk.document.tokens)
             talks.append(talk)
-        talk = chance.choice(talks)
-        name = chance.choice(talk.document.names)
-        talk.say(f"\n\nUser: What does {name} do, and who calls it?\n\n")
+        talk = chance.of(talks)
+        name, start = chance.of(talk.document.functions)
+        talk.say(["User", ":", "What", "does", name, "do", ",", "and", "who", "calls", "it", "?"])
         yield talk.request(arrival=float(number))
-        talk.say(f"Assistant: {_answer(talk.document, name)}")
+        talk.say(["Assistant", ":", *talk.document.tokens[start : start + chance.of(_ANSWER_TOKENS)]])
         talk.turns -= 1
         if not talk.turns:
             talks.remove(talk)
-
-
-def _answer(document: _Document, name: str) -> str:
-    start = max(0, document.text.find(name) - 200)
-    return document.text[start : start + 1200]

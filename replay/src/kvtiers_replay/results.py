@@ -112,8 +112,11 @@ class ReplayResults:
     ``infinite_hits``: what a cache without bounds would have hit. ``links``: bytes and the transfers' own seconds, by
     names such as ``gpu -> primary``. ``latencies``: of ``lookup`` and ``promotion from NAME``. ``stalls``: the time
     that kvtiers took on the engine's thread, per step. ``errors``: by what went wrong, as people read it.
-    ``dropped_cascades``: chunks, by tier. ``settings``: the command's own, as people read them; ``config``: see
-    ``config_as_data``. ``verdict``: lines, the most important first.
+    ``dropped_cascades``: chunks that were not sent down, by tier; ``errors`` has them with the cause.
+    ``last_troubles``: the last warning that was logged of a tier, by tier. ``own_figures``: what a tier counts itself,
+    by tier, one mapping for each engine. ``warm``: there were hits of values that no request of this replay had stored,
+    so that ``infinite_hits``, which begins empty, is no bound. ``settings``: the command's own, as people read them;
+    ``config``: see ``config_as_data``. ``verdict``: lines, the most important first.
     """
 
     workload: str
@@ -136,6 +139,9 @@ class ReplayResults:
     first_token: TimeToFirstToken | None = None
     errors: dict[str, int] = field(default_factory=dict)
     dropped_cascades: dict[str, int] = field(default_factory=dict)
+    last_troubles: dict[str, str] = field(default_factory=dict)
+    own_figures: dict[str, list[dict[str, float]]] = field(default_factory=dict)
+    warm: bool = False
     settings: dict[str, str] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     verdict: list[str] = field(default_factory=list)

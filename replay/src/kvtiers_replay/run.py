@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 from kvtiers.config import OffloadConfig
 from kvtiers_replay.engine.engines import run_engines
+from kvtiers_replay.engine.measures import Progress
 from kvtiers_replay.engine.task import deal_out, run_engine
-from kvtiers_replay.measures import Progress
 from kvtiers_replay.options import ReplayOptions, check_options, replay_layout
+from kvtiers_replay.report.summary import summarize
 from kvtiers_replay.results import ReplayResults
-from kvtiers_replay.summary import summarize
 from kvtiers_replay.workload import Workload
 
 __all__ = ["ReplayOptions", "replay"]

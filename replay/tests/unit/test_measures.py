@@ -7,10 +7,18 @@ import pytest
 from kvtiers.config import load_config
 from kvtiers.metrics import EngineMetrics, Histogram, TierMetrics
 from kvtiers.types import TransferResult
-from kvtiers_replay.measures import LOAD_LINK, STORE_LINK, Curve, Measures, Progress, hits_by_origin, total_progress
+from kvtiers_replay.engine.measures import (
+    LOAD_LINK,
+    STORE_LINK,
+    Curve,
+    Measures,
+    Progress,
+    hits_by_origin,
+    total_progress,
+)
 from kvtiers_replay.options import ReplayOptions
+from kvtiers_replay.report.summary import summarize
 from kvtiers_replay.results import Link
-from kvtiers_replay.summary import summarize
 from kvtiers_replay.workload import ReplayRequest, Workload
 
 CONFIG = load_config({"version": 1, "primary": {"capacity": "1MiB"}})
@@ -29,7 +37,7 @@ def stats(primary: int = 0, seconds: tuple[float, ...] = (), **tiers: int) -> di
         for name, hits in tiers.items()
     }
     engine = dict.fromkeys(EngineMetrics.__slots__, 0) | {"primary_hits": primary}
-    return {"engine": engine, "tiers": of_tiers}
+    return {"engine": engine, "primary": {"rows": 1000}, "tiers": of_tiers}
 
 
 def measured(**figures) -> Measures:
@@ -104,9 +112,59 @@ def test_the_sum_of_engines_has_all_their_hits_bytes_and_times() -> None:
     assert results.hits == {"primary": 30, "fs": 10}
     assert results.links["primary -> fs"] == Link(8192, 1.0)
     assert results.dropped_cascades == {"fs": 3}
-    assert results.errors == {"fs: chunks not loaded, since they were not there, damaged or late": 1}
+    assert results.own_figures == {"fs": [{}, {}]}
+    assert results.errors == {
+        "fs: chunks not loaded, since they were not there, damaged or late": 1,
+        "fs: chunks not sent down, since its pin budget was used up (budgets.one_tier, or a larger primary)": 3,
+    }
     assert results.latencies["promotion from fs"].count == 3
     assert results.latencies["promotion from fs"].worst == 2.0  # the upper edge of the bucket
+
+
+def test_chunks_that_a_tier_did_not_get_are_counted_by_their_cause() -> None:
+    made = measured()
+    made.stats = stats(fs=1)
+    made.stats["tiers"]["fs"] |= {
+        "failed_stores": 20,
+        "dropped_cascades": 4,
+        "own": {"dropped_full": 9, "dropped_queue": 5, "dropped_shutdown": 3, "breaker_opened": 1, "held_bytes": 7.5},
+    }
+    made.note(1.0, made.stats, 0)
+    made.last_troubles = {"fs": "write failed: OSError: no space"}
+    results = summed(made)
+    assert results.errors == {
+        "fs: chunks not stored, since the store is full": 9,
+        "fs: chunks not stored, since its queue was full": 5,
+        "fs: chunks not stored, since the replay ended before their turn": 3,
+        "fs: chunks not stored, since a call failed or was too late": 3,
+        "fs: chunks not sent down, since it was out of use, or its pin budget was used up (budgets.one_tier, or a "
+        "larger primary)": 4,
+        "fs: breaker opened": 1,
+    }
+    assert results.own_figures["fs"][0]["held_bytes"] == 7.5
+    assert results.last_troubles == {"fs": "write failed: OSError: no space"}
+
+
+def test_the_shares_of_an_interval_are_no_more_than_all_hits_of_it() -> None:
+    made = measured()
+    # At the second point, more of what was loaded before is found to have come from the tier.
+    for now, loaded, primary, tier in ((1.0, 50, 50, 0), (2.0, 100, 40, 60)):
+        made.references, made.loaded = 2 * loaded, loaded
+        made.note(now, stats(primary, fs=tier), 0)
+    rates = summed(made).over_time.hit_rates
+    assert [sum(column) for column in zip(*rates.values(), strict=True)] == pytest.approx([0.5, 0.5])
+
+
+def test_a_store_that_was_warm_is_known_by_hits_that_no_request_can_have_left() -> None:
+    cold = measured(loaded=30, infinite_hits=35, references=40, stats=stats(30))
+    warm = measured(loaded=30, infinite_hits=35, references=40, foreign_hits=2, stats=stats(30))
+    for made in (cold, warm):
+        made.note(1.0, made.stats, 0)
+    assert (summed(cold).warm, summed(warm).warm) == (False, True)
+    # Each of several engines hits what the others have stored; only the sum can tell.
+    assert not summed(warm, cold).warm
+    cold.loaded = 45
+    assert summed(warm, cold).warm
 
 
 def test_hit_rates_over_time_are_of_what_was_asked_for_in_each_interval() -> None:

@@ -1,11 +1,13 @@
 """The workload that is made up on the spot, and how requests of any workload come."""
 
+import hashlib
+import io
+import os
+import pathlib
+import subprocess
+import sys
 from itertools import pairwise
 
-import pytest
-
-from kvtiers.api import ConfigError
-from kvtiers_replay import code_workload as module
 from kvtiers_replay.code_workload import CODE_TOKENS_PER_BLOCK, code_workload
 from kvtiers_replay.workload import Arrivals, ReplayRequest, Workload, infinite_hits
 
@@ -45,10 +47,29 @@ def test_a_hash_stands_for_the_whole_prefix() -> None:
             assert before_of.setdefault(block, before) == before
 
 
-def test_without_sources_it_says_what_to_do(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(module, "_library", lambda: tmp_path)
-    with pytest.raises(ConfigError, match=r"no Python sources of the standard library under .* or use --trace"):
-        code_workload(10)
+def test_it_is_the_same_in_every_release_of_python_whatever_the_order_of_its_sets() -> None:
+    made = hashlib.sha256(b"".join(block for blocks in blocks_of(code_workload(60, seed=7)) for block in blocks))
+    assert made.hexdigest() == "ba33cbd888650daaf79dcec52b013314b403f34f26daa57614cc88be942c1073"
+    script = (
+        "from kvtiers_replay.code_workload import code_workload as w; print(w(9).requests[8].block_hashes[-1].hex())"
+    )
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True,
+        ).stdout
+        for seed in ("1", "2", "3")
+    }  # fmt: skip
+    assert said == {code_workload(9).requests[8].block_hashes[-1].hex() + "\n"}
+
+
+def test_it_reads_no_file(monkeypatch) -> None:
+    def refuse(*_arguments, **_options):
+        raise AssertionError("a file is read")
+
+    monkeypatch.setattr(io, "open", refuse)
+    monkeypatch.setattr(pathlib.Path, "open", refuse)
+    assert code_workload(5).requests
 
 
 def test_an_infinite_cache_hits_every_prefix_that_came_before_but_never_a_whole_prompt() -> None:

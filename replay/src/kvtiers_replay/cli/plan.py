@@ -23,20 +23,20 @@ from kvtiers_replay.plan import (
     PlanTrace,
     Task,
     Wanted,
-    as_bars,
-    as_html,
-    as_svg,
     plan_cases,
     searches,
     sweep,
 )
+from kvtiers_replay.plan.series import series_of, swept_size
 from kvtiers_replay.plan.sizes import DEFAULT_PRIMARY
 from kvtiers_replay.sizing import read_model
 from kvtiers_replay.trace import read_trace
 
 __all__ = ["plan"]
 
-_CHARTS = {".svg": as_svg, ".html": as_html}
+_BAR_LETTERS = 48
+_MOST_BARS = 100
+_PIPE_WIDTH = 240  # letters, so that no line is broken where a program reads them
 
 
 def _list_of(_ctx: click.Context, param: click.Parameter, value: str | None) -> list[str]:
@@ -120,7 +120,7 @@ by Ctrl-C (what was found so far is printed)."""
     help="Simulations at the same time.",
 )  # fmt: skip
 @click.option(
-    "--plot", metavar="FILE", callback=file_to_write(*_CHARTS), help="Draw it as .svg, or as .html with tables."
+    "--plot", metavar="FILE", callback=file_to_write(".svg", ".html"), help="Draw it as .svg, or as .html with tables."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
@@ -155,7 +155,9 @@ def plan(
     found = Plan(workload.name, chunks, sizes, wish)
     _fill(found, plan_cases(Wanted(primary, secondary, policy), sizes, config), processes)
     if plot and found.points:
-        write_file(plot, _CHARTS[plot.suffix](found))
+        from kvtiers_replay.plan.page import as_html, as_svg  # slow, and only wanted here
+
+        write_file(plot, as_svg(found) if plot.suffix == ".svg" else as_html(found))
     if as_json:
         click.echo(json.dumps(found.as_data(), indent=2))
     else:
@@ -203,10 +205,29 @@ def _print(plan: Plan) -> None:
     print_heading(plan.heading())
     if plan.points:
         print_table(plan.columns(), plan.rows(plan.points))
-        click.echo()
-        for line in as_bars(plan, sys.stdout.encoding or "ascii"):
-            click.echo(line)
+        _print_bars(plan)
     if verdict := plan.verdict():
         click.echo(verdict)
     if plan.smallest:
         print_table(plan.columns(), plan.rows(plan.smallest))
+
+
+def _print_bars(plan: Plan) -> None:
+    """Print a bar for each case, unless nothing or far too much is to be seen. A full one is an infinite cache."""
+    if len(plan.points) > _MOST_BARS or not plan.infinite_rate:
+        return
+    # Imported here: it is slow, and --json does not need it.
+    from rich.console import Console
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    swept = swept_size(plan)
+    click.echo(f"\nHit rate by {swept.name}; the whole width is an infinite cache, {100 * plan.infinite_rate:.1f} %")
+    grid = Table.grid(padding=(0, 1))
+    for name, points in series_of(plan, swept).items():
+        for place, point in enumerate(points):
+            bar = ProgressBar(plan.infinite_rate, point.rate, width=_BAR_LETTERS)
+            size = swept.text(swept.size_of(point.case))
+            grid.add_row(Text("" if place else name), Text(size, justify="right"), bar, f"{100 * point.rate:.1f} %")
+    Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(grid)

@@ -1,5 +1,6 @@
 """``kvtiers replay``: drives the whole stack from a trace or a generated workload, and checks every byte."""
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,8 @@ from kvtiers.api.units import parse_size
 from kvtiers.cli.output import file_to_write, print_heading, print_table, with_unit, write_file
 from kvtiers.cli.progress import stop_on_interrupt
 from kvtiers.config import OffloadConfig, load_config
+from kvtiers_replay.cli.size import model_options
+from kvtiers_replay.sizing import ModelShape, read_model
 from kvtiers_replay.workload import Workload
 
 if TYPE_CHECKING:
@@ -19,32 +22,37 @@ if TYPE_CHECKING:
 __all__ = ["replay"]
 
 _CODE_REQUESTS = 400
-_TRACE_BYTES = 4096 - 64  # with its seal, a value of exactly one page
-_CODE_BYTES = 64 * 1024 - 64
+_SETTLE_SECONDS = 1.2  # the tiers' own figures come each second
 
-DEFAULT_CONFIG = {
+DEFAULT_CONFIG: dict[str, Any] = {
     "version": 1,
     "namespace": "replay",
-    "primary": {"capacity": "48MiB"},
-    # The tier evicts behind its users' backs: what is believed of it must be young.
-    "secondary": [{"type": "memory", "capacity": "256MiB", "exists_ttl": "200ms"}],
+    "primary": {"capacity": "256MiB"},
     # A replay has time: what a tier has is loaded, however long it takes, so that two runs have the same hits.
     "lookup_wait": "30s",
     "load_wait": "30s",
 }
+# It evicts behind its users' backs: what is believed of it must be young.
+MEMORY_TIER = {"type": "memory", "capacity": "1GiB", "exists_ttl": "200ms"}
 
 
 @click.command(
     epilog="""\b
 Examples:
-  kvtiers replay --workload code                        small, needs nothing but Python
+  kvtiers replay --workload code                        small, needs nothing else
   kvtiers replay --config tiers.yaml --workload code    your tiers
   kvtiers replay --config tiers.yaml --trace conversation_trace.jsonl.gz --requests 3000
   kvtiers replay --config tiers.yaml --trace FILE --concurrency 16 --gpu-blocks 4000 --workers 2
   kvtiers replay --config tiers.yaml --trace FILE --engines 4 --speed 60
+  kvtiers replay --config tiers.yaml --trace FILE --model config.json --kv-dtype fp8
 
 With --concurrency 1, each request begins when everything before it has ended, so that two runs have the same hits.
-Without --config: a primary of 48 MiB and a memory tier of 256 MiB, in this process.
+Without --config: a primary of 256 MiB, and below it a memory tier of 1 GiB in this process where kvtiers-example is
+installed.
+
+A chunk has real bytes, so it takes what a model's KV takes: of --model, of --bytes-per-chunk, or else of a small model,
+12 KiB a token (Qwen2.5-0.5B in bfloat16). Larger models take more memory and time: a trace's block of 512 tokens is
+6 MiB of that one, and 64 MiB of Llama 3.1 8B.
 
 Exit status: 0 all bytes are right, 1 some are not, 2 the config, the trace or the command line is wrong or a process
 of the replay ended early, 130 stopped by Ctrl-C (the report of what was done is printed)."""
@@ -63,8 +71,10 @@ of the replay ended early, 130 stopped by Ctrl-C (the report of what was done is
     "--bytes-per-chunk",
     metavar="SIZE",
     callback=lambda ctx, param, value: None if value is None else with_unit(parse_size)(ctx, param, value),
-    help=f"KV bytes of one chunk, of all ranks.  [default: {_TRACE_BYTES} for a trace, {_CODE_BYTES} else]",
+    help="KV bytes of one chunk, of all ranks.  [default: a small model's, 12 KiB a token]",
 )
+@click.option("--model", metavar="FILE", type=click.Path(), help="A model's config.json instead, as for kvtiers size.")
+@model_options
 @click.option(
     "--gpu-blocks",
     metavar="N",
@@ -158,6 +168,10 @@ def replay(
     workload: str | None,
     requests: int | None,
     seed: int,
+    bytes_per_chunk: int | None,
+    model: str | None,
+    tp: int,
+    kv_dtype: str,
     report: Path | None,
     as_json: bool,
     **chosen: Any,
@@ -171,12 +185,16 @@ def replay(
         raise click.UsageError("give either --trace FILE or --workload code")
     if chosen["engines"] > 1 and not config_file:
         raise click.UsageError("--engines needs a --config with tiers that processes share; without one there are none")
+    if model and bytes_per_chunk:
+        raise click.UsageError("--model and --bytes-per-chunk exclude each other")
+    shape = read_model(model, kv_dtype=kv_dtype, ranks=tp) if model else None
     config = load_config(config_file) if config_file else _default_config()
     # Imported here: a wrong command line is told at once.
-    from kvtiers_replay.progress import show_progress
+    from kvtiers_replay.cli.progress import show_progress
     from kvtiers_replay.run import replay as run
 
-    load, options = _read_workload(trace, requests, seed), _options(trace, **chosen)
+    load = _read_workload(trace, requests, seed)
+    options = _options(load, bytes_per_chunk, shape, **chosen)
     with stop_on_interrupt() as stop, show_progress() as progress:
         results = run(config, load, options, stop=stop, progress=progress)
     if as_json:
@@ -184,7 +202,7 @@ def replay(
     else:
         _print_report(results)
     if report:
-        from kvtiers_replay.page import as_page
+        from kvtiers_replay.report.page import as_page
 
         write_file(report, as_page(results))
     if results.wrong_bytes:
@@ -193,14 +211,24 @@ def replay(
         ctx.exit(130)
 
 
-def _options(trace: str | None, bytes_per_chunk: int | None, workers: int | None, **chosen: Any) -> "ReplayOptions":
-    from kvtiers_replay.options import ReplayOptions
+def _options(
+    load: Workload, bytes_per_chunk: int | None, shape: ModelShape | None, *, workers: int | None, **chosen: Any
+) -> "ReplayOptions":
+    from kvtiers_replay.options import SMALL_MODEL, SMALL_MODEL_TOKEN_BYTES, ReplayOptions
 
-    return ReplayOptions(bytes_per_chunk or (_TRACE_BYTES if trace else _CODE_BYTES), workers=workers or 0, **chosen)
+    model = "" if bytes_per_chunk else SMALL_MODEL
+    per_token = SMALL_MODEL_TOKEN_BYTES
+    if shape:
+        model, per_token = f"{shape.name}, KV in {shape.kv_dtype}", shape.bytes_per_token
+    if not bytes_per_chunk:
+        parts = chosen["blocks_per_chunk"] * (workers or 1)
+        # Ranks hold equal parts, to the byte.
+        bytes_per_chunk = -(-load.tokens_per_block * chosen["blocks_per_chunk"] * per_token // parts) * parts
+    return ReplayOptions(bytes_per_chunk, model=model, workers=workers or 0, settle_seconds=_SETTLE_SECONDS, **chosen)
 
 
 def _print_report(results: "ReplayResults") -> None:
-    from kvtiers_replay.report import heading, tables
+    from kvtiers_replay.report.text import heading, tables
 
     print_heading(heading(results))
     for table in tables(results):
@@ -212,12 +240,11 @@ def _print_report(results: "ReplayResults") -> None:
 
 
 def _default_config() -> OffloadConfig:
-    try:
-        return load_config(DEFAULT_CONFIG)
-    except ConfigError as error:
-        raise ConfigError(
-            [*error.problems, "without --config the tier type 'memory' is used: pip install kvtiers-example"]
-        ) from None
+    """Return a primary alone, or with a memory tier below it where that is installed."""
+    with contextlib.suppress(ConfigError):
+        return load_config(DEFAULT_CONFIG | {"secondary": [MEMORY_TIER]})
+    click.echo("no tier below the primary: give a --config, or pip install kvtiers-example", err=True)
+    return load_config(DEFAULT_CONFIG)
 
 
 def _read_workload(trace: str | None, requests: int | None, seed: int) -> Workload:

@@ -21,8 +21,8 @@ from typing import ParamSpec, TypeVar
 from kvtiers.scheduler import LoadOutcome, OffloadScheduler
 from kvtiers.types import RequestContext
 from kvtiers_replay.engine.block_pool import BlockPool
+from kvtiers_replay.engine.measures import Measures
 from kvtiers_replay.engine.ranks import BlockRun, Ranks, StepOrders, StepReply
-from kvtiers_replay.measures import Measures
 from kvtiers_replay.workload import Arrivals
 
 __all__ = ["EngineOptions", "Interrupted", "ReplayEngine"]
@@ -94,6 +94,8 @@ class ReplayEngine:
         self._running: list[_Request] = []
         self._loading: dict[str, _Request] = {}
         self._served = 0
+        self._begun: set[bytes] = set()
+        """Blocks of the requests that were given blocks: what this engine may have stored."""
         # Of the step:
         self._orders = StepOrders()
         self._computing: list[tuple[_Request, range]] = []
@@ -231,6 +233,8 @@ class ReplayEngine:
         request.unchecked = bool(in_pool)
         if not request.preempted:
             request.in_pool = len(in_pool)
+            self._measures.foreign_hits += sum(each not in self._begun for each in hashes[: cached // per_block])
+            self._begun.update(hashes)
         if self._kvtiers(self._scheduler.start_load, request, tokens):
             request.load_at = time.perf_counter()
             self._loading[request.context.request_id] = request

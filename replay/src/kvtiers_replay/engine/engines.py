@@ -8,9 +8,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from kvtiers.api import KvtiersError
+from kvtiers_replay.engine.measures import Measures, Progress, total_progress
 from kvtiers_replay.engine.processes import Child
 from kvtiers_replay.engine.task import EngineTask, run_engine
-from kvtiers_replay.measures import Measures, Progress, total_progress
 
 __all__ = ["run_engines"]
 

@@ -1,6 +1,8 @@
 """One engine of a replay, from its opening to its end: the stack, the reference engine over it, and its measures."""
 
 import contextlib
+import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,11 +13,12 @@ import kvtiers
 from kvtiers.config import OffloadConfig
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.scheduler import OffloadScheduler, SchedulerOptions
+from kvtiers.status import LastTrouble, answer_status
 from kvtiers.tiering.manager import TieringManager
 from kvtiers_replay.engine.block_pool import BlockPool
 from kvtiers_replay.engine.engine import EngineOptions, Interrupted, ReplayEngine
+from kvtiers_replay.engine.measures import Measures, Progress
 from kvtiers_replay.engine.ranks import Ranks, open_ranks
-from kvtiers_replay.measures import Measures, Progress
 from kvtiers_replay.options import ReplayOptions
 from kvtiers_replay.workload import Arrivals, ReplayRequest, Workload, infinite_hits
 
@@ -66,7 +69,7 @@ def run_engine(
     engine_options = EngineOptions(
         task.layout.groups[0].tokens_per_block, options.concurrency, options.step_tokens, options.prefill_speed
     )
-    with _stack(task) as (manager, ranks):
+    with _last_troubles(task.config) as troubles, _stack(task) as (manager, ranks), _answered_status(task, manager):
         scheduler = OffloadScheduler(
             manager, task.layout, pool, SchedulerOptions(options.store, prefix_caching=options.gpu_blocks > 0)
         )
@@ -87,9 +90,12 @@ def run_engine(
             begin()
             started = time.perf_counter()
             engine.run(Arrivals(task.requests, options.speed, task.first), stepped)
+            if task.config.secondary:
+                engine.step_until(lambda: False, options.settle_seconds)
         except Interrupted:
             measures.interrupted = True
         measures.note(measures.seconds, manager.stats(), engine.waiting)
+        measures.last_troubles = {name: trouble.text for name, trouble in troubles.items() if trouble.text}
     return measures
 
 
@@ -98,6 +104,49 @@ def _opening(stats: Mapping[str, Any]) -> bool:
     return any(
         not tier["own"].get("open", 1) and not tier["own"].get("breaker_state") for tier in stats["tiers"].values()
     )
+
+
+@contextlib.contextmanager
+def _last_troubles(config: OffloadConfig) -> Iterator[dict[str, LastTrouble]]:
+    """Keep the last warning of each tier, for the report."""
+    troubles = {tier.tier_name: LastTrouble(tier.tier_name) for tier in config.secondary}
+    logger = logging.getLogger("kvtiers")
+    handlers: list[logging.Handler] = list(troubles.values())
+    if logging.lastResort is not None and not logger.hasHandlers():
+        # Python writes warnings to stderr only while no one else handles them; they are to be seen all the same.
+        handlers.append(logging.lastResort)
+    for handler in handlers:
+        logger.addHandler(handler)
+    try:
+        yield troubles
+    finally:
+        for handler in handlers:
+            logger.removeHandler(handler)
+
+
+@contextlib.contextmanager
+def _answered_status(task: EngineTask, manager: TieringManager) -> Iterator[None]:
+    """Answer ``kvtiers status`` while the engine runs. Elsewhere than on Linux there are no sockets for that."""
+    if sys.platform != "linux":
+        yield
+        return
+
+    def figures() -> dict[str, dict[str, Any]]:
+        return {name: _for_status(task, tier) for name, tier in manager.stats()["tiers"].items()}
+
+    tiers = [tier.tier_name for tier in task.config.secondary]
+    answering = answer_status(f"kvtiers replay {kvtiers.__version__}", task.layout.model.name, tiers, figures)
+    try:
+        yield
+    finally:
+        answering.close()
+
+
+def _for_status(task: EngineTask, figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tier's figures with what ``kvtiers status`` asks besides: its keys are the same in every replay."""
+    tokens = figures["prefix_hits"] * task.layout.tokens_per_chunk(task.layout.prefix_group)
+    saved = tokens / task.options.prefill_speed - figures["load_seconds"]
+    return {**figures, "tokens": tokens, "saved_seconds": saved, "off": "", "shared": True}
 
 
 @contextlib.contextmanager

@@ -1,8 +1,6 @@
 """Plans: what other sizes and policies would hit on a trace, found without moving a byte."""
 
-from kvtiers_replay.plan.bars import as_bars
-from kvtiers_replay.plan.chart import as_html, as_svg
-from kvtiers_replay.plan.report import Plan
+from kvtiers_replay.plan.results import Plan
 from kvtiers_replay.plan.simulate import PlanCase, PlanPoint, PlanTier, PlanTrace, simulate
 from kvtiers_replay.plan.sizes import PlanSizes, Wanted, plan_cases
 from kvtiers_replay.plan.sweep import Search, Task, searches, sweep
@@ -17,9 +15,6 @@ __all__ = [
     "Search",
     "Task",
     "Wanted",
-    "as_bars",
-    "as_html",
-    "as_svg",
     "plan_cases",
     "searches",
     "simulate",

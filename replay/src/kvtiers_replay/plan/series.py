@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvtiers_replay.plan.report import Plan
+from kvtiers_replay.plan.results import Plan
 from kvtiers_replay.plan.simulate import PlanCase, PlanPoint
 
 __all__ = ["Swept", "series_of", "swept_size"]

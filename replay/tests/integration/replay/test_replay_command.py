@@ -26,6 +26,10 @@ load_wait: 30s
 """
 
 
+# Of the made-up trace, hundreds are to fit into a small primary.
+SMALL = ("--bytes-per-chunk", 4032)
+
+
 def command(*arguments: object) -> list[str]:
     return [sys.executable, "-c", "from kvtiers.cli.main import main; main()", "replay", *map(str, arguments)]
 
@@ -42,7 +46,7 @@ def config_file(tmp_path) -> Path:
 
 
 def test_json_is_exactly_one_object_on_stdout(config_file, trace_file) -> None:
-    done = run("--config", config_file, "--trace", trace_file, "--requests", 60, "--json")
+    done = run("--config", config_file, "--trace", trace_file, "--requests", 60, *SMALL, "--json")
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
     assert {"references", "prefix_hits", "hits", "wrong_bytes", "bytes", "seconds"} <= set(figures)
@@ -62,8 +66,92 @@ def test_without_a_config_the_code_workload_runs_and_ends_with_a_table_and_a_ver
     assert "\x1b" not in done.stdout
 
 
+LLAMA_32_1B = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 2048, "num_attention_heads": 32, "num_hidden_layers": 16,
+    "num_key_value_heads": 8, "head_dim": 64, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def test_a_models_config_gives_the_bytes_of_a_chunk(tmp_path, trace_file) -> None:
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps(LLAMA_32_1B), encoding="utf-8")
+    options = ("--model", model, "--kv-dtype", "fp8", "--requests", 3, "--blocks-per-chunk", 2, "--json")
+    done = run("--trace", trace_file, *options)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    per_token = 16 * 8 * (64 + 64) * 1
+    assert figures["bytes"]["gpu -> primary"] > 0
+    assert figures["bytes"]["gpu -> primary"] % (2 * 512 * per_token) == 0
+    assert "KV in fp8" in figures["settings"]["model"]
+    assert figures["settings"]["chunks"].startswith("16MiB,")
+
+
+def test_without_one_a_chunk_is_as_large_as_a_small_models(trace_file) -> None:
+    done = run("--trace", trace_file, "--requests", 3, "--json")
+    figures = json.loads(done.stdout)
+    assert figures["settings"]["chunks"].startswith("6MiB,")
+    assert "12 KiB a token, as Qwen2.5-0.5B in bfloat16" in figures["settings"]["model"]
+    assert figures["bytes"]["gpu -> primary"] % (512 * 12 * 1024) == 0
+
+
+def test_without_any_tier_installed_the_code_workload_runs_on_the_primary_alone() -> None:
+    # As in an environment with core and replay alone (which tests/packaging makes).
+    script = (
+        "from kvtiers import plugins; real = plugins.distributions\n"
+        "plugins.distributions = lambda: [d for d in real() if d.name in ('kvtiers', 'kvtiers-replay')]\n"
+        "from kvtiers.cli.main import main; main()"
+    )
+    arguments = ("replay", "--workload", "code", "--requests", "5", "--json")
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "no tier below the primary: give a --config, or pip install kvtiers-example" in done.stderr
+    assert set(json.loads(done.stdout)["hits"]) == {"primary"}
+
+
+def test_a_second_run_over_a_store_that_stays_says_that_it_was_warm(tmp_path, trace_file) -> None:
+    file = tmp_path / "fs.yaml"
+    file.write_text(CONFIG.replace("type: memory, io: thread", f"type: fs, path: {tmp_path}/fs"), encoding="utf-8")
+    arguments = ("--config", file, "--trace", trace_file, "--requests", 60, *SMALL)
+    first, second = run(*arguments), run(*arguments)
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert "the store was warm" not in first.stdout
+    assert re.search(r"an infinite cache's +- +the store was warm", second.stdout)
+
+
+def test_the_report_has_what_a_tier_counts_itself(config_file, trace_file) -> None:
+    done = run("--config", config_file, "--trace", trace_file, "--requests", 60, *SMALL, "--json")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    (own,) = figures["own_figures"]["memory"]
+    stored = figures["bytes"]["primary -> memory"]
+    assert stored > 0
+    assert own["held_bytes"] == stored  # of the end, though it comes each second only
+
+
+def test_kvtiers_status_sees_a_running_replay(config_file, trace_file) -> None:
+    arguments = ("--config", config_file, "--trace", trace_file, "--speed", 1, *SMALL)
+    process = subprocess.Popen(command(*arguments), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        status = [sys.executable, "-c", "from kvtiers.cli.main import main; main()", "status", "--json"]
+
+        def answer() -> list[dict]:
+            done = subprocess.run(status, capture_output=True, text=True, timeout=100, check=False)
+            return [engine for engine in json.loads(done.stdout) if engine["pid"] == process.pid]
+
+        wait_until(lambda: any(engine["tiers"]["memory"]["stored_chunks"] for engine in answer()))
+        (engine,) = answer()
+        assert engine["engine"].startswith("kvtiers replay ")
+        assert engine["model"] == "replay"
+        assert engine["tiers"]["memory"]["open"]
+    finally:
+        process.kill()
+        process.wait(60)
+
+
 def test_the_engines_prefix_cache_appears_among_the_hits(config_file, trace_file) -> None:
-    done = run("--config", config_file, "--trace", trace_file, "--gpu-blocks", 300, "--json")
+    done = run("--config", config_file, "--trace", trace_file, "--gpu-blocks", 300, *SMALL, "--json")
     figures = json.loads(done.stdout)
     assert figures["hits"]["gpu"] > 0
     assert figures["wrong_bytes"] == 0
@@ -84,6 +172,9 @@ def test_the_engines_prefix_cache_appears_among_the_hits(config_file, trace_file
         (("--workload", "code", "--engines", "2"), "--engines needs a --config with tiers that processes share"),
         (("--workload", "code", "--store", "lazy"), "error: --store lazy stores what the engine's own prefix cache"),
         (("--workload", "code", "--workers", "3", "--bytes-per-chunk", "4KiB"), "give a multiple of 3"),
+        (("--workload", "code", "--model", "x", "--bytes-per-chunk", "4KiB"), "exclude each other"),
+        (("--workload", "code", "--model", "/no/config.json"), "error: /no/config.json: cannot read"),
+        (("--workload", "code", "--bytes-per-chunk", "1TiB"), "error: the engine's blocks take up to"),
         (("--workload", "code", "--speed", "0"), "0.0 is not in the range x>0"),
     ],
 )
@@ -103,15 +194,15 @@ def test_wrong_bytes_are_exit_status_1_and_one_clear_line(config_file, trace_fil
         content._tensors[0][block_ids[-1], 7] ^= 1
 
     monkeypatch.setattr(BlockContent, "write", write_with_a_flipped_bit)
-    arguments = ["replay", "--config", str(config_file), "--trace", str(trace_file), "--requests", "60"]
-    done = CliRunner().invoke(cli, arguments)
+    arguments = ["replay", "--config", config_file, "--trace", trace_file, "--requests", 60, *SMALL]
+    done = CliRunner().invoke(cli, [str(each) for each in arguments])
     assert done.exit_code == 1
     last = done.stdout.splitlines()[-1]
     assert re.fullmatch(r"WRONG: [\d,]+ bytes that came back are not those that were stored\.", last)
 
 
 def test_a_process_that_ends_early_is_one_line_and_no_report(config_file, trace_file) -> None:
-    arguments = ("--config", config_file, "--trace", trace_file, "--workers", 2, "--speed", 1)
+    arguments = ("--config", config_file, "--trace", trace_file, "--workers", 2, "--speed", 1, *SMALL)
     process = subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: named(process.pid, "rank 1"))
     os.kill(named(process.pid, "rank 1")[0], signal.SIGKILL)

@@ -42,6 +42,7 @@ def test_it_draws_every_panel_asks_for_nothing_and_says_nothing_to_the_console(c
         for plot in plots:
             assert plot["visible"] >= 2
             assert plot["outside"] == 0
+            assert plot["cut"] == []
     else:
         ET.fromstring(page.read_text(encoding="utf-8"))
         assert chromium.evaluate("document.querySelectorAll('svg svg .mark').length") >= 8

@@ -9,7 +9,7 @@ import pytest
 
 CONFIG = """\
 version: 1
-primary: {capacity: 2MiB}
+primary: {capacity: 8MiB}
 secondary:
   - {type: memory, name: fast, io: thread, capacity: 64MiB}
 lookup_wait: 30s
@@ -24,6 +24,11 @@ PLOTS = """\
     visible: marks.filter(box => box.width > 0.5 || box.height > 0.5).length,
     outside: marks.filter(box => box.left < frame.left - 1 || box.right > frame.right + 1
                                  || box.top < frame.top - 1 || box.bottom > frame.bottom + 1).length,
+    cut: [...figure.querySelectorAll('svg text')].filter(text => {
+      const box = text.getBoundingClientRect();
+      return box.left < frame.left - 1 || box.right > frame.right + 1
+             || box.top < frame.top - 1 || box.bottom > frame.bottom + 1;
+    }).map(text => text.textContent),
     texts: [...figure.querySelectorAll('svg text')].map(text => text.textContent),
   };
 })"""
@@ -39,7 +44,7 @@ def made(tmp_path_factory) -> tuple[Path, dict]:
     folder = tmp_path_factory.mktemp("report")
     (folder / "tiers.yaml").write_text(CONFIG, encoding="utf-8")
     page = folder / "out.html"
-    options = ("--requests", 120, "--bytes-per-chunk", "16KiB", "--gpu-blocks", 400, "--concurrency", 4)
+    options = ("--requests", 120, "--bytes-per-chunk", "16KiB", "--gpu-blocks", 300, "--concurrency", 4)
     done = replay("--config", folder / "tiers.yaml", "--workload", "code", *options, "--report", page, "--json")
     assert done.returncode == 0, done.stderr
     return page, json.loads(done.stdout)
@@ -58,6 +63,7 @@ def test_no_console_error_no_request_and_every_plot_has_data(chromium, made) -> 
     for plot in plots.values():
         assert plot["visible"] > 0, plot
         assert plot["outside"] == 0, plot
+        assert plot["cut"] == [], plot
     assert plots["Hit rate over time"]["visible"] >= 10
     shown = " ".join(plots["Where blocks came from"]["texts"])
     for origin in ("gpu", "primary", "fast"):
@@ -76,7 +82,7 @@ def test_it_says_at_the_top_whether_it_pays_and_at_the_end_how_it_was_run(chromi
     assert f"{saved:.1f} % of all prompt tokens were not computed again" in verdict
     assert "all bytes are right" in verdict
     text = chromium.evaluate("document.body.textContent")
-    assert "capacity: 2097152" in text
+    assert "capacity: 8388608" in text
     assert "requests in flight" in text
 
 

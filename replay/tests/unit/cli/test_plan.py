@@ -53,11 +53,31 @@ def test_the_table_has_a_line_for_each_combination(run, trace):
     assert cells(table[0])[:5] == ["policy", "primary", "secondary", "hits", "from primary"]
     rows = [cells(line) for line in table[1 : table.index("")]]
     assert len(rows) == 8
-    assert sum("|" in line for line in table[table.index("") :]) == 1 + 8  # and as bars, under their heading
     assert [row[0] for row in rows] == ["lru"] * 4 + ["arc"] * 4
     for row in rows:
         enough = row[1].startswith("100 %") or row[2] == "unlimited"
         assert (row[3] == f"{infinite} %") == enough, row
+
+
+def test_each_case_has_a_bar_as_long_as_its_share_of_what_an_infinite_cache_hits(run, trace):
+    result = run("plan", "--trace", trace, "--primary", "5%,20%,100%", "--secondary", "0,50%")
+    _, _, bars = result.stdout.partition("Hit rate by primary; the whole width is an infinite cache, ")
+    infinite, *lines = bars.splitlines()
+    rates = [float(line.split()[-2]) for line in lines]
+    assert len(rates) == 6
+    assert len(set(rates)) > 3
+    for line, rate in zip(lines, rates, strict=True):
+        assert line.count("━") + line.count("╸") / 2 == pytest.approx(48 * rate / float(infinite.split()[0]), abs=1)
+
+
+def test_where_a_terminal_writes_ascii_alone_so_are_the_bars(tmp_path, trace):
+    done = subprocess.run(
+        [str(KVTIERS), "plan", "--trace", trace, "--primary", "50%"],
+        cwd=tmp_path, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert b"----" in done.stdout
+    assert done.stdout.isascii()
 
 
 def test_a_config_gives_tiers_sizes_and_policy_and_opens_nothing(run, trace, config, tmp_path):
@@ -124,7 +144,8 @@ def test_the_result_is_drawn_where_asked(run, trace, tmp_path, name):
     result = run("plan", "--trace", trace, "--primary", "5%,20%,80%", "--secondary", "0,50%", "--plot", name)
     assert result.exit_code == 0
     text = (tmp_path / name).read_text(encoding="utf-8")
-    assert text.count("<polyline ") == 2 + 3 + 1
+    # A line, and a dot for each size.
+    assert text.count('<g class="mark">') == (1 + 3) * (2 + 3 + 1)
 
 
 def test_only_the_wanted_requests_are_read(run, trace):

@@ -9,17 +9,22 @@ import numpy.typing as npt
 
 from kvtiers.api.units import format_size
 from kvtiers.config import OffloadConfig
-from kvtiers_replay.measures import Curve, Measures
+from kvtiers_replay.engine.measures import Curve, Measures
 from kvtiers_replay.options import ReplayOptions
+from kvtiers_replay.report.advice import primary_advice
 from kvtiers_replay.results import Latencies, Link, OverTime, ReplayResults, TimeToFirstToken, config_as_data
 from kvtiers_replay.workload import Workload
 
 __all__ = ["summarize"]
 
 _INTERVALS = 60
+_DROPPED = {
+    "dropped_full": "chunks not stored, since the store is full",
+    "dropped_queue": "chunks not stored, since its queue was full",
+    "dropped_shutdown": "chunks not stored, since the replay ended before their turn",
+}  # of a tier's own figures
 _TIER_ERRORS = {
     "failed_loads": "chunks not loaded, since they were not there, damaged or late",
-    "failed_stores": "chunks not stored",
     "dropped_promotions": "chunks that got no row",
     "expired_jobs": "jobs that took too long",
     "refused_results": "results that fit no job",
@@ -56,10 +61,15 @@ def summarize(
         first_token=_first_token(measures, options.prefill_speed),
         errors=_errors(measures),
         dropped_cascades=_sums(_of_tiers(each.stats, "dropped_cascades") for each in measures),
+        last_troubles={name: text for each in measures for name, text in each.last_troubles.items()},
+        own_figures=_own_figures(measures),
+        warm=_is_warm(measures),
         settings=_settings(options),
         config=config_as_data(config),
     )
     results.verdict = _verdict(results)
+    if advice := primary_advice(workload, config, options, measures):
+        results.verdict.append(advice)
     return results
 
 
@@ -73,6 +83,27 @@ def _sums(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 def _of_tiers(stats: Mapping[str, Any], name: str) -> dict[str, int]:
     return {tier: figures[name] for tier, figures in stats["tiers"].items()}
+
+
+def _is_warm(measures: Sequence[Measures]) -> bool:
+    """Say whether there were hits of what this replay had not stored.
+
+    Of one engine this is exact; of several, each may hit what the others have stored, and the sum must show it.
+    """
+    hits = sum(each.gpu_hits + each.loaded for each in measures)
+    foreign = measures[0].foreign_hits if len(measures) == 1 else 0
+    return foreign > 0 or hits > sum(each.infinite_hits for each in measures)
+
+
+def _own_figures(measures: Sequence[Measures]) -> dict[str, list[dict[str, float]]]:
+    """Return, by tier, what it counts itself in each engine: some are sums, some are of the moment, nothing adds up."""
+    return {
+        tier: [
+            {name: value for name, value in each.stats["tiers"][tier]["own"].items() if isinstance(value, int | float)}
+            for each in measures
+        ]
+        for tier in measures[0].stats["tiers"]
+    }
 
 
 def _links(measures: Sequence[Measures]) -> dict[str, Link]:
@@ -119,12 +150,23 @@ def _errors(measures: Sequence[Measures]) -> dict[str, int]:
         counts = {"gpu: loads that failed": each.failed_loads, "gpu: stores that failed": each.failed_stores}
         for tier, figures in each.stats["tiers"].items():
             counts |= {f"{tier}: {text}": figures[name] for name, text in _TIER_ERRORS.items()}
-            counts[f"{tier}: breaker opened"] = int(figures["own"].get("breaker_opened", 0))
+            own = figures["own"]
+            dropped = {text: int(own.get(name, 0)) for name, text in _DROPPED.items()}
+            counts |= {f"{tier}: {text}": count for text, count in dropped.items()}
+            others = max(0, figures["failed_stores"] - sum(dropped.values()))
+            counts[f"{tier}: chunks not stored, since a call failed or was too late"] = others
+            counts[f"{tier}: chunks not sent down, since {_why_not_sent(own)}"] = figures["dropped_cascades"]
+            counts[f"{tier}: breaker opened"] = int(own.get("breaker_opened", 0))
         engine = each.stats["engine"]
         counts["engine: chunks without room in the primary"] = engine["refused_stores"]
         counts["engine: calls that did not fit"] = engine["misuse"]
         found = _sums([found, counts])
     return {name: count for name, count in found.items() if count}
+
+
+def _why_not_sent(own: Mapping[str, Any]) -> str:
+    budget = "its pin budget was used up (budgets.one_tier, or a larger primary)"
+    return f"it was out of use, or {budget}" if own.get("breaker_opened") or own.get("breaker_state") else budget
 
 
 # -- over time
@@ -137,6 +179,11 @@ def _over_time(curves: Sequence[Curve]) -> OverTime:
     asked = _growth(ends, curves, "references")
     origins = [name for name in curves[0].counts if name != "references"]
     rates = {name: _growth(ends, curves, name) for name in origins}
+    # All hits of an interval are known exactly; which of them came from where is shared out anew at each point.
+    hits = sum(np.diff(_counted(ends, curves, name), prepend=0.0) for name in origins)
+    seen = sum(rates.values())
+    scale = np.divide(hits, seen, out=np.zeros(len(ends)), where=seen > 0)
+    rates = {name: grown * scale for name, grown in rates.items()}
     return OverTime(
         seconds=ends.tolist(),
         hit_rates={
@@ -151,11 +198,15 @@ def _over_time(curves: Sequence[Curve]) -> OverTime:
 
 
 def _growth(ends: npt.NDArray[np.float64], curves: Sequence[Curve], name: str) -> npt.NDArray[np.float64]:
+    # Shares of what was loaded move a little: what looks like less than nothing is nothing.
+    return np.maximum(np.diff(_counted(ends, curves, name), prepend=0.0), 0.0)
+
+
+def _counted(ends: npt.NDArray[np.float64], curves: Sequence[Curve], name: str) -> npt.NDArray[np.float64]:
     values = np.zeros(len(ends))
     for curve in curves:
         values += np.interp(ends, [0.0, *curve.seconds], [0.0, *curve.counts[name]])
-    # Shares of what was loaded move a little: what looks like less than nothing is nothing.
-    return np.maximum(np.diff(values, prepend=0.0), 0.0)
+    return values
 
 
 # -- texts
@@ -169,6 +220,7 @@ def _settings(options: ReplayOptions) -> dict[str, str]:
         "requests in flight": f"{options.concurrency} an engine, {arrivals}",
         "prefill": f"at most {options.step_tokens:,} tokens a step",
         "chunks": f"{format_size(options.bytes_per_chunk)}, {options.blocks_per_chunk} blocks each",
+        "model": options.model or "none, bytes of a chunk as given",
         "gpu blocks": f"{options.gpu_blocks:,} an engine" if options.gpu_blocks else "no prefix cache of its own",
         "store": options.store,
     }

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
-from kvtiers_replay.measures import Progress as Replayed
-from kvtiers_replay.report import progress_line
+from kvtiers_replay.engine.measures import Progress as Replayed
+from kvtiers_replay.report.text import progress_line
 
 __all__ = ["show_progress"]
 

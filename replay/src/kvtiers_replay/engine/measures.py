@@ -80,6 +80,8 @@ class Measures:
     there. A request counts when it is done, with what it hit when it was first served: what it reads again after a
     preemption is no hit. ``asked``, ``waited``: by request, the seconds until a lookup had its answer and until a load
     had ended. ``stalls``: by step, the seconds that kvtiers took on the engine's thread. ``stats``: the manager's.
+    ``foreign_hits``: blocks that no request of this engine had computed before. ``last_troubles``: by tier, the last
+    warning that was logged of it.
     """
 
     has_prefix_cache: bool
@@ -88,6 +90,7 @@ class Measures:
     gpu_hits: int = 0
     loaded: int = 0
     infinite_hits: int = 0
+    foreign_hits: int = 0
     tokens: int = 0
     tokens_saved: int = 0
     preemptions: int = 0
@@ -106,6 +109,7 @@ class Measures:
     links: dict[str, Link] = field(default_factory=lambda: {STORE_LINK: Link(), LOAD_LINK: Link()})
     curve: Curve = field(default_factory=Curve)
     stats: dict[str, Any] = field(default_factory=dict)
+    last_troubles: dict[str, str] = field(default_factory=dict)
 
     @property
     def hits(self) -> dict[str, int]:

@@ -1,10 +1,11 @@
 """A replay's results as people read them in a terminal: a heading, a few tables, a verdict."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvtiers.api.units import format_size
-from kvtiers_replay.measures import Progress
+from kvtiers_replay.engine.measures import Progress
+from kvtiers_replay.report.units import percent, seconds
 from kvtiers_replay.results import Latencies, Link, ReplayResults
 
 __all__ = ["Table", "heading", "progress_line", "tables"]
@@ -22,8 +23,8 @@ class Table(NamedTuple):
 def progress_line(progress: Progress) -> str:
     """Return where the replay is, in one line."""
     # What matters most comes first: a narrow terminal cuts the end off.
-    parts = ", ".join(f"{name} {_percent(count, progress.references)}" for name, count in progress.hits.items())
-    hits = f"hits {_percent(sum(progress.hits.values()), progress.references)} ({parts})"
+    parts = ", ".join(f"{name} {percent(count, progress.references)}" for name, count in progress.hits.items())
+    hits = f"hits {percent(sum(progress.hits.values()), progress.references)} ({parts})"
     requests = f"{progress.requests:,}/{progress.requests_in_all:,} requests"
     return f"{requests}, {progress.wrong_bytes:,} wrong bytes, {hits}"
 
@@ -35,7 +36,15 @@ def heading(results: ReplayResults) -> str:
 
 def tables(results: ReplayResults) -> list[Table]:
     """Return all tables, those without a row left out."""
-    found = [_hits(results), _over_time(results), _links(results), _times(results), _troubles(results)]
+    found = [
+        _hits(results),
+        _over_time(results),
+        _links(results),
+        _times(results),
+        *_own_tables(results),
+        Table(("what did not go well", "number"), troubles(results)),
+        Table(("tier", "its last warning"), list(results.last_troubles.items())),
+    ]
     return [Table(table.columns, _right_aligned([table.columns, *table.rows])[1:]) for table in found if table.rows]
 
 
@@ -44,15 +53,22 @@ def _hits(results: ReplayResults) -> Table:
     per_second = whole / results.seconds if results.seconds else 0.0
     rows = [
         ("full blocks asked for", f"{whole:,}", f"{per_second:,.0f} /s"),
-        ("prefix hits", f"{results.prefix_hits:,}", _percent(results.prefix_hits, whole)),
-        ("  an infinite cache's", f"{results.infinite_hits:,}", _percent(results.infinite_hits, whole)),
-        *((f"  from {name}", f"{count:,}", _percent(count, whole)) for name, count in results.hits.items()),
-        ("tokens not recomputed", f"{results.tokens_saved:,}", _percent(results.tokens_saved, results.tokens)),
+        ("prefix hits", f"{results.prefix_hits:,}", percent(results.prefix_hits, whole)),
+        ("  an infinite cache's", *_infinite(results)),
+        *((f"  from {name}", f"{count:,}", percent(count, whole)) for name, count in results.hits.items()),
+        ("tokens not recomputed", f"{results.tokens_saved:,}", percent(results.tokens_saved, results.tokens)),
     ]
     if results.preemptions:
         rows.append(("preemptions", f"{results.preemptions:,}", ""))
     rows.append(("wrong bytes", f"{results.wrong_bytes:,}", ""))
     return Table(("", "number", "rate"), rows)
+
+
+def _infinite(results: ReplayResults) -> tuple[str, str]:
+    """Return what a cache without bounds would have hit that began as empty as the trace; a warm store did not."""
+    if results.warm:
+        return ("-", "the store was warm")
+    return (f"{results.infinite_hits:,}", percent(results.infinite_hits, results.references))
 
 
 def _over_time(results: ReplayResults) -> Table:
@@ -92,26 +108,35 @@ def _times(results: ReplayResults) -> Table:
 
 
 def _times_row(name: str, times: Latencies) -> tuple[str, ...]:
-    return (name, *(_seconds(value) for value in (times.p50, times.p99, times.worst)))
+    return (name, *(seconds(value) for value in (times.p50, times.p99, times.worst)))
 
 
-def _troubles(results: ReplayResults) -> Table:
-    rows = [
-        (f"{tier}: chunks not sent down", f"{count:,}") for tier, count in results.dropped_cascades.items() if count
-    ]
-    rows += [(name, f"{count:,}") for name, count in results.errors.items()]
-    return Table(("what did not go well", "number"), rows)
+def troubles(results: ReplayResults) -> list[tuple[str, str]]:
+    """Return what did not go well, and how often."""
+    return [(name, f"{count:,}") for name, count in results.errors.items()]
 
 
-def _seconds(value: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if value >= size or unit == "us":
-            return f"{value / size:.3g} {unit}" if value else "0"
-    raise AssertionError(value)
+def own_figures(results: ReplayResults) -> list[tuple[str, list[tuple[str, ...]]]]:
+    """Return what each tier counts itself, by tier: a figure's name, and its number in each engine."""
+    found = []
+    for tier, engines in results.own_figures.items():
+        names = sorted({name for figures in engines for name in figures})
+        rows = [(name, *(_number(figures.get(name, 0)) for figures in engines)) for name in names]
+        found.append((tier, rows))
+    return found
 
 
-def _percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else "-"
+def _own_tables(results: ReplayResults) -> Iterator[Table]:
+    """Yield a table for each tier, without what never happened."""
+    for tier, rows in own_figures(results):
+        engines = len(results.own_figures[tier])
+        columns = ["number"] if engines == 1 else [f"engine {number}" for number in range(engines)]
+        shown = [row for row in rows if any(number != "0" for number in row[1:])]
+        yield Table((f"{tier}, its own figures", *columns), shown)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value == round(value) else f"{value:,.3g}"
 
 
 def _right_aligned(rows: Sequence[Sequence[str]]) -> list[list[str]]:

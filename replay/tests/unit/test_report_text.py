@@ -1,10 +1,12 @@
 """What a replay says in a terminal."""
 
 import io
+import subprocess
+import sys
 
-from kvtiers_replay.measures import Progress
-from kvtiers_replay.progress import show_progress
-from kvtiers_replay.report import heading, progress_line, tables
+from kvtiers_replay.cli.progress import show_progress
+from kvtiers_replay.engine.measures import Progress
+from kvtiers_replay.report.text import heading, progress_line, tables
 from kvtiers_replay.results import Latencies, Link, OverTime, ReplayResults, TimeToFirstToken
 
 PROGRESS = Progress(3, 9, 200, 0, {"gpu": 20, "primary": 60, "memory": 30, "fs": 10})
@@ -41,11 +43,30 @@ def test_the_tables_have_hit_rates_links_and_wrong_bytes() -> None:
     assert rows["wrong bytes"] == ["0", ""]
 
 
+def test_above_an_infinite_cache_there_is_nothing_to_compare_with_but_a_warm_store() -> None:
+    rows = shown(results(prefix_hits=150, warm=True))
+    assert rows["an infinite cache's"] == ["-", "the store was warm"]
+    assert rows["prefix hits"] == ["150", "75.0 %"]
+
+
+def test_a_tiers_own_figures_are_shown_for_each_engine_without_those_that_are_zero() -> None:
+    one = shown(results(own_figures={"fs": [{"held_bytes": 4096.0, "retries": 0}]}))
+    assert one["held_bytes"] == ["4,096"]
+    assert "retries" not in one
+    two = tables(results(own_figures={"fs": [{"held_bytes": 0.5}, {"held_bytes": 12.0}]}))
+    (table,) = [table for table in two if table.columns[0].startswith("fs")]
+    assert table.columns == ("fs, its own figures", "engine 0", "engine 1")
+    assert [cell.strip() for cell in table.rows[0]] == ["held_bytes", "0.5", "12"]
+
+
+def test_a_tiers_last_warning_is_shown() -> None:
+    assert shown(results(last_troubles={"fs": "no space"}))["fs"] == ["no space"]
+
+
 def test_what_did_not_happen_is_not_spoken_of() -> None:
-    rows = shown(results(dropped_cascades={"fs": 0}))
-    assert not {"preemptions", "fs: chunks not sent down", "lookup"} & set(rows)
-    rows = shown(results(dropped_cascades={"fs": 7}, preemptions=2, errors={"fs: chunks not stored": 3}))
-    assert rows["fs: chunks not sent down"] == ["7"]
+    rows = shown(results())
+    assert not {"preemptions", "lookup"} & set(rows)
+    rows = shown(results(preemptions=2, errors={"fs: chunks not stored": 3}))
     assert rows["fs: chunks not stored"] == ["3"]
     assert rows["preemptions"] == ["2", ""]
 
@@ -96,3 +117,12 @@ def test_on_a_terminal_progress_is_a_bar() -> None:
     with show_progress(stream) as update:
         update(PROGRESS)
     assert "3/9 requests" in stream.getvalue()
+
+
+def test_what_draws_is_imported_only_where_a_page_or_a_picture_is_written() -> None:
+    script = (
+        "import sys, kvtiers_replay.cli.plan, kvtiers_replay.cli.replay, kvtiers_replay.run; "
+        "print([name for name in ('matplotlib', 'jinja2') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
