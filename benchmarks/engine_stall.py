@@ -97,11 +97,10 @@ import sys
 import time
 from collections.abc import Sequence
 from itertools import chain
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from lib.processes import children, private_mb, processor_seconds
+from lib.processes import private_mb, processor_seconds, tier_hosts
 from rigs.busy_loop import STEP_SECONDS, Loop, OtherLoop
 from rigs.tier_traffic import VALUE_BYTES, Traffic, open_engine
 
@@ -174,7 +173,7 @@ def _nothing() -> None:
 def idle_host(seconds: float) -> dict[str, float]:
     """Return the private memory (MB) of an idle host, and its processor time in percent of one processor."""
     manager, worker = open_engine("process", 64 << 20)
-    hosts = [pid for pid in children() if b"host_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    hosts = tier_hosts()
     until = time.monotonic() + 1.0
     while time.monotonic() < until:
         manager.on_schedule_end()

@@ -15,7 +15,7 @@ from typing import Any
 
 import pluggy
 
-from kvtiers._failures import error_text
+from kvtiers._failures import error_text, plugin_boundary
 from kvtiers.api import API_VERSION, TierConfig, TierContext, TierPlugin, TierPluginError
 from kvtiers.api.command import COMMAND_API_VERSION, COMMAND_GROUP, CommandPlugin
 from kvtiers.api.declared import class_problems, option_problems
@@ -115,13 +115,13 @@ def _installed(group: str) -> list[EntryPoint]:
     # importlib.metadata.entry_points() raises for all distributions if one has a malformed file.
     found: dict[tuple[str, str], EntryPoint] = {}
     for distribution in distributions():
-        try:
+        with plugin_boundary() as boundary:
             for entry in distribution.entry_points:
                 if entry.group == group:
                     key = (entry.name, re.sub(r"[-_.]+", "-", distribution.name).lower())
                     found.setdefault(key, entry)  # the same distribution further down the path is shadowed
-        except Exception as error:  # noqa: BLE001 -- whatever is wrong with one, the others are fine
-            _log.warning("entry points of an installed distribution cannot be read: %s", error_text(error))
+        if boundary.error:  # the others are fine
+            _log.warning("entry points of an installed distribution cannot be read: %s", boundary.error)
     return [found[key] for key in sorted(found)]
 
 

@@ -1,17 +1,14 @@
-"""What the worker knows of a copy, whoever makes it: host memory's at once, CUDA's asynchronously."""
+"""The interface of copiers: synchronous for tensors in host memory, asynchronous for CUDA's."""
 
-import time
-from collections.abc import Iterator
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy.typing as npt
 
 from kvtiers.api import KvtiersError
-from kvtiers.gpu.host_copy import HostCopier
 from kvtiers.region.client import RegionJoin
 from kvtiers.types import BlockSpec
 
-__all__ = ["Copier", "Copy", "CudaError", "HostCopies", "Lane", "LostDeviceError"]
+__all__ = ["Copier", "Copy", "CudaError", "Lane", "LostDeviceError"]
 
 Lane: TypeAlias = Literal["store", "load", "expedited"]
 """Copies of a lane run one after the other, in the order of their jobs; lanes do not wait for each other."""
@@ -58,50 +55,3 @@ class Copier(Protocol):
 
     def close(self) -> None:
         """Free what it holds."""
-
-
-class HostCopies:
-    """The copies of a ``HostCopier``: each piece has ended when ``advance`` returns."""
-
-    def __init__(self, copier: HostCopier) -> None:
-        self._copier = copier
-
-    def mark(self) -> None:
-        """Nothing: what the engine wrote before is in memory."""
-
-    def attach(self, region: RegionJoin) -> None:
-        """Use this region, which is ready."""
-        self._copier.attach(region.view)
-
-    def detach(self) -> None:
-        """Let go of the region."""
-        self._copier.detach()
-
-    def copy(self, lane: Lane, blocks: BlockSpec, chunk_ids: npt.NDArray[Any], mark: None) -> "_HostCopy":
-        """Prepare a copy."""
-        del mark
-        make = self._copier.store if lane == "store" else self._copier.load
-        return _HostCopy(make(blocks, chunk_ids))
-
-    def close(self) -> None:
-        """Nothing to free."""
-
-
-class _HostCopy:
-    def __init__(self, pieces: Iterator[int]) -> None:
-        self.nbytes = 0
-        self.seconds = 0.0
-        self._pieces = pieces
-
-    def advance(self) -> bool:
-        begin = time.perf_counter()
-        piece = next(self._pieces, None)
-        self.seconds += time.perf_counter() - begin
-        self.nbytes += piece or 0
-        return piece is not None
-
-    def ended(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        """It has ended."""

@@ -5,6 +5,7 @@ A run of fragments is seen as an array ``(num_blocks, count, nbytes)`` in the te
 each run and piece. Where a page is one fragment, as in direct and replicated rows, ``count`` is left out.
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +14,15 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import as_strided
 
+from kvtiers.gpu.copier import Lane
 from kvtiers.gpu.copy_plan import GroupCopy, plan_copy, writers_turn
 from kvtiers.gpu.tensors import Bytes, KVPages, kv_pages
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.layout.rank_map import CopyRun, RankMap, runs_of_rank
+from kvtiers.region.client import RegionJoin
 from kvtiers.types import BlockSpec
 
-__all__ = ["HostCopier"]
+__all__ = ["HostCopier", "HostCopies"]
 
 # numpy gathers a piece into a buffer and scatters it from there; at this size the buffer stays in the core's cache
 # (measured: 1 MiB is as fast as 4 MiB, 256 KiB half as fast), and an expedited load waits for one piece only.
@@ -127,3 +130,50 @@ def _array(memory: Bytes, shape: tuple[int, ...], strides: tuple[int, ...], run:
     if run.count == 1:
         return as_strided(memory, (*shape, run.nbytes), (*strides, 1))
     return as_strided(memory, (*shape, run.count, run.nbytes), (*strides, apart, 1))
+
+
+class HostCopies:
+    """The copies of a ``HostCopier``: each piece has ended when ``advance`` returns."""
+
+    def __init__(self, copier: HostCopier) -> None:
+        self._copier = copier
+
+    def mark(self) -> None:
+        """Nothing: what the engine wrote before is in memory."""
+
+    def attach(self, region: RegionJoin) -> None:
+        """Use this region, which is ready."""
+        self._copier.attach(region.view)
+
+    def detach(self) -> None:
+        """Let go of the region."""
+        self._copier.detach()
+
+    def copy(self, lane: Lane, blocks: BlockSpec, chunk_ids: npt.NDArray[Any], mark: None) -> "_HostCopy":
+        """Prepare a copy."""
+        del mark
+        make = self._copier.store if lane == "store" else self._copier.load
+        return _HostCopy(make(blocks, chunk_ids))
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class _HostCopy:
+    def __init__(self, pieces: Iterator[int]) -> None:
+        self.nbytes = 0
+        self.seconds = 0.0
+        self._pieces = pieces
+
+    def advance(self) -> bool:
+        begin = time.perf_counter()
+        piece = next(self._pieces, None)
+        self.seconds += time.perf_counter() - begin
+        self.nbytes += piece or 0
+        return piece is not None
+
+    def ended(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        """It has ended."""

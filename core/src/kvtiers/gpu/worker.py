@@ -22,8 +22,8 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
-from kvtiers.gpu.copier import Copier, Copy, HostCopies, Lane, LostDeviceError
-from kvtiers.gpu.host_copy import HostCopier
+from kvtiers.gpu.copier import Copier, Copy, Lane, LostDeviceError
+from kvtiers.gpu.host_copy import HostCopier, HostCopies
 from kvtiers.gpu.settings import CopySettings
 from kvtiers.gpu.tensors import kv_pages
 from kvtiers.layout.cache_layout import CacheLayout

@@ -6,7 +6,7 @@ It maps the engine's region, opens the stores that the HELLO names, and moves va
     pool threads    open, move, answer; post events
     writer thread   sends events, log lines and figures to the engine
 
-It dies with its engine: by the parent-death signal (``host_main.py``), and at the latest by EOF of the socket.
+It dies with its engine: by the parent-death signal (``kvtiers._process``), and at the latest by EOF of the socket.
 """
 
 import contextlib
