@@ -94,3 +94,18 @@ def test_what_is_printed_where_there_is_no_config_stops_vllms_server(model):
     assert done.returncode != 0
     assert "--kv-transfer-config" in done.stderr
     assert NO_CONFIG in done.stderr
+
+
+def test_the_whole_stack_is_refused_as_one_of_several_connectors(start, model):
+    one = {
+        "kv_connector": "KvtiersConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": whole_stack({"type": "memory", "capacity": "64MiB"}),
+    }
+    several = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [one]},
+    }
+    with pytest.raises(EngineError, match="KvtiersConnector does not run under MultiConnector"):
+        start(model, kv_transfer_config=several)
