@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -28,6 +28,7 @@ __all__ = ["BreakerConfig", "RateLimit", "Secret", "StrictModel", "TierConfig", 
 
 _VARIABLE = re.compile(r"\$\{([^}]*)(\}?)")
 _MOST_PROCESSES = 16
+_MOST_PROCESSORS = 65_536  # more than any kernel numbers
 _TierConfig = TypeVar("_TierConfig", bound="TierConfig")
 
 
@@ -198,7 +199,9 @@ class TierConfig(StrictModel):
     processes: int | Literal["auto"] = Field(
         default="auto", description="helpers that share the tier's work; auto: by the processors there are, at most 4"
     )
-    cpus: tuple[int, ...] = Field(default=(), description="processors that the tier's helpers may use; default: all")
+    cpus: tuple[Annotated[int, Field(ge=0, lt=_MOST_PROCESSORS)], ...] = Field(
+        default=(), description="processors that the tier's helpers may use; default: all"
+    )
     nice: int = Field(
         default=5, ge=0, le=19, description="how far the tier's helper gives way to the engine; 0: not at all"
     )
