@@ -14,6 +14,8 @@ PLACE = "secondary[0] (shelf): "
         ("processes: 17", "processes: expected 1 to 16 or 'auto', got 17"),
         ("processes: many", "processes: expected a whole number or 'auto', got 'many'"),
         ("processes: yes", "processes: expected a whole number or 'auto', got true"),
+        ("cpus: [0, -1]", "cpus[1]: expected at least 0, got -1"),
+        ("cpus: [100000000000000000000]", "cpus[0]: expected less than 65536, got 100000000000000000000"),
         ("processes: 2\nio: thread", "'processes: 2' needs 'io: process'"),
         ("processes: 2\nhost: both", "'processes: 2' and 'host: both' exclude each other; give one"),
         ("processes: 2", "'processes: 2': a store of this type belongs to one helper; leave the option out"),

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -44,6 +44,7 @@ HELPER_OPTIONS = frozenset(
     }
 )  # fmt: skip
 """What core does with these for a store, a tier that moves its rows by itself does not have."""
+_MOST_PROCESSORS = 65_536  # more than any kernel numbers
 _TierConfig = TypeVar("_TierConfig", bound="TierConfig")
 
 
@@ -221,7 +222,9 @@ class TierConfig(StrictModel):
     processes: int | Literal["auto"] = Field(
         default="auto", description="helpers that share the tier's work; auto: by the processors there are, at most 4"
     )
-    cpus: tuple[int, ...] = Field(default=(), description="processors that the tier's helpers may use; default: all")
+    cpus: tuple[Annotated[int, Field(ge=0, lt=_MOST_PROCESSORS)], ...] = Field(
+        default=(), description="processors that the tier's helpers may use; default: all"
+    )
     nice: int = Field(
         default=5, ge=0, le=19, description="how far the tier's helper gives way to the engine; 0: not at all"
     )
