@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from kvtiers.tiering.jobs import TieringOptions
+from kvtiers.tiering.load_or_recompute import LATE
 
 from .bench import HIT, MISS, PENDING, RETRY, Bench, chain
 
@@ -208,17 +209,40 @@ def roomy(**more):
     return bench
 
 
-@pytest.mark.parametrize("known", ["nothing", "prefill", "tier"])
-def test_auto_waits_as_long_as_for_an_answer_until_both_sides_have_been_measured(known):
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_auto_waits_as_long_as_for_an_answer_until_computing_has_been_measured_if_no_prior_says_more(is_measured):
     bench = bench_with(load_wait=None)
-    if known == "prefill":
-        prefill(bench)
-    if known == "tier":
+    if is_measured:
         measure(bench, 0.001)
     bench.tier["a"].put(KEYS)
     ready, seconds = waited(bench, KEYS, bench.request())
     assert ready == 0
     assert 0.02 <= seconds <= 0.02 + 0.005 + 1e-9
+
+
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_the_first_request_waits_by_the_prior_of_what_computing_takes(is_measured):
+    options = TieringOptions(lookup_wait=0.02, load_wait=None, prior_seconds_per_token=0.002)
+    bench = Bench(rows=64, options=options, hold=True)
+    if is_measured:
+        prefill(bench)
+    bench.tier["a"].put(KEYS)
+    ready, seconds = waited(bench, KEYS, bench.request())
+    assert ready == 0
+    assert seconds == pytest.approx(LATE * 8 * 16 * (0.001 if is_measured else 0.002), abs=0.006)
+
+
+def test_an_unmeasured_tier_is_waited_for_as_long_as_computing_takes_and_its_first_load_is_used():
+    bench = bench_with(load_wait=None)
+    prefill(bench)
+    bench.tier["a"].put(KEYS)
+    ctx = bench.request()
+    assert bench.lookup(KEYS, ctx) == (0, 8, False)
+    bench.step(8 * 16 * 0.001)
+    assert bench.lookup(KEYS, ctx) == (0, 8, False), "as long as computing would have taken, and a tenth"
+    bench.tier["a"].end_all()
+    bench.step()
+    assert bench.lookup(KEYS, ctx) == (8, 0, False)
 
 
 def test_auto_waits_as_long_as_computing_would_take():
@@ -228,7 +252,7 @@ def test_auto_waits_as_long_as_computing_would_take():
     bench.tier["a"].put(KEYS)
     ready, seconds = waited(bench, KEYS, bench.request())
     assert ready == 0
-    assert 8 * 16 * 0.001 <= seconds <= 8 * 16 * 0.001 + 0.005 + 1e-9
+    assert LATE * 8 * 16 * 0.001 <= seconds <= LATE * 8 * 16 * 0.001 + 0.005 + 1e-9
 
 
 def test_auto_waits_for_all_that_it_has_found_not_only_for_the_first_of_it():
@@ -242,9 +266,9 @@ def test_auto_waits_for_all_that_it_has_found_not_only_for_the_first_of_it():
     bench.tier["a"].put(KEYS)
     bench.begin_store(chain("other", 1), bench.request())  # it is looked up anew when something has changed
     assert bench.lookup(KEYS, ctx) == (0, 8, False)
-    bench.step(0.1)
+    bench.step(LATE * 8 * 16 * 0.001 - 0.015)
     assert bench.lookup(KEYS, ctx) == (0, 8, False)
-    bench.step(0.02)
+    bench.step(0.006)
     assert bench.lookup(KEYS, ctx) == (0, 0, False)
 
 
@@ -335,7 +359,7 @@ def test_chunks_that_a_tier_has_lost_are_not_said_to_be_cheaper_to_compute():
     bench.manager.on_schedule_end()
     bench.manager.on_schedule_end()
     bench.forget()
-    measure(bench, 1e6)
+    measure(bench, 1e6, chunks=40)
     assert bench.lookup(KEYS, ctx) == (0, 0, False)
     assert bench.figures()["recomputed_cheaper"] == 3
 
@@ -496,7 +520,7 @@ def test_a_load_that_never_ended_makes_the_tier_look_as_slow_as_it_is():
     bench.lookup(KEYS, bench.request())
     bench.step(0.1)
     bench.step(31.0)
-    assert bench.slots[0].seconds_per_chunk > 0.5
+    assert bench.slots[0].rate.seconds_per_chunk > 0.5
     assert bench.lookup(here, bench.request()) == (4, 0, False)
     other = chain("other", 4)
     bench.tier["a"].put(other)
@@ -523,7 +547,7 @@ def test_a_step_of_a_few_tokens_says_little_of_what_a_token_costs():
         bench.step(prefill_tokens=8, prefill_seconds=0.03)
     measure(bench, 0.001)
     bench.tier["a"].put(KEYS)
-    assert waited(bench, KEYS, bench.request())[1] == pytest.approx(8 * 16 * 0.001, abs=0.006)
+    assert waited(bench, KEYS, bench.request())[1] == pytest.approx(LATE * 8 * 16 * 0.001, abs=0.006)
 
 
 def test_an_engine_whose_speed_changes_is_believed_within_some_steps():
@@ -533,7 +557,7 @@ def test_an_engine_whose_speed_changes_is_believed_within_some_steps():
         prefill(bench, 0.01)
     measure(bench, 0.001)
     bench.tier["a"].put(KEYS)
-    assert waited(bench, KEYS, bench.request())[1] == pytest.approx(8 * 16 * 0.01, rel=0.02)
+    assert waited(bench, KEYS, bench.request())[1] == pytest.approx(LATE * 8 * 16 * 0.01, rel=0.02)
 
 
 def test_no_time_of_the_engines_is_believed_that_is_none():

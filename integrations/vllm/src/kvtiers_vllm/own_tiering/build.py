@@ -18,6 +18,8 @@ from kvtiers.plugins import load_tier, open_plugin
 from kvtiers.secondary.in_process import InProcessBackend
 from kvtiers.secondary.placement import HostedRegion, TierHosts
 from kvtiers.secondary.store_tier import ChunkStoreTier
+from kvtiers.tiering.load_rate import PRIOR_BYTES_PER_SECOND
+from kvtiers.tiering.prefill_cost import prior_seconds_per_token
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 from kvtiers_vllm.identity import Engine, identity_of, row_layout
 from kvtiers_vllm.own_tiering.off_tier import OffTier
@@ -74,7 +76,9 @@ def open_tier(
     tokens = [layout.tokens_per_chunk(group) for group in range(len(layout.groups))]
     load_wait = None if settings.load_wait == "auto" else settings.load_wait
     idle = partial(is_idle, engine.core) if engine.is_alone else lambda: False
-    driver = TierDriver(slot, settings.lookup_wait, parts.close, tokens, load_wait, is_idle=idle)
+    slot.rate.prior = layout.payload_bytes(0) / PRIOR_BYTES_PER_SECOND
+    prior = prior_seconds_per_token(layout)
+    driver = TierDriver(slot, settings.lookup_wait, parts.close, tokens, load_wait, is_idle=idle, prior=prior)
     if config.required and (error := parts.tier.wait_open(config.deadline)):
         parts.close(0.0)
         raise StartError(f"{name}: required, but cannot be opened: {error}")

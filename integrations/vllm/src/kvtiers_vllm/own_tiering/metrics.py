@@ -24,6 +24,9 @@ COUNTERS = {
     "kvtiers_tier_loaded_tokens": "Tokens whose KV these hold.",
     "kvtiers_tier_loaded_bytes": "Bytes of these chunks.",
     "kvtiers_tier_load_seconds": "Seconds that bringing them took.",
+    "kvtiers_tier_loads": "Jobs that have brought something.",
+    "kvtiers_tier_computing_seconds": "Seconds that computing what it brought had taken, each load priced once.",
+    "kvtiers_tier_saved_seconds": "What of that is left without the time of loading; slower loads take nothing away.",
     "kvtiers_tier_failed_loads": "Chunks that were not there, damaged, or too late.",
     "kvtiers_tier_stored_chunks": "Chunks that the tier has taken, or had already.",
     "kvtiers_tier_stored_bytes": "Bytes written.",
@@ -47,7 +50,6 @@ GAUGES = {
     "kvtiers_tier_loading_chunks": "Chunks being brought.",
     "kvtiers_tier_storing_chunks": "Chunks on their way into the tier.",
     "kvtiers_tier_quarantined_rows": "Rows of jobs that were given up and that something may still touch.",
-    "kvtiers_tier_saved_seconds": "Seconds that computing these tokens had taken at this engine's speed, less loading.",
     "kvtiers_tier_breaker_state": "0: in use, 1: out of use, 2: being tried.",
     "kvtiers_tier_open": "1: the tier's store is open.",
     "kvtiers_tier_hosts": "The tier's helper processes.",
@@ -103,7 +105,6 @@ class TierFigures:
         extra = {
             "left_out_requests": driver.left_out_requests,
             "loaded_tokens": driver.loaded_tokens,
-            "saved_seconds": driver.saved_seconds,
             "off": int(bool(self.opened.off)),
             "shared": int(self.opened.shared),
         }

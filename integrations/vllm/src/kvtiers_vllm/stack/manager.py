@@ -85,7 +85,9 @@ class KvtiersManager(OffloadingManager):
         self._follow_weights()
         request = self.requests.open(req_context.req_id, req_context.kv_transfer_params)
         with self._manager.lock:
-            return RequestOffloadingContext(_POLICIES[self._manager.on_new_request(request.context)])
+            return RequestOffloadingContext(
+                _POLICIES[self._manager.on_new_request(request.context, request.prompt_tokens)]
+            )
 
     @never_raises(lambda: None)
     def on_request_finished(self, req_context: Any) -> None:
