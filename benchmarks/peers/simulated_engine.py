@@ -122,6 +122,11 @@ class _PlayedTier(SecondaryTierManager):
         self._running = [(at, result) for at, result in self._running if at > now]
         return ended
 
+    @property
+    def next_end(self) -> float:
+        """When the next job ends; infinite if there is none."""
+        return min((at for at, _ in self._running), default=math.inf)
+
     def drain(self, timeout: float) -> bool:
         del timeout
         return True
@@ -185,7 +190,9 @@ class _Engine:
         view = memoryview(bytearray(scene.rows * _ROW_BYTES))
         primary = CPUPrimaryTier(scene.rows, _ROW_BYTES, view, clock=clock)
         tiers = [_PlayedTier(tier, clock) for tier in scene.tiers] if self.loads else []
-        slots = [TierSlot(place, tier, TierOptions(f"tier{place}")) for place, tier in enumerate(tiers)]
+        slots = [
+            TierSlot(place, tier, TierOptions(f"tier{place}", deadline=math.inf)) for place, tier in enumerate(tiers)
+        ]
         manager = TieringManager("played", primary, slots, [CHUNK_TOKENS], _Ready(), options, clock)  # type: ignore[arg-type]
         for slot in slots:
             slot.rate.prior = CHUNK_BYTES / PRIOR_BYTES_PER_SECOND  # the rows here are small
@@ -220,6 +227,9 @@ class _Engine:
                 clock.now += _STEP_OVERHEAD + scene.decoding + computed * scene.per_token(clock.now)
             else:
                 clock.now += _IDLE_STEP + scene.decoding
+                if self.load_wait is not None and waiting:  # nothing is decided meanwhile
+                    ends = [tier.next_end for tier in tiers] + [one.arrival.at for one in coming[:1]]
+                    clock.now = max(clock.now, min(ends)) if min(ends) < math.inf else clock.now
             took = clock.now - began if computed else 0.0
             for request in done:
                 waiting.remove(request)

@@ -19,9 +19,9 @@ Where the tier's budget of rows is used up by other loads, it waits its turn by 
 
 **Not yet measured.** What a tier takes that has brought nothing is known by a load: the first request is loaded, and
 the bound above is what that can cost it; those behind it go by a prior. As long as a tier brings nothing of what is
-under way it counts as at least so slow, so that later requests compute. Once it was too slow it is tried again every 5 s,
-by 16 or 64 chunks in turn. Before the engine has computed anything a prior of its speed stands, and a request waits
-``lookup_wait`` at least.
+under way it counts as at least so slow, so that later requests compute. Once it was too slow it is tried again every
+5 s, by 16 or 64 chunks in turn. Before the engine has computed anything a prior of its speed stands, and a request
+waits ``lookup_wait`` at least.
 
 ``load_wait`` in seconds replaces all of this: what a tier has is loaded, and waited for so long.
 """
@@ -179,7 +179,7 @@ class Waits:
         state.load_tokens = max(state.load_tokens, tokens)
         if not state.load_over:
             waited = now - state.load_since
-            state.is_overtaken = self.decides and waited > 0 and self._is_overtaken(state)
+            state.is_overtaken = self.decides and waited > 0 and self._is_overtaken(state, waited)
             state.load_over = state.is_overtaken or waited >= self._longest(state)
         return state.load_over
 
@@ -201,7 +201,7 @@ class Waits:
         tokens = ahead + state.load_tokens + min(behind, state.load_tokens)
         return self._at_least(LATE * tokens * self.cost.seconds_per_token)
 
-    def _is_overtaken(self, state: RequestState) -> bool:
+    def _is_overtaken(self, state: RequestState, waited: float) -> bool:
         """Say whether what is left of the request's loads takes clearly longer than computing it would.
 
         By what the tiers have shown: one that falls silent has as long as the request waits.
@@ -212,7 +212,7 @@ class Waits:
                 continue  # it has as long as the request waits
             queue = max(0, last - slot.ended_chunks)
             if queue:
-                left = max(left, slot.rate.latency + queue * slot.rate.seconds_per_chunk)
+                left = max(left, slot.rate.latency - waited + queue * slot.rate.seconds_per_chunk)
                 own_left += min(queue, chunks)
             own += chunks
         if not own_left:

@@ -1,7 +1,7 @@
 """How fast a tier loads: seconds to the first chunk, and seconds a chunk from then on.
 
-Before its first load a tier is taken to bring 2 GB/s (a network's or one drive's rate) of what stands before a request
-and the request's own at once: a load is how a tier is measured, so the first one is made, and those behind it are not all sent after.
+Before its first load a tier is taken to bring 2 GB/s (a network's or one drive's rate) of what stands before a request,
+and the request's own at once: a load is how a tier is measured, so the first one is made, and not all behind it.
 
 Measured from the loads that there are, in stretches that each begin and end with a look at the tier's results::
 
@@ -10,8 +10,9 @@ Measured from the loads that there are, in stretches that each begin and end wit
 A job that had the tier to itself counts with its own seconds, which the tier has measured: the engine may see its end a
 step later. Of jobs that run side by side the own seconds overlap, so the shorter of their sum and of the engine's clock
 counts. A stretch that is an outlier changes a weighted median little; one that is some seconds old weighs little, so
-a tier that has become slower or faster is believed within seconds. Latency and rate come apart where stretches of
-several lengths were seen (Theil-Sen: the median slope between two of them); before, all is taken as the rate.
+a tier that has become slower or faster is believed within seconds. Latency and rate come apart where stretches were
+seen that went on from one before, or that have several lengths (Theil-Sen: the median slope between two of them);
+before, all is taken as the rate.
 """
 
 import itertools
@@ -151,10 +152,10 @@ class LoadRate:
             for (a, first), (b, second) in itertools.combinations(fresh, 2)
             if max(a.chunks, b.chunks) >= _LEAST_RATIO * min(a.chunks, b.chunks)
         ]
-        if not slopes:
+        slopes += [pair for it, pair in zip(stretches, whole, strict=True) if not it.is_fresh]
+        if not slopes or not fresh:
             return 0.0, per_chunk
-        going_on = [pair for it, pair in zip(stretches, whole, strict=True) if not it.is_fresh]
         # Of what the best stretch took no more than half is believed to be latency: longer ones will say.
-        slope = max(weighted_quantile(slopes + going_on), min(rate for rate, _ in whole) / 2)
+        slope = max(weighted_quantile(slopes), min(rate for rate, _ in whole) / 2)
         latency = weighted_quantile([(it.seconds - it.chunks * slope, weight) for it, weight in fresh])
         return (latency, slope) if latency > 0 else (0.0, per_chunk)
