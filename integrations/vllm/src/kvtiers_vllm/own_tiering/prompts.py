@@ -136,6 +136,8 @@ class Prompts:
             prompt.trial = self._slot.trial(self._clock())
 
     def _promise(self, prompt: Prompt, chunks: int) -> None:
+        if prompt.has_come and not prompt.is_taken_up:  # what is to be loaded does not wait for the GPU
+            self._gpu.waiting += prompt.tokens * (bool(prompt.promised) - bool(chunks))
         self._promised += chunks - prompt.promised
         prompt.promised = chunks
 
@@ -150,7 +152,7 @@ class Prompts:
         return soon <= self._at_least(self._seconds(prompt.tokens, self._gpu.ahead, self._behind(prompt)))
 
     def _behind(self, prompt: Prompt) -> int:
-        own = prompt.tokens if prompt.has_come and not prompt.is_taken_up else 0
+        own = prompt.tokens if prompt.has_come and not (prompt.is_taken_up or prompt.promised) else 0
         return self._gpu.waiting - own
 
     def _seconds(self, own: int, ahead: float, behind: int) -> float:
