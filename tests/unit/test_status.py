@@ -26,7 +26,9 @@ TIER = {
     "hits": 0,
     "tokens": 0,
     "load_seconds": 0.0,
-    "saved_seconds": None,
+    "loads": 0,
+    "computing_seconds": 0.0,
+    "saved_seconds": 0.0,
     "loaded_bytes": 0,
     "stored_chunks": 0,
     "stored_bytes": 0,
@@ -38,6 +40,9 @@ TIER = {
     "left_out_requests": 0,
     "trouble": "",
 }
+
+
+SLOW = {"hits": 5, "tokens": 160, "load_seconds": 3.0, "computing_seconds": 2.0, "saved_seconds": 0.05}
 
 
 def answer(**tiers):
@@ -190,7 +195,9 @@ def run(*arguments):
 def test_all_tiers_of_one_engine_stand_in_one_screen(serve):
     serve(
         answer(
-            fs=TIER | {"hits": 30, "tokens": 960, "load_seconds": 0.5, "saved_seconds": 7.25, "loaded_bytes": 3 << 20}
+            fs=TIER
+            | {"hits": 30, "tokens": 960, "load_seconds": 0.5, "loaded_bytes": 3 << 20}
+            | {"loads": 1, "saved_seconds": 7.25, "computing_seconds": 7.75}
         )
     )
     serve(answer(redis=TIER | {"breaker_state": 1, "trouble": "no route to host"}))
@@ -224,11 +231,10 @@ def test_engines_of_one_pid_stand_apart(serve, monkeypatch):
         ({"breaker_state": 1}, "cannot be used"),
         ({"shared": False, "hits": 5}, "by this process alone"),
         ({"hits": 5, "tokens": 160}, "it pays: 160 tokens came from it in 0 s of reading; how long computing takes"),
-        ({"hits": 5, "tokens": 160, "load_seconds": 3.0, "saved_seconds": -1.0}, "it does not pay: 160 tokens"),
-        (
-            {"hits": 5, "load_seconds": 3.0, "saved_seconds": -1.0},
-            "in 3 s of reading, which this engine computes in 2 s",
-        ),
+        (SLOW | {"loads": 8}, "it does not pay: 160 tokens"),
+        (SLOW | {"loads": 8}, "in 3 s of reading, which this engine computes in 2 s"),
+        (SLOW | {"loads": 7}, "nothing can be said yet: 160 tokens came from it in 3 s of reading"),
+        (SLOW | {"loads": 8, "saved_seconds": 0.2}, "it pays: 160 tokens"),
         (
             {"too_slow": True, "hits": 5, "trouble": "too slow: 60 chunks were computed"},
             "it brings next to nothing: too slow: 60 chunks were computed",

@@ -70,6 +70,15 @@ class TierMetrics(_Metrics):
     loaded_chunks: int = 0
     loaded_bytes: int = 0
     load_seconds: float = 0.0
+    loads: int = 0
+    """Jobs that have brought something."""
+    computing_seconds: float = 0.0
+    """What computing the tokens that it brought had taken, each priced once, as computing was when they were used.
+
+    Tokens that were used before this engine had computed anything are not in it.
+    """
+    saved_seconds: float = 0.0
+    """What of that is left when the time of loading is taken off; a load that took longer takes nothing away."""
     failed_loads: int = 0
     """Chunks of promotions that were not there, damaged, or too late."""
     stored_chunks: int = 0

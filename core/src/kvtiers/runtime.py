@@ -48,6 +48,7 @@ from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.start_line import StartFacts, StartLine
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.manager import TieringManager
+from kvtiers.tiering.prefill_cost import prior_seconds_per_token
 from kvtiers.tiering.recorder import Recorder
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 
@@ -102,7 +103,7 @@ def open_manager(
         engine.slots,
         tokens_per_chunk,
         engine,
-        _tiering_options(config),
+        _tiering_options(config, prior_seconds_per_token(layout)),
         recorder=_recorder(config, layout),
         prefix_group=layout.prefix_group,
     )
@@ -189,10 +190,11 @@ def _recorder(config: OffloadConfig, layout: CacheLayout) -> Recorder | None:
     return Recorder(config.record.path, config.record.max_bytes, layout.groups[group].tokens_per_block, group)
 
 
-def _tiering_options(config: OffloadConfig) -> TieringOptions:
+def _tiering_options(config: OffloadConfig, prior: float = 0.0) -> TieringOptions:
     return TieringOptions(
         lookup_wait=config.lookup_wait,
         load_wait=None if config.load_wait == "auto" else config.load_wait,
+        prior_seconds_per_token=prior,
         store_reserve=config.budgets.store_reserve,
         all_tiers=config.budgets.all_tiers,
         one_tier=config.budgets.one_tier,

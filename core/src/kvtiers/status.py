@@ -36,6 +36,8 @@ _AS_THEY_ARE = (
     "shared",
     "hits",
     "tokens",
+    "loads",
+    "computing_seconds",
     "saved_seconds",
     "load_seconds",
     "loaded_bytes",

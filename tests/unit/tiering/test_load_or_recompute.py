@@ -5,6 +5,8 @@ import itertools
 import pytest
 
 from kvtiers.tiering.jobs import TieringOptions
+from kvtiers.tiering.load_or_recompute import LATE
+from kvtiers.types import RequestContext
 
 from .harness import HIT, MISS, PENDING, RETRY, Bench, chain
 
@@ -208,17 +210,40 @@ def roomy(**more):
     return bench
 
 
-@pytest.mark.parametrize("known", ["nothing", "prefill", "tier"])
-def test_auto_waits_as_long_as_for_an_answer_until_both_sides_have_been_measured(known):
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_auto_waits_as_long_as_for_an_answer_until_computing_has_been_measured_if_no_prior_says_more(is_measured):
     bench = bench_with(load_wait=None)
-    if known == "prefill":
-        prefill(bench)
-    if known == "tier":
+    if is_measured:
         measure(bench, 0.001)
     bench.tier["a"].put(KEYS)
     ready, seconds = waited(bench, KEYS, bench.request())
     assert ready == 0
     assert 0.02 <= seconds <= 0.02 + 0.005 + 1e-9
+
+
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_the_first_request_waits_by_the_prior_of_what_computing_takes(is_measured):
+    options = TieringOptions(lookup_wait=0.02, load_wait=None, prior_seconds_per_token=0.002)
+    bench = Bench(rows=64, options=options, hold=True)
+    if is_measured:
+        prefill(bench)
+    bench.tier["a"].put(KEYS)
+    ready, seconds = waited(bench, KEYS, bench.request())
+    assert ready == 0
+    assert seconds == pytest.approx(LATE * 8 * 16 * (0.001 if is_measured else 0.002), abs=0.006)
+
+
+def test_an_unmeasured_tier_is_waited_for_as_long_as_computing_takes_and_its_first_load_is_used():
+    bench = bench_with(load_wait=None)
+    prefill(bench)
+    bench.tier["a"].put(KEYS)
+    ctx = bench.request()
+    assert bench.lookup(KEYS, ctx) == (0, 8, False)
+    bench.step(8 * 16 * 0.001)
+    assert bench.lookup(KEYS, ctx) == (0, 8, False), "as long as computing would have taken, and a tenth"
+    bench.tier["a"].end_all()
+    bench.step()
+    assert bench.lookup(KEYS, ctx) == (8, 0, False)
 
 
 def test_auto_waits_as_long_as_computing_would_take():
@@ -228,7 +253,7 @@ def test_auto_waits_as_long_as_computing_would_take():
     bench.tier["a"].put(KEYS)
     ready, seconds = waited(bench, KEYS, bench.request())
     assert ready == 0
-    assert 8 * 16 * 0.001 <= seconds <= 8 * 16 * 0.001 + 0.005 + 1e-9
+    assert LATE * 8 * 16 * 0.001 <= seconds <= LATE * 8 * 16 * 0.001 + 0.005 + 1e-9
 
 
 def test_auto_waits_for_all_that_it_has_found_not_only_for_the_first_of_it():
@@ -242,9 +267,9 @@ def test_auto_waits_for_all_that_it_has_found_not_only_for_the_first_of_it():
     bench.tier["a"].put(KEYS)
     bench.begin_store(chain("other", 1), bench.request())  # it is looked up anew when something has changed
     assert bench.lookup(KEYS, ctx) == (0, 8, False)
-    bench.step(0.1)
+    bench.step(LATE * 8 * 16 * 0.001 - 0.015)
     assert bench.lookup(KEYS, ctx) == (0, 8, False)
-    bench.step(0.02)
+    bench.step(0.006)
     assert bench.lookup(KEYS, ctx) == (0, 0, False)
 
 
@@ -335,7 +360,7 @@ def test_chunks_that_a_tier_has_lost_are_not_said_to_be_cheaper_to_compute():
     bench.manager.on_schedule_end()
     bench.manager.on_schedule_end()
     bench.forget()
-    measure(bench, 1e6)
+    measure(bench, 1e6, chunks=40)
     assert bench.lookup(KEYS, ctx) == (0, 0, False)
     assert bench.figures()["recomputed_cheaper"] == 3
 
@@ -496,7 +521,7 @@ def test_a_load_that_never_ended_makes_the_tier_look_as_slow_as_it_is():
     bench.lookup(KEYS, bench.request())
     bench.step(0.1)
     bench.step(31.0)
-    assert bench.slots[0].seconds_per_chunk > 0.5
+    assert bench.slots[0].rate.seconds_per_chunk > 0.5
     assert bench.lookup(here, bench.request()) == (4, 0, False)
     other = chain("other", 4)
     bench.tier["a"].put(other)
@@ -523,7 +548,7 @@ def test_a_step_of_a_few_tokens_says_little_of_what_a_token_costs():
         bench.step(prefill_tokens=8, prefill_seconds=0.03)
     measure(bench, 0.001)
     bench.tier["a"].put(KEYS)
-    assert waited(bench, KEYS, bench.request())[1] == pytest.approx(8 * 16 * 0.001, abs=0.006)
+    assert waited(bench, KEYS, bench.request())[1] == pytest.approx(LATE * 8 * 16 * 0.001, abs=0.006)
 
 
 def test_an_engine_whose_speed_changes_is_believed_within_some_steps():
@@ -533,7 +558,7 @@ def test_an_engine_whose_speed_changes_is_believed_within_some_steps():
         prefill(bench, 0.01)
     measure(bench, 0.001)
     bench.tier["a"].put(KEYS)
-    assert waited(bench, KEYS, bench.request())[1] == pytest.approx(8 * 16 * 0.01, rel=0.02)
+    assert waited(bench, KEYS, bench.request())[1] == pytest.approx(LATE * 8 * 16 * 0.01, rel=0.02)
 
 
 def test_no_time_of_the_engines_is_believed_that_is_none():
@@ -543,3 +568,92 @@ def test_no_time_of_the_engines_is_believed_that_is_none():
     measure(bench, 0.001)
     bench.tier["a"].put(KEYS)
     assert waited(bench, KEYS, bench.request())[1] < 0.03
+
+
+# -- the GPU's queue, and the line for a tier's rows
+
+
+def test_the_prompts_that_lookups_have_left_to_be_computed_stand_before_a_request_until_they_are():
+    bench = roomy()
+    measure(bench, 4 * 16 * 0.001 * 1.5)
+    bench.tier["a"].put(KEYS)
+    assert bench.lookup(chain("new", 64), bench.request()) == (0, 0, False)
+    assert bench.lookup(KEYS, bench.request()) == (0, 8, False), "the GPU has 1,024 tokens to compute before it"
+    bench.step(64 * 16 * 0.001)
+    other = chain("other", 8)
+    bench.tier["a"].put(other)
+    bench.tier["a"].seconds *= 2
+    bench.tier["a"].end_all()
+    bench.step()
+    assert bench.lookup(other, bench.request()) == (0, 0, False), "by the clock they have been computed"
+
+
+@pytest.mark.parametrize("waits", [0, 128])
+def test_where_others_want_the_gpu_a_load_may_take_as_long_as_computing_the_request_and_the_next_one(waits):
+    bench = roomy()
+    measure(bench, 4 * 16 * 0.001 * 1.5)
+    bench.tier["a"].put(KEYS)
+    if waits:
+        bench.manager.on_new_request(RequestContext("another"), waits)
+    ctx = bench.request()
+    assert bench.lookup(KEYS, ctx) == ((0, 8, False) if waits else (0, 0, False))
+
+
+def test_a_request_that_ends_before_its_turn_waits_for_the_gpu_no_longer():
+    bench = roomy()
+    measure(bench, 4 * 16 * 0.001 * 1.5)
+    bench.tier["a"].put(KEYS)
+    bench.manager.on_new_request(other := RequestContext("another"), 128)
+    bench.manager.on_new_request(other, 128)  # a misuse, which counts nothing
+    bench.manager.on_request_finished(other)
+    assert bench.lookup(KEYS, bench.request()) == (0, 0, False)
+
+
+def test_a_request_stands_in_line_while_other_loads_have_the_tiers_rows_and_is_loaded_then():
+    options = TieringOptions(lookup_wait=0.02, load_wait=None, one_tier=0.25, all_tiers=0.5)
+    bench = Bench(rows=64, options=options, hold=True)
+    prefill(bench)
+    measure(bench, 4 * 16 * 0.001 * 0.1)
+    first, second = chain("first", 16), chain("second", 16)
+    bench.tier["a"].put(first + second)
+    assert bench.lookup(first, bench.request()) == (0, 16, False)
+    ctx = bench.request()
+    assert bench.lookup(second, ctx) == (0, 0, True)
+    bench.step(0.005)
+    assert bench.lookup(second, ctx) == (0, 0, True)
+    bench.tier["a"].end_all()
+    bench.step()
+    assert bench.lookup(second, ctx) == (0, 16, False)
+    assert bench.figures("a")["budget_misses"] == 0
+
+
+def test_a_request_in_line_computes_when_the_loads_before_it_do_not_end():
+    options = TieringOptions(lookup_wait=0.02, load_wait=None, one_tier=0.25, all_tiers=0.5)
+    bench = Bench(rows=64, options=options, hold=True)
+    prefill(bench)
+    measure(bench, 4 * 16 * 0.001 * 0.1)
+    first, second = chain("first", 16), chain("second", 16)
+    bench.tier["a"].put(first + second)
+    bench.lookup(first, bench.request())
+    bench.step()
+    ready, seconds = waited(bench, second, bench.request())
+    assert ready == 0
+    assert seconds <= LATE * 16 * 16 * 0.001 + 0.005 + 1e-9
+
+
+def test_a_request_goes_over_to_computing_when_the_tier_has_become_slower_before_its_time_is_over():
+    bench = roomy()
+    measure(bench, 4 * 16 * 0.001 * 0.1)
+    keys = chain("long", 64)
+    bench.tier["a"].put(keys)
+    ctx = bench.request()
+    assert bench.lookup(keys, ctx) == (0, 64, False)
+    bench.step(0.01)
+    for _ in range(2):
+        bench.slots[0].rate.add(64, 64 * 16 * 0.001 * 1.2, bench.clock.now)
+    assert bench.lookup(keys, ctx) == (0, 64, False), "a little: it stays"
+    for _ in range(3):
+        bench.slots[0].rate.add(64, 64 * 16 * 0.001 * 2, bench.clock.now)
+    assert bench.lookup(keys, ctx) == (0, 0, False)
+    assert bench.figures()["recomputed_cheaper"] == bench.figures("a")["recomputed_cheaper"] == 64
+    assert bench.figures()["wait_expired"] == 0

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvtiers.api import JobResult
 from kvtiers.tiering.jobs import TieringOptions
+from kvtiers.tiering.load_or_recompute import LATE
 from kvtiers.types import RequestContext
 
 from .harness import HIT, MISS, PENDING, RETRY, ROW_BYTES, Bench, chain, payload
@@ -152,7 +153,9 @@ class ManagerAgainstModel(RuleBasedStateMachine):
         ctx = self.request(index)
         document, first, count = piece
         keys = DOCUMENTS[document][first : first + count]
-        longest = 16 * 7 * 0.001 if self.bench.options.load_wait is None else LOAD_WAIT
+        queued = self.manager._waits.gpu.ahead  # tokens, of what lookups have left to be computed
+        # In line for rows, and then for loads: as long each as computing it behind the others takes, and a tenth.
+        longest = 2 * LATE * (queued + 16 * 7) * 0.001 if self.bench.options.load_wait is None else LOAD_WAIT
         for _ in range(int((LOOKUP_WAIT + max(longest, LOOKUP_WAIT)) / STEP_SECONDS) + 3):
             hits = self.manager.lookup_prefix(keys, ctx)
             self.check_hits(keys, hits)

@@ -13,6 +13,8 @@ from kvtiers.status import ask, process_of, running
 __all__ = ["status", "verdict"]
 
 _BREAKER = {0: "in use", 1: "out of use", 2: "being tried"}
+_FEW_LOADS = 8  # jobs; before so many nobody can say whether they are slow or began slowly
+_WORTH = 0.05  # of what computing had taken, to be saved at least
 _FEW_CHUNKS = 100  # before so many were written nobody can say whether that pays
 
 
@@ -91,9 +93,10 @@ def _state(tier: Mapping[str, Any]) -> str:
 
 
 def _saved(tier: Mapping[str, Any]) -> str:
-    """Return the seconds saved, as the engine computes them (``TierDriver.saved_seconds``); unknown until it can."""
+    """Return the seconds saved, as the engine counts them; unknown while it has priced nothing of what came."""
     saved = tier.get("saved_seconds")
-    return "?" if saved is None else f"{saved:.3g} s"
+    is_known = saved is not None and (tier.get("computing_seconds") or not tier["tokens"])
+    return f"{saved:.3g} s" if is_known else "?"
 
 
 def verdict(tier: Mapping[str, Any]) -> str:
@@ -109,7 +112,8 @@ def verdict(tier: Mapping[str, Any]) -> str:
         ),
         (tier.get("too_slow"), f"it brings next to nothing: {_said(tier, 'too slow')}"),
         (tier.get("full"), f"it takes nothing new: {_said(tier, 'full')}"),
-        (tier["hits"] and (tier.get("saved_seconds") or 0) < 0, f"it does not pay: {_brought(tier)}"),
+        (tier["hits"] and _does_not_pay(tier) and not _few_loads(tier), f"it does not pay: {_brought(tier)}"),
+        (tier["hits"] and _does_not_pay(tier), f"nothing can be said yet: {_brought(tier)}"),
         (tier["hits"], f"it pays: {_brought(tier)}"),
         (
             tier["seal_failures"],
@@ -142,8 +146,19 @@ def _said(tier: Mapping[str, Any], state: str) -> str:
     return trouble if trouble.startswith(state) else f"{state}; the log says what to do"
 
 
+def _does_not_pay(tier: Mapping[str, Any]) -> bool:
+    """Say whether nearly nothing was saved."""
+    computing, saved = tier.get("computing_seconds") or 0.0, tier.get("saved_seconds") or 0.0
+    return bool(saved < _WORTH * computing)
+
+
+def _few_loads(tier: Mapping[str, Any]) -> bool:
+    """Say whether there were too few loads to tell a tier that is slow from one that began slowly."""
+    return bool(tier.get("loads", 0) < _FEW_LOADS)
+
+
 def _brought(tier: Mapping[str, Any]) -> str:
     read = f"{tier['tokens']:.0f} tokens came from it in {tier['load_seconds']:.2g} s of reading"
-    if (saved := tier.get("saved_seconds")) is None:
+    if not (computing := tier.get("computing_seconds")):
         return f"{read}; how long computing takes is not known yet, since this engine has computed no prompt"
-    return f"{read}, which this engine computes in {tier['load_seconds'] + saved:.2g} s"
+    return f"{read}, which this engine computes in {computing:.2g} s"

@@ -17,8 +17,8 @@ class OffloadManager(Protocol):
     def lock(self) -> threading.Lock:
         """Held from the first call of a step to ``on_schedule_end``."""
 
-    def on_new_request(self, ctx: RequestContext) -> OffloadPolicy:
-        """Take note of a request."""
+    def on_new_request(self, ctx: RequestContext, prompt_tokens: int = 0) -> OffloadPolicy:
+        """Take note of a request with so many tokens."""
 
     def lookup(self, key: OffloadKey, ctx: RequestContext) -> LookupResult:
         """Return where one chunk stands."""

@@ -69,7 +69,7 @@ class OffloadScheduler:
     def add_request(self, request: EngineRequest) -> None:
         """Take note of a request before its first ``lookup``. The tokens that it has now are its prompt."""
         with self._briefly():
-            policy = self._manager.on_new_request(request.context)
+            policy = self._manager.on_new_request(request.context, request.num_tokens)
         self._requests[request.context.request_id] = RequestState(
             request.context,
             policy is OffloadPolicy.REQUEST_LEVEL,

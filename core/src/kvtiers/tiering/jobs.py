@@ -39,8 +39,9 @@ _SCAN_SECONDS = 0.05  # how often deadlines are looked at
 class TieringOptions:
     """Bounds of the tiering manager; shares are of all rows, at least one row each.
 
-    ``load_wait`` None: wait for a promotion as long as computing the chunks would take. ``job_bytes``: larger jobs cost
-    the engine's thread less, smaller ones come free sooner.
+    ``load_wait`` None: wait for a promotion as long as computing the chunks would take; ``prior_seconds_per_token``:
+    what a token of a prompt takes, until the engine has computed one. ``job_bytes``: larger jobs cost the engine's
+    thread less, smaller ones come free sooner.
     """
 
     lookup_wait: float = 0.020
@@ -50,6 +51,7 @@ class TieringOptions:
     one_tier: float = 0.25
     clean_reserve: float = 0.05
     job_bytes: int = 128 * 2**20
+    prior_seconds_per_token: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +64,8 @@ class _Running:
     state: RequestState
     generation: int
     submitted: float
+    ticket: int = 0
+    """Of a promotion, in its tier's ``rate``."""
     started: float | None = None
     failed: bool = False
 
@@ -131,7 +135,8 @@ class JobTable:
             some_keys = tuple(keys[start : start + self._job_rows])
             chunk_ids = memoryview(array("i", some_rows))
             job = TransferJob(next(self._ids), some_keys, chunk_ids, promotion, state.context)
-            running = _Running(job, slot, some_rows, state, self._generation, now)
+            ticket = slot.rate.begins(now) if promotion else 0
+            running = _Running(job, slot, some_rows, state, self._generation, now, ticket)
             self._jobs[job.job_id] = running
             slot.metrics.running_jobs += 1
             if not slot.submit(job):
@@ -153,6 +158,8 @@ class JobTable:
                 if slot.retired:
                     self._give_up(slot, [job for job in self._of(slot) if not job.failed], "were given up", tell=False)
                     break
+            if finished:
+                slot.rate.look_ends(self._clock())
         if self._jobs:
             now = self._clock()
             if now >= self._next_scan:
@@ -212,6 +219,7 @@ class JobTable:
             return
         if not running.failed:
             metrics.loading_chunks -= len(running.rows)
+            running.slot.rate.ends(running.ticket, len(good), moved(result)[1] if good else 0.0, self._clock())
         if overtaken:
             self._primary.complete_write(running.rows, success=False)
         else:
@@ -225,10 +233,10 @@ class JobTable:
         landed = self._primary.complete_write(running.rows, complete, () if complete else set(good))
         if good:
             metrics.promotion_latency.observe(now - running.submitted)
-            slot.measure(len(good), seconds or now - running.submitted, now)
             metrics.loaded_chunks += len(good)
             metrics.loaded_bytes += nbytes
             metrics.load_seconds += seconds
+            metrics.loads += 1
             self._origins.read(slot, good)
             self.on_promoted(slot, landed)
         if not complete:
@@ -264,7 +272,7 @@ class JobTable:
             slot.metrics.expired_jobs += len(jobs)
             for running in jobs:
                 if running.job.is_promotion:  # at least that slow: it must not look fast to the next request
-                    slot.measure(len(running.rows), now - running.submitted, now)
+                    slot.rate.add(len(running.rows), now - running.submitted, now)
             self._give_up(slot, jobs, f"did not end within {slot.options.deadline:g}s", tell=True)
 
     def _give_up(self, slot: TierSlot, jobs: Sequence[_Running], why: str, *, tell: bool) -> None:
@@ -276,6 +284,7 @@ class JobTable:
         for running in jobs:
             job, rows = running.job, running.rows
             running.failed = True
+            slot.rate.drop(running.ticket)
             metrics.quarantined_rows += len(rows)
             if job.is_promotion:
                 promoted += len(rows)

@@ -1,37 +1,77 @@
-"""How long a request waits for a tier: never longer than is worth it.
+"""Load or recompute: which requests wait for a tier, and for how long. Never longer than is worth it.
 
-Two clocks a request, each started by the first answer that makes it wait and never wound again: one for answers that
-are not there yet (``lookup_wait``), one for chunks that are on their way (``load_wait``; ``auto``: as long as computing
-them would take, once both sides have been measured, and ``lookup_wait`` until then).
+**The model.** One GPU computes prompts one after another, each tier brings chunks one after another, all at the same
+time. For a request of which a tier has chunks (seconds, tokens, chunks)::
+
+    by the GPU    (tokens to compute before it + its own + as many of those behind it) x seconds a token
+    by the tier   latency + (chunks under way + its own) x seconds a chunk
+
+``seconds a token`` is the engine's own (``prefill_cost.py``), ``latency`` and ``seconds a chunk`` are the tier's
+(``load_rate.py``). Before it are the prompts of requests that a lookup has left to be computed; they are worked off by
+the tokens that the engine reports, or by the clock. Behind it are requests that have come and were not looked up yet:
+where there are some the GPU will not be idle whoever is loaded, so a load may take as long as computing this request
+and the next one; more of them count no further than the request's own tokens.
+
+**The decision.** At the lookup the request is loaded if the tier has it sooner, else it is computed. While it waits the
+two are compared anew, with what is left of the load: it goes over to computing if that is sooner by a quarter at least.
+It waits no longer than 1.1 times what computing had taken when it began to wait: the load has that much to be late.
+Where the tier's budget of rows is used up by other loads, it waits its turn by the same rule.
+
+**Not yet measured.** What a tier takes that has brought nothing is known by a load: the first request is loaded, and
+the bound above is what that can cost it; those behind it go by a prior. As long as a tier brings nothing of what is
+under way it counts as at least so slow, so that later requests compute. Once it was too slow it is tried again every
+5 s, by 16 or 64 chunks in turn. Before the engine has computed anything a prior of its speed stands, and a request
+waits ``lookup_wait`` at least.
+
+``load_wait`` in seconds replaces all of this: what a tier has is loaded, and waited for so long.
 """
 
 import math
 from collections.abc import Callable
 
 from kvtiers.tiering.jobs import TieringOptions
+from kvtiers.tiering.prefill_cost import PrefillCost
 from kvtiers.tiering.requests import RequestState
 from kvtiers.tiering.tier_slot import TierSlot
 
-__all__ = ["PrefillPrice", "Waits"]
+__all__ = ["LATE", "STAY", "GpuQueue", "Waits"]
 
-_NEWEST_STEP = 0.2  # its weight in the running seconds per token, if all steps have equally many tokens
-_MEASURE_SECONDS = 5.0  # how often a tier that seems too slow is measured anew
-_TRIAL_CHUNKS = 16  # how much is loaded for that
+LATE = 1.1
+"""A request waits so many times as long as computing takes, at most."""
+STAY = 1.25
+"""A request stops to wait for a load whose rest takes more than so many times as long as computing."""
 
 
-class PrefillPrice:
-    """Seconds that computing a token takes, running; a step of few tokens says little of it, and weighs as little."""
+class GpuQueue:
+    """What one GPU is to compute, in tokens: the prompts before a request that comes now, and those behind it."""
 
-    def __init__(self) -> None:
-        self.seconds_per_token: float | None = None
-        """None until a step has been seen."""
-        self._tokens = self._seconds = 0.0
+    def __init__(self, cost: PrefillCost, clock: Callable[[], float]) -> None:
+        self.cost = cost
+        self.waiting = 0
+        """Tokens of prompts that have come, and of which it is not decided yet whether they are computed."""
+        self._clock = clock
+        self._ahead = 0.0
+        self._drained_at = 0.0
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        """Take a step into account that has computed so many tokens, more than none."""
-        self._tokens += _NEWEST_STEP * (tokens - self._tokens)
-        self._seconds += _NEWEST_STEP * (seconds - self._seconds)
-        self.seconds_per_token = self._seconds / self._tokens
+    def computes(self, tokens: float) -> None:
+        """Put so many tokens into the queue, behind all others."""
+        self._ahead = self.ahead + tokens
+        self._drained_at = self._clock()
+
+    def step_ends(self, tokens: int) -> None:
+        """Take note of what was computed since the last step: by what the engine says, or at least by the clock."""
+        if self._ahead > 0:
+            self._ahead = min(self.ahead, max(0.0, self._ahead - tokens))
+            self._drained_at = self._clock()
+
+    @property
+    def ahead(self) -> float:
+        """Tokens to be computed before a request that comes now."""
+        if self._ahead <= 0:
+            return 0.0
+        per_token = self.cost.seconds_per_token
+        by_clock = (self._clock() - self._drained_at) / per_token if per_token > 0 else math.inf
+        return max(0.0, self._ahead - by_clock)
 
 
 class Waits:
@@ -40,12 +80,43 @@ class Waits:
     def __init__(self, options: TieringOptions, clock: Callable[[], float]) -> None:
         self._options = options
         self._clock = clock
-        self._prefill = PrefillPrice()
+        self.cost = PrefillCost(options.prior_seconds_per_token)
+        self.gpu = GpuQueue(self.cost, clock)
+        self.decides = options.load_wait is None
+        """By the model; False: ``load_wait`` is given."""
 
-    def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """Take what the engine has seen of its own speed."""
+    def behind(self, state: RequestState) -> int:
+        """Return how many tokens wait for the GPU besides this request's."""
+        own = state.prompt_tokens if state.has_come and not state.is_taken_up else 0
+        return self.gpu.waiting - own
+
+    # -- what the GPU has to do
+
+    def step_ends(self, tokens: int, seconds: float) -> None:
+        """Take what the engine has computed since the last step, and how long that took."""
         if tokens > 0 and 0 < seconds < math.inf:
-            self._prefill.observe(tokens, seconds)
+            self.cost.observe(tokens, seconds)
+        self.gpu.step_ends(max(0, tokens))
+
+    def came(self, state: RequestState) -> None:
+        """A request has come, and waits for its turn; once a request."""
+        if not state.has_come:
+            state.has_come = True
+            self.gpu.waiting += state.prompt_tokens
+
+    def taken_up(self, state: RequestState) -> None:
+        """A request's turn has come: it was looked up, or is over."""
+        if state.has_come and not state.is_taken_up:
+            state.is_taken_up = True
+            self.gpu.waiting -= state.prompt_tokens
+
+    def computes(self, state: RequestState, tokens: int) -> None:
+        """A lookup has left so many tokens of a request to be computed; counts once a request."""
+        if not state.is_computed:
+            state.is_computed = True
+            self.gpu.computes(max(tokens, 0))
+
+    # -- at the lookup
 
     def worth_loading(
         self, slot: TierSlot, chunks: int, tokens_per_chunk: int, state: RequestState, waited: int
@@ -55,19 +126,42 @@ class Waits:
         All have to come before the request stops waiting, behind the tier's queue: of that, what the request itself has
         found would be computed too. ``waited``: how many chunks of this group the request has waited for so far.
         """
-        per_token, per_chunk = self._prefill.seconds_per_token, slot.seconds_per_chunk
-        if self._options.load_wait is not None or per_token is None or per_chunk is None:
+        if not self.decides:
             return chunks
+        if self.is_sooner(slot, chunks, tokens_per_chunk, state, waited):
+            return chunks
+        return min(chunks, slot.trial(self._clock()))
+
+    def is_sooner(self, slot: TierSlot, chunks: int, tokens_per_chunk: int, state: RequestState, waited: int) -> bool:
+        """Say whether the tier has these chunks here before they were computed; as for ``worth_loading``."""
         now = self._clock()
         tokens = max(state.load_tokens, (waited + chunks) * tokens_per_chunk)
-        left = tokens * per_token - (0.0 if state.load_since is None else now - state.load_since)
-        is_cheaper = per_chunk <= tokens_per_chunk * per_token
-        if is_cheaper and (chunks + slot.metrics.loading_chunks) * per_chunk <= left:
-            return chunks
-        if now - max(slot.measured_at, slot.tried_at) < _MEASURE_SECONDS:
-            return 0
-        slot.tried_at = now
-        return min(chunks, _TRIAL_CHUNKS)
+        left = self._seconds_by_gpu(tokens, state) - (0.0 if state.load_since is None else now - state.load_since)
+        under_way = slot.metrics.loading_chunks
+        own = 0 if slot.rate.seconds_per_chunk is not None else min(under_way, state.loading.get(slot, (0, 0))[1])
+        soon = slot.rate.expected(chunks, under_way - own, now)
+        return soon <= left and self._is_cheaper(slot, tokens_per_chunk, state)
+
+    def _is_cheaper(self, slot: TierSlot, tokens_per_chunk: int, state: RequestState) -> bool:
+        """Say whether a chunk comes for less than computing it, or than that and another one if others want the GPU.
+
+        However much of the request has come for less, from another tier.
+        """
+        per_chunk = slot.rate.seconds_per_chunk
+        if per_chunk is None or not self.cost.is_measured:
+            return True
+        tokens = tokens_per_chunk + min(self.behind(state) + self.gpu.ahead, tokens_per_chunk)
+        return per_chunk <= tokens * self.cost.seconds_per_token
+
+    def _seconds_by_gpu(self, tokens: float, state: RequestState) -> float:
+        """Return in how many seconds so many tokens of a request are computed, with those of others that count."""
+        ahead, behind = self.gpu.ahead, self.behind(state)
+        return self._at_least((ahead + tokens + min(behind, tokens)) * self.cost.seconds_per_token)
+
+    def _at_least(self, seconds: float) -> float:
+        return seconds if self.cost.is_measured else max(self._options.lookup_wait, seconds)
+
+    # -- while a request waits
 
     def lookup_over(self, state: RequestState) -> bool:
         """Say whether a request that got no answer has waited long enough for one."""
@@ -76,22 +170,51 @@ class Waits:
             state.lookup_since = now
         return now - state.lookup_since >= self._options.lookup_wait
 
-    def load_over(self, state: RequestState, tokens: int, unmeasured: Callable[[], bool]) -> bool:
-        """Say whether a request has waited long enough for chunks of this many tokens.
-
-        ``unmeasured``: says whether one of the tiers that bring them has not brought anything yet.
-        """
+    def load_over(self, state: RequestState, tokens: int) -> bool:
+        """Say whether a request has waited long enough for chunks of this many tokens, or computing them is sooner."""
         now = self._clock()
         if state.load_since is None:
             state.load_since = now
+            state.queue = self.gpu.ahead, self.behind(state)
         state.load_tokens = max(state.load_tokens, tokens)
-        state.load_over = state.load_over or now - state.load_since >= self._load_wait(state.load_tokens, unmeasured)
+        if not state.load_over:
+            waited = now - state.load_since
+            state.is_overtaken = self.decides and waited > 0 and self._is_overtaken(state, waited)
+            state.load_over = state.is_overtaken or waited >= self._longest(state)
         return state.load_over
 
-    def _load_wait(self, tokens: int, unmeasured: Callable[[], bool]) -> float:
+    def line_over(self, state: RequestState, tokens: int) -> bool:
+        """Say whether a request has stood in line for a tier's rows, with nothing on its way, as long as it may.
+
+        So long as computing all that is there now takes, it included: in the GPU's line it had waited as well.
+        """
+        now = self._clock()
+        if state.line_until is None:
+            tokens += int(self.gpu.ahead) + self.behind(state)
+            state.line_until = now + self._at_least(LATE * tokens * self.cost.seconds_per_token)
+        return now >= state.line_until
+
+    def _longest(self, state: RequestState) -> float:
         if self._options.load_wait is not None:
             return self._options.load_wait
-        per_token = self._prefill.seconds_per_token
-        if per_token is None or unmeasured():
-            return self._options.lookup_wait
-        return tokens * per_token
+        ahead, behind = state.queue
+        tokens = ahead + state.load_tokens + min(behind, state.load_tokens)
+        return self._at_least(LATE * tokens * self.cost.seconds_per_token)
+
+    def _is_overtaken(self, state: RequestState, waited: float) -> bool:
+        """Say whether what is left of the request's loads takes clearly longer than computing it would.
+
+        By what the tiers have shown: one that falls silent has as long as the request waits.
+        """
+        left, own_left, own = 0.0, 0, 0
+        for slot, (last, chunks) in state.loading.items():
+            if slot.rate.seconds_per_chunk is None:
+                continue  # it has as long as the request waits
+            queue = max(0, last - slot.ended_chunks)
+            if queue:
+                left = max(left, slot.rate.latency - waited + queue * slot.rate.seconds_per_chunk)
+                own_left += min(queue, chunks)
+            own += chunks
+        if not own_left:
+            return False
+        return left > STAY * self._seconds_by_gpu(state.load_tokens * own_left / own, state)

@@ -26,6 +26,7 @@ from kvtiers.tiering.cascade import Cascades
 from kvtiers.tiering.engine_side import EngineSide
 from kvtiers.tiering.jobs import JobTable, TieringOptions
 from kvtiers.tiering.load_or_recompute import Waits
+from kvtiers.tiering.load_rate import PRIOR_BYTES_PER_SECOND
 from kvtiers.tiering.plans import Plans
 from kvtiers.tiering.prefix_lookup import Lookups
 from kvtiers.tiering.promotion import Promotions
@@ -89,6 +90,8 @@ class TieringManager:
         self._metrics = metrics
         self._clock = clock
         self._recorder = recorder
+        for slot in self._slots:
+            slot.rate.prior = primary.row_stride / PRIOR_BYTES_PER_SECOND
         self._origins = Origins(self._slots)
         self._jobs = JobTable(primary, self._slots, self._origins, options, clock)
         self._cascades = Cascades(primary, self._jobs, self._slots, options, metrics)
@@ -97,7 +100,18 @@ class TieringManager:
         self._lookups = Lookups(
             primary, self._jobs, self._promotions, self._origins, self._waits, tokens_per_chunk, metrics
         )
-        self._plans = Plans(primary, self._jobs, self._cascades, self._origins, engine, metrics, prefix_group)
+        prefix_tokens = tokens_per_chunk[prefix_group]
+        self._plans = Plans(
+            primary,
+            self._jobs,
+            self._cascades,
+            self._origins,
+            engine,
+            metrics,
+            prefix_group,
+            prefix_tokens,
+            self._waits.cost,
+        )
         self._requests = RequestTable(self._slots, self._count_misuse)
         self._events = EventLog()
         self._look_at = -math.inf
@@ -109,9 +123,13 @@ class TieringManager:
     # -- requests
 
     @_timed
-    def on_new_request(self, ctx: RequestContext) -> OffloadPolicy:
-        """Take note of a request; say which of its chunks should be offered to ``prepare_store``."""
-        state = self._requests.open(ctx)
+    def on_new_request(self, ctx: RequestContext, prompt_tokens: int = 0) -> OffloadPolicy:
+        """Take note of a request; say which of its chunks should be offered to ``prepare_store``.
+
+        ``prompt_tokens``: of its prompt, if they are known: how much waits for the GPU, for ``load_wait: auto``.
+        """
+        state = self._requests.open(ctx, prompt_tokens)
+        self._waits.came(state)
         return OffloadPolicy.REQUEST_LEVEL if state.whole else OffloadPolicy.CHUNK_LEVEL
 
     @_timed
@@ -119,6 +137,7 @@ class TieringManager:
         """Take note that the engine is done with a request: its recency is final; its transfers may still run."""
         state = self._requests.finish(ctx)
         if state is not None:
+            self._waits.taken_up(state)
             self._primary.on_request_finished(ctx.request_id)
             self._promotions.request_finished(state)
             self._requests.close_if_done(state)
@@ -218,8 +237,7 @@ class TieringManager:
             return
         begin = time.perf_counter()
         self._begin()
-        if prefill_tokens:
-            self._waits.observe_prefill(prefill_tokens, prefill_seconds)
+        self._waits.step_ends(prefill_tokens, prefill_seconds)
         if self._plans.orphans or self._requests.parked:
             self._plans.release_orphans()
             self._retry_parked()

@@ -17,7 +17,7 @@ from kvtiers.tiering.jobs import JobTable
 from kvtiers.tiering.load_or_recompute import Waits
 from kvtiers.tiering.promotion import Found, Promotions
 from kvtiers.tiering.provenance import Origins
-from kvtiers.tiering.requests import LastAnswer, RequestState
+from kvtiers.tiering.requests import LastAnswer, RequestState, RoomWait
 from kvtiers.tiering.tier_slot import TierSlot
 from kvtiers.types import PrefixHits
 
@@ -28,6 +28,14 @@ _SMALLEST_QUESTION = 64  # chunks, once a tier was asked about the whole rest
 # Chunks a call: a long prefix is reserved over several steps, so that none of them is long. Fewer the longer the prefix
 # is by then: about 20 chunks of it are walked in the time that one takes to reserve.
 _MOST_RESERVED, _FEWEST_RESERVED, _WALKED_FOR_ONE = 448, 128, 20
+_WORTH_A_WALK = 64  # chunks: for fewer rows a request that waits for room is not looked up anew
+
+
+class _NoRoom(NamedTuple):
+    """A tier has so many chunks more, for which it may pin no rows before other loads have ended."""
+
+    slot: TierSlot
+    chunks: int
 
 
 class _Run(NamedTuple):
@@ -36,6 +44,7 @@ class _Run(NamedTuple):
     length: int
     silent: Sequence[TierSlot] = ()
     capped: bool = False
+    no_room: _NoRoom | None = None
 
 
 @dataclass(slots=True)
@@ -51,13 +60,15 @@ class _Asked:
 class _Search:
     """One lookup among the tiers: rows that all of them may still get, and chunks that this call may still reserve.
 
-    ``waited``: chunks that the request has waited for before.
+    ``waited``: chunks that the request has waited for before. ``may_wait``: loads under way will give rows back.
     """
 
     tiers: list[_Asked]
     room: int
     left: int
     waited: int
+    may_wait: bool
+    no_room: _NoRoom | None = None
 
 
 class Lookups:
@@ -93,10 +104,16 @@ class Lookups:
             state.counted[group] = len(keys)
         last = state.answers.get(group)
         hits = None if last is None else self._as_before(last, keys, state)
+        if hits is None and group in state.room_waits:
+            hits = self._in_line(state.room_waits[group], keys, state, tokens)
         if hits is None:
             hits = self._run(keys, state, tokens)
             if hits.pending and not hits.unresolved:
                 state.answers[group] = LastAnswer(hits, len(keys), keys[-1], self._primary.changes)
+        if group not in state.room_waits:
+            self._waits.taken_up(state)
+            if not hits.pending and not hits.unresolved:
+                self._waits.computes(state, (len(keys) - hits.ready) * tokens)
         if not state.reached:
             self.asking.append(state)
         state.reached[group] = (hits.ready + hits.pending) * tokens
@@ -135,40 +152,85 @@ class Lookups:
             last.changes != self._primary.changes
             or last.length != len(keys)
             or last.last != keys[-1]
-            or self._waits.load_over(state, 0, lambda: self._unmeasured(keys[: last.hits.chunks]))
+            or self._waits.load_over(state, 0)
         ):
             return None
         return last.hits
+
+    def _in_line(
+        self, wait: RoomWait, keys: Sequence[OffloadKey], state: RequestState, tokens: int
+    ) -> PrefixHits | None:
+        """Return the last answer of a request that waits for rows, while there are none and it is worth to wait."""
+        slot, waited = wait.slot, state.awaited.get(group_of(keys[0]), (0, 0))[1]
+        if (
+            wait.length != len(keys)
+            or not slot.available()
+            or self._jobs.room(slot) >= min(wait.wanted, _WORTH_A_WALK)
+            or not slot.metrics.loading_chunks
+            or (self._waits.load_over(state, 0) if wait.hits.pending else self._waits.line_over(state, 0))
+            or not self._waits.is_sooner(slot, wait.wanted, tokens, state, waited)
+        ):
+            return None
+        return wait.hits
 
     def _run(self, keys: Sequence[OffloadKey], state: RequestState, tokens: int, *, window: bool = False) -> PrefixHits:
         if state.given_up:
             keys = _until(keys, state.given_up)
         length, pending = self._primary.resident_run(keys)
-        run = _Run(length)
         if length < len(keys) and state.slots and not state.load_over:
             keys = self._fitting(keys, length)
-            if length < len(keys):
-                run = self._follow(keys, length, state, tokens, window=window)
+        run = self._run_of_tiers(keys, length, state, tokens, window=window)
         if run.length > length:
             pending += self._primary.resident_run(keys[length : run.length])[1]
             length = run.length
+        more = run.no_room.chunks if run.no_room is not None else 0
         if pending:
             here = keys[:length]
             chunks = self._awaited(here, pending, state, window=window)
-            if self._waits.load_over(state, max(pending, chunks) * tokens, lambda: self._unmeasured(here)):
-                waiting = self._pending_in(here)
-                self._metrics.wait_expired += pending
-                self._origins.expired(waiting)
-                state.given_up.update(waiting)
-                return PrefixHits(keys.index(waiting[0]), 0, unresolved=False)
+            if self._waits.load_over(state, (max(pending, chunks) + more) * tokens):
+                return self._give_up(keys, length, pending, state)
             self._promotions.met(here, state)
+        elif run.no_room is not None and self._waits.line_over(state, more * tokens):
+            run.no_room.slot.metrics.budget_misses += 1
+            return self._give_up(keys, length, 0, state)
+        if keys and not window:
+            self._note_room(keys, PrefixHits(length - pending, pending, unresolved=True), run.no_room, state)
         if run.silent and self._waits.lookup_over(state):
             self._metrics.wait_expired += 1
             for slot in run.silent:
                 slot.metrics.wait_expired += 1
             state.given_up.add(keys[length])
             run = _Run(length)
-        return PrefixHits(length - pending, pending, bool(run.silent) or run.capped)
+        return PrefixHits(length - pending, pending, bool(run.silent) or run.capped or run.no_room is not None)
+
+    def _run_of_tiers(
+        self, keys: Sequence[OffloadKey], first: int, state: RequestState, tokens: int, *, window: bool
+    ) -> _Run:
+        if first == len(keys) or not state.slots or state.load_over:
+            return _Run(first)
+        return self._follow(keys, first, state, tokens, window=window)
+
+    def _give_up(self, keys: Sequence[OffloadKey], length: int, pending: int, state: RequestState) -> PrefixHits:
+        """Return what is there of a run for a request that waits no longer; what is on its way is a miss for it."""
+        waiting = self._pending_in(keys[:length]) if pending else []
+        if state.is_overtaken:
+            self._metrics.recomputed_cheaper += len(waiting)
+        else:
+            self._metrics.wait_expired += len(waiting)
+        self._origins.expired(waiting, overtaken=state.is_overtaken)
+        state.given_up.update(waiting)
+        if length < len(keys):
+            state.given_up.add(keys[length])
+        state.room_waits.clear()
+        return PrefixHits(keys.index(waiting[0]) if waiting else length, 0, unresolved=False)
+
+    @staticmethod
+    def _note_room(keys: Sequence[OffloadKey], hits: PrefixHits, no_room: _NoRoom | None, state: RequestState) -> None:
+        group = group_of(keys[0])
+        if no_room is not None:
+            state.room_waits[group] = RoomWait(no_room.slot, hits, len(keys), no_room.chunks)
+        elif state.room_waits:
+            state.room_waits.pop(group, None)
 
     def _fitting(self, keys: Sequence[OffloadKey], first: int) -> Sequence[OffloadKey]:
         """Return the keys before the first, from ``first`` on, that is no chunk's: a tier's host would end over it."""
@@ -193,11 +255,6 @@ class Lookups:
             state.awaited[group] = len(run), chunks
         return chunks
 
-    def _unmeasured(self, run: Sequence[OffloadKey]) -> bool:
-        """Say whether a pending chunk of the run comes from a tier whose speed is not known yet."""
-        keys = self._origins.from_unmeasured(run)
-        return any(self._primary.lookup(key) is _PENDING for key in keys)
-
     def _pending_in(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         found = self._primary.find(keys)
         return [key for key, where in zip(keys, found, strict=True) if where is _PENDING]
@@ -206,13 +263,15 @@ class Lookups:
 
     def _follow(self, keys: Sequence[OffloadKey], at: int, state: RequestState, tokens: int, *, window: bool) -> _Run:
         """Follow the prefix beyond its first absent chunk, through tiers and primary, to one that is not to be had."""
-        tiers = [tier for slot in state.slots if (tier := self._askable(slot, len(keys))) is not None]
+        may_wait = self._waits.decides and any(slot.metrics.loading_chunks for slot in state.slots)
+        askable = (self._askable(slot, len(keys), may_wait=may_wait) for slot in state.slots)
+        tiers = [tier for tier in askable if tier is not None]
         left = max(_FEWEST_RESERVED, _MOST_RESERVED - at // _WALKED_FOR_ONE)
         waited = len(state.window_waits) if window else state.awaited.get(group_of(keys[0]), (0, 0))[1]
-        search = _Search(tiers, self._jobs.room_in_all, left, waited)
+        search = _Search(tiers, self._jobs.room_in_all, left, waited, may_wait)
         found: list[Found] = []
         silent: Sequence[TierSlot] = ()
-        while at < len(keys) and tiers and search.room and search.left:
+        while at < len(keys) and tiers and (search.room or search.may_wait) and search.left:
             share, end, silent = self._ask(search, keys, at, state, tokens)
             if share is None:
                 break
@@ -222,13 +281,15 @@ class Lookups:
             reached = self._promotions.reserve(keys[:at], found, state, tokens)
             if reached < at:
                 return _Run(reached)
+        if at < len(keys) and search.no_room is not None:
+            return _Run(at, silent, no_room=search.no_room)
         return _Run(at, silent, capped=not search.left and at < len(keys))
 
-    def _askable(self, slot: TierSlot, question: int) -> _Asked | None:
+    def _askable(self, slot: TierSlot, question: int, *, may_wait: bool) -> _Asked | None:
         if not slot.available():
             return None
         room = self._jobs.room(slot)
-        if not room:
+        if not room and not may_wait:
             slot.metrics.budget_misses += 1
             return None
         return _Asked(slot, room, question)
@@ -242,8 +303,9 @@ class Lookups:
         """
         silent: list[TierSlot] = []
         too_slow: list[tuple[TierSlot, int]] = []  # with how many of the leading keys each has
+        search.no_room = None
         for tier in search.tiers:
-            if not tier.room:
+            if not tier.room and not search.may_wait:
                 continue
             some = keys[at : at + tier.question]
             tier.question = max(_SMALLEST_QUESTION, tier.question // 2)
@@ -258,23 +320,36 @@ class Lookups:
             worth = self._waits.worth_loading(tier.slot, len(places), tokens, state, search.waited)
             if not worth:
                 too_slow.append((tier.slot, has))
-            allowed = min(worth, tier.room, search.room)
-            if allowed < worth:
-                state.drop(tier.slot, [keys[place] for place in places[allowed:worth]])
-            take = min(allowed, search.left)
-            if take:
-                tier.room -= take
-                search.room -= take
-                search.left -= take
+            elif take := self._take(search, tier, [keys[place] for place in places[:worth]], state):
                 end = at + hits if take == len(places) else places[take]
                 return Found(tier.slot, places[:take]), end, ()
-        if too_slow and not silent:
-            for slot, has in too_slow:
-                slot.metrics.recomputed_cheaper += len(self._absent(keys[at : at + has], at))
-            most = max([has for _, has in too_slow])
-            self._metrics.recomputed_cheaper += len(self._absent(keys[at : at + most], at))
-            state.given_up.add(keys[at])
+        if too_slow and not silent and search.no_room is None:
+            self._recompute(too_slow, keys, at, state)
         return None, at, silent
+
+    def _take(self, search: _Search, tier: _Asked, wanted: Sequence[OffloadKey], state: RequestState) -> int:
+        """Return how many of the chunks that this tier is to bring get a row now; note what waits for one."""
+        allowed = min(len(wanted), tier.room, search.room)
+        search.may_wait = search.may_wait or (allowed > 0 and self._waits.decides)
+        if allowed < len(wanted) and not search.may_wait:
+            state.drop(tier.slot, wanted[allowed:])
+        elif not allowed and search.no_room is None:
+            search.no_room = _NoRoom(tier.slot, len(wanted))
+        take = min(allowed, search.left)
+        tier.room -= take
+        search.room -= take
+        search.left -= take
+        return take
+
+    def _recompute(
+        self, too_slow: Sequence[tuple[TierSlot, int]], keys: Sequence[OffloadKey], at: int, state: RequestState
+    ) -> None:
+        """Give up what is computed sooner than these tiers, with how many of the leading keys each has, bring it."""
+        for slot, has in too_slow:
+            slot.metrics.recomputed_cheaper += len(self._absent(keys[at : at + has], at))
+        most = max([has for _, has in too_slow])
+        self._metrics.recomputed_cheaper += len(self._absent(keys[at : at + most], at))
+        state.given_up.add(keys[at])
 
     def _absent(self, keys: Sequence[OffloadKey], first: int) -> list[int]:
         found = self._primary.find(keys)

@@ -3,7 +3,7 @@
 The latter is exact while there is little of it; of more every 16th chunk stands for 16.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import compress, islice, repeat
 
 from kvtiers.api import OffloadKey
@@ -35,18 +35,15 @@ class Origins:
             for key in keys:
                 self._tier_of.pop(key, None)
 
-    def from_unmeasured(self, keys: Iterable[OffloadKey]) -> Iterator[OffloadKey]:
-        """Yield those of these chunks whose tier has never brought one yet, and is about it."""
-        slots = [slot for slot in self._slots if slot.seconds_per_chunk is None and slot.metrics.loading_chunks]
-        if slots:
-            tier_of = self._tier_of
-            yield from (key for key in keys if tier_of.get(key) in slots)
+    def expired(self, keys: Iterable[OffloadKey], *, overtaken: bool) -> None:
+        """A request waits no longer for these pending chunks: count each for the tier that brings it.
 
-    def expired(self, keys: Iterable[OffloadKey]) -> None:
-        """A request waits no longer for these pending chunks: count each for the tier that brings it."""
+        ``overtaken``: computing them is sooner, else it has waited as long as it may.
+        """
         for key in keys:
             if (slot := self._tier_of.get(key)) is not None:
-                slot.metrics.wait_expired += 1
+                slot.metrics.wait_expired += not overtaken
+                slot.metrics.recomputed_cheaper += overtaken
 
     def served(self, keys: Sequence[OffloadKey]) -> dict[TierSlot, list[OffloadKey]]:
         """Return which of the keys each tier brought, if nobody has read them before. Asked once a key."""

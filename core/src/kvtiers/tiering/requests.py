@@ -16,7 +16,7 @@ from kvtiers.api import OffloadKey
 from kvtiers.tiering.tier_slot import TierSlot
 from kvtiers.types import PrefixHits, RequestContext
 
-__all__ = ["LastAnswer", "RequestState", "RequestTable"]
+__all__ = ["LastAnswer", "RequestState", "RequestTable", "RoomWait"]
 
 _REMEMBERED = 4096  # requests that are over, so that a late call for one of them does not open it anew
 
@@ -31,6 +31,15 @@ class LastAnswer(NamedTuple):
     length: int
     last: OffloadKey
     changes: int
+
+
+class RoomWait(NamedTuple):
+    """A request was told ``hits`` of a prefix of ``length`` chunks, and waits until ``slot`` may pin some rows."""
+
+    slot: TierSlot
+    hits: PrefixHits
+    length: int
+    wanted: int
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +70,24 @@ class RequestState:
     answers: dict[int, LastAnswer] = field(default_factory=dict)
     """By group, if all that it waits for there is on its way."""
     load_over: bool = False
-    """It has waited for promotions as long as it may."""
+    """It has waited for promotions as long as it may, or as it should."""
+    is_overtaken: bool = False
+    """It waits no longer since computing is sooner, not since its time is over."""
+    queue: tuple[float, int] = (0.0, 0)
+    """Tokens to be computed before it and behind it, when it began to wait for promotions."""
+    line_until: float | None = None
+    """How long it may stand in line for rows, with nothing on its way."""
+    loading: dict[TierSlot, tuple[int, int]] = field(default_factory=dict)
+    """What each tier brings for it: the place of the last chunk among all that the tier was to bring; how many."""
+    prompt_tokens: int = 0
+    """Of its prompt, as far as the engine says."""
+    has_come: bool = False
+    is_taken_up: bool = False
+    """It was looked up, or is over."""
+    is_computed: bool = False
+    """A lookup has left some of it to be computed."""
+    room_waits: dict[int, RoomWait] = field(default_factory=dict)
+    """By group, if a tier has more of it that gets no row until other loads have ended."""
     reached: dict[int, int] = field(default_factory=dict)
     """By group: how far the run reached when it was last asked about in this step, in tokens."""
     counted: dict[int, int] = field(default_factory=dict)
@@ -108,7 +134,7 @@ class RequestTable:
         self.parked: set[RequestState] = set()
         """The requests with keys that wait to become readable."""
 
-    def open(self, ctx: RequestContext) -> RequestState:
+    def open(self, ctx: RequestContext, prompt_tokens: int = 0) -> RequestState:
         """Take note of a new request. One that is open already stays as it is."""
         state = self._open.get(ctx.request_id)
         if state is not None:
@@ -128,7 +154,8 @@ class RequestTable:
                 allowed.append(slot)
             if slot.hears_of_requests and slot.request_started(ctx) and not slot.options.read_only:
                 whole.append(slot)
-        state = self._open[ctx.request_id] = RequestState(ctx, allowed, whole)
+        state = RequestState(ctx, allowed, whole, prompt_tokens=prompt_tokens)
+        self._open[ctx.request_id] = state
         return state
 
     def get(self, ctx: RequestContext) -> RequestState | None:

@@ -14,13 +14,15 @@ from typing import Any, Literal, ParamSpec, Protocol, TypeVar, runtime_checkable
 from kvtiers._failures import log_with_backoff
 from kvtiers.api import JobResult, LookupResult, OffloadKey, SecondaryTierManager, TierRequest, TransferJob
 from kvtiers.metrics import TierMetrics
+from kvtiers.tiering.load_rate import LoadRate
+from kvtiers.tiering.prefill_cost import PrefillCost
 from kvtiers.tiering.slow_watch import SlowWatch
 
 __all__ = ["TierOptions", "TierSlot"]
 
 _log = logging.getLogger("kvtiers.tiering")
-_SPEED_WEIGHT = 0.2  # of the newest transfer in the running seconds per chunk, at least
-_SPEED_SECONDS = 5.0  # after which what was measured before counts no more
+_TRIALS = (16, 64)  # chunks, in turn: two lengths tell latency and rate apart
+_TRIAL_SECONDS = 5.0  # how often a tier that seems too slow is measured anew
 _HIT = LookupResult.HIT
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -55,11 +57,11 @@ class TierSlot:
         self.metrics = TierMetrics()
         self.retired = ""
         """Why it is out of use; empty while it is not."""
-        self.seconds_per_chunk: float | None = None
-        """Of its loads, running; None until one has been seen."""
-        self.measured_at = -math.inf
-        self.tried_at = -math.inf
-        """When a load was last let through only to measure the tier anew."""
+        self.rate = LoadRate()
+        self.promised_chunks = 0
+        """Chunks for which a row was reserved so far, for this tier to fill."""
+        self._tried_at = -math.inf
+        self._trials = 0
         self._slow_watch = SlowWatch(self.name, self.metrics, self._figures)
         self.hears_of_requests = _overrides(tier, "on_new_request") or _overrides(tier, "on_request_finished")
         """The tier does something when a request begins or ends."""
@@ -163,12 +165,30 @@ class TierSlot:
         """Make no further call to the tier: it is being closed."""
         self.retired = self.retired or "it is closed"
 
-    def measure(self, chunks: int, seconds: float, now: float) -> None:
-        """Take a load into the running seconds per chunk."""
-        weight = min(1.0, max(_SPEED_WEIGHT, (now - self.measured_at) / _SPEED_SECONDS))
-        before = self.seconds_per_chunk or 0.0
-        self.seconds_per_chunk = before + weight * (seconds / chunks - before)
-        self.measured_at = now
+    @property
+    def ended_chunks(self) -> int:
+        """How many of the promised chunks are not under way any more: they came, or never will."""
+        return self.promised_chunks - self.metrics.loading_chunks
+
+    def price(self, chunks: int, tokens: int, cost: PrefillCost, seconds: float = 0.0) -> None:
+        """Count what it saved that these chunks, with the KV of so many tokens, came from here.
+
+        ``seconds``: that they took, where no load was measured yet; jobs that run side by side all count with theirs.
+        """
+        if cost.is_measured:
+            per_chunk = self.rate.seconds_per_chunk
+            computing = tokens * cost.seconds_per_token
+            loading = seconds if per_chunk is None else chunks * per_chunk
+            self.metrics.computing_seconds += computing
+            self.metrics.saved_seconds += max(0.0, computing - loading)
+
+    def trial(self, now: float) -> int:
+        """Return how many chunks may be loaded only to measure the tier anew: a few every 5 s, else none."""
+        if now - max(self.rate.measured_at, self._tried_at) < _TRIAL_SECONDS:
+            return 0
+        self._tried_at = now
+        self._trials += 1
+        return _TRIALS[(self._trials - 1) % len(_TRIALS)]
 
     # The engine's step makes a dozen of these calls: no layer more than these.
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvtiers.tiering.prefill_cost import PrefillCost
 from kvtiers_vllm.own_tiering.prefill import PrefillRate
 
 
@@ -9,7 +10,8 @@ class Engine:
     """Steps of so many seconds; what is new in one, and what was computed in it, is told as vLLM does."""
 
     def __init__(self, ahead=0):
-        self.rate = PrefillRate()
+        self.cost = PrefillCost()
+        self.rate = PrefillRate(self.cost)
         self.now = 100.0
         self.scheduled = []
         self.ahead = ahead
@@ -33,12 +35,12 @@ class Engine:
 def test_nothing_is_known_before_a_prompt_was_computed():
     engine = Engine()
     engine.step(0.01)
-    assert engine.rate.seconds_per_token is None
+    assert not engine.cost.is_measured
     engine.step(0.5, "one whose chunks were all there")
     engine.step(0.01)
     engine.rate.finished("one whose chunks were all there")
     engine.step(0.01)
-    assert engine.rate.seconds_per_token is None
+    assert not engine.cost.is_measured
 
 
 @pytest.mark.parametrize("ahead", [0, 1], ids=["as it comes", "a step ahead"])
@@ -46,7 +48,7 @@ def test_a_prompts_step_over_its_tokens_is_the_rate_also_where_steps_are_schedul
     engine = Engine(ahead)
     for number in range(3):
         engine.prompt(f"r{number}", 1000, 0.5)
-    assert engine.rate.seconds_per_token == pytest.approx(0.0005)
+    assert engine.cost.seconds_per_token == pytest.approx(0.0005)
 
 
 def test_prompts_of_one_step_share_its_time():
@@ -56,10 +58,10 @@ def test_prompts_of_one_step_share_its_time():
     engine.rate.computed("a", 1000)
     engine.rate.computed("b", 200)
     engine.step(0.01)
-    assert engine.rate.seconds_per_token is None, "not all has been told"
+    assert not engine.cost.is_measured, "not all has been told"
     engine.rate.finished("hits alone")
     engine.step(0.01)
-    assert engine.rate.seconds_per_token == pytest.approx(0.0005)
+    assert engine.cost.seconds_per_token == pytest.approx(0.0005)
 
 
 def test_only_the_first_chunks_of_a_long_prompt_belong_to_its_first_step():
@@ -67,7 +69,7 @@ def test_only_the_first_chunks_of_a_long_prompt_belong_to_its_first_step():
     engine.prompt("long", 1000, 0.5)
     engine.rate.computed("long", 5000)
     engine.step(0.01)
-    assert engine.rate.seconds_per_token == pytest.approx(0.0005)
+    assert engine.cost.seconds_per_token == pytest.approx(0.0005)
 
 
 def test_an_idle_hour_after_a_prompt_does_not_count():
@@ -75,7 +77,7 @@ def test_an_idle_hour_after_a_prompt_does_not_count():
     for number in range(5):
         engine.prompt(f"r{number}", 1000, 0.5)
     engine.prompt("the last one", 1000, 3600.0)
-    assert engine.rate.seconds_per_token == pytest.approx(0.0005)
+    assert engine.cost.seconds_per_token == pytest.approx(0.0005)
 
 
 def test_what_never_ends_is_forgotten():

@@ -12,6 +12,7 @@ from kvtiers.host.bounce_buffers import value_views
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.secondary.in_process import InProcessBackend
 from kvtiers.secondary.store_tier import ChunkStoreTier
+from kvtiers.tiering.load_or_recompute import LATE
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 from kvtiers_vllm.own_tiering.idle_backoff import Rest
 from kvtiers_vllm.own_tiering.tier_driver import TierDriver
@@ -147,17 +148,24 @@ def test_what_was_stored_is_found_and_comes_back(bench):
 
 
 def test_seconds_saved_are_those_that_computing_takes_less_those_of_loading(bench):
-    driver, clock = bench.driver, bench.clock
-    assert driver.saved_seconds is None, "nothing was computed yet"
+    driver, clock, metrics = bench.driver, bench.clock, bench.driver.metrics
     driver.end_step(["a"])
     clock.now += 0.64
     driver.end_step()
     bench.store_rows(KEYS[:2], [3, 5])
-    assert driver.saved_seconds == 0.0
+    assert (metrics.computing_seconds, metrics.saved_seconds) == (0.0, 0.0)
     driver.submit(2, KEYS[:2], [7, 8], "a", is_promotion=True)
     assert bench.result(2).success
     assert driver.loaded_tokens == 64
-    assert driver.saved_seconds == pytest.approx(64 * 0.01 - driver.metrics.load_seconds)
+    assert metrics.computing_seconds == pytest.approx(64 * 0.01)
+    assert metrics.saved_seconds == pytest.approx(64 * 0.01 - metrics.load_seconds)
+    for _ in range(20):  # the engine becomes slower
+        driver.end_step(["b"])
+        clock.now += 6.4
+        driver.end_step()
+        driver._prefill.computed("b", 64)
+        driver.end_step()
+    assert metrics.computing_seconds == pytest.approx(64 * 0.01), "priced once, when it came"
 
 
 def test_a_load_that_failed_in_part_says_which_chunks_landed_and_the_others_are_misses_for_their_request(bench):
@@ -322,7 +330,7 @@ def test_a_request_waits_for_loads_as_long_as_computing_takes_or_else_as_for_ans
     bench.store_rows(KEYS[:2], [3, 5])  # 64 tokens
     bench.store.gate.clear()
     bench.driver.submit(2, KEYS[:1], [7], "a", is_promotion=True)
-    bench.clock.now += (32 * seconds_per_token if seconds_per_token else LOOKUP_WAIT) - 0.001
+    bench.clock.now += (LATE * 32 * seconds_per_token if seconds_per_token else LOOKUP_WAIT) - 0.001
     bench.step()
     assert bench.driver.has_jobs()
     bench.clock.now += 0.002

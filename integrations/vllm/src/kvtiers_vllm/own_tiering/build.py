@@ -22,6 +22,8 @@ from kvtiers.secondary.in_process import InProcessBackend
 from kvtiers.secondary.placement import HostedRegion, TierHosts
 from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.start_line import StartFacts, StartLine
+from kvtiers.tiering.load_rate import PRIOR_BYTES_PER_SECOND
+from kvtiers.tiering.prefill_cost import prior_seconds_per_token
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 from kvtiers_vllm.engine import CoreLink, Engine
 from kvtiers_vllm.identity import identity_of, row_layout
@@ -86,6 +88,7 @@ def open_tier(
     slot = TierSlot(0, parts.tier, _options(config))
     tokens = [layout.tokens_per_chunk(group) for group in range(len(layout.groups))]
     load_wait = None if settings.load_wait == "auto" else settings.load_wait
+    slot.rate.prior = layout.payload_bytes(0) / PRIOR_BYTES_PER_SECOND
     idle = core.is_idle if engine.is_alone else lambda: False
     driver = TierDriver(
         slot,
@@ -96,6 +99,7 @@ def open_tier(
         is_idle=idle,
         is_ending=core.is_ending,
         drain=settings.drain,
+        prior=prior_seconds_per_token(layout),
     )
     if config.required and (error := parts.tier.wait_open(config.deadline)):
         parts.close(0.0)

@@ -25,6 +25,9 @@ COUNTERS = {
     "kvtiers_tier_loaded_tokens": "Tokens whose KV these hold.",
     "kvtiers_tier_loaded_bytes": "Bytes of these chunks.",
     "kvtiers_tier_load_seconds": "Seconds that bringing them took.",
+    "kvtiers_tier_loads": "Jobs that have brought something.",
+    "kvtiers_tier_computing_seconds": "Seconds that computing what it brought had taken, each load priced once.",
+    "kvtiers_tier_saved_seconds": "What of that is left without the time of loading; slower loads take nothing away.",
     "kvtiers_tier_failed_loads": "Chunks that were not there, damaged, or too late.",
     "kvtiers_tier_stored_chunks": "Chunks that the tier has taken, or had already.",
     "kvtiers_tier_stored_bytes": "Bytes written.",
@@ -51,7 +54,6 @@ GAUGES = {
     "kvtiers_tier_queued_stores": "Parts of stores that wait for a thread.",
     "kvtiers_tier_unread_bytes": "Bytes written and not read since.",
     "kvtiers_tier_quarantined_rows": "Rows of jobs that were given up and that something may still touch.",
-    "kvtiers_tier_saved_seconds": "Seconds that computing these tokens had taken at this engine's speed, less loading.",
     "kvtiers_tier_breaker_state": "0: in use, 1: out of use, 2: being tried.",
     "kvtiers_tier_full": "1: the tier's store takes no more values; the log says what to do.",
     "kvtiers_tier_too_slow": "1: what the tier has comes too late, and is computed.",
@@ -120,7 +122,6 @@ class TierFigures:
         extra = {
             "left_out_requests": driver.left_out_requests,
             "loaded_tokens": driver.loaded_tokens,
-            "saved_seconds": driver.saved_seconds,
             "off": int(bool(self.opened.off)),
             "shared": int(self.opened.shared),
         }

@@ -8,18 +8,18 @@ one step's end to the next::
 
 vLLM may schedule a step ahead: then a step's time is the next one's. The longer of the two is taken, since a prompt's
 takes longer than a decoding step. Decoding requests in the same step, and what of a prompt is no whole chunk, are in
-the seconds and not in the tokens: it is the engine's speed under the load that it has. The median of the last steps is
-the rate, so that a step that ended in idleness does not count.
+the seconds and not in the tokens: it is the engine's speed under the load that it has. What follows from the steps is
+reckoned as everywhere (``kvtiers/tiering/prefill_cost.py``), so that a step that ended in idleness does not count.
 """
 
-import statistics
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from kvtiers.tiering.prefill_cost import PrefillCost
+
 __all__ = ["PrefillRate"]
 
-_SAMPLES = 33
 _MOST_OPEN = 256
 _INTERVALS = 2
 
@@ -34,15 +34,13 @@ class _Step:
 
 
 class PrefillRate:
-    """Runs on the engine's thread; ``seconds_per_token`` may be read on any."""
+    """Tells ``cost`` of steps. Runs on the engine's thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, cost: PrefillCost) -> None:
+        self._cost = cost
         self._open: deque[_Step] = deque(maxlen=_MOST_OPEN)
         self._step_of: dict[str, _Step] = {}
         self._last_end: float | None = None
-        self._samples: deque[float] = deque(maxlen=_SAMPLES)
-        self.seconds_per_token: float | None = None
-        """None until a prompt has been computed."""
 
     def step_ended(self, new_requests: Iterable[str], now: float) -> None:
         """Take note of a step's end, and of the requests that are computed for the first time in it."""
@@ -75,5 +73,4 @@ class PrefillRate:
 
     def _take(self, step: _Step) -> None:
         if step.tokens:
-            self._samples.append(max(step.intervals) / step.tokens)
-            self.seconds_per_token = statistics.median(self._samples)
+            self._cost.observe(step.tokens, max(step.intervals))

@@ -30,7 +30,6 @@ def _figures_of(opened: OpenedTier) -> dict[str, Any]:
         "shared": opened.shared,
         "hits": driver.metrics.loaded_chunks,
         "tokens": driver.loaded_tokens,
-        "saved_seconds": driver.saved_seconds,
         "left_out_requests": driver.left_out_requests,
         "own": driver.own_stats(),
     }

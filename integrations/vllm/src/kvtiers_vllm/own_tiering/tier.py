@@ -98,6 +98,7 @@ class KvtiersTier(SecondaryTierManager):
     @never_raises(lambda: None)
     def _arrived(self, request: Any) -> None:
         """Ask about a request before vLLM does; where its salt has no tag, leave it out. On any thread."""
+        self._driver.expect(request.request_id, int(getattr(request, "num_prompt_tokens", None) or 0))
         if request.cache_salt and not _RELEASE.tags_salt:
             self._driver.leave_out(request.request_id, request)
             return

@@ -3,14 +3,15 @@
 That manager is vLLM's. It asks key by key, step by step, and frees a job's rows when the job's result is reported: so a
 result is reported only when nothing can touch the rows any more, also that of a job which is given up. A load that has
 taken ``load_wait`` is made to let go of its rows, which it can at once where values are read beside them, and is
-reported then, whatever its calls still do. What else a request can be spared is decided at its lookups:
+reported then, whatever its calls still do. Which prompts are loaded is decided in ``prompts.py``. What else a request
+can be spared is decided at its lookups:
 
 ===============================  ==================================================================
 a lookup is                      when
 ===============================  ==================================================================
 MISS                             the tier is off, or its breaker open; the request is left out, lost
                                  this chunk before, or has waited ``lookup_wait`` for an answer, or
-                                 ``load_wait`` for loads; loads were too slow for somebody a moment ago
+                                 ``load_wait`` for loads; computing its prompt is sooner
 RETRY                            the question is on its way
 HIT                              the tier has it: vLLM submits the load at the end of its step
 ===============================  ==================================================================
@@ -30,29 +31,30 @@ from kvtiers.api import JobResult, LookupResult, OffloadKey, TransferJob, group_
 from kvtiers.metrics import TierMetrics
 from kvtiers.secondary.job_results import good_keys, moved
 from kvtiers.secondary.store_tier import ChunkStoreTier
+from kvtiers.tiering.prefill_cost import PrefillCost
 from kvtiers.tiering.provenance import Origins
 from kvtiers.tiering.tier_slot import TierSlot
 from kvtiers.types import RequestContext
 from kvtiers_vllm.own_tiering.idle_backoff import Rest
 from kvtiers_vllm.own_tiering.locked_tier import AskedTier
 from kvtiers_vllm.own_tiering.prefill import PrefillRate
+from kvtiers_vllm.own_tiering.prompts import Prompt, Prompts
 
 __all__ = ["TierDriver"]
 
 _SCAN_SECONDS = 0.05  # how often deadlines are looked at
 _DRAIN_POLL_SECONDS = 0.002
 _STEP_SECONDS = 0.001  # from a step's end to the next one's begin, at least, if anything is computed
-_PAUSE_SECONDS = 1.0  # in which nothing is loaded after loads were too slow: else all who wait would wait in turn
 
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A job of vLLM's that is not reported yet, ids its own. ``release_at``: when its request has waited enough."""
+    """A job of vLLM's that is not reported yet, ids its own. ``ticket``: of a load, in the tier's rate."""
 
     job: TransferJob
     request: "_Request"
     submitted: float
-    release_at: float
+    ticket: int = 0
     started: float | None = None
     given_up: bool = False
     released: bool = False
@@ -62,15 +64,17 @@ class _Running:
 class _Request:
     """What is known of a request: since when it waits, and which chunks are misses for it.
 
-    ``loads``: under way, since ``loads_since``; ``loads_waited``: seconds in which those before were.
+    ``loads``: under way, since ``loads_since``; ``loads_waited``: seconds in which those before were; ``loads_over``:
+    when it has waited enough for those under way.
     """
 
     context: RequestContext
+    prompt: Prompt
     waits_since: float | None = None
     loads: int = 0
     loads_since: float = 0.0
     loads_waited: float = 0.0
-    load_tokens: int = 0
+    loads_over: float = math.inf
     left_out: bool = False
     lost: set[OffloadKey] = field(default_factory=set)
 
@@ -78,8 +82,8 @@ class _Request:
 class TierDriver:
     """Drives ``slot``. ``lookup_wait``, ``load_wait``: seconds that a request waits for answers and for loads, in all.
 
-    A ``load_wait`` of None: as long as computing would take, which the engine itself shows (``prefill.py``), at least
-    ``lookup_wait``, and no more until it has shown it.
+    A ``load_wait`` of None: as long as computing would take, which the engine itself shows (``prefill.py``), and a
+    tenth; until it has shown it, by ``prior`` seconds a token, and ``lookup_wait`` at least.
     ``tokens_per_chunk[g]``: tokens whose KV a chunk of group g holds. ``is_idle``: nothing but new requests can be
     computed now; asked when a step begins. ``is_ending``: the engine goes on only for the work that there is; after
     ``drain`` seconds of that, stores which have not ended are dropped.
@@ -97,6 +101,7 @@ class TierDriver:
         is_idle: Callable[[], bool] = lambda: False,
         is_ending: Callable[[], bool] = lambda: False,
         drain: float = 10.0,
+        prior: float = 0.0,
     ) -> None:
         self._slot = slot
         self._tier = AskedTier(slot)
@@ -109,13 +114,12 @@ class TierDriver:
         self._began_idle = False
         self._ended = 0.0  # the one before
         self._lookup_wait = lookup_wait
-        self._load_wait = load_wait
-        self._pause_until = 0.0
+        self._prompts = Prompts(slot, PrefillCost(prior), tokens_per_chunk, lookup_wait, load_wait, clock)
         self._late: dict[int, _Running] = {}
         self._close = close
         self._tokens_per_chunk = tokens_per_chunk
         self._clock = clock
-        self._prefill = PrefillRate()
+        self._prefill = PrefillRate(self._prompts.cost)
         self._jobs: dict[int, _Running] = {}
         self._requests: dict[str, _Request] = {}
         self._to_leave_out: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
@@ -134,16 +138,6 @@ class TierDriver:
         """What happened between the engine and the tier."""
         return self._slot.metrics
 
-    @property
-    def saved_seconds(self) -> float | None:
-        """What computing had taken that loading did not: tokens loaded, times seconds a token, less seconds of loading.
-
-        The seconds a token are those that this engine takes (``prefill.py``); None until it has computed a prompt.
-        Those of loading are the jobs' own, from a job's begin in the tier to its end; jobs of one time all count.
-        """
-        rate = self._prefill.seconds_per_token
-        return None if rate is None else self.loaded_tokens * rate - self.metrics.load_seconds
-
     def own_stats(self) -> dict[str, float]:
         """Return the tier's own figures."""
         tier = self._slot.tier
@@ -159,6 +153,7 @@ class TierDriver:
         """Take note of a request."""
         request = self._requests[request_id] = self._new_request(request_id, params or {})
         self.left_out_requests += request.left_out
+        self._prompts.came(request.prompt)
 
     def leave_out(self, request_id: str, request: object) -> None:
         """Let a request that comes find nothing in the tier and store nothing, until it has finished. Any thread.
@@ -167,9 +162,14 @@ class TierDriver:
         """
         self._to_leave_out[request_id] = request
 
+    def expect(self, request_id: str, prompt_tokens: int) -> None:
+        """Take note of how long the prompt of a request is that comes. Any thread."""
+        self._prompts.expect(request_id, prompt_tokens)
+
     def request_finished(self, request_id: str) -> None:
         """Forget a request."""
-        self._requests.pop(request_id, None)
+        if (request := self._requests.pop(request_id, None)) is not None:
+            self._prompts.taken_up(request.prompt)
         self._to_leave_out.pop(request_id, None)
         self._prefill.finished(request_id)
 
@@ -179,14 +179,14 @@ class TierDriver:
         request = self._request(request_id)
         if key in request.lost or request.left_out or not self._slot.available():
             return LookupResult.MISS
-        if self._pause_until and self._is_paused():
-            self.metrics.recomputed_cheaper += 1
-            return LookupResult.MISS
         hits, unresolved = self._tier.ask(key, request.context)
         while unresolved and self._began_idle and self._rest_for_answer([key]):
             hits, unresolved = self._tier.ask(key, request.context)
         if hits:
-            return LookupResult.HIT
+            if self._prompts.loads_chunk(request.prompt, key):
+                return LookupResult.HIT
+            self.metrics.recomputed_cheaper += 1
+            return LookupResult.MISS
         if not unresolved:
             return LookupResult.MISS
         now = self._clock()
@@ -216,8 +216,8 @@ class TierDriver:
             self._results.append(JobResult(job_id, success=True))  # as it is meant to be: nobody is to count a failure
             return
         job = TransferJob(job_id, keys, memoryview(array("i", rows)), is_promotion, request.context)
-        release_at = self._loads_over(request, keys, now) if is_promotion else math.inf
-        running = self._jobs[job_id] = _Running(job, request, now, release_at)
+        ticket = self._load_begins(request, keys, now) if is_promotion else 0
+        running = self._jobs[job_id] = _Running(job, request, now, ticket)
         self.metrics.running_jobs += 1
         self.metrics.loading_chunks += len(job.keys) if is_promotion else 0
         usable = self._slot.available() and (is_promotion or not self._drops_stores())
@@ -245,6 +245,11 @@ class TierDriver:
         self._tier.end_step()
         now = self._clock()
         self._slot.watch_speed(now)
+        new_requests = list(new_requests)
+        for request_id in new_requests:
+            if (request := self._requests.get(request_id)) is not None:
+                self._prompts.computes(request.prompt)
+        self._prompts.end_step()
         self._prefill.step_ended(new_requests, now)
         computed = (self._began if self._began is not None else now) - self._ended >= _STEP_SECONDS
         self._rest.step(idle=not computed and self.metrics.loading_chunks > 0)
@@ -296,7 +301,8 @@ class TierDriver:
         return request if request is not None else self._new_request(request_id, {})
 
     def _new_request(self, request_id: str, params: Mapping[str, object]) -> _Request:
-        return _Request(RequestContext(request_id, params), left_out=request_id in self._to_leave_out)
+        context, prompt = RequestContext(request_id, params), self._prompts.new(request_id)
+        return _Request(context, prompt, left_out=request_id in self._to_leave_out)
 
     def _tokens(self, keys: Sequence[OffloadKey]) -> int:
         """Return of how many tokens these chunks hold the KV: of a hybrid model's groups, of the one with the most."""
@@ -312,10 +318,7 @@ class TierDriver:
         for job_id in news.failed:
             if (failed := self._jobs.get(job_id)) is not None:
                 self._give_up(failed, tell=False)
-        for result in news.finished:
-            self._late.pop(result.job_id, None)
-            if (ended := self._jobs.get(result.job_id)) is not None:
-                self._finish(ended, result)
+        self._take_results(news.finished)
         self._let_go(news.released)
         if self._drops_stores():
             self._tier.drop([job_id for job_id, running in self._jobs.items() if not running.job.is_promotion])
@@ -324,35 +327,43 @@ class TierDriver:
             self._next_scan = now + _SCAN_SECONDS
             self._expire(now)
 
+    def _take_results(self, results: Sequence[JobResult]) -> None:
+        for result in results:
+            if (late := self._late.pop(result.job_id, None)) is not None:
+                self._load_measured(late, result)
+            if (ended := self._jobs.get(result.job_id)) is not None:
+                self._finish(ended, result)
+        if results:
+            self._slot.rate.look_ends(self._clock())
+
     def _drops_stores(self) -> bool:
         """Say whether the engine has been ending for so long that stores are not waited for any more."""
         if self._drop_at is None and self._is_ending():
             self._drop_at = self._clock() + self._drain
         return self._drop_at is not None and self._clock() >= self._drop_at
 
-    def _loads_over(self, request: _Request, keys: Sequence[OffloadKey], now: float) -> float:
-        """Return until when a request waits for its loads, of which these are some.
+    def _load_begins(self, request: _Request, keys: Sequence[OffloadKey], now: float) -> int:
+        """Take note of a load, and until when its request waits; return the load's ticket.
 
         Between loads it waits for nothing: vLLM may compute it, put it aside, and have it loaded anew much later.
         """
         if not request.loads:
             request.loads_since = now
         request.loads += 1
-        request.load_tokens += self._tokens(keys)
-        rate = self._prefill.seconds_per_token
-        auto = max(self._lookup_wait, request.load_tokens * rate) if rate is not None else self._lookup_wait
-        wait = auto if self._load_wait is None else self._load_wait
-        return request.loads_since + wait - request.loads_waited
+        wait = self._prompts.loads(request.prompt, self._tokens(keys))
+        request.loads_over = request.loads_since + wait - request.loads_waited
+        return self._slot.rate.begins(now)
 
     def _load_ended(self, request: _Request) -> None:
         request.loads -= 1
         if not request.loads:
             request.loads_waited += self._clock() - request.loads_since
 
-    def _is_paused(self) -> bool:
-        paused = self._clock() < self._pause_until
-        self._pause_until = self._pause_until if paused else 0.0
-        return paused
+    def _load_measured(self, running: _Running, result: JobResult) -> None:
+        """Take what a load has shown of the tier's speed, whether somebody still waited for it or not."""
+        good = good_keys(running.job, result)
+        seconds = moved(result)[1] if good else 0.0
+        self._slot.rate.ends(running.ticket, len(good), seconds, self._clock())
 
     def _let_go(self, released: Sequence[int]) -> None:
         """Make loads that their requests have waited for long enough let go of their rows; report those that have."""
@@ -362,10 +373,10 @@ class TierDriver:
                 self._finish(running, JobResult(job_id, success=False))
         now = self._clock() if self._jobs else 0.0
         for running in self._jobs.values():
-            if now >= running.release_at and not (running.released or running.given_up):
+            is_over = running.job.is_promotion and now >= running.request.loads_over
+            if is_over and not (running.released or running.given_up):
                 running.released = True
                 self.metrics.wait_expired += len(running.job.keys)
-                self._pause_until = now + _PAUSE_SECONDS
                 self._tier.release(running.job.job_id)
 
     def _expire(self, now: float) -> None:
@@ -380,6 +391,10 @@ class TierDriver:
         if running.given_up:
             return
         running.given_up = True
+        if running.job.is_promotion:  # at least that slow: it must not look fast to the next request
+            now = self._clock()
+            self._slot.rate.drop(running.ticket)
+            self._slot.rate.add(len(running.job.keys), now - running.submitted, now)
         self.metrics.quarantined_rows += len(running.job.keys) if running.job.job_id in self._jobs else 0
         if tell:
             self._tier.abandon(running.job.job_id)
@@ -394,11 +409,13 @@ class TierDriver:
         nbytes, seconds = moved(result)
         if job.is_promotion:
             self._load_ended(running.request)
+            if job.job_id not in self._late:
+                self._load_measured(running, result)
             metrics.loading_chunks -= len(job.keys)
             metrics.loaded_chunks += len(good)
             metrics.loaded_bytes += nbytes
             metrics.load_seconds += seconds
-            self.loaded_tokens += self._tokens(good)
+            self._count_loaded(running.request, good, seconds)
             self._origins.read(self._slot, good)
             self._note_lost(job, good)
         else:
@@ -410,6 +427,14 @@ class TierDriver:
         complete = len(good) == len(job.keys)
         partly = None if complete or not job.is_promotion else good
         self._results.append(JobResult(job.job_id, complete, partly, nbytes, seconds))
+
+    def _count_loaded(self, request: _Request, good: Sequence[OffloadKey], seconds: float) -> None:
+        if good:
+            tokens = self._tokens(good)
+            self.metrics.loads += 1
+            self.loaded_tokens += tokens
+            request.prompt.loaded += tokens
+            self._slot.price(len(good), tokens, self._prompts.cost, seconds)
 
     def _note_lost(self, job: TransferJob, good: Sequence[OffloadKey]) -> None:
         """A chunk whose load failed is a miss for the request that asked for it, or it would ask for ever."""

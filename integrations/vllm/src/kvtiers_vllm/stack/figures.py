@@ -12,7 +12,6 @@ from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.status import StatusSocket, answer_status
 from kvtiers_vllm.own_tiering.metrics import COUNTERS, EVERY_SECONDS, GAUGES, tier_definitions
 from kvtiers_vllm.plugin_figures import plugin_values
-from kvtiers_vllm.stack.steps import StepClock
 
 __all__ = ["StackFacts", "StackFigures", "definitions", "open_stack_status"]
 
@@ -61,17 +60,11 @@ class StackFacts:
 
     stats: Callable[[], Mapping[str, Any]]
     layout: CacheLayout
-    steps: StepClock
     shared: bool
 
     def tokens(self, figures: Mapping[str, Any]) -> int:
         """Return the tokens of prompts whose KV a tier brought."""
         return int(figures["prefix_hits"]) * self.layout.tokens_per_chunk(self.layout.prefix_group)
-
-    def saved_seconds(self, figures: Mapping[str, Any]) -> float | None:
-        """Return what computing these tokens had taken, less the time of loading; None while nobody knows."""
-        rate = self.steps.seconds_per_token
-        return None if rate is None else self.tokens(figures) * rate - figures["load_seconds"]
 
 
 class StackFigures:
@@ -108,7 +101,7 @@ class StackFigures:
         facts = self._facts
         stats = facts.stats()
         for tier, figures in stats["tiers"].items():
-            ours = {"off": 0, "shared": int(facts.shared), "saved_seconds": facts.saved_seconds(figures)}
+            ours = {"off": 0, "shared": int(facts.shared)}
             known = {**figures, **figures["own"], **ours}
             yield from _numbers(_TIER_NAMES, "kvtiers_tier_", known, (tier,))
             for name, more, value in plugin_values(figures["own"], _TIER_NAMES):
@@ -138,5 +131,4 @@ def open_stack_status(
 
 
 def _with_facts(facts: StackFacts, figures: Mapping[str, Any]) -> dict[str, Any]:
-    ours = {"tokens": facts.tokens(figures), "saved_seconds": facts.saved_seconds(figures)}
-    return {**figures, **ours, "off": "", "shared": facts.shared}
+    return {**figures, "tokens": facts.tokens(figures), "off": "", "shared": facts.shared}

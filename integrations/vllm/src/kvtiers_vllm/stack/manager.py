@@ -103,7 +103,9 @@ class KvtiersManager(OffloadingManager):
             request.out = True
             self._say_unseen()
         with self._manager.lock:
-            return RequestOffloadingContext(_POLICIES[self._manager.on_new_request(request.context)])
+            return RequestOffloadingContext(
+                _POLICIES[self._manager.on_new_request(request.context, request.prompt_tokens)]
+            )
 
     def _say_unseen(self) -> None:
         if not self._said_unseen:

@@ -44,6 +44,8 @@ class OpenRequest:
     has_local_prefix: bool = False
     """vLLM has part of it in its own prefix cache, which does not look at adapters' files."""
     load_failed: bool = False
+    prompt_tokens: int = 0
+    """0 where vLLM does not say."""
     waits_since: float | None = None
     runs: dict[int, Run] = field(default_factory=dict)
     """This step's answers, by group."""
@@ -123,6 +125,7 @@ class RequestBook:
         ahead = self._ahead.pop(request_id, None)
         if ahead is not None and ahead[0] is shown:
             request.use(ahead[1])
+        request.prompt_tokens = int(getattr(shown, "num_prompt_tokens", None) or 0)
         if shown is not None and shown.lora_request is not None:
             request.look = self._looks.begin(shown.lora_request)
         self._open[request_id] = request

@@ -120,7 +120,7 @@ class KvtiersOffloadingSpec(OffloadingSpec):
             raise
         weights = Weights(identity.model.weights, updates.version, lambda: updates.resets)
         steps = StepClock()
-        facts = StackFacts(manager.stats, layout, steps, shared)
+        facts = StackFacts(manager.stats, layout, shared)
         tiers = [tier.tier_name for tier in self._config.secondary]
         status = open_stack_status(facts, tiers, f"vLLM {vllm_version}", self._config.namespace, manager.fingerprint)
         looks = AdapterLooks()

@@ -1,0 +1,161 @@
+"""How fast a tier loads: seconds to the first chunk, and seconds a chunk from then on.
+
+Before its first load a tier is taken to bring 2 GB/s (a network's or one drive's rate) of what stands before a request,
+and the request's own at once: a load is how a tier is measured, so the first one is made, and not all behind it.
+
+Measured from the loads that there are, in stretches that each begin and end with a look at the tier's results::
+
+    seconds of a stretch = latency, if the tier was idle before it, + chunks x seconds a chunk
+
+A job that had the tier to itself counts with its own seconds, which the tier has measured: the engine may see its end a
+step later. Of jobs that run side by side the own seconds overlap, so the shorter of their sum and of the engine's clock
+counts. A stretch that is an outlier changes a weighted median little; one that is some seconds old weighs little, so
+a tier that has become slower or faster is believed within seconds. Latency and rate come apart where stretches were
+seen that went on from one before, or that have several lengths (Theil-Sen: the median slope between two of them);
+before, all is taken as the rate.
+"""
+
+import itertools
+import math
+from collections import deque
+from typing import NamedTuple
+
+from kvtiers.tiering.robust import weighted_quantile
+
+__all__ = ["PRIOR_BYTES_PER_SECOND", "LoadRate"]
+
+PRIOR_BYTES_PER_SECOND = 2e9
+"""Of a tier that has brought nothing yet."""
+
+_STRETCHES = 12
+_HALF_LIFE = 2.0  # seconds after which a stretch weighs half: a trial 5 s later outweighs what was before it
+_MOST_WEIGHT = 64  # chunks: what a trial brings is not drowned in one long load
+_LEAST_SECONDS = 0.005  # shorter looks are put together: a result may be seen some of that late
+_LEAST_RATIO = 1.5  # of two lengths that say something of the slope between them
+
+
+class _Stretch(NamedTuple):
+    """So many chunks came in so many seconds. ``is_fresh``: the tier was idle before, so the latency is in it."""
+
+    chunks: int
+    seconds: float
+    at: float
+    is_fresh: bool
+
+
+class LoadRate:
+    """The measured speed of one tier's loads; runs on the engine's thread."""
+
+    def __init__(self, prior: float = 0.0) -> None:
+        self.prior = prior
+        """Seconds a chunk until something has come."""
+        self.measured_at = -math.inf
+        self._tickets = itertools.count(1)
+        self._running: dict[int, float] = {}  # by ticket, when it was submitted
+        self._newest_ended = 0
+        self._behind = 0  # running jobs that are newer than the newest that has ended
+        self._behind_since = 0.0
+        self._since = 0.0  # of the stretch that is open
+        self._is_fresh = True
+        self._begun = 0  # jobs since the tier was idle
+        self._chunks = 0
+        self._seconds = 0.0
+        self._stretches: deque[_Stretch] = deque(maxlen=_STRETCHES)
+        self._fit: tuple[float, float] | None = None
+
+    # -- what happens
+
+    def begins(self, now: float) -> int:
+        """Take note of a load that is handed to the tier; return its ticket for ``ends``."""
+        ticket = next(self._tickets)
+        if not self._running:
+            self._since, self._is_fresh, self._begun, self._chunks, self._seconds = now, True, 0, 0, 0.0
+        if not self._behind:
+            self._behind_since = now
+        self._running[ticket] = now
+        self._behind += 1
+        self._begun += 1
+        return ticket
+
+    def ends(self, ticket: int, chunks: int, seconds: float, now: float) -> None:
+        """Take note of a load's end: so many chunks came, by the tier's clock in so many seconds (0: it has none)."""
+        submitted = self._running.pop(ticket, now)
+        if ticket > self._newest_ended:
+            self._newest_ended = ticket
+            self._behind = sum(other > ticket for other in self._running)
+            self._behind_since = now
+        self._chunks += chunks
+        self._seconds += seconds or now - submitted
+
+    def drop(self, ticket: int) -> None:
+        """Forget a load that was given up: whatever comes of it says nothing of the next one."""
+        if self._running.pop(ticket, None) is not None and ticket > self._newest_ended:
+            self._behind -= 1
+
+    def look_ends(self, now: float) -> None:
+        """Close the stretch, if something has come in it and it was long enough; after all results of one look."""
+        took = now - self._since
+        if not self._chunks or (took < _LEAST_SECONDS and self._running):
+            return
+        seconds = self._seconds if self._begun == 1 or took <= 0 else min(self._seconds, took)
+        self.add(self._chunks, seconds, now, is_fresh=self._is_fresh)
+        self._since, self._is_fresh, self._chunks, self._seconds = now, False, 0, 0.0
+
+    def add(self, chunks: int, seconds: float, now: float, *, is_fresh: bool = True) -> None:
+        """Take a stretch into account."""
+        self._stretches.append(_Stretch(chunks, seconds, now, is_fresh))
+        self.measured_at = now
+        self._fit = None
+
+    # -- what follows
+
+    @property
+    def seconds_per_chunk(self) -> float | None:
+        """Seconds a chunk, without the latency; None until something has come."""
+        return self._fitted()[1] if self._stretches else None
+
+    @property
+    def latency(self) -> float:
+        """Seconds to the first chunk of an idle tier, as far as they are known."""
+        return self._fitted()[0] if self._stretches else 0.0
+
+    def expected(self, chunks: int, others: int, now: float) -> float:
+        """Return in how many seconds so many chunks are there, behind ``others`` that are under way.
+
+        At least as long as nothing of what is under way has come: so long it may be silent again.
+        """
+        if self._stretches:
+            latency, per_chunk = self._fitted()
+            return max(latency + (chunks + others) * per_chunk, self.stalled(now))
+        return max(others * self.prior, self.stalled(now))
+
+    def stalled(self, now: float) -> float:
+        """Return for how long nothing has come, though something is under way that is newer than what came last.
+
+        A single job that hangs while newer ones come does not count.
+        """
+        return now - self._behind_since if self._behind else 0.0
+
+    def _fitted(self) -> tuple[float, float]:
+        if self._fit is None:
+            self._fit = self._fit_anew()
+        return self._fit
+
+    def _fit_anew(self) -> tuple[float, float]:
+        stretches, newest = self._stretches, self._stretches[-1].at
+        weights = [min(it.chunks, _MOST_WEIGHT) * 0.5 ** ((newest - it.at) / _HALF_LIFE) for it in stretches]
+        whole = [(it.seconds / it.chunks, weight) for it, weight in zip(stretches, weights, strict=True)]
+        per_chunk = weighted_quantile(whole)
+        fresh = [(it, weight) for it, weight in zip(stretches, weights, strict=True) if it.is_fresh]
+        slopes = [
+            ((b.seconds - a.seconds) / (b.chunks - a.chunks), min(first, second))
+            for (a, first), (b, second) in itertools.combinations(fresh, 2)
+            if max(a.chunks, b.chunks) >= _LEAST_RATIO * min(a.chunks, b.chunks)
+        ]
+        slopes += [pair for it, pair in zip(stretches, whole, strict=True) if not it.is_fresh]
+        if not slopes or not fresh:
+            return 0.0, per_chunk
+        # Of what the best stretch took no more than half is believed to be latency: longer ones will say.
+        slope = max(weighted_quantile(slopes), min(rate for rate, _ in whole) / 2)
+        latency = weighted_quantile([(it.seconds - it.chunks * slope, weight) for it, weight in fresh])
+        return (latency, slope) if latency > 0 else (0.0, per_chunk)

@@ -1,0 +1,162 @@
+"""Which of vLLM's prompts are loaded from a tier, and for how long: the model of ``load_or_recompute.py`` in core.
+
+vLLM asks chunk by chunk, so how much of a prompt a tier has is not known when its first chunk is decided upon: the
+prompt's length is taken, which a request shows when it comes, and the decision holds for all its chunks in that step,
+and for as long as it has loads. What was decided in a step is on its way only at the step's end: until then it is
+promised. A prompt of unknown length is loaded. Before a prompt are those that vLLM has begun, as long as computing
+them takes by the clock; behind it are those that have come and were neither begun nor loaded.
+
+How long a request waits for its loads follows from what they bring, which is known then. One load that is late is no
+reason to load nothing for others. A tier that brings nothing at all of what is under way is one: it counts as at least
+so slow as it has been silent, also where ``load_wait`` was given.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvtiers.api import OffloadKey
+from kvtiers.tiering.load_or_recompute import LATE, GpuQueue
+from kvtiers.tiering.prefill_cost import PrefillCost
+from kvtiers.tiering.tier_slot import TierSlot
+
+__all__ = ["Prompt", "Prompts"]
+
+_MOST_EXPECTED = 4096  # requests that come and are not told of: the oldest are forgotten
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """One request's, in tokens. ``queue``: those of others before it and behind it when its loads began.
+
+    ``decided_in``: which step. ``promised``: chunks that it is to load, and of which no load has begun.
+    ``trial``: how many chunks are loaded only to measure the tier; ``tried``: those of them that were asked for.
+    """
+
+    tokens: int = 0
+    has_come: bool = False
+    is_taken_up: bool = False
+    is_loaded: bool = False
+    decided_in: int = -1
+    promised: int = 0
+    queue: tuple[float, int] | None = None
+    loading: int = 0
+    loaded: int = 0
+    trial: int = 0
+    tried: set[OffloadKey] = field(default_factory=set)
+
+
+class Prompts:
+    """Weighs the tier in ``slot`` against computing. Engine's thread, but for ``expect``."""
+
+    def __init__(
+        self,
+        slot: TierSlot,
+        cost: PrefillCost,
+        tokens_per_chunk: Sequence[int],
+        lookup_wait: float,
+        load_wait: float | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.cost = cost
+        self._slot = slot
+        self._chunk_tokens = max(tokens_per_chunk, default=0)
+        self._lookup_wait = lookup_wait
+        self._load_wait = load_wait
+        self._clock = clock
+        self._gpu = GpuQueue(cost, clock)
+        self._expected: dict[str, int] = {}
+        self._step = 0
+        self._promised = 0
+
+    # -- a prompt's way
+
+    def expect(self, request_id: str, tokens: int) -> None:
+        """Take note of how long a prompt is whose request comes. Any thread."""
+        self._expected[request_id] = tokens
+        if len(self._expected) > _MOST_EXPECTED:
+            self._expected.pop(next(iter(self._expected)), None)
+
+    def new(self, request_id: str) -> Prompt:
+        """Return the prompt of a request, which may have been expected."""
+        return Prompt(self._expected.pop(request_id, 0))
+
+    def came(self, prompt: Prompt) -> None:
+        """A request has come, and waits for its turn."""
+        prompt.has_come = True
+        self._gpu.waiting += prompt.tokens
+
+    def taken_up(self, prompt: Prompt) -> None:
+        """A prompt does not wait for the GPU any more: it is begun, loaded, or over."""
+        self._promise(prompt, 0)
+        if prompt.has_come and not prompt.is_taken_up:
+            prompt.is_taken_up = True
+            self._gpu.waiting -= prompt.tokens
+
+    def computes(self, prompt: Prompt) -> None:
+        """The engine begins a prompt: what was not loaded of it is computed. Afterwards it is decided anew."""
+        self.taken_up(prompt)
+        self._gpu.computes(max(0, prompt.tokens - prompt.loaded))
+        prompt.is_loaded, prompt.decided_in, prompt.queue = False, -1, None
+        prompt.loading = prompt.loaded = prompt.trial = 0
+        prompt.tried.clear()
+
+    def end_step(self) -> None:
+        """Let what comes next be decided by what is then."""
+        self._step += 1
+
+    # -- decisions
+
+    def loads_chunk(self, prompt: Prompt, key: OffloadKey) -> bool:
+        """Say whether a chunk that the tier has is to be loaded."""
+        if prompt.decided_in < self._step and not prompt.loading:
+            self._decide(prompt)
+        if prompt.is_loaded or not prompt.trial:
+            return prompt.is_loaded
+        if len(prompt.tried) < prompt.trial:
+            prompt.tried.add(key)
+        return key in prompt.tried
+
+    def loads(self, prompt: Prompt, tokens: int) -> float:
+        """Take note that a load brings so many tokens; return how long their request waits for its loads, in all."""
+        if prompt.queue is None:
+            prompt.queue = self._gpu.ahead, self._behind(prompt)
+        self.taken_up(prompt)
+        prompt.loading += tokens
+        if self._load_wait is not None:
+            return self._load_wait
+        return self._at_least(LATE * self._seconds(prompt.loading, *prompt.queue))
+
+    def _decide(self, prompt: Prompt) -> None:
+        prompt.decided_in = self._step
+        self._promise(prompt, 0)
+        prompt.is_loaded = self._is_sooner(prompt)
+        if prompt.is_loaded:
+            self._promise(prompt, prompt.tokens // max(1, self._chunk_tokens))
+        elif self._load_wait is None and not prompt.trial:
+            prompt.trial = self._slot.trial(self._clock())
+
+    def _promise(self, prompt: Prompt, chunks: int) -> None:
+        if prompt.has_come and not prompt.is_taken_up:  # what is to be loaded does not wait for the GPU
+            self._gpu.waiting += prompt.tokens * (bool(prompt.promised) - bool(chunks))
+        self._promised += chunks - prompt.promised
+        prompt.promised = chunks
+
+    def _is_sooner(self, prompt: Prompt) -> bool:
+        rate, now = self._slot.rate, self._clock()
+        if self._load_wait is not None:
+            return rate.stalled(now) < self._load_wait
+        if not (prompt.tokens and self._chunk_tokens):
+            return rate.stalled(now) <= self._at_least(0.0)
+        chunks = prompt.tokens // self._chunk_tokens
+        soon = rate.expected(chunks, self._slot.metrics.loading_chunks + self._promised, now)
+        return soon <= self._at_least(self._seconds(prompt.tokens, self._gpu.ahead, self._behind(prompt)))
+
+    def _behind(self, prompt: Prompt) -> int:
+        own = prompt.tokens if prompt.has_come and not (prompt.is_taken_up or prompt.promised) else 0
+        return self._gpu.waiting - own
+
+    def _seconds(self, own: int, ahead: float, behind: int) -> float:
+        return (ahead + own + min(behind, own)) * self.cost.seconds_per_token
+
+    def _at_least(self, seconds: float) -> float:
+        return seconds if self.cost.is_measured else max(self._lookup_wait, seconds)

@@ -1,0 +1,103 @@
+"""What computing and loading cost is told from what was seen, and no single outlier decides for long."""
+
+import pytest
+
+from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.tiering.load_rate import LoadRate
+from kvtiers.tiering.prefill_cost import PrefillCost, prior_seconds_per_token
+
+
+def load(rate, now, chunks, seconds):
+    """One job that has the tier to itself; return when it has ended."""
+    ticket = rate.begins(now)
+    rate.ends(ticket, chunks, seconds, now + seconds)
+    rate.look_ends(now + seconds)
+    return now + seconds
+
+
+def test_a_prior_stands_until_something_was_computed_and_no_longer():
+    cost = PrefillCost(131e-6)
+    assert (cost.seconds_per_token, cost.is_measured) == (131e-6, False)
+    cost.observe(8192, 0.25)
+    assert cost.seconds_per_token == pytest.approx(0.25 / 8192)
+
+
+def test_the_prior_is_an_engine_that_makes_a_gigabyte_of_kv_a_second():
+    page = 16 * 4096  # of 16 tokens, in each of 32 tensors: Llama 3.1 8B in bfloat16
+    tensors = tuple(KVTensor(f"t{number}", 0, page) for number in range(32))
+    layout = CacheLayout(ModelIdentity("m"), (KVGroup("g", 16),), tensors)
+    assert prior_seconds_per_token(layout) == pytest.approx(131e-6, rel=0.01)
+
+
+def test_slow_steps_at_the_start_do_not_decide_once_there_is_one_good_one_for_two_of_them():
+    cost = PrefillCost()
+    for seconds in (3.6, 3.6, 0.25):
+        cost.observe(8192, seconds)
+    assert cost.seconds_per_token == pytest.approx(0.25 / 8192)
+
+
+def test_steps_after_hits_which_compute_few_tokens_do_not_make_tokens_dear_however_many_there_are():
+    cost = PrefillCost()
+    cost.observe(8192, 0.25)
+    for _ in range(100):
+        cost.observe(16, 0.02)
+    assert cost.seconds_per_token == pytest.approx(0.25 / 8192)
+
+
+def test_of_jobs_that_run_side_by_side_the_clock_counts_and_not_the_sum_of_their_own_seconds():
+    rate = LoadRate()
+    tickets = [rate.begins(10.0) for _ in range(8)]
+    for ticket in tickets:
+        rate.ends(ticket, 64, 0.16, 10.16)
+    rate.look_ends(10.16)
+    assert rate.seconds_per_chunk == pytest.approx(0.16 / (8 * 64))
+
+
+def test_of_a_job_alone_its_own_seconds_count_and_not_when_the_engine_has_seen_its_end():
+    rate = LoadRate()
+    ticket = rate.begins(10.0)
+    rate.ends(ticket, 64, 0.02, 10.5)
+    rate.look_ends(10.5)
+    assert rate.seconds_per_chunk == pytest.approx(0.02 / 64)
+
+
+def test_loads_of_several_lengths_tell_latency_and_rate_apart():
+    rate, now = LoadRate(), 10.0
+    for chunks in (4, 64, 16, 32):
+        now = load(rate, now + 0.1, chunks, 0.05 + chunks * 0.001)
+    assert rate.latency == pytest.approx(0.05, rel=0.01)
+    assert rate.seconds_per_chunk == pytest.approx(0.001, rel=0.01)
+    assert rate.expected(1000, 0, now) == pytest.approx(1.05, rel=0.01)
+
+
+def test_one_load_that_takes_far_longer_changes_nothing():
+    rate, now = LoadRate(), 10.0
+    for seconds in (0.01, 0.01, 5.0, 0.01):
+        now = load(rate, now, 64, seconds)
+    assert rate.seconds_per_chunk == pytest.approx(0.01 / 64)
+
+
+def test_a_trial_outweighs_what_was_before_it():
+    rate = LoadRate()
+    now = load(rate, 10.0, 512, 5.0)
+    load(rate, now + 5.0, 16, 0.0016)
+    assert rate.seconds_per_chunk == pytest.approx(0.0001)
+
+
+def test_a_tier_that_brings_nothing_counts_as_at_least_as_slow_as_it_has_been_silent():
+    rate = LoadRate()
+    load(rate, 10.0, 64, 0.01)
+    hung = rate.begins(20.0)
+    assert rate.stalled(20.7) == pytest.approx(0.7)
+    assert rate.expected(1, 0, 20.7) == pytest.approx(0.7)
+    newer = rate.begins(20.8)
+    rate.ends(newer, 64, 0.01, 20.9)
+    assert rate.stalled(25.0) == 0.0, "a single job that hangs is none of the others' concern"
+    rate.drop(hung)
+    assert rate.stalled(25.0) == 0.0
+
+
+def test_before_the_first_load_others_stand_before_a_request_by_a_prior_and_its_own_chunks_by_nothing():
+    rate = LoadRate(prior=0.008)
+    assert rate.expected(1000, 0, 10.0) == 0.0
+    assert rate.expected(1000, 64, 10.0) == pytest.approx(0.512)
