@@ -12,9 +12,8 @@ import sys
 import time
 from pathlib import Path  # noqa: F401 -- for the code that is sent
 
-from kvtiers.region import populate, prefault  # noqa: F401 -- for the code that is sent
-
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.region import populate, prefault  # noqa: F401 -- for the code that is sent
 from kvtiers.region.client import RegionJoin  # noqa: F401 -- for the code that is sent
 from kvtiers.region.handshake import (  # noqa: F401 -- for the code that is sent
     Kind,

@@ -8,6 +8,7 @@ import pytest
 
 from kvtiers.gpu import pinning
 from kvtiers.gpu.cuda_driver import CudaError
+from kvtiers.gpu.pin_pace import PinPace
 from kvtiers.gpu.pinning import PinnedRows
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.region.client import JoinStatus, RegionJoin
@@ -40,8 +41,8 @@ class Pinner:
 class Join(RegionJoin):
     """A rank whose region the test populates."""
 
-    def populate(self, rows, ended=False):
-        self._set(JoinStatus("ready", "", rows, ended))
+    def populate(self, rows, ended=False, memory_is_short=False):
+        self._set(JoinStatus("ready", "", rows, ended, memory_is_short))
 
 
 @pytest.fixture
@@ -53,8 +54,9 @@ def join():
     join.close()
 
 
-def start(pinner, join, settle=lambda: None, piece=3 * STRIDE):
-    return PinnedRows(pinner, join, ADDRESS, settle, piece)
+def start(pinner, join, settle=lambda: None, piece=3 * STRIDE, **how):
+    pace = PinPace(1.0, 0.002, most_bytes=piece)  # pieces of one size, without a rest
+    return PinnedRows(pinner, join, ADDRESS, settle, how.pop("pace", pace), **how)
 
 
 def until(condition):

@@ -164,7 +164,7 @@ def test_a_full_queue_refuses_and_says_so(worker, region) -> None:
 
 @pytest.fixture
 def shared():
-    region = SharedOffloadRegion.create(f"worker-test-{os.getpid()}", LAYOUT, 16 * LAYOUT.row_stride, prefault=False)
+    region = SharedOffloadRegion.create(f"worker-test-{os.getpid()}", LAYOUT, 16 * LAYOUT.row_stride, prefault="off")
     yield region
     region.close()
 
@@ -192,7 +192,7 @@ def test_a_job_that_comes_before_the_rank_has_joined_waits_for_it(kv) -> None:
     engine_id = f"worker-late-{os.getpid()}"
     worker = GpuWorker(LAYOUT, [kv], RegionJoin.start(engine_id, LAYOUT, 0))
     worker.submit_store(1, blocks(4), rows(8))
-    shared = SharedOffloadRegion.create(engine_id, LAYOUT, 16 * LAYOUT.row_stride, prefault=False)
+    shared = SharedOffloadRegion.create(engine_id, LAYOUT, 16 * LAYOUT.row_stride, prefault="off")
     assert ended(worker, 1)[1].success
     assert bytes(shared.view[8 * LAYOUT.row_stride :][:PAGE]) == kv[4].tobytes()
     worker.shutdown()
@@ -253,8 +253,8 @@ class LateCopies:
     def mark(self) -> None:
         return None
 
-    def attach(self, region) -> None:
-        del region
+    def attach(self, region, is_busy) -> None:
+        del region, is_busy
 
     def copy(self, *_) -> "LateCopies":
         return self

@@ -1,7 +1,7 @@
 """What the worker knows of a copy, whoever makes it: host memory's at once, CUDA's asynchronously."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy.typing as npt
@@ -42,8 +42,8 @@ class Copier(Protocol):
     def mark(self) -> Any:
         """Return a mark of what the engine's device does now; a copy with this mark comes after it. Raises."""
 
-    def attach(self, region: RegionJoin) -> None:
-        """Use this region, which is ready."""
+    def attach(self, region: RegionJoin, is_busy: Callable[[], bool]) -> None:
+        """Use this region, which is ready. ``is_busy``: whether the engine works now; from any thread."""
 
     def detach(self) -> None:
         """Wait for the copies that run, and let go of the region. May be called again."""
@@ -64,9 +64,11 @@ class HostCopies:
     def mark(self) -> None:
         """Nothing: what the engine wrote before is in memory."""
 
-    def attach(self, region: RegionJoin) -> None:
-        """Use this region, which is ready."""
+    def attach(self, region: RegionJoin, is_busy: Callable[[], bool]) -> None:
+        """Use this region, which is ready, at once: there is nothing to pin."""
+        del is_busy
         self._copier.attach(region.view)
+        region.settle()
 
     def detach(self) -> None:
         """Let go of the region."""

@@ -15,9 +15,11 @@ from kvtiers.api import StartError
 from kvtiers.region.limits import free_huge_pages
 
 __all__ = [
+    "DEFAULT_WINDOW",
     "HUGE_PAGE_BYTES",
     "HugePages",
     "Mapping",
+    "PrefaultMode",
     "bind_to_node",
     "create_memfd",
     "let_go_in_children",
@@ -28,6 +30,9 @@ __all__ = [
 ]
 
 HugePages = Literal["off", "2MiB", "1GiB"]
+PrefaultMode = Literal["ahead", "all", "off"]
+DEFAULT_WINDOW = 4 << 30
+"""Bytes that are ready ahead of use: a few seconds of what an engine stores, and there in about a second."""
 HUGE_PAGE_BYTES: dict[HugePages, int] = {"off": mmap.PAGESIZE, "2MiB": 2 << 20, "1GiB": 1 << 30}
 
 _MFD_HUGE_SHIFT = 26
