@@ -12,14 +12,15 @@ pinning rests for so long that it takes no more than a share of the time::
 With ``share`` 1.0 it never rests: the start waits for it.
 """
 
+import mmap
 from dataclasses import dataclass
 
-__all__ = ["BEHIND", "IDLE_SHARE", "PinPace"]
+__all__ = ["BEHIND", "IDLE_SHARE", "PinPace", "whole_pages"]
 
 IDLE_SHARE = 0.8
 BEHIND = 4
 _FIRST_BYTES = 4 << 20
-_LEAST_BYTES = 1 << 20
+_LEAST_BYTES = 4096
 
 
 @dataclass(slots=True)
@@ -40,10 +41,17 @@ class PinPace:
     def rest_after(self, took: float, *, busy: bool, behind: bool) -> float:
         """Take note that the last piece took this many seconds; return for how many the driver is left alone."""
         if took > self.seconds:
-            self.piece_bytes = max(min(_LEAST_BYTES, self.most_bytes), self.piece_bytes // 2)
+            self.piece_bytes = max(_LEAST_BYTES, self.piece_bytes // 2)
         elif took < self.seconds / 2:
             self.piece_bytes = min(self.most_bytes, self.piece_bytes * 2)
         if self.share >= 1.0:
             return 0.0
         share = min(IDLE_SHARE, BEHIND * self.share if behind else self.share) if busy else IDLE_SHARE
         return took * (1.0 / share - 1.0)
+
+
+def whole_pages(rows: int, row_stride: int) -> int:
+    """Return the next number of rows that are whole pages of the system: no page may be pinned twice."""
+    while rows * row_stride % mmap.PAGESIZE:
+        rows += 1
+    return rows

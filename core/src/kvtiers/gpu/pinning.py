@@ -13,7 +13,6 @@ those that are held and for the copies that run, and only then unpins.
 """
 
 import logging
-import mmap
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from typing import Protocol
 
 from kvtiers.api.units import format_size
 from kvtiers.gpu.cuda_driver import CudaError
-from kvtiers.gpu.pin_pace import PinPace
+from kvtiers.gpu.pin_pace import PinPace, whole_pages
 from kvtiers.region.client import RegionJoin
 
 __all__ = ["PinnedRows", "Pinner"]
@@ -131,7 +130,7 @@ class PinnedRows:
 
     def _piece_rows(self) -> int:
         stride = self._region.row_stride
-        return _whole_pages(max(1, self._pace.piece_bytes // stride), stride)
+        return whole_pages(max(1, self._pace.piece_bytes // stride), stride)
 
     def _wait_for(self, rows: int) -> bool:
         """Wait a while until these rows are populated, so that pinning does not do it in the driver."""
@@ -185,10 +184,3 @@ class PinnedRows:
                 self._pinner.unpin(self._pieces.pop())
             except CudaError as error:  # the device is lost, and its registrations with it
                 _log.debug("unpinning: %s", error)
-
-
-def _whole_pages(rows: int, row_stride: int) -> int:
-    """Return the next number of rows that are whole pages of the system: no page may be pinned twice."""
-    while rows * row_stride % mmap.PAGESIZE:
-        rows += 1
-    return rows

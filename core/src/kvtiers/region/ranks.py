@@ -55,7 +55,7 @@ class RankGone:
 
 @dataclass(frozen=True, slots=True)
 class PrefaultEnded:
-    """No more rows will be populated ahead. ``error``: the memory is not there, so no row from ``rows`` on may be used."""
+    """No more rows will be populated ahead. ``error``: there is no memory for the rows from ``rows`` on."""
 
     rows: int
     error: str
