@@ -148,7 +148,7 @@ class Growing:
     def __init__(self, steps):
         self.steps, self.held = list(steps), 0
 
-    def lease_some(self, rows):
+    def lease(self, rows):
         pinned = min(rows, self.steps.pop(0) if len(self.steps) > 1 else self.steps[0])
         self.held += bool(pinned)
         return pinned

@@ -74,8 +74,9 @@ def test_pieces_follow_the_prefault_end_on_row_borders_and_cover_every_row(join)
     assert pinned.rows == 0
     join.populate(7)
     until(lambda: pinned.rows == 6)  # two whole pieces of three rows; the third is not populated yet
-    assert not pinned.lease(7)
-    assert pinned.lease(6)
+    assert pinned.lease(7) == 6
+    pinned.release()
+    assert pinned.lease(6) == 6
     pinned.release()
     join.populate(10, ended=True)
     assert pinned.wait(60)
@@ -199,7 +200,7 @@ def test_copies_that_come_near_the_last_pinned_row_make_it_hurry(join):
     pace = PinPace(0.05, 0.002, most_bytes=STRIDE)
     pinned = Paced(machine, join, ADDRESS, lambda: None, pace, lambda: True, lambda: machine.now)
     until(lambda: len(machine.rests) == 50)
-    assert pinned.lease_some(60) == 50  # ten of its rows are not pinned yet
+    assert pinned.lease(60) == 50  # ten of its rows are not pinned yet
     pinned.release()
     join.populate(100, ended=True)
     assert pinned.wait(60)
@@ -245,10 +246,10 @@ def test_closing_does_not_wait_for_a_rest(join):
 
 def test_some_of_the_rows_are_leased_as_far_as_they_are_pinned(join):
     pinned = start(Pinner(), join)
-    assert pinned.lease_some(5) == 0
+    assert pinned.lease(5) == 0
     join.populate(7)
     until(lambda: pinned.rows == 6)
-    assert (pinned.lease_some(9), pinned.lease_some(4)) == (6, 4)
+    assert (pinned.lease(9), pinned.lease(4)) == (6, 4)
     pinned.release()
     pinned.release()
     pinned.close()

@@ -143,7 +143,7 @@ class CudaCopies:
             rest: GroupCopy | None = part if len(part.blocks) and group.geometry.block_bytes else None
             while rest is not None:
                 leased = self.pinned
-                rows = leased.lease_some(int(rest.rows.max()) + 1) if leased is not None else 0
+                rows = leased.lease(int(rest.rows.max()) + 1) if leased is not None else 0
                 try:
                     now, rest = _cut(rest, rows, group.geometry)
                     pinned = int(now.rows.max()) < rows

@@ -73,16 +73,7 @@ class PinnedRows:
         self._thread = threading.Thread(target=self._run, name="kvtiers-pin", daemon=True)
         self._thread.start()
 
-    def lease(self, rows: int) -> bool:
-        """Say whether the first ``rows`` rows are pinned; if so they stay it until ``release``."""
-        with self._changed:
-            self._used = max(self._used, rows)
-            if rows > self.rows:
-                return False
-            self._leases += 1
-            return True
-
-    def lease_some(self, rows: int) -> int:
+    def lease(self, rows: int) -> int:
         """Return how many of the first ``rows`` rows are pinned; if any are, they stay it until ``release``."""
         with self._changed:
             self._used = max(self._used, rows)
