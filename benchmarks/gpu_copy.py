@@ -50,7 +50,7 @@ class Setup:
         self.worker = GpuWorker(self.layout, self.kv, join, rank_map=rank_map, copying=settings)
         self.job = 0
         self.rng = np.random.default_rng(1)
-        self.finish([self.submit("load", np.arange(1), np.arange(1))])  # it attaches at its first job
+        self.finish([self.submit("load", np.arange(1), np.arange(1))])  # it is attached then
         copier: Any = self.worker._copier  # noqa: SLF001 -- to wait for pinning, which jobs need not
         assert not settings.pin or copier.pinned.wait(120), copier.pinned.given_up
         self.start_seconds = time.perf_counter() - begin

@@ -14,6 +14,7 @@ from kvtiers import runtime
 from kvtiers.api import ConfigError, StartError, make_offload_key
 from kvtiers.config import load_config
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.region.client import RegionJoin
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.tier_slot import TierOptions
 from kvtiers.types import BlockSpec, RequestContext
@@ -166,3 +167,39 @@ def test_after_shutdown_no_thread_is_left():
         pass
     left = [thread for thread in threading.enumerate() if thread not in before]
     assert not left, left
+
+
+def test_where_all_memory_is_pinned_at_the_start_nothing_is_ready_before_that():
+    settings = config(primary={"capacity": "1MiB", "prefault": "all"})
+    manager = kvtiers.open_manager(settings, LAYOUT)
+    join = RegionJoin.start(manager.engine_id, LAYOUT, 0)
+    try:
+        join.wait(30)
+        ctx = RequestContext("r")
+        manager.on_new_request(ctx)
+        with pytest.raises(StartError, match=r"its memory is not (populated|pinned by all ranks) after"):
+            manager.wait_ready(0.2)  # this rank has pinned nothing yet
+        assert manager.prepare_store(KEYS, ctx) is None
+        join.settle()
+        manager.wait_ready(30)
+        manager.on_schedule_end()
+        assert len(manager.prepare_store(KEYS, ctx).chunk_ids) == 8
+    finally:
+        join.close()
+        manager.shutdown(1)
+
+
+def test_a_worker_in_host_memory_has_nothing_to_pin_and_the_start_does_not_wait_for_it():
+    with running(config(primary={"capacity": "1MiB", "prefault": "all"})) as (manager, _, _):
+        stats = manager.stats()["primary"]
+        assert stats["free_rows"] == stats["rows"] > 0
+
+
+@pytest.mark.parametrize(
+    ("primary", "share", "seconds"),
+    [({}, 0.1, 0.002), ({"pin_share": "5%", "pin_piece": "1ms"}, 0.05, 0.001), ({"prefault": "all"}, 1.0, 0.05)],
+)
+def test_a_worker_pins_at_the_pace_that_its_config_says(primary, share, seconds):
+    loaded = load_config(config(primary={"capacity": "1MiB", **primary}))
+    settings = runtime._copying(loaded, None)
+    assert (settings.pin_share, settings.pin_seconds) == (share, seconds)

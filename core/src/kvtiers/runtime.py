@@ -38,7 +38,7 @@ from kvtiers.layout.storage_name import StorageNames
 from kvtiers.plugins import load_tier, open_plugin
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.region.client import RegionJoin
-from kvtiers.region.ranks import RankJoined, RankLost
+from kvtiers.region.ranks import PrefaultEnded, RankJoined, RankLost
 from kvtiers.region.region import AnonymousRegion, OffloadRegion, SharedOffloadRegion
 from kvtiers.secondary.backend import StoreBackend
 from kvtiers.secondary.in_process import InProcessBackend
@@ -56,6 +56,7 @@ __all__ = ["open_manager", "open_worker"]
 
 _log = logging.getLogger("kvtiers")
 _RANDOM = "random-"  # what stands before a name that is this process's alone
+_START_PIECE_SECONDS = 0.05  # of pinning at a time, where the start waits for it
 _CLOSE_SECONDS = 4.0  # for hosts to close their stores, also when draining took all the time there was
 _anonymous_regions: dict[str, AnonymousRegion] = {}
 """By engine id, where the region cannot be shared with other processes: its ranks are in this one."""
@@ -93,7 +94,9 @@ def open_manager(
             protect_seconds=config.budgets.protect_for,
             record_events=record_events,
         )
-        engine = _Engine(config, layout, region, logs, release)  # last: from now on there are threads and processes
+        engine = _Engine(
+            config, layout, region, primary, logs, release
+        )  # last: from now on there are threads and processes
         undo.pop_all()
     engine.say_that_it_is_on(way_in)
     tokens_per_chunk = [layout.tokens_per_chunk(group) for group in range(len(layout.groups))]
@@ -133,7 +136,13 @@ def open_worker(
     logs = queue_logs()
     try:
         worker = GpuWorker(
-            layout, kv_tensors, join, rank=rank, rank_map=rank_map, copying=copying, on_shutdown=logs.close
+            layout,
+            kv_tensors,
+            join,
+            rank=rank,
+            rank_map=rank_map,
+            copying=_copying(config, copying),
+            on_shutdown=logs.close,
         )
     except BaseException:
         logs.close()
@@ -142,6 +151,15 @@ def open_worker(
     if anonymous is None:
         join.begin(config.primary.start_deadline)  # last: a rank that has joined is given transfers
     return worker
+
+
+def _copying(config: OffloadConfig, settings: CopySettings | None) -> CopySettings:
+    """Return how copies are made: as given, or as the config says."""
+    if settings is not None:
+        return settings
+    if config.primary.prefault == "all":  # nothing is served yet that would feel it
+        return CopySettings(pin_share=1.0, pin_seconds=_START_PIECE_SECONDS)
+    return CopySettings(pin_share=config.primary.pin_share, pin_seconds=config.primary.pin_piece)
 
 
 def _with_model(config: OffloadConfig, layout: CacheLayout) -> CacheLayout:
@@ -178,6 +196,7 @@ def _create_region(config: OffloadConfig, layout: CacheLayout, engine_id: str) -
         huge_pages=primary.huge_pages,
         numa_node=primary.numa_node,
         prefault=primary.prefault,
+        prefault_window=primary.prefault_window,
         start_deadline=primary.start_deadline,
         core_dumps=primary.core_dumps,
     )
@@ -206,14 +225,23 @@ class _Engine:
     """What the manager needs of the rest: the region's news, the tiers' life, and new names when weights change."""
 
     def __init__(
-        self, config: OffloadConfig, layout: CacheLayout, region: OffloadRegion, logs: QueuedLogs, release: str
+        self,
+        config: OffloadConfig,
+        layout: CacheLayout,
+        region: OffloadRegion,
+        primary: CPUPrimaryTier,
+        logs: QueuedLogs,
+        release: str,
     ) -> None:
         self._logs = logs
         self._namespace = config.namespace
         self._core_dumps = config.primary.core_dumps
         self._layout = layout if layout.model.weights else _with_random_weights(layout)
         self._region = region
-        self._joined = region.all_joined
+        self._primary = primary
+        self._waits_for_all = config.primary.prefault == "all"
+        self._ready = region.all_ready
+        self._follow_from = region.follow(0)
         self._lost_ranks: set[int] = set()
         self._absent_ranks: set[int] = set()
         self._views = ValueViews(region.view, region.row_stride)
@@ -247,17 +275,21 @@ class _Engine:
         self._start_line = StartLine(facts, tiers, lambda: region.all_joined)
 
     def ready(self) -> bool:
-        """Say whether all ranks have joined."""
-        if not self._region.has_news():
-            return self._joined
+        """Say whether all ranks have joined, and all that the start waits for is there."""
+        if self._primary.rows_reached >= self._follow_from:
+            self._follow_from = self._region.follow(self._primary.rows_reached)
+        if not self._region.has_news() and (self._ready or not self._waits_for_all):
+            return self._ready
         for event in self._region.poll():
             if isinstance(event, RankLost):
                 self._lost_ranks.add(event.rank)
                 self._absent_ranks.add(event.rank)
             elif isinstance(event, RankJoined):
                 self._absent_ranks.discard(event.rank)
-        self._joined = self._region.all_joined
-        return self._joined
+            elif isinstance(event, PrefaultEnded) and event.error:
+                self._primary.retire_rows(event.rows)
+        self._ready = self._region.all_ready
+        return self._ready
 
     def take_lost_ranks(self) -> Collection[int]:
         """Return the ranks that were lost since the last call, or before and are not back."""

@@ -84,7 +84,7 @@ def test_a_rank_that_is_ready_has_joined(machine):
 
 
 def test_rows_that_are_not_populated_can_be_used(machine):
-    manager = machine.manager(rows=64, options="prefault=False")
+    manager = machine.manager(rows=64, options="prefault='off'")
     rank = machine.rank()
     assert rank.do("[join.populated_rows, join.poll().prefault_ended]") == [0, True]
     rank.do("join.view[63 * join.row_stride] = 5")

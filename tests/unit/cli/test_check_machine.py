@@ -71,6 +71,36 @@ def test_more_capacity_than_available_memory_is_an_error(machine):
     assert "lower primary.capacity" in finding.fix
 
 
+@pytest.mark.parametrize(
+    ("primary", "said"),
+    [
+        ({}, "prefault: ahead: 4GiB of memory at the start, and as much ahead of use, up to 32GiB"),
+        ({"prefault_window": "64GiB"}, "prefault: ahead: 32GiB of memory at the start"),
+        ({"prefault": "all"}, "the start waits until 32GiB are populated, and pinned for each GPU"),
+        ({"prefault": "off"}, "memory is taken at its first use, up to 32GiB"),
+    ],
+)
+def test_it_says_when_memory_is_taken(machine, primary, said):
+    (finding,) = [found for found in examine(config("32GiB", **primary), machine()) if "prefault" in found.text]
+    assert finding.level == "ok"
+    assert said in finding.text
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        (
+            "always within_size advise [never] deny force",
+            "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled",
+        ),
+        ("always within_size [advise] never deny force", "huge pages for shared memory: advise"),
+    ],
+)
+def test_it_says_whether_the_machine_gives_huge_pages_to_shared_memory(machine, setting, said):
+    here = machine({"sys/kernel/mm/transparent_hugepage/shmem_enabled": setting + "\n"})
+    assert said in "\n".join(found.text for found in examine(config(), here))
+
+
 CGROUP_V2 = {
     "proc/self/cgroup": "0::/pod/engine\n",
     "proc/self/mountinfo": "30 20 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",

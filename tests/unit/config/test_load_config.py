@@ -37,7 +37,8 @@ def test_what_is_left_out_has_the_documented_defaults():
     assert (config.namespace, config.model, config.secondary, config.record) == ("default", None, (), None)
     assert (config.lookup_wait, config.load_wait, config.clean_reserve) == (0.02, "auto", 0.05)
     assert config.primary.model_dump(exclude={"capacity"}) == {
-        "eviction": "lru", "huge_pages": "off", "numa_node": None, "prefault": True, "start_deadline": 60.0,
+        "eviction": "lru", "huge_pages": "off", "numa_node": None, "prefault": "ahead", "prefault_window": 4 << 30,
+        "pin_share": 0.1, "pin_piece": 0.002, "start_deadline": 60.0,
         "core_dumps": False,
     }  # fmt: skip
     assert config.budgets.model_dump() == {
@@ -64,6 +65,14 @@ def test_the_path_stands_in_the_line_as_it_was_given(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("version: 1\n")
     assert problems(str(path))[0].startswith(f"{path}: 'primary' is missing")
+
+
+@pytest.mark.parametrize(
+    ("written", "mode"), [("true", "ahead"), ("off", "off"), ("on", "ahead"), ("ahead", "ahead"), ("all", "all")]
+)
+def test_prefault_is_a_mode_and_a_bare_boolean_is_one_too(tiers_yaml, written, mode):
+    tiers_yaml.write_text(f"version: 1\nprimary: {{capacity: 1GiB, prefault: {written}}}\n")
+    assert load_config(tiers_yaml).primary.prefault == mode
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtiers.gpu import pinning
+from kvtiers.gpu import pin_pace
 from kvtiers.gpu.copier import CudaError
+from kvtiers.gpu.pin_pace import IDLE_SHARE, PinPace
 from kvtiers.gpu.pinning import PinnedRows
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.region.client import JoinStatus, RegionJoin
@@ -40,8 +41,8 @@ class Pinner:
 class Join(RegionJoin):
     """A rank whose region the test populates."""
 
-    def populate(self, rows, ended=False):
-        self._set(JoinStatus("ready", "", rows, ended))
+    def populate(self, rows, ended=False, memory_is_short=False):
+        self._set(JoinStatus("ready", "", rows, ended, memory_is_short))
 
 
 @pytest.fixture
@@ -53,8 +54,9 @@ def join():
     join.close()
 
 
-def start(pinner, join, settle=lambda: None, piece=3 * STRIDE):
-    return PinnedRows(pinner, join, ADDRESS, settle, piece)
+def start(pinner, join, settle=lambda: None, piece=3 * STRIDE, **how):
+    pace = PinPace(1.0, 0.002, most_bytes=piece)  # pieces of one size, without a rest
+    return PinnedRows(pinner, join, ADDRESS, settle, how.pop("pace", pace), **how)
 
 
 def until(condition):
@@ -72,8 +74,9 @@ def test_pieces_follow_the_prefault_end_on_row_borders_and_cover_every_row(join)
     assert pinned.rows == 0
     join.populate(7)
     until(lambda: pinned.rows == 6)  # two whole pieces of three rows; the third is not populated yet
-    assert not pinned.lease(7)
-    assert pinned.lease(6)
+    assert pinned.lease(7) == 6
+    pinned.release()
+    assert pinned.lease(6) == 6
     pinned.release()
     join.populate(10, ended=True)
     assert pinned.wait(60)
@@ -130,7 +133,7 @@ def test_closing_stops_in_the_middle_and_unpins_what_there_was(join):
 
 
 def test_where_the_systems_pages_are_larger_than_rows_no_page_is_pinned_twice(join, monkeypatch):
-    monkeypatch.setattr(pinning, "mmap", SimpleNamespace(PAGESIZE=4 * STRIDE))
+    monkeypatch.setattr(pin_pace, "mmap", SimpleNamespace(PAGESIZE=4 * STRIDE))
     pinner = Pinner()
     join.populate(10, ended=True)
     pinned = start(pinner, join, piece=STRIDE)
@@ -144,4 +147,109 @@ def test_a_region_without_prefault_is_pinned_all_the_same(join):
     join.populate(0, ended=True)
     pinned = start(pinner, join)
     assert pinned.wait(60)
+    pinned.close()
+
+
+class Machine:
+    """A played driver, and time that only pinning and resting take."""
+
+    def __init__(self, seconds_a_row):
+        self.now, self.pinning = 0.0, 0.0
+        self.seconds_a_row = seconds_a_row
+        self.pieces, self.rests = [], []
+
+    def enter(self):
+        pass
+
+    def pin(self, address, nbytes):
+        self.pieces.append((address - ADDRESS, nbytes))
+        self.now += nbytes // STRIDE * self.seconds_a_row
+
+    def unpin(self, address):
+        self.pieces = [piece for piece in self.pieces if piece[0] != address - ADDRESS]
+
+    def rest(self, seconds):
+        self.rests.append(seconds)
+        self.now += seconds
+
+
+class Paced(PinnedRows):
+    def _pause(self, seconds):
+        self._pinner.rest(seconds)
+
+
+@pytest.mark.parametrize(("busy", "share"), [(True, 0.05), (False, IDLE_SHARE)])
+def test_pinning_takes_no_more_than_its_share_of_the_time_while_the_engine_works(join, busy, share):
+    machine = Machine(seconds_a_row=0.001)
+    join.num_rows = 100
+    join.populate(100, ended=True)
+    pace = PinPace(0.05, 0.002, most_bytes=8 * STRIDE)
+    pinned = Paced(machine, join, ADDRESS, lambda: None, pace, lambda: busy, lambda: machine.now)
+    assert pinned.wait(60)
+    until(lambda: len(machine.rests) == len(machine.pieces))
+    assert 100 * 0.001 / machine.now == pytest.approx(share)
+    assert max(nbytes for _, nbytes in machine.pieces[3:]) <= 2 * STRIDE  # two rows of a millisecond
+    pinned.close()
+    assert machine.pieces == []
+
+
+def test_copies_that_come_near_the_last_pinned_row_make_it_hurry(join):
+    machine = Machine(seconds_a_row=0.001)
+    join.num_rows = 100
+    join.populate(50)
+    pace = PinPace(0.05, 0.002, most_bytes=STRIDE)
+    pinned = Paced(machine, join, ADDRESS, lambda: None, pace, lambda: True, lambda: machine.now)
+    until(lambda: len(machine.rests) == 50)
+    assert pinned.lease(60) == 50  # ten of its rows are not pinned yet
+    pinned.release()
+    join.populate(100, ended=True)
+    assert pinned.wait(60)
+    until(lambda: len(machine.rests) == 100)
+    assert machine.rests[:50] == pytest.approx([0.019] * 50)
+    assert machine.rests[50:] == pytest.approx([0.004] * 50)
+    pinned.close()
+
+
+def test_pinning_follows_the_window_and_no_further(join):
+    pinner = Pinner()
+    pinned = start(pinner, join, piece=STRIDE)
+    for rows in (2, 3, 7):
+        join.populate(rows)
+        until(lambda rows=rows: pinned.rows == rows)
+    assert len(pinner.pieces) == 7
+    pinned.close()
+    assert len(pinner.unpinned) == 7
+
+
+def test_rows_whose_memory_is_not_there_are_never_pinned(join):
+    pinner = Pinner()
+    pinned = start(pinner, join)
+    settled = []
+    join.settle = lambda: settled.append(pinned.rows)
+    join.populate(4)
+    join.populate(4, ended=True, memory_is_short=True)
+    until(lambda: settled)
+    assert settled == [4]
+    assert sum(pinner.pieces.values()) == 4 * STRIDE
+    pinned.close()
+
+
+def test_closing_does_not_wait_for_a_rest(join):
+    pinner = Pinner()
+    join.populate(10, ended=True)
+    pace = PinPace(1e-9, 0.002, most_bytes=STRIDE)  # after a piece it would rest for hours
+    pinned = start(pinner, join, pace=pace, clock=iter(range(100)).__next__)
+    until(lambda: pinned.rows)
+    pinned.close()
+    assert pinner.unpinned == [ADDRESS]
+
+
+def test_some_of_the_rows_are_leased_as_far_as_they_are_pinned(join):
+    pinned = start(Pinner(), join)
+    assert pinned.lease(5) == 0
+    join.populate(7)
+    until(lambda: pinned.rows == 6)
+    assert (pinned.lease(9), pinned.lease(4)) == (6, 4)
+    pinned.release()
+    pinned.release()
     pinned.close()

@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -164,7 +165,7 @@ def test_a_full_queue_refuses_and_says_so(worker, region) -> None:
 
 @pytest.fixture
 def shared():
-    region = SharedOffloadRegion.create(f"worker-test-{os.getpid()}", LAYOUT, 16 * LAYOUT.row_stride, prefault=False)
+    region = SharedOffloadRegion.create(f"worker-test-{os.getpid()}", LAYOUT, 16 * LAYOUT.row_stride, prefault="off")
     yield region
     region.close()
 
@@ -192,7 +193,7 @@ def test_a_job_that_comes_before_the_rank_has_joined_waits_for_it(kv) -> None:
     engine_id = f"worker-late-{os.getpid()}"
     worker = GpuWorker(LAYOUT, [kv], RegionJoin.start(engine_id, LAYOUT, 0))
     worker.submit_store(1, blocks(4), rows(8))
-    shared = SharedOffloadRegion.create(engine_id, LAYOUT, 16 * LAYOUT.row_stride, prefault=False)
+    shared = SharedOffloadRegion.create(engine_id, LAYOUT, 16 * LAYOUT.row_stride, prefault="off")
     assert ended(worker, 1)[1].success
     assert bytes(shared.view[8 * LAYOUT.row_stride :][:PAGE]) == kv[4].tobytes()
     worker.shutdown()
@@ -253,8 +254,8 @@ class LateCopies:
     def mark(self) -> None:
         return None
 
-    def attach(self, region) -> None:
-        del region
+    def attach(self, region, is_busy) -> None:
+        del region, is_busy
 
     def copy(self, *_) -> "LateCopies":
         return self
@@ -346,3 +347,32 @@ def test_a_replicated_row_is_written_by_rank_0_alone_and_acknowledged_by_all(kv)
     assert (result.success, result.nbytes) == (True, 0)
     assert not region.rows.any()
     other.shutdown()
+
+
+def test_the_rows_are_taken_before_the_first_job_needs_them(region, kv, monkeypatch) -> None:
+    attached = threading.Event()
+    copies = LateCopies()
+    monkeypatch.setattr(copies, "attach", lambda *_: attached.set())
+    monkeypatch.setattr("kvtiers.gpu.worker.open_copier", lambda *_: copies)
+    worker = GpuWorker(LAYOUT, [kv], region)
+    assert attached.wait(60)
+    assert worker.get_finished() == []
+    copies.settled.set()
+    worker.shutdown()
+
+
+def test_an_engine_is_busy_from_its_step_or_job_on_until_nothing_was_heard_of_it_for_a_while(
+    region, kv, monkeypatch
+) -> None:
+    worker = GpuWorker(LAYOUT, [kv], region)
+    now = time.monotonic()
+    monkeypatch.setattr("kvtiers.gpu.worker.time", SimpleNamespace(monotonic=lambda: now))
+    assert not worker.is_busy()
+    for heard in (worker.note_step, worker.get_finished, lambda: worker.submit_store(1, blocks(3), rows(8))):
+        heard()
+        assert worker.is_busy()
+        now += 0.9
+        assert worker.is_busy()
+        now += 0.2
+        assert not worker.is_busy()
+    worker.shutdown()

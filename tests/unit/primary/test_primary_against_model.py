@@ -8,7 +8,16 @@ from dataclasses import dataclass, field
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
 
 from kvtiers.api import LookupResult
 from kvtiers.primary.tier import CPUPrimaryTier
@@ -59,7 +68,7 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
             protect_seconds=SECONDS,
             clock=lambda: self.now,
         )
-        self.num_rows = num_rows
+        self.num_rows = self.end = num_rows
         self.limit = max(1, int(share * num_rows)) if share else 0
         self.rows = {}
         self.protected = {}
@@ -80,6 +89,18 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
             if row.key is not None and not row.leased and row.key not in self.protected
         }
 
+    def free(self):
+        return sum(number not in self.rows for number in range(self.end))
+
+    def leave(self):
+        """Idle chunks of retired rows are gone, protected or not."""
+        for number, row in list(self.rows.items()):
+            if number >= self.end and row.key is not None and not row.leased:
+                del self.rows[number]
+                self.protected.pop(row.key, None)
+                self.clean.discard(row.key)
+                self.announced.discard(row.key)
+
     def drop(self, row):
         del self.rows[next(number for number, other in self.rows.items() if other is row)]
 
@@ -92,7 +113,7 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
         """Check what was allocated and take it over."""
         assert allocation.keys == wanted
         assert len(allocation.rows) == len(set(allocation.rows)) == len(wanted)
-        assert len(allocation.evicted) == max(0, len(wanted) - (self.num_rows - len(self.rows)))
+        assert len(allocation.evicted) == max(0, len(wanted) - self.free())
         assert len(set(allocation.evicted)) == len(allocation.evicted)
         assert set(allocation.evicted) <= may_leave - set(keys)
         for key in allocation.evicted:
@@ -100,7 +121,7 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
             self.clean.discard(key)
             self.announced.discard(key)
         assert not set(allocation.rows) & set(self.rows), "a row in two hands"
-        assert all(0 <= row < self.num_rows for row in allocation.rows)
+        assert all(0 <= row < self.end for row in allocation.rows)
         self.rows.update((row, Row(key, writing=True)) for row, key in zip(allocation.rows, wanted, strict=True))
         return [self.rows[row] for row in allocation.rows]
 
@@ -129,7 +150,7 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
     def prepare_store(self, keys, request_id):
         missing = [key for key in dict.fromkeys(keys) if self.row_of(key) is None]
         may_leave = self.evictable()
-        room = self.num_rows - len(self.rows) + len(may_leave - set(keys))
+        room = self.free() + len(may_leave - set(keys))
         allocation = self.tier.prepare_store(keys, request_id)
         if missing and len(missing) > room:
             assert allocation is None
@@ -151,7 +172,7 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
         used, keys = len(known), known + keys
         missing = [key for key in dict.fromkeys(keys) if self.row_of(key) is None]
         may_leave = self.evictable()
-        free = self.num_rows - len(self.rows)
+        free = self.free()
         room = min(free + len(may_leave) - reserve, free + len(may_leave - set(keys)))
         room = room if most is None else min(room, most)
         allocation = self.tier.prepare_write(keys, request_id, reserve_rows=reserve, max_rows=most, used=used)
@@ -180,6 +201,7 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
                 row.readers -= 1
                 assert row.readers >= 0
                 self.release(row)
+            self.leave()
             return multiple()
         landed = set(lease.keys) if ok else set(landed)
         if lease.kind == "promotion":
@@ -188,10 +210,13 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
             self.protected.update(dict.fromkeys(readable, self.now))
             for key in list(self.protected)[: max(0, len(self.protected) - self.limit)]:
                 del self.protected[key]
+            self.leave()
             return multiple()
         readable = self.end_write(lease, landed if ok else set())
         assert self.tier.complete_store(lease.rows, ok, readers=readers) == readable
-        return multiple(*(self.reading(readable) for _ in range(readers)))
+        leases = [self.reading(readable) for _ in range(readers)]
+        self.leave()
+        return multiple(*leases)
 
     # Readers
 
@@ -250,6 +275,13 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
         self.tier.abandon(rows)
         assert self.tier.misuse == before + 4 * len(rows)
 
+    @precondition(lambda self: self.end == self.num_rows)  # else most of a run would be about an empty primary
+    @rule(end=st.integers(0, 9))
+    def retire(self, end):
+        self.tier.retire_rows(end)
+        self.end = min(self.end, end)
+        self.leave()
+
     @rule()
     def reset(self):
         self.tier.take_events()
@@ -280,7 +312,8 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
     @invariant()
     def every_row_is_accounted_for(self):
         tier, rows = self.tier, list(self.rows.values())
-        assert tier.free_rows == self.num_rows - len(rows)
+        assert tier.free_rows == self.free()
+        assert tier.retired_rows == sum(number not in self.rows for number in range(self.end, self.num_rows))
         assert tier.pending_rows == sum(row.writing and row.key is not None for row in rows)
         assert tier.pinned_rows == sum(row.readers > 0 and row.key is not None for row in rows)
         assert tier.quarantined_rows == sum(row.key is None for row in rows)
@@ -294,6 +327,7 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
             "pinned_rows": tier.pinned_rows,
             "protected_rows": tier.protected_rows,
             "quarantined_rows": tier.quarantined_rows,
+            "retired_rows": tier.retired_rows,
             "clean_rows": tier.clean_rows,
             "misuse": tier.misuse,
         }

@@ -90,12 +90,14 @@ def test_a_key_offered_twice_gets_one_row(tier):
     assert tier.free_rows == 8
 
 
-def test_fresh_rows_go_first_in_order_and_then_the_row_freed_last(clock):
+def test_the_row_freed_last_goes_first_and_then_fresh_ones_in_order(clock):
+    """Memory is populated and pinned ahead of the highest row in use: a row that is used again costs none."""
     tier = CPUPrimaryTier(4, 64, memoryview(bytearray(256)), clock=clock)
     stored(tier, "ab")
     failed = tier.prepare_store(names("c"), "r").rows
     tier.complete_store(failed, success=False)
-    assert (failed, tier.prepare_store(names("de"), "r").rows) == ([2], [3, 2])
+    assert (failed, tier.prepare_store(names("d"), "r").rows, tier.rows_reached) == ([2], [2], 3)
+    assert (tier.prepare_store(names("e"), "r").rows, tier.rows_reached) == ([3], 4)
     allocation = tier.prepare_store(names("fg"), "r")
     assert (text_of(allocation.evicted), sorted(allocation.rows)) == ("ba", [0, 1])
 
@@ -489,3 +491,19 @@ def test_a_view_that_does_not_fit_the_rows_is_refused(view):
 def test_an_unknown_policy_stops_the_start():
     with pytest.raises(ConfigError, match="Did you mean 'lru'"):
         CPUPrimaryTier(4, 64, memoryview(bytearray(256)), policy="lruu")
+
+
+def test_a_retired_row_is_never_leased_again_and_its_chunk_leaves_when_nobody_uses_it(tier):
+    stored(tier, "abcdef")
+    tier.prepare_load(names("ef"), "reader")
+    tier.take_events()
+    tier.retire_rows(3)
+    assert only(tier, "abcdef") == "abcef"  # d was idle; a reader of e and f goes on
+    assert (tier.free_rows, tier.retired_rows) == (0, 5)
+    tier.complete_load([4, 5])
+    assert only(tier, "abcdef") == "abc"
+    assert (tier.free_rows, tier.retired_rows, tier.evictable) == (0, 7, 3)
+    assert [(text_of(event.keys), event.removed) for event in tier.take_events()] == [("d", True), ("ef", True)]
+    allocation = tier.prepare_store(names("xyz"), "r")
+    assert sorted(allocation.rows) == [0, 1, 2]
+    assert tier.prepare_store(names("w"), "r") is None

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, field_validator, mo
 from kvtiers.api import ConfigError, Duration, Share, Size, StrictModel, TierConfig
 from kvtiers.api.units import DURATION, parse_duration
 from kvtiers.layout.storage_name import check_namespace
-from kvtiers.region.memfd import MOST_NODES, HugePages
+from kvtiers.region.memfd import DEFAULT_WINDOW, MOST_NODES, HugePages, PrefaultMode
 
 __all__ = ["BudgetConfig", "ModelConfig", "OffloadConfig", "PrimaryConfig", "RecordConfig"]
 
@@ -17,6 +17,11 @@ _MOVING_REVISIONS = {"main", "master", "head", "latest"}
 def _huge_pages(value: object) -> object:
     # YAML reads a bare `off` as false, and `on` as true.
     return {False: "off", True: "2MiB"}[value] if isinstance(value, bool) else value
+
+
+def _prefault(value: object) -> object:
+    # A bare `on` or `off` is a boolean in YAML.
+    return {False: "off", True: "ahead"}[value] if isinstance(value, bool) else value
 
 
 def _auto_or_duration(value: object) -> object:
@@ -73,7 +78,20 @@ class PrimaryConfig(StrictModel):
     numa_node: int | None = Field(
         default=None, ge=0, lt=MOST_NODES, description="memory of this NUMA node, best the GPU's"
     )
-    prefault: bool = Field(default=True, description="touch all memory at start, in the background")
+    prefault: Annotated[PrefaultMode, BeforeValidator(_prefault)] = Field(
+        default="ahead",
+        description="when memory is touched and pinned: ahead of use, in the background; all at start, which waits for "
+        "it; or off, at its first use",
+    )
+    prefault_window: Size = Field(
+        default=DEFAULT_WINDOW, gt=0, description="with 'prefault: ahead', how much memory is ready ahead of use"
+    )
+    pin_share: Share = Field(
+        default=0.10, gt=0, description="of a GPU driver's time, what pinning memory may take while the engine works"
+    )
+    pin_piece: Duration = Field(
+        default=0.002, gt=0, description="how long pinning may hold a GPU's driver at a time: a launch waits for it"
+    )
     start_deadline: Duration = Field(default=60.0, gt=0, description="how long all ranks have to join")
     core_dumps: bool = Field(
         default=False, description="core files contain the chunks, from which prompts can be recovered"

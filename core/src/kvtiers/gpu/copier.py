@@ -1,5 +1,6 @@
 """The interface of copiers: synchronous for tensors in host memory, asynchronous for CUDA's."""
 
+from collections.abc import Callable
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy.typing as npt
@@ -44,8 +45,8 @@ class Copier(Protocol):
     def mark(self) -> Any:
         """Return a mark of what the engine's device does now; a copy with this mark comes after it. Raises."""
 
-    def attach(self, region: RegionJoin) -> None:
-        """Use this region, which is ready."""
+    def attach(self, region: RegionJoin, is_busy: Callable[[], bool]) -> None:
+        """Use this region, which is ready. ``is_busy``: whether the engine works now; from any thread."""
 
     def detach(self) -> None:
         """Wait for the copies that run, and let go of the region. May be called again."""

@@ -36,6 +36,10 @@ class GroupCopy:
     rows: Indexes
     places: Indexes
 
+    def where(self, chosen: npt.NDArray[np.bool_]) -> "GroupCopy":
+        """Return the part of it that is chosen, block by block."""
+        return GroupCopy(self.group, self.blocks[chosen], self.rows[chosen], self.places[chosen])
+
     def pieces(self, blocks_per_piece: int) -> Iterator[tuple[Indexes, Indexes, Indexes]]:
         """Yield (blocks, rows, places) for that many blocks at a time."""
         for start in range(0, len(self.blocks), blocks_per_piece):

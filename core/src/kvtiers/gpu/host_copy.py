@@ -6,7 +6,7 @@ each run and piece. Where a page is one fragment, as in direct and replicated ro
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,9 +141,11 @@ class HostCopies:
     def mark(self) -> None:
         """Nothing: what the engine wrote before is in memory."""
 
-    def attach(self, region: RegionJoin) -> None:
-        """Use this region, which is ready."""
+    def attach(self, region: RegionJoin, is_busy: Callable[[], bool]) -> None:
+        """Use this region, which is ready, at once: there is nothing to pin."""
+        del is_busy
         self._copier.attach(region.view)
+        region.settle()
 
     def detach(self) -> None:
         """Let go of the region."""

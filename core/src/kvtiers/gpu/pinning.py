@@ -1,28 +1,33 @@
-"""Pins the region's rows for one device, in pieces, in the background, behind the pre-faulting.
+"""Pins the region's rows for one device, in small pieces, in the background, behind the pre-faulting.
 
 ::
 
     pinning --> pinned ---> closed: every piece is unpinned again, last first
        '------> given up ------^    copies go on without
 
+The pre-faulting stays a window ahead of the rows in use, so the pinning does too. ``pin_pace.py`` says how much of the
+driver's time it takes. A piece is whole rows: one copy must not reach over two pieces.
+
 A copy that needs pinned rows holds a lease while it is being launched. Giving up takes new leases away, waits for
 those that are held and for the copies that run, and only then unpins.
 """
 
 import logging
-import mmap
 import threading
+import time
 from collections.abc import Callable
 from typing import Protocol
 
 from kvtiers.api.units import format_size
 from kvtiers.gpu.copier import CudaError
+from kvtiers.gpu.pin_pace import PinPace, whole_pages
 from kvtiers.region.client import RegionJoin
 
 __all__ = ["PinnedRows", "Pinner"]
 
 _log = logging.getLogger("kvtiers.gpu")
 _WAIT_SECONDS = 0.5
+_AHEAD_BYTES = 1 << 30  # with less than this pinned ahead of the rows in use, pinning is about to be outrun
 
 
 class Pinner(Protocol):
@@ -42,7 +47,14 @@ class PinnedRows:
     """The rows that copies may treat as pinned: the first ``rows`` of the region, which only grow, or fall to none."""
 
     def __init__(
-        self, pinner: Pinner, region: RegionJoin, address: int, settle: Callable[[], None], piece_bytes: int
+        self,
+        pinner: Pinner,
+        region: RegionJoin,
+        address: int,
+        settle: Callable[[], None],
+        pace: PinPace,
+        is_busy: Callable[[], bool] = lambda: True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rows = 0
         self.given_up = ""
@@ -50,7 +62,10 @@ class PinnedRows:
         self._region = region
         self._address = address
         self._settle = settle
-        self._piece_rows = _whole_pages(max(1, piece_bytes // region.row_stride), region.row_stride)
+        self._pace = pace
+        self._is_busy = is_busy
+        self._clock = clock
+        self._used = 0
         self._pieces: list[int] = []
         self._leases = 0
         self._closing = False
@@ -58,13 +73,12 @@ class PinnedRows:
         self._thread = threading.Thread(target=self._run, name="kvtiers-pin", daemon=True)
         self._thread.start()
 
-    def lease(self, rows: int) -> bool:
-        """Say whether the first ``rows`` rows are pinned; if so they stay it until ``release``."""
+    def lease(self, rows: int) -> int:
+        """Return how many of the first ``rows`` rows are pinned; if any are, they stay it until ``release``."""
         with self._changed:
-            if rows > self.rows:
-                return False
-            self._leases += 1
-            return True
+            self._used = max(self._used, rows)
+            self._leases += bool(self.rows)
+            return min(rows, self.rows)
 
     def release(self) -> None:
         """End a lease."""
@@ -79,7 +93,7 @@ class PinnedRows:
             return self.rows == self._region.num_rows
 
     def close(self) -> None:
-        """Unpin everything; no copy runs any more. Waits for the piece that is being pinned."""
+        """Unpin everything; no copy runs any more. Waits for the piece that is being pinned, and for no rest."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -88,10 +102,11 @@ class PinnedRows:
     def _run(self) -> None:
         try:
             self._pinner.enter()
-            while not self._closing and self.rows < self._region.num_rows:
-                end = min(self.rows + self._piece_rows, self._region.num_rows)
+            while not self._closing and self.rows < self._end():
+                end = min(self.rows + self._piece_rows(), self._end())
                 if self._wait_for(end):
                     self._pin(end)
+            self._region.settle()
         except Exception as error:  # noqa: BLE001 -- whatever it is, copies go on without pinning
             self._give_up(str(error) or type(error).__name__)
         with self._changed:
@@ -99,21 +114,40 @@ class PinnedRows:
             self.rows = 0
         self._unpin_all()
 
+    def _end(self) -> int:
+        """Return how many rows will be pinned: all, or those whose memory is there."""
+        status = self._region.poll()
+        return status.populated_rows if status.memory_is_short else self._region.num_rows
+
+    def _piece_rows(self) -> int:
+        stride = self._region.row_stride
+        return whole_pages(max(1, self._pace.piece_bytes // stride), stride)
+
     def _wait_for(self, rows: int) -> bool:
         """Wait a while until these rows are populated, so that pinning does not do it in the driver."""
         status = self._region.poll()
         if status.populated_rows < rows and not status.prefault_ended:
             status = self._region.wait_change(status, _WAIT_SECONDS)
-        return status.populated_rows >= rows or status.prefault_ended
+        return status.populated_rows >= rows or (status.prefault_ended and not status.memory_is_short)
 
     def _pin(self, end: int) -> None:
         stride = self._region.row_stride
         address = self._address + self.rows * stride
+        begin = self._clock()
         self._pinner.pin(address, (end - self.rows) * stride)
+        took = self._clock() - begin
         with self._changed:
             self._pieces.append(address)
             self.rows = end
             self._changed.notify_all()
+            behind = self._used > 0 and (end - self._used) * stride < _AHEAD_BYTES
+        rest = self._pace.rest_after(took, busy=self._is_busy(), behind=behind)
+        if rest > 0:
+            self._pause(rest)
+
+    def _pause(self, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing, seconds)
 
     def _give_up(self, reason: str) -> None:
         with self._changed:
@@ -133,6 +167,7 @@ class PinnedRows:
         with self._changed:
             self.given_up = reason
             self._changed.notify_all()
+        self._region.settle()
 
     def _unpin_all(self) -> None:
         while self._pieces:
@@ -140,10 +175,3 @@ class PinnedRows:
                 self._pinner.unpin(self._pieces.pop())
             except CudaError as error:  # the device is lost, and its registrations with it
                 _log.debug("unpinning: %s", error)
-
-
-def _whole_pages(rows: int, row_stride: int) -> int:
-    """Return the next number of rows that are whole pages of the system: no page may be pinned twice."""
-    while rows * row_stride % mmap.PAGESIZE:
-        rows += 1
-    return rows

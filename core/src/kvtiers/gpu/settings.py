@@ -19,7 +19,9 @@ class CopySettings:
     each of the two big lanes.
     ``staging_programs``: programs of the kernel between tensors and slots (0: one for each multiprocessor);
     ``direct_programs``: of the kernel that reaches into rows, which holds that many multiprocessors for as long as the
-    link takes. ``pin``: whether rows are pinned, ``pin_piece_bytes`` at a time.
+    link takes. ``pin``: whether rows are pinned, ``pin_piece_bytes`` at most at a time, and as few as it takes to hold
+    the driver for no longer than ``pin_seconds``. ``pin_share``: of the driver's time that pinning takes while the
+    engine works; 1.0: it never rests.
     """
 
     store: CopyMethod | Literal["auto"] = "auto"
@@ -29,7 +31,9 @@ class CopySettings:
     staging_programs: int = 0
     direct_programs: int = 16
     pin: bool = True
-    pin_piece_bytes: int = 256 << 20
+    pin_piece_bytes: int = 64 << 20
+    pin_seconds: float = 0.002
+    pin_share: float = 0.1
 
     def __post_init__(self) -> None:
         small = [
@@ -38,5 +42,7 @@ class CopySettings:
                                 ("direct_programs", 1), ("pin_piece_bytes", 1))
             if getattr(self, name) < least
         ]  # fmt: skip
+        if not 0 < self.pin_share <= 1:
+            small.append(f"pin_share is {self.pin_share}, expected more than 0, at most 1")
         if small:
             raise ConfigError([f"copy settings: {problem}" for problem in small])

@@ -13,7 +13,9 @@ running copies end, leaves the region, and fails all further jobs. When the devi
 """
 
 import logging
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +37,8 @@ __all__ = ["GpuWorker"]
 
 _log = logging.getLogger("kvtiers.gpu")
 _IDLE_SECONDS = 0.5  # how often an idle worker looks whether the manager is still there
+_JOINING_SECONDS = 0.02  # the same, until it has the rows
+_BUSY_SECONDS = 1.0  # an engine of which nothing was heard for this long rests; its longest steps take about as much
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +89,8 @@ class GpuWorker:
         self._on_shutdown = on_shutdown
         self._copier: Copier = _open_copier(layout, rank, kv_tensors, rank_map, copying or CopySettings())
         self._region = region
-        self._attached = False
+        self._attached = self._prepared = False
+        self._heard = -math.inf
         self._left = self._gone = ""
         self._max_queued = max_queued
         self._changed = threading.Condition()
@@ -109,8 +114,17 @@ class GpuWorker:
         """Start to copy these rows into these blocks; an expedited load overtakes all other transfers."""
         self._submit(job_id, "expedited" if expedited else "load", blocks, chunk_ids)
 
+    def note_step(self) -> None:
+        """Take note that the engine begins a step: what holds the driver in the background makes way."""
+        self._heard = time.monotonic()
+
+    def is_busy(self) -> bool:
+        """Say whether the engine has been heard of lately: it began a step, submitted a job or asked for results."""
+        return time.monotonic() - self._heard < _BUSY_SECONDS
+
     def get_finished(self) -> list[TransferResult]:
         """Return the results that have come since the last call: exactly one for every job submitted."""
+        self._heard = time.monotonic()
         if not (self._open or self._results):  # in most steps; a job is in one of them until it is given
             return []
         with self._changed:
@@ -157,6 +171,7 @@ class GpuWorker:
                 self._changed.notify_all()
 
     def _submit(self, job_id: int, lane: Lane, blocks: BlockSpec, chunk_ids: npt.NDArray[Any]) -> None:
+        self._heard = time.monotonic()
         job = _Job(job_id, lane, blocks, chunk_ids)
         try:
             # Copies: the engine may reuse its arrays as soon as this call returns.
@@ -240,6 +255,8 @@ class GpuWorker:
                     lane.launched.append(job)
                     self._changed.notify_all()
                     self._harvest()
+            if not self._prepared and self._region.state != "joining":
+                self._prepare()
             if self._region.state == "lost" and not self._copying():
                 self._leave()
 
@@ -252,7 +269,8 @@ class GpuWorker:
         with self._changed:
             turns: list[Lane] = ["load", "store"] if self._load_turn else ["store", "load"]
             queues = [self._lanes[lane].queued for lane in ("expedited", *turns)]
-            self._changed.wait_for(lambda: self._closing or any(queues), _IDLE_SECONDS)
+            patience = _IDLE_SECONDS if self._prepared else _JOINING_SECONDS
+            self._changed.wait_for(lambda: self._closing or any(queues), patience)
             self._load_turn = not self._load_turn
             job = next((queue[0] for queue in queues if queue), None)
             if job is not None:
@@ -294,9 +312,20 @@ class GpuWorker:
         if status.state != "ready":
             return self._left or status.reason or "this rank has not joined the region yet"
         if not self._attached:
-            self._copier.attach(self._region)
+            self._copier.attach(self._region, self.is_busy)
             self._attached = True
         return ""
+
+    def _prepare(self) -> None:
+        """Take the region's memory before the first job needs it: to compile, to measure and to pin takes a while."""
+        self._prepared = True
+        try:
+            self._join()
+        except LostDeviceError as error:
+            with self._changed:
+                self._lose(error)
+        except Exception as error:  # noqa: BLE001 -- the first job will fail by it, and say so
+            _log.debug("preparing for copies: %s", error)
 
     def _leave(self) -> None:
         self._left = self._region.reason

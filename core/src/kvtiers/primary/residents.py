@@ -110,11 +110,21 @@ class Residents:
             self.unlock(self.rows.idle_keys([self.row_of[key] for key in keys]))
 
     def forget(self, keys: Sequence[OffloadKey]) -> None:
-        """Drop these chunks, none of which has ever been ready."""
+        """Drop these chunks, none of which counts as evictable any more."""
         if keys:
             self.policy.remove(keys)
             for key in keys:
                 del self.row_of[key]
+
+    def leave(self) -> list[OffloadKey]:
+        """Drop the chunks of retired rows that nobody uses now; return their keys."""
+        idle = self.rows.idle_keys(self.rows.leaving)
+        self.evictable -= len(self._unprotected(idle))
+        self.unread.end(idle)
+        self.clean.difference_update(idle)
+        self.rows.evict([self.row_of[key] for key in idle])
+        self.forget(idle)
+        return idle
 
     def forget_all(self) -> None:
         """Drop all chunks, and all that was learnt about them."""

@@ -26,8 +26,8 @@ _PENDING = -1
 class RowTable:
     """The states of all rows. Engine's thread only; every method takes a batch.
 
-    ``free + pending + idle + pinned + quarantined == num_rows`` at all times, idle being the ready rows that nobody
-    reads.
+    ``free + pending + idle + pinned + quarantined + retired == num_rows`` at all times, idle being the ready rows that
+    nobody reads.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -36,27 +36,39 @@ class RowTable:
         self.idle = 0
         self.pinned = 0
         self.quarantined = 0
+        self.retired = 0
         self.misuse = 0
         self.state = [_FREE] * num_rows  # for others to read
         self._key_of: list[OffloadKey | None] = [None] * num_rows
-        # Fresh rows go first and in increasing order, behind the pre-fault; then the row that was freed last.
+        # The row that was freed last goes first, then fresh ones in increasing order: memory is populated and pinned
+        # ahead of the highest row that was ever used, so that what is used again costs none.
         self._next_fresh = 0
         self._freed: list[int] = []
+        self._end = num_rows
+        self.leaving: set[int] = set()
+        """Retired rows that hold a chunk, or that somebody may still touch."""
 
     @property
     def free(self) -> int:
         """How many rows can be allocated."""
-        return self.num_rows - self._next_fresh + len(self._freed)
+        return max(0, self._end - self._next_fresh) + len(self._freed)
+
+    @property
+    def reached(self) -> int:
+        """Rows, from the first, that were used since all chunks were last forgotten."""
+        return self._next_fresh
 
     def allocate(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Lease one free row for each key to a writer."""
         assert len(keys) <= self.free, "more rows allocated than are free"
-        fresh = min(len(keys), self.num_rows - self._next_fresh)
-        rows = list(range(self._next_fresh, self._next_fresh + fresh))
-        self._next_fresh += fresh
-        if (again := len(keys) - fresh) > 0:
+        again = min(len(keys), len(self._freed))
+        rows: list[int] = []
+        if again:
             rows += self._freed[: -again - 1 : -1]
             del self._freed[-again:]
+        if (fresh := len(keys) - again) > 0:
+            rows += range(self._next_fresh, self._next_fresh + fresh)
+            self._next_fresh += fresh
         state, key_of = self.state, self._key_of
         for key, row in zip(keys, rows, strict=True):
             state[row] = _PENDING
@@ -71,8 +83,19 @@ class RowTable:
             assert state[row] == 0, "evicted a row that is in use"
             state[row] = _FREE
             key_of[row] = None
-        self._freed += rows
+        if self.leaving:
+            for row in rows:
+                self._put_back(row)
+        else:
+            self._freed += rows
         self.idle -= len(rows)
+
+    def retire(self, end: int) -> None:
+        """Never allocate this row or a higher one again. Those that are not free are ``leaving``, until they are."""
+        self._end = min(self._end, end)
+        self._freed = [row for row in self._freed if row < self._end]
+        self.leaving = {row for row in range(self._end, self._next_fresh) if self.state[row] != _FREE}
+        self.retired = self.num_rows - self._end - len(self.leaving)
 
     def any_pending(self, rows: Sequence[int]) -> bool:
         """Say whether one of these bound rows is not readable yet."""
@@ -82,7 +105,7 @@ class RowTable:
         """Return how many of these bound rows are not readable yet."""
         return list(map(self.state.__getitem__, rows)).count(_PENDING) if self.pending else 0
 
-    def idle_keys(self, rows: Sequence[int]) -> list[OffloadKey]:
+    def idle_keys(self, rows: Collection[int]) -> list[OffloadKey]:
         """Return the keys of those of these rows that are ready and that nobody reads."""
         return [key for row in rows if not self.state[row] and (key := self._key_of[row]) is not None]
 
@@ -144,7 +167,7 @@ class RowTable:
                 lost.append(key)
                 state[row] = _FREE
                 key_of[row] = None
-                self._freed.append(row)
+                self._put_back(row)
         self.pending -= len(readable) + len(lost)
         if readers:
             self.pinned += len(readable)
@@ -174,9 +197,12 @@ class RowTable:
         self._key_of = [None] * self.num_rows
         for row, state in zip(held, states, strict=True):
             self.state[row] = state
+        self.leaving = {row for row in held if row >= self._end}
+        self.retired = self.num_rows - self._end - len(self.leaving)
         if held:
             untouchable = set(held)
-            self._freed = [row for row in range(self._next_fresh - 1, -1, -1) if row not in untouchable]
+            usable = min(self._next_fresh, self._end)
+            self._freed = [row for row in range(usable - 1, -1, -1) if row not in untouchable]
         else:
             self._freed = []
             self._next_fresh = 0
@@ -185,8 +211,15 @@ class RowTable:
 
     def _release(self, row: int) -> None:
         self.state[row] = _FREE
-        self._freed.append(row)
+        self._put_back(row)
         self.quarantined -= 1
+
+    def _put_back(self, row: int) -> None:
+        if row < self._end:
+            self._freed.append(row)
+        else:
+            self.leaving.discard(row)
+            self.retired += 1
 
     def _real(self, rows: Sequence[int]) -> Sequence[int]:
         if not rows or (min(rows) >= 0 and max(rows) < self.num_rows):

@@ -124,6 +124,16 @@ class CPUPrimaryTier:
         return self._rows.quarantined
 
     @property
+    def rows_reached(self) -> int:
+        """Rows, from the first, that were used since all chunks were last forgotten: memory is wanted ahead of them."""
+        return self._rows.reached
+
+    @property
+    def retired_rows(self) -> int:
+        """Rows that are never used again, since their memory is not there."""
+        return self._rows.retired
+
+    @property
     def clean_rows(self) -> int:
         """Rows of chunks that were marked clean."""
         return len(self._chunks.clean)
@@ -144,6 +154,7 @@ class CPUPrimaryTier:
             "pinned_rows": rows.pinned,
             "protected_rows": len(self._unread.keys),
             "quarantined_rows": rows.quarantined,
+            "retired_rows": rows.retired,
             "clean_rows": len(chunks.clean),
             "misuse": rows.misuse,
         }
@@ -207,6 +218,7 @@ class CPUPrimaryTier:
         self._note(readable, removed=False)
         if not readers:
             self._chunks.unlock(readable)
+        self._leave()
         return readable
 
     def prepare_load(self, keys: Sequence[OffloadKey], request_id: str) -> list[int] | None:
@@ -223,6 +235,7 @@ class CPUPrimaryTier:
     def complete_load(self, rows: Sequence[int]) -> None:
         """End one lease to a reader of each of these rows."""
         self._chunks.unpin(rows)
+        self._leave()
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Count these chunks as used now, the first as the last to leave. Unknown keys are ignored."""
@@ -243,6 +256,7 @@ class CPUPrimaryTier:
     def complete_read(self, rows: Sequence[int]) -> None:
         """End one cascade's lease of each of these rows."""
         self._chunks.unpin(rows)
+        self._leave()
 
     def prepare_write(
         self,
@@ -275,6 +289,7 @@ class CPUPrimaryTier:
         self._note(readable, removed=False)
         if readable:
             self._chunks.unlock_idle(self._unread.begin(readable, self._clock()))
+        self._leave()
         return readable
 
     def abandon(self, rows: Sequence[int]) -> None:
@@ -310,6 +325,14 @@ class CPUPrimaryTier:
         clean = self._chunks.clean
         return [key for key in keys if key not in clean]
 
+    def retire_rows(self, end: int) -> None:
+        """Never lease this row or a higher one again: its memory is not there. Its chunk leaves as soon as it is idle.
+
+        Whoever has such a row leased completes as ever.
+        """
+        self._rows.retire(end)
+        self._leave()
+
     def reset_cache(self) -> None:
         """Forget all chunks at once. Rows that somebody may touch are free when that lease has been completed."""
         self.changes += 1
@@ -328,6 +351,11 @@ class CPUPrimaryTier:
             self.changes += 1
             self._note(allocation.evicted, removed=True)
         return allocation
+
+    def _leave(self) -> None:
+        if self._rows.leaving and (gone := self._chunks.leave()):
+            self.changes += 1
+            self._note(gone, removed=True)
 
     def _note(self, keys: list[OffloadKey], *, removed: bool) -> None:
         if keys and self.records_events:

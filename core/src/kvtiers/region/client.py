@@ -11,6 +11,7 @@ thread that drives the worker, after it has let its copies end and dropped every
 """
 
 import contextlib
+import dataclasses
 import errno
 import json
 import logging
@@ -35,7 +36,7 @@ from kvtiers.region.handshake import (
     encode_message,
     socket_name,
 )
-from kvtiers.region.memfd import Mapping, let_go_in_children, map_memory, require_linux
+from kvtiers.region.memfd import Mapping, let_go_in_children, map_memory, prefer_huge_pages, require_linux
 from kvtiers.region.region import AnonymousRegion
 
 __all__ = ["JoinState", "JoinStatus", "RegionJoin"]
@@ -49,12 +50,16 @@ JoinState: TypeAlias = Literal["joining", "ready", "refused", "lost", "closed"]
 
 @dataclass(frozen=True, slots=True)
 class JoinStatus:
-    """Where a rank stands. ``populated_rows`` grows until ``prefault_ended``; pinning in pieces can follow it."""
+    """Where a rank stands. ``populated_rows`` grows until ``prefault_ended``; pinning in pieces can follow it.
+
+    ``memory_is_short``: there is none for the rows after the populated ones, and none of these is used.
+    """
 
     state: JoinState
     reason: str
     populated_rows: int
     prefault_ended: bool
+    memory_is_short: bool = False
 
 
 class RegionJoin:
@@ -75,6 +80,9 @@ class RegionJoin:
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._thread: threading.Thread | None = None
+        self._leaving = self._settled = False
+        for sock in (self._wake_reader, self._wake_writer):
+            sock.setblocking(False)
 
     @classmethod
     def start(cls, engine_id: str, layout: CacheLayout, rank: int, *, start_deadline: float = 60.0) -> "RegionJoin":
@@ -153,11 +161,21 @@ class RegionJoin:
         if status.state != "ready":
             raise StartError(f"{self._where}: {status.reason or status.state}")
 
+    def settle(self) -> None:
+        """Tell the region's owner that this rank has pinned all rows, or will pin no more. Any thread, never blocks."""
+        self._settled = True
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # full: it wakes anyway; or this rank is closed
+            self._wake_writer.send(b"x")
+
     def close(self) -> None:
         """Unmap the region and tell its owner so. A buffer still in use keeps the memory mapped, with a warning."""
         if self.state == "closed":
             return
-        self._wake_writer.send(b"x")
+        self._leaving = True
+        self._wake()
         if self._thread is not None:
             self._thread.join(_STOP_SECONDS)
         self._view = None
@@ -191,7 +209,7 @@ class RegionJoin:
             self._changed.notify_all()
 
     def _end(self, state: JoinState, reason: str) -> None:
-        self._set(JoinStatus(state, reason, self._status.populated_rows, prefault_ended=True))
+        self._set(dataclasses.replace(self._status, state=state, reason=reason, prefault_ended=True))
 
     def _run(self, deadline: float, seconds: float) -> None:
         try:
@@ -254,7 +272,7 @@ class RegionJoin:
             if joining and not ready:
                 raise StartError(f"the scheduler's process {connection.pid} did not answer within {seconds:.3g} s")
             for key, events in ready:
-                if key.fileobj is self._wake_reader:
+                if key.fileobj is self._wake_reader and self._is_woken_to_leave(connection):
                     return True
                 key.data(events)
         connection.close()
@@ -264,6 +282,14 @@ class RegionJoin:
         _log.warning("%s: %s", self._where, reason)
         self._end("lost", reason)
         return True
+
+    def _is_woken_to_leave(self, connection: Connection) -> bool:
+        if self._leaving:
+            return True
+        self._wake_reader.recv(4096)
+        if self._settled and self.state == "ready":
+            connection.say(encode_message(Kind.PINNED))
+        return False
 
     def _on_socket(self, events: int) -> None:
         connection = self._connection
@@ -295,14 +321,14 @@ class RegionJoin:
         if message.kind == Kind.WELCOME and fds:
             self._map(Welcome(**json.loads(message.body)), fds[0])
         elif message.kind == Kind.PROGRESS:
-            rows, ended = decode_progress(message.body)
-            self._set(JoinStatus("ready", "", rows, ended))
+            self._set(JoinStatus("ready", "", *decode_progress(message.body)))
 
     def _map(self, welcome: Welcome, fd: int) -> None:
         used = welcome.num_rows * welcome.row_stride
         if welcome.row_stride != self.layout.row_stride or not used <= welcome.map_bytes <= os.fstat(fd).st_size:
             raise StartError(f"the scheduler's process offers memory of another shape: {welcome}")
         self._mapping = map_memory(fd, welcome.map_bytes, used, core_dumps=self._core_dumps)
+        prefer_huge_pages(self._mapping)  # as the pre-fault program did: what it got is mapped as it lies
         self._view = self._mapping.view
         self.num_rows = welcome.num_rows
-        self._set(JoinStatus("ready", "", welcome.populated_rows, welcome.prefault_ended))
+        self._set(JoinStatus("ready", "", welcome.populated_rows, welcome.prefault_ended, welcome.memory_is_short))

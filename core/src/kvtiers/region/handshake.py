@@ -7,7 +7,10 @@
     HELLO    JSON {"rank", "layout"}       ->     compares the layouts
                                            <-     REFUSED  UTF-8 text: why, in one line. The owner hangs up
                                            <-     WELCOME  JSON of ``Welcome``, with the memfd (SCM_RIGHTS)
-                                           <-     PROGRESS u64 rows populated, u8 no more will come (again and again)
+                                           <-     PROGRESS u64 rows populated, u8 0: more may come, 1: no more,
+                                                         2: no more, there is no memory (again and again)
+    PINNED   empty: it has pinned all rows, or ->
+             will pin no more of them
     GOODBYE  empty: it has unmapped        ->     nothing of this rank is left
     end of the stream, either way: the other has died or hung up
 
@@ -68,6 +71,7 @@ class Kind(IntEnum):
     WELCOME = 3
     PROGRESS = 4
     GOODBYE = 5
+    PINNED = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,7 @@ class Welcome:
     map_bytes: int
     populated_rows: int
     prefault_ended: bool
+    memory_is_short: bool = False
 
 
 def socket_name(engine_id: str, uid: int) -> str:
@@ -107,15 +112,15 @@ def encode_message(kind: Kind, body: bytes = b"") -> bytes:
     return _HEADER.pack(_MAGIC, HANDSHAKE_VERSION, kind, len(body)) + body
 
 
-def encode_progress(rows: int, ended: bool) -> bytes:
+def encode_progress(rows: int, ended: bool, memory_is_short: bool = False) -> bytes:
     """Return a PROGRESS message."""
-    return encode_message(Kind.PROGRESS, _PROGRESS.pack(rows, ended))
+    return encode_message(Kind.PROGRESS, _PROGRESS.pack(rows, ended + memory_is_short))
 
 
-def decode_progress(body: bytes) -> tuple[int, bool]:
-    """Return (rows populated, no more will come)."""
+def decode_progress(body: bytes) -> tuple[int, bool, bool]:
+    """Return (rows populated, no more will come, because there is no memory for them)."""
     rows, ended = _PROGRESS.unpack(body)
-    return rows, bool(ended)
+    return rows, bool(ended), ended > 1
 
 
 def listen(engine_id: str) -> socket.socket:

@@ -17,6 +17,7 @@ __all__ = [
     "cgroup_limit",
     "free_huge_pages",
     "memory_problem",
+    "read_text",
     "usable_processors",
 ]
 

@@ -15,10 +15,12 @@ from kvtiers.api import StartError
 from kvtiers.region.limits import free_huge_pages
 
 __all__ = [
+    "DEFAULT_WINDOW",
     "HUGE_PAGE_BYTES",
     "MOST_NODES",
     "HugePages",
     "Mapping",
+    "PrefaultMode",
     "bind_to_node",
     "create_memfd",
     "let_go_in_children",
@@ -29,6 +31,9 @@ __all__ = [
 ]
 
 HugePages = Literal["off", "2MiB", "1GiB"]
+PrefaultMode = Literal["ahead", "all", "off"]
+DEFAULT_WINDOW = 4 << 30
+"""Bytes that are ready ahead of use: a few seconds of what an engine stores, and there in about a second."""
 HUGE_PAGE_BYTES: dict[HugePages, int] = {"off": mmap.PAGESIZE, "2MiB": 2 << 20, "1GiB": 1 << 30}
 MOST_NODES = 1024
 """As many NUMA nodes as Linux can be built for (CONFIG_NODES_SHIFT is at most 10)."""

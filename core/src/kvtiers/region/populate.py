@@ -3,9 +3,10 @@
 Run by its path, in a process of its own (``prefault.py`` starts it): the system call that does it would hold the
 engine's interpreter for seconds. It imports little, so that it starts in a few hundredths of a second.
 
-It gets the region's descriptor and nothing else, says on standard output how far it came (``populated BYTES``, then
-``done METHOD`` or ``failed TEXT``), and ends when standard input does: with the process that started it, and with that
-process also if it is stopped, when it could not see that.
+It gets the region's descriptor and nothing else, and populates as far as it is asked to: its arguments say how far at
+first, each line ``want BYTES`` on standard input how far from then on. On standard output it says how far it came
+(``populated BYTES``, then ``done METHOD`` or ``failed TEXT``). It ends when standard input does: with the process that
+started it, and with that process also if it is stopped, when it could not see that.
 """
 
 import ctypes
@@ -14,16 +15,19 @@ import mmap
 import os
 import sys
 import threading
+from collections.abc import Callable
 
 MADV_POPULATE_WRITE = 23  # Linux 5.14
+_MADV_HUGEPAGE = 14
 PIECE_BYTES = 64 << 20
+_LONGEST_LINE = 64
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9  # signal.SIGKILL without what its module imports
 
 
 class Populator:
     """Hands the region's pieces to threads in order, and reports the run of bytes from the start that is done."""
 
-    def __init__(self, fd: int, nbytes: int, piece_bytes: int, advice: int) -> None:
+    def __init__(self, fd: int, nbytes: int, piece_bytes: int, advice: int, wanted: int | None = None) -> None:
         self._fd = fd
         self._region = mmap.mmap(fd, nbytes)
         if hasattr(mmap, "MADV_DONTDUMP"):
@@ -32,29 +36,46 @@ class Populator:
         self._nbytes = nbytes
         self._piece = piece_bytes
         self._advice = advice
-        self._lock = threading.Lock()
+        self._wanted = nbytes if wanted is None else wanted
+        self._lock = threading.Condition()
         self._next = 0
         self._done: set[int] = set()
         self._reported = 0
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        # Only a wish, and none that can fail the start: the administrator may not give huge pages to shared memory.
+        self._libc.madvise(self._address, nbytes, _MADV_HUGEPAGE)
         self.touched = False
         self.failure = ""
 
+    def want(self, nbytes: int) -> None:
+        """Populate this many bytes from the region's start; less than was asked for before changes nothing."""
+        with self._lock:
+            self._wanted = max(self._wanted, nbytes)
+            self._lock.notify_all()
+
     def work(self) -> None:
-        """Populate pieces until none is left or one has failed. Run by each thread."""
-        while not self.failure:
-            with self._lock:
-                start = self._next
-                self._next += self._piece
-            if start >= self._nbytes:
-                return
+        """Populate what is wanted, until nothing of the region is left or a piece has failed. Run by each thread."""
+        while (start := self._next_piece()) is not None:
             try:
                 self._populate(start, min(self._piece, self._nbytes - start))
             except OSError as error:
-                self.failure = f"at byte {start} of {self._nbytes}: {error}"
+                with self._lock:
+                    self.failure = f"at byte {start} of {self._nbytes}: {error}"
+                    self._lock.notify_all()
                 return
             self._report(start)
+
+    def _next_piece(self) -> int | None:
+        with self._lock:
+            self._lock.wait_for(lambda: self.failure or self._next >= self._nbytes or self._next < self._wanted)
+            if self.failure or self._next >= self._nbytes:
+                return None
+            start = self._next
+            self._next += self._piece
+            if self._next >= self._nbytes:
+                self._lock.notify_all()  # for the threads that wait for more
+            return start
 
     def _populate(self, start: int, length: int) -> None:
         while self._libc.madvise(self._address + start, length, self._advice):
@@ -86,10 +107,16 @@ def say(line: str) -> None:
     os.write(1, line.encode() + b"\n")
 
 
-def end_with_parent() -> None:
-    """Wait for the end of standard input, then end this process, whatever its other threads do."""
-    while os.read(0, 1):
-        pass
+def end_with_parent(want: Callable[[int], None]) -> None:
+    """Pass on what standard input asks for; at its end, end this process, whatever its other threads do."""
+    unread = b""
+    while data := os.read(0, 4096):
+        *lines, unread = (unread + data).split(b"\n")
+        unread = unread[-_LONGEST_LINE:]
+        for line in lines:
+            word, _, number = line.partition(b" ")
+            if word == b"want" and number.isdigit():
+                want(int(number))
     os._exit(1)
 
 
@@ -108,13 +135,13 @@ def be_the_first_to_go() -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Populate: descriptor, bytes, bytes a piece, threads, madvise's advice."""
-    fd, nbytes, piece_bytes, threads, advice = map(int, arguments)
+    """Populate: descriptor, bytes, bytes a piece, threads, madvise's advice, bytes that are wanted at first."""
+    fd, nbytes, piece_bytes, threads, advice, wanted = map(int, arguments)
     be_the_first_to_go()
     if sys.platform == "linux":  # the thread that started this lives until it has ended this
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    populator = Populator(fd, nbytes, piece_bytes, advice)
+    populator = Populator(fd, nbytes, piece_bytes, advice, wanted)
+    threading.Thread(target=end_with_parent, args=(populator.want,), daemon=True).start()
     workers = [threading.Thread(target=populator.work) for _ in range(threads)]
     for worker in workers:
         worker.start()

@@ -1,5 +1,6 @@
-"""Starts the program that populates a region, reads how far it came, and makes sure that it ends."""
+"""The program that populates a region, from outside: started, asked for more, read, and made to end."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -17,14 +18,16 @@ _REAP_SECONDS = 5.0  # its output has ended, or it was killed: it is as good as 
 class Prefault:
     """The running ``populate.py`` of one region. Used by one thread.
 
+    ``wanted``: bytes from the region's start that it populates at first; ``want`` asks for more.
     ``populated``: bytes from the region's start. ``ended``: no more progress will come. ``error``: the memory is not
     there (an engine that used it would be killed); "" if the program was merely ended early, which costs speed only.
     """
 
     program = Path(populate.__file__)
 
-    def __init__(self, fd: int, nbytes: int, page_bytes: int) -> None:
+    def __init__(self, fd: int, nbytes: int, page_bytes: int, wanted: int | None = None) -> None:
         self.nbytes = nbytes
+        self.wanted = nbytes if wanted is None else min(wanted, nbytes)
         self.populated = 0
         self.ended = False
         self.error = ""
@@ -34,7 +37,8 @@ class Prefault:
         self._started = time.monotonic()
         self._unread = b""
         threads = min(_THREADS, os.cpu_count() or 1)
-        numbers = (fd, nbytes, max(populate.PIECE_BYTES, page_bytes), threads, populate.MADV_POPULATE_WRITE)
+        piece_bytes = max(populate.PIECE_BYTES, page_bytes)
+        numbers = (fd, nbytes, piece_bytes, threads, populate.MADV_POPULATE_WRITE, self.wanted)
         # No site packages and no PYTHON* variables: a bare interpreter starts in 15 ms.
         self._process = subprocess.Popen(  # noqa: S603 -- our own program, with numbers as its arguments
             [sys.executable or "", "-I", "-S", str(self.program), *map(str, numbers)],
@@ -49,6 +53,7 @@ class Prefault:
         assert self._process.stdout is not None
         self._input, self._output = self._process.stdin, self._process.stdout
         os.set_blocking(self._output.fileno(), False)
+        os.set_blocking(self._input.fileno(), False)
 
     @property
     def pid(self) -> int:
@@ -58,6 +63,16 @@ class Prefault:
     def fileno(self) -> int:
         """The descriptor that becomes readable when there is news."""
         return self._output.fileno()
+
+    def want(self, nbytes: int) -> None:
+        """Ask for this many bytes from the region's start. Never blocks; less than before changes nothing."""
+        nbytes = min(nbytes, self.nbytes)
+        if self.ended or nbytes <= self.wanted:
+            return
+        # A pipe that is full belongs to a program that stands still, a broken one to one whose end will be read.
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            os.write(self._input.fileno(), b"want %d\n" % nbytes)
+            self.wanted = nbytes
 
     def read(self) -> None:
         """Take in what the program said. Never blocks, except at its end, to reap it."""

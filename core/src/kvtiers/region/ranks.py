@@ -55,7 +55,7 @@ class RankGone:
 
 @dataclass(frozen=True, slots=True)
 class PrefaultEnded:
-    """No more rows will be populated ahead. ``error``: the memory is not there, so the region must not be used."""
+    """No more rows will be populated ahead. ``error``: there is no memory for the rows from ``rows`` on."""
 
     rows: int
     error: str
@@ -68,11 +68,17 @@ _MOST_EVENTS = 1_000
 
 
 class RankTable:
-    """The ranks of one region, by number."""
+    """The ranks of one region, by number.
 
-    def __init__(self, region: str, world_size: int) -> None:
+    ``settled_first``: the region is ready only when its memory is populated and all ranks have settled, too: they have
+    pinned all rows, or will pin no more.
+    """
+
+    def __init__(self, region: str, world_size: int, *, settled_first: bool = False) -> None:
         self._region = region
         self.world_size = world_size
+        self._populating = settled_first
+        self._settled: set[int] | None = set() if settled_first else None
         self._events: SimpleQueue[RegionEvent] = SimpleQueue()
         self.are_quiet = self._events.empty
         self._changed = threading.Condition()
@@ -82,6 +88,19 @@ class RankTable:
         self._broken = ""
         self.all_joined = False
         """Every rank has joined, and none has been lost."""
+
+    @property
+    def all_ready(self) -> bool:
+        """Every rank has joined, and what else the region is to wait for has come."""
+        settled = self._settled
+        return self.all_joined and (settled is None or (not self._populating and len(settled) == self.world_size))
+
+    def settle(self, rank: int) -> None:
+        """Take note that this rank will pin no more rows than it has."""
+        with self._changed:
+            if self._settled is not None:
+                self._settled.add(rank)
+                self._changed.notify_all()
 
     def occupant(self, rank: int) -> int | None:
         """The process that is this rank, or was and may still touch its rows."""
@@ -128,6 +147,8 @@ class RankTable:
                 self._setback = self._setback or f"rank {rank} (process {pid}) ended before all ranks had joined"
             self._lost[rank] = self._joined.pop(rank)
             self.all_joined = False
+            if self._settled is not None:
+                self._settled.discard(rank)
             self._tell(RankLost(rank))
 
     def forget(self, rank: int) -> None:
@@ -141,6 +162,7 @@ class RankTable:
         with self._changed:
             if error:
                 self._broken = self._broken or f"its memory cannot be populated: {error}"
+            self._populating = False
             self._tell(PrefaultEnded(rows, error))
 
     def break_off(self, text: str) -> None:
@@ -163,19 +185,29 @@ class RankTable:
         except Empty:
             return events
 
-    def wait_all(self, timeout: float) -> None:
-        """Wait until all ranks have joined; StartError that names those that did not, or what cannot be mended."""
+    def wait_all(self, timeout: float, settling: float = 0.0) -> None:
+        """Wait until all is ready; StartError that names the ranks that did not join, or what cannot be mended.
+
+        ``settling``: how many seconds more the ranks that have joined have to settle, where that is waited for.
+        """
         deadline = time.monotonic() + timeout
         with self._changed:
-            while not self._broken and not self.all_joined:
-                if self._setback:
+            while not self._broken and not self.all_ready:
+                if self._setback and not self.all_joined:
                     raise StartError(f"{self._region}: {self._setback}")
-                left = deadline - time.monotonic()
+                more = settling if self.all_joined else 0.0
+                left = deadline + more - time.monotonic()
                 if left <= 0:
-                    raise StartError(f"{self._region}: {self.describe_missing(self._missing(), timeout)}")
+                    raise StartError(f"{self._region}: {self._describe_unready(timeout + more)}")
                 self._changed.wait(left)
             if self._broken:
                 raise StartError(f"{self._region}: {self._broken}")
+
+    def _describe_unready(self, seconds: float) -> str:
+        if not self.all_joined:
+            return self.describe_missing(self._missing(), seconds)
+        what = "populated" if self._populating else "pinned by all ranks"
+        return f"its memory is not {what} after {seconds:.3g} s; raise the time, or write 'prefault: ahead'"
 
     def describe_missing(self, missing: Iterable[int], seconds: float) -> str:
         """Say in one line that these ranks did not come, and what to look at."""

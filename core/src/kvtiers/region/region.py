@@ -17,13 +17,16 @@ from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.region.handshake import Welcome, listen, plain_id
 from kvtiers.region.limits import memory_problem
 from kvtiers.region.memfd import (
+    DEFAULT_WINDOW,
     HUGE_PAGE_BYTES,
     HugePages,
     Mapping,
+    PrefaultMode,
     bind_to_node,
     create_memfd,
     let_go_in_children,
     map_memory,
+    prefer_huge_pages,
     prefer_node,
 )
 from kvtiers.region.prefault import Prefault
@@ -49,6 +52,10 @@ __all__ = [
     "RegionEvent",
     "SharedOffloadRegion",
 ]
+
+_SLOWEST_PINNING = 256 << 20
+"""Bytes a second that populating and pinning are waited for with ``prefault="all"``, once all ranks have joined."""
+_FOLLOWING_STEPS = 16  # of a window: how often the pre-fault program is asked for more
 
 _log = logging.getLogger("kvtiers.region")
 
@@ -85,6 +92,11 @@ class OffloadRegion:
         return not self._closed
 
     @property
+    def all_ready(self) -> bool:
+        """Every rank has joined, and with ``prefault="all"`` all memory is populated and pinned."""
+        return self.all_joined
+
+    @property
     def lost_ranks(self) -> set[int]:
         """Ranks whose connection has ended, but of which something may still touch the rows."""
         return set()
@@ -98,6 +110,14 @@ class OffloadRegion:
     def timings(self) -> dict[str, float]:
         """Seconds of ``create``, ``join`` (until all ranks were there) and ``prefault``, as far as they are known."""
         return {}
+
+    def follow(self, rows: int) -> int:
+        """Have memory ready ahead of this many rows, the first ones, which are in use. Never blocks.
+
+        Return how many rows it must be before this is called again; more than there are: it need not be.
+        """
+        del rows
+        return self.num_rows + 1
 
     def has_news(self) -> bool:
         """Say whether something happened since the last ``poll``."""
@@ -136,8 +156,10 @@ class SharedOffloadRegion(OffloadRegion):
         ranks: RankTable,
         server: AcceptThread,
         start_deadline: float,
+        window_rows: int,
     ) -> None:
         super().__init__(engine_id, layout, num_rows, mapping)
+        self._window_rows = window_rows
         self._memfd = memfd
         self._ranks = ranks
         self._server = server
@@ -154,12 +176,16 @@ class SharedOffloadRegion(OffloadRegion):
         *,
         huge_pages: HugePages = "off",
         numa_node: int | None = None,
-        prefault: bool = True,
+        prefault: PrefaultMode = "ahead",
+        prefault_window: int = DEFAULT_WINDOW,
         start_deadline: float = 60.0,
         world_size: int | None = None,
         core_dumps: bool = False,
     ) -> "SharedOffloadRegion":
         """Make the region, begin to let ranks in and to pre-fault, and return at once.
+
+        ``prefault``: "ahead" populates ``prefault_window`` bytes, and keeps as many ahead of the rows that ``follow``
+        is told of; "all" populates all rows, and the region is ready when the ranks have pinned them; "off" none.
 
         StartError, in one line, if the engine id is in use, the memory or the huge pages are not there, a row does
         not fit into ``capacity_bytes``, or this system has no memfd. ``world_size``: how many ranks to wait for, by
@@ -179,17 +205,21 @@ class SharedOffloadRegion(OffloadRegion):
             undo.callback(os.close, memfd)
             used = num_rows * layout.row_stride
             mapping = map_memory(memfd, map_bytes, used, huge_pages, core_dumps=core_dumps)
+            prefer_huge_pages(mapping)
             if numa_node is not None and (trouble := bind_to_node(mapping, numa_node)):
                 _log.warning("%s: %s", where, trouble)
-            ranks = RankTable(where, world_size or layout.world_size)
-            welcome = Welcome(num_rows, layout.row_stride, map_bytes, populated_rows=0, prefault_ended=not prefault)
-            launch = partial(_start_prefault, memfd, map_bytes, page, numa_node) if prefault else None
+            ranks = RankTable(where, world_size or layout.world_size, settled_first=prefault == "all")
+            off = prefault == "off"
+            welcome = Welcome(num_rows, layout.row_stride, map_bytes, populated_rows=0, prefault_ended=off)
+            wanted = min(prefault_window, map_bytes) if prefault == "ahead" else map_bytes
+            launch = None if off else partial(_start_prefault, memfd, map_bytes, page, numa_node, wanted)
             server = AcceptThread(listener, memfd, layout, welcome, ranks, launch, start_deadline)
             server.start()
             undo.pop_all()
         server.timings["create"] = seconds = time.monotonic() - started
         _log.info("%s: %d rows of %s in %.3f s", where, num_rows, format_size(layout.row_stride), seconds)
-        return cls(engine_id, layout, num_rows, mapping, memfd, ranks, server, start_deadline)
+        window_rows = num_rows if off or wanted == map_bytes else wanted // layout.row_stride
+        return cls(engine_id, layout, num_rows, mapping, memfd, ranks, server, start_deadline, window_rows)
 
     @property
     def fd(self) -> int | None:
@@ -202,9 +232,21 @@ class SharedOffloadRegion(OffloadRegion):
         return self._ranks.all_joined and not self._closed
 
     @property
+    def all_ready(self) -> bool:
+        """Every rank has joined, and with ``prefault="all"`` all memory is populated and pinned."""
+        return self._ranks.all_ready and not self._closed
+
+    @property
     def lost_ranks(self) -> set[int]:
         """Ranks whose connection has ended, but of which something may still touch the rows."""
         return set() if self._closed else self._ranks.lost
+
+    def follow(self, rows: int) -> int:
+        """Have memory ready ahead of this many rows, the first ones, which are in use. Never blocks."""
+        ahead = rows + self._window_rows
+        if self._window_rows < self.num_rows:
+            self._server.want_rows(min(ahead, self.num_rows))
+        return rows + max(1, self._window_rows // _FOLLOWING_STEPS) if ahead < self.num_rows else self.num_rows + 1
 
     @property
     def populated_rows(self) -> int:
@@ -225,12 +267,13 @@ class SharedOffloadRegion(OffloadRegion):
         return self._ranks.take_events(timeout)
 
     def wait_ready(self, timeout: float | None = None) -> None:
-        """Block until all ranks have joined; StartError that names the missing or refused ones.
+        """Block until all is ready; StartError that names the missing or refused ranks.
 
-        ``timeout``: seconds from now; by default what is left of ``start_deadline``.
+        ``timeout``: seconds from now for the ranks to join; by default what is left of ``start_deadline``. With
+        ``prefault="all"`` as long again as the memory can take at its slowest.
         """
         left = max(0.0, self._created + self._start_deadline - time.monotonic())
-        self._ranks.wait_all(left if timeout is None else timeout)
+        self._ranks.wait_all(left if timeout is None else timeout, self.map_bytes / _SLOWEST_PINNING)
 
     def close(self) -> None:
         """Hang up on the ranks, end pre-faulting and let go of the memory. May be called again."""
@@ -273,10 +316,10 @@ class AnonymousRegion(OffloadRegion):
         return cls(engine_id, layout, num_rows, map_memory(-1, nbytes, nbytes))
 
 
-def _start_prefault(memfd: int, map_bytes: int, page_bytes: int, numa_node: int | None) -> Prefault:
+def _start_prefault(memfd: int, map_bytes: int, page_bytes: int, numa_node: int | None, wanted: int) -> Prefault:
     if numa_node is not None:
         prefer_node(numa_node)  # the program inherits it; what speaks against it, bind_to_node has said already
-    return Prefault(memfd, map_bytes, page_bytes)
+    return Prefault(memfd, map_bytes, page_bytes, wanted)
 
 
 def _rows_in(where: str, capacity_bytes: int, layout: CacheLayout) -> int:

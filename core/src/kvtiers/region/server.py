@@ -71,7 +71,10 @@ class AcceptThread:
         self._connections: set[Connection] = set()
         self._behind: set[Connection] = set()
         self._wake_reader, self._wake_writer = socket.socketpair()
+        for sock in (self._wake_reader, self._wake_writer):
+            sock.setblocking(False)  # whoever wakes this thread never waits for it
         self._selector = selectors.DefaultSelector()
+        self._wanted_rows = 0
         self.populated_rows = 0
         self.timings: dict[str, float] = {}
         """Seconds until all ranks had joined (``join``) and until pre-faulting ended (``prefault``)."""
@@ -82,12 +85,25 @@ class AcceptThread:
         """Begin to serve."""
         self._thread.start()
 
+    def want_rows(self, rows: int) -> None:
+        """Have this many rows populated, from the first; from any thread, and it waits for nothing."""
+        self._wanted_rows = max(self._wanted_rows, rows)
+        self._wake()
+
     def stop(self) -> None:
         """Hang up on all ranks, end pre-faulting and the thread; returns when they have ended."""
         self._stopping = True
-        with contextlib.suppress(OSError):  # the thread has ended by itself
-            self._wake_writer.send(b"x")
+        self._wake()
         self._thread.join(_STOP_SECONDS)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # full: it will wake anyway; or the thread has ended by itself
+            self._wake_writer.send(b"x")
+
+    def _woken(self) -> None:
+        self._wake_reader.recv(4096)
+        if self._prefault is not None:
+            self._prefault.want(self._wanted_rows * self._welcome.row_stride)
 
     def let_go(self) -> None:
         """Close everything in a forked child. Nothing is unregistered: the parent's epoll is the same one."""
@@ -110,7 +126,7 @@ class AcceptThread:
             self._close_all()
 
     def _serve(self) -> None:
-        self._selector.register(self._wake_reader, selectors.EVENT_READ, lambda _: None)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ, lambda _: self._woken())
         self._selector.register(self._listener, selectors.EVENT_READ, lambda _: self._accept())
         self._begin_prefault()
         while not self._stopping:
@@ -203,6 +219,8 @@ class AcceptThread:
             )
         elif message.kind == Kind.HELLO and connection.rank is None:
             self._admit(connection, message.body)
+        elif message.kind == Kind.PINNED and connection.rank is not None:
+            self._ranks.settle(connection.rank)
         elif message.kind == Kind.GOODBYE and connection.rank is not None:
             _log.info("rank %d (process %d) has left", connection.rank, connection.pid)
             self._lose(connection)
@@ -244,8 +262,8 @@ class AcceptThread:
             _log.info("all %d ranks have joined after %.3f s", self._ranks.world_size, self.timings["join"])
 
     def _welcome_rank(self, connection: Connection) -> None:
-        rows, ended = self._progress()
-        welcome = replace(self._welcome, populated_rows=rows, prefault_ended=ended)
+        rows, ended, short = self._progress()
+        welcome = replace(self._welcome, populated_rows=rows, prefault_ended=ended, memory_is_short=short)
         try:
             connection.hand_over(encode_message(Kind.WELCOME, json.dumps(asdict(welcome)).encode()), self._memfd)
         except OSError:  # it has hung up, and never had the memory
@@ -320,10 +338,12 @@ class AcceptThread:
             self._ranks.end_prefault(0, "")
             return
         self._selector.register(self._prefault, selectors.EVENT_READ, lambda _: self._on_prefault())
+        self._prefault.want(self._wanted_rows * self._welcome.row_stride)
 
-    def _progress(self) -> tuple[int, bool]:
-        ended = self._prefault is None or self._prefault.ended
-        return self.populated_rows, ended
+    def _progress(self) -> tuple[int, bool, bool]:
+        if self._prefault is None:
+            return self.populated_rows, True, False
+        return self.populated_rows, self._prefault.ended, self._prefault.ended and bool(self._prefault.error)
 
     def _on_prefault(self) -> None:
         prefault = self._prefault
@@ -347,7 +367,12 @@ class AcceptThread:
         self.timings |= {"prefault": prefault.seconds, "populated_rows": self.populated_rows}
         rows = f"{self.populated_rows} of {self._welcome.num_rows} rows"
         if prefault.error:
-            _log.error("pre-faulting failed, do not use this region: %s", prefault.error)
+            _log.error(
+                "pre-faulting failed after %s, and no row after these is used any more: %s; lower primary.capacity, "
+                "or make room",
+                rows,
+                prefault.error,
+            )
         elif prefault.remark:
             _log.warning("pre-faulting ended after %s, the rest is slower at its first use: %s", rows, prefault.remark)
         else:

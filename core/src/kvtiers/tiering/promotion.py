@@ -52,7 +52,7 @@ class Promotions:
         self._primary = primary
         self._jobs = jobs
         self._origins = origins
-        self._reserve_rows = max(1, math.ceil(options.store_reserve * primary.num_rows - 1e-9))
+        self._store_reserve = options.store_reserve
         self._batches: dict[tuple[int, str], _Batch] = {}
         self._reserved: dict[OffloadKey, RequestState] = {}
         self._shared: dict[OffloadKey, RequestState] = {}
@@ -73,10 +73,11 @@ class Promotions:
         wanted = sum([len(share.places) for share in found])
         clean_before = self._primary.clean_rows
         first = found[0].places[0]
+        usable = self._primary.num_rows - self._primary.retired_rows
         got = self._primary.prepare_write(
             run,
             state.context.request_id,
-            reserve_rows=self._reserve_rows,
+            reserve_rows=max(1, math.ceil(self._store_reserve * usable - 1e-9)),
             max_rows=wanted,
             used=min(first, self._walked(run, state)),
         )

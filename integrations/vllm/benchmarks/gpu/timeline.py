@@ -31,9 +31,9 @@ PLACES = {
         "start_kv_transfers", "get_finished",
     ),
     "vllm.v1.worker.gpu_worker:Worker": ("execute_model", "sample_tokens"),
-    "kvtiers.gpu.cuda_driver:CudaDriver": ("copy_batch", "launch", "wait"),
+    "kvtiers.gpu.cuda.driver:CudaDriver": ("copy_batch", "launch", "wait"),
     "kvtiers.gpu.worker:GpuWorker": ("_submit", "_advance", "_harvest", "wait"),
-    "kvtiers.gpu.cuda_copy:CudaCopies": ("copy",),
+    "kvtiers.gpu.cuda.copy:CudaCopies": ("copy",),
     "kvtiers.tiering.manager:TieringManager": ("lookup_prefix", "prepare_load", "on_schedule_end", "prepare_store"),
     "kvtiers_vllm.stack.manager:KvtiersManager": ("rest",),
 }  # fmt: skip

@@ -120,8 +120,8 @@ def _primary_problems(config: OffloadConfig) -> list[str]:
     """Return what the primary is asked for that vLLM's own does not have."""
     problems = [
         f"primary.{name}: vLLM's own primary has no such option; leave it out"
-        for name in ("huge_pages", "numa_node", "prefault", "start_deadline")
-        if getattr(config.primary, name) != PrimaryConfig.model_fields[name].default
+        for name, field in PrimaryConfig.model_fields.items()
+        if name not in {"capacity", "eviction"} and getattr(config.primary, name) != field.default
     ]
     if config.primary.eviction not in _EVICTION:
         problems.append(f"primary.eviction: vLLM's own primary has lru and arc, not {config.primary.eviction!r}")

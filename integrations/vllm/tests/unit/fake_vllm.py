@@ -83,6 +83,9 @@ class OffloadingConnector:
         self.calls.append("build_connector_worker_meta")
         return OffloadingWorkerMetadata({1}, "stats")
 
+    def start_load_kv(self, forward_context):
+        self.calls.append("start_load_kv")
+
     def get_transfer_results(self, finished_req_ids):
         self.calls.append("get_transfer_results")
         return Results()

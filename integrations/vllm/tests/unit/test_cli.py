@@ -76,6 +76,8 @@ def test_a_variable_stays_a_variable(run):
     ("change", "problem"),
     [
         (("4GiB,", "4GiB, huge_pages: 2MiB,"), "primary.huge_pages: vLLM's own primary has no such option"),
+        (("4GiB,", "4GiB, prefault: all,"), "primary.prefault: vLLM's own primary has no such option"),
+        (("4GiB,", "4GiB, pin_share: 5%,"), "primary.pin_share: vLLM's own primary has no such option"),
         (("lookup_wait: 50ms", "clean_reserve: 10%"), "clean_reserve: vLLM's own tiering has no such bound"),
         (("lookup_wait: 50ms", "budgets: {one_tier: 20%}"), "budgets: vLLM's own primary has none"),
         (("revision: abc", "revision: abc, kv_dtype: fp8"), "model.kv_dtype: the engine says that itself"),

@@ -67,12 +67,21 @@ def connector(connector_module):
         ("get_num_new_matched_tokens", [SimpleNamespace(request_id="a"), 16], (16, True)),
         ("build_connector_meta", [SimpleNamespace(total_num_scheduled_tokens=1, num_scheduled_tokens={})], "meta"),
         ("get_transfer_results", [set()], fake_vllm.Results()),
+        ("start_load_kv", ["forward context"], None),
     ],
 )
 def test_a_call_of_the_connectors_answers_what_vllm_answers(connector, call, arguments, answer, caplog):
     assert getattr(connector, call)(*arguments) == answer
     assert connector.calls == [call]
     assert "a bug of kvtiers" in caplog.text
+
+
+def test_a_rank_hears_that_a_step_begins_before_vllm_launches_anything_of_it(connector, worker_module):
+    gpu = Gpu()
+    gpu.note_step = lambda: connector.calls.append("note_step")
+    connector.connector_worker = SimpleNamespace(worker=worker_module.KvtiersWorker(gpu, 1))
+    connector.start_load_kv("forward context")
+    assert connector.calls == ["note_step", "start_load_kv"]
 
 
 def test_news_of_copies_that_the_manager_cannot_take_are_vllms_news(connector, connector_module, caplog):

@@ -1,5 +1,6 @@
 """The choice of a way to copy: by what was measured, and never for a small gain at the model's cost."""
 
+import mmap
 from types import SimpleNamespace
 
 import numpy as np
@@ -32,7 +33,8 @@ class Driver:
 
 
 @pytest.fixture
-def scratch():
+def scratch(monkeypatch):
+    monkeypatch.setattr(autotune, "_PINNED_BYTES", 1 << 20)
     layout = CacheLayout(
         ModelIdentity("m"), (KVGroup("g", 16),), (KVTensor("a", 0, 5000), KVTensor("b", 0, 3000)), blocks_per_chunk=4
     )
@@ -55,6 +57,17 @@ def test_the_measurement_stays_in_memory_of_its_own(scratch):
     assert copies.others.min() == first
     assert (copies.others + copies.nbytes).max() == first + scratch.kv.nbytes
     assert copies.nbytes.sum() == scratch.kv.nbytes
+
+
+def test_its_memory_is_pinned_a_little_at_a_time_each_page_once(scratch):
+    """The engine's launches wait for each call, and a page that is pinned twice is refused."""
+    pieces = scratch._driver.pinned
+    assert len(pieces) > 1
+    assert max(nbytes for _, nbytes in pieces) <= (1 << 20) + 4 * scratch.geometry.row_stride
+    assert all(address % mmap.PAGESIZE == 0 for address, _ in pieces)
+    ends = [address + nbytes for address, nbytes in pieces]
+    assert [address for address, _ in pieces] == [scratch.address, *ends[:-1]]
+    assert ends[-1] == scratch.address + scratch.host.nbytes
 
 
 @pytest.mark.parametrize(

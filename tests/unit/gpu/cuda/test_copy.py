@@ -1,9 +1,15 @@
 """CUDA copies' beginning and end on a device that refuses: played, since a real one seldom does."""
 
+import dataclasses
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvtiers.gpu.copier import CudaError, LostDeviceError
+from kvtiers.gpu.copy_plan import GroupCopy
 from kvtiers.gpu.cuda import copy as cuda_copy
 from kvtiers.gpu.cuda.autotune import Choice
 from kvtiers.gpu.cuda.copy import CudaCopies
@@ -133,3 +139,62 @@ def test_to_close_on_a_lost_device_raises_nothing_and_may_come_again():
     device.close()
     device.close()
     assert not device._lanes
+
+
+class Growing:
+    """Rows of which more are pinned each time they are asked for; ``held``: leases that have not ended."""
+
+    def __init__(self, steps):
+        self.steps, self.held = list(steps), 0
+
+    def lease(self, rows):
+        pinned = min(rows, self.steps.pop(0) if len(self.steps) > 1 else self.steps[0])
+        self.held += bool(pinned)
+        return pinned
+
+    def release(self):
+        self.held -= 1
+
+
+@given(
+    rows=st.lists(st.integers(0, 40), unique=True, min_size=1, max_size=40),
+    steps=st.lists(st.integers(0, 45), min_size=1, max_size=6).map(sorted),
+)
+def test_a_copy_of_rows_that_are_partly_pinned_moves_each_block_once_and_takes_pinned_rows_as_such_only(rows, steps):
+    device = Device()
+    geometry = dataclasses.replace(geometry_of_one_page(), blocks_per_chunk=2)
+    device._groups, device.pinned = [SimpleNamespace(geometry=geometry)], Growing(steps)
+    device._method = lambda *_, **__: "pages"
+    launched = []
+
+    def launch(part, group, method, lane, mark, *, pinned):
+        del group, method, lane, mark
+        assert device.pinned.held == 1 or not pinned
+        launched.extend((b, r, p, pinned) for b, r, p in zip(part.blocks, part.rows, part.places, strict=True))
+        yield len(part.blocks)
+
+    device._launch = launch
+    numbers = np.repeat(np.array(rows), 2)
+    plan = [GroupCopy(0, np.arange(len(numbers)), numbers, np.arange(len(numbers)) % 2)]
+    assert sum(device._pieces(plan, None, 0)) == len(numbers)
+    assert sorted((b, r, p) for b, r, p, _ in launched) == [(i, numbers[i], i % 2) for i in range(len(numbers))]
+    assert all(row < max(steps) for _, row, _, pinned in launched if pinned)
+    assert device.pinned.held == 0
+
+
+def test_a_large_copy_into_rows_that_are_not_pinned_looks_again_for_those_that_have_been_pinned_meanwhile():
+    device = Device()
+    geometry = geometry_of_one_page()
+    device._groups = [SimpleNamespace(geometry=geometry)]
+    device._method = lambda *_, **__: "pages"
+    first = cuda_copy._UNPINNED_BYTES // (geometry.block_bytes * geometry.blocks_per_chunk)
+    device.pinned, parts = Growing([0, 10 * first]), []
+
+    def launch(part, *_, pinned):
+        parts.append((len(part.blocks), pinned))
+        yield 1
+
+    device._launch = launch
+    rows = np.arange(3 * first)
+    list(device._pieces([GroupCopy(0, rows, rows, np.zeros_like(rows))], None, 0))
+    assert parts == [(first * geometry.blocks_per_chunk, False), (3 * first - first * geometry.blocks_per_chunk, True)]

@@ -12,7 +12,7 @@ from kvtiers.api.units import format_size
 from kvtiers.cli.machine import Machine
 from kvtiers.config import OffloadConfig
 from kvtiers.plugins import load_tier
-from kvtiers.region.limits import available_memory, cgroup_limit, free_huge_pages, memory_problem
+from kvtiers.region.limits import available_memory, cgroup_limit, free_huge_pages, memory_problem, read_text
 from kvtiers.region.memfd import HUGE_PAGE_BYTES
 
 __all__ = ["examine"]
@@ -29,7 +29,7 @@ _UNLIMITED = resource.RLIM_INFINITY
 
 def examine(config: OffloadConfig, machine: Machine) -> list[Finding]:
     """Return what there is to say about this machine and this config, the most important first."""
-    checks = [_platform, _capacity, _memory, _numa, _kernel, _memfd, _locked_memory, _descriptors, _clock]
+    checks = [_platform, _capacity, _memory, _growth, _numa, _kernel, _memfd, _locked_memory, _descriptors, _clock]
     return [finding for check in checks for finding in check(config, machine)]
 
 
@@ -88,6 +88,30 @@ def _memory(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:
     has = "unknown" if available is None else format_size(available)
     left = f"; control group {group.path}: {format_size(group.headroom)} left" if group else "; no control group limit"
     yield Finding("ok", f"capacity {format_size(capacity)}, available memory {has}{left}")
+
+
+def _growth(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:
+    if not machine.is_linux:
+        return
+    primary = config.primary
+    capacity, window = format_size(primary.capacity), format_size(min(primary.prefault_window, primary.capacity))
+    text = {
+        "ahead": f"prefault: ahead: {window} of memory at the start, and as much ahead of use, up to {capacity}",
+        "all": f"prefault: all: the start waits until {capacity} are populated, and pinned for each GPU",
+        "off": f"prefault: off: memory is taken at its first use, up to {capacity}; that use is slower",
+    }[primary.prefault]
+    if primary.huge_pages == "off":
+        text += f"; {_transparent(machine)}"
+    yield Finding("ok", text)
+
+
+def _transparent(machine: Machine) -> str:
+    path = machine.root / "sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    setting = next((word.strip("[]") for word in read_text(path).split() if word.startswith("[")), "never")
+    if setting in {"never", "deny"}:
+        how = f"as root, echo advise > /{path.relative_to(machine.root)}"
+        return f"the machine gives no huge pages to shared memory ({how})"
+    return f"huge pages for shared memory: {setting}"
 
 
 def _huge_pages(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:

@@ -7,6 +7,7 @@ as long as the link takes, and a copy a page keeps the driver busy.
 
 import logging
 import math
+import mmap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ import numpy as np
 from kvtiers.gpu.copy_plan import GroupCopy
 from kvtiers.gpu.cuda.driver import CudaDriver
 from kvtiers.gpu.cuda.geometry import GroupGeometry
+from kvtiers.gpu.pin_pace import whole_pages
 from kvtiers.gpu.settings import CopyMethod
 
 __all__ = ["Choice", "Scratch", "choose"]
@@ -24,6 +26,7 @@ __all__ = ["Choice", "Scratch", "choose"]
 _log = logging.getLogger("kvtiers.gpu")
 _BULK_BYTES, _MOST_BLOCKS, _MOST_HOST_BYTES = 32 << 20, 512, 256 << 20
 _STREAM_BYTES = 128 << 20  # bulk copies in a row: several staging slots full, so that their pieces overlap
+_PINNED_BYTES = 4 << 20
 _MOST_TIMES = 8  # of tiny blocks: they are slow, and a worker waits for its measurement
 _ROUNDS = 7
 """Each of all ways in turn, and the best of each counts: a GPU that has just been idle has slow multiprocessors for the
@@ -57,13 +60,24 @@ class Scratch:
         )
         self.rows = max(1, rows)
         self.kv = new_device_memory(self.rows * per_chunk * geometry.block_bytes)
-        self.host = np.zeros(self.rows * geometry.row_stride, np.uint8)
+        memory = mmap.mmap(-1, self.rows * geometry.row_stride)  # whole pages: none is pinned twice
+        self.host = np.frombuffer(memory, np.uint8)
+        self.host[:: mmap.PAGESIZE] = 0  # populated here, and not by the driver
         self.address = int(self.host.__array_interface__["data"][0])
         begin = np.cumsum(geometry.nbytes) - geometry.nbytes
         stride = np.full_like(begin, geometry.block_bytes)
         self.geometry = replace(geometry, kv=begin + self.kv.data_ptr(), stride=stride)
         self._driver = driver
-        driver.pin(self.address, self.host.nbytes)
+        self._pinned: list[int] = []
+        # A few rows at a time: the engine's launches wait for each call.
+        step = whole_pages(max(1, _PINNED_BYTES // geometry.row_stride), geometry.row_stride) * geometry.row_stride
+        try:
+            for start in range(0, self.host.nbytes, step):
+                driver.pin(self.address + start, min(step, self.host.nbytes - start))
+                self._pinned.append(self.address + start)
+        except BaseException:
+            self.close()
+            raise
 
     def part(self, rows: int) -> GroupCopy:
         """Return all blocks of the first rows."""
@@ -72,7 +86,8 @@ class Scratch:
 
     def close(self) -> None:
         """Give the memory back; nothing uses it any more."""
-        self._driver.unpin(self.address)
+        while self._pinned:
+            self._driver.unpin(self._pinned.pop())
 
 
 def choose(scratch: Scratch, methods: list[CopyMethod], copy: Callable[[CopyMethod, list[GroupCopy]], None]) -> Choice:

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from kvtiers.gpu.cuda.driver import MAX_ENTRIES, CudaDriver
 from kvtiers.gpu.cuda.geometry import GroupGeometry, group_geometry
 from kvtiers.gpu.cuda.lane import CudaLane, KernelGroup, UnitTable
 from kvtiers.gpu.cuda.pieces import page_pieces, staged_pieces
+from kvtiers.gpu.pin_pace import PinPace
 from kvtiers.gpu.pinning import PinnedRows
 from kvtiers.gpu.settings import CopyMethod, CopySettings
 from kvtiers.gpu.tensors import KVPages
@@ -30,6 +31,7 @@ _log = logging.getLogger("kvtiers.gpu")
 _EXPEDITED_SHARE = 16  # of the ring, one part: an expedited load is a small one
 _EXPEDITED_SLOTS = 2
 _PAGES_PER_PIECE = 4096
+_UNPINNED_BYTES = 32 << 20
 _measured: dict[Any, Choice] = {}
 """What this process has measured, by device, settings, direction and shape."""
 
@@ -58,8 +60,7 @@ class CudaCopies:
             min((p.num_blocks for p, t in zip(pages, layout.tensors, strict=True) if p and t.group == g), default=2**62)
             for g in range(len(layout.groups))
         ]
-        with self._driver.current():
-            self._has_kernel = self._load_kernel()
+        self._has_kernel: bool | None = None  # not known before the first ``attach``: compiling takes a while
         self._groups = [
             self._with_units(group_geometry(layout, rank, group, pages, runs)) for group in range(len(layout.groups))
         ]
@@ -79,16 +80,22 @@ class CudaCopies:
             raise
         return event
 
-    def attach(self, region: RegionJoin) -> None:
+    def attach(self, region: RegionJoin, is_busy: Callable[[], bool]) -> None:
         """Use this region, and begin to pin it."""
         address = np.frombuffer(region.view, np.uint8).ctypes.data
         self.num_rows = region.num_rows
         self._enter()
+        if self._has_kernel is None:
+            self._has_kernel = self._load_kernel()
         self._choices = self._measure()
         for lane in self._lanes.values():
             lane.region = address
-        if self._settings.pin:
-            self.pinned = PinnedRows(self._driver, region, address, self._settle, self._settings.pin_piece_bytes)
+        settings = self._settings
+        if settings.pin:
+            pace = PinPace(settings.pin_share, settings.pin_seconds, settings.pin_piece_bytes)
+            self.pinned = PinnedRows(self._driver, region, address, self._settle, pace, is_busy)
+        else:
+            region.settle()
 
     def detach(self) -> None:
         """Wait for what runs, unpin, and let go of the region."""
@@ -131,17 +138,20 @@ class CudaCopies:
 
     def _pieces(self, plan: list[GroupCopy], lane: CudaLane, mark: int) -> Iterator[int]:
         """Launch piece after piece; yields the bytes of each."""
-        highest = max((int(part.rows.max()) for part in plan if len(part.rows)), default=-1) + 1
-        pinned = self.pinned is not None and self.pinned.lease(highest)
-        try:
-            for part in plan:
-                group = self._groups[part.group]
-                if len(part.blocks) and group.geometry.block_bytes:
-                    method = self._method(lane, part, pinned=pinned)
-                    yield from self._launch(part, group, method, lane, mark, pinned=pinned)
-        finally:
-            if pinned and self.pinned is not None:
-                self.pinned.release()
+        for part in plan:
+            group = self._groups[part.group]
+            rest: GroupCopy | None = part if len(part.blocks) and group.geometry.block_bytes else None
+            while rest is not None:
+                leased = self.pinned
+                rows = leased.lease(int(rest.rows.max()) + 1) if leased is not None else 0
+                try:
+                    now, rest = _cut(rest, rows, group.geometry)
+                    pinned = int(now.rows.max()) < rows
+                    method = self._method(lane, now, pinned=pinned)
+                    yield from self._launch(now, group, method, lane, mark, pinned=pinned)
+                finally:
+                    if rows and leased is not None:
+                        leased.release()
 
     def _launch(
         self, part: GroupCopy, group: KernelGroup, method: CopyMethod, lane: CudaLane, mark: int, *, pinned: bool
@@ -269,6 +279,21 @@ class CudaCopies:
     def _settle(self) -> None:
         for lane in self._lanes.values():
             lane.settle()
+
+
+def _cut(part: GroupCopy, pinned_rows: int, geometry: GroupGeometry) -> tuple[GroupCopy, GroupCopy | None]:
+    """Return what can be launched now, and the rest: first what is in pinned rows, then a little of the others.
+
+    Meanwhile more is pinned, so it is looked again after each.
+    """
+    pinned = part.rows < pinned_rows
+    if pinned.all():
+        return part, None
+    if not pinned.any():
+        chunk_bytes = geometry.block_bytes * geometry.blocks_per_chunk
+        count = max(1, _UNPINNED_BYTES // chunk_bytes) * geometry.blocks_per_chunk
+        pinned[:count] = True
+    return part.where(pinned), part.where(~pinned) if not pinned.all() else None
 
 
 class _CudaCopy:

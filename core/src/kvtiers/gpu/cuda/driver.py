@@ -25,6 +25,7 @@ MAX_ENTRIES = 330
 _SUCCESS, _NOT_READY = 0, 600
 _ORDER_STREAM, _ORDER_ANY = 1, 3  # CUmemcpySrcAccessOrder
 _REGISTER_FLAGS = 0x1 | 0x2  # portable, mapped
+_CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _EVENT_SLEEPS, _EVENT_UNTIMED = 0x1, 0x2
 _QUICK_BATCH = 32
 """A batch of so many takes some 0.1 ms; to get the interpreter back from a busy engine takes 5 ms."""
@@ -90,8 +91,15 @@ class CudaDriver:
         self._slow.cuDevicePrimaryCtxRelease_v2(self._handle)
 
     def enter(self) -> None:
-        """Make this device the one that the calling thread's driver calls mean, from now on."""
+        """Make this device the one that the calling thread's driver calls mean, from now on.
+
+        The thread is ours, so none of its calls belongs to a graph that the engine captures meanwhile on another one.
+        Unless the driver is told so, it would fail them, and spoil the capture.
+        """
         self._check("cuCtxSetCurrent", self._quick.cuCtxSetCurrent(self._context))
+        mode = ctypes.c_int(_CAPTURE_RELAXED)
+        status = self._quick.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        self._check("cuThreadExchangeStreamCaptureMode", status)
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:

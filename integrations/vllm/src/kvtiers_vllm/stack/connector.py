@@ -116,6 +116,15 @@ class KvtiersConnector(OffloadingConnector):
         if isinstance(news, WorkerNews):
             self.connector_scheduler.manager.copies_ended(news.copies)
 
+    def start_load_kv(self, *arguments: Any, **more: Any) -> None:
+        """Take note that a step begins here: what holds the driver in the background makes way for its launches."""
+        self._note_step()
+        super().start_load_kv(*arguments, **more)
+
+    @never_raises(lambda: None)
+    def _note_step(self) -> None:
+        self.connector_worker.worker.note_step()
+
     def build_connector_worker_meta(self) -> Any:
         """Return vLLM's report of this worker, with ours."""
         meta = super().build_connector_worker_meta()

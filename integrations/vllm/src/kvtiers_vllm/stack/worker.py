@@ -83,6 +83,10 @@ class KvtiersWorker(OffloadingWorker):
         self._watch.watch(job_id)
         return True
 
+    def note_step(self) -> None:
+        """Take note that vLLM begins a step on this rank."""
+        self._worker.note_step()
+
     def get_finished(self) -> list[TransferResult]:
         """Return the copies that have ended, each as done."""
         refused, self._refused = self._refused, []
