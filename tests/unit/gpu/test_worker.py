@@ -353,7 +353,7 @@ def test_the_rows_are_taken_before_the_first_job_needs_them(region, kv, monkeypa
     attached = threading.Event()
     copies = LateCopies()
     monkeypatch.setattr(copies, "attach", lambda *_: attached.set())
-    monkeypatch.setattr("kvtiers.gpu.worker.open_copier", lambda *_: copies)
+    monkeypatch.setattr("kvtiers.gpu.worker._open_copier", lambda *_: copies)
     worker = GpuWorker(LAYOUT, [kv], region)
     assert attached.wait(60)
     assert worker.get_finished() == []
