@@ -53,7 +53,8 @@ def test_a_prompt_is_loaded_as_a_whole_if_the_tier_has_it_sooner():
 def test_what_one_step_decides_to_load_counts_as_the_tiers_queue_before_its_jobs_are_there():
     bench = Bench()
     decided = [bench.prompts.loads_chunk(bench.comes(str(number), 320), KEYS[0]) for number in range(5)]
-    assert decided == [True, True, True, False, False], "0.1, 0.2 and 0.3 s, beside 0.32 for computing"
+    assert decided[:4] == [True, True, True, False], "0.1, 0.2, 0.3 and 0.4 s, beside 0.32 for computing"
+    assert decided[4], "computing it takes 0.64 s, since the fourth is computed as well"
 
 
 def test_where_others_wait_more_of_them_are_loaded():
