@@ -111,8 +111,9 @@ class Lookups:
             if hits.pending and not hits.unresolved:
                 state.answers[group] = LastAnswer(hits, len(keys), keys[-1], self._primary.changes)
         if group not in state.room_waits:
-            self._waits.taken_up(state)
-            if not hits.pending and not hits.unresolved:
+            if not state.is_taken_up:
+                self._waits.taken_up(state)
+            if hits.ready < len(keys) and not (state.is_computed or hits.pending or hits.unresolved):
                 self._waits.computes(state, (len(keys) - hits.ready) * tokens)
         if not state.reached:
             self.asking.append(state)
