@@ -530,3 +530,18 @@ TestManagerAgainstModel = ManagerAgainstModel.TestCase
 @pytest.fixture(autouse=True)
 def _quiet(caplog):
     caplog.set_level(logging.CRITICAL, "kvtiers.tiering")
+
+
+def test_a_request_that_waits_for_rows_and_asks_about_other_chunks_gets_an_answer_of_its_own():
+    """Found by the machine above: as many chunks, from another one on."""
+    takes_all = {"admission": "all", "read_only": False}
+    machine = ManagerAgainstModel()
+    try:
+        machine.begin(
+            rows=2, options=(takes_all, takes_all), load_wait=None, policy="lru", starts=(False, False), job_rows=2
+        )
+        machine.answer(answer=HIT, tier=0)
+        machine.lookup_groups(index=0, piece=(0, 0, 2))
+        machine.lookup_groups(index=0, piece=(0, 1, 2))
+    finally:
+        machine.teardown()

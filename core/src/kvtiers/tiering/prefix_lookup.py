@@ -165,6 +165,7 @@ class Lookups:
         slot, waited = wait.slot, state.awaited.get(group_of(keys[0]), (0, 0))[1]
         if (
             wait.length != len(keys)
+            or wait.last != keys[-1]
             or not slot.available()
             or self._jobs.room(slot) >= min(wait.wanted, _WORTH_A_WALK)
             or not slot.metrics.loading_chunks
@@ -229,7 +230,7 @@ class Lookups:
     def _note_room(keys: Sequence[OffloadKey], hits: PrefixHits, no_room: _NoRoom | None, state: RequestState) -> None:
         group = group_of(keys[0])
         if no_room is not None:
-            state.room_waits[group] = RoomWait(no_room.slot, hits, len(keys), no_room.chunks)
+            state.room_waits[group] = RoomWait(no_room.slot, hits, len(keys), keys[-1], no_room.chunks)
         elif state.room_waits:
             state.room_waits.pop(group, None)
 

@@ -34,11 +34,15 @@ class LastAnswer(NamedTuple):
 
 
 class RoomWait(NamedTuple):
-    """A request was told ``hits`` of a prefix of ``length`` chunks, and waits until ``slot`` may pin some rows."""
+    """A request was answered ``hits`` of a prefix, and waits until ``slot`` may pin some rows.
+
+    ``length``, ``last``: of the prefix that was asked about, how many chunks, and the key of the last.
+    """
 
     slot: TierSlot
     hits: PrefixHits
     length: int
+    last: OffloadKey
     wanted: int
 
 
