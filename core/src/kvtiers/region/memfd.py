@@ -32,7 +32,7 @@ __all__ = [
 
 HugePages = Literal["off", "2MiB", "1GiB"]
 PrefaultMode = Literal["ahead", "all", "off"]
-DEFAULT_WINDOW = 4 << 30
+DEFAULT_WINDOW = 16 << 30
 """Bytes that are ready ahead of use: a few seconds of what an engine stores, and there in about a second."""
 HUGE_PAGE_BYTES: dict[HugePages, int] = {"off": mmap.PAGESIZE, "2MiB": 2 << 20, "1GiB": 1 << 30}
 MOST_NODES = 1024

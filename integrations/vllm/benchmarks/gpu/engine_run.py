@@ -36,8 +36,8 @@ def connector_config(mode: str, primary_gib: float, store: str) -> dict[str, Any
     """Return vLLM's `kv_transfer_config` for this way of keeping KV; None without any."""
     nbytes = int(primary_gib * GIB)
 
-    def under(extra: dict[str, Any]) -> dict[str, Any]:
-        return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    def under(extra: dict[str, Any], connector: str = "OffloadingConnector") -> dict[str, Any]:
+        return {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
     def fs(name: str) -> dict[str, Any]:
         return {"type": name, "path": store, "capacity": "60GiB"}
@@ -47,7 +47,7 @@ def connector_config(mode: str, primary_gib: float, store: str) -> dict[str, Any
             "version": 1, "namespace": "gpu", "model": {"name": "llama8b-shape", "revision": "v1"},
             "primary": {"capacity": nbytes, **json.loads(os.environ.get("PRIMARY", "{}"))}, "secondary": tiers,
         }  # fmt: skip
-        return under({"spec_name": "KvtiersOffloadingSpec", "kvtiers_config": config})
+        return under({"kvtiers_config": config}, "KvtiersConnector")
 
     tiering = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": nbytes}
     return {

@@ -47,19 +47,19 @@ class Run(NamedTuple):
 
 
 QUICK = [
-    Run("none", "startup,primary,throughput,mixed"),
+    Run("none", "startup,throughput,mixed"),
     Run("stack", "startup", 64),
-    Run("stack_fs", "startup,primary,burst,fill", store="ours"),
+    Run("stack_fs", "primary,burst,fill", store="ours"),
     Run("stack_fs", "restart", store="ours"),
     Run("stack_fs", "store", store="ours"),
-    Run("tiering_fs", "primary,burst,fill", store="theirs"),
+    Run("tiering_fs", "burst,fill", store="theirs"),
     Run("tiering_fs", "restart", store="theirs"),
-    Run("tiering_fs", "store", store="theirs"),
     Run("stack_fs", "throughput,mixed", store="ours2"),
-    Run("tiering_fs", "throughput,mixed", store="theirs2"),
 ]
 FULL = [
     *QUICK,
+    Run("tiering_fs", "store", store="theirs"),
+    Run("tiering_fs", "startup,primary,throughput,mixed", store="theirs2"),
     *(Run("stack", "startup", size) for size in (8, 24)),
     *(Run("cpu", "startup", size) for size in (8, 24, 64)),
     Run("cpu", "primary,burst,throughput,mixed"),
