@@ -242,6 +242,7 @@ class _Engine:
         self._waits_for_all = config.primary.prefault == "all"
         self._ready = region.all_ready
         self._follow_from = region.follow(0)
+        self._opened = region.num_rows
         self._lost_ranks: set[int] = set()
         self._absent_ranks: set[int] = set()
         self._views = ValueViews(region.view, region.row_stride)
@@ -276,6 +277,9 @@ class _Engine:
 
     def ready(self) -> bool:
         """Say whether all ranks have joined, and all that the start waits for is there."""
+        if (pinned := self._region.pinned_rows) != self._opened:
+            self._opened = pinned
+            self._primary.open_rows(pinned)
         if self._primary.rows_reached >= self._follow_from:
             self._follow_from = self._region.follow(self._primary.rows_reached)
         if not self._region.has_news() and (self._ready or not self._waits_for_all):

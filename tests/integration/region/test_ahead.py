@@ -131,3 +131,34 @@ def test_memory_that_is_missing_later_ends_the_growth_and_every_rank_hears_that_
     assert status[2] == (4 << 20) // ROW
     assert rank.do("join.poll().memory_is_short") is True
     assert "Cannot allocate memory" in manager.do("gather(region, 'PrefaultEnded')")[-1]
+
+
+def test_rows_are_open_as_far_as_every_rank_that_pins_has_pinned_them(machine):
+    manager = machine.party()
+    manager.do("cache = layout(2)\nregion = SharedOffloadRegion.create(engine_id, cache, 200 * cache.row_stride)")
+    ranks = [machine.rank(rank, 2) for rank in range(2)]
+    for rank in ranks:
+        rank.do("wait_for(join, lambda s: s.state == 'ready')")
+    manager.do("region.wait_ready(60)")
+    rows = manager.do("region.num_rows")
+    assert manager.do("region.pinned_rows") == rows, "no rank pins: all are open"
+
+    def opened(wanted):
+        end = "import time\nend = time.monotonic() + 60"
+        manager.do(f"{end}\nwhile region.pinned_rows != {wanted}: assert time.monotonic() < end; time.sleep(0.001)")
+
+    ranks[0].do("join.pinned(0)")
+    opened(0)
+    ranks[0].do("join.pinned(9)")
+    ranks[1].do("join.pinned(3)")
+    opened(3)
+    ranks[1].do("join.settle()")  # it has no GPU, or cannot pin: it does not keep the others' rows closed
+    opened(9)
+    ranks[0].kill()
+    opened(rows)
+
+
+def test_a_rank_that_names_rows_in_a_way_that_makes_no_sense_keeps_none_closed():
+    from kvtiers.region.handshake import SETTLED, decode_pinned
+
+    assert [decode_pinned(body) for body in (b"", b"123", bytes(9))] == [SETTLED] * 3

@@ -31,7 +31,7 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("version: 1\nprimary: {capacity: 1, numa_node: -1}\n", "primary.numa_node: expected at least 0, got -1"),
         ("version: 1\nprimary: {capacity: 1, numa_node: 1024}\n", "primary.numa_node: expected less than 1024, got 1024"),
         (f"version: 1\nprimary: {{capacity: 1, numa_node: 1{'0' * 30}}}\n", f"primary.numa_node: expected less than 1024, got 1{'0' * 30}"),
-        ("version: 1\nprimary: {capacity: 999999999PiB}\n", "primary.capacity: '999999999PiB' is more than any machine has; expected at most 888.2PiB"),
+        ("version: 1\nprimary: {capacity: 999999999PiB}\n", "primary.capacity: '999999999PiB' is more than any machine has; expected at most 1024PiB"),
         ("version: 1\nprimary: {capacity: 1, start_deadline: 293000d}\n", "primary.start_deadline: '293000d' is too long; expected at most 36500d"),
         ("version: 1\nprimary: {capacity: 1}\nload_wait: 1000000000000d\n", "load_wait: '1000000000000d' is too long; expected at most 36500d; or 'auto'"),
         ("version: 1\nprimary: {capacity: 1, numa_node: on}\n", "primary.numa_node: expected a whole number, got true"),

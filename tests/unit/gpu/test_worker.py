@@ -368,11 +368,27 @@ def test_an_engine_is_busy_from_its_step_or_job_on_until_nothing_was_heard_of_it
     now = time.monotonic()
     monkeypatch.setattr("kvtiers.gpu.worker.time", SimpleNamespace(monotonic=lambda: now))
     assert not worker.is_busy()
-    for heard in (worker.note_step, worker.get_finished, lambda: worker.submit_store(1, blocks(3), rows(8))):
+    for heard in (worker.get_finished, lambda: worker.submit_store(1, blocks(3), rows(8))):
         heard()
         assert worker.is_busy()
         now += 0.9
         assert worker.is_busy()
         now += 0.2
         assert not worker.is_busy()
+    worker.shutdown()
+
+
+def test_an_engine_that_says_which_steps_compute_is_busy_with_those_alone(region, kv, monkeypatch) -> None:
+    """One that waits for loads launches nothing: no moment is better to pin the rows that they need."""
+    worker = GpuWorker(LAYOUT, [kv], region)
+    now = time.monotonic()
+    monkeypatch.setattr("kvtiers.gpu.worker.time", SimpleNamespace(monotonic=lambda: now))
+    worker.note_step(computes=True)
+    assert worker.is_busy()
+    now += 0.3
+    assert not worker.is_busy()
+    worker.note_step(computes=False)
+    worker.get_finished()
+    worker.submit_load(1, rows(8), blocks(3))
+    assert not worker.is_busy()
     worker.shutdown()

@@ -69,6 +69,7 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
             clock=lambda: self.now,
         )
         self.num_rows = self.end = num_rows
+        self.opened = num_rows
         self.limit = max(1, int(share * num_rows)) if share else 0
         self.rows = {}
         self.protected = {}
@@ -90,7 +91,11 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
         }
 
     def free(self):
-        return sum(number not in self.rows for number in range(self.end))
+        return sum(number not in self.rows for number in range(self.end)) - self.closed()
+
+    def closed(self):
+        """Rows that were never used, and may not be yet."""
+        return max(0, self.end - max(self.opened, self.tier.rows_reached))
 
     def leave(self):
         """Idle chunks of retired rows are gone, protected or not."""
@@ -282,6 +287,12 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
         self.end = min(self.end, end)
         self.leave()
 
+    @rule(rows=st.integers(0, 9))
+    def open_rows(self, rows):
+        """Memory becomes ready; or less of it is, where a rank has come back that has pinned little so far."""
+        self.opened = min(rows, self.num_rows)
+        self.tier.open_rows(self.opened)
+
     @rule()
     def reset(self):
         self.tier.take_events()
@@ -328,6 +339,7 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
             "protected_rows": tier.protected_rows,
             "quarantined_rows": tier.quarantined_rows,
             "retired_rows": tier.retired_rows,
+            "closed_rows": self.closed(),
             "clean_rows": tier.clean_rows,
             "misuse": tier.misuse,
         }

@@ -36,7 +36,7 @@ _SIZES = {
 }  # fmt: skip
 _DURATIONS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z%]*)")
-_LARGEST = 1e18  # of any number before its unit, and of bytes; a longer one is a slip of the finger
+_LARGEST = float(1 << 60)  # of any number before its unit, and of bytes (1 EiB); a larger one is a typing error
 _LONGEST_SECONDS = 100 * 365 * 86400.0  # what waits for longer than 292 years overflows in the kernel's clock
 
 

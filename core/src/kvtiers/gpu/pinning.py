@@ -70,6 +70,7 @@ class PinnedRows:
         self._leases = 0
         self._closing = False
         self._changed = threading.Condition()
+        region.pinned(0)  # before a job: rows that are not pinned are not to be leased
         self._thread = threading.Thread(target=self._run, name="kvtiers-pin", daemon=True)
         self._thread.start()
 
@@ -141,6 +142,7 @@ class PinnedRows:
             self.rows = end
             self._changed.notify_all()
             behind = self._used > 0 and (end - self._used) * stride < _AHEAD_BYTES
+        self._region.pinned(end)
         rest = self._pace.rest_after(took, busy=self._is_busy(), behind=behind)
         if rest > 0:
             self._pause(rest)

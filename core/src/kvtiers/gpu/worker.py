@@ -39,6 +39,7 @@ _log = logging.getLogger("kvtiers.gpu")
 _IDLE_SECONDS = 0.5  # how often an idle worker looks whether the manager is still there
 _JOINING_SECONDS = 0.02  # the same, until it has the rows
 _BUSY_SECONDS = 1.0  # an engine of which nothing was heard for this long rests; its longest steps take about as much
+_PAUSE_SECONDS = 0.2  # the same, where it says which steps compute: a step that does not is a rest
 
 
 @dataclass(slots=True, eq=False)
@@ -91,6 +92,7 @@ class GpuWorker:
         self._region = region
         self._attached = self._prepared = False
         self._heard = -math.inf
+        self._says_what_computes = False
         self._left = self._gone = ""
         self._max_queued = max_queued
         self._changed = threading.Condition()
@@ -114,17 +116,28 @@ class GpuWorker:
         """Start to copy these rows into these blocks; an expedited load overtakes all other transfers."""
         self._submit(job_id, "expedited" if expedited else "load", blocks, chunk_ids)
 
-    def note_step(self) -> None:
-        """Take note that the engine begins a step: what holds the driver in the background makes way."""
-        self._heard = time.monotonic()
+    def note_step(self, *, computes: bool = True) -> None:
+        """Take note that the engine begins a step: what holds the driver in the background makes way.
+
+        ``computes``: it launches kernels. From the first call on nothing else counts as work: an engine that only waits
+        for loads is the best moment to pin.
+        """
+        self._says_what_computes = True
+        if computes:
+            self._heard = time.monotonic()
 
     def is_busy(self) -> bool:
-        """Say whether the engine has been heard of lately: it began a step, submitted a job or asked for results."""
-        return time.monotonic() - self._heard < _BUSY_SECONDS
+        """Say whether the engine computes: it began a step lately, or else submitted a job or asked for results."""
+        seconds = _PAUSE_SECONDS if self._says_what_computes else _BUSY_SECONDS
+        return time.monotonic() - self._heard < seconds
+
+    def _note_call(self) -> None:
+        if not self._says_what_computes:
+            self._heard = time.monotonic()
 
     def get_finished(self) -> list[TransferResult]:
         """Return the results that have come since the last call: exactly one for every job submitted."""
-        self._heard = time.monotonic()
+        self._note_call()
         if not (self._open or self._results):  # in most steps; a job is in one of them until it is given
             return []
         with self._changed:
@@ -171,7 +184,7 @@ class GpuWorker:
                 self._changed.notify_all()
 
     def _submit(self, job_id: int, lane: Lane, blocks: BlockSpec, chunk_ids: npt.NDArray[Any]) -> None:
-        self._heard = time.monotonic()
+        self._note_call()
         job = _Job(job_id, lane, blocks, chunk_ids)
         try:
             # Copies: the engine may reuse its arrays as soon as this call returns.

@@ -26,8 +26,8 @@ _PENDING = -1
 class RowTable:
     """The states of all rows. Engine's thread only; every method takes a batch.
 
-    ``free + pending + idle + pinned + quarantined + retired == num_rows`` at all times, idle being the ready rows that
-    nobody reads.
+    ``free + closed + pending + idle + pinned + quarantined + retired == num_rows`` at all times, idle being the ready
+    rows without a reader, and closed the fresh ones that are not opened yet.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -45,13 +45,23 @@ class RowTable:
         self._next_fresh = 0
         self._freed: list[int] = []
         self._end = num_rows
+        self._opened = num_rows
         self.leaving: set[int] = set()
         """Retired rows that hold a chunk, or that somebody may still touch."""
 
     @property
     def free(self) -> int:
         """How many rows can be allocated."""
-        return max(0, self._end - self._next_fresh) + len(self._freed)
+        return max(0, min(self._opened, self._end) - self._next_fresh) + len(self._freed)
+
+    @property
+    def closed(self) -> int:
+        """How many fresh rows may not be allocated yet."""
+        return max(0, self._end - max(self._opened, self._next_fresh))
+
+    def open(self, rows: int) -> None:
+        """Allocate fresh rows among this many first ones only, from now on; rows that were used before stay in use."""
+        self._opened = rows
 
     @property
     def reached(self) -> int:

@@ -134,6 +134,11 @@ class CPUPrimaryTier:
         return self._rows.retired
 
     @property
+    def closed_rows(self) -> int:
+        """Rows that were never used, and are not leased before they are pinned."""
+        return self._rows.closed
+
+    @property
     def clean_rows(self) -> int:
         """Rows of chunks that were marked clean."""
         return len(self._chunks.clean)
@@ -155,6 +160,7 @@ class CPUPrimaryTier:
             "protected_rows": len(self._unread.keys),
             "quarantined_rows": rows.quarantined,
             "retired_rows": rows.retired,
+            "closed_rows": rows.closed,
             "clean_rows": len(chunks.clean),
             "misuse": rows.misuse,
         }
@@ -324,6 +330,14 @@ class CPUPrimaryTier:
         """Return those of these chunks that are not marked clean."""
         clean = self._chunks.clean
         return [key for key in keys if key not in clean]
+
+    def open_rows(self, rows: int) -> None:
+        """Lease rows among this many first ones only, from now on, and those that were leased before.
+
+        The others are not pinned yet: copies to and from them would hold a GPU's driver, and every launch with it.
+        """
+        self._rows.open(rows)
+        self.changes += 1
 
     def retire_rows(self, end: int) -> None:
         """Never lease this row or a higher one again: its memory is not there. Its chunk leaves as soon as it is idle.

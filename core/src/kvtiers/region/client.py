@@ -28,12 +28,14 @@ from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.region.connection import Connection
 from kvtiers.region.handshake import (
     HANDSHAKE_VERSION,
+    SETTLED,
     HandshakeError,
     Kind,
     Message,
     Welcome,
     decode_progress,
     encode_message,
+    encode_pinned,
     socket_name,
 )
 from kvtiers.region.memfd import Mapping, let_go_in_children, map_memory, prefer_huge_pages, require_linux
@@ -80,7 +82,9 @@ class RegionJoin:
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._thread: threading.Thread | None = None
-        self._leaving = self._settled = False
+        self._leaving = False
+        self._pinned: int | None = None
+        self._pinned_said: int | None = None
         for sock in (self._wake_reader, self._wake_writer):
             sock.setblocking(False)
 
@@ -161,10 +165,14 @@ class RegionJoin:
         if status.state != "ready":
             raise StartError(f"{self._where}: {status.reason or status.state}")
 
+    def pinned(self, rows: int) -> None:
+        """Tell the region's owner that this rank has pinned so many rows, and pins on. Any thread, never blocks."""
+        self._pinned = rows
+        self._wake()
+
     def settle(self) -> None:
         """Tell the region's owner that this rank has pinned all rows, or will pin no more. Any thread, never blocks."""
-        self._settled = True
-        self._wake()
+        self.pinned(SETTLED)
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # full: it wakes anyway; or this rank is closed
@@ -287,8 +295,10 @@ class RegionJoin:
         if self._leaving:
             return True
         self._wake_reader.recv(4096)
-        if self._settled and self.state == "ready":
-            connection.say(encode_message(Kind.PINNED))
+        rows = self._pinned
+        if rows is not None and rows != self._pinned_said and self.state == "ready":
+            self._pinned_said = rows
+            connection.say(encode_pinned(rows))
         return False
 
     def _on_socket(self, events: int) -> None:

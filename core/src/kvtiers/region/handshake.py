@@ -9,7 +9,7 @@
                                            <-     WELCOME  JSON of ``Welcome``, with the memfd (SCM_RIGHTS)
                                            <-     PROGRESS u64 rows populated, u8 0: more may come, 1: no more,
                                                          2: no more, there is no memory (again and again)
-    PINNED   empty: it has pinned all rows, or ->
+    PINNED   u64 rows: it has pinned so many, or ->
              will pin no more of them
     GOODBYE  empty: it has unmapped        ->     nothing of this rank is left
     end of the stream, either way: the other has died or hung up
@@ -33,13 +33,16 @@ from kvtiers.region.memfd import require_linux
 
 __all__ = [
     "HANDSHAKE_VERSION",
+    "SETTLED",
     "HandshakeError",
     "Kind",
     "Message",
     "MessageReader",
     "Welcome",
+    "decode_pinned",
     "decode_progress",
     "encode_message",
+    "encode_pinned",
     "encode_progress",
     "listen",
     "peer_credentials",
@@ -52,6 +55,9 @@ HANDSHAKE_VERSION = 1
 _MAGIC = b"kvtR"
 _HEADER = struct.Struct("<4sHHI")
 _PROGRESS = struct.Struct("<QB")
+_ROWS = struct.Struct("<Q")
+SETTLED = 2**64 - 1
+"""A rank that pins no more: it has pinned all rows, has none to pin, or cannot."""
 _CREDENTIALS = struct.Struct("iII")
 _LARGEST_BODY = 64 << 20
 _BACKLOG = 1024
@@ -115,6 +121,16 @@ def encode_message(kind: Kind, body: bytes = b"") -> bytes:
 def encode_progress(rows: int, ended: bool, memory_is_short: bool = False) -> bytes:
     """Return a PROGRESS message."""
     return encode_message(Kind.PROGRESS, _PROGRESS.pack(rows, ended + memory_is_short))
+
+
+def encode_pinned(rows: int) -> bytes:
+    """Return a PINNED message: a rank has pinned so many rows, or (``SETTLED``) will pin no more than it has."""
+    return encode_message(Kind.PINNED, _ROWS.pack(rows))
+
+
+def decode_pinned(body: bytes) -> int:
+    """Return how many rows a rank has pinned, or ``SETTLED``; also for a body that makes no sense: nothing waits."""
+    return int(_ROWS.unpack(body)[0]) if len(body) == _ROWS.size else SETTLED
 
 
 def decode_progress(body: bytes) -> tuple[int, bool, bool]:

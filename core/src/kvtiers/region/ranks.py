@@ -19,6 +19,7 @@ from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
 from kvtiers.api import StartError
+from kvtiers.region.handshake import SETTLED
 
 __all__ = ["PrefaultEnded", "RankGone", "RankJoined", "RankLost", "RankRefused", "RankTable", "RegionEvent"]
 
@@ -79,6 +80,9 @@ class RankTable:
         self.world_size = world_size
         self._populating = settled_first
         self._settled: set[int] | None = set() if settled_first else None
+        self._pinned: dict[int, int] = {}
+        self.least_pinned: int | None = None
+        """Rows that all ranks have pinned which pin on; None where no rank does. Read without the lock."""
         self._events: SimpleQueue[RegionEvent] = SimpleQueue()
         self.are_quiet = self._events.empty
         self._changed = threading.Condition()
@@ -95,12 +99,17 @@ class RankTable:
         settled = self._settled
         return self.all_joined and (settled is None or (not self._populating and len(settled) == self.world_size))
 
-    def settle(self, rank: int) -> None:
-        """Take note that this rank will pin no more rows than it has."""
+    def pinned(self, rank: int, rows: int) -> None:
+        """Take note that this rank has pinned so many rows, or (``SETTLED``) will pin no more than it has."""
         with self._changed:
-            if self._settled is not None:
-                self._settled.add(rank)
-                self._changed.notify_all()
+            if rows != SETTLED:
+                self._pinned[rank] = rows
+            else:
+                self._pinned.pop(rank, None)
+                if self._settled is not None:
+                    self._settled.add(rank)
+                    self._changed.notify_all()
+            self.least_pinned = min(self._pinned.values(), default=None)
 
     def occupant(self, rank: int) -> int | None:
         """The process that is this rank, or was and may still touch its rows."""
@@ -147,6 +156,8 @@ class RankTable:
                 self._setback = self._setback or f"rank {rank} (process {pid}) ended before all ranks had joined"
             self._lost[rank] = self._joined.pop(rank)
             self.all_joined = False
+            self._pinned.pop(rank, None)
+            self.least_pinned = min(self._pinned.values(), default=None)
             if self._settled is not None:
                 self._settled.discard(rank)
             self._tell(RankLost(rank))

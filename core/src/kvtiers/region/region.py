@@ -107,6 +107,11 @@ class OffloadRegion:
         return 0
 
     @property
+    def pinned_rows(self) -> int:
+        """Rows, from the first, that every rank which pins has pinned by now; all of them once none pins any more."""
+        return self.num_rows
+
+    @property
     def timings(self) -> dict[str, float]:
         """Seconds of ``create``, ``join`` (until all ranks were there) and ``prefault``, as far as they are known."""
         return {}
@@ -252,6 +257,12 @@ class SharedOffloadRegion(OffloadRegion):
     def populated_rows(self) -> int:
         """Rows, from the first, whose memory is there already."""
         return self._server.populated_rows
+
+    @property
+    def pinned_rows(self) -> int:
+        """Rows, from the first, that every rank which pins has pinned by now; all of them once none pins any more."""
+        least = self._ranks.least_pinned
+        return self.num_rows if least is None else min(least, self.num_rows)
 
     @property
     def timings(self) -> dict[str, float]:

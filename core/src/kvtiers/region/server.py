@@ -24,6 +24,7 @@ from kvtiers.region.handshake import (
     Kind,
     Message,
     Welcome,
+    decode_pinned,
     encode_message,
     encode_progress,
 )
@@ -220,7 +221,7 @@ class AcceptThread:
         elif message.kind == Kind.HELLO and connection.rank is None:
             self._admit(connection, message.body)
         elif message.kind == Kind.PINNED and connection.rank is not None:
-            self._ranks.settle(connection.rank)
+            self._ranks.pinned(connection.rank, decode_pinned(message.body))
         elif message.kind == Kind.GOODBYE and connection.rank is not None:
             _log.info("rank %d (process %d) has left", connection.rank, connection.pid)
             self._lose(connection)

@@ -73,7 +73,7 @@ class Promotions:
         wanted = sum([len(share.places) for share in found])
         clean_before = self._primary.clean_rows
         first = found[0].places[0]
-        usable = self._primary.num_rows - self._primary.retired_rows
+        usable = self._primary.num_rows - self._primary.retired_rows - self._primary.closed_rows
         got = self._primary.prepare_write(
             run,
             state.context.request_id,

@@ -78,10 +78,13 @@ def test_a_call_of_the_connectors_answers_what_vllm_answers(connector, call, arg
 
 def test_a_rank_hears_that_a_step_begins_before_vllm_launches_anything_of_it(connector, worker_module):
     gpu = Gpu()
-    gpu.note_step = lambda: connector.calls.append("note_step")
+    gpu.note_step = lambda *, computes: connector.calls.append(("note_step", computes))
     connector.connector_worker = SimpleNamespace(worker=worker_module.KvtiersWorker(gpu, 1))
-    connector.start_load_kv("forward context")
-    assert connector.calls == ["note_step", "start_load_kv"]
+    connector.start_load_kv(SimpleNamespace(attn_metadata={"layer": "metadata"}))
+    assert connector.calls == [("note_step", True), "start_load_kv"]
+    connector.calls.clear()
+    connector.start_load_kv(SimpleNamespace(attn_metadata=None))
+    assert connector.calls == [("note_step", False), "start_load_kv"], "it only moves KV: a good moment to pin"
 
 
 def test_news_of_copies_that_the_manager_cannot_take_are_vllms_news(connector, connector_module, caplog):

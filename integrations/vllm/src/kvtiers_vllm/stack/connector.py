@@ -117,13 +117,17 @@ class KvtiersConnector(OffloadingConnector):
             self.connector_scheduler.manager.copies_ended(news.copies)
 
     def start_load_kv(self, *arguments: Any, **more: Any) -> None:
-        """Take note that a step begins here: what holds the driver in the background makes way for its launches."""
-        self._note_step()
+        """Take note that a step begins here: what holds the driver in the background makes way for its launches.
+
+        A step that computes nothing has no attention metadata.
+        """
+        context = arguments[0] if arguments else None
+        self._note_step(computes=getattr(context, "attn_metadata", None) is not None)
         super().start_load_kv(*arguments, **more)
 
     @never_raises(lambda: None)
-    def _note_step(self) -> None:
-        self.connector_worker.worker.note_step()
+    def _note_step(self, *, computes: bool) -> None:
+        self.connector_worker.worker.note_step(computes=computes)
 
     def build_connector_worker_meta(self) -> Any:
         """Return vLLM's report of this worker, with ours."""

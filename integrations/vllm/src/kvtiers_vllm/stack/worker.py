@@ -83,9 +83,9 @@ class KvtiersWorker(OffloadingWorker):
         self._watch.watch(job_id)
         return True
 
-    def note_step(self) -> None:
+    def note_step(self, *, computes: bool) -> None:
         """Take note that vLLM begins a step on this rank."""
-        self._worker.note_step()
+        self._worker.note_step(computes=computes)
 
     def get_finished(self) -> list[TransferResult]:
         """Return the copies that have ended, each as done."""

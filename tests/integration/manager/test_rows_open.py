@@ -1,0 +1,59 @@
+"""A primary whose rows a GPU's rank pins bit by bit: none is leased before it is pinned."""
+
+import time
+
+import numpy as np
+import pytest
+
+import kvtiers
+from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.types import RequestContext
+
+LAYOUT = CacheLayout(ModelIdentity("m", weights="w"), (KVGroup("full", 16),), (KVTensor("t", 0, 4000),))
+
+
+def keys(first, count):
+    return [b"%032d\0\0\0\0" % number for number in range(first, first + count)]
+
+
+@pytest.fixture
+def engine():
+    config = {"version": 1, "primary": {"capacity": f"{64 * LAYOUT.row_stride}B"}}
+    manager = kvtiers.open_manager(config, LAYOUT)
+    tensors = [np.zeros((64, 4000), np.uint8)]
+    worker = kvtiers.open_worker(config, LAYOUT, tensors, engine_id=manager.engine_id)
+    manager.wait_ready(60)
+    yield manager, worker
+    worker.shutdown()
+    manager.shutdown(1)
+
+
+def steps_until(manager, closed):
+    end = time.monotonic() + 60
+    while manager.stats()["primary"]["closed_rows"] != closed:
+        assert time.monotonic() < end
+        manager.on_schedule_end()
+
+
+def test_what_is_stored_gets_rows_that_are_pinned_and_older_chunks_make_room_until_there_are_more(engine):
+    manager, worker = engine
+    context = RequestContext("r")
+    manager.on_new_request(context)
+    steps_until(manager, closed=0)  # a rank without a GPU closes nothing
+    worker._region.pinned(8)  # as the rank of a GPU says it, which has pinned so many
+    steps_until(manager, closed=56)
+    first = manager.prepare_store(keys(0, 8), context)
+    assert max(first.chunk_ids) < 8
+    manager.complete_store(first)
+    again = manager.prepare_store(keys(100, 3), context)
+    assert max(again.chunk_ids) < 8, "the oldest made room"
+    manager.complete_store(again)
+    assert manager.prepare_store(keys(200, 9), context) is None, "no engine waits for what is not pinned"
+    worker._region.pinned(20)
+    steps_until(manager, closed=44)
+    more = manager.prepare_store(keys(300, 12), context)
+    assert sorted(more.chunk_ids) == list(range(8, 20)), "nothing had to leave"
+    manager.complete_store(more)
+    worker._region.settle()
+    steps_until(manager, closed=0)
+    manager.on_request_finished(context)
