@@ -159,7 +159,7 @@ def pin_at(pace: PinPace, driver: Any, memory: tuple[int, int], stop: threading.
         driver.pin(address + at, size)
         pinned.append(address + at)
         at += size
-        stop.wait(pace.rest_after(time.perf_counter() - begin, busy=True, behind=False))
+        stop.wait(pace.rest_after(time.perf_counter() - begin, busy=True))
 
 
 def launches_beside_pinning(total: int) -> dict[tuple[float, float], dict[str, float]]:

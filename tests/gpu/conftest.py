@@ -1,6 +1,7 @@
 """Where the KV tensors of a test lie, and how they are copied: host memory everywhere, CUDA where there is a device."""
 
 import contextlib
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,7 +88,10 @@ def open_worker():
 
 
 def wait_until_pinned(worker):
-    worker._join()
+    end = time.monotonic() + 60
+    while not worker._attached:  # the copy thread does that by itself as soon as the rank has joined
+        assert time.monotonic() < end, "the worker has not taken the region's memory"
+        time.sleep(0.001)
     pinned = getattr(worker._copier, "pinned", None)  # a rank that holds no tensor has nothing to pin for
     assert pinned is None or pinned.wait(60), pinned.given_up
 

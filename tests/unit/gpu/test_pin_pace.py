@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtiers.gpu.pin_pace import BEHIND, IDLE_SHARE, PinPace
+from kvtiers.gpu.pin_pace import IDLE_SHARE, PinPace
 
 MIB = 1 << 20
 
@@ -21,7 +21,7 @@ def run(pace, seconds_a_mib, pieces, **state):
 
 @given(seconds_a_mib=st.floats(0.00001, 0.0019), share=st.floats(0.01, 0.9))
 def test_after_a_few_pieces_each_is_short_and_they_take_their_share_of_the_time(seconds_a_mib, share):
-    ran = run(PinPace(share, 0.002, 64 * MIB), seconds_a_mib, 40, busy=True, behind=False)[8:]
+    ran = run(PinPace(share, 0.002, 64 * MIB), seconds_a_mib, 40, busy=True)[8:]
     assert all(took <= 0.004 for _, took, _ in ran)  # one that was too long is halved at once
     longest = max(took for _, took, _ in ran)
     assert longest >= 0.0009 or ran[-1][0] == 64 * MIB, "smaller than it has to be"
@@ -31,20 +31,19 @@ def test_after_a_few_pieces_each_is_short_and_they_take_their_share_of_the_time(
 
 def test_a_driver_that_becomes_slow_gets_small_pieces_and_large_ones_when_it_is_quick_again():
     pace = PinPace(0.1, 0.002, 64 * MIB)
-    assert run(pace, 0.00001, 10, busy=True, behind=False)[-1][0] == 64 * MIB
-    assert run(pace, 0.01, 10, busy=True, behind=False)[-1][0] == MIB // 8
-    assert run(pace, 0.00001, 10, busy=True, behind=False)[-1][0] == 64 * MIB
+    assert run(pace, 0.00001, 10, busy=True)[-1][0] == 64 * MIB
+    assert run(pace, 0.01, 10, busy=True)[-1][0] == MIB // 8
+    assert run(pace, 0.00001, 10, busy=True)[-1][0] == 64 * MIB
 
 
-def test_it_is_faster_while_the_engine_rests_and_where_copies_would_outrun_it():
+def test_it_is_faster_while_the_engine_rests():
     def share(**state):
         (_, took, rest) = run(PinPace(0.1, 0.002, 4 * MIB), 0.0003, 1, **state)[0]
         return took / (took + rest)
 
-    assert share(busy=True, behind=False) == pytest.approx(0.1)
-    assert share(busy=True, behind=True) == pytest.approx(0.1 * BEHIND)
-    assert share(busy=False, behind=False) == share(busy=False, behind=True) == pytest.approx(IDLE_SHARE)
+    assert share(busy=True) == pytest.approx(0.1)
+    assert share(busy=False) == pytest.approx(IDLE_SHARE)
 
 
 def test_where_the_start_waits_for_it_it_never_rests():
-    assert {rest for *_, rest in run(PinPace(1.0, 0.05, 64 * MIB), 0.0003, 9, busy=True, behind=True)} == {0.0}
+    assert {rest for *_, rest in run(PinPace(1.0, 0.05, 64 * MIB), 0.0003, 9, busy=True)} == {0.0}

@@ -193,23 +193,6 @@ def test_pinning_takes_no_more_than_its_share_of_the_time_while_the_engine_works
     assert machine.pieces == []
 
 
-def test_copies_that_come_near_the_last_pinned_row_make_it_hurry(join):
-    machine = Machine(seconds_a_row=0.001)
-    join.num_rows = 100
-    join.populate(50)
-    pace = PinPace(0.05, 0.002, most_bytes=STRIDE)
-    pinned = Paced(machine, join, ADDRESS, lambda: None, pace, lambda: True, lambda: machine.now)
-    until(lambda: len(machine.rests) == 50)
-    assert pinned.lease(60) == 50  # ten of its rows are not pinned yet
-    pinned.release()
-    join.populate(100, ended=True)
-    assert pinned.wait(60)
-    until(lambda: len(machine.rests) == 100)
-    assert machine.rests[:50] == pytest.approx([0.019] * 50)
-    assert machine.rests[50:] == pytest.approx([0.004] * 50)
-    pinned.close()
-
-
 def test_pinning_follows_the_window_and_no_further(join):
     pinner = Pinner()
     pinned = start(pinner, join, piece=STRIDE)

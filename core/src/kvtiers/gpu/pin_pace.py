@@ -6,8 +6,9 @@ pinning rests for so long that it takes no more than a share of the time::
 
     the engine rests          IDLE_SHARE: a launch that comes all the same finds a gap
     it works                  ``share``
-    and is about to outrun    ``BEHIND`` times ``share``: copies to rows that are not pinned hold the driver as long as
-    what is pinned            pinning them does, and each time anew
+
+Stores do not hurry it: rows that are not pinned yet are not leased, so an engine that computes without a pause keeps as
+much of what it stores as its pinning has made room for, and older chunks make room for newer ones.
 
 With ``share`` 1.0 it never rests: the start waits for it.
 """
@@ -15,10 +16,9 @@ With ``share`` 1.0 it never rests: the start waits for it.
 import mmap
 from dataclasses import dataclass
 
-__all__ = ["BEHIND", "IDLE_SHARE", "PinPace", "whole_pages"]
+__all__ = ["IDLE_SHARE", "PinPace", "whole_pages"]
 
 IDLE_SHARE = 0.8
-BEHIND = 4
 _FIRST_BYTES = 4 << 20
 _LEAST_BYTES = 4096
 
@@ -38,7 +38,7 @@ class PinPace:
     def __post_init__(self) -> None:
         self.piece_bytes = self.piece_bytes or min(_FIRST_BYTES, self.most_bytes)
 
-    def rest_after(self, took: float, *, busy: bool, behind: bool) -> float:
+    def rest_after(self, took: float, *, busy: bool) -> float:
         """Take note that the last piece took this many seconds; return for how many the driver is left alone."""
         if took > self.seconds:
             self.piece_bytes = max(_LEAST_BYTES, self.piece_bytes // 2)
@@ -46,7 +46,7 @@ class PinPace:
             self.piece_bytes = min(self.most_bytes, self.piece_bytes * 2)
         if self.share >= 1.0:
             return 0.0
-        share = min(IDLE_SHARE, BEHIND * self.share if behind else self.share) if busy else IDLE_SHARE
+        share = min(IDLE_SHARE, self.share) if busy else IDLE_SHARE
         return took * (1.0 / share - 1.0)
 
 

@@ -27,7 +27,6 @@ __all__ = ["PinnedRows", "Pinner"]
 
 _log = logging.getLogger("kvtiers.gpu")
 _WAIT_SECONDS = 0.5
-_AHEAD_BYTES = 1 << 30  # with less than this pinned ahead of the rows in use, pinning is about to be outrun
 
 
 class Pinner(Protocol):
@@ -65,7 +64,6 @@ class PinnedRows:
         self._pace = pace
         self._is_busy = is_busy
         self._clock = clock
-        self._used = 0
         self._pieces: list[int] = []
         self._leases = 0
         self._closing = False
@@ -77,7 +75,6 @@ class PinnedRows:
     def lease(self, rows: int) -> int:
         """Return how many of the first ``rows`` rows are pinned; if any are, they stay it until ``release``."""
         with self._changed:
-            self._used = max(self._used, rows)
             self._leases += bool(self.rows)
             return min(rows, self.rows)
 
@@ -141,9 +138,8 @@ class PinnedRows:
             self._pieces.append(address)
             self.rows = end
             self._changed.notify_all()
-            behind = self._used > 0 and (end - self._used) * stride < _AHEAD_BYTES
         self._region.pinned(end)
-        rest = self._pace.rest_after(took, busy=self._is_busy(), behind=behind)
+        rest = self._pace.rest_after(took, busy=self._is_busy())
         if rest > 0:
             self._pause(rest)
 

@@ -44,6 +44,7 @@ _PRIMARY_GAUGES = {
     "kvtiers_primary_pending_rows": "Rows into which something is being copied.",
     "kvtiers_primary_pinned_rows": "Rows that a copy or a tier holds.",
     "kvtiers_primary_quarantined_rows": "Rows of jobs that were given up and that something may still touch.",
+    "kvtiers_primary_closed_rows": "Rows that are not used yet, since a rank has not pinned them.",
     "kvtiers_primary_retired_rows": "Rows that are never used, since their memory was not there when it was wanted.",
 }
 
