@@ -280,8 +280,8 @@ class _Engine:
         if (pinned := self._region.pinned_rows) != self._opened:
             self._opened = pinned
             self._primary.open_rows(pinned)
-        if self._primary.rows_reached >= self._follow_from:
-            self._follow_from = self._region.follow(self._primary.rows_reached)
+        if self._primary.rows_wanted >= self._follow_from:
+            self._follow_from = self._region.follow(self._primary.rows_wanted)
         if not self._region.has_news() and (self._ready or not self._waits_for_all):
             return self._ready
         for event in self._region.poll():

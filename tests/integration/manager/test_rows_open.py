@@ -16,9 +16,10 @@ def keys(first, count):
     return [b"%032d\0\0\0\0" % number for number in range(first, first + count)]
 
 
-@pytest.fixture
-def engine():
-    config = {"version": 1, "primary": {"capacity": f"{64 * LAYOUT.row_stride}B"}}
+@pytest.fixture(params=[64])
+def engine(request):
+    capacity, window = 64 * LAYOUT.row_stride, request.param * LAYOUT.row_stride
+    config = {"version": 1, "primary": {"capacity": f"{capacity}B", "prefault_window": f"{window}B"}}
     manager = kvtiers.open_manager(config, LAYOUT)
     tensors = [np.zeros((64, 4000), np.uint8)]
     worker = kvtiers.open_worker(config, LAYOUT, tensors, engine_id=manager.engine_id)
@@ -56,4 +57,22 @@ def test_what_is_stored_gets_rows_that_are_pinned_and_older_chunks_make_room_unt
     manager.complete_store(more)
     worker._region.settle()
     steps_until(manager, closed=0)
+    manager.on_request_finished(context)
+
+
+@pytest.mark.parametrize("engine", [2], indirect=True)
+def test_a_store_of_more_rows_than_the_window_has_memory_made_ready_for_it(engine):
+    manager, worker = engine
+    context = RequestContext("r")
+    manager.on_new_request(context)
+    worker._region.pinned(0)
+    steps_until(manager, closed=64)
+    end, plan = time.monotonic() + 60, None
+    while plan is None:
+        assert time.monotonic() < end, "it waits for rows for ever"
+        plan = manager.prepare_store(keys(0, 20), context)
+        manager.on_schedule_end()
+        worker._region.pinned(worker._region.poll().populated_rows)  # what pins follows the memory that is ready
+    assert max(plan.chunk_ids) < 64
+    manager.complete_store(plan)
     manager.on_request_finished(context)

@@ -62,6 +62,7 @@ class Residents:
         wanted = len(missing) if limit is None else min(limit, len(missing))
         evicted: list[OffloadKey] = []
         if wanted > self.rows.free - reserve:
+            self.rows.want(wanted + reserve)
             if self.unread.keys:
                 self.unlock_idle(self.unread.expire(clock()))
             least = wanted if limit is None else 1

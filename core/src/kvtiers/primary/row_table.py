@@ -46,6 +46,7 @@ class RowTable:
         self._freed: list[int] = []
         self._end = num_rows
         self._opened = num_rows
+        self._wanted = 0
         self.leaving: set[int] = set()
         """Retired rows that hold a chunk, or that somebody may still touch."""
 
@@ -67,6 +68,16 @@ class RowTable:
     def reached(self) -> int:
         """Rows, from the first, that were used since all chunks were last forgotten."""
         return self._next_fresh
+
+    @property
+    def wanted(self) -> int:
+        """The same, and those that were wanted and are not open yet."""
+        return max(self._next_fresh, self._wanted)
+
+    def want(self, fresh: int) -> None:
+        """Take note that so many fresh rows more were wanted: memory for them is to be made ready, if there are any."""
+        if self._opened < self._end:
+            self._wanted = min(self._next_fresh + fresh, self._end)
 
     def allocate(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Lease one free row for each key to a writer."""
