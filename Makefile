@@ -9,6 +9,9 @@ PROJECTS := $(wildcard core/pyproject.toml replay/pyproject.toml integrations/*/
 DISTRIBUTIONS := $(patsubst %/pyproject.toml,%,$(PROJECTS))
 SOURCES := $(addsuffix /src,$(DISTRIBUTIONS))
 
+# Empty: pip installs what is newest. `make ... WITH_UV=1`: uv installs, by a lock that it makes.
+WITH_UV ?=
+
 # Programs that the tests run, each as command:package; installed with apt-get where they are missing.
 TEST_COMMANDS := redis-server:redis-server redis-sentinel:redis-sentinel redis-benchmark:redis-tools openssl:openssl
 TEST_COMMANDS += chromium:chromium
@@ -37,10 +40,11 @@ VLLM_PYTEST := $(VLLM_PYTHON) -m pytest integrations/vllm/tests/real_vllm --dura
 vllm_releases = for wanted in $(1); do \
 	$(VLLM_INSTALL) --no-deps --upgrade --target $(VLLM_VENV)/releases/$${wanted\#\#*=} $$wanted || exit 1; done
 
-.PHONY: help demo test test-vllm test-vllm-all test-gpu lint docs bench soak environment environment-vllm system clean
+.PHONY: help demo test test-vllm test-vllm-all test-gpu lint types lint-workflows docs changelog-draft bench soak environment
+.PHONY: environment-vllm system clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo  ## Show that it pays, is shared, is safe and stays out of the way, in two minutes (no GPU, no torch)
 	PYTHONPATH=examples $(PYTHON) -m demo $(DEMO_ARGS)
@@ -63,8 +67,23 @@ lint: environment  ## ruff, mypy --strict, and who may import whom
 	$(call step,mypy,$(PYTHON) -m mypy --strict $(SOURCES))
 	$(call step,import-linter,$(VENV)/bin/lint-imports --no-logo)
 
-docs: environment  ## Check the links between the documents
+types: environment  ## mypy --strict alone, as before each commit
+	$(PYTHON) -m mypy --strict $(SOURCES)
+
+lint-workflows: $(VENV)/.workflows  ## Check .github: schemas, security, and actionlint where it is installed
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(VENV)/bin/zizmor --offline --quiet --strict-collection .github
+	@if command -v actionlint >/dev/null; then actionlint; else echo "actionlint: not installed, not run"; fi
+
+# The warning is of a MkDocs 2 that is not out: what is built here needs the first.
+docs: environment  ## Check the documents' links, and build their site into site/; a broken link or reference fails
 	$(call step,links,$(PYTHON) tools/check_links.py)
+	$(call step,mkdocs,NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict)
+
+changelog-draft: environment  ## Print the entry that the fragments in changelog.d/ will make
+	$(PYTHON) -m towncrier build --draft --version "$$($(PYTHON) -c 'import kvtiers; print(kvtiers.__version__)')"
 
 test-gpu: $(if $(GPU_PYTHON),,environment)  ## Tests and benchmarks on a CUDA device (GPU_PYTHON: a Python with CUDA's torch)
 	tools/test_gpu.sh $(or $(GPU_PYTHON),$(PYTHON)) $(GPU_OUT)
@@ -83,12 +102,13 @@ system:
 	@tools/system.sh commands $(TEST_COMMANDS)
 
 clean:  ## Remove the environment and everything built
-	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-report.html
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-report.html site
 	rm -rf $(addsuffix /dist,$(DISTRIBUTIONS)) $(addsuffix /build,$(DISTRIBUTIONS))
 	find core replay integrations plugins tests benchmarks examples tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An environment that a failed attempt left without pip is made anew.
 $(VENV)/.made:
+	$(if $(WITH_UV),uv venv --seed --allow-existing --quiet $(VENV))
 	@[ -x $(VENV)/bin/pip ] || { python=$$(tools/system.sh python) && "$$python" -m venv --clear $(VENV); }
 	$(PIP) install --quiet --upgrade 'pip>=25.1'
 	@touch $@
@@ -98,8 +118,13 @@ $(VENV)/.demo: $(VENV)/.made $(addsuffix /pyproject.toml,$(DEMO))
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.made pyproject.toml $(PROJECTS)
-	$(PIP) install --quiet --group dev $(addprefix --editable ,$(DISTRIBUTIONS))
+	$(if $(WITH_UV),uv sync --all-packages --inexact --quiet,$(PIP) install --quiet --group dev $(addprefix --editable ,$(DISTRIBUTIONS)))
 	@touch $(VENV)/.demo $@
+
+# Tools of their own kind: what they check is run by GitHub alone, so they are no part of the environment.
+$(VENV)/.workflows: $(VENV)/.made
+	$(PIP) install --quiet 'check-jsonschema>=0.34' 'zizmor>=1.16'
+	@touch $@
 
 $(VLLM_VENV)/.made: integrations/vllm/tests/real_vllm/requirements.txt $(PROJECTS)
 	@[ -x $(VLLM_VENV)/bin/pip ] || { python=$$(tools/system.sh python) && "$$python" -m venv --clear $(VLLM_VENV); }

@@ -11,9 +11,8 @@ from collections.abc import Callable
 import numpy as np
 
 import kvtiers
+from kvtiers import BlockSpec, CacheLayout, KVGroup, KVTensor, ModelIdentity, RequestContext
 from kvtiers.api import make_offload_key
-from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
-from kvtiers.types import BlockSpec, RequestContext
 
 TOKENS_PER_BLOCK, PAGE_BYTES, NUM_BLOCKS = 16, 8192, 64
 

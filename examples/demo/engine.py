@@ -13,8 +13,7 @@ import numpy as np
 from demo.pool import BlockPool
 from demo.setting import TOKENS_PER_BLOCK
 from demo.transformer import Size, Transformer
-from kvtiers.scheduler import BlockHashChain
-from kvtiers.types import RequestContext
+from kvtiers import BlockHashChain, RequestContext
 
 __all__ = ["Engine", "Request", "Step"]
 

@@ -13,7 +13,7 @@ from typing import Any
 from demo.engine import Engine, Request
 from demo.setting import TOKENS_PER_CHUNK, EngineOptions
 from demo.tiered import TieredEngine
-from kvtiers.types import RequestContext
+from kvtiers import RequestContext
 
 
 def main() -> None:

@@ -7,9 +7,7 @@ import kvtiers
 from demo.engine import Engine, Request
 from demo.setting import BLOCKS_PER_CHUNK, TOKENS_PER_BLOCK
 from demo.transformer import Size
-from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
-from kvtiers.scheduler import OffloadScheduler
-from kvtiers.scheduler.block_hash import BLOCK_HASH_ALGORITHM
+from kvtiers import BLOCK_HASH_ALGORITHM, CacheLayout, KVGroup, KVTensor, ModelIdentity, OffloadScheduler
 
 __all__ = ["TieredEngine"]
 
