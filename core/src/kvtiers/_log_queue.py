@@ -83,7 +83,7 @@ class _Queue(logging.Filter):
         self._users = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Say whether the calling thread handles the record itself."""
+        """Return whether the calling thread handles the record itself."""
         writer = self._writer
         if writer is None or hasattr(record, _HANDLED_HERE):
             return True

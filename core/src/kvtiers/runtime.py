@@ -275,7 +275,7 @@ class _Engine:
         self._start_line = StartLine(facts, tiers, lambda: region.all_joined)
 
     def ready(self) -> bool:
-        """Say whether all ranks have joined, and all that the start waits for is there."""
+        """Return whether all ranks have joined, and all that the start waits for is there."""
         if self._primary.rows_reached >= self._follow_from:
             self._follow_from = self._region.follow(self._primary.rows_reached)
         if not self._region.has_news() and (self._ready or not self._waits_for_all):
@@ -299,7 +299,7 @@ class _Engine:
         return lost
 
     def dma_may_run(self) -> bool:
-        """Say whether a lost rank's copies may still run."""
+        """Return whether a lost rank's copies may still run."""
         return bool(self._region.lost_ranks)
 
     def wait_ready(self, timeout: float) -> None:
@@ -338,7 +338,7 @@ class _Engine:
             self._hosts.close(max(_CLOSE_SECONDS, until - time.monotonic()))
 
     def close_region(self) -> None:
-        """Let go of the region."""
+        """Release the region."""
         self._views.close()
         self._region.close()
         _anonymous_regions.pop(self._region.engine_id, None)
@@ -424,7 +424,7 @@ def _described(names: StorageNames, layout: CacheLayout, release: str) -> Descri
 
 
 def _is_shared(model: ModelIdentity) -> bool:
-    """Say whether another process can reproduce the keys and the weights' name."""
+    """Return whether another process can reproduce the keys and the weights' name."""
     return not (model.weights.startswith(_RANDOM) or model.hash_seed.startswith(_RANDOM))
 
 

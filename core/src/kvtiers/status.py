@@ -149,7 +149,7 @@ def answer_status(
 
 
 def is_orphaned() -> bool:
-    """Say whether the process that started this one, to answer for it, has ended: an engine whose server is gone."""
+    """Return whether the process that started this one, to answer for it, has ended: an engine whose server is gone."""
     parent = multiprocessing.parent_process()
     return parent is not None and not parent.is_alive()
 

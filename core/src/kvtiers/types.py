@@ -48,7 +48,7 @@ class RequestContext:
     params: Mapping[str, object] = field(default_factory=dict)
 
     def may_load_from(self, tier_name: str) -> bool:
-        """Say whether this request may load from this secondary tier."""
+        """Return whether this request may load from this secondary tier."""
         allowed = self.params.get("kv_load_tiers")
         if not isinstance(allowed, list):
             return True

@@ -1,4 +1,4 @@
-"""The first two rungs of the contract: a blocking store of values, and what it may be able to do besides.
+"""The first two rungs of the contract: a blocking store of values, and its optional abilities.
 
 A *value* is one chunk as a store sees it: a flat run of bytes whose length is a multiple of 4096, ending in a
 64-byte seal that core writes and checks. A store gives back exactly the bytes it was given, or says that it has
@@ -46,7 +46,7 @@ class ChunkStore(ABC):
 
     exists_per_call: ClassVar[int] = 256
     """How many names one ``exists`` call should get. 1: asking is expensive, so core searches the prefix by
-    bisection, takes everything below a hit as present, and asks nothing before it writes what it does not know."""
+    bisection, takes everything below a hit as present, and does not ask before it writes an unknown value."""
 
     @abstractmethod
     def read_into(self, name: str, dst: memoryview) -> bool:
@@ -68,7 +68,7 @@ class ChunkStore(ABC):
 
     @abstractmethod
     def exists(self, names: Sequence[str]) -> Sequence[bool]:
-        """Say for each name, in order, whether ``read_into`` would find a value now."""
+        """Return for each name, in order, whether ``read_into`` would find a value now."""
 
     @abstractmethod
     def delete(self, names: Sequence[str]) -> None:
@@ -124,7 +124,7 @@ class SupportsPieces(Protocol):
     """
 
     def reads_in_pieces(self, nbytes: int) -> bool:
-        """Say whether values of this length are to be read by ``read_pieces``; the others are by ``read_into``."""
+        """Return whether values of this length are to be read by ``read_pieces``; the others are by ``read_into``."""
 
     def read_pieces(self, name: str, nbytes: int) -> Iterable[bytes | memoryview] | None:
         """Return the value of this name from its start to its end, in pieces of any length; None if there is none.

@@ -1,4 +1,4 @@
-"""Moves values between rows and a store: seals, checks, retries, and takes back what it lends.
+"""The transfer of values between rows and a store: seals, checks, retries, and ends the loan of each view.
 
 Runs on the pool's threads, in the tier's host or in the engine's process. All that a store can do wrong ends here as a
 status: an exception, a value of other bytes, a buffer that was kept.
@@ -40,15 +40,15 @@ _Answer = TypeVar("_Answer")
 
 
 def _go_on() -> None:
-    """Give way to nobody."""
+    """Do not give way."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoverOptions:
     """``sizes[g]``: (payload bytes, value bytes) of KV group g.
 
-    ``give_way``: called by each thread after so many bytes, so that whoever waits for its processor need not wait until
-    a tick of the kernel's clock ends the thread's turn: 4 ms at 250 ticks a second, ten times what a value takes.
+    ``give_way``: called by each thread after so many bytes. It yields the processor to a waiting thread, which would
+    else wait for the kernel's next clock tick: 4 ms at 250 ticks a second, ten times what a value takes.
     """
 
     sizes: Sequence[tuple[int, int]]
@@ -62,12 +62,12 @@ class MoverOptions:
 def mover_options(
     config: TierConfig, sizes: Sequence[tuple[int, int]], give_way: Callable[[], object] = _go_on
 ) -> MoverOptions:
-    """Return the options of a tier that the mover obeys."""
+    """Return the mover's options from a tier's config."""
     return MoverOptions(sizes, config.retries, config.read_only, config.exists_ttl, config.rate_limit, give_way)
 
 
 def land_now(copy: Callable[[], None]) -> bool:
-    """Copy a value into its row, which nobody wants back."""
+    """Copy a value into its row, which is not fenced."""
     copy()
     return True
 
@@ -82,7 +82,7 @@ class ValueRun:
     give_up_at: float
     wanted: Callable[[], bool] = lambda: True
     land: Callable[[Callable[[], None]], bool] = land_now
-    """Copies a value into its row where it lies beside it, unless the rows have been let go (``row_guard.py``)."""
+    """Copies a value from its bounce buffer into its row, unless the rows have been detached (``row_fence.py``)."""
     overwrites: bytes = b""
     """Of a store, a byte a key, or none; 1: written though the tier seems to have it."""
 
@@ -285,7 +285,7 @@ class ValueMover:
                 self._worked(payload)
         loan = views.lend(rows, sizes, readonly=not is_load)
         call = self._calls.read if is_load else self._calls.write
-        # The views are in no variable here: it would keep the exporter when the borrower has let go of it.
+        # The views are in no variable here: it would keep the exporter when the borrower has dropped it.
         answers = self._call(moved, run, values, call(names, [*loan.views]), is_load=is_load)
         if not loan.take_back():
             moved.kept.append(loan)
@@ -347,7 +347,7 @@ class ValueMover:
         return answers
 
     def _say_full(self, nbytes: int) -> None:
-        """Say once that the store has no room: for now, or for values of this length at all."""
+        """Log once that the store has no room: for now, or for values of this length at all."""
         if not self._was_full:
             self._was_full = True
             why = self._calls.full_because or "it says so of a batch"
@@ -355,7 +355,7 @@ class ValueMover:
             _log.warning(text, self._label, nbytes, why, extra={"once": True})
 
     def _accuse(self, error: StoreContractError) -> None:
-        """Say in the log what the store's plugin does wrong, once for each of its methods."""
+        """Log what the store's plugin does wrong, once for each of its methods."""
         if error.method not in self._accused:
             self._accused.add(error.method)
             # Its text: a handler that keeps the record would keep the error's traceback, and so the store's views.
@@ -385,5 +385,5 @@ class ValueMover:
         return Status.CORRUPT if verdict is SealVerdict.CORRUPT else missing
 
     def _delete(self, names: Sequence[str]) -> None:
-        with contextlib.suppress(Exception):  # the values are counted as misses already; there is nothing to add
+        with contextlib.suppress(Exception):  # the values are counted as misses already
             self._store.delete(names)

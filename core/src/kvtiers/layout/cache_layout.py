@@ -1,4 +1,4 @@
-"""What a row of the primary region holds: groups, tensors, cells, sizes, and the fingerprint over all of it.
+"""The cache layout: groups, tensors, cells and sizes of a row of the primary region, and the fingerprint over them.
 
 A row is one chunk. Its value starts at byte 0, whatever the chunk's group; cell offsets are computed per group::
 

@@ -98,7 +98,7 @@ class RowTable:
         self.retired = self.num_rows - self._end - len(self.leaving)
 
     def any_pending(self, rows: Sequence[int]) -> bool:
-        """Say whether one of these bound rows is not readable yet."""
+        """Return whether one of these bound rows is not readable yet."""
         return bool(self.pending) and min(map(self.state.__getitem__, rows), default=0) == _PENDING
 
     def count_pending(self, rows: Sequence[int]) -> int:

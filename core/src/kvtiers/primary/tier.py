@@ -85,7 +85,7 @@ class CPUPrimaryTier:
         return self._view
 
     def close(self) -> None:
-        """Let go of the view, so that the region can be unmapped."""
+        """Release the view, so that the region can be unmapped."""
         self._view = memoryview(b"")
 
     @property
@@ -305,7 +305,7 @@ class CPUPrimaryTier:
             self._chunks.unlock_idle(expired)
 
     def mark_clean(self, keys: Sequence[OffloadKey]) -> None:
-        """Take note that these chunks are in a secondary tier too. Unknown keys are ignored."""
+        """Record that these chunks are in a secondary tier too. Unknown keys are ignored."""
         self._chunks.clean.update(filter(self._row_of.__contains__, keys))
 
     def coldest(

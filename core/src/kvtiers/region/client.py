@@ -4,7 +4,7 @@
 
     joining --> ready --> lost --> closed
        |          '----------------^
-       '--> refused (also: nobody answered in time; ``reason`` says why)
+       '--> refused (also: no answer in time; ``reason`` says why)
 
 ``start`` returns at once; a thread does the rest and only changes ``poll()``'s answer. ``close`` belongs to the
 thread that drives the worker, after it has let its copies end and dropped every buffer made from ``view``.
@@ -36,7 +36,7 @@ from kvtiers.region.handshake import (
     encode_message,
     socket_name,
 )
-from kvtiers.region.memfd import Mapping, let_go_in_children, map_memory, prefer_huge_pages, require_linux
+from kvtiers.region.memfd import Mapping, detach_in_children, map_memory, prefer_huge_pages, require_linux
 from kvtiers.region.region import AnonymousRegion
 
 __all__ = ["JoinState", "JoinStatus", "RegionJoin"]
@@ -105,11 +105,11 @@ class RegionJoin:
         return join
 
     def begin(self, start_deadline: float) -> None:
-        """Begin to join, once, and return at once: a thread does the rest. What was only made is not known anywhere."""
+        """Begin to join, once, and return at once: a thread does the rest. No other process sees the rank before."""
         self._thread = threading.Thread(
             target=self._run, args=(time.monotonic() + start_deadline, start_deadline), name="kvtiers-join", daemon=True
         )
-        let_go_in_children(self)
+        detach_in_children(self)
         self._thread.start()
 
     # What the worker asks.
@@ -171,7 +171,7 @@ class RegionJoin:
             self._wake_writer.send(b"x")
 
     def close(self) -> None:
-        """Unmap the region and tell its owner so. A buffer still in use keeps the memory mapped, with a warning."""
+        """Unmap the region and notify its owner. A buffer still in use keeps the memory mapped, with a warning."""
         if self.state == "closed":
             return
         self._leaving = True
@@ -191,11 +191,11 @@ class RegionJoin:
         self._wake_writer.close()
         self._end("closed", "")
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """Close everything in a forked child, where this rank counts as closed. The mapping does the same."""
         self._changed = threading.Condition()  # another thread may have held the lock at the fork
         if self._connection is not None:
-            self._connection.let_go()
+            self._connection.detach()
         self._selector.close()
         self._wake_reader.close()
         self._wake_writer.close()
@@ -220,7 +220,7 @@ class RegionJoin:
                     return
         except (StartError, HandshakeError) as error:
             self._give_up(str(error))
-        except Exception as error:  # noqa: BLE001 -- a thread's last word: whoever waits for this rank must hear it
+        except Exception as error:  # noqa: BLE001 -- the thread ends here: what waits for this rank must get the reason
             _log.exception("%s: the joining thread ended", self._where)
             self._give_up(f"its joining thread ended: {error!r}")
 
@@ -230,7 +230,7 @@ class RegionJoin:
         self._end("lost" if self._mapping else "refused", reason)
 
     def _connect(self, deadline: float, seconds: float) -> bool:
-        """Try until somebody listens; False if this rank was closed meanwhile. StartError at the deadline."""
+        """Connect, retrying until the socket exists; False if closed meanwhile. StartError at the deadline."""
         delay = _FIRST_DELAY
         while True:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -109,7 +109,7 @@ class Connection:
             os.close(self._pidfd)
             self._pidfd = None
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """Close the descriptors in a forked child; its selector is the parent's too, so it is left alone."""
         self._sock.close()
         if self._pidfd is not None:

@@ -1,4 +1,4 @@
-"""What a rank and the region's owner say to each other, over an abstract Unix socket.
+"""The handshake: the messages between a rank and the region's owner, over an abstract Unix socket.
 
 ::
 
@@ -15,7 +15,7 @@
     end of the stream, either way: the other has died or hung up
 
 A message is a header (magic "kvtR", u16 version, u16 kind, u32 length; little endian) and a body. The header and
-REFUSED stay as they are in every version, so that two versions can always tell each other that they differ.
+REFUSED stay as they are in every version, so that two different versions can always recognise each other.
 """
 
 import contextlib

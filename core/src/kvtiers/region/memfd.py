@@ -1,4 +1,4 @@
-"""Memory that several processes map: the memfd, one process's mapping of it, and where its pages shall lie."""
+"""Shared memory: the memfd, one process's mapping of it, and the NUMA placement of its pages."""
 
 import contextlib
 import ctypes
@@ -23,7 +23,7 @@ __all__ = [
     "PrefaultMode",
     "bind_to_node",
     "create_memfd",
-    "let_go_in_children",
+    "detach_in_children",
     "map_memory",
     "prefer_huge_pages",
     "prefer_node",
@@ -57,15 +57,15 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class _Holder(Protocol):
-    def let_go(self) -> None: ...
+    def detach(self) -> None: ...
 
 
 _holders: "weakref.WeakSet[_Holder]" = weakref.WeakSet()
 _fork_hook: list[bool] = []
 
 
-def let_go_in_children(holder: _Holder) -> None:
-    """Call ``holder.let_go()`` in every forked child of this process.
+def detach_in_children(holder: _Holder) -> None:
+    """Call ``holder.detach()`` in every forked child of this process.
 
     Descriptors close on exec, but a child that is forked without exec (``multiprocessing`` can do so) would hold
     them: the memory would outlive the engine, and no peer would see the engine's end. A child that a library forks
@@ -73,13 +73,13 @@ def let_go_in_children(holder: _Holder) -> None:
     """
     if not _fork_hook:
         _fork_hook.append(True)
-        os.register_at_fork(after_in_child=_let_go_all)
+        os.register_at_fork(after_in_child=_detach_all)
     _holders.add(holder)
 
 
-def _let_go_all() -> None:
+def _detach_all() -> None:
     for holder in list(_holders):
-        holder.let_go()
+        holder.detach()
 
 
 def require_linux() -> None:
@@ -140,7 +140,7 @@ class Mapping:
         self._exporter = weakref.ref(exporter)
         self._view: memoryview | None = memoryview(exporter).cast("B")[:view_bytes]
         if fd >= 0:
-            let_go_in_children(self)
+            detach_in_children(self)
 
     @property
     def view(self) -> memoryview:
@@ -150,11 +150,11 @@ class Mapping:
         return self._view
 
     def close(self) -> bool:
-        """Drop the view; False if somebody still holds a buffer made from it, so that the memory stays mapped."""
+        """Drop the view; False if a buffer made from it is still alive, so that the memory stays mapped."""
         self._view = None
         return self._exporter() is None
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """Put private, empty memory in this mapping's place in a forked child, for buffers that were made from it."""
         if self._exporter() is None or self._is_private:
             return

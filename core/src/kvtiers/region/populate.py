@@ -1,4 +1,4 @@
-"""The program that touches a new region's pages, front to back, so that nobody else meets an empty page.
+"""The pre-fault program: touches a new region's pages, front to back, so that no other process takes a page fault.
 
 Run by its path, in a process of its own (``prefault.py`` starts it): the system call that does it would hold the
 engine's interpreter for seconds. It imports little, so that it starts in a few hundredths of a second.

@@ -1,8 +1,8 @@
-"""How much is made of processes that are refused at a region's socket, of which any local user can start many.
+"""Rate limits for refused processes at a region's socket, of which any local user can start many.
 
-The first refusals are each worth a line and an answer; then one a second is. While all ranks are there, the socket is
-not listened to for a moment after some refusals in a row: whoever connects in a loop takes none of the engine's time
-with it, and a rank that comes back waits for that moment at most.
+The first refusals each get a log line and an answer; then one a second does. While all ranks are joined, the socket is
+not served for a moment after several refusals in a row, so that a process that connects in a loop costs the engine no
+time; a rank that comes back waits for that moment at most.
 """
 
 import time
@@ -28,7 +28,7 @@ class Refusals:
         """Refusals since the last one that was worth a line."""
 
     def is_worth_a_line(self) -> bool:
-        """Count one refusal; say whether it is to be logged and answered."""
+        """Count one refusal; return whether it is to be logged and answered."""
         self._since_pause += 1
         now = self._clock()
         if self._left > 0:
@@ -45,7 +45,7 @@ class Refusals:
         return f" ({unsaid} more since the last such line)" if unsaid else ""
 
     def pause(self) -> float:
-        """Return for how many seconds nobody is to be let in now; 0: for none."""
+        """Return for how many seconds no connection is to be accepted now; 0: for none."""
         if self._since_pause < _IN_A_ROW:
             return 0.0
         self._since_pause = 0

@@ -1,7 +1,7 @@
-"""The thread that serves a region's socket: lets ranks in, watches them, and passes on how far pre-faulting has come.
+"""The region's accept thread: admits ranks, watches their processes, and reports the progress of pre-faulting to them.
 
-It owns the connections, their pidfds and the pre-fault program; all of them are touched on this thread alone. What
-it learns goes into the ``RankTable``, which any thread may read.
+It owns the connections, their pidfds and the pre-fault program; all of them are used on this thread alone. It writes
+the ``RankTable``, which any thread may read.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from kvtiers.region.handshake import (
     encode_message,
     encode_progress,
 )
-from kvtiers.region.memfd import let_go_in_children
+from kvtiers.region.memfd import detach_in_children
 from kvtiers.region.prefault import Prefault
 from kvtiers.region.ranks import RankTable
 from kvtiers.region.refusals import Refusals
@@ -72,14 +72,14 @@ class AcceptThread:
         self._behind: set[Connection] = set()
         self._wake_reader, self._wake_writer = socket.socketpair()
         for sock in (self._wake_reader, self._wake_writer):
-            sock.setblocking(False)  # whoever wakes this thread never waits for it
+            sock.setblocking(False)  # a thread that wakes this one never waits for it
         self._selector = selectors.DefaultSelector()
         self._wanted_rows = 0
         self.populated_rows = 0
         self.timings: dict[str, float] = {}
         """Seconds until all ranks had joined (``join``) and until pre-faulting ended (``prefault``)."""
         self._thread = threading.Thread(target=self._run, name="kvtiers-accept", daemon=True)
-        let_go_in_children(self)
+        detach_in_children(self)
 
     def start(self) -> None:
         """Begin to serve."""
@@ -91,7 +91,7 @@ class AcceptThread:
         self._wake()
 
     def stop(self) -> None:
-        """Hang up on all ranks, end pre-faulting and the thread; returns when they have ended."""
+        """Disconnect all ranks, end pre-faulting and the thread; returns when they have ended."""
         self._stopping = True
         self._wake()
         self._thread.join(_STOP_SECONDS)
@@ -105,21 +105,21 @@ class AcceptThread:
         if self._prefault is not None:
             self._prefault.want(self._wanted_rows * self._welcome.row_stride)
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """Close everything in a forked child. Nothing is unregistered: the parent's epoll is the same one."""
         self._stopping = True
         self._selector.close()
         for sock in (self._listener, self._wake_reader, self._wake_writer):
             sock.close()
         for connection in self._connections:
-            connection.let_go()
+            connection.detach()
         if self._prefault is not None:
-            self._prefault.let_go()
+            self._prefault.detach()
 
     def _run(self) -> None:
         try:
             self._serve()
-        except Exception as error:  # noqa: BLE001 -- a thread's last word: whoever waits for ranks must hear it
+        except Exception as error:  # noqa: BLE001 -- the thread ends here: what waits for ranks must get the reason
             _log.exception("the region's accept thread ended")
             self._ranks.break_off(f"the thread that serves its ranks ended: {error!r}")
         finally:
@@ -204,7 +204,7 @@ class AcceptThread:
             _log.log(level, "rank %s (process %d) is no longer connected: %s", connection.rank, connection.pid, error)
             self._lose(connection)
             return
-        for fd in fds:  # nobody asked for them
+        for fd in fds:  # unexpected: a rank sends none
             os.close(fd)
         for message in messages:
             if connection.open:
@@ -251,8 +251,8 @@ class AcceptThread:
             _log.warning("rank %d: process %d cannot be watched; if it dies, its rows stay taken", rank, connection.pid)
         connection.rank = rank
         if self._ranks.missing == [rank]:
-            self._note_all_joined()  # first: whoever waits for all ranks finds the time in the figures
-        self._ranks.join(rank, connection.pid)  # before it is told: a rank that is ready has joined
+            self._note_all_joined()  # first: ``timings`` has the time once ``wait_all`` returns
+        self._ranks.join(rank, connection.pid)  # before the WELCOME: a rank that is ready has joined
         self._welcome_rank(connection)
 
     def _note_all_joined(self) -> None:

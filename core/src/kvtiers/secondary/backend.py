@@ -29,7 +29,7 @@ class StoreBackend(Protocol):
         """Use other names (another fingerprint) for all that is sent from now on."""
 
     def abandon(self, job_id: int) -> None:
-        """Take note that nobody waits for this job any more; its JobDone is still owed."""
+        """Record that nobody waits for this job any more; its JobDone is still owed."""
 
     def release(self, job_id: int) -> None:
         """Have a load leave its rows alone, if it can: then its JobReleased comes, though calls are still under way."""

@@ -53,7 +53,7 @@ class Breaker:
         """How often it has opened."""
 
     def record(self, *, ok: bool) -> None:
-        """Take in how a call ended. While the breaker is not closed only the probe counts: ``probed``."""
+        """Record how a call ended. While the breaker is not closed only the probe counts: ``probed``."""
         if self.state is not BreakerState.CLOSED:
             return
         self._failures = 0 if ok else self._failures + 1
@@ -80,14 +80,14 @@ class Breaker:
         self._retry_at = self._clock()
 
     def wants_probe(self) -> bool:
-        """Say whether the one probe is due; the caller sends it then, and reports with ``probed``."""
+        """Return whether the one probe is due; the caller sends it then, and reports with ``probed``."""
         if self.state is BreakerState.OPEN and self._clock() >= self._retry_at:
             self.state = BreakerState.PROBING
             return True
         return False
 
     def probed(self, *, ok: bool) -> None:
-        """Take in how the probe ended."""
+        """Record how the probe ended."""
         if ok:
             self.state = BreakerState.CLOSED
             self._failures = 0

@@ -149,7 +149,7 @@ class HostClient:
         return events
 
     def restart(self, reason: str) -> None:
-        """Have the host killed, and another one started."""
+        """Kill the host and start another one."""
         self._link.kill(reason)
 
     def log(self, level: int, text: str) -> None:
@@ -174,7 +174,7 @@ class HostClient:
             time.sleep(_POLL_SECONDS)
 
     def close(self, timeout: float) -> None:
-        """Tell the host to end."""
+        """Ask the host to end."""
         self._link.end(timeout)
 
     # -- for the link
@@ -184,7 +184,7 @@ class HostClient:
         self._link.launcher.kill_unless_forgiven(life, self._unopened, self._open_within)
 
     def take(self, event: Event) -> None:
-        """Take in an event of this tier; ProtocolError if it is not one that the host can have to report."""
+        """Handle an event of this tier; ProtocolError if it is not one that the host can have to report."""
         match event:
             case JobDone():  # first, as most are
                 self._take_result(event)

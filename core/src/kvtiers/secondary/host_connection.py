@@ -23,7 +23,7 @@ from kvtiers.host import wire
 from kvtiers.host.messages import Event
 from kvtiers.host.wire import MAX_EVENT_BYTES, Frame, FrameReader, Kind, ProtocolError
 from kvtiers.layout.storage_name import StorageNames
-from kvtiers.region.memfd import let_go_in_children
+from kvtiers.region.memfd import detach_in_children
 from kvtiers.secondary.log_thread import LogThread
 from kvtiers.secondary.supervisor import HostLauncher, HostLife, HostProcess
 
@@ -46,7 +46,7 @@ class LinkedTier(Protocol):
         """A new life of the host has begun."""
 
     def take(self, event: Event) -> None:
-        """Take in an event; ProtocolError if it makes no sense."""
+        """Handle an event; ProtocolError if it makes no sense."""
 
     def take_stats(self, figures: dict[str, float]) -> None:
         """Take in the store's figures."""
@@ -79,7 +79,7 @@ class HostConnection:
         """What the socket has not taken yet."""
         self._unasked = 0
         self._ending = False
-        let_go_in_children(self)
+        detach_in_children(self)
 
     @property
     def connected(self) -> bool:
@@ -131,7 +131,7 @@ class HostConnection:
                 self._lose()
 
     def end(self, seconds: float) -> None:
-        """Tell the host to end within so many seconds; one that has not said a word yet is not waited for."""
+        """Ask the host to end within so many seconds; one that has not said a word yet is not waited for."""
         with self.lock:
             if self._ending:
                 return
@@ -143,7 +143,7 @@ class HostConnection:
                 self.send(wire.encode_close(0, seconds))
                 self.flush()
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """Close the connections: after the end, and in a forked child, where they would hide the engine's end."""
         for life in (*self.host.lives, *([self.life] if self.life is not None else [])):
             life.connection.close()

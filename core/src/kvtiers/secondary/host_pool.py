@@ -206,7 +206,7 @@ class HostPool:
             time.sleep(_POLL_SECONDS)
 
     def close(self, timeout: float) -> None:
-        """Tell all hosts to end."""
+        """Ask all hosts to end."""
         for host in self._hosts:
             host.backend.close(timeout)
 

@@ -74,11 +74,11 @@ class InflightJobs:
         self._epoch += 1
 
     def has_current_names(self, job_id: int) -> bool:
-        """Say whether what is learnt of this job, which is under way, holds for the names of now."""
+        """Return whether what is learnt of this job, which is under way, holds for the names of now."""
         return self._open[job_id].epoch == self._epoch
 
     def begin(self, job: TransferJob, sent: int) -> None:
-        """Take note of a job of which the first ``sent`` chunks are handed over; the others are dropped."""
+        """Record a job of which the first ``sent`` chunks are handed over; the others are dropped."""
         self._open[job.job_id] = _Open(job, sent, self._epoch)
         self.counts["dropped_queue"] += len(job.keys) - sent
         if not job.is_promotion:
@@ -92,7 +92,7 @@ class InflightJobs:
         return JobResult(job_id, success=False)
 
     def fail(self, job_id: int) -> TransferJob | None:
-        """Take note that a job has failed though its result is still owed; None: nothing new."""
+        """Record that a job has failed though its result is still owed; None: nothing new."""
         begun = self._open.get(job_id)
         if begun is None or begun.told:
             return None
@@ -100,7 +100,7 @@ class InflightJobs:
         return begun.job
 
     def release(self, job_id: int) -> bool:
-        """Take note that a job is to let go of its rows; False if there is no such job."""
+        """Record that a job is to let go of its rows; False if there is no such job."""
         begun = self._open.get(job_id)
         if begun is None:
             return False
@@ -108,7 +108,7 @@ class InflightJobs:
         return True
 
     def end(self, event: JobDone) -> EndedJob | None:
-        """Take note of a job's end; None if there is no such job."""
+        """Record a job's end; None if there is no such job."""
         if event.job_id not in self._open:
             return None
         begun = self._forget(event.job_id)

@@ -25,7 +25,7 @@ def without(keys: Sequence[OffloadKey], some: Sequence[OffloadKey]) -> Sequence[
 
 
 def is_of(job: TransferJob, result: JobResult) -> bool:
-    """Say whether the keys that a result names are the job's."""
+    """Return whether the keys that a result names are the job's."""
     try:
         return result.successful_keys is None or set(result.successful_keys) <= set(job.keys)
     except TypeError:

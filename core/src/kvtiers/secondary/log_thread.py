@@ -29,7 +29,7 @@ class LogThread:
         self._said_once: deque[str] = deque(maxlen=_MOST_REMEMBERED)
 
     def post(self, level: int, text: str) -> None:
-        """Have a line written; never waits. It is dropped, and counted, if very many are waiting already.
+        """Write a line on another thread; never waits. It is dropped, and counted, if very many are waiting already.
 
         ``level``: as in ``logging``, below 128; with SAY_ONCE nothing happens if the text has been written so before.
         """

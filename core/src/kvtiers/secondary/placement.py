@@ -112,7 +112,7 @@ class TierHosts:
         self._launcher.close(max(0.0, until - time.monotonic()))
         for link in links:
             link.poll()
-            link.let_go()
+            link.detach()
         self._logs.close(_LOG_SECONDS)
 
     def _hello(self, members: Sequence[TierConfig]) -> bytes:

@@ -202,7 +202,7 @@ class SuspectKeys:
         self.keys: dict[OffloadKey, None] = {}
 
     def note(self, keys: Sequence[OffloadKey], statuses: bytes, *, is_load: bool) -> None:
-        """Take note of what became of each of these keys in a job: not given, or given or written after all."""
+        """Record what became of each of these keys in a job: not given, or given or written after all."""
         if is_load and not _NOT_GIVEN.isdisjoint(statuses):
             self.keys.update((key, None) for key, status in zip(keys, statuses, strict=False) if status in _NOT_GIVEN)
             drop_oldest(self.keys, _MOST_SUSPECT)

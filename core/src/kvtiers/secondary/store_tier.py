@@ -97,7 +97,7 @@ class ChunkStoreTier(SecondaryTierManager):
         return finished
 
     def is_available(self) -> bool:
-        """Say whether the store is open and its breaker closed."""
+        """Return whether the store is open and its breaker closed."""
         return self._open and self._breaker.state is BreakerState.CLOSED
 
     def abandon_job(self, job_id: int) -> None:

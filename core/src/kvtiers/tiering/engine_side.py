@@ -10,13 +10,13 @@ class EngineSide(Protocol):
     """The region, the ranks, and the tiers' life. Nothing blocks but ``wait_ready`` and the two ``close`` methods."""
 
     def ready(self) -> bool:
-        """Say whether all ranks have joined. Takes the region's news."""
+        """Return whether all ranks have joined. Takes the region's news."""
 
     def take_lost_ranks(self) -> Collection[int]:
         """Return the ranks that were lost since the last call, or before and are not back; as of the last ``ready``."""
 
     def dma_may_run(self) -> bool:
-        """Say whether a rank that was lost may still write into rows."""
+        """Return whether a rank that was lost may still write into rows."""
 
     def wait_ready(self, timeout: float) -> None:
         """Block until all ranks have joined and all required tiers are open; StartError names who is missing."""
@@ -34,4 +34,4 @@ class EngineSide(Protocol):
         """Drain and close the tiers within ``timeout`` seconds."""
 
     def close_region(self) -> None:
-        """Let go of the region, after all who use it."""
+        """Release the region, after all who use it."""

@@ -59,7 +59,7 @@ class GpuQueue:
         self._drained_at = self._clock()
 
     def step_ends(self, tokens: int) -> None:
-        """Take note of what was computed since the last step: by what the engine says, or at least by the clock."""
+        """Record what was computed since the last step: by what the engine says, or at least by the clock."""
         if self._ahead > 0:
             self._ahead = min(self.ahead, max(0.0, self._ahead - tokens))
             self._drained_at = self._clock()
@@ -133,7 +133,7 @@ class Waits:
         return min(chunks, slot.trial(self._clock()))
 
     def is_sooner(self, slot: TierSlot, chunks: int, tokens_per_chunk: int, state: RequestState, waited: int) -> bool:
-        """Say whether the tier has these chunks here before they were computed; as for ``worth_loading``."""
+        """Return whether the tier has these chunks here before they were computed; as for ``worth_loading``."""
         now = self._clock()
         tokens = max(state.load_tokens, (waited + chunks) * tokens_per_chunk)
         left = self._seconds_by_gpu(tokens, state) - (0.0 if state.load_since is None else now - state.load_since)
@@ -143,7 +143,7 @@ class Waits:
         return soon <= left and self._is_cheaper(slot, tokens_per_chunk, state)
 
     def _is_cheaper(self, slot: TierSlot, tokens_per_chunk: int, state: RequestState) -> bool:
-        """Say whether a chunk comes for less than computing it, or than that and another one if others want the GPU.
+        """Return whether a chunk comes for less than computing it, or than that and another one if others want the GPU.
 
         However much of the request has come for less, from another tier.
         """
@@ -164,14 +164,14 @@ class Waits:
     # -- while a request waits
 
     def lookup_over(self, state: RequestState) -> bool:
-        """Say whether a request that got no answer has waited long enough for one."""
+        """Return whether a request that got no answer has waited long enough for one."""
         now = self._clock()
         if state.lookup_since is None:
             state.lookup_since = now
         return now - state.lookup_since >= self._options.lookup_wait
 
     def load_over(self, state: RequestState, tokens: int) -> bool:
-        """Say whether a request has waited long enough for chunks of this many tokens, or computing them is sooner."""
+        """Return whether a request has waited long enough for this many tokens' chunks, or computing is sooner."""
         now = self._clock()
         if state.load_since is None:
             state.load_since = now
@@ -184,7 +184,7 @@ class Waits:
         return state.load_over
 
     def line_over(self, state: RequestState, tokens: int) -> bool:
-        """Say whether a request has stood in line for a tier's rows, with nothing on its way, as long as it may.
+        """Return whether a request has stood in line for a tier's rows, with nothing on its way, as long as it may.
 
         So long as computing all that is there now takes, it included: in the GPU's line it had waited as well.
         """
@@ -202,7 +202,7 @@ class Waits:
         return self._at_least(LATE * tokens * self.cost.seconds_per_token)
 
     def _is_overtaken(self, state: RequestState, waited: float) -> bool:
-        """Say whether what is left of the request's loads takes clearly longer than computing it would.
+        """Return whether what is left of the request's loads takes clearly longer than computing it would.
 
         By what the tiers have shown: one that falls silent has as long as the request waits.
         """

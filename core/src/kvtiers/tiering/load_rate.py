@@ -66,7 +66,7 @@ class LoadRate:
     # -- what happens
 
     def begins(self, now: float) -> int:
-        """Take note of a load that is handed to the tier; return its ticket for ``ends``."""
+        """Record a load that is handed to the tier; return its ticket for ``ends``."""
         ticket = next(self._tickets)
         if not self._running:
             self._since, self._is_fresh, self._begun, self._chunks, self._seconds = now, True, 0, 0, 0.0
@@ -78,7 +78,7 @@ class LoadRate:
         return ticket
 
     def ends(self, ticket: int, chunks: int, seconds: float, now: float) -> None:
-        """Take note of a load's end: so many chunks came, by the tier's clock in so many seconds (0: it has none)."""
+        """Record a load's end: so many chunks came, by the tier's clock in so many seconds (0: it has none)."""
         submitted = self._running.pop(ticket, now)
         if ticket > self._newest_ended:
             self._newest_ended = ticket

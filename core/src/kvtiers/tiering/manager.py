@@ -124,7 +124,7 @@ class TieringManager:
 
     @_timed
     def on_new_request(self, ctx: RequestContext, prompt_tokens: int = 0) -> OffloadPolicy:
-        """Take note of a request; say which of its chunks should be offered to ``prepare_store``.
+        """Record a request; say which of its chunks should be offered to ``prepare_store``.
 
         ``prompt_tokens``: of its prompt, if they are known: how much waits for the GPU, for ``load_wait: auto``.
         """
@@ -134,7 +134,7 @@ class TieringManager:
 
     @_timed
     def on_request_finished(self, ctx: RequestContext) -> None:
-        """Take note that the engine is done with a request: its recency is final; its transfers may still run."""
+        """Record that the engine is done with a request: its recency is final; its transfers may still run."""
         state = self._requests.finish(ctx)
         if state is not None:
             self._waits.taken_up(state)
@@ -260,9 +260,9 @@ class TieringManager:
 
     @_timed
     def has_pending_work(self) -> bool:
-        """Say whether the engine should keep stepping though it has no request: somebody waits for what is under way.
+        """Return whether the engine should keep stepping though it has no request: in-flight work has a waiter.
 
-        Rows in quarantine are waited for by nobody; they come back with the steps that there are.
+        Rows in quarantine do not count: they are released in whatever steps the engine makes.
         """
         if self._closed:
             return False
@@ -278,7 +278,7 @@ class TieringManager:
         return self._engine.fingerprint()
 
     def tiers_have_spoken(self) -> bool:
-        """Say whether each tier is open, or has said why it is not. Any thread."""
+        """Return whether each tier is open, or has said why it is not. Any thread."""
         return all(slot.has_spoken() for slot in self._slots)
 
     @_timed
@@ -353,7 +353,7 @@ class TieringManager:
     # -- inside
 
     def _begin(self) -> bool:
-        """Take the news once a step, before anything is decided; say whether all ranks are there."""
+        """Take the news once a step, before anything is decided; return whether all ranks are there."""
         if self._closed:
             return False
         if not self._polled:

@@ -106,7 +106,7 @@ class RequestState:
     finished: bool = False
 
     def lose(self, slot: TierSlot, keys: Sequence[OffloadKey]) -> None:
-        """Take note that this tier could not bring these chunks."""
+        """Record that this tier could not bring these chunks."""
         lost, bit = self.lost, 1 << slot.index
         for key in keys:
             lost[key] = lost.get(key, 0) | bit
@@ -139,7 +139,7 @@ class RequestTable:
         """The requests with keys that wait to become readable."""
 
     def open(self, ctx: RequestContext, prompt_tokens: int = 0) -> RequestState:
-        """Take note of a new request. One that is open already stays as it is."""
+        """Record a new request. One that is open already stays as it is."""
         state = self._open.get(ctx.request_id)
         if state is not None:
             self._on_misuse()
@@ -173,7 +173,7 @@ class RequestTable:
         return self.open(ctx)
 
     def finish(self, ctx: RequestContext) -> RequestState | None:
-        """Take note that the engine is done with a request; None (a misuse) if it is not open."""
+        """Record that the engine is done with a request; None (a misuse) if it is not open."""
         state = self._open.pop(ctx.request_id, None)
         if state is None:
             self._on_misuse()

@@ -67,7 +67,7 @@ class TierSlot:
         """The tier does something when a request begins or ends."""
 
     def available(self) -> bool:
-        """Say whether the tier may be asked and given jobs now."""
+        """Return whether the tier may be asked and given jobs now."""
         return self._says_yes(self.tier.is_available)
 
     def ask(self, keys: Sequence[OffloadKey], context: TierRequest) -> tuple[int, bool]:
@@ -137,11 +137,11 @@ class TierSlot:
         return {} if stats is None else self.own_stats(lambda _name: dict(stats()))
 
     def has_pending_work(self) -> bool:
-        """Say whether the tier wants the engine to keep stepping."""
+        """Return whether the tier wants the engine to keep stepping."""
         return self._says_yes(self.tier.has_pending_work)
 
     def has_spoken(self) -> bool:
-        """Say whether the tier is open, or has said why it is not; one that never says so has."""
+        """Return whether the tier is open, or has said why it is not; one that never says so has."""
         state = getattr(self.tier, "open_state", None)
         return state is None or state() is not None
 

@@ -37,7 +37,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def request_finished(self, request_id: str) -> None:
-        """Take note that a request has ended: the moment to settle what its uses mean. An unknown one is ignored."""
+        """Record that a request has ended: the moment to settle what its uses mean. An unknown one is ignored."""
 
     @abstractmethod
     def mark_evictable(self, keys: Sequence[OffloadKey]) -> None:
@@ -79,7 +79,7 @@ class EvictionPolicy(ABC):
         """Forget everything, also what was learnt and what unfinished requests did."""
 
     def on_store_miss(self, keys: Sequence[OffloadKey], request_id: str) -> None:
-        """Take note that this request wants to store chunks that are not there. Comes before ``evict``.
+        """Record that this request wants to store chunks that are not there. Comes before ``evict``.
 
         The keys are not known, and may never become so: there may be no room. May come again for the same request.
         """

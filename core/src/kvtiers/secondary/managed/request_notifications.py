@@ -39,7 +39,7 @@ class RequestNotifier:
             self._call("on_new_request", tier.on_new_request, context)
 
     def begin(self, context: TierRequest, tier: SecondaryTierManager | None) -> bool:
-        """Take note of a new request; return True if the tier wants all its chunks."""
+        """Record a new request; return True if the tier wants all its chunks."""
         before = next((over for over in self._over if over.request_id == context.request_id), None)
         if before is not None:  # the id is used again: the stores that still wait are nobody's now
             del self._stores[before]
@@ -48,7 +48,7 @@ class RequestNotifier:
         return tier is not None and tier.on_new_request(context)
 
     def finish(self, context: TierRequest, tier: SecondaryTierManager | None) -> None:
-        """Take note of a request's end; the tier hears of it at once, or after the last store that waits."""
+        """Record a request's end; the tier hears of it at once, or after the last store that waits."""
         if context not in self._open:
             return
         del self._open[context]
@@ -58,7 +58,7 @@ class RequestNotifier:
             tier.on_request_finished(context)
 
     def store_waits(self, context: TierRequest) -> None:
-        """Take note of a store that the tier will be handed later."""
+        """Record a store that the tier will be handed later."""
         self._stores[context] = self._stores.get(context, 0) + 1
 
     def owner(self, context: TierRequest) -> TierRequest:
@@ -66,7 +66,7 @@ class RequestNotifier:
         return context if context in self._stores else _NOBODY
 
     def store_is_over(self, context: TierRequest, tier: SecondaryTierManager) -> None:
-        """Take note that a store waits no longer: it was handed over, or never will be."""
+        """Record that a store waits no longer: it was handed over, or never will be."""
         left = self._stores.pop(context, 1) - 1
         if left:
             self._stores[context] = left
