@@ -278,7 +278,7 @@ class _Engine:
         """Return whether all ranks have joined, and all that the start waits for is there."""
         if self._primary.rows_reached >= self._follow_from:
             self._follow_from = self._region.follow(self._primary.rows_reached)
-        if not self._region.has_news() and (self._ready or not self._waits_for_all):
+        if not self._region.has_events() and (self._ready or not self._waits_for_all):
             return self._ready
         for event in self._region.poll():
             if isinstance(event, RankLost):

@@ -119,7 +119,7 @@ class OffloadRegion:
         del rows
         return self.num_rows + 1
 
-    def has_news(self) -> bool:
+    def has_events(self) -> bool:
         """Return whether something happened since the last ``poll``."""
         return False
 
@@ -258,7 +258,7 @@ class SharedOffloadRegion(OffloadRegion):
         """Seconds of ``create``, ``join`` (until all were there), ``prefault``; ``populated_rows``; as far as known."""
         return self._server.timings
 
-    def has_news(self) -> bool:
+    def has_events(self) -> bool:
         """Return whether something happened since the last ``poll``."""
         return not self._ranks.are_quiet()
 

@@ -1,4 +1,4 @@
-"""The breaker: takes a tier out of use when it fails, and puts it back by itself.
+"""The circuit breaker of a tier: takes it out of use when it fails, and puts it back by itself.
 
 =========  ========================================================================================
 state      leaves it when
@@ -22,7 +22,7 @@ _SPANS = 30  # the window moves on in so many steps
 
 
 class BreakerState(IntEnum):
-    """Exported as a gauge: 0, 1, 2."""
+    """A breaker's state, exported as a gauge: 0, 1, 2."""
 
     CLOSED = 0
     OPEN = 1
@@ -69,14 +69,14 @@ class Breaker:
             self.trip()
 
     def trip(self) -> None:
-        """Open now, whatever was counted: the tier is known to be gone."""
+        """Open now, whatever was counted: the tier is gone."""
         if self.state is BreakerState.CLOSED:
             self.opened += 1
         self.state = BreakerState.OPEN
         self._retry_at = self._clock() + self._delay
 
     def probe_soon(self) -> None:
-        """Let the probe be due at once, if the breaker is open: the tier seems to be back."""
+        """Make the probe due at once, if the breaker is open: the tier seems to be back."""
         self._retry_at = self._clock()
 
     def wants_probe(self) -> bool:

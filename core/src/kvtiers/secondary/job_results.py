@@ -1,4 +1,4 @@
-"""Checks and readings of a job's result, of which nothing is taken for granted: a plugin made it."""
+"""Validation of job results, which plugins make: nothing in them is taken for granted."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Starts tier hosts, watches them, kills those that hang, and starts them again.
+"""The supervisor of tier hosts: starts them, watches them, kills those that hang, reaps and restarts them.
 
 =================  ==========================================================================================
 thread             does
@@ -6,10 +6,10 @@ thread             does
 any                posts requests; takes new lives from ``HostProcess.lives``, reads what became of them
 launcher (1)       forks, kills, reaps. It lives until the last host has ended: the parent-death signal of a
                    host follows the thread that started it
-waiter (1 a life)  waits in the kernel until the process has ended, without reaping it, and says so
+waiter (1 a life)  waits in the kernel until the process has ended, without reaping it, and reports it
 =================  ==========================================================================================
 
-Nobody polls: an idle engine is not woken.
+No thread polls, so an idle engine is not woken. A *life* is one process of a host, from its fork until it is reaped.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ _REAP_SECONDS = 5.0
 
 @dataclass(slots=True, eq=False)
 class HostLife:
-    """One life of a host, from fork to burial. ``connection``: our end of its socket, non-blocking, HELLO sent."""
+    """One process of a host, from fork to reap. ``connection``: our end of its socket, non-blocking, HELLO sent."""
 
     process: "subprocess.Popen[bytes]"
     connection: socket.socket
@@ -47,12 +47,12 @@ class HostLife:
     kill_at: dict[str, float] = field(default_factory=dict)
     """Reasons to kill it, and from when. From any thread."""
     listened: float = -math.inf
-    """When the engine had last taken in all that it had said: what is due after that may have been put right, unheard
-    by an engine that is idle. Infinite once nobody listens any more."""
+    """When the engine last read all its messages. A reason that became due later may be outdated: an idle engine does
+    not read. Infinite once the engine reads no more."""
     condemned: bool = False
-    """It has been killed, or is about to be: nothing that it says counts any more."""
+    """It has been killed, or is about to be: its messages are ignored."""
     heard: bool = False
-    """It has said something. Before that nothing was given to it, and it owes nothing."""
+    """It has sent a message. Before that it has been given nothing to do."""
     status: int | None = None
     """The exit status, once it has been reaped: nothing of it touches memory any more."""
 
@@ -77,7 +77,7 @@ class HostProcess:
     trouble: str = ""
     """Why it could not be started, the last time that it could not."""
     ending: bool = False
-    """It was told to end, and stays away."""
+    """It is to end, and is not started again."""
 
 
 class HostLauncher:
@@ -104,7 +104,7 @@ class HostLauncher:
         self._requests.put(lambda: self._kill(host, life, reason))
 
     def discard(self, life: HostLife) -> None:
-        """Kill a life that has not been given anything to do, without a word."""
+        """Kill a process that has not been given anything to do, without a log line."""
         life.condemned = True
         self._requests.put(lambda: _kill_if_running(life))
 
@@ -114,7 +114,7 @@ class HostLauncher:
         self._requests.put(lambda: None)  # so that the thread wakes up in time
 
     def listened(self, life: HostLife) -> None:
-        """All that this life has said is known: it can be killed for what it still has not done."""
+        """Record that all messages of this process have been read, so that overdue reasons to kill it are true."""
         life.listened = max(life.listened, time.monotonic())
         if any(due <= life.listened for due in list(life.kill_at.values())):
             self._requests.put(lambda: None)
@@ -177,7 +177,7 @@ class HostLauncher:
         with contextlib.suppress(OSError):  # it has ended already: the waiter says so
             ours.sendall(hello)
         ours.setblocking(False)
-        _forget_unmet(host)
+        _close_unused(host)
         host.lives.append(life)
         if host.ending:
             _kill_if_running(life)
@@ -185,7 +185,7 @@ class HostLauncher:
     def _begin(self, host: HostProcess, life: HostLife) -> HostLife:
         try:
             threading.Thread(target=self._wait, args=(host, life), name="kvtiers-waiter", daemon=True).start()
-        except RuntimeError:  # no thread to be had: nobody would bury it
+        except RuntimeError:  # no thread to be had: it would never be reaped
             life.process.kill()
             life.process.wait()
             raise
@@ -201,16 +201,16 @@ class HostLauncher:
 
     def _wait(self, host: HostProcess, life: HostLife) -> None:
         wait_unreaped(life.process)
-        self._requests.put(lambda: self._bury(host, life))
+        self._requests.put(lambda: self._reap(host, life))
 
-    def _bury(self, host: HostProcess, life: HostLife) -> None:
+    def _reap(self, host: HostProcess, life: HostLife) -> None:
         status = life.process.wait()
         host.life = None
         self._back_off(host, time.monotonic() - life.started)
         if not host.ending:
             how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
             self._log(logging.WARNING, f"{host.name}: its host ended ({how}); a new one starts in {host.delay:g}s")
-        life.status = status  # last: from now on its rows may be anybody's
+        life.status = status  # last: from now on its rows may be leased again
 
     @staticmethod
     def _back_off(host: HostProcess, lived: float) -> None:
@@ -232,7 +232,7 @@ class HostLauncher:
                 host.life.kill_at["it did not end with the engine"] = until
 
 
-def _forget_unmet(host: HostProcess) -> None:
+def _close_unused(host: HostProcess) -> None:
     """Close what earlier lives, which have all ended, left for an engine that has not stepped since."""
     with contextlib.suppress(IndexError):
         while True:

@@ -145,7 +145,7 @@ class JobTable:
     def poll(self) -> None:
         """Take all tiers' news: starts first, then failures, then results; at last look for what is overdue."""
         for slot in self._slots:
-            started, failed, finished = slot.news()
+            started, failed, finished = slot.poll()
             for job_id in started:
                 running = self._job_of(slot, job_id)
                 if running is not None and running.started is None:

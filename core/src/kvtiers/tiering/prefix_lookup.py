@@ -191,7 +191,7 @@ class Lookups:
             chunks = self._awaited(here, pending, state, window=window)
             if self._waits.load_over(state, (max(pending, chunks) + more) * tokens):
                 return self._give_up(keys, length, pending, state)
-            self._promotions.met(here, state)
+            self._promotions.share(here, state)
         elif run.no_room is not None and self._waits.line_over(state, more * tokens):
             run.no_room.slot.metrics.budget_misses += 1
             return self._give_up(keys, length, 0, state)

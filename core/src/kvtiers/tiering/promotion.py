@@ -118,7 +118,7 @@ class Promotions:
             taken = end
         return reached
 
-    def met(self, run: Sequence[OffloadKey], state: RequestState) -> None:
+    def share(self, run: Sequence[OffloadKey], state: RequestState) -> None:
         """Note that a request waits for this run: what another one reserved of it is now for both."""
         reserved = self._reserved
         if reserved.keys().isdisjoint(run):
@@ -130,7 +130,7 @@ class Promotions:
         """Hand the step's reservations to their tiers."""
         batches, self._batches = self._batches, {}
         for batch in batches.values():
-            self._let_go(batch)
+            self._drop_unused(batch)
             if batch.keys:
                 self._jobs.submit(batch.slot, batch.keys, batch.rows, batch.state, promotion=True)
         self._reserved.clear()
@@ -154,16 +154,16 @@ class Promotions:
             batch = self._batches.pop(name)
             unwanted: list[tuple[OffloadKey, int]] = []
             for key, row in zip(batch.keys, batch.rows, strict=True):
-                heir = self._shared.pop(key, None)
-                if heir is None or heir.finished:
+                sharer = self._shared.pop(key, None)
+                if sharer is None or sharer.finished:
                     del self._reserved[key]
                     unwanted.append((key, row))
                     continue
-                target = self._batch(batch.slot, heir)
+                target = self._batch(batch.slot, sharer)
                 target.keys.append(key)
                 target.rows.append(row)
-                target.starts.append(-1)  # the heir met it inside its run
-                self._reserved[key] = heir
+                target.starts.append(-1)  # the sharer met it inside its run
+                self._reserved[key] = sharer
             self._forget(batch.slot, [key for key, _ in unwanted], [row for _, row in unwanted])
 
     def _add(
@@ -182,7 +182,7 @@ class Promotions:
     def _batch(self, slot: TierSlot, state: RequestState) -> _Batch:
         return self._batches.setdefault((slot.index, state.context.request_id), _Batch(slot, state))
 
-    def _let_go(self, batch: _Batch) -> None:
+    def _drop_unused(self, batch: _Batch) -> None:
         reached = batch.state.reached.values()
         # By where a chunk starts: the groups of a run may begin at different tokens, less than a chunk apart.
         if not reached or max(batch.starts) < (shortest := min(reached)):

@@ -146,7 +146,7 @@ class RequestTable:
             return state
         before = self._closing.pop(ctx.request_id, None)
         if before is not None:  # the id is used again: what the old request still has in flight is nobody's now
-            self._tell(before)
+            self._notify_tiers(before)
             before.context = RequestContext("")
             before.parked.clear()
             self.parked.discard(before)
@@ -202,9 +202,9 @@ class RequestTable:
             closing = self._closing.get(state.context.request_id)
             if closing is state:
                 del self._closing[state.context.request_id]
-                self._tell(state)
+                self._notify_tiers(state)
 
-    def _tell(self, state: RequestState) -> None:
+    def _notify_tiers(self, state: RequestState) -> None:
         for slot in self._slots:
             if slot.hears_of_requests:
                 slot.request_finished(state.context)

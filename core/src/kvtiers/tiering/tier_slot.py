@@ -89,21 +89,21 @@ class TierSlot:
         """Hand the job over; False if the tier did not take it, so that nothing has started."""
         return self._do(self.tier.submit_load if job.is_promotion else self.tier.submit_store, job)
 
-    def news(self) -> tuple[list[int], list[int], list[JobResult]]:
+    def poll(self) -> tuple[list[int], list[int], list[JobResult]]:
         """Take the jobs that have begun, those that have failed but whose rows the tier may still touch, and results.
 
         A retired tier is no longer believed.
         """
-        news: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
+        events: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
         if not self.retired:
             tier = self.tier
             calls = (tier.get_started_jobs, tier.get_failed_jobs, tier.get_finished_jobs)
-            for taken, call in zip(news, calls, strict=True):
+            for taken, call in zip(events, calls, strict=True):
                 try:  # not by _take: every step comes by here, with nothing to take
                     taken.extend(call() or ())
                 except Exception:  # noqa: BLE001 -- see _do
                     self._count_raised()
-        return news
+        return events
 
     def abandon(self, job_id: int) -> None:
         """Tell the tier that a job of its was given up."""
@@ -120,7 +120,7 @@ class TierSlot:
     def end_step(self) -> None:
         """Tell the tier that the step is over."""
         if not self.retired:
-            try:  # not by _do, as for news
+            try:  # not by _do, as in ``poll``
                 self.tier.on_schedule_end()
             except Exception:  # noqa: BLE001 -- see _do
                 self._count_raised()
