@@ -41,7 +41,7 @@ class _Writer:
         self._thread.start()
 
     def post(self, record: logging.LogRecord) -> None:
-        """Have a record handled by its logger."""
+        """Queue a record for its logger."""
         if self._lines.qsize() >= _MOST_WAITING:
             self.dropped += 1
             self._unsaid += 1
@@ -123,7 +123,7 @@ class _Queue(logging.Filter):
             writer.flush(seconds)
 
     def forget_in_child(self) -> None:
-        """Have a forked child, which has no writer's thread, handle its lines itself."""
+        """Make a forked child, which has no writer's thread, handle its lines itself."""
         self._lock, self._writer, self._users = threading.Lock(), None, 0
 
 

@@ -1,7 +1,8 @@
-"""The one file that knows every part: it builds the stack from a config, and takes it down in the right order.
+"""The composition root: builds the stack from a config, and shuts it down in the right order.
 
-Start: the region, then the tiers, all at once and each on a thread of its own; nobody is waited for. Shutdown: the
-tiers are drained and closed, then the region, since a tier may write into it until it is closed.
+Only this file imports every part. Start: the region, then the tiers, all at once and each on a thread of its own,
+without waiting for ranks or stores. Shutdown: the tiers are drained and closed, then the region, since a tier may write
+into it until it is closed.
 """
 
 import contextlib
@@ -74,7 +75,7 @@ def open_manager(
     """Build the scheduler's side and return at once; ranks may join before or after. ``wait_ready`` waits for them.
 
     ``engine_id``: unique on this machine; by default a random one, which ``open_worker`` is given. ``record_events``:
-    somebody takes the manager's events. ``way_in``: what uses it, for the start line in the log; ``release``: the
+    the caller takes the manager's events. ``way_in``: what uses it, for the start line in the log; ``release``: the
     engine's, for what is recorded beside the values. ConfigError or StartError, in one line each, if it cannot start.
     """
     config = config if isinstance(config, OffloadConfig) else load_config(config)
@@ -222,7 +223,7 @@ def _tiering_options(config: OffloadConfig, prior: float = 0.0) -> TieringOption
 
 
 class _Engine:
-    """What the manager needs of the rest: the region's news, the tiers' life, and new names when weights change."""
+    """The manager's ``EngineSide``: the region's events, the tiers' lifecycle, and new names when weights change."""
 
     def __init__(
         self,
@@ -262,7 +263,7 @@ class _Engine:
             self._hosts.start()
 
     def say_that_it_is_on(self, way_in: str) -> None:
-        """Have the start line written when the ranks have joined and the tiers have said how they are."""
+        """Write the start line, on its own thread, when the ranks have joined and the tiers report their state."""
         region = self._region
         facts = StartFacts(
             way_in,
@@ -327,7 +328,7 @@ class _Engine:
         return self._tiers[name].stats()
 
     def close_tiers(self, timeout: float) -> None:
-        """Drain all tiers at the same time, each of which says what it had to drop, and close them."""
+        """Drain all tiers at the same time, each of which logs what it had to drop, and close them."""
         if self._start_line is not None:
             self._start_line.close()
         until = time.monotonic() + timeout

@@ -1,4 +1,4 @@
-"""The engine side's words: what an engine, its scheduler, its workers and the tiering manager tell each other."""
+"""The value types of the engine's side, shared by an engine, its scheduler, its workers and the tiering manager."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -75,7 +75,7 @@ class PrefixHits(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StorePlan:
-    """Leave to copy chunks from the GPU into rows; ends with exactly one ``complete_store``.
+    """Rows leased for copies from the GPU; ends with exactly one ``complete_store``.
 
     ``keys``: those of the offered keys that are to be stored, in offered order; ``chunk_ids[i]`` is the row of
     ``keys[i]``. Nothing to store: both empty, and the plan is still completed.
@@ -89,7 +89,7 @@ class StorePlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadPlan:
-    """Leave to copy rows to the GPU; they are pinned until exactly one ``complete_load``. Co-indexed like StorePlan."""
+    """Rows pinned for copies to the GPU, until exactly one ``complete_load``. Co-indexed like StorePlan."""
 
     plan_id: int
     keys: Sequence[OffloadKey]

@@ -1,4 +1,4 @@
-"""Promotions that have landed and that nobody has read yet: for a while they are not evictable.
+"""The protection of landed promotions: until their first read, and for a while, they are not evictable.
 
 Without that, promotions that land together evict each other before the requests that wait for them come to read.
 """

@@ -1,7 +1,7 @@
-"""Which chunks are in the primary, which of them could leave, and how room is made.
+"""The resident chunks of the primary: which chunks have a row, which of them are evictable, and eviction.
 
-A chunk is *evictable* if it is ready, nobody reads it and it is not a protected promotion; the policy is told of
-every change of that, and of nothing else about rows.
+A chunk is *evictable* if it is ready, has no readers and is not a protected promotion. Every change of that is passed
+on to the policy, which sees nothing else of rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ class Residents:
 
         Without a limit all of them, or None. With a limit as many of the first ones as it allows and as leave
         ``reserve`` rows free or evictable, or None if that is none. ``used``: how many of the first keys are here, and
-        the policy was told that the request uses them.
+        were passed to the policy's ``access`` for this request.
         """
         offered = keys[used:] if used else keys
         if len(set(offered)) < len(offered):
@@ -105,7 +105,7 @@ class Residents:
             self.evictable += len(keys)
 
     def unlock_idle(self, keys: Sequence[OffloadKey]) -> None:
-        """Make those of these chunks evictable that nobody reads."""
+        """Make those of these chunks evictable that have no readers."""
         if keys:
             self.unlock(self.rows.idle_keys([self.row_of[key] for key in keys]))
 
@@ -117,7 +117,7 @@ class Residents:
                 del self.row_of[key]
 
     def leave(self) -> list[OffloadKey]:
-        """Drop the chunks of retired rows that nobody uses now; return their keys."""
+        """Drop the chunks of retired rows that are not in use; return their keys."""
         idle = self.rows.idle_keys(self.rows.leaving)
         self.evictable -= len(self._unprotected(idle))
         self.unread.end(idle)
@@ -127,7 +127,7 @@ class Residents:
         return idle
 
     def forget_all(self) -> None:
-        """Drop all chunks, and all that was learnt about them."""
+        """Drop all chunks, and the policy's statistics about them."""
         self.row_of.clear()
         self.policy.clear()
         self.unread.clear()

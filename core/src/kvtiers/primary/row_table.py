@@ -1,11 +1,11 @@
-"""Who holds each row of the primary, and for what.
+"""The row table: the state of each row of the primary.
 
 One signed number a row, its state, and the key that the row is bound to::
 
     state       key      the row is
     -2          none     free
     -1          a key    pending: leased to one writer, not readable
-     0          a key    ready, nobody reads it
+     0          a key    ready, without readers
      n > 0      a key    ready, with n readers
     -1, n > 0   none     in quarantine: its chunk is forgotten, but the writer or n readers may still touch it
 
@@ -26,8 +26,8 @@ _PENDING = -1
 class RowTable:
     """The states of all rows. Engine's thread only; every method takes a batch.
 
-    ``free + pending + idle + pinned + quarantined + retired == num_rows`` at all times, idle being the ready rows that
-    nobody reads.
+    ``free + pending + idle + pinned + quarantined + retired == num_rows`` at all times, idle being the ready rows
+    without readers.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -46,7 +46,7 @@ class RowTable:
         self._freed: list[int] = []
         self._end = num_rows
         self.leaving: set[int] = set()
-        """Retired rows that hold a chunk, or that somebody may still touch."""
+        """Retired rows that hold a chunk, or that a lease holder may still touch."""
 
     @property
     def free(self) -> int:
@@ -106,7 +106,7 @@ class RowTable:
         return list(map(self.state.__getitem__, rows)).count(_PENDING) if self.pending else 0
 
     def idle_keys(self, rows: Collection[int]) -> list[OffloadKey]:
-        """Return the keys of those of these rows that are ready and that nobody reads."""
+        """Return the keys of those of these rows that are ready and have no readers."""
         return [key for row in rows if not self.state[row] and (key := self._key_of[row]) is not None]
 
     def pin(self, rows: Sequence[int]) -> list[OffloadKey]:

@@ -1,4 +1,4 @@
-"""How fast a tier loads: seconds to the first chunk, and seconds a chunk from then on.
+"""The load rate of a tier: seconds to the first chunk, and seconds a chunk from then on, as measured.
 
 Before its first load a tier is taken to bring 2 GB/s (a network's or one drive's rate) of what stands before a request,
 and the request's own at once: a load is how a tier is measured, so the first one is made, and not all behind it.
@@ -66,7 +66,7 @@ class LoadRate:
     # -- what happens
 
     def begins(self, now: float) -> int:
-        """Record a load that is handed to the tier; return its ticket for ``ends``."""
+        """Record the start of a load; return its ticket for ``ends``."""
         ticket = next(self._tickets)
         if not self._running:
             self._since, self._is_fresh, self._begun, self._chunks, self._seconds = now, True, 0, 0, 0.0
@@ -88,7 +88,7 @@ class LoadRate:
         self._seconds += seconds or now - submitted
 
     def drop(self, ticket: int) -> None:
-        """Forget a load that was given up: whatever comes of it says nothing of the next one."""
+        """Forget a load that was given up: its result says nothing about the next one."""
         if self._running.pop(ticket, None) is not None and ticket > self._newest_ended:
             self._behind -= 1
 
@@ -102,7 +102,7 @@ class LoadRate:
         self._since, self._is_fresh, self._chunks, self._seconds = now, False, 0, 0.0
 
     def add(self, chunks: int, seconds: float, now: float, *, is_fresh: bool = True) -> None:
-        """Take a stretch into account."""
+        """Add a stretch to the measurements."""
         self._stretches.append(_Stretch(chunks, seconds, now, is_fresh))
         self.measured_at = now
         self._fit = None
@@ -120,9 +120,9 @@ class LoadRate:
         return self._fitted()[0] if self._stretches else 0.0
 
     def expected(self, chunks: int, others: int, now: float) -> float:
-        """Return in how many seconds so many chunks are there, behind ``others`` that are under way.
+        """Return the seconds until so many chunks have landed, behind ``others`` that are in flight.
 
-        At least as long as nothing of what is under way has come: so long it may be silent again.
+        At least as long as the tier has been silent (``stalled``): it may be silent for as long again.
         """
         if self._stretches:
             latency, per_chunk = self._fitted()
@@ -130,7 +130,7 @@ class LoadRate:
         return max(others * self.prior, self.stalled(now))
 
     def stalled(self, now: float) -> float:
-        """Return for how long nothing has come, though something is under way that is newer than what came last.
+        """Return for how long nothing has landed, though a load is in flight that is newer than the last one landed.
 
         A single job that hangs while newer ones come does not count.
         """

@@ -1,4 +1,4 @@
-"""What computing prompts costs an engine: seconds a token, from its own steps.
+"""The prefill cost of an engine: seconds to compute a prompt's token, estimated from its own steps.
 
 ::
 
@@ -48,9 +48,9 @@ class PrefillCost:
 
 
 def prior_seconds_per_token(layout: CacheLayout) -> float:
-    """Return what a token is taken to cost while nothing was computed: by the KV bytes that it has, in all ranks.
+    """Return the assumed seconds a token before the first step, from the KV bytes of a token in all ranks.
 
-    Of a hybrid model that of all its groups, though window groups keep little of a long prompt: it errs to dear.
+    A hybrid model counts all its groups, though window groups keep little of a long prompt: the estimate is high then.
     """
     groups = range(len(layout.groups))
     nbytes = sum(layout.payload_bytes(group) / layout.tokens_per_chunk(group) for group in groups)

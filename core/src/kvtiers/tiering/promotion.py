@@ -1,8 +1,8 @@
 """Promotions: rows are reserved when a lookup finds chunks in a tier, and filled from the end of the step on.
 
-A reserved chunk is pending in the primary at once, so that every other lookup sees it and nobody fetches it twice. At
-the end of the step each (tier, request) becomes one batch; what lies beyond the shortest of the runs that the request's
-groups were last told of in the step is let go again, unless another request has met it meanwhile.
+A reserved chunk is pending in the primary at once, so that every other lookup sees it and it is not loaded twice. At
+the end of the step each (tier, request) becomes one batch. Reservations past the shortest hit of the request's KV
+groups are dropped then, unless another request shares them.
 """
 
 import math
@@ -21,7 +21,7 @@ __all__ = ["Found", "Promotions"]
 
 
 class Found(NamedTuple):
-    """Chunks of a run that this tier has and the primary lacks: their places in the run."""
+    """Chunks of a run that this tier has and the primary lacks, by their places in the run."""
 
     slot: TierSlot
     places: Sequence[int]
@@ -119,7 +119,7 @@ class Promotions:
         return reached
 
     def share(self, run: Sequence[OffloadKey], state: RequestState) -> None:
-        """Note that a request waits for this run: what another one reserved of it is now for both."""
+        """Share reservations: this request waits for the run too, so they are kept for both requests."""
         reserved = self._reserved
         if reserved.keys().isdisjoint(run):
             return
@@ -146,7 +146,7 @@ class Promotions:
         self._walks.clear()
 
     def request_finished(self, state: RequestState) -> None:
-        """Forget what only this request wanted; hand the rest to one who wants it too."""
+        """Drop the reservations of this request alone; hand the shared ones to a request that shares them."""
         self._walks.pop(state, None)
         if not self._batches:
             return
@@ -162,7 +162,7 @@ class Promotions:
                 target = self._batch(batch.slot, sharer)
                 target.keys.append(key)
                 target.rows.append(row)
-                target.starts.append(-1)  # the sharer met it inside its run
+                target.starts.append(-1)  # the sharer found it inside its run
                 self._reserved[key] = sharer
             self._forget(batch.slot, [key for key, _ in unwanted], [row for _, row in unwanted])
 

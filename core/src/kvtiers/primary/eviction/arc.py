@@ -110,7 +110,7 @@ class ARCPolicy(EvictionPolicy):
         self._often.mark_pinned(often)
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
-        """Forget the chunks; they do not become ghosts, since nobody chose them."""
+        """Forget the chunks; they do not become ghosts, since they were not evicted."""
         self._unwritten.difference_update(keys)
         once, often = self._split(keys)
         self._once.remove(once)

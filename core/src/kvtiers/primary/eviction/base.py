@@ -1,4 +1,4 @@
-"""What an eviction policy is asked, and what it is told.
+"""The ``EvictionPolicy`` interface.
 
 To add one, subclass ``EvictionPolicy`` and declare an entry point in the group ``kvtiers.eviction``; its name is what
 ``primary.eviction`` in the configuration says.
@@ -37,15 +37,15 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def request_finished(self, request_id: str) -> None:
-        """Record that a request has ended: the moment to settle what its uses mean. An unknown one is ignored."""
+        """Handle a request's end: the moment to settle the recency of its uses. An unknown one is ignored."""
 
     @abstractmethod
     def mark_evictable(self, keys: Sequence[OffloadKey]) -> None:
-        """These chunks may be evicted from now on. That is no use: their rank is what ``access`` made it."""
+        """Allow these chunks to be evicted. That is not a use: their rank is the one that ``access`` gave them."""
 
     @abstractmethod
     def mark_pinned(self, keys: Sequence[OffloadKey]) -> None:
-        """These chunks, all evictable until now, must not be evicted. Their rank stays."""
+        """Forbid the eviction of these chunks, all evictable until now. Their rank stays."""
 
     @abstractmethod
     def remove(self, keys: Sequence[OffloadKey]) -> None:
@@ -79,7 +79,7 @@ class EvictionPolicy(ABC):
         """Forget everything, also what was learnt and what unfinished requests did."""
 
     def on_store_miss(self, keys: Sequence[OffloadKey], request_id: str) -> None:
-        """Record that this request wants to store chunks that are not there. Comes before ``evict``.
+        """Handle a request's wish to store chunks that are absent. Comes before ``evict``.
 
         The keys are not known, and may never become so: there may be no room. May come again for the same request.
         """

@@ -161,7 +161,7 @@ class LRUPolicy(EvictionPolicy):
         return places
 
     def _merge(self, bucket: Bucket, keys: Sequence[OffloadKey]) -> None:
-        """Give all places of a bucket anew, with ``keys``, some of which have one already, in their order."""
+        """Reassign all places of a bucket, with ``keys``, some of which have one already, in their order."""
         before = bucket.places
         order = merge_order(before, keys)
         places = list(range(bucket.first_place, bucket.first_place + len(order)))
