@@ -99,7 +99,7 @@ def open_manager(
             config, layout, region, primary, logs, release
         )  # last: from now on there are threads and processes
         undo.pop_all()
-    engine.say_that_it_is_on(way_in)
+    engine.write_start_line(way_in)
     tokens_per_chunk = [layout.tokens_per_chunk(group) for group in range(len(layout.groups))]
     return TieringManager(
         engine_id,
@@ -262,7 +262,7 @@ class _Engine:
         if self._hosts is not None:
             self._hosts.start()
 
-    def say_that_it_is_on(self, way_in: str) -> None:
+    def write_start_line(self, way_in: str) -> None:
         """Write the start line, on its own thread, when the ranks have joined and the tiers report their state."""
         region = self._region
         facts = StartFacts(

@@ -244,7 +244,7 @@ class TierConfig(StrictModel):
     admission: Literal["all", "second_access", "on_eviction"] = Field(
         default="all", description="which chunks go down to this tier"
     )
-    exists_ttl: Duration = Field(default=60.0, ge=0, description="how long an answer to 'is it there?' is believed")
+    exists_ttl: Duration = Field(default=60.0, ge=0, description="how long the answer of an existence check is reused")
 
     @property
     def tier_name(self) -> str:

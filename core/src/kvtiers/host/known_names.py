@@ -12,7 +12,7 @@ _MOST_KNOWN = 65_536
 
 
 class KnownNames:
-    """The names of one store; for many threads. ``seconds``: how long a name is believed to be there.
+    """The names of one store; for many threads. ``seconds``: how long a name counts as present.
 
     Names are remembered by their hash alone: two that share one, a chance of one in 10^9 with a full memory, cost a
     write that is not made.

@@ -147,7 +147,7 @@ class Residents:
         """Evict what it takes to have ``wanted`` rows, or fewer, and ``reserve`` left.
 
         Return how many rows there are, and what was evicted: 0, and nothing, if there cannot be ``least``. None of
-        ``present`` and ``used`` leaves; the latter are chunks that the policy knows this request to use.
+        ``present`` and ``used`` leaves; the latter are chunks passed to the policy for this request.
         """
         free, kept = self.rows.free, self._evictable_of(present)
         room = free + self.evictable - max(reserve, len(kept) + len(used))

@@ -162,7 +162,7 @@ class RegionJoin:
             raise StartError(f"{self._where}: {status.reason or status.state}")
 
     def settle(self) -> None:
-        """Tell the region's owner that this rank has pinned all rows, or will pin no more. Any thread, never blocks."""
+        """Notify the region's owner that this rank has pinned all rows, or pins no more. Any thread, never blocks."""
         self._settled = True
         self._wake()
 
@@ -262,7 +262,7 @@ class RegionJoin:
                 f"process {connection.pid} of user id {connection.uid} answers in the scheduler's place, and this rank "
                 f"runs as {os.geteuid()}; run both as one user, or choose another engine id if it is a stranger"
             )
-        with contextlib.suppress(ProcessLookupError):  # the end of the stream will say so too
+        with contextlib.suppress(ProcessLookupError):  # the end of the stream shows it too
             connection.watch_exit(lambda _: connection.hang_up())
         hello = {"rank": self.rank, "layout": json.loads(self.layout.to_json())}
         connection.say(encode_message(Kind.HELLO, json.dumps(hello).encode()))

@@ -169,7 +169,7 @@ class MessageReader:
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int]:
-    """Return (pid, uid) of the process at the other end, as the kernel knows them; pid 0 if it is not visible here."""
+    """Return (pid, uid) of the process at the other end, from the kernel; pid 0 if it is not visible here."""
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid, uid
 

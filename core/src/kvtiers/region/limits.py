@@ -159,7 +159,7 @@ def control_groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
             continue
         top = root / mount_point.lstrip("/")
         inner = groups[version]
-        if mount_root != "/":  # a container sees its own group as the top, but may be told the host's path of it
+        if mount_root != "/":  # a container sees its own group as the top, but /proc may show the host's path
             inner = inner[len(mount_root) :] if inner.startswith(mount_root) else "/"
         folder = top / inner.strip("/")
         yield from ((above, version) for above in (folder, *folder.parents) if above.is_relative_to(top))

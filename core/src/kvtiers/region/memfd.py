@@ -158,7 +158,7 @@ class Mapping:
         """Put private, empty memory in this mapping's place in a forked child, for buffers that were made from it."""
         if self._exporter() is None or self._is_private:
             return
-        if self._in_children:  # the kernel does not know the advice
+        if self._in_children:  # the kernel does not support the advice
             _map_private(self.address, self.nbytes, _MAP_FIXED)
         else:
             _fill_hole(self.address, self.nbytes)
@@ -169,7 +169,7 @@ def _map_private(address: int, nbytes: int, how: int) -> bool:
     """Map empty memory at this address; False if it is not there then."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | how
     found = _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
-    if found not in {address, _MAP_FAILED}:  # a kernel before 4.17 takes the address as a wish
+    if found not in {address, _MAP_FAILED}:  # a kernel before 4.17 takes the address as a hint
         _libc.munmap(found, nbytes)
     return bool(found == address)
 
@@ -230,7 +230,7 @@ def _numa_call(numbers: dict[str, int], node: int, *place: "ctypes.c_void_p | ct
     bits = 8 * ctypes.sizeof(ctypes.c_ulong)
     mask = (ctypes.c_ulong * (node // bits + 1))()
     mask[node // bits] = 1 << node % bits
-    most = ctypes.c_ulong(len(mask) * bits + 1)  # the kernel takes one bit less than it is told
+    most = ctypes.c_ulong(len(mask) * bits + 1)  # the kernel reads one bit less than this number
     flags = (ctypes.c_ulong(0),) if place else ()
     if _libc.syscall(ctypes.c_long(number), *place, ctypes.c_long(_MPOL_PREFERRED), mask, most, *flags) == 0:
         return None

@@ -318,7 +318,7 @@ class AnonymousRegion(OffloadRegion):
 
 def _start_prefault(memfd: int, map_bytes: int, page_bytes: int, numa_node: int | None, wanted: int) -> Prefault:
     if numa_node is not None:
-        prefer_node(numa_node)  # the program inherits it; what speaks against it, bind_to_node has said already
+        prefer_node(numa_node)  # the program inherits it; bind_to_node has reported already why it cannot be
     return Prefault(memfd, map_bytes, page_bytes, wanted)
 
 

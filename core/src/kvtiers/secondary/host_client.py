@@ -116,7 +116,7 @@ class HostClient:
         """Send other names, in order with the jobs; a host that is not there gets them when it is."""
         self.names = names
         if self._link.connected and not self._link.send(wire.encode_names(self._index, names)):
-            self._link.kill("it cannot be told that the weights have changed, since it does not read")
+            self._link.kill("it cannot be sent the names of the new weights, since it does not read")
 
     def abandon(self, job_id: int) -> None:
         """Drop the job if it has not begun; kill the host if it does not end the job in time."""
@@ -141,7 +141,7 @@ class HostClient:
         if now < self._look_at and not (self._loads or self._probes or events):
             return ()
         self._look_at = now - now % _LOOK_SECONDS + _LOOK_SECONDS
-        with self._link.lock:  # another thread may listen, too: nothing is added to what is taken
+        with self._link.lock:  # another thread may poll, too: it must not add events to a list already returned
             self._link.poll()
             if len(events) > _EVENTS_PER_POLL:
                 return [events.popleft() for _ in range(_EVENTS_PER_POLL)]

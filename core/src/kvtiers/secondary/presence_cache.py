@@ -18,8 +18,8 @@ __all__ = ["PresenceCache", "SuspectKeys"]
 _MAX_VERDICTS = 250_000
 _MOST_SUSPECT = 8_192
 _DROPPED_AT_ONCE = 2_000  # so that no single step has to drop many more than it learns
-_MISS_SECONDS = 1.0  # another engine may store it at any time; a MISS is believed no longer than this
-_LEAST_SECONDS = 0.2  # an answer that is not believed until the next lookup would be asked for again and again
+_MISS_SECONDS = 1.0  # another engine may store it at any time; a MISS is reused no longer than this
+_LEAST_SECONDS = 0.2  # an answer that expired before the next lookup would be asked for again and again
 _MOST_PROBES = 128  # under way at once; a tier that has not answered these is too slow to be asked more
 _LONGEST_RUN = 8_192  # keys in one question
 _HIT, _MISS, _RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
@@ -37,7 +37,7 @@ class _Probe(NamedTuple):
 class PresenceCache:
     """The verdicts of one tier. ``send(probe_id, keys, is_prefix)`` asks; False: it cannot be asked now.
 
-    ``exists_ttl``: seconds for which an answer is believed. ``deadline``: seconds in which a question is answered.
+    ``exists_ttl``: seconds for which an answer is reused. ``deadline``: seconds in which a question is answered.
     """
 
     def __init__(

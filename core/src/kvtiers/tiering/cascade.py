@@ -46,7 +46,7 @@ class Cascades:
         """There is a tier that takes chunks before their eviction."""
         self._reserve = max(1, math.ceil(options.clean_reserve * primary.num_rows - 1e-9))
         self._written_since_scan = self._reserve
-        self._nobody = RequestState(RequestContext(""), slots)
+        self._no_request = RequestState(RequestContext(""), slots)
         jobs.on_promoted = self._note_promoted
         jobs.on_stored = self._note_stored
 
@@ -114,7 +114,7 @@ class Cascades:
         coldest = self._primary.coldest(ahead, clean=True)
         dirty = self._primary.dirty(coldest)
         for slot, room in rooms:
-            self._send(slot, dirty[: min(room, most)], self._nobody)
+            self._send(slot, dirty[: min(room, most)], self._no_request)
         if len(dirty) > most:
             self._written_since_scan = self._reserve  # the rest in the next step
 

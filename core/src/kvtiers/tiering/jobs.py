@@ -152,11 +152,12 @@ class JobTable:
                     running.started = self._clock()
             if failed:
                 jobs = dict.fromkeys(self._job_of(slot, job_id) for job_id in failed)
-                self._give_up(slot, [job for job in jobs if job is not None and not job.failed], "failed", tell=False)
+                self._give_up(slot, [job for job in jobs if job is not None and not job.failed], "failed", notify=False)
             for result in finished:
                 self._accept(slot, result)
                 if slot.retired:
-                    self._give_up(slot, [job for job in self._of(slot) if not job.failed], "were given up", tell=False)
+                    live = [job for job in self._of(slot) if not job.failed]
+                    self._give_up(slot, live, "were given up", notify=False)
                     break
             if finished:
                 slot.rate.look_ends(self._clock())
@@ -273,9 +274,9 @@ class JobTable:
             for running in jobs:
                 if running.job.is_promotion:  # at least that slow: it must not look fast to the next request
                     slot.rate.add(len(running.rows), now - running.submitted, now)
-            self._give_up(slot, jobs, f"did not end within {slot.options.deadline:g}s", tell=True)
+            self._give_up(slot, jobs, f"did not end within {slot.options.deadline:g}s", notify=True)
 
-    def _give_up(self, slot: TierSlot, jobs: Sequence[_Running], why: str, *, tell: bool) -> None:
+    def _give_up(self, slot: TierSlot, jobs: Sequence[_Running], why: str, *, notify: bool) -> None:
         """Fail jobs for the requests that wait; their rows stay in quarantine until the tier releases them."""
         if not jobs:
             return
@@ -313,6 +314,6 @@ class JobTable:
             promoted,
             stored,
         )
-        if tell:
+        if notify:
             for running in jobs:
                 slot.abandon(running.job.job_id)

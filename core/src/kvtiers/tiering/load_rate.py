@@ -10,7 +10,7 @@ Measured from the loads that there are, in stretches that each begin and end wit
 A job that had the tier to itself counts with its own seconds, which the tier has measured: the engine may see its end a
 step later. Of jobs that run side by side the own seconds overlap, so the shorter of their sum and of the engine's clock
 counts. A stretch that is an outlier changes a weighted median little; one that is some seconds old weighs little, so
-a tier that has become slower or faster is believed within seconds. Latency and rate come apart where stretches were
+a tier that becomes slower or faster is recognised within seconds. Latency and rate come apart where stretches were
 seen that went on from one before, or that have several lengths (Theil-Sen: the median slope between two of them);
 before, all is taken as the rate.
 """
@@ -138,10 +138,10 @@ class LoadRate:
 
     def _fitted(self) -> tuple[float, float]:
         if self._fit is None:
-            self._fit = self._fit_anew()
+            self._fit = self._refit()
         return self._fit
 
-    def _fit_anew(self) -> tuple[float, float]:
+    def _refit(self) -> tuple[float, float]:
         stretches, newest = self._stretches, self._stretches[-1].at
         weights = [min(it.chunks, _MOST_WEIGHT) * 0.5 ** ((newest - it.at) / _HALF_LIFE) for it in stretches]
         whole = [(it.seconds / it.chunks, weight) for it, weight in zip(stretches, weights, strict=True)]
@@ -155,7 +155,7 @@ class LoadRate:
         slopes += [pair for it, pair in zip(stretches, whole, strict=True) if not it.is_fresh]
         if not slopes or not fresh:
             return 0.0, per_chunk
-        # Of what the best stretch took no more than half is believed to be latency: longer ones will say.
+        # At most half of the best stretch counts as latency, until longer stretches separate the two.
         slope = max(weighted_quantile(slopes), min(rate for rate, _ in whole) / 2)
         latency = weighted_quantile([(it.seconds - it.chunks * slope, weight) for it, weight in fresh])
         return (latency, slope) if latency > 0 else (0.0, per_chunk)

@@ -39,7 +39,7 @@ class _NoRoom(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """A leading run: its length, the tiers that do not know yet about what follows, whether a call's bound ended it."""
+    """A leading run: its length, the tiers that answered RETRY about what follows, whether a call's bound ended it."""
 
     length: int
     silent: Sequence[TierSlot] = ()

@@ -175,8 +175,8 @@ class Promotions:
         batch.starts += starts
         self._jobs.hold(slot, len(rows))
         slot.metrics.loading_chunks += len(rows)
-        slot.promised_chunks += len(rows)
-        state.loading[slot] = slot.promised_chunks, state.loading.get(slot, (0, 0))[1] + len(rows)
+        slot.reserved_chunks += len(rows)
+        state.loading[slot] = slot.reserved_chunks, state.loading.get(slot, (0, 0))[1] + len(rows)
         self._origins.expect(slot, keys)
 
     def _batch(self, slot: TierSlot, state: RequestState) -> _Batch:

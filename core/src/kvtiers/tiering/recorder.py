@@ -8,7 +8,7 @@ An id is a keyed hash of the block's chained hash. The key is random, is for thi
 equal ids mean equal prefixes within the recording, and known prompts cannot be tested against it.
 
     the engine's thread    request: copies the list of hashes, or drops the request where too many wait
-    the recorder's thread  hashes, writes whole lines, stops for good at ``max_bytes`` or at an error, and says so
+    the recorder's thread  hashes, writes whole lines, stops for good at ``max_bytes`` or at an error, and logs it
 """
 
 import contextlib

@@ -156,7 +156,7 @@ class RequestTable:
         for slot in self._slots:
             if ctx.may_load_from(slot.name):
                 allowed.append(slot)
-            if slot.hears_of_requests and slot.request_started(ctx) and not slot.options.read_only:
+            if slot.wants_requests and slot.request_started(ctx) and not slot.options.read_only:
                 whole.append(slot)
         state = RequestState(ctx, allowed, whole, prompt_tokens=prompt_tokens)
         self._open[ctx.request_id] = state
@@ -206,5 +206,5 @@ class RequestTable:
 
     def _notify_tiers(self, state: RequestState) -> None:
         for slot in self._slots:
-            if slot.hears_of_requests:
+            if slot.wants_requests:
                 slot.request_finished(state.context)

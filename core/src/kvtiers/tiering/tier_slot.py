@@ -21,7 +21,7 @@ from kvtiers.tiering.slow_watch import SlowWatch
 __all__ = ["TierOptions", "TierSlot"]
 
 _log = logging.getLogger("kvtiers.tiering")
-_TRIALS = (16, 64)  # chunks, in turn: two lengths tell latency and rate apart
+_TRIALS = (16, 64)  # chunks, in turn: two lengths separate latency and rate
 _TRIAL_SECONDS = 5.0  # how often a tier that seems too slow is measured again
 _HIT = LookupResult.HIT
 _P = ParamSpec("_P")
@@ -58,17 +58,17 @@ class TierSlot:
         self.retired = ""
         """Why it is out of use; empty while it is not."""
         self.rate = LoadRate()
-        self.promised_chunks = 0
+        self.reserved_chunks = 0
         """Chunks for which a row was reserved so far, for this tier to fill."""
         self._tried_at = -math.inf
         self._trials = 0
         self._slow_watch = SlowWatch(self.name, self.metrics, self._figures)
-        self.hears_of_requests = _overrides(tier, "on_new_request") or _overrides(tier, "on_request_finished")
+        self.wants_requests = _overrides(tier, "on_new_request") or _overrides(tier, "on_request_finished")
         """The tier does something when a request begins or ends."""
 
     def available(self) -> bool:
         """Return whether the tier may be asked and given jobs now."""
-        return self._says_yes(self.tier.is_available)
+        return self._is_yes(self.tier.is_available)
 
     def ask(self, keys: Sequence[OffloadKey], context: TierRequest) -> tuple[int, bool]:
         """Return how many of the leading keys the tier has, and whether its answer about the next one is RETRY."""
@@ -111,7 +111,7 @@ class TierSlot:
 
     def request_started(self, context: TierRequest) -> bool:
         """Notify the tier of a request; True if it wants all the request's chunks."""
-        return self._says_yes(self.tier.on_new_request, context)
+        return self._is_yes(self.tier.on_new_request, context)
 
     def request_finished(self, context: TierRequest) -> None:
         """Notify the tier that no further call will name this request."""
@@ -138,7 +138,7 @@ class TierSlot:
 
     def has_pending_work(self) -> bool:
         """Return whether the tier wants the engine to keep stepping."""
-        return self._says_yes(self.tier.has_pending_work)
+        return self._is_yes(self.tier.has_pending_work)
 
     def has_spoken(self) -> bool:
         """Return whether the tier is open, or has reported why it is not; True for a tier that never reports it."""
@@ -167,8 +167,8 @@ class TierSlot:
 
     @property
     def ended_chunks(self) -> int:
-        """How many of the promised chunks are no longer in flight: they landed, or never will."""
-        return self.promised_chunks - self.metrics.loading_chunks
+        """How many of the reserved chunks are no longer in flight: they landed, or never will."""
+        return self.reserved_chunks - self.metrics.loading_chunks
 
     def price(self, chunks: int, tokens: int, cost: PrefillCost, seconds: float = 0.0) -> None:
         """Count the time saved by loading these chunks, with the KV of so many tokens, instead of computing them.
@@ -203,7 +203,7 @@ class TierSlot:
             return False
         return True
 
-    def _says_yes(self, call: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs) -> bool:
+    def _is_yes(self, call: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs) -> bool:
         if self.retired:
             return False
         try:

@@ -61,7 +61,7 @@ class EvictionPolicy(ABC):
     def evict_unused(self, count: int, request_id: str) -> list[OffloadKey]:
         """Do as ``evict``, for up to ``count`` chunks, none of which this running request has named in ``access``.
 
-        A policy that cannot tell at no cost returns none: it is then asked by ``evict``, with all that the request uses
+        A policy that cannot find them cheaply returns none: ``evict`` is called then, with all that the request uses
         pinned meanwhile, which takes time for each of these.
         """
         del count, request_id
@@ -79,7 +79,7 @@ class EvictionPolicy(ABC):
         """Forget everything, also what was learnt and what unfinished requests did."""
 
     def on_store_miss(self, keys: Sequence[OffloadKey], request_id: str) -> None:
-        """Handle a request's wish to store chunks that are absent. Comes before ``evict``.
+        """Handle the absence of chunks that a request is about to store. Comes before ``evict``.
 
         The keys are not known, and may never become so: there may be no room. May come again for the same request.
         """

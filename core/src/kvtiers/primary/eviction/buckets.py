@@ -1,6 +1,6 @@
 """Buckets: the chunks of one request by their place in its prefix, and the buckets by rank.
 
-A chunk's *place* is one integer, the bucket's number and the position in the bucket: one dictionary look-up tells
+A chunk's *place* is one integer, the bucket's number and the position in the bucket: one dictionary look-up gives
 both.
 """
 

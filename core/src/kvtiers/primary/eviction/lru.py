@@ -5,7 +5,7 @@ time of the request's first use; when the request ends, its bucket becomes the h
 requests took from it. Eviction empties the coldest bucket from its tail. So a request counts once, however often it
 retries and whatever it does in between.
 
-A chunk's *place* is one integer, the bucket's number and the position in the bucket: one dictionary look-up tells
+A chunk's *place* is one integer, the bucket's number and the position in the bucket: one dictionary look-up gives
 both. A bucket's evictable chunks are a dictionary in the order of their places. Chunks come back from a pin mostly
 in order and behind the others; if not, the bucket is sorted once, when eviction reaches it.
 """

@@ -160,10 +160,10 @@ class SealedTier(SecondaryTierManager):
         if jobs:
             text = f"{self._name}: shutdown within {timeout:.3g}s dropped {jobs} jobs with {chunks} chunks"
             self._sealer.log(logging.WARNING, text)
-        if lies := self._refused - refused:
+        if invalid := self._refused - refused:
             # The manager, which refuses them, may ask for no result any more: then this is the only line about them.
             self._sealer.log(
-                logging.ERROR, f"{self._name}: in its drain it reported {lies} results that no job of its can have"
+                logging.ERROR, f"{self._name}: in its drain it reported {invalid} results that no job of its can have"
             )
         return not self._jobs
 
