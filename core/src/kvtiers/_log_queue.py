@@ -97,7 +97,7 @@ class _Queue(logging.Filter):
         return self._dropped_before + (writer.dropped if writer is not None else 0)
 
     def enter(self) -> None:
-        """One more user."""
+        """Add a user."""
         with self._lock:
             self._users += 1
             for logger in _loggers():
@@ -106,7 +106,7 @@ class _Queue(logging.Filter):
                 self._writer = _Writer()
 
     def leave(self, seconds: float) -> None:
-        """One user less; after the last one each thread handles its own lines again."""
+        """Remove a user; after the last one each thread handles its own lines again."""
         with self._lock:
             self._users -= 1
             writer = self._writer

@@ -1,4 +1,4 @@
-"""Counters, gauges and histograms, as plain data: cheap to count on the engine's thread, easy to export.
+"""The metrics: counters, gauges and histograms as plain data, cheap to count on the engine's thread, easy to export.
 
 Each part counts into an object of its own; ``TieringManager.stats()`` puts them together. A histogram's bounds are
 fixed powers of two, in seconds.
@@ -52,7 +52,7 @@ class _Metrics:
     __slots__: tuple[str, ...] = ()
 
     def as_data(self) -> dict[str, Any]:
-        """Return the numbers and histograms of now by name, as plain data."""
+        """Return the current numbers and histograms by name, as plain data."""
         figures = {name: getattr(self, name) for name in self.__slots__}
         return {name: it.as_data() if isinstance(it, Histogram) else it for name, it in figures.items()}
 

@@ -27,7 +27,7 @@ ChunkIds: TypeAlias = npt.NDArray[np.int32]
 
 
 class OffloadPolicy(Enum):
-    """Which chunks of a request an engine offers to ``prepare_store``."""
+    """The chunks of a request that an engine offers to ``prepare_store``."""
 
     CHUNK_LEVEL = "chunk"
     """Newly computed chunks only."""

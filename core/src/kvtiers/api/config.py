@@ -173,7 +173,7 @@ class StrictModel(BaseModel):
 
 
 class BreakerConfig(StrictModel):
-    """When a tier is taken out of use for a while, and when it is tried again."""
+    """The circuit breaker's limits: when a tier is taken out of use for a while, and when it is tried again."""
 
     failures: int = Field(default=5, ge=1, description="failures in a row that open the breaker")
     error_rate: Share = Field(default=0.5, description="share of failed calls in the window that opens it")

@@ -23,7 +23,7 @@ __all__ = [
 
 
 class ChunkStore(ABC):
-    """Where one tier keeps its values. Subclass it, write four methods, and core does the rest.
+    """The storage of one tier's values. Subclass it, write four methods, and core does the rest.
 
     Core's threads call these methods, several at once, and they may block; they never run on the engine's
     thread. Core brings the threads, retries, deadlines, the circuit breaker, integrity checks and metrics.
@@ -151,7 +151,7 @@ class SupportsDiagnosis(Protocol):
     """A store that can find out what is wrong with its backend or its settings."""
 
     def diagnose(self, value_bytes: int) -> Sequence[Finding]:
-        """Look at the backend with values of this many bytes in mind. May take seconds; called by ``kvtiers check``."""
+        """Examine the backend for values of this many bytes. May take seconds; called by ``kvtiers check``."""
 
 
 @runtime_checkable

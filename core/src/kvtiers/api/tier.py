@@ -16,7 +16,7 @@ __all__ = ["JobResult", "LookupResult", "SecondaryTierManager", "TierRequest", "
 
 
 class LookupResult(Enum):
-    """Where a chunk stands. A secondary tier answers MISS, HIT or RETRY; HIT_PENDING is the primary's own."""
+    """The answer to a chunk's lookup. A secondary tier gives MISS, HIT or RETRY; only the primary HIT_PENDING."""
 
     MISS = "miss"
     """Not there."""
@@ -42,10 +42,10 @@ class TierRequest(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransferJob:
-    """One asynchronous transfer of many chunks between the primary's rows and a tier.
+    """An asynchronous transfer of chunks between the primary's rows and a tier.
 
     ``keys[i]`` belongs to the row ``chunk_ids[i]`` of the region (``chunk_ids``: a buffer of int32). A promotion
-    writes into the rows, a store only reads them. ``job_id`` is unique for the life of the process and grows.
+    writes into the rows, a store only reads them. Job ids increase and are never reused in a process.
     """
 
     job_id: int
@@ -59,8 +59,8 @@ class TransferJob:
 class JobResult:
     """The one result of a job, reported only when nothing of the tier's can touch the job's rows any more.
 
-    ``success``: all keys. ``successful_keys``: of a job that failed in part, the keys that did land (a subset of
-    the job's); None means that all keys share the job's fate. ``nbytes`` moved, ``seconds`` taken.
+    ``success``: all chunks were moved. ``successful_keys``: if the job failed in part, the keys that were moved (a
+    subset of the job's); None: all keys have the outcome that ``success`` states. ``nbytes`` moved, ``seconds`` taken.
     """
 
     job_id: int
@@ -157,7 +157,7 @@ class SecondaryTierManager(ABC):
         """Handle the end of an engine step: the time to send what was collected."""
 
     def has_pending_work(self) -> bool:
-        """Return whether the engine should keep stepping for this tier's sake though no job is in flight."""
+        """Return whether this tier needs further engine steps although no job is in flight."""
         return False
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ def beside_rows(views: ValueViews, value_bytes: int) -> ValueViews:
 
 
 class _Stage(threading.local):
-    """One thread's memory, and which row's value lies where in it."""
+    """One thread's bounce buffers, and the place of each row's value in them."""
 
     memory: Mapping | None = None
     places: dict[int, int] = {}  # noqa: RUF012 -- replaced, never changed in place

@@ -37,7 +37,7 @@ _Value = TypeVar("_Value")
 
 
 class Status(IntEnum):
-    """What became of one value of a job; one byte each in ``JobDone.statuses``."""
+    """The outcome of one value of a job; one byte each in ``JobDone.statuses``."""
 
     MISSING = 0
     """Not there (or of another length, format or layout)."""

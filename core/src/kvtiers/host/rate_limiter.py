@@ -23,7 +23,7 @@ class _Bucket:
         self._paid_at = float("-inf")
 
     def debt(self, now: float) -> float:
-        """Return how many seconds it takes to pay for what has been taken so far."""
+        """Return the seconds until the bucket is out of debt."""
         return max(0.0, self._paid_at - now)
 
     def take(self, units: float, now: float) -> None:

@@ -89,7 +89,7 @@ class ValueRun:
 
 @dataclass(slots=True)
 class Moved:
-    """What became of a run of values: a Status each, bytes moved, and the views that the store did not give back."""
+    """The outcome of a run of values: a Status each, bytes moved, and the loans of which the store kept a buffer."""
 
     statuses: bytearray
     nbytes: int = 0
@@ -114,7 +114,7 @@ class _Value(NamedTuple):
 
 
 class _Turn(threading.local):
-    """What a thread has hashed and moved since it gave way."""
+    """The bytes that a thread has hashed and moved since it last gave way."""
 
     nbytes = 0
 

@@ -82,7 +82,7 @@ class TransferPool:
     # -- the caller's side
 
     def submit(self, job: StoreJob) -> None:
-        """Queue a job under the names current now. Its one JobDone comes through ``emit``."""
+        """Queue a job under the current names. Its one JobDone comes through ``emit``."""
         pooled = PoolJob.of(job, self._names)
         if not job.keys or not self._queue.add(pooled, self._values_a_slice(len(job.keys))):
             pooled.error = "the tier is closed" if job.keys else ""

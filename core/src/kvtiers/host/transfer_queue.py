@@ -146,7 +146,7 @@ class TransferQueue:
             return self._take_out(lambda _: True)
 
     def forget(self, job: PoolJob) -> None:
-        """The job's result has been reported."""
+        """Remove a job whose result has been reported."""
         with self._lock:
             self._jobs.pop(job.job.job_id, None)
             if not self._jobs:

@@ -37,7 +37,7 @@ RowLayout = Literal["direct", "replicated", "canonical"]
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """What decides the meaning of KV bytes besides their layout. All of it is in the fingerprint.
+    """Everything besides the layout that decides what KV bytes mean. All of it enters the fingerprint.
 
     ``weights``: a resolved revision or a digest of the weights; empty: unknown, so nothing is shared. ``kv_layout``:
     the attention backend's order of a page. ``hash_*``: how the engine chains its block hashes.
@@ -166,13 +166,13 @@ class CacheLayout:
         )
 
     def cell_offset(self, group: int, rank: int) -> int:
-        """Where this rank's cell starts in a chunk of this group, in bytes from the start of the row."""
+        """Return where this rank's cell starts in a chunk of this group, in bytes from the start of the row."""
         if self.row_layout != "direct":
             return 0
         return sum(self.cell_bytes(group, earlier) for earlier in range(rank))
 
     def tensor_offset(self, tensor: int, rank: int) -> int:
-        """Where this tensor's first block lies in a chunk of its group, in bytes from the start of the row.
+        """Return where this tensor's first block starts in a chunk of its group, in bytes from the start of the row.
 
         Block j of the chunk lies ``j * page_in_row(tensor, rank)`` bytes further.
         """

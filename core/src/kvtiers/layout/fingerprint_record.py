@@ -37,7 +37,7 @@ _DIGESTS = ("rope", "kv_layout", "tensors")  # say that something differs and no
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What stands behind the names with this prefix: ``document``, from ``describe_layout``."""
+    """The record of a fingerprint, for the names with this prefix; ``document``: from ``describe_layout``."""
 
     prefix: str
     document: str

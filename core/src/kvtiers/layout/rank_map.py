@@ -41,7 +41,7 @@ class CopyRun:
 
 @dataclass(frozen=True)
 class RankMap:
-    """Where a rank's bytes lie in a canonical value.
+    """The places of one rank's bytes in a canonical value.
 
     ``num_writers`` ranks hold identical bytes and take turns: this one writes the blocks whose id modulo
     ``num_writers`` is ``writer_index``.

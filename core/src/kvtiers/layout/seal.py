@@ -31,7 +31,7 @@ assert _SEAL.size == SEAL_BYTES
 
 
 class SealVerdict(Enum):
-    """What a seal says about a value. Everything but OK is a miss."""
+    """The result of checking a value's seal. Everything but OK is a miss."""
 
     OK = "ok"
     FOREIGN = "foreign"

@@ -43,11 +43,11 @@ class Residents:
         clock: Callable[[], float],
         used: int = 0,
     ) -> Allocation | None:
-        """Lease rows for those of these keys that are not here; None, and no change, if that is not possible.
+        """Lease rows for the absent ones of these keys; None, and no change, if that is not possible.
 
-        Without a limit all of them, or None. With a limit as many of the first ones as it allows and as leave
-        ``reserve`` rows free or evictable, or None if that is none. ``used``: how many of the first keys are here, and
-        were passed to the policy's ``access`` for this request.
+        Without a limit all or none of them. With a limit the first ones only: at most ``limit``, and such that
+        ``reserve`` rows stay free or evictable; None if that leaves none. ``used``: the length of the leading part of
+        ``keys`` that is resident and was passed to the policy's ``access`` for this request.
         """
         offered = keys[used:] if used else keys
         if len(set(offered)) < len(offered):

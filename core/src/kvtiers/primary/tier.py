@@ -140,7 +140,7 @@ class CPUPrimaryTier:
 
     @property
     def misuse(self) -> int:
-        """How often a row was completed or abandoned that was not leased that way; nothing else came of it."""
+        """Completions and abandonments of rows that were not leased that way; all of them were ignored."""
         return self._rows.misuse
 
     def figures(self) -> dict[str, int]:
@@ -161,7 +161,7 @@ class CPUPrimaryTier:
 
     @property
     def usage(self) -> Usage:
-        """How much of the tier is neither free nor evictable."""
+        """The shares of the rows that are neither free nor evictable."""
         rows = self._rows
         if not rows.num_rows:
             return Usage(0.0, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""A rank's side of the region: finds the scheduler's process, maps the rows, and notices when that process ends.
+"""The region client, a rank's side: finds the scheduler's process, maps the rows, and notices when it ends.
 
 ::
 
@@ -50,7 +50,7 @@ JoinState: TypeAlias = Literal["joining", "ready", "refused", "lost", "closed"]
 
 @dataclass(frozen=True, slots=True)
 class JoinStatus:
-    """Where a rank stands. ``populated_rows`` grows until ``prefault_ended``; pinning in pieces can follow it.
+    """The state of a rank. ``populated_rows`` grows until ``prefault_ended``; pinning in pieces can follow it.
 
     ``memory_is_short``: there is none for the rows after the populated ones, and none of these is used.
     """
@@ -116,12 +116,12 @@ class RegionJoin:
 
     @property
     def state(self) -> JoinState:
-        """Where this rank stands now."""
+        """The current state of this rank."""
         return self._status.state
 
     @property
     def reason(self) -> str:
-        """Why the state is what it is, where there is something to say."""
+        """The reason for the state, or ""."""
         return self._status.reason
 
     @property
@@ -142,7 +142,7 @@ class RegionJoin:
         return self._view
 
     def poll(self) -> JoinStatus:
-        """Return where this rank stands. Never blocks."""
+        """Return the state of this rank. Never blocks."""
         return self._status
 
     def wait_change(self, seen: JoinStatus, timeout: float) -> JoinStatus:
@@ -254,7 +254,7 @@ class RegionJoin:
             delay = min(2 * delay, _LONGEST_DELAY)
 
     def _converse(self, deadline: float, seconds: float) -> bool:
-        """Talk until either side is done; False if the other one left before it had let this rank in."""
+        """Exchange messages until either side closes; False if the scheduler closed before it admitted this rank."""
         connection = self._connection
         assert connection is not None
         if connection.uid != os.geteuid():

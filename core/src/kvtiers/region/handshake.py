@@ -64,7 +64,7 @@ class HandshakeError(Exception):
 
 
 class Kind(IntEnum):
-    """What a message is."""
+    """The kinds of messages."""
 
     HELLO = 1
     REFUSED = 2
@@ -85,7 +85,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """What a rank needs to map the region: ``map_bytes`` of the memfd, of which the rows are the beginning."""
+    """The parameters with which a rank maps the region: ``map_bytes`` of the memfd, which begin with the rows."""
 
     num_rows: int
     row_stride: int

@@ -112,9 +112,9 @@ class OffloadRegion:
         return {}
 
     def follow(self, rows: int) -> int:
-        """Have memory ready ahead of this many rows, the first ones, which are in use. Never blocks.
+        """Populate memory ahead of this many rows, the first ones, which are in use. Never blocks.
 
-        Return how many rows it must be before this is called again; more than there are: it need not be.
+        Return the number of rows in use at which to call it next; more than there are: never.
         """
         del rows
         return self.num_rows + 1
@@ -242,7 +242,7 @@ class SharedOffloadRegion(OffloadRegion):
         return set() if self._closed else self._ranks.lost
 
     def follow(self, rows: int) -> int:
-        """Have memory ready ahead of this many rows, the first ones, which are in use. Never blocks."""
+        """Populate memory ahead of this many rows, the first ones, which are in use. Never blocks."""
         ahead = rows + self._window_rows
         if self._window_rows < self.num_rows:
             self._server.want_rows(min(ahead, self.num_rows))

@@ -86,7 +86,7 @@ class AcceptThread:
         self._thread.start()
 
     def want_rows(self, rows: int) -> None:
-        """Have this many rows populated, from the first; from any thread, and it waits for nothing."""
+        """Request that this many rows, from the first, be populated. From any thread; never blocks."""
         self._wanted_rows = max(self._wanted_rows, rows)
         self._wake()
 
@@ -302,7 +302,7 @@ class AcceptThread:
     # Ranks go.
 
     def _lose(self, connection: Connection) -> None:
-        """The connection has ended. The process of a rank is still watched: it may yet touch its rows."""
+        """Handle the end of a connection. The rank's process is still watched: it may yet touch its rows."""
         connection.hang_up()
         self._behind.discard(connection)
         if connection.rank is None:

@@ -1,4 +1,4 @@
-"""The ``StoreBackend`` interface: where the I/O of a store tier runs, in a helper process or on threads of this one."""
+"""The ``StoreBackend`` interface: the I/O of a store tier, in a tier host or on threads of this process."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -11,7 +11,7 @@ __all__ = ["StoreBackend"]
 
 
 class StoreBackend(Protocol):
-    """Where a store's I/O runs, seen from the engine's thread. Nothing here blocks but ``drain`` and ``close``."""
+    """The I/O of one store, seen from the engine's thread. No method blocks but ``wait_open``, ``drain``, ``close``."""
 
     def wait_open(self, timeout: float) -> str:
         """Wait (from any thread) until the store is open; return "" then, else why it is not."""

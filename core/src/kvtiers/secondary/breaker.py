@@ -31,7 +31,7 @@ class BreakerState(IntEnum):
 
 @dataclass(slots=True)
 class _Span:
-    """What was recorded in one part of the window."""
+    """The calls recorded in one part of the window."""
 
     begin: float
     calls: int = 0

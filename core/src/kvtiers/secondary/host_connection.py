@@ -38,7 +38,7 @@ _UNASKED = frozenset({Kind.LOG, Kind.STATS, Kind.OPENED})
 
 
 class LinkedTier(Protocol):
-    """What the connection calls on each tier in its host."""
+    """The callbacks of the connection to each tier in its host."""
 
     names: StorageNames
 

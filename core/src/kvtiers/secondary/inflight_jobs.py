@@ -42,7 +42,7 @@ class EndedJob(NamedTuple):
 
 
 class InflightJobs:
-    """One tier's jobs and counts. ``store_queue``: chunks that may be on their way into the store."""
+    """One tier's jobs and counts. ``store_queue``: the most chunks that may be on their way into the store."""
 
     def __init__(self, store_queue: int) -> None:
         self._store_queue = store_queue

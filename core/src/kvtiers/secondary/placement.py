@@ -30,7 +30,7 @@ _PROCESSORS_A_HOST = 4  # the engine, its workers and the store's server need so
 
 @dataclass(frozen=True, slots=True)
 class HostedRegion:
-    """What a host needs to map the region and find values in it; ``sizes[g]``: payload and value bytes of group g."""
+    """The parameters with which a host maps the region; ``sizes[g]``: payload and value bytes of group g."""
 
     fd: int
     map_bytes: int

@@ -43,7 +43,7 @@ STAY = 1.25
 
 
 class GpuQueue:
-    """What one GPU is to compute, in tokens: the prompts before a request that comes now, and those behind it."""
+    """The queue of one GPU, in tokens: the prompts ahead of a request that comes now, and those behind it."""
 
     def __init__(self, cost: PrefillCost, clock: Callable[[], float]) -> None:
         self.cost = cost

@@ -358,7 +358,7 @@ class Lookups:
         return [place for place, where in enumerate(found, first) if where is _MISS]
 
     def _resident_until(self, keys: Sequence[OffloadKey], at: int) -> int:
-        """Return where, from ``at`` on, the first chunk is that the primary lacks."""
+        """Return the place of the first chunk, from ``at`` on, that the primary lacks."""
         step = 16
         while at < len(keys):
             here = self._primary.resident_run(keys[at : at + step])[0]

@@ -52,7 +52,7 @@ class Snapshots:
         }
 
     def _moment(self) -> tuple[dict[str, Any], dict[str, int], list[dict[str, Any]]]:
-        """Read all figures between two calls, if there is such a moment soon; this thread waits for it, no other."""
+        """Read all figures between two calls of the engine's thread, waiting a bounded time for such a moment."""
         for _ in range(_MOST_LOOKS):
             turn = self.turns
             self._metrics.dropped_log_lines = dropped_lines()

@@ -167,7 +167,7 @@ class TierSlot:
 
     @property
     def ended_chunks(self) -> int:
-        """How many of the reserved chunks are no longer in flight: they landed, or never will."""
+        """Reserved chunks that are no longer in flight: they landed, or never will."""
         return self.reserved_chunks - self.metrics.loading_chunks
 
     def price(self, chunks: int, tokens: int, cost: PrefillCost, seconds: float = 0.0) -> None:

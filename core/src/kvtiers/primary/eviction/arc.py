@@ -20,7 +20,7 @@ __all__ = ["ARCPolicy"]
 
 @dataclass(slots=True)
 class _Request:
-    """What one request has done: chunks brought, others' chunks used (in order), ghosts counted."""
+    """The uses of one request: new chunks, reused chunks (in order), ghosts counted."""
 
     brought: set[OffloadKey] = field(default_factory=set)
     reused: dict[OffloadKey, None] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class ARCPolicy(EvictionPolicy):
 
     @property
     def target(self) -> float:
-        """How many chunks T1 should have, as learnt so far."""
+        """The target size of T1 in chunks, as adapted so far."""
         return self._target
 
     def on_store_miss(self, keys: Sequence[OffloadKey], request_id: str) -> None:

@@ -111,7 +111,7 @@ class LRUPolicy(EvictionPolicy):
         return self._evict(count, None) if count <= self._evictable else None
 
     def evict_unused(self, count: int, request_id: str) -> list[OffloadKey]:
-        """Do the same up to the bucket of which a part that would go has a chunk that the request has used."""
+        """Evict from the coldest buckets, but stop at the first one that would lose a chunk this request has used."""
         own = self._running.get(request_id)
         return [] if own is None else self._evict(min(count, self._evictable), own)
 
