@@ -276,7 +276,7 @@ class _Engine:
         self._start_line = StartLine(facts, tiers, lambda: region.all_joined)
 
     def ready(self) -> bool:
-        """Return whether all ranks have joined and the region is ready (with ``prefault: all``, populated and pinned)."""
+        """Return whether all ranks have joined and, with ``prefault: all``, the region is populated and pinned."""
         if self._primary.rows_reached >= self._follow_from:
             self._follow_from = self._region.follow(self._primary.rows_reached)
         if not self._region.has_events() and (self._ready or not self._waits_for_all):

@@ -95,7 +95,7 @@ class StatusSocket:
 
 
 class LastTrouble(logging.Handler):
-    """The last warning or error in which a tier's name comes first, as its lines in the log do."""
+    """A log handler that keeps a tier's last warning or error; the tier's lines begin with its name."""
 
     def __init__(self, tier: str) -> None:
         super().__init__(logging.WARNING)
@@ -120,8 +120,8 @@ def answer_status(
 ) -> StatusSocket:
     """Answer questions about an engine's tiers from now on, and keep each tier's last warning from the log.
 
-    ``figures()``: by tier, those of ``TierMetrics``, what the tier counts itself as ``own``, and ``off`` (why it does
-    nothing here, or ""), ``shared``, ``tokens`` and ``saved_seconds``; ``left_out_requests`` where there can be some.
+    ``figures()``: by tier, the fields of ``TierMetrics``; ``own``: the tier's own figures; ``off``: why it is not used
+    here, or ""; ``shared``, ``tokens``, ``saved_seconds``; and ``left_out_requests`` where there can be any.
     """
     troubles = {name: LastTrouble(name) for name in tiers}
     logger = logging.getLogger("kvtiers")

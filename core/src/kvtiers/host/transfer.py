@@ -67,7 +67,7 @@ def mover_options(
 
 
 def land_now(copy: Callable[[], None]) -> bool:
-    """Copy a value into its row, which is not fenced."""
+    """Copy a value into its row, without a fence."""
     copy()
     return True
 
@@ -350,7 +350,7 @@ class ValueMover:
         """Log once that the store has no room: for now, or for values of this length at all."""
         if not self._was_full:
             self._was_full = True
-            why = self._calls.full_because or "it says so of a batch"
+            why = self._calls.full_because or "write_many returned False for it"
             text = "%s: no room for a value of %d bytes: %s; such writes are dropped and counted (dropped_full)"
             _log.warning(text, self._label, nbytes, why, extra={"once": True})
 

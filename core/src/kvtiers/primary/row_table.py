@@ -50,7 +50,7 @@ class RowTable:
 
     @property
     def free(self) -> int:
-        """How many rows can be allocated."""
+        """The number of rows that can be allocated."""
         return max(0, self._end - self._next_fresh) + len(self._freed)
 
     @property

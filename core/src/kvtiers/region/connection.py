@@ -62,7 +62,7 @@ class Connection:
     def receive(self) -> tuple[list[Message], list[int]]:
         """Return the messages that are whole, and descriptors that came along: the caller closes them.
 
-        EOFError at the end of the stream, HandshakeError if the peer speaks something else.
+        EOFError at the end of the stream, HandshakeError if the peer does not keep to the handshake.
         """
         try:
             data, fds, _, _ = socket.recv_fds(self._sock, _RECEIVE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)

@@ -12,7 +12,7 @@ from kvtiers.region import populate
 __all__ = ["Prefault"]
 
 _THREADS = 4
-_REAP_SECONDS = 5.0  # its output has ended, or it was killed: it is as good as gone
+_REAP_SECONDS = 5.0  # its output has ended, or it was killed: it ends soon
 
 
 class Prefault:

@@ -176,7 +176,7 @@ class AcceptThread:
         except OSError as error:
             if error.errno in {errno.EMFILE, errno.ENFILE}:
                 if self._refusals.is_worth_a_line():
-                    _log.warning("a rank waits at the door: %s%s", error, self._refusals.take_unsaid())
+                    _log.warning("cannot accept a rank's connection: %s%s", error, self._refusals.take_unsaid())
                 time.sleep(_PAUSE_SECONDS)  # the listener stays readable: without a pause this loop would spin
             return
         connection = Connection(sock, self._selector, lambda events: self._on_socket(connection, events))
@@ -312,7 +312,7 @@ class AcceptThread:
         self._ranks.lose(connection.rank)
 
     def _forget(self, connection: Connection) -> None:
-        """Nothing of this rank, whose connection has ended, can touch a row any more."""
+        """Forget a rank whose connection has ended and which cannot touch a row any more."""
         connection.close()
         self._connections.discard(connection)
         if connection.rank is not None:

@@ -93,7 +93,7 @@ class LoadRate:
             self._behind -= 1
 
     def look_ends(self, now: float) -> None:
-        """Close the stretch, if something has come in it and it was long enough; after all results of one look."""
+        """Close the stretch if a load has landed in it and it is long enough; after all results of one poll."""
         took = now - self._since
         if not self._chunks or (took < _LEAST_SECONDS and self._running):
             return

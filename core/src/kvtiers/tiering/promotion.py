@@ -29,7 +29,7 @@ class Found(NamedTuple):
 
 @dataclass(slots=True)
 class _Batch:
-    """Chunks that a request found in a tier; ``starts[i]`` is where ``keys[i]`` begins in the run, in tokens."""
+    """The chunks that a request found in one tier; ``starts[i]``: the first token of ``keys[i]`` in the run."""
 
     slot: TierSlot
     state: RequestState
@@ -105,7 +105,7 @@ class Promotions:
         state: RequestState,
         tokens_per_chunk: int,
     ) -> int:
-        """Note which tier brings what; return how far the run goes without a chunk that got no row."""
+        """Assign the leased rows to the tiers; return the run's length up to the first chunk that got no row."""
         taken, reached = 0, len(run)
         for slot, places in found:
             end = taken + len(places)

@@ -86,7 +86,7 @@ class BucketQueue:
         self._limit = _SMALL
 
     def push(self, bucket: Bucket) -> None:
-        """Queue the bucket under its rank, unless it is, or has no evictable chunk."""
+        """Queue the bucket under its rank, unless it is queued already or has no evictable chunk."""
         if not bucket.evictable or bucket.queued == bucket.rank:
             return
         bucket.queued = bucket.rank

@@ -40,7 +40,7 @@ class LRUPolicy(EvictionPolicy):
 
     @property
     def evictable(self) -> int:
-        """How many of them are evictable."""
+        """The number of evictable chunks."""
         return self._evictable
 
     def access(self, keys: Sequence[OffloadKey], request_id: str, new: Sequence[OffloadKey] = ()) -> None:

@@ -105,7 +105,7 @@ class SealedTier(SecondaryTierManager):
         return () if tier is None else tier.get_failed_jobs()
 
     def is_available(self) -> bool:
-        """Return whether the tier is open, in order, and not just being tried with one job."""
+        """Return whether the tier is available, its breaker not open, and no trial job in flight."""
         tier = self._opened()
         if tier is None or self._breaker.state is BreakerState.OPEN or self._probing_with is not None:
             return False
