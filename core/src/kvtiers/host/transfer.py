@@ -137,7 +137,7 @@ class ValueMover:
     ) -> None:
         self._store = store
         self._label = label or type(store).__name__
-        self._accused: set[str] = set()
+        self._logged_methods: set[str] = set()
         self._was_full = False
         self._epoch = epoch
         self._views = views
@@ -214,7 +214,7 @@ class ValueMover:
                 lambda: present_each(store, names, store.exists(names)), give_up_at=give_up_at
             )
         except StoreContractError as error:
-            self._accuse(error)
+            self._log_contract_error(error)
             raise
         if moved is not None:
             moved.retries += retries
@@ -290,7 +290,7 @@ class ValueMover:
         if not loan.take_back():
             moved.kept.append(loan)
             kept = StoreContractError(self._store, self._calls.method(is_load=is_load), _KEPT)
-            self._accuse(kept)
+            self._log_contract_error(kept)
             moved.error = str(kept)
             return False
         if answers is None:
@@ -304,7 +304,7 @@ class ValueMover:
         else:
             statuses = [Status.DONE if there else Status.DROPPED for there in answers]
             if Status.DROPPED in statuses:
-                self._say_full(max(sizes))
+                self._log_full(max(sizes))
         for place, nbytes, status in zip(places, sizes, statuses, strict=True):
             moved.statuses[place] = status
             moved.nbytes += nbytes if status is Status.DONE else 0
@@ -335,7 +335,7 @@ class ValueMover:
             with plugin_boundary(StoreContractError) as store:
                 answers, retries = self._attempts.call(call, give_up_at=run.give_up_at, nbytes=nbytes, urgent=is_load)
         except StoreContractError as error:
-            self._accuse(error)
+            self._log_contract_error(error)
             moved.error = str(error)
             return None
         finally:
@@ -346,7 +346,7 @@ class ValueMover:
         moved.retries += retries
         return answers
 
-    def _say_full(self, nbytes: int) -> None:
+    def _log_full(self, nbytes: int) -> None:
         """Log once that the store has no room: for now, or for values of this length at all."""
         if not self._was_full:
             self._was_full = True
@@ -354,10 +354,10 @@ class ValueMover:
             text = "%s: no room for a value of %d bytes: %s; such writes are dropped and counted (dropped_full)"
             _log.warning(text, self._label, nbytes, why, extra={"once": True})
 
-    def _accuse(self, error: StoreContractError) -> None:
+    def _log_contract_error(self, error: StoreContractError) -> None:
         """Log what the store's plugin does wrong, once for each of its methods."""
-        if error.method not in self._accused:
-            self._accused.add(error.method)
+        if error.method not in self._logged_methods:
+            self._logged_methods.add(error.method)
             # Its text: a handler that keeps the record would keep the error's traceback, and so the store's views.
             _log.error("%s: a bug of the tier's plugin: %s", self._label, str(error), extra={"once": True})
 

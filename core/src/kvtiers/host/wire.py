@@ -126,7 +126,7 @@ class FrameReader:
         self.waiting += data
 
     def frames(self, most: int) -> list[Frame]:
-        """Return the complete frames, at most so many; ProtocolError if the stream makes no sense."""
+        """Return the complete frames, at most ``most``; ProtocolError if a length is out of bounds."""
         frames: list[Frame] = []
         at, buffer = 0, self.waiting
         while len(frames) < most and len(buffer) - at >= _HEAD.size:

@@ -233,7 +233,7 @@ class CacheLayout:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Sha256 of ``fingerprint_json``, as 64 hex digits."""
+        """The SHA-256 of ``fingerprint_json``, as 64 hex digits."""
         return hashlib.sha256(self.fingerprint_json().encode()).hexdigest()
 
     def to_json(self) -> str:

@@ -52,7 +52,7 @@ JoinState: TypeAlias = Literal["joining", "ready", "refused", "lost", "closed"]
 class JoinStatus:
     """The state of a rank. ``populated_rows`` grows until ``prefault_ended``; pinning in pieces can follow it.
 
-    ``memory_is_short``: there is none for the rows after the populated ones, and none of these is used.
+    ``memory_is_short``: there is no memory for the rows after the populated ones, which are therefore never used.
     """
 
     state: JoinState
@@ -184,7 +184,7 @@ class RegionJoin:
             _log.warning("%s: a buffer made from its view is still in use; its memory stays mapped", self._where)
         if self._connection is not None:
             if unmapped and self._connection.open:
-                self._connection.say(encode_message(Kind.GOODBYE))
+                self._connection.send(encode_message(Kind.GOODBYE))
             self._connection.close()
         self._selector.close()
         self._wake_reader.close()
@@ -265,7 +265,7 @@ class RegionJoin:
         with contextlib.suppress(ProcessLookupError):  # the end of the stream shows it too
             connection.watch_exit(lambda _: connection.hang_up())
         hello = {"rank": self.rank, "layout": json.loads(self.layout.to_json())}
-        connection.say(encode_message(Kind.HELLO, json.dumps(hello).encode()))
+        connection.send(encode_message(Kind.HELLO, json.dumps(hello).encode()))
         while connection.open:
             joining = self.state == "joining"
             ready = self._selector.select(max(0.0, deadline - time.monotonic()) if joining else None)
@@ -288,7 +288,7 @@ class RegionJoin:
             return True
         self._wake_reader.recv(4096)
         if self._settled and self.state == "ready":
-            connection.say(encode_message(Kind.PINNED))
+            connection.send(encode_message(Kind.PINNED))
         return False
 
     def _on_socket(self, events: int) -> None:

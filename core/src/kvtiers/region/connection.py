@@ -37,7 +37,7 @@ class Connection:
         """Not all that was said has been taken by the socket."""
         return bool(self._outbox)
 
-    def say(self, message: bytes) -> None:
+    def send(self, message: bytes) -> None:
         """Send a message, or what the socket does not take now when it is writable again."""
         self._outbox += message
         self.flush()

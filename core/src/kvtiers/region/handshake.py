@@ -118,7 +118,7 @@ def encode_progress(rows: int, ended: bool, memory_is_short: bool = False) -> by
 
 
 def decode_progress(body: bytes) -> tuple[int, bool, bool]:
-    """Return (rows populated, no more will come, because there is no memory for them)."""
+    """Return (rows populated, whether no more will be, whether that is for lack of memory)."""
     rows, ended = _PROGRESS.unpack(body)
     return rows, bool(ended), ended > 1
 

@@ -201,7 +201,7 @@ def map_memory(
 
 
 def bind_to_node(mapping: Mapping, node: int) -> str | None:
-    """Ask for pages of this NUMA node, before any page is touched; say in one line why not, if it cannot be.
+    """Ask for pages of this NUMA node, before any page is touched; return a line why not, if it cannot be.
 
     Preferred, not bound: where the node is full the rest comes from another one, instead of an out-of-memory kill.
     """
@@ -214,7 +214,7 @@ def prefer_huge_pages(mapping: Mapping) -> None:
 
 
 def prefer_node(node: int) -> str | None:
-    """Let this thread, and what it starts, take memory from this node first; a line if it cannot be.
+    """Set this thread, and what it starts, to take memory from this node first; return a line why not, if it cannot.
 
     Of huge pages ``bind_to_node`` reaches one process's mapping only, not those of the pre-fault program.
     """

@@ -24,25 +24,25 @@ class Refusals:
         self._left = _FIRST
         self._next = 0.0
         self._since_pause = 0
-        self.unsaid = 0
-        """Refusals since the last one that was worth a line."""
+        self.unlogged = 0
+        """Refusals since the last one that was logged."""
 
-    def is_worth_a_line(self) -> bool:
+    def should_log(self) -> bool:
         """Count one refusal; return whether it is to be logged and answered."""
         self._since_pause += 1
         now = self._clock()
         if self._left > 0:
             self._left -= 1
         elif now < self._next:
-            self.unsaid += 1
+            self.unlogged += 1
             return False
         self._next = now + _SECONDS
         return True
 
-    def take_unsaid(self) -> str:
-        """Return what a line says of those that had none, "" if there are none."""
-        unsaid, self.unsaid = self.unsaid, 0
-        return f" ({unsaid} more since the last such line)" if unsaid else ""
+    def take_unlogged(self) -> str:
+        """Return text about the refusals that were not logged, "" if there are none; reset their count."""
+        unlogged, self.unlogged = self.unlogged, 0
+        return f" ({unlogged} more since the last such line)" if unlogged else ""
 
     def pause(self) -> float:
         """Return for how many seconds no connection is to be accepted now; 0: for none."""

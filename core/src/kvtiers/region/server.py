@@ -175,8 +175,8 @@ class AcceptThread:
             sock, _ = self._listener.accept()
         except OSError as error:
             if error.errno in {errno.EMFILE, errno.ENFILE}:
-                if self._refusals.is_worth_a_line():
-                    _log.warning("cannot accept a rank's connection: %s%s", error, self._refusals.take_unsaid())
+                if self._refusals.should_log():
+                    _log.warning("cannot accept a rank's connection: %s%s", error, self._refusals.take_unlogged())
                 time.sleep(_PAUSE_SECONDS)  # the listener stays readable: without a pause this loop would spin
             return
         connection = Connection(sock, self._selector, lambda events: self._on_socket(connection, events))
@@ -194,7 +194,7 @@ class AcceptThread:
             connection.flush()
             if connection in self._behind and not connection.busy:
                 self._behind.discard(connection)
-                connection.say(encode_progress(*self._progress()))
+                connection.send(encode_progress(*self._progress()))
         if not connection.open or not events & selectors.EVENT_READ:
             return
         try:
@@ -289,12 +289,12 @@ class AcceptThread:
         return ""
 
     def _refuse(self, connection: Connection, reason: str, *, rank: int | None = None, ours: bool = True) -> None:
-        said = self._refusals.is_worth_a_line()
+        said = self._refusals.should_log()
         if said:
             who = "a rank" if rank is None else f"rank {rank}"
-            _log.warning("refused %s: %s%s", who, reason, self._refusals.take_unsaid())
+            _log.warning("refused %s: %s%s", who, reason, self._refusals.take_unlogged())
         if said or ours:
-            connection.say(encode_message(Kind.REFUSED, reason.encode()))
+            connection.send(encode_message(Kind.REFUSED, reason.encode()))
         self._lose(connection)
         self._ranks.refuse(rank, reason, ours=ours)
         self._pause_listening()
@@ -360,7 +360,7 @@ class AcceptThread:
             if connection.busy:
                 self._behind.add(connection)  # it gets the newest figure when it reads again
             else:
-                connection.say(encode_progress(*self._progress()))
+                connection.send(encode_progress(*self._progress()))
 
     def _end_prefault(self, prefault: Prefault) -> None:
         self.populated_rows = min(self.populated_rows, self._welcome.num_rows)

@@ -181,7 +181,7 @@ class HostClient:
 
     def on_started(self, life: HostLife) -> None:
         """Start the clock of a new host process: it is killed unless it reports in time whether the store is open."""
-        self._link.launcher.kill_unless_forgiven(life, self._unopened, self._open_within)
+        self._link.launcher.kill_after(life, self._unopened, self._open_within)
 
     def take(self, event: Event) -> None:
         """Handle an event of this tier; ProtocolError if the host has no reason to report it."""
@@ -192,9 +192,9 @@ class HostClient:
                 event = self._of_one_epoch(event)
                 self._open_error = event.error
                 if self._link.life is not None:
-                    self._link.life.forgive(self._unopened)
+                    self._link.life.cancel_kill(self._unopened)
                     if error:  # the host tries again, and says what comes of that
-                        self._link.launcher.kill_unless_forgiven(self._link.life, self._unopened, self._reopen_within)
+                        self._link.launcher.kill_after(self._link.life, self._unopened, self._reopen_within)
             case JobStarted(job_id):
                 self._take_start(job_id)
             case JobFailed(job_id):
@@ -270,7 +270,7 @@ class HostClient:
     def _kill_unless_done(self, job_id: int) -> None:
         """Kill the host unless it releases the rows of this failed job in time."""
         if self._link.life is not None:
-            self._link.launcher.kill_unless_forgiven(self._link.life, _overdue(job_id), self._grace)
+            self._link.launcher.kill_after(self._link.life, _overdue(job_id), self._grace)
 
     def _take_result(self, event: JobDone) -> None:
         job = self._sent(event.job_id).job
@@ -281,7 +281,7 @@ class HostClient:
         del self._jobs[event.job_id]
         self._loads -= job.is_load
         if self._link.life is not None and self._link.life.kill_at:
-            self._link.life.forgive(_overdue(event.job_id))
+            self._link.life.cancel_kill(_overdue(event.job_id))
 
 
 def _overdue(job_id: int) -> str:

@@ -137,7 +137,7 @@ class HostConnection:
                 return
             self.poll()
             self._ending = self.host.ending = True
-            if self.life is not None and not self.life.heard:
+            if self.life is not None and not self.life.has_reported:
                 self.launcher.discard(self.life)
             else:
                 self.send(wire.encode_close(0, seconds))
@@ -170,15 +170,15 @@ class HostConnection:
                     return  # what comes faster than it is taken stays in the socket, and holds the host up
             data = self._read(life) if self._incoming.poll(0) else None
             if data:
-                life.heard = True
+                life.has_reported = True
                 self._reader.feed(data)
                 left -= self._take_frames(left)
             if life.kill_at and left and len(data or b"") < _BYTES_AT_ONCE:
-                self.launcher.listened(life)
+                self.launcher.all_read(life)
         except ProtocolError as error:
             self.kill(f"it does not keep to the protocol: {error}")
             return
-        if data == b"" or (data is None and life.status is not None) or life.condemned:
+        if data == b"" or (data is None and life.status is not None) or life.being_killed:
             self._lose()
 
     def _read(self, life: HostLife) -> bytes | None:
@@ -220,10 +220,10 @@ class HostConnection:
         if self.life is None or self._lost:
             return
         self._lost = True
-        self.life.listened = math.inf
+        self.life.read_at = math.inf
         self.life.connection.close()
         self.outbox.clear()
-        if not self.life.condemned:
-            self.launcher.kill_unless_forgiven(self.life, "it has closed its connection", _LAST_SECONDS)
+        if not self.life.being_killed:
+            self.launcher.kill_after(self.life, "it has closed its connection", _LAST_SECONDS)
         for tier in self.tiers:
             tier.lost()

@@ -311,7 +311,7 @@ class HostPool:
 
 
 def _cut(count: int, loads: Sequence[int], least: int) -> list[_Part]:
-    """Cut ``count`` values into a part for each of the first hosts, by what they have under way, fewest first.
+    """Cut ``count`` values into a part for each of the first hosts, by what they have in flight, fewest first.
 
     Those that get a part then have equally many; one that would get fewer than ``least`` gets none.
     """

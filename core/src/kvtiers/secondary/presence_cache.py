@@ -20,7 +20,7 @@ _MOST_SUSPECT = 8_192
 _DROPPED_AT_ONCE = 2_000  # so that no single step has to drop many more than it learns
 _MISS_SECONDS = 1.0  # another engine may store it at any time; a MISS is reused no longer than this
 _LEAST_SECONDS = 0.2  # an answer that expired before the next lookup would be asked for again and again
-_MOST_PROBES = 128  # under way at once; a tier that has not answered these is too slow to be asked more
+_MOST_PROBES = 128  # in flight at once; a tier that has not answered these is too slow to be asked more
 _LONGEST_RUN = 8_192  # keys in one question
 _HIT, _MISS, _RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 _NOT_GIVEN = frozenset({Status.MISSING, Status.CORRUPT})
@@ -28,7 +28,7 @@ _QUEUED = 0  # in place of a probe's id: to be asked at the end of the step
 
 
 class _Probe(NamedTuple):
-    """A question under way."""
+    """A question in flight."""
 
     keys: Sequence[OffloadKey]
     sent_at: float
@@ -59,15 +59,15 @@ class PresenceCache:
         self._runs: list[Sequence[OffloadKey]] = []
         self._singles: dict[OffloadKey, None] = {}
         self.at_work = False
-        """There is a question to send, or one under way."""
+        """There is a question to send, or one in flight."""
         self.questions = 0
         """Questions that have ended: answered, failed, or given up."""
         self.seconds = 0.0
-        """Seconds that these were under way; of those of one time all count."""
+        """Seconds that these were in flight; of those of one time all count."""
 
     @property
     def open_probes(self) -> int:
-        """Questions under way."""
+        """Questions in flight."""
         return len(self._probes)
 
     def ask(self, keys: Sequence[OffloadKey]) -> list[LookupResult]:

@@ -32,7 +32,7 @@ __all__ = ["ChunkStoreTier"]
 _PROBE_KEY = b"\x00" * 8  # any key will do: the breaker's probe asks whether the store answers, not what
 _FIRST_PROBE_ID = 1 << 62  # apart from those of the lookups
 _CLOSE_SECONDS = 3.0
-_MOST_ASKED_AHEAD = 64  # questions under way; the others that are allowed are for lookups
+_MOST_ASKED_AHEAD = 64  # questions in flight; the others that are allowed are for lookups
 
 
 class ChunkStoreTier(SecondaryTierManager):
@@ -159,7 +159,7 @@ class ChunkStoreTier(SecondaryTierManager):
         return self._open_error if self._has_heard else self._backend.open_state()
 
     def warn_unusable(self, error: str) -> None:
-        """Write the line that says that the tier is out of use, once until it is open. From any thread."""
+        """Log that the tier is out of use and why, once until it is open. From any thread."""
         with self._warning:
             warned, self._warned_of = self._warned_of, error
         if not warned:

@@ -45,19 +45,19 @@ class HostLife:
     connection: socket.socket
     started: float
     kill_at: dict[str, float] = field(default_factory=dict)
-    """Reasons to kill it, and from when. From any thread."""
-    listened: float = -math.inf
+    """Reasons to kill it, each with its time. From any thread."""
+    read_at: float = -math.inf
     """When the engine last read all its messages. A reason that became due later may be outdated: an idle engine does
     not read. Infinite once the engine reads no more."""
-    condemned: bool = False
+    being_killed: bool = False
     """It has been killed, or is about to be: its messages are ignored."""
-    heard: bool = False
+    has_reported: bool = False
     """It has sent a message. Before that it has been given nothing to do."""
     status: int | None = None
     """The exit status, once it has been reaped: nothing of it touches memory any more."""
 
-    def forgive(self, reason: str) -> None:
-        """Take back a reason to kill it."""
+    def cancel_kill(self, reason: str) -> None:
+        """Withdraw a reason to kill it."""
         self.kill_at.pop(reason, None)
 
 
@@ -99,24 +99,24 @@ class HostLauncher:
         self._requests.put(lambda: self._hosts.append(host))
 
     def kill(self, host: HostProcess, life: HostLife, reason: str) -> None:
-        """Kill this life of the host now."""
-        life.condemned = True
+        """Kill this process of the host now."""
+        life.being_killed = True
         self._requests.put(lambda: self._kill(host, life, reason))
 
     def discard(self, life: HostLife) -> None:
         """Kill a process that has not been given anything to do, without a log line."""
-        life.condemned = True
+        life.being_killed = True
         self._requests.put(lambda: _kill_if_running(life))
 
-    def kill_unless_forgiven(self, life: HostLife, reason: str, seconds: float) -> None:
-        """Kill the host in so many seconds unless ``life.forgive(reason)`` comes first."""
+    def kill_after(self, life: HostLife, reason: str, seconds: float) -> None:
+        """Kill the host in so many seconds unless ``life.cancel_kill(reason)`` comes first."""
         life.kill_at[reason] = time.monotonic() + seconds
         self._requests.put(lambda: None)  # so that the thread wakes up in time
 
-    def listened(self, life: HostLife) -> None:
-        """Record that all messages of this process have been read, so that overdue reasons to kill it are true."""
-        life.listened = max(life.listened, time.monotonic())
-        if any(due <= life.listened for due in list(life.kill_at.values())):
+    def all_read(self, life: HostLife) -> None:
+        """Record that all messages of this process have been read: reasons that are due now are not outdated."""
+        life.read_at = max(life.read_at, time.monotonic())
+        if any(due <= life.read_at for due in list(life.kill_at.values())):
             self._requests.put(lambda: None)
 
     def close(self, timeout: float) -> None:
@@ -146,7 +146,7 @@ class HostLauncher:
         now = time.monotonic()
         due = [host.start_at for host in self._hosts if host.life is None and not host.ending]
         for life in filter(None, [host.life for host in self._hosts]):
-            due += [at for at in list(life.kill_at.values()) if at > now or at <= life.listened]
+            due += [at for at in list(life.kill_at.values()) if at > now or at <= life.read_at]
         return max(0.0, min(due) - now) if due else None
 
     def _look(self) -> None:
@@ -156,7 +156,7 @@ class HostLauncher:
             if life is None:
                 if now >= host.start_at and not host.ending:
                     self._spawn(host)
-            elif reasons := [why for why, due in list(life.kill_at.items()) if due <= min(now, life.listened)]:
+            elif reasons := [why for why, due in list(life.kill_at.items()) if due <= min(now, life.read_at)]:
                 self._kill(host, life, reasons[0])
 
     def _spawn(self, host: HostProcess) -> None:
@@ -218,7 +218,7 @@ class HostLauncher:
         host.start_at = time.monotonic() + host.delay
 
     def _kill(self, host: HostProcess, life: HostLife, reason: str) -> None:
-        life.condemned = True
+        life.being_killed = True
         life.kill_at.clear()
         if _kill_if_running(life):
             self._log(logging.WARNING, f"{host.name}: its host is killed: {reason}")
@@ -228,7 +228,7 @@ class HostLauncher:
         for host in self._hosts:
             host.ending = True
             if host.life is not None:
-                host.life.listened = math.inf
+                host.life.read_at = math.inf
                 host.life.kill_at["it did not end with the engine"] = until
 
 

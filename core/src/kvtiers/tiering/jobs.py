@@ -71,7 +71,7 @@ class _Running:
 
 
 class JobTable:
-    """All jobs in flight, and the budgets of rows that they, the reservations and the quarantine hold."""
+    """All jobs in flight, and the pin budgets, which jobs, reservations and quarantined rows use up."""
 
     def __init__(
         self,

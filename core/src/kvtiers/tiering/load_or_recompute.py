@@ -4,7 +4,7 @@
 time. For a request of which a tier has chunks (seconds, tokens, chunks)::
 
     by the GPU    (tokens to compute before it + its own + as many of those behind it) x seconds a token
-    by the tier   latency + (chunks under way + its own) x seconds a chunk
+    by the tier   latency + (chunks in flight + its own) x seconds a chunk
 
 ``seconds a token`` is the engine's own (``prefill_cost.py``), ``latency`` and ``seconds a chunk`` are the tier's
 (``load_rate.py``). Before it are the prompts of requests that a lookup has left to be computed; they are worked off by
@@ -19,7 +19,7 @@ Where the tier's budget of rows is used up by other loads, it waits its turn by 
 
 **Not yet measured.** What a tier takes that has brought nothing is known by a load: the first request is loaded, and
 the bound above is what that can cost it; those behind it go by a prior. As long as a tier brings nothing of what is
-under way it counts as at least so slow, so that later requests compute. Once it was too slow it is tried again every
+in flight it counts as at least so slow, so that later requests compute. Once it was too slow it is tried again every
 5 s, by 16 or 64 chunks in turn. Before the engine has computed anything a prior of its speed stands, and a request
 waits ``lookup_wait`` at least.
 

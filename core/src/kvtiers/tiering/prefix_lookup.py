@@ -60,7 +60,7 @@ class _Asked:
 class _Search:
     """One lookup among the tiers: rows that all of them may still get, and chunks that this call may still reserve.
 
-    ``waited``: chunks that the request has waited for before. ``may_wait``: loads under way will give rows back.
+    ``waited``: chunks that the request has waited for before. ``may_wait``: loads in flight will give rows back.
     """
 
     tiers: list[_Asked]

@@ -31,7 +31,7 @@ class SlowWatch:
         """What came too late in this run, and in the time in which it is too slow."""
 
     def look(self, now: float) -> str:
-        """Look at the figures once a second; return a line for the log, or "" for none."""
+        """Check the figures, once a second at most; return a line for the log, or "" for none."""
         if now < self._look_at:
             return ""
         self._look_at = now + _LOOK_SECONDS

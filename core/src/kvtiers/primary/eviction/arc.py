@@ -28,7 +28,7 @@ class _Request:
 
 
 class ARCPolicy(EvictionPolicy):
-    """Keeps chunks that several requests used from being washed out by chunks used once."""
+    """The ARC policy: chunks used once do not evict chunks that several requests use."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)

@@ -66,7 +66,7 @@ class RequestNotifier:
         return context if context in self._stores else _NO_REQUEST
 
     def store_is_over(self, context: TierRequest, tier: SecondaryTierManager) -> None:
-        """Record that a store waits no longer: it was handed over, or never will be."""
+        """Record that a queued store was handed over or dropped; after its request's last one, end the request."""
         left = self._stores.pop(context, 1) - 1
         if left:
             self._stores[context] = left

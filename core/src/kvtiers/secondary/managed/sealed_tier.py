@@ -61,7 +61,7 @@ class SealedTier(SecondaryTierManager):
         self._jobs: dict[int, SealedJob] = {}
         self._probing_with: int | None = None
         self._refused = 0
-        """Results that were none of a job under way, or that named keys that are not of their job."""
+        """Results that were none of a job in flight, or that named keys that are not of their job."""
         self._in_use: SecondaryTierManager | None = None
         """The tier, once it is open and has been notified of the open requests."""
         self._requests = RequestNotifier(self._warn)
