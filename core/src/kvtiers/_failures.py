@@ -1,4 +1,4 @@
-"""Failures of code that is not ours to trust: kept as one line of text, logged ever more seldom.
+"""The plugin boundary: failures of third-party code, kept as one line of text and logged with backoff.
 
 Plugins and their client libraries may raise anything. ``plugin_boundary`` marks where that ends. ``TierSlot`` alone
 catches by hand: an engine's step makes a dozen of its calls.

@@ -41,7 +41,7 @@ class _Writer:
         self._thread.start()
 
     def post(self, record: logging.LogRecord) -> None:
-        """Have a record handled by its logger."""
+        """Queue a record for its logger."""
         if self._lines.qsize() >= _MOST_WAITING:
             self.dropped += 1
             self._unsaid += 1
@@ -83,7 +83,7 @@ class _Queue(logging.Filter):
         self._users = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Say whether the calling thread handles the record itself."""
+        """Return whether the calling thread handles the record itself."""
         writer = self._writer
         if writer is None or hasattr(record, _HANDLED_HERE):
             return True
@@ -97,7 +97,7 @@ class _Queue(logging.Filter):
         return self._dropped_before + (writer.dropped if writer is not None else 0)
 
     def enter(self) -> None:
-        """One more user."""
+        """Add a user."""
         with self._lock:
             self._users += 1
             for logger in _loggers():
@@ -106,7 +106,7 @@ class _Queue(logging.Filter):
                 self._writer = _Writer()
 
     def leave(self, seconds: float) -> None:
-        """One user less; after the last one each thread handles its own lines again."""
+        """Remove a user; after the last one each thread handles its own lines again."""
         with self._lock:
             self._users -= 1
             writer = self._writer
@@ -123,7 +123,7 @@ class _Queue(logging.Filter):
             writer.flush(seconds)
 
     def forget_in_child(self) -> None:
-        """Have a forked child, which has no writer's thread, handle its lines itself."""
+        """Make a forked child, which has no writer's thread, handle its lines itself."""
         self._lock, self._writer, self._users = threading.Lock(), None, 0
 
 

@@ -6,8 +6,8 @@ child       ``die_with_parent``, before it loads anything else: loading takes a 
 ==========  ==========================================================================================
 
 A child that is tied ends with its parent, by ``kill -9`` too. The kernel's signal follows the *thread* that spawned it:
-that thread has to live as long as the child is to. Until a child has been reaped its id is its own, so that a signal
-meets no other process.
+that thread has to live as long as the child is to. Until a child has been reaped no other process gets its id, so that
+a signal cannot reach a wrong one.
 """
 
 import contextlib

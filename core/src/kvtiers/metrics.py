@@ -1,4 +1,4 @@
-"""Counters, gauges and histograms, as plain data: cheap to count on the engine's thread, easy to export.
+"""The metrics: counters, gauges and histograms as plain data, cheap to count on the engine's thread, easy to export.
 
 Each part counts into an object of its own; ``TieringManager.stats()`` puts them together. A histogram's bounds are
 fixed powers of two, in seconds.
@@ -47,58 +47,58 @@ class Histogram:
 
 
 class _Metrics:
-    """What all metrics can do."""
+    """The base of all metrics classes."""
 
     __slots__: tuple[str, ...] = ()
 
     def as_data(self) -> dict[str, Any]:
-        """Return the numbers and histograms of now by name, as plain data."""
+        """Return the current numbers and histograms by name, as plain data."""
         figures = {name: getattr(self, name) for name in self.__slots__}
         return {name: it.as_data() if isinstance(it, Histogram) else it for name, it in figures.items()}
 
 
 @dataclass(slots=True)
 class TierMetrics(_Metrics):
-    """What happened between the manager and one secondary tier. Bytes and seconds are of finished transfers."""
+    """The counters of one secondary tier, as the manager sees it. Bytes and seconds are of finished transfers."""
 
     lookups: int = 0
     """Answers that the tier gave."""
     hits: int = 0
-    """Chunks that a request was the first to read, and that this tier had brought; once a request and chunk."""
+    """Chunks loaded from this tier, at their first read by a request; counted once a request and chunk."""
     prefix_hits: int = 0
-    """Those of them that are of the first full-attention group: how much of a prompt, however many groups there are."""
+    """Those hits that are of the first full-attention group: they measure prompt length, however many groups exist."""
     loaded_chunks: int = 0
     loaded_bytes: int = 0
     load_seconds: float = 0.0
     loads: int = 0
     """Jobs that have brought something."""
     computing_seconds: float = 0.0
-    """What computing the tokens that it brought had taken, each priced once, as computing was when they were used.
+    """Seconds that computing the loaded tokens would have taken, at the engine's prefill speed when they were used.
 
-    Tokens that were used before this engine had computed anything are not in it.
+    Tokens that were used before this engine had computed anything are not counted.
     """
     saved_seconds: float = 0.0
-    """What of that is left when the time of loading is taken off; a load that took longer takes nothing away."""
+    """``computing_seconds`` less the time of loading; a load that took longer counts as 0, not below."""
     failed_loads: int = 0
-    """Chunks of promotions that were not there, damaged, or too late."""
+    """Chunks of promotions that were absent, damaged, or late."""
     stored_chunks: int = 0
     stored_bytes: int = 0
     store_seconds: float = 0.0
     failed_stores: int = 0
-    """Chunks that were sent down and are not in the tier."""
+    """Chunks whose store into the tier failed."""
     dropped_cascades: int = 0
-    """Chunks not sent down: a pin budget was used up, or the tier was not available."""
+    """Chunks not sent to the tier: a pin budget was used up, or the tier was not available."""
     dropped_promotions: int = 0
-    """Chunks that the tier has but that got no row: a pin budget was used up, or the stores' reserve begins.
+    """Chunks that the tier has but that got no row: a pin budget or all rows outside the stores' reserve were used up.
 
-    Once a request and chunk.
+    Counted once a request and chunk.
     """
     budget_misses: int = 0
-    """Lookups that passed this tier by, as if it had nothing, since its pin budget was used up."""
+    """Lookups that skipped this tier, as if it had nothing, because its pin budget was used up."""
     wait_expired: int = 0
-    """Chunks that were misses since their request had waited long enough for this tier to bring them, or to answer."""
+    """Chunks recomputed because the request's wait for this tier's answer or load expired."""
     recomputed_cheaper: int = 0
-    """Chunks that were computed though this tier has them, or may have them, since that was faster."""
+    """Chunks recomputed, though this tier has or may have them, because computing was faster."""
     expired_jobs: int = 0
     refused_results: int = 0
     raised: int = 0
@@ -112,22 +112,22 @@ class TierMetrics(_Metrics):
     """Chunks reserved for this tier's promotions or being promoted: its queue."""
     out_of_use: int = 0
     too_slow: int = 0
-    """1 while nearly all that it might bring comes too late."""
+    """1 while nearly all of its answers and loads come too late."""
     promotion_latency: Histogram = field(default_factory=Histogram)
     cascade_latency: Histogram = field(default_factory=Histogram)
 
 
 @dataclass(slots=True)
 class EngineMetrics(_Metrics):
-    """What the manager itself did; ``engine_seconds`` is the time that its calls took on the engine's thread."""
+    """The counters of the manager itself; ``engine_seconds`` is the time of its calls on the engine's thread."""
 
     steps: int = 0
     lookups: int = 0
-    """Chunks that requests asked for; once a request and chunk."""
+    """Chunks that requests looked up; counted once a request and chunk."""
     primary_hits: int = 0
-    """Chunks that a request read and that no tier had brought for it; once a request and chunk."""
+    """Chunks that a request read and that were not loaded from a tier for it; counted once a request and chunk."""
     wait_expired: int = 0
-    """Chunks that were misses since their request had waited long enough; several tiers may owe the answer to one."""
+    """Chunks recomputed because the request's wait expired; several tiers may be late with one chunk."""
     recomputed_cheaper: int = 0
     stored_chunks: int = 0
     refused_stores: int = 0
@@ -135,12 +135,12 @@ class EngineMetrics(_Metrics):
     failed_gpu_stores: int = 0
     failed_gpu_loads: int = 0
     dropped_dirty: int = 0
-    """Chunks that left the primary before a tier that takes them on eviction had them."""
+    """Chunks evicted from the primary before they were stored in a tier with ``on_eviction``."""
     dropped_events: int = 0
     dropped_records: int = 0
-    """Requests that are missing in the recording, since its writer was behind."""
+    """Requests missing in the recording because its writer was too slow."""
     dropped_log_lines: int = 0
-    """Lines of this process that were not written, since the log was too slow."""
+    """Log lines of this process that were dropped because the log was too slow."""
     misuse: int = 0
     """Calls that did not fit and were ignored: a plan completed twice, a request that is over."""
     generation: int = 0

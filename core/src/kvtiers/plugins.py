@@ -1,4 +1,4 @@
-"""Find, load and check the one plugin that a config names.
+"""The plugin loader: finds, imports and checks the one plugin that a config names.
 
 Plugins are entry points: tiers in the group ``kvtiers.tiers``, eviction policies in ``kvtiers.eviction``, commands of
 companion distributions in ``kvtiers.commands``. Only the one that is asked for is imported, so that a broken plugin
@@ -96,7 +96,7 @@ def load_class(group: str, name: str, what: str) -> type[Any]:
 
 
 def load_command(name: str) -> CommandPlugin:
-    """Return what the companion that adds this command says of it; TierPluginError, one line, if it is unusable."""
+    """Return the description of a companion's command; TierPluginError, one line, if it is unusable."""
     entry = _find(COMMAND_GROUP, name, "command")
     where = f"command {name!r} ({distribution_of(entry)})"
     plugin = _import(entry, where)

@@ -1,7 +1,8 @@
-"""The one file that knows every part: it builds the stack from a config, and takes it down in the right order.
+"""The composition root: builds the stack from a config, and shuts it down in the right order.
 
-Start: the region, then the tiers, all at once and each on a thread of its own; nobody is waited for. Shutdown: the
-tiers are drained and closed, then the region, since a tier may write into it until it is closed.
+Only this file imports every part. Start: the region, then the tiers, all at once and each on a thread of its own,
+without waiting for ranks or stores. Shutdown: the tiers are drained and closed, then the region, since a tier may write
+into it until it is closed.
 """
 
 import contextlib
@@ -74,7 +75,7 @@ def open_manager(
     """Build the scheduler's side and return at once; ranks may join before or after. ``wait_ready`` waits for them.
 
     ``engine_id``: unique on this machine; by default a random one, which ``open_worker`` is given. ``record_events``:
-    somebody takes the manager's events. ``way_in``: what uses it, for the start line in the log; ``release``: the
+    the caller takes the manager's events. ``way_in``: what uses it, for the start line in the log; ``release``: the
     engine's, for what is recorded beside the values. ConfigError or StartError, in one line each, if it cannot start.
     """
     config = config if isinstance(config, OffloadConfig) else load_config(config)
@@ -98,7 +99,7 @@ def open_manager(
             config, layout, region, primary, logs, release
         )  # last: from now on there are threads and processes
         undo.pop_all()
-    engine.say_that_it_is_on(way_in)
+    engine.write_start_line(way_in)
     tokens_per_chunk = [layout.tokens_per_chunk(group) for group in range(len(layout.groups))]
     return TieringManager(
         engine_id,
@@ -222,7 +223,7 @@ def _tiering_options(config: OffloadConfig, prior: float = 0.0) -> TieringOption
 
 
 class _Engine:
-    """What the manager needs of the rest: the region's news, the tiers' life, and new names when weights change."""
+    """The manager's ``EngineSide``: the region's events, the tiers' lifecycle, and new names when weights change."""
 
     def __init__(
         self,
@@ -262,8 +263,8 @@ class _Engine:
         if self._hosts is not None:
             self._hosts.start()
 
-    def say_that_it_is_on(self, way_in: str) -> None:
-        """Have the start line written when the ranks have joined and the tiers have said how they are."""
+    def write_start_line(self, way_in: str) -> None:
+        """Write the start line, on its own thread, when the ranks have joined and the tiers report their state."""
         region = self._region
         facts = StartFacts(
             way_in,
@@ -276,13 +277,13 @@ class _Engine:
         self._start_line = StartLine(facts, tiers, lambda: region.all_joined)
 
     def ready(self) -> bool:
-        """Say whether all ranks have joined, and all that the start waits for is there."""
+        """Return whether all ranks have joined and, with ``prefault: all``, the region is populated and pinned."""
         if (pinned := self._region.pinned_rows) != self._opened:
             self._opened = pinned
             self._primary.open_rows(pinned)
         if self._primary.rows_wanted >= self._follow_from:
             self._follow_from = self._region.follow(self._primary.rows_wanted)
-        if not self._region.has_news() and (self._ready or not self._waits_for_all):
+        if not self._region.has_events() and (self._ready or not self._waits_for_all):
             return self._ready
         for event in self._region.poll():
             if isinstance(event, RankLost):
@@ -303,7 +304,7 @@ class _Engine:
         return lost
 
     def dma_may_run(self) -> bool:
-        """Say whether a lost rank's copies may still run."""
+        """Return whether a lost rank's copies may still run."""
         return bool(self._region.lost_ranks)
 
     def wait_ready(self, timeout: float) -> None:
@@ -331,7 +332,7 @@ class _Engine:
         return self._tiers[name].stats()
 
     def close_tiers(self, timeout: float) -> None:
-        """Drain all tiers at the same time, each of which says what it had to drop, and close them."""
+        """Drain all tiers at the same time, each of which logs what it had to drop, and close them."""
         if self._start_line is not None:
             self._start_line.close()
         until = time.monotonic() + timeout
@@ -342,7 +343,7 @@ class _Engine:
             self._hosts.close(max(_CLOSE_SECONDS, until - time.monotonic()))
 
     def close_region(self) -> None:
-        """Let go of the region."""
+        """Release the region."""
         self._views.close()
         self._region.close()
         _anonymous_regions.pop(self._region.engine_id, None)
@@ -428,7 +429,7 @@ def _described(names: StorageNames, layout: CacheLayout, release: str) -> Descri
 
 
 def _is_shared(model: ModelIdentity) -> bool:
-    """Say whether another process can reproduce the keys and the weights' name."""
+    """Return whether another process can reproduce the keys and the weights' name."""
     return not (model.weights.startswith(_RANDOM) or model.hash_seed.startswith(_RANDOM))
 
 

@@ -1,7 +1,7 @@
-"""The start line: what an engine with kvtiers is, in one line of its log, once ranks and tiers have said how they are.
+"""The start line: one line of the log that describes the engine, once ranks have joined and tiers report their state.
 
-A tier that cannot be used says so beside it, though no request has come yet. All of it happens on a thread of its own,
-which asks what the tiers' hosts have said: the engine may be idle for hours, and listens to nobody meanwhile.
+A tier that cannot be used gets a line of its own then, though no request has come yet. A separate thread polls the
+tiers' hosts for it: the engine's thread may be idle for hours, and polls nothing meanwhile.
 """
 
 import logging
@@ -23,18 +23,18 @@ _CLOSE_SECONDS = 1.0
 
 
 class Announced(Protocol):
-    """What there is to be asked of a tier while it is opened. Any thread; nothing here waits for a store."""
+    """The state of a tier while it is opened. Any thread; no method waits for a store."""
 
     def open_state(self) -> str | None:
         """Return "" if it is open, why it cannot be opened, or None while it has said neither."""
 
     def warn_unusable(self, error: str) -> None:
-        """Write the line that says that it is out of use and why, unless it stands there already."""
+        """Log that it is out of use and why, unless that has been logged already."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartFacts:
-    """What the line says besides the tiers. ``way_in``: what uses kvtiers; ``shared``: others can."""
+    """The line's contents besides the tiers. ``way_in``: how kvtiers was started; ``shared``: others can use the KV."""
 
     way_in: str
     primary: str
@@ -53,7 +53,7 @@ class StartFacts:
 
 
 class StartLine:
-    """Writes the line when ``ready()`` and all tiers have said how they are, or 10 s after ``ready()``.
+    """Writes the line when ``ready()`` and all tiers have reported their state, or 10 s after ``ready()``.
 
     ``tiers``: each by its name, with its type. ``close`` ends it, if it has not ended by itself.
     """
@@ -97,7 +97,7 @@ class StartLine:
             self._closed.wait(_LOOK_SECONDS if now - began < _SAY_WITHIN else _LATER_LOOK_SECONDS)
 
     def _look(self, *, said: bool) -> None:
-        """Take what the tiers say for the first time."""
+        """Record the tiers' first reports."""
         for name, before in self._states.items():
             if before is not None:
                 continue

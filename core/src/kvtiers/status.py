@@ -1,4 +1,4 @@
-"""What ``kvtiers status`` asks: a local socket of an engine that answers one question, and only to its own user.
+"""The status socket: a local socket on which an engine answers ``kvtiers status``, and only to its own user.
 
 The socket is abstract, so nothing is left of it after any end, and named from the engine's process::
 
@@ -7,8 +7,8 @@ The socket is abstract, so nothing is left of it after any end, and named from t
 A pid alone is no name: containers that share a network, as those of one pod do, see each other's sockets, and each
 counts its processes from 1.
 
-Whoever connects gets one JSON object and the end of the stream; what it sends is not read. Answers are made on a
-thread of its own, from figures that the engine's thread counts: nobody waits for a question.
+A client that connects gets one JSON object and the end of the stream; what it sends is not read. A thread of its own
+makes the answers from figures that the engine's thread counts, so the engine never waits for a client.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ class StatusSocket:
         threading.Thread(target=self._serve, name="kvtiers-status", daemon=True).start()
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Close the socket and answer no further client."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closing alone would not
@@ -95,7 +95,7 @@ class StatusSocket:
 
 
 class LastTrouble(logging.Handler):
-    """The last warning or error in which a tier's name comes first, as its lines in the log do."""
+    """A log handler that keeps a tier's last warning or error; the tier's lines begin with its name."""
 
     def __init__(self, tier: str) -> None:
         super().__init__(logging.WARNING)
@@ -118,10 +118,10 @@ def answer_status(
     namespace: str = "",
     fingerprint: Callable[[], str] = lambda: "",
 ) -> StatusSocket:
-    """Answer questions about an engine's tiers from now on, and listen to what the log says of them.
+    """Answer questions about an engine's tiers from now on, and keep each tier's last warning from the log.
 
-    ``figures()``: by tier, those of ``TierMetrics``, what the tier counts itself as ``own``, and ``off`` (why it does
-    nothing here, or ""), ``shared``, ``tokens`` and ``saved_seconds``; ``left_out_requests`` where there can be some.
+    ``figures()``: by tier, the fields of ``TierMetrics``; ``own``: the tier's own figures; ``off``: why it is not used
+    here, or ""; ``shared``, ``tokens``, ``saved_seconds``; and ``left_out_requests`` where there can be any.
     """
     troubles = {name: LastTrouble(name) for name in tiers}
     logger = logging.getLogger("kvtiers")
@@ -149,7 +149,7 @@ def answer_status(
 
 
 def is_orphaned() -> bool:
-    """Say whether the process that started this one, to answer for it, has ended: an engine whose server is gone."""
+    """Return whether the process that started this one, to answer for it, has ended: an engine whose server is gone."""
     parent = multiprocessing.parent_process()
     return parent is not None and not parent.is_alive()
 
@@ -165,7 +165,7 @@ def running() -> list[str]:
 
 
 def process_of(name: str) -> str:
-    """Return what all sockets of one process have in common, and those of no other."""
+    """Return the part of a socket's name that identifies its process."""
     return name.rpartition("-")[0]
 
 

@@ -1,4 +1,4 @@
-"""The engine side's words: what an engine, its scheduler, its workers and the tiering manager tell each other."""
+"""The value types of the engine's side, shared by an engine, its scheduler, its workers and the tiering manager."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ ChunkIds: TypeAlias = npt.NDArray[np.int32]
 
 
 class OffloadPolicy(Enum):
-    """Which chunks of a request an engine offers to ``prepare_store``."""
+    """The chunks of a request that an engine offers to ``prepare_store``."""
 
     CHUNK_LEVEL = "chunk"
     """Newly computed chunks only."""
@@ -48,7 +48,7 @@ class RequestContext:
     params: Mapping[str, object] = field(default_factory=dict)
 
     def may_load_from(self, tier_name: str) -> bool:
-        """Say whether this request may load from this secondary tier."""
+        """Return whether this request may load from this secondary tier."""
         allowed = self.params.get("kv_load_tiers")
         if not isinstance(allowed, list):
             return True
@@ -75,7 +75,7 @@ class PrefixHits(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StorePlan:
-    """Leave to copy chunks from the GPU into rows; ends with exactly one ``complete_store``.
+    """Rows leased for copies from the GPU; ends with exactly one ``complete_store``.
 
     ``keys``: those of the offered keys that are to be stored, in offered order; ``chunk_ids[i]`` is the row of
     ``keys[i]``. Nothing to store: both empty, and the plan is still completed.
@@ -89,7 +89,7 @@ class StorePlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadPlan:
-    """Leave to copy rows to the GPU; they are pinned until exactly one ``complete_load``. Co-indexed like StorePlan."""
+    """Rows pinned for copies to the GPU, until exactly one ``complete_load``. Co-indexed like StorePlan."""
 
     plan_id: int
     keys: Sequence[OffloadKey]

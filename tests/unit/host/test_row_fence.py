@@ -13,7 +13,7 @@ def told():
 def test_rows_that_were_let_go_are_copied_into_no_more(told):
     guard, copied = RowFence(), []
     assert guard.land(lambda: copied.append(1))
-    guard.let_go(lambda: told.append("free"))
+    guard.detach(lambda: told.append("free"))
     assert told == ["free"]
     assert not guard.land(lambda: copied.append(2))
     assert copied == [1]
@@ -30,7 +30,7 @@ def test_a_copy_that_is_under_way_ends_before_the_rows_are_free(told):
     lander = threading.Thread(target=guard.land, args=(copy,))
     lander.start()
     assert begun.wait(60)
-    guard.let_go(lambda: told.append("free"))
+    guard.detach(lambda: told.append("free"))
     assert told == []
     go_on.set()
     lander.join(60)
@@ -39,9 +39,9 @@ def test_a_copy_that_is_under_way_ends_before_the_rows_are_free(told):
 
 def test_it_is_told_once_and_not_after_the_result(told):
     guard = RowFence()
-    guard.let_go(lambda: told.append("free"))
-    guard.let_go(lambda: told.append("again"))
+    guard.detach(lambda: told.append("free"))
+    guard.detach(lambda: told.append("again"))
     over = RowFence()
     over.end()
-    over.let_go(lambda: told.append("late"))
+    over.detach(lambda: told.append("late"))
     assert told == ["free"]

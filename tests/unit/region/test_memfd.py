@@ -141,7 +141,7 @@ def test_what_a_child_has_put_into_the_hole_before_the_hook_ran_is_left_there():
     def look():  # forked in C: no hook has run
         there = memfd_module._libc.mmap(mapping.address + (5 << 20), 1 << 20, 3, 0x22 | 0x100000, -1, 0)
         ctypes.memset(there, 5, 1 << 20)
-        mapping.let_go()
+        mapping.detach()
         view = mapping.view
         around = not any(view[:: 1 << 20][i] for i in range(64) if i != 5)
         return 0 if around and view[5 << 20] == view[(6 << 20) - 1] == 5 else 1

@@ -14,18 +14,18 @@ class Clock:
 def test_the_first_refusals_have_a_line_each_and_then_there_is_one_a_second_with_the_count():
     clock = Clock()
     refusals = Refusals(clock)
-    assert sum(refusals.is_worth_a_line() for _ in range(1000)) == 20
+    assert sum(refusals.should_log() for _ in range(1000)) == 20
     clock.now += 1.0
-    assert [refusals.is_worth_a_line() for _ in range(3)] == [True, False, False]
-    assert refusals.take_unsaid() == " (982 more since the last such line)"
-    assert refusals.take_unsaid() == ""
+    assert [refusals.should_log() for _ in range(3)] == [True, False, False]
+    assert refusals.take_unlogged() == " (982 more since the last such line)"
+    assert refusals.take_unlogged() == ""
 
 
 def test_after_many_in_a_row_there_is_a_pause_and_then_as_many_again():
     refusals = Refusals(Clock())
     pauses = 0
     for _ in range(500):
-        refusals.is_worth_a_line()
+        refusals.should_log()
         pauses += refusals.pause() > 0
     assert pauses == 10
 

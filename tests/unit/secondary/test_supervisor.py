@@ -47,11 +47,11 @@ def test_a_host_that_the_kernel_does_not_let_go_is_killed_once_and_not_all_the_t
         return kills.append(number)
 
     monkeypatch.setattr("kvtiers._process.os.kill", kill)
-    launcher.kill_unless_forgiven(life, "it hangs", 0.0)
-    launcher.listened(life)
+    launcher.kill_after(life, "it hangs", 0.0)
+    launcher.all_read(life)
     kit.wait_until(lambda: kills, "the kill")
     for _ in range(10):  # the thread looks at its hosts after each request
-        launcher.listened(life)
+        launcher.all_read(life)
         looked = threading.Event()
         launcher._requests.put(looked.set)
         assert looked.wait(kit.PATIENCE)

@@ -71,10 +71,10 @@ class WantsAll(Silent):
         return True
 
 
-@pytest.mark.parametrize(("kind", "hears"), [(Silent, False), (HearsEnds, True), (WantsAll, True)])
-def test_a_tier_hears_of_requests_if_it_does_something_then(monkeypatch, kind, hears):
+@pytest.mark.parametrize(("kind", "wants"), [(Silent, False), (HearsEnds, True), (WantsAll, True)])
+def test_a_tier_is_notified_of_requests_if_it_overrides_a_notification(monkeypatch, kind, wants):
     monkeypatch.setattr(kind, "__abstractmethods__", frozenset())
-    assert TierSlot(0, kind(), TierOptions("t")).hears_of_requests is hears
+    assert TierSlot(0, kind(), TierOptions("t")).wants_requests is wants
 
 
 @pytest.mark.parametrize(

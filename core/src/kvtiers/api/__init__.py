@@ -1,4 +1,4 @@
-"""The contract: all that the author of a tier imports.
+"""The public contract for tier authors: every name that a plugin may import.
 
 Three rungs: a blocking ``ChunkStore``, the abilities that a store may add to it (``SupportsBatch``,
 ``SupportsPieces``, ``SupportsListing``, ``SupportsDiagnosis``, ``SupportsStats``), and ``SecondaryTierManager`` for

@@ -1,4 +1,4 @@
-"""The checks of what a store's calls return, so that a wrong answer is named as such by everybody who calls a store."""
+"""Validation of the values that a store's methods return, the same for every caller of a store."""
 
 from collections.abc import Iterable, Sequence
 

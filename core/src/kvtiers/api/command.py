@@ -1,4 +1,4 @@
-"""How a companion distribution adds a command to ``kvtiers``.
+"""The contract by which a companion distribution adds a command to ``kvtiers``.
 
 A distribution declares an entry point in the group ``kvtiers.commands``, named as the command, that leads to a
 ``CommandPlugin``. The module that holds it imports nothing heavy: ``kvtiers --help`` reads it; the command itself is

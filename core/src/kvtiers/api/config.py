@@ -43,7 +43,7 @@ HELPER_OPTIONS = frozenset(
         "cpus", "exists_ttl", "grace", "host", "nice", "processes", "rate_limit", "retries", "store_queue", "threads",
     }
 )  # fmt: skip
-"""What core does with these for a store, a tier that moves its rows by itself does not have."""
+"""Options that apply to a store only: a tier that moves its rows by itself has no helper process and none of these."""
 _MOST_PROCESSORS = 65_536  # more than any kernel numbers
 _TierConfig = TypeVar("_TierConfig", bound="TierConfig")
 
@@ -65,7 +65,7 @@ def expand_variables(text: str) -> str:
 
 
 class Secret:
-    """A password or key that knows where it came from and never prints.
+    """A password or key that remembers its source and never prints.
 
     Written as plain text, as ``${NAME}``, or as ``{file: PATH}``; a file's content (without the last line break)
     is read at every ``reveal``, so that a rotated secret is picked up.
@@ -173,7 +173,7 @@ class StrictModel(BaseModel):
 
 
 class BreakerConfig(StrictModel):
-    """When a tier is taken out of use for a while, and when it is tried again."""
+    """The circuit breaker's limits: when a tier is taken out of use for a while, and when it is tried again."""
 
     failures: int = Field(default=5, ge=1, description="failures in a row that open the breaker")
     error_rate: Share = Field(default=0.5, description="share of failed calls in the window that opens it")
@@ -195,7 +195,7 @@ class TierConfig(StrictModel):
 
     A ``SecondaryTierManager`` has no helper process and none of core's threads: what is said of those (``host``,
     ``processes``, ``cpus``, ``nice``, ``threads``, ``grace``, ``retries``, ``store_queue``, ``rate_limit``,
-    ``exists_ttl``, ``io: process``) is refused for it, but an option that the subclass declares anew is the tier's own.
+    ``exists_ttl``, ``io: process``) is refused for it; an option that the subclass declares itself is the tier's own.
     """
 
     shareable: ClassVar[bool] = False
@@ -207,8 +207,8 @@ class TierConfig(StrictModel):
     each helper has the same, so they are not added up."""
 
     figures: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """The store's own figures (``SupportsStats``) and what each says, for places that have to know them beforehand, as
-    the ``/metrics`` of an engine. One that is not named here stands there in ``kvtiers_tier_own_figure`` by a label."""
+    """The store's own figures (``SupportsStats``) and their help texts, for exporters that need them beforehand, such
+    as an engine's ``/metrics``. One that is not named here is a label of ``kvtiers_tier_own_figure`` there."""
 
     when_full: ClassVar[str] = "give it more room, or have it evict by itself"
     """What to do once the store takes no more values (``StoreFull``), for the line of the log that says so."""
@@ -244,7 +244,7 @@ class TierConfig(StrictModel):
     admission: Literal["all", "second_access", "on_eviction"] = Field(
         default="all", description="which chunks go down to this tier"
     )
-    exists_ttl: Duration = Field(default=60.0, ge=0, description="how long an answer to 'is it there?' is believed")
+    exists_ttl: Duration = Field(default=60.0, ge=0, description="how long the answer of an existence check is reused")
 
     @property
     def tier_name(self) -> str:

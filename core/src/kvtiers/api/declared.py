@@ -1,7 +1,7 @@
-"""What a tier's classes declare: the abilities they have, and what looks like part of the contract but is none of it.
+"""Checks of a tier's classes: the abilities they have, and methods that look like the contract but are no part of it.
 
-A method under another name, or without the one that it goes with, is no ability: core would never call it, and the
-author would not hear of it. So it is an error in the kit, in ``kvtiers check``, and where the tier is opened.
+A method under another name, or without the one that it goes with, is no ability: core would silently never call it.
+So it is an error in the kit, in ``kvtiers check``, and where the tier is opened.
 """
 
 import difflib
@@ -48,8 +48,8 @@ def class_problems(tier_class: type) -> list[str]:
 def option_problems(config: type[TierConfig], kind: str) -> list[str]:
     """Return what is wrong with the options of a tier of this kind that every tier has, a line each.
 
-    A subclass may change a default, with the option's type and description; another meaning under the name would be
-    obeyed by core in the old one. A "manager" has options of its own for what core does with a store's helper.
+    A subclass may change a default, but must keep the option's type and description: core would apply the old meaning.
+    A "manager" may reuse the names of options that concern a store's helper process.
     """
     own = {name for part in _above(config, TierConfig) for name in inspect.get_annotations(part)}
     common = own & set(TierConfig.model_fields) - {"type"} - (HELPER_OPTIONS if kind == "manager" else frozenset())

@@ -1,4 +1,4 @@
-"""What goes wrong, as types.
+"""The exceptions of kvtiers.
 
 ::
 

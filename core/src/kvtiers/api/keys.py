@@ -1,4 +1,4 @@
-"""Offload keys: what names a chunk before any store does.
+"""Offload keys: the names of chunks inside the engine, from which stores' names are derived.
 
 An offload key is ``block_hash || group`` as plain ``bytes``: the chained hash of the chunk's last block (any
 length from 1 to 65,531 bytes), then the KV group's index, 4 bytes, big endian, unsigned. Plain bytes, so that

@@ -1,4 +1,4 @@
-"""How a tier plugin makes itself known.
+"""Registration of a tier plugin.
 
 A distribution declares an entry point in the group ``kvtiers.tiers``, named as the ``type`` in the YAML file, that
 leads to a module with one hook::
@@ -33,7 +33,7 @@ hookimpl = pluggy.HookimplMarker("kvtiers")
 
 @dataclass(frozen=True, slots=True)
 class TierContext:
-    """What a tier is told when it is opened.
+    """The parameters that a tier is opened with.
 
     ``value_bytes``: the largest value's length; each ``dst`` and ``src`` has its own. ``namespace``: the first part
     of every storage name. ``read_only``: nothing will be written or deleted. ``region``: the whole shared region as

@@ -1,4 +1,4 @@
-"""The first two rungs of the contract: a blocking store of values, and what it may be able to do besides.
+"""The first two rungs of the contract: a blocking store of values, and its optional abilities.
 
 A *value* is one chunk as a store sees it: a flat run of bytes whose length is a multiple of 4096, ending in a
 64-byte seal that core writes and checks. A store gives back exactly the bytes it was given, or says that it has
@@ -23,7 +23,7 @@ __all__ = [
 
 
 class ChunkStore(ABC):
-    """Where one tier keeps its values. Subclass it, write four methods, and core does the rest.
+    """The storage of one tier's values. Subclass it, write four methods, and core does the rest.
 
     Core's threads call these methods, several at once, and they may block; they never run on the engine's
     thread. Core brings the threads, retries, deadlines, the circuit breaker, integrity checks and metrics.
@@ -46,7 +46,7 @@ class ChunkStore(ABC):
 
     exists_per_call: ClassVar[int] = 256
     """How many names one ``exists`` call should get. 1: asking is expensive, so core searches the prefix by
-    bisection, takes everything below a hit as present, and asks nothing before it writes what it does not know."""
+    bisection, takes everything below a hit as present, and does not ask before it writes an unknown value."""
 
     @abstractmethod
     def read_into(self, name: str, dst: memoryview) -> bool:
@@ -62,13 +62,13 @@ class ChunkStore(ABC):
 
         Atomic: another reader, also one in another process, sees the old value, the new one or none, never a mix;
         and so it stays if this process is killed in the middle. Raise ``StoreFull`` to drop the write, also of a value
-        that can never fit, with the limit in its text: it is said once in the log, counted (``dropped_full``), and no
+        that can never fit, with the limit in its text: it is logged once, counted (``dropped_full``), and is no
         failure of the tier.
         """
 
     @abstractmethod
     def exists(self, names: Sequence[str]) -> Sequence[bool]:
-        """Say for each name, in order, whether ``read_into`` would find a value now."""
+        """Return for each name, in order, whether ``read_into`` would find a value now."""
 
     @abstractmethod
     def delete(self, names: Sequence[str]) -> None:
@@ -124,7 +124,7 @@ class SupportsPieces(Protocol):
     """
 
     def reads_in_pieces(self, nbytes: int) -> bool:
-        """Say whether values of this length are to be read by ``read_pieces``; the others are by ``read_into``."""
+        """Return whether values of this length are to be read by ``read_pieces``; the others are by ``read_into``."""
 
     def read_pieces(self, name: str, nbytes: int) -> Iterable[bytes | memoryview] | None:
         """Return the value of this name from its start to its end, in pieces of any length; None if there is none.
@@ -151,7 +151,7 @@ class SupportsDiagnosis(Protocol):
     """A store that can find out what is wrong with its backend or its settings."""
 
     def diagnose(self, value_bytes: int) -> Sequence[Finding]:
-        """Look at the backend with values of this many bytes in mind. May take seconds; called by ``kvtiers check``."""
+        """Examine the backend for values of this many bytes. May take seconds; called by ``kvtiers check``."""
 
 
 @runtime_checkable

@@ -1,7 +1,7 @@
 """The third rung of the contract: a tier that moves chunks asynchronously and never blocks.
 
 Most authors want ``ChunkStore`` (``kvtiers.api.store``); this rung is for RDMA, io_uring, peers and the like, and
-it is the only one that the tiering code knows.
+it is the only interface that the tiering code calls.
 """
 
 from abc import ABC, abstractmethod
@@ -16,7 +16,7 @@ __all__ = ["JobResult", "LookupResult", "SecondaryTierManager", "TierRequest", "
 
 
 class LookupResult(Enum):
-    """Where a chunk stands. A secondary tier answers MISS, HIT or RETRY; HIT_PENDING is the primary's own."""
+    """The answer to a chunk's lookup. A secondary tier gives MISS, HIT or RETRY; only the primary HIT_PENDING."""
 
     MISS = "miss"
     """Not there."""
@@ -29,11 +29,11 @@ class LookupResult(Enum):
 
 
 class TierRequest(Protocol):
-    """What a tier may know of the request on whose behalf it works."""
+    """The request that a tier works for, as far as the tier may see it."""
 
     @property
     def request_id(self) -> str:
-        """The engine's name of the request, unique among those in flight; empty in a job on nobody's behalf."""
+        """The engine's name of the request, unique among those in flight; empty in a job without a request."""
 
     @property
     def params(self) -> Mapping[str, object]:
@@ -42,10 +42,10 @@ class TierRequest(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransferJob:
-    """One asynchronous transfer of many chunks between the primary's rows and a tier.
+    """An asynchronous transfer of chunks between the primary's rows and a tier.
 
     ``keys[i]`` belongs to the row ``chunk_ids[i]`` of the region (``chunk_ids``: a buffer of int32). A promotion
-    writes into the rows, a store only reads them. ``job_id`` is unique for the life of the process and grows.
+    writes into the rows, a store only reads them. Job ids increase and are never reused in a process.
     """
 
     job_id: int
@@ -59,8 +59,8 @@ class TransferJob:
 class JobResult:
     """The one result of a job, reported only when nothing of the tier's can touch the job's rows any more.
 
-    ``success``: all keys. ``successful_keys``: of a job that failed in part, the keys that did land (a subset of
-    the job's); None means that all keys share the job's fate. ``nbytes`` moved, ``seconds`` taken.
+    ``success``: all chunks were moved. ``successful_keys``: if the job failed in part, the keys that were moved (a
+    subset of the job's); None: all keys have the outcome that ``success`` states. ``nbytes`` moved, ``seconds`` taken.
     """
 
     job_id: int
@@ -86,7 +86,7 @@ class SecondaryTierManager(ABC):
     """
 
     def lookup(self, key: OffloadKey, context: TierRequest) -> LookupResult:
-        """Say whether this tier has the chunk: MISS, HIT or RETRY. Override this or ``lookup_many``."""
+        """Return whether this tier has the chunk: MISS, HIT or RETRY. Override this or ``lookup_many``."""
         return self.lookup_many([key], context)[0]
 
     def lookup_many(self, keys: Sequence[OffloadKey], context: TierRequest) -> Sequence[LookupResult]:
@@ -107,7 +107,7 @@ class SecondaryTierManager(ABC):
 
     @abstractmethod
     def submit_load(self, job: TransferJob) -> None:
-        """Start to fill the job's rows from the tier. Nobody else touches them until the job is reported."""
+        """Start to fill the job's rows from the tier. The rows are the tier's alone until the job is reported."""
 
     @abstractmethod
     def get_finished_jobs(self) -> Sequence[JobResult]:
@@ -132,32 +132,32 @@ class SecondaryTierManager(ABC):
     def get_failed_jobs(self) -> Sequence[int]:
         """Return the jobs that have failed since the last call though something may still touch their rows.
 
-        Who waits for them is told now; their results are owed as ever, and free the rows.
+        Waiting requests go on at once. Each job's result must still follow: it frees the rows.
         """
         return ()
 
     def is_available(self) -> bool:
-        """Say whether the tier can be used now. While it cannot, its lookups miss and it is given no job."""
+        """Return whether the tier can be used now. While it cannot, its lookups miss and it is given no job."""
         return True
 
     def abandon_job(self, job_id: int) -> None:
-        """Take note that core has given this job up. Its result is still owed: it frees the rows."""
+        """Record that core has given this job up. Its result must still follow: it frees the rows."""
 
     def on_new_request(self, context: TierRequest) -> bool:
-        """Take note of a request. Return True to be offered all its chunks, also those already in the primary.
+        """Handle a new request. Return True to be offered all its chunks, also those already in the primary.
 
-        Requests that came while the tier was opened are told first of all, and what it returns for them is not used.
+        Requests that came while the tier was being opened are reported first, and the answers for them are not used.
         """
         return False
 
     def on_request_finished(self, context: TierRequest) -> None:
-        """Take note that no further call will name this request. Its transfers may still run."""
+        """Handle a request's end: no further call names it. Its transfers may still run."""
 
     def on_schedule_end(self) -> None:
-        """Take note of the end of an engine step: the time to send what was collected."""
+        """Handle the end of an engine step: the time to send what was collected."""
 
     def has_pending_work(self) -> bool:
-        """Say whether the engine should keep stepping for this tier's sake though no job is in flight."""
+        """Return whether this tier needs further engine steps although no job is in flight."""
         return False
 
     def close(self) -> None:

@@ -130,7 +130,7 @@ def _format_share(share: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """How a number in a config model is written: the type's name, its way back to text, an example.
+    """A notation of numbers in a config model: the type's name, its formatter, an example.
 
     ``pattern`` and ``bare`` are for the JSON schema: what its text looks like, and the JSON type of a bare number.
     """

@@ -1,4 +1,4 @@
-"""How a tier host begins: tied to its engine's life before anything else is loaded, which takes a while.
+"""The entry point of a tier host: ties the process to its engine's life before it loads anything else.
 
 Until the parent-death signal is armed, some 15 ms after the fork, a host that has been stopped (SIGSTOP) could neither
 arm it nor see the end of its socket. It is therefore in a process group of its own, from before its first instruction:
@@ -24,7 +24,7 @@ def main() -> None:
     socket_fd, region_fd, parent = map(int, sys.argv[1:4])
     die_with_parent(parent)
     # A service manager's SIGTERM reaches every process; the engine, which gets it too, says when to end.
-    # Handlers and not SIG_IGN: what a store starts must not inherit the deafness.
+    # Handlers and not SIG_IGN: processes that a store starts must not inherit it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave_to_the_engine)
     _give_way()

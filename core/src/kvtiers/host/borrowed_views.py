@@ -1,6 +1,6 @@
-"""Views of values, lent to a store for the length of one call.
+"""Borrowed views: views of values that a store may use for the length of one call, and the check that it kept none.
 
-A fresh exporter (an array over the region) stands behind the views of a call. If it is still alive after the call,
+A new exporter (an array over the region) stands behind the views of each call. If it is still alive after the call,
 the store kept a buffer, and could read or write the row when it is another chunk's. Releasing the views alone would not
 show that: a slice of one, or an array made from it, lives on. The views themselves are watched as well: one that is
 kept is released, but what the store meant to do with it fails later, and elsewhere.
@@ -20,8 +20,8 @@ from typing import Any
 
 __all__ = ["Loan", "ValueViews"]
 
-_RETURN_SECONDS = 0.02  # a pool's thread holds its task's arguments for a moment after whoever waits has the result
-_collecting = threading.Lock()  # a collection that meets another one under way does nothing at all
+_RETURN_SECONDS = 0.02  # a pool's thread holds its task's arguments for a moment after it has given the result
+_collecting = threading.Lock()  # a garbage collection that starts while another one runs does nothing at all
 
 
 @functools.lru_cache(16)
@@ -30,9 +30,9 @@ def _array_type(nbytes: int) -> type[ctypes.Array[ctypes.c_ubyte]]:
 
 
 class Loan:
-    """Views that are out together. ``views``: each 1-D, format B, of exactly one value, at (offset, length)."""
+    """The views of one call. ``views``: each 1-D, format B, of exactly one value, at (offset, length)."""
 
-    __slots__ = ("_exporter", "_lent", "views")
+    __slots__ = ("_borrowed", "_exporter", "views")
 
     def __init__(self, region: memoryview, places: Sequence[tuple[int, int]], *, readonly: bool) -> None:
         array = _array_type(len(region)).from_buffer(region)
@@ -41,7 +41,7 @@ class Loan:
         if readonly:
             whole = whole.toreadonly()
         self.views = [whole[offset : offset + nbytes] for offset, nbytes in places]
-        self._lent = [weakref.ref(view) for view in self.views]
+        self._borrowed = [weakref.ref(view) for view in self.views]
 
     def take_back(self) -> bool:
         """End the loan; False if the borrower kept a view, or a buffer made from one.
@@ -50,24 +50,24 @@ class Loan:
         be taken away, and holds the memory until it is gone (``is_free``). May wait for some hundredths of a second
         where something is still held: another thread may be about to drop it, or a cycle has to be collected.
         """
-        self.views = []  # else our own references would keep the exporter when the borrower has let go of it
+        self.views = []  # else our own references would keep the exporter when the borrower has dropped it
         if self.is_free():
             return True
-        for lent in self._lent:
-            if (view := lent()) is not None:
+        for borrowed in self._borrowed:
+            if (view := borrowed()) is not None:
                 with contextlib.suppress(BufferError):  # something was made from it, which shows below
                     view.release()
                 del view
         return self._is_returned()
 
     def is_free(self) -> bool:
-        """Say whether nothing holds the memory any more; a view that has been released does not."""
+        """Return whether nothing holds the memory any more; a view that has been released does not."""
         return self._exporter() is None
 
     def _is_returned(self) -> bool:
-        """Say whether views and buffers are all gone, as soon as they are, at the latest after a moment."""
-        lent: list[weakref.ref[Any]] = [*self._lent, self._exporter]
-        out = [ref for ref in lent if ref() is not None]
+        """Return whether views and buffers are all gone, as soon as they are, at the latest after a moment."""
+        borrowed: list[weakref.ref[Any]] = [*self._borrowed, self._exporter]
+        out = [ref for ref in borrowed if ref() is not None]
         until = time.monotonic() + _RETURN_SECONDS
         if all(_ends(ref, until - time.monotonic()) for ref in out):
             return True
@@ -123,10 +123,10 @@ class ValueViews:
         """Begin work on the values of these rows; ``filled``: with what the rows hold."""
 
     def land(self, row: int, nbytes: int) -> None:
-        """See that the first ``nbytes`` of this value are in its row."""
+        """Make sure that the first ``nbytes`` of this value are in its row."""
 
     def end(self, *, kept: bool) -> None:
-        """End the work; ``kept``: somebody still holds what was lent."""
+        """End the work; ``kept``: a store still holds a borrowed view."""
 
     def lend(self, rows: Sequence[int], sizes: Sequence[int], *, readonly: bool) -> Loan:
         """Lend the values of rows, so many bytes each. IndexError if there is no such row or it is not that long."""

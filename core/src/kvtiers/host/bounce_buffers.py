@@ -1,4 +1,4 @@
-"""Values beside the rows: for rows without room for a seal, and for stores whose seal no other store would write.
+"""Bounce buffers: values beside the rows, for rows without room for a seal and for seals that only one store writes.
 
 Each thread has memory for the values that it works on at a time. A store's payload is copied there, sealed, and
 written from there; a load is read there, checked, and only what is sound is copied into its row. Half a value, or a
@@ -33,7 +33,7 @@ def beside_rows(views: ValueViews, value_bytes: int) -> ValueViews:
 
 
 class _Stage(threading.local):
-    """One thread's memory, and which row's value lies where in it."""
+    """One thread's bounce buffers, and the place of each row's value in them."""
 
     memory: Mapping | None = None
     places: dict[int, int] = {}  # noqa: RUF012 -- replaced, never changed in place
@@ -68,7 +68,7 @@ class BounceBufferViews(ValueViews):
         _copy(memory, offset, self._region, self._offset(row, nbytes), nbytes)
 
     def end(self, *, kept: bool) -> None:
-        """Forget the places; memory that somebody still holds is left to them."""
+        """Forget the places; memory that a store still holds stays allocated until it drops it."""
         self._stage.places = {}
         if kept:
             self._stage.memory = None

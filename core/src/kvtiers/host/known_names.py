@@ -1,4 +1,4 @@
-"""The names that a store is known to hold, so that N replicas do not write the same system prompt N times."""
+"""A cache of the names that a store holds, so that N replicas do not write the same system prompt N times."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ _MOST_KNOWN = 65_536
 
 
 class KnownNames:
-    """The names of one store; for many threads. ``seconds``: how long a name is believed to be there.
+    """The names of one store; for many threads. ``seconds``: how long a name counts as present.
 
     Names are remembered by their hash alone: two that share one, a chance of one in 10^9 with a full memory, cost a
     write that is not made.
@@ -37,7 +37,7 @@ class KnownNames:
         return present, unknown
 
     def learn(self, names: Iterable[str]) -> None:
-        """These are there now: written, read or seen."""
+        """Add names that are there now: written, read or seen."""
         with self._lock:
             until = self._clock() + self._seconds
             for name in names:
@@ -45,7 +45,7 @@ class KnownNames:
             drop_oldest(self._until, _MOST_KNOWN)
 
     def forget(self, names: Iterable[str]) -> None:
-        """These are not there, or nobody knows."""
+        """Remove names that are absent, or whose presence is unknown."""
         with self._lock:
             for name in names:
                 self._until.pop(hash(name), None)

@@ -1,4 +1,4 @@
-"""The log of a tier host: its lines go to the engine's log, with the name of the tier that they are about."""
+"""Log forwarding: a tier host's log lines go to the engine's log, with the name of the tier that they are about."""
 
 import logging
 import time
@@ -16,7 +16,7 @@ def send_logs(tiers: Sequence[str], level: int, send: Callable[[int, int, str], 
     """Pass what is logged in this process to ``send(tier, level, text)``, which says whether it took the line.
 
     A line of a thread that no tier is known to have started goes out under the names of all of them. One that is logged
-    with ``extra={"once": True}`` has SAY_ONCE added to its level: the engine's log has it once, whoever else finds it.
+    with ``extra={"once": True}`` has SAY_ONCE added to its level: the engine logs it once, however many hosts send it.
     """
     root = logging.getLogger()
     root.setLevel(max(level, logging.INFO))  # what clients log for debugging can hold secrets

@@ -1,4 +1,4 @@
-"""What a tier host's memory allocator keeps for itself: while there is work all that it needs, and at rest little.
+"""Tuning of a tier host's memory allocator: it keeps freed memory while there is work, and little when idle.
 
 The C library keeps what was freed, for each of its arenas apart, of which it makes one for nearly every thread. What is
 large it gives back at once, and the next buffer of that size costs a page fault for every 4 KiB.

@@ -1,4 +1,4 @@
-"""What the engine's side of a store tier and the side that does its I/O tell each other.
+"""The messages between the engine's side of a store tier and the side that does its I/O.
 
 The same messages pass through a queue (``io: thread``) or a socket pair (``io: process``). Requests name chunks by raw
 key and row; no bytes of values travel.
@@ -37,7 +37,7 @@ _Value = TypeVar("_Value")
 
 
 class Status(IntEnum):
-    """What became of one value of a job; one byte each in ``JobDone.statuses``."""
+    """The outcome of one value of a job; one byte each in ``JobDone.statuses``."""
 
     MISSING = 0
     """Not there (or of another length, format or layout)."""
@@ -108,7 +108,7 @@ class JobDone(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JobReleased:
-    """Nothing touches the rows of a load any more, as was wished; its JobDone is still owed."""
+    """Nothing touches the rows of a load any more, as was requested; its JobDone still follows."""
 
     job_id: int
 

@@ -1,6 +1,6 @@
-"""The thread that asks a store what it has, so that questions do not stand behind transfers.
+"""The lookup thread of one store: answers which values it has, so that questions do not queue behind transfers.
 
-When there is nothing to ask it takes the store's own figures, here too because they may need a lock that the store
+When there is nothing to ask it reads the store's own figures, here too because they may need a lock that the store
 holds during I/O.
 """
 

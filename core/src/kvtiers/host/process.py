@@ -1,4 +1,4 @@
-"""A tier host: the helper process in which a tier's I/O runs, beside the engine and not inside it.
+"""The tier host: the helper process in which a tier's I/O runs, beside the engine and not inside it.
 
 It maps the engine's region, opens the stores that the HELLO names, and moves values with a ``TransferPool`` for each::
 
@@ -67,7 +67,7 @@ class TierHost:
             reader.feed(data)
             for message in reader.frames(1 << 30):
                 self._take(message)
-        os._exit(0)  # the engine is gone: nothing that is still under way matters to anybody
+        os._exit(0)  # the engine is gone: nothing in flight matters any more
 
     def _receive(self) -> bytes:
         try:
@@ -210,7 +210,7 @@ def _use_processors(cpus: Sequence[int]) -> None:
 def _give_way(nice: int) -> None:
     """Lower the priority of all threads of this process, those to come included, by so much below the engine's.
 
-    0: they are no batch process's either, which waits for whoever runs, at each of the turns that a request takes.
+    0: not a batch process either, which would wait for running processes at each step of a request.
     """
     for thread in Path("/proc/self/task").iterdir():
         number = int(thread.name)

@@ -1,7 +1,7 @@
-"""Rate limits of one tier: bytes and calls a second.
+"""The rate limiter of one tier: bytes and calls a second.
 
-A call that has to wait its turn may be a load or a question, which somebody waits for, or a store, which nobody does.
-The first take the next turn there is, and pay for it ahead; a store waits until no turn is owed to anybody.
+Loads and probes have requests that wait for them, stores have none. So loads and probes take the next turn and borrow
+from the token bucket; a store waits until the bucket is out of debt.
 """
 
 import threading
@@ -23,7 +23,7 @@ class _Bucket:
         self._paid_at = float("-inf")
 
     def debt(self, now: float) -> float:
-        """Return how many seconds it takes to pay for what has been taken so far."""
+        """Return the seconds until the bucket is out of debt."""
         return max(0.0, self._paid_at - now)
 
     def take(self, units: float, now: float) -> None:

@@ -1,4 +1,4 @@
-"""Calls of a store: each in its turn, and again after a transient error, with growing pauses, while there is time."""
+"""Retries of a store's calls: rate-limited attempts, repeated after a transient error with backoff and a deadline."""
 
 import random
 import threading

@@ -1,7 +1,7 @@
-"""When the rows of a load that is given up are left alone, although a call of the store is still under way.
+"""The row fence: detaches a load that is given up from its rows while a call of the store is still under way.
 
-Where values are read beside their rows (``staging.py``), a row is touched by nothing but the copy of a sound value into
-it. So a load can let go of its rows before its calls have ended: from then on nothing is copied any more.
+Where values are read into bounce buffers (``bounce_buffers.py``), nothing touches a row but the copy of a sound value
+into it. So a load's rows can be released before its calls have ended: from then on nothing is copied into them.
 """
 
 import threading
@@ -16,13 +16,13 @@ class RowFence:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._landing = 0
-        self._tell: Callable[[], None] | None = None
+        self._notify: Callable[[], None] | None = None
         self._is_over = False
 
     def land(self, copy: Callable[[], None]) -> bool:
-        """Copy a value into its row; False, with nothing copied, if the rows have been let go."""
+        """Copy a value into its row; False, with nothing copied, if the rows have been detached."""
         with self._lock:
-            if self._tell is not None:
+            if self._notify is not None:
                 return False
             self._landing += 1
         try:
@@ -30,25 +30,25 @@ class RowFence:
         finally:
             with self._lock:
                 self._landing -= 1
-                self._tell_when_free()
+                self._notify_when_free()
         return True
 
-    def let_go(self, tell: Callable[[], None]) -> None:
-        """Copy nothing from now on; ``tell``, which must not block, is called when no copy is under way any more.
+    def detach(self, notify: Callable[[], None]) -> None:
+        """Copy nothing from now on; ``notify``, which must not block, is called when no copy is under way any more.
 
-        Not at all if the load is over, or has let go before.
+        It is not called if the load is over, or was detached before.
         """
         with self._lock:
-            if self._tell is None:
-                self._tell = tell
-                self._tell_when_free()
+            if self._notify is None:
+                self._notify = notify
+                self._notify_when_free()
 
     def end(self) -> None:
-        """The load is over, and its result is on its way."""
+        """End the load: its result is on its way, so ``notify`` is not called any more."""
         with self._lock:
             self._is_over = True
 
-    def _tell_when_free(self) -> None:
-        if self._tell is not None and not self._landing and not self._is_over:
+    def _notify_when_free(self) -> None:
+        if self._notify is not None and not self._landing and not self._is_over:
             self._is_over = True
-            self._tell()
+            self._notify()

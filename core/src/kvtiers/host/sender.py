@@ -1,7 +1,7 @@
-"""The thread of a tier host that sends: events as they come, and once a second the stores' figures.
+"""The sending thread of a tier host: events as they come, and once a second the stores' figures.
 
-That a job has begun is said after a moment, and not at all when it has ended by then: the engine wants to know it of
-long jobs, for their deadline, and each message that it has to take in costs its thread time.
+The start of a job is sent after a moment, and not at all if the job has ended by then: the engine needs it for the
+deadline of long jobs only, and each message costs the engine's thread time.
 """
 
 import os
@@ -47,23 +47,23 @@ class HostSender:
         self._thread.start()
 
     def post(self, message: bytes) -> None:
-        """Have a message sent; never waits."""
+        """Queue a message; never waits."""
         self._messages.put(message)
 
     def post_start(self, tier: int, job_id: int, message: bytes) -> None:
-        """Have it said in a moment that a job has begun, unless its end comes first."""
+        """Send in a moment that a job has begun, unless its end comes first."""
         is_first = not self._starts
         self._starts[tier, job_id] = time.monotonic() + _START_SECONDS, message
         if is_first:
             self._messages.put(b"")  # the thread may be waiting for longer than a moment
 
     def post_end(self, tier: int, job_id: int, message: bytes) -> None:
-        """Have it said that a job has ended."""
+        """Send that a job has ended."""
         self._starts.pop((tier, job_id), None)
         self._messages.put(message)
 
     def post_line(self, message: bytes) -> bool:
-        """Have a log line sent, unless very much is waiting because the engine does not read."""
+        """Queue a log line; False, and dropped, if too much is waiting because the engine does not read."""
         if self._messages.qsize() >= _MOST_LINES_WAITING:
             return False
         self._messages.put(message)
@@ -105,7 +105,7 @@ class HostSender:
         return b"".join(due)
 
     def _collect(self, wait: float) -> tuple[bytes, bool]:
-        """Wait for a message and take all there are, up to a sensible size; say whether to go on after these."""
+        """Wait for a message and take all there are, up to a sensible size; return whether to go on after these."""
         parts: list[bytes] = []
         try:
             message = self._messages.get(timeout=wait)

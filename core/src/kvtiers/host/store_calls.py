@@ -1,4 +1,4 @@
-"""The calls of a store that move values, by whichever of its abilities it has.
+"""The calls of a store that move values: one by one, in batches or in pieces, by its abilities.
 
 What a store has in memory of its own anyway is copied into the row and hashed piece by piece: a hash over what is in
 the processor's cache takes a third of the time.
@@ -13,8 +13,8 @@ from kvtiers.layout.seal import PayloadHash
 
 __all__ = ["StoreCalls"]
 
-# Fits into a processor's own cache together with what it is copied from, and is hashed without letting go of Python's
-# lock, as more than 100 kB would be: the next copy would have to wait for it.
+# Fits into a processor's own cache together with what it is copied from, and is hashed without releasing the GIL, as
+# more than 100 kB would be: the next copy would have to wait for the GIL.
 _STEP_BYTES = 64 << 10
 
 
@@ -31,7 +31,7 @@ class StoreCalls:
 
     @property
     def in_batches(self) -> bool:
-        """Say whether several values are moved in one call."""
+        """Return whether several values are moved in one call."""
         return self._batched is not None
 
     def method(self, *, is_load: bool) -> str:
@@ -40,7 +40,7 @@ class StoreCalls:
         return one if self._batched is None else many
 
     def in_pieces(self, nbytes: int) -> bool:
-        """Say whether values of this length are read by ``read_pieces``."""
+        """Return whether values of this length are read by ``read_pieces``."""
         return self._pieces is not None and self._pieces.reads_in_pieces(nbytes)
 
     def read(self, names: Sequence[str], views: Sequence[memoryview]) -> Callable[[], list[bool]]:

@@ -1,4 +1,4 @@
-"""Moves values between rows and a store: seals, checks, retries, and takes back what it lends.
+"""The transfer of values between rows and a store: seals, checks, retries, and ends the loan of each view.
 
 Runs on the pool's threads, in the tier's host or in the engine's process. All that a store can do wrong ends here as a
 status: an exception, a value of other bytes, a buffer that was kept.
@@ -40,15 +40,15 @@ _Answer = TypeVar("_Answer")
 
 
 def _go_on() -> None:
-    """Give way to nobody."""
+    """Do not give way."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoverOptions:
     """``sizes[g]``: (payload bytes, value bytes) of KV group g.
 
-    ``give_way``: called by each thread after so many bytes, so that whoever waits for its processor need not wait until
-    a tick of the kernel's clock ends the thread's turn: 4 ms at 250 ticks a second, ten times what a value takes.
+    ``give_way``: called by each thread after so many bytes. It yields the processor to a waiting thread, which would
+    else wait for the kernel's next clock tick: 4 ms at 250 ticks a second, ten times what a value takes.
     """
 
     sizes: Sequence[tuple[int, int]]
@@ -62,12 +62,12 @@ class MoverOptions:
 def mover_options(
     config: TierConfig, sizes: Sequence[tuple[int, int]], give_way: Callable[[], object] = _go_on
 ) -> MoverOptions:
-    """Return the options of a tier that the mover obeys."""
+    """Return the mover's options from a tier's config."""
     return MoverOptions(sizes, config.retries, config.read_only, config.exists_ttl, config.rate_limit, give_way)
 
 
 def land_now(copy: Callable[[], None]) -> bool:
-    """Copy a value into its row, which nobody wants back."""
+    """Copy a value into its row, without a fence."""
     copy()
     return True
 
@@ -82,14 +82,14 @@ class ValueRun:
     give_up_at: float
     wanted: Callable[[], bool] = lambda: True
     land: Callable[[Callable[[], None]], bool] = land_now
-    """Copies a value into its row where it lies beside it, unless the rows have been let go (``row_guard.py``)."""
+    """Copies a value from its bounce buffer into its row, unless the rows have been detached (``row_fence.py``)."""
     overwrites: bytes = b""
     """Of a store, a byte a key, or none; 1: written though the tier seems to have it."""
 
 
 @dataclass(slots=True)
 class Moved:
-    """What became of a run of values: a Status each, bytes moved, and the views that the store did not give back."""
+    """The outcome of a run of values: a Status each, bytes moved, and the loans of which the store kept a buffer."""
 
     statuses: bytearray
     nbytes: int = 0
@@ -114,7 +114,7 @@ class _Value(NamedTuple):
 
 
 class _Turn(threading.local):
-    """What a thread has hashed and moved since it gave way."""
+    """The bytes that a thread has hashed and moved since it last gave way."""
 
     nbytes = 0
 
@@ -137,7 +137,7 @@ class ValueMover:
     ) -> None:
         self._store = store
         self._label = label or type(store).__name__
-        self._accused: set[str] = set()
+        self._logged_methods: set[str] = set()
         self._was_full = False
         self._epoch = epoch
         self._views = views
@@ -214,7 +214,7 @@ class ValueMover:
                 lambda: present_each(store, names, store.exists(names)), give_up_at=give_up_at
             )
         except StoreContractError as error:
-            self._accuse(error)
+            self._log_contract_error(error)
             raise
         if moved is not None:
             moved.retries += retries
@@ -285,12 +285,12 @@ class ValueMover:
                 self._worked(payload)
         loan = views.lend(rows, sizes, readonly=not is_load)
         call = self._calls.read if is_load else self._calls.write
-        # The views are in no variable here: it would keep the exporter when the borrower has let go of it.
+        # The views are in no variable here: it would keep the exporter when the borrower has dropped it.
         answers = self._call(moved, run, values, call(names, [*loan.views]), is_load=is_load)
         if not loan.take_back():
             moved.kept.append(loan)
             kept = StoreContractError(self._store, self._calls.method(is_load=is_load), _KEPT)
-            self._accuse(kept)
+            self._log_contract_error(kept)
             moved.error = str(kept)
             return False
         if answers is None:
@@ -304,7 +304,7 @@ class ValueMover:
         else:
             statuses = [Status.DONE if there else Status.DROPPED for there in answers]
             if Status.DROPPED in statuses:
-                self._say_full(max(sizes))
+                self._log_full(max(sizes))
         for place, nbytes, status in zip(places, sizes, statuses, strict=True):
             moved.statuses[place] = status
             moved.nbytes += nbytes if status is Status.DONE else 0
@@ -335,7 +335,7 @@ class ValueMover:
             with plugin_boundary(StoreContractError) as store:
                 answers, retries = self._attempts.call(call, give_up_at=run.give_up_at, nbytes=nbytes, urgent=is_load)
         except StoreContractError as error:
-            self._accuse(error)
+            self._log_contract_error(error)
             moved.error = str(error)
             return None
         finally:
@@ -346,18 +346,18 @@ class ValueMover:
         moved.retries += retries
         return answers
 
-    def _say_full(self, nbytes: int) -> None:
-        """Say once that the store has no room: for now, or for values of this length at all."""
+    def _log_full(self, nbytes: int) -> None:
+        """Log once that the store has no room: for now, or for values of this length at all."""
         if not self._was_full:
             self._was_full = True
-            why = self._calls.full_because or "it says so of a batch"
+            why = self._calls.full_because or "write_many returned False for it"
             text = "%s: no room for a value of %d bytes: %s; such writes are dropped and counted (dropped_full)"
             _log.warning(text, self._label, nbytes, why, extra={"once": True})
 
-    def _accuse(self, error: StoreContractError) -> None:
-        """Say in the log what the store's plugin does wrong, once for each of its methods."""
-        if error.method not in self._accused:
-            self._accused.add(error.method)
+    def _log_contract_error(self, error: StoreContractError) -> None:
+        """Log what the store's plugin does wrong, once for each of its methods."""
+        if error.method not in self._logged_methods:
+            self._logged_methods.add(error.method)
             # Its text: a handler that keeps the record would keep the error's traceback, and so the store's views.
             _log.error("%s: a bug of the tier's plugin: %s", self._label, str(error), extra={"once": True})
 
@@ -385,5 +385,5 @@ class ValueMover:
         return Status.CORRUPT if verdict is SealVerdict.CORRUPT else missing
 
     def _delete(self, names: Sequence[str]) -> None:
-        with contextlib.suppress(Exception):  # the values are counted as misses already; there is nothing to add
+        with contextlib.suppress(Exception):  # the values are counted as misses already
             self._store.delete(names)

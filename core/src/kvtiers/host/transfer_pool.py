@@ -1,4 +1,4 @@
-"""The threads that move one store's values: loads before stores, and questions on a thread of their own.
+"""The thread pool of one store: transfers, loads before stores, and a separate thread for lookups.
 
 =================  ==========================================================================================
 thread             does
@@ -8,8 +8,8 @@ transfer (N)       opens the store (one of them), then slices of jobs: loads fir
 lookup (1)         probes (``prober.py``), so that they do not stand behind transfers
 =================  ==========================================================================================
 
-A job is cut into slices that run side by side; its one result comes when the last has ended and nobody holds one of its
-views any more.
+A job is cut into slices that run side by side; its one result comes when the last has ended and the store holds none
+of its views any more.
 """
 
 import json
@@ -32,7 +32,7 @@ from kvtiers.layout.storage_name import StorageNames
 __all__ = ["TransferPool", "mover_options"]
 
 _log = logging.getLogger("kvtiers.secondary")
-_KEPT_SECONDS = 0.05  # how often somebody looks whether a kept buffer has been let go
+_KEPT_SECONDS = 0.05  # how often kept buffers are checked for their release
 _LEAST_CLOSE_SECONDS = 0.1
 _LONGEST_DIFFERENCE = 1_000
 
@@ -40,7 +40,7 @@ _LONGEST_DIFFERENCE = 1_000
 class TransferPool:
     """Runs a store's I/O. All events go to ``emit``, which may be called from any thread and must not block.
 
-    ``described``: what the fingerprint in the names stands for, to be left in the store with the first value.
+    ``described``: what the fingerprint in the names was made from, written to the store with the first value.
     ``reopen``: seconds until a store that could not be opened is tried again, doubling from the first to the second.
     """
 
@@ -82,7 +82,7 @@ class TransferPool:
     # -- the caller's side
 
     def submit(self, job: StoreJob) -> None:
-        """Queue a job under the names current now. Its one JobDone comes through ``emit``."""
+        """Queue a job under the current names. Its one JobDone comes through ``emit``."""
         pooled = PoolJob.of(job, self._names)
         if not job.keys or not self._queue.add(pooled, self._values_a_slice(len(job.keys))):
             pooled.error = "the tier is closed" if job.keys else ""
@@ -97,10 +97,10 @@ class TransferPool:
         self._drop(self._queue.abandon(job_id), "given up before it began")
 
     def release(self, job_id: int) -> None:
-        """Have a load leave its rows alone, where values lie beside them: its JobReleased says from when on."""
+        """Detach a load from its rows, if it uses bounce buffers; its JobReleased says from when on."""
         job = self._queue.load(job_id)
         if job is not None and self._views.are_beside_rows:
-            job.guard.let_go(lambda: self._emit(JobReleased(job_id)))
+            job.guard.detach(lambda: self._emit(JobReleased(job_id)))
             self.abandon(job_id)
 
     def set_names(self, names: StorageNames) -> None:
@@ -112,7 +112,7 @@ class TransferPool:
         return self._prober.figures | {"queued_loads": self._queue.loads, "queued_stores": self._queue.stores}
 
     def check_kept(self) -> bool:
-        """Report the jobs whose kept buffers have been let go since; say whether some are still kept."""
+        """Report the jobs whose kept buffers have been released since; return whether some are still kept."""
         if not self._kept:
             return False
         with self._kept_lock:
@@ -167,7 +167,7 @@ class TransferPool:
             self._emit(Opened(error))
             self._stop.wait(pause)
             pause = min(2 * pause, longest)
-        del open_store  # it knows the region, which must not outlive the pool
+        del open_store  # it refers to the region, which must not outlive the pool
         if not error:
             self._work()
 
@@ -198,7 +198,7 @@ class TransferPool:
         return "the tier is closed"
 
     def _compare(self, store: ChunkStore) -> None:
-        """Say, once, why values of the same model that were stored last are not this engine's."""
+        """Log, once, why the values of the same model that were stored last are not this engine's."""
         described = self._described
         if described is None:
             return
@@ -220,7 +220,7 @@ class TransferPool:
             )
 
     def _describe(self, names: StorageNames) -> None:
-        """Leave in the store what the fingerprint of its first value stands for."""
+        """Write the fingerprint's record to the store, before its first value."""
         described, self._described = self._described, None
         store = self._store
         if described is None or store is None or not described.is_of(names):
@@ -274,18 +274,18 @@ class TransferPool:
         job = piece.of
         last = self._queue.finish(piece, moved)
         if moved.kept:
-            self._tell_kept(job)
+            self._report_kept(job)
         if last and not job.kept:
             self._report(job)
         elif last:
             with self._kept_lock:
                 self._kept.append(job)
 
-    def _tell_kept(self, job: PoolJob) -> None:
-        """A store kept a buffer: whoever waits for the job is told at once, and nothing more is begun for it."""
+    def _report_kept(self, job: PoolJob) -> None:
+        """Report a job whose buffer a store has kept as failed, at once, and begin nothing more for it."""
         job.abandoned = True
         with self._kept_lock:
-            first, job.told = not job.told, True
+            first, job.failed_in_use = not job.failed_in_use, True
         if first:
             self._emit(JobFailed(job.job.job_id, job.error))
 

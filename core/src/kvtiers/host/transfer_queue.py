@@ -1,4 +1,4 @@
-"""The jobs of a transfer pool, cut into slices that run side by side: loads before stores, most of the threads at most.
+"""The job queue of a transfer pool: slices that run side by side, loads before stores, with one thread kept for loads.
 
 A job is begun with its first slice and ends with its last. All of this is under one lock, held for no longer than it
 takes to move an entry.
@@ -31,7 +31,7 @@ class PoolJob:
     retries: int = 0
     error: str = ""
     abandoned: bool = False
-    told: bool = False
+    failed_in_use: bool = False
     """It was reported as failed, with its result still to come."""
     kept: list[Loan] = field(default_factory=list)
     guard: RowFence = field(default_factory=RowFence)
@@ -52,7 +52,7 @@ class Slice:
 
 
 class TransferQueue:
-    """What a pool has to do, and what it has not reported yet."""
+    """A pool's queued slices, and its jobs that are not reported yet."""
 
     def __init__(self, threads: int) -> None:
         self._most_stores = max(1, threads - 1)  # one thread at least is always there for loads
@@ -101,14 +101,14 @@ class TransferQueue:
         return None
 
     def begin(self, job: PoolJob, now: float) -> bool:
-        """Note that a slice of the job begins; say whether it is the first."""
+        """Record that a slice of the job begins; return whether it is the first."""
         with self._lock:
             first = not job.started
             job.started = job.started or now
         return first
 
     def finish(self, piece: Slice, moved: Moved) -> bool:
-        """Put a slice's outcome into its job, and free its thread; say whether it was the job's last."""
+        """Put a slice's outcome into its job, and free its thread; return whether it was the job's last."""
         job = piece.of
         with self._lock:
             job.statuses[piece.start : piece.end] = moved.statuses
@@ -120,9 +120,9 @@ class TransferQueue:
             return not job.slices_left
 
     def store_done(self) -> None:
-        """Say that the slice of a store, taken by ``next``, is no longer at work; its thread asks for the next one."""
+        """Record that the slice of a store, taken by ``next``, has ended; its thread asks for the next one."""
         with self._lock:
-            # Nobody is woken: this thread takes the next store, or a load whose thread, woken for it, then takes one.
+            # No thread is woken: this one takes the next store, or a load whose thread, woken for it, then takes one.
             self._storing -= 1
 
     def abandon(self, job_id: int) -> list[Slice]:
@@ -146,7 +146,7 @@ class TransferQueue:
             return self._take_out(lambda _: True)
 
     def forget(self, job: PoolJob) -> None:
-        """The job's result has been reported."""
+        """Remove a job whose result has been reported."""
         with self._lock:
             self._jobs.pop(job.job.job_id, None)
             if not self._jobs:

@@ -1,4 +1,4 @@
-"""The wire between the engine and a tier host, format 4: length-prefixed messages on a stream socket.
+"""The wire format between the engine and a tier host, number 4: length-prefixed messages on a stream socket.
 
 Every message is ``u32 length | u8 kind | u16 tier | body``; ``length`` counts what follows it, ``tier`` is the tier's
 place in the HELLO.
@@ -82,7 +82,7 @@ _F64 = struct.Struct("<d")
 
 
 class ProtocolError(Exception):
-    """The other side sent what this format does not know."""
+    """The other side sent a message that this format does not define."""
 
 
 class Kind(IntEnum):
@@ -126,7 +126,7 @@ class FrameReader:
         self.waiting += data
 
     def frames(self, most: int) -> list[Frame]:
-        """Return the complete frames, at most so many; ProtocolError if the stream makes no sense."""
+        """Return the complete frames, at most ``most``; ProtocolError if a length is out of bounds."""
         frames: list[Frame] = []
         at, buffer = 0, self.waiting
         while len(frames) < most and len(buffer) - at >= _HEAD.size:

@@ -1,1 +1,1 @@
-"""What the bytes of a row mean: cache layout, fingerprint, storage names and seals."""
+"""The meaning of a row's bytes: cache layout, fingerprint, storage names and seals."""

@@ -1,4 +1,4 @@
-"""What a row of the primary region holds: groups, tensors, cells, sizes, and the fingerprint over all of it.
+"""The cache layout: groups, tensors, cells and sizes of a row of the primary region, and the fingerprint over them.
 
 A row is one chunk. Its value starts at byte 0, whatever the chunk's group; cell offsets are computed per group::
 
@@ -37,7 +37,7 @@ RowLayout = Literal["direct", "replicated", "canonical"]
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """What decides the meaning of KV bytes besides their layout. All of it is in the fingerprint.
+    """Everything besides the layout that decides what KV bytes mean. All of it enters the fingerprint.
 
     ``weights``: a resolved revision or a digest of the weights; empty: unknown, so nothing is shared. ``kv_layout``:
     the attention backend's order of a page. ``hash_*``: how the engine chains its block hashes.
@@ -166,13 +166,13 @@ class CacheLayout:
         )
 
     def cell_offset(self, group: int, rank: int) -> int:
-        """Where this rank's cell starts in a chunk of this group, in bytes from the start of the row."""
+        """Return where this rank's cell starts in a chunk of this group, in bytes from the start of the row."""
         if self.row_layout != "direct":
             return 0
         return sum(self.cell_bytes(group, earlier) for earlier in range(rank))
 
     def tensor_offset(self, tensor: int, rank: int) -> int:
-        """Where this tensor's first block lies in a chunk of its group, in bytes from the start of the row.
+        """Return where this tensor's first block starts in a chunk of its group, in bytes from the start of the row.
 
         Block j of the chunk lies ``j * page_in_row(tensor, rank)`` bytes further.
         """
@@ -233,7 +233,7 @@ class CacheLayout:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Sha256 of ``fingerprint_json``, as 64 hex digits."""
+        """The SHA-256 of ``fingerprint_json``, as 64 hex digits."""
         return hashlib.sha256(self.fingerprint_json().encode()).hexdigest()
 
     def to_json(self) -> str:

@@ -1,13 +1,13 @@
-"""What a fingerprint stands for: a small value beside those that have it, so that two of them can be told apart.
+"""The fingerprint record: a small value in a store that states what a fingerprint was made from.
 
-A fingerprint says that the KV of two engines is not the same, and not why. So whoever stores leaves what it was made
-from, once, under two names of core's own, each one page, sealed like any value::
+Two fingerprints show that the KV of two engines differs, but not why. So an engine that stores also writes, once, what
+its fingerprint was made from, under two names of core's own, each one page, sealed like any value::
 
     {namespace}/_layout/{model slug}-{fingerprint}      of this fingerprint
-    {namespace}/_layout/{model slug}                    of whoever has begun to store last
+    {namespace}/_layout/{model slug}                    of the engine that has begun to store last
 
 An engine that opens the store compares the second one with its own, and says in which fields they differ; `kvtiers
-store du` reads the first one. Both are for people: a record that is lost says nothing, and nothing depends on it.
+store du` reads the first one. Both are for people only: nothing depends on a record, so one may be lost.
 """
 
 import contextlib
@@ -37,18 +37,18 @@ _DIGESTS = ("rope", "kv_layout", "tensors")  # say that something differs and no
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What stands behind the names with this prefix: ``document``, from ``describe_layout``."""
+    """The record of a fingerprint, for the names with this prefix; ``document``: from ``describe_layout``."""
 
     prefix: str
     document: str
 
     def is_of(self, names: StorageNames) -> bool:
-        """Say whether these names are meant, before or after a bump."""
+        """Return whether these names are meant, before or after a bump."""
         return names.prefix == self.prefix
 
 
 def is_layout_record(name: str) -> bool:
-    """Say whether this is the name of a record, and no value's."""
+    """Return whether this is the name of a record, and no value's."""
     return name.partition("/")[2].startswith(f"{_FOLDER}/")
 
 
@@ -63,7 +63,7 @@ def describe_layout(layout: CacheLayout, release: str, fingerprint: str) -> str:
 
 
 def read_layout(store: ChunkStore, namespace: str, model: str, fingerprint: str = "") -> dict[str, Any]:
-    """Return what is recorded of a fingerprint, or of whoever stored last; empty if nothing is. Raises as the store."""
+    """Return the record of a fingerprint ("": of the engine that stored last); {} if none. Raises as the store does."""
     name = _name(namespace, model, fingerprint)
     if not store.exists([name])[0]:
         return {}
@@ -80,7 +80,7 @@ def read_layout(store: ChunkStore, namespace: str, model: str, fingerprint: str 
 
 
 def write_layout(store: ChunkStore, names: StorageNames, document: str) -> None:
-    """Leave what stands behind these names. One that does not fit a page is left out. Raises what the store raises."""
+    """Write the record for these names. One that does not fit a page is left out. Raises what the store raises."""
     packed = zlib.compress(document.encode(), 9)
     if len(packed) > _PAYLOAD_BYTES:
         return
@@ -95,7 +95,7 @@ def write_layout(store: ChunkStore, names: StorageNames, document: str) -> None:
 
 
 def compare_layouts(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-    """Return the fields in which two documents differ, with both values; those that only are digests come if alone."""
+    """Return the fields in which two documents differ, with both values; digest fields only if no other field does."""
     differences = {
         name: (before, now)
         for name, before, now in _fields(theirs, ours)

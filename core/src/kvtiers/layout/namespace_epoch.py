@@ -1,11 +1,11 @@
-"""The record of a bump: a small value in a store that retires every value of a namespace, whoever wrote it.
+"""The epoch record: a small value in a store by which a bump retires every value of a namespace.
 
 It stands under a name of core's own, ``{namespace}/_epoch``, one page long, sealed like any value; its payload is the
-epoch, 16 random hex digits. Whoever opens the store reads it, and puts the epoch into the names and layout ids of what
-it stores and asks for from then on (``StorageNames.of_epoch``). An epoch is one store's own, so such values are sealed
+epoch, 16 random hex digits. Each tier that opens the store reads it, and puts the epoch into the names and layout ids
+that it uses from then on (``StorageNames.of_epoch``). An epoch is one store's own, so such values are sealed
 beside the rows, which other stores of the cascade may be sealing (``host/bounce_buffers.py``). Without a record the
-names are as they always were. An epoch never comes back, so what was retired stays retired; a record that is lost costs
-hits, as long as what it had retired is deleted, which whoever writes it sees to.
+names have no epoch. An epoch never comes back, so what was retired stays retired; a record that is lost costs only
+hits, provided that the writer of the record deletes what it retires.
 """
 
 import mmap
@@ -23,16 +23,16 @@ _RECORD_BYTES = 4096
 _EPOCH_BYTES = 16
 _EPOCH = re.compile(rf"[0-9a-f]{{{_EPOCH_BYTES}}}")
 _NO_LAYOUT = bytes(8)
-_SAYS_NOTHING = "is damaged, so nobody knows which values are retired; run 'kvtiers store bump' again"
+_SAYS_NOTHING = "is damaged, so it is unknown which values are retired; run 'kvtiers store bump' again"
 
 
 def is_record(name: str) -> bool:
-    """Say whether this is the name of a record, and no value's."""
+    """Return whether this is the name of a record, and no value's."""
     return name.endswith(_NAME)
 
 
 def new_epoch() -> str:
-    """Return an epoch that has never been."""
+    """Return a fresh, random epoch."""
     return secrets.token_hex(_EPOCH_BYTES // 2)
 
 

@@ -1,4 +1,4 @@
-"""Where a rank's bytes lie in a canonical row, whose bytes do not depend on tensor parallelism.
+"""Rank maps: where a rank's bytes lie in a canonical row, whose bytes do not depend on tensor parallelism.
 
 A rank map lists, for each KV tensor that the rank holds, runs of equal fragments: from a place in the rank's own page
 to a place in the canonical page. Together they cover every byte of the rank's page once.
@@ -41,7 +41,7 @@ class CopyRun:
 
 @dataclass(frozen=True)
 class RankMap:
-    """Where a rank's bytes lie in a canonical value.
+    """The places of one rank's bytes in a canonical value.
 
     ``num_writers`` ranks hold identical bytes and take turns: this one writes the blocks whose id modulo
     ``num_writers`` is ``writer_index``.

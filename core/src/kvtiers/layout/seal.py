@@ -12,7 +12,7 @@
     56  8   zeros
 
 No clock and no counter: sealing the same bytes under the same name twice writes the same value. The seal finds
-accidents; it is no protection against somebody who can write to the store and wants to deceive.
+accidents; it is no protection against an attacker who can write to the store.
 """
 
 import struct
@@ -31,7 +31,7 @@ assert _SEAL.size == SEAL_BYTES
 
 
 class SealVerdict(Enum):
-    """What a seal says about a value. Everything but OK is a miss."""
+    """The result of checking a value's seal. Everything but OK is a miss."""
 
     OK = "ok"
     FOREIGN = "foreign"
@@ -75,7 +75,7 @@ def seal_value(value: memoryview, payload_bytes: int, name: str, layout_id: byte
 def check_value(
     value: memoryview, payload_bytes: int, name: str, layout_id: bytes, hashed: bytes | None = None
 ) -> SealVerdict:
-    """Say whether ``value`` is what ``seal_value`` left under this name.
+    """Return whether ``value`` is what ``seal_value`` left under this name.
 
     Reads the payload once, or not at all where ``hashed`` is its hash (``PayloadHash.digest``).
     """

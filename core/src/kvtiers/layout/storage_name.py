@@ -41,7 +41,7 @@ def check_namespace(namespace: str) -> str:
 
 
 def model_slug(name: str) -> str:
-    """Return the model's name as a part of a storage name. Two may share one: the fingerprint tells them apart."""
+    """Return the model's name as a part of a storage name. Two may share one: their fingerprints differ."""
     slug = re.sub(r"[^a-z0-9.-]+", "-", name.lower()).strip(".-")
     return re.sub(r"\.{2,}", ".", slug)[:_SLUG_LENGTH].strip(".-") or "model"
 

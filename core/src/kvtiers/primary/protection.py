@@ -1,4 +1,4 @@
-"""Promotions that have landed and that nobody has read yet: for a while they are not evictable.
+"""The protection of landed promotions: until their first read, and for a while, they are not evictable.
 
 Without that, promotions that land together evict each other before the requests that wait for them come to read.
 """
@@ -35,7 +35,7 @@ class Protection:
         return [key for key, begun in zip(keys, since, strict=False) if begun is not None]
 
     def expire(self, now: float) -> list[OffloadKey]:
-        """End and return what has been protected for ``seconds``."""
+        """End the protection of chunks that have had it for ``seconds``; return them."""
         if not self._since:
             return []
         return self.end(list(takewhile(lambda key: now - self._since[key] >= self.seconds, self._since)))

@@ -1,7 +1,7 @@
-"""Which chunks are in the primary, which of them could leave, and how room is made.
+"""The resident chunks of the primary: which chunks have a row, which of them are evictable, and eviction.
 
-A chunk is *evictable* if it is ready, nobody reads it and it is not a protected promotion; the policy is told of
-every change of that, and of nothing else about rows.
+A chunk is *evictable* if it is ready, has no readers and is not a protected promotion. Every change of that is passed
+on to the policy, which sees nothing else of rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,11 +43,11 @@ class Residents:
         clock: Callable[[], float],
         used: int = 0,
     ) -> Allocation | None:
-        """Lease rows for those of these keys that are not here; None, and no change, if that is not possible.
+        """Lease rows for the absent ones of these keys; None, and no change, if that is not possible.
 
-        Without a limit all of them, or None. With a limit as many of the first ones as it allows and as leave
-        ``reserve`` rows free or evictable, or None if that is none. ``used``: how many of the first keys are here, and
-        the policy was told that the request uses them.
+        Without a limit all or none of them. With a limit the first ones only: at most ``limit``, and such that
+        ``reserve`` rows stay free or evictable; None if that leaves none. ``used``: the length of the leading part of
+        ``keys`` that is resident and was passed to the policy's ``access`` for this request.
         """
         offered = keys[used:] if used else keys
         if len(set(offered)) < len(offered):
@@ -106,7 +106,7 @@ class Residents:
             self.evictable += len(keys)
 
     def unlock_idle(self, keys: Sequence[OffloadKey]) -> None:
-        """Make those of these chunks evictable that nobody reads."""
+        """Make those of these chunks evictable that have no readers."""
         if keys:
             self.unlock(self.rows.idle_keys([self.row_of[key] for key in keys]))
 
@@ -118,7 +118,7 @@ class Residents:
                 del self.row_of[key]
 
     def leave(self) -> list[OffloadKey]:
-        """Drop the chunks of retired rows that nobody uses now; return their keys."""
+        """Drop the chunks of retired rows that are not in use; return their keys."""
         idle = self.rows.idle_keys(self.rows.leaving)
         self.evictable -= len(self._unprotected(idle))
         self.unread.end(idle)
@@ -128,7 +128,7 @@ class Residents:
         return idle
 
     def forget_all(self) -> None:
-        """Drop all chunks, and all that was learnt about them."""
+        """Drop all chunks, and the policy's statistics about them."""
         self.row_of.clear()
         self.policy.clear()
         self.unread.clear()
@@ -148,7 +148,7 @@ class Residents:
         """Evict what it takes to have ``wanted`` rows, or fewer, and ``reserve`` left.
 
         Return how many rows there are, and what was evicted: 0, and nothing, if there cannot be ``least``. None of
-        ``present`` and ``used`` leaves; the latter are chunks that the policy knows this request to use.
+        ``present`` and ``used`` leaves; the latter are chunks passed to the policy for this request.
         """
         free, kept = self.rows.free, self._evictable_of(present)
         room = free + self.evictable - max(reserve, len(kept) + len(used))

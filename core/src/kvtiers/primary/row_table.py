@@ -1,11 +1,11 @@
-"""Who holds each row of the primary, and for what.
+"""The row table: the state of each row of the primary.
 
 One signed number a row, its state, and the key that the row is bound to::
 
     state       key      the row is
     -2          none     free
     -1          a key    pending: leased to one writer, not readable
-     0          a key    ready, nobody reads it
+     0          a key    ready, without readers
      n > 0      a key    ready, with n readers
     -1, n > 0   none     in quarantine: its chunk is forgotten, but the writer or n readers may still touch it
 
@@ -48,11 +48,11 @@ class RowTable:
         self._opened = num_rows
         self._wanted = 0
         self.leaving: set[int] = set()
-        """Retired rows that hold a chunk, or that somebody may still touch."""
+        """Retired rows that hold a chunk, or that a lease holder may still touch."""
 
     @property
     def free(self) -> int:
-        """How many rows can be allocated."""
+        """The number of rows that can be allocated."""
         return max(0, min(self._opened, self._end) - self._next_fresh) + len(self._freed)
 
     @property
@@ -119,7 +119,7 @@ class RowTable:
         self.retired = self.num_rows - self._end - len(self.leaving)
 
     def any_pending(self, rows: Sequence[int]) -> bool:
-        """Say whether one of these bound rows is not readable yet."""
+        """Return whether one of these bound rows is not readable yet."""
         return bool(self.pending) and min(map(self.state.__getitem__, rows), default=0) == _PENDING
 
     def count_pending(self, rows: Sequence[int]) -> int:
@@ -127,7 +127,7 @@ class RowTable:
         return list(map(self.state.__getitem__, rows)).count(_PENDING) if self.pending else 0
 
     def idle_keys(self, rows: Collection[int]) -> list[OffloadKey]:
-        """Return the keys of those of these rows that are ready and that nobody reads."""
+        """Return the keys of those of these rows that are ready and have no readers."""
         return [key for row in rows if not self.state[row] and (key := self._key_of[row]) is not None]
 
     def pin(self, rows: Sequence[int]) -> list[OffloadKey]:

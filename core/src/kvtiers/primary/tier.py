@@ -1,7 +1,7 @@
-"""The primary tier: which chunk is in which row, who may touch it, and what leaves to make room.
+"""The primary tier: the cache of chunks in the region's rows, with leases and eviction.
 
-It moves no bytes. The engine and the tiering code lease rows here, others fill and read them, and each lease ends
-with one completion, by row::
+It moves no bytes. The engine and the tiering code lease rows here; workers and tier hosts fill and read them. Each
+lease ends with one completion, by row::
 
                       leases                          ends with                        is a use of the chunk
     GPU store         prepare_store   (writer)        complete_store                   yes
@@ -43,10 +43,10 @@ class Usage(NamedTuple):
 class CPUPrimaryTier:
     """The rows of the shared region as a cache of chunks.
 
-    ``view``: the region, flat, row after row, ``row_stride`` bytes apart; it belongs to whoever made it and must not
-    be closed before the tier is out of use. ``policy``: a policy of its own, or the name of one. Landed promotions
+    ``view``: the region, flat, row after row, ``row_stride`` bytes apart; it stays the caller's, who must not close
+    it before the tier is closed. ``policy``: a policy of its own, or the name of one. Landed promotions
     are protected from eviction until they are first read, for ``protect_seconds`` at most, and on at most
-    ``protected_share`` of the rows. ``record_events``: somebody takes the events, of the primary and of the tiers.
+    ``protected_share`` of the rows. ``record_events``: the caller takes the events, of the primary and of the tiers.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class CPUPrimaryTier:
         """Counts on with each call after which a lookup may have another answer."""
         self._clock = clock
 
-    # What there is
+    # State
 
     def get_kv_memoryview(self) -> memoryview:
         """Return the zero-copy view of all rows: flat, bytes; row r starts at byte ``r * row_stride``."""
         return self._view
 
     def close(self) -> None:
-        """Let go of the view, so that the region can be unmapped."""
+        """Release the view of the region, so that it can be unmapped."""
         self._view = memoryview(b"")
 
     @property
@@ -95,12 +95,12 @@ class CPUPrimaryTier:
 
     @property
     def free_rows(self) -> int:
-        """Rows without a chunk that nobody touches."""
+        """Rows without a chunk and without a lease."""
         return self._rows.free
 
     @property
     def evictable(self) -> int:
-        """Chunks that could leave now: ready, not read by anybody, not protected."""
+        """Chunks that could be evicted now: ready, without readers, not protected."""
         return self._chunks.evictable
 
     @property
@@ -110,12 +110,12 @@ class CPUPrimaryTier:
 
     @property
     def pinned_rows(self) -> int:
-        """Rows of chunks that somebody reads."""
+        """Rows of chunks with readers."""
         return self._rows.pinned
 
     @property
     def protected_rows(self) -> int:
-        """Rows of landed promotions that nobody has read yet and that are protected."""
+        """Rows of landed promotions that are protected until their first read."""
         return len(self._unread.keys)
 
     @property
@@ -150,7 +150,7 @@ class CPUPrimaryTier:
 
     @property
     def misuse(self) -> int:
-        """How often a row was completed or abandoned that was not leased that way; nothing else came of it."""
+        """Completions and abandonments of rows that were not leased that way; all of them were ignored."""
         return self._rows.misuse
 
     def figures(self) -> dict[str, int]:
@@ -172,7 +172,7 @@ class CPUPrimaryTier:
 
     @property
     def usage(self) -> Usage:
-        """How much of the tier is neither free nor evictable."""
+        """The shares of the rows that are neither free nor evictable."""
         rows = self._rows
         if not rows.num_rows:
             return Usage(0.0, 0.0, 0.0)
@@ -181,7 +181,7 @@ class CPUPrimaryTier:
         return Usage(total, writes, total - writes)
 
     def lookup(self, key: OffloadKey) -> LookupResult:
-        """Say where this chunk stands: MISS, HIT or HIT_PENDING. No side effect: asking is not using."""
+        """Return whether this chunk is a MISS, HIT or HIT_PENDING. No side effect: a lookup is not a use."""
         return self.find([key])[0]
 
     def find(self, keys: Sequence[OffloadKey]) -> list[LookupResult]:
@@ -282,8 +282,8 @@ class CPUPrimaryTier:
 
         At most ``max_rows``, and so that ``reserve_rows`` rows stay free or evictable; None, and no change, if that
         leaves none. Keys that are here are treated as in ``prepare_store``: give the whole run that was found, so
-        that its ready chunks do not leave for its others. The first ``used`` of them are here, and were given for this
-        request before: they cost no time again, and are where they are in the order of eviction.
+        that its ready chunks do not leave for its others. ``used``: the length of the prefix that
+        was passed for this request before; its recency is not updated again, which saves time.
         """
         return self._allocate(keys, request_id, len(keys) if max_rows is None else max_rows, reserve_rows, used)
 
@@ -316,7 +316,7 @@ class CPUPrimaryTier:
             self._chunks.unlock_idle(expired)
 
     def mark_clean(self, keys: Sequence[OffloadKey]) -> None:
-        """Take note that these chunks are in a secondary tier too. Unknown keys are ignored."""
+        """Record that these chunks are in a secondary tier too. Unknown keys are ignored."""
         self._chunks.clean.update(filter(self._row_of.__contains__, keys))
 
     def coldest(
@@ -347,13 +347,13 @@ class CPUPrimaryTier:
     def retire_rows(self, end: int) -> None:
         """Never lease this row or a higher one again: its memory is not there. Its chunk leaves as soon as it is idle.
 
-        Whoever has such a row leased completes as ever.
+        A lease of such a row is completed as usual.
         """
         self._rows.retire(end)
         self._leave()
 
     def reset_cache(self) -> None:
-        """Forget all chunks at once. Rows that somebody may touch are free when that lease has been completed."""
+        """Forget all chunks at once. Leased rows become free when their lease has been completed."""
         self.changes += 1
         self._chunks.forget_all()
 

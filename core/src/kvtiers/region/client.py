@@ -1,10 +1,10 @@
-"""A rank's side of the region: finds the scheduler's process, maps the rows, and notices when that process ends.
+"""The region client, a rank's side: finds the scheduler's process, maps the rows, and notices when it ends.
 
 ::
 
     joining --> ready --> lost --> closed
        |          '----------------^
-       '--> refused (also: nobody answered in time; ``reason`` says why)
+       '--> refused (also: no answer in time; ``reason`` says why)
 
 ``start`` returns at once; a thread does the rest and only changes ``poll()``'s answer. ``close`` belongs to the
 thread that drives the worker, after it has let its copies end and dropped every buffer made from ``view``.
@@ -38,7 +38,7 @@ from kvtiers.region.handshake import (
     encode_pinned,
     socket_name,
 )
-from kvtiers.region.memfd import Mapping, let_go_in_children, map_memory, prefer_huge_pages, require_linux
+from kvtiers.region.memfd import Mapping, detach_in_children, map_memory, prefer_huge_pages, require_linux
 from kvtiers.region.region import AnonymousRegion
 
 __all__ = ["JoinState", "JoinStatus", "RegionJoin"]
@@ -52,9 +52,9 @@ JoinState: TypeAlias = Literal["joining", "ready", "refused", "lost", "closed"]
 
 @dataclass(frozen=True, slots=True)
 class JoinStatus:
-    """Where a rank stands. ``populated_rows`` grows until ``prefault_ended``; pinning in pieces can follow it.
+    """The state of a rank. ``populated_rows`` grows until ``prefault_ended``; pinning in pieces can follow it.
 
-    ``memory_is_short``: there is none for the rows after the populated ones, and none of these is used.
+    ``memory_is_short``: there is no memory for the rows after the populated ones, which are therefore never used.
     """
 
     state: JoinState
@@ -109,23 +109,23 @@ class RegionJoin:
         return join
 
     def begin(self, start_deadline: float) -> None:
-        """Begin to join, once, and return at once: a thread does the rest. What was only made is not known anywhere."""
+        """Begin to join, once, and return at once: a thread does the rest. No other process sees the rank before."""
         self._thread = threading.Thread(
             target=self._run, args=(time.monotonic() + start_deadline, start_deadline), name="kvtiers-join", daemon=True
         )
-        let_go_in_children(self)
+        detach_in_children(self)
         self._thread.start()
 
     # What the worker asks.
 
     @property
     def state(self) -> JoinState:
-        """Where this rank stands now."""
+        """The current state of this rank."""
         return self._status.state
 
     @property
     def reason(self) -> str:
-        """Why the state is what it is, where there is something to say."""
+        """The reason for the state, or ""."""
         return self._status.reason
 
     @property
@@ -146,7 +146,7 @@ class RegionJoin:
         return self._view
 
     def poll(self) -> JoinStatus:
-        """Return where this rank stands. Never blocks."""
+        """Return the state of this rank. Never blocks."""
         return self._status
 
     def wait_change(self, seen: JoinStatus, timeout: float) -> JoinStatus:
@@ -171,7 +171,7 @@ class RegionJoin:
         self._wake()
 
     def settle(self) -> None:
-        """Tell the region's owner that this rank has pinned all rows, or will pin no more. Any thread, never blocks."""
+        """Notify the region's owner that this rank has pinned all rows, or pins no more. Any thread, never blocks."""
         self.pinned(SETTLED)
 
     def _wake(self) -> None:
@@ -179,7 +179,7 @@ class RegionJoin:
             self._wake_writer.send(b"x")
 
     def close(self) -> None:
-        """Unmap the region and tell its owner so. A buffer still in use keeps the memory mapped, with a warning."""
+        """Unmap the region and notify its owner. A buffer still in use keeps the memory mapped, with a warning."""
         if self.state == "closed":
             return
         self._leaving = True
@@ -192,18 +192,18 @@ class RegionJoin:
             _log.warning("%s: a buffer made from its view is still in use; its memory stays mapped", self._where)
         if self._connection is not None:
             if unmapped and self._connection.open:
-                self._connection.say(encode_message(Kind.GOODBYE))
+                self._connection.send(encode_message(Kind.GOODBYE))
             self._connection.close()
         self._selector.close()
         self._wake_reader.close()
         self._wake_writer.close()
         self._end("closed", "")
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """Close everything in a forked child, where this rank counts as closed. The mapping does the same."""
         self._changed = threading.Condition()  # another thread may have held the lock at the fork
         if self._connection is not None:
-            self._connection.let_go()
+            self._connection.detach()
         self._selector.close()
         self._wake_reader.close()
         self._wake_writer.close()
@@ -228,7 +228,7 @@ class RegionJoin:
                     return
         except (StartError, HandshakeError) as error:
             self._give_up(str(error))
-        except Exception as error:  # noqa: BLE001 -- a thread's last word: whoever waits for this rank must hear it
+        except Exception as error:  # noqa: BLE001 -- the thread ends here: what waits for this rank must get the reason
             _log.exception("%s: the joining thread ended", self._where)
             self._give_up(f"its joining thread ended: {error!r}")
 
@@ -238,7 +238,7 @@ class RegionJoin:
         self._end("lost" if self._mapping else "refused", reason)
 
     def _connect(self, deadline: float, seconds: float) -> bool:
-        """Try until somebody listens; False if this rank was closed meanwhile. StartError at the deadline."""
+        """Connect, retrying until the socket exists; False if closed meanwhile. StartError at the deadline."""
         delay = _FIRST_DELAY
         while True:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -262,7 +262,7 @@ class RegionJoin:
             delay = min(2 * delay, _LONGEST_DELAY)
 
     def _converse(self, deadline: float, seconds: float) -> bool:
-        """Talk until either side is done; False if the other one left before it had let this rank in."""
+        """Exchange messages until either side closes; False if the scheduler closed before it admitted this rank."""
         connection = self._connection
         assert connection is not None
         if connection.uid != os.geteuid():
@@ -270,10 +270,10 @@ class RegionJoin:
                 f"process {connection.pid} of user id {connection.uid} answers in the scheduler's place, and this rank "
                 f"runs as {os.geteuid()}; run both as one user, or choose another engine id if it is a stranger"
             )
-        with contextlib.suppress(ProcessLookupError):  # the end of the stream will say so too
+        with contextlib.suppress(ProcessLookupError):  # the end of the stream shows it too
             connection.watch_exit(lambda _: connection.hang_up())
         hello = {"rank": self.rank, "layout": json.loads(self.layout.to_json())}
-        connection.say(encode_message(Kind.HELLO, json.dumps(hello).encode()))
+        connection.send(encode_message(Kind.HELLO, json.dumps(hello).encode()))
         while connection.open:
             joining = self.state == "joining"
             ready = self._selector.select(max(0.0, deadline - time.monotonic()) if joining else None)
@@ -298,7 +298,7 @@ class RegionJoin:
         rows = self._pinned
         if rows is not None and rows != self._pinned_said and self.state == "ready":
             self._pinned_said = rows
-            connection.say(encode_pinned(rows))
+            connection.send(encode_pinned(rows))
         return False
 
     def _on_socket(self, events: int) -> None:

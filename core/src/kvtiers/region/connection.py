@@ -37,7 +37,7 @@ class Connection:
         """Not all that was said has been taken by the socket."""
         return bool(self._outbox)
 
-    def say(self, message: bytes) -> None:
+    def send(self, message: bytes) -> None:
         """Send a message, or what the socket does not take now when it is writable again."""
         self._outbox += message
         self.flush()
@@ -62,7 +62,7 @@ class Connection:
     def receive(self) -> tuple[list[Message], list[int]]:
         """Return the messages that are whole, and descriptors that came along: the caller closes them.
 
-        EOFError at the end of the stream, HandshakeError if the peer speaks something else.
+        EOFError at the end of the stream, HandshakeError if the peer does not keep to the handshake.
         """
         try:
             data, fds, _, _ = socket.recv_fds(self._sock, _RECEIVE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
@@ -109,7 +109,7 @@ class Connection:
             os.close(self._pidfd)
             self._pidfd = None
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """Close the descriptors in a forked child; its selector is the parent's too, so it is left alone."""
         self._sock.close()
         if self._pidfd is not None:

@@ -1,4 +1,4 @@
-"""What a rank and the region's owner say to each other, over an abstract Unix socket.
+"""The handshake: the messages between a rank and the region's owner, over an abstract Unix socket.
 
 ::
 
@@ -15,7 +15,7 @@
     end of the stream, either way: the other has died or hung up
 
 A message is a header (magic "kvtR", u16 version, u16 kind, u32 length; little endian) and a body. The header and
-REFUSED stay as they are in every version, so that two versions can always tell each other that they differ.
+REFUSED stay as they are in every version, so that two different versions can always recognise each other.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ class HandshakeError(Exception):
 
 
 class Kind(IntEnum):
-    """What a message is."""
+    """The kinds of messages."""
 
     HELLO = 1
     REFUSED = 2
@@ -91,7 +91,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """What a rank needs to map the region: ``map_bytes`` of the memfd, of which the rows are the beginning."""
+    """The parameters with which a rank maps the region: ``map_bytes`` of the memfd, which begin with the rows."""
 
     num_rows: int
     row_stride: int
@@ -134,7 +134,7 @@ def decode_pinned(body: bytes) -> int:
 
 
 def decode_progress(body: bytes) -> tuple[int, bool, bool]:
-    """Return (rows populated, no more will come, because there is no memory for them)."""
+    """Return (rows populated, whether no more will be, whether that is for lack of memory)."""
     rows, ended = _PROGRESS.unpack(body)
     return rows, bool(ended), ended > 1
 
@@ -185,7 +185,7 @@ class MessageReader:
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int]:
-    """Return (pid, uid) of the process at the other end, as the kernel knows them; pid 0 if it is not visible here."""
+    """Return (pid, uid) of the process at the other end, from the kernel; pid 0 if it is not visible here."""
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid, uid
 

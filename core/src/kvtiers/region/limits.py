@@ -1,4 +1,4 @@
-"""What this process may take of the machine: memory, huge pages and processors, within its control groups.
+"""The machine's limits for this process: memory, huge pages and processors, within its control groups.
 
 Control groups of version 1 and 2 are read as folders below ``root``, so that a test can bring a tree of its own.
 """
@@ -87,7 +87,7 @@ def _limit_of(folder: Path, version: int, root: Path) -> CgroupMemory | None:
 
 
 def free_huge_pages(page_bytes: int, root: Path = _ROOT) -> int | None:
-    """Huge pages of this size that are reserved by the administrator and promised to nobody; None: not supported."""
+    """Huge pages of this size that the administrator reserved and that are still free; None: not supported."""
     folder = root / f"sys/kernel/mm/hugepages/hugepages-{page_bytes // 1024}kB"
     try:
         return int(read_text(folder / "free_hugepages")) - int(read_text(folder / "resv_hugepages"))
@@ -96,7 +96,7 @@ def free_huge_pages(page_bytes: int, root: Path = _ROOT) -> int | None:
 
 
 def memory_problem(nbytes: int, root: Path = _ROOT) -> str | None:
-    """Say in one line why ``nbytes`` of memory cannot be had, with what there is and what to do; None if they can."""
+    """Explain in one line why ``nbytes`` of memory cannot be had, and what to do; None if they can."""
     available, cgroup = available_memory(root), cgroup_limit(root)
     have = min(available if available is not None else nbytes, cgroup.headroom if cgroup else nbytes)
     if nbytes <= have:
@@ -159,7 +159,7 @@ def control_groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
             continue
         top = root / mount_point.lstrip("/")
         inner = groups[version]
-        if mount_root != "/":  # a container sees its own group as the top, but may be told the host's path of it
+        if mount_root != "/":  # a container sees its own group as the top, but /proc may show the host's path
             inner = inner[len(mount_root) :] if inner.startswith(mount_root) else "/"
         folder = top / inner.strip("/")
         yield from ((above, version) for above in (folder, *folder.parents) if above.is_relative_to(top))

@@ -1,4 +1,4 @@
-"""Memory that several processes map: the memfd, one process's mapping of it, and where its pages shall lie."""
+"""Shared memory: the memfd, one process's mapping of it, and the NUMA placement of its pages."""
 
 import contextlib
 import ctypes
@@ -23,7 +23,7 @@ __all__ = [
     "PrefaultMode",
     "bind_to_node",
     "create_memfd",
-    "let_go_in_children",
+    "detach_in_children",
     "map_memory",
     "prefer_huge_pages",
     "prefer_node",
@@ -57,15 +57,15 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class _Holder(Protocol):
-    def let_go(self) -> None: ...
+    def detach(self) -> None: ...
 
 
 _holders: "weakref.WeakSet[_Holder]" = weakref.WeakSet()
 _fork_hook: list[bool] = []
 
 
-def let_go_in_children(holder: _Holder) -> None:
-    """Call ``holder.let_go()`` in every forked child of this process.
+def detach_in_children(holder: _Holder) -> None:
+    """Call ``holder.detach()`` in every forked child of this process.
 
     Descriptors close on exec, but a child that is forked without exec (``multiprocessing`` can do so) would hold
     them: the memory would outlive the engine, and no peer would see the engine's end. A child that a library forks
@@ -73,13 +73,13 @@ def let_go_in_children(holder: _Holder) -> None:
     """
     if not _fork_hook:
         _fork_hook.append(True)
-        os.register_at_fork(after_in_child=_let_go_all)
+        os.register_at_fork(after_in_child=_detach_all)
     _holders.add(holder)
 
 
-def _let_go_all() -> None:
+def _detach_all() -> None:
     for holder in list(_holders):
-        holder.let_go()
+        holder.detach()
 
 
 def require_linux() -> None:
@@ -140,7 +140,7 @@ class Mapping:
         self._exporter = weakref.ref(exporter)
         self._view: memoryview | None = memoryview(exporter).cast("B")[:view_bytes]
         if fd >= 0:
-            let_go_in_children(self)
+            detach_in_children(self)
 
     @property
     def view(self) -> memoryview:
@@ -150,15 +150,15 @@ class Mapping:
         return self._view
 
     def close(self) -> bool:
-        """Drop the view; False if somebody still holds a buffer made from it, so that the memory stays mapped."""
+        """Drop the view; False if a buffer made from it is still alive, so that the memory stays mapped."""
         self._view = None
         return self._exporter() is None
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """Put private, empty memory in this mapping's place in a forked child, for buffers that were made from it."""
         if self._exporter() is None or self._is_private:
             return
-        if self._in_children:  # the kernel does not know the advice
+        if self._in_children:  # the kernel does not support the advice
             _map_private(self.address, self.nbytes, _MAP_FIXED)
         else:
             _fill_hole(self.address, self.nbytes)
@@ -169,7 +169,7 @@ def _map_private(address: int, nbytes: int, how: int) -> bool:
     """Map empty memory at this address; False if it is not there then."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | how
     found = _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
-    if found not in {address, _MAP_FAILED}:  # a kernel before 4.17 takes the address as a wish
+    if found not in {address, _MAP_FAILED}:  # a kernel before 4.17 takes the address as a hint
         _libc.munmap(found, nbytes)
     return bool(found == address)
 
@@ -201,7 +201,7 @@ def map_memory(
 
 
 def bind_to_node(mapping: Mapping, node: int) -> str | None:
-    """Ask for pages of this NUMA node, before any page is touched; say in one line why not, if it cannot be.
+    """Ask for pages of this NUMA node, before any page is touched; return a line why not, if it cannot be.
 
     Preferred, not bound: where the node is full the rest comes from another one, instead of an out-of-memory kill.
     """
@@ -214,7 +214,7 @@ def prefer_huge_pages(mapping: Mapping) -> None:
 
 
 def prefer_node(node: int) -> str | None:
-    """Let this thread, and what it starts, take memory from this node first; a line if it cannot be.
+    """Set this thread, and what it starts, to take memory from this node first; return a line why not, if it cannot.
 
     Of huge pages ``bind_to_node`` reaches one process's mapping only, not those of the pre-fault program.
     """
@@ -230,7 +230,7 @@ def _numa_call(numbers: dict[str, int], node: int, *place: "ctypes.c_void_p | ct
     bits = 8 * ctypes.sizeof(ctypes.c_ulong)
     mask = (ctypes.c_ulong * (node // bits + 1))()
     mask[node // bits] = 1 << node % bits
-    most = ctypes.c_ulong(len(mask) * bits + 1)  # the kernel takes one bit less than it is told
+    most = ctypes.c_ulong(len(mask) * bits + 1)  # the kernel reads one bit less than this number
     flags = (ctypes.c_ulong(0),) if place else ()
     if _libc.syscall(ctypes.c_long(number), *place, ctypes.c_long(_MPOL_PREFERRED), mask, most, *flags) == 0:
         return None

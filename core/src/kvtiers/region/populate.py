@@ -1,4 +1,4 @@
-"""The program that touches a new region's pages, front to back, so that nobody else meets an empty page.
+"""The pre-fault program: touches a new region's pages, front to back, so that no other process takes a page fault.
 
 Run by its path, in a process of its own (``prefault.py`` starts it): the system call that does it would hold the
 engine's interpreter for seconds. It imports little, so that it starts in a few hundredths of a second.
@@ -43,7 +43,7 @@ class Populator:
         self._reported = 0
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        # Only a wish, and none that can fail the start: the administrator may not give huge pages to shared memory.
+        # Only a hint, and never an error: huge pages may be switched off for shared memory.
         self._libc.madvise(self._address, nbytes, _MADV_HUGEPAGE)
         self.touched = False
         self.failure = ""

@@ -1,4 +1,4 @@
-"""The program that populates a region, from outside: started, asked for more, read, and made to end."""
+"""The owner of the pre-fault program (``populate.py``): starts it, asks it for more, reads its progress, ends it."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from kvtiers.region import populate
 __all__ = ["Prefault"]
 
 _THREADS = 4
-_REAP_SECONDS = 5.0  # its output has ended, or it was killed: it is as good as gone
+_REAP_SECONDS = 5.0  # its output has ended, or it was killed: it ends soon
 
 
 class Prefault:
@@ -61,7 +61,7 @@ class Prefault:
         return self._process.pid
 
     def fileno(self) -> int:
-        """The descriptor that becomes readable when there is news."""
+        """The descriptor that becomes readable when there is progress to read."""
         return self._output.fileno()
 
     def want(self, nbytes: int) -> None:
@@ -115,7 +115,7 @@ class Prefault:
         self._close_pipes()
         if not self.method and not self.error:
             killed = (
-                f"killed by signal {-code}; if nobody did it, the machine ran out of memory"
+                f"killed by signal {-code}; if not by an administrator, the machine ran out of memory"
                 if code and code < 0
                 else ""
             )
@@ -125,7 +125,7 @@ class Prefault:
         self._output.close()
         self._input.close()
 
-    def let_go(self) -> None:
-        """Close our ends in a forked child, where the program is nobody's business."""
+    def detach(self) -> None:
+        """Close our ends in a forked child, which has nothing to do with the program."""
         self._process.returncode = 0  # keeps Popen from waiting for a child that is not this process's
         self._close_pipes()

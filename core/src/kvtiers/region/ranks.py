@@ -1,4 +1,4 @@
-"""Where each rank of a region stands, and what is told about it.
+"""The rank table: the state of each rank of a region, and the events about it.
 
 ::
 
@@ -34,7 +34,7 @@ class RankJoined:
 
 @dataclass(frozen=True, slots=True)
 class RankRefused:
-    """Somebody was refused, and told why. ``rank`` is None where it did not get as far as saying it."""
+    """A process was refused, with the reason. ``rank`` is None if it had not stated one yet."""
 
     rank: int | None
     reason: str
@@ -100,7 +100,7 @@ class RankTable:
         return self.all_joined and (settled is None or (not self._populating and len(settled) == self.world_size))
 
     def pinned(self, rank: int, rows: int) -> None:
-        """Take note that this rank has pinned so many rows, or (``SETTLED``) will pin no more than it has."""
+        """Record that this rank has pinned so many rows, or (``SETTLED``) will pin no more than it has."""
         with self._changed:
             if rows != SETTLED:
                 self._pinned[rank] = rows
@@ -132,24 +132,24 @@ class RankTable:
         return [rank for rank in range(self.world_size) if rank not in self._joined]
 
     def join(self, rank: int, pid: int) -> None:
-        """Take note that this process is now this rank."""
+        """Record that this process is now this rank."""
         with self._changed:
             self._joined[rank] = pid
             self.all_joined = not self._missing()
-            self._tell(RankJoined(rank, pid))
+            self._post(RankJoined(rank, pid))
 
     def refuse(self, rank: int | None, reason: str, *, ours: bool) -> None:
-        """Take note of a refusal. One of ``ours`` (not a stranger's) is a mistake that no waiting mends."""
+        """Record a refusal. One of ``ours`` (not a stranger's) is a mistake that no waiting mends."""
         with self._changed:
             if ours and not self.all_joined:
                 self._setback = self._setback or f"{_name(rank)} was refused: {reason}"
             if self._events.qsize() < _MOST_EVENTS:  # an idle engine takes none, and any process can be refused
-                self._tell(RankRefused(rank, reason))
+                self._post(RankRefused(rank, reason))
             else:
                 self._changed.notify_all()
 
     def lose(self, rank: int) -> None:
-        """Take note that this rank's connection has ended."""
+        """Record that this rank's connection has ended."""
         with self._changed:
             if not self.all_joined:
                 pid = self._joined[rank]
@@ -160,29 +160,29 @@ class RankTable:
             self.least_pinned = min(self._pinned.values(), default=None)
             if self._settled is not None:
                 self._settled.discard(rank)
-            self._tell(RankLost(rank))
+            self._post(RankLost(rank))
 
     def forget(self, rank: int) -> None:
-        """Take note that nothing of this lost rank is left."""
+        """Record that nothing of this lost rank is left."""
         with self._changed:
             del self._lost[rank]
-            self._tell(RankGone(rank))
+            self._post(RankGone(rank))
 
     def end_prefault(self, rows: int, error: str) -> None:
-        """Take note that pre-faulting has ended."""
+        """Record that pre-faulting has ended."""
         with self._changed:
             if error:
                 self._broken = self._broken or f"its memory cannot be populated: {error}"
             self._populating = False
-            self._tell(PrefaultEnded(rows, error))
+            self._post(PrefaultEnded(rows, error))
 
     def break_off(self, text: str) -> None:
-        """Make the start fail with this text, for whoever waits for it."""
+        """Make the start fail: ``wait_all`` raises StartError with this text."""
         with self._changed:
             self._broken = self._broken or text
             self._changed.notify_all()
 
-    def _tell(self, event: RegionEvent) -> None:
+    def _post(self, event: RegionEvent) -> None:
         self._events.put(event)
         self._changed.notify_all()
 
@@ -221,7 +221,7 @@ class RankTable:
         return f"its memory is not {what} after {seconds:.3g} s; raise the time, or write 'prefault: ahead'"
 
     def describe_missing(self, missing: Iterable[int], seconds: float) -> str:
-        """Say in one line that these ranks did not come, and what to look at."""
+        """Explain in one line that these ranks did not come, and what to look at."""
         ranks = ", ".join(map(str, missing))
         return (
             f"of {self.world_size} ranks these did not join within {seconds:.3g} s: {ranks}; are their workers "

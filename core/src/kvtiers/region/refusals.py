@@ -1,8 +1,8 @@
-"""How much is made of processes that are refused at a region's socket, of which any local user can start many.
+"""Rate limits for refused processes at a region's socket, of which any local user can start many.
 
-The first refusals are each worth a line and an answer; then one a second is. While all ranks are there, the socket is
-not listened to for a moment after some refusals in a row: whoever connects in a loop takes none of the engine's time
-with it, and a rank that comes back waits for that moment at most.
+The first refusals each get a log line and an answer; then one a second does. While all ranks are joined, the socket is
+not served for a moment after several refusals in a row, so that a process that connects in a loop costs the engine no
+time; a rank that comes back waits for that moment at most.
 """
 
 import time
@@ -24,28 +24,28 @@ class Refusals:
         self._left = _FIRST
         self._next = 0.0
         self._since_pause = 0
-        self.unsaid = 0
-        """Refusals since the last one that was worth a line."""
+        self.unlogged = 0
+        """Refusals since the last one that was logged."""
 
-    def is_worth_a_line(self) -> bool:
-        """Count one refusal; say whether it is to be logged and answered."""
+    def should_log(self) -> bool:
+        """Count one refusal; return whether it is to be logged and answered."""
         self._since_pause += 1
         now = self._clock()
         if self._left > 0:
             self._left -= 1
         elif now < self._next:
-            self.unsaid += 1
+            self.unlogged += 1
             return False
         self._next = now + _SECONDS
         return True
 
-    def take_unsaid(self) -> str:
-        """Return what a line says of those that had none, "" if there are none."""
-        unsaid, self.unsaid = self.unsaid, 0
-        return f" ({unsaid} more since the last such line)" if unsaid else ""
+    def take_unlogged(self) -> str:
+        """Return text about the refusals that were not logged, "" if there are none; reset their count."""
+        unlogged, self.unlogged = self.unlogged, 0
+        return f" ({unlogged} more since the last such line)" if unlogged else ""
 
     def pause(self) -> float:
-        """Return for how many seconds nobody is to be let in now; 0: for none."""
+        """Return for how many seconds no connection is to be accepted now; 0: for none."""
         if self._since_pause < _IN_A_ROW:
             return 0.0
         self._since_pause = 0

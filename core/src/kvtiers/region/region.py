@@ -1,7 +1,7 @@
-"""The primary tier's memory: rows that the engine's scheduler, its workers and the tier hosts all map.
+"""The region: the primary tier's memory, rows that the engine's scheduler, its workers and the tier hosts all map.
 
 Who may do what, and on which thread: ``create``, ``poll``, ``close`` and all attributes belong to the thread that
-drives the manager; ``wait_ready`` may be called from any. The accept thread (``accept.py``) only posts events.
+drives the manager; ``wait_ready`` may be called from any. The accept thread (``server.py``) only posts events.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from kvtiers.region.memfd import (
     PrefaultMode,
     bind_to_node,
     create_memfd,
-    let_go_in_children,
+    detach_in_children,
     map_memory,
     prefer_huge_pages,
     prefer_node,
@@ -61,7 +61,7 @@ _log = logging.getLogger("kvtiers.region")
 
 
 class OffloadRegion:
-    """Rows of memory, and what there is to know of the ranks that map them. Made by a subclass's ``create``."""
+    """Rows of memory, and the state of the ranks that map them. Made by a subclass's ``create``."""
 
     def __init__(self, engine_id: str, layout: CacheLayout, num_rows: int, mapping: Mapping) -> None:
         self.engine_id = engine_id
@@ -117,15 +117,15 @@ class OffloadRegion:
         return {}
 
     def follow(self, rows: int) -> int:
-        """Have memory ready ahead of this many rows, the first ones, which are in use. Never blocks.
+        """Populate memory ahead of this many rows, the first ones, which are in use. Never blocks.
 
-        Return how many rows it must be before this is called again; more than there are: it need not be.
+        Return the number of rows in use at which to call it next; more than there are: never.
         """
         del rows
         return self.num_rows + 1
 
-    def has_news(self) -> bool:
-        """Say whether something happened since the last ``poll``."""
+    def has_events(self) -> bool:
+        """Return whether something happened since the last ``poll``."""
         return False
 
     def poll(self, timeout: float = 0.0) -> list[RegionEvent]:
@@ -137,7 +137,7 @@ class OffloadRegion:
         """Block until all ranks have joined; StartError that names the missing or refused ones."""
 
     def close(self) -> None:
-        """Let go of the memory. A buffer that is still in use keeps it mapped, with a warning. May be called again."""
+        """Release the memory. A buffer that is still in use keeps it mapped, with a warning. May be called again."""
         if self._closed:
             return
         self._closed = True
@@ -170,7 +170,7 @@ class SharedOffloadRegion(OffloadRegion):
         self._server = server
         self._start_deadline = start_deadline
         self._created = time.monotonic()
-        let_go_in_children(self)
+        detach_in_children(self)
 
     @classmethod
     def create(
@@ -189,8 +189,8 @@ class SharedOffloadRegion(OffloadRegion):
     ) -> "SharedOffloadRegion":
         """Make the region, begin to let ranks in and to pre-fault, and return at once.
 
-        ``prefault``: "ahead" populates ``prefault_window`` bytes, and keeps as many ahead of the rows that ``follow``
-        is told of; "all" populates all rows, and the region is ready when the ranks have pinned them; "off" none.
+        ``prefault``: "ahead" populates ``prefault_window`` bytes, and keeps as many ahead of the rows given to
+        ``follow``; "all" populates all rows, and the region is ready when the ranks have pinned them; "off" none.
 
         StartError, in one line, if the engine id is in use, the memory or the huge pages are not there, a row does
         not fit into ``capacity_bytes``, or this system has no memfd. ``world_size``: how many ranks to wait for, by
@@ -202,7 +202,7 @@ class SharedOffloadRegion(OffloadRegion):
         page = HUGE_PAGE_BYTES[huge_pages]
         map_bytes = -(-num_rows * layout.row_stride // page) * page
         with contextlib.ExitStack() as undo:
-            listener = listen(engine_id)  # first: a second engine of this id is told so, not that memory is short
+            listener = listen(engine_id)  # first: the error for a second engine of this id names the id, not memory
             undo.callback(listener.close)
             if huge_pages == "off":
                 _check_memory(where, map_bytes)
@@ -247,7 +247,7 @@ class SharedOffloadRegion(OffloadRegion):
         return set() if self._closed else self._ranks.lost
 
     def follow(self, rows: int) -> int:
-        """Have memory ready ahead of this many rows, the first ones, which are in use. Never blocks."""
+        """Populate memory ahead of this many rows, the first ones, which are in use. Never blocks."""
         ahead = rows + self._window_rows
         if self._window_rows < self.num_rows:
             self._server.want_rows(min(ahead, self.num_rows))
@@ -269,8 +269,8 @@ class SharedOffloadRegion(OffloadRegion):
         """Seconds of ``create``, ``join`` (until all were there), ``prefault``; ``populated_rows``; as far as known."""
         return self._server.timings
 
-    def has_news(self) -> bool:
-        """Say whether something happened since the last ``poll``."""
+    def has_events(self) -> bool:
+        """Return whether something happened since the last ``poll``."""
         return not self._ranks.are_quiet()
 
     def poll(self, timeout: float = 0.0) -> list[RegionEvent]:
@@ -287,7 +287,7 @@ class SharedOffloadRegion(OffloadRegion):
         self._ranks.wait_all(left if timeout is None else timeout, self.map_bytes / _SLOWEST_PINNING)
 
     def close(self) -> None:
-        """Hang up on the ranks, end pre-faulting and let go of the memory. May be called again."""
+        """Disconnect the ranks, end pre-faulting and release the memory. May be called again."""
         if self._closed:
             return
         self._ranks.break_off("it was closed")  # for a thread that waits in wait_ready
@@ -295,7 +295,7 @@ class SharedOffloadRegion(OffloadRegion):
         os.close(self._memfd)
         super().close()
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """Close the memfd in a forked child, where this region counts as closed. Its other parts do the same."""
         if not self._closed:
             self._closed = True
@@ -329,7 +329,7 @@ class AnonymousRegion(OffloadRegion):
 
 def _start_prefault(memfd: int, map_bytes: int, page_bytes: int, numa_node: int | None, wanted: int) -> Prefault:
     if numa_node is not None:
-        prefer_node(numa_node)  # the program inherits it; what speaks against it, bind_to_node has said already
+        prefer_node(numa_node)  # the program inherits it; bind_to_node has reported already why it cannot be
     return Prefault(memfd, map_bytes, page_bytes, wanted)
 
 

@@ -1,7 +1,7 @@
-"""The thread that serves a region's socket: lets ranks in, watches them, and passes on how far pre-faulting has come.
+"""The region's accept thread: admits ranks, watches their processes, and reports the progress of pre-faulting to them.
 
-It owns the connections, their pidfds and the pre-fault program; all of them are touched on this thread alone. What
-it learns goes into the ``RankTable``, which any thread may read.
+It owns the connections, their pidfds and the pre-fault program; all of them are used on this thread alone. It writes
+the ``RankTable``, which any thread may read.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from kvtiers.region.handshake import (
     encode_message,
     encode_progress,
 )
-from kvtiers.region.memfd import let_go_in_children
+from kvtiers.region.memfd import detach_in_children
 from kvtiers.region.prefault import Prefault
 from kvtiers.region.ranks import RankTable
 from kvtiers.region.refusals import Refusals
@@ -73,26 +73,26 @@ class AcceptThread:
         self._behind: set[Connection] = set()
         self._wake_reader, self._wake_writer = socket.socketpair()
         for sock in (self._wake_reader, self._wake_writer):
-            sock.setblocking(False)  # whoever wakes this thread never waits for it
+            sock.setblocking(False)  # a thread that wakes this one never waits for it
         self._selector = selectors.DefaultSelector()
         self._wanted_rows = 0
         self.populated_rows = 0
         self.timings: dict[str, float] = {}
         """Seconds until all ranks had joined (``join``) and until pre-faulting ended (``prefault``)."""
         self._thread = threading.Thread(target=self._run, name="kvtiers-accept", daemon=True)
-        let_go_in_children(self)
+        detach_in_children(self)
 
     def start(self) -> None:
         """Begin to serve."""
         self._thread.start()
 
     def want_rows(self, rows: int) -> None:
-        """Have this many rows populated, from the first; from any thread, and it waits for nothing."""
+        """Request that this many rows, from the first, be populated. From any thread; never blocks."""
         self._wanted_rows = max(self._wanted_rows, rows)
         self._wake()
 
     def stop(self) -> None:
-        """Hang up on all ranks, end pre-faulting and the thread; returns when they have ended."""
+        """Disconnect all ranks, end pre-faulting and the thread; returns when they have ended."""
         self._stopping = True
         self._wake()
         self._thread.join(_STOP_SECONDS)
@@ -106,21 +106,21 @@ class AcceptThread:
         if self._prefault is not None:
             self._prefault.want(self._wanted_rows * self._welcome.row_stride)
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """Close everything in a forked child. Nothing is unregistered: the parent's epoll is the same one."""
         self._stopping = True
         self._selector.close()
         for sock in (self._listener, self._wake_reader, self._wake_writer):
             sock.close()
         for connection in self._connections:
-            connection.let_go()
+            connection.detach()
         if self._prefault is not None:
-            self._prefault.let_go()
+            self._prefault.detach()
 
     def _run(self) -> None:
         try:
             self._serve()
-        except Exception as error:  # noqa: BLE001 -- a thread's last word: whoever waits for ranks must hear it
+        except Exception as error:  # noqa: BLE001 -- the thread ends here: what waits for ranks must get the reason
             _log.exception("the region's accept thread ended")
             self._ranks.break_off(f"the thread that serves its ranks ended: {error!r}")
         finally:
@@ -176,8 +176,8 @@ class AcceptThread:
             sock, _ = self._listener.accept()
         except OSError as error:
             if error.errno in {errno.EMFILE, errno.ENFILE}:
-                if self._refusals.is_worth_a_line():
-                    _log.warning("a rank waits at the door: %s%s", error, self._refusals.take_unsaid())
+                if self._refusals.should_log():
+                    _log.warning("cannot accept a rank's connection: %s%s", error, self._refusals.take_unlogged())
                 time.sleep(_PAUSE_SECONDS)  # the listener stays readable: without a pause this loop would spin
             return
         connection = Connection(sock, self._selector, lambda events: self._on_socket(connection, events))
@@ -195,7 +195,7 @@ class AcceptThread:
             connection.flush()
             if connection in self._behind and not connection.busy:
                 self._behind.discard(connection)
-                connection.say(encode_progress(*self._progress()))
+                connection.send(encode_progress(*self._progress()))
         if not connection.open or not events & selectors.EVENT_READ:
             return
         try:
@@ -205,7 +205,7 @@ class AcceptThread:
             _log.log(level, "rank %s (process %d) is no longer connected: %s", connection.rank, connection.pid, error)
             self._lose(connection)
             return
-        for fd in fds:  # nobody asked for them
+        for fd in fds:  # unexpected: a rank sends none
             os.close(fd)
         for message in messages:
             if connection.open:
@@ -252,8 +252,8 @@ class AcceptThread:
             _log.warning("rank %d: process %d cannot be watched; if it dies, its rows stay taken", rank, connection.pid)
         connection.rank = rank
         if self._ranks.missing == [rank]:
-            self._note_all_joined()  # first: whoever waits for all ranks finds the time in the figures
-        self._ranks.join(rank, connection.pid)  # before it is told: a rank that is ready has joined
+            self._note_all_joined()  # first: ``timings`` has the time once ``wait_all`` returns
+        self._ranks.join(rank, connection.pid)  # before the WELCOME: a rank that is ready has joined
         self._welcome_rank(connection)
 
     def _note_all_joined(self) -> None:
@@ -290,12 +290,12 @@ class AcceptThread:
         return ""
 
     def _refuse(self, connection: Connection, reason: str, *, rank: int | None = None, ours: bool = True) -> None:
-        said = self._refusals.is_worth_a_line()
+        said = self._refusals.should_log()
         if said:
             who = "a rank" if rank is None else f"rank {rank}"
-            _log.warning("refused %s: %s%s", who, reason, self._refusals.take_unsaid())
+            _log.warning("refused %s: %s%s", who, reason, self._refusals.take_unlogged())
         if said or ours:
-            connection.say(encode_message(Kind.REFUSED, reason.encode()))
+            connection.send(encode_message(Kind.REFUSED, reason.encode()))
         self._lose(connection)
         self._ranks.refuse(rank, reason, ours=ours)
         self._pause_listening()
@@ -303,7 +303,7 @@ class AcceptThread:
     # Ranks go.
 
     def _lose(self, connection: Connection) -> None:
-        """The connection has ended. The process of a rank is still watched: it may yet touch its rows."""
+        """Handle the end of a connection. The rank's process is still watched: it may yet touch its rows."""
         connection.hang_up()
         self._behind.discard(connection)
         if connection.rank is None:
@@ -313,7 +313,7 @@ class AcceptThread:
         self._ranks.lose(connection.rank)
 
     def _forget(self, connection: Connection) -> None:
-        """Nothing of this rank, whose connection has ended, can touch a row any more."""
+        """Forget a rank whose connection has ended and which cannot touch a row any more."""
         connection.close()
         self._connections.discard(connection)
         if connection.rank is not None:
@@ -361,7 +361,7 @@ class AcceptThread:
             if connection.busy:
                 self._behind.add(connection)  # it gets the newest figure when it reads again
             else:
-                connection.say(encode_progress(*self._progress()))
+                connection.send(encode_progress(*self._progress()))
 
     def _end_prefault(self, prefault: Prefault) -> None:
         self.populated_rows = min(self.populated_rows, self._welcome.num_rows)

@@ -1,4 +1,4 @@
-"""The ``StoreBackend`` interface: where the I/O of a store tier runs, in a helper process or on threads of this one."""
+"""The ``StoreBackend`` interface: the I/O of a store tier, in a tier host or on threads of this process."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -11,7 +11,7 @@ __all__ = ["StoreBackend"]
 
 
 class StoreBackend(Protocol):
-    """Where a store's I/O runs, seen from the engine's thread. Nothing here blocks but ``drain`` and ``close``."""
+    """The I/O of one store, seen from the engine's thread. No method blocks but ``wait_open``, ``drain``, ``close``."""
 
     def wait_open(self, timeout: float) -> str:
         """Wait (from any thread) until the store is open; return "" then, else why it is not."""
@@ -29,19 +29,19 @@ class StoreBackend(Protocol):
         """Use other names (another fingerprint) for all that is sent from now on."""
 
     def abandon(self, job_id: int) -> None:
-        """Take note that nobody waits for this job any more; its JobDone is still owed."""
+        """Give this job up: no request waits for it any more. Its JobDone must still follow."""
 
     def release(self, job_id: int) -> None:
-        """Have a load leave its rows alone, if it can: then its JobReleased comes, though calls are still under way."""
+        """Detach a load from its rows, if possible: its JobReleased then comes although its calls are still running."""
 
     def flush(self) -> None:
         """Send what was collected since the last call."""
 
     def poll(self) -> Sequence[Event]:
-        """Take the news, a bounded number of messages."""
+        """Return new events, of a bounded number of messages."""
 
     def restart(self, reason: str) -> None:
-        """Begin anew, if that is possible: the store does not answer any more."""
+        """Restart the I/O, if that is possible: the store does not answer any more."""
 
     def log(self, level: int, text: str) -> None:
         """Write a line to the log, on another thread than the engine's."""
@@ -53,4 +53,4 @@ class StoreBackend(Protocol):
         """Wait until all jobs have ended; False if some have not within ``timeout`` seconds."""
 
     def close(self, timeout: float) -> None:
-        """End it all; what has not ended within ``timeout`` seconds is dropped."""
+        """Stop all I/O; what has not ended within ``timeout`` seconds is dropped."""

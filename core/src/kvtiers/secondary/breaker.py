@@ -1,4 +1,4 @@
-"""The breaker: takes a tier out of use when it fails, and puts it back by itself.
+"""The circuit breaker of a tier: takes it out of use when it fails, and puts it back by itself.
 
 =========  ========================================================================================
 state      leaves it when
@@ -22,7 +22,7 @@ _SPANS = 30  # the window moves on in so many steps
 
 
 class BreakerState(IntEnum):
-    """Exported as a gauge: 0, 1, 2."""
+    """A breaker's state, exported as a gauge: 0, 1, 2."""
 
     CLOSED = 0
     OPEN = 1
@@ -31,7 +31,7 @@ class BreakerState(IntEnum):
 
 @dataclass(slots=True)
 class _Span:
-    """What was recorded in one part of the window."""
+    """The calls recorded in one part of the window."""
 
     begin: float
     calls: int = 0
@@ -53,7 +53,7 @@ class Breaker:
         """How often it has opened."""
 
     def record(self, *, ok: bool) -> None:
-        """Take in how a call ended. While the breaker is not closed only the probe counts: ``probed``."""
+        """Record how a call ended. While the breaker is not closed only the probe counts: ``probed``."""
         if self.state is not BreakerState.CLOSED:
             return
         self._failures = 0 if ok else self._failures + 1
@@ -69,25 +69,25 @@ class Breaker:
             self.trip()
 
     def trip(self) -> None:
-        """Open now, whatever was counted: the tier is known to be gone."""
+        """Open now, whatever was counted: the tier is gone."""
         if self.state is BreakerState.CLOSED:
             self.opened += 1
         self.state = BreakerState.OPEN
         self._retry_at = self._clock() + self._delay
 
     def probe_soon(self) -> None:
-        """Let the probe be due at once, if the breaker is open: the tier seems to be back."""
+        """Make the probe due at once, if the breaker is open: the tier seems to be back."""
         self._retry_at = self._clock()
 
     def wants_probe(self) -> bool:
-        """Say whether the one probe is due; the caller sends it then, and reports with ``probed``."""
+        """Return whether the one probe is due; the caller sends it then, and reports with ``probed``."""
         if self.state is BreakerState.OPEN and self._clock() >= self._retry_at:
             self.state = BreakerState.PROBING
             return True
         return False
 
     def probed(self, *, ok: bool) -> None:
-        """Take in how the probe ended."""
+        """Record how the probe ended."""
         if ok:
             self.state = BreakerState.CLOSED
             self._failures = 0

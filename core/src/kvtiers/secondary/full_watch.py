@@ -1,7 +1,7 @@
-"""Whether a store takes values: one line when it does not, with what to do, and one when it does again.
+"""The watch over full stores: one log line when a store stops taking values, with what to do, and one when it resumes.
 
-A full store is no failure: it is still read, its breaker stays closed, and what is dropped is counted. It is said, as
-whoever operates it would else see an engine that is well and a tier that brings nothing new.
+A full store is no failure: it is still read, its breaker stays closed, and what is dropped is counted. Without the line
+an operator would see a healthy engine and a tier that gets nothing new.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ _QUIET_SECONDS = 30.0  # for so long it must have dropped nothing: at its limit 
 
 
 class FullWatch:
-    """One tier's. ``advice``: what to do. By the caller's clock; engine's thread."""
+    """The watch of one tier. ``advice``: what to do. By the caller's clock; engine's thread."""
 
     def __init__(self, name: str, advice: str, clock: Callable[[], float]) -> None:
         self._name = name
@@ -23,7 +23,7 @@ class FullWatch:
         self.is_full = False
 
     def stored(self, written: int, dropped: int) -> str:
-        """Take in what became of a job's values; return a line for the log, or "" for none."""
+        """Record how many of a job's values were written and dropped; return a line for the log, or "" for none."""
         if dropped:
             self._last = self._clock()
             self._dropped = self._dropped + dropped if self.is_full else dropped

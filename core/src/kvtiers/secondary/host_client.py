@@ -1,7 +1,7 @@
-"""``io: process``: one tier's share of a tier host, seen from the engine.
+"""The host client: one tier's connection to its tier host, seen from the engine (``io: process``).
 
-Keeps what the host owes an answer for, and takes from it nothing else: a host that reports what it was not asked for
-does not keep to the protocol, and is killed.
+It remembers what the host has been asked, and accepts nothing else: a host that reports what it was not asked for
+breaks the protocol, and is killed.
 """
 
 import logging
@@ -31,13 +31,13 @@ from kvtiers.secondary.supervisor import HostLife
 
 __all__ = ["BUMPED", "HostClient"]
 
-BUMPED = "its namespace was bumped while this engine ran, which holds KV from before; start the engine anew"
+BUMPED = "its namespace was bumped while this engine ran, which holds KV from before; restart the engine"
 
 _EVENTS_PER_POLL = 2048
 _POLL_SECONDS = 0.005
-# How often a host is listened to that owes no answer that a request waits for. What several steps would each do for
-# a little costs one step less: most of it are the first calls, which the engine's own work has made cold. All hosts are
-# listened to in the same step.
+# How often a host is polled while no request waits for its answer. Polling seldom is cheaper: most of the cost are the
+# first calls, whose code and data the engine's own work has evicted from the processor's caches. All hosts are polled
+# in the same step.
 _LOOK_SECONDS = 0.02
 _GONE = "its host ended"
 _LEAST_OPEN_SECONDS = 30.0  # a busy machine loads a client library slowly
@@ -50,7 +50,7 @@ _ENDS = {
 
 @dataclass(slots=True)
 class _Sent:
-    """A job that the host owes a result for."""
+    """A job in flight in the host."""
 
     job: StoreJob
     started: bool = False
@@ -83,7 +83,7 @@ class HostClient:
     # -- the backend
 
     def wait_open(self, timeout: float) -> str:
-        """Wait until the store is open, polling: for a caller at start, when nobody else does."""
+        """Wait until the store is open, polling: for a caller at start, before the engine's thread polls."""
         until = time.monotonic() + timeout
         while self._open_error is None and time.monotonic() < until:
             self._link.poll()
@@ -116,16 +116,16 @@ class HostClient:
         """Send other names, in order with the jobs; a host that is not there gets them when it is."""
         self.names = names
         if self._link.connected and not self._link.send(wire.encode_names(self._index, names)):
-            self._link.kill("it cannot be told that the weights have changed, since it does not read")
+            self._link.kill("it cannot be sent the names of the new weights, since it does not read")
 
     def abandon(self, job_id: int) -> None:
-        """Have the host drop the job if it has not begun, and be killed if it does not end it in time."""
+        """Drop the job if it has not begun; kill the host if it does not end the job in time."""
         if job_id in self._jobs and self._link.connected:
             self._link.send(wire.encode_abandon(self._index, job_id))
             self._kill_unless_done(job_id)
 
     def release(self, job_id: int) -> None:
-        """Have the host leave the rows of a load alone, if it can."""
+        """Detach a load from its rows, if the host can."""
         sent = self._jobs.get(job_id)
         if sent is not None and self._link.connected and self._link.send(wire.encode_release(self._index, job_id)):
             sent.to_release = True
@@ -136,12 +136,12 @@ class HostClient:
             self._link.flush()
 
     def poll(self) -> Sequence[Event]:
-        """Take the events that have come."""
+        """Return the events that have come."""
         now, events = time.monotonic(), self._events
         if now < self._look_at and not (self._loads or self._probes or events):
             return ()
         self._look_at = now - now % _LOOK_SECONDS + _LOOK_SECONDS
-        with self._link.lock:  # another thread may listen, too: nothing is added to what is taken
+        with self._link.lock:  # another thread may poll, too: it must not add events to a list already returned
             self._link.poll()
             if len(events) > _EVENTS_PER_POLL:
                 return [events.popleft() for _ in range(_EVENTS_PER_POLL)]
@@ -149,7 +149,7 @@ class HostClient:
         return events
 
     def restart(self, reason: str) -> None:
-        """Have the host killed, and another one started."""
+        """Kill the host and start another one."""
         self._link.kill(reason)
 
     def log(self, level: int, text: str) -> None:
@@ -165,26 +165,26 @@ class HostClient:
         """Wait for all jobs to end; blocks, so only at shutdown. What is left is dropped with the host."""
         until = time.monotonic() + timeout
         while True:
-            owed = len(self._jobs)
+            in_flight = len(self._jobs)
             self._link.poll()
-            if len(self._jobs) < owed:
+            if len(self._jobs) < in_flight:
                 continue  # a poll takes a bounded number of results: there may be more
             if not self._jobs or self._link.life is None or time.monotonic() >= until:
                 return not self._jobs
             time.sleep(_POLL_SECONDS)
 
     def close(self, timeout: float) -> None:
-        """Tell the host to end."""
+        """Ask the host to end."""
         self._link.end(timeout)
 
     # -- for the link
 
-    def met(self, life: HostLife) -> None:
-        """A life has begun: it is ended unless the store opens in time, or says why it cannot; it may be stopped."""
-        self._link.launcher.kill_unless_forgiven(life, self._unopened, self._open_within)
+    def on_started(self, life: HostLife) -> None:
+        """Start the clock of a new host process: it is killed unless it reports in time whether the store is open."""
+        self._link.launcher.kill_after(life, self._unopened, self._open_within)
 
     def take(self, event: Event) -> None:
-        """Take in an event of this tier; ProtocolError if it is not one that the host can have to report."""
+        """Handle an event of this tier; ProtocolError if the host has no reason to report it."""
         match event:
             case JobDone():  # first, as most are
                 self._take_result(event)
@@ -192,9 +192,9 @@ class HostClient:
                 event = self._of_one_epoch(event)
                 self._open_error = event.error
                 if self._link.life is not None:
-                    self._link.life.forgive(self._unopened)
+                    self._link.life.cancel_kill(self._unopened)
                     if error:  # the host tries again, and says what comes of that
-                        self._link.launcher.kill_unless_forgiven(self._link.life, self._unopened, self._reopen_within)
+                        self._link.launcher.kill_after(self._link.life, self._unopened, self._reopen_within)
             case JobStarted(job_id):
                 self._take_start(job_id)
             case JobFailed(job_id):
@@ -207,19 +207,19 @@ class HostClient:
         self._events.append(event)
 
     def take_stats(self, figures: dict[str, float]) -> None:
-        """Take in the host's figures."""
+        """Record the host's figures."""
         self._stats = figures
 
     def lost(self) -> None:
-        """The host is gone or as good as gone: all its jobs have failed, their rows wait for its burial."""
+        """Fail all jobs: the host is gone, or being killed. Their rows stay in use until it has been reaped."""
         self._open_error = _GONE
         self._events.append(Opened(_GONE))
         self._events.extend(JobFailed(job_id, _GONE) for job_id, sent in self._jobs.items() if not sent.failed)
         self._events.extend(Probed(probe_id, b"", _GONE) for probe_id in self._probes)
         self._probes.clear()
 
-    def buried(self) -> None:
-        """The process has been reaped: nothing touches the rows of its jobs any more."""
+    def on_reaped(self) -> None:
+        """End all jobs: the host process has been reaped, so none of them can touch rows any more."""
         for job_id, sent in self._jobs.items():
             self._events.append(JobDone(job_id, bytes([Status.FAILED]) * len(sent.job.keys), 0, 0.0, error=_GONE))
         self._jobs.clear()
@@ -232,7 +232,7 @@ class HostClient:
         return f"store {self._index} of it has neither opened nor said why not"
 
     def _of_one_epoch(self, event: Opened) -> Opened:
-        """An engine keeps the epoch that it has met first: what its memory holds must not get into a later one."""
+        """Refuse another epoch than the first: what the engine's memory holds must not be stored under a later one."""
         if event.error:
             return event
         if self._epoch is None:
@@ -264,13 +264,13 @@ class HostClient:
     def _take_release(self, job_id: int) -> None:
         sent = self._sent(job_id)
         if not sent.to_release:
-            raise ProtocolError(f"job {job_id} is reported as having let go of its rows, which nobody wished")
+            raise ProtocolError(f"job {job_id} is reported as released, which was not asked for")
         sent.to_release = False
 
     def _kill_unless_done(self, job_id: int) -> None:
-        """A job has failed: if the host does not let go of its rows in time, it is ended."""
+        """Kill the host unless it releases the rows of this failed job in time."""
         if self._link.life is not None:
-            self._link.launcher.kill_unless_forgiven(self._link.life, _overdue(job_id), self._grace)
+            self._link.launcher.kill_after(self._link.life, _overdue(job_id), self._grace)
 
     def _take_result(self, event: JobDone) -> None:
         job = self._sent(event.job_id).job
@@ -281,7 +281,7 @@ class HostClient:
         del self._jobs[event.job_id]
         self._loads -= job.is_load
         if self._link.life is not None and self._link.life.kill_at:
-            self._link.life.forgive(_overdue(event.job_id))
+            self._link.life.cancel_kill(_overdue(event.job_id))
 
 
 def _overdue(job_id: int) -> str:

@@ -1,4 +1,4 @@
-"""The engine's end of the connection to one tier host, over all the host's lives.
+"""The engine's end of the connection to one tier host, across restarts of the host's process.
 
 Runs on the engine's thread and never waits for the host: messages go into a bounded outbox and out as far as the socket
 takes them. When a host ends, its jobs have failed at once; they are done, and their rows free, when the process has
@@ -23,7 +23,7 @@ from kvtiers.host import wire
 from kvtiers.host.messages import Event
 from kvtiers.host.wire import MAX_EVENT_BYTES, Frame, FrameReader, Kind, ProtocolError
 from kvtiers.layout.storage_name import StorageNames
-from kvtiers.region.memfd import let_go_in_children
+from kvtiers.region.memfd import detach_in_children
 from kvtiers.secondary.log_thread import LogThread
 from kvtiers.secondary.supervisor import HostLauncher, HostLife, HostProcess
 
@@ -31,31 +31,31 @@ __all__ = ["HostConnection", "LinkedTier"]
 
 _OUTBOX_BYTES = 4 * 2**20
 _FRAMES_PER_POLL = 1024
-_BYTES_AT_ONCE = 1 << 16  # more than the allocator keeps at hand is mapped anew for each read
+_BYTES_AT_ONCE = 1 << 16  # the allocator would map a larger buffer for each read
 _UNASKED_AT_FIRST, _UNASKED_PER_SECOND = 500, 200  # messages that answer nothing; a host sends a quarter of it
-_LAST_SECONDS = 1.0  # what has hung up has to end
+_LAST_SECONDS = 1.0  # for a host that has closed its connection to end by itself
 _UNASKED = frozenset({Kind.LOG, Kind.STATS, Kind.OPENED})
 
 
 class LinkedTier(Protocol):
-    """What the link needs of each tier that lives in its host."""
+    """The callbacks of the connection to each tier in its host."""
 
     names: StorageNames
 
-    def met(self, life: HostLife) -> None:
-        """A new life of the host has begun."""
+    def on_started(self, life: HostLife) -> None:
+        """Handle the start of a new host process."""
 
     def take(self, event: Event) -> None:
-        """Take in an event; ProtocolError if it makes no sense."""
+        """Handle an event; ProtocolError if the host has no reason to report it."""
 
     def take_stats(self, figures: dict[str, float]) -> None:
-        """Take in the store's figures."""
+        """Record the store's figures."""
 
     def lost(self) -> None:
-        """The host is gone, or as good as gone."""
+        """Handle the loss of the host: it is gone, or being killed."""
 
-    def buried(self) -> None:
-        """The process has been reaped."""
+    def on_reaped(self) -> None:
+        """Handle the end of the host: its process has been reaped."""
 
 
 class HostConnection:
@@ -79,11 +79,11 @@ class HostConnection:
         """What the socket has not taken yet."""
         self._unasked = 0
         self._ending = False
-        let_go_in_children(self)
+        detach_in_children(self)
 
     @property
     def connected(self) -> bool:
-        """There is a host to talk to."""
+        """There is a running host."""
         return self.life is not None and not self._lost
 
     def send(self, message: bytes) -> bool:
@@ -108,7 +108,7 @@ class HostConnection:
                 del self.outbox[:sent]
 
     def poll(self) -> None:
-        """Take what the host and the launcher have to say, a bounded amount, and pass it on."""
+        """Handle new messages of the host and changes of its process, a bounded number."""
         with self.lock:
             if self.life is None:
                 if not self.host.lives:
@@ -121,29 +121,29 @@ class HostConnection:
             if self._lost and self.life is not None and self.life.status is not None:
                 self.life = None
                 for tier in self.tiers:
-                    tier.buried()
+                    tier.on_reaped()
 
     def kill(self, reason: str) -> None:
-        """Have the host killed, and count it as lost from now on."""
+        """Kill the host, and count it as lost from now on."""
         with self.lock:
             if self.life is not None and not self._lost:
                 self.launcher.kill(self.host, self.life, reason)
                 self._lose()
 
     def end(self, seconds: float) -> None:
-        """Tell the host to end within so many seconds; one that has not said a word yet is not waited for."""
+        """Ask the host to end within so many seconds; one that has sent no message yet is not waited for."""
         with self.lock:
             if self._ending:
                 return
             self.poll()
             self._ending = self.host.ending = True
-            if self.life is not None and not self.life.heard:
+            if self.life is not None and not self.life.has_reported:
                 self.launcher.discard(self.life)
             else:
                 self.send(wire.encode_close(0, seconds))
                 self.flush()
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """Close the connections: after the end, and in a forked child, where they would hide the engine's end."""
         for life in (*self.host.lives, *([self.life] if self.life is not None else [])):
             life.connection.close()
@@ -157,7 +157,7 @@ class HostConnection:
         self._unasked = 0
         for index, tier in enumerate(self.tiers):  # they may have changed since its HELLO
             self.send(wire.encode_names(index, tier.names))
-            tier.met(life)
+            tier.on_started(life)
         if self._ending:
             self.launcher.discard(life)
 
@@ -170,15 +170,15 @@ class HostConnection:
                     return  # what comes faster than it is taken stays in the socket, and holds the host up
             data = self._read(life) if self._incoming.poll(0) else None
             if data:
-                life.heard = True
+                life.has_reported = True
                 self._reader.feed(data)
                 left -= self._take_frames(left)
             if life.kill_at and left and len(data or b"") < _BYTES_AT_ONCE:
-                self.launcher.listened(life)
+                self.launcher.all_read(life)
         except ProtocolError as error:
             self.kill(f"it does not keep to the protocol: {error}")
             return
-        if data == b"" or (data is None and life.status is not None) or life.condemned:
+        if data == b"" or (data is None and life.status is not None) or life.being_killed:
             self._lose()
 
     def _read(self, life: HostLife) -> bytes | None:
@@ -214,16 +214,16 @@ class HostConnection:
         self._unasked += 1
         assert self.life is not None
         if self._unasked > _UNASKED_AT_FIRST + _UNASKED_PER_SECOND * (time.monotonic() - self.life.started):
-            raise ProtocolError(f"it floods the engine: {self._unasked} messages that nobody asked for")
+            raise ProtocolError(f"it floods the engine: {self._unasked} unsolicited messages")
 
     def _lose(self) -> None:
         if self.life is None or self._lost:
             return
         self._lost = True
-        self.life.listened = math.inf
+        self.life.read_at = math.inf
         self.life.connection.close()
         self.outbox.clear()
-        if not self.life.condemned:
-            self.launcher.kill_unless_forgiven(self.life, "it has closed its connection", _LAST_SECONDS)
+        if not self.life.being_killed:
+            self.launcher.kill_after(self.life, "it has closed its connection", _LAST_SECONDS)
         for tier in self.tiers:
             tier.lost()

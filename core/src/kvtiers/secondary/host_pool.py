@@ -1,8 +1,8 @@
-"""``io: process`` in several hosts: one tier's work, spread over backends that each have a host of their own.
+"""The host pool: one tier's work, spread over several tier hosts (``io: process`` with ``processes`` above 1).
 
-A job is cut among the hosts so that those that get a part have equally many values under way: one that lags behind gets
-none. What is not worth cutting goes to the host with the fewest. A job keeps its id in each host, and is one job for
-whoever sent it:
+A job is cut among the hosts so that those that get a part have equally many values in flight: one that lags behind gets
+none. A job too small to be cut goes to the host with the fewest. A job keeps its id in each host, and is one job for
+its sender:
 
 ==========  =====================================================================================
 a job is    when
@@ -42,19 +42,19 @@ __all__ = ["HostPool", "PooledHost"]
 
 _LEAST_VALUES, _LEAST_BYTES = 16, 4 * 2**20  # a part that has fewer of both ends sooner than it could be shared out
 _POLL_SECONDS = 0.005
-_LOOK_SECONDS = 0.025  # how often hosts are asked for news that owe nothing: each listens a little more often
+_LOOK_SECONDS = 0.025  # how often hosts without work are polled: each client polls its own a little more often
 
 
 @dataclass(slots=True, eq=False)
 class PooledHost:
-    """One host of a group, by its name in the log."""
+    """One host of a pool, by its name in the log."""
 
     name: str
     backend: StoreBackend
     error: str | None = None
-    """As it has said: "" while it is open, None before its first word."""
-    is_told: bool = False
-    """The log says that it is out of use."""
+    """"" while its store is open, None before its first report, else why the store is not open."""
+    outage_logged: bool = False
+    """The log line that says that it is out of use has been written."""
     values: int = 0
     """On their way."""
     questions: int = 0
@@ -64,7 +64,7 @@ class PooledHost:
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """What one host has of a job: ``count`` values from ``start`` on."""
+    """One host's part of a job: ``count`` values from ``start`` on."""
 
     start: int
     count: int
@@ -74,7 +74,7 @@ class _Part:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A job under way. ``parts``: those that have not ended; what the others came to stands beside it."""
+    """A job in flight. ``parts``: those that have not ended; the other fields sum up those that have."""
 
     statuses: bytearray
     parts: dict[PooledHost, _Part] = field(default_factory=dict)
@@ -96,8 +96,8 @@ class HostPool:
         self._shared_figures = shared_figures
         self._jobs: dict[int, _Job] = {}
         self._asked: dict[int, PooledHost] = {}
-        """Who owes an answer to a question, the oldest question first."""
-        self._news: list[Event] = []
+        """The host of each unanswered question, the oldest question first."""
+        self._events: list[Event] = []
         self._turns = itertools.count(1)
         self._look_at = 0.0
         self._epoch: str | None = None
@@ -132,7 +132,7 @@ class HostPool:
         return bool(sent)
 
     def send_probe(self, probe_id: int, keys: Sequence[OffloadKey], *, is_prefix: bool) -> bool:
-        """Ask the host that owes the fewest answers."""
+        """Ask the host with the fewest unanswered questions."""
         for host in sorted(self._usable(), key=lambda host: (host.questions, host.values)):
             if host.backend.send_probe(probe_id, keys, is_prefix=is_prefix):
                 host.questions += 1
@@ -146,12 +146,12 @@ class HostPool:
             host.backend.set_names(names)
 
     def abandon(self, job_id: int) -> None:
-        """Have each host that still has a part of the job end it in time, or be killed."""
+        """Give up the job in each host that still has a part; one that does not end its part in time is killed."""
         for host in self._hosts_of(job_id):
             host.backend.abandon(job_id)
 
     def release(self, job_id: int) -> None:
-        """Have each host that still has a part of a load leave its rows alone, if it can."""
+        """Detach a load from its rows in each host that still has a part, if the host can."""
         for host in self._hosts_of(job_id):
             host.backend.release(job_id)
 
@@ -161,7 +161,7 @@ class HostPool:
             host.backend.flush()
 
     def poll(self) -> Sequence[Event]:
-        """Take the events that have come from all hosts."""
+        """Return the events that have come from all hosts."""
         now = time.monotonic()
         if not (self._jobs or self._asked) and now < self._look_at:
             return ()
@@ -172,12 +172,12 @@ class HostPool:
                 self._take(host, event)
             if was_open and host.error and self._is_open:
                 # What failed with it may have opened the breaker, and says nothing of the others: try them now.
-                self._news.append(Opened(epoch=self._epoch or ""))
-        news, self._news = self._news, []
-        return news
+                self._events.append(Opened(epoch=self._epoch or ""))
+        events, self._events = self._events, []
+        return events
 
     def restart(self, reason: str) -> None:
-        """Have the host begin anew that has owed an answer for longest."""
+        """Restart the host with the oldest unanswered question."""
         for host in itertools.islice(self._asked.values(), 1):
             host.backend.restart(reason)
 
@@ -206,7 +206,7 @@ class HostPool:
             time.sleep(_POLL_SECONDS)
 
     def close(self, timeout: float) -> None:
-        """Tell all hosts to end."""
+        """Ask all hosts to end."""
         for host in self._hosts:
             host.backend.close(timeout)
 
@@ -233,7 +233,7 @@ class HostPool:
         host.turn = next(self._turns)
         return True
 
-    # -- inside: news in
+    # -- inside: events in
 
     def _take(self, host: PooledHost, event: Event) -> None:
         match event:
@@ -243,20 +243,20 @@ class HostPool:
                 job = self._jobs[job_id]
                 if not job.is_started:
                     job.is_started = True
-                    self._news.append(event)
+                    self._events.append(event)
             case JobFailed(job_id, error):
                 job = self._jobs[job_id]
                 job.parts[host].has_failed = True
                 job.error = job.error or error
-                self._tell(job_id, job)
+                self._report(job_id, job)
             case JobReleased(job_id):
                 job = self._jobs[job_id]
                 job.parts[host].is_released = True
-                self._tell(job_id, job)
+                self._report(job_id, job)
             case Probed(probe_id):
                 del self._asked[probe_id]
                 host.questions -= 1
-                self._news.append(event)
+                self._events.append(event)
             case Opened():
                 self._take_opening(host, event)
 
@@ -269,20 +269,20 @@ class HostPool:
         job.retries += event.retries
         job.error = job.error or event.error
         if job.parts:
-            self._tell(event.job_id, job)
+            self._report(event.job_id, job)
             return
         del self._jobs[event.job_id]
-        self._news.append(JobDone(event.job_id, bytes(job.statuses), job.nbytes, job.seconds, job.retries, job.error))
+        self._events.append(JobDone(event.job_id, bytes(job.statuses), job.nbytes, job.seconds, job.retries, job.error))
 
-    def _tell(self, job_id: int, job: _Job) -> None:
-        """Say of a job, once each, that it has failed or let go of its rows, if all that is left of it has."""
+    def _report(self, job_id: int, job: _Job) -> None:
+        """Report a job, once each, as failed or as released, if all parts that have not ended are."""
         parts = job.parts.values()
         if not job.has_failed and all(part.has_failed for part in parts):
             job.has_failed = True
-            self._news.append(JobFailed(job_id, job.error))
+            self._events.append(JobFailed(job_id, job.error))
         if not job.is_released and all(part.is_released for part in parts):
             job.is_released = True
-            self._news.append(JobReleased(job_id))
+            self._events.append(JobReleased(job_id))
 
     def _take_opening(self, host: PooledHost, event: Opened) -> None:
         error = event.error
@@ -293,25 +293,25 @@ class HostPool:
         host.error = error
         was_open, self._is_open = self._is_open, bool(self._open_hosts())
         if self._is_open and not was_open:
-            self._news.append(event)
+            self._events.append(event)
         elif not self._is_open and (was_open or all(other.error for other in self._hosts)):
-            self._news.append(Opened(error))
+            self._events.append(Opened(error))
         for line in self._changes():
             self.log(logging.WARNING, line)
 
     def _changes(self) -> Iterator[str]:
-        """Yield what the log is to say of single hosts, each once; of a tier without any the tier itself says it."""
+        """Yield log lines about single hosts, each once; the line for a tier without any host is the tier's."""
         for host in self._hosts:
-            if host.error and self._is_open and not host.is_told:
-                host.is_told = True
+            if host.error and self._is_open and not host.outage_logged:
+                host.outage_logged = True
                 yield f"{host.name}: out of use: {host.error}; the tier goes on with its other hosts"
-            elif host.error == "" and host.is_told:
-                host.is_told = False
+            elif host.error == "" and host.outage_logged:
+                host.outage_logged = False
                 yield f"{host.name}: back in use"
 
 
 def _cut(count: int, loads: Sequence[int], least: int) -> list[_Part]:
-    """Cut ``count`` values into a part for each of the first hosts, by what they have under way, fewest first.
+    """Cut ``count`` values into a part for each of the first hosts, by what they have in flight, fewest first.
 
     Those that get a part then have equally many; one that would get fewer than ``least`` gets none.
     """

@@ -1,4 +1,4 @@
-"""``io: thread``: a store's I/O on threads of the engine's own process.
+"""The in-process backend: a store's I/O on threads of the engine's own process (``io: thread``).
 
 For tests, notebooks and regions that another process cannot map. Nothing can be killed here: a call that hangs keeps
 its rows until it returns.
@@ -78,20 +78,20 @@ class InProcessBackend:
         self._pool.abandon(job_id)
 
     def release(self, job_id: int) -> None:
-        """Have a load leave its rows alone, if it can."""
+        """Detach a load from its rows, if it uses bounce buffers."""
         self._pool.release(job_id)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: nothing is held back."""
 
     def poll(self) -> Sequence[Event]:
-        """Take the events that have come, a bounded number."""
+        """Return the events that have come, a bounded number."""
         self._pool.check_kept()
         events = self._events
         return [events.popleft() for _ in range(min(len(events), _EVENTS_PER_POLL))]
 
     def restart(self, reason: str) -> None:
-        """Nothing can be begun anew here: a thread that hangs cannot be ended."""
+        """Do nothing: a thread that hangs cannot be ended, so nothing can be restarted here."""
 
     def log(self, level: int, text: str) -> None:
         """Write a line to the log, on a thread of its own."""

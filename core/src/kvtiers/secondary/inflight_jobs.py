@@ -1,4 +1,4 @@
-"""The jobs that a store tier owes a result for, and what became of those that have ended. Engine's thread."""
+"""The in-flight jobs of a store tier, and the counts of those that have ended. Engine's thread."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,24 +14,27 @@ _GOOD = frozenset({Status.DONE, Status.PRESENT})
 
 @dataclass(slots=True)
 class _Open:
-    """A job under way. ``sent``: its first so many chunks were handed over. ``epoch``: which names it has."""
+    """A job in flight. ``sent``: its first so many chunks were handed over. ``generation``: of its names.
+
+    ``failed_in_use``: it was reported as failed while something may still touch its rows.
+    """
 
     job: TransferJob
     sent: int
-    epoch: int
-    told: bool = False
+    generation: int
+    failed_in_use: bool = False
     to_release: bool = False
 
 
 class EndedJob(NamedTuple):
-    """A job that has ended. ``was_told``: it had been reported, or given up, as failed before.
+    """A job that has ended. ``failed_before``: it had been reported, or given up, as failed before.
 
-    ``was_released``: it was to let go of its rows, so what it did not do says nothing of the store.
+    ``was_released``: it was to be detached from its rows, so what it did not do is no failure of the store.
     """
 
     job: TransferJob
     result: JobResult
-    was_told: bool
+    failed_before: bool
     was_released: bool
     has_failed: bool
     has_current_names: bool
@@ -39,12 +42,12 @@ class EndedJob(NamedTuple):
 
 
 class InflightJobs:
-    """One tier's jobs and counts. ``store_queue``: chunks that may be on their way into the store."""
+    """One tier's jobs and counts. ``store_queue``: the most chunks that may be on their way into the store."""
 
     def __init__(self, store_queue: int) -> None:
         self._store_queue = store_queue
         self._open: dict[int, _Open] = {}
-        self._epoch = 0
+        self._generation = 0
         self.storing = 0
         """Chunks on their way into the store."""
         self.counts = dict.fromkeys(
@@ -70,37 +73,37 @@ class InflightJobs:
         return max(0, self._store_queue - self.storing)
 
     def new_names(self) -> None:
-        """What is under way has names that are no longer current."""
-        self._epoch += 1
+        """Start a new generation of names: those of the jobs in flight are no longer current."""
+        self._generation += 1
 
     def has_current_names(self, job_id: int) -> bool:
-        """Say whether what is learnt of this job, which is under way, holds for the names of now."""
-        return self._open[job_id].epoch == self._epoch
+        """Return whether this job, which is in flight, was sent under the current names."""
+        return self._open[job_id].generation == self._generation
 
     def begin(self, job: TransferJob, sent: int) -> None:
-        """Take note of a job of which the first ``sent`` chunks are handed over; the others are dropped."""
-        self._open[job.job_id] = _Open(job, sent, self._epoch)
+        """Record a job of which the first ``sent`` chunks are handed over; the others are dropped."""
+        self._open[job.job_id] = _Open(job, sent, self._generation)
         self.counts["dropped_queue"] += len(job.keys) - sent
         if not job.is_promotion:
             self.storing += sent
 
     def refuse(self, job_id: int) -> JobResult:
-        """A job was not taken after all: return its result."""
+        """End a job that the backend did not accept; return its result."""
         begun = self._forget(job_id)
         if not begun.job.is_promotion:
             self.counts["dropped_queue"] += begun.sent
         return JobResult(job_id, success=False)
 
     def fail(self, job_id: int) -> TransferJob | None:
-        """Take note that a job has failed though its result is still owed; None: nothing new."""
+        """Record that a job has failed though its result is still to come; None: it had before, or is unknown."""
         begun = self._open.get(job_id)
-        if begun is None or begun.told:
+        if begun is None or begun.failed_in_use:
             return None
-        begun.told = True
+        begun.failed_in_use = True
         return begun.job
 
     def release(self, job_id: int) -> bool:
-        """Take note that a job is to let go of its rows; False if there is no such job."""
+        """Record that a job is to be detached from its rows; False if there is no such job."""
         begun = self._open.get(job_id)
         if begun is None:
             return False
@@ -108,7 +111,7 @@ class InflightJobs:
         return True
 
     def end(self, event: JobDone) -> EndedJob | None:
-        """Take note of a job's end; None if there is no such job."""
+        """Record a job's end; None if there is no such job."""
         if event.job_id not in self._open:
             return None
         begun = self._forget(event.job_id)
@@ -125,20 +128,20 @@ class InflightJobs:
         return EndedJob(
             job,
             result,
-            was_told=begun.told,
+            failed_before=begun.failed_in_use,
             was_released=begun.to_release,
             has_failed=has_failed,
-            has_current_names=begun.epoch == self._epoch,
+            has_current_names=begun.generation == self._generation,
             damaged=damaged,
         )
 
     def unfinished(self) -> dict[int, TransferJob]:
-        """Return the jobs under way by id."""
+        """Return the jobs in flight by id."""
         return {job_id: begun.job for job_id, begun in self._open.items()}
 
-    def note_dropped(self, owed: Mapping[int, TransferJob], results: Iterable[JobResult]) -> str:
-        """Count what of the ``owed`` jobs was not done before the shutdown; return it in words, "" for nothing."""
-        jobs, chunks = not_done(owed, results)
+    def note_dropped(self, unfinished: Mapping[int, TransferJob], results: Iterable[JobResult]) -> str:
+        """Count what of the ``unfinished`` jobs was not done before the shutdown; return it as text, "" for none."""
+        jobs, chunks = not_done(unfinished, results)
         self.counts["dropped_shutdown"] += chunks
         return f"{jobs} jobs with {chunks} chunks" if jobs else ""
 
@@ -149,12 +152,12 @@ class InflightJobs:
         return begun
 
 
-def not_done(owed: Mapping[int, TransferJob], results: Iterable[JobResult]) -> tuple[int, int]:
+def not_done(unfinished: Mapping[int, TransferJob], results: Iterable[JobResult]) -> tuple[int, int]:
     """Return how many of these jobs, and how many of their chunks, were not done, by their results as far as known."""
-    missing = {job_id: len(job.keys) for job_id, job in owed.items()}
+    missing = {job_id: len(job.keys) for job_id, job in unfinished.items()}
     for result in results:
         if result.job_id in missing:
-            missing[result.job_id] -= _chunks_done(owed[result.job_id], result)
+            missing[result.job_id] -= _chunks_done(unfinished[result.job_id], result)
     lost = [chunks for chunks in missing.values() if chunks]
     return len(lost), sum(lost)
 

@@ -1,4 +1,4 @@
-"""Checks and readings of a job's result, of which nothing is taken for granted: a plugin made it."""
+"""Validation of job results, which plugins make: nothing in them is taken for granted."""
 
 import math
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def without(keys: Sequence[OffloadKey], some: Sequence[OffloadKey]) -> Sequence[
 
 
 def is_of(job: TransferJob, result: JobResult) -> bool:
-    """Say whether the keys that a result names are the job's."""
+    """Return whether the keys that a result names are the job's."""
     try:
         return result.successful_keys is None or set(result.successful_keys) <= set(job.keys)
     except TypeError:

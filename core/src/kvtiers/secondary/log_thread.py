@@ -1,7 +1,6 @@
-"""A thread that writes log lines, so that a log which is slow or stuck holds up nobody else.
+"""The log thread: writes log lines, so that a slow or stuck log handler blocks no other thread.
 
-The engine's thread must not wait for it, and neither must the launcher: a host that has to be killed is killed though
-nobody reads the log.
+Neither the engine's thread nor the launcher may wait for it: a host that hangs is killed even if the log is stuck.
 """
 
 import logging
@@ -29,7 +28,7 @@ class LogThread:
         self._said_once: deque[str] = deque(maxlen=_MOST_REMEMBERED)
 
     def post(self, level: int, text: str) -> None:
-        """Have a line written; never waits. It is dropped, and counted, if very many are waiting already.
+        """Write a line on another thread; never waits. It is dropped, and counted, if very many are waiting already.
 
         ``level``: as in ``logging``, below 128; with SAY_ONCE nothing happens if the text has been written so before.
         """

@@ -1,4 +1,4 @@
-"""Which host a tier lives in, or which hosts it has, and what each host is told at its start."""
+"""The placement of tiers in tier hosts: which hosts each tier has, and the HELLO message of each host."""
 
 import logging
 import math
@@ -30,7 +30,7 @@ _PROCESSORS_A_HOST = 4  # the engine, its workers and the store's server need so
 
 @dataclass(frozen=True, slots=True)
 class HostedRegion:
-    """What a host needs to map the region and find values in it; ``sizes[g]``: payload and value bytes of group g."""
+    """The parameters with which a host maps the region; ``sizes[g]``: payload and value bytes of group g."""
 
     fd: int
     map_bytes: int
@@ -99,7 +99,7 @@ class TierHosts:
             self._launcher.start(host.link.host)
 
     def close(self, timeout: float) -> None:
-        """End all hosts; those that do not within ``timeout`` seconds are killed. Their last words are still logged."""
+        """End all hosts; those that do not within ``timeout`` seconds are killed. Their last lines are logged."""
         until = time.monotonic() + timeout
         links = [host.link for host in self._hosts.values()]
         for link in links:
@@ -112,7 +112,7 @@ class TierHosts:
         self._launcher.close(max(0.0, until - time.monotonic()))
         for link in links:
             link.poll()
-            link.let_go()
+            link.detach()
         self._logs.close(_LOG_SECONDS)
 
     def _hello(self, members: Sequence[TierConfig]) -> bytes:
@@ -161,7 +161,7 @@ def host_count(config: TierConfig) -> int:
 
 
 def share_of(config: TierConfig, count: int) -> TierConfig:
-    """Return what each of a tier's hosts is told: its share of the rate limits."""
+    """Return the config for each of a tier's ``count`` hosts, with its share of the rate limits."""
     limit = config.rate_limit
     share = {
         "bytes_per_second": limit.bytes_per_second and max(1, limit.bytes_per_second // count),

@@ -1,9 +1,9 @@
-"""Answers to "is it there?": asked once, remembered for a while, and never older than what is known since.
+"""The presence cache of a tier: which chunks its store has, asked once and remembered for a while.
 
-A verdict is HIT or MISS until a time; a chunk without one is unknown, or being asked for. A store that completes turns
-the verdict to HIT, a failed load turns it to MISS, and either makes answers that are still under way void for that
-chunk; a chunk that a load was promised and did not get is suspect as well. Runs on the engine's thread; the asking
-itself is done elsewhere.
+A verdict is HIT or MISS and expires; a chunk without a verdict is unknown, or being asked for. A completed store turns
+the verdict to HIT, a failed load turns it to MISS, and both discard answers for that chunk that are still in flight. A
+key whose lookup hit and whose load missed is also a suspect key. Runs on the engine's thread; the tier's backend sends
+the questions.
 """
 
 import itertools
@@ -18,9 +18,9 @@ __all__ = ["PresenceCache", "SuspectKeys"]
 _MAX_VERDICTS = 250_000
 _MOST_SUSPECT = 8_192
 _DROPPED_AT_ONCE = 2_000  # so that no single step has to drop many more than it learns
-_MISS_SECONDS = 1.0  # another engine may store it at any time; a MISS is believed no longer than this
-_LEAST_SECONDS = 0.2  # an answer that is not believed until the next lookup would be asked for again and again
-_MOST_PROBES = 128  # under way at once; a tier that has not answered these is too slow to be asked more
+_MISS_SECONDS = 1.0  # another engine may store it at any time; a MISS is reused no longer than this
+_LEAST_SECONDS = 0.2  # an answer that expired before the next lookup would be asked for again and again
+_MOST_PROBES = 128  # in flight at once; a tier that has not answered these is too slow to be asked more
 _LONGEST_RUN = 8_192  # keys in one question
 _HIT, _MISS, _RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 _NOT_GIVEN = frozenset({Status.MISSING, Status.CORRUPT})
@@ -28,7 +28,7 @@ _QUEUED = 0  # in place of a probe's id: to be asked at the end of the step
 
 
 class _Probe(NamedTuple):
-    """A question under way."""
+    """A question in flight."""
 
     keys: Sequence[OffloadKey]
     sent_at: float
@@ -37,7 +37,7 @@ class _Probe(NamedTuple):
 class PresenceCache:
     """The verdicts of one tier. ``send(probe_id, keys, is_prefix)`` asks; False: it cannot be asked now.
 
-    ``exists_ttl``: seconds for which an answer is believed. ``deadline``: seconds in which a question is answered.
+    ``exists_ttl``: seconds for which an answer is reused. ``deadline``: seconds in which a question is answered.
     """
 
     def __init__(
@@ -59,15 +59,15 @@ class PresenceCache:
         self._runs: list[Sequence[OffloadKey]] = []
         self._singles: dict[OffloadKey, None] = {}
         self.at_work = False
-        """There is a question to send, or one under way."""
+        """There is a question to send, or one in flight."""
         self.questions = 0
         """Questions that have ended: answered, failed, or given up."""
         self.seconds = 0.0
-        """Seconds that these were under way; of those of one time all count."""
+        """Seconds that these were in flight; of those of one time all count."""
 
     @property
     def open_probes(self) -> int:
-        """Questions under way."""
+        """Questions in flight."""
         return len(self._probes)
 
     def ask(self, keys: Sequence[OffloadKey]) -> list[LookupResult]:
@@ -92,7 +92,7 @@ class PresenceCache:
         self._runs.clear()
 
     def answered(self, probe_id: int, answers: bytes) -> None:
-        """Take in the answers to a probe, for its first keys; the others stay unknown."""
+        """Record the answers to a probe, for its first keys; the others stay unknown."""
         probe = self._probes.get(probe_id)
         if probe is None:
             return
@@ -105,7 +105,7 @@ class PresenceCache:
         probe = self._probes.pop(probe_id)
         asked = self._asked
         until = (-(now + self._miss_seconds), now + self._hit_seconds)
-        # The others have become known otherwise, or are asked for anew.
+        # The others have got a verdict otherwise, or are asked for again.
         mine = [asked.get(key) == probe_id for key in probe.keys]
         for key in itertools.compress(probe.keys, mine):
             asked.pop(key, None)
@@ -115,12 +115,12 @@ class PresenceCache:
             self._drop_oldest()
 
     def failed(self, probe_id: int) -> None:
-        """A probe could not be asked: its chunks are misses for now."""
+        """Record that a probe failed: its chunks are misses for now."""
         if probe_id in self._probes:
             self.answered(probe_id, bytes(len(self._probes[probe_id].keys)))
 
     def give_up_overdue(self) -> int:
-        """Take what was asked too long ago as misses; return how many questions these were."""
+        """Turn questions that were asked too long ago into misses; return how many these were."""
         now = self._clock()
         overdue = 0
         while self._probes:
@@ -133,11 +133,11 @@ class PresenceCache:
         return overdue
 
     def stored(self, keys: Iterable[OffloadKey]) -> None:
-        """These chunks are in the tier now."""
+        """Record that these chunks are in the tier now."""
         self._learn(keys, self._clock() + self._hit_seconds)
 
     def lost(self, keys: Iterable[OffloadKey]) -> None:
-        """These chunks could not be loaded: whatever was believed of them is wrong."""
+        """Record that these chunks could not be loaded: turn their verdicts to MISS."""
         self._learn(keys, -(self._clock() + self._miss_seconds))
 
     def clear(self) -> None:
@@ -158,7 +158,7 @@ class PresenceCache:
             self._drop_oldest()
 
     def _want(self, keys: Sequence[OffloadKey], now: float) -> LookupResult:
-        """Note an unknown run, as far as it is not being asked for already and does not end in a known MISS."""
+        """Queue a question about an unknown run, except for chunks being asked for or behind a known MISS."""
         if keys[0] in self._asked or keys[0] in self._singles:
             return _RETRY
         if len(self._probes) + len(self._runs) >= _MOST_PROBES:
@@ -192,7 +192,7 @@ class PresenceCache:
 
 
 class SuspectKeys:
-    """Keys of one tier of which a lookup said yes, and the load did not bring the chunk. For one thread.
+    """Suspect keys of one tier: ``exists`` said yes, but the load did not bring the chunk. For one thread.
 
     The next store of such a key overwrites whatever is there, without asking first: a value of another format or length
     would stand in its way for ever. Kept on the engine's side, so that it holds for every host of the tier.
@@ -202,7 +202,7 @@ class SuspectKeys:
         self.keys: dict[OffloadKey, None] = {}
 
     def note(self, keys: Sequence[OffloadKey], statuses: bytes, *, is_load: bool) -> None:
-        """Take note of what became of each of these keys in a job: not given, or given or written after all."""
+        """Update the suspects by a job's statuses: a load's miss adds its key, a value read or written removes it."""
         if is_load and not _NOT_GIVEN.isdisjoint(statuses):
             self.keys.update((key, None) for key, status in zip(keys, statuses, strict=False) if status in _NOT_GIVEN)
             drop_oldest(self.keys, _MOST_SUSPECT)
@@ -218,5 +218,5 @@ class SuspectKeys:
         return bytes(key in self.keys for key in keys)
 
     def clear(self) -> None:
-        """Suspect nothing any more."""
+        """Forget all suspect keys."""
         self.keys.clear()

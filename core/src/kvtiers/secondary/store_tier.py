@@ -1,4 +1,4 @@
-"""A ``ChunkStore`` as a tier: the engine's side. It keeps verdicts, the breaker and the counts, and moves no byte.
+"""The store tier: a ``ChunkStore`` seen as a tier by the engine. It keeps verdicts, breaker and counts, moves no byte.
 
 Everything here runs on the engine's thread and only posts to, and polls, the backend in which the store's I/O runs.
 """
@@ -32,7 +32,7 @@ __all__ = ["ChunkStoreTier"]
 _PROBE_KEY = b"\x00" * 8  # any key will do: the breaker's probe asks whether the store answers, not what
 _FIRST_PROBE_ID = 1 << 62  # apart from those of the lookups
 _CLOSE_SECONDS = 3.0
-_MOST_ASKED_AHEAD = 64  # questions under way; the others that are allowed are for lookups
+_MOST_ASKED_AHEAD = 64  # questions in flight; the others that are allowed are for lookups
 
 
 class ChunkStoreTier(SecondaryTierManager):
@@ -50,10 +50,10 @@ class ChunkStoreTier(SecondaryTierManager):
         self._full = FullWatch(self._name, config.when_full, clock)
         self._open = False
         self._has_heard = False
-        """The backend's first word has been taken: until then its own is what holds."""
+        """The backend's first report has been handled: until then ``open_state`` asks the backend itself."""
         self._open_error = ""
         self._warned_of = ""
-        """Why it is out of use, as the log says."""
+        """Why it is out of use, as last written to the log."""
         self._warning = threading.Lock()
         self._probe_ids = itertools.count(_FIRST_PROBE_ID)
         self._probe_id = 0
@@ -63,13 +63,13 @@ class ChunkStoreTier(SecondaryTierManager):
         self._released: list[int] = []
         self._finished: list[JobResult] = []
         self._dropped: dict[int, TransferJob] = {}
-        """Jobs of which nothing more is begun, since the engine ends."""
+        """Jobs dropped at the engine's shutdown: nothing more of them is begun."""
         self._dropped_results: list[JobResult] = []
 
     # -- the contract
 
     def lookup_many(self, keys: Sequence[OffloadKey], context: TierRequest) -> Sequence[LookupResult]:  # noqa: ARG002 -- a store answers all requests alike
-        """Answer from what is known; what is not is asked at the end of the step."""
+        """Answer from the presence cache; unknown chunks are asked for at the end of the step."""
         return self._lookups.ask(keys)
 
     def submit_store(self, job: TransferJob) -> None:
@@ -82,7 +82,7 @@ class ChunkStoreTier(SecondaryTierManager):
 
     def get_started_jobs(self) -> Sequence[int]:
         """Return the jobs that the backend has begun."""
-        self._take_news()
+        self._handle_events()
         started, self._started = self._started, []
         return started
 
@@ -97,21 +97,21 @@ class ChunkStoreTier(SecondaryTierManager):
         return finished
 
     def is_available(self) -> bool:
-        """Say whether the store is open and its breaker closed."""
+        """Return whether the store is open and its breaker closed."""
         return self._open and self._breaker.state is BreakerState.CLOSED
 
     def abandon_job(self, job_id: int) -> None:
-        """Count an overdue job against the breaker; the backend sees to it that its rows come free."""
+        """Count an overdue job against the breaker; the backend makes sure that its rows are released."""
         if self._fail(job_id, "a job did not end in time"):
             self._backend.abandon(job_id)
 
     def release_job(self, job_id: int) -> None:
-        """Have a load that takes too long for its request leave its rows alone; no failure of the store's."""
+        """Detach a load that takes too long for its request from its rows; not a failure of the store."""
         if self._jobs.release(job_id):
             self._backend.release(job_id)
 
     def drop_jobs(self, job_ids: Sequence[int]) -> None:
-        """Begin nothing more of these jobs, since the engine ends; no failure of the store's. ``drain`` says it."""
+        """Begin nothing more of these jobs, since the engine ends; not a failure of the store. ``drain`` logs them."""
         for job_id in job_ids:
             job = self._jobs.fail(job_id)
             if job is not None:
@@ -119,7 +119,7 @@ class ChunkStoreTier(SecondaryTierManager):
                 self._backend.abandon(job_id)
 
     def get_released_jobs(self) -> Sequence[int]:
-        """Return the loads that have let go of their rows; their results come later, and say nothing of the rows."""
+        """Return the loads whose rows were released early. Their JobResult still follows; it concerns no rows."""
         released, self._released = self._released, []
         return released
 
@@ -134,13 +134,13 @@ class ChunkStoreTier(SecondaryTierManager):
         self._backend.flush()
 
     def drain(self, timeout: float) -> bool:
-        """Let all jobs end; drop what has not begun within ``timeout`` seconds, and say how much was not done."""
-        owed = self._jobs.unfinished() | self._dropped
-        self._take_news()
+        """Let all jobs end; drop what has not begun within ``timeout`` seconds, and log how much was not done."""
+        unfinished = self._jobs.unfinished() | self._dropped
+        self._handle_events()
         self._backend.drain(timeout)
-        self._take_news()
+        self._handle_events()
         results = {result.job_id: result for result in (*self._finished, *self._dropped_results)}
-        if dropped := self._jobs.note_dropped(owed, results.values()):
+        if dropped := self._jobs.note_dropped(unfinished, results.values()):
             self._backend.log(logging.WARNING, f"{self._name}: shutdown within {timeout:.3g}s dropped {dropped}")
         return not self._jobs
 
@@ -159,7 +159,7 @@ class ChunkStoreTier(SecondaryTierManager):
         return self._open_error if self._has_heard else self._backend.open_state()
 
     def warn_unusable(self, error: str) -> None:
-        """Write the line that says that the tier is out of use, once until it is open. From any thread."""
+        """Log that the tier is out of use and why, once until it is open. From any thread."""
         with self._warning:
             warned, self._warned_of = self._warned_of, error
         if not warned:
@@ -181,7 +181,7 @@ class ChunkStoreTier(SecondaryTierManager):
             self._backend.flush()
 
     def set_names(self, names: StorageNames) -> None:
-        """Use other names from now on; nothing that was known of the tier holds for them."""
+        """Use other names from now on; no verdict of the old names holds for them."""
         self._lookups.clear()
         self._doubted.clear()
         self._jobs.new_names()
@@ -230,9 +230,9 @@ class ChunkStoreTier(SecondaryTierManager):
             self._end_probe(ok=False)
             self._backend.restart(f"it has not answered for {self._deadline:g}s")
 
-    # -- inside: news in
+    # -- inside: events in
 
-    def _take_news(self) -> None:
+    def _handle_events(self) -> None:
         for event in self._backend.poll():
             match event:
                 case JobDone():
@@ -281,7 +281,7 @@ class ChunkStoreTier(SecondaryTierManager):
             self._backend.log(logging.WARNING, f"{self._name}: answers again; back in use")
 
     def _fail(self, job_id: int, error: str) -> bool:
-        """Count a job as failed whose end is still to come: what it was to load is a miss. False: it was before."""
+        """Count a job in flight as failed; what it was to load is a miss. False: it had failed before."""
         job = self._jobs.fail(job_id)
         if job is None:
             return False
@@ -305,8 +305,8 @@ class ChunkStoreTier(SecondaryTierManager):
             line := self._full.stored(event.statuses.count(Status.DONE), event.statuses.count(Status.DROPPED))
         ):
             self.log(logging.WARNING, line)
-        # What was told counts as a failure already, whatever became of it later.
-        if not (ended.was_told or ended.was_released):
+        # A job reported as failed is counted already, whatever became of it later.
+        if not (ended.failed_before or ended.was_released):
             if ended.has_failed:
                 self._note_error(event.error)
             else:

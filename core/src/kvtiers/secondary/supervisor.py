@@ -1,4 +1,4 @@
-"""Starts tier hosts, watches them, kills those that hang, and starts them again.
+"""The supervisor of tier hosts: starts them, watches them, kills those that hang, reaps and restarts them.
 
 =================  ==========================================================================================
 thread             does
@@ -6,10 +6,10 @@ thread             does
 any                posts requests; takes new lives from ``HostProcess.lives``, reads what became of them
 launcher (1)       forks, kills, reaps. It lives until the last host has ended: the parent-death signal of a
                    host follows the thread that started it
-waiter (1 a life)  waits in the kernel until the process has ended, without reaping it, and says so
+waiter (1 a life)  waits in the kernel until the process has ended, without reaping it, and reports it
 =================  ==========================================================================================
 
-Nobody polls: an idle engine is not woken.
+No thread polls, so an idle engine is not woken. A *life* is one process of a host, from its fork until it is reaped.
 """
 
 import contextlib
@@ -39,25 +39,25 @@ _REAP_SECONDS = 5.0
 
 @dataclass(slots=True, eq=False)
 class HostLife:
-    """One life of a host, from fork to burial. ``connection``: our end of its socket, non-blocking, HELLO sent."""
+    """One process of a host, from fork to reap. ``connection``: our end of its socket, non-blocking, HELLO sent."""
 
     process: "subprocess.Popen[bytes]"
     connection: socket.socket
     started: float
     kill_at: dict[str, float] = field(default_factory=dict)
-    """Reasons to kill it, and from when. From any thread."""
-    listened: float = -math.inf
-    """When the engine had last taken in all that it had said: what is due after that may have been put right, unheard
-    by an engine that is idle. Infinite once nobody listens any more."""
-    condemned: bool = False
-    """It has been killed, or is about to be: nothing that it says counts any more."""
-    heard: bool = False
-    """It has said something. Before that nothing was given to it, and it owes nothing."""
+    """Reasons to kill it, each with its time. From any thread."""
+    read_at: float = -math.inf
+    """When the engine last read all its messages. A reason that became due later may be outdated: an idle engine does
+    not read. Infinite once the engine reads no more."""
+    being_killed: bool = False
+    """It has been killed, or is about to be: its messages are ignored."""
+    has_reported: bool = False
+    """It has sent a message. Before that it has been given nothing to do."""
     status: int | None = None
     """The exit status, once it has been reaped: nothing of it touches memory any more."""
 
-    def forgive(self, reason: str) -> None:
-        """Take back a reason to kill it."""
+    def cancel_kill(self, reason: str) -> None:
+        """Withdraw a reason to kill it."""
         self.kill_at.pop(reason, None)
 
 
@@ -77,7 +77,7 @@ class HostProcess:
     trouble: str = ""
     """Why it could not be started, the last time that it could not."""
     ending: bool = False
-    """It was told to end, and stays away."""
+    """It is to end, and is not started again."""
 
 
 class HostLauncher:
@@ -99,24 +99,24 @@ class HostLauncher:
         self._requests.put(lambda: self._hosts.append(host))
 
     def kill(self, host: HostProcess, life: HostLife, reason: str) -> None:
-        """Kill this life of the host now."""
-        life.condemned = True
+        """Kill this process of the host now."""
+        life.being_killed = True
         self._requests.put(lambda: self._kill(host, life, reason))
 
     def discard(self, life: HostLife) -> None:
-        """Kill a life that has not been given anything to do, without a word."""
-        life.condemned = True
+        """Kill a process that has not been given anything to do, without a log line."""
+        life.being_killed = True
         self._requests.put(lambda: _kill_if_running(life))
 
-    def kill_unless_forgiven(self, life: HostLife, reason: str, seconds: float) -> None:
-        """Kill the host in so many seconds unless ``life.forgive(reason)`` comes first."""
+    def kill_after(self, life: HostLife, reason: str, seconds: float) -> None:
+        """Kill the host in so many seconds unless ``life.cancel_kill(reason)`` comes first."""
         life.kill_at[reason] = time.monotonic() + seconds
         self._requests.put(lambda: None)  # so that the thread wakes up in time
 
-    def listened(self, life: HostLife) -> None:
-        """All that this life has said is known: it can be killed for what it still has not done."""
-        life.listened = max(life.listened, time.monotonic())
-        if any(due <= life.listened for due in list(life.kill_at.values())):
+    def all_read(self, life: HostLife) -> None:
+        """Record that all messages of this process have been read: reasons that are due now are not outdated."""
+        life.read_at = max(life.read_at, time.monotonic())
+        if any(due <= life.read_at for due in list(life.kill_at.values())):
             self._requests.put(lambda: None)
 
     def close(self, timeout: float) -> None:
@@ -146,7 +146,7 @@ class HostLauncher:
         now = time.monotonic()
         due = [host.start_at for host in self._hosts if host.life is None and not host.ending]
         for life in filter(None, [host.life for host in self._hosts]):
-            due += [at for at in list(life.kill_at.values()) if at > now or at <= life.listened]
+            due += [at for at in list(life.kill_at.values()) if at > now or at <= life.read_at]
         return max(0.0, min(due) - now) if due else None
 
     def _look(self) -> None:
@@ -156,7 +156,7 @@ class HostLauncher:
             if life is None:
                 if now >= host.start_at and not host.ending:
                     self._spawn(host)
-            elif reasons := [why for why, due in list(life.kill_at.items()) if due <= min(now, life.listened)]:
+            elif reasons := [why for why, due in list(life.kill_at.items()) if due <= min(now, life.read_at)]:
                 self._kill(host, life, reasons[0])
 
     def _spawn(self, host: HostProcess) -> None:
@@ -177,7 +177,7 @@ class HostLauncher:
         with contextlib.suppress(OSError):  # it has ended already: the waiter says so
             ours.sendall(hello)
         ours.setblocking(False)
-        _forget_unmet(host)
+        _close_unused(host)
         host.lives.append(life)
         if host.ending:
             _kill_if_running(life)
@@ -185,7 +185,7 @@ class HostLauncher:
     def _begin(self, host: HostProcess, life: HostLife) -> HostLife:
         try:
             threading.Thread(target=self._wait, args=(host, life), name="kvtiers-waiter", daemon=True).start()
-        except RuntimeError:  # no thread to be had: nobody would bury it
+        except RuntimeError:  # no thread to be had: it would never be reaped
             life.process.kill()
             life.process.wait()
             raise
@@ -201,16 +201,16 @@ class HostLauncher:
 
     def _wait(self, host: HostProcess, life: HostLife) -> None:
         wait_unreaped(life.process)
-        self._requests.put(lambda: self._bury(host, life))
+        self._requests.put(lambda: self._reap(host, life))
 
-    def _bury(self, host: HostProcess, life: HostLife) -> None:
+    def _reap(self, host: HostProcess, life: HostLife) -> None:
         status = life.process.wait()
         host.life = None
         self._back_off(host, time.monotonic() - life.started)
         if not host.ending:
             how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
             self._log(logging.WARNING, f"{host.name}: its host ended ({how}); a new one starts in {host.delay:g}s")
-        life.status = status  # last: from now on its rows may be anybody's
+        life.status = status  # last: from now on its rows may be leased again
 
     @staticmethod
     def _back_off(host: HostProcess, lived: float) -> None:
@@ -218,7 +218,7 @@ class HostLauncher:
         host.start_at = time.monotonic() + host.delay
 
     def _kill(self, host: HostProcess, life: HostLife, reason: str) -> None:
-        life.condemned = True
+        life.being_killed = True
         life.kill_at.clear()
         if _kill_if_running(life):
             self._log(logging.WARNING, f"{host.name}: its host is killed: {reason}")
@@ -228,11 +228,11 @@ class HostLauncher:
         for host in self._hosts:
             host.ending = True
             if host.life is not None:
-                host.life.listened = math.inf
+                host.life.read_at = math.inf
                 host.life.kill_at["it did not end with the engine"] = until
 
 
-def _forget_unmet(host: HostProcess) -> None:
+def _close_unused(host: HostProcess) -> None:
     """Close what earlier lives, which have all ended, left for an engine that has not stepped since."""
     with contextlib.suppress(IndexError):
         while True:

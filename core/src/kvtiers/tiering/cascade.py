@@ -1,8 +1,8 @@
-"""Cascades: what goes from the primary down to the tiers, when, and for whom.
+"""Cascades: stores of chunks from the primary into the tiers, by each tier's admission rule.
 
-Each tier has its own admission: ``all`` (as soon as a chunk is in the primary), ``second_access`` (when it is wanted a
-second time), ``on_eviction`` (when it is among the coldest: worked off ahead of need, so that nobody waits for it).
-What a tier brought is not sent on to others, unless a second access asks for it. A store that would break a pin
+The rule is ``all`` (as soon as a chunk is in the primary), ``second_access`` (when it is wanted a second time) or
+``on_eviction`` (when it is among the coldest: stored ahead of its eviction, so that no request waits for it). A chunk
+that was loaded from a tier is not stored in others, unless a second access asks for it. A store that would exceed a pin
 budget, or whose tier is not available, is dropped and counted.
 """
 
@@ -46,12 +46,12 @@ class Cascades:
         """There is a tier that takes chunks before their eviction."""
         self._reserve = max(1, math.ceil(options.clean_reserve * primary.num_rows - 1e-9))
         self._written_since_scan = self._reserve
-        self._nobody = RequestState(RequestContext(""), slots)
+        self._no_request = RequestState(RequestContext(""), slots)
         jobs.on_promoted = self._note_promoted
         jobs.on_stored = self._note_stored
 
     def takers(self, chunks: int) -> list[TierSlot]:
-        """Return the tiers that take all of this many newly stored chunks; the room for them is theirs from now on."""
+        """Return the tiers that take all of this many newly stored chunks, and reserve their pin budget for them."""
         takers = []
         for slot in self._at_once:
             if self._jobs.room(slot) >= chunks and slot.available():
@@ -62,7 +62,7 @@ class Cascades:
     def stored(
         self, keys: Sequence[OffloadKey], rows: Sequence[int], takers: Sequence[TierSlot], state: RequestState
     ) -> None:
-        """Chunks have become readable, each with as many readers as ``takers``: send them to who wants them."""
+        """Send chunks that became readable, each with as many readers as ``takers``, to the tiers that want them."""
         for slot in takers:
             self._jobs.submit(slot, keys, rows, state, promotion=False)
         if len(takers) < len(self._at_once):
@@ -77,12 +77,12 @@ class Cascades:
                 self._send(slot, keys, state)
 
     def read(self, keys: Sequence[OffloadKey], state: RequestState) -> None:
-        """Chunks are being read by the engine: their second access, for the tiers that wait for one."""
+        """Handle chunks read by the engine: their second access, for the tiers that wait for one."""
         for slot, wanted in self._second.items():
             self._send(slot, wanted.note(keys, resend=False), state)
 
     def offered_again(self, keys: Sequence[OffloadKey], state: RequestState) -> None:
-        """Chunks that a tier of ``whole`` wants are in the primary already: send the readable ones, park the others."""
+        """Handle resident chunks that a tier of ``whole`` wants: send the readable ones, park the others."""
         state.parked.update(dict.fromkeys(keys))
         self.retry_parked(state)
 
@@ -114,18 +114,18 @@ class Cascades:
         coldest = self._primary.coldest(ahead, clean=True)
         dirty = self._primary.dirty(coldest)
         for slot, room in rooms:
-            self._send(slot, dirty[: min(room, most)], self._nobody)
+            self._send(slot, dirty[: min(room, most)], self._no_request)
         if len(dirty) > most:
             self._written_since_scan = self._reserve  # the rest in the next step
 
     def allocated(self, rows: int, evicted: Sequence[OffloadKey], clean_before: int) -> None:
-        """So many rows were taken for new chunks; ``evicted`` left, when ``clean_before`` chunks had been clean."""
+        """Account for rows leased to new chunks and for ``evicted``; ``clean_before``: clean chunks before that."""
         self._written_since_scan += rows
         if evicted and self._late:
             self._metrics.dropped_dirty += len(evicted) - (clean_before - self._primary.clean_rows)
 
     def retire_keys(self) -> None:
-        """The keys mean other values from now on: no tier has them, nobody has wanted them."""
+        """Forget all keys, which name other values from now on: no tier has them, no request has wanted them."""
         for wanted in self._second.values():
             wanted.forget()
 
@@ -176,16 +176,16 @@ class _Wanted:
         return again
 
     def sent(self, keys: Sequence[OffloadKey]) -> None:
-        """These keys are on their way to the tier, or there."""
+        """Record that these keys are on their way to the tier, or there."""
         self._sent.update(dict.fromkeys(keys, True))
         self._bound()
 
     def failed(self, keys: Sequence[OffloadKey]) -> None:
-        """These keys did not get there: the next access sends them again."""
+        """Record that these keys were not stored: the next access sends them again."""
         self._sent.update((key, False) for key in keys if key in self._sent)
 
     def forget(self) -> None:
-        """Nothing was wanted before."""
+        """Forget all keys."""
         self._sent.clear()
 
     def _bound(self) -> None:

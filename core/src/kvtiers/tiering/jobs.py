@@ -1,16 +1,16 @@
-"""Jobs between the primary and the tiers, from submission to the release of their rows.
+"""The job table: transfer jobs between the primary and the tiers, from submission to the release of their rows.
 
 =========  =================================================================================
 state      meaning
 =========  =================================================================================
 running    submitted; its rows are pinned (a store) or not yet readable (a promotion)
-failed     given up at its deadline, or the tier says so: told at once; its rows stay in
-           quarantine, since the tier may still touch them
+failed     given up at its deadline, or reported as failed by the tier: its requests go on at
+           once; its rows stay in quarantine, since the tier may still touch them
 (gone)     the tier has reported: the rows are released
 =========  =================================================================================
 
 Everything here runs on the engine's thread. Both clocks of a deadline are the engine's own: until the job is reported
-as started, and from then on. A job that a reset overtook still holds its rows; nothing else comes of its result.
+as started, and from then on. After a reset of the cache a job still holds its rows; its result has no other effect.
 """
 
 import itertools
@@ -71,7 +71,7 @@ class _Running:
 
 
 class JobTable:
-    """All jobs in flight, and the budgets of rows that they, the reservations and the quarantine hold."""
+    """All jobs in flight, and the pin budgets, which jobs, reservations and quarantined rows use up."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class JobTable:
         self._clock = clock
         self._jobs: dict[int, _Running] = {}
         self.events: list[OffloadEvent] = []
-        """What the tiers have stored since these were last taken."""
+        """The tiers' completed stores since these were last taken."""
         self._ids = itertools.count(1)
         self._job_rows = max(1, options.job_bytes // max(1, primary.row_stride))
         # Never above the share, but for the one row that each gets. The small number is floating point's.
@@ -104,7 +104,7 @@ class JobTable:
 
     @property
     def running(self) -> int:
-        """Jobs whose result somebody waits for."""
+        """Jobs in flight that have not failed."""
         return len(self._jobs) - self._failed
 
     @property
@@ -131,7 +131,7 @@ class JobTable:
         now = self._clock()
         for start in range(0, len(keys), self._job_rows):
             some_rows = rows[start : start + self._job_rows]
-            # Copies: a tier that changes what it was given must not change what we know.
+            # Copies: a tier that changes its lists must not change ours.
             some_keys = tuple(keys[start : start + self._job_rows])
             chunk_ids = memoryview(array("i", some_rows))
             job = TransferJob(next(self._ids), some_keys, chunk_ids, promotion, state.context)
@@ -143,20 +143,21 @@ class JobTable:
                 self._finish(running, JobResult(job.job_id, success=False))
 
     def poll(self) -> None:
-        """Take all tiers' news: starts first, then failures, then results; at last look for what is overdue."""
+        """Handle all tiers' events: starts first, then failures, then results; at last fail overdue jobs."""
         for slot in self._slots:
-            started, failed, finished = slot.news()
+            started, failed, finished = slot.poll()
             for job_id in started:
                 running = self._job_of(slot, job_id)
                 if running is not None and running.started is None:
                     running.started = self._clock()
             if failed:
                 jobs = dict.fromkeys(self._job_of(slot, job_id) for job_id in failed)
-                self._give_up(slot, [job for job in jobs if job is not None and not job.failed], "failed", tell=False)
+                self._give_up(slot, [job for job in jobs if job is not None and not job.failed], "failed", notify=False)
             for result in finished:
                 self._accept(slot, result)
                 if slot.retired:
-                    self._give_up(slot, [job for job in self._of(slot) if not job.failed], "were given up", tell=False)
+                    live = [job for job in self._of(slot) if not job.failed]
+                    self._give_up(slot, live, "were given up", notify=False)
                     break
             if finished:
                 slot.rate.look_ends(self._clock())
@@ -167,7 +168,7 @@ class JobTable:
                 self._expire(now)
 
     def reset(self) -> None:
-        """The cache was emptied: of the jobs in flight only the rows matter from now on."""
+        """Handle a reset of the cache: from now on the jobs in flight only hold their rows."""
         self._generation += 1
         self.events.clear()
 
@@ -201,7 +202,7 @@ class JobTable:
             self._finish(running, result)
 
     def _finish(self, running: _Running, result: JobResult) -> None:
-        """The tier has let go of the job's rows."""
+        """End a job that the tier has reported: release its rows."""
         job, metrics = running.job, running.slot.metrics
         del self._jobs[job.job_id]
         if running.failed:
@@ -273,10 +274,10 @@ class JobTable:
             for running in jobs:
                 if running.job.is_promotion:  # at least that slow: it must not look fast to the next request
                     slot.rate.add(len(running.rows), now - running.submitted, now)
-            self._give_up(slot, jobs, f"did not end within {slot.options.deadline:g}s", tell=True)
+            self._give_up(slot, jobs, f"did not end within {slot.options.deadline:g}s", notify=True)
 
-    def _give_up(self, slot: TierSlot, jobs: Sequence[_Running], why: str, *, tell: bool) -> None:
-        """Fail jobs for all who wait for them; their rows stay where they are until the tier has let go of them."""
+    def _give_up(self, slot: TierSlot, jobs: Sequence[_Running], why: str, *, notify: bool) -> None:
+        """Fail jobs for the requests that wait; their rows stay in quarantine until the tier releases them."""
         if not jobs:
             return
         metrics = slot.metrics
@@ -305,7 +306,7 @@ class JobTable:
         metrics.failed_stores += stored
         _log.warning(
             "%s: %d jobs, the first of them %d, %s: %d chunks are misses, %d are not stored; their rows are held until "
-            "the tier lets go of them",
+            "the tier releases them",
             slot.name,
             len(jobs),
             jobs[0].job.job_id,
@@ -313,6 +314,6 @@ class JobTable:
             promoted,
             stored,
         )
-        if tell:
+        if notify:
             for running in jobs:
                 slot.abandon(running.job.job_id)

@@ -1,25 +1,25 @@
-"""Load or recompute: which requests wait for a tier, and for how long. Never longer than is worth it.
+"""The load-or-recompute decision: which requests wait for a tier, and for how long. Never longer than is worth it.
 
 **The model.** One GPU computes prompts one after another, each tier brings chunks one after another, all at the same
 time. For a request of which a tier has chunks (seconds, tokens, chunks)::
 
     by the GPU    (tokens to compute before it + its own + as many of those behind it) x seconds a token
-    by the tier   latency + (chunks under way + its own) x seconds a chunk
+    by the tier   latency + (chunks in flight + its own) x seconds a chunk
 
 ``seconds a token`` is the engine's own (``prefill_cost.py``), ``latency`` and ``seconds a chunk`` are the tier's
 (``load_rate.py``). Before it are the prompts of requests that a lookup has left to be computed; they are worked off by
 the tokens that the engine reports, or by the clock. Behind it are requests that have come and were not looked up yet:
-where there are some the GPU will not be idle whoever is loaded, so a load may take as long as computing this request
-and the next one; more of them count no further than the request's own tokens.
+where there are some the GPU will not be idle whichever request is loaded, so a load may take as long as computing this
+request and the next one; more of them count no further than the request's own tokens.
 
 **The decision.** At the lookup the request is loaded if the tier has it sooner, else it is computed. While it waits the
-two are compared anew, with what is left of the load: it goes over to computing if that is sooner by a quarter at least.
+two are compared again, with the rest of the load: it goes over to computing if that is sooner by a quarter at least.
 It waits no longer than 1.1 times what computing had taken when it began to wait: the load has that much to be late.
 Where the tier's budget of rows is used up by other loads, it waits its turn by the same rule.
 
 **Not yet measured.** What a tier takes that has brought nothing is known by a load: the first request is loaded, and
 the bound above is what that can cost it; those behind it go by a prior. As long as a tier brings nothing of what is
-under way it counts as at least so slow, so that later requests compute. Once it was too slow it is tried again every
+in flight it counts as at least so slow, so that later requests compute. Once it was too slow it is tried again every
 5 s, by 16 or 64 chunks in turn. Before the engine has computed anything a prior of its speed stands, and a request
 waits ``lookup_wait`` at least.
 
@@ -43,7 +43,7 @@ STAY = 1.25
 
 
 class GpuQueue:
-    """What one GPU is to compute, in tokens: the prompts before a request that comes now, and those behind it."""
+    """The queue of one GPU, in tokens: the prompts ahead of a request that comes now, and those behind it."""
 
     def __init__(self, cost: PrefillCost, clock: Callable[[], float]) -> None:
         self.cost = cost
@@ -59,7 +59,7 @@ class GpuQueue:
         self._drained_at = self._clock()
 
     def step_ends(self, tokens: int) -> None:
-        """Take note of what was computed since the last step: by what the engine says, or at least by the clock."""
+        """Record what was computed since the last step: as the engine reports, or at least by the clock."""
         if self._ahead > 0:
             self._ahead = min(self.ahead, max(0.0, self._ahead - tokens))
             self._drained_at = self._clock()
@@ -93,25 +93,25 @@ class Waits:
     # -- what the GPU has to do
 
     def step_ends(self, tokens: int, seconds: float) -> None:
-        """Take what the engine has computed since the last step, and how long that took."""
+        """Record how many tokens the engine has computed since the last step, and in how many seconds."""
         if tokens > 0 and 0 < seconds < math.inf:
             self.cost.observe(tokens, seconds)
         self.gpu.step_ends(max(0, tokens))
 
     def came(self, state: RequestState) -> None:
-        """A request has come, and waits for its turn; once a request."""
+        """Count a new request, which waits for its turn; once a request."""
         if not state.has_come:
             state.has_come = True
             self.gpu.waiting += state.prompt_tokens
 
     def taken_up(self, state: RequestState) -> None:
-        """A request's turn has come: it was looked up, or is over."""
+        """Count a request as no longer waiting: it was looked up, or is over."""
         if state.has_come and not state.is_taken_up:
             state.is_taken_up = True
             self.gpu.waiting -= state.prompt_tokens
 
     def computes(self, state: RequestState, tokens: int) -> None:
-        """A lookup has left so many tokens of a request to be computed; counts once a request."""
+        """Count the tokens of a request that its lookup left to be computed; once a request."""
         if not state.is_computed:
             state.is_computed = True
             self.gpu.computes(max(tokens, 0))
@@ -123,8 +123,9 @@ class Waits:
     ) -> int:
         """Return how many of these chunks, which this tier has, are worth loading: all, a few for a trial, or none.
 
-        All have to come before the request stops waiting, behind the tier's queue: of that, what the request itself has
-        found would be computed too. ``waited``: how many chunks of this group the request has waited for so far.
+        A load pays only if all of them land, behind the tier's queue, within the request's remaining wait; the part of
+        the queue that is the request's own would be computed too. ``waited``: how many chunks of this group the request
+        has waited for so far.
         """
         if not self.decides:
             return chunks
@@ -133,7 +134,7 @@ class Waits:
         return min(chunks, slot.trial(self._clock()))
 
     def is_sooner(self, slot: TierSlot, chunks: int, tokens_per_chunk: int, state: RequestState, waited: int) -> bool:
-        """Say whether the tier has these chunks here before they were computed; as for ``worth_loading``."""
+        """Return whether the tier loads these chunks sooner than they are computed; as for ``worth_loading``."""
         now = self._clock()
         tokens = max(state.load_tokens, (waited + chunks) * tokens_per_chunk)
         left = self._seconds_by_gpu(tokens, state) - (0.0 if state.load_since is None else now - state.load_since)
@@ -143,9 +144,9 @@ class Waits:
         return soon <= left and self._is_cheaper(slot, tokens_per_chunk, state)
 
     def _is_cheaper(self, slot: TierSlot, tokens_per_chunk: int, state: RequestState) -> bool:
-        """Say whether a chunk comes for less than computing it, or than that and another one if others want the GPU.
+        """Return whether loading a chunk takes less than computing it, or than computing two if others want the GPU.
 
-        However much of the request has come for less, from another tier.
+        Chunks that the request gets faster from another tier do not count.
         """
         per_chunk = slot.rate.seconds_per_chunk
         if per_chunk is None or not self.cost.is_measured:
@@ -154,7 +155,7 @@ class Waits:
         return per_chunk <= tokens * self.cost.seconds_per_token
 
     def _seconds_by_gpu(self, tokens: float, state: RequestState) -> float:
-        """Return in how many seconds so many tokens of a request are computed, with those of others that count."""
+        """Return the seconds to compute this many tokens of a request, and those of other requests that count."""
         ahead, behind = self.gpu.ahead, self.behind(state)
         return self._at_least((ahead + tokens + min(behind, tokens)) * self.cost.seconds_per_token)
 
@@ -164,14 +165,14 @@ class Waits:
     # -- while a request waits
 
     def lookup_over(self, state: RequestState) -> bool:
-        """Say whether a request that got no answer has waited long enough for one."""
+        """Return whether a request that got no answer has waited long enough for one."""
         now = self._clock()
         if state.lookup_since is None:
             state.lookup_since = now
         return now - state.lookup_since >= self._options.lookup_wait
 
     def load_over(self, state: RequestState, tokens: int) -> bool:
-        """Say whether a request has waited long enough for chunks of this many tokens, or computing them is sooner."""
+        """Return whether a request has waited long enough for this many tokens' chunks, or computing is sooner."""
         now = self._clock()
         if state.load_since is None:
             state.load_since = now
@@ -184,9 +185,9 @@ class Waits:
         return state.load_over
 
     def line_over(self, state: RequestState, tokens: int) -> bool:
-        """Say whether a request has stood in line for a tier's rows, with nothing on its way, as long as it may.
+        """Return whether a request has stood in line for a tier's rows, with nothing on its way, as long as it may.
 
-        So long as computing all that is there now takes, it included: in the GPU's line it had waited as well.
+        The limit is the time to compute all tokens queued now, its own included: the GPU's queue would take as long.
         """
         now = self._clock()
         if state.line_until is None:
@@ -202,7 +203,7 @@ class Waits:
         return self._at_least(LATE * tokens * self.cost.seconds_per_token)
 
     def _is_overtaken(self, state: RequestState, waited: float) -> bool:
-        """Say whether what is left of the request's loads takes clearly longer than computing it would.
+        """Return whether what is left of the request's loads takes clearly longer than computing it would.
 
         By what the tiers have shown: one that falls silent has as long as the request waits.
         """

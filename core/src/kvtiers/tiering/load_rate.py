@@ -1,4 +1,4 @@
-"""How fast a tier loads: seconds to the first chunk, and seconds a chunk from then on.
+"""The load rate of a tier: seconds to the first chunk, and seconds a chunk from then on, as measured.
 
 Before its first load a tier is taken to bring 2 GB/s (a network's or one drive's rate) of what stands before a request,
 and the request's own at once: a load is how a tier is measured, so the first one is made, and not all behind it.
@@ -10,7 +10,7 @@ Measured from the loads that there are, in stretches that each begin and end wit
 A job that had the tier to itself counts with its own seconds, which the tier has measured: the engine may see its end a
 step later. Of jobs that run side by side the own seconds overlap, so the shorter of their sum and of the engine's clock
 counts. A stretch that is an outlier changes a weighted median little; one that is some seconds old weighs little, so
-a tier that has become slower or faster is believed within seconds. Latency and rate come apart where stretches were
+a tier that becomes slower or faster is recognised within seconds. Latency and rate come apart where stretches were
 seen that went on from one before, or that have several lengths (Theil-Sen: the median slope between two of them);
 before, all is taken as the rate.
 """
@@ -66,7 +66,7 @@ class LoadRate:
     # -- what happens
 
     def begins(self, now: float) -> int:
-        """Take note of a load that is handed to the tier; return its ticket for ``ends``."""
+        """Record the start of a load; return its ticket for ``ends``."""
         ticket = next(self._tickets)
         if not self._running:
             self._since, self._is_fresh, self._begun, self._chunks, self._seconds = now, True, 0, 0, 0.0
@@ -78,7 +78,7 @@ class LoadRate:
         return ticket
 
     def ends(self, ticket: int, chunks: int, seconds: float, now: float) -> None:
-        """Take note of a load's end: so many chunks came, by the tier's clock in so many seconds (0: it has none)."""
+        """Record a load's end: so many chunks came, by the tier's clock in so many seconds (0: it has none)."""
         submitted = self._running.pop(ticket, now)
         if ticket > self._newest_ended:
             self._newest_ended = ticket
@@ -88,12 +88,12 @@ class LoadRate:
         self._seconds += seconds or now - submitted
 
     def drop(self, ticket: int) -> None:
-        """Forget a load that was given up: whatever comes of it says nothing of the next one."""
+        """Forget a load that was given up: its result says nothing about the next one."""
         if self._running.pop(ticket, None) is not None and ticket > self._newest_ended:
             self._behind -= 1
 
     def look_ends(self, now: float) -> None:
-        """Close the stretch, if something has come in it and it was long enough; after all results of one look."""
+        """Close the stretch if a load has landed in it and it is long enough; after all results of one poll."""
         took = now - self._since
         if not self._chunks or (took < _LEAST_SECONDS and self._running):
             return
@@ -102,7 +102,7 @@ class LoadRate:
         self._since, self._is_fresh, self._chunks, self._seconds = now, False, 0, 0.0
 
     def add(self, chunks: int, seconds: float, now: float, *, is_fresh: bool = True) -> None:
-        """Take a stretch into account."""
+        """Add a stretch to the measurements."""
         self._stretches.append(_Stretch(chunks, seconds, now, is_fresh))
         self.measured_at = now
         self._fit = None
@@ -120,9 +120,9 @@ class LoadRate:
         return self._fitted()[0] if self._stretches else 0.0
 
     def expected(self, chunks: int, others: int, now: float) -> float:
-        """Return in how many seconds so many chunks are there, behind ``others`` that are under way.
+        """Return the seconds until so many chunks have landed, behind ``others`` that are in flight.
 
-        At least as long as nothing of what is under way has come: so long it may be silent again.
+        At least as long as the tier has been silent (``stalled``): it may be silent for as long again.
         """
         if self._stretches:
             latency, per_chunk = self._fitted()
@@ -130,7 +130,7 @@ class LoadRate:
         return max(others * self.prior, self.stalled(now))
 
     def stalled(self, now: float) -> float:
-        """Return for how long nothing has come, though something is under way that is newer than what came last.
+        """Return for how long nothing has landed, though a load is in flight that is newer than the last one landed.
 
         A single job that hangs while newer ones come does not count.
         """
@@ -138,10 +138,10 @@ class LoadRate:
 
     def _fitted(self) -> tuple[float, float]:
         if self._fit is None:
-            self._fit = self._fit_anew()
+            self._fit = self._refit()
         return self._fit
 
-    def _fit_anew(self) -> tuple[float, float]:
+    def _refit(self) -> tuple[float, float]:
         stretches, newest = self._stretches, self._stretches[-1].at
         weights = [min(it.chunks, _MOST_WEIGHT) * 0.5 ** ((newest - it.at) / _HALF_LIFE) for it in stretches]
         whole = [(it.seconds / it.chunks, weight) for it, weight in zip(stretches, weights, strict=True)]
@@ -155,7 +155,7 @@ class LoadRate:
         slopes += [pair for it, pair in zip(stretches, whole, strict=True) if not it.is_fresh]
         if not slopes or not fresh:
             return 0.0, per_chunk
-        # Of what the best stretch took no more than half is believed to be latency: longer ones will say.
+        # At most half of the best stretch counts as latency, until longer stretches separate the two.
         slope = max(weighted_quantile(slopes), min(rate for rate, _ in whole) / 2)
         latency = weighted_quantile([(it.seconds - it.chunks * slope, weight) for it, weight in fresh])
         return (latency, slope) if latency > 0 else (0.0, per_chunk)

@@ -1,4 +1,4 @@
-"""The tiering manager: what an engine's scheduler talks to.
+"""The tiering manager: the interface of an engine's scheduler to all tiers.
 
 ::
 
@@ -50,7 +50,7 @@ _R = TypeVar("_R")
 def _timed(
     method: Callable[Concatenate["TieringManager", _P], _R],
 ) -> Callable[Concatenate["TieringManager", _P], _R]:
-    """Count the time that a call takes on the engine's thread, and have figures read before it or after it."""
+    """Count the time that a call takes on the engine's thread, and mark its begin and end for ``Snapshots``."""
 
     @functools.wraps(method)
     def timed(self: "TieringManager", /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -124,7 +124,7 @@ class TieringManager:
 
     @_timed
     def on_new_request(self, ctx: RequestContext, prompt_tokens: int = 0) -> OffloadPolicy:
-        """Take note of a request; say which of its chunks should be offered to ``prepare_store``.
+        """Register a request; return which of its chunks should be offered to ``prepare_store``.
 
         ``prompt_tokens``: of its prompt, if they are known: how much waits for the GPU, for ``load_wait: auto``.
         """
@@ -134,7 +134,7 @@ class TieringManager:
 
     @_timed
     def on_request_finished(self, ctx: RequestContext) -> None:
-        """Take note that the engine is done with a request: its recency is final; its transfers may still run."""
+        """Handle a request's end in the engine: its recency is final; its transfers may still run."""
         state = self._requests.finish(ctx)
         if state is not None:
             self._waits.taken_up(state)
@@ -146,7 +146,7 @@ class TieringManager:
     def record_request(
         self, arrival: float, prompt_tokens: int, tokens: int, block_hashes: Sequence[Sequence[bytes]]
     ) -> None:
-        """Tell what a request was that ends now, for ``record`` in the config; without it nothing happens.
+        """Record a request that ends now in the trace (``record`` in the config); without it nothing happens.
 
         ``arrival``: by ``time.time``. ``tokens``: prompt and output. ``block_hashes``: chained, by KV group.
         """
@@ -174,7 +174,7 @@ class TieringManager:
 
     @_timed
     def ask_ahead(self, keys: Sequence[OffloadKey]) -> None:
-        """Have the tiers asked at once about a prefix that will be looked up soon; between any two other calls."""
+        """Ask the tiers at once about a prefix that will be looked up soon; between any two other calls."""
         if self._ready and not self._closed:
             rest = keys[self._primary.resident_run(keys)[0] :]
             if first_misfit(rest) is not None:
@@ -184,7 +184,7 @@ class TieringManager:
                 slot.ask_ahead(rest)
 
     def look_again(self) -> None:
-        """Take the tiers' news once more in this step, with the next lookup: the engine rests meanwhile."""
+        """Poll the tiers once more in this step, at the next lookup: for an engine that is idle in between."""
         self._polled = False
 
     # -- stores
@@ -202,7 +202,7 @@ class TieringManager:
 
     @_timed
     def complete_store(self, plan: StorePlan, success: bool = True) -> None:
-        """Say that all workers have ended this plan's copies; on success the chunks become readable and cascade."""
+        """Complete a plan whose copies all workers have ended; on success the chunks become readable and cascade."""
         state = self._plans.complete_store(plan, success=success)
         if state is not None:
             self._requests.close_if_done(state)
@@ -217,7 +217,7 @@ class TieringManager:
 
     @_timed
     def complete_load(self, plan: LoadPlan, success: bool = True) -> None:
-        """Say that all workers have ended this plan's copies: the chunks are no longer pinned by it."""
+        """Complete a plan whose copies all workers have ended: it no longer pins its chunks."""
         self._plans.complete_load(plan, success=success)
 
     @_timed
@@ -229,7 +229,7 @@ class TieringManager:
 
     @_timed
     def on_schedule_end(self, prefill_tokens: int = 0, prefill_seconds: float = 0.0) -> None:
-        """End the step: take the tiers' news, submit what the step has collected. The last call of every step.
+        """End the step: poll the tiers, submit what the step has collected. The last call of every step.
 
         ``prefill_tokens``, ``prefill_seconds``: what the engine computed since the last step, for ``load_wait: auto``.
         """
@@ -260,9 +260,9 @@ class TieringManager:
 
     @_timed
     def has_pending_work(self) -> bool:
-        """Say whether the engine should keep stepping though it has no request: somebody waits for what is under way.
+        """Return whether the engine should keep stepping though it has no request: in-flight work has a waiter.
 
-        Rows in quarantine are waited for by nobody; they come back with the steps that there are.
+        Rows in quarantine do not count: they are released in whatever steps the engine makes.
         """
         if self._closed:
             return False
@@ -274,11 +274,11 @@ class TieringManager:
         )
 
     def fingerprint(self) -> str:
-        """Return the fingerprint of the weights of now, as it stands in the names of values. Any thread."""
+        """Return the fingerprint of the current weights, as it stands in the names of values. Any thread."""
         return self._engine.fingerprint()
 
     def tiers_have_spoken(self) -> bool:
-        """Say whether each tier is open, or has said why it is not. Any thread."""
+        """Return whether each tier is open, or has reported why it is not. Any thread."""
         return all(slot.has_spoken() for slot in self._slots)
 
     @_timed
@@ -331,7 +331,7 @@ class TieringManager:
         self._engine.wait_ready(timeout)
 
     def shutdown(self, timeout: float = 30.0) -> None:
-        """Drain the tiers within ``timeout`` seconds, say what was dropped, and release everything.
+        """Drain the tiers within ``timeout`` seconds, log what was dropped, and release everything.
 
         Calls that come later are answered as if nothing were there.
         """
@@ -353,7 +353,7 @@ class TieringManager:
     # -- inside
 
     def _begin(self) -> bool:
-        """Take the news once a step, before anything is decided; say whether all ranks are there."""
+        """Poll the region and the tiers once a step, before any decision; return whether all ranks have joined."""
         if self._closed:
             return False
         if not self._polled:
@@ -363,7 +363,7 @@ class TieringManager:
         return self._ready
 
     def _look_around(self, now: float) -> None:
-        """Do what not every step has to."""
+        """Do the periodic work that not every step needs."""
         self._look_at = now + _LOOK_SECONDS
         self._primary.release_expired(now)
         for slot in self._slots:
@@ -379,7 +379,7 @@ class TieringManager:
             self._requests.close_if_done(state)
         self._requests.parked.clear()
         self._primary.take_events()
-        self._events.clear()  # what they told of is gone
+        self._events.clear()  # the chunks that they name are gone
         self._metrics.generation += 1
 
     def _retry_parked(self) -> None:

@@ -1,4 +1,4 @@
-"""Plans: leave to copy between the GPU and rows. Each is completed once, by the engine, when all workers have ended.
+"""Transfer plans: row leases for GPU copies. Each is completed once, by the engine, when all workers have ended.
 
 A plan that failed because a rank was lost keeps its rows until nothing of that rank can touch them any more.
 """
@@ -151,7 +151,7 @@ class Plans:
         self._cascades.stored(leased.keys, rows, takers, leased.state)
 
     def _count_hits(self, keys: Sequence[OffloadKey], state: RequestState) -> None:
-        """Count what the request reads for the first time, for the tier that brought it or for the primary."""
+        """Count the chunks that the request reads first, for the tier of their origin or for the primary."""
         counted = state.counted_hits
         fresh = keys if counted.isdisjoint(keys) else [key for key in keys if key not in counted]
         brought = 0

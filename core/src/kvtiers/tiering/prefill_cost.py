@@ -1,18 +1,18 @@
-"""What computing prompts costs an engine: seconds a token, from its own steps.
+"""The prefill cost of an engine: seconds to compute a prompt's token, estimated from its own steps.
 
 ::
 
     seconds a token = the lower third of (seconds / tokens) over the last 9 steps, by their tokens
 
 Whatever disturbs a step makes it longer: compilation and pinning at the start, decoding requests, an idle engine that
-is counted in. So not the middle but the lower third is believed, which holds after a single good step among two bad
+is counted in. So not the median but the lower third is used, which holds after a single good step among two bad
 ones, and follows an engine that has become slower within seven. A step's fixed cost (launches, sampling) makes a token
 of a short one dear: one with less than a quarter of the tokens of the largest remembered says nothing. After a hit few
 tokens are computed, and with hits alone there are only such steps; the longer ones before them stay remembered.
 
 Before the first step a prior stands: an engine that makes so much KV a second. GPUs make 1 GB/s (a small one) to
 7 GB/s (an H100 with a model of 1 billion parameters; 4 GB/s with one of 8 billion: 128 KiB a token in 30 us). The prior
-is the low end: it takes computing to be dear, so that the first request that a tier knows is loaded.
+is the low end: it takes computing to be dear, so that the first request that hits in a tier is loaded.
 """
 
 from collections import deque
@@ -48,9 +48,9 @@ class PrefillCost:
 
 
 def prior_seconds_per_token(layout: CacheLayout) -> float:
-    """Return what a token is taken to cost while nothing was computed: by the KV bytes that it has, in all ranks.
+    """Return the assumed seconds a token before the first step, from the KV bytes of a token in all ranks.
 
-    Of a hybrid model that of all its groups, though window groups keep little of a long prompt: it errs to dear.
+    A hybrid model counts all its groups, though window groups keep little of a long prompt: the estimate is high then.
     """
     groups = range(len(layout.groups))
     nbytes = sum(layout.payload_bytes(group) / layout.tokens_per_chunk(group) for group in groups)

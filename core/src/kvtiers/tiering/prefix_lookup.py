@@ -1,8 +1,8 @@
-"""Lookups: how far a request's prefix is at hand.
+"""Prefix lookups: how much of a request's prefix is in the primary or in a tier.
 
 The primary is asked first; from the first chunk that it lacks the tiers are asked in their order, each about the whole
-rest of the prefix. What a tier has and the primary lacks is reserved for promotion on the spot. How long the request
-waits for it is decided in ``waits``.
+rest of the prefix. Chunks that a tier has and the primary lacks get reserved rows at once, for their promotion. How
+long the request waits for them is decided in ``load_or_recompute.py``.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _SMALLEST_QUESTION = 64  # chunks, once a tier was asked about the whole rest
 # Chunks a call: a long prefix is reserved over several steps, so that none of them is long. Fewer the longer the prefix
 # is by then: about 20 chunks of it are walked in the time that one takes to reserve.
 _MOST_RESERVED, _FEWEST_RESERVED, _WALKED_FOR_ONE = 448, 128, 20
-_WORTH_A_WALK = 64  # chunks: for fewer rows a request that waits for room is not looked up anew
+_WORTH_A_WALK = 64  # chunks: for fewer rows a request that waits for room is not looked up again
 
 
 class _NoRoom(NamedTuple):
@@ -39,7 +39,7 @@ class _NoRoom(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """A leading run: its length, the tiers that do not know yet about what follows, whether a call's bound ended it."""
+    """A leading run: its length, the tiers that answered RETRY about what follows, whether a call's bound ended it."""
 
     length: int
     silent: Sequence[TierSlot] = ()
@@ -60,7 +60,7 @@ class _Asked:
 class _Search:
     """One lookup among the tiers: rows that all of them may still get, and chunks that this call may still reserve.
 
-    ``waited``: chunks that the request has waited for before. ``may_wait``: loads under way will give rows back.
+    ``waited``: chunks that the request has waited for before. ``may_wait``: loads in flight will give rows back.
     """
 
     tiers: list[_Asked]
@@ -145,9 +145,9 @@ class Lookups:
         return 0
 
     def _as_before(self, last: LastAnswer, keys: Sequence[OffloadKey], state: RequestState) -> PrefixHits | None:
-        """Return the last answer of a request that waits, if nothing has changed since and there is time to wait.
+        """Return the last answer of a waiting request, if nothing has changed since and its wait has not expired.
 
-        So a step in which nothing comes costs next to nothing, however many wait for prefixes however long.
+        So a step without a change costs next to nothing, however many requests wait and however long their prefixes.
         """
         if (
             last.changes != self._primary.changes
@@ -161,7 +161,7 @@ class Lookups:
     def _in_line(
         self, wait: RoomWait, keys: Sequence[OffloadKey], state: RequestState, tokens: int
     ) -> PrefixHits | None:
-        """Return the last answer of a request that waits for rows, while there are none and it is worth to wait."""
+        """Return the last answer of a request that waits for rows, while there are none and waiting pays."""
         slot, waited = wait.slot, state.awaited.get(group_of(keys[0]), (0, 0))[1]
         if (
             wait.length != len(keys)
@@ -191,7 +191,7 @@ class Lookups:
             chunks = self._awaited(here, pending, state, window=window)
             if self._waits.load_over(state, (max(pending, chunks) + more) * tokens):
                 return self._give_up(keys, length, pending, state)
-            self._promotions.met(here, state)
+            self._promotions.share(here, state)
         elif run.no_room is not None and self._waits.line_over(state, more * tokens):
             run.no_room.slot.metrics.budget_misses += 1
             return self._give_up(keys, length, 0, state)
@@ -213,7 +213,7 @@ class Lookups:
         return self._follow(keys, first, state, tokens, window=window)
 
     def _give_up(self, keys: Sequence[OffloadKey], length: int, pending: int, state: RequestState) -> PrefixHits:
-        """Return what is there of a run for a request that waits no longer; what is on its way is a miss for it."""
+        """Return a run for a request that waits no longer: its ready chunks; pending ones are misses for it."""
         waiting = self._pending_in(keys[:length]) if pending else []
         if state.is_overtaken:
             self._metrics.recomputed_cheaper += len(waiting)
@@ -264,7 +264,7 @@ class Lookups:
     # -- the tiers
 
     def _follow(self, keys: Sequence[OffloadKey], at: int, state: RequestState, tokens: int, *, window: bool) -> _Run:
-        """Follow the prefix beyond its first absent chunk, through tiers and primary, to one that is not to be had."""
+        """Follow the prefix beyond its first absent chunk, through tiers and primary, to the first miss in all."""
         may_wait = self._waits.decides and any(slot.metrics.loading_chunks for slot in state.slots)
         askable = (self._askable(slot, len(keys), may_wait=may_wait) for slot in state.slots)
         tiers = [tier for tier in askable if tier is not None]
@@ -346,7 +346,7 @@ class Lookups:
     def _recompute(
         self, too_slow: Sequence[tuple[TierSlot, int]], keys: Sequence[OffloadKey], at: int, state: RequestState
     ) -> None:
-        """Give up what is computed sooner than these tiers, with how many of the leading keys each has, bring it."""
+        """Give up chunks that are computed sooner than loaded; ``tiers``: with how many leading keys each has."""
         for slot, has in too_slow:
             slot.metrics.recomputed_cheaper += len(self._absent(keys[at : at + has], at))
         most = max([has for _, has in too_slow])
@@ -358,7 +358,7 @@ class Lookups:
         return [place for place, where in enumerate(found, first) if where is _MISS]
 
     def _resident_until(self, keys: Sequence[OffloadKey], at: int) -> int:
-        """Return where, from ``at`` on, the first chunk is that the primary lacks."""
+        """Return the place of the first chunk, from ``at`` on, that the primary lacks."""
         step = 16
         while at < len(keys):
             here = self._primary.resident_run(keys[at : at + step])[0]

@@ -1,8 +1,8 @@
 """Promotions: rows are reserved when a lookup finds chunks in a tier, and filled from the end of the step on.
 
-A reserved chunk is pending in the primary at once, so that every other lookup sees it and nobody fetches it twice. At
-the end of the step each (tier, request) becomes one batch; what lies beyond the shortest of the runs that the request's
-groups were last told of in the step is let go again, unless another request has met it meanwhile.
+A reserved chunk is pending in the primary at once, so that every other lookup sees it and it is not loaded twice. At
+the end of the step each (tier, request) becomes one batch. Reservations past the shortest hit of the request's KV
+groups are dropped then, unless another request shares them.
 """
 
 import math
@@ -21,7 +21,7 @@ __all__ = ["Found", "Promotions"]
 
 
 class Found(NamedTuple):
-    """Chunks of a run that this tier has and the primary lacks: their places in the run."""
+    """Chunks of a run that this tier has and the primary lacks, by their places in the run."""
 
     slot: TierSlot
     places: Sequence[int]
@@ -29,7 +29,7 @@ class Found(NamedTuple):
 
 @dataclass(slots=True)
 class _Batch:
-    """Chunks that a request found in a tier; ``starts[i]`` is where ``keys[i]`` begins in the run, in tokens."""
+    """The chunks that a request found in one tier; ``starts[i]``: the first token of ``keys[i]`` in the run."""
 
     slot: TierSlot
     state: RequestState
@@ -105,7 +105,7 @@ class Promotions:
         state: RequestState,
         tokens_per_chunk: int,
     ) -> int:
-        """Note which tier brings what; return how far the run goes without a chunk that got no row."""
+        """Assign the leased rows to the tiers; return the run's length up to the first chunk that got no row."""
         taken, reached = 0, len(run)
         for slot, places in found:
             end = taken + len(places)
@@ -118,8 +118,8 @@ class Promotions:
             taken = end
         return reached
 
-    def met(self, run: Sequence[OffloadKey], state: RequestState) -> None:
-        """Note that a request waits for this run: what another one reserved of it is now for both."""
+    def share(self, run: Sequence[OffloadKey], state: RequestState) -> None:
+        """Share reservations: this request waits for the run too, so they are kept for both requests."""
         reserved = self._reserved
         if reserved.keys().isdisjoint(run):
             return
@@ -130,7 +130,7 @@ class Promotions:
         """Hand the step's reservations to their tiers."""
         batches, self._batches = self._batches, {}
         for batch in batches.values():
-            self._let_go(batch)
+            self._drop_unused(batch)
             if batch.keys:
                 self._jobs.submit(batch.slot, batch.keys, batch.rows, batch.state, promotion=True)
         self._reserved.clear()
@@ -146,7 +146,7 @@ class Promotions:
         self._walks.clear()
 
     def request_finished(self, state: RequestState) -> None:
-        """Forget what only this request wanted; hand the rest to one who wants it too."""
+        """Drop the reservations of this request alone; hand the shared ones to a request that shares them."""
         self._walks.pop(state, None)
         if not self._batches:
             return
@@ -154,16 +154,16 @@ class Promotions:
             batch = self._batches.pop(name)
             unwanted: list[tuple[OffloadKey, int]] = []
             for key, row in zip(batch.keys, batch.rows, strict=True):
-                heir = self._shared.pop(key, None)
-                if heir is None or heir.finished:
+                sharer = self._shared.pop(key, None)
+                if sharer is None or sharer.finished:
                     del self._reserved[key]
                     unwanted.append((key, row))
                     continue
-                target = self._batch(batch.slot, heir)
+                target = self._batch(batch.slot, sharer)
                 target.keys.append(key)
                 target.rows.append(row)
-                target.starts.append(-1)  # the heir met it inside its run
-                self._reserved[key] = heir
+                target.starts.append(-1)  # the sharer found it inside its run
+                self._reserved[key] = sharer
             self._forget(batch.slot, [key for key, _ in unwanted], [row for _, row in unwanted])
 
     def _add(
@@ -175,14 +175,14 @@ class Promotions:
         batch.starts += starts
         self._jobs.hold(slot, len(rows))
         slot.metrics.loading_chunks += len(rows)
-        slot.promised_chunks += len(rows)
-        state.loading[slot] = slot.promised_chunks, state.loading.get(slot, (0, 0))[1] + len(rows)
+        slot.reserved_chunks += len(rows)
+        state.loading[slot] = slot.reserved_chunks, state.loading.get(slot, (0, 0))[1] + len(rows)
         self._origins.expect(slot, keys)
 
     def _batch(self, slot: TierSlot, state: RequestState) -> _Batch:
         return self._batches.setdefault((slot.index, state.context.request_id), _Batch(slot, state))
 
-    def _let_go(self, batch: _Batch) -> None:
+    def _drop_unused(self, batch: _Batch) -> None:
         reached = batch.state.reached.values()
         # By where a chunk starts: the groups of a run may begin at different tokens, less than a chunk apart.
         if not reached or max(batch.starts) < (shortest := min(reached)):

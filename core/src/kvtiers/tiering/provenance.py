@@ -1,6 +1,6 @@
-"""Which tier brings or brought a chunk, and what was written to a tier and not read since.
+"""The provenance of chunks: the tier that each is loaded from, and how much was written to a tier and not read since.
 
-The latter is exact while there is little of it; of more every 16th chunk stands for 16.
+The latter is exact for a few chunks; beyond these, every 16th chunk is tracked and counts as 16.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ _UNREAD_KEYS = 1 << 16  # most keys remembered a tier; the oldest are forgotten,
 
 
 class Origins:
-    """For chunks that are resident or on their way, and unread: their tier. Never more of them than rows."""
+    """The tier of each chunk that is resident or pending, and unread. Never more entries than rows."""
 
     def __init__(self, slots: Sequence[TierSlot]) -> None:
         self._slots = slots
@@ -26,17 +26,17 @@ class Origins:
         self._turns = [0] * len(slots)
 
     def expect(self, slot: TierSlot, keys: Sequence[OffloadKey]) -> None:
-        """A row is reserved for these chunks, which this tier is to bring."""
+        """Record that rows are reserved for these chunks, to be loaded from this tier."""
         self._tier_of.update(dict.fromkeys(keys, slot))
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
-        """These chunks are not resident any more, or will not become so."""
+        """Forget chunks that are not resident any more, or will not become so."""
         if self._tier_of:
             for key in keys:
                 self._tier_of.pop(key, None)
 
     def expired(self, keys: Iterable[OffloadKey], *, overtaken: bool) -> None:
-        """A request waits no longer for these pending chunks: count each for the tier that brings it.
+        """Count pending chunks that a request waits for no longer, each for the tier that loads it.
 
         ``overtaken``: computing them is sooner, else it has waited as long as it may.
         """
@@ -46,14 +46,14 @@ class Origins:
                 slot.metrics.recomputed_cheaper += overtaken
 
     def served(self, keys: Sequence[OffloadKey]) -> dict[TierSlot, list[OffloadKey]]:
-        """Return which of the keys each tier brought, if nobody has read them before. Asked once a key."""
+        """Return by tier those keys that were loaded from it and are read for the first time. Asked once a key."""
         if not self._tier_of:
             return {}
         slots = list(map(self._tier_of.pop, keys, repeat(None)))
         return {slot: list(compress(keys, [of is slot for of in slots])) for slot in set(slots) if slot is not None}
 
     def written(self, slot: TierSlot, keys: Sequence[OffloadKey], nbytes: int) -> None:
-        """This tier has these chunks now; ``nbytes`` were written for those of them that it had not before."""
+        """Record that this tier has these chunks now; ``nbytes`` were written for those that it lacked before."""
         unread = self._unread[slot.index]
         keys = [key for key in keys if key not in unread]
         share = nbytes // len(keys) if keys else 0
@@ -71,16 +71,16 @@ class Origins:
                 del unread[key]
 
     def read(self, slot: TierSlot, keys: Iterable[OffloadKey]) -> None:
-        """These chunks have come back from this tier."""
+        """Record that these chunks were loaded from this tier."""
         unread = self._unread[slot.index]
         if unread:
             slot.metrics.unread_bytes -= sum([unread.pop(key, 0) for key in keys])
 
     def reset(self) -> None:
-        """Nothing is resident any more."""
+        """Forget all chunks: none is resident any more."""
         self._tier_of.clear()
 
     def retire_keys(self) -> None:
-        """The keys mean other values from now on: what is unread of the old ones stays so."""
+        """Forget all keys, which name other values from now on; unread bytes of the old ones stay counted."""
         for unread in self._unread:
             unread.clear()

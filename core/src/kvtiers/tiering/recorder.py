@@ -1,14 +1,14 @@
-"""Writes down what an engine is asked for: a request trace in Mooncake's format, without a word of what was said.
+"""The recorder: writes a trace of an engine's requests in Mooncake's format, without any of their contents.
 
 One JSON object a line: ``timestamp`` (ms since the recording began), ``input_length`` and ``output_length`` (tokens),
 ``hash_ids`` (one for each block of the prompt, the last of which may not be full), and ``tokens_per_block`` where that
 is not the format's own 512. Lines stand in the order in which requests ended.
 
 An id is a keyed hash of the block's chained hash. The key is random, is for this recording alone and is never written:
-equal ids mean equal prefixes within the recording, and nobody can try known prompts on it.
+equal ids mean equal prefixes within the recording, and known prompts cannot be tested against it.
 
     the engine's thread    request: copies the list of hashes, or drops the request where too many wait
-    the recorder's thread  hashes, writes whole lines, stops for good at ``max_bytes`` or at an error, and says so
+    the recorder's thread  hashes, writes whole lines, stops for good at ``max_bytes`` or at an error, and logs it
 """
 
 import contextlib

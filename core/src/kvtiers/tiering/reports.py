@@ -1,7 +1,7 @@
-"""What the manager tells others: figures, and events.
+"""The manager's reports: snapshots of all figures, and the event log.
 
-Figures are read and put into words by whoever asks, who also asks the tiers for their own: a step costs them nothing.
-Events are kept in order for whoever takes them; they are bounded, and a reset forgets them.
+A snapshot is assembled on the thread that asks for it, the tiers' own figures included, so it costs a step nothing.
+Events are kept in order until they are taken; their number is bounded, and a reset forgets them.
 """
 
 import time
@@ -17,7 +17,7 @@ from kvtiers.types import OffloadEvent
 
 __all__ = ["EventLog", "Snapshots"]
 
-_MAX_KEYS = 1 << 17  # of events that nobody has taken
+_MAX_KEYS = 1 << 17  # of events that were not taken
 _CALL_SECONDS = 0.0002  # about what a call takes: how long to wait for its end
 _MOST_LOOKS = 100
 
@@ -42,7 +42,7 @@ class Snapshots:
         self.turns = 0
 
     def data(self) -> dict[str, Any]:
-        """Return the figures of now as plain data: ``engine``, ``primary``, ``tiers`` by name."""
+        """Return the current figures as plain data: ``engine``, ``primary``, ``tiers`` by name."""
         engine, primary, tiers = self._moment()
         named = zip(self._slots, tiers, strict=True)
         return {
@@ -52,7 +52,7 @@ class Snapshots:
         }
 
     def _moment(self) -> tuple[dict[str, Any], dict[str, int], list[dict[str, Any]]]:
-        """Read all figures between two calls, if there is such a moment soon; this thread waits for it, no other."""
+        """Read all figures between two calls of the engine's thread, waiting a bounded time for such a moment."""
         for _ in range(_MOST_LOOKS):
             turn = self.turns
             self._metrics.dropped_log_lines = dropped_lines()

@@ -1,10 +1,10 @@
-"""What the manager remembers of each request, and when the tiers are told that it is over.
+"""The request table: the manager's state of each request, and the notification of the tiers about its end.
 
 ::
 
-    open --on_request_finished--> closing --its last store completed, no key parked--> told
+    open --on_request_finished--> closing --its last store completed, no key parked--> closed
 
-A tier hears ``on_new_request`` once and ``on_request_finished`` once, and between the two whatever names the request.
+A tier gets ``on_new_request`` once, then all calls that name the request, then ``on_request_finished`` once.
 """
 
 from collections import OrderedDict
@@ -18,13 +18,13 @@ from kvtiers.types import PrefixHits, RequestContext
 
 __all__ = ["LastAnswer", "RequestState", "RequestTable", "RoomWait"]
 
-_REMEMBERED = 4096  # requests that are over, so that a late call for one of them does not open it anew
+_REMEMBERED = 4096  # requests that are over, so that a late call for one of them does not open it again
 
 
 class LastAnswer(NamedTuple):
-    """What a request that waits was told of a prefix of ``length`` chunks up to ``last``.
+    """The last answer to a waiting request about a prefix of ``length`` chunks up to the key ``last``.
 
-    It holds while the primary's ``changes`` are those of then.
+    It holds as long as the primary's ``changes`` stay the same.
     """
 
     hits: PrefixHits
@@ -106,7 +106,7 @@ class RequestState:
     finished: bool = False
 
     def lose(self, slot: TierSlot, keys: Sequence[OffloadKey]) -> None:
-        """Take note that this tier could not bring these chunks."""
+        """Record that loading these chunks from this tier failed."""
         lost, bit = self.lost, 1 << slot.index
         for key in keys:
             lost[key] = lost.get(key, 0) | bit
@@ -127,7 +127,7 @@ class RequestState:
 
 
 class RequestTable:
-    """The requests that are open, and those whose end the tiers have not been told yet."""
+    """The open requests, and those that are over but of whose end the tiers have not been notified yet."""
 
     def __init__(self, slots: Sequence[TierSlot], on_misuse: Callable[[], None]) -> None:
         self._slots = slots
@@ -139,14 +139,14 @@ class RequestTable:
         """The requests with keys that wait to become readable."""
 
     def open(self, ctx: RequestContext, prompt_tokens: int = 0) -> RequestState:
-        """Take note of a new request. One that is open already stays as it is."""
+        """Open a request. One that is open already stays as it is."""
         state = self._open.get(ctx.request_id)
         if state is not None:
             self._on_misuse()
             return state
         before = self._closing.pop(ctx.request_id, None)
-        if before is not None:  # the id is used again: what the old request still has in flight is nobody's now
-            self._tell(before)
+        if before is not None:  # the id is used again: work in flight for the old request has no request now
+            self._notify_tiers(before)
             before.context = RequestContext("")
             before.parked.clear()
             self.parked.discard(before)
@@ -156,7 +156,7 @@ class RequestTable:
         for slot in self._slots:
             if ctx.may_load_from(slot.name):
                 allowed.append(slot)
-            if slot.hears_of_requests and slot.request_started(ctx) and not slot.options.read_only:
+            if slot.wants_requests and slot.request_started(ctx) and not slot.options.read_only:
                 whole.append(slot)
         state = RequestState(ctx, allowed, whole, prompt_tokens=prompt_tokens)
         self._open[ctx.request_id] = state
@@ -173,7 +173,7 @@ class RequestTable:
         return self.open(ctx)
 
     def finish(self, ctx: RequestContext) -> RequestState | None:
-        """Take note that the engine is done with a request; None (a misuse) if it is not open."""
+        """Handle a request's end in the engine; None (a misuse) if it is not open."""
         state = self._open.pop(ctx.request_id, None)
         if state is None:
             self._on_misuse()
@@ -186,10 +186,10 @@ class RequestTable:
         return state
 
     def retire_keys(self) -> None:
-        """The keys mean other values from now on: what was given up, lost or counted as a hit were the old ones.
+        """Clear the per-request state of all keys, which name other values from now on: given up, lost, hits counted.
 
-        The clocks go on: other weights make nobody wait for longer. So a request that has waited as long as it may
-        finds what is in the primary, and no more.
+        The clocks go on: new weights do not extend a wait. So a request that has waited as long as it may finds what is
+        in the primary, and no more.
         """
         for state in self._open.values():
             state.given_up.clear()
@@ -197,14 +197,14 @@ class RequestTable:
             state.counted_hits.clear()
 
     def close_if_done(self, state: RequestState) -> None:
-        """Tell the tiers that the request is over, as soon as nothing can be submitted for it any more."""
+        """Notify the tiers of the request's end, as soon as nothing can be submitted for it any more."""
         if state.finished and not state.open_stores and not state.parked:
             closing = self._closing.get(state.context.request_id)
             if closing is state:
                 del self._closing[state.context.request_id]
-                self._tell(state)
+                self._notify_tiers(state)
 
-    def _tell(self, state: RequestState) -> None:
+    def _notify_tiers(self, state: RequestState) -> None:
         for slot in self._slots:
-            if slot.hears_of_requests:
+            if slot.wants_requests:
                 slot.request_finished(state.context)

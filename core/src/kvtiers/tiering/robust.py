@@ -1,4 +1,4 @@
-"""The one statistic that estimates here are made of: a quantile that a few outliers do not move."""
+"""The weighted quantile, a statistic that a few outliers do not move, on which the estimates of this package rest."""
 
 from collections.abc import Iterable
 

@@ -1,7 +1,7 @@
-"""Whether a tier brings in time what it has: one line when it does not, with what to do, and one when it does again.
+"""The watch over slow tiers: one log line when a tier becomes too slow, with what to do, and one when it recovers.
 
-That answers or loads come too late is no failure either: the requests are computed, and all looks well. A tier counts
-as too slow when that holds, in several looks in a row, for nearly all that it might have brought.
+Late answers and loads are no failure: the requests are computed, and all looks well. A tier counts as too slow when, in
+several checks in a row, nearly all of its answers and loads come too late.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ _LATE_FOR_EACH = 10  # chunks that came too late, to each that came in time
 
 
 class SlowWatch:
-    """One tier's. ``own``: its own figures, for the line. Engine's thread."""
+    """The watch of one tier. ``own``: its own figures, for the line. Engine's thread."""
 
     def __init__(self, name: str, metrics: TierMetrics, own: Callable[[], Mapping[str, float]]) -> None:
         self._name = name
@@ -31,7 +31,7 @@ class SlowWatch:
         """What came too late in this run, and in the time in which it is too slow."""
 
     def look(self, now: float) -> str:
-        """Look at the figures once a second; return a line for the log, or "" for none."""
+        """Check the figures, once a second at most; return a line for the log, or "" for none."""
         if now < self._look_at:
             return ""
         self._look_at = now + _LOOK_SECONDS

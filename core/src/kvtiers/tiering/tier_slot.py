@@ -1,8 +1,8 @@
-"""One secondary tier as the tiering code sees it: guarded calls, its figures, its speed, and whether it is trusted.
+"""The tier slot: one secondary tier in its place in the order, with guarded calls, its figures and its speed.
 
-Nothing that a tier does raises into the engine's step: an exception, or an answer that is none, is logged, counted and
-taken as the contract says. A tier that reports what it was not given is retired: it is asked nothing more, and what it
-may still touch stays in quarantine.
+Nothing that a tier does raises into the engine's step: an exception, or an invalid answer, is logged, counted and
+handled as the contract says. A tier that reports what it was not given is retired: it is not called any more, and the
+rows that it may still touch stay in quarantine.
 """
 
 import logging
@@ -21,8 +21,8 @@ from kvtiers.tiering.slow_watch import SlowWatch
 __all__ = ["TierOptions", "TierSlot"]
 
 _log = logging.getLogger("kvtiers.tiering")
-_TRIALS = (16, 64)  # chunks, in turn: two lengths tell latency and rate apart
-_TRIAL_SECONDS = 5.0  # how often a tier that seems too slow is measured anew
+_TRIALS = (16, 64)  # chunks, in turn: two lengths separate latency and rate
+_TRIAL_SECONDS = 5.0  # how often a tier that seems too slow is measured again
 _HIT = LookupResult.HIT
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class TierOptions:
-    """The options of a tier that the tiering code itself obeys."""
+    """The options of a tier that the tiering code itself uses."""
 
     name: str
     read_only: bool = False
@@ -40,14 +40,14 @@ class TierOptions:
 
 @runtime_checkable
 class CanAskAhead(Protocol):
-    """A tier that can begin to find out what it has before anybody looks it up."""
+    """A tier that can be asked about a prefix before its lookup."""
 
     def ask_ahead(self, keys: Sequence[OffloadKey]) -> None:
         """Ask about a prefix that will be looked up soon; between any two other calls."""
 
 
 class TierSlot:
-    """A tier in its place in the order, with what the manager knows of it."""
+    """A tier in its place in the order, with the manager's state about it."""
 
     def __init__(self, index: int, tier: SecondaryTierManager, options: TierOptions) -> None:
         self.index = index
@@ -58,20 +58,20 @@ class TierSlot:
         self.retired = ""
         """Why it is out of use; empty while it is not."""
         self.rate = LoadRate()
-        self.promised_chunks = 0
+        self.reserved_chunks = 0
         """Chunks for which a row was reserved so far, for this tier to fill."""
         self._tried_at = -math.inf
         self._trials = 0
         self._slow_watch = SlowWatch(self.name, self.metrics, self._figures)
-        self.hears_of_requests = _overrides(tier, "on_new_request") or _overrides(tier, "on_request_finished")
+        self.wants_requests = _overrides(tier, "on_new_request") or _overrides(tier, "on_request_finished")
         """The tier does something when a request begins or ends."""
 
     def available(self) -> bool:
-        """Say whether the tier may be asked and given jobs now."""
-        return self._says_yes(self.tier.is_available)
+        """Return whether the tier may be asked and given jobs now."""
+        return self._is_yes(self.tier.is_available)
 
     def ask(self, keys: Sequence[OffloadKey], context: TierRequest) -> tuple[int, bool]:
-        """Return how many of the leading keys the tier has, and whether it does not know yet about the next one."""
+        """Return how many of the leading keys the tier has, and whether its answer about the next one is RETRY."""
         answers = self._take(self.tier.lookup_many, keys, context)
         self.metrics.lookups += len(answers)
         hits = answers.count(_HIT)
@@ -81,7 +81,7 @@ class TierSlot:
         return hits, False
 
     def ask_ahead(self, keys: Sequence[OffloadKey]) -> None:
-        """Have the tier find out at once about a prefix that will be looked up soon, if it can."""
+        """Ask the tier at once about a prefix that will be looked up soon, if it can be asked ahead."""
         if isinstance(self.tier, CanAskAhead) and self.available():
             self._do(self.tier.ask_ahead, keys)
 
@@ -89,44 +89,44 @@ class TierSlot:
         """Hand the job over; False if the tier did not take it, so that nothing has started."""
         return self._do(self.tier.submit_load if job.is_promotion else self.tier.submit_store, job)
 
-    def news(self) -> tuple[list[int], list[int], list[JobResult]]:
-        """Take the jobs that have begun, those that have failed but whose rows the tier may still touch, and results.
+    def poll(self) -> tuple[list[int], list[int], list[JobResult]]:
+        """Return new events: jobs that have begun, jobs that failed while the tier may still touch their rows, results.
 
-        A retired tier is no longer believed.
+        A retired tier has none.
         """
-        news: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
+        events: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
         if not self.retired:
             tier = self.tier
             calls = (tier.get_started_jobs, tier.get_failed_jobs, tier.get_finished_jobs)
-            for taken, call in zip(news, calls, strict=True):
+            for taken, call in zip(events, calls, strict=True):
                 try:  # not by _take: every step comes by here, with nothing to take
                     taken.extend(call() or ())
                 except Exception:  # noqa: BLE001 -- see _do
                     self._count_raised()
-        return news
+        return events
 
     def abandon(self, job_id: int) -> None:
-        """Tell the tier that a job of its was given up."""
+        """Notify the tier that one of its jobs was given up."""
         self._do(self.tier.abandon_job, job_id)
 
     def request_started(self, context: TierRequest) -> bool:
-        """Tell the tier of a request; True if it wants all the request's chunks."""
-        return self._says_yes(self.tier.on_new_request, context)
+        """Notify the tier of a request; True if it wants all the request's chunks."""
+        return self._is_yes(self.tier.on_new_request, context)
 
     def request_finished(self, context: TierRequest) -> None:
-        """Tell the tier that no further call will name this request."""
+        """Notify the tier that no further call will name this request."""
         self._do(self.tier.on_request_finished, context)
 
     def end_step(self) -> None:
-        """Tell the tier that the step is over."""
+        """Notify the tier that the step is over."""
         if not self.retired:
-            try:  # not by _do, as for news
+            try:  # not by _do, as in ``poll``
                 self.tier.on_schedule_end()
             except Exception:  # noqa: BLE001 -- see _do
                 self._count_raised()
 
     def watch_speed(self, now: float) -> None:
-        """Have the log say when the tier becomes too slow, and when it is fast enough again."""
+        """Log when the tier becomes too slow, and when it is fast enough again."""
         if line := self._slow_watch.look(now):
             log = getattr(self.tier, "log", None)
             if log is not None:
@@ -137,11 +137,11 @@ class TierSlot:
         return {} if stats is None else self.own_stats(lambda _name: dict(stats()))
 
     def has_pending_work(self) -> bool:
-        """Say whether the tier wants the engine to keep stepping."""
-        return self._says_yes(self.tier.has_pending_work)
+        """Return whether the tier wants the engine to keep stepping."""
+        return self._is_yes(self.tier.has_pending_work)
 
     def has_spoken(self) -> bool:
-        """Say whether the tier is open, or has said why it is not; one that never says so has."""
+        """Return whether the tier is open, or has reported why it is not; True for a tier that never reports it."""
         state = getattr(self.tier, "open_state", None)
         return state is None or state() is not None
 
@@ -154,7 +154,7 @@ class TierSlot:
             return {}
 
     def retire(self, reason: str) -> None:
-        """Put a tier that lies out of use, for good."""
+        """Put a tier that breaks the contract out of use, for good."""
         self.metrics.refused_results += 1
         if not self.retired:
             self.retired = reason
@@ -167,11 +167,11 @@ class TierSlot:
 
     @property
     def ended_chunks(self) -> int:
-        """How many of the promised chunks are not under way any more: they came, or never will."""
-        return self.promised_chunks - self.metrics.loading_chunks
+        """Reserved chunks that are no longer in flight: they landed, or never will."""
+        return self.reserved_chunks - self.metrics.loading_chunks
 
     def price(self, chunks: int, tokens: int, cost: PrefillCost, seconds: float = 0.0) -> None:
-        """Count what it saved that these chunks, with the KV of so many tokens, came from here.
+        """Count the time saved by loading these chunks, with the KV of so many tokens, instead of computing them.
 
         ``seconds``: that they took, where no load was measured yet; jobs that run side by side all count with theirs.
         """
@@ -183,7 +183,7 @@ class TierSlot:
             self.metrics.saved_seconds += max(0.0, computing - loading)
 
     def trial(self, now: float) -> int:
-        """Return how many chunks may be loaded only to measure the tier anew: a few every 5 s, else none."""
+        """Return how many chunks may be loaded only to measure the tier again: a few every 5 s, else none."""
         if now - max(self.rate.measured_at, self._tried_at) < _TRIAL_SECONDS:
             return 0
         self._tried_at = now
@@ -203,7 +203,7 @@ class TierSlot:
             return False
         return True
 
-    def _says_yes(self, call: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs) -> bool:
+    def _is_yes(self, call: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs) -> bool:
         if self.retired:
             return False
         try:

@@ -46,7 +46,7 @@ def ends(kit, monkeypatch):
     kit.wait_until(lambda: tiers[0].poll() or link.connected, "the first life")
     yield SimpleNamespace(hosts=hosts, link=link, tiers=tiers, process=process, processes=processes, poll=poll)
     launcher.close(0.0)
-    link.let_go()
+    link.detach()
     for host in hosts:
         host.socket.close()
     logs.close(kit.PATIENCE)

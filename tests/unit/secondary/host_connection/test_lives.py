@@ -24,7 +24,7 @@ def test_jobs_fail_at_once_and_are_done_only_when_the_process_has_been_reaped(en
     assert ends.process.lives == type(ends.process.lives)(), "its successor waits for the burial"
     assert ends.processes[0].returncode is None
     assert not ends.tiers[0].send_job(load(2, keys))
-    ends.link.launcher.kill_unless_forgiven(ends.link.life, "it has closed its connection", 0.0)
+    ends.link.launcher.kill_after(ends.link.life, "it has closed its connection", 0.0)
     (result,) = ends.poll(until=JobDone)
     assert result.job_id == 1
     assert ends.processes[0].returncode is not None
@@ -79,7 +79,7 @@ def test_an_engine_that_was_idle_does_not_have_a_host_killed_for_what_it_has_not
     ends.hosts[0].say(Opened(), JobDone(1, bytes([DONE] * 4), 4, 0.1))
     ends.hosts[0].say(Opened(), tier=1)
     overdue(ends, kit)
-    assert not ends.process.life.condemned, "the engine has not stepped since"
+    assert not ends.process.life.being_killed, "the engine has not stepped since"
     ends.poll(until=JobDone)
     assert not ends.process.life.kill_at
     assert ends.processes[0].returncode is None
@@ -94,9 +94,9 @@ def test_an_engine_that_listens_again_has_a_host_killed_that_did_not_end_its_job
     ends.hosts[0].say(Opened(), tier=1)
     ends.hosts[0].send(said)
     for other in ends.tiers:
-        ends.process.life.forgive(other._unopened)
+        ends.process.life.cancel_kill(other._unopened)
     overdue(ends, kit)
-    assert not ends.process.life.condemned
+    assert not ends.process.life.being_killed
     ends.poll(until=JobDone)
     assert log_lines("its host is killed: job 1 did not end")
 

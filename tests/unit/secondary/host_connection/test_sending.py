@@ -50,7 +50,7 @@ def test_a_host_that_does_not_read_fills_the_outbox_and_then_nothing_is_taken(en
 def test_a_host_that_cannot_be_told_new_names_is_killed(ends, kit, keys, monkeypatch, log_lines):
     monkeypatch.setattr(host_connection, "_OUTBOX_BYTES", 100)
     ends.tiers[0].set_names(type(kit.NAMES)("x" * 200 + "/", b"layout-2"))
-    assert log_lines("its host is killed: it cannot be told that the weights have changed")
+    assert log_lines("its host is killed: it cannot be sent the names of the new weights")
 
 
 def test_after_a_death_the_next_life_gets_the_names_of_now(ends, kit, keys):

@@ -1,4 +1,4 @@
-"""Which chunk leaves the primary next: the policies, and how one is found by its name."""
+"""Eviction policies, which choose the chunk that leaves the primary next, and their registry by name."""
 
 from kvtiers._failures import error_text
 from kvtiers.api import ConfigError, TierPluginError

@@ -20,7 +20,7 @@ __all__ = ["ARCPolicy"]
 
 @dataclass(slots=True)
 class _Request:
-    """What one request has done: chunks brought, others' chunks used (in order), ghosts counted."""
+    """The uses of one request: new chunks, reused chunks (in order), ghosts counted."""
 
     brought: set[OffloadKey] = field(default_factory=set)
     reused: dict[OffloadKey, None] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class _Request:
 
 
 class ARCPolicy(EvictionPolicy):
-    """Keeps chunks that several requests used from being washed out by chunks used once."""
+    """The ARC policy: chunks used once do not evict chunks that several requests use."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -42,7 +42,7 @@ class ARCPolicy(EvictionPolicy):
 
     @property
     def target(self) -> float:
-        """How many chunks T1 should have, as learnt so far."""
+        """The target size of T1 in chunks, as adapted so far."""
         return self._target
 
     def on_store_miss(self, keys: Sequence[OffloadKey], request_id: str) -> None:
@@ -110,7 +110,7 @@ class ARCPolicy(EvictionPolicy):
         self._often.mark_pinned(often)
 
     def remove(self, keys: Sequence[OffloadKey]) -> None:
-        """Forget the chunks; they do not become ghosts, since nobody chose them."""
+        """Forget the chunks; they do not become ghosts, since they were not evicted."""
         self._unwritten.difference_update(keys)
         once, often = self._split(keys)
         self._once.remove(once)

@@ -1,4 +1,4 @@
-"""What an eviction policy is asked, and what it is told.
+"""The ``EvictionPolicy`` interface.
 
 To add one, subclass ``EvictionPolicy`` and declare an entry point in the group ``kvtiers.eviction``; its name is what
 ``primary.eviction`` in the configuration says.
@@ -37,15 +37,15 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def request_finished(self, request_id: str) -> None:
-        """Take note that a request has ended: the moment to settle what its uses mean. An unknown one is ignored."""
+        """Handle a request's end: the moment to settle the recency of its uses. An unknown one is ignored."""
 
     @abstractmethod
     def mark_evictable(self, keys: Sequence[OffloadKey]) -> None:
-        """These chunks may be evicted from now on. That is no use: their rank is what ``access`` made it."""
+        """Allow these chunks to be evicted. That is not a use: their rank is the one that ``access`` gave them."""
 
     @abstractmethod
     def mark_pinned(self, keys: Sequence[OffloadKey]) -> None:
-        """These chunks, all evictable until now, must not be evicted. Their rank stays."""
+        """Forbid the eviction of these chunks, all evictable until now. Their rank stays."""
 
     @abstractmethod
     def remove(self, keys: Sequence[OffloadKey]) -> None:
@@ -61,7 +61,7 @@ class EvictionPolicy(ABC):
     def evict_unused(self, count: int, request_id: str) -> list[OffloadKey]:
         """Do as ``evict``, for up to ``count`` chunks, none of which this running request has named in ``access``.
 
-        A policy that cannot tell at no cost returns none: it is then asked by ``evict``, with all that the request uses
+        A policy that cannot find them cheaply returns none: ``evict`` is called then, with all that the request uses
         pinned meanwhile, which takes time for each of these.
         """
         del count, request_id
@@ -79,7 +79,7 @@ class EvictionPolicy(ABC):
         """Forget everything, also what was learnt and what unfinished requests did."""
 
     def on_store_miss(self, keys: Sequence[OffloadKey], request_id: str) -> None:
-        """Take note that this request wants to store chunks that are not there. Comes before ``evict``.
+        """Handle the absence of chunks that a request is about to store. Comes before ``evict``.
 
         The keys are not known, and may never become so: there may be no room. May come again for the same request.
         """

@@ -1,6 +1,6 @@
 """Buckets: the chunks of one request by their place in its prefix, and the buckets by rank.
 
-A chunk's *place* is one integer, the bucket's number and the position in the bucket: one dictionary look-up tells
+A chunk's *place* is one integer, the bucket's number and the position in the bucket: one dictionary look-up gives
 both.
 """
 
@@ -86,7 +86,7 @@ class BucketQueue:
         self._limit = _SMALL
 
     def push(self, bucket: Bucket) -> None:
-        """Queue the bucket under its rank, unless it is, or has no evictable chunk."""
+        """Queue the bucket under its rank, unless it is queued already or has no evictable chunk."""
         if not bucket.evictable or bucket.queued == bucket.rank:
             return
         bucket.queued = bucket.rank

@@ -5,7 +5,7 @@ time of the request's first use; when the request ends, its bucket becomes the h
 requests took from it. Eviction empties the coldest bucket from its tail. So a request counts once, however often it
 retries and whatever it does in between.
 
-A chunk's *place* is one integer, the bucket's number and the position in the bucket: one dictionary look-up tells
+A chunk's *place* is one integer, the bucket's number and the position in the bucket: one dictionary look-up gives
 both. A bucket's evictable chunks are a dictionary in the order of their places. Chunks come back from a pin mostly
 in order and behind the others; if not, the bucket is sorted once, when eviction reaches it.
 """
@@ -40,7 +40,7 @@ class LRUPolicy(EvictionPolicy):
 
     @property
     def evictable(self) -> int:
-        """How many of them are evictable."""
+        """The number of evictable chunks."""
         return self._evictable
 
     def access(self, keys: Sequence[OffloadKey], request_id: str, new: Sequence[OffloadKey] = ()) -> None:
@@ -111,7 +111,7 @@ class LRUPolicy(EvictionPolicy):
         return self._evict(count, None) if count <= self._evictable else None
 
     def evict_unused(self, count: int, request_id: str) -> list[OffloadKey]:
-        """Do the same up to the bucket of which a part that would go has a chunk that the request has used."""
+        """Evict from the coldest buckets, but stop at the first one that would lose a chunk this request has used."""
         own = self._running.get(request_id)
         return [] if own is None else self._evict(min(count, self._evictable), own)
 
@@ -161,7 +161,7 @@ class LRUPolicy(EvictionPolicy):
         return places
 
     def _merge(self, bucket: Bucket, keys: Sequence[OffloadKey]) -> None:
-        """Give all places of a bucket anew, with ``keys``, some of which have one already, in their order."""
+        """Reassign all places of a bucket, with ``keys``, some of which have one already, in their order."""
         before = bucket.places
         order = merge_order(before, keys)
         places = list(range(bucket.first_place, bucket.first_place + len(order)))

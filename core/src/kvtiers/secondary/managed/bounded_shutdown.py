@@ -1,6 +1,6 @@
-"""The calls by which a tier of the third rung is drained, all on one thread and within one time.
+"""The shutdown proxy: the calls by which a tier of the third rung is drained, all on one thread and within one time.
 
-A tier is somebody else's code, and may never return: that must not keep an engine from ending.
+A tier is third-party code, and may never return: that must not keep an engine from ending.
 """
 
 import queue
@@ -74,9 +74,9 @@ class ShutdownProxy(SecondaryTierManager):
         def answer() -> None:
             try:
                 outcome.set_result(call())
-            except Exception as error:  # noqa: BLE001 -- for who asked
+            except Exception as error:  # noqa: BLE001 -- for the caller
                 outcome.set_exception(error)
-            except BaseException as error:  # noqa: BLE001 -- meant to end this thread, not who asked
+            except BaseException as error:  # noqa: BLE001 -- meant to end this thread, not the caller's
                 outcome.set_exception(RuntimeError(error_text(error)))
 
         self._calls.put(answer)

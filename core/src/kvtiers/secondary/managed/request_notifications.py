@@ -1,4 +1,4 @@
-"""Which requests a tier of the third rung knows of, so that it hears of each in the contract's order.
+"""The request notifier: orders the start and end notifications of requests around a rung-3 tier's queued stores.
 
 ::
 
@@ -15,14 +15,14 @@ from kvtiers.types import RequestContext
 
 __all__ = ["RequestNotifier"]
 
-_NOBODY = RequestContext("")
+_NO_REQUEST = RequestContext("")
 
 
 class RequestNotifier:
     """The open requests of one tier, and those that are over but have stores that the tier was not handed yet.
 
-    A tier is None as long as it is not open; then it is told nothing. ``log``: takes a line about a call that failed
-    and that nobody waits for.
+    A tier is None as long as it is not open; then it is not notified. ``log``: takes a line about a failed call whose
+    result is not used.
     """
 
     def __init__(self, log: Callable[..., None]) -> None:
@@ -33,22 +33,22 @@ class RequestNotifier:
         """Stores that the tier was not handed yet."""
         self._failed = 0
 
-    def tell_all(self, tier: SecondaryTierManager) -> None:
-        """Tell a tier that has just opened of the requests that it missed; what it wants of them is not asked."""
+    def notify_all(self, tier: SecondaryTierManager) -> None:
+        """Notify a tier that has just opened of the requests that it missed; its answers are not used."""
         for context in [*self._over, *self._open]:
             self._call("on_new_request", tier.on_new_request, context)
 
     def begin(self, context: TierRequest, tier: SecondaryTierManager | None) -> bool:
-        """Take note of a new request; return True if the tier wants all its chunks."""
+        """Record a new request; return True if the tier wants all its chunks."""
         before = next((over for over in self._over if over.request_id == context.request_id), None)
-        if before is not None:  # the id is used again: the stores that still wait are nobody's now
+        if before is not None:  # the id is used again: the stores that still wait have no request now
             del self._stores[before]
             self._end(before, tier)
         self._open[context] = None
         return tier is not None and tier.on_new_request(context)
 
     def finish(self, context: TierRequest, tier: SecondaryTierManager | None) -> None:
-        """Take note of a request's end; the tier hears of it at once, or after the last store that waits."""
+        """Record a request's end; notify the tier at once, or after the last store that waits."""
         if context not in self._open:
             return
         del self._open[context]
@@ -58,15 +58,15 @@ class RequestNotifier:
             tier.on_request_finished(context)
 
     def store_waits(self, context: TierRequest) -> None:
-        """Take note of a store that the tier will be handed later."""
+        """Record a store that the tier will be handed later."""
         self._stores[context] = self._stores.get(context, 0) + 1
 
     def owner(self, context: TierRequest) -> TierRequest:
-        """Return on whose behalf a store that has waited is handed over."""
-        return context if context in self._stores else _NOBODY
+        """Return the request for which a store that has waited is handed over."""
+        return context if context in self._stores else _NO_REQUEST
 
     def store_is_over(self, context: TierRequest, tier: SecondaryTierManager) -> None:
-        """Take note that a store waits no longer: it was handed over, or never will be."""
+        """Record that a queued store was handed over or dropped; after its request's last one, end the request."""
         left = self._stores.pop(context, 1) - 1
         if left:
             self._stores[context] = left

@@ -1,4 +1,4 @@
-"""The thread that opens a tier of the third rung, seals the rows of its stores, and checks those of its loads.
+"""The seal thread: opens a tier of the third rung, seals the rows of its stores, and checks those of its loads.
 
 Such a tier runs in the engine's process and moves rows by itself; hashing its values on the engine's thread would take
 that thread's time.
@@ -71,11 +71,11 @@ class Sealer:
     # -- from the engine's thread; only the last three wait
 
     def seal(self, job: SealedJob) -> None:
-        """Have a store's rows sealed."""
+        """Queue a store's rows for sealing."""
         self._work.put(lambda: self._seal(job))
 
     def check(self, job: SealedJob, result: JobResult) -> None:
-        """Have the rows that a load says to have filled checked."""
+        """Queue the rows that a load reports as filled for checking."""
         self._work.put(lambda: self._check(job, result))
 
     def log(self, level: int, text: str) -> None:
@@ -110,7 +110,7 @@ class Sealer:
 
     def _run(self, open_tier: Callable[[], SecondaryTierManager]) -> None:
         tier = self._open(open_tier)
-        del open_tier  # it knows the region, which must not outlive the tier
+        del open_tier  # it refers to the region, which must not outlive the tier
         if tier is None:
             return
         self.tier = tier

@@ -1,7 +1,7 @@
-"""Core's protection around a tier of the third rung: seals, keys that differ between models, a breaker.
+"""The sealed tier: core's protection around a tier of the third rung: seals, per-model keys, a breaker.
 
 Such a tier runs in the engine's process and moves rows by itself, so its values are sealed and checked on a thread of
-core's own (``sealer.py``):
+core's own (``seal_thread.py``):
 
 =======================  =========================================================================================
 engine's thread          ``submit_store`` queues the job; a later step hands the sealed job to the tier
@@ -61,9 +61,9 @@ class SealedTier(SecondaryTierManager):
         self._jobs: dict[int, SealedJob] = {}
         self._probing_with: int | None = None
         self._refused = 0
-        """Results that were none of a job under way, or that named keys that are not of their job."""
+        """Results that were none of a job in flight, or that named keys that are not of their job."""
         self._in_use: SecondaryTierManager | None = None
-        """The tier, once it is open and has been told of the requests that are."""
+        """The tier, once it is open and has been notified of the open requests."""
         self._requests = RequestNotifier(self._warn)
         reopen = (config.breaker.delay, config.breaker.max_delay)
         self._sealer = Sealer(open_tier, views, sizes, reopen, self._name)
@@ -76,7 +76,7 @@ class SealedTier(SecondaryTierManager):
         return self._tier.lookup_many([layout_id + key for key in keys], context)
 
     def submit_store(self, job: TransferJob) -> None:
-        """Have the rows sealed; the tier gets the job in a later step."""
+        """Queue the rows for sealing; the tier gets the job in a later step."""
         self._requests.store_waits(job.context)
         self._sealer.seal(self._take(job))
 
@@ -95,7 +95,7 @@ class SealedTier(SecondaryTierManager):
         return self._finished(self._opened())
 
     def get_started_jobs(self) -> Sequence[int] | None:
-        """Return the jobs that the tier has begun, where it says so."""
+        """Return the jobs that the tier has begun, if it reports that."""
         tier = self._opened()
         return None if tier is None else tier.get_started_jobs()
 
@@ -105,14 +105,14 @@ class SealedTier(SecondaryTierManager):
         return () if tier is None else tier.get_failed_jobs()
 
     def is_available(self) -> bool:
-        """Say whether the tier is open, in order, and not just being tried with one job."""
+        """Return whether the tier is available, its breaker not open, and no trial job in flight."""
         tier = self._opened()
         if tier is None or self._breaker.state is BreakerState.OPEN or self._probing_with is not None:
             return False
         return tier.is_available()
 
     def abandon_job(self, job_id: int) -> None:
-        """Count an overdue job against the tier, which is told of it if it has it already."""
+        """Count an overdue job against the tier, and notify the tier if it has the job already."""
         known = self._jobs.get(job_id)
         if known is None:
             return
@@ -123,7 +123,7 @@ class SealedTier(SecondaryTierManager):
             self._in_use.abandon_job(job_id)
 
     def on_new_request(self, context: TierRequest) -> bool:
-        """Pass on; a tier that is not open yet hears of the request when it is, if that is not over by then."""
+        """Pass on; a tier that is not open yet is notified when it opens, if the request is still running then."""
         return self._requests.begin(context, self._opened())
 
     def on_request_finished(self, context: TierRequest) -> None:
@@ -145,25 +145,25 @@ class SealedTier(SecondaryTierManager):
         return False if tier is None else tier.has_pending_work()
 
     def drain(self, timeout: float) -> bool:
-        """Seal, hand over, let the tier end, check; say how much was dropped, and that the tier lied if it did.
+        """Seal, hand over, drain the tier, check; log how much was dropped, and results that no job can have.
 
         A tier that does not return in time is asked nothing more, not even to close.
         """
         until = time.monotonic() + timeout
-        owed, refused = list(self._jobs.values()), self._refused
+        unfinished, refused = list(self._jobs.values()), self._refused
         self._sealer.settle(timeout)
         tier = self._sealer.tier
         results = self._finished(None) if tier is None else self._last_results(tier, timeout, until)
         self._sealer.results.extend(results)  # they are still to be reported
-        ended = [known.result for known in owed if known.result is not None]
-        jobs, chunks = not_done({known.job.job_id: known.job for known in owed}, ended)
+        ended = [known.result for known in unfinished if known.result is not None]
+        jobs, chunks = not_done({known.job.job_id: known.job for known in unfinished}, ended)
         if jobs:
             text = f"{self._name}: shutdown within {timeout:.3g}s dropped {jobs} jobs with {chunks} chunks"
             self._sealer.log(logging.WARNING, text)
-        if lies := self._refused - refused:
-            # The manager, which refuses them, may ask for no result any more, and then nobody else says it.
+        if invalid := self._refused - refused:
+            # The manager, which refuses them, may ask for no result any more: then this is the only line about them.
             self._sealer.log(
-                logging.ERROR, f"{self._name}: in its drain it reported {lies} results that no job of its can have"
+                logging.ERROR, f"{self._name}: in its drain it reported {invalid} results that no job of its can have"
             )
         return not self._jobs
 
@@ -211,10 +211,10 @@ class SealedTier(SecondaryTierManager):
         return tier
 
     def _opened(self) -> SecondaryTierManager | None:
-        """Return the tier once it is open; before anything else it hears of the requests that it missed."""
+        """Return the tier once it is open; before anything else it is notified of the requests that it missed."""
         if self._in_use is None and self._sealer.tier is not None:
             self._in_use = self._sealer.tier
-            self._requests.tell_all(self._in_use)
+            self._requests.notify_all(self._in_use)
         return self._in_use
 
     def _take(self, job: TransferJob) -> SealedJob:
@@ -269,7 +269,7 @@ class SealedTier(SecondaryTierManager):
         results: list[JobResult] = []
         if self._in_use is None:
             self._in_use = tier
-            self._requests.tell_all(calls)
+            self._requests.notify_all(calls)
         self._hand_over(calls)
         self._try("drain", lambda: calls.drain(max(0.0, until - time.monotonic())))
         self._try("get_finished_jobs", lambda: results.extend(self._finished(calls)))

@@ -53,7 +53,7 @@ class AskedTier:
     def news(self) -> News:
         """Take what has become of jobs."""
         with self._in_call:
-            return News(*self._slot.news(), () if self._releasing is None else self._releasing.get_released_jobs())
+            return News(*self._slot.poll(), () if self._releasing is None else self._releasing.get_released_jobs())
 
     def release(self, job_id: int) -> None:
         """Have a load let go of its rows, if the tier's loads can."""
