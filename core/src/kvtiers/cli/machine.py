@@ -32,7 +32,7 @@ class Machine:
 
     @property
     def is_linux(self) -> bool:
-        """Say whether shared regions, control groups and the rest exist here."""
+        """Return whether shared regions, control groups and the rest exist here."""
         return self.system == "linux"
 
     def read(self, path: str) -> str:

@@ -147,13 +147,13 @@ def _said(tier: Mapping[str, Any], state: str) -> str:
 
 
 def _does_not_pay(tier: Mapping[str, Any]) -> bool:
-    """Say whether nearly nothing was saved."""
+    """Return whether nearly nothing was saved."""
     computing, saved = tier.get("computing_seconds") or 0.0, tier.get("saved_seconds") or 0.0
     return bool(saved < _WORTH * computing)
 
 
 def _few_loads(tier: Mapping[str, Any]) -> bool:
-    """Say whether there were too few loads to tell a tier that is slow from one that began slowly."""
+    """Return whether there were too few loads to tell a tier that is slow from one that began slowly."""
     return bool(tier.get("loads", 0) < _FEW_LOADS)
 
 

@@ -33,7 +33,7 @@ class Copy(Protocol):
         """Begin the next piece; False: all have been begun. May wait until an earlier piece has ended. Raises."""
 
     def ended(self) -> bool:
-        """Say whether every piece that was begun has ended, without waiting; then raises if one has failed."""
+        """Return whether every piece that was begun has ended, without waiting; then raises if one has failed."""
 
     def wait(self) -> None:
         """Wait until every piece that was begun has ended, or failed."""

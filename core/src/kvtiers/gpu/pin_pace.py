@@ -39,7 +39,7 @@ class PinPace:
         self.piece_bytes = self.piece_bytes or min(_FIRST_BYTES, self.most_bytes)
 
     def rest_after(self, took: float, *, busy: bool, behind: bool) -> float:
-        """Take note that the last piece took this many seconds; return for how many the driver is left alone."""
+        """Record that the last piece took this many seconds; return for how many the driver is left alone."""
         if took > self.seconds:
             self.piece_bytes = max(_LEAST_BYTES, self.piece_bytes // 2)
         elif took < self.seconds / 2:

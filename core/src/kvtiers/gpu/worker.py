@@ -115,11 +115,11 @@ class GpuWorker:
         self._submit(job_id, "expedited" if expedited else "load", blocks, chunk_ids)
 
     def note_step(self) -> None:
-        """Take note that the engine begins a step: what holds the driver in the background makes way."""
+        """Record that the engine begins a step: what holds the driver in the background makes way."""
         self._heard = time.monotonic()
 
     def is_busy(self) -> bool:
-        """Say whether the engine has been heard of lately: it began a step, submitted a job or asked for results."""
+        """Return whether the engine has been heard of lately: it began a step, submitted a job or asked for results."""
         return time.monotonic() - self._heard < _BUSY_SECONDS
 
     def get_finished(self) -> list[TransferResult]:

@@ -69,7 +69,7 @@ class EagerStores(Stores):
         self._job_of.clear()
 
     def _offer(self, request: EngineRequest, tracked: RequestState, end: int) -> bool:
-        """Offer the chunks up to ``end``; say whether there was room."""
+        """Offer the chunks up to ``end``; return whether there was room."""
         chunks = {chunk.key: chunk for chunk in self.chunks(request, tracked, end) if self._is_new(chunk, tracked)}
         if chunks:
             plan = self.manager.prepare_store(list(chunks), tracked.context)

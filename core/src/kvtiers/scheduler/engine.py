@@ -18,7 +18,7 @@ class OffloadManager(Protocol):
         """Held from the first call of a step to ``on_schedule_end``."""
 
     def on_new_request(self, ctx: RequestContext, prompt_tokens: int = 0) -> OffloadPolicy:
-        """Take note of a request with so many tokens."""
+        """Record a request with so many tokens."""
 
     def lookup(self, key: OffloadKey, ctx: RequestContext) -> LookupResult:
         """Return where one chunk stands."""
@@ -39,7 +39,7 @@ class OffloadManager(Protocol):
         """End a load plan."""
 
     def on_request_finished(self, ctx: RequestContext) -> None:
-        """Take note that the engine is done with a request."""
+        """Record that the engine is done with a request."""
 
     def record_request(
         self, arrival: float, prompt_tokens: int, tokens: int, block_hashes: Sequence[Sequence[bytes]]
@@ -53,7 +53,7 @@ class OffloadManager(Protocol):
         """Return the ranks that were lost since the last call, or before and are not back."""
 
     def has_pending_work(self) -> bool:
-        """Say whether the engine should keep stepping though it has no request."""
+        """Return whether the engine should keep stepping though it has no request."""
 
     def reset_cache(self) -> None:
         """Forget all chunks."""

@@ -143,7 +143,7 @@ class Loads:
         return in_prefix_order(parts)
 
     def _goes_first(self, keys: Sequence[OffloadKey], tracked: RequestState) -> bool:
-        """Say whether another request loads one of these chunks, so that this one should wait for it."""
+        """Return whether another request loads one of these chunks, so that this one should wait for it."""
         if not self._options.prefix_caching:
             return False
         if not self._arriving.keys().isdisjoint(keys):

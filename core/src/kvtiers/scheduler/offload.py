@@ -67,7 +67,7 @@ class OffloadScheduler:
     # -- requests
 
     def add_request(self, request: EngineRequest) -> None:
-        """Take note of a request before its first ``lookup``. The tokens that it has now are its prompt."""
+        """Record a request before its first ``lookup``. The tokens that it has now are its prompt."""
         with self._briefly():
             policy = self._manager.on_new_request(request.context, request.num_tokens)
         self._requests[request.context.request_id] = RequestState(
@@ -79,7 +79,7 @@ class OffloadScheduler:
         )
 
     def preempt_request(self, request: EngineRequest) -> None:
-        """Take note that the engine takes a request's blocks away, to serve it from its beginning later.
+        """Record that the engine takes a request's blocks away, to serve it from its beginning later.
 
         The next call for it is ``lookup``. Blocks in transfers stay held; a load that runs is reported to nobody.
         """
@@ -90,7 +90,7 @@ class OffloadScheduler:
         tracked.start_over()
 
     def finish_request(self, request: EngineRequest, computed_tokens: int | None = None) -> None:
-        """Take note that the engine is done with a request. It may free the blocks: those in transfers stay held.
+        """Record that the engine is done with a request. It may free the blocks: those in transfers stay held.
 
         Chunks that are full and were not stored yet are stored now. ``computed_tokens``: as for ``on_computed``, if
         that has not been told yet.
@@ -178,7 +178,7 @@ class OffloadScheduler:
             return self._loads.take_outcomes()
 
     def has_pending_work(self) -> bool:
-        """Say whether the engine should keep stepping though it has no request."""
+        """Return whether the engine should keep stepping though it has no request."""
         with self._briefly():
             return bool(self._jobs) or self._manager.has_pending_work()
 

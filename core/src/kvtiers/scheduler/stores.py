@@ -40,7 +40,7 @@ class Stores(ABC):
 
     @abstractmethod
     def on_computed(self, request: EngineRequest, tracked: RequestState) -> None:
-        """Take note that ``tracked.computed`` has grown."""
+        """Record that ``tracked.computed`` has grown."""
 
     @abstractmethod
     def on_finished(self, request: EngineRequest, tracked: RequestState) -> None:
@@ -52,7 +52,7 @@ class Stores(ABC):
 
     @abstractmethod
     def reset(self, *, new_weights: bool) -> None:
-        """Take note that nothing is stored any more; with new weights also what the GPU holds is not to be stored."""
+        """Record that nothing is stored any more; with new weights also what the GPU holds is not to be stored."""
 
     def storable_end(self, request: EngineRequest, tracked: RequestState) -> int:
         """Return up to which token the request's chunks may be stored now."""

@@ -90,7 +90,7 @@ class JobsInFlight:
         return True
 
     def lose(self, rank: int) -> int:
-        """Take note that this rank will not report: its jobs have failed. Return how many it had."""
+        """Record that this rank will not report: its jobs have failed. Return how many it had."""
         lost = [job_id for job_id, job in self._jobs.items() if rank in job.waiting]
         for job_id in lost:
             self.report(TransferResult(job_id, False), rank)

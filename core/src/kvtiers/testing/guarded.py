@@ -28,7 +28,7 @@ def version(number: int, nbytes: int) -> bytes:
 
 
 def is_one_version(content: bytes) -> bool:
-    """Say whether the content is one version from its first byte to its last."""
+    """Return whether the content is one version from its first byte to its last."""
     return content == content[:8] * (len(content) // 8) and int.from_bytes(content[:8], "little") < 1 << 32
 
 
@@ -78,14 +78,14 @@ class Row:
         return self._lend(readonly=True)
 
     def is_kept(self) -> bool:
-        """Say whether somebody still holds a view that was lent, or anything that was made from one."""
+        """Return whether somebody still holds a view that was lent, or anything that was made from one."""
         if all(loan.is_free() for loan in self._loans):
             return False
         gc.collect()  # core forgives a cycle, an exception and its traceback say, as it does this too
         return not all(loan.is_free() for loan in self._loans)
 
     def is_guarded(self) -> bool:
-        """Say whether the bytes on both sides of the row are as they were."""
+        """Return whether the bytes on both sides of the row are as they were."""
         return bool((self._around[:PAGE] == GUARD).all() and (self._around[-PAGE:] == GUARD).all())
 
     def _lend(self, *, readonly: bool) -> memoryview:

@@ -36,7 +36,7 @@ class CoreLink:
     _core: Callable[[], Any] = lambda: None
 
     def attach(self, core: Any) -> None:
-        """Take note of the core, at its first call."""
+        """Record the core, at its first call."""
         self._core = weakref.ref(core)
 
     @property
@@ -45,12 +45,12 @@ class CoreLink:
         return self._core() is not None
 
     def is_idle(self) -> bool:
-        """Say whether the engine has begun no request that it could go on with; in a pass, none in it either."""
+        """Return whether the engine has begun no request that it could go on with; in a pass, none in it either."""
         running = getattr(getattr(self._core(), "scheduler", None), "running", None)
         return running is not None and not running
 
     def is_ending(self) -> bool:
-        """Say whether the engine has been told to end, and goes on only for the work that there is."""
+        """Return whether the engine has been told to end, and goes on only for the work that there is."""
         return getattr(getattr(self._core(), "shutdown_state", None), "name", "RUNNING") != "RUNNING"
 
     def weights_version(self) -> str:

@@ -24,12 +24,12 @@ class FirstReport:
         self._is_owed = True
 
     def is_owed(self) -> bool:
-        """Say whether the engine is to go on stepping for it."""
+        """Return whether the engine is to go on stepping for it."""
         if self._is_owed:
             self._spoken = self._spoken or self._have_spoken()
             self._is_owed = self._clock() < self._until
         return self._is_owed
 
     def given(self) -> None:
-        """Take note of a report; one that was given before all had spoken is not yet the one."""
+        """Record a report; one that was given before all had spoken is not yet the one."""
         self._is_owed = self._is_owed and not self._spoken

@@ -43,7 +43,7 @@ def random_weights() -> str:
 
 
 def is_random(weights: str) -> bool:
-    """Say whether this identity is one that nobody else has."""
+    """Return whether this identity is one that nobody else has."""
     return weights.startswith(_RANDOM)
 
 

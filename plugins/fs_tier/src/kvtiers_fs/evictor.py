@@ -93,7 +93,7 @@ class Evictor:
         self._woken.set()
 
     def disk_is_full(self) -> None:
-        """Take note that the disk, or a quota on it, refused a write; what is free may not show it."""
+        """Record that the disk, or a quota on it, refused a write; what is free may not show it."""
         self._disk_is_full = True
         self._woken.set()
 

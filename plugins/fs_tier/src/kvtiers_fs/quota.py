@@ -225,7 +225,7 @@ class Ledger:
         return self._changes.copy()
 
     def was_counted(self, shard: int, changes: int) -> bool:
-        """Say whether a listing of the shard, begun at this number, has all that this process did there.
+        """Return whether a listing of the shard, begun at this number, has all that this process did there.
 
         If so, what was not reported of it yet is forgotten: the listing has it. If not, the listing tells nothing.
         """
@@ -237,7 +237,7 @@ class Ledger:
             return True
 
     def count(self, shard: int, nbytes: int, values: int) -> None:
-        """Take note of what was written (or removed: less than 0), within ``changing``."""
+        """Record what was written (or removed: less than 0), within ``changing``."""
         with self._changed:
             self._deltas.nbytes[shard] += nbytes
             self._deltas.values[shard] += values
@@ -248,7 +248,7 @@ class Ledger:
             self._wake()
 
     def has_news(self) -> bool:
-        """Say whether there is something to report."""
+        """Return whether there is something to report."""
         return self._written > 0 or self._net != 0
 
     def take(self) -> Deltas:
@@ -260,7 +260,7 @@ class Ledger:
             return taken
 
     def publish(self, known: int) -> None:
-        """Take note of how much the directory holds, reports of all processes included."""
+        """Record how much the directory holds, reports of all processes included."""
         with self._changed:
             self._known = known
             self._changed.notify_all()

@@ -65,11 +65,11 @@ class ValueFiles:
 
     @property
     def is_direct(self) -> bool:
-        """Say whether all values move past the page cache."""
+        """Return whether all values move past the page cache."""
         return bool(self._direct)
 
     def is_there(self, place: Place) -> bool:
-        """Say whether there is a value of any length. Opens nothing."""
+        """Return whether there is a value of any length. Opens nothing."""
         try:
             about = os.stat(f"{place.folder}/{place.leaf}", dir_fd=self._directory.fd, follow_symlinks=False)
         except OSError as error:
@@ -207,7 +207,7 @@ def _length(leaf: str, folder: int) -> int | None:
 
 
 def is_cached(fd: int, nbytes: int) -> bool:
-    """Say whether at least half of the first ``nbytes`` is in the page cache; True where the system does not tell.
+    """Return whether at least half of the first ``nbytes`` is in the page cache; True where the system does not tell.
 
     It tells those who may write the file, and others that everything is there.
     """

@@ -55,7 +55,7 @@ class Link:
         self._expect(0)
 
     def is_idle(self, seconds: float = 0.0) -> bool:
-        """Say whether the connection is there and stays silent so long; one that was closed is not idle."""
+        """Return whether the connection is there and stays silent so long; one that was closed is not idle."""
         return self._start == self._end and not self._poll.poll(seconds * 1e3)
 
     def begin(self, seconds: float | None = None) -> None:

@@ -54,5 +54,5 @@ def _address(text: str, port: int) -> Address:
 
 
 def is_loopback(host: str) -> bool:
-    """Say whether what is sent to this host stays on this machine."""
+    """Return whether what is sent to this host stays on this machine."""
     return host in {"localhost", "::1"} or re.fullmatch(r"127(\.[0-9]+){3}", host) is not None

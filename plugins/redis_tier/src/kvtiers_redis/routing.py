@@ -126,7 +126,7 @@ class Router:
 
 
 def _has_results_alone(answers: Sequence[Answer]) -> bool:
-    """Say whether no error is among them; many answers are of few types."""
+    """Return whether no error is among them; many answers are of few types."""
     return not any(issubclass(kind, Exception) for kind in set(map(type, answers)))
 
 

@@ -88,7 +88,7 @@ class Bucket:
             return list(rules)
 
     def is_versioned(self) -> bool:
-        """Say whether the bucket keeps what is replaced and deleted."""
+        """Return whether the bucket keeps what is replaced and deleted."""
         with self.asking("GET of the bucket's versioning"):
             return bool(self._client.get_bucket_versioning(Bucket=self._name).get("Status") == "Enabled")
 

@@ -40,7 +40,7 @@ class Connection:
 
     @property
     def is_virtual(self) -> bool:
-        """Say whether the bucket is a part of the host's name."""
+        """Return whether the bucket is a part of the host's name."""
         if self.config.addressing == "auto":
             # A dot in the bucket's name would be one too many for the certificate.
             return not self.endpoint and "." not in self.config.bucket

@@ -57,7 +57,7 @@ class Curve:
     depths: dict[str, list[float]] = field(default_factory=dict)
 
     def is_due(self, now: float) -> bool:
-        """Say whether it is time for another point."""
+        """Return whether it is time for another point."""
         return not self.seconds or now - self.seconds[-1] >= self.interval
 
     def add(self, now: float, counts: Mapping[str, float], depths: Mapping[str, float]) -> None:

@@ -158,7 +158,7 @@ class Ranks:
 
     @property
     def busy(self) -> bool:
-        """Say whether some rank has not reported a transfer."""
+        """Return whether some rank has not reported a transfer."""
         return self._owed > 0
 
     def execute(self, orders: StepOrders) -> list[StepReply]:

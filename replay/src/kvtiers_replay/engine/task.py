@@ -100,7 +100,7 @@ def run_engine(
 
 
 def _opening(stats: Mapping[str, Any]) -> bool:
-    """Say whether a tier is still on its way; one that cannot be opened is not: its breaker is open."""
+    """Return whether a tier is still on its way; one that cannot be opened is not: its breaker is open."""
     return any(
         not tier["own"].get("open", 1) and not tier["own"].get("breaker_state") for tier in stats["tiers"].values()
     )

@@ -86,7 +86,7 @@ def _of_tiers(stats: Mapping[str, Any], name: str) -> dict[str, int]:
 
 
 def _is_warm(measures: Sequence[Measures]) -> bool:
-    """Say whether there were hits of what this replay had not stored.
+    """Return whether there were hits of what this replay had not stored.
 
     Of one engine this is exact; of several, each may hit what the others have stored, and the sum must show it.
     """

@@ -106,7 +106,7 @@ class Selection:
 
     @property
     def is_all(self) -> bool:
-        """Say whether nothing is given, so that every value is meant."""
+        """Return whether nothing is given, so that every value is meant."""
         ages_and_sizes = self.older_than is None and self.larger_than is None
         return ages_and_sizes and not (self.prefix or self.namespace or self.model or self.fingerprint)
 

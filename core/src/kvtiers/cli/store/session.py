@@ -54,7 +54,7 @@ class StoreSession:
 
     @property
     def is_over(self) -> bool:
-        """Say whether the run was stopped, or has failed."""
+        """Return whether the run was stopped, or has failed."""
         return self._stop.is_set() or bool(self.failure)
 
     def values(self, selection: Selection) -> Iterator[Held]:

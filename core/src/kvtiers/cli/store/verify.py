@@ -41,7 +41,7 @@ _VERDICTS = {
 
 
 def check_seal(value: memoryview, name: str, parsed: ParsedName) -> Verdict:
-    """Say whether these bytes are what was stored under this name."""
+    """Return whether these bytes are what was stored under this name."""
     layout_id = bytes.fromhex(parsed.fingerprint[:_LAYOUT_ID_HEX])
     # Where there is no seal of this format, any payload will do to be told which of the reasons it is.
     payload, _ = read_seal(value) or (0, b"")

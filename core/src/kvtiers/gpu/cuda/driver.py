@@ -130,7 +130,7 @@ class CudaDriver:
         self._check("cuStreamWaitEvent", self._quick.cuStreamWaitEvent(stream, event, 0))
 
     def has_ended(self, event: int) -> bool:
-        """Say whether everything that the event stands for has ended."""
+        """Return whether everything that the event stands for has ended."""
         status = self._quick.cuEventQuery(event)
         if status == _NOT_READY:
             return False
@@ -205,7 +205,7 @@ class CudaDriver:
         self._check("cuMemHostUnregister", self._slow.cuMemHostUnregister(address))
 
     def is_idle(self, stream: int) -> bool:
-        """Say whether all that the stream holds has ended.
+        """Return whether all that the stream holds has ended.
 
         LostDeviceError if the context is gone: then every call fails with what ended it.
         """

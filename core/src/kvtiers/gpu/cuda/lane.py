@@ -173,7 +173,7 @@ class CudaLane:
         return self._timed(last)
 
     def has_ended(self, event: int) -> bool:
-        """Say whether all before this event has ended, without waiting. Any thread."""
+        """Return whether all before this event has ended, without waiting. Any thread."""
         return self._driver.has_ended(event)
 
     def wait(self, event: int) -> None:
@@ -191,7 +191,7 @@ class CudaLane:
         self._spare_timed += events
 
     def is_idle(self) -> bool:
-        """Say whether everything that was launched has ended, without waiting. Any thread."""
+        """Return whether everything that was launched has ended, without waiting. Any thread."""
         return all(self._driver.is_idle(stream.cuda_stream) for stream in self._streams)
 
     def settle(self) -> None:

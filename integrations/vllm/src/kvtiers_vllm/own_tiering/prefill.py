@@ -43,7 +43,7 @@ class PrefillRate:
         self._last_end: float | None = None
 
     def step_ended(self, new_requests: Iterable[str], now: float) -> None:
-        """Take note of a step's end, and of the requests that are computed for the first time in it."""
+        """Record a step's end, and of the requests that are computed for the first time in it."""
         for step in self._open:
             if len(step.intervals) < _INTERVALS and self._last_end is not None:
                 step.intervals.append(now - self._last_end)
@@ -57,7 +57,7 @@ class PrefillRate:
             self._take(step)
 
     def computed(self, request: str, tokens: int) -> None:
-        """Take note of chunks that were computed for a request; the first ones count."""
+        """Record chunks that were computed for a request; the first ones count."""
         step = self._step_of.pop(request, None)
         if step is not None:
             step.tokens += tokens

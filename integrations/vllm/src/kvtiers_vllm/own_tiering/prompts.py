@@ -71,7 +71,7 @@ class Prompts:
     # -- a prompt's way
 
     def expect(self, request_id: str, tokens: int) -> None:
-        """Take note of how long a prompt is whose request comes. Any thread."""
+        """Record how long a prompt is whose request comes. Any thread."""
         self._expected[request_id] = tokens
         if len(self._expected) > _MOST_EXPECTED:
             self._expected.pop(next(iter(self._expected)), None)
@@ -107,7 +107,7 @@ class Prompts:
     # -- decisions
 
     def loads_chunk(self, prompt: Prompt, key: OffloadKey) -> bool:
-        """Say whether a chunk that the tier has is to be loaded."""
+        """Return whether a chunk that the tier has is to be loaded."""
         if prompt.decided_in < self._step and not prompt.loading:
             self._decide(prompt)
         if prompt.is_loaded or not prompt.trial:
@@ -117,7 +117,7 @@ class Prompts:
         return key in prompt.tried
 
     def loads(self, prompt: Prompt, tokens: int) -> float:
-        """Take note that a load brings so many tokens; return how long their request waits for its loads, in all."""
+        """Record that a load brings so many tokens; return how long their request waits for its loads, in all."""
         if prompt.queue is None:
             prompt.queue = self._gpu.ahead, self._behind(prompt)
         self.taken_up(prompt)

@@ -81,7 +81,7 @@ class KvtiersTier(SecondaryTierManager):
 
     @never_raises(RequestOffloadingContext)
     def on_new_request(self, req_context: Any) -> Any:
-        """Take note of a request; the tier wants what was newly computed, no more."""
+        """Record a request; the tier wants what was newly computed, no more."""
         self._driver.request_started(req_context.req_id, req_context.kv_transfer_params)
         return RequestOffloadingContext()
 
@@ -92,7 +92,7 @@ class KvtiersTier(SecondaryTierManager):
 
     @never_raises(lambda: LookupResult.MISS)
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        """Say whether the tier has a chunk."""
+        """Return whether the tier has a chunk."""
         return _ANSWERS[self._driver.lookup(key, req_context.req_id)]
 
     @never_raises(lambda: None)
@@ -136,7 +136,7 @@ class KvtiersTier(SecondaryTierManager):
 
     @never_raises(lambda: False)
     def has_pending_work(self) -> bool:
-        """Say whether vLLM's figures do not say yet how the tier is, and the engine is not ending."""
+        """Return whether vLLM's figures do not say yet how the tier is, and the engine is not ending."""
         owed = self._first_report is not None and self._first_report.is_owed()
         return owed and not self._core.is_ending()
 

@@ -144,13 +144,13 @@ class TierDriver:
         return self._slot.own_stats(lambda _name: tier.stats() if isinstance(tier, ChunkStoreTier) else {})
 
     def has_spoken(self) -> bool:
-        """Say whether the tier is open, or has said why it is not. Any thread."""
+        """Return whether the tier is open, or has said why it is not. Any thread."""
         return self._slot.has_spoken()
 
     # -- requests
 
     def request_started(self, request_id: str, params: Mapping[str, object] | None) -> None:
-        """Take note of a request."""
+        """Record a request."""
         request = self._requests[request_id] = self._new_request(request_id, params or {})
         self.left_out_requests += request.left_out
         self._prompts.came(request.prompt)
@@ -163,7 +163,7 @@ class TierDriver:
         self._to_leave_out[request_id] = request
 
     def expect(self, request_id: str, prompt_tokens: int) -> None:
-        """Take note of how long the prompt of a request is that comes. Any thread."""
+        """Record how long the prompt of a request is that comes. Any thread."""
         self._prompts.expect(request_id, prompt_tokens)
 
     def request_finished(self, request_id: str) -> None:
@@ -174,7 +174,7 @@ class TierDriver:
         self._prefill.finished(request_id)
 
     def lookup(self, key: OffloadKey, request_id: str) -> LookupResult:
-        """Say whether the tier has this chunk."""
+        """Return whether the tier has this chunk."""
         self._begin()
         request = self._request(request_id)
         if key in request.lost or request.left_out or not self._slot.available():
@@ -256,7 +256,7 @@ class TierDriver:
         self._began, self._ended = None, self._clock()
 
     def has_jobs(self) -> bool:
-        """Say whether a result is owed."""
+        """Return whether a result is owed."""
         return bool(self._jobs or self._results)
 
     def drain(self) -> None:
@@ -284,7 +284,7 @@ class TierDriver:
     # -- inside
 
     def _begin(self) -> None:
-        """Take note that a step begins, with the first call of it."""
+        """Record that a step begins, with the first call of it."""
         if self._began is None:
             self._began, self._began_idle = self._clock(), self._is_idle()
 
@@ -337,13 +337,13 @@ class TierDriver:
             self._slot.rate.look_ends(self._clock())
 
     def _drops_stores(self) -> bool:
-        """Say whether the engine has been ending for so long that stores are not waited for any more."""
+        """Return whether the engine has been ending for so long that stores are not waited for any more."""
         if self._drop_at is None and self._is_ending():
             self._drop_at = self._clock() + self._drain
         return self._drop_at is not None and self._clock() >= self._drop_at
 
     def _load_begins(self, request: _Request, keys: Sequence[OffloadKey], now: float) -> int:
-        """Take note of a load, and until when its request waits; return the load's ticket.
+        """Record a load, and until when its request waits; return the load's ticket.
 
         Between loads it waits for nothing: vLLM may compute it, put it aside, and have it loaded anew much later.
         """

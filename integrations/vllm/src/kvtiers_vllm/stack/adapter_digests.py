@@ -90,11 +90,11 @@ class AdapterLook:
 
     @property
     def was_another(self) -> bool:
-        """Say whether the adapter of this number was another one before, in this engine."""
+        """Return whether the adapter of this number was another one before, in this engine."""
         return self._looks.changes(self.number) > 0
 
     def vllm_may_load(self) -> None:
-        """Take note that vLLM may load the files from now on."""
+        """Record that vLLM may load the files from now on."""
         self._late |= not self.looked.is_set()
 
     def confirm(self) -> Confirmation:
@@ -166,7 +166,7 @@ class AdapterLooks:
         return self._adapters.changes[number]
 
     def is_loading_anew(self, number: int) -> bool:
-        """Say whether vLLM loads the adapter anew for a request whose look is not answered yet."""
+        """Return whether vLLM loads the adapter anew for a request whose look is not answered yet."""
         return self._to_load_anew[number] != self.loaded_anew[number]
 
     @never_raises(lambda: None)

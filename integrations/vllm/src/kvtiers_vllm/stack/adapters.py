@@ -82,13 +82,13 @@ class Adapters:
         return digest
 
     def lose(self, lora: Any, why: str) -> None:
-        """Take note that nobody can tell which adapter vLLM has, until it is told to load it anew."""
+        """Record that nobody can tell which adapter vLLM has, until it is told to load it anew."""
         _log.warning("adapter %s: %s: %s; its requests use no tier", lora.lora_name, lora.lora_path, why)
         seen = self._seen.get(lora.lora_int_id)
         self._note(lora.lora_int_id, _Seen(seen.files if seen is not None else (), None))
 
     def is_unchanged(self, lora: Any) -> bool:
-        """Say whether the files are still those that were digested last."""
+        """Return whether the files are still those that were digested last."""
         seen = self._seen.get(lora.lora_int_id)
         try:
             return seen is not None and Files.of(lora).each == seen.files

@@ -93,7 +93,7 @@ class KvtiersConnector(OffloadingConnector):
         return bool(requests.holds_back(request_id))
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """Take note of how much a step computes; one that computes nothing leaves the copies some time."""
+        """Record how much a step computes; one that computes nothing leaves the copies some time."""
         meta = super().build_connector_meta(scheduler_output)
         self._step_begins(scheduler_output)
         return meta
@@ -117,7 +117,7 @@ class KvtiersConnector(OffloadingConnector):
             self.connector_scheduler.manager.copies_ended(news.copies)
 
     def start_load_kv(self, *arguments: Any, **more: Any) -> None:
-        """Take note that a step begins here: what holds the driver in the background makes way for its launches."""
+        """Record that a step begins here: what holds the driver in the background makes way for its launches."""
         self._note_step()
         super().start_load_kv(*arguments, **more)
 

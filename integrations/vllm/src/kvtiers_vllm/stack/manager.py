@@ -96,7 +96,7 @@ class KvtiersManager(OffloadingManager):
 
     @never_raises(RequestOffloadingContext)
     def on_new_request(self, req_context: Any) -> Any:
-        """Take note of a request; say which of its chunks are wanted."""
+        """Record a request; say which of its chunks are wanted."""
         self._follow_weights()
         request = self.requests.open(req_context.req_id, req_context.kv_transfer_params)
         if not self._core.is_attached:
@@ -273,7 +273,7 @@ class KvtiersManager(OffloadingManager):
 
     @never_raises(lambda: None)
     def computes(self) -> None:
-        """Take note of a step that computes something."""
+        """Record a step that computes something."""
         self._follow_weights()
         self.requests.computes()
 
@@ -290,7 +290,7 @@ class KvtiersManager(OffloadingManager):
 
     @never_raises(lambda: False)
     def has_pending_work(self) -> bool:
-        """Say whether steps are needed without a request."""
+        """Return whether steps are needed without a request."""
         if self._core.is_ending():  # what tiers still have to write is the shutdown's, which has a bound
             return self._plans.are_running() or self._plans.has_unconfirmed()
         return self._manager.has_pending_work() or self._plans.has_unconfirmed() or self._owes_first_report()

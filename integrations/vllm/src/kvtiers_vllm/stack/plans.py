@@ -56,7 +56,7 @@ class RunningPlans:
         self._unconfirmed: list[_Running] = []
 
     def start(self, plan: StorePlan | LoadPlan, request: OpenRequest) -> None:
-        """Take note of a plan that goes to the workers."""
+        """Record a plan that goes to the workers."""
         self._running[plan.plan_id] = _Running(plan, request, self._ranks)
 
     def copies_ended(self, report: CopyReport) -> None:
@@ -72,11 +72,11 @@ class RunningPlans:
                 self._copied(running)
 
     def are_running(self) -> bool:
-        """Say whether copies run."""
+        """Return whether copies run."""
         return bool(self._running)
 
     def has_unconfirmed(self) -> bool:
-        """Say whether a store waits for a look at an adapter's files."""
+        """Return whether a store waits for a look at an adapter's files."""
         return bool(self._unconfirmed)
 
     def confirm(self) -> None:

@@ -113,11 +113,11 @@ class RequestBook:
         """vLLM's request and its keys, made when it came and used when it is opened. Filled on another thread."""
 
     def show(self, request: Any) -> None:
-        """Take note of vLLM's request, which is named next."""
+        """Record vLLM's request, which is named next."""
         self._shown = request
 
     def open(self, request_id: str, params: Mapping[str, object] | None) -> OpenRequest:
-        """Take note of a request that vLLM names."""
+        """Record a request that vLLM names."""
         shown, self._shown = self._shown, None
         if shown is not None and shown.request_id != request_id:
             shown = None
@@ -151,18 +151,18 @@ class RequestBook:
         return iter(self._open.values())
 
     def has_local_prefix(self, request_id: str) -> None:
-        """Take note that vLLM has part of a request in its own prefix cache."""
+        """Record that vLLM has part of a request in its own prefix cache."""
         request = self._open.get(request_id)
         if request is not None:
             request.has_local_prefix = True
             request.out |= self._cache_is_old
 
     def computes(self) -> None:
-        """Take note that vLLM computes or loads something, with the weights that ``new_weights`` has seen."""
+        """Record that vLLM computes or loads something, with the weights that ``new_weights`` has seen."""
         self._has_computed = True
 
     def holds_back(self, request_id: str) -> bool:
-        """Say whether vLLM is to wait with a request, since its adapter is not known yet; not for long."""
+        """Return whether vLLM is to wait with a request, since its adapter is not known yet; not for long."""
         request = self._open.get(request_id)
         if request is None or request.look is None:
             return False
@@ -172,7 +172,7 @@ class RequestBook:
         return False
 
     def stores_wait(self, request: OpenRequest) -> bool:
-        """Say whether the stores of a request without keys wait for them, which delays nobody; else it is out."""
+        """Return whether the stores of a request without keys wait for them, which delays nobody; else it is out."""
         request.out = not self._waits(request, _STORES_WAIT)
         return not request.out
 

@@ -24,11 +24,11 @@ class StepClock:
         self._computed = (0, 0.0)
 
     def begins(self, tokens: int, requests: int) -> None:
-        """Take note of a step that computes so many tokens for so many requests."""
+        """Record a step that computes so many tokens for so many requests."""
         self._running.append((tokens if tokens >= _PREFILL_TOKENS * requests else 0, self._clock()))
 
     def ends(self) -> None:
-        """Take note of the end of the oldest step."""
+        """Record the end of the oldest step."""
         if not self._running:
             return
         tokens, began = self._running.popleft()

@@ -84,7 +84,7 @@ class KvtiersWorker(OffloadingWorker):
         return True
 
     def note_step(self) -> None:
-        """Take note that vLLM begins a step on this rank."""
+        """Record that vLLM begins a step on this rank."""
         self._worker.note_step()
 
     def get_finished(self) -> list[TransferResult]:
@@ -131,7 +131,7 @@ class KvtiersWorker(OffloadingWorker):
         return failed
 
     def _has_whole_chunks(self, blocks: Any) -> bool:
-        """Say whether no chunk lacks a block, as under a sliding window that has moved on: it would hold old bytes."""
+        """Return whether no chunk lacks a block, as under a sliding window that has moved on: it would hold old bytes."""
         per_chunk = self._blocks_per_chunk
         return not any(
             first % per_chunk or size % per_chunk
