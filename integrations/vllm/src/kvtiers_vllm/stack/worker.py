@@ -131,7 +131,7 @@ class KvtiersWorker(OffloadingWorker):
         return failed
 
     def _has_whole_chunks(self, blocks: Any) -> bool:
-        """Return whether no chunk lacks a block, as under a sliding window that has moved on: it would hold old bytes."""
+        """Return whether no chunk lacks a block (a sliding window has moved on): such a chunk would hold old bytes."""
         per_chunk = self._blocks_per_chunk
         return not any(
             first % per_chunk or size % per_chunk
