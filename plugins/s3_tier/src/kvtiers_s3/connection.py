@@ -26,7 +26,7 @@ _LENT = timedelta(minutes=6)
 
 
 class Connection:
-    """One bucket as one user. Makes clients; asks nobody until one is used."""
+    """One bucket as one user. Makes clients; connects when one is used."""
 
     def __init__(self, config: S3Config, requests: Requests) -> None:
         self.config = config

@@ -224,7 +224,7 @@ class CudaLane:
             # Rows are not written to while they are loaded from; blocks and slots are, by what is under way.
             self._driver.copy_batch(to, source, copies.nbytes, self.stream, source_is_settled=not self.to_rows)
         else:
-            # Without pinning a copy waits inside the driver for what it comes after, and whoever calls the driver
+            # Without pinning a copy waits inside the driver for the work before it, and every other call of the driver
             # then waits with it, an engine that submits too: so what it comes after is awaited before.
             self._driver.synchronize(self.stream)
             self._driver.copy_each(to, source, copies.nbytes, self.stream)
