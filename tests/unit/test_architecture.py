@@ -52,3 +52,11 @@ def test_every_file_that_the_document_names_is_there(path):
         else ROOT / "core/src/kvtiers"
     )
     assert (folder / path).is_file()
+
+
+@pytest.mark.parametrize("step", sorted(set(re.findall(r"(?:\w+/)+\w+\.py:\w+", TEXT))))
+def test_every_step_of_the_two_walks_is_a_function_of_the_file_that_it_names(step):
+    path, _, function = step.partition(":")
+    assert re.search(
+        rf"^ *def {function}\(", (ROOT / "core/src/kvtiers" / path).read_text(encoding="utf-8"), re.MULTILINE
+    )

@@ -172,7 +172,7 @@ def test_an_object_of_another_size_than_was_written(config, between, client):
 def test_nobody_answers(config, client):
     [port] = free_ports(1)
     text = the_error(config(client=client, endpoint=f"http://127.0.0.1:{port}"))
-    assert "NoConnection: nobody answers there; check endpoint" in text
+    assert "NoConnection: no server answers there; check endpoint" in text
 
 
 @pytest.mark.parametrize("client", CLIENTS)

@@ -1,1 +1,1 @@
-"""Drive the whole stack from a recorded or generated trace, and check every byte."""
+"""The replay companion: drives the whole stack from a recorded or generated trace, and checks every byte."""

@@ -1,11 +1,11 @@
-"""Conversations about source code, made up from a seed: the same requests on every machine and every Python.
+"""A synthetic workload of conversations about source code: the same for a seed on every machine and every Python.
 
 Each conversation begins with one system prompt and one document, then goes on in turns: a question about a function
-of the document, and an answer that quotes it. Every turn is a request whose prompt is all that was said before. Several
-conversations are open at a time, and well-known documents are talked about more often, as people do.
+of the document, and an answer that quotes it. Every turn is a request whose prompt is the whole conversation so far.
+Several conversations are open at a time, and popular documents are used more often.
 
-The documents are made of invented names. Python's standard library would be real text, but another one in each release
-of Python, and not there where Python was installed without its sources; to a cache of KV, only what is equal counts.
+The documents are made of invented names. Python's standard library would be real text, but differs between releases
+of Python, and may be missing; for a KV cache only equality matters.
 """
 
 import bisect

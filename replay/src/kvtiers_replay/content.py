@@ -1,4 +1,4 @@
-"""The bytes of a block, made from its hash: fast, the same on every machine, and different in every word.
+"""Block content: the bytes of a block, generated from its hash, the same on every machine, different in every word.
 
 Word i of a block is ``table[i] * multiplier + addend`` (64 bits, wrapping), where the table is one of random words and
 multiplier (odd) and addend come from the block's hash, and from the rank if it is not the first. So a block that is

@@ -1,4 +1,4 @@
-"""What can be chosen for a replay, and the KV layout that follows from it."""
+"""The options of a replay, and the KV layout that follows from them."""
 
 import sys
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ Device: TypeAlias = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """What is replayed how.
+    """The options of a replay.
 
     ``bytes_per_chunk``: KV of one chunk, of all ranks. ``gpu_blocks``: an engine's pool; 0: as many as its requests
     need, and no prefix cache of its own. ``primary_chunks``: rows of each engine's primary, instead of the config's

@@ -1,6 +1,6 @@
-"""What a replay has found, as plain data: what ``--json`` prints and what the page draws.
+"""The results of a replay, as plain data: ``--json`` prints them and the page draws them.
 
-Whoever runs a replay fills a ``ReplayResults``; the page knows nothing else about it. Times are seconds (over time:
+A replay fills a ``ReplayResults``; the page uses nothing else. Times are seconds (over time:
 since the first request), sizes bytes, shares from 0 to 1.
 """
 
@@ -147,7 +147,7 @@ class ReplayResults:
     verdict: list[str] = field(default_factory=list)
 
     def as_data(self) -> dict[str, Any]:
-        """Return everything as JSON values; ``bytes`` are the links' alone, for whoever wants no more."""
+        """Return everything as JSON values; ``bytes`` has the links' bytes alone, for short reports."""
         data = dataclasses.asdict(self)
         data["links"] = {name: link._asdict() for name, link in self.links.items()}
         data["bytes"] = {name: link.nbytes for name, link in self.links.items()}

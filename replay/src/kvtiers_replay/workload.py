@@ -65,7 +65,7 @@ class Arrivals:
 
     @property
     def exhausted(self) -> bool:
-        """Say whether all have been taken."""
+        """Return whether all have been taken."""
         return self._next == len(self._requests)
 
     def take(self) -> tuple[ReplayRequest, int] | None:

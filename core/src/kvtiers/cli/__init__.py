@@ -1,1 +1,1 @@
-"""The command line: ``kvtiers check | tiers | replay``."""
+"""The command line ``kvtiers``."""

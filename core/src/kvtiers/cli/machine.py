@@ -1,4 +1,4 @@
-"""Facts about this machine, each read below a root that a test may put in place of the real file system."""
+"""Facts about this machine, read below a root that tests can replace."""
 
 import os
 import re
@@ -20,7 +20,7 @@ def _try_memfd(huge_pages: HugePages) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where the doctor gets its facts. What is no file is a function: limits, clocks, a trial of memfd."""
+    """The source of the machine check's facts. Functions give those that are not files: limits, clocks, memfd."""
 
     root: Path = Path("/")
     system: str = sys.platform
@@ -32,7 +32,7 @@ class Machine:
 
     @property
     def is_linux(self) -> bool:
-        """Say whether shared regions, control groups and the rest exist here."""
+        """Return whether shared regions, control groups and the rest exist here."""
         return self.system == "linux"
 
     def read(self, path: str) -> str:

@@ -1,4 +1,4 @@
-"""The command ``kvtiers``: its commands are imported when they are used, and its errors are lines, not tracebacks."""
+"""The command ``kvtiers``: subcommands are imported on use, and errors are lines, not tracebacks."""
 
 import importlib
 import os
@@ -17,7 +17,7 @@ __all__ = ["LateExitError", "cli", "main"]
 
 
 class Lazy(NamedTuple):
-    """Where a command is (``module:attribute``), and what the list of commands says about it."""
+    """A command's place (``module:attribute``), and its line in the list of commands."""
 
     target: str
     help: str
@@ -38,11 +38,11 @@ COMPANIONS = {"plan": "replay", "replay": "replay", "size": "replay", "vllm-conf
 
 
 class LateExitError(SystemExit):
-    """End with this status although threads hang that nothing can end, as those of a backend that never answers do."""
+    """Exit with this status although threads hang, such as those of a backend that never answers."""
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are imported when they are used; the help needs none of them."""
+    """A group whose commands are imported on use; its help imports none of them."""
 
     def __init__(self, *args: Any, lazy: Mapping[str, Lazy], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -84,7 +84,7 @@ class LazyGroup(click.Group):
             return f"(unusable: {error})"
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; what is wrong is said in lines that begin with ``error:``, with exit status 2."""
+        """Run the command; print problems as lines that begin with ``error:``, with exit status 2."""
         try:
             return super().invoke(ctx)
         except KvtiersError as error:

@@ -1,4 +1,4 @@
-"""Opening one tier of a config without an engine: over an anonymous region."""
+"""A tier opened without an engine, over an anonymous region."""
 
 import mmap
 
@@ -9,14 +9,14 @@ __all__ = ["anonymous_region", "open_tier"]
 
 
 def anonymous_region(rows: int, value_bytes: int) -> memoryview:
-    """Return memory for so many rows. Only what is touched is taken from the machine."""
+    """Return memory for this many rows. Only touched pages use memory."""
     return memoryview(mmap.mmap(-1, rows * value_bytes))
 
 
 def open_tier(
     config: TierConfig, *, namespace: str, value_bytes: int, region: memoryview
 ) -> ChunkStore | SecondaryTierManager:
-    """Open the tier over this region, whose rows are ``value_bytes`` apart. Raises whatever its plugin raises."""
+    """Open the tier over this region, whose rows are ``value_bytes`` apart. Raises any error of its plugin."""
     plugin = load_tier(config.type)
     context = TierContext(
         tier_name=config.tier_name,

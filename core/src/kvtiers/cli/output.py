@@ -1,4 +1,4 @@
-"""Tables: with rich on a terminal, as plain aligned text everywhere else. And what options on a command line mean."""
+"""Command-line output and options: tables (rich on a terminal, plain aligned text elsewhere), units, files."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ def with_unit(parse: Callable[[object], float], multiple: int = 1) -> Callable[.
 
 
 def value_bytes_option(text: str) -> Callable[..., Any]:
-    """Return the option ``--value-bytes``, of which ``text`` says what it is for."""
+    """Return the option ``--value-bytes`` with ``text`` as its help."""
     return click.option(
         "--value-bytes",
         metavar="SIZE",
@@ -45,7 +45,7 @@ def value_bytes_option(text: str) -> Callable[..., Any]:
 
 
 def file_to_write(*endings: str) -> Callable[..., Path | None]:
-    """Return a callback for an option that names a file to write; what is wrong is told before minutes of work."""
+    """Return a callback for an option that names a file to write; a problem is reported before minutes of work."""
 
     def convert(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
         if value is None:
@@ -69,7 +69,7 @@ def write_file(path: Path, text: str) -> None:
 
 
 def print_heading(text: str) -> None:
-    """Print one line that stands over a table."""
+    """Print one line above a table."""
     click.secho(text, bold=True)
 
 

@@ -1,4 +1,4 @@
-"""What a long command does while it runs: it says where it is, and lets itself be stopped."""
+"""Progress lines of long commands, and their interruption by Ctrl-C."""
 
 import contextlib
 import signal
@@ -14,12 +14,12 @@ _LINE_SECONDS = 5.0
 _BAR_SECONDS = 0.1
 
 Tell = Callable[[Callable[[], str]], None]
-"""Called as often as there is news; its argument makes the text, and is only asked when the text is shown."""
+"""Called at every progress; its argument makes the text, and is only called when the text is shown."""
 
 
 @contextlib.contextmanager
 def stop_on_interrupt() -> Iterator[threading.Event]:
-    """Make Ctrl-C a wish to stop, so that the report is still printed; a second one ends at once."""
+    """Make Ctrl-C a request to stop, so that the report is still printed; a second one exits at once."""
     stop = threading.Event()
 
     def ask(_number: int, _frame: Any) -> None:
@@ -35,7 +35,7 @@ def stop_on_interrupt() -> Iterator[threading.Event]:
 
 @contextlib.contextmanager
 def telling(stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> Iterator[Tell]:
-    """Show what is told: in one line that changes on a terminal, as a plain line every few seconds elsewhere."""
+    """Show progress: in one line that changes on a terminal, as a plain line every few seconds elsewhere."""
     stream = stream or sys.stderr
     if not stream.isatty():
         yield _throttled(lambda text: print(text, file=stream, flush=True), _LINE_SECONDS, clock)

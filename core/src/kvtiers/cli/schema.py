@@ -18,7 +18,7 @@ _NUMERIC_LIMITS = ("ge", "gt", "le", "lt")
 
 
 class _EditorSchema(GenerateJsonSchema):
-    """What may be written, rather than what comes out: units, ``${NAME}``, and defaults as people write them."""
+    """The schema of the input, not of the parsed values: units, ``${NAME}``, and defaults as written in YAML."""
 
     def int_schema(self, schema: core_schema.IntSchema) -> JsonSchemaValue:
         return {"anyOf": [super().int_schema(schema), _VARIABLE]}

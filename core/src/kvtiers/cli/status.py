@@ -1,4 +1,4 @@
-"""``kvtiers status``: whether it is on in the engines of this machine, and whether it pays."""
+"""``kvtiers status``: whether kvtiers is on in this machine's engines, and whether it pays."""
 
 import json
 from collections.abc import Mapping
@@ -13,9 +13,9 @@ from kvtiers.status import ask, process_of, running
 __all__ = ["status", "verdict"]
 
 _BREAKER = {0: "in use", 1: "out of use", 2: "being tried"}
-_FEW_LOADS = 8  # jobs; before so many nobody can say whether they are slow or began slowly
+_FEW_LOADS = 8  # jobs; with fewer a slow tier cannot be told from a slow start
 _WORTH = 0.05  # of what computing had taken, to be saved at least
-_FEW_CHUNKS = 100  # before so many were written nobody can say whether that pays
+_FEW_CHUNKS = 100  # with fewer written it is unclear whether that pays
 
 
 @click.command(
@@ -93,7 +93,7 @@ def _state(tier: Mapping[str, Any]) -> str:
 
 
 def _saved(tier: Mapping[str, Any]) -> str:
-    """Return the seconds saved, as the engine counts them; unknown while it has priced nothing of what came."""
+    """Return the seconds saved, as the engine counts them; None while it has priced no load."""
     saved = tier.get("saved_seconds")
     is_known = saved is not None and (tier.get("computing_seconds") or not tier["tokens"])
     return f"{saved:.3g} s" if is_known else "?"
@@ -141,19 +141,19 @@ def verdict(tier: Mapping[str, Any]) -> str:
 
 
 def _said(tier: Mapping[str, Any], state: str) -> str:
-    """Return what the log says of a state, if that was the last that it said, else where to look."""
+    """Return the log line of a state, if it was the last one logged, else where to look."""
     trouble = str(tier["trouble"])
     return trouble if trouble.startswith(state) else f"{state}; the log says what to do"
 
 
 def _does_not_pay(tier: Mapping[str, Any]) -> bool:
-    """Say whether nearly nothing was saved."""
+    """Return whether nearly nothing was saved."""
     computing, saved = tier.get("computing_seconds") or 0.0, tier.get("saved_seconds") or 0.0
     return bool(saved < _WORTH * computing)
 
 
 def _few_loads(tier: Mapping[str, Any]) -> bool:
-    """Say whether there were too few loads to tell a tier that is slow from one that began slowly."""
+    """Return whether there were too few loads to tell a slow tier from a slow start."""
     return bool(tier.get("loads", 0) < _FEW_LOADS)
 
 

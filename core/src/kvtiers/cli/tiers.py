@@ -1,4 +1,4 @@
-"""``kvtiers tiers``: which tier types are installed, and what can be said about each in the YAML file."""
+"""``kvtiers tiers``: the installed tier types and their options in the YAML file."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Read a config and say everything that is wrong with it at once, one line each."""
+"""The config loader: reports every problem at once, one line each."""
 
 import inspect
 import os

@@ -1,4 +1,4 @@
-"""What a config says, once it is valid: all sizes in bytes, all durations in seconds, all shares as fractions."""
+"""The config models: sizes in bytes, durations in seconds, shares as fractions."""
 
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -37,7 +37,7 @@ LoadWait: TypeAlias = Annotated[Literal["auto"] | Annotated[float, DURATION], Be
 
 
 class ModelConfig(StrictModel):
-    """Which model's KV this is. An adapter knows most of it; what both name must be equal."""
+    """Which model's KV this is. An adapter fills in most of it; fields that both name must be equal."""
 
     name: str = Field(min_length=1, description="the model, as its engine names it")
     revision: str | None = Field(
@@ -104,7 +104,7 @@ class BudgetConfig(StrictModel):
     store_reserve: Share = Field(default=0.10, description="rows that promotions may not take from stores")
     all_tiers: Share = Field(default=0.50, description="rows that all tiers together may pin")
     one_tier: Share = Field(default=0.25, description="rows that one tier may pin")
-    protected: Share = Field(default=0.40, description="promoted rows that nobody has read yet and that stay")
+    protected: Share = Field(default=0.40, description="promoted rows that have not been read yet and are kept")
     protect_for: Duration = Field(default=10.0, description="how long such a row stays at most")
 
     @model_validator(mode="after")
@@ -119,7 +119,7 @@ class BudgetConfig(StrictModel):
 
 
 class RecordConfig(StrictModel):
-    """A recording of what the engine is asked for: lengths and keyed hashes, as ``kvtiers plan --trace`` reads them."""
+    """A recording of the engine's requests: lengths and keyed hashes, as ``kvtiers plan --trace`` reads them."""
 
     path: str = Field(min_length=1, description="file to write; where it exists, -1, -2 ... come before its ending")
     max_bytes: Size = Field(default=1 << 30, gt=0, description="size at which the recording ends")

@@ -1,4 +1,4 @@
-"""The options of a config model as people know them: type names, defaults as they would be written, descriptions."""
+"""The options of a config model for people: type names, defaults as written in YAML, descriptions."""
 
 import enum
 from collections.abc import Iterator, Mapping, Sequence

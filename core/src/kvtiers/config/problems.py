@@ -1,4 +1,4 @@
-"""What pydantic found wrong, as one line for each thing to mend.
+"""Config problems: pydantic's errors as one line for each thing to fix.
 
 The value in a line is always the one that was written: what ``${NAME}`` stood for, and any secret, stays out.
 """
@@ -47,7 +47,7 @@ class _Place:
 
 
 def problems_in(error: ValidationError, model: type[BaseModel], document: Mapping[Any, Any]) -> list[str]:
-    """Return one line for each thing that is wrong with ``document``, which was read as ``model``; no file name."""
+    """Return one line for each problem of ``document``, which was read as ``model``; no file name."""
     details = error.errors(include_url=False, include_input=False)
     lines: list[str] = []
     suggested: set[tuple[str, str]] = set()

@@ -1,4 +1,4 @@
-"""YAML as this project reads it: plain values only, no key twice, and every problem at its line and column."""
+"""The YAML reader: plain values only, no duplicate keys, and every problem with its line and column."""
 
 from typing import Any
 
@@ -38,11 +38,11 @@ def _marked(error: yaml.MarkedYAMLError) -> str:
 
 
 class _RefusedError(yaml.MarkedYAMLError):
-    """Valid YAML that we do not take."""
+    """Valid YAML that this project refuses."""
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuses a key that is there twice, and turns a bad scalar (``2024-13-40``) into an error with its place."""
+    """Refuses duplicate keys, and turns a bad scalar (``2024-13-40``) into an error with its place."""
 
     def get_single_node(self) -> Any:
         node = super().get_single_node()

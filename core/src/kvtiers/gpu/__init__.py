@@ -1,1 +1,1 @@
-"""The worker's side: KV blocks to rows and back."""
+"""Copies between a worker's KV blocks and the region's rows."""

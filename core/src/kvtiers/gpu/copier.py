@@ -16,24 +16,24 @@ Lane: TypeAlias = Literal["store", "load", "expedited"]
 
 
 class CudaError(KvtiersError):
-    """A call of the CUDA driver failed; the context works on."""
+    """A call of the CUDA driver failed; the context still works."""
 
 
 class LostDeviceError(Exception):
-    """The CUDA context is gone: nothing can be copied by this process any more."""
+    """The CUDA context is lost: this process can make no more copies."""
 
 
 class Copy(Protocol):
-    """One job's copy. ``nbytes``: how much has been begun; ``seconds``: how long it took, once it has ended."""
+    """One job's copy. ``nbytes``: bytes started so far; ``seconds``: its duration, once it has ended."""
 
     nbytes: int
     seconds: float
 
     def advance(self) -> bool:
-        """Begin the next piece; False: all have been begun. May wait until an earlier piece has ended. Raises."""
+        """Start the next piece; False: all have been started. May wait until an earlier piece has ended. Raises."""
 
     def ended(self) -> bool:
-        """Say whether every piece that was begun has ended, without waiting; then raises if one has failed."""
+        """Return whether every piece that was begun has ended, without waiting; then raises if one has failed."""
 
     def wait(self) -> None:
         """Wait until every piece that was begun has ended, or failed."""
@@ -43,13 +43,13 @@ class Copier(Protocol):
     """Makes copies for one rank. ``mark`` belongs to the engine's thread, all else to the copy thread."""
 
     def mark(self) -> Any:
-        """Return a mark of what the engine's device does now; a copy with this mark comes after it. Raises."""
+        """Mark the work that the engine's device has queued now; a copy with this mark runs after it. Raises."""
 
     def attach(self, region: RegionJoin, is_busy: Callable[[], bool]) -> None:
         """Use this region, which is ready. ``is_busy``: whether the engine works now; from any thread."""
 
     def detach(self) -> None:
-        """Wait for the copies that run, and let go of the region. May be called again."""
+        """Wait for the copies in flight, and release the region. May be called again."""
 
     def copy(self, lane: Lane, blocks: BlockSpec, chunk_ids: npt.NDArray[Any], mark: Any) -> Copy:
         """Prepare a copy; GeometryError if its geometry does not add up."""

@@ -1,4 +1,4 @@
-"""Which page of which block goes where: the geometry of one transfer, as index arrays.
+"""Copy plans: the geometry of one transfer, as index arrays of blocks, rows and places.
 
 A transfer names GPU blocks (``BlockSpec``) and chunks (rows of the region). Group by group, the blocks fill the
 group's chunks in order: the first chunk from place ``block_indices[g] % blocks_per_chunk`` on, the last one perhaps
@@ -37,11 +37,11 @@ class GroupCopy:
     places: Indexes
 
     def where(self, chosen: npt.NDArray[np.bool_]) -> "GroupCopy":
-        """Return the part of it that is chosen, block by block."""
+        """Return the blocks that ``chosen`` selects."""
         return GroupCopy(self.group, self.blocks[chosen], self.rows[chosen], self.places[chosen])
 
     def pieces(self, blocks_per_piece: int) -> Iterator[tuple[Indexes, Indexes, Indexes]]:
-        """Yield (blocks, rows, places) for that many blocks at a time."""
+        """Yield (blocks, rows, places), a fixed number of blocks at a time."""
         for start in range(0, len(self.blocks), blocks_per_piece):
             some = slice(start, start + blocks_per_piece)
             yield self.blocks[some], self.rows[some], self.places[some]
@@ -92,7 +92,7 @@ def plan_copy(
 def writers_turn(
     layout: CacheLayout, rank: int, rank_map: RankMap | None, plan: list[GroupCopy]
 ) -> Iterator[GroupCopy]:
-    """Yield what this rank writes of a store: all of it, unless other ranks hold the same bytes.
+    """Yield the part of a store that this rank writes: all of it, unless other ranks hold the same bytes.
 
     Of a replicated row rank 0 is the one writer; in a canonical row the ranks of a map take turns, block by block.
     """

@@ -1,4 +1,4 @@
-"""Blocks in a GPU's memory for a program that makes up KV itself: written and read by their ids, like an array."""
+"""GPU blocks for programs that generate KV, such as replay: read and written by their ids, like an array."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ __all__ = ["DeviceBlocks", "cuda_problem"]
 
 
 def cuda_problem() -> str:
-    """Say in one line why no CUDA device can be used; "" if one can."""
+    """Return in one line why no CUDA device can be used; "" if one can."""
     try:
         import torch
     except ImportError:
@@ -21,7 +21,7 @@ def cuda_problem() -> str:
 
 
 class DeviceBlocks:
-    """``num_blocks`` zeroed blocks of ``page_bytes`` on one of the machine's devices, dealt out to ranks in turns.
+    """``num_blocks`` zeroed blocks of ``page_bytes`` on one of the machine's devices, assigned to ranks in turns.
 
     ``tensor`` is what a worker is given. Reads and writes are in the order of the current stream.
     """

@@ -82,7 +82,7 @@ class HostCopier:
         self._runs = [_Run(r.tensor, r.run, r.pages, self._in_rows(memory, r)) for r in self._runs]
 
     def detach(self) -> None:
-        """Forget the region: no view of it is left here."""
+        """Drop the region: no view of it is left here."""
         self._runs = [_Run(r.tensor, r.run, r.pages) for r in self._runs]
         self.num_rows = 0
 
@@ -139,16 +139,16 @@ class HostCopies:
         self._copier = copier
 
     def mark(self) -> None:
-        """Nothing: what the engine wrote before is in memory."""
+        """Return no mark: the engine's earlier writes are in memory."""
 
     def attach(self, region: RegionJoin, is_busy: Callable[[], bool]) -> None:
-        """Use this region, which is ready, at once: there is nothing to pin."""
+        """Use this region, which is ready; there is nothing to pin."""
         del is_busy
         self._copier.attach(region.view)
         region.settle()
 
     def detach(self) -> None:
-        """Let go of the region."""
+        """Release the region."""
         self._copier.detach()
 
     def copy(self, lane: Lane, blocks: BlockSpec, chunk_ids: npt.NDArray[Any], mark: None) -> "_HostCopy":
@@ -158,7 +158,7 @@ class HostCopies:
         return _HostCopy(make(blocks, chunk_ids))
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: there is nothing to free."""
 
 
 class _HostCopy:
@@ -178,4 +178,4 @@ class _HostCopy:
         return True
 
     def wait(self) -> None:
-        """It has ended."""
+        """Do nothing: it has ended."""

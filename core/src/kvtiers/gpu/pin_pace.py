@@ -1,16 +1,16 @@
-"""The pace of pinning: how much at a time, and how long the driver is left alone after it.
+"""The duty cycle of pinning: the size of each piece, and the pause after it.
 
-A call that pins holds the driver until it has pinned, and whatever else calls the driver waits for it: each launch of
-the engine's. So a piece is as small as it takes to last about ``seconds``, measured piece by piece, and after each the
-pinning rests for so long that it takes no more than a share of the time::
+A call that pins holds the driver until it has pinned, and all other calls wait for it, each launch of the engine's
+included. So a piece is sized to take about ``seconds``, measured piece by piece, and after each one pinning pauses
+long enough to take no more than a share of the time::
 
-    the engine rests          IDLE_SHARE: a launch that comes all the same finds a gap
-    it works                  ``share``
+    the engine is idle        IDLE_SHARE: an unexpected launch still finds a gap
+    the engine computes       ``share``
 
-Stores do not hurry it: rows that are not pinned yet are not leased, so an engine that computes without a pause keeps as
-much of what it stores as its pinning has made room for, and older chunks make room for newer ones.
+Stores do not speed it up: rows that are not pinned yet are not leased, so an engine that computes without a pause keeps
+as much of what it stores as pinning has made room for, and older chunks are evicted for newer ones.
 
-With ``share`` 1.0 it never rests: the start waits for it.
+With ``share`` 1.0 it never pauses: the start waits for it.
 """
 
 import mmap
@@ -25,7 +25,7 @@ _LEAST_BYTES = 4096
 
 @dataclass(slots=True)
 class PinPace:
-    """Sizes and rests. ``seconds``: what a piece should last at most; ``most_bytes``: the largest piece.
+    """Piece sizes and pauses. ``seconds``: the longest time of a piece; ``most_bytes``: the largest piece.
 
     ``piece_bytes``: what to pin next; a caller that has to pin more at once (a whole row) does so.
     """
@@ -39,7 +39,7 @@ class PinPace:
         self.piece_bytes = self.piece_bytes or min(_FIRST_BYTES, self.most_bytes)
 
     def rest_after(self, took: float, *, busy: bool) -> float:
-        """Take note that the last piece took this many seconds; return for how many the driver is left alone."""
+        """Record that the last piece took this many seconds; return how many to pause."""
         if took > self.seconds:
             self.piece_bytes = max(_LEAST_BYTES, self.piece_bytes // 2)
         elif took < self.seconds / 2:

@@ -1,4 +1,4 @@
-"""Pins the region's rows for one device, in small pieces, in the background, behind the pre-faulting.
+"""The background pinning of the region's rows for one device, in small pieces, behind the pre-faulting.
 
 ::
 
@@ -8,8 +8,8 @@
 The pre-faulting stays a window ahead of the rows in use, so the pinning does too. ``pin_pace.py`` says how much of the
 driver's time it takes. A piece is whole rows: one copy must not reach over two pieces.
 
-A copy that needs pinned rows holds a lease while it is being launched. Giving up takes new leases away, waits for
-those that are held and for the copies that run, and only then unpins.
+A copy that needs pinned rows holds a lease while it is being launched. Giving up grants no new leases, waits for
+those that are held and for the copies in flight, and only then unpins.
 """
 
 import logging
@@ -30,7 +30,7 @@ _WAIT_SECONDS = 0.5
 
 
 class Pinner(Protocol):
-    """What pins memory: the driver."""
+    """The driver's calls that pin memory."""
 
     def enter(self) -> None:
         """Prepare the calling thread."""
@@ -43,7 +43,7 @@ class Pinner(Protocol):
 
 
 class PinnedRows:
-    """The rows that copies may treat as pinned: the first ``rows`` of the region, which only grow, or fall to none."""
+    """The rows that copies may treat as pinned: the first ``rows`` of the region. It only grows, or drops to 0."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class PinnedRows:
         self._thread.start()
 
     def lease(self, rows: int) -> int:
-        """Return how many of the first ``rows`` rows are pinned; if any are, they stay it until ``release``."""
+        """Return how many of the first ``rows`` rows are pinned; if any are, they stay pinned until ``release``."""
         with self._changed:
             self._leases += bool(self.rows)
             return min(rows, self.rows)
@@ -85,13 +85,13 @@ class PinnedRows:
             self._changed.notify_all()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until all rows are pinned, or it was given up; say which."""
+        """Wait until all rows are pinned or pinning was given up; return which."""
         with self._changed:
             self._changed.wait_for(lambda: self.given_up or self.rows == self._region.num_rows, timeout)
             return self.rows == self._region.num_rows
 
     def close(self) -> None:
-        """Unpin everything; no copy runs any more. Waits for the piece that is being pinned, and for no rest."""
+        """Unpin everything; no copy is in flight any more. Waits for the piece being pinned, not for a pause."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -113,7 +113,7 @@ class PinnedRows:
         self._unpin_all()
 
     def _end(self) -> int:
-        """Return how many rows will be pinned: all, or those whose memory is there."""
+        """Return how many rows will be pinned: all, or those whose memory is available."""
         status = self._region.poll()
         return status.populated_rows if status.memory_is_short else self._region.num_rows
 

@@ -14,14 +14,13 @@ CopyMethod: TypeAlias = Literal["staged", "direct", "pages"]
 class CopySettings:
     """How a CUDA worker trades GPU memory and multiprocessors for speed. Host memory needs none of it.
 
-    ``store``, ``load``: the method of each direction; "auto" measures which is best. ``ring_bytes``: GPU memory of all
-    staging slots; less is slower beside kernels that fill the GPU, whose end a gather has to wait for. ``slots``: of
-    each of the two big lanes.
-    ``staging_programs``: programs of the kernel between tensors and slots (0: one for each multiprocessor);
-    ``direct_programs``: of the kernel that reaches into rows, which holds that many multiprocessors for as long as the
-    link takes. ``pin``: whether rows are pinned, ``pin_piece_bytes`` at most at a time, and as few as it takes to hold
-    the driver for no longer than ``pin_seconds``. ``pin_share``: of the driver's time that pinning takes while the
-    engine works; 1.0: it never rests.
+    ``store``, ``load``: the method of each direction; "auto" measures which is fastest. ``ring_bytes``: GPU memory of
+    all staging slots; less is slower beside kernels that fill the GPU, whose end a gather has to wait for. ``slots``:
+    of each of the two big lanes. ``staging_programs``: programs of the kernel between tensors and slots (0: one for
+    each multiprocessor); ``direct_programs``: of the kernel that reaches into rows, which holds that many
+    multiprocessors for as long as the link takes. ``pin``: whether rows are pinned, ``pin_piece_bytes`` at most at a
+    time, and as few as it takes to hold the driver for no longer than ``pin_seconds``. ``pin_share``: of the driver's
+    time that pinning takes while the engine works; 1.0: it never rests.
     """
 
     store: CopyMethod | Literal["auto"] = "auto"

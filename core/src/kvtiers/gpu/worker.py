@@ -1,15 +1,16 @@
-"""The worker's end of offloading: takes transfer jobs, copies on a thread of its own, and reports each job once.
+"""The GPU worker: queues a rank's transfer jobs, copies on a thread of its own, and reports each job once.
 
 ::
 
-    engine's thread   submit_store, submit_load, get_finished, wait, shutdown: no copy, no wait for one (but wait)
-    copy thread       plans and begins copies, a piece at a time: expedited loads first, then loads and stores in turns
+    engine's thread   submit_store, submit_load, get_finished, wait, shutdown: no copy, no wait for one (except wait)
+    copy thread       plans and starts copies, a piece at a time: expedited loads first, then loads and stores in turns
 
     queued --> begun --> launched (all pieces begun) --> reported, once every piece has ended
 
 Each lane (stores, loads, expedited loads) is first in, first out. A job that is refused or fails is a failed result,
-given when nothing of it runs any more; the next one works. When the manager's process ends, the copy thread lets the
-running copies end, leaves the region, and fails all further jobs. When the device is lost, all jobs fail at once.
+reported when nothing of it is in flight any more; later jobs are not affected. When the manager's process ends, the
+copy thread lets the running copies end, leaves the region, and fails all further jobs. When the device is lost, all
+jobs fail at once.
 """
 
 import logging
@@ -44,7 +45,7 @@ _PAUSE_SECONDS = 0.2  # the same, where it says which steps compute: a step that
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A job and how far it is."""
+    """A job and its progress."""
 
     job_id: int
     lane: Lane
@@ -106,7 +107,7 @@ class GpuWorker:
         self._thread.start()
 
     def submit_store(self, job_id: int, blocks: BlockSpec, chunk_ids: npt.NDArray[Any]) -> None:
-        """Start to copy these blocks into these rows. What the engine wrote before this call is what is stored.
+        """Start to copy these blocks into these rows, with the bytes that the engine wrote before this call.
 
         On a CUDA device "before" is the order of the stream that is current when this is called.
         """
@@ -117,17 +118,17 @@ class GpuWorker:
         self._submit(job_id, "expedited" if expedited else "load", blocks, chunk_ids)
 
     def note_step(self, *, computes: bool = True) -> None:
-        """Take note that the engine begins a step: what holds the driver in the background makes way.
+        """Record that the engine begins a step: background pinning pauses.
 
-        ``computes``: it launches kernels. From the first call on nothing else counts as work: an engine that only waits
-        for loads is the best moment to pin.
+        ``computes``: it launches kernels. From the first call on nothing else counts as work: while an engine only
+        waits for loads is the best moment to pin.
         """
         self._says_what_computes = True
         if computes:
             self._heard = time.monotonic()
 
     def is_busy(self) -> bool:
-        """Say whether the engine computes: it began a step lately, or else submitted a job or asked for results."""
+        """Return whether the engine computes: it began a step lately, or else submitted a job or asked for results."""
         seconds = _PAUSE_SECONDS if self._says_what_computes else _BUSY_SECONDS
         return time.monotonic() - self._heard < seconds
 
@@ -247,7 +248,7 @@ class GpuWorker:
         return True
 
     def _lose(self, error: LostDeviceError) -> None:
-        """Fail everything there is and will be: the device is gone."""
+        """Fail all jobs, present and future: the device is lost."""
         if self._gone:
             return
         self._gone = str(error)
@@ -291,7 +292,7 @@ class GpuWorker:
             return job
 
     def _advance(self, job: _Job) -> bool:
-        """Begin the job's next piece; False if all have been begun, or it has failed."""
+        """Start the job's next piece; False if all have been started, or it has failed."""
         try:
             if job.copy is None:
                 job.error = self._gone or self._join()
@@ -310,14 +311,14 @@ class GpuWorker:
         return False
 
     def _let_expedited_pass(self) -> None:
-        """Wait until no expedited load is under way: a copy engine serves a queue that is fed until it is empty."""
+        """Wait until no expedited load is in flight: a copy engine serves a queue that is fed until it is empty."""
         with self._changed:
             expedited = [job.copy for job in self._lanes["expedited"].launched if job.copy]
         for copy in expedited:
             copy.wait()
 
     def _join(self) -> str:
-        """Take the region's memory if it is there; else say why not."""
+        """Attach the region's memory if it is ready; else return why not."""
         status = self._region.poll()
         # The manager may count this rank in a moment before the rank itself has mapped the rows.
         while status.state == "joining" and not self._closing:
@@ -330,7 +331,7 @@ class GpuWorker:
         return ""
 
     def _prepare(self) -> None:
-        """Take the region's memory before the first job needs it: to compile, to measure and to pin takes a while."""
+        """Attach the region's memory before the first job needs it: compiling, measuring and pinning take a while."""
         self._prepared = True
         try:
             self._join()

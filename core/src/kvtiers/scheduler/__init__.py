@@ -1,4 +1,4 @@
-"""Which blocks to offload and which prefix to load, for engines that do not bring a scheduler of their own."""
+"""The offload scheduler: which blocks to store and which prefix to load, for engines without a policy of their own."""
 
 from kvtiers.scheduler.block_hash import BlockHashChain
 from kvtiers.scheduler.engine import BlockHolder, EngineRequest, FreeQueue, OffloadManager

@@ -9,7 +9,7 @@ Format 1, sha256, numbers little endian::
     block   = H("block"  | previous | its tokens, 8 bytes each)
     other   = H("other"  | previous | tokens so far, 8 bytes | len digest)      takes the place of the previous hash
 
-Every part is behind a tag or its length (8 bytes), so that no part can pass for another.
+Every part is behind a tag or its length (8 bytes), so that no part can be read as another.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ import numpy.typing as npt
 __all__ = ["BLOCK_HASH_ALGORITHM", "BlockHashChain"]
 
 BLOCK_HASH_ALGORITHM = "kvtiers-sha256-1"
-"""What belongs into ``ModelIdentity.hash_algorithm`` of a layout whose engine uses these hashes."""
+"""The ``ModelIdentity.hash_algorithm`` of a layout whose engine uses these hashes."""
 
 
 def _sized(data: bytes) -> bytes:
@@ -60,7 +60,7 @@ class BlockHashChain:
         self._open = waiting[full:].copy()
 
     def mix(self, digest: bytes) -> None:
-        """Make all blocks that are not full yet depend on something else than tokens.
+        """Make all blocks that are not full yet depend on something besides tokens.
 
         For what placeholder tokens stand for, an image for example: its digest, before the first of its placeholders.
         """

@@ -1,9 +1,9 @@
 """Eager stores: every full chunk is stored as soon as it is computed.
 
-A request that hits blocks of another one in the engine's prefix cache brings them along as computed, perhaps before
-their store has landed. Such a chunk is not offered again while its last block is in flight as the last block of a
-chunk: hashes are chained, so that block stands for the chunk's whole prefix. Afterwards the manager knows the chunk by
-its key. The set has blocks and not hashes: two blocks of equal content are two, either may be the one that lives on.
+A request that hits another one's blocks in the engine's prefix cache reports them as computed, perhaps before their
+store has landed. Such a chunk is not offered again while its last block is in flight as the last block of a
+chunk: hashes are chained, so that block stands for the chunk's whole prefix. Afterwards the manager finds the chunk by
+its key. The set has blocks and not hashes: two blocks of equal content are two, and either may outlive the other.
 """
 
 from collections.abc import Collection
@@ -19,7 +19,7 @@ __all__ = ["EagerStores"]
 
 
 class EagerStores(Stores):
-    """Stores what is computed. The blocks of a store are held until all workers have reported it."""
+    """Stores chunks as they are computed. The blocks of a store are held until all workers have reported it."""
 
     def __init__(
         self,
@@ -55,21 +55,21 @@ class EagerStores(Stores):
         tracked.refused = wanted if tracked.offered < wanted else 0
 
     def on_finished(self, request: EngineRequest, tracked: RequestState) -> None:
-        """Offer what is full and was not stored yet, a last time."""
+        """Offer the full chunks that were not stored yet, a last time."""
         if tracked.refused:
             # With the chunks that are there already, so that the tail does not take their rows.
             tracked.store_again()
         self.on_computed(request, tracked)
 
     def end_step(self) -> None:
-        """Do nothing: all was offered when it was computed."""
+        """Do nothing: every chunk was offered when it was computed."""
 
     def reset(self, *, new_weights: bool) -> None:  # noqa: ARG002 -- what blocks hold is known by their requests here
-        """Let every chunk be offered again. What is still in flight stays held, but ends as nothing."""
+        """Offer every chunk again. Blocks of in-flight stores stay held; the results of those stores are ignored."""
         self._job_of.clear()
 
     def _offer(self, request: EngineRequest, tracked: RequestState, end: int) -> bool:
-        """Offer the chunks up to ``end``; say whether there was room."""
+        """Offer the chunks up to ``end``; return whether there was room."""
         chunks = {chunk.key: chunk for chunk in self.chunks(request, tracked, end) if self._is_new(chunk, tracked)}
         if chunks:
             plan = self.manager.prepare_store(list(chunks), tracked.context)

@@ -1,4 +1,4 @@
-"""What the offload scheduler needs of the others: of the tiering manager, and of the engine that it works for."""
+"""The offload scheduler's interfaces: what it calls of the tiering manager, and what it needs of its engine."""
 
 import threading
 from collections.abc import Collection, Sequence
@@ -15,19 +15,19 @@ class OffloadManager(Protocol):
 
     @property
     def lock(self) -> threading.Lock:
-        """Held from the first call of a step to ``on_schedule_end``."""
+        """The lock, held from the first call of a step to ``on_schedule_end``."""
 
     def on_new_request(self, ctx: RequestContext, prompt_tokens: int = 0) -> OffloadPolicy:
-        """Take note of a request with so many tokens."""
+        """Record a request with so many tokens."""
 
     def lookup(self, key: OffloadKey, ctx: RequestContext) -> LookupResult:
-        """Return where one chunk stands."""
+        """Look one chunk up."""
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], ctx: RequestContext) -> PrefixHits:
         """Return the leading run of one group's keys that is present."""
 
     def prepare_store(self, keys: Sequence[OffloadKey], ctx: RequestContext) -> StorePlan | None:
-        """Lease rows for those of the keys that are not there."""
+        """Lease rows for the keys that are not in the primary."""
 
     def complete_store(self, plan: StorePlan, success: bool = True) -> None:
         """End a store plan."""
@@ -39,7 +39,7 @@ class OffloadManager(Protocol):
         """End a load plan."""
 
     def on_request_finished(self, ctx: RequestContext) -> None:
-        """Take note that the engine is done with a request."""
+        """Record that the engine is done with a request."""
 
     def record_request(
         self, arrival: float, prompt_tokens: int, tokens: int, block_hashes: Sequence[Sequence[bytes]]
@@ -50,10 +50,10 @@ class OffloadManager(Protocol):
         """End the step."""
 
     def take_lost_ranks(self) -> Collection[int]:
-        """Return the ranks that were lost since the last call, or before and are not back."""
+        """Return the ranks that were lost since the last call, or earlier and have not rejoined."""
 
     def has_pending_work(self) -> bool:
-        """Say whether the engine should keep stepping though it has no request."""
+        """Return whether the engine should keep stepping though it has no request."""
 
     def reset_cache(self) -> None:
         """Forget all chunks."""
@@ -63,7 +63,7 @@ class OffloadManager(Protocol):
 
 
 class EngineRequest(Protocol):
-    """A request as the engine keeps it. The scheduler only reads it, and reads it anew in every call."""
+    """A request as the engine keeps it. The scheduler only reads it, afresh in every call."""
 
     @property
     def context(self) -> RequestContext:
@@ -77,8 +77,8 @@ class EngineRequest(Protocol):
     def block_hashes(self) -> Sequence[Sequence[bytes]]:
         """By group: the chained hash of each full block, from the first on; entries only ever come behind the others.
 
-        Equal hashes must mean equal KV, so whatever varies by request is in them: the adapter, the salt of a tenant,
-        an image behind placeholder tokens. ``BlockHashChain`` makes such hashes.
+        Equal hashes must mean equal KV, so they cover everything that varies by request: the adapter, the salt of a
+        tenant, an image behind placeholder tokens. ``BlockHashChain`` makes such hashes.
         """
 
     @property
@@ -113,7 +113,7 @@ class FreeQueue(BlockHolder, Protocol):
         """Return that many free blocks, or all there are, in the order in which they will be reused."""
 
     def hash_of(self, block_id: int) -> bytes | None:
-        """Return the chained hash of what the block holds, in use or free; None: nothing that could be found again."""
+        """Return the chained hash of the block's content, in use or free; None: its content cannot be found again."""
 
     def put_back(self, block_ids: Sequence[int]) -> None:
         """Do what ``release`` does, but blocks that become free by it are the next to be reused, the first id first."""

@@ -1,4 +1,4 @@
-"""Tokens, blocks and chunks of the KV groups: which of them are needed, and how a transfer names them."""
+"""The geometry of KV groups: which tokens, blocks and chunks a transfer covers, and how it names them."""
 
 import math
 from collections.abc import Iterable, Sequence

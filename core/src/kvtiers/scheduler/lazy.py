@@ -1,8 +1,8 @@
-"""Lazy stores: a chunk is stored when its blocks are about to be reused; what is never pushed out costs nothing.
+"""Lazy stores: a chunk is stored when its blocks are about to be reused; a chunk that is never evicted costs nothing.
 
-Computed chunks are only noted by their blocks. Once a step the free blocks that go next are looked at: as many as the
-steps hand out by the running average, twice over, so that a step's blocks are safe before the step comes. What of them
-still holds a noted chunk is stored; then they are the first to be reused, without loss.
+Computed chunks are only noted by their blocks. Once a step the next free blocks are examined: twice as many
+as a step allocates on average, so that a step's blocks are safe before the step. Those that
+still hold a noted chunk are stored; then they are the first to be reused, without loss.
 """
 
 import itertools
@@ -32,7 +32,7 @@ class _Noted(NamedTuple):
 
 
 class LazyStores(Stores):
-    """Stores what is about to be lost. Tiers that want whole requests get what all others get."""
+    """Stores chunks that are about to be lost. Tiers that want whole requests get no more than the others."""
 
     def __init__(
         self,
@@ -62,11 +62,11 @@ class LazyStores(Stores):
         tracked.offered = end
 
     def on_finished(self, request: EngineRequest, tracked: RequestState) -> None:
-        """Note what is full and was not noted yet."""
+        """Note the full chunks that were not noted yet."""
         self.on_computed(request, tracked)
 
     def end_step(self) -> None:
-        """Store what the free blocks hold that go next."""
+        """Store the chunks in the free blocks that are reused next."""
         chunks = self._endangered(self._cover())
         if chunks:
             context = RequestContext(f"kvtiers-lazy-{next(self._batches)}")
@@ -75,7 +75,7 @@ class LazyStores(Stores):
             self.manager.on_request_finished(context)
 
     def reset(self, *, new_weights: bool) -> None:
-        """Let every chunk be offered again, unless it is of old weights."""
+        """Offer every chunk again, unless it is of old weights."""
         self._offered.clear()
         self._in_flight.clear()
         if new_weights:
@@ -90,7 +90,7 @@ class LazyStores(Stores):
         return round(_COVER * max(self._demand, latest))
 
     def _endangered(self, count: int) -> list[StoreChunk]:
-        """Return the chunks in the next free blocks that were not offered yet, the one that goes first in front."""
+        """Return the chunks in the next free blocks that were not offered yet, the next to be reused first."""
         offered, found = set(self._in_flight), {}
         for block in self._queue.next_free(count) if count else ():
             noted = self._noted.get(block)
@@ -101,7 +101,7 @@ class LazyStores(Stores):
                 offered.add(key)
             elif key not in found and self._is_intact(noted):
                 found[key] = noted.chunk
-        # What has left the end of the queue, because a request hit it, is looked at anew when it comes back.
+        # A block that left the end of the queue, because a request hit it, is examined again when it returns.
         self._offered = offered
         return list(found.values())
 

@@ -1,13 +1,13 @@
-"""Loads: what a lookup has found is pinned, copied into the request's blocks, and let go.
+"""Loads: the chunks of a hit are pinned, copied into the request's blocks, and unpinned.
 
 ::
 
     nothing --lookup--> pinned --start--> loading --all workers have reported--> loaded, or to be computed
                           |  ^
-                          '--'  the next lookup, start of less, preemption, the request's end: let go
+                          '--'  the next lookup, start of less, preemption, the request's end: unpinned
 
 A chunk that is on its way to the GPU for one request is not loaded for another meanwhile: that one waits, and finds it
-in the engine's prefix cache. A request whose load has failed is not offered another one: it computes.
+in the engine's prefix cache. A request whose load has failed gets no further hits: it computes.
 """
 
 import logging
@@ -45,7 +45,7 @@ class Loads:
         self._options = options
         self._search = PrefixSearch(manager, geometry)
         self._arriving: Counter[OffloadKey] = Counter()  # on their way to the GPU
-        self._claimed: dict[OffloadKey, RequestState] = {}  # in this step, by whoever has pinned them
+        self._claimed: dict[OffloadKey, RequestState] = {}  # in this step, by the request that has pinned them
         self._outcomes: list[LoadOutcome] = []
         self._generation = 0
 
@@ -63,7 +63,7 @@ class Loads:
         return tracked.hit.end - tracked.hit.start
 
     def start(self, request: EngineRequest, tracked: RequestState, tokens: int) -> int:
-        """Begin to load the first ``tokens`` of the pinned hit; return how many that are. The rest is let go."""
+        """Begin to load the first ``tokens`` of the pinned hit; return how many that are. The rest is unpinned."""
         hit = tracked.hit
         if hit is None:
             return 0
@@ -90,29 +90,29 @@ class Loads:
         return hit.end - hit.start
 
     def let_go(self, tracked: RequestState) -> None:
-        """Unpin what the request's last lookup has found, if it is still pinned."""
+        """Unpin the hit of the request's last lookup, if it is still pinned."""
         if tracked.hit is not None:
             self._unclaim(tracked)
             self._manager.complete_load(tracked.hit.plan)
             tracked.hit = None
 
     def end_step(self) -> None:
-        """Forget who comes first: who wants to, asks again in the next step."""
+        """Forget which requests go first: each asks again in the next step."""
         self._claimed.clear()
 
     def take_outcomes(self) -> list[LoadOutcome]:
-        """Return the loads that have ended since the last call, but for requests that do not wait for them any more."""
+        """Return the loads that have ended since the last call, except those that no request waits for any more."""
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
     def reset(self) -> None:
-        """Make all loads in flight failed ones: what they bring has been retired."""
+        """Fail all loads in flight: their KV has been retired."""
         self._generation += 1
 
     # -- inside
 
     def _search_and_pin(self, request: EngineRequest, tracked: RequestState, computed: int) -> bool:
-        """Pin what can be loaded after ``computed``, perhaps nothing; False: it is not known yet, or not ready."""
+        """Pin the loadable chunks after ``computed``, perhaps none; False: no answer yet, or they are not ready."""
         wanted = self._wanted_end(request, tracked, computed)
         end, wait = self._search.find(request, tracked, computed, wanted)
         if wait:
@@ -125,7 +125,7 @@ class Loads:
         return True
 
     def _wanted_end(self, request: EngineRequest, tracked: RequestState, computed: int) -> int:
-        """Return where a load that starts at ``computed`` would best end: one token is left to compute."""
+        """Return where a load that starts at ``computed`` should end: one token is left to compute."""
         limit = tracked.limits.max_load_tokens
         end = request.num_tokens - 1 if limit is None else min(request.num_tokens - 1, computed + limit)
         if not tracked.may_load or computed % self._geometry.load_step:
@@ -143,7 +143,7 @@ class Loads:
         return in_prefix_order(parts)
 
     def _goes_first(self, keys: Sequence[OffloadKey], tracked: RequestState) -> bool:
-        """Say whether another request loads one of these chunks, so that this one should wait for it."""
+        """Return whether another request loads one of these chunks, so that this one should wait for it."""
         if not self._options.prefix_caching:
             return False
         if not self._arriving.keys().isdisjoint(keys):

@@ -1,4 +1,4 @@
-"""The offload scheduler: which GPU blocks to store and which prefix to load, step by step.
+"""The offload scheduler: decides in each step which GPU blocks to store and which prefix to load.
 
 ::
 
@@ -8,7 +8,7 @@
                      '---------------------------- preempt_request
 
 Engine's thread only. The manager's lock is taken with a step's first ``lookup``, ``start_load`` or ``on_computed`` and
-given back by ``end_step``; the other calls may also come between steps.
+released by ``end_step``; the other calls may also come between steps.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _log = logging.getLogger("kvtiers.scheduler")
 
 
 class OffloadScheduler:
-    """Decides what is stored and what is loaded. One for each engine, over one manager.
+    """The decisions on stores and loads. One for each engine, over one manager.
 
     ``blocks`` keeps GPU blocks in place while a transfer touches them; for lazy stores it is a ``FreeQueue``.
     """
@@ -67,7 +67,7 @@ class OffloadScheduler:
     # -- requests
 
     def add_request(self, request: EngineRequest) -> None:
-        """Take note of a request before its first ``lookup``. The tokens that it has now are its prompt."""
+        """Record a request before its first ``lookup``. The tokens that it has now are its prompt."""
         with self._briefly():
             policy = self._manager.on_new_request(request.context, request.num_tokens)
         self._requests[request.context.request_id] = RequestState(
@@ -79,9 +79,9 @@ class OffloadScheduler:
         )
 
     def preempt_request(self, request: EngineRequest) -> None:
-        """Take note that the engine takes a request's blocks away, to serve it from its beginning later.
+        """Record that the engine takes a request's blocks away, to serve it from its beginning later.
 
-        The next call for it is ``lookup``. Blocks in transfers stay held; a load that runs is reported to nobody.
+        The next call for it is ``lookup``. Blocks in transfers stay held; a load in flight is not reported.
         """
         tracked = self._requests[request.context.request_id]
         with self._briefly():
@@ -90,10 +90,10 @@ class OffloadScheduler:
         tracked.start_over()
 
     def finish_request(self, request: EngineRequest, computed_tokens: int | None = None) -> None:
-        """Take note that the engine is done with a request. It may free the blocks: those in transfers stay held.
+        """Record that the engine is done with a request. It may free the blocks: those in transfers stay held.
 
         Chunks that are full and were not stored yet are stored now. ``computed_tokens``: as for ``on_computed``, if
-        that has not been told yet.
+        that has not been reported yet.
         """
         tracked = self._requests.pop(request.context.request_id)
         if computed_tokens is not None:
@@ -112,8 +112,8 @@ class OffloadScheduler:
     def lookup(self, request: EngineRequest, computed_tokens: int) -> int | None:
         """Return how many tokens after ``computed_tokens`` can be loaded; None: not known yet, ask in the next step.
 
-        ``computed_tokens``: what the engine has in its own prefix cache, looked up anew for each call: what the
-        request has waited for may have come there. At least one token is left to compute. The chunks found stay
+        ``computed_tokens``: the engine's hit in its own prefix cache, looked up again for each call: the chunks that
+        the request waits for may have arrived there. At least one token is left to compute. The chunks found stay
         pinned until ``start_load``, a lookup from elsewhere, preemption, or the request's end.
         """
         tracked = self._requests[request.context.request_id]
@@ -125,7 +125,7 @@ class OffloadScheduler:
     def start_load(self, request: EngineRequest, tokens: int) -> int:
         """Start to load the first ``tokens`` of the last lookup's hit; return how many will be loaded.
 
-        The request's blocks for them must be allocated. The rest of the hit is let go. ``report`` tells the end; a
+        The request's blocks for them must be allocated. The rest of the hit is unpinned. ``report`` returns its end; a
         load that fails is computed, and further lookups of the request find nothing.
         """
         self._begin_step()
@@ -134,7 +134,7 @@ class OffloadScheduler:
     # -- stores
 
     def on_computed(self, request: EngineRequest, computed_tokens: int) -> None:
-        """Store the chunks that are full now, or see to it that they are stored in time.
+        """Store the chunks that are full now, or (lazy stores) note them to be stored in time.
 
         The KV of the request's first ``computed_tokens`` is in its blocks and stays: no draft tokens. Hits count too.
         """
@@ -169,7 +169,7 @@ class OffloadScheduler:
         """Take what a worker's ``get_finished`` returned; return the loads that have thereby ended on all workers.
 
         The loads of requests that have been preempted or have finished meanwhile are left out. A rank whose process
-        has ended need not be spoken for: its transfers fail in the next step, and the next call says so.
+        has ended needs no report: its transfers fail in the next step, and the next call returns them.
         """
         with self._briefly():
             for result in results:
@@ -178,14 +178,14 @@ class OffloadScheduler:
             return self._loads.take_outcomes()
 
     def has_pending_work(self) -> bool:
-        """Say whether the engine should keep stepping though it has no request."""
+        """Return whether the engine should keep stepping though it has no request."""
         with self._briefly():
             return bool(self._jobs) or self._manager.has_pending_work()
 
     # -- life
 
     def reset_cache(self) -> None:
-        """Forget all that was stored, as ``TieringManager.reset_cache`` does. Loads that run end as failed.
+        """Forget all that was stored, as ``TieringManager.reset_cache`` does. Loads in flight end as failed.
 
         Running requests offer their chunks again. Blocks in transfers stay held until those are reported.
         """
@@ -194,7 +194,7 @@ class OffloadScheduler:
             self._manager.reset_cache()
 
     def set_weights_version(self, version: str) -> None:
-        """Retire all KV of the weights so far. The engine empties its own prefix cache in the same moment.
+        """Retire all KV of the current weights. The engine empties its own prefix cache at the same time.
 
         What requests have computed until now is never stored; they store again once they have been preempted.
         """

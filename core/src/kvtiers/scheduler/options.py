@@ -1,4 +1,4 @@
-"""What can be chosen: for a scheduler, and by each request."""
+"""Scheduler options, and the limits that a request may set."""
 
 import logging
 import reprlib
@@ -30,7 +30,7 @@ class SchedulerOptions:
     ``mode``: store chunks as soon as they are computed, or when their blocks are about to be reused. ``prompt_only``:
     store no chunk with generated tokens. ``min_offload_tokens``: store nothing of a prefix shorter than that.
     ``min_load_tokens``: a shorter hit is not loaded. ``prefix_caching``: the engine finds loaded blocks in its own
-    prefix cache, so a chunk that is just being loaded for another request is waited for. ``null_block``: the id in a
+    prefix cache, so a request waits for a chunk that is being loaded for another one. ``null_block``: the id in a
     request's block table that stands for no block.
     """
 
@@ -86,7 +86,7 @@ def _tokens(context: RequestContext, name: str) -> int | None:
 
 
 def _shown(value: object) -> str:
-    """Return what a request has sent in a few characters, without going through all of it."""
+    """Return a request's parameter in a few characters, without reading all of it."""
     if isinstance(value, dict | set) and len(value) > _LONGEST_SHOWN:  # reprlib sorts these
         return f"a {type(value).__name__} of {len(value)}"
     try:

@@ -1,7 +1,7 @@
-"""How far a request's prefix is at hand in all groups.
+"""The prefix search: how far a request's prefix is present in all KV groups.
 
 Full-attention groups are asked from the left for their leading run, windowed ones from the right for the last place
-where a whole window is present; what one group lacks shortens the question for the others, until all agree.
+where a whole window is present; a miss in one group shortens the search in the others, until all agree.
 """
 
 from collections.abc import Mapping
@@ -16,14 +16,14 @@ __all__ = ["WINDOW_SCAN", "Found", "PrefixSearch", "Scanned"]
 
 
 class Found(NamedTuple):
-    """Up to which token a prefix is at hand; ``wait``: not all of it is readable, or more may turn up: ask again."""
+    """The token up to which a prefix is present; ``wait``: part of it is not readable yet, or more may be found."""
 
     end: int
     wait: bool
 
 
 class Scanned(NamedTuple):
-    """What an answer means in a scan from the right.
+    """The meaning of one answer in a scan from the right.
 
     ``present``: the chunk counts towards the window; otherwise the window has to end before it, and what was found to
     its right does not count. ``wait``: the request has to ask again: ``defer`` in any case, else only if the chunk
@@ -44,14 +44,14 @@ WINDOW_SCAN: Mapping[LookupResult, Scanned] = {
 
 
 class PrefixSearch:
-    """Asks the manager; remembers nothing."""
+    """Searches through the manager; keeps no state."""
 
     def __init__(self, manager: OffloadManager, geometry: Geometry) -> None:
         self._manager = manager
         self._geometry = geometry
 
     def find(self, request: EngineRequest, tracked: RequestState, start: int, limit: int) -> Found:
-        """Return how far, at most to ``limit``, what follows ``start`` is at hand. Both are places where loads end."""
+        """Return how far the prefix after ``start`` is present, up to ``limit``. Loads may end at both."""
         several = len(self._geometry.groups) > 1
         end = limit
         while end > start:

@@ -1,4 +1,4 @@
-"""What the scheduler remembers of a request between two calls."""
+"""The scheduler's state of a request between two calls."""
 
 import time
 from dataclasses import dataclass, field
@@ -41,7 +41,7 @@ class RequestState:
     may_load: bool = True
     """False once a load has failed: it is computed then."""
     yielded: bool = False
-    """It has let another request go first with chunks that both want."""
+    """It has yielded to another request that loads the same chunks."""
 
     loaded: range = field(default=range(0))
     """What came from the cache, so that it need not be stored."""
@@ -65,13 +65,13 @@ class RequestState:
         return keys
 
     def start_over(self) -> None:
-        """Forget how far it was: its blocks are gone. A load in flight is for nobody now."""
+        """Reset its progress: its blocks were taken away. A load in flight has no receiver now."""
         self.loading = None
         self.outdated = False
         self.unloaded.clear()
         self.store_again()
 
     def store_again(self) -> None:
-        """Forget what of it is stored."""
+        """Forget which of its chunks are stored."""
         self.loaded = range(0)
         self.offered = self.refused = 0

@@ -1,4 +1,4 @@
-"""What eager and lazy stores have in common: which chunks of a request may be stored, and a store's job."""
+"""The base of eager and lazy stores: which chunks of a request may be stored, and a store's job."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ class StoreChunk(NamedTuple):
 
 
 class Stores(ABC):
-    """One way to offload. Told of what is computed; adds store jobs to the step."""
+    """One store policy. Is notified of computed chunks; adds store jobs to the step."""
 
     def __init__(
         self, manager: OffloadManager, geometry: Geometry, jobs: JobsInFlight, options: SchedulerOptions
@@ -40,19 +40,19 @@ class Stores(ABC):
 
     @abstractmethod
     def on_computed(self, request: EngineRequest, tracked: RequestState) -> None:
-        """Take note that ``tracked.computed`` has grown."""
+        """Record that ``tracked.computed`` has grown."""
 
     @abstractmethod
     def on_finished(self, request: EngineRequest, tracked: RequestState) -> None:
-        """Take the last look at a request and its blocks."""
+        """Handle a request's end; its blocks may be freed afterwards."""
 
     @abstractmethod
     def end_step(self) -> None:
-        """Do what is done once a step."""
+        """Do the policy's work of each step."""
 
     @abstractmethod
     def reset(self, *, new_weights: bool) -> None:
-        """Take note that nothing is stored any more; with new weights also what the GPU holds is not to be stored."""
+        """Record that nothing is stored any more; with new weights also what the GPU holds is not to be stored."""
 
     def storable_end(self, request: EngineRequest, tracked: RequestState) -> int:
         """Return up to which token the request's chunks may be stored now."""
@@ -98,7 +98,7 @@ class Stores(ABC):
     ) -> tuple[int, list[StoreChunk], list[int]]:
         """Add a plan's job to the step; return its id, its chunks, and all of their blocks.
 
-        ``ended`` is told the id, the success, and the blocks, after the plan was completed.
+        ``ended`` is called with the id, the success, and the blocks, after the plan was completed.
         """
         chunks = [offered[key] for key in plan.keys]
         of_groups = [[chunk for chunk in chunks if chunk.group == group.index] for group in self.geometry.groups]

@@ -10,11 +10,11 @@ from kvtiers.types import BlockSpec, ChunkIds, TransferResult
 __all__ = ["JobsInFlight", "LoadOutcome", "StepTransfers", "WorkerJob"]
 
 JobEnded: TypeAlias = Callable[[int, bool], None]
-"""Told the job's id and whether all workers succeeded."""
+"""Called with the job's id and whether all workers succeeded."""
 
 
 class WorkerJob(NamedTuple):
-    """One transfer that every worker is to be given: ``submit_store`` or ``submit_load``, with these arguments."""
+    """One transfer for every worker: ``submit_store`` or ``submit_load``, with these arguments."""
 
     job_id: int
     blocks: BlockSpec
@@ -23,7 +23,7 @@ class WorkerJob(NamedTuple):
 
 @dataclass(slots=True)
 class StepTransfers:
-    """What a step has decided. Submit it before the next one: first the loads, which somebody waits for."""
+    """A step's transfers. Submit them before the next step's: first the loads, for which requests wait."""
 
     loads: list[WorkerJob] = field(default_factory=list)
     stores: list[WorkerJob] = field(default_factory=list)
@@ -75,7 +75,7 @@ class JobsInFlight:
         return step
 
     def report(self, result: TransferResult, rank: int) -> bool:
-        """Take one rank's result; the last one ends the job. False: nobody waited for it, so it changes nothing.
+        """Accept one rank's result; the last one ends the job. False: no job waited for it, so it changes nothing.
 
         Each rank counts once for each job, with its first report.
         """
@@ -90,7 +90,7 @@ class JobsInFlight:
         return True
 
     def lose(self, rank: int) -> int:
-        """Take note that this rank will not report: its jobs have failed. Return how many it had."""
+        """Record that this rank will not report: its jobs have failed. Return how many it had."""
         lost = [job_id for job_id, job in self._jobs.items() if rank in job.waiting]
         for job_id in lost:
             self.report(TransferResult(job_id, False), rank)

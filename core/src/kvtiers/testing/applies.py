@@ -1,4 +1,4 @@
-"""Which tests of the kit apply to which subclass; the pytest plugin asks when it collects them."""
+"""The selection of the kit's tests: which apply to which subclass. The pytest plugin asks when it collects them."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar

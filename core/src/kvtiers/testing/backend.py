@@ -1,4 +1,4 @@
-"""A look at the backend before the first test of a class: one that is down is one error, not one for each test."""
+"""The check of the backend before the first test of a class: one that is down is one error, not one a test."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

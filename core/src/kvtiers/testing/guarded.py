@@ -1,4 +1,4 @@
-"""Memory that notices what a store or a tier does to it: rows between guard bytes, lent as core lends them."""
+"""Guarded memory: rows between guard bytes, which detect stray writes and kept views."""
 
 import gc
 import mmap
@@ -23,12 +23,12 @@ def pattern(seed: int, nbytes: int) -> bytes:
 
 
 def version(number: int, nbytes: int) -> bytes:
-    """Return a value that says at every place which version it is."""
+    """Return a value that has its version at every place."""
     return number.to_bytes(8, "little") * (nbytes // 8)
 
 
 def is_one_version(content: bytes) -> bool:
-    """Say whether the content is one version from its first byte to its last."""
+    """Return whether the content is one version from its first byte to its last."""
     return content == content[:8] * (len(content) // 8) and int.from_bytes(content[:8], "little") < 1 << 32
 
 
@@ -78,22 +78,22 @@ class Row:
         return self._lend(readonly=True)
 
     def is_kept(self) -> bool:
-        """Say whether somebody still holds a view that was lent, or anything that was made from one."""
+        """Return whether a view of the row, or anything made from one, is still alive."""
         if all(loan.is_free() for loan in self._loans):
             return False
         gc.collect()  # core forgives a cycle, an exception and its traceback say, as it does this too
         return not all(loan.is_free() for loan in self._loans)
 
     def is_guarded(self) -> bool:
-        """Say whether the bytes on both sides of the row are as they were."""
+        """Return whether the bytes on both sides of the row are as they were."""
         return bool((self._around[:PAGE] == GUARD).all() and (self._around[-PAGE:] == GUARD).all())
 
     def _lend(self, *, readonly: bool) -> memoryview:
         loan = Loan(self._region, [(self._offset, self._nbytes)], readonly=readonly)
         view = loan.views.pop()  # the borrower alone holds it now, so that the view itself is found, too, if it is kept
-        lent = np.frombuffer(view, np.uint8)
+        viewed = np.frombuffer(view, np.uint8)
         # By address: a view of anything but this row would make nonsense of every other check.
-        assert (lent.ctypes.data, lent.nbytes) == (self._array.ctypes.data, self._nbytes)
+        assert (viewed.ctypes.data, viewed.nbytes) == (self._array.ctypes.data, self._nbytes)
         self._loans.append(loan)
         return view
 

@@ -1,4 +1,4 @@
-"""A process that writes values until it is killed: how a store's promise of whole values is put to the test.
+"""A process that writes values until it is killed, to test a store's promise of whole values.
 
 The parent calls ``kill_while_writing``; ``python -m kvtiers.testing.killed_writer`` is the process.
 """

@@ -1,4 +1,4 @@
-"""The pytest plugin of the kit: what does not apply is not collected, and what hangs fails.
+"""The kit's pytest plugin: tests that do not apply are not collected, and tests that hang fail.
 
 Loaded in every pytest run of an environment that has kvtiers, so it imports pytest alone and looks only at plain
 functions that carry the kit's mark (see ``kvtiers.testing.applies``).
@@ -16,7 +16,7 @@ pytest.register_assert_rewrite(
 
 
 def pytest_pycollect_makeitem(collector: object, obj: object) -> list[pytest.Item] | None:
-    """Collect nothing for a test of the kit that does not apply to this subclass; None: not our business."""
+    """Collect nothing for a test of the kit that does not apply to this subclass; None: not a test of the kit."""
     applies_to = obj.__dict__.get("kvtiers_applies_to") if isinstance(obj, FunctionType) else None
     if applies_to is None or not isinstance(collector, pytest.Class):
         return None
@@ -28,7 +28,7 @@ def pytest_pycollect_makeitem(collector: object, obj: object) -> list[pytest.Ite
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test of the kit in a thread, so that one which hangs fails; None: a test of somebody else's."""
+    """Run a test of the kit in a thread, so that one which hangs fails; None: not a test of the kit."""
     __tracebackhide__ = True
     if not str(getattr(pyfuncitem.function, "__module__", "")).startswith("kvtiers.testing."):
         return None

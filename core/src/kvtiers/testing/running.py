@@ -1,4 +1,4 @@
-"""Running code beside other code, and seeing what it leaves behind; a hang is a failure with a name."""
+"""Helpers that run code in threads and find what it leaves behind; a hang is a failure with a name."""
 
 import os
 import sys
@@ -106,7 +106,7 @@ def stack_of(thread: threading.Thread) -> str:
 
 @contextmanager
 def frequent_switches() -> Iterator[None]:
-    """Let Python change threads every few microseconds, so that a race is met within few tries."""
+    """Let Python change threads every few microseconds, so that a race shows within few tries."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(5e-6)
     try:
@@ -129,7 +129,7 @@ def threads_left_since(before: set[threading.Thread], *, patience: float = 5.0) 
 def descriptors_left_since(before: set[str], *, patience: float = 5.0) -> list[str]:
     """Return the descriptors that are not in ``before`` and are not closed within ``patience`` seconds.
 
-    A native library may close its sockets on a thread of its own, a moment after it was told to.
+    A native library may close its sockets on a thread of its own, a moment after the call that closes them.
     """
     deadline = time.monotonic() + patience
     while (left := open_descriptors() - before) and time.monotonic() < deadline:

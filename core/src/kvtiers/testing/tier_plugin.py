@@ -1,4 +1,4 @@
-"""What core demands of a tier plugin: its entry module and its options, as tests.
+"""The conformance tests of a tier plugin: its entry module and its options.
 
 ::
 

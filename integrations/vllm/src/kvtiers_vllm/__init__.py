@@ -6,13 +6,13 @@ module           does
 ``plugin``       registers every installed tier, and the whole stack, with each of vLLM's processes at its start
 ``switch``       ``KVTIERS_CONFIG``: the whole stack without an argument of vLLM's
 ``compat``       the functions of vLLM's that kvtiers wraps, all of them, and whether this release has them
-``engine``       the engine that is being built, and its core, as far as kvtiers follows it
+``engine``       the engine that is being built, and the link to its core
 ``stack``        the whole stack: kvtiers' own manager, primary and workers under kvtiers' connector
 ``own_tiering``  a kvtiers tier as one of vLLM's own secondary tiers
-``never_raise``  keeps what goes wrong here out of vLLM's step
+``never_raise``  keeps kvtiers' exceptions out of vLLM's step
 ``identity``     which model's KV this is, from vLLM's own config
 ``weights``      which weights these are: a commit, a digest, or random
-``releases``     what changed between the releases of vLLM
+``releases``     the differences between releases of vLLM
 ``cli``          ``kvtiers vllm-config``
 ===============  ==============================================================================================
 

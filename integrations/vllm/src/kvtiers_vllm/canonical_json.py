@@ -1,4 +1,4 @@
-"""A section of vLLM's config as plain data: the same in every process, another for other settings."""
+"""Canonical plain data of a section of vLLM's config: equal in every process, different for other settings."""
 
 import enum
 import hashlib
@@ -33,7 +33,7 @@ def _fields(fields: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _object(value: Any) -> Any:
-    """Return what an object says of itself; never its address, which is another in each process."""
+    """Return an object's class and public fields; never its address, which differs by process."""
     if isinstance(value, enum.Enum):
         return value.name
     if hasattr(value, "__qualname__"):

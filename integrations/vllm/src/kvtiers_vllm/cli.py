@@ -1,4 +1,4 @@
-"""``kvtiers vllm-config``: a config as the argument that puts its tiers, or all of kvtiers, under vLLM, checked."""
+"""``kvtiers vllm-config``: a checked config as vLLM's argument for its tiers, or for the whole stack."""
 
 import json
 import shlex
@@ -68,7 +68,7 @@ def transfer_config(
 ) -> dict[str, Any]:
     """Return vLLM's config for these tiers. ``document``: the same config as it is written, with its variables.
 
-    ConfigError with one line for everything that cannot be had under vLLM's own tiering.
+    ConfigError with one line for every option that vLLM's own tiering does not have.
     """
     problems = _primary_problems(config) + _tier_problems(config)
     extra: dict[str, Any] = {
@@ -117,7 +117,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _primary_problems(config: OffloadConfig) -> list[str]:
-    """Return what the primary is asked for that vLLM's own does not have."""
+    """Return the options of the primary that vLLM's own does not have."""
     problems = [
         f"primary.{name}: vLLM's own primary has no such option; leave it out"
         for name, field in PrimaryConfig.model_fields.items()

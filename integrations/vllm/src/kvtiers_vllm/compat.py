@@ -1,20 +1,20 @@
-"""The functions of vLLM's that kvtiers wraps, all of them, since no interface of vLLM's gives what it needs there.
+"""The compatibility layer: all functions of vLLM's that kvtiers wraps, since vLLM has no interface for them.
 
 =====================================  ================================================================================
 wrapped                                for
 =====================================  ================================================================================
-EngineCore.preprocess_add_request      requests as they come, on vLLM's input thread: tiers are asked ahead
-EngineCore.add_lora                    adapters that are loaded without a request: their files are looked at before
+EngineCore.preprocess_add_request      requests as they arrive, on vLLM's input thread: tiers are probed ahead
+EngineCore.add_lora                    adapters that are loaded without a request: their files are digested before
 EngineCore.collective_rpc              weights that change in place
-EngineCore.set_weight_version          what the weights are called from then on
-EngineCore.reset_prefix_cache          vLLM's own prefix cache holds nothing of other weights any more
-KVConnectorFactory.create_connector    the VllmConfig for tiers under vLLM's own tiering, which vLLM gives none
+EngineCore.set_weight_version          the version of the weights from then on
+EngineCore.reset_prefix_cache          vLLM's own prefix cache holds no KV of other weights any more
+KVConnectorFactory.create_connector    the VllmConfig for tiers under vLLM's own tiering, which vLLM does not pass
 EngineArgs.create_engine_config        KVTIERS_CONFIG, and configs in the spelling before ``KvtiersConnector``
 =====================================  ================================================================================
 
-Each is wrapped on its class, once a process, by a function of the same signature, and every core's calls reach what
-follows that core. ``check`` compares the real functions with what this module was written for: a release of vLLM on
-which it would not work is refused at the start, in one line. kvtiers uses no other function by replacing it.
+Each is wrapped on its class, once a process, by a function of the same signature, and every core's calls reach its
+link. ``check`` compares the real functions with the expected parameters: a release of vLLM on
+which it would not work is refused at the start, in one line. kvtiers replaces no other function.
 """
 
 import functools
@@ -60,7 +60,7 @@ _by_core: weakref.WeakKeyDictionary[Any, CoreLink] = weakref.WeakKeyDictionary()
 
 
 def check(owner: type, expected: Mapping[str, tuple[str, ...]], version: str, *, sets: Iterable[str] = ()) -> None:
-    """StartError, one line, if a class of vLLM's is not as kvtiers was written for.
+    """Raise StartError, one line, if a class of vLLM's is not the one that kvtiers was written for.
 
     ``expected``: parameters by function. ``sets``: attributes that its constructor sets or reads.
     """
@@ -86,7 +86,7 @@ def check(owner: type, expected: Mapping[str, tuple[str, ...]], version: str, *,
 
 
 def wrap_core(core: type, version: str) -> None:
-    """Have the calls of every engine core reach what follows it. ``core``: the class; StartError: they would not."""
+    """Make the calls of every engine core reach its link. ``core``: the class; StartError: they would not."""
     check(core, CORE, version, sets=("vllm_config", "scheduler"))
     for name, make in _CORE_WRAPPERS.items():
         _wrap(core, name, make)
@@ -107,7 +107,7 @@ def follow_core(engine: Engine, version: str) -> CoreLink:
 
 
 def wrap_factory(factory: Any, version: str) -> None:
-    """Have connectors of vLLM's own built with their configs at hand. ``factory``: ``KVConnectorFactory``."""
+    """Make vLLM's factory build connectors with their configs available. ``factory``: ``KVConnectorFactory``."""
     check(factory, _FACTORY, version)
     create = vars(factory)["create_connector"].__func__
     if hasattr(create, _MARK):
@@ -125,7 +125,7 @@ def wrap_factory(factory: Any, version: str) -> None:
 def wrap_engine_args(
     engine_args: Any, prepare: Callable[[Any], None], examine: Callable[[Any], None], version: str
 ) -> None:
-    """Have ``prepare`` see the arguments of each engine, and ``examine`` the config that they become.
+    """Call ``prepare`` with the arguments of each engine, and ``examine`` with the config made from them.
 
     ``engine_args``: the class. What either raises stops the start, before a model is loaded.
     """
@@ -144,7 +144,7 @@ def wrap_engine_args(
 
 
 def _link(core: Any) -> CoreLink | None:
-    """Return what follows this core; None where nothing of kvtiers' does."""
+    """Return the link of this core; None if it has none."""
     link = _by_core.get(core)
     if link is None:
         link = _by_config.get(id(getattr(core, "vllm_config", None)))

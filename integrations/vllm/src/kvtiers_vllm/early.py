@@ -1,7 +1,7 @@
-"""What can be refused before vLLM loads a model: a primary tier that is larger than the machine.
+"""Early checks: a primary tier that does not fit the machine is refused before vLLM loads a model.
 
 The memory is taken when vLLM builds its scheduler, minutes later and in another process, whose failure fills the log.
-What is asked for is known as soon as vLLM has made its config from its arguments; there the same sum is done.
+The sizes are known as soon as vLLM has made its config from its arguments, so the same sum is checked there.
 """
 
 import logging
@@ -17,7 +17,7 @@ _CONFIG_KEY = "kvtiers_config"
 def refuse_large_primary(vllm_config: Any, problem_with: Callable[[int], str | None] | None = None) -> None:
     """Raise StartError, and log it in one line, if the whole stack's primaries do not fit this machine.
 
-    ``vllm_config``: vLLM's. What is wrong with kvtiers' own config is said by whoever reads it to use it.
+    ``vllm_config``: vLLM's. Problems of kvtiers' own config are reported where it is read for use.
     """
     transfer = getattr(vllm_config, "kv_transfer_config", None)
     extra = getattr(transfer, "kv_connector_extra_config", None)

@@ -1,4 +1,4 @@
-"""The vLLM engine that is being built, and its core, as far as kvtiers follows it.
+"""The vLLM engine that is being built, and the link to its core.
 
 vLLM's factories build a spec and its tiers from an ``OffloadingConfig``, which names neither weights nor quantisation.
 The ``VllmConfig`` that it was made from is handed down beside it, by a context variable that the connector's
@@ -20,7 +20,7 @@ INITIAL_WEIGHTS = "default"
 
 @dataclass(eq=False)
 class CoreLink:
-    """One engine core, and what kvtiers does at its calls (``compat`` sees them). ``vllm_config``: the core's own.
+    """A link to one engine core: callbacks at its calls (``compat`` wraps them). ``vllm_config``: the core's own.
 
     ``request_arrived`` gets each request as vLLM has prepared it, on vLLM's input thread. ``adapter_loads`` gets vLLM's
     request to load an adapter, before it does; ``workers_called`` the method that all workers are about to run;
@@ -36,7 +36,7 @@ class CoreLink:
     _core: Callable[[], Any] = lambda: None
 
     def attach(self, core: Any) -> None:
-        """Take note of the core, at its first call."""
+        """Record the core, at its first call."""
         self._core = weakref.ref(core)
 
     @property
@@ -45,16 +45,16 @@ class CoreLink:
         return self._core() is not None
 
     def is_idle(self) -> bool:
-        """Say whether the engine has begun no request that it could go on with; in a pass, none in it either."""
+        """Return whether the engine has begun no request that it could go on with; in a pass, none in it either."""
         running = getattr(getattr(self._core(), "scheduler", None), "running", None)
         return running is not None and not running
 
     def is_ending(self) -> bool:
-        """Say whether the engine has been told to end, and goes on only for the work that there is."""
+        """Return whether the engine is shutting down, and goes on only to finish its work."""
         return getattr(getattr(self._core(), "shutdown_state", None), "name", "RUNNING") != "RUNNING"
 
     def weights_version(self) -> str:
-        """Return what vLLM calls the weights that it has."""
+        """Return vLLM's version of its current weights."""
         core = self._core()
         return INITIAL_WEIGHTS if core is None else str(core.get_weight_version())
 
@@ -72,7 +72,7 @@ class Engine:
 
     @property
     def is_alone(self) -> bool:
-        """No other engine steps with it: what data parallel engines wait for is nothing to the others."""
+        """Whether no other engine steps with it: data parallel engines would wait for each other's pauses."""
         parallel = getattr(self.vllm_config, "parallel_config", None)
         return int(getattr(parallel, "data_parallel_size", 1) or 1) == 1
 
@@ -82,7 +82,7 @@ _being_built: ContextVar[Engine | None] = ContextVar("kvtiers_engine", default=N
 
 @contextmanager
 def being_built(engine: Engine) -> Iterator[None]:
-    """Have ``engine_being_built`` return this one for what is built inside."""
+    """Make ``engine_being_built`` return this engine within the block."""
     token = _being_built.set(engine)
     try:
         yield

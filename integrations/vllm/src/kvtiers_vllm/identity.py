@@ -1,4 +1,4 @@
-"""Which model's KV this is, from vLLM's own config: what decides the bytes of a row, and how its key came about.
+"""The model's identity, from vLLM's own config: everything that decides a row's bytes and its key.
 
 Of vLLM's ``OffloadingConfig`` and of the ``VllmConfig`` that it was made from (``engine``): the first names neither
 weights nor quantisation.
@@ -30,7 +30,7 @@ _MODELS = {"model", "target_model_config", "draft_model_config", "target_paralle
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Identity:
-    """The model's identity, and what stands in the way of sharing: sentences for the log, empty if nothing does."""
+    """The model's identity, and the obstacles to sharing: sentences for the log, empty if there are none."""
 
     model: ModelIdentity
     warnings: tuple[str, ...]
@@ -78,7 +78,7 @@ def _name(model: str) -> str:
 
 
 def _weights(engine: Engine) -> tuple[str, str]:
-    """Return the identity of all weights that the engine has loaded, and what is to be said about it."""
+    """Return the identity of all weights that the engine has loaded, and a sentence for the log."""
     if engine.vllm_config is None:
         return random_weights(), _nothing_shared("vLLM's config was not found")
     found = [weights_of(*loaded) for loaded in _loaded(engine)]
@@ -111,7 +111,7 @@ def _nothing_shared(why: str) -> str:
 
 
 def _seed(version: str, algorithm: str) -> tuple[str, str]:
-    """Return the seed of vLLM's block hashes, and what is to be said about it."""
+    """Return the seed of vLLM's block hashes, and a sentence for the log."""
     seed = os.environ.get("PYTHONHASHSEED")
     if seed is not None:
         return seed, ""
@@ -155,7 +155,7 @@ def _model(model_config: Any) -> dict[str, Any]:
 
 
 def _choice_of_files(load_config: Any) -> Any:
-    """Return what may let a loader read other files of the model's folder."""
+    """Return the settings by which a loader may read other files of the model's folder."""
     return [plain(getattr(load_config, name, None)) for name in ("model_loader_extra_config", "ignore_patterns")]
 
 
@@ -173,7 +173,7 @@ def _speculation(engine: Engine) -> Any:
 
 
 def _layout_digest(engine: Engine, offloading: Any, version: str, *, own_rows: bool) -> str:
-    """Digest what decides where in a row each number lies."""
+    """Digest the settings that decide where in a row each number lies."""
     canonical = bool(getattr(offloading, "canonical_layout", False))
     any_ranks = own_rows and canonical
     groups = [
@@ -214,7 +214,7 @@ def _shared_spec(spec: Any) -> str:
 
 
 def _backend(engine: Engine) -> dict[str, Any]:
-    """Return what decides vLLM's attention backend, and with it the order of the numbers in a page."""
+    """Return the settings that decide vLLM's attention backend, and with it the order of the numbers in a page."""
     found = {
         "device": str(_of(engine, "device_config.device_type")),
         "attention": plain(_of(engine, "attention_config")),
@@ -227,7 +227,7 @@ def _backend(engine: Engine) -> dict[str, Any]:
 
 
 def _device() -> dict[str, str]:
-    from vllm.platforms import current_platform  # only in an engine: whoever has a VllmConfig has vLLM
+    from vllm.platforms import current_platform  # only in an engine: a VllmConfig implies vLLM
 
     found = {
         "name": str(current_platform.get_device_name()),

@@ -1,7 +1,7 @@
-"""The begin and the end of an engine of vLLM's, as far as its tiers have to do with them.
+"""The start and the end of a vLLM engine, as far as they concern its tiers.
 
 vLLM gives figures to its ``/metrics`` in steps only, and an engine without a request makes none: so it is kept stepping
-at its start, until one report has said how the tiers are. At its end it steps as long as there is work, for as long as
+at its start, until one report has the state of the tiers. At its end it steps as long as there is work, for as long as
 ``--shutdown-timeout`` allows: work of a slow tier alone must not take all of that time.
 """
 
@@ -14,7 +14,7 @@ _LONGEST_SECONDS = 30.0
 
 
 class FirstReport:
-    """Whether the report is owed that says how the tiers are. ``have_spoken``: each is open, or has said why not."""
+    """The first report of the tiers' states. ``have_spoken``: each tier is open, or has logged why not."""
 
     def __init__(self, have_spoken: Callable[[], bool], clock: Callable[[], float] = time.monotonic) -> None:
         self._have_spoken = have_spoken
@@ -24,12 +24,12 @@ class FirstReport:
         self._is_owed = True
 
     def is_owed(self) -> bool:
-        """Say whether the engine is to go on stepping for it."""
+        """Return whether the engine has to go on stepping for it."""
         if self._is_owed:
             self._spoken = self._spoken or self._have_spoken()
             self._is_owed = self._clock() < self._until
         return self._is_owed
 
     def given(self) -> None:
-        """Take note of a report; one that was given before all had spoken is not yet the one."""
+        """Record a report; one that was given before all had spoken is not yet the one."""
         self._is_owed = self._is_owed and not self._spoken

@@ -1,4 +1,4 @@
-"""Nothing raises into vLLM's step: a bug of ours is logged, and the call answers what does no harm."""
+"""A guard around calls from vLLM's step: an exception is logged, and the call returns a safe answer."""
 
 import functools
 import logging
@@ -14,7 +14,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class BugCount:
-    """Counts and logs what would have been raised: the 1st, 2nd, 4th, 8th ... time."""
+    """The count of suppressed exceptions; logs the 1st, 2nd, 4th, 8th ... of them."""
 
     def __init__(self, name: str) -> None:
         self._name = name

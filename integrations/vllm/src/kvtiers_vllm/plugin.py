@@ -1,4 +1,4 @@
-"""What vLLM calls at the start of each of its processes: make kvtiers known by its short names.
+"""vLLM's general plugin: registers kvtiers in each of vLLM's processes at its start.
 
 Every installed tier is registered as ``kvtiers-<type>``, the whole stack as the connector ``KvtiersConnector``. Nothing
 is imported but vLLM's registries and its arguments; the rest is loaded when a config names it. The two functions of
@@ -51,7 +51,7 @@ def register() -> None:
 
 
 def _follow_engine_args(version: str) -> None:
-    """See to it that engines of this process are asked for by the environment, and in the old spelling, too."""
+    """Make engines of this process follow the environment, and the old spelling."""
     from vllm.engine.arg_utils import EngineArgs
 
     compat.wrap_engine_args(
@@ -78,7 +78,7 @@ def _register(registry: Callable[[str, str, str], None], name: str, module: str,
 
 
 def _log_like_vllm() -> None:
-    """Write kvtiers' lines where vLLM writes its own, unless somebody has set up logging otherwise.
+    """Write kvtiers' lines where vLLM writes its own, unless logging was configured otherwise.
 
     By a parent and not by vLLM's handlers: releases from 0.32 on have none yet when they load plugins.
     """

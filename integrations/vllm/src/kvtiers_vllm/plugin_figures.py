@@ -25,13 +25,13 @@ OTHERS = "kvtiers_tier_own_figure"
 def plugin_gauges() -> Mapping[str, str]:
     """Return what each figure that an installed tier type names is, by its name in ``/metrics``.
 
-    They are gauges: one that counts begins anew when the tier's helper does.
+    They are gauges: a counter would restart from 0 with the tier's helper.
     """
     found: dict[str, str] = {}
     for name in dict.fromkeys(entry.name for entry in installed_tiers()):
         try:
             figures = load_tier(name).config.figures
-        except KvtiersError as error:  # whoever uses it is told
+        except KvtiersError as error:  # opening such a tier reports it
             _log.debug("%s: its figures are not known: %s", name, error)
             continue
         for figure, text in figures.items():

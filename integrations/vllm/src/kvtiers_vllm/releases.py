@@ -1,4 +1,4 @@
-"""What changed between the releases of vLLM, as far as it matters here. One row a minor release, nothing else knows.
+"""The differences between releases of vLLM that matter here: one row a minor release, in this module alone.
 
 A minor release that is not listed is refused. The layout epoch stands in the fingerprint: releases that share one were
 seen to read each other's values in tests; one that was not tested so has an epoch of its own, and misses.
@@ -74,7 +74,7 @@ def supported() -> str:
 
 
 def release_of(version: str) -> Release:
-    """Return what is known of this version of vLLM; StartError, one line, if it is not supported."""
+    """Return the row of this version of vLLM; StartError, one line, if it is not supported."""
     match = re.match(r"(\d+\.\d+)", version)
     release = RELEASES.get(match[1]) if match else None
     if release is None:

@@ -53,7 +53,7 @@ def _transfer_config(extra: dict[str, Any]) -> Any:
 
 
 def _is_ours(transfer_config: Any, path: str) -> bool:
-    """Say whether these arguments were prepared before: vLLM makes a config of the same ones more than once."""
+    """Return whether these arguments were prepared before: vLLM makes a config of the same ones more than once."""
     extra = getattr(transfer_config, "kv_connector_extra_config", None) or {}
     return getattr(transfer_config, "kv_connector", None) == CONNECTOR_NAME and extra.get(CONFIG_KEY) == str(
         Path(path).absolute()

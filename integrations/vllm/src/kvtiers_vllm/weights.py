@@ -1,4 +1,4 @@
-"""Which weights an engine has loaded, without asking its user: a commit, a digest of the files, or random.
+"""The identity of an engine's weights, without a user's help: a commit, a digest of the files, or random.
 
 A digest reads every configuration file, every tensor's header, and a sample of every tensor: 1 ms a tensor, not minutes
 for a large model. Two fine-tunes of one model differ in every tensor that was trained.
@@ -38,12 +38,12 @@ _FROM_FILES = {
 
 
 def random_weights() -> str:
-    """Return an identity that nobody else has."""
+    """Return an identity that no other process has."""
     return f"{_RANDOM}{secrets.token_hex(16)}"
 
 
 def is_random(weights: str) -> bool:
-    """Say whether this identity is one that nobody else has."""
+    """Return whether this identity is random, so that no other process has it."""
     return weights.startswith(_RANDOM)
 
 

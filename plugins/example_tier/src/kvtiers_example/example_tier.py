@@ -55,7 +55,7 @@ class ExampleSecondaryTier(SecondaryTierManager):
     """
 
     def __init__(self, context: TierContext, *, max_blocks: int, simulate_async: bool = True) -> None:
-        self._region = context.region[:]  # a view of our own, so that close can let go of the region
+        self._region = context.region[:]  # a view of our own, so that close can release the region
         self._row_stride = context.row_stride
         self._value_bytes = context.value_bytes
         self._max_blocks = max_blocks
@@ -107,7 +107,7 @@ class ExampleSecondaryTier(SecondaryTierManager):
         return True
 
     def close(self) -> None:
-        """End the mover, after what is queued, and let go of the region."""
+        """End the mover after the queued moves, and release the region."""
         if self._mover:
             self._to_move.put(None)
             self._mover.join()

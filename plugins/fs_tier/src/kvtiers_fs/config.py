@@ -44,7 +44,7 @@ class FsConfig(TierConfig):
     path: Path = Field(description="the directory, absolute; made if only its last part is missing")
     capacity: Size = Field(gt=0, description="most bytes of values; those not used for longest go first")
     max_age: Duration | None = Field(
-        default=None, gt=0, description="a value that nobody has written or read for so long is gone"
+        default=None, gt=0, description="a value that was not written or read for this long is deleted"
     )
     min_free: Size = Field(
         default=1 << 30, ge=0, description="free space that is left to others: below it, values go and none is written"

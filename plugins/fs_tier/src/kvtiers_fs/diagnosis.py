@@ -1,4 +1,4 @@
-"""What ``kvtiers check`` is told about the directory and its file system."""
+"""The diagnosis of the directory and its file system, for ``kvtiers check``."""
 
 import os
 import stat

@@ -25,11 +25,11 @@ GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE})
 
 _LIST = os.O_RDONLY | os.O_DIRECTORY
 _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_FOLDER_SECONDS = 5.0  # each try is lost only to somebody who removes the folder, as empty, at that very moment
+_FOLDER_SECONDS = 5.0  # a try fails only if another process removes the folder, as empty, at that very moment
 
 
 class Permissions(NamedTuple):
-    """What our files and folders may be used for by whom; ``gid`` -1: the process's own group."""
+    """Permissions of files and folders; ``gid`` -1: the process's own group."""
 
     file: int
     gid: int = -1
@@ -40,7 +40,7 @@ class Permissions(NamedTuple):
         return self.file | (self.file & 0o444) >> 2
 
     def apply(self, fd: int, mode: int) -> None:
-        """Set mode and group of a file or folder that was just made, whatever the umask has left of them."""
+        """Set mode and group of a file or folder that was just made, independent of the umask."""
         if self.gid >= 0:
             os.fchown(fd, -1, self.gid)
         if mode & 0o077:
@@ -162,7 +162,7 @@ class Directory:
                 with self._shaping, self.folder(above or ".") as at:
                     os.rmdir(last, dir_fd=at)
             except FileNotFoundError:
-                pass  # somebody else is at it; what is above may be left to us
+                pass  # another process removes it; folders above it may remain for this one
             except OSError:
                 return  # it is in use
             folder = above

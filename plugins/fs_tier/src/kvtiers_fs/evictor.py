@@ -1,11 +1,11 @@
-"""Keeps the directory within its capacity, its values' age and the disk's free space: one thread a store.
+"""The evictor: keeps the directory within its capacity, maximum age and free-space floor; one thread a store.
 
 The thread reports what its process has written, and, holding the lock on ``.usage``, does the work for all processes,
 in rounds of a fraction of a second, so that the others get their turn to report::
 
-    count   shard after shard anew, slowly: what is too old goes, and temporary files that a killed writer left
-    evict   from the next shards, whose values together show how old the oldest in the whole directory are, those that
-            were not used for longest; of a directory with few values, from all shards at once, in exact order
+    count   recount shard after shard, slowly; delete values that are too old, and temporary files of killed writers
+    evict   the least recently used of the next shards, whose values are a sample of the ages in the whole directory;
+            in a directory with few values, of all shards at once, in exact order
 
 Reads, lookups and writes take no lock of the evictor's.
 """
@@ -35,7 +35,7 @@ _BUSY_SECONDS = 0.02
 _FLOOR_SECONDS = 5.0  # some file systems take a while to give back what was removed
 _UNLIMITED = 1 << 62  # for a file system that does not say how large it is
 _LONGEST_PAUSE = 7 * 86400.0
-_VALUES_PER_SECOND = 64  # counted anew, all processes together: a million in four hours
+_VALUES_PER_SECOND = 64  # recounted, all processes together: a million in four hours
 _ORPHAN_SECONDS = 600.0  # longer than a write may take
 _WARN_SECONDS = 60.0
 
@@ -93,12 +93,12 @@ class Evictor:
         self._woken.set()
 
     def disk_is_full(self) -> None:
-        """Take note that the disk, or a quota on it, refused a write; what is free may not show it."""
+        """Record that the disk, or a quota on it, refused a write; the free space may not show it."""
         self._disk_is_full = True
         self._woken.set()
 
     def figures(self) -> Mapping[str, float]:
-        """Return what the last round saw, and what was removed since the start. Asks nobody."""
+        """Return the figures of the last round, and the removals since the start. Does no I/O."""
         return self._figures
 
     def _run(self) -> None:
@@ -122,7 +122,7 @@ class Evictor:
             return _TICK_SECONDS
 
     def round(self) -> float:
-        """Report, and do a part of the work if it is this process's turn; return when to come again, in seconds."""
+        """Report, and do a part of the work if it is this process's turn; return the seconds until the next round."""
         with self._turn, self._usage.locked() as is_mine:
             if not is_mine:
                 return _BUSY_SECONDS
@@ -166,7 +166,7 @@ class Evictor:
         return _View(list(self._directory.heads()), changes)
 
     def _count_shard(self, index: Index, view: _View, shard: int, now: float) -> list[tuple[int, Found]]:
-        """Count one shard over all heads, and remove what has no right to be there; return what stays.
+        """Count one shard over all heads, and remove expired values and stale temporary files; return what stays.
 
         A shard that this process has changed since that look keeps the figures it had: it is counted another time.
         """

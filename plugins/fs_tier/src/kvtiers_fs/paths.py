@@ -1,4 +1,4 @@
-"""Where a value lies: storage names to paths below the root, and back.
+"""The mapping of storage names to paths below the root, and back.
 
 ::
 

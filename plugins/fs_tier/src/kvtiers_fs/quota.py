@@ -3,10 +3,10 @@
 ``.usage`` in the root has the bytes and values of each shard (over all models): as they were counted last, plus what
 every process has reported since. It is a hint. Each process counts what it writes and removes, and reports that now
 and then under the lock on this very file (``flock``: of one process, or of one machine, at a time); the evictor counts
-shard after shard anew, so that no mistake lasts, a killed process's unreported writes for one. Where the file is
+recounts shard after shard, so that no error lasts, such as a killed process's unreported writes. Where the file is
 missing or broken, all shards are counted again, in the background.
 
-Each write is checked against what is known: see ``Ledger.claim`` for how far the capacity can be missed.
+Each write is checked against these totals: see ``Ledger.claim`` for how far the capacity can be missed.
 """
 
 import contextlib
@@ -83,7 +83,7 @@ class Index:
         return cls(list(nbytes), list(values), list(counted), next_count, cursor % SHARDS)
 
     def add(self, deltas: Deltas) -> None:
-        """Take in what a process reports."""
+        """Add a process's report."""
         self.nbytes = [max(0, a + b) for a, b in zip(self.nbytes, deltas.nbytes, strict=True)]
         self.values = [max(0, a + b) for a, b in zip(self.values, deltas.values, strict=True)]
 
@@ -128,7 +128,7 @@ class UsageFile:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[bool]:
-        """Give True while this process has the lock; False at once if another has it."""
+        """Yield True while this process has the lock; False at once if another has it."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -173,11 +173,11 @@ class Ledger:
         self._step = capacity // _STEPS
 
     def claim(self, nbytes: int) -> None:
-        """Take room for one write, which ``settle`` gives back; wait a moment for the evictor, then StoreFull.
+        """Reserve room for one write, which ``settle`` releases; wait a moment for the evictor, then StoreFull.
 
         No process writes more than a step (1/128 of the capacity), or one value if that is more, without a report of
-        its own and the news of the others. So the capacity is passed by at most a step, or a value, for each process
-        that writes at that moment, and only if evicting, which begins 5 % below it, does not keep up.
+        its own, and without the reports of the others. So the capacity is exceeded by at most a step, or a value, for
+        each process that writes at that moment, and only if evicting, which begins 5 % below it, does not keep up.
         """
         if nbytes > self._capacity:
             raise StoreFull(f"a value of {format_size(nbytes)} is larger than the capacity")
@@ -203,14 +203,14 @@ class Ledger:
         return self._known + self._net + self._in_flight + nbytes <= self._capacity
 
     def settle(self, claimed: int) -> None:
-        """Give back the room of a write that has ended."""
+        """Release the room of a write that has ended."""
         with self._changed:
             self._in_flight -= claimed
             self._changed.notify_all()
 
     @contextlib.contextmanager
     def changing(self, shard: int) -> Iterator[None]:
-        """Bracket a change of a shard and the ``count`` of it, so that nobody takes it in twice or not at all."""
+        """Bracket a change of a shard and the ``count`` of it, so that no recount has it twice or not at all."""
         with self._changed:
             self._changing[shard] += 1
         try:
@@ -225,7 +225,7 @@ class Ledger:
         return self._changes.copy()
 
     def was_counted(self, shard: int, changes: int) -> bool:
-        """Say whether a listing of the shard, begun at this number, has all that this process did there.
+        """Return whether a listing of the shard, begun at this number, has all that this process did there.
 
         If so, what was not reported of it yet is forgotten: the listing has it. If not, the listing tells nothing.
         """
@@ -237,7 +237,7 @@ class Ledger:
             return True
 
     def count(self, shard: int, nbytes: int, values: int) -> None:
-        """Take note of what was written (or removed: less than 0), within ``changing``."""
+        """Record what was written (or removed: less than 0), within ``changing``."""
         with self._changed:
             self._deltas.nbytes[shard] += nbytes
             self._deltas.values[shard] += values
@@ -248,11 +248,11 @@ class Ledger:
             self._wake()
 
     def has_news(self) -> bool:
-        """Say whether there is something to report."""
+        """Return whether there is something to report."""
         return self._written > 0 or self._net != 0
 
     def take(self) -> Deltas:
-        """Return what was counted since the last call, and begin anew."""
+        """Return the deltas since the last call, and start from 0."""
         with self._changed:
             taken, self._deltas = self._deltas, Deltas.none()
             self._known += self._net
@@ -260,7 +260,7 @@ class Ledger:
             return taken
 
     def publish(self, known: int) -> None:
-        """Take note of how much the directory holds, reports of all processes included."""
+        """Record how much the directory holds, reports of all processes included."""
         with self._changed:
             self._known = known
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Opening the root: made if it is missing, and refused if it is not ours or others could write to it."""
+"""The opening of the root: created if it is missing, refused if others own it or could write to it."""
 
 import errno
 import grp

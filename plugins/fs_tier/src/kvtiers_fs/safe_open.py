@@ -1,4 +1,4 @@
-"""Opening what lies below a directory without ever following a symbolic link, on the way or at the end.
+"""Safe opening below a directory: follows no symbolic link, on the way or at the end.
 
 Linux does it in one call, ``openat2`` with ``RESOLVE_NO_SYMLINKS`` (5.6 and newer); elsewhere, and where a container
 forbids that call, every directory on the way is opened by itself.

@@ -139,7 +139,7 @@ class FsStore(ChunkStore):
                         yield StoreEntry(name, file.nbytes, file.modified)
 
     def diagnose(self, value_bytes: int) -> Sequence[Finding]:
-        """Look at the file system: what it is, what works on it, and whether capacity and values have room."""
+        """Examine the file system: its type, what it supports, and whether capacity and values fit."""
         # Imported here: only `kvtiers check` asks.
         from kvtiers_fs.diagnosis import diagnose
 
@@ -148,12 +148,12 @@ class FsStore(ChunkStore):
         return diagnose(self._config, self._directory, self._usage, value_bytes, read_only=self._evictor is None)
 
     def stats(self) -> Mapping[str, float]:
-        """Return what the evictor last saw; asks nobody, so that it answers also while the file system does not."""
+        """Return the evictor's last figures; does no I/O, so that it answers also while the file system hangs."""
         figures = (self._evictor.figures() if self._evictor else None) or self._figures
         return {**figures, "dropped_values": self._dropped, "direct": float(self._files.is_direct)}
 
     def close(self) -> None:
-        """Report what was written, end the thread, close the directory."""
+        """Report this process's writes, end the thread, close the directory."""
         if self._evictor is not None and not self._evictor.stop(_CLOSE_SECONDS):
             return  # the file system hangs: its thread still uses the descriptors, which end with the process
         self._usage.close()

@@ -3,8 +3,8 @@
 A value is written under a temporary name in its own folder and renamed over the old one. Both ways the caller's memory
 is the buffer: no copy is made on the way to the kernel. A file's time of modification is the value's last use.
 
-A large value that the page cache does not have is read past it: to fill pages and copy them takes a processor longer
-than the disk takes, and the value is in the primary then.
+A large value that is not in the page cache is read past it: filling pages and copying them takes a processor longer
+than the disk takes, and the value is in the primary afterwards.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _PAGE = 4096
 _REFRESH_SECONDS = 3600.0  # each use as a write of its own would cost more than the order is worth
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _LEAST_COLD = 1 << 20  # of less, asking what the page cache has costs as much as copying it
-_READ = os.O_RDONLY | os.O_NONBLOCK  # without it, opening a pipe that somebody put there would wait for a writer
+_READ = os.O_RDONLY | os.O_NONBLOCK  # without it, opening a pipe at this path would wait for a writer
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _HERE = b"\x01"
 
@@ -65,11 +65,11 @@ class ValueFiles:
 
     @property
     def is_direct(self) -> bool:
-        """Say whether all values move past the page cache."""
+        """Return whether all values move past the page cache."""
         return bool(self._direct)
 
     def is_there(self, place: Place) -> bool:
-        """Say whether there is a value of any length. Opens nothing."""
+        """Return whether there is a value of any length. Opens nothing."""
         try:
             about = os.stat(f"{place.folder}/{place.leaf}", dir_fd=self._directory.fd, follow_symlinks=False)
         except OSError as error:
@@ -207,9 +207,9 @@ def _length(leaf: str, folder: int) -> int | None:
 
 
 def is_cached(fd: int, nbytes: int) -> bool:
-    """Say whether at least half of the first ``nbytes`` is in the page cache; True where the system does not tell.
+    """Return whether at least half of the first ``nbytes`` is in the page cache; True where the system does not tell.
 
-    It tells those who may write the file, and others that everything is there.
+    The system answers only those who may write the file, and tells others that everything is cached.
     """
     if not hasattr(_libc, "mincore"):
         return True

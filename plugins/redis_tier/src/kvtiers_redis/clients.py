@@ -1,4 +1,4 @@
-"""redis-py's clients, made from the tier's options: they connect, log in, speak TLS and know the Sentinels."""
+"""redis-py's clients, made from the tier's options: they connect, log in, use TLS and follow Sentinels."""
 
 import socket
 import ssl
@@ -22,7 +22,7 @@ _KEEPALIVE_PROBES = 3
 
 
 class _LogIn(CredentialProvider):
-    """User and password, read anew at each connection."""
+    """User and password, read again at each connection."""
 
     def __init__(self, username: str, password: Secret) -> None:
         self._username, self._password = username, password
@@ -75,7 +75,7 @@ def sentinel_of(config: RedisConfig) -> tuple[Sentinel, Redis]:
 
 
 def cluster_of(config: RedisConfig) -> RedisCluster:
-    """Return a client that has asked the Cluster for its nodes. ``disconnect_connection_pools`` closes it."""
+    """Return a client that has fetched the Cluster's nodes. ``disconnect_connection_pools`` closes it."""
     (host, port), *others = config.places.addresses
     options = _client_options(config)
     del options["retry"]  # it has one for all nodes

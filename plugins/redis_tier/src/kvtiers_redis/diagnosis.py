@@ -1,4 +1,4 @@
-"""What ``kvtiers check`` is told about the servers and their settings."""
+"""The diagnosis of the servers and their settings, for ``kvtiers check``."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ _Facts = Mapping[str, Any]
 
 
 def diagnose(config: RedisConfig, servers: Sequence[Server], value_bytes: int, *, read_only: bool) -> Sequence[Finding]:
-    """Return the findings about the way to the servers, then about each of them."""
+    """Return the findings about the connection to the servers, then about each of them."""
     local = all(server.is_local for server in servers)
     findings = [*_way(config, local=local)]
     for server in servers:
@@ -58,7 +58,7 @@ def _way(config: RedisConfig, *, local: bool) -> Iterator[Finding]:
 
 
 def _settings(server: Server) -> dict[str, str]:
-    """Ask for one setting at a time, all at once: before Redis 7 CONFIG GET takes no more than one."""
+    """Request one setting at a time, all in one pipeline: before Redis 7 CONFIG GET takes no more than one."""
     with server.client.pipeline(transaction=False) as pipe:
         for name in _CHECKED:
             pipe.config_get(name)

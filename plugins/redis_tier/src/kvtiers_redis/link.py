@@ -1,7 +1,7 @@
-"""One connection: requests go out, replies come back in their order, a value straight into the memory that wants it.
+"""A connection: requests go out, replies are read in order, values straight into their destination.
 
-A reply is taken whole or the connection is given up: no byte of it is ever taken for a part of the next one. So what
-one value is, absent, an error or of another size, never shifts the values behind it.
+A reply is read whole or the connection is closed: no byte of it is ever read as a part of the next one. So an absent
+value, an error or a value of another size never shifts the values behind it.
 """
 
 import select
@@ -22,11 +22,11 @@ _LONGEST_LENGTH = 10  # digits
 
 
 class ReplyError(Exception):
-    """What the server answered instead of a result: ``OOM ...``, ``MOVED ...``, ``ERR ...``."""
+    """The server's error reply: ``OOM ...``, ``MOVED ...``, ``ERR ...``."""
 
     @property
     def code(self) -> str:
-        """The first word of it, by which clients know what happened."""
+        """Its first word, by which clients distinguish errors."""
         return str(self).partition(" ")[0]
 
 
@@ -35,7 +35,7 @@ Status: TypeAlias = str | int | ReplyError | None
 
 
 class GarbageReply(ConnectionError):  # noqa: N818 -- named after what came
-    """What came is no reply to what was asked; the connection cannot be used any further."""
+    """The received bytes are no reply to the request; the connection cannot be used any further."""
 
 
 class Link:
@@ -55,7 +55,7 @@ class Link:
         self._expect(0)
 
     def is_idle(self, seconds: float = 0.0) -> bool:
-        """Say whether the connection is there and stays silent so long; one that was closed is not idle."""
+        """Return whether the connection is there and stays silent so long; one that was closed is not idle."""
         return self._start == self._end and not self._poll.poll(seconds * 1e3)
 
     def begin(self, seconds: float | None = None) -> None:
@@ -64,7 +64,7 @@ class Link:
 
     @property
     def seconds_left(self) -> float:
-        """What is left of an exchange's time."""
+        """Return the seconds left of an exchange's time."""
         return self._stream.until - time.monotonic()
 
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
@@ -113,7 +113,7 @@ class Link:
     def read_statuses(self, least: int, most: int, shortest: int = SHORTEST_STATUS) -> list[Status]:
         """Take replies that are no values: the next one, and those behind it that have come and say the same.
 
-        ``least``: so many are to come before anybody has to do anything; no more than ``most`` are taken.
+        ``least``: this many have to arrive before the caller can act; no more than ``most`` are read.
         ``shortest``: no reply is shorter, its line break included.
         """
         line = self._line(_BUFFER_BYTES, least * shortest if least > 1 else 1)
@@ -159,7 +159,7 @@ class Link:
         self._take_break()
 
     def _skip(self, length: int) -> None:
-        """Let a value of another length go by."""
+        """Skip a value of another length."""
         early = min(length, self._end - self._start)
         self._start += early
         left = length - early

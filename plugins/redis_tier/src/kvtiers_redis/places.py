@@ -1,4 +1,4 @@
-"""Where the servers are: the text of the option ``url``, taken apart."""
+"""The servers' addresses: the option ``url``, parsed."""
 
 import re
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Places:
 
 
 def parse_url(url: str, *, sentinel: bool = False) -> Places:
-    """Take a url apart; ValueError with what is wrong, never with what could be a password."""
+    """Parse a url; ValueError with the problem, never with anything that could be a password."""
     scheme, found, rest = url.partition("://")
     if not found or scheme not in {"redis", "rediss", "unix"}:
         raise ValueError(_EXPECTED)
@@ -54,5 +54,5 @@ def _address(text: str, port: int) -> Address:
 
 
 def is_loopback(host: str) -> bool:
-    """Say whether what is sent to this host stays on this machine."""
+    """Return whether this host is this machine."""
     return host in {"localhost", "::1"} or re.fullmatch(r"127(\.[0-9]+){3}", host) is not None

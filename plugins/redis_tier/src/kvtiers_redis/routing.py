@@ -1,4 +1,4 @@
-"""Requests to the servers that have their keys: split by server, sent again where a server says that they moved."""
+"""Routing: requests are split by the server that has their keys, and sent again where a server redirects them."""
 
 import time
 from collections import defaultdict
@@ -19,7 +19,7 @@ __all__ = ["Router", "Talk", "as_error"]
 _ROUNDS = 5  # a slot that moves at this moment takes two
 _GRACE_SECONDS = 0.1  # for the next reply of a server that answers, when the wait for another one took all the time
 _PASSING = frozenset({"BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MOVED", "ASK", "NOAUTH", "READONLY", "TRYAGAIN"})
-"""What a server answers that may have an answer soon, or is about to be replaced by another one."""
+"""Error codes of a server that will answer soon, or is about to be replaced."""
 
 Talk: TypeAlias = Callable[[Link, Sequence[int], bool], Exchange]
 """Send the requests of these indexes on a link, each behind ASKING or not, and return the answers."""
@@ -92,7 +92,7 @@ class Router:
         return groups
 
     def _redirect(self, keys: Sequence[bytes], groups: _Groups, answers: list[Answer]) -> _Groups:
-        """Return who is to be asked in the next round: other servers, for keys that were not answered."""
+        """Return the servers of the next round, for keys that were not answered."""
         again: _Groups = defaultdict(list)
         lost: list[tuple[int, Server]] = []
         stale = False
@@ -126,7 +126,7 @@ class Router:
 
 
 def _has_results_alone(answers: Sequence[Answer]) -> bool:
-    """Say whether no error is among them; many answers are of few types."""
+    """Return whether no error is among them; many answers are of few types."""
     return not any(issubclass(kind, Exception) for kind in set(map(type, answers)))
 
 

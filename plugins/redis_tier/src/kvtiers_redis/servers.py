@@ -1,4 +1,4 @@
-"""Connections to one server: redis-py makes them and logs in; then its socket is ours."""
+"""The connections to one server: redis-py opens them and logs in; then this module uses their sockets."""
 
 import contextlib
 import logging
@@ -22,12 +22,12 @@ from kvtiers_redis.windows import ask, command, to_the_end
 __all__ = ["Server", "warn_of_clear_text"]
 
 _log = logging.getLogger("kvtiers_redis")
-# What else it may say to a PING (NOPERM, MISCONF of one that cannot save) it says to somebody whom it has let in.
+# Its other replies to a PING (NOPERM, MISCONF of one that cannot save) mean that the log-in has succeeded.
 _NOT_LET_IN = frozenset({"NOAUTH", "LOADING"})
 
 
-class _Lent(NamedTuple):
-    """redis-py's connection, which owns the socket, and our use of it."""
+class _Leased(NamedTuple):
+    """redis-py's connection, which owns the socket, and the link over it."""
 
     connection: Connection
     link: Link
@@ -45,7 +45,7 @@ class Server:
         self._config = config
         self._hold = hold
         self._lock = threading.Lock()
-        self._idle: list[_Lent] = []  # the last one used is the first to be used again
+        self._idle: list[_Leased] = []  # the last one used is the first to be used again
         self._closed = False
         self._unreachable: tuple[float, str] = (0.0, "")
         self.is_local = not self.host or is_loopback(self.host)
@@ -60,23 +60,23 @@ class Server:
 
     @contextlib.contextmanager
     def link(self) -> Iterator[Link]:
-        """Lend a link. It is closed if anything is raised meanwhile, with all idle ones: they may be as dead."""
-        lent = self._take() or self._connect()
+        """Yield a link. It is closed if anything is raised meanwhile, with all idle ones, which may be dead too."""
+        leased = self._take() or self._connect()
         try:
-            yield lent.link
+            yield leased.link
         except BaseException:
-            lent.connection.disconnect()
+            leased.connection.disconnect()
             self.drop_idle()
             raise
         with self._lock:
             keep = not self._closed and len(self._idle) <= self._config.threads
             if keep:
-                self._idle.append(lent)
+                self._idle.append(leased)
         if not keep:
-            lent.connection.disconnect()
+            leased.connection.disconnect()
 
     def ping(self) -> None:
-        """See that the server answers and lets us in, or raise TierUnavailable with what is wrong."""
+        """Check that the server answers and accepts the log-in; raise TierUnavailable with the problem otherwise."""
         try:
             with self.link() as link:
                 [[answer]] = to_the_end([ask(link, [command(b"PING")])])
@@ -86,29 +86,29 @@ class Server:
             raise TierUnavailable(f"{self.name}: {answer}")
 
     def drop_idle(self) -> None:
-        """Close the connections that nobody uses."""
+        """Close the idle connections."""
         with self._lock:
             idle, self._idle = self._idle, []
-        for lent in idle:
-            lent.connection.disconnect()
+        for leased in idle:
+            leased.connection.disconnect()
 
     def close(self) -> None:
-        """Close everything; what is in use is closed when it is given back."""
+        """Close everything; connections in use are closed when they are released."""
         self._closed = True
         self.drop_idle()
         self.client.close()
 
-    def _take(self) -> _Lent | None:
+    def _take(self) -> _Leased | None:
         while True:
             with self._lock:
                 if not self._idle:
                     return None
-                lent = self._idle.pop()
-            if lent.link.is_idle():
-                return lent
-            lent.connection.disconnect()  # the server has closed it: restarted, most likely
+                leased = self._idle.pop()
+            if leased.link.is_idle():
+                return leased
+            leased.connection.disconnect()  # the server has closed it: restarted, most likely
 
-    def _connect(self) -> _Lent:
+    def _connect(self) -> _Leased:
         until, text = self._unreachable
         if time.monotonic() < until:
             raise TierUnavailable(text)
@@ -129,7 +129,7 @@ class Server:
         self.connects += 1
         if not self._config.places.tls and not self.is_local:
             warn_of_clear_text(self._config.url)
-        return _Lent(connection, Link(connected, self._config.reply_seconds))
+        return _Leased(connection, Link(connected, self._config.reply_seconds))
 
     def _set_name(self, connection: Connection) -> None:
         if self._config.client_name:
@@ -140,5 +140,5 @@ class Server:
 
 @cache  # a tier makes many connections, and one that cannot be opened is opened again and again
 def warn_of_clear_text(url: str) -> None:
-    """Say once in this process that this tier's values can be read on their way."""
+    """Warn once in this process that this tier's values travel in clear text."""
     _log.warning("values travel in clear text to other machines (%s); use rediss:// for TLS", url, extra={"once": True})

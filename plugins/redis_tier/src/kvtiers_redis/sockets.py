@@ -1,4 +1,4 @@
-"""Bytes between a connected socket and memory of the caller's: nothing is copied on the way without TLS."""
+"""Byte streams between a connected socket and the caller's memory: without TLS nothing is copied on the way."""
 
 import select
 import socket
@@ -31,7 +31,7 @@ class ByteStream(Protocol):
         """Send all parts, in order."""
 
     def receive(self, into: memoryview, least: int = 1) -> int:
-        """Put what is there into the front of ``into``; return how many bytes, at least one.
+        """Receive available bytes into the front of ``into``; return how many, at least one.
 
         ``least``: so many are to come; it need not wake up for fewer.
         """
@@ -80,7 +80,7 @@ class PlainStream:
             rest[0] = memoryview(rest[0])[sent:]
 
     def receive(self, into: memoryview, least: int = 1) -> int:
-        """Wait for the next bytes. Fewer than ``least`` wake nobody up for nothing."""
+        """Wait for the next bytes; fewer than ``least`` do not wake the thread."""
         if least > 1:
             self._wait(least)
         try:

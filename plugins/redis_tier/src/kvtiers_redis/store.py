@@ -91,7 +91,7 @@ class RedisStore(ChunkStore):
             raise StoreFull("the server has no room, or takes no writes now")
 
     def write_many(self, names: Sequence[str], srcs: Sequence[memoryview]) -> Sequence[bool]:
-        """Send all values, then see what became of each."""
+        """Send all values, then read the result of each."""
         keys = [self._key(name) for name in names]
         done = self._set(keys, srcs, self._set_options)
         if None in done:  # a value is there already, and NX has left it
@@ -130,7 +130,7 @@ class RedisStore(ChunkStore):
         return [answer == 1 for answer in self._ask([self._key(name) for name in names], b"EXISTS")]
 
     def delete(self, names: Sequence[str]) -> None:
-        """Take the keys away; the server frees their memory later, in a thread of its own."""
+        """Unlink the keys; the server frees their memory later, in a thread of its own."""
         self._ask([self._key(name) for name in names], b"UNLINK", partial=False)
 
     def list(self, prefix: str) -> Iterator[StoreEntry]:
@@ -139,14 +139,14 @@ class RedisStore(ChunkStore):
         return _list_values(self._topology.masters(), self._prefix, prefix, rate=self._config.scan_rate)
 
     def diagnose(self, value_bytes: int) -> Sequence[Finding]:
-        """Look at the way to the servers, their memory, limits and persistence."""
+        """Examine the connection to the servers, their memory, limits and persistence."""
         # Imported here: only `kvtiers check` asks.
         from kvtiers_redis.diagnosis import diagnose
 
         return diagnose(self._config, self._topology.masters(), value_bytes, read_only=self._read_only)
 
     def stats(self) -> Mapping[str, float]:
-        """Return what happened since the store was opened; asks no server."""
+        """Return the counts since the store was opened; asks no server."""
         return {
             "connects": sum(server.connects for server in self._topology.servers()),
             "dropped_values": self._dropped,

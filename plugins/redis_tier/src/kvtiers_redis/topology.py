@@ -1,4 +1,4 @@
-"""Which server has a key: one server, the master that Sentinels name, or the node of a Cluster."""
+"""The topology: which server has a key: one server, the master that Sentinels name, or the node of a Cluster."""
 
 import threading
 import time
@@ -38,11 +38,11 @@ class Topology(ABC):
         return self.masters()
 
     def server_at(self, address: Address) -> Server | None:  # noqa: ARG002 -- what a Cluster needs
-        """Return the server at the address that a redirection names; None: nobody may send us elsewhere here."""
+        """Return the server at the address that a redirection names; None: this topology has no redirections."""
         return None
 
     def reach(self) -> None:
-        """Connect to one server, or raise what the last of them had against it."""
+        """Connect to one server, or raise the last one's error."""
         masters = self.masters()
         for server in masters:
             try:
@@ -54,7 +54,7 @@ class Topology(ABC):
                 return
 
     def refresh(self) -> None:
-        """Find out anew who has which keys, because somebody who should have one does not answer, or has it no more."""
+        """Fetch the map of keys again, because a server does not answer, or no longer has a key."""
 
     def close(self) -> None:
         """Close all connections."""
@@ -145,7 +145,7 @@ class _Cluster(Topology):
                 return
             try:
                 self._cluster.nodes_manager.initialize()
-            except (RedisError, OSError):  # nobody answers; the map stays, and who is asked next will say the same
+            except (RedisError, OSError):  # no node answers; the map stays, and the next request fails in the same way
                 return
             finally:
                 self._refreshed = time.monotonic()

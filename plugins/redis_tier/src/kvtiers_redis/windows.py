@@ -1,9 +1,9 @@
-"""Many requests on one connection before their replies, a bounded number of bytes at a time.
+"""Windows: pipelined requests on one connection, with a bounded number of bytes in flight.
 
 Rows go out of the shared region and replies come into it directly. While the replies of a large window are read the
 next requests are already with the server: it is asked for more when half of the window is left. A small window goes out
 whole, when the one before is done: other connections keep the server busy meanwhile, and every turn has its price.
-Whoever talks to several servers does something for each in turn, so that all of them have something to do.
+With several servers, the exchanges take turns, so that all servers have work.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -14,7 +14,7 @@ from kvtiers_redis.link import SHORTEST_STATUS, Link, ReplyError
 __all__ = ["Answer", "Exchange", "ask", "command", "commands", "read_values", "to_the_end", "write_values"]
 
 Answer: TypeAlias = bool | int | str | Exception | None
-"""What became of one key: what the server says, or why it says nothing."""
+"""The result of one key: the server's reply, or the error instead of it."""
 
 Exchange: TypeAlias = Generator[None, None, list[Answer]]
 """Talks to one server and returns the answers. Stops where requests have been sent whose replies may take a while."""
@@ -49,8 +49,8 @@ def read_values(
 ) -> Exchange:
     """Send requests that are answered by values, and take each into its ``dst``."""
 
-    def read(first: int, owed: int, _: int) -> list[Answer]:
-        return [*link.read_values(dsts[first:owed])]
+    def read(first: int, pending: int, _: int) -> list[Answer]:
+        return [*link.read_values(dsts[first:pending])]
 
     return _exchange(link, _lines(requests, asking), read, sizes=[*map(len, dsts)], window=window, asking=asking)
 
@@ -112,8 +112,8 @@ def _lines(requests: Sequence[bytes], asking: bool) -> _Requests:
 
 
 def _statuses(link: Link, shortest: int = SHORTEST_STATUS) -> _Read:
-    def read(first: int, owed: int, end: int) -> list[Answer]:
-        return [*link.read_statuses(owed - first, end - first, shortest)]
+    def read(first: int, pending: int, end: int) -> list[Answer]:
+        return [*link.read_statuses(pending - first, end - first, shortest)]
 
     return read
 
@@ -137,10 +137,10 @@ def _exchange(
                 left = link.seconds_left
                 yield
                 link.begin(left)
-        owed, flying_then = done + 1, flying - sizes[done]
-        while owed < sent < count and flying_then > refill:
-            owed, flying_then = owed + 1, flying_then - sizes[owed]
-        answers += _behind_asking(link, read, done) if asking else read(done, owed if sent < count else count, sent)
+        pending, flying_then = done + 1, flying - sizes[done]
+        while pending < sent < count and flying_then > refill:
+            pending, flying_then = pending + 1, flying_then - sizes[pending]
+        answers += _behind_asking(link, read, done) if asking else read(done, pending if sent < count else count, sent)
         flying -= sum(sizes[done : len(answers)])
         done = len(answers)
     return answers

@@ -1,4 +1,4 @@
-"""What boto3 does on the bucket itself: listing, deleting, uploads in parts, and what the bucket is set to."""
+"""The bucket's own operations, by boto3: listing, deleting, uploads in parts, and its settings."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from kvtiers_s3.connection import Connection
 __all__ = ["Bucket", "Upload"]
 
 _DELETED_AT_ONCE = 1000
-_ATTEMPTS = 3  # nobody waits for these, and core does not make them again
+_ATTEMPTS = 3  # no request waits for these calls, and core does not retry them
 # Servers that have no DeleteObjects, or want a header for it that boto3 no longer sends.
 _ONE_BY_ONE = {"NotImplemented", "MethodNotAllowed", "MissingContentMD5", "InvalidRequest", "MalformedXML"}
 
@@ -72,7 +72,7 @@ class Bucket:
                     yield Upload(entry["Key"], entry["UploadId"], entry["Initiated"])
 
     def abort(self, key: str, upload_id: str) -> None:
-        """Throw an upload's parts away."""
+        """Abort an upload, which deletes its parts."""
         with self.asking(f"DELETE of an upload of {key}"):
             self._client.abort_multipart_upload(Bucket=self._name, Key=key, UploadId=upload_id)
 
@@ -88,7 +88,7 @@ class Bucket:
             return list(rules)
 
     def is_versioned(self) -> bool:
-        """Say whether the bucket keeps what is replaced and deleted."""
+        """Return whether the bucket keeps what is replaced and deleted."""
         with self.asking("GET of the bucket's versioning"):
             return bool(self._client.get_bucket_versioning(Bucket=self._name).get("Status") == "Enabled")
 

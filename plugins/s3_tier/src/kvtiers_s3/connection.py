@@ -26,7 +26,7 @@ _LENT = timedelta(minutes=6)
 
 
 class Connection:
-    """One bucket as one user. Makes clients; asks nobody until one is used."""
+    """One bucket as one user. Makes clients; connects when one is used."""
 
     def __init__(self, config: S3Config, requests: Requests) -> None:
         self.config = config
@@ -40,7 +40,7 @@ class Connection:
 
     @property
     def is_virtual(self) -> bool:
-        """Say whether the bucket is a part of the host's name."""
+        """Return whether the bucket is a part of the host's name."""
         if self.config.addressing == "auto":
             # A dot in the bucket's name would be one too many for the certificate.
             return not self.endpoint and "." not in self.config.bucket

@@ -52,7 +52,7 @@ _HINTS = {
     "Certificate": "the server's certificate is not trusted; give its authority's certificate as ca_file",
     "NotTls": "the server does not speak TLS there; check endpoint (http:// or https://, and its port)",
     "NoAddress": "the name of the endpoint has no address; check endpoint",
-    "NoConnection": "nobody answers there; check endpoint, and that the server runs",
+    "NoConnection": "no server answers there; check endpoint, and that the server runs",
     "Timeout": "no answer in time; the server is slow or far away (timeout, connect_timeout)",
     "CutOff": "the connection ended in the middle of an answer",
     "NoLength": "the answer does not say how long the object is, or which part of it this is; where a server "

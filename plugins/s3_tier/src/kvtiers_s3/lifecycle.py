@@ -1,6 +1,6 @@
 """Lifecycle rules: which one a bucket of this tier needs, and what the rules that it has do.
 
-Nothing here sets a rule: S3 takes a bucket's rules only as a whole, so that whoever sets one has to know the others.
+Nothing here sets a rule: S3 replaces a bucket's rules as a whole, so that setting one takes all the others.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

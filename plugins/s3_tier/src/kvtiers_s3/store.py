@@ -15,7 +15,7 @@ from kvtiers_s3.requests import Requests
 
 __all__ = ["S3Store"]
 
-_NOBODY = "_kvtiers/nobody"
+_NO_OBJECT = "_kvtiers/absent"
 
 
 class S3Store(ChunkStore):
@@ -38,7 +38,7 @@ class S3Store(ChunkStore):
         self._parts = Parts(self._connection, self._client, self._bucket)
         try:
             # Not a HEAD: its answers have no body, and so do not say what is wrong.
-            read_into(self._client, self._prefix + _NOBODY, memoryview(b""), 0, 0)
+            read_into(self._client, self._prefix + _NO_OBJECT, memoryview(b""), 0, 0)
         except S3BusyError as error:
             self.close()
             raise TierUnavailable(f"{self._where()}: {error}") from None

@@ -1,4 +1,4 @@
-"""``kvtiers plan``: which sizes and policies would hit how much of a trace, found without moving a byte."""
+"""``kvtiers plan``: the hit rates of sizes and policies on a trace, found without moving a byte."""
 
 import bisect
 import contextlib
@@ -168,11 +168,11 @@ def plan(
 
 
 class _StoppedError(Exception):
-    """The user wants the plan to end."""
+    """The user has stopped the plan."""
 
 
 def _fill(plan: Plan, cases: Sequence[PlanCase], processes: int) -> None:
-    """Simulate the cases, then what the wish needs; what was found until Ctrl-C stays."""
+    """Simulate the cases, then those that the wish needs; keep the results so far at Ctrl-C."""
     plan.cases = len(cases)
     with stop_on_interrupt() as stop, telling() as tell:
 
@@ -213,7 +213,7 @@ def _print(plan: Plan) -> None:
 
 
 def _print_bars(plan: Plan) -> None:
-    """Print a bar for each case, unless nothing or far too much is to be seen. A full one is an infinite cache."""
+    """Print a bar for each case, unless there are none or too many. A full one is an infinite cache."""
     if len(plan.points) > _MOST_BARS or not plan.infinite_rate:
         return
     # Imported here: it is slow, and --json does not need it.

@@ -1,4 +1,4 @@
-"""Where a replay is, while it runs: a bar on a terminal, a plain line every few seconds elsewhere; always on stderr."""
+"""The progress of a replay: a bar on a terminal, a plain line every few seconds elsewhere; always on stderr."""
 
 import contextlib
 import sys
@@ -18,7 +18,7 @@ _LINE_SECONDS = 5.0
 def show_progress(
     stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[Replayed], None]]:
-    """Give a function to be called with the progress, as often as there is any."""
+    """Yield a function to call with the progress."""
     stream = stream or sys.stderr
     if stream.isatty():
         with _bar(stream) as update:

@@ -179,7 +179,7 @@ def replay(
     """Drive the whole stack from a trace or a workload, and check every byte.
 
     A small reference engine computes each request's KV blocks by writing bytes that follow from the prompt, and stores
-    and loads them through the real manager, memory and tiers. What comes back is compared byte by byte.
+    and loads them through the real manager, memory and tiers. Loaded blocks are compared byte by byte.
     """
     if bool(trace) == bool(workload):
         raise click.UsageError("give either --trace FILE or --workload code")

@@ -1,4 +1,4 @@
-"""``kvtiers size``: what a model's KV cache takes, how large chunks should be, and when a load is worth it."""
+"""``kvtiers size``: the bytes of a model's KV cache, good chunk sizes, and when a load pays."""
 
 import dataclasses
 import json

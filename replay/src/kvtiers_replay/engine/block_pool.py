@@ -24,7 +24,7 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Blocks that nobody holds."""
+        """The number of blocks without a holder."""
         return len(self._free)
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
@@ -38,7 +38,7 @@ class BlockPool:
         return found
 
     def allocate(self, count: int) -> list[int] | None:
-        """Return, and hold, that many blocks with nothing of worth in them; None if fewer are free."""
+        """Return, and hold, that many blocks to be overwritten; None if fewer are free."""
         if count > len(self._free):
             return None
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]

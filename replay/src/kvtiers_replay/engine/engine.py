@@ -1,6 +1,6 @@
 """The reference engine: it computes requests by writing their blocks' bytes, some tokens a step, and checks them.
 
-It is as small as an engine can be that uses kvtiers in full: a block pool with prefix caching, requests that are served
+It is the smallest engine that uses all of kvtiers: a block pool with prefix caching, requests that are served
 side by side, prefill in chunks, preemption when blocks run out, and the offload scheduler, which decides about KV.
 
 ::
@@ -33,7 +33,7 @@ _R = TypeVar("_R")
 
 
 class Interrupted(Exception):  # noqa: N818 -- a wish, not an error
-    """The user wants the replay to end."""
+    """The user has stopped the replay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class EngineOptions:
     """``concurrency``: requests in flight. With one, each begins when everything before it has ended, cascades too.
 
     ``step_tokens``: what is computed in a step at most. ``prefill_speed``: tokens per second, of the engine that this
-    one stands for; nobody waits that long.
+    one stands for; no time passes for it.
     """
 
     tokens_per_block: int
@@ -52,7 +52,7 @@ class EngineOptions:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request as the offload scheduler sees it (one group), and where it is."""
+    """A request as the offload scheduler sees it (one group), and its state."""
 
     context: RequestContext
     num_tokens: int

@@ -1,4 +1,4 @@
-"""Several engines at once, each a process of its own: opened together, begun together, and stopped together."""
+"""Several engines, each a process of its own: opened, started and stopped together."""
 
 import os
 import threading
@@ -108,7 +108,7 @@ def _serve(connection: "Connection[Any, Any]", task: EngineTask) -> None:
 
 
 def _listen(connection: "Connection[Any, Any]", stop: threading.Event) -> None:
-    """Hear the wish to stop. A parent that is gone wants nothing any more: all that this engine has ends with it."""
+    """Wait for the request to stop. If the parent has ended, this process ends with everything that it owns."""
     try:
         while True:
             connection.recv()

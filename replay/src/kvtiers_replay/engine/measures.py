@@ -1,7 +1,7 @@
-"""What one engine counts while it runs, as plain data that can travel between processes.
+"""The measures of one engine, as plain data that can travel between processes.
 
-Counted on the engine's thread, so cheap: durations go into arrays, and what changes over time is noted a few times a
-second at most.
+Counted on the engine's thread, so cheaply: durations go into arrays, and time series get a few points a second at
+most.
 """
 
 from array import array
@@ -21,7 +21,7 @@ _SHORTEST_INTERVAL = 0.02
 
 
 class Progress(NamedTuple):
-    """How far a replay is; ``hits`` by origin: ``gpu``, ``primary``, or a tier's name."""
+    """The progress of a replay; ``hits`` by origin: ``gpu``, ``primary``, or a tier's name."""
 
     requests: int
     requests_in_all: int
@@ -57,7 +57,7 @@ class Curve:
     depths: dict[str, list[float]] = field(default_factory=dict)
 
     def is_due(self, now: float) -> bool:
-        """Say whether it is time for another point."""
+        """Return whether it is time for another point."""
         return not self.seconds or now - self.seconds[-1] >= self.interval
 
     def add(self, now: float, counts: Mapping[str, float], depths: Mapping[str, float]) -> None:

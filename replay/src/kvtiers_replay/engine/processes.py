@@ -1,4 +1,4 @@
-"""Processes of a replay's own: ranks, and further engines. Each is tied to the life of the one that started it.
+"""Child processes of a replay: ranks and further engines, each tied to the life of its parent.
 
 A child begins with one message, the function to run and its arguments, and runs it with a connection to its parent.
 A parent that ends, by ``kill -9`` too, takes its children with it: by the parent-death signal, and by end of file.

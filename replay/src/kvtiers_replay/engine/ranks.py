@@ -1,4 +1,4 @@
-"""The ranks of the reference engine: what they compute, check and transfer in a step, here or each in a process.
+"""The ranks of the reference engine: they compute, check and transfer in each step, here or each in a process.
 
 As in a real engine, each rank has KV tensors of its own, and the scheduler's side gives all of them the same orders,
 one message a step, and waits for their answers.
@@ -158,7 +158,7 @@ class Ranks:
 
     @property
     def busy(self) -> bool:
-        """Say whether some rank has not reported a transfer."""
+        """Return whether some rank has not reported a transfer."""
         return self._owed > 0
 
     def execute(self, orders: StepOrders) -> list[StepReply]:

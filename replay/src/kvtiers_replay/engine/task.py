@@ -43,7 +43,7 @@ class EngineTask:
 def deal_out(
     config: OffloadConfig, layout: CacheLayout, workload: Workload, options: ReplayOptions
 ) -> list[EngineTask]:
-    """Return the engines' tasks: they get the requests in turns, as from a load balancer that knows no better."""
+    """Return the engines' tasks: they get the requests in turns, as from a round-robin load balancer."""
     requests = list(zip(workload.requests, infinite_hits(workload), strict=True))
     first = min(request.arrival for request in workload.requests)
     pool_blocks = options.gpu_blocks or workload.longest * options.concurrency
@@ -61,7 +61,7 @@ def run_engine(
 ) -> Measures:
     """Run one engine in this process. ``begin``: called when all is open, before the first request.
 
-    ``progress``: called after every request, and each second, so that who waits for them knows that it goes on.
+    ``progress``: called after every request, and each second, so that the parent sees that it is alive.
     """
     options = task.options
     measures = Measures(has_prefix_cache=options.gpu_blocks > 0)
@@ -100,7 +100,7 @@ def run_engine(
 
 
 def _opening(stats: Mapping[str, Any]) -> bool:
-    """Say whether a tier is still on its way; one that cannot be opened is not: its breaker is open."""
+    """Return whether a tier is still on its way; one that cannot be opened is not: its breaker is open."""
     return any(
         not tier["own"].get("open", 1) and not tier["own"].get("breaker_state") for tier in stats["tiers"].values()
     )

@@ -1,4 +1,4 @@
-"""Plans: what other sizes and policies would hit on a trace, found without moving a byte."""
+"""Plans: the hit rates of other sizes and policies on a trace, found without moving a byte."""
 
 from kvtiers_replay.plan.results import Plan
 from kvtiers_replay.plan.simulate import PlanCase, PlanPoint, PlanTier, PlanTrace, simulate

@@ -1,4 +1,4 @@
-"""What a plan has found: as tables, as JSON, and where it is while it runs."""
+"""The results of a plan: as tables, as JSON, and its progress."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -40,7 +40,7 @@ class Plan:
         return list(dict.fromkeys(tier.name for point in self.points for tier in point.case.tiers))
 
     def progress_line(self) -> str:
-        """Return where the plan is, in one line."""
+        """Return the plan's progress, in one line."""
         share = 100 * self.requests / max(1, self.requests_in_all)
         best = f", best so far {_percent(max(p.rate for p in self.points))}" if self.points else ""
         return f"{self.doing}: {min(share, 100):.0f} %{best}"
@@ -67,7 +67,7 @@ class Plan:
         return [self._row(point) for point in points]
 
     def verdict(self) -> str:
-        """Return what became of the wish, or that the plan was stopped, in one line; empty: nothing to say."""
+        """Return whether the wish was reached, or that the plan was stopped, in one line; empty: no wish."""
         if self.interrupted:
             return f"Stopped after {len(self.points)} of {self.cases} cases."
         if self.wish is None:

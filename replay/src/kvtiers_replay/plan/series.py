@@ -1,4 +1,4 @@
-"""The points of a plan in order: which size goes from left to right, and which points make one line."""
+"""The series of a plan's chart: the size on the x axis, and the points of each line."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

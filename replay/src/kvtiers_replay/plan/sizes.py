@@ -1,4 +1,4 @@
-"""Which cases a plan has: sizes as people write them, and every combination of them with every policy."""
+"""The cases of a plan: every combination of the written sizes and policies."""
 
 import itertools
 import math

@@ -1,7 +1,7 @@
 """Many cases at once: worker processes, each with the trace, fed one task after the other.
 
-A worker hears of its tasks and tells its progress over one pipe. The parent alone holds the other end, so that a
-worker ends at its next word when the parent is gone, however it went.
+A worker gets its tasks and reports its progress over one pipe. The parent alone holds the other end, so that a
+worker ends at its next report after the parent's end, however that happened.
 """
 
 import contextlib

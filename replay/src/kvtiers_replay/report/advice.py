@@ -1,4 +1,4 @@
-"""What to change where the primary is too small for the requests in flight.
+"""The advice for a primary that is too small for the requests in flight.
 
 Each request in flight needs rows for what it loads and for what it stores, until it ends. Where all of them together
 need more rows than there are, each evicts what the next is about to read, and the hits are gone that fewer requests

@@ -1,4 +1,4 @@
-"""The page of a replay: first whether it pays, then the charts, then everything else that is needed to repeat it."""
+"""The page of a replay: whether the tiers pay, the charts, and everything needed to repeat the run."""
 
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ __all__ = ["as_page"]
 
 
 class _Tile(NamedTuple):
-    """One figure that is seen at once, and what it is."""
+    """One figure at the top of the page, and its label."""
 
     value: str
     text: str

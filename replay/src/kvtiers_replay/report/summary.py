@@ -1,4 +1,4 @@
-"""Sums up what the engines of a replay have measured."""
+"""The summary of what the engines of a replay have measured."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -86,7 +86,7 @@ def _of_tiers(stats: Mapping[str, Any], name: str) -> dict[str, int]:
 
 
 def _is_warm(measures: Sequence[Measures]) -> bool:
-    """Say whether there were hits of what this replay had not stored.
+    """Return whether there were hits of what this replay had not stored.
 
     Of one engine this is exact; of several, each may hit what the others have stored, and the sum must show it.
     """
@@ -179,7 +179,7 @@ def _over_time(curves: Sequence[Curve]) -> OverTime:
     asked = _growth(ends, curves, "references")
     origins = [name for name in curves[0].counts if name != "references"]
     rates = {name: _growth(ends, curves, name) for name in origins}
-    # All hits of an interval are known exactly; which of them came from where is shared out anew at each point.
+    # All hits of an interval are known exactly; which of them came from where is apportioned again at each point.
     hits = sum(np.diff(_counted(ends, curves, name), prepend=0.0) for name in origins)
     seen = sum(rates.values())
     scale = np.divide(hits, seen, out=np.zeros(len(ends)), where=seen > 0)

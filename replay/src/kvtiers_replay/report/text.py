@@ -1,4 +1,4 @@
-"""A replay's results as people read them in a terminal: a heading, a few tables, a verdict."""
+"""A replay's results as text for a terminal: a heading, a few tables, a verdict."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class Table(NamedTuple):
 
 
 def progress_line(progress: Progress) -> str:
-    """Return where the replay is, in one line."""
+    """Return the replay's progress, in one line."""
     # What matters most comes first: a narrow terminal cuts the end off.
     parts = ", ".join(f"{name} {percent(count, progress.references)}" for name, count in progress.hits.items())
     hits = f"hits {percent(sum(progress.hits.values()), progress.references)} ({parts})"
@@ -112,7 +112,7 @@ def _times_row(name: str, times: Latencies) -> tuple[str, ...]:
 
 
 def troubles(results: ReplayResults) -> list[tuple[str, str]]:
-    """Return what did not go well, and how often."""
+    """Return the problems, and how often each happened."""
     return [(name, f"{count:,}") for name, count in results.errors.items()]
 
 

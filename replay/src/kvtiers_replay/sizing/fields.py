@@ -75,7 +75,7 @@ class Fields:
         return ConfigError(f"{self._where}: {' '.join(text.split())}")
 
     def given(self, name: str) -> bool:
-        """Say whether the field is there with a value: not null, 0, false or empty."""
+        """Return whether the field is there with a value: not null, 0, false or empty."""
         return bool(self._raw(name))
 
     def require(self, *names: str) -> None:

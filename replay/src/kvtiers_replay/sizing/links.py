@@ -47,7 +47,7 @@ class Link:
 
 PRIMARY = "primary"
 LINKS = (
-    # What is usual, where nobody has measured: PCIe 4.0 x16; another process's memory; one NVMe drive; a cache server
+    # Usual figures, where none were measured: PCIe 4.0 x16; another process's memory; one NVMe drive; a cache server
     # over 25 GbE; an object store in the same region.
     Link(PRIMARY, 25e9, 20e-6, *_LOCAL),
     Link("memory", 10e9, 50e-6, *_LOCAL),

@@ -1,4 +1,4 @@
-"""What a store declares to be able to do besides, tried: batches, pieces, listing, figures, each as core uses it."""
+"""Probes of a store's optional abilities: batches, pieces, listing, figures, each as core uses it."""
 
 import math
 import secrets
@@ -27,7 +27,7 @@ Probe = Callable[[], Iterator[Finding]]
 
 
 def probe_abilities(store: ChunkStore, bench: Bench) -> list[Probe]:
-    """Return a probe for each of the store's abilities; one that is read-only is only asked for its figures."""
+    """Return a probe for each of the store's abilities; a read-only one is probed for its figures alone."""
     probes: list[Probe] = []
     if isinstance(store, SupportsBatch) and not bench.read_only:
         probes.append(partial(_batch, store, store, bench))
@@ -106,7 +106,7 @@ def _stats(store: SupportsStats, bench: Bench) -> Iterator[Finding]:
 
 
 def _listing(store: ChunkStore, listing: SupportsListing, bench: Bench) -> Iterator[Finding]:
-    """List the one probe value. A store of many values may have to look at each: it is not waited for without end."""
+    """List the one probe value. A large store may have to read each name, so the time is bounded."""
     name = _name()
     bench.stage = "listing the probe value"
     store.write(name, bench.view(0).toreadonly())

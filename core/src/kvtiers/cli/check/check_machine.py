@@ -1,4 +1,4 @@
-"""The doctor of the machine: says whether this config will run here, and what is to be done if not.
+"""The machine check: finds out whether this config will run here, and what to do if not.
 
 Each check yields findings: ok, a warning (it runs, but worse) or an error (it does not run), each with its fix.
 """
@@ -28,7 +28,7 @@ _UNLIMITED = resource.RLIM_INFINITY
 
 
 def examine(config: OffloadConfig, machine: Machine) -> list[Finding]:
-    """Return what there is to say about this machine and this config, the most important first."""
+    """Return the findings about this machine and this config, the most important first."""
     checks = [_platform, _capacity, _memory, _growth, _numa, _kernel, _memfd, _locked_memory, _descriptors, _clock]
     return [finding for check in checks for finding in check(config, machine)]
 

@@ -1,7 +1,7 @@
-"""The trial of one tier, in a process of its own: whatever becomes of that, it is a line of the report.
+"""The trial of one tier, in a helper process: also a crash or a hang is a line of the report.
 
-The process (``trial_process.py``) says what it is about to do, what it has found, and at last that it is done. One that
-ends before it has said so has failed, with whatever exit status: a tier's library may crash it, or end it.
+The process (``trial_process.py``) reports each stage before it begins, each finding, and its end. One that exits
+before it has reported its end has failed, with any exit status: a tier's library may crash or end the process.
 """
 
 import contextlib
@@ -73,7 +73,7 @@ class Trial:
             self._process.stdin.close()
 
     def wait(self, until: float, timeout: float) -> None:
-        """Wait until the trial has ended or the monotonic clock says ``until``; how it ended is a finding."""
+        """Wait until the trial has ended, until ``until`` by the monotonic clock at most; how it ended is a finding."""
         self._reader.join(max(0.0, until - time.monotonic()))
         hangs = self._reader.is_alive()
         if not hangs and not self._done:

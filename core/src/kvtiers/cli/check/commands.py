@@ -1,4 +1,4 @@
-"""``kvtiers check``: says whether a config is right, its tiers work, and it will run on this machine."""
+"""``kvtiers check``: whether a config is valid, its tiers work, and it will run on this machine."""
 
 import json
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
-"""What is done to an open tier to see that it works: write one random value, read it back, compare, delete.
+"""The round trip through an open tier: write one random value, read it back, compare, delete.
 
-A probe yields findings. ``Bench.stage`` always says, as a part of a sentence, what is going on, for the report on a
+A probe yields findings. ``Bench.stage`` always has the current stage, as a part of a sentence, for the report on a
 tier that raises or hangs.
 """
 
@@ -41,7 +41,7 @@ _GONE_FIX = f"see whether something else writes or deletes there; if nothing doe
 
 
 class ProbeError(Exception):
-    """The tier did not do what it must; the text says what."""
+    """The tier broke its contract; the text says how."""
 
     def __init__(self, text: str, fix: str = OWN_FAULT) -> None:
         super().__init__(text)
@@ -49,7 +49,7 @@ class ProbeError(Exception):
 
 
 class Bench:
-    """The place of one trial: an anonymous region of three rows, a random value, and what is known of the tier.
+    """The workbench of one trial: an anonymous region of three rows, a random value, and facts about the tier.
 
     ``tell`` gets each stage of the trial as it begins.
     """
@@ -61,7 +61,7 @@ class Bench:
         self.namespace = namespace
         self.read_only = read_only
         self.is_still_called = False
-        """A call was left running: the tier must not be closed beside it."""
+        """A call is still running: the tier must not be closed meanwhile."""
         self.region = anonymous_region(_ROWS, value_bytes)
         self.payload = os.urandom(value_bytes)
         self.view(0)[:] = self.payload
@@ -70,7 +70,7 @@ class Bench:
 
     @property
     def stage(self) -> str:
-        """What is going on, as a part of a sentence."""
+        """The current stage, as a part of a sentence."""
         return self._stage
 
     @stage.setter
@@ -99,7 +99,7 @@ class Bench:
         return answer
 
     def forget(self) -> None:
-        """Put bytes that are not the probe value's into the rows that tiers read into."""
+        """Overwrite the rows that tiers read into, so that they do not hold the probe value."""
         for row in range(1, _ROWS):
             self.view(row)[:] = bytes(self.value_bytes)
 

@@ -1,7 +1,7 @@
-"""The process in which ``kvtiers check`` tries one tier: opens it, probes it, asks for its diagnosis, closes it.
+"""The helper process of ``kvtiers check``: opens one tier, probes it, runs its diagnosis, closes it.
 
-It tells the command by a pipe, a JSON object a line: what it is about to do, what it has found, and that it is done.
-What the tier prints goes elsewhere.
+It reports to the command by a pipe, a JSON object a line: each stage, each finding, and its end. The tier's own
+output goes elsewhere.
 """
 
 import faulthandler
@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 
 
 def run(task: Mapping[str, Any], pipe: int) -> None:
-    """Try the tier of this task and end the process, whatever the tier has left running."""
+    """Try the tier of this task and end the process, even if threads of the tier still run."""
     die_with_parent(task["parent"])
     faulthandler.enable()
     with os.fdopen(pipe, "wb", buffering=0) as out:
@@ -53,7 +53,7 @@ class _TrialRun:
         self._tell = tell
 
     def run(self) -> None:
-        """Do it all; what goes wrong is told."""
+        """Run the trial; report every failure."""
         self._bench: Bench | None = None
         config = self._attempt(self._config)
         if config is None:
@@ -97,7 +97,7 @@ class _TrialRun:
         self._tell({"level": finding.level, "text": finding.text[:_LONGEST_TEXT], "fix": finding.fix[:_LONGEST_TEXT]})
 
     def _attempt(self, action: Callable[[], _T]) -> _T | None:
-        """Do one thing; whatever goes wrong is a finding."""
+        """Do one step; any failure is a finding."""
         stage = self._bench.stage if self._bench else "being started"
         try:
             return action()
@@ -114,7 +114,7 @@ class _TrialRun:
 
 
 def in_words(error: BaseException) -> str:
-    """Return what an error says, in one line; the name of its class comes last, for whoever reports it."""
+    """Return an error's text, in one line; the name of its class comes last, for bug reports."""
     try:
         text = " ".join(str(error).split()).rstrip(".")
     except Exception:  # noqa: BLE001 -- a broken __str__
@@ -126,7 +126,7 @@ def in_words(error: BaseException) -> str:
 
 
 def _diagnosis(tier: SupportsDiagnosis, value_bytes: int) -> list[Finding]:
-    """Return the tier's own findings; ProbeError if they are none."""
+    """Return the tier's own findings; ProbeError if what it returned is not findings."""
     result: object = tier.diagnose(value_bytes)
     what = f"diagnose() of {type(tier).__name__}"
     if not isinstance(result, Iterable):

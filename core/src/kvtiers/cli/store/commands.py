@@ -1,4 +1,4 @@
-"""``kvtiers store``: what a tier's store holds, whether it is whole, and away with what is not wanted any more."""
+"""``kvtiers store``: list, verify and delete the values in a tier's store."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""What a store holds, value by value: which of them are meant, what they are, how many they are."""
+"""The inventory of a store: values selected, parsed and counted."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -28,7 +28,7 @@ _AGES = ((3600.0, "1h"), (86400.0, "1d"), (7 * 86400.0, "7d"), (30 * 86400.0, "3
 
 
 def find_tier(config: OffloadConfig, name: str, file: str) -> TierConfig:
-    """Return the tier of this name, or ConfigError that names those there are."""
+    """Return the tier of this name; ConfigError, with the existing names, if there is none."""
     known = {tier.tier_name: tier for tier in config.secondary}
     if name not in known:
         there = ", ".join(known) or "none"
@@ -78,14 +78,14 @@ class Held(NamedTuple):
 
     @property
     def origin(self) -> "Origin":
-        """Return whose value it is."""
+        """Return the namespace, model and fingerprint of the value."""
         if self.parsed is None:
             return Origin(self.entry.name.partition("/")[0], "", "")
         return Origin(self.parsed.namespace, self.parsed.model, self.parsed.fingerprint)
 
 
 class Origin(NamedTuple):
-    """Whose a value is; model and fingerprint are empty where its name does not say."""
+    """The origin of a value; model and fingerprint are empty where its name does not have them."""
 
     namespace: str
     model: str
@@ -94,7 +94,7 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which values are meant: those that fit everything that is given. ``older_than``: seconds; ``now``: Unix time."""
+    """The selected values: those that fit every given criterion. ``older_than``: seconds; ``now``: Unix time."""
 
     prefix: str = ""
     namespace: str = ""
@@ -106,12 +106,12 @@ class Selection:
 
     @property
     def is_all(self) -> bool:
-        """Say whether nothing is given, so that every value is meant."""
+        """Return whether no criterion is given, so that every value is selected."""
         ages_and_sizes = self.older_than is None and self.larger_than is None
         return ages_and_sizes and not (self.prefix or self.namespace or self.model or self.fingerprint)
 
     def of(self, store: SupportsListing, tier: str) -> Iterator[Held]:
-        """Yield the values in the store that are meant."""
+        """Yield the selected values in the store."""
         prefix = self.prefix or (f"{self.namespace}/" if self.namespace else "")
         entries = iter(store.list(prefix))
         while True:
@@ -148,7 +148,7 @@ class Selection:
 
 
 def modified(entry: StoreEntry, tier: str) -> float:
-    """Return when the value was written or last used, or ConfigError if the store does not say."""
+    """Return when the value was written or last used, or ConfigError if the store has no times."""
     if entry.modified is None:
         raise ConfigError(f"tier {tier!r} does not know how old its values are, so they cannot be chosen by age")
     return entry.modified
@@ -156,7 +156,7 @@ def modified(entry: StoreEntry, tier: str) -> float:
 
 @dataclass
 class Share:
-    """Some of the values: how many, how large, from when to when (Unix time; None: not known)."""
+    """Totals of some values: number, bytes, oldest and newest time (Unix; None: not known)."""
 
     values: int = 0
     nbytes: int = 0
@@ -173,7 +173,7 @@ class Share:
 
 
 class Inventory:
-    """Counts values: in all, by origin, by age."""
+    """Counts of values: in all, by origin, by age."""
 
     def __init__(self, now: float) -> None:
         self.now = now

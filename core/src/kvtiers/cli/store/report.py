@@ -1,4 +1,4 @@
-"""What the commands of ``kvtiers store`` print: values, and how many there are of what."""
+"""The output of ``kvtiers store``: values and totals, as tables and as JSON."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -15,7 +15,7 @@ _AGE_UNITS = ((86400, "d"), (3600, "h"), (60, "m"))
 
 
 def count(values: Iterable[Held], now: float) -> Inventory:
-    """Count the values, by all that a report says."""
+    """Count the values, by everything that a report has."""
     inventory = Inventory(now)
     for held in values:
         inventory.add(held)
@@ -40,7 +40,7 @@ def _age(modified: float | None, now: float) -> str:
 
 
 def sum_of(share: Share) -> str:
-    """Return how many values these are, and how large."""
+    """Return the number of these values and their bytes."""
     return f"{share.values} {'value' if share.values == 1 else 'values'}, {format_size(share.nbytes)}"
 
 

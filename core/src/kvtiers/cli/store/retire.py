@@ -1,4 +1,4 @@
-"""``kvtiers store bump``: no engine that starts from now on finds what is in the stores of a namespace."""
+"""``kvtiers store bump``: retires a namespace, so that engines that start later find none of its values."""
 
 import contextlib
 import json
@@ -39,7 +39,7 @@ Exit status: 0, 1 if a tier was not bumped, 2 if the config or the command line 
 def bump(ctx: click.Context, file: str, namespace: str | None, as_json: bool) -> None:
     """Retire all values of a namespace, in every tier of the config, and delete them.
 
-    Each store gets a record, which whoever opens it reads: names that were in use before it are never used again.
+    Each store gets a record, which every engine reads when it opens the store: older names are never used again.
     """
     config = load_config(file)
     wanted = check_namespace(namespace or config.namespace)
@@ -62,7 +62,7 @@ def bump(ctx: click.Context, file: str, namespace: str | None, as_json: bool) ->
 
 
 def _bump(tier: TierConfig, namespace: str) -> Share:
-    """Write the record of a bump first, then delete what it has retired: in between, nobody who starts finds it."""
+    """Write the record of a bump first, then delete the retired values: an engine that starts in between finds none."""
     name = tier.tier_name
     if load_tier(tier.type).kind != "store":
         raise ConfigError(f"tier {name!r} is a tier manager (type {tier.type!r}), whose values cannot be retired")

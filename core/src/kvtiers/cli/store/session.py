@@ -1,7 +1,7 @@
-"""One run of ``kvtiers store``: the tier's store is open, Ctrl-C is a wish to stop, and a failure ends the run.
+"""A session of ``kvtiers store``: an open store, Ctrl-C as a request to stop, and an end at the first failure.
 
 Listing, checking and deleting are iterators that end early when the user or the store wants it, so that a command
-always comes to its report; ``finish`` then says why it is not the whole one.
+always prints its report; ``finish`` then says why the report is not complete.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _FAILED, _INTERRUPTED = 1, 130
 
 
 class StoreSession:
-    """The store of one tier, as the commands use it."""
+    """An open store of one tier, for the commands."""
 
     def __init__(self, tier: TierConfig, namespace: str, value_bytes: int, stop: Event, tell: Tell) -> None:
         self.name = tier.tier_name
@@ -48,17 +48,17 @@ class StoreSession:
         return store, listing, region
 
     def close(self) -> None:
-        """Close what was opened."""
+        """Close the store."""
         for store in self._opened:
             store.close()
 
     @property
     def is_over(self) -> bool:
-        """Say whether the run was stopped, or has failed."""
+        """Return whether the run was stopped, or has failed."""
         return self._stop.is_set() or bool(self.failure)
 
     def values(self, selection: Selection) -> Iterator[Held]:
-        """Yield the values that are meant."""
+        """Yield the selected values."""
         seen = Share()
         with self._failing():
             for held in selection.of(self._listing, self.name):
@@ -72,14 +72,14 @@ class StoreSession:
         """Return of which release of which engine values are, where the store has a record of that."""
         found: dict[Origin, str] = {}
         for origin in origins:
-            with contextlib.suppress(Exception):  # a store is somebody else's code; the counts are what was asked for
+            with contextlib.suppress(Exception):  # a store is plugin code; the counts are the answer
                 if origin.fingerprint and not self.is_over:
                     record = read_layout(self._store, origin.namespace, origin.model, origin.fingerprint)
                     found[origin] = str(record.get("release", ""))
         return found
 
     def check(self, values: Iterable[Held]) -> Iterator[tuple[Held, Verdict]]:
-        """Read the values and say of each what it is worth."""
+        """Read the values and yield each with its verdict."""
         read, bad = Share(), 0
         checks = SealCheck(self._store_for, self._tier.threads)
         for held, verdict in checks.run(values, self._stop):
@@ -97,7 +97,7 @@ class StoreSession:
         return self._store, self._region
 
     def delete(self, values: Iterable[Held]) -> Iterator[Held]:
-        """Delete the values, some at a time, and yield those that are deleted. One that is gone already is no error."""
+        """Delete the values in batches, and yield the deleted ones. An absent value is no error."""
         deleted = Share()
         values = iter(values)
         while batch := list(islice(values, _DELETED_AT_ONCE)):
@@ -114,7 +114,7 @@ class StoreSession:
             self._tell(lambda: f"{deleted.values} values of {format_size(deleted.nbytes)} deleted")
 
     def finish(self, ctx: click.Context, status: int = 0) -> None:
-        """End the command with this status, or with one that says that it did not come to its end."""
+        """Exit with this status, or with the one of an incomplete run."""
         if self.failure:
             click.echo(f"error: {self.failure}; the figures are those until then", err=True)
             ctx.exit(_FAILED)
@@ -133,7 +133,7 @@ class StoreSession:
 
 @contextlib.contextmanager
 def open_session(file: str, tier_name: str, value_bytes: int, *, writes: bool) -> Iterator[StoreSession]:
-    """Open the store of this tier; one that is not to be written is opened read-only, whatever the config says."""
+    """Open the store of this tier; read-only unless it ``writes``, also where the config allows writes."""
     config = load_config(file)
     tier = find_tier(config, tier_name, file)
     if writes and tier.read_only:

@@ -1,4 +1,4 @@
-"""Reading every value of a store and checking its seal, several at a time."""
+"""The seal check of a store: reads every value and checks its seal, several at a time."""
 
 import queue
 from collections import deque
@@ -20,15 +20,15 @@ _LAYOUT_ID_HEX = 16
 
 
 class Verdict(Enum):
-    """What became of one value."""
+    """The verdict on one value."""
 
     OK = "ok"
     FOREIGN = "foreign"
-    """Of another format of names or seals, or of another layout than its name says: not for us to judge."""
+    """Of another format of names or seals, or of another layout than its name says: not judged."""
     DAMAGED = "damaged"
     """Not the bytes that were stored under this name."""
     GONE = "gone"
-    """Not there any more when it was read: evicted, or deleted by somebody else."""
+    """Absent when it was read: evicted, or deleted by another process."""
     UNREADABLE = "unreadable"
     """The store raised."""
 
@@ -41,7 +41,7 @@ _VERDICTS = {
 
 
 def check_seal(value: memoryview, name: str, parsed: ParsedName) -> Verdict:
-    """Say whether these bytes are what was stored under this name."""
+    """Return whether these bytes are the value stored under this name."""
     layout_id = bytes.fromhex(parsed.fingerprint[:_LAYOUT_ID_HEX])
     # Where there is no seal of this format, any payload will do to be told which of the reasons it is.
     payload, _ = read_seal(value) or (0, b"")
@@ -52,7 +52,7 @@ class SealCheck:
     """Reads values with ``threads`` threads, each into a row of its own.
 
     ``open_store(nbytes)`` returns a store and a region of ``threads`` rows of at least that length. It is called again
-    when a larger value comes; whoever gave it closes what it opened.
+    when a larger value comes; the caller closes what it opened.
     """
 
     def __init__(self, open_store: Callable[[int], tuple[ChunkStore, memoryview]], threads: int) -> None:
@@ -60,7 +60,7 @@ class SealCheck:
         self._threads = threads
         self._row_bytes = 0
         self.error = ""
-        """What the first value that could not be read ended with."""
+        """The error of the first value that could not be read."""
 
     def run(self, values: Iterable[Held], stop: Event) -> Iterator[tuple[Held, Verdict]]:
         """Yield each value with its verdict, in order, until ``stop`` is set."""

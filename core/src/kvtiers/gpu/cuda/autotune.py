@@ -1,7 +1,7 @@
-"""Which way of copying is fastest here: a short measurement on memory of its own, once for each shape and device.
+"""Autotuning of the copy method: a short measurement on scratch memory, once for each shape and device.
 
-Small transfers (one row) and bulk ones are measured apart, and so is each direction. Staged copies are what a model
-feels least, so that another way must be a good deal faster to be chosen: a direct kernel holds its multiprocessors for
+Small transfers (one row) and bulk ones are measured apart, and so is each direction. Staged copies disturb a
+model least, so another method must be clearly faster to be chosen: a direct kernel holds its multiprocessors for
 as long as the link takes, and a copy a page keeps the driver busy.
 """
 
@@ -37,14 +37,14 @@ _WORTH_IT = {"staged": 1.0, "direct": 0.75, "pages": 0.75}
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The way for transfers of up to ``small_bytes``, and for larger ones."""
+    """The method for transfers of up to ``small_bytes``, and the one for larger transfers."""
 
     small: CopyMethod
     bulk: CopyMethod
     small_bytes: int
 
     def of(self, nbytes: int) -> CopyMethod:
-        """Return the way for a transfer of this many bytes."""
+        """Return the method for a transfer of this many bytes."""
         return self.small if nbytes <= self.small_bytes else self.bulk
 
 
@@ -85,13 +85,13 @@ class Scratch:
         return GroupCopy(0, np.arange(len(row)), row, place)
 
     def close(self) -> None:
-        """Give the memory back; nothing uses it any more."""
+        """Free the memory; nothing uses it any more."""
         while self._pinned:
             self._driver.unpin(self._pinned.pop())
 
 
 def choose(scratch: Scratch, methods: list[CopyMethod], copy: Callable[[CopyMethod, list[GroupCopy]], None]) -> Choice:
-    """Return the best of the methods; ``copy`` makes these copies in a row and waits for them."""
+    """Return the fastest of the methods; ``copy`` makes these copies one after the other and waits for them."""
     row_bytes = scratch.geometry.block_bytes * scratch.geometry.blocks_per_chunk
     times = min(-(-_STREAM_BYTES // (row_bytes * scratch.rows)), _MOST_TIMES)
     small = _best(methods, copy, [scratch.part(1)])

@@ -1,4 +1,4 @@
-"""Copies between CUDA tensors and rows: what the worker asks for, cut into pieces and launched on lanes."""
+"""The CUDA copier: cuts the worker's transfers into pieces and launches them on lanes."""
 
 import contextlib
 import logging
@@ -71,7 +71,7 @@ class CudaCopies:
         self._choices: dict[tuple[int, bool], Choice] = {}
 
     def mark(self) -> Any:
-        """Return an event on the caller's current stream: copies come after what it holds now."""
+        """Return an event on the caller's current stream: copies run after the work that is queued there now."""
         try:
             event = self._torch.cuda.Event()
             event.record(self._torch.cuda.current_stream(self._device))
@@ -98,7 +98,7 @@ class CudaCopies:
             region.settle()
 
     def detach(self) -> None:
-        """Wait for what runs, unpin, and let go of the region."""
+        """Wait for the copies in flight, unpin, and release the region."""
         try:
             with self._driver.current():
                 self._settle()
@@ -180,7 +180,7 @@ class CudaCopies:
         return wanted if wanted in possible else possible[0]
 
     def _possible(self, lane: CudaLane, geometry: GroupGeometry, *, pinned: bool) -> list[CopyMethod]:
-        """Return the ways that there are, the one that a model feels least first."""
+        """Return the possible methods, the one that disturbs a model least first."""
         staged: list[CopyMethod] = ["staged"] if self._has_kernel and geometry.block_bytes <= lane.slot_bytes else []
         direct: list[CopyMethod] = ["direct"] if self._has_kernel and pinned else []
         return [*staged, "pages", *direct]
@@ -188,7 +188,7 @@ class CudaCopies:
     # -- the measurement
 
     def _measure(self) -> dict[tuple[int, bool], Choice]:
-        """Return the best way of each group and direction, measured where nobody has done so in this process."""
+        """Return the best method of each group and direction; measure those not measured in this process yet."""
         choices = {}
         for index, group in enumerate(self._groups):
             for name, wanted in (("store", self._settings.store), ("load", self._settings.load)):
@@ -282,9 +282,9 @@ class CudaCopies:
 
 
 def _cut(part: GroupCopy, pinned_rows: int, geometry: GroupGeometry) -> tuple[GroupCopy, GroupCopy | None]:
-    """Return what can be launched now, and the rest: first what is in pinned rows, then a little of the others.
+    """Return the part to launch now, and the rest: first copies in pinned rows, then a few of the others.
 
-    Meanwhile more is pinned, so it is looked again after each.
+    More rows are pinned meanwhile, so this is called again after each part.
     """
     pinned = part.rows < pinned_rows
     if pinned.all():
@@ -297,7 +297,7 @@ def _cut(part: GroupCopy, pinned_rows: int, geometry: GroupGeometry) -> tuple[Gr
 
 
 class _CudaCopy:
-    """One job's copy: launched piece by piece, ended when the device says so. ``mark`` is kept until then."""
+    """One job's copy: launched piece by piece, ended when its last event is. ``mark`` is kept until then."""
 
     def __init__(self, copies: CudaCopies, lane: CudaLane, pieces: Iterator[int], mark: Any) -> None:
         self.nbytes = 0
@@ -344,7 +344,7 @@ class _CudaCopy:
         if self._end:
             try:
                 self._lane.wait(self._end)
-            except CudaError as error:  # ``ended`` will say it to whoever asks for the result
+            except CudaError as error:  # ``ended`` raises it when the result is collected
                 _log.debug("waiting for a copy: %s", error)
                 with contextlib.suppress(CudaError):
                     self._lane.settle()

@@ -1,7 +1,7 @@
-"""The few functions of the CUDA driver that torch does not offer, and the kernel, compiled for the device at hand.
+"""CUDA driver bindings: the functions that torch does not offer, and the copy kernel, compiled for this device.
 
-Called through ctypes. Short calls keep the interpreter's lock: letting it go would cost a busy engine's thread, and
-this one, far more than the microsecond that the call takes. Calls that can take long let it go.
+Called through ctypes. Short calls keep the GIL: releasing it would cost a busy engine's thread, and this one, far more
+than the microsecond that the call takes. Calls that can take long release it.
 """
 
 import contextlib
@@ -94,7 +94,7 @@ class CudaDriver:
         """Make this device the one that the calling thread's driver calls mean, from now on.
 
         The thread is ours, so none of its calls belongs to a graph that the engine captures meanwhile on another one.
-        Unless the driver is told so, it would fail them, and spoil the capture.
+        Without setting the capture mode the driver would fail these calls, and invalidate the capture.
         """
         self._check("cuCtxSetCurrent", self._quick.cuCtxSetCurrent(self._context))
         mode = ctypes.c_int(_CAPTURE_RELAXED)
@@ -103,7 +103,7 @@ class CudaDriver:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Make the same true for a while, on a thread that is not ours."""
+        """Do the same for the length of a block, on a thread that is not ours."""
         self._check("cuCtxPushCurrent", self._quick.cuCtxPushCurrent_v2(self._context))
         try:
             yield
@@ -122,15 +122,15 @@ class CudaDriver:
         return event.value
 
     def record(self, event: int, stream: int) -> None:
-        """Let the event stand for everything that the stream holds now."""
+        """Record the event after everything that the stream holds now."""
         self._check("cuEventRecord", self._quick.cuEventRecord(event, stream))
 
     def order_after(self, stream: int, event: int) -> None:
-        """Let what the stream gets from now on come after the event."""
+        """Make the stream's later work wait for the event."""
         self._check("cuStreamWaitEvent", self._quick.cuStreamWaitEvent(stream, event, 0))
 
     def has_ended(self, event: int) -> bool:
-        """Say whether everything that the event stands for has ended."""
+        """Return whether everything before the event has ended."""
         status = self._quick.cuEventQuery(event)
         if status == _NOT_READY:
             return False
@@ -138,7 +138,7 @@ class CudaDriver:
         return True
 
     def wait(self, event: int) -> None:
-        """Wait for everything that the event stands for."""
+        """Wait for everything before the event."""
         self._check("cuEventSynchronize", self._slow.cuEventSynchronize(event))
 
     def seconds_between(self, begin: int, end: int) -> float:
@@ -167,7 +167,7 @@ class CudaDriver:
     ) -> None:
         """Begin these copies (addresses, lengths) on a stream; all host memory among them is pinned.
 
-        ``source_is_settled``: nothing that is under way writes to the sources, so they may be read at any time; else
+        ``source_is_settled``: nothing in flight writes to the sources, so they may be read at any time; else
         they are read in the stream's order.
         """
         if not self._batched:
@@ -205,7 +205,7 @@ class CudaDriver:
         self._check("cuMemHostUnregister", self._slow.cuMemHostUnregister(address))
 
     def is_idle(self, stream: int) -> bool:
-        """Say whether all that the stream holds has ended.
+        """Return whether all that the stream holds has ended.
 
         LostDeviceError if the context is gone: then every call fails with what ended it.
         """
@@ -227,7 +227,7 @@ class CudaDriver:
 
 
 def _load(kind: type[ctypes.CDLL]) -> Any:
-    """Load the driver, with the types of those arguments that are no 32-bit integers."""
+    """Load the driver, with the types of those arguments that are not 32-bit integers."""
     library: Any = kind("libcuda.so.1")
     handle, length, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
     types = {

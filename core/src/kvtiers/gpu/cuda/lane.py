@@ -1,4 +1,4 @@
-"""One lane of CUDA copies: its streams, its staging slots, and the order among pieces.
+"""A lane of CUDA copies: its streams, its staging slots, and the order of its pieces.
 
 Staged, to the host (to the GPU it is the same the other way round)::
 
@@ -6,8 +6,8 @@ Staged, to the host (to the GPU it is the same the other way round)::
     slot's stream     gather piece 2 into slot B
     lane's stream     rows of piece 1 out of A, rows of piece 2 out of B, ...
 
-The kernel between tensors and slots takes microseconds and runs at high priority, so that it gets in where one of the
-engine's kernels ends, and every slot has a stream of its own, so that all slots that are free are filled there. The
+The kernel between tensors and slots takes microseconds and runs at high priority, so that it starts when one of the
+engine's kernels ends, and every slot has a stream of its own, so that all free slots are filled then. The
 copy engine moves the rows and holds no multiprocessor. Everything is ordered by events, on the device.
 """
 
@@ -32,7 +32,7 @@ _HIGH_PRIORITY = -1
 _SLOT_ALIGN = 4096
 _AHEAD = 4  # pieces without a slot that may be under way: more would keep an expedited load waiting
 _STAGED_AHEAD = 24
-"""Staged pieces that may be under way, however few slots there are: on the device each waits for its slot by itself.
+"""Staged pieces that may be in flight, however few slots there are: on the device each waits for its slot by itself.
 
 A busy engine keeps the interpreter for 5 ms (Python's switch interval) before this thread gets it again. A piece takes
 0.55 ms on a link of 55 GB/s, so four pieces ahead left the link idle for more than half of the time, and 24 cover two
@@ -116,7 +116,7 @@ class CudaLane:
     # -- pieces
 
     def staged(self, group: KernelGroup, piece: Piece, mark: int, *, pinned: bool) -> None:
-        """Move one piece through the next slot. That its slot is free again is what the device waits for, not we."""
+        """Move one piece through the next slot. The device, not this thread, waits until the slot is free."""
         self._make_room(_STAGED_AHEAD)
         slot = self._slots[self._next]
         self._next = (self._next + 1) % len(self._slots)
@@ -173,7 +173,7 @@ class CudaLane:
         return self._timed(last)
 
     def has_ended(self, event: int) -> bool:
-        """Say whether all before this event has ended, without waiting. Any thread."""
+        """Return whether all before this event has ended, without waiting. Any thread."""
         return self._driver.has_ended(event)
 
     def wait(self, event: int) -> None:
@@ -181,17 +181,17 @@ class CudaLane:
         self._driver.wait(event)
 
     def take_back(self, begin: int, end: int) -> float:
-        """Return the seconds between a job's two events, which are free for other jobs then. Any thread."""
+        """Return the seconds between a job's two events, and recycle the events. Any thread."""
         seconds = self._driver.seconds_between(begin, end)
         self._spare_timed += (begin, end)
         return seconds
 
     def give_up(self, *events: int) -> None:
-        """Free the events of a job that failed, and of which nothing runs any more. Any thread."""
+        """Recycle the events of a failed job that has nothing in flight any more. Any thread."""
         self._spare_timed += events
 
     def is_idle(self) -> bool:
-        """Say whether everything that was launched has ended, without waiting. Any thread."""
+        """Return whether everything that was launched has ended, without waiting. Any thread."""
         return all(self._driver.is_idle(stream.cuda_stream) for stream in self._streams)
 
     def settle(self) -> None:
@@ -224,14 +224,14 @@ class CudaLane:
             # Rows are not written to while they are loaded from; blocks and slots are, by what is under way.
             self._driver.copy_batch(to, source, copies.nbytes, self.stream, source_is_settled=not self.to_rows)
         else:
-            # Without pinning a copy waits inside the driver for what it comes after, and whoever calls the driver
+            # Without pinning a copy waits inside the driver for the work before it, and every other call of the driver
             # then waits with it, an engine that submits too: so what it comes after is awaited before.
             self._driver.synchronize(self.stream)
             self._driver.copy_each(to, source, copies.nbytes, self.stream)
         return to, source, copies.nbytes
 
     def _make_room(self, most: int) -> None:
-        """Wait until fewer pieces than ``most`` are under way."""
+        """Wait until fewer pieces than ``most`` are in flight."""
         while len(self._pieces) >= most:
             oldest, _ = self._pieces[0]
             if not self._driver.has_ended(oldest):

@@ -1,4 +1,4 @@
-"""Cuts a transfer into pieces that one launch can take, and one staging slot can hold."""
+"""The cutting of a transfer into pieces that fit one launch and one staging slot."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What core demands of a ``ChunkStore``, as tests.
+"""The conformance tests of a ``ChunkStore``.
 
 ::
 

@@ -1,4 +1,4 @@
-"""What a store may say about itself: its values, its health, its figures."""
+"""Tests of a store's optional abilities: listing, diagnosis, figures."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""What all tests of a store stand on: the author's fixture, and stores, names and rows for one test."""
+"""The base of all tests of a store: the author's fixture, and stores, names and rows for one test."""
 
 import uuid
 from collections.abc import Callable, Iterator

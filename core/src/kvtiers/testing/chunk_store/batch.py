@@ -1,4 +1,4 @@
-"""A store with ``SupportsBatch`` does for many names what it does for each."""
+"""Tests of ``SupportsBatch``: a store does for many names what it does for each."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""A store works on memory that is core's: it stays within it, and holds nothing of it when a call has returned."""
+"""Tests of buffer ownership: a store stays within core's memory, and keeps no view of it after a call."""
 
 from kvtiers.api import ChunkStore
 from kvtiers.testing.chunk_store.base import Names, StoreTestBase, read, write

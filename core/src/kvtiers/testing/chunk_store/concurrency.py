@@ -1,4 +1,4 @@
-"""Core's threads call a store at the same time, also for the same name."""
+"""Tests of concurrency: core's threads call a store at the same time, also for the same name."""
 
 from functools import partial
 

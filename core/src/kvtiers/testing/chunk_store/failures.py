@@ -1,4 +1,4 @@
-"""A backend that fails is an exception: core counts those, and takes the tier out of use."""
+"""Tests of failures: a backend that fails is an exception, which core counts until the breaker opens."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

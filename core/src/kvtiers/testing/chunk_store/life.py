@@ -1,4 +1,4 @@
-"""What is there when a store is opened again, after a close or after its process was killed; what a close leaves."""
+"""Tests of a store's life: what it holds when it is opened again, after a close or a kill, and what a close leaves."""
 
 import threading
 from functools import partial

@@ -1,4 +1,4 @@
-"""A store with ``SupportsPieces`` gives in pieces what ``read_into`` would have filled."""
+"""Tests of ``SupportsPieces``: a store returns in pieces what ``read_into`` would have filled."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A store gives back exactly the bytes that it was given under a name, or says that it has none."""
+"""Tests of values and names: a store returns exactly the bytes that were written under a name, or none."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What core demands of a ``SecondaryTierManager``, as tests.
+"""The conformance tests of a ``SecondaryTierManager``.
 
 ::
 
@@ -7,7 +7,7 @@
         def open_tier(self):
             return lambda context: MyTier(MyConfig(type="my-tier"), context)
 
-Two further things that only the author knows are tested if the subclass says them: ``max_chunks = N``, the most chunks
+Two further promises are tested if the subclass declares them: ``max_chunks = N``, the most chunks
 that the opened tier can hold, and a fixture ``hold`` that returns a function ``hold(tier)``, a context manager within
 which the backend moves nothing.
 """

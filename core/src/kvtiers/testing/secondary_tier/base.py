@@ -1,4 +1,4 @@
-"""What all tests of a third-rung tier stand on: the author's fixture, and a small engine with that tier."""
+"""The base of all tests of a third-rung tier: the author's fixture, and a small engine with that tier."""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress

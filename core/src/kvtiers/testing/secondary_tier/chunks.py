@@ -1,4 +1,4 @@
-"""A tier gives back the chunks that it was given, and says of each whether it has it."""
+"""Tests of chunks: a tier returns the chunks that were stored, and answers for each whether it has it."""
 
 from kvtiers.api import LookupResult
 from kvtiers.testing.guarded import same_bytes

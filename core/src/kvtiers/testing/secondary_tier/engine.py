@@ -1,4 +1,4 @@
-"""The least of an engine that drives a tier: rows, jobs, steps, and a book of every result."""
+"""The smallest engine that drives a tier: rows, jobs, steps, and a record of every result."""
 
 import mmap
 import os
@@ -68,7 +68,7 @@ class SmallEngine:
         return self.rows[row, :_VALUE_BYTES].tobytes()
 
     def new_job(self, keys: Sequence[OffloadKey], rows: Sequence[int], *, is_promotion: bool) -> TransferJob:
-        """Return a new job that the book knows."""
+        """Return a new job, which the record has."""
         chunk_ids = memoryview(np.array(rows, np.int32).data)
         job = TransferJob(next(self._ids), list(keys), chunk_ids, is_promotion, self.request)
         self._jobs[job.job_id] = job
@@ -127,7 +127,7 @@ class SmallEngine:
         self._check_book()
 
     def present(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        """Ask for each key alone, step by step until the answer is known; True for a hit."""
+        """Look each key up alone, step by step until it is answered; True for a hit."""
         return [self._ask(key) is LookupResult.HIT for key in keys]
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""On which threads a tier is ended, and what it leaves behind when it is closed."""
+"""Tests of a tier's end: the threads on which it is drained and closed, and what it leaves behind."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Every job has exactly one result, whatever becomes of it."""
+"""Tests of results: every job has exactly one, also if it fails."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

@@ -1,4 +1,4 @@
-"""A tier touches the rows of its jobs, between submit and result, and nothing else."""
+"""Tests of row ownership: a tier touches the rows of its jobs, between submit and result, and nothing else."""
 
 import numpy as np
 

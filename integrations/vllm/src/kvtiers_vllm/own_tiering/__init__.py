@@ -1,1 +1,1 @@
-"""Way in: every installed tier as a secondary tier of vLLM's own tiering (``kvtiers-<type>``)."""
+"""Tiers under vLLM's own tiering: every installed tier as a secondary tier ``kvtiers-<type>``."""

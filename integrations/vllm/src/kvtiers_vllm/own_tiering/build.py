@@ -1,6 +1,6 @@
-"""Builds a driver for one tier in vLLM's config: which model's KV it holds, where its I/O runs, and whether it is on.
+"""The construction of one tier's driver from vLLM's config: its model identity, its backend, and whether it is on.
 
-What is wrong with the config stops the engine's start, in one line each; what is wrong with the world does not.
+A problem of the config stops the engine's start, in one line each; a problem of the environment does not.
 """
 
 import logging
@@ -42,7 +42,7 @@ _CLOSE_SECONDS = 4.0  # for a host to close its store, also when draining took a
 
 @dataclass(frozen=True, slots=True)
 class OpenedTier:
-    """A driver, and what its metrics say of it. ``off``: why the tier does nothing in this engine; empty if it works.
+    """A driver, and facts for its metrics. ``off``: why the tier is off in this engine; empty if it is on.
 
     ``shared``: another process can reproduce the keys and the weights' name.
     """
@@ -131,7 +131,7 @@ def _options(config: TierConfig) -> TierOptions:
 
 
 class _Parts:
-    """What a tier consists of in the engine's process, and how it is taken down."""
+    """The parts of a tier in the engine's process, and their shutdown."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class _Parts:
         return self._names.fingerprint
 
     def close(self, seconds: float) -> None:
-        """End the tier, which has been drained, within so many seconds, and let go of vLLM's memory."""
+        """Close the tier, which has been drained, within this many seconds, and release vLLM's memory."""
         if self.start_line is not None:
             self.start_line.close()
         self.tier.close()

@@ -2,15 +2,15 @@
 
 vLLM steps as fast as it can while a request waits for its KV. On a machine with few processors that takes one of them
 from the processes that load, and in one process it takes the interpreter from the thread that copies: each of its turns
-comes after a switch interval, 5 ms, then. A rest is short beside what has been waited already, so that the end of a
-load is seen in time, and short beside a step that computes, since a request may come meanwhile.
+comes after a switch interval, 5 ms, then. A pause is short compared with the wait so far, so that the end of a
+load is seen in time, and short compared with a step that computes, since a request may arrive meanwhile.
 
-A request whose lookup is not answered yet is put off by a step. Where nothing else is computed that is an empty one,
+A request whose lookup is not answered yet is deferred by a step. Where nothing else is computed that is an empty one,
 which takes as long as most answers; and where several requests have come at once, it is the step that computes the
-others, and takes far longer than an answer: so the scheduling pass rests first.
+others, and takes far longer than an answer: so the scheduling pass pauses first.
 
-Where the rank that loads is in this process, the end of a load and the arrival of a request end a rest (``Wakeup``), so
-that it may be longer: on an H100 steps of 1 ms beside rests of 1 ms took 15 of 55 ms from the thread that copies.
+Where the rank that loads is in this process, the end of a load and the arrival of a request end a pause (``Wakeup``),
+so that it may be longer: on an H100 steps of 1 ms between pauses of 1 ms took 15 of 55 ms from the copy thread.
 """
 
 import logging
@@ -31,18 +31,18 @@ _ANSWER = 0.002  # of four requests at once on two processors, nearly all were a
 
 
 class Wakeup:
-    """Ends the rest of an engine in this process. ``watched``: how many loads will end it; read on any thread."""
+    """Ends the pause of an engine in this process. ``watched``: how many loads will end it; read on any thread."""
 
     def __init__(self) -> None:
         self.watched = 0
         self._event = threading.Event()
 
     def announce(self) -> None:
-        """End the rest that is under way, or the next one at once."""
+        """End the current pause, or the next one at once."""
         self._event.set()
 
     def wait(self, seconds: float) -> None:
-        """Rest until something is announced, ``seconds`` at most."""
+        """Pause until something is announced, ``seconds`` at most."""
         self._event.wait(seconds)
         self._event.clear()
 
@@ -82,7 +82,7 @@ class LoadWatch:
 
 
 class Rest:
-    """The rests of an engine; runs on its thread."""
+    """The pauses of an engine; runs on its thread."""
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
@@ -93,7 +93,7 @@ class Rest:
         self._answer_by: float | None = None
 
     def for_answer(self) -> bool:
-        """Rest a moment within a pass of an engine that was idle before; False: it has rested enough in this step."""
+        """Pause within a pass of an engine that was idle before; False: it has paused long enough in this step."""
         now = self._clock()
         if self._answer_by is None:
             self._answer_by = now + _ANSWER
@@ -103,7 +103,7 @@ class Rest:
         return True
 
     def step(self, *, idle: bool, watched: bool = False) -> None:
-        """End a step. ``idle``: nothing is computed in it, and loads run. ``watched``: their end ends the rest."""
+        """End a step. ``idle``: nothing is computed in it, and loads run. ``watched``: their end ends the pause."""
         self._answer_by = None
         if not idle:
             self._idle_since = None

@@ -1,6 +1,6 @@
-"""A tier that two threads ask: the engine's, and the one that takes requests in while the engine steps.
+"""A tier behind a lock for two threads: the engine's, and the one that receives requests while the engine steps.
 
-The second asks between two calls of the first one's or not at all, so neither waits longer than a call takes.
+The second calls between two calls of the first or not at all, so neither waits longer than a call takes.
 """
 
 import threading
@@ -11,11 +11,11 @@ from kvtiers.api import JobResult, OffloadKey, TierRequest, TransferJob
 from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.tiering.tier_slot import TierSlot
 
-__all__ = ["AskedTier", "News"]
+__all__ = ["AskedTier", "JobEvents"]
 
 
-class News(NamedTuple):
-    """What has become of jobs since the last time: those that began, failed, ended, or let go of their rows."""
+class JobEvents(NamedTuple):
+    """The jobs that started, failed, ended or released their rows since the last poll."""
 
     started: Sequence[int]
     failed: Sequence[int]
@@ -29,11 +29,11 @@ class AskedTier:
     def __init__(self, slot: TierSlot) -> None:
         self._slot = slot
         self._releasing = slot.tier if isinstance(slot.tier, ChunkStoreTier) else None
-        """The tier, if its loads can let go of their rows before they end."""
+        """The tier, if its loads can release their rows before they end."""
         self._in_call = threading.Lock()
 
     def ask_ahead(self, keys: Sequence[OffloadKey]) -> None:
-        """Have the tier find out about a prefix that will be looked up soon; not while it is in a call. Any thread."""
+        """Probe for a prefix that will be looked up soon; not while the tier is in a call. Any thread."""
         if self._in_call.acquire(blocking=False):
             try:
                 self._slot.ask_ahead(keys)
@@ -41,33 +41,33 @@ class AskedTier:
                 self._in_call.release()
 
     def ask(self, key: OffloadKey, context: TierRequest) -> tuple[int, bool]:
-        """Return 1 if the tier has this chunk, else 0, and whether it does not know yet."""
+        """Return 1 if the tier has this chunk, else 0, and whether the answer is still outstanding."""
         with self._in_call:
             return self._slot.ask([key], context)
 
     def submit(self, job: TransferJob) -> bool:
-        """Hand a job over; False: the tier did not take it."""
+        """Submit a job; False: the tier did not accept it."""
         with self._in_call:
             return self._slot.submit(job)
 
-    def news(self) -> News:
-        """Take what has become of jobs."""
+    def poll(self) -> JobEvents:
+        """Return the jobs' events since the last poll."""
         with self._in_call:
-            return News(*self._slot.poll(), () if self._releasing is None else self._releasing.get_released_jobs())
+            return JobEvents(*self._slot.poll(), () if self._releasing is None else self._releasing.get_released_jobs())
 
     def release(self, job_id: int) -> None:
-        """Have a load let go of its rows, if the tier's loads can."""
+        """Make a load release its rows, if the tier's loads can."""
         if self._releasing is not None:
             with self._in_call:
                 self._releasing.release_job(job_id)
 
     def abandon(self, job_id: int) -> None:
-        """Tell the tier that a job of its was given up."""
+        """Inform the tier that one of its jobs was given up."""
         with self._in_call:
             self._slot.abandon(job_id)
 
     def drop(self, job_ids: Sequence[int]) -> None:
-        """Have jobs end without what of them has not begun."""
+        """End jobs without their values that have not started."""
         if self._releasing is not None and job_ids:
             with self._in_call:
                 self._releasing.drop_jobs(job_ids)
@@ -83,6 +83,6 @@ class AskedTier:
             self._slot.leave()
 
     def drain(self, timeout: float) -> None:
-        """Let the tier end what it is doing."""
+        """Drain the tier."""
         with self._in_call:
             self._slot.tier.drain(timeout)

@@ -1,4 +1,4 @@
-"""A tier's figures for vLLM's own ``/metrics``: counters as what was added since the last time, gauges as they are."""
+"""A tier's figures for vLLM's own ``/metrics``: counters as increments since the last report, gauges as values."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -89,7 +89,7 @@ class _Stats(Protocol):
 
 @dataclass(slots=True)
 class TierFigures:
-    """One tier's figures, and what of them was reported last. ``collection``: vLLM's class for what has changed."""
+    """One tier's figures, and those reported last. ``collection``: vLLM's class for changes."""
 
     opened: OpenedTier
     collection: Callable[[], _Stats]

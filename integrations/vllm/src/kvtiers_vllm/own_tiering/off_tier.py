@@ -1,4 +1,4 @@
-"""The tier that stands where none may: it has nothing and takes nothing."""
+"""The null tier, for engines in which a tier is off: every lookup misses, every job is refused."""
 
 from collections.abc import Sequence
 
@@ -10,8 +10,8 @@ __all__ = ["OffTier"]
 class OffTier(SecondaryTierManager):
     """Never available."""
 
-    def lookup_many(self, keys: Sequence[OffloadKey], context: TierRequest) -> Sequence[LookupResult]:  # noqa: ARG002 -- it has nothing, whoever asks
-        """Have nothing."""
+    def lookup_many(self, keys: Sequence[OffloadKey], context: TierRequest) -> Sequence[LookupResult]:  # noqa: ARG002 -- it has nothing, for any request
+        """Return a miss for each key."""
         return [LookupResult.MISS] * len(keys)
 
     def submit_store(self, job: TransferJob) -> None:
@@ -27,9 +27,9 @@ class OffTier(SecondaryTierManager):
         return ()
 
     def drain(self, timeout: float) -> bool:  # noqa: ARG002 -- there is nothing to wait for
-        """Have nothing to do."""
+        """Do nothing: there are no jobs."""
         return True
 
     def is_available(self) -> bool:
-        """Say no."""
+        """Return False."""
         return False

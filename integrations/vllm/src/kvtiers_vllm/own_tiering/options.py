@@ -58,14 +58,14 @@ def load_tier_options(
 
 
 def _placed(problem: str, tier_type: str) -> str:
-    """Name a problem's place in vLLM's config instead of that in a file of ours."""
+    """Name a problem's place in vLLM's config instead of one in a YAML file."""
     place, _, text = problem.removeprefix("config: ").partition(": ")
     where = f"secondary_tiers ({tier_type})" if place.startswith("secondary") else f"{OPTIONS_KEY}.{place}"
     return f"kv_connector_extra_config: {where}: {text}"
 
 
 def _not_here(config: TierConfig, extra_config: Mapping[str, Any]) -> list[str]:
-    """Return what cannot be had where vLLM's own primary decides, and a name that another of its tiers has as well."""
+    """Return the options that vLLM's own primary does not allow, and a duplicate tier name."""
     problems = []
     if _tier_names(extra_config).count(config.tier_name) > 1:
         problems.append(f"the name {config.tier_name!r} is that of another tier, too; give one of them another 'name'")

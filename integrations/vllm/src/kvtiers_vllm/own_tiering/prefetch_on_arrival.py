@@ -1,8 +1,8 @@
-"""The keys of a request that has just come: tiers are asked before vLLM asks them, so that their answer is there.
+"""Probes on arrival: tiers are probed for a request before vLLM looks it up, so that the answer is there in time.
 
 vLLM looks a request up in the scheduling pass that could begin it. No tier answers within that pass, and a request
-without an answer is put off by a step: tens of milliseconds where others are being computed. But a server's engine
-takes requests in on a thread of its own, while a step runs. The question is sent from there (``compat``).
+without an answer is deferred by a step: tens of milliseconds where others are being computed. But a server's engine
+receives requests on a thread of its own, while a step runs. The probe is sent from there (``compat``).
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,15 +1,15 @@
-"""How fast the engine computes prompts, as far as a tier of vLLM's sees it: seconds a token.
+"""The estimator of prefill speed under vLLM's own tiering: seconds a token.
 
-A tier is told at each step's end which requests are scheduled for the first time, and later which of their chunks were
-computed: the first chunks that come of a request are those of its first step. How long that step took is the time from
-one step's end to the next::
+At each step's end vLLM reports to a tier which requests are scheduled for the first time, and later which of their
+chunks were computed: the first chunks of a request are those of its first step. How long that step took is the time
+from one step's end to the next::
 
     seconds a token = seconds of a step / tokens in the first chunks of the requests that were new in it
 
 vLLM may schedule a step ahead: then a step's time is the next one's. The longer of the two is taken, since a prompt's
 takes longer than a decoding step. Decoding requests in the same step, and what of a prompt is no whole chunk, are in
-the seconds and not in the tokens: it is the engine's speed under the load that it has. What follows from the steps is
-reckoned as everywhere (``kvtiers/tiering/prefill_cost.py``), so that a step that ended in idleness does not count.
+the seconds and not in the tokens: it is the engine's speed under the load that it has. The estimate from the steps is
+computed as everywhere (``kvtiers/tiering/prefill_cost.py``), so that a step that ended in idleness does not count.
 """
 
 from collections import deque
@@ -34,7 +34,7 @@ class _Step:
 
 
 class PrefillRate:
-    """Tells ``cost`` of steps. Runs on the engine's thread."""
+    """Reports steps to ``cost``. Runs on the engine's thread."""
 
     def __init__(self, cost: PrefillCost) -> None:
         self._cost = cost
@@ -43,7 +43,7 @@ class PrefillRate:
         self._last_end: float | None = None
 
     def step_ended(self, new_requests: Iterable[str], now: float) -> None:
-        """Take note of a step's end, and of the requests that are computed for the first time in it."""
+        """Record a step's end, and of the requests that are computed for the first time in it."""
         for step in self._open:
             if len(step.intervals) < _INTERVALS and self._last_end is not None:
                 step.intervals.append(now - self._last_end)
@@ -57,14 +57,14 @@ class PrefillRate:
             self._take(step)
 
     def computed(self, request: str, tokens: int) -> None:
-        """Take note of chunks that were computed for a request; the first ones count."""
+        """Record chunks that were computed for a request; the first ones count."""
         step = self._step_of.pop(request, None)
         if step is not None:
             step.tokens += tokens
             step.waiting.discard(request)
 
     def finished(self, request: str) -> None:
-        """A request is over: what has not been computed for it will not be."""
+        """Drop a request: its remaining chunks will not be computed."""
         self.computed(request, 0)
 
     @staticmethod

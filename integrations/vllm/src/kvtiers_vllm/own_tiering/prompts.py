@@ -1,14 +1,14 @@
-"""Which of vLLM's prompts are loaded from a tier, and for how long: the model of ``load_or_recompute.py`` in core.
+"""Load or recompute under vLLM's own tiering, with the model of ``load_or_recompute.py`` in core.
 
-vLLM asks chunk by chunk, so how much of a prompt a tier has is not known when its first chunk is decided upon: the
-prompt's length is taken, which a request shows when it comes, and the decision holds for all its chunks in that step,
-and for as long as it has loads. What was decided in a step is on its way only at the step's end: until then it is
-promised. A prompt of unknown length is loaded. Before a prompt are those that vLLM has begun, as long as computing
-them takes by the clock; behind it are those that have come and were neither begun nor loaded.
+vLLM looks up chunk by chunk, so the length of a tier's hit is not known when the first chunk is decided. The prompt's
+length is used instead, known from the request's arrival, and the decision holds for all its chunks in that step,
+and for as long as it has loads. Loads that were decided in a step are submitted at its end: until then they are
+promised. A prompt of unknown length is loaded. The queue before a prompt is those that vLLM has begun, for as long as
+computing them takes by the clock; behind it are those that have arrived and were neither begun nor loaded.
 
-How long a request waits for its loads follows from what they bring, which is known then. One load that is late is no
-reason to load nothing for others. A tier that brings nothing at all of what is under way is one: it counts as at least
-so slow as it has been silent, also where ``load_wait`` was given.
+A request's wait for its loads is bounded by the tokens that they load, which are known then. A single late load does
+not stop loads for others. A tier whose loads in flight all fail to land does: its assumed load time is at least
+the time of that silence, also where ``load_wait`` was given.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +46,7 @@ class Prompt:
 
 
 class Prompts:
-    """Weighs the tier in ``slot`` against computing. Engine's thread, but for ``expect``."""
+    """Compares the tier in ``slot`` with computing. Engine's thread, except for ``expect``."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Prompts:
     # -- a prompt's way
 
     def expect(self, request_id: str, tokens: int) -> None:
-        """Take note of how long a prompt is whose request comes. Any thread."""
+        """Record the prompt length of a request that arrives. Any thread."""
         self._expected[request_id] = tokens
         if len(self._expected) > _MOST_EXPECTED:
             self._expected.pop(next(iter(self._expected)), None)
@@ -81,19 +81,19 @@ class Prompts:
         return Prompt(self._expected.pop(request_id, 0))
 
     def came(self, prompt: Prompt) -> None:
-        """A request has come, and waits for its turn."""
+        """Record that a request has arrived, and waits for its turn."""
         prompt.has_come = True
         self._gpu.waiting += prompt.tokens
 
     def taken_up(self, prompt: Prompt) -> None:
-        """A prompt does not wait for the GPU any more: it is begun, loaded, or over."""
+        """Record that a prompt no longer waits for the GPU: it is begun, loaded, or over."""
         self._promise(prompt, 0)
         if prompt.has_come and not prompt.is_taken_up:
             prompt.is_taken_up = True
             self._gpu.waiting -= prompt.tokens
 
     def computes(self, prompt: Prompt) -> None:
-        """The engine begins a prompt: what was not loaded of it is computed. Afterwards it is decided anew."""
+        """Record that the engine begins a prompt: its chunks not loaded are computed. Then it is decided again."""
         self.taken_up(prompt)
         self._gpu.computes(max(0, prompt.tokens - prompt.loaded))
         prompt.is_loaded, prompt.decided_in, prompt.queue = False, -1, None
@@ -101,13 +101,13 @@ class Prompts:
         prompt.tried.clear()
 
     def end_step(self) -> None:
-        """Let what comes next be decided by what is then."""
+        """End the step: later decisions use the state of the next one."""
         self._step += 1
 
     # -- decisions
 
     def loads_chunk(self, prompt: Prompt, key: OffloadKey) -> bool:
-        """Say whether a chunk that the tier has is to be loaded."""
+        """Return whether a chunk that the tier has is to be loaded."""
         if prompt.decided_in < self._step and not prompt.loading:
             self._decide(prompt)
         if prompt.is_loaded or not prompt.trial:
@@ -117,7 +117,7 @@ class Prompts:
         return key in prompt.tried
 
     def loads(self, prompt: Prompt, tokens: int) -> float:
-        """Take note that a load brings so many tokens; return how long their request waits for its loads, in all."""
+        """Record that a load brings so many tokens; return how long their request waits for its loads, in all."""
         if prompt.queue is None:
             prompt.queue = self._gpu.ahead, self._behind(prompt)
         self.taken_up(prompt)

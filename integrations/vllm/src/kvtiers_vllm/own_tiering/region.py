@@ -1,4 +1,4 @@
-"""The file behind memory that vLLM has mapped, so that a tier host can map it too.
+"""The file behind vLLM's mapped region, so that a tier host can map it too.
 
 The region and its name are vLLM's: it is opened here, never unlinked, resized, pinned or sealed.
 """
@@ -33,7 +33,7 @@ class _Mapping:
 
     @classmethod
     def parse(cls, line: str) -> "_Mapping":
-        """Take a line of /proc/self/maps apart."""
+        """Parse a line of /proc/self/maps."""
         fields = line.rstrip("\n").split(maxsplit=5)
         start, _, end = fields[0].partition("-")
         major, _, minor = fields[3].partition(":")

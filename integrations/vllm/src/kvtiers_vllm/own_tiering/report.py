@@ -1,4 +1,4 @@
-"""What one tier of this engine says to ``kvtiers status``."""
+"""The answer of one tier to ``kvtiers status``."""
 
 from typing import Any
 

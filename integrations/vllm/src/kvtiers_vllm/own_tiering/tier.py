@@ -1,7 +1,7 @@
 """A kvtiers tier as one of vLLM's own secondary tiers: the class that vLLM calls, in its scheduler's process.
 
-vLLM names what it calls, and with what; this module translates and nothing else. Nothing here raises into an engine's
-step: a bug of ours is logged and counted, and its call answers what does no harm: a chunk is a miss, a job has failed.
+vLLM defines the methods and their arguments; this module only translates. Nothing here raises into an engine's
+step: an exception is logged and counted, and the call returns a safe answer: a chunk is a miss, a job has failed.
 """
 
 import threading
@@ -81,7 +81,7 @@ class KvtiersTier(SecondaryTierManager):
 
     @never_raises(RequestOffloadingContext)
     def on_new_request(self, req_context: Any) -> Any:
-        """Take note of a request; the tier wants what was newly computed, no more."""
+        """Record a request; the tier wants what was newly computed, no more."""
         self._driver.request_started(req_context.req_id, req_context.kv_transfer_params)
         return RequestOffloadingContext()
 
@@ -92,12 +92,12 @@ class KvtiersTier(SecondaryTierManager):
 
     @never_raises(lambda: LookupResult.MISS)
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        """Say whether the tier has a chunk."""
+        """Return whether the tier has a chunk."""
         return _ANSWERS[self._driver.lookup(key, req_context.req_id)]
 
     @never_raises(lambda: None)
     def _arrived(self, request: Any) -> None:
-        """Ask about a request before vLLM does; where its salt has no tag, leave it out. On any thread."""
+        """Probe for a request before vLLM looks it up; if its salt has no tag, exclude it. On any thread."""
         self._driver.expect(request.request_id, int(getattr(request, "num_prompt_tokens", None) or 0))
         if request.cache_salt and not _RELEASE.tags_salt:
             self._driver.leave_out(request.request_id, request)
@@ -136,20 +136,20 @@ class KvtiersTier(SecondaryTierManager):
 
     @never_raises(lambda: False)
     def has_pending_work(self) -> bool:
-        """Say whether vLLM's figures do not say yet how the tier is, and the engine is not ending."""
-        owed = self._first_report is not None and self._first_report.is_owed()
-        return owed and not self._core.is_ending()
+        """Return whether vLLM's figures still lack the tier's state, and the engine is not ending."""
+        wanted = self._first_report is not None and self._first_report.is_owed()
+        return wanted and not self._core.is_ending()
 
     @never_raises(lambda: None)
     def drain_jobs(self) -> None:
-        """Wait until nothing of the tier's touches a row."""
+        """Wait until the tier can touch no row any more."""
         self._driver.drain()
 
     @never_raises(lambda: None)
     def shutdown(self) -> None:
-        """End within a bound, and let go of vLLM's memory.
+        """Close within a bound, and release vLLM's memory.
 
-        vLLM ends its tiers one after another. The end of the first one begins those of all: the bound is one for all.
+        vLLM ends its tiers one after another. Closing the first one starts closing all: they share one bound.
         """
         for tier in [tier for tier, offloading in _running.items() if offloading is self._offloading]:
             tier.begin_end()
@@ -157,7 +157,7 @@ class KvtiersTier(SecondaryTierManager):
             self._end.join()
 
     def begin_end(self) -> None:
-        """Begin to end on a thread; at once where none can be had, as while the interpreter ends."""
+        """Start to close on a thread; in this call if no thread can be started, as while the interpreter ends."""
         del _running[self]
         end = threading.Thread(target=self._close, name="kvtiers-end", daemon=True)
         try:
@@ -178,13 +178,13 @@ class KvtiersTier(SecondaryTierManager):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        """Return what the tier's figures are; the same for all tiers, which a label tells apart."""
+        """Return the definitions of the tiers' figures: the same for all tiers, which a label distinguishes."""
         del extra_config
         return tier_definitions(OffloadingCounterMetadata, OffloadingGaugeMetadata, COUNTERS, GAUGES)
 
     @never_raises(lambda: None)
     def get_stats(self) -> Any:
-        """Return what has changed; None if that was said a moment ago."""
+        """Return the figures that have changed; None if they were reported a moment ago."""
         report = self._figures()
         if report is not None and self._first_report is not None:
             self._first_report.given()

@@ -1,10 +1,10 @@
-"""One kvtiers tier under somebody else's manager: its jobs and their deadlines, its requests' waits, its life.
+"""The driver of one kvtiers tier under vLLM's manager: its jobs and deadlines, its requests' waits, its shutdown.
 
-That manager is vLLM's. It asks key by key, step by step, and frees a job's rows when the job's result is reported: so a
+vLLM's manager looks up key by key, step by step, and frees a job's rows when the job's result is reported: so a
 result is reported only when nothing can touch the rows any more, also that of a job which is given up. A load that has
-taken ``load_wait`` is made to let go of its rows, which it can at once where values are read beside them, and is
-reported then, whatever its calls still do. Which prompts are loaded is decided in ``prompts.py``. What else a request
-can be spared is decided at its lookups:
+taken ``load_wait`` is made to release its rows, which it can at once where values are read into bounce buffers, and is
+reported then, even if its calls still run. Which prompts are loaded is decided in ``prompts.py``. The rest is decided
+at each lookup:
 
 ===============================  ==================================================================
 a lookup is                      when
@@ -12,11 +12,11 @@ a lookup is                      when
 MISS                             the tier is off, or its breaker open; the request is left out, lost
                                  this chunk before, or has waited ``lookup_wait`` for an answer, or
                                  ``load_wait`` for loads; computing its prompt is sooner
-RETRY                            the question is on its way
+RETRY                            the probe is in flight
 HIT                              the tier has it: vLLM submits the load at the end of its step
 ===============================  ==================================================================
 
-Runs on the engine's thread; ``ask_ahead`` (``asked.py``) and ``leave_out`` on any. Nothing raises.
+Runs on the engine's thread; ``ask_ahead`` (``locked_tier.py``) and ``leave_out`` on any. Nothing raises.
 """
 
 import math
@@ -62,7 +62,7 @@ class _Running:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """What is known of a request: since when it waits, and which chunks are misses for it.
+    """The state of a request: since when it waits, and which chunks are misses for it.
 
     ``loads``: under way, since ``loads_since``; ``loads_waited``: seconds in which those before were; ``loads_over``:
     when it has waited enough for those under way.
@@ -123,19 +123,19 @@ class TierDriver:
         self._jobs: dict[int, _Running] = {}
         self._requests: dict[str, _Request] = {}
         self._to_leave_out: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
-        """By id, those of which ``request_started`` may still tell; one that was never scheduled goes by itself."""
+        """By id, requests that ``request_started`` may still announce; others expire with their object."""
         self._results: list[JobResult] = []
         self._next_scan = 0.0
         self._closed = False
         self._origins = Origins([slot])
         self.loaded_tokens = 0
-        """Tokens whose KV the tier brought."""
+        """Tokens whose KV was loaded from the tier."""
         self.left_out_requests = 0
         """Requests that found nothing and stored nothing, as ``leave_out`` says."""
 
     @property
     def metrics(self) -> TierMetrics:
-        """What happened between the engine and the tier."""
+        """The counts of what happened between the engine and the tier."""
         return self._slot.metrics
 
     def own_stats(self) -> dict[str, float]:
@@ -144,26 +144,26 @@ class TierDriver:
         return self._slot.own_stats(lambda _name: tier.stats() if isinstance(tier, ChunkStoreTier) else {})
 
     def has_spoken(self) -> bool:
-        """Say whether the tier is open, or has said why it is not. Any thread."""
+        """Return whether the tier is open, or has logged why it is not. Any thread."""
         return self._slot.has_spoken()
 
     # -- requests
 
     def request_started(self, request_id: str, params: Mapping[str, object] | None) -> None:
-        """Take note of a request."""
+        """Record a request."""
         request = self._requests[request_id] = self._new_request(request_id, params or {})
         self.left_out_requests += request.left_out
         self._prompts.came(request.prompt)
 
     def leave_out(self, request_id: str, request: object) -> None:
-        """Let a request that comes find nothing in the tier and store nothing, until it has finished. Any thread.
+        """Exclude a request that arrives: it finds nothing in the tier and stores nothing. Any thread.
 
-        ``request``: what lives until ``request_started`` tells of it, or until it is clear that it never will.
+        ``request``: an object that lives until ``request_started`` announces the request, or never will.
         """
         self._to_leave_out[request_id] = request
 
     def expect(self, request_id: str, prompt_tokens: int) -> None:
-        """Take note of how long the prompt of a request is that comes. Any thread."""
+        """Record the prompt length of a request that arrives. Any thread."""
         self._prompts.expect(request_id, prompt_tokens)
 
     def request_finished(self, request_id: str) -> None:
@@ -174,7 +174,7 @@ class TierDriver:
         self._prefill.finished(request_id)
 
     def lookup(self, key: OffloadKey, request_id: str) -> LookupResult:
-        """Say whether the tier has this chunk."""
+        """Return whether the tier has this chunk."""
         self._begin()
         request = self._request(request_id)
         if key in request.lost or request.left_out or not self._slot.available():
@@ -199,7 +199,7 @@ class TierDriver:
         return LookupResult.MISS
 
     def ask_ahead(self, keys: Sequence[OffloadKey]) -> None:
-        """Have the tier asked about a prefix that will be looked up soon; not while the engine calls it. Any thread."""
+        """Probe for a prefix that will be looked up soon; not while the engine calls the tier. Any thread."""
         self._tier.ask_ahead(keys)
 
     # -- jobs
@@ -207,13 +207,13 @@ class TierDriver:
     def submit(
         self, job_id: int, keys: Iterable[OffloadKey], rows: Sequence[int], request_id: str, *, is_promotion: bool
     ) -> None:
-        """Hand a job to the tier; its one result comes by ``finished``, whatever happens."""
+        """Submit a job to the tier; its one result always comes by ``finished``."""
         keys = tuple(keys)
         request, now = self._request(request_id), self._clock()
         if not is_promotion:
             self._prefill.computed(request_id, self._tokens(keys))
         if not is_promotion and (self._slot.options.read_only or request.left_out):
-            self._results.append(JobResult(job_id, success=True))  # as it is meant to be: nobody is to count a failure
+            self._results.append(JobResult(job_id, success=True))  # intended: it must not count as a failure
             return
         job = TransferJob(job_id, keys, memoryview(array("i", rows)), is_promotion, request.context)
         ticket = self._load_begins(request, keys, now) if is_promotion else 0
@@ -226,7 +226,7 @@ class TierDriver:
             self._finish(running, JobResult(job_id, success=False))
 
     def refuse(self, job_id: int) -> None:
-        """Report a job as failed that could not be handed over, unless it was and its result comes by itself."""
+        """Report a job as failed that could not be submitted, unless it was and its result will come."""
         if job_id not in self._jobs:
             self._results.append(JobResult(job_id, success=False))
 
@@ -256,11 +256,11 @@ class TierDriver:
         self._began, self._ended = None, self._clock()
 
     def has_jobs(self) -> bool:
-        """Say whether a result is owed."""
+        """Return whether a job has no result yet."""
         return bool(self._jobs or self._results)
 
     def drain(self) -> None:
-        """Wait until nothing of the tier's touches a row: every job ends by its own or by its deadline."""
+        """Wait until the tier can touch no row any more: every job ends by itself or at its deadline."""
         self._tier.end_step()
         self._poll()
         while self._jobs:
@@ -269,7 +269,7 @@ class TierDriver:
             self._tier.end_step()
 
     def close(self, timeout: float) -> None:
-        """Let the tier end what it is doing within so many seconds, and close it. What is owed is reported failed."""
+        """Drain the tier within this many seconds, and close it. Jobs without a result are reported failed."""
         if self._closed:
             return
         self._closed = True
@@ -284,12 +284,12 @@ class TierDriver:
     # -- inside
 
     def _begin(self) -> None:
-        """Take note that a step begins, with the first call of it."""
+        """Record that a step begins, with the first call of it."""
         if self._began is None:
             self._began, self._began_idle = self._clock(), self._is_idle()
 
     def _rest_for_answer(self, keys: Sequence[OffloadKey]) -> bool:
-        """Send the question, and leave the tier a moment; False if this step has waited enough."""
+        """Send the probe, and pause for the answer; False if this step has paused long enough."""
         self._tier.ask_ahead(keys)
         if not self._rest.for_answer():
             return False
@@ -305,21 +305,21 @@ class TierDriver:
         return _Request(context, prompt, left_out=request_id in self._to_leave_out)
 
     def _tokens(self, keys: Sequence[OffloadKey]) -> int:
-        """Return of how many tokens these chunks hold the KV: of a hybrid model's groups, of the one with the most."""
+        """Return the tokens whose KV these chunks hold: of a hybrid model, those of the group with the most."""
         groups = Counter(map(group_of, keys)) if len(self._tokens_per_chunk) > 1 else {0: len(keys)}
         return max((groups.get(group, 0) * tokens for group, tokens in enumerate(self._tokens_per_chunk)), default=0)
 
     def _poll(self) -> None:
-        news = self._tier.news()
-        for job_id in news.started:
+        events = self._tier.poll()
+        for job_id in events.started:
             running = self._jobs.get(job_id)
             if running is not None and running.started is None:
                 running.started = self._clock()
-        for job_id in news.failed:
+        for job_id in events.failed:
             if (failed := self._jobs.get(job_id)) is not None:
                 self._give_up(failed, tell=False)
-        self._take_results(news.finished)
-        self._let_go(news.released)
+        self._take_results(events.finished)
+        self._let_go(events.released)
         if self._drops_stores():
             self._tier.drop([job_id for job_id, running in self._jobs.items() if not running.job.is_promotion])
         now = self._clock()
@@ -337,15 +337,15 @@ class TierDriver:
             self._slot.rate.look_ends(self._clock())
 
     def _drops_stores(self) -> bool:
-        """Say whether the engine has been ending for so long that stores are not waited for any more."""
+        """Return whether the engine has been ending for longer than it waits for stores."""
         if self._drop_at is None and self._is_ending():
             self._drop_at = self._clock() + self._drain
         return self._drop_at is not None and self._clock() >= self._drop_at
 
     def _load_begins(self, request: _Request, keys: Sequence[OffloadKey], now: float) -> int:
-        """Take note of a load, and until when its request waits; return the load's ticket.
+        """Record a load, and until when its request waits; return the load's ticket.
 
-        Between loads it waits for nothing: vLLM may compute it, put it aside, and have it loaded anew much later.
+        Between loads it does not wait: vLLM may compute it, preempt it, and load it again much later.
         """
         if not request.loads:
             request.loads_since = now
@@ -360,13 +360,13 @@ class TierDriver:
             request.loads_waited += self._clock() - request.loads_since
 
     def _load_measured(self, running: _Running, result: JobResult) -> None:
-        """Take what a load has shown of the tier's speed, whether somebody still waited for it or not."""
+        """Record the tier's speed from a load, also if its request no longer waited for it."""
         good = good_keys(running.job, result)
         seconds = moved(result)[1] if good else 0.0
         self._slot.rate.ends(running.ticket, len(good), seconds, self._clock())
 
     def _let_go(self, released: Sequence[int]) -> None:
-        """Make loads that their requests have waited for long enough let go of their rows; report those that have."""
+        """Make loads past their requests' wait budget release their rows; report those that have."""
         for job_id in released:
             if (running := self._jobs.get(job_id)) is not None:
                 self._late[job_id] = running
@@ -387,7 +387,7 @@ class TierDriver:
                 self._give_up(running, tell=True)
 
     def _give_up(self, running: _Running, *, tell: bool) -> None:
-        """A job has failed, but its rows are still in use: vLLM cannot be told before they are not."""
+        """Mark a job as failed with its rows in use: vLLM gets the result when they are released."""
         if running.given_up:
             return
         running.given_up = True
@@ -437,7 +437,7 @@ class TierDriver:
             self._slot.price(len(good), tokens, self._prompts.cost, seconds)
 
     def _note_lost(self, job: TransferJob, good: Sequence[OffloadKey]) -> None:
-        """A chunk whose load failed is a miss for the request that asked for it, or it would ask for ever."""
+        """Make a chunk whose load failed a miss for its request, which would retry for ever otherwise."""
         lost = set(job.keys).difference(good)
         self.metrics.failed_loads += len(lost)
         request = self._requests.get(job.context.request_id)

@@ -1,4 +1,4 @@
-"""On how many hosts an engine's ranks lie: each has rows of its own, so KV would be stored, and come back, in part."""
+"""The topology check: refuses engines whose ranks span hosts, where values would be partial."""
 
 from typing import Any
 
@@ -29,6 +29,6 @@ def _configured(parallel: Any) -> int:
 
 def _hosts_of_group(group: Any) -> int:
     """Return on how many hosts Ray has placed the ranks, as vLLM itself asks it."""
-    from ray.util import placement_group_table  # whoever has a placement group has Ray
+    from ray.util import placement_group_table  # a placement group implies Ray
 
     return len(set(placement_group_table(group)["bundles_to_node_id"].values()))

@@ -1,16 +1,16 @@
-"""Looks at adapters' files in a thread of its own, so that the engine's never waits for a file system.
+"""The digests of adapters' files, made in a thread of its own, so that the engine's never waits for a file system.
 
 ::
 
     request arrives      a look is begun; without its answer the request has no keys, and finds and stores nothing
     vLLM may begin it    what is looked at later may not be what vLLM loads: it counts if it was old by then
-    loaded at a call     (``add_lora``) the same, with a moment for a look that stands behind no other
+    loaded at a call     (``add_lora``) the same, with a moment for a look that is first in the queue
     store has ended      another look: what vLLM loaded in between is what the keys name, or the store fails
-    adapter loaded anew  from that request's arrival to its look's answer no request with the adapter has keys
+    adapter reloaded     from that request's arrival to its look's answer no request with the adapter has keys
 
-Looks are answered in the order in which they were begun. What the thread answers the engine's thread reads off when it
-next asks; neither waits for the other. What is left open: files that are replaced between a request's look and vLLM's
-first loading of them, while the request waits for its turn; it may find what the adapter stored that it named.
+Looks are answered in the order in which they were begun. The engine's thread reads an answer at its next call; neither
+thread waits for the other. One case is not covered: files that are replaced between a request's look and vLLM's
+first loading of them, while the request is queued; it may then find KV that the earlier files stored.
 """
 
 import logging
@@ -35,7 +35,7 @@ _LOAD_SECONDS = 0.05  # that loading an adapter waits for a look at the files th
 
 
 class Standing(Enum):
-    """What is known of a request's adapter."""
+    """The state of a request's adapter."""
 
     UNKNOWN = "not known yet"
     KNOWN = "known, and vLLM's is the same"
@@ -43,7 +43,7 @@ class Standing(Enum):
 
 
 class Question(Protocol):
-    """What the looking thread answers."""
+    """A question for the looking thread."""
 
     def answer(self, adapters: Adapters) -> None:
         """Look; on the looking thread."""
@@ -51,7 +51,7 @@ class Question(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Confirmation:
-    """An answer to whether an adapter's files are what they were."""
+    """The question whether an adapter's files are unchanged."""
 
     lora: Any
     answered: bool = False
@@ -64,13 +64,13 @@ class Confirmation:
 
 
 class AdapterLook:
-    """What a request's adapter is. ``lora``: vLLM's request for it. ``arrived``: when it came, in ns of the epoch."""
+    """The look at a request's adapter. ``lora``: vLLM's request for it. ``arrived``: when, in ns of the epoch."""
 
     def __init__(self, looks: "AdapterLooks", lora: Any, arrived: int) -> None:
         self.number: int = lora.lora_int_id
         self.digest = b""
         self.looked = threading.Event()
-        """Set when the files have been looked at, or cannot be; digesting them takes longer."""
+        """Set when the files have been examined, or cannot be; digesting them takes longer."""
         self._looks = looks
         self._lora = lora
         self._arrived = arrived
@@ -90,21 +90,21 @@ class AdapterLook:
 
     @property
     def was_another(self) -> bool:
-        """Say whether the adapter of this number was another one before, in this engine."""
+        """Return whether the adapter of this number was another one before, in this engine."""
         return self._looks.changes(self.number) > 0
 
     def vllm_may_load(self) -> None:
-        """Take note that vLLM may load the files from now on."""
+        """Record that vLLM may load the files from now on."""
         self._late |= not self.looked.is_set()
 
     def confirm(self) -> Confirmation:
-        """Begin to look whether the files are still the same."""
+        """Start to check whether the files are still the same."""
         confirmation = Confirmation(self._lora)
         self._looks.ask(confirmation)
         return confirmation
 
     def look(self) -> Files | OSError:
-        """Look at the files, unless that has been done; not on the engine's thread."""
+        """Examine the files, unless that has been done; not on the engine's thread."""
         found = self._found
         if found is None:
             try:
@@ -136,7 +136,7 @@ class AdapterLooks:
         self.bugs = BugCount("kvtiers")
         self._clock = clock
         self.loaded_anew: Counter[int] = Counter()
-        """Looks at adapters that vLLM loads anew, by number: those answered. Counted by the looking thread alone."""
+        """Answered looks at adapters that vLLM reloads, by number. Counted by the looking thread alone."""
         self._to_load_anew: Counter[int] = Counter()  # those begun
         self._adapters = Adapters()
         self._questions: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
@@ -154,7 +154,7 @@ class AdapterLooks:
         return AdapterLook(self, lora, self._clock())
 
     def ask(self, question: Question) -> None:
-        """Have a question answered; where too many wait already it never is."""
+        """Queue a question; if too many wait already it is never answered."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kvtiers-adapters", daemon=True)
             self._thread.start()
@@ -166,7 +166,7 @@ class AdapterLooks:
         return self._adapters.changes[number]
 
     def is_loading_anew(self, number: int) -> bool:
-        """Say whether vLLM loads the adapter anew for a request whose look is not answered yet."""
+        """Return whether vLLM reloads the adapter for a request whose look is not answered yet."""
         return self._to_load_anew[number] != self.loaded_anew[number]
 
     @never_raises(lambda: None)
@@ -180,7 +180,7 @@ class AdapterLooks:
         self.ask(look)
 
     def close(self) -> None:
-        """Have the thread end when it has answered; a file system that hangs is not waited for."""
+        """End the thread after its current answer; do not wait for a file system that hangs."""
         self._questions.put(None)
 
     def _run(self) -> None:

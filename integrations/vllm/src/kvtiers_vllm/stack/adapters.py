@@ -1,11 +1,11 @@
-"""Which adapter a request has: by the adapter's files, not by its name.
+"""The identity of a request's adapter: by the adapter's files, not by its name.
 
-vLLM loads an adapter's files when a request first names it, and again when it is told to (``load_inplace``) or has
-dropped it meanwhile. So the files are looked at when the adapter is named, and digested when it is new; they are looked
-at again with each request and after each store. Files that have changed though vLLM was not told to load them anew
-leave it open which adapter vLLM computes with: from then on no request with it has anything to do with tiers.
+vLLM loads an adapter's files when a request first names it, and again on request (``load_inplace``) or if it has
+dropped it meanwhile. So the files are examined when the adapter is named, and digested when it is new; they are
+examined again with each request and after each store. If files change without a reload in vLLM, it is uncertain which
+adapter vLLM computes with: from then on no request with it uses tiers.
 
-Reads files: runs on a thread of its own (``looks``).
+Reads files: runs on a thread of its own (``adapter_digests``).
 """
 
 import logging
@@ -40,7 +40,7 @@ class Files(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """An adapter as it was when vLLM loaded it; ``digest`` is None where nobody can tell."""
+    """An adapter as it was when vLLM loaded it; ``digest`` is None where that is uncertain."""
 
     files: tuple[tuple[str, int, int, int, int], ...]
     digest: bytes | None
@@ -55,7 +55,7 @@ class Adapters:
         """How often each was found to be another than before, in this engine. May be read from any thread."""
 
     def digest(self, lora: Any, files: Files, *, as_loaded: bool = True) -> bytes | None:
-        """Return what stands for an adapter with these files; None if that cannot be told.
+        """Return the digest of an adapter with these files; None if that is uncertain.
 
         ``as_loaded``: they are surely those that vLLM loads for the request, if it loads any.
         """
@@ -65,7 +65,7 @@ class Adapters:
             return seen.digest
         if seen is not None and not lora.load_inplace:
             if seen.digest is not None:
-                self.lose(lora, "has changed, and vLLM was not told to load it anew (load_inplace)")
+                self.lose(lora, "has changed, and vLLM was not told to reload it (load_inplace)")
             return None
         if not as_loaded:
             self.lose(lora, "has just changed, and vLLM may have loaded it as it was")
@@ -82,13 +82,13 @@ class Adapters:
         return digest
 
     def lose(self, lora: Any, why: str) -> None:
-        """Take note that nobody can tell which adapter vLLM has, until it is told to load it anew."""
+        """Record that it is uncertain which adapter vLLM has, until vLLM reloads it."""
         _log.warning("adapter %s: %s: %s; its requests use no tier", lora.lora_name, lora.lora_path, why)
         seen = self._seen.get(lora.lora_int_id)
         self._note(lora.lora_int_id, _Seen(seen.files if seen is not None else (), None))
 
     def is_unchanged(self, lora: Any) -> bool:
-        """Say whether the files are still those that were digested last."""
+        """Return whether the files are still those that were digested last."""
         seen = self._seen.get(lora.lora_int_id)
         try:
             return seen is not None and Files.of(lora).each == seen.files

@@ -1,11 +1,11 @@
-"""``KvtiersConnector``: vLLM's offloading connector over kvtiers' manager and workers, and what it does besides.
+"""``KvtiersConnector``: vLLM's offloading connector over kvtiers' manager and workers.
 
 ::
 
     scheduler's side   a request, with its adapter and salt, is shown to the manager before vLLM names it
-                       what became of copies goes to the manager, also of those that vLLM has forgotten in a reset
-    worker's side      what became of copies travels with vLLM's own report
-                       a request whose load failed is one that vLLM computes: the way that it has for that
+                       the results of copies go to the manager, also of those that vLLM has forgotten in a reset
+    worker's side      the results of copies travel with vLLM's own report
+                       a request whose load failed is reported in vLLM's own way for requests to compute
 """
 
 from dataclasses import dataclass, field
@@ -35,12 +35,12 @@ __all__ = ["KvtiersConnector"]
 
 @dataclass
 class WorkerNews(OffloadingWorkerMetadata):
-    """vLLM's report of a worker, with ours."""
+    """vLLM's report of a worker, with kvtiers' report."""
 
     copies: CopyReport = field(default_factory=CopyReport)
 
     def aggregate(self, other: Any) -> "WorkerNews":
-        """Take another worker's report in."""
+        """Add another worker's report."""
         both = super().aggregate(other)
         copies = CopyReport()
         copies.add(self.copies)
@@ -80,7 +80,7 @@ class KvtiersConnector(OffloadingConnector):
         self.connector_scheduler.manager.requests.show(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
-        """Tell the manager which requests vLLM has in part; put off those of which nobody knows the adapter yet."""
+        """Report vLLM's own prefix hits to the manager; defer requests whose adapter has no digest yet."""
         if self._holds_back(request.request_id, num_computed_tokens):
             return None, False
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
@@ -93,7 +93,7 @@ class KvtiersConnector(OffloadingConnector):
         return bool(requests.holds_back(request_id))
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """Take note of how much a step computes; one that computes nothing leaves the copies some time."""
+        """Record how much a step computes; one that computes nothing leaves the copies some time."""
         meta = super().build_connector_meta(scheduler_output)
         self._step_begins(scheduler_output)
         return meta
@@ -107,17 +107,17 @@ class KvtiersConnector(OffloadingConnector):
         manager.rest(computes=bool(tokens))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Tell the manager what became of copies."""
-        self._take_news(connector_output.kv_connector_worker_meta)
+        """Pass the results of copies to the manager."""
+        self._take_results(connector_output.kv_connector_worker_meta)
         super().update_connector_output(connector_output)
 
     @never_raises(lambda: None)
-    def _take_news(self, news: Any) -> None:
-        if isinstance(news, WorkerNews):
-            self.connector_scheduler.manager.copies_ended(news.copies)
+    def _take_results(self, metadata: Any) -> None:
+        if isinstance(metadata, WorkerNews):
+            self.connector_scheduler.manager.copies_ended(metadata.copies)
 
     def start_load_kv(self, *arguments: Any, **more: Any) -> None:
-        """Take note that a step begins here: what holds the driver in the background makes way for its launches.
+        """Record that a step begins here: background pinning pauses for its launches.
 
         A step that computes nothing has no attention metadata.
         """
@@ -153,7 +153,7 @@ class KvtiersConnector(OffloadingConnector):
 
 
 def _name_spec(vllm_config: Any) -> None:
-    """Have vLLM's factory find kvtiers' spec; ConfigError if the config names another."""
+    """Make vLLM's factory find kvtiers' spec; ConfigError if the config names another."""
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     given = extra.setdefault("spec_name", SPEC_NAME)
     if given != SPEC_NAME:
@@ -164,7 +164,7 @@ def _name_spec(vllm_config: Any) -> None:
 
 
 def _refuse_multi_connector() -> None:
-    """Refuse to be one of several connectors: what became of copies would not travel with vLLM's own report."""
+    """Refuse to be one of several connectors: the results of copies would not travel with vLLM's own report."""
     above = engine_being_built().vllm_config
     if above is not None and above.kv_transfer_config.kv_connector != CONNECTOR_NAME:
         raise StartError(

@@ -1,4 +1,4 @@
-"""What the whole stack says of itself: to vLLM's own ``/metrics``, and to ``kvtiers status``.
+"""The figures of the whole stack: for vLLM's own ``/metrics`` and for ``kvtiers status``.
 
 Both read the snapshot that ``TieringManager.stats`` keeps of each step.
 """
@@ -58,19 +58,19 @@ def definitions(counter: Callable[..., Any], gauge: Callable[..., Any]) -> dict[
 
 @dataclass(frozen=True, slots=True)
 class StackFacts:
-    """What figures are made from. ``shared``: another process can reproduce the keys and the weights' name."""
+    """The sources of the figures. ``shared``: another process can reproduce the keys and the weights' name."""
 
     stats: Callable[[], Mapping[str, Any]]
     layout: CacheLayout
     shared: bool
 
     def tokens(self, figures: Mapping[str, Any]) -> int:
-        """Return the tokens of prompts whose KV a tier brought."""
+        """Return the tokens of prompts whose KV was loaded from a tier."""
         return int(figures["prefix_hits"]) * self.layout.tokens_per_chunk(self.layout.prefix_group)
 
 
 class StackFigures:
-    """What has changed since the last call, as vLLM wants it. ``collection``: vLLM's class for that."""
+    """The figures that have changed since the last call, in vLLM's form. ``collection``: vLLM's class for that."""
 
     def __init__(
         self, facts: StackFacts, collection: Callable[[], Any], clock: Callable[[], float] = time.monotonic
@@ -82,7 +82,7 @@ class StackFigures:
         self._reported: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def __call__(self) -> Any:
-        """Return the changes; None if that was done a moment ago, since vLLM asks in every step."""
+        """Return the changes; None if they were returned a moment ago, since vLLM asks in every step."""
         now = self._clock()
         if now < self._next:
             return None

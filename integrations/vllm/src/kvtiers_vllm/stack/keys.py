@@ -1,8 +1,8 @@
-"""A request's keys: vLLM's block hashes, and what else decides the KV of this very request.
+"""A request's keys: vLLM's block hashes, combined with its adapter and its salt.
 
 vLLM hashes an adapter's name and path, not its files. So the key of a request with an adapter is derived from vLLM's
-hash and a digest of the files, that of a salted one from the hash and the salt, each with a tag of its own: whatever
-an adapter is called, it never meets a salt, another adapter, or a request without either.
+hash and a digest of the files, that of a salted one from the hash and the salt, each with a tag of its own: under any
+name, an adapter never has the keys of a salt, of another adapter, or of a request without either.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ _GROUP_BYTES = 4  # vLLM's key ends with the number of its group
 
 @dataclass(frozen=True, slots=True)
 class GroupKeys:
-    """How one group's keys come about. ``index``: the group's place in the layout. ``whole_prefix``: full attention."""
+    """How one group's keys are made. ``index``: the group's place in the layout. ``whole_prefix``: full attention."""
 
     index: int
     hashes_per_chunk: int
@@ -60,7 +60,7 @@ class RequestKeys:
         """By vLLM's key."""
 
     def of(self, key: bytes) -> OffloadKey:
-        """Return our key for one of vLLM's."""
+        """Return kvtiers' key for one of vLLM's."""
         if self._is_plain:
             return key
         own = self._own.get(key)
@@ -71,7 +71,7 @@ class RequestKeys:
         return own
 
     def of_all(self, keys: Collection[bytes]) -> list[OffloadKey]:
-        """Return our keys for these of vLLM's."""
+        """Return kvtiers' keys for these of vLLM's."""
         return list(keys) if self._is_plain else [self.of(key) for key in keys]
 
     def place(self, key: bytes) -> int | None:
@@ -89,7 +89,7 @@ class RequestKeys:
             yield prefix
 
     def _follow(self, number: int) -> None:
-        """Make the keys of what vLLM has hashed since."""
+        """Make the keys of the blocks that vLLM has hashed since."""
         prefix, every = self._prefixes[number], self._groups[number].hashes_per_chunk
         if (len(prefix) + 1) * every > len(self._hashes):
             return

@@ -1,4 +1,4 @@
-"""What a row holds, from vLLM's config: the same in the scheduler's process and in each worker's.
+"""The cache layout, from vLLM's config: the same in the scheduler's process and in each worker's.
 
 Groups are those that vLLM offloads, in its order; tensors are their layers. A layer's page is taken without vLLM's
 padding. Rows are direct, a cell for each rank, or, where vLLM's config wants it (``canonical_layout``) and vLLM
@@ -39,7 +39,7 @@ def cache_layout(model: ModelIdentity, offloading: Any, engine: Engine) -> Cache
 
 
 def group_keys(layout: CacheLayout, offloading: Any) -> Mapping[int, GroupKeys]:
-    """Return how keys come about, by vLLM's numbers of the groups, with which its keys end."""
+    """Return how keys are made, by vLLM's numbers of the groups, with which its keys end."""
     tokens_per_hash = int(offloading.cache.tokens_per_hash)
     return {
         group.group_id: GroupKeys(

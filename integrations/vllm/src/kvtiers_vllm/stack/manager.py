@@ -1,11 +1,11 @@
-"""kvtiers' manager as vLLM's scheduler sees it: translates, and remembers what vLLM asks piece by piece.
+"""The manager for vLLM's scheduler: translates its calls, and caches the answers that vLLM asks for piece by piece.
 
-vLLM asks for each chunk of a prefix alone. The first question about a group in a step is asked of ``TieringManager``
-for the whole rest of the prefix, and the answers to the others are read off that one.
+vLLM looks up each chunk of a prefix alone. The first lookup of a group in a step looks up the
+whole rest of the prefix in ``TieringManager``, and the other lookups are answered from that.
 
-A plan (leave to copy) ends when every rank has reported its copy, by the connector's own channel: vLLM knows neither
-failed copies nor, after a reset, the ones that still run. A request whose load has failed hits nothing any more, so
-that vLLM computes it.
+A plan (a lease of rows for a copy) ends when every rank has reported its copy, by the connector's own channel: vLLM
+tracks neither failed copies nor, after a reset, those in flight. A request whose load has failed gets no further hits,
+so that vLLM computes it.
 """
 
 import logging
@@ -96,7 +96,7 @@ class KvtiersManager(OffloadingManager):
 
     @never_raises(RequestOffloadingContext)
     def on_new_request(self, req_context: Any) -> Any:
-        """Take note of a request; say which of its chunks are wanted."""
+        """Record a request; return which of its chunks are wanted."""
         self._follow_weights()
         request = self.requests.open(req_context.req_id, req_context.kv_transfer_params)
         if not self._core.is_attached:
@@ -130,7 +130,7 @@ class KvtiersManager(OffloadingManager):
 
     @never_raises(lambda: LookupResult.MISS)
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        """Say where a chunk stands."""
+        """Look one chunk up."""
         if req_context is self._answered_for and (answer := self._answers.get(key)) is not None:
             return answer
         if self._began_idle is None:
@@ -176,7 +176,7 @@ class KvtiersManager(OffloadingManager):
 
     @never_raises(lambda: None)
     def _ask_ahead(self, shown: Any) -> None:
-        """Have the tiers asked about a request that has just come, unless the engine calls them; on any thread."""
+        """Probe the tiers for a request that has just arrived, unless the engine is calling them; on any thread."""
         WAKEUP.announce()
         for keys in self.requests.prefixes(shown):
             if keys and self._manager.lock.acquire(blocking=False):
@@ -186,7 +186,7 @@ class KvtiersManager(OffloadingManager):
                     self._manager.lock.release()
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> Any:
-        """Pin chunks; where that cannot be, the load fails and vLLM computes them."""
+        """Pin chunks; if that is impossible, the load fails and vLLM computes them."""
         rows = self._pin(keys, req_context.req_id)
         if rows is None:
             rows = PlannedRows(NO_PLAN, req_context.req_id, np.empty(0, np.int32))
@@ -213,7 +213,7 @@ class KvtiersManager(OffloadingManager):
 
     @never_raises(lambda: None)
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> Any:
-        """Lease rows for those of the chunks that are not there; None: vLLM asks again in the next step."""
+        """Lease rows for the chunks that are not in the primary; None: vLLM asks again in the next step."""
         self._follow_weights()
         request = self.requests.get(req_context.req_id)
         if request is None:
@@ -237,7 +237,7 @@ class KvtiersManager(OffloadingManager):
 
     @never_raises(lambda: None)
     def copies_ended(self, report: CopyReport) -> None:
-        """Take what became of copies."""
+        """Complete plans by the results of copies."""
         self._plans.copies_ended(report)
 
     # -- steps
@@ -266,19 +266,19 @@ class KvtiersManager(OffloadingManager):
 
     @never_raises(lambda: None)
     def rest(self, *, computes: bool) -> None:
-        """Leave the interpreter and the processor to what a step waits for that computes nothing."""
+        """Pause in a step that computes nothing, so that the awaited copies get the interpreter and the processor."""
         idle = self._alone and not computes
         waits = self._plans.are_running() or self._manager.has_pending_work() or self._owes_first_report()
         self._rest.step(idle=idle and waits, watched=WAKEUP.watched > 0)
 
     @never_raises(lambda: None)
     def computes(self) -> None:
-        """Take note of a step that computes something."""
+        """Record a step that computes something."""
         self._follow_weights()
         self.requests.computes()
 
     def _follow_weights(self) -> None:
-        """Retire all KV of other weights than vLLM has now."""
+        """Retire all KV of weights other than vLLM's current ones."""
         name = self.requests.new_weights()
         if name is not None:
             self._forget_answers()
@@ -290,7 +290,7 @@ class KvtiersManager(OffloadingManager):
 
     @never_raises(lambda: False)
     def has_pending_work(self) -> bool:
-        """Say whether steps are needed without a request."""
+        """Return whether steps are needed without a request."""
         if self._core.is_ending():  # what tiers still have to write is the shutdown's, which has a bound
             return self._plans.are_running() or self._plans.has_unconfirmed()
         return self._manager.has_pending_work() or self._plans.has_unconfirmed() or self._owes_first_report()

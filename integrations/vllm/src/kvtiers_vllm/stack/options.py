@@ -25,7 +25,7 @@ _SYNC_LOADS = "sync_load_budget_bytes"  # vLLM 0.33: loads that the step waits f
 
 
 def load_stack_config(extra_config: Mapping[str, Any]) -> tuple[OffloadConfig, str | None]:
-    """Return the config without its model, which the engine knows itself, and the name it gives the weights.
+    """Return the config without its model, which comes from the engine, and the name that it gives the weights.
 
     ConfigError with one line for each problem.
     """
@@ -46,7 +46,7 @@ def load_stack_config(extra_config: Mapping[str, Any]) -> tuple[OffloadConfig, s
 
 
 def way_in(extra_config: Any) -> str:
-    """Say by what the whole stack was switched on, from vLLM's ``kv_connector_extra_config``."""
+    """Return how the whole stack was switched on, from vLLM's ``kv_connector_extra_config``."""
     path, given = os.environ.get(VARIABLE, ""), extra_config.get(CONFIG_KEY)
     if not isinstance(given, str):
         return "by a config in its arguments"

@@ -1,7 +1,7 @@
-"""Plans whose copies run on vLLM's workers. A plan ends when every rank has reported its copy, whatever vLLM knows.
+"""Plans whose copies run on vLLM's workers. A plan ends when every rank has reported its copy, also after a vLLM reset.
 
-A store of a request with an adapter ends when the adapter's files have been looked at once more: vLLM has loaded them
-by then, and if they are what they were when the request came, they are what its keys name. Else the store fails.
+A store of a request with an adapter ends when the adapter's files have been checked once more: vLLM has loaded them
+by then, and if they are unchanged since the request's arrival, its keys are right. Else the store fails.
 """
 
 import time
@@ -21,13 +21,13 @@ _CONFIRM_SECONDS = 5.0  # for a look at an adapter's files; its rows are held me
 
 @dataclass
 class CopyReport:
-    """What became of copies: how many ranks have ended each plan's, and the plans of which one failed."""
+    """The results of copies: by plan, how many ranks have ended theirs, and the plans with a failed copy."""
 
     ended: Counter[int] = field(default_factory=Counter)
     failed: set[int] = field(default_factory=set)
 
     def add(self, other: "CopyReport") -> None:
-        """Take another rank's report in."""
+        """Add another rank's report."""
         self.ended.update(other.ended)
         self.failed |= other.failed
 
@@ -56,11 +56,11 @@ class RunningPlans:
         self._unconfirmed: list[_Running] = []
 
     def start(self, plan: StorePlan | LoadPlan, request: OpenRequest) -> None:
-        """Take note of a plan that goes to the workers."""
+        """Record a plan that goes to the workers."""
         self._running[plan.plan_id] = _Running(plan, request, self._ranks)
 
     def copies_ended(self, report: CopyReport) -> None:
-        """Take what became of copies, and end the plans of which no rank is left."""
+        """Add the results of copies, and end the plans that all ranks have reported."""
         for plan_id, ranks in report.ended.items():
             running = self._running.get(plan_id)
             if running is None:
@@ -72,11 +72,11 @@ class RunningPlans:
                 self._copied(running)
 
     def are_running(self) -> bool:
-        """Say whether copies run."""
+        """Return whether copies run."""
         return bool(self._running)
 
     def has_unconfirmed(self) -> bool:
-        """Say whether a store waits for a look at an adapter's files."""
+        """Return whether a store waits for a check of an adapter's files."""
         return bool(self._unconfirmed)
 
     def confirm(self) -> None:

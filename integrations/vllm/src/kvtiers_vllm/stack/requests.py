@@ -1,9 +1,9 @@
-"""The requests that vLLM has named, and whose KV theirs is: what stands between vLLM's keys and ours.
+"""The open requests of vLLM, and the identity of their KV: the mapping from vLLM's keys to kvtiers'.
 
-A request without ``keys`` has nothing to do with tiers, since nobody can tell what its KV is. That is so for good
-where vLLM has not shown it, its adapter's files cannot be read or have changed, or part of it was computed with other
-weights, be it that vLLM has that part in its own prefix cache. It is so for a while where its adapter's files are being
-looked at: vLLM waits with it, no longer than ``lookup_wait``.
+A request without ``keys`` uses no tiers, since the identity of its KV is uncertain. That is permanent
+if vLLM has not shown it, its adapter's files cannot be read or have changed, or part of it was computed with other
+weights, also if vLLM has that part in its own prefix cache. It is temporary while its adapter's files are being
+examined: vLLM defers it, no longer than ``lookup_wait``.
 """
 
 import logging
@@ -26,7 +26,7 @@ _STORES_WAIT = 5.0  # vLLM asks in each step, and logs that it was refused
 
 
 class Run(NamedTuple):
-    """What is known of a prefix from its chunk number ``first`` on."""
+    """The answers for a prefix from its chunk number ``first`` on."""
 
     first: int
     hits: PrefixHits
@@ -34,7 +34,7 @@ class Run(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
-    """A request. ``out``: it has no keys, for good. ``load_failed``: it is computed, and hits nothing any more."""
+    """A request. ``out``: it has no keys, for good. ``load_failed``: it is computed, and gets no further hits."""
 
     context: RequestContext
     make_keys: Callable[[bytes], RequestKeys]
@@ -53,7 +53,7 @@ class OpenRequest:
 
     @property
     def keys(self) -> RequestKeys | None:
-        """Its keys; None where nobody can tell them, or not yet."""
+        """Its keys; None where they are uncertain, or not made yet."""
         if self.look is not None and not self._follow_adapter(self.look):
             return None
         if self._keys is None and not self.out:
@@ -72,7 +72,7 @@ class OpenRequest:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What the weights are called at start, and vLLM's word for those that it has now.
+    """The version of the weights at the start, and vLLM's current one.
 
     ``resets``: how often vLLM has emptied its own prefix cache.
     """
@@ -85,7 +85,7 @@ class Weights:
 class RequestBook:
     """The open requests. ``groups``: how keys come about. ``lookup_wait``: seconds for an answer, once a request.
 
-    ``looks`` are ended by whoever began them.
+    The caller ends ``looks``.
     """
 
     def __init__(
@@ -113,11 +113,11 @@ class RequestBook:
         """vLLM's request and its keys, made when it came and used when it is opened. Filled on another thread."""
 
     def show(self, request: Any) -> None:
-        """Take note of vLLM's request, which is named next."""
+        """Record vLLM's request, which is named next."""
         self._shown = request
 
     def open(self, request_id: str, params: Mapping[str, object] | None) -> OpenRequest:
-        """Take note of a request that vLLM names."""
+        """Record a request that vLLM names."""
         shown, self._shown = self._shown, None
         if shown is not None and shown.request_id != request_id:
             shown = None
@@ -151,18 +151,18 @@ class RequestBook:
         return iter(self._open.values())
 
     def has_local_prefix(self, request_id: str) -> None:
-        """Take note that vLLM has part of a request in its own prefix cache."""
+        """Record that vLLM has part of a request in its own prefix cache."""
         request = self._open.get(request_id)
         if request is not None:
             request.has_local_prefix = True
             request.out |= self._cache_is_old
 
     def computes(self) -> None:
-        """Take note that vLLM computes or loads something, with the weights that ``new_weights`` has seen."""
+        """Record that vLLM computes or loads something, with the weights that ``new_weights`` has seen."""
         self._has_computed = True
 
     def holds_back(self, request_id: str) -> bool:
-        """Say whether vLLM is to wait with a request, since its adapter is not known yet; not for long."""
+        """Return whether vLLM has to defer a request, since its adapter has no digest yet; not for long."""
         request = self._open.get(request_id)
         if request is None or request.look is None:
             return False
@@ -172,7 +172,7 @@ class RequestBook:
         return False
 
     def stores_wait(self, request: OpenRequest) -> bool:
-        """Say whether the stores of a request without keys wait for them, which delays nobody; else it is out."""
+        """Return whether the stores of a request without keys wait for them, which delays no other; else it is out."""
         request.out = not self._waits(request, _STORES_WAIT)
         return not request.out
 
@@ -185,7 +185,7 @@ class RequestBook:
         return now - request.waits_since < seconds
 
     def new_weights(self) -> str | None:
-        """Return what other weights than before are called; None while they are the same. Open requests are out."""
+        """Return the version of changed weights, and take open requests out; None while the weights are the same."""
         if (resets := self._weights.resets()) != self._resets:
             self._resets = resets
             self._has_computed = self._cache_is_old = False

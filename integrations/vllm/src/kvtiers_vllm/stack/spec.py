@@ -1,12 +1,12 @@
-"""What ``KvtiersConnector`` has vLLM build: the manager in its scheduler's process, and a worker in each rank's.
+"""The offloading spec of ``KvtiersConnector``: the manager in the scheduler's process, and a worker in each rank's.
 
 ::
 
     "kv_connector": "KvtiersConnector",
     "kv_connector_extra_config": {"kvtiers_config": "tiers.yaml"}
 
-What is wrong with the config stops the engine's start, in one line each. What uses more of vLLM than a spec itself is
-imported when the release is known to have it.
+A problem of the config stops the engine's start, in one line each. Code that uses more of vLLM than a spec itself is
+imported once the release is known to be supported.
 """
 
 import logging
@@ -91,7 +91,7 @@ class KvtiersOffloadingSpec(OffloadingSpec):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        """Return what the figures are."""
+        """Return the figures' definitions."""
         del extra_config
         return definitions(OffloadingCounterMetadata, OffloadingGaugeMetadata)
 
@@ -143,7 +143,7 @@ class KvtiersOffloadingSpec(OffloadingSpec):
 
 
 def _refuse_other_axes(vllm_config: Any) -> None:
-    """Refuse what spreads one KV group over ranks in another way than tensor parallel does."""
+    """Refuse parallelism that spreads one KV group over ranks in another way than tensor parallel does."""
     parallel = vllm_config.parallel_config
     several = [f"{name} is {size}" for name in _ONE_AXIS if (size := int(getattr(parallel, name, 1) or 1)) > 1]
     if several:

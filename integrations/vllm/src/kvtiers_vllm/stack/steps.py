@@ -1,4 +1,4 @@
-"""How long vLLM's steps take: what ``load_wait: auto`` is told.
+"""The step clock: prefill tokens and seconds of vLLM's steps, for ``load_wait: auto``.
 
 A step counts in which prompts are most of what is computed. vLLM may schedule a step before the one before has ended;
 steps end in the order in which they begin, and each is computed when the one before has been.
@@ -24,11 +24,11 @@ class StepClock:
         self._computed = (0, 0.0)
 
     def begins(self, tokens: int, requests: int) -> None:
-        """Take note of a step that computes so many tokens for so many requests."""
+        """Record a step that computes this many tokens for this many requests."""
         self._running.append((tokens if tokens >= _PREFILL_TOKENS * requests else 0, self._clock()))
 
     def ends(self) -> None:
-        """Take note of the end of the oldest step."""
+        """Record the end of the oldest step."""
         if not self._running:
             return
         tokens, began = self._running.popleft()

@@ -1,10 +1,10 @@
-"""Which weights an engine has: its version of them, and the calls of vLLM's that change them in place.
+"""Weight versions: which weights an engine has, and the calls of vLLM's that change them in place.
 
 ::
 
-    reload_weights(), update_weights(...)                        weights without a name: nobody else has their KV
-    finish_weight_update(version), update_weight_version(...)    those that are called so
-    reset_prefix_cache(...)                                      vLLM's own cache has nothing of the ones before
+    reload_weights(), update_weights(...)                        weights without a name: their KV is not shared
+    finish_weight_update(version), update_weight_version(...)    weights of this version
+    reset_prefix_cache(...)                                      vLLM's own cache holds no KV of earlier ones
 """
 
 import secrets
@@ -21,7 +21,7 @@ _CHANGES = {
     "update_weights",
     "finish_weight_update",
 }
-"""What vLLM has its workers do to their weights, by the names in its ``collective_rpc``."""
+"""The methods of vLLM's workers that change weights, by their names in ``collective_rpc``."""
 
 
 class WeightUpdates:
@@ -37,7 +37,7 @@ class WeightUpdates:
         core.cache_reset.append(self._reset)
 
     def version(self) -> str:
-        """Return what stands for the weights of now; another one after each change."""
+        """Return the version of the current weights; another one after each change."""
         return f"{self._core.weights_version()}{self._unnamed}"
 
     def _called(self, method: Any) -> None:

@@ -1,8 +1,8 @@
-"""A rank's end under vLLM's connector: its jobs become those of a ``GpuWorker``.
+"""The worker of a rank under vLLM's connector: its jobs become those of a ``GpuWorker``.
 
-vLLM's worker asserts that every copy succeeded, so every copy is reported to it as done. What became of each is kept
-for the connector, which tells the manager of a failed store, and the scheduler of a request whose load failed. A job
-that cannot be handed over is one that failed.
+vLLM's worker asserts that every copy succeeded, so every copy is reported to it as done. Its real result is kept
+for the connector, which reports a failed store to the manager, and a request whose load failed to the scheduler. A job
+that cannot be submitted has failed.
 """
 
 from collections.abc import Iterable
@@ -61,7 +61,7 @@ class KvtiersWorker(OffloadingWorker):
 
     @never_raises(lambda: False)
     def _store(self, job_id: int, blocks: Any, rows: PlannedRows) -> bool:
-        """Hand a store over; False: it is refused."""
+        """Submit a store; False: it is refused."""
         if not self._has_whole_chunks(blocks):
             return False
         self._worker.submit_store(job_id, _blocks(blocks), rows.chunk_ids)
@@ -76,7 +76,7 @@ class KvtiersWorker(OffloadingWorker):
 
     @never_raises(lambda: False)
     def _load(self, job_id: int, rows: PlannedRows, blocks: Any, *, expedited: bool) -> bool:
-        """Hand a load over; False: it is refused."""
+        """Submit a load; False: it is refused."""
         if rows.plan_id == NO_PLAN:
             return False
         self._worker.submit_load(job_id, rows.chunk_ids, _blocks(blocks), expedited)
@@ -84,7 +84,7 @@ class KvtiersWorker(OffloadingWorker):
         return True
 
     def note_step(self, *, computes: bool) -> None:
-        """Take note that vLLM begins a step on this rank."""
+        """Record that vLLM begins a step on this rank."""
         self._worker.note_step(computes=computes)
 
     def get_finished(self) -> list[TransferResult]:
@@ -104,7 +104,7 @@ class KvtiersWorker(OffloadingWorker):
     def wait(self, job_ids: set[int]) -> None:
         """Block until these copies have ended. Where that cannot be done they have failed: vLLM goes on regardless.
 
-        What a store still reads of blocks that are used anew is never taken for its chunks.
+        Bytes that a store still reads from reused blocks are never accepted as its chunks.
         """
         if not self._wait(job_ids):
             self._spoilt |= job_ids & self._jobs.keys()
@@ -121,7 +121,7 @@ class KvtiersWorker(OffloadingWorker):
         self._watch.close()
 
     def take_report(self) -> CopyReport:
-        """Return what became of the copies since the last call."""
+        """Return the results of the copies since the last call."""
         report, self._report = self._report, CopyReport()
         return report
 
@@ -131,7 +131,7 @@ class KvtiersWorker(OffloadingWorker):
         return failed
 
     def _has_whole_chunks(self, blocks: Any) -> bool:
-        """Say whether no chunk lacks a block, as under a sliding window that has moved on: it would hold old bytes."""
+        """Return whether no chunk lacks a block (a sliding window has moved on): such a chunk would hold old bytes."""
         per_chunk = self._blocks_per_chunk
         return not any(
             first % per_chunk or size % per_chunk

@@ -80,17 +80,17 @@ class ObstoreClient:
 
     def write(self, key: str, src: memoryview, *, only_new: bool) -> bool:
         """Put the object from ``src`` itself; nothing is copied."""
-        lent = memoryview(src)
+        exported = memoryview(src)
         mode: PutMode = "create" if only_new else "overwrite"
         self._requests.count("put")
         try:
-            obstore.put(self._store, key, lent, mode=mode, use_multipart=False, attributes=self._attributes)
+            obstore.put(self._store, key, exported, mode=mode, use_multipart=False, attributes=self._attributes)
         except AlreadyExistsError:
             return False
         except (BaseError, FileNotFoundError) as error:
             raise self._failed("PUT", key, error) from None
         finally:
-            _take_back(lent)
+            _take_back(exported)
         self._requests.count_bytes(written=len(src))
         return True
 
@@ -105,7 +105,7 @@ class ObstoreClient:
             raise self._failed("HEAD", key, error) from None
 
     def close(self) -> None:
-        """Let go of the store; its connections end with it."""
+        """Release the store; its connections end with it."""
         self._store = None
 
     def _failed(self, method: str, key: str, error: Exception) -> Exception:
@@ -128,12 +128,12 @@ def _translated(what: str, text: str) -> Exception:
     return failure(what, 0, cause, text.partition("\n")[0])
 
 
-def _take_back(lent: memoryview) -> None:
-    """Wait until obstore's own thread has let go of a value whose request was answered or given up half-way."""
+def _take_back(exported: memoryview) -> None:
+    """Wait until obstore's own thread has released a value whose request was answered or aborted half-way."""
     until = time.monotonic() + _LET_GO_SECONDS
     while True:
         try:
-            return lent.release()
+            return exported.release()
         except BufferError:
             if time.monotonic() >= until:  # then core finds out, and keeps the row from being used
                 return None
