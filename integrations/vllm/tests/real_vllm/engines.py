@@ -79,13 +79,13 @@ def transfer_config(engine_id: str, extra: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def family(group: int) -> dict[int, str]:
-    """Return the processes of a process group, and the command of each."""
+def family(session: int) -> dict[int, str]:
+    """Return the processes of a session, and the command of each: tier hosts have process groups of their own."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            state, _, member_of = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
-            if int(member_of) == group and state not in "ZX":
+            state, _, _, member_of = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+            if int(member_of) == session and state not in "ZX":
                 found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
     return found
 

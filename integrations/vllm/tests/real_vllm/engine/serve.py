@@ -52,12 +52,14 @@ def main() -> None:
         commands, log = recv_handle(control), recv_handle(control)
         if not (pid := os.fork()):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            os.setsid()  # its tier hosts have process groups of their own, and are of its session
             control.close()
             os.dup2(log, 1)
             os.dup2(log, 2)
             _serve(Connection(commands), argument)
             return
-        os.setpgid(pid, pid)
+        while os.getsid(pid) != pid:  # the engine is known by its session from now on
+            time.sleep(0.001)
         os.close(commands)
         os.close(log)
         control.send(pid)
