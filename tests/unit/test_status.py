@@ -139,7 +139,7 @@ def test_an_engine_whose_server_is_gone_says_so(tmp_path, method):
                 time.sleep(0.05)
             lines = CliRunner().invoke(cli, ["status"]).stdout
             assert "namespace 'prod', fingerprint c0ffee" in lines
-            assert f"orphaned: the server that started it is gone, so no request comes any more; kill {pid}" in lines
+            assert f"orphaned: the server that started it has ended, so no request arrives; kill {pid}" in lines
         finally:
             os.kill(int(pid), 9)
 

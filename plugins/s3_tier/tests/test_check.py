@@ -51,7 +51,7 @@ def test_a_healthy_bucket_has_no_error(config, client):
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_wrong_access_key(config, client):
     text = the_error(config(client=client, access_key="NOBODY"))
-    assert "403 InvalidAccessKeyId: the server does not know this access key; check access_key" in text
+    assert "403 InvalidAccessKeyId: the server has no such access key; check access_key" in text
 
 
 @pytest.mark.parametrize("client", CLIENTS)
@@ -165,7 +165,7 @@ def test_an_object_of_another_size_than_was_written(config, between, client):
 
     between.script = script
     errors = [finding.text for finding in check(options) if finding.level == "error"]
-    assert "the value just written cannot be read back: gone, or of another length" in errors[0]
+    assert "the value just written cannot be read back: absent, or of another length" in errors[0]
 
 
 @pytest.mark.parametrize("client", CLIENTS)

@@ -86,7 +86,7 @@ def test_a_check_of_a_file_says_what_is_wrong_and_what_to_do(options, tmp_path):
         json.dumps({"version": 1, "namespace": "prod", "primary": {"capacity": "64MiB"}, "secondary": [tier]})
     )
     said = run("kvtiers", "check", file, status=1).stdout
-    assert "the server does not know this access key; check access_key" in " ".join(said.split())
+    assert "the server has no such access key; check access_key" in " ".join(said.split())
     assert "canary-secret" not in said
 
 

@@ -18,7 +18,7 @@ REPLAY = CommandPlugin(
 )
 SIZE = CommandPlugin(
     name="size",
-    help="Say what a model's KV cache takes, and how large chunks should be.",
+    help="Compute a model's KV cache size, and good chunk sizes.",
     target="kvtiers_replay.cli.size:size",
     api_version=1,
 )

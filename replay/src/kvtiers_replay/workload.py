@@ -1,4 +1,4 @@
-"""What is replayed: requests, each with the chained hashes of its prompt's full blocks, and when they come."""
+"""Workloads: requests with their arrival and the chained hashes of their prompts' full blocks."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ def infinite_hits(workload: Workload) -> list[int]:
 
 
 class Arrivals:
-    """Requests as they come: each at its time in the workload, ``speed`` times as fast; None: all are there at once.
+    """Requests as they arrive: each at its time in the workload, ``speed`` times as fast; None: all are there at once.
 
     ``first``: the time in the workload that is the beginning. The clock starts with the first ``take``.
     """

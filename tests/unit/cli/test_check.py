@@ -59,8 +59,8 @@ def close(self):
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("def read_into(self, name, dst): return True", "what was read back is not what was written"),
-        ("def read_into(self, name, dst): return False", "the value just written cannot be read back: gone, or of another length. Fix: see whether something else writes"),
+        ("def read_into(self, name, dst): return True", "the value read back is not the value written"),
+        ("def read_into(self, name, dst): return False", "the value just written cannot be read back: absent, or of another length. Fix: see whether something else writes"),
         ("def read_into(self, name, dst): pass", "read_into() of the probe value gave None, expected True"),
         ("def exists(self, names): return [True for _ in names]", "gave [True, True], expected [True, False]"),
         ("def exists(self, names): return []", "gave [], expected [True, False]"),
@@ -136,7 +136,7 @@ def list(self, prefix): return (StoreEntry(n, len(v)) for n, v in self.values.it
 @pytest.mark.parametrize(
     ("body", "values", "said"),
     [
-        ("", "", "it cannot list what it has, so no value was read"),
+        ("", "", "it cannot list its values, so none was read"),
         (LISTING, "", "warning .* it has no value under 'prod/'. Fix: "),
         (LISTING, "('other/a', b'x')", "warning .* it has no value under 'prod/'. Fix: "),
         (LISTING, "('prod/a', b'x' * 4096), ('prod/b', b'y')", "ok .* 2 values listed, one of 4KiB read in "),
@@ -177,7 +177,7 @@ def test_json_has_every_finding(run, config, store):
     assert (result.exit_code, report["ok"], report["config"]) == (1, False, "tiers.yaml")
     assert {finding["about"] for finding in report["findings"]} == {"config", "machine", f"tier {name}"}
     (wrong,) = [finding for finding in report["findings"] if finding["level"] == "error"]
-    assert wrong["text"] == "the value just written cannot be read back: gone, or of another length"
+    assert wrong["text"] == "the value just written cannot be read back: absent, or of another length"
     assert wrong["fix"]
 
 

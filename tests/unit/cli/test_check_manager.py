@@ -117,11 +117,11 @@ def close(self): self.log("close")
         ),
         (
             "def move(self, job):\n    return JobResult(job.job_id, True) if job.is_promotion else super().move(job)",
-            "what was read back is not what was written",
+            "the value read back is not the value written",
         ),
         (
             "def move(self, job):\n    result = super().move(job)\n    self.row(job)[0] ^= 1\n    return result",
-            "what was read back is not what was written",
+            "the value read back is not the value written",
         ),
         (
             "def move(self, job):\n    self.context.region[0] ^= job.is_promotion\n    return super().move(job)",

@@ -25,7 +25,7 @@ class Lazy(NamedTuple):
 
 COMMANDS = {
     "check": Lazy("kvtiers.cli.check.commands:check", "Validate a config, try every tier, and examine this machine."),
-    "status": Lazy("kvtiers.cli.status:status", "Say what the tiers of running engines do, and whether they pay."),
+    "status": Lazy("kvtiers.cli.status:status", "Show the tiers of running engines, and whether they pay."),
     "store": Lazy(
         "kvtiers.cli.store.commands:store", "List, count, check, delete and retire the values in a tier's store."
     ),

@@ -56,9 +56,7 @@ def _print(answer: Mapping[str, Any]) -> None:
     if answer.get("fingerprint"):
         click.echo(f"  namespace {answer['namespace']!r}, fingerprint {answer['fingerprint']}")
     if answer.get("orphaned"):
-        click.echo(
-            f"  orphaned: the server that started it is gone, so no request comes any more; kill {answer['pid']}"
-        )
+        click.echo(f"  orphaned: the server that started it has ended, so no request arrives; kill {answer['pid']}")
     columns = ("tier", "state", "hits", "tokens", "saved", "read", "written", "never read", "queue", "last trouble")
     print_table(columns, [_row(name, tier) for name, tier in answer["tiers"].items()])
     for name, tier in answer["tiers"].items():
@@ -108,7 +106,7 @@ def verdict(tier: Mapping[str, Any]) -> str:
         (not tier["open"] or tier["breaker_state"], f"it brings nothing now, since it cannot be used: {trouble}"),
         (
             not tier["shared"],
-            "what it stores is found by this process alone, and dies with it; see the log's start",
+            "its values are found by this process alone, and are lost with it; see the log's start",
         ),
         (tier.get("too_slow"), f"it brings next to nothing: {_said(tier, 'too slow')}"),
         (tier.get("full"), f"it takes nothing new: {_said(tier, 'full')}"),

@@ -60,7 +60,7 @@ class ModelConfig(StrictModel):
         return revision
 
     def identity(self) -> dict[str, Any]:
-        """Return what is given here, by the field names of ``rows.layout.ModelIdentity``."""
+        """Return what is given here, by the field names of ``layout.cache_layout.ModelIdentity``."""
         given = self.model_dump(exclude_none=True)
         if "revision" in given:
             given["weights"] = given.pop("revision")
@@ -71,7 +71,7 @@ class PrimaryConfig(StrictModel):
     """The CPU memory that all workers share."""
 
     capacity: Size = Field(gt=0, description="memory for chunks, all workers together")
-    eviction: str = Field(default="lru", description="which chunk leaves first: lru, arc, or an installed policy")
+    eviction: str = Field(default="lru", description="which chunk is evicted first: lru, arc, or an installed policy")
     huge_pages: Annotated[HugePages, BeforeValidator(_huge_pages)] = Field(
         default="off", description="huge pages, which the administrator has to reserve"
     )
@@ -87,10 +87,12 @@ class PrimaryConfig(StrictModel):
         default=DEFAULT_WINDOW, gt=0, description="with 'prefault: ahead', how much memory is ready ahead of use"
     )
     pin_share: Share = Field(
-        default=0.10, gt=0, description="of a GPU driver's time, what pinning memory may take while the engine works"
+        default=0.10, gt=0, description="share of a GPU driver's time for pinning memory while the engine works"
     )
     pin_piece: Duration = Field(
-        default=0.002, gt=0, description="how long pinning may hold a GPU's driver at a time: a launch waits for it"
+        default=0.002,
+        gt=0,
+        description="longest time that a pinning call holds a GPU's driver: launches wait for it",
     )
     start_deadline: Duration = Field(default=60.0, gt=0, description="how long all ranks have to join")
     core_dumps: bool = Field(
@@ -105,7 +107,7 @@ class BudgetConfig(StrictModel):
     all_tiers: Share = Field(default=0.50, description="rows that all tiers together may pin")
     one_tier: Share = Field(default=0.25, description="rows that one tier may pin")
     protected: Share = Field(default=0.40, description="promoted rows that have not been read yet and are kept")
-    protect_for: Duration = Field(default=10.0, description="how long such a row stays at most")
+    protect_for: Duration = Field(default=10.0, description="longest time that such a row is kept")
 
     @model_validator(mode="after")
     def _fit(self) -> "BudgetConfig":

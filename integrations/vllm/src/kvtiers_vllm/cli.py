@@ -27,13 +27,13 @@ _EVICTION = {"lru", "arc"}  # those that vLLM has under the same names
     "vllm-config",
     epilog="""\b
 Examples:
-  kvtiers vllm-config tiers.yaml                 to be pasted behind 'vllm serve MODEL'
+  kvtiers vllm-config tiers.yaml                 an argument to paste after 'vllm serve MODEL'
   config=$(kvtiers vllm-config tiers.yaml --json) && vllm serve MODEL --kv-transfer-config "$config"
   kvtiers vllm-config tiers.yaml --whole-stack   kvtiers' own primary and manager in vLLM, not its tiers alone
 
 Secrets stay out: what is written as ${NAME} or as {file: PATH} is passed on like that, and read by the engine.
 The whole stack needs no argument: KVTIERS_CONFIG=tiers.yaml vllm serve MODEL.
-Exit status: 0, or 2 if something in the file cannot be had; what is printed then is no config, and vLLM refuses it.""",
+Exit status: 0, or 2 if vLLM cannot have an option of the file; the output then is no config, and vLLM refuses it.""",
 )
 @click.argument("file", type=click.Path())
 @click.option(
@@ -134,7 +134,7 @@ def _primary_problems(config: OffloadConfig) -> list[str]:
     ]
     if config.model is not None:
         given = config.model.identity().keys() - {"name", "weights"}
-        problems += [f"model.{name}: the engine says that itself; leave it out" for name in sorted(given)]
+        problems += [f"model.{name}: the engine sets it; remove it" for name in sorted(given)]
     return problems
 
 

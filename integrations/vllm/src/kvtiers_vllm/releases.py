@@ -78,7 +78,7 @@ def release_of(version: str) -> Release:
     match = re.match(r"(\d+\.\d+)", version)
     release = RELEASES.get(match[1]) if match else None
     if release is None:
-        raise StartError(f"kvtiers does not know vLLM {version}; it supports vLLM {supported()}")
+        raise StartError(f"kvtiers does not support vLLM {version}; it supports vLLM {supported()}")
     return release
 
 

@@ -80,7 +80,7 @@ def test_a_variable_stays_a_variable(run):
         (("4GiB,", "4GiB, pin_share: 5%,"), "primary.pin_share: vLLM's own primary has no such option"),
         (("lookup_wait: 50ms", "clean_reserve: 10%"), "clean_reserve: vLLM's own tiering has no such bound"),
         (("lookup_wait: 50ms", "budgets: {one_tier: 20%}"), "budgets: vLLM's own primary has none"),
-        (("revision: abc", "revision: abc, kv_dtype: fp8"), "model.kv_dtype: the engine says that itself"),
+        (("revision: abc", "revision: abc, kv_dtype: fp8"), "model.kv_dtype: the engine sets it"),
         (("deadline: 3s", "admission: on_eviction"), "admission: 'on_eviction' needs the whole stack"),
         (("deadline: 3s", "host: shared"), "host: needs the whole stack"),
         (("memory, name: far, capacity: 2GiB", "memory-async, name: far, max_blocks: 9"), "moves rows by itself"),
@@ -120,4 +120,4 @@ def test_the_whole_stack_reads_the_file_itself(run, tmp_path):
 def test_what_the_engine_says_itself_is_refused_for_the_whole_stack_too(run):
     result = run(TIERS.replace("revision: abc", "kv_dtype: float16"), "--whole-stack")
     assert result.exit_code == 2
-    assert "tiers.yaml: model.kv_dtype: the engine says that itself" in result.stderr
+    assert "tiers.yaml: model.kv_dtype: the engine sets it" in result.stderr

@@ -11,12 +11,12 @@ EACH = [(module, name) for module, names in fake_vllm.NAMES.items() for name in 
 
 @pytest.mark.parametrize(("module", "name"), EACH)
 def test_a_release_that_lacks_a_name_is_refused_by_its_version(monkeypatch, module, name):
-    with pytest.raises(StartError, match=r"does not know vLLM 0\.34\.0; it supports vLLM 0\.28 to"):
+    with pytest.raises(StartError, match=r"does not support vLLM 0\.34\.0; it supports vLLM 0\.28 to"):
         fake_vllm.load(monkeypatch, module, "0.34.0", without=name)
 
 
 def test_a_tier_is_refused_by_its_version_also_where_no_name_is_lacking(monkeypatch):
-    with pytest.raises(StartError, match=r"does not know vLLM 0\.34\.0"):
+    with pytest.raises(StartError, match=r"does not support vLLM 0\.34\.0"):
         fake_vllm.load(monkeypatch, "own_tiering.tier", "0.34.0")
 
 

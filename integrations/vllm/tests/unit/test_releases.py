@@ -16,7 +16,7 @@ def test_a_release_between_the_first_and_the_last_is_known(version):
 
 @pytest.mark.parametrize("version", ["0.27.1", "0.34.0", "1.0", "", "dev"])
 def test_any_other_is_refused_by_a_sentence_that_names_those(version):
-    with pytest.raises(StartError, match=r"does not know vLLM .*; it supports vLLM 0\.28 to 0\.33") as refused:
+    with pytest.raises(StartError, match=r"does not support vLLM .*; it supports vLLM 0\.28 to 0\.33") as refused:
         release_of(version)
     assert version in str(refused.value)
 

@@ -156,7 +156,7 @@ def test_a_release_that_it_does_not_run_on_is_refused_with_those_it_does(version
 
 
 def test_a_release_that_nobody_knows_is_refused():
-    with pytest.raises(StartError, match="does not know vLLM"):
+    with pytest.raises(StartError, match="does not support vLLM"):
         require_whole_stack("0.99.0")
 
 
@@ -172,7 +172,7 @@ def test_the_config_names_the_weights_and_nothing_else_of_the_model():
     config, weights = load_stack_config({"kvtiers_config": DOCUMENT | {"model": {"name": "m", "revision": "v2"}}})
     assert (config.model, weights) == (None, "v2")
     assert load_stack_config({"kvtiers_config": DOCUMENT})[1] is None
-    with pytest.raises(ConfigError, match=r"model\.kv_dtype: the engine says that itself"):
+    with pytest.raises(ConfigError, match=r"model\.kv_dtype: the engine sets it"):
         load_stack_config({"kvtiers_config": DOCUMENT | {"model": {"name": "m", "kv_dtype": "float16"}}})
 
 

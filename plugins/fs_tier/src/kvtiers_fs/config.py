@@ -42,16 +42,18 @@ class FsConfig(TierConfig):
     shared_figures = frozenset({"bytes", "values", "free_bytes", "direct"})
 
     path: Path = Field(description="the directory, absolute; made if only its last part is missing")
-    capacity: Size = Field(gt=0, description="most bytes of values; those not used for longest go first")
+    capacity: Size = Field(gt=0, description="most bytes of values; the least recently used are evicted first")
     max_age: Duration | None = Field(
         default=None, gt=0, description="a value that was not written or read for this long is deleted"
     )
     min_free: Size = Field(
-        default=1 << 30, ge=0, description="free space that is left to others: below it, values go and none is written"
+        default=1 << 30,
+        ge=0,
+        description="free space kept for others: below it, values are evicted, none is written",
     )
     direct: Literal["cold"] | bool = Field(
         default="cold",
-        description="move values past the page cache (O_DIRECT), where that works; cold: what is read and not in it",
+        description="bypass the page cache (O_DIRECT), where that works; cold: only for reads of values not in it",
     )
     fsync: bool = Field(default=False, description="wait at each write until the value would survive a power cut")
     mode: Mode = Field(default="0600", description="permissions of files; directories get theirs to match")

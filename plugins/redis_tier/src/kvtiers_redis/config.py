@@ -35,7 +35,7 @@ class RedisConfig(TierConfig):
         "or all Sentinels"
     )
     topology: Literal["single", "cluster", "sentinel"] = Field(
-        default="single", description="what the url leads to: one server, nodes of a Cluster, or Sentinels"
+        default="single", description="kind of the servers in the url: one server, nodes of a Cluster, or Sentinels"
     )
     master: str = Field(default="mymaster", min_length=1, description="the name under which Sentinels know the master")
     database: int = Field(default=0, ge=0, description="number of the database, where the url names none")
@@ -46,7 +46,8 @@ class RedisConfig(TierConfig):
     sentinel_username: str = Field(default="", description="ACL user at the Sentinels")
     sentinel_password: Secret | None = Field(default=None, description="of the user at the Sentinels")
     tls_ca: Path | None = Field(
-        default=None, description="PEM file of who signed the server's certificate; default: those the system trusts"
+        default=None,
+        description="PEM file of the server certificate's authority; default: those the system trusts",
     )
     tls_cert: Path | None = Field(default=None, description="PEM file of the client's certificate, if one is asked for")
     tls_key: Path | None = Field(default=None, description="PEM file of the client's key, if not in 'tls_cert'")
@@ -55,7 +56,7 @@ class RedisConfig(TierConfig):
     )
     prefix: str = Field(default="", pattern=r"^[\x21-\x7e]*$", description="put before every key")
     ttl: Duration | None = Field(
-        default=None, ge=0.001, description="a value is gone so long after it was written; default: never"
+        default=None, ge=0.001, description="a value expires this long after it was written; default: never"
     )
     refresh_ttl: bool = Field(default=False, description="a value that is read lives for another 'ttl' (Redis 6.2)")
     set_nx: bool = Field(
@@ -65,7 +66,7 @@ class RedisConfig(TierConfig):
     window: Size | None = Field(
         default=None,
         gt=0,
-        description="most bytes of values under way on one connection, or one value; default: 512KiB on this machine, "
+        description="most bytes of values in flight on one connection, or one value; default: 512KiB on this machine, "
         "4MiB across a network",
     )
     connect_timeout: Duration = Field(
@@ -77,7 +78,7 @@ class RedisConfig(TierConfig):
         default=10.0, gt=0, description="longest time of one call's replies; never more than the tier's deadline"
     )
     keepalive: Duration = Field(
-        default=30.0, ge=1, le=32767, description="an idle connection is probed after so long; nine hours at most"
+        default=30.0, ge=1, le=32767, description="an idle connection is probed after this long; nine hours at most"
     )
     client_name: str = Field(
         default="kvtiers", pattern=r"^[\x21-\x7e]*$", description="name of the connections in CLIENT LIST"

@@ -1,4 +1,4 @@
-"""``kvtiers-s3``: what an administrator of the bucket needs."""
+"""``kvtiers-s3``: the command line for the bucket's administrator."""
 
 import argparse
 import json
@@ -9,8 +9,8 @@ from kvtiers_s3.lifecycle import rule_for
 __all__ = ["main"]
 
 _EXPLANATION = """\
-This is what the bucket needs; nothing was set. S3 replaces all rules of a bucket at once, so put this one beside those
-that are there:
+The bucket needs this rule; nothing was set. S3 replaces all rules of a bucket at once, so add it to the existing
+ones:
   aws s3api get-bucket-lifecycle-configuration --bucket BUCKET > rules.json
   (add the rule to "Rules")
   aws s3api put-bucket-lifecycle-configuration --bucket BUCKET --lifecycle-configuration file://rules.json
@@ -24,8 +24,8 @@ def main() -> None:
     lifecycle = commands.add_parser(
         "lifecycle",
         help="print the lifecycle rule that a bucket needs",
-        description="Print, as JSON, the lifecycle rule that removes values that were written so many days ago, and "
-        "what killed uploads left behind. It never sets the rule.",
+        description="Print, as JSON, the lifecycle rule that removes values this many days after their write, "
+        "and the parts of killed uploads. It never sets the rule.",
     )
     lifecycle.add_argument("--days", type=_days, required=True, metavar="N", help="age at which values are removed")
     lifecycle.add_argument("--prefix", default="", help="the tier's prefix (none: the rule is for the whole bucket)")

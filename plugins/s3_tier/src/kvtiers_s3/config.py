@@ -64,7 +64,7 @@ class S3Config(TierConfig):
     )
     unsigned_payload: bool = Field(default=True, description="sign requests without a hash of the value")
     encryption: Literal["bucket", "sse-s3", "sse-kms"] = Field(
-        default="bucket", description="who encrypts; bucket: whatever the bucket does by itself"
+        default="bucket", description="who encrypts; bucket: the bucket's own setting"
     )
     kms_key: str = Field(default="", description="key id for sse-kms; default: the account's own key")
     storage_class: str = Field(default="", description="storage class of the objects; default: the bucket's")

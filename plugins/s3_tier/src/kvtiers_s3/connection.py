@@ -1,4 +1,4 @@
-"""Where the bucket is, and the clients that reach it: obstore's store, and boto3's for everything but values."""
+"""The connection to a bucket: its address, and its clients: obstore's for values, boto3's for the rest."""
 
 import threading
 from datetime import UTC, datetime, timedelta
@@ -48,7 +48,7 @@ class Connection:
 
     @property
     def put_options(self) -> dict[str, str]:
-        """What each new object is to have, as arguments of boto3's put_object and create_multipart_upload."""
+        """The attributes of each new object, as arguments of boto3's put_object and create_multipart_upload."""
         config, options = self.config, {}
         if config.storage_class:
             options["StorageClass"] = config.storage_class
@@ -59,7 +59,7 @@ class Connection:
         return options
 
     def boto3_client(self, *, attempts: int) -> Any:
-        """Return boto3's client that makes a request so many times at most; there is one for each number."""
+        """Return boto3's client that tries a request this many times at most; there is one for each number."""
         with self._lock:  # a session makes one client at a time
             if attempts not in self._clients:
                 self._clients[attempts] = self._new_boto3_client(attempts)
@@ -106,7 +106,7 @@ class Connection:
         return client
 
     def obstore(self) -> "S3Store":
-        """Return obstore's store for the bucket; it never tries again by itself."""
+        """Return obstore's store for the bucket; it never retries by itself."""
         from obstore.store import S3Store
 
         config = self.config
@@ -172,7 +172,7 @@ def _aws_domain(region: str) -> str:
 
 
 def _follow_no_redirect(params: Any, **_: Any) -> None:
-    """Have boto3 report a redirect, as obstore does: it would ask for the bucket's region, and be redirected again."""
+    """Make boto3 report a redirect, as obstore does: it would request the bucket's region, and be redirected again."""
     params["context"].setdefault("s3_redirect", {})["redirected"] = True
 
 

@@ -1,4 +1,4 @@
-"""Who asks: botocore's session with the credentials that the options name.
+"""Credentials: botocore's session with those that the options name.
 
 Keys from a file are read again whenever they are asked for, roles renew themselves, and everything else is botocore's
 usual chain: environment, config files, web identity, container, instance.
@@ -77,7 +77,7 @@ def _use(session: Any, credentials: Any) -> None:
 
 
 def _with_role(base: Any, config: S3Config) -> Any:
-    """Return a session that has the role's credentials, which the base session's pay for."""
+    """Return a session that has the role's credentials, requested with the base session's."""
     region = config.region or base.get_config_variable("region") or "us-east-1"
     sts = base.create_client(
         "sts",

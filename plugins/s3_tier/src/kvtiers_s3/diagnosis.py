@@ -1,4 +1,4 @@
-"""What ``kvtiers check`` is told about the bucket: where it is, what its rules do, and what a request costs."""
+"""The diagnosis of the bucket, for ``kvtiers check``: its region, its rules, and the cost of a request."""
 
 import mmap
 import secrets
@@ -22,14 +22,14 @@ _MOST_SUGGESTED = 64 << 20
 
 
 def bucket_findings(bucket: Bucket, prefix: str) -> Iterator[Finding]:
-    """Look at what the bucket is set to. ``prefix``: what all keys start with, its ``/`` included."""
+    """Examine the bucket's settings. ``prefix``: what all keys start with, its ``/`` included."""
     for look in (_rules, _uploads, _versions):
         try:
             yield from look(bucket, prefix)
         except S3Error as error:
             yield Finding(
                 "warning",
-                f"what the bucket is set to cannot be read: {error}",
+                f"the bucket's settings cannot be read: {error}",
                 "grant s3:GetLifecycleConfiguration, s3:ListBucketMultipartUploads and s3:GetBucketVersioning to who "
                 "runs this check; the tier itself works without them",
             )

@@ -1,8 +1,8 @@
-"""What S3 says when it does not do what it was asked, as one clear line and one of three kinds.
+"""S3's failures: each error of S3 as one clear line and one of three kinds.
 
 ::
 
-    S3Error                 asking again changes nothing: keys, rights, region, certificates
+    S3Error                 a retry changes nothing: keys, rights, region, certificates
     └── S3BusyError         the same request may succeed: time-outs, resets, 500s; core tries again, with growing pauses
         └── S3ThrottledError    ... because there were too many requests
     StoreFull (kvtiers)     a quota is used up
@@ -23,7 +23,7 @@ class S3Error(Exception):
 
 
 class S3BusyError(S3Error):
-    """A request that may succeed when it is made again."""
+    """A request that may succeed when it is retried."""
 
 
 class S3ThrottledError(S3BusyError):
@@ -33,14 +33,14 @@ class S3ThrottledError(S3BusyError):
 _KEYS = "check access_key and secret_key, or which profile or chain gives the credentials"
 _REGION = "set 'region' to the bucket's region"
 _HINTS = {
-    "InvalidAccessKeyId": f"the server does not know this access key; {_KEYS}",
+    "InvalidAccessKeyId": f"the server has no such access key; {_KEYS}",
     "SignatureDoesNotMatch": f"the secret key does not belong to the access key; {_KEYS}",
     "ExpiredToken": "the session token has expired; renew it, or use a role or a profile that renews itself",
     "InvalidToken": "the session token does not belong to the keys; check session_token",
     "RequestTimeTooSkewed": "this machine's clock is wrong; run an NTP service",
     "NoSuchBucket": "there is no such bucket here; check bucket, endpoint and region, or create it",
     "AccessDenied": "not allowed; grant s3:GetObject, s3:PutObject, s3:DeleteObject on the objects and s3:ListBucket "
-    "on the bucket, without which S3 denies access to what is absent",
+    "on the bucket, without which S3 answers 'denied' for an absent object",
     "PermanentRedirect": f"the bucket is in another region; {_REGION}",
     "TemporaryRedirect": f"the bucket is in another region; {_REGION}",
     "AuthorizationHeaderMalformed": f"signed for another region than the bucket's; {_REGION}",

@@ -1,4 +1,4 @@
-"""Lifecycle rules: which one a bucket of this tier needs, and what the rules that it has do.
+"""Lifecycle rules: the one that a bucket of this tier needs, and the effect of the existing ones.
 
 Nothing here sets a rule: S3 replaces a bucket's rules as a whole, so that setting one takes all the others.
 """
@@ -19,7 +19,7 @@ class Effect(NamedTuple):
 
 
 def rule_for(prefix: str, days: int) -> dict[str, Any]:
-    """Return the rule that removes what was written so many days ago, as S3's JSON.
+    """Return the rule that removes objects this many days after their write, as S3's JSON.
 
     ``prefix``: what all keys start with, with the ``/`` at its end.
     """
@@ -33,7 +33,7 @@ def rule_for(prefix: str, days: int) -> dict[str, Any]:
 
 
 def effect_of(rules: Sequence[Mapping[str, Any]], prefix: str) -> Effect:
-    """Return what these rules do to everything under the prefix; a rule for a part of it does not count."""
+    """Return the effect of these rules on everything under the prefix; a rule for a part of it does not count."""
     ruling = [rule for rule in rules if rule.get("Status") == "Enabled" and _covers(rule, prefix)]
     return Effect(
         _least(rule.get("Expiration", {}).get("Days") for rule in ruling),

@@ -70,7 +70,7 @@ class Parts:
         return done
 
     def start_clean_up(self, prefix: str, age: timedelta = _ABANDONED) -> None:
-        """Abort, in the background, uploads under this prefix that were begun so long ago and never ended."""
+        """Abort, in the background, uploads under this prefix that are this old and never ended."""
         self._pool.submit(self._clean_up, prefix, datetime.now(UTC) - age)
 
     def _clean_up(self, prefix: str, before: datetime) -> None:
@@ -112,9 +112,9 @@ class Parts:
         return True
 
     def _each(self, work: Callable[[int], _T], starts: Sequence[int]) -> list[_T]:
-        """Do the work for each part; when all have ended, return what came of them or raise the first error.
+        """Do the work for each part; when all have ended, return their results or raise the first error.
 
-        The parts' threads look at the caller's buffer, so that none may be left running.
+        The parts' threads use the caller's buffer, so none may be left running.
         """
         futures = [self._pool.submit(work, start) for start in starts]
         errors = [error for future in futures if (error := future.exception()) is not None]

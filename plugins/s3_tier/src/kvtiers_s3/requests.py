@@ -1,4 +1,4 @@
-"""Counts a store's requests by kind, and says what they cost."""
+"""The counts of a store's requests by kind, and their cost."""
 
 import threading
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ class Requests:
         self.count("list" if kind == "get" and any(word in url.partition("?")[2] for word in _CONTROL) else kind)
 
     def count_failed(self, error: Exception) -> None:
-        """Count a request that came to nothing."""
+        """Count a failed request."""
         with self._lock:
             self._failed += isinstance(error, S3Error)
             self._throttled += isinstance(error, S3ThrottledError)

@@ -21,7 +21,7 @@ _NO_OBJECT = "_kvtiers/absent"
 class S3Store(ChunkStore):
     """Values as objects under one prefix. Opening it makes one request, for an object that is not there.
 
-    ``value_bytes``: the largest value's length; values that are moved in parts leave something to clean up.
+    ``value_bytes``: the largest value's length; values that are moved in parts may leave uploads to clean up.
     """
 
     transient_errors = (S3BusyError,)
@@ -91,7 +91,7 @@ class S3Store(ChunkStore):
             yield StoreEntry(key.removeprefix(self._prefix), nbytes, modified.timestamp())
 
     def diagnose(self, value_bytes: int) -> Sequence[Finding]:
-        """Look at the bucket's rules, and at what a request costs beside the bytes that it moves."""
+        """Examine the bucket's rules, and the cost of a request compared with the bytes that it moves."""
         # Imported here: only `kvtiers check` asks.
         from kvtiers_s3.diagnosis import bucket_findings, speed_findings
 

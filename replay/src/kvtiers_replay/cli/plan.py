@@ -83,7 +83,7 @@ Examples:
 A size is a share of the trace's different blocks (10%), bytes (64GiB; needs --model or --bytes-per-token),
 'unlimited', or for a secondary tier 0: without it. Every combination is simulated: the real manager, eviction and
 admission serve the requests one after the other, over rows without bytes and tiers that answer at once. A tier is
-taken as an LRU; ages, time to live, and what waiting would cost are left out. One chunk is one block of the trace.
+taken as an LRU; ages, time to live and waiting are not simulated. One chunk is one block of the trace.
 
 Exit status: 0, 1 if no case reaches the --wish, 2 if the config, the trace or the command line is wrong, 130 stopped
 by Ctrl-C (what was found so far is printed)."""
@@ -93,7 +93,7 @@ by Ctrl-C (what was found so far is printed)."""
     "--config", "config_file", metavar="FILE", type=click.Path(),
     help="Tiers, sizes, policy and budgets, as YAML; without it a primary alone.",
 )  # fmt: skip
-@click.option("--requests", metavar="N", type=click.IntRange(min=1), help="Only the first so many requests.")
+@click.option("--requests", metavar="N", type=click.IntRange(min=1), help="Only this many requests, from the first on.")
 @click.option(
     "--primary", metavar="SIZES", callback=_list_of,
     help=f"Sizes of the primary.  [default: {','.join(DEFAULT_PRIMARY)}, and the config's]",

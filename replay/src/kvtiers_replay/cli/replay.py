@@ -64,7 +64,7 @@ of the replay ended early, 130 stopped by Ctrl-C (the report of what was done is
     "--requests",
     metavar="N",
     type=click.IntRange(min=1),
-    help=f"Only so many requests.  [default: all of a trace, {_CODE_REQUESTS} of a workload]",
+    help=f"Only this many requests.  [default: all of a trace, {_CODE_REQUESTS} of a workload]",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Another seed makes another workload.")
 @click.option(

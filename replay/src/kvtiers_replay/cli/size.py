@@ -71,8 +71,8 @@ Examples:
   kvtiers size --model config.json --gbps network=1.2 --rtt network=2ms --prefill 6000
   kvtiers size --model config.json --json | jq .bytes_per_token
 
-The model's config.json is the one that lies beside its weights on Hugging Face. Known are multi-head, multi-query and
-grouped-query attention, DeepSeek's latent attention (MLA), and hybrids with sliding windows.
+The model's config.json is the one that lies beside its weights on Hugging Face. Supported are multi-head, multi-query
+and grouped-query attention, DeepSeek's latent attention (MLA), and hybrids with sliding windows.
 
 \b
 blocks_per_chunk  the fewest blocks whose value is as large as what the tier moves during a
@@ -116,7 +116,7 @@ def size(
     prefill: int,
     as_json: bool,
 ) -> None:
-    """Say what a model's KV cache takes, how large chunks should be, and when a load is worth it."""
+    """Compute a model's KV cache size, good chunk sizes, and the prefix from which a load pays."""
     shape = read_model(model, kv_dtype=kv_dtype, ranks=tp)
     links = [
         dataclasses.replace(

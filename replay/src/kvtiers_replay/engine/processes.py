@@ -67,7 +67,7 @@ class Child:
             raise self._lost() from None
 
     def end(self) -> None:
-        """Let the child end, which it does when its connection is closed; kill it if it does not in time."""
+        """Close the child's connection, at which it ends; kill it if it does not end in time."""
         self.connection.close()
         end(self.process, _END_SECONDS)
 

@@ -62,7 +62,7 @@ def _pays(results: ReplayResults) -> str:
     assert first is not None
     before, after = _mean(first.without), _mean(first.with_tiers)
     if not before:
-        return "No prompt was served, so nothing can be said of time."
+        return "No prompt was served, so there are no times."
     change = (after - before) / before
     what = "sooner" if change < 0 else "later"
     hits = f"{percent(results.tokens_saved / max(1, results.tokens))} of all prompt tokens were not computed again"

@@ -1,4 +1,4 @@
-"""What a model's KV cache takes, and what that means for tiers: bytes, chunk sizes, break-even lengths."""
+"""Sizing: the bytes of a model's KV cache, chunk sizes, and break-even prefix lengths of tiers."""
 
 from kvtiers_replay.sizing.links import LINKS, Link, TierSuggestion, break_even_tokens, suggest
 from kvtiers_replay.sizing.model import DTYPE_BYTES, LayerGroup, ModelShape, read_model

@@ -1,4 +1,4 @@
-"""The fields of a Hugging Face ``config.json``: where they are, what they are called, and what one left out means."""
+"""The fields of a Hugging Face ``config.json``: their places, their names, and their defaults."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -65,7 +65,7 @@ class Fields:
 
     @property
     def name(self) -> str:
-        """What the model is called, as far as the config knows."""
+        """The model's name, if the config has one."""
         architectures = self._whole.get("architectures")
         first = architectures[0] if isinstance(architectures, list) and architectures else None
         return str(self._whole.get("_name_or_path") or first or self._whole.get("model_type") or self._where)

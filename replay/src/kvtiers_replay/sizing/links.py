@@ -1,14 +1,14 @@
-"""What a tier's speed means for a model: how large its values should be, and from where on a load is worth it.
+"""The links to tiers: good value sizes, and the prefix length from which a load pays.
 
 **How large.** A value should be so large that the round trip does not count: at least what the link moves during one
 (``bytes per second * round trip``), within bounds for each type of tier. Measured with one connection over loopback,
 values of 64 KiB, 1 MiB and 4 MiB move at 1.1, 3.8 and 4.7 GB/s to a cache server, at 0.7, 3.1 and 2.7 to an object
-store and, written as files, at 0.4, 1.1 and 1.4: below 256 KiB the cost of each call rules, above 8 MiB nothing is
-won. So 256 KiB to 2 MiB in memory and on a disk, 2 to 8 MiB over a network. Larger chunks have their price: a prompt
-is stored in whole chunks, so half a chunk of each is lost on average, and one that differs in its last block is
+store and, written as files, at 0.4, 1.1 and 1.4: below 256 KiB the cost of each call dominates, above 8 MiB there is
+no gain. So 256 KiB to 2 MiB in memory and on a disk, 2 to 8 MiB over a network. Larger chunks have their price: a
+prompt is stored in whole chunks, so half a chunk of each is lost on average, and one that differs in its last block is
 another chunk.
 
-**From where on.** A load of n tokens takes ``round trips + bytes(n) / rate``, summed over the links on the way (from a
+**Break-even.** A load of n tokens takes ``round trips + bytes(n) / rate``, summed over the links on the way (from a
 tier: its own and the primary's), computing them takes ``n / prefill speed``. See ``break_even_tokens``.
 """
 
@@ -41,7 +41,7 @@ class Link:
 
     @property
     def good_value_bytes(self) -> int:
-        """The least that a value should have: what the link moves during a round trip, within the bounds."""
+        """The smallest good value: what the link moves during a round trip, within the bounds."""
         return min(max(self.smallest, math.ceil(self.bytes_per_second * self.round_trip)), self.largest)
 
 

@@ -1,4 +1,4 @@
-"""What a model's KV cache takes, read from the ``config.json`` that Hugging Face models come with.
+"""The shape of a model's KV cache, read from the ``config.json`` of a Hugging Face model.
 
 Per layer and token, with ``d`` bytes a number:
 
@@ -58,7 +58,7 @@ class LayerGroup:
 
     @property
     def name(self) -> str:
-        """What these layers do."""
+        """The kind of these layers."""
         kind = "full attention" if self.window is None else f"window of {self.window:,}"
         return f"{kind}, {self.layers} layers"
 

@@ -84,7 +84,7 @@ def _pieces(store: ChunkStore, in_pieces: SupportsPieces, bench: Bench) -> Itera
         if pieces is None:
             raise ProbeError("read_pieces() gave nothing for the value just written")
         if b"".join(map(bytes, pieces)) != bench.payload:
-            raise ProbeError("the pieces of read_pieces() are not what was written")
+            raise ProbeError("the pieces of read_pieces() are not the written bytes")
     finally:
         store.delete([name])
     if in_pieces.read_pieces(name, bench.value_bytes) is not None:

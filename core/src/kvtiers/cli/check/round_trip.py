@@ -36,7 +36,7 @@ _POLL_SECONDS = 0.001
 REACH = "check the tier's options, and that its backend runs and can be reached from here"
 OWN_FAULT = "this is a bug of the tier's plugin; report it to its author"
 _T = TypeVar("_T")
-_GONE = "the value just written cannot be read back: gone, or of another length"
+_GONE = "the value just written cannot be read back: absent, or of another length"
 _GONE_FIX = f"see whether something else writes or deletes there; if nothing does, {OWN_FAULT}"
 
 
@@ -106,7 +106,7 @@ class Bench:
     def compare(self, *rows: int) -> None:
         """Raise ProbeError unless these rows hold the probe value, and the first one still does."""
         if any(bytes(self.view(row)) != self.payload for row in rows):
-            raise ProbeError("what was read back is not what was written")
+            raise ProbeError("the value read back is not the value written")
         if bytes(self.view(0)) != self.payload:
             raise ProbeError("the tier changed the memory that it was to write from")
 
@@ -167,7 +167,7 @@ def _read_only(store: ChunkStore, bench: Bench) -> Finding:
         absent = f"_check/{secrets.token_hex(16)}"
         _expect(list(store.exists([absent])), [False], "exists() of a value that is not there")
         _expect(store.read_into(absent, bench.view(1)), False, "read_into() of an absent value")
-        return Finding("ok", "read-only: it answers; it cannot list what it has, so no value was read")
+        return Finding("ok", "read-only: it answers; it cannot list its values, so none was read")
     bench.stage = "listing its values"
     prefix = f"{bench.namespace}/"
     entries = list(islice(store.list(prefix), _LISTED))

@@ -70,7 +70,7 @@ def _selecting(command: Callable[..., Any]) -> Callable[..., Any]:
             "--older-than",
             metavar="DURATION",
             callback=_optional(parse_duration),
-            help="Only values not written (or used, where the tier knows it) for so long: 12h, 30d.",
+            help="Only values not written (or used, where the tier records it) for this long: 12h, 30d.",
         ),
         click.option(
             "--larger-than", metavar="SIZE", callback=_optional(parse_size), help="Only values larger than this."
@@ -92,8 +92,8 @@ Examples:
   kvtiers store prune disk --config tiers.yaml --older-than 30d --dry-run
   kvtiers store bump --config tiers.yaml                           other weights, same name: nothing old is found
 
-TIER is a tier's name in the config. Its store must be able to list what it holds. All of it may run while engines use
-the store: what is deleted is a miss for them."""
+TIER is a tier's name in the config. Its store must be able to list its values. Every command may run while engines use
+the store: deleted values are misses for them."""
 )
 def store() -> None:
     """List, count, check, delete and retire the values in a tier's store."""

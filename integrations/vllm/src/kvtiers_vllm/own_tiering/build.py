@@ -121,7 +121,7 @@ def _why_off(engine: Engine) -> str:
     if getattr(engine.vllm_config, "lora_config", None) is not None:
         return (
             "LoRA is enabled, and vLLM's tiers see block hashes without the adapter's files: two adapters of one name "
-            "could meet; use the whole stack (KvtiersConnector)"
+            "could be confused; use the whole stack (KvtiersConnector)"
         )
     return ""
 

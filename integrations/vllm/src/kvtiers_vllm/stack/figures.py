@@ -17,22 +17,22 @@ __all__ = ["StackFacts", "StackFigures", "definitions", "open_stack_status"]
 
 _TIER_COUNTERS = {
     **COUNTERS,
-    "kvtiers_tier_hits": "Chunks that a request was the first to read, and that it brought.",
+    "kvtiers_tier_hits": "Chunks loaded from the tier, counted at their first use by a request.",
     "kvtiers_tier_dropped_promotions": "Chunks that the tier has but that got no row in the primary.",
-    "kvtiers_tier_budget_misses": "Lookups that passed the tier by, since it may pin no more rows.",
+    "kvtiers_tier_budget_misses": "Lookups that skipped the tier, since it may pin no more rows.",
 }
 _TIER_GAUGES = {
     **GAUGES,
     "kvtiers_tier_pinned_rows": "Rows that the tier's jobs, reservations and quarantine hold.",
-    "kvtiers_tier_out_of_use": "1: the tier reported what it was not given, and is asked nothing more.",
+    "kvtiers_tier_out_of_use": "1: the tier reported jobs or keys that it was never given, and is no longer used.",
 }
 _TIER_NAMES = dict.fromkeys((*_TIER_COUNTERS, *_TIER_GAUGES))
 _ENGINE_COUNTERS = {
-    "kvtiers_lookups": "Chunks that requests asked for.",
-    "kvtiers_primary_hits": "Chunks that requests read and that no tier had brought for them.",
-    "kvtiers_stored_chunks": "Chunks that came into the primary from the engine.",
+    "kvtiers_lookups": "Chunks that requests looked up.",
+    "kvtiers_primary_hits": "Chunks that requests read and that no tier had loaded for them.",
+    "kvtiers_stored_chunks": "Chunks stored in the primary by the engine.",
     "kvtiers_refused_stores": "Chunks for which there was no room in the primary.",
-    "kvtiers_wait_expired": "Chunks that were misses since their request had waited long enough.",
+    "kvtiers_wait_expired": "Chunks recomputed because the lookup or load wait budget expired.",
     "kvtiers_recomputed_cheaper": "Chunks that were computed though a tier had them, since that was faster.",
     "kvtiers_failed_gpu_stores": "Chunks whose copy out of the engine failed.",
     "kvtiers_failed_gpu_loads": "Chunks whose copy into the engine failed; they were computed.",
@@ -45,7 +45,7 @@ _PRIMARY_GAUGES = {
     "kvtiers_primary_pinned_rows": "Rows that a copy or a tier holds.",
     "kvtiers_primary_quarantined_rows": "Rows of jobs that were given up and that something may still touch.",
     "kvtiers_primary_closed_rows": "Rows that are not used yet, since a rank has not pinned them.",
-    "kvtiers_primary_retired_rows": "Rows that are never used, since their memory was not there when it was wanted.",
+    "kvtiers_primary_retired_rows": "Rows that are never used, since their memory was not available when needed.",
 }
 
 

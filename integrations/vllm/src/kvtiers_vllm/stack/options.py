@@ -41,7 +41,7 @@ def load_stack_config(extra_config: Mapping[str, Any]) -> tuple[OffloadConfig, s
         return config, None
     known = sorted(config.model.identity().keys() - {"name", "weights"})
     if known:
-        raise ConfigError([f"model.{name}: the engine says that itself; leave it out" for name in known])
+        raise ConfigError([f"model.{name}: the engine sets it; remove it" for name in known])
     return config.model_copy(update={"model": None}), config.model.revision
 
 

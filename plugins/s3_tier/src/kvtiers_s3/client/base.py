@@ -14,12 +14,12 @@ class Body(NamedTuple):
 
 
 class ValueClient(Protocol):
-    """One request a call; several threads at once. Raises what ``failures`` has, never tries again."""
+    """One request a call; several threads at once. Raises the errors of ``failures``, never retries."""
 
     name: str
 
     def get(self, key: str, start: int, nbytes: int, total: int) -> Body | None:
-        """Ask for so many bytes from byte ``start`` on of an object of ``total`` bytes.
+        """Request this many bytes from byte ``start`` on of an object of ``total`` bytes.
 
         None, before a byte of the body is read, if there is no such object or it has another length.
         """

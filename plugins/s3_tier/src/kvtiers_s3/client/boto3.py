@@ -1,4 +1,4 @@
-"""Values by boto3: slower, and there where obstore is not."""
+"""The boto3 client of values: slower, for systems without obstore."""
 
 import contextlib
 import time

@@ -1,4 +1,4 @@
-"""Values by obstore: HTTP in Rust, outside of Python's lock."""
+"""The obstore client of values: HTTP in Rust, outside of the GIL."""
 
 import re
 import time
