@@ -53,7 +53,7 @@ def test_a_foreign_owner_is_refused_unless_his_group_is_trusted(folder, monkeypa
     folder.open(group=str(gid), mode="0660")
 
 
-@pytest.mark.parametrize(("mode", "said"), [(0o777, "anybody may write"), (0o1777, "anybody may write")])
+@pytest.mark.parametrize(("mode", "said"), [(0o777, "all users may write"), (0o1777, "all users may write")])
 def test_a_directory_that_anybody_may_write_to_is_refused(folder, mode, said):
     folder.path.mkdir()
     folder.path.chmod(mode)

@@ -21,7 +21,7 @@ SMALL_MODEL = "a small model (12 KiB a token, as Qwen2.5-0.5B in bfloat16)"
 SMALL_MODEL_TOKEN_BYTES = 24 * 2 * (64 + 64) * 2  # 24 layers, 2 KV heads of 64 for keys and values each, 2 bytes
 
 Device: TypeAlias = Literal["cpu", "cuda"]
-"""Where the reference engine's KV lies."""
+"""The place of the reference engine's KV."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ _USER_INFO = re.compile(r"(?<=://)[^/?#\s]*@")
 
 
 class Link(NamedTuple):
-    """What went over one link in one direction; ``seconds``: the transfers' own time, not the run's."""
+    """The traffic of one link in one direction; ``seconds``: the transfers' own time, not the run's."""
 
     nbytes: int = 0
     seconds: float = 0.0
@@ -36,7 +36,7 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """How long something took, by bucket: ``counts[i]`` times up to ``bounds[i]``, and one more count for longer ones.
+    """Durations by bucket: ``counts[i]`` times up to ``bounds[i]``, and one more count for longer ones.
 
     Of samples, percentiles are exact; of a histogram, the upper edge of their bucket.
     """
@@ -77,13 +77,13 @@ class Latencies:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of durations."""
         return sum(self.counts)
 
 
 @dataclass(slots=True)
 class OverTime:
-    """How figures went: at ``seconds[i]`` ends the i-th interval, for which each list has one value.
+    """Figures over time: at ``seconds[i]`` ends the i-th interval, for which each list has one value.
 
     ``hit_rates``: by origin (``gpu``, ``primary``, a tier's name), the share of the interval's references that were
     hits from there; None where nothing was asked for. ``queue_depths``: what was waiting, by name and with its unit in

@@ -69,7 +69,7 @@ class Arrivals:
         return self._next == len(self._requests)
 
     def take(self) -> tuple[ReplayRequest, int] | None:
-        """Return the next request that has arrived, with what ``infinite_hits`` says of it; None: there is none now."""
+        """Return the next request that has arrived, with its ``infinite_hits``; None: there is none now."""
         if self._begin is None:
             self._begin = self._clock()
         if self.exhausted:

@@ -30,7 +30,7 @@ Exit status: 0, or 1 if there is no engine that answers."""
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list, one object an engine.")
 @click.pass_context
 def status(ctx: click.Context, as_json: bool) -> None:
-    """Say what each tier of each running engine does, and whether it pays."""
+    """Show each tier of each running engine, and whether it pays."""
     engines: dict[str, dict[str, Any]] = {}
     for name in running():
         try:

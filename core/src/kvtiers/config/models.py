@@ -37,7 +37,7 @@ LoadWait: TypeAlias = Annotated[Literal["auto"] | Annotated[float, DURATION], Be
 
 
 class ModelConfig(StrictModel):
-    """Which model's KV this is. An adapter fills in most of it; fields that both name must be equal."""
+    """The model whose KV this is. An adapter fills in most of it; fields that both name must be equal."""
 
     name: str = Field(min_length=1, description="the model, as its engine names it")
     revision: str | None = Field(

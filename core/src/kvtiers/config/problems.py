@@ -30,7 +30,7 @@ _LONGEST_VALUE = 60
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where in the document an error lies: the path as far as the document has it, what is there, and its type."""
+    """An error's place in the document: the path as far as the document has it, the value there, and its type."""
 
     path: tuple[str | int, ...]
     value: Any

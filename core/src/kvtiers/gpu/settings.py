@@ -12,7 +12,7 @@ CopyMethod: TypeAlias = Literal["staged", "direct", "pages"]
 
 @dataclass(frozen=True, slots=True)
 class CopySettings:
-    """How a CUDA worker trades GPU memory and multiprocessors for speed. Host memory needs none of it.
+    """Settings by which a CUDA worker trades GPU memory and multiprocessors for speed; unused for host memory.
 
     ``store``, ``load``: the method of each direction; "auto" measures which is fastest. ``ring_bytes``: GPU memory of
     all staging slots; less is slower beside kernels that fill the GPU, whose end a gather has to wait for. ``slots``:

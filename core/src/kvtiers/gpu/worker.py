@@ -39,8 +39,8 @@ __all__ = ["GpuWorker"]
 _log = logging.getLogger("kvtiers.gpu")
 _IDLE_SECONDS = 0.5  # how often an idle worker looks whether the manager is still there
 _JOINING_SECONDS = 0.02  # the same, until it has the rows
-_BUSY_SECONDS = 1.0  # an engine of which nothing was heard for this long rests; its longest steps take about as much
-_PAUSE_SECONDS = 0.2  # the same, where it says which steps compute: a step that does not is a rest
+_BUSY_SECONDS = 1.0  # an engine without a call for this long counts as idle; its longest steps take about as much
+_PAUSE_SECONDS = 0.2  # the same, where the engine says which steps compute: a step that does not is a pause
 
 
 @dataclass(slots=True, eq=False)
@@ -279,7 +279,7 @@ class GpuWorker:
             return any(lane.queued[0].begun for lane in self._lanes.values() if lane.queued)
 
     def _next_job(self) -> _Job | None:
-        """Wait for work; return the job that is to be advanced, None if there is none for a while."""
+        """Wait for work; return the job to advance, None if there is none for a while."""
         with self._changed:
             turns: list[Lane] = ["load", "store"] if self._load_turn else ["store", "load"]
             queues = [self._lanes[lane].queued for lane in ("expedited", *turns)]

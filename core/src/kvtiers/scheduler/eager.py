@@ -86,7 +86,7 @@ class EagerStores(Stores):
 
     def _is_new(self, chunk: StoreChunk, tracked: RequestState) -> bool:
         if tracked.whole:
-            return True  # a tier wants to be told of every chunk; the manager knows which are there or on their way
+            return True  # a tier wants every chunk offered; the manager finds those that are present or in flight
         start = chunk.end - self.geometry.groups[chunk.group].tokens_per_chunk
         return start not in tracked.loaded and chunk.blocks[-1] not in self._job_of
 

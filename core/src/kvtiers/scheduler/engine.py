@@ -18,7 +18,7 @@ class OffloadManager(Protocol):
         """The lock, held from the first call of a step to ``on_schedule_end``."""
 
     def on_new_request(self, ctx: RequestContext, prompt_tokens: int = 0) -> OffloadPolicy:
-        """Record a request with so many tokens."""
+        """Record a request with this many tokens."""
 
     def lookup(self, key: OffloadKey, ctx: RequestContext) -> LookupResult:
         """Look one chunk up."""
@@ -107,7 +107,7 @@ class FreeQueue(BlockHolder, Protocol):
 
     @property
     def allocated(self) -> int:
-        """How many blocks have been handed out since the start."""
+        """The number of blocks allocated since the start."""
 
     def next_free(self, count: int) -> Sequence[int]:
         """Return that many free blocks, or all there are, in the order in which they will be reused."""

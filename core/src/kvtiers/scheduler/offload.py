@@ -166,7 +166,7 @@ class OffloadScheduler:
         return self._jobs.take_step()
 
     def report(self, results: Iterable[TransferResult], rank: int = 0) -> list[LoadOutcome]:
-        """Take what a worker's ``get_finished`` returned; return the loads that have thereby ended on all workers.
+        """Accept a worker's ``get_finished`` results; return the loads that have now ended on all workers.
 
         The loads of requests that have been preempted or have finished meanwhile are left out. A rank whose process
         has ended needs no report: its transfers fail in the next step, and the next call returns them.

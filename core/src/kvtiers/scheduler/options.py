@@ -18,7 +18,7 @@ _LONGEST_SHOWN = 60
 _short = reprlib.Repr()
 _short.maxlevel, _short.maxstring, _short.maxother = 2, _LONGEST_SHOWN, _LONGEST_SHOWN
 _ignored: Counter[str] = Counter()
-"""How often a parameter was no number of tokens, by its name; in this process."""
+"""Counts of parameters that were not a number of tokens, by name; in this process."""
 
 StoreMode = Literal["eager", "lazy"]
 
@@ -66,7 +66,7 @@ class RequestLimits:
 
     @classmethod
     def of(cls, context: RequestContext) -> "RequestLimits":
-        """Read a request's limits. What is no number of tokens is ignored, with a warning."""
+        """Read a request's limits. A value that is not a number of tokens is ignored, with a warning."""
         load = _tokens(context, "max_load_tokens")
         if context.params.get("skip_reading_prefix_cache") is True:
             load = 0

@@ -44,7 +44,7 @@ class RequestState:
     """It has yielded to another request that loads the same chunks."""
 
     loaded: range = field(default=range(0))
-    """What came from the cache, so that it need not be stored."""
+    """Chunks that came from the cache, so that they need not be stored."""
     unloaded: dict[int, range] = field(default_factory=dict)
     """By windowed group: the tokens that a load left out, since nothing reads them; their blocks hold no KV."""
     computed: int = 0

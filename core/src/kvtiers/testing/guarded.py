@@ -99,7 +99,7 @@ class Row:
 
 
 class GuardedMemory:
-    """Where a test's rows come from; pages are real memory only once they are touched."""
+    """The memory of a test's rows; pages take real memory only once they are touched."""
 
     def __init__(self, nbytes: int = 1 << 28) -> None:
         self._region = memoryview(mmap.mmap(-1, nbytes))

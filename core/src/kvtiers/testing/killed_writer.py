@@ -26,7 +26,7 @@ _VERSIONS = 4
 def kill_while_writing(
     open_store: Callable[[], ChunkStore], names: Sequence[str], nbytes: int, *, part: float, patience: float
 ) -> None:
-    """Let another process write these names in turn, and kill it after ``part`` of the time that one write takes."""
+    """Start a process that writes these names in turn, and kill it after ``part`` of the time of one write."""
     try:
         task = pickle.dumps((open_store, list(names), nbytes))
     except (pickle.PicklingError, AttributeError, TypeError) as error:

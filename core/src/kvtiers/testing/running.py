@@ -106,7 +106,7 @@ def stack_of(thread: threading.Thread) -> str:
 
 @contextmanager
 def frequent_switches() -> Iterator[None]:
-    """Let Python change threads every few microseconds, so that a race shows within few tries."""
+    """Make Python switch threads every few microseconds, so that a race shows within few tries."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(5e-6)
     try:

@@ -19,7 +19,7 @@ from kvtiers_vllm.stack.options import CONFIG_KEY, CONNECTOR_NAME, load_stack_co
 __all__ = ["NO_CONFIG", "stack_config", "transfer_config", "vllm_config"]
 
 NO_CONFIG = "no-config:see-the-error-of-kvtiers-vllm-config"
-"""What is printed where there is no config: vLLM takes an empty argument for "no connector", and refuses this one."""
+"""Printed instead of a config: vLLM reads an empty argument as "no connector", and refuses this one."""
 _EVICTION = {"lru", "arc"}  # those that vLLM has under the same names
 
 

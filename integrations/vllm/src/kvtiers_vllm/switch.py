@@ -61,7 +61,7 @@ def _is_ours(transfer_config: Any, path: str) -> bool:
 
 
 def _read_old_spelling(transfer_config: Any) -> None:
-    """Have a config that names the spec under vLLM's own connector name kvtiers' connector."""
+    """Rewrite a config that names the spec under vLLM's own connector to name kvtiers' connector."""
     extra = getattr(transfer_config, "kv_connector_extra_config", None) or {}
     if getattr(transfer_config, "kv_connector", None) == "OffloadingConnector" and extra.get("spec_name") == SPEC_NAME:
         transfer_config.kv_connector = CONNECTOR_NAME

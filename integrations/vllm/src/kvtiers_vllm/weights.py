@@ -34,7 +34,7 @@ _FROM_FILES = {
     "safetensors",
     "sharded_state",
 }
-"""The load formats that read the weights from the model's own files, whatever else a release or a plugin may know."""
+"""The load formats that read the weights from the model's own files; other formats may exist."""
 
 
 def random_weights() -> str:

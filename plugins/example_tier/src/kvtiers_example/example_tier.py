@@ -42,7 +42,7 @@ class _Move:
     rows_to_read: Mapping[OffloadKey, int] = field(default_factory=dict)
     values_to_write: Sequence[tuple[OffloadKey, int, bytes]] = ()
     values: dict[OffloadKey, bytes] = field(default_factory=dict)
-    """What a store leaves held: the values that were there when it was submitted, then those that were read."""
+    """The values that a store leaves held: those held when it was submitted, then those that were read."""
     failed: bool = False
     seconds: float = 0.0
 
@@ -90,7 +90,7 @@ class ExampleSecondaryTier(SecondaryTierManager):
         self._submit(_Move(job, values_to_write=[(k, row, self._values[k]) for k, row in pairs if k in self._values]))
 
     def get_finished_jobs(self) -> Sequence[JobResult]:
-        """Take in what the mover has copied since the last call, and report those jobs."""
+        """Add the values that the mover has copied since the last call, and report those jobs."""
         while not self._moved.empty():
             self._settle(self._moved.get())
         finished, self._finished = self._finished, []

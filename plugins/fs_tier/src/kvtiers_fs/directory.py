@@ -18,7 +18,7 @@ from kvtiers_fs.safe_open import FOLDER, open_by_parts, opener
 __all__ = ["GONE", "TEMP_PREFIX", "Directory", "Found", "Head", "Permissions"]
 
 TEMP_PREFIX = ".tmp-"
-"""How the names of files begin that are being written; no value's file name begins with a dot."""
+"""The prefix of files that are being written; no value's file name begins with a dot."""
 
 GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE})
 """Error numbers that mean: there is no value. A link where a folder or a file should be is none of ours."""

@@ -40,7 +40,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class Deltas(NamedTuple):
-    """What a process has written and removed, by shard: bytes and values, less than 0 where more was removed."""
+    """A process's writes and removals, by shard: bytes and values, negative where more was removed."""
 
     nbytes: list[int]
     values: list[int]
@@ -53,7 +53,7 @@ class Deltas(NamedTuple):
 
 @dataclass
 class Index:
-    """What is in ``.usage``. ``counted[i]``: when shard i was counted last, 0 if never; ``next_count``: when to go on.
+    """The content of ``.usage``. ``counted[i]``: last count of shard i, 0 if never; ``next_count``: when to go on.
 
     ``cursor``: the shard with which the next eviction begins.
     """
@@ -152,7 +152,7 @@ class UsageFile:
 
 
 class Ledger:
-    """What this process has written and removed since its last report, and whether a write fits.
+    """The writes and removals of this process since its last report, and the check whether a write fits.
 
     ``wake`` asks the evictor to report, and to make room. Safe to use from several threads; nothing waits here for
     I/O of another thread but a write that does not fit.

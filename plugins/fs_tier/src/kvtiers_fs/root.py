@@ -83,7 +83,7 @@ def _cannot_open(path: Path, error: OSError) -> Exception:
 def _check_owner(config: FsConfig, about: os.stat_result, gid: int) -> None:
     path, uid, mode = str(config.path), os.geteuid(), stat.S_IMODE(about.st_mode)
     if mode & stat.S_IWOTH:
-        raise ConfigError(f"path {path!r}: anybody may write to it (mode {mode:04o}); chmod o-w it, or use another")
+        raise ConfigError(f"path {path!r}: all users may write to it (mode {mode:04o}); chmod o-w it, or use another")
     if about.st_uid != uid and (gid < 0 or about.st_gid != gid):
         raise ConfigError(
             f"path {path!r} is owned by uid {about.st_uid}, this process is uid {uid}; chown it, use another "

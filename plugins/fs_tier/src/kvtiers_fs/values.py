@@ -185,13 +185,13 @@ def _write_some(fd: int, view: memoryview) -> int:
 
 
 def _begin_direct(fd: int) -> None:
-    """Have this file's reads go past the page cache, if its file system can do that."""
+    """Make this file's reads bypass the page cache, if its file system can do that."""
     with contextlib.suppress(OSError):
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | _DIRECT)
 
 
 def _end_direct(fd: int) -> bool:
-    """Let this file go through the page cache; False if it does already. Memory or length may be unaligned."""
+    """Make this file use the page cache; False if it does already. Memory or length may be unaligned."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     if not flags & _DIRECT:
         return False

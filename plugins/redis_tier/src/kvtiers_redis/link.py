@@ -72,7 +72,7 @@ class Link:
         self._stream.send(parts)
 
     def read_values(self, dsts: Sequence[memoryview]) -> list[bool | ReplyError]:
-        """Take the replies to as many reads: fill each and return True; False if it is absent or of another length."""
+        """Read the replies to as many reads: fill each and return True; False if it is absent or of another length."""
         return [self._read_value(dst) for dst in dsts]
 
     def _read_value(self, dst: memoryview) -> bool | ReplyError:
@@ -95,7 +95,7 @@ class Link:
         self._behind = self._view[: 2 + len(self._head)]  # the next one's header, most likely
 
     def _read_other(self, dst: memoryview) -> bool | ReplyError:
-        """Take the reply to a read whose header is not there, or is not the one of a value of that length."""
+        """Read the reply to a read whose header is missing, or is not the one of a value of that length."""
         line = self._line(_HEAD_BYTES)
         if line[:1] == b"-":
             return _error(line)
@@ -111,7 +111,7 @@ class Link:
         return True
 
     def read_statuses(self, least: int, most: int, shortest: int = SHORTEST_STATUS) -> list[Status]:
-        """Take replies that are no values: the next one, and those behind it that have come and say the same.
+        """Read replies that are no values: the next one, and equal ones behind it that have arrived.
 
         ``least``: this many have to arrive before the caller can act; no more than ``most`` are read.
         ``shortest``: no reply is shorter, its line break included.
@@ -125,11 +125,11 @@ class Link:
         return [_status(line)] * (1 + alike)
 
     def read_status(self) -> Status:
-        """Take a reply that is no value."""
+        """Read a reply that is no value."""
         return _status(self._line(_BUFFER_BYTES))
 
     def _line(self, ahead: int, least: int = 1) -> bytes:
-        """Take the next line, without its end. At most ``ahead`` bytes are received at a time; ``least`` will come."""
+        """Read the next line, without its end. At most ``ahead`` bytes are received at a time; ``least`` will come."""
         least -= self._end - self._start
         while (at := self._buffer.find(b"\r\n", self._start, self._end)) < 0:
             if self._end == _BUFFER_BYTES:

@@ -25,7 +25,7 @@ Talk: TypeAlias = Callable[[Link, Sequence[int], bool], Exchange]
 """Send the requests of these indexes on a link, each behind ASKING or not, and return the answers."""
 
 _Groups: TypeAlias = dict[tuple[Server, bool], list[int]]
-"""Indexes by the server that is to be asked, behind ASKING or not."""
+"""Indexes by the server to send them to, behind ASKING or not."""
 
 
 class Router:

@@ -118,7 +118,7 @@ class Server:
         try:
             connection.connect()
             self._set_name(connection)
-            connected = connection._sock  # noqa: SLF001 -- redis-py lends it by no public name
+            connected = connection._sock  # noqa: SLF001 -- redis-py has no public name for it
             assert connected is not None
             # Sentinels and Clusters name servers that the url does not.
             self.is_local = connected.family == socket.AF_UNIX or is_loopback(connected.getpeername()[0])

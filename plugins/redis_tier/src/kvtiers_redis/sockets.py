@@ -19,7 +19,7 @@ _CLOSED = "the server closed the connection"
 
 
 class ByteStream(Protocol):
-    """What a link needs of a socket. Every method raises OSError on failure, TimeoutError when it takes too long.
+    """The interface of a link's socket. Every method raises OSError on failure, TimeoutError when it takes too long.
 
     ``until``: by the monotonic clock, when whatever is still to be received counts as too late. A server that sends a
     byte now and then keeps every single wait short, and is given up all the same.
@@ -41,7 +41,7 @@ class ByteStream(Protocol):
 
 
 def stream_of(connected: socket.socket, seconds: float) -> ByteStream:
-    """Take over a connected socket; no single wait on it is longer than this."""
+    """Wrap a connected socket; no single wait on it is longer than this."""
     if isinstance(connected, ssl.SSLSocket):
         return TlsStream(connected, seconds)
     return PlainStream(connected, seconds)
@@ -98,7 +98,7 @@ class PlainStream:
             raise TimeoutError("no reply, or too short a one")
 
     def fill(self, whole: memoryview, spare: memoryview, least: int) -> int:
-        """Take what has come first, with what follows the value if that is there; then wait for the rest at once.
+        """First receive what has arrived, with bytes behind the value if there are any; then wait for the rest at once.
 
         A wait ends when much of the rest is there. It would end with each packet that comes otherwise, and reading
         values of 1 MiB took nearly twice as many turns of the processor, and 7 % more of its time.

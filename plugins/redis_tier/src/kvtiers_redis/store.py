@@ -172,7 +172,7 @@ def _list_values(servers: Sequence[Server], key_prefix: bytes, prefix: str, *, r
     """Yield the values under names that start with ``prefix``, each once; at most ``rate`` keys a second are looked at.
 
     A scan may name a key twice, and one that moves between two servers is found on both: what was yielded is
-    remembered, by its hash. The server knows no time of writing.
+    remembered, by its hash. The server records no time of writing.
 
     A server that refuses to say what it has raises, since a list without its values would look whole: ReplyError, or
     TierUnavailable if that passes, as where a key moves to another server meanwhile.

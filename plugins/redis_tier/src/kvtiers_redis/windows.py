@@ -25,7 +25,7 @@ _SHORTEST_ANSWER_TO_SET = len(b"+OK\r\n")  # or "$-1"; errors are longer
 _LEAST_TURN = 512 << 10  # bytes of values that go out together, if there are as many
 
 _Requests: TypeAlias = Callable[[int, int], Sequence[bytes | memoryview]]
-"""What to send for the keys from the first index to before the second."""
+"""The bytes to send for the keys from the first index to before the second."""
 
 _Read: TypeAlias = Callable[[int, int, int], list[Answer]]
 """Take replies from the first index on, at least one, none from the last index on. Those to before the second have to
@@ -89,7 +89,7 @@ def ask(link: Link, requests: Sequence[bytes], *, asking: bool = False) -> Excha
 
 
 def to_the_end(exchanges: Sequence[Exchange]) -> list[list[Answer]]:
-    """Have all exchanges make their way, each in its turn; return the answers of each."""
+    """Run all exchanges to the end, each in its turn; return the answers of each."""
     answers: list[list[Answer]] = [[] for _ in exchanges]
     under_way = [*enumerate(exchanges)]
     while under_way:
@@ -121,7 +121,7 @@ def _statuses(link: Link, shortest: int = SHORTEST_STATUS) -> _Read:
 def _exchange(
     link: Link, requests: _Requests, read: _Read, *, sizes: Sequence[int], window: int, asking: bool
 ) -> Exchange:
-    """Send all requests and take all replies, in order, with at most ``window`` bytes of values under way."""
+    """Send all requests and read all replies, in order, with at most ``window`` bytes of values in flight."""
     link.begin()
     refill = max(0, window - max(window // 2, _LEAST_TURN))  # so few bytes are under way when more are sent
     answers: list[Answer] = []

@@ -60,9 +60,9 @@ class _Request:
     infinite_hits: int
     block_ids: tuple[list[int]] = field(default_factory=lambda: ([],))
     computed: int = 0
-    """Its first so many tokens have their KV in its blocks."""
+    """The number of its first tokens whose KV is in its blocks."""
     unchecked: bool = False
-    """That is not of its own making, and was not looked at yet."""
+    """Blocks computed by others and not checked yet."""
     preempted: bool = False
     in_pool: int = 0
     loaded: int = 0
@@ -108,7 +108,7 @@ class ReplayEngine:
         return len(self._waiting)
 
     def run(self, arrivals: Arrivals, stepped: Callable[[], None] = lambda: None) -> None:
-        """Serve all requests, and step on until nothing is under way. ``stepped`` is called after each step."""
+        """Serve all requests, and step on until nothing is in flight. ``stepped`` is called after each step."""
 
         def all_done() -> bool:
             self._admit(arrivals)
@@ -149,7 +149,7 @@ class ReplayEngine:
             self._waiting.append(admitted)
 
     def _preempt(self, request: _Request) -> None:
-        """Take a request's blocks away; it is served again from its beginning, before all others that wait."""
+        """Preempt a request: free its blocks; it is served again from its beginning, before all others that wait."""
         self._running.remove(request)
         self._kvtiers(self._scheduler.preempt_request, request)
         self._pool.release(request.block_ids[0])
@@ -179,7 +179,7 @@ class ReplayEngine:
     # -- a step
 
     def _step(self) -> bool:
-        """Do one step; say whether anything came of it."""
+        """Do one step; return whether it changed anything."""
         self._orders, self._computing, self._budget = StepOrders(), [], self._options.step_tokens
         preemptions, at = self._measures.preemptions, 0
         while at < len(self._running):  # who is preempted meanwhile stands further behind, or is the last

@@ -133,7 +133,7 @@ class Measures:
             self.failed_stores += not result.success
 
     def note(self, now: float, stats: dict[str, Any], waiting: int) -> None:
-        """Take over the manager's figures, and add a point to the curve."""
+        """Copy the manager's figures, and add a point to the curve."""
         self.stats = stats
         counts: dict[str, float] = {"references": self.references, **self.hits}
         depths: dict[str, float] = {"engine: requests waiting": waiting}

@@ -56,7 +56,7 @@ class Child:
             raise self._lost() from None
 
     def receive(self, timeout: float) -> Any:
-        """Return the child's next message. ReplayError if it has ended, or says nothing for so many seconds."""
+        """Return the child's next message. ReplayError if it has ended, or is silent for this many seconds."""
         try:
             if not self.connection.poll(timeout):
                 raise self.silent(timeout)
@@ -77,7 +77,7 @@ class Child:
         self.process.wait()
 
     def silent(self, seconds: float) -> ReplayError:
-        """Return the error that the child lives, and has said nothing for so many seconds."""
+        """Return the error of a child that is alive, and was silent for this many seconds."""
         return ReplayError(
             f"{self.name} (process {self.process.pid}) has not answered for {seconds:g} s; the replay cannot go on "
             "without it"

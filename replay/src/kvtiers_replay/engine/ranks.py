@@ -66,7 +66,7 @@ class _Rank(Protocol):
 
 
 class RankSetup(NamedTuple):
-    """What a rank is made with."""
+    """The parameters of a rank."""
 
     config: OffloadConfig
     layout: CacheLayout
@@ -162,7 +162,7 @@ class Ranks:
         return self._owed > 0
 
     def execute(self, orders: StepOrders) -> list[StepReply]:
-        """Have all ranks carry out these orders; return their answers, by rank: none if there is nothing to hear."""
+        """Make all ranks carry out these orders; return their answers, by rank: none if there was nothing to do."""
         if not orders and not self.busy:
             return []
         self._owed += (len(orders.loads) + len(orders.stores)) * len(self._ranks)

@@ -30,7 +30,7 @@ _TELL_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EngineTask:
-    """What one engine does. ``requests``: each with what ``infinite_hits`` says of it; ``first``: see ``Arrivals``."""
+    """The task of one engine. ``requests``: each with its ``infinite_hits``; ``first``: see ``Arrivals``."""
 
     config: OffloadConfig
     layout: CacheLayout
@@ -143,7 +143,7 @@ def _answered_status(task: EngineTask, manager: TieringManager) -> Iterator[None
 
 
 def _for_status(task: EngineTask, figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tier's figures with what ``kvtiers status`` asks besides: its keys are the same in every replay."""
+    """Return a tier's figures with those that ``kvtiers status`` adds: its keys are the same in every replay."""
     tokens = figures["prefix_hits"] * task.layout.tokens_per_chunk(task.layout.prefix_group)
     saved = tokens / task.options.prefill_speed - figures["load_seconds"]
     return {**figures, "tokens": tokens, "saved_seconds": saved, "off": "", "shared": True}

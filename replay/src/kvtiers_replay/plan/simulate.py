@@ -37,7 +37,7 @@ class PlanTier:
 
 @dataclass(frozen=True, slots=True)
 class PlanCase:
-    """What one point of a plan is for; ``primary`` in chunks, each tier asked in its place."""
+    """The parameters of one point of a plan; ``primary`` in chunks, tiers in the order of lookup."""
 
     primary: int
     policy: str = "lru"
@@ -48,7 +48,7 @@ class PlanCase:
 
 @dataclass(frozen=True, slots=True)
 class PlanPoint:
-    """What became of a case, in chunks. ``hits``: of prompts' prefixes, by where they were (``primary`` or a tier).
+    """The result of a case, in chunks. ``hits``: of prompts' prefixes, by where they were (``primary`` or a tier).
 
     ``written``: what the tiers did not have yet and took; ``promoted``: what came back from them.
     """
@@ -92,7 +92,7 @@ def simulate(
 ) -> PlanPoint:
     """Serve all requests, one after the other, and return what was hit and written. Blocks for seconds.
 
-    ``progress`` is told now and then how many more requests have been served; what it raises ends the simulation.
+    ``progress`` is called now and then with the number of further requests served; its exceptions end the simulation.
     """
     now = 0.0
     stores = [_KeyStore(tier.chunks) for tier in case.tiers]
@@ -178,7 +178,7 @@ class _KeyStore(SecondaryTierManager):
         return [LookupResult.HIT] * hits + [LookupResult.MISS] * (hits < len(keys))
 
     def submit_store(self, job: TransferJob) -> None:
-        """Take what is not there; a host writes nothing that its store has, so that is no use either."""
+        """Store the absent chunks; a host writes nothing that its store has, so that is no use either."""
         held = self._keys
         new = [key for key in job.keys if key not in held]
         held.update(dict.fromkeys(new))
@@ -201,7 +201,7 @@ class _KeyStore(SecondaryTierManager):
         return results
 
     def drain(self, timeout: float) -> bool:  # noqa: ARG002 -- the contract's signature
-        """Nothing is ever under way."""
+        """Do nothing: no job is ever in flight."""
         return True
 
 

@@ -30,7 +30,7 @@ class PlanSizes:
 
     @classmethod
     def of_tokens(cls, unique: int, tokens_per_chunk: int, bytes_per_token: int) -> "PlanSizes":
-        """Return the sizes of a model with so many bytes a token: each chunk is one sealed value."""
+        """Return the sizes of a model with this many bytes a token: each chunk is one sealed value."""
         payload = tokens_per_chunk * bytes_per_token + SEAL_BYTES
         return cls(unique, -(-payload // VALUE_ALIGN) * VALUE_ALIGN)
 
@@ -88,7 +88,7 @@ class PlanSizes:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a user asks for: lists of sizes, by tier (``""``: the first), and policies. Empty: as the config says."""
+    """A user's choices: lists of sizes, by tier (``""``: the first), and policies. Empty: as the config says."""
 
     primary: Sequence[str] = ()
     secondary: Mapping[str, Sequence[str]] | None = None

@@ -76,7 +76,7 @@ def searches(points: Sequence[PlanPoint], wish: float) -> list[Search]:
 def sweep(
     trace: PlanTrace, tasks: Sequence[Task], *, processes: int = 1, progress: Progress = lambda _requests: None
 ) -> Iterator[tuple[int, PlanPoint]]:
-    """Yield (index of the task, its point) as they end. ``progress`` hears of requests served, in this process.
+    """Yield (index of the task, its point) as they end. ``progress`` gets the requests served, in this process.
 
     KvtiersError if a worker ends before its time.
     """

@@ -23,7 +23,7 @@ _MIB = 1 << 20
 def primary_advice(
     workload: Workload, config: OffloadConfig, options: ReplayOptions, measures: Sequence[Measures]
 ) -> str:
-    """Return one line if the primary was too small for so many requests at a time; else ""."""
+    """Return one line if the primary was too small for this many requests at a time; else ""."""
     layout = replay_layout(config, workload.tokens_per_block, options)
     engines = [workload.requests[number :: options.engines] for number in range(options.engines)]
     rows = min(each.stats["primary"]["rows"] for each in measures)
@@ -47,7 +47,7 @@ def primary_advice(
 
 
 def chunks_in_flight(requests: Sequence[ReplayRequest], concurrency: int, blocks_per_chunk: int) -> int:
-    """Return the most different chunks that so many requests, one after the other, have together."""
+    """Return the most different chunks that this many successive requests have together."""
     live: Counter[bytes] = Counter()
     most = 0
     for number, request in enumerate(requests):

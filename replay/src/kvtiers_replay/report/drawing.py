@@ -72,13 +72,13 @@ class Drawing(NamedTuple):
 
 
 class Marks:
-    """What is drawn from data, and what each of it says."""
+    """The marks drawn from data, and the text of each."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
 
     def add(self, artist: Artist, text: str) -> None:
-        """Have a mark say this."""
+        """Give a mark this text."""
         artist.set_gid(f"mark-{len(self._texts)}")
         self._texts.append(text)
 
@@ -106,7 +106,7 @@ class Marks:
                 self.add(bar, text)
 
     def named(self, svg: str) -> str:
-        """Return the drawing with what its marks say."""
+        """Return the drawing with its marks' texts."""
 
         def name(found: re.Match[str]) -> str:
             return f'<g class="mark"><title>{escape(self._texts[int(found[1])])}</title>'
@@ -173,20 +173,20 @@ def _in_variables(svg: str) -> str:
 
 
 def shares(axis: Axis, highest: float) -> tuple[float, float]:
-    """Let an axis show shares in percent; return its limits, which do not make much of little."""
+    """Make an axis show shares in percent; return its limits, which do not exaggerate small shares."""
     axis.set_major_formatter(PercentFormatter(1.0, decimals=None, symbol=" %"))
     return 0.0, min(1.0, max(highest, 0.1) * 1.12)
 
 
 def counts(axis: Axis, highest: float) -> tuple[float, float]:
-    """Let an axis show whole numbers from 0; return its limits."""
+    """Make an axis show whole numbers from 0; return its limits."""
     axis.set_major_locator(MaxNLocator("auto", integer=True))
     axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     return 0.0, max(highest, 1.0) * 1.12
 
 
 def log_seconds(axes: Axes, shortest: float, longest: float) -> None:
-    """Let the x axis show durations, with a tick at each power of ten, or closer where there are few."""
+    """Make the x axis show durations, with a tick at each power of ten, or closer where there are few."""
     low, high = shortest, max(longest, shortest * 10)
     axes.set_xscale("log")
     axes.set_xlim(low, high)
@@ -196,7 +196,7 @@ def log_seconds(axes: Axes, shortest: float, longest: float) -> None:
 
 
 def since_start(axes: Axes, longest: float) -> float:
-    """Let the x axis show the time since the first request; return the seconds of its unit, h, min or s."""
+    """Make the x axis show the time since the first request; return the seconds of its unit, h, min or s."""
     units = (("h", 3600.0), ("min", 60.0))
     unit, size = next(((unit, size) for unit, size in units if longest >= 3 * size), ("s", 1.0))
     axes.set_xlim(0.0, longest / size or 1.0)

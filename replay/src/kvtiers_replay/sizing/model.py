@@ -95,7 +95,7 @@ class ModelShape:
 
     @property
     def stored_ranks(self) -> int:
-        """How many ranks' bytes a stored value has."""
+        """The number of ranks whose bytes a stored value has."""
         return 1 if self.latent else self.ranks
 
     def layout(self, tokens_per_block: int, blocks_per_chunk: int = 1) -> CacheLayout:

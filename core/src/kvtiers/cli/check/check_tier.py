@@ -78,7 +78,7 @@ class Trial:
         hangs = self._reader.is_alive()
         if not hangs and not self._done:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_LAST_SECONDS)  # the pipe is shut just before the end, whose status is to be told
+                self._process.wait(_LAST_SECONDS)  # the pipe is shut just before the end, whose status is reported
         self.end()
         self._reader.join()
         words = self._last_words()

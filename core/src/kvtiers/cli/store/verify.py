@@ -43,7 +43,7 @@ _VERDICTS = {
 def check_seal(value: memoryview, name: str, parsed: ParsedName) -> Verdict:
     """Return whether these bytes are the value stored under this name."""
     layout_id = bytes.fromhex(parsed.fingerprint[:_LAYOUT_ID_HEX])
-    # Where there is no seal of this format, any payload will do to be told which of the reasons it is.
+    # Where there is no seal of this format, any payload will do to get the reason.
     payload, _ = read_seal(value) or (0, b"")
     return _VERDICTS[check_value(value, payload, name, layout_id)]
 

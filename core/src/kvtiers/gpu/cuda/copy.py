@@ -33,7 +33,7 @@ _EXPEDITED_SLOTS = 2
 _PAGES_PER_PIECE = 4096
 _UNPINNED_BYTES = 32 << 20
 _measured: dict[Any, Choice] = {}
-"""What this process has measured, by device, settings, direction and shape."""
+"""The measurements of this process, by device, settings, direction and shape."""
 
 
 class CudaCopies:

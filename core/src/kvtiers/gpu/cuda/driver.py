@@ -28,7 +28,7 @@ _REGISTER_FLAGS = 0x1 | 0x2  # portable, mapped
 _CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _EVENT_SLEEPS, _EVENT_UNTIMED = 0x1, 0x2
 _QUICK_BATCH = 32
-"""A batch of so many takes some 0.1 ms; to get the interpreter back from a busy engine takes 5 ms."""
+"""A batch of this many takes some 0.1 ms; getting the interpreter back from a busy engine takes 5 ms."""
 _MOST_IN_BATCH = 256
 """Copies of one batched call: driver 580 on an H100 loses the context (Xid 32) over some calls of 1,020, not of 512."""
 

@@ -21,7 +21,7 @@ from kvtiers.layout.rank_map import CopyRun
 __all__ = ["UNIT_BYTES", "Copies", "GroupGeometry", "group_geometry"]
 
 UNIT_BYTES = 8192
-"""What one warp of the kernel copies at a time; longer fragments are sliced."""
+"""Bytes that one warp of the kernel copies at a time; longer fragments are sliced."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +43,7 @@ class Copies:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Side:
-    """Where fragments lie in a row or an image: ``tensor * places + place * page + within``."""
+    """The places of fragments in a row or an image: ``tensor * places + place * page + within``."""
 
     tensor: Indexes
     page: Indexes

@@ -140,7 +140,7 @@ class CudaLane:
         slot.used = True
 
     def direct(self, group: KernelGroup, piece: Piece, mark: int) -> None:
-        """Let the kernel reach into pinned rows."""
+        """Copy by the kernel, directly to or from pinned rows."""
         self._make_room(_AHEAD)
         self._driver.order_after(self.stream, mark)
         row_0 = self.region + group.geometry.cell_offset
@@ -148,7 +148,7 @@ class CudaLane:
         self._launched()
 
     def pages(self, geometry: GroupGeometry, piece: Piece, mark: int, *, pinned: bool) -> None:
-        """Let the copy engine move page by page, without a slot."""
+        """Copy page by page with the copy engine, without a slot."""
         self._make_room(_AHEAD)
         self._driver.order_after(self.stream, mark)
         self._launched(self._copy(piece.page_copies(geometry), pinned=pinned))

@@ -11,7 +11,7 @@ from kvtiers_vllm.plugin_figures import OTHERS, plugin_gauges, plugin_values
 __all__ = ["COUNTERS", "EVERY_SECONDS", "GAUGES", "LABELS", "TierFigures", "tier_definitions"]
 
 EVERY_SECONDS = 0.1
-"""How often figures are given: vLLM asks in every step, and a report takes 0.1 ms for each tier."""
+"""The interval of reports: vLLM asks in every step, and a report takes 0.1 ms for each tier."""
 
 LABELS = ("tier",)
 COUNTERS = {

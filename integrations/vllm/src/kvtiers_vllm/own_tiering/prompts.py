@@ -21,7 +21,7 @@ from kvtiers.tiering.tier_slot import TierSlot
 
 __all__ = ["Prompt", "Prompts"]
 
-_MOST_EXPECTED = 4096  # requests that come and are not told of: the oldest are forgotten
+_MOST_EXPECTED = 4096  # requests that arrive and are never announced: the oldest are forgotten
 
 
 @dataclass(slots=True, eq=False)
@@ -107,7 +107,7 @@ class Prompts:
     # -- decisions
 
     def loads_chunk(self, prompt: Prompt, key: OffloadKey) -> bool:
-        """Return whether a chunk that the tier has is to be loaded."""
+        """Return whether to load a chunk that the tier has."""
         if prompt.decided_in < self._step and not prompt.loading:
             self._decide(prompt)
         if prompt.is_loaded or not prompt.trial:
@@ -117,7 +117,7 @@ class Prompts:
         return key in prompt.tried
 
     def loads(self, prompt: Prompt, tokens: int) -> float:
-        """Record that a load brings so many tokens; return how long their request waits for its loads, in all."""
+        """Record a load of this many tokens; return its request's wait budget for all its loads."""
         if prompt.queue is None:
             prompt.queue = self._gpu.ahead, self._behind(prompt)
         self.taken_up(prompt)

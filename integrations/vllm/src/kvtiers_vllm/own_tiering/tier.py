@@ -44,7 +44,7 @@ _ANSWERS = {Answer.MISS: LookupResult.MISS, Answer.HIT: LookupResult.HIT, Answer
 
 
 _running: weakref.WeakKeyDictionary["KvtiersTier", Any] = weakref.WeakKeyDictionary()
-"""The tiers of this process that have not ended, with what vLLM offloads in their engine."""
+"""The open tiers of this process, each with its engine's offloading config."""
 
 
 class KvtiersTier(SecondaryTierManager):
@@ -81,7 +81,7 @@ class KvtiersTier(SecondaryTierManager):
 
     @never_raises(RequestOffloadingContext)
     def on_new_request(self, req_context: Any) -> Any:
-        """Record a request; the tier wants what was newly computed, no more."""
+        """Record a request; the tier wants newly computed chunks only."""
         self._driver.request_started(req_context.req_id, req_context.kv_transfer_params)
         return RequestOffloadingContext()
 

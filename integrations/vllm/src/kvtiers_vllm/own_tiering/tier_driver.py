@@ -231,7 +231,7 @@ class TierDriver:
             self._results.append(JobResult(job_id, success=False))
 
     def finished(self) -> list[JobResult]:
-        """Take the results that have come; vLLM asks for them first in each step."""
+        """Return the results since the last call; vLLM asks for them first in each step."""
         self._begin()
         self._poll()
         results, self._results = self._results, []

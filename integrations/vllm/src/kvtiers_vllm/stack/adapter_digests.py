@@ -39,7 +39,7 @@ class Standing(Enum):
 
     UNKNOWN = "not known yet"
     KNOWN = "known, and vLLM's is the same"
-    CHANGED = "not to be told, or another than when the request came"
+    CHANGED = "uncertain, or another one than when the request came"
 
 
 class Question(Protocol):
@@ -81,7 +81,7 @@ class AdapterLook:
 
     @property
     def standing(self) -> Standing:
-        """What the request may do now; CHANGED is for good."""
+        """The request's current standing; CHANGED is permanent."""
         if not self._answered:
             return Standing.UNKNOWN
         if not self.digest or self._changes != self._looks.changes(self.number):

@@ -52,7 +52,7 @@ class Adapters:
     def __init__(self) -> None:
         self._seen: dict[int, _Seen] = {}
         self.changes: Counter[int] = Counter()
-        """How often each was found to be another than before, in this engine. May be read from any thread."""
+        """Counts of changes of each adapter, in this engine. May be read from any thread."""
 
     def digest(self, lora: Any, files: Files, *, as_loaded: bool = True) -> bytes | None:
         """Return the digest of an adapter with these files; None if that is uncertain.

@@ -49,7 +49,7 @@ class WorkerNews(OffloadingWorkerMetadata):
 
 
 class KvtiersConnector(OffloadingConnector):
-    """Its manager and its worker are kvtiers'. What vLLM's own methods raise is vLLM's."""
+    """vLLM's connector with kvtiers' manager and worker. Exceptions of vLLM's own methods pass unchanged."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         require_whole_stack(vllm_version)

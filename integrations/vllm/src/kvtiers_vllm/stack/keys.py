@@ -104,5 +104,5 @@ class RequestKeys:
         return self._prefixes[int.from_bytes(key[-_GROUP_BYTES:], "big")][place:]
 
     def shown(self, key: bytes, first: int, count: int) -> Sequence[bytes]:
-        """Return vLLM's keys of this one's group, so many from this place on."""
+        """Return vLLM's keys of this one's group: this many from this place on."""
         return self._shown[int.from_bytes(key[-_GROUP_BYTES:], "big")][first : first + count]

@@ -34,7 +34,7 @@ class CopyReport:
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A plan whose copies run on so many ranks."""
+    """A plan whose copies run on this many ranks."""
 
     plan: StorePlan | LoadPlan
     request: OpenRequest

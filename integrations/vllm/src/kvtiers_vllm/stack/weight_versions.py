@@ -31,7 +31,7 @@ class WeightUpdates:
         self._core = core
         self._unnamed = ""
         self.resets = 0
-        """How often vLLM has emptied its own prefix cache."""
+        """The number of times that vLLM has emptied its own prefix cache."""
         core.workers_called.append(self._called)
         core.weights_named.append(self._named)
         core.cache_reset.append(self._reset)

@@ -102,7 +102,7 @@ class KvtiersWorker(OffloadingWorker):
         return self._worker.get_finished()
 
     def wait(self, job_ids: set[int]) -> None:
-        """Block until these copies have ended. Where that cannot be done they have failed: vLLM goes on regardless.
+        """Block until these copies have ended. Copies that cannot be awaited have failed: vLLM goes on regardless.
 
         Bytes that a store still reads from reused blocks are never accepted as its chunks.
         """

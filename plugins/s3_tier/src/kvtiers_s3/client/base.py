@@ -7,7 +7,7 @@ __all__ = ["Body", "ValueClient", "read_into"]
 
 
 class Body(NamedTuple):
-    """What has been asked for of an object, and its ETag. ``pieces``: its bytes in order, or what ``failures`` has."""
+    """The requested part of an object, its ETag, and its bytes in order (``pieces`` raises the errors of ``failures``)."""
 
     etag: str
     pieces: Iterable[bytes | memoryview]
