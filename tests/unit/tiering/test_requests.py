@@ -25,7 +25,7 @@ def test_a_tier_that_may_not_write_asks_for_whole_requests_in_vain():
 
 
 @pytest.mark.parametrize("success", [True, False])
-def test_the_end_is_told_once_and_after_the_last_store(success):
+def test_the_end_is_reported_once_and_after_the_last_store(success):
     bench = Bench(tiers={"a": {}, "b": {}}, options=WIDE)
     ctx = bench.request()
     first, second = bench.begin_store(KEYS[:2], ctx), bench.begin_store(KEYS[2:], ctx)

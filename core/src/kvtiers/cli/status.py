@@ -13,7 +13,7 @@ from kvtiers.status import ask, process_of, running
 __all__ = ["status", "verdict"]
 
 _BREAKER = {0: "in use", 1: "out of use", 2: "being tried"}
-_FEW_LOADS = 8  # jobs; with fewer a slow tier cannot be told from a slow start
+_FEW_LOADS = 8  # jobs; with fewer a slow tier looks like a slow start
 _WORTH = 0.05  # of what computing had taken, to be saved at least
 _FEW_CHUNKS = 100  # with fewer written it is unclear whether that pays
 

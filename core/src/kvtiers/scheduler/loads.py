@@ -54,7 +54,7 @@ class Loads:
         if tracked.loading is not None:
             return None
         if tracked.hit is None or tracked.hit.start != computed:
-            self.let_go(tracked)
+            self.unpin(tracked)
             if not self._search_and_pin(request, tracked, computed):
                 return None
         if tracked.hit is None:
@@ -69,7 +69,7 @@ class Loads:
             return 0
         end = self._geometry.floor(hit.start + tokens)
         if end < hit.end:
-            self.let_go(tracked)
+            self.unpin(tracked)
             # The windows before this end are others than those that were pinned.
             end, wait = self._search.find(request, tracked, hit.start, end)
             if wait or end <= hit.start:
@@ -81,7 +81,7 @@ class Loads:
         blocks, firsts = self._blocks_of(request, hit)
         if blocks is None:
             _log.warning("request %s: no load, its blocks are not all allocated", tracked.context.request_id)
-            self.let_go(tracked)
+            self.unpin(tracked)
             return 0
         self._unclaim(tracked)
         tracked.hit = None
@@ -89,7 +89,7 @@ class Loads:
         self._submit(tracked, hit, blocks, firsts)
         return hit.end - hit.start
 
-    def let_go(self, tracked: RequestState) -> None:
+    def unpin(self, tracked: RequestState) -> None:
         """Unpin the hit of the request's last lookup, if it is still pinned."""
         if tracked.hit is not None:
             self._unclaim(tracked)

@@ -85,7 +85,7 @@ class OffloadScheduler:
         """
         tracked = self._requests[request.context.request_id]
         with self._briefly():
-            self._loads.let_go(tracked)
+            self._loads.unpin(tracked)
         tracked.computed = 0
         tracked.start_over()
 
@@ -99,7 +99,7 @@ class OffloadScheduler:
         if computed_tokens is not None:
             tracked.computed = computed_tokens
         with self._briefly():
-            self._loads.let_go(tracked)
+            self._loads.unpin(tracked)
             self._stores.on_finished(request, tracked)
             self._manager.record_request(
                 tracked.arrival, tracked.prompt_tokens, request.num_tokens, request.block_hashes
@@ -206,7 +206,7 @@ class OffloadScheduler:
 
     def _reset(self, *, new_weights: bool) -> None:
         for tracked in self._requests.values():
-            self._loads.let_go(tracked)
+            self._loads.unpin(tracked)
             tracked.store_again()
             tracked.outdated = tracked.outdated or new_weights
         self._loads.reset()

@@ -21,15 +21,15 @@ class FirstReport:
         self._clock = clock
         self._until = clock() + _LONGEST_SECONDS
         self._spoken = False
-        self._is_owed = True
+        self._is_due = True
 
-    def is_owed(self) -> bool:
+    def is_due(self) -> bool:
         """Return whether the engine has to go on stepping for it."""
-        if self._is_owed:
+        if self._is_due:
             self._spoken = self._spoken or self._have_spoken()
-            self._is_owed = self._clock() < self._until
-        return self._is_owed
+            self._is_due = self._clock() < self._until
+        return self._is_due
 
     def given(self) -> None:
         """Record a report; one that was given before all had spoken is not yet the one."""
-        self._is_owed = self._is_owed and not self._spoken
+        self._is_due = self._is_due and not self._spoken

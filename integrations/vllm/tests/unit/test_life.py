@@ -44,18 +44,18 @@ def test_an_engine_that_does_not_say_whether_it_ends_does_not():
 def test_the_report_that_counts_is_the_first_one_after_all_tiers_have_spoken():
     spoken = []
     first = FirstReport(lambda: bool(spoken), lambda: 0.0)
-    assert first.is_owed()
+    assert first.is_due()
     first.given()
-    assert first.is_owed(), "it said nothing of a tier that had not spoken"
+    assert first.is_due(), "it said nothing of a tier that had not spoken"
     spoken.append(True)
-    assert first.is_owed()
+    assert first.is_due()
     first.given()
-    assert not first.is_owed()
+    assert not first.is_due()
 
 
 def test_a_tier_that_never_speaks_is_not_waited_for_without_end():
     now = [0.0]
     first = FirstReport(lambda: False, lambda: now[0])
-    assert first.is_owed()
+    assert first.is_due()
     now[0] = 31.0
-    assert not first.is_owed()
+    assert not first.is_due()

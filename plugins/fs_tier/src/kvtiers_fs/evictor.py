@@ -105,11 +105,11 @@ class Evictor:
         due = 0.0
         while not self._stopping:
             woken = self._woken.wait(min(_TICK_SECONDS, max(0.0, due - time.monotonic())))
-            if woken or time.monotonic() >= due or self.ledger.has_news():
+            if woken or time.monotonic() >= due or self.ledger.has_events():
                 self._woken.clear()
                 due = time.monotonic() + self._safe_round()
         until = time.monotonic() + _TICK_SECONDS
-        while self.ledger.has_news() and time.monotonic() < until:
+        while self.ledger.has_events() and time.monotonic() < until:
             time.sleep(min(_BUSY_SECONDS, self._safe_round()))
 
     def _safe_round(self) -> float:

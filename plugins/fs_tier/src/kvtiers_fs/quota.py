@@ -247,7 +247,7 @@ class Ledger:
         if due:
             self._wake()
 
-    def has_news(self) -> bool:
+    def has_events(self) -> bool:
         """Return whether there is something to report."""
         return self._written > 0 or self._net != 0
 

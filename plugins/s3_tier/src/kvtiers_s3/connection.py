@@ -22,7 +22,7 @@ __all__ = ["Connection"]
 
 _ENCRYPTION = {"sse-s3": "AES256", "sse-kms": "aws:kms"}
 # obstore asks again when five minutes or less are left, so that what it holds is never older than one.
-_LENT = timedelta(minutes=6)
+_ACCEPTED_FOR = timedelta(minutes=6)
 
 
 class Connection:
@@ -155,7 +155,7 @@ class Connection:
             "access_key_id": keys.access_key,
             "secret_access_key": keys.secret_key,
             "token": keys.token,
-            "expires_at": datetime.now(UTC) + _LENT,
+            "expires_at": datetime.now(UTC) + _ACCEPTED_FOR,
         }
 
 

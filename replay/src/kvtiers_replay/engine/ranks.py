@@ -154,22 +154,22 @@ class Ranks:
 
     def __init__(self, ranks: Sequence[_Rank]) -> None:
         self._ranks = ranks
-        self._owed = 0
+        self._in_flight = 0
 
     @property
     def busy(self) -> bool:
         """Return whether some rank has not reported a transfer."""
-        return self._owed > 0
+        return self._in_flight > 0
 
     def execute(self, orders: StepOrders) -> list[StepReply]:
         """Make all ranks carry out these orders; return their answers, by rank: none if there was nothing to do."""
         if not orders and not self.busy:
             return []
-        self._owed += (len(orders.loads) + len(orders.stores)) * len(self._ranks)
+        self._in_flight += (len(orders.loads) + len(orders.stores)) * len(self._ranks)
         for rank in self._ranks:
             rank.begin(orders)
         replies = [rank.reply() for rank in self._ranks]
-        self._owed -= sum(len(reply.loads) + len(reply.stores) for reply in replies)
+        self._in_flight -= sum(len(reply.loads) + len(reply.stores) for reply in replies)
         return replies
 
 

@@ -74,15 +74,15 @@ def run_engine(
             manager, task.layout, pool, SchedulerOptions(options.store, prefix_caching=options.gpu_blocks > 0)
         )
         engine = ReplayEngine(scheduler, ranks, pool, engine_options, measures, stop)
-        started, told, due = time.perf_counter(), 0, _TELL_SECONDS
+        started, reported, due = time.perf_counter(), 0, _TELL_SECONDS
 
         def stepped() -> None:
-            nonlocal told, due
+            nonlocal reported, due
             measures.seconds = time.perf_counter() - started
             if measures.curve.is_due(measures.seconds):
                 measures.note(measures.seconds, manager.stats(), engine.waiting)
-            if measures.requests != told or measures.seconds >= due:
-                told, due = measures.requests, measures.seconds + _TELL_SECONDS
+            if measures.requests != reported or measures.seconds >= due:
+                reported, due = measures.requests, measures.seconds + _TELL_SECONDS
                 progress(measures.progress(len(task.requests)))
 
         try:

@@ -319,7 +319,7 @@ class TierDriver:
             if (failed := self._jobs.get(job_id)) is not None:
                 self._give_up(failed, tell=False)
         self._take_results(events.finished)
-        self._let_go(events.released)
+        self._release_late(events.released)
         if self._drops_stores():
             self._tier.drop([job_id for job_id, running in self._jobs.items() if not running.job.is_promotion])
         now = self._clock()
@@ -365,7 +365,7 @@ class TierDriver:
         seconds = moved(result)[1] if good else 0.0
         self._slot.rate.ends(running.ticket, len(good), seconds, self._clock())
 
-    def _let_go(self, released: Sequence[int]) -> None:
+    def _release_late(self, released: Sequence[int]) -> None:
         """Make loads past their requests' wait budget release their rows; report those that have."""
         for job_id in released:
             if (running := self._jobs.get(job_id)) is not None:

@@ -86,7 +86,7 @@ class AdapterLook:
             return Standing.UNKNOWN
         if not self.digest or self._changes != self._looks.changes(self.number):
             return Standing.CHANGED
-        return Standing.UNKNOWN if self._looks.is_loading_anew(self.number) else Standing.KNOWN
+        return Standing.UNKNOWN if self._looks.is_reloading(self.number) else Standing.KNOWN
 
     @property
     def was_another(self) -> bool:
@@ -126,7 +126,7 @@ class AdapterLook:
         self._changes = adapters.changes[self.number]
         self._answered = True
         if self._lora.load_inplace:
-            self._looks.loaded_anew[self.number] += 1
+            self._looks.reloaded[self.number] += 1
 
 
 class AdapterLooks:
@@ -135,9 +135,9 @@ class AdapterLooks:
     def __init__(self, clock: Callable[[], int] = time.time_ns) -> None:
         self.bugs = BugCount("kvtiers")
         self._clock = clock
-        self.loaded_anew: Counter[int] = Counter()
+        self.reloaded: Counter[int] = Counter()
         """Answered looks at adapters that vLLM reloads, by number. Counted by the looking thread alone."""
-        self._to_load_anew: Counter[int] = Counter()  # those begun
+        self._to_reload: Counter[int] = Counter()  # those begun
         self._adapters = Adapters()
         self._questions: queue.SimpleQueue[Question | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -150,7 +150,7 @@ class AdapterLooks:
 
     def _look_of(self, lora: Any) -> AdapterLook:
         if lora.load_inplace:
-            self._to_load_anew[lora.lora_int_id] += 1
+            self._to_reload[lora.lora_int_id] += 1
         return AdapterLook(self, lora, self._clock())
 
     def ask(self, question: Question) -> None:
@@ -165,9 +165,9 @@ class AdapterLooks:
         """Return how often the adapter of this number was found to be another."""
         return self._adapters.changes[number]
 
-    def is_loading_anew(self, number: int) -> bool:
+    def is_reloading(self, number: int) -> bool:
         """Return whether vLLM reloads the adapter for a request whose look is not answered yet."""
-        return self._to_load_anew[number] != self.loaded_anew[number]
+        return self._to_reload[number] != self.reloaded[number]
 
     @never_raises(lambda: None)
     def look_before_loading(self, lora: Any) -> None:

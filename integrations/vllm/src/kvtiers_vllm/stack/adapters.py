@@ -65,7 +65,7 @@ class Adapters:
             return seen.digest
         if seen is not None and not lora.load_inplace:
             if seen.digest is not None:
-                self.lose(lora, "has changed, and vLLM was not told to reload it (load_inplace)")
+                self.lose(lora, "has changed, and vLLM was not asked to reload it (load_inplace)")
             return None
         if not as_loaded:
             self.lose(lora, "has just changed, and vLLM may have loaded it as it was")

@@ -296,7 +296,7 @@ class KvtiersManager(OffloadingManager):
         return self._manager.has_pending_work() or self._plans.has_unconfirmed() or self._owes_first_report()
 
     def _owes_first_report(self) -> bool:
-        return self._first_report is not None and self._first_report.is_owed()
+        return self._first_report is not None and self._first_report.is_due()
 
     def take_events(self) -> Iterable[Any]:
         """Return nothing, and record nothing: vLLM's events name its own hashes, ours are others."""

@@ -30,7 +30,7 @@ _CAUSES = (
     (re.compile(r"kind: Connect,"), "NoConnection"),
     (re.compile(r"kind: (ConnectionReset|Interrupted|Request|Decode|Unknown)"), "CutOff"),
 )
-_LET_GO_SECONDS = 1.0
+_RELEASE_SECONDS = 1.0
 # A body that is taken as a whole costs one turn of Python's lock, and memory of its size until it is in its row.
 _AT_ONCE_BYTES = 8 << 20
 _PIECE_BYTES = 256 << 10
@@ -130,7 +130,7 @@ def _translated(what: str, text: str) -> Exception:
 
 def _take_back(exported: memoryview) -> None:
     """Wait until obstore's own thread has released a value whose request was answered or aborted half-way."""
-    until = time.monotonic() + _LET_GO_SECONDS
+    until = time.monotonic() + _RELEASE_SECONDS
     while True:
         try:
             return exported.release()
