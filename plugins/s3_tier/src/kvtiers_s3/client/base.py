@@ -7,7 +7,7 @@ __all__ = ["Body", "ValueClient", "read_into"]
 
 
 class Body(NamedTuple):
-    """The requested part of an object, its ETag, and its bytes in order (``pieces`` raises the errors of ``failures``)."""
+    """The requested part of an object, its ETag, and its bytes in order (``pieces``; raises as ``failures`` says)."""
 
     etag: str
     pieces: Iterable[bytes | memoryview]
