@@ -105,7 +105,7 @@ class PinnedRows:
                 if self._wait_for(end):
                     self._pin(end)
             self._region.settle()
-        except Exception as error:  # noqa: BLE001 -- whatever it is, copies go on without pinning
+        except Exception as error:  # noqa: BLE001 -- after any error copies go on without pinning
             self._give_up(str(error) or type(error).__name__)
         with self._changed:
             self._changed.wait_for(lambda: self._closing)

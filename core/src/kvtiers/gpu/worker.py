@@ -243,7 +243,7 @@ class GpuWorker:
         except LostDeviceError as error:
             self._lose(error)
             job.error = str(error)
-        except Exception as error:  # noqa: BLE001 -- whatever went wrong in a copy is the job's failure
+        except Exception as error:  # noqa: BLE001 -- any error in a copy is the job's failure
             job.error = job.error or str(error) or type(error).__name__
         return True
 
@@ -306,7 +306,7 @@ class GpuWorker:
             job.error = str(error)
             with self._changed:
                 self._lose(error)
-        except Exception as error:  # noqa: BLE001 -- whatever goes wrong in a copy is the job's failure, not the engine's
+        except Exception as error:  # noqa: BLE001 -- any error in a copy is the job's failure, not the engine's
             job.error = str(error) or type(error).__name__
         return False
 

@@ -224,7 +224,7 @@ _CORE_WRAPPERS = {
 def _wrap(owner: type, name: str, make: Callable[[_Wrapper], _Wrapper]) -> None:
     original = vars(owner)[name]
     if not hasattr(original, _MARK):
-        # A served engine reads off the signature what a client's message is to be turned into: it stays what it was.
+        # vLLM decodes a client's message by the function's signature, so the wrapper keeps it.
         wrapper = functools.wraps(original)(make(original))
         setattr(wrapper, _MARK, True)
         setattr(owner, name, wrapper)

@@ -39,7 +39,7 @@ def never_raises(default: Callable[[], Any]) -> Callable[[_Method], _Method]:
         def guarded(self: _Counted, *args: Any, **kwargs: Any) -> Any:
             try:
                 return method(self, *args, **kwargs)
-            except Exception:  # noqa: BLE001 -- whatever it is, the engine's step goes on
+            except Exception:  # noqa: BLE001 -- after any error the engine's step goes on
                 self.bugs.note(method.__name__)
                 return default()
 

@@ -25,7 +25,7 @@ OTHERS = "kvtiers_tier_own_figure"
 def plugin_gauges() -> Mapping[str, str]:
     """Return what each figure that an installed tier type names is, by its name in ``/metrics``.
 
-    They are gauges: a counter would restart from 0 with the tier's helper.
+    They are gauges: a counter would restart from 0 with the tier host.
     """
     found: dict[str, str] = {}
     for name in dict.fromkeys(entry.name for entry in installed_tiers()):

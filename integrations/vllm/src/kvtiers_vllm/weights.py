@@ -73,7 +73,7 @@ def digest_of_folder(folder: Path) -> str:
     files = sorted(path for path in folder.iterdir() if path.is_file())
     if not any(path.suffix in _WEIGHT_FILES for path in files):
         raise ValueError("it has no file with weights")
-    # What a folder has besides (a tokenizer, a README) changes no KV.
+    # Other files of a folder (a tokenizer, a README) change no KV.
     suffixes = _WEIGHT_FILES | {".py"}
     wanted = [path for path in files if path.suffix in suffixes or path.name in _CONFIGS]
     return f"digest-{_digest(wanted)}"

@@ -158,7 +158,7 @@ class ExampleSecondaryTier(SecondaryTierManager):
                 move.values[key] = bytes(self._row(row))
             for _, row, value in move.values_to_write:
                 self._row(row)[:] = value
-        except Exception:  # noqa: BLE001 -- whatever happens to a job, it is reported
+        except Exception:  # noqa: BLE001 -- a job is reported after any error
             _log.exception("job %d failed", move.job.job_id)
             move.failed = True
         move.seconds = time.monotonic() - begin

@@ -167,7 +167,7 @@ class Ledger:
         self._net = 0
         self._written = 0
         self._in_flight = 0
-        self._changing = [0] * SHARDS  # changes under way: on the disk already, or not yet, and not counted
+        self._changing = [0] * SHARDS  # changes in flight: on the disk already, or not yet, and not counted
         self._changes = [0] * SHARDS
         self._refuse_until = 0.0
         self._step = capacity // _STEPS

@@ -144,7 +144,7 @@ class FsStore(ChunkStore):
         from kvtiers_fs.diagnosis import diagnose
 
         if self._evictor is not None:
-            self._evictor.round()  # what was written and removed just now is to be in the figures
+            self._evictor.round()  # the figures shall include the latest writes and removals
         return diagnose(self._config, self._directory, self._usage, value_bytes, read_only=self._evictor is None)
 
     def stats(self) -> Mapping[str, float]:

@@ -142,7 +142,7 @@ def _talk(server: Server, talk: Talk, indexes: Sequence[int], *, asking: bool) -
                     return answers
                 until = until or time.monotonic() + link.seconds_left
                 yield
-                # What the others were waited for counts, too: several that hang cost a call its time once.
+                # The time spent on the others counts, too: several hung servers cost a call its time once.
                 if time.monotonic() > until and link.is_idle(_GRACE_SECONDS):
                     raise TimeoutError("no reply in the time of the call")
     except (OSError, RedisError, TierUnavailable) as error:

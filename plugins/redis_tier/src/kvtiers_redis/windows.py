@@ -123,7 +123,7 @@ def _exchange(
 ) -> Exchange:
     """Send all requests and read all replies, in order, with at most ``window`` bytes of values in flight."""
     link.begin()
-    refill = max(0, window - max(window // 2, _LEAST_TURN))  # so few bytes are under way when more are sent
+    refill = max(0, window - max(window // 2, _LEAST_TURN))  # this few bytes are in flight when more are sent
     answers: list[Answer] = []
     count, sent, done, flying = len(sizes), 0, 0, 0
     while done < count:

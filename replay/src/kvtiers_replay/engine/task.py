@@ -113,7 +113,7 @@ def _last_troubles(config: OffloadConfig) -> Iterator[dict[str, LastTrouble]]:
     logger = logging.getLogger("kvtiers")
     handlers: list[logging.Handler] = list(troubles.values())
     if logging.lastResort is not None and not logger.hasHandlers():
-        # Python writes warnings to stderr only while no one else handles them; they are to be seen all the same.
+        # Python writes warnings to stderr only while no one else handles them; they must stay visible.
         handlers.append(logging.lastResort)
     for handler in handlers:
         logger.addHandler(handler)

@@ -149,7 +149,7 @@ def _legend(figure: Figure, axes: Axes, width: int) -> int:
     handles, names = axes.get_legend_handles_labels()
     if not names:
         return 0
-    # What is drawn from data comes first.
+    # Marks drawn from data come first.
     ordered = sorted(zip(handles, names, strict=True), key=lambda entry: entry[1] in _levels(axes))
     handles, names = [handle for handle, _ in ordered], [name for _, name in ordered]
     longest = max(len(name) for name in names) * _LETTER + _LEGEND_SAMPLE

@@ -22,7 +22,7 @@ class Table(NamedTuple):
 
 def progress_line(progress: Progress) -> str:
     """Return the replay's progress, in one line."""
-    # What matters most comes first: a narrow terminal cuts the end off.
+    # The most important comes first: a narrow terminal cuts off the end.
     parts = ", ".join(f"{name} {percent(count, progress.references)}" for name, count in progress.hits.items())
     hits = f"hits {percent(sum(progress.hits.values()), progress.references)} ({parts})"
     requests = f"{progress.requests:,}/{progress.requests_in_all:,} requests"

@@ -156,7 +156,7 @@ class Fields:
             self._type.startswith("qwen") and not self.given("use_sliding_window")
         ):
             return False
-        # A field that is there and null says that there is none, whatever the class's default.
+        # A field that is null means none, against the class's default.
         return self.given("sliding_window") or ("sliding_window" in self._defaults and not self._says("sliding_window"))
 
     def _windows_of(self, types: object, layers: int) -> list[int | None]:

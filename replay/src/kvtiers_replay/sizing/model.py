@@ -30,7 +30,7 @@ DTYPE_BYTES = {
 _LARGEST_FILE = 16 << 20
 _MOST_LAYERS = 10_000
 
-# Fields of caches that are not so many bytes for each token and layer, and what they belong to.
+# Fields of caches without a fixed number of bytes for each token and layer, and their kinds.
 _OTHER_CACHES = {
     "is_encoder_decoder": "an encoder, whose cross-attention has a cache of its own",
     "index_head_dim": "a sparse-attention indexer, which has a cache of its own",

@@ -41,7 +41,7 @@ def _platform(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:
         f"{machine.system}, not Linux: shared region, control groups, huge pages, NUMA and MADV_POPULATE_WRITE do not "
         "apply; ranks run in the engine's process, over an anonymous region",
     )
-    # A tier manager runs in the engine's process, whatever 'io' says.
+    # A tier manager runs in the engine's process, with any 'io'.
     stores = [tier for tier in config.secondary if load_tier(tier.type).kind == "store"]
     helpers = [tier.tier_name for tier in stores if tier.io == "process"]
     if helpers:

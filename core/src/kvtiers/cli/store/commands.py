@@ -248,7 +248,7 @@ def _chosen(session: StoreSession, selection: Selection, to_size: int | None, *,
     everything = sorted(values, key=lambda held: modified(held.entry, session.name))
     excess = sum(held.entry.nbytes for held in everything) - to_size
     for held in everything:
-        # What was not listed to its end must not decide what is the oldest.
+        # An incomplete listing must not decide which values are the oldest.
         if excess <= 0 or session.is_over:
             return
         excess -= held.entry.nbytes

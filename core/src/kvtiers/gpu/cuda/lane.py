@@ -30,7 +30,7 @@ __all__ = ["CudaLane", "KernelGroup", "UnitTable"]
 _THREADS = 512
 _HIGH_PRIORITY = -1
 _SLOT_ALIGN = 4096
-_AHEAD = 4  # pieces without a slot that may be under way: more would keep an expedited load waiting
+_AHEAD = 4  # pieces without a slot that may be in flight: more would keep an expedited load waiting
 _STAGED_AHEAD = 24
 """Staged pieces that may be in flight, however few slots there are: on the device each waits for its slot by itself.
 
@@ -221,11 +221,11 @@ class CudaLane:
         rows, others = copies.rows + self.region, copies.others + base
         to, source = (rows, others) if self.to_rows else (others, rows)
         if pinned:
-            # Rows are not written to while they are loaded from; blocks and slots are, by what is under way.
+            # Rows are not written to while they are loaded from; blocks and slots are, by copies in flight.
             self._driver.copy_batch(to, source, copies.nbytes, self.stream, source_is_settled=not self.to_rows)
         else:
             # Without pinning a copy waits inside the driver for the work before it, and every other call of the driver
-            # then waits with it, an engine that submits too: so what it comes after is awaited before.
+            # then waits with it, an engine's too: so the earlier work is awaited first.
             self._driver.synchronize(self.stream)
             self._driver.copy_each(to, source, copies.nbytes, self.stream)
         return to, source, copies.nbytes

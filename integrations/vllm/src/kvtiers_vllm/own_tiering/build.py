@@ -191,7 +191,7 @@ class _Parts:
             self._fd, nbytes = open_mapped_file(address_of(rows), rows.nbytes)
         except OSError as error:
             name = self._config.tier_name
-            _log.warning("%s: no helper process can map vLLM's memory: %s; its io is 'thread'", name, error)
+            _log.warning("%s: no tier host can map vLLM's memory: %s; its io is 'thread'", name, error)
             return None
         region = HostedRegion(self._fd, nbytes, nbytes, self._row_bytes, self._sizes)
         return TierHosts(region, self._namespace, lambda: self._names, self._described)

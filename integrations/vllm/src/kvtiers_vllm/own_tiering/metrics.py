@@ -44,7 +44,7 @@ COUNTERS = {
     "kvtiers_tier_errors": "Calls of the store that failed.",
     "kvtiers_tier_retries": "Further attempts after a transient error.",
     "kvtiers_tier_breaker_opened": "How often the breaker opened.",
-    "kvtiers_tier_host_starts": "Starts of the tier's helper processes.",
+    "kvtiers_tier_host_starts": "Starts of the tier's hosts.",
 }
 GAUGES = {
     "kvtiers_tier_running_jobs": "Jobs in flight.",
@@ -58,7 +58,7 @@ GAUGES = {
     "kvtiers_tier_full": "1: the tier's store accepts no more values; the log says what to do.",
     "kvtiers_tier_too_slow": "1: the tier's loads would land too late, so the chunks are computed.",
     "kvtiers_tier_open": "1: the tier's store is open.",
-    "kvtiers_tier_hosts": "The tier's helper processes.",
+    "kvtiers_tier_hosts": "The tier's hosts (helper processes).",
     "kvtiers_tier_hosts_open": "Those of them in which the store is open.",
     "kvtiers_tier_off": "1: the tier is off in this engine; the log says why.",
     "kvtiers_tier_shared": "1: another process can find what this one stores; 0: the log says why not.",

@@ -136,7 +136,7 @@ class Prompts:
             prompt.trial = self._slot.trial(self._clock())
 
     def _promise(self, prompt: Prompt, chunks: int) -> None:
-        if prompt.has_come and not prompt.is_taken_up:  # what is to be loaded does not wait for the GPU
+        if prompt.has_come and not prompt.is_taken_up:  # a prompt that is loaded does not wait for the GPU
             self._gpu.waiting += prompt.tokens * (bool(prompt.promised) - bool(chunks))
         self._promised += chunks - prompt.promised
         prompt.promised = chunks

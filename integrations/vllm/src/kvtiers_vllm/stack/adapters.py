@@ -33,7 +33,7 @@ class Files(NamedTuple):
         found = []
         for path in sorted(folder.iterdir()):
             status = path.stat()
-            # ctime: a file that is put back is another, whatever its other times say.
+            # ctime: a file that is put back has another one, even if its other times are equal.
             found.append((path.name, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino))
         changed = max([folder.stat().st_ctime_ns, *(file[3] for file in found)])
         return cls(tuple(found), changed)

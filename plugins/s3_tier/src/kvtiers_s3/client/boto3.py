@@ -31,7 +31,7 @@ class Boto3Client:
         with self._asking("GET", key), contextlib.ExitStack() as stack:
             found = self._client.get_object(Bucket=self._bucket, Key=key, **part)
             body = stack.enter_context(contextlib.closing(found["Body"]))
-            # Who ignores Range sends all from byte 0 on, and no ContentRange: that is a KeyError, not a part.
+            # A server that ignores Range sends all from byte 0 on, and no ContentRange: that is a KeyError, not a part.
             if int(found["ContentRange"].rpartition("/")[2] if part else found["ContentLength"]) == total:
                 return Body(str(found.get("ETag", "")), self._pieces(key, body, nbytes, until, stack.pop_all()))
         return None
