@@ -241,6 +241,7 @@ def test_stats_are_those_of_now_and_plain_data():
         "pinned_rows": 0,
         "protected_rows": 0,
         "quarantined_rows": 0,
+        "closed_rows": 0,
         "retired_rows": 0,
         "clean_rows": 0,
         "misuse": 0,

@@ -230,7 +230,7 @@ class TierConfig(StrictModel):
     )
     required: bool = Field(default=False, description="a tier that cannot be reached at start stops the engine")
     read_only: bool = Field(default=False, description="never write or delete")
-    threads: int = Field(default=4, ge=1, le=256, description="transfers at the same time, in each helper")
+    threads: int = Field(default=4, ge=1, le=256, description="transfers at the same time, in each tier host")
     deadline: Duration = Field(default=30.0, gt=0, description="longest time of a transfer until it counts as failed")
     grace: Duration = Field(
         default=5.0, ge=0, description="time that a failed transfer has to end before its host is killed"

@@ -37,7 +37,7 @@ class S3Config(TierConfig):
     )
     when_full = "raise the quota, or have old objects deleted by a lifecycle rule or 'kvtiers store prune'"
 
-    threads: int = Field(default=32, ge=1, le=256, description="transfers at the same time, in each helper")
+    threads: int = Field(default=32, ge=1, le=256, description="transfers at the same time, in each tier host")
 
     bucket: str = Field(min_length=3, description="the bucket; it must exist")
     prefix: str = Field(default="", description="what all keys start with, without the '/' at its end")
@@ -71,7 +71,7 @@ class S3Config(TierConfig):
     conditional_put: bool = Field(default=False, description="never write over an object of the same length")
 
     connections: int = Field(
-        default=32, ge=1, le=1024, description="connections kept, and parts moved at a time, in each helper"
+        default=32, ge=1, le=1024, description="connections kept, and parts moved at a time, in each tier host"
     )
     timeout: Duration = Field(default=10.0, gt=0, description="longest time of one request, body included")
     connect_timeout: Duration = Field(default=3.0, gt=0, description="longest time until a connection stands")
