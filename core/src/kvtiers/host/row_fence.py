@@ -1,4 +1,4 @@
-"""The row fence: detaches a load that is given up from its rows while a call of the store is still under way.
+"""The row fence: detaches a load that is given up from its rows while a call of the store still runs.
 
 Where values are read into bounce buffers (``bounce_buffers.py``), nothing touches a row but the copy of a sound value
 into it. So a load's rows can be released before its calls have ended: from then on nothing is copied into them.
