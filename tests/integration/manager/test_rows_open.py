@@ -7,6 +7,7 @@ import pytest
 
 import kvtiers
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.region.handshake import SETTLED
 from kvtiers.types import RequestContext
 
 LAYOUT = CacheLayout(ModelIdentity("m", weights="w"), (KVGroup("full", 16),), (KVTensor("t", 0, 4000),))
@@ -24,9 +25,17 @@ def engine(request):
     tensors = [np.zeros((64, 4000), np.uint8)]
     worker = kvtiers.open_worker(config, LAYOUT, tensors, engine_id=manager.engine_id)
     manager.wait_ready(60)
+    wait_until(lambda: worker._region._pinned == SETTLED)  # its copy thread says so, at some time after it has joined
     yield manager, worker
     worker.shutdown()
     manager.shutdown(1)
+
+
+def wait_until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 def steps_until(manager, closed):
