@@ -150,7 +150,7 @@ DEFAULT_PACE = (0.1, 0.002)
 
 
 def pin_at(pace: PinPace, driver: Any, memory: tuple[int, int], stop: threading.Event, pinned: list[int]) -> None:
-    """Pin memory (address, bytes) at this pace until it is told to stop."""
+    """Pin memory (address, bytes) at this pace until the caller asks it to stop."""
     driver.enter()
     address, total = memory
     at = 0

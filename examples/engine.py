@@ -81,7 +81,7 @@ class Engine:
         return all(result.success for result in self.worker.get_finished())
 
     def close(self) -> None:
-        """End the worker, then the manager: it lets go of the memory last."""
+        """End the worker, then the manager: it releases the memory last."""
         self.worker.shutdown()
         self.manager.shutdown()
 

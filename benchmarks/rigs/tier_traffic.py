@@ -130,8 +130,8 @@ class Traffic:
 
     def _store(self, runs: list[list[bytes]]) -> Iterator[None]:
         manager = self.manager
-        owed = (self.rounds + 1) * self.chunks
-        while min(tier.stored_chunks + tier.failed_stores + tier.dropped_cascades for tier in self._tiers) < owed:
+        expected = (self.rounds + 1) * self.chunks
+        while min(tier.stored_chunks + tier.failed_stores + tier.dropped_cascades for tier in self._tiers) < expected:
             pinned = max(self._tiers[0].pinned_rows, self._tiers[1].pinned_rows)
             while len(runs) * BATCH < self.chunks and pinned + BATCH <= MOST_IN_FLIGHT:
                 if not self._is_due(len(TIERS) * BATCH * VALUE_BYTES):
@@ -146,7 +146,7 @@ class Traffic:
                 runs.append(keys)
                 pinned += BATCH
             yield
-        if any(tier.stored_chunks != owed for tier in self._tiers):
+        if any(tier.stored_chunks != expected for tier in self._tiers):
             raise RuntimeError(f"not everything was stored: {manager.stats()['tiers']}")
 
     def _load(self, runs: Sequence[Sequence[bytes]]) -> Iterator[None]:

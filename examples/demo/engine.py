@@ -134,7 +134,7 @@ class Engine:
         usable = request.block_hashes[0][: (request.num_tokens - 1) // TOKENS_PER_BLOCK]
         in_pool = self.pool.match(usable)
         tokens = self.find(request, in_pool * TOKENS_PER_BLOCK)
-        # All that it will ever need, so that nobody has to be preempted.
+        # All that it will ever need, so that no request has to be preempted.
         needed = -(-(request.prompt_tokens + request.new_tokens) // TOKENS_PER_BLOCK)
         blocks = None if tokens is None else self.pool.allocate(usable[:in_pool], needed)
         if tokens is None or blocks is None:

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, as whoever asks it sees it: a line of JSON each way. ``serve.py`` answers."""
+"""An engine in a process of its own, as its caller sees it: a line of JSON each way. ``serve.py`` answers."""
 
 import contextlib
 import json

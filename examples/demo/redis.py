@@ -24,7 +24,7 @@ def local_redis(folder: Path) -> Iterator[list[dict[str, Any]]]:
     if program is None or not entry_points(group="kvtiers.tiers", name="redis"):
         yield []
         return
-    # No port, so that nobody else can be on it; the path of a socket must be short. Nothing is saved.
+    # No port, so that no other server can have it; the path of a socket must be short. Nothing is saved.
     with tempfile.TemporaryDirectory(prefix="kvtiers-demo-") as place, (folder / "redis.log").open("wb") as log:
         socket = Path(place) / "redis.sock"
         options = ["--port", "0", "--unixsocket", str(socket), "--save", "", "--appendonly", "no"]

@@ -27,13 +27,12 @@ def main() -> None:
     else:
         engine = TieredEngine(options.config, options.size, options.num_blocks, options.piece)
     _say({"engine_id": engine.manager.engine_id if isinstance(engine, TieredEngine) else ""})
-    for number, told in enumerate(_told(engine)):
-        if "prompt" in told:
-            _say(
-                _serve(engine, Request(RequestContext(str(number), told["params"]), told["prompt"], told["new_tokens"]))
-            )
-        elif "settle" in told:
-            until = time.monotonic() + told["settle"]
+    for number, order in enumerate(_orders(engine)):
+        if "prompt" in order:
+            context = RequestContext(str(number), order["params"])
+            _say(_serve(engine, Request(context, order["prompt"], order["new_tokens"])))
+        elif "settle" in order:
+            until = time.monotonic() + order["settle"]
             while engine.busy() and time.monotonic() < until:
                 engine.step()
             _say({"settled": not engine.busy()})
@@ -46,7 +45,7 @@ def _believe_everything() -> None:
     """Switch the check of the seals off: any bytes are taken for those that were stored.
 
     kvtiers has no option for that, and needs none: this replaces the check inside this one process, and so for tiers
-    with ``io: thread`` alone. It is how act 3 knows that the check is what keeps damaged KV away.
+    with ``io: thread`` alone. It is how act 3 shows that the check is what keeps damaged KV away.
     """
     from kvtiers.host import transfer as mover
     from kvtiers.layout.seal import SealVerdict
@@ -54,7 +53,7 @@ def _believe_everything() -> None:
     vars(mover)["check_value"] = lambda *_: SealVerdict.OK
 
 
-def _told(engine: Engine) -> Iterator[dict[str, Any]]:
+def _orders(engine: Engine) -> Iterator[dict[str, Any]]:
     while True:
         while not select.select([sys.stdin], [], [], 0.0 if engine.busy() else None)[0]:
             engine.step()

@@ -1,4 +1,4 @@
-"""What kvtiers adds to the engine: it is asked before a prompt is computed, told afterwards, and copies in between."""
+"""What kvtiers adds to the engine: a lookup before a prompt is computed, a store afterwards, and copies in between."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -71,6 +71,6 @@ class TieredEngine(Engine):
         return super().busy() or self.scheduler.has_pending_work()
 
     def close(self) -> None:
-        """End the worker, then the manager: it lets go of the memory last."""
+        """End the worker, then the manager: it releases the memory last."""
         self.worker.shutdown()
         self.manager.shutdown()

@@ -7,7 +7,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 GLOSSARY = ROOT / "docs" / "glossary.md"
-PLACES = ("core/src", "integrations/vllm/src", "plugins", "replay/src", "README.md", "ARCHITECTURE.md", "docs")
+PAGES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
+PLACES = ("core/src", "integrations/vllm/src", "plugins", "replay/src", "examples", "docs", *PAGES)
 FORBIDDEN = (
     "nobody",
     "somebody",

@@ -25,7 +25,7 @@ def it_is_safe(setting: Setting, *, check_seals: bool = True) -> str:
     found = act.load_damaged(check=check_seals)
     act.load_sound(check=False)
     act.control()
-    return f"{found} of {act.flipped} damaged values were met, and every one was noticed; without the check: garbage"
+    return f"{found} of {act.flipped} damaged values were read, and every one was noticed; without the check: garbage"
 
 
 class _Act:
@@ -40,7 +40,7 @@ class _Act:
         )
 
     def store(self) -> None:
-        """Compute a document and store it. Damaged values are removed when they are met, so there are two sets."""
+        """Compute a document and store it. Damaged values are removed when they are read, so there are two sets."""
         answer, _ = self._run("stored", check=True)
         self._tokens = answer.tokens
         self._row("none yet", "on", answer, 0, "")
@@ -52,9 +52,9 @@ class _Act:
     def load_sound(self, *, check: bool) -> None:
         """Have a new engine answer from what was stored."""
         answer, _ = self._load("as stored", "stored", check=check)
-        expect(answer.tokens == self._tokens, "values that nobody has touched changed the tokens")
+        expect(answer.tokens == self._tokens, "values that are undamaged changed the tokens")
         loaded = answer.saved >= self._setting.document_tokens
-        expect(loaded, f"of values that nobody has touched {answer.saved:,} tokens were loaded")
+        expect(loaded, f"of values that are undamaged {answer.saved:,} tokens were loaded")
 
     def load_damaged(self, *, check: bool) -> int:
         """Have a new engine answer from damaged values; return how many of them it noticed."""

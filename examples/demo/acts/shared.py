@@ -1,4 +1,4 @@
-"""Act 2. It is shared: an engine that has computed nothing yet is asked about documents that another one knows."""
+"""Act 2. It is shared: an engine that has computed nothing yet is asked about documents that another one has stored."""
 
 import contextlib
 
@@ -37,7 +37,7 @@ class _Act:
         )  # fmt: skip
 
     def compute(self, name: str, engine: EngineProcess, document: int) -> None:
-        """Ask about a document that nobody knows; go on when it is stored."""
+        """Ask about a document that no engine has computed; go on when it is stored."""
         answer = self._ask(engine, document)
         self._known[document] = answer.tokens
         self._row(name, engine, document, answer, "")

@@ -43,7 +43,7 @@ class Workload:
     """Prompts, and the model that they are for.
 
     ``prompts``: how many different ones; 0: another one each round. ``batch_tokens``: of each prompt of a batch; 0: no
-    batches. ``states``: where what is read lies. ``life``: rounds after which all engines are started anew; 0: all.
+    batches. ``states``: where what is read lies. ``life``: rounds after which all engines are restarted; 0: all.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Workload:
     life: int = 0
 
     def life_within(self, rounds: int) -> int:
-        """Return after how many rounds the engines are started anew, of so many: two lives at least, or just one."""
+        """Return after how many rounds the engines are restarted, of so many: two lives at least, or just one."""
         return min(self.life, rounds // 2) or rounds
 
 

@@ -13,7 +13,7 @@ value of *served* is small: beside it there are as many bytes to store as beside
 request costs once, as the question to the tiers, is compared with the half second that its prompt takes.
 
 Computing alone differs by 5 % from one run to the next: a round of *served* takes the better of two, the second in the
-opposite order. And engines of one kind differ for as long as they live: so all are started anew every few rounds, and
+opposite order. And engines of one kind differ for as long as they live: so all are restarted every few rounds, and
 there is *another* engine *without* a connector, whose ratio to the first shows what can be told apart. A ratio is the
 geometric mean over the lives of the median within each. Its 95 % interval is Student's over the lives: rounds of one
 life share what its engines differ by, and a test that took each for an independent one would promise too much. What an
