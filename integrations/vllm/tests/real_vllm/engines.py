@@ -90,6 +90,16 @@ def family(session: int) -> dict[int, str]:
     return found
 
 
+def shared_memory(session: int) -> set[Path]:
+    """Return the files of shared memory that a session's processes map: a killed vLLM leaves its own behind."""
+    found = set()
+    for pid in family(session):
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            found |= {Path(path) for path in re.findall(r"/dev/shm/\S+", maps)}
+    return found
+
+
 def wait_until(condition: Callable[[], object], what: str) -> None:
     """Wait until a condition holds; fail, with what that means, when it never does."""
     until = time.monotonic() + PATIENCE
@@ -238,10 +248,7 @@ class Engine:
 
     def crash(self) -> None:
         """End the engine's own process at once, and nothing else."""
-        for pid in self.family():
-            with contextlib.suppress(OSError):
-                maps = Path(f"/proc/{pid}/maps").read_text()
-                self._shared |= {Path(path) for path in re.findall(r"/dev/shm/\S+", maps)}
+        self._shared |= shared_memory(self.pid)
         signal.pidfd_send_signal(self._ended, signal.SIGKILL)
 
     def kill(self) -> None:

@@ -19,7 +19,7 @@ import pytest
 from kvtiers.plugins import load_tier
 
 from .conftest import CHUNKS, PROMPTS, WHOLE
-from .engines import BLOCK, PATIENCE, environment, family, transfer_config, wait_until
+from .engines import BLOCK, PATIENCE, environment, family, shared_memory, transfer_config, wait_until
 from .models import make_prompt
 from .ways import fs, tiers, whole_stack
 
@@ -100,11 +100,12 @@ class Server:
         return found
 
     def kill(self):
+        shared = shared_memory(self.process.pid)
         for pid in family(self.process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait(PATIENCE)
-        for path in Path("/dev/shm").glob(f"vllm_offload_{ENGINE_ID}*"):  # vLLM leaves it behind when it is killed
+        for path in shared | set(Path("/dev/shm").glob(f"vllm_offload_{ENGINE_ID}*")):
             path.unlink(missing_ok=True)
 
 
