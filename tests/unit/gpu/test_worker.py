@@ -336,6 +336,23 @@ def test_a_device_lost_while_nothing_ran_is_said_to_be_lost_once_and_every_job_f
     worker.shutdown()
 
 
+@pytest.mark.parametrize("error", [RuntimeError("no compiler"), LostDeviceError("cuda:0 is lost")])
+def test_a_rank_that_cannot_prepare_its_copies_is_not_waited_for(region, kv, monkeypatch, error) -> None:
+    copies = LateCopies()
+
+    def attach(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(copies, "attach", attach)
+    monkeypatch.setattr("kvtiers.gpu.worker._open_copier", lambda *_: copies)
+    settled = threading.Event()
+    monkeypatch.setattr(region, "settle", settled.set)
+    worker = GpuWorker(LAYOUT, [kv], region)
+    assert settled.wait(60), "a start with prefault: all waits for it"
+    copies.settled.set()
+    worker.shutdown()
+
+
 def test_a_replicated_row_is_written_by_rank_0_alone_and_acknowledged_by_all(kv) -> None:
     layout = CacheLayout(
         ModelIdentity("m"), (KVGroup("g", 16),), (KVTensor("t", 0, PAGE),), world_size=2, row_layout="replicated"

@@ -338,8 +338,10 @@ class GpuWorker:
         except LostDeviceError as error:
             with self._changed:
                 self._lose(error)
-        except Exception as error:  # noqa: BLE001 -- the first job will fail by it, and say so
-            _log.debug("preparing for copies: %s", error)
+            self._region.settle()  # it pins nothing: a start that waits for pinned memory must not wait for this rank
+        except Exception as error:  # noqa: BLE001 -- the first job tries again, and fails by it
+            _log.warning("preparing for copies failed, the first job tries again: %s", error)
+            self._region.settle()
 
     def _leave(self) -> None:
         self._left = self._region.reason
