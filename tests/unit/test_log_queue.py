@@ -142,6 +142,12 @@ def test_a_forked_child_handles_its_lines_itself(handler):
             _log.warning("queued in the child")
             child.close(PATIENCE)
             status |= int(lines.lines[-1] != "queued in the child")
+            lines.threads.clear()
+            child = queue_logs()
+            logs.close(PATIENCE)  # the parent's use of its queue ends nothing here
+            _log.warning("still queued in the child")
+            child.close(PATIENCE)
+            status |= int(lines.threads != {"kvtiers-log-queue"})
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

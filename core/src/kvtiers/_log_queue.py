@@ -132,11 +132,12 @@ class QueuedLogs:
 
     def __init__(self) -> None:
         self._is_open = True
+        self._pid = os.getpid()
         _queue.enter()
 
     def close(self, seconds: float = _CLOSE_SECONDS) -> None:
         """End the use; if it was the last, wait up to ``seconds`` for the lines that wait. May be called again."""
-        if self._is_open:
+        if self._is_open and self._pid == os.getpid():  # a forked child has no use of it: the queue starts again there
             self._is_open = False
             _queue.leave(seconds)
 
