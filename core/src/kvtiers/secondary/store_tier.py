@@ -138,7 +138,8 @@ class ChunkStoreTier(SecondaryTierManager):
         unfinished = self._jobs.unfinished() | self._dropped
         self._handle_events()
         self._backend.drain(timeout)
-        self._handle_events()
+        while self._handle_events():  # a poll returns a bounded number
+            pass
         results = {result.job_id: result for result in (*self._finished, *self._dropped_results)}
         if dropped := self._jobs.note_dropped(unfinished, results.values()):
             self._backend.log(logging.WARNING, f"{self._name}: shutdown within {timeout:.3g}s dropped {dropped}")
@@ -232,8 +233,10 @@ class ChunkStoreTier(SecondaryTierManager):
 
     # -- inside: events in
 
-    def _handle_events(self) -> None:
-        for event in self._backend.poll():
+    def _handle_events(self) -> bool:
+        """Handle the events of one poll; return whether there were any."""
+        events = self._backend.poll()
+        for event in events:
             match event:
                 case JobDone():
                     self._job_done(event)
@@ -248,6 +251,7 @@ class ChunkStoreTier(SecondaryTierManager):
                     self._probed(probe_id, answers, error)
                 case Opened(error):
                     self._opened(error)
+        return bool(events)
 
     def _opened(self, error: str) -> None:
         self._open = not error

@@ -29,3 +29,25 @@ def test_a_drain_that_drops_nothing_says_nothing(tier, backend, keys):
     result_of(backend, 1, *[Status.DONE] * 6)
     assert tier.drain(2.0)
     assert backend.logged == []
+
+
+def test_results_that_take_several_polls_are_all_counted(tier, backend, keys, monkeypatch):
+    tier.submit_store(job(1, keys))
+    tier.submit_store(job(2, keys[:2]))
+
+    def drain(timeout):
+        result_of(backend, 1, *[Status.DONE] * 6)
+        result_of(backend, 2, *[Status.DONE] * 2)
+        return True
+
+    backend.drain = drain
+    all_of = backend.poll
+    waiting = []
+
+    def poll_one():
+        waiting.extend(all_of())
+        return [waiting.pop(0)] if waiting else []
+
+    monkeypatch.setattr(backend, "poll", poll_one)
+    assert tier.drain(2.0)
+    assert backend.logged == []
