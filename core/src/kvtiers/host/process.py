@@ -202,7 +202,8 @@ def _use_processors(cpus: Sequence[int]) -> None:
         return
     try:
         for thread in Path("/proc/self/task").iterdir():
-            os.sched_setaffinity(int(thread.name), cpus)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.sched_setaffinity(int(thread.name), cpus)
     except OSError as error:
         _log.warning("its 'cpus' %s cannot be used: %s; it runs on all", list(cpus), error)
 
@@ -217,5 +218,6 @@ def _give_way(nice: int) -> None:
         if not nice:
             with contextlib.suppress(OSError):  # forbidden in some containers, as was becoming one
                 os.sched_setscheduler(number, os.SCHED_OTHER, os.sched_param(0))
-        before = os.getpriority(os.PRIO_PROCESS, number)
-        os.setpriority(os.PRIO_PROCESS, number, min(before + nice, _LOWEST_PRIORITY))
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            before = os.getpriority(os.PRIO_PROCESS, number)
+            os.setpriority(os.PRIO_PROCESS, number, min(before + nice, _LOWEST_PRIORITY))

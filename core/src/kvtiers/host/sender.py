@@ -106,12 +106,13 @@ class HostSender:
 
     def _collect(self, wait: float) -> tuple[bytes, bool]:
         """Wait for a message and take all there are, up to a sensible size; return whether to go on after these."""
-        parts: list[bytes] = []
+        parts, nbytes = list[bytes](), 0
         try:
             message = self._messages.get(timeout=wait)
             while message is not None:
                 parts.append(message)
-                if sum(map(len, parts)) >= _BYTES_PER_SEND:
+                nbytes += len(message)
+                if nbytes >= _BYTES_PER_SEND:
                     return b"".join(parts), True
                 message = self._messages.get_nowait()
         except queue.Empty:
