@@ -1,7 +1,8 @@
 """Chaos over all tier kinds: processes killed and stopped, servers gone, a disk full, lying replies.
 
 ``python tests/soak/soak.py --minutes 5``. Every byte is compared. Exit status 1: a wrong byte, a stall of the engine's
-thread of more than 50 ms over its control's (an engine without tiers, beside it), or something left behind.
+thread of more than 50 ms over its control's (an engine without tiers, beside it), something left behind, nothing
+compared, or nothing loaded from a tier.
 """
 
 import argparse
@@ -298,7 +299,9 @@ def report(soak, left):
         f"worst call of the engine's thread: {stall * 1e3:.1f} ms ({call}); control: {soak.control_worst * 1e3:.1f} ms"
     )
     print(f"left behind: {left or 'nothing'}; other trouble: {soak.stuck or 'none'}")
-    failed = bool(soak.wrong or left or soak.stuck) or stall > allowed or not soak.totals["compared"]
+    loaded = any(count for name, count in soak.totals.items() if name.startswith("landed "))
+    is_idle = not (soak.totals["compared"] and loaded)
+    failed = bool(soak.wrong or left or soak.stuck) or stall > allowed or is_idle
     print("FAILED" if failed else "ok")
     return int(failed)
 

@@ -21,7 +21,7 @@ _spec.loader.exec_module(engine)
 def run(**changed):
     ran = {
         "did": Counter(kill_a_host=1),
-        "totals": Counter(compared=10),
+        "totals": Counter({"compared": 10, "landed fs": 5}),
         "worst": (0.060, "lookup_prefix"),
         "control_worst": 0.020,
         "wrong": [],
@@ -46,9 +46,10 @@ def test_a_soak_without_a_complaint_says_what_it_did_and_what_it_did_not(capsys)
         ({"worst": (0.0701, "lookup_prefix")}, []),
         ({"stuck": ["an engine did not end"]}, []),
         ({"totals": Counter()}, []),
+        ({"totals": Counter(compared=10)}, []),
         ({}, ["process 7"]),
     ],
-    ids=["wrong byte", "stall", "stuck", "nothing compared", "leftover"],
+    ids=["wrong byte", "stall", "stuck", "nothing compared", "no tier loaded from", "leftover"],
 )
 def test_each_complaint_is_a_failure(changed, left):
     assert soak.report(run(**changed), left) == 1
