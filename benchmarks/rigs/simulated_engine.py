@@ -51,11 +51,10 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A store. ``per_chunk(t)``: seconds a chunk at time t. ``opens_at``: when it can be asked first."""
+    """A store. ``per_chunk(t)``: seconds a chunk at time t."""
 
     per_chunk: Callable[[float], float]
     latency: float = 0.002
-    opens_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +96,7 @@ class _PlayedTier(SecondaryTierManager):
         self._running: list[tuple[float, JobResult]] = []
 
     def is_available(self) -> bool:
-        return self._clock() >= self._tier.opens_at
+        return True
 
     def lookup_many(self, keys: Sequence[OffloadKey], context: TierRequest) -> Sequence[LookupResult]:
         del context

@@ -9,13 +9,11 @@ import os
 import random
 import statistics
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 GIB = 1 << 30
-MODES = ("none", "cpu", "tiering_fs", "tiers_fs", "stack", "stack_fs")
 LIBRARIES = (
     "_C_stable_libtorch.abi3.so", "_moe_C_stable_libtorch.abi3.so", "vllm_flash_attn/_vllm_fa3_C.abi3.so",
 )  # fmt: skip
@@ -191,8 +189,6 @@ def throughput(engine: Engine) -> dict[str, Any]:
 
 def mixed(engine: Engine) -> dict[str, Any]:
     """Poisson arrivals, half of them repeats, with decodes running: TTFT, inter-token latency and tokens a second."""
-    from vllm import EngineArgs  # noqa: F401 -- a release without it is not supported
-
     sampling = engine._sampling(temperature=0, max_tokens=96, ignore_eos=True, detokenize=False)  # noqa: SLF001 -- a rig
     core = engine.llm.llm_engine
     chance, seconds = random.Random(5), float(os.environ.get("MIXED", "20"))
@@ -238,14 +234,6 @@ def mixed(engine: Engine) -> dict[str, Any]:
 
 
 SCENES = {scene.__name__: scene for scene in (startup, primary, burst, fill, restart, store, throughput, mixed)}
-
-
-def end_if_stuck(seconds: float) -> None:
-    """End this process with the stacks of its threads when the time is over: a hang is loud."""
-    import faulthandler
-
-    faulthandler.dump_traceback_later(seconds, exit=True)
-    threading.Timer(seconds + 10, os._exit, (3,)).start()
 
 
 def main() -> None:
