@@ -1,4 +1,4 @@
-"""Checks of a tier's classes: the abilities they have, and methods that look like the contract but are no part of it.
+"""Checks of a tier's classes: half abilities, and methods that look like the contract but are no part of it.
 
 A method under another name, or without the one that it goes with, is no ability: core would silently never call it.
 So it is an error in the kit, in ``kvtiers check``, and where the tier is opened.
@@ -21,7 +21,7 @@ from kvtiers.api.store import (
 )
 from kvtiers.api.tier import SecondaryTierManager
 
-__all__ = ["ABILITIES", "abilities_of", "class_problems", "option_problems"]
+__all__ = ["ABILITIES", "class_problems", "option_problems"]
 
 ABILITIES = (SupportsBatch, SupportsPieces, SupportsListing, SupportsDiagnosis, SupportsStats)
 """The optional abilities of a store, each a runtime Protocol."""
@@ -33,11 +33,6 @@ _ORDINARY = frozenset({"status"})  # close to 'stats', and a sensible name for s
 def methods_of(ability: type) -> list[str]:
     """Return the methods that make up an ability."""
     return [name for name, value in vars(ability).items() if inspect.isfunction(value) and not name.startswith("_")]
-
-
-def abilities_of(tier: object) -> list[str]:
-    """Return the names of the abilities that a store has."""
-    return [ability.__name__ for ability in ABILITIES if isinstance(tier, ability)]
 
 
 def class_problems(tier_class: type) -> list[str]:

@@ -91,7 +91,7 @@ class PinnedRows:
             return self.rows == self._region.num_rows
 
     def close(self) -> None:
-        """Unpin everything; no copy is in flight any more. Waits for the piece being pinned, not for a pause."""
+        """Unpin everything; no copy is in flight any more. Waits for the piece being pinned, or 0.5 s for memory."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()

@@ -346,7 +346,7 @@ class Lookups:
     def _recompute(
         self, too_slow: Sequence[tuple[TierSlot, int]], keys: Sequence[OffloadKey], at: int, state: RequestState
     ) -> None:
-        """Give up chunks that are computed sooner than loaded; ``tiers``: with how many leading keys each has."""
+        """Give up chunks that are computed sooner than loaded; ``too_slow``: tiers, and how many keys each has."""
         for slot, has in too_slow:
             slot.metrics.recomputed_cheaper += len(self._absent(keys[at : at + has], at))
         most = max([has for _, has in too_slow])

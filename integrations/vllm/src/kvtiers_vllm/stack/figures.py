@@ -1,6 +1,6 @@
 """The figures of the whole stack: for vLLM's own ``/metrics`` and for ``kvtiers status``.
 
-Both read the snapshot that ``TieringManager.stats`` keeps of each step.
+Both call ``TieringManager.stats``, which reads all figures of one moment, on any thread.
 """
 
 import time
