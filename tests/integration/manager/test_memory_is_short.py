@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import kvtiers
+from kvtiers._log_queue import flush_logs
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.region.prefault import Prefault
 from kvtiers.types import BlockSpec, RequestContext
@@ -61,6 +62,7 @@ def test_rows_whose_memory_is_not_there_are_never_leased_from_then_on_and_one_li
         manager.on_schedule_end()  # steps: the first asks for more memory, a later one hears that there is none
     stats = manager.stats()["primary"]
     assert (stats["retired_rows"], stats["free_rows"], stats["evictable_rows"]) == (54, 4, 6)
+    flush_logs(60)
     (line,) = [record.getMessage() for record in caplog.records if "pre-fault" in record.getMessage()]
     assert line == (
         f"pre-faulting failed after 10 of 64 rows, and no row after these is used any more: at byte {10 * ROW}: "
