@@ -87,18 +87,20 @@ def test_it_says_when_memory_is_taken(machine, primary, said):
 
 
 @pytest.mark.parametrize(
-    ("setting", "said"),
+    ("release", "setting", "said"),
     [
-        (
-            "always within_size advise [never] deny force",
-            "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled",
-        ),
-        ("always within_size [advise] never deny force", "huge pages for shared memory: advise"),
+        ("6.1.0", "always within_size advise [never] deny force", "in huge pages, where the kernel finds any"),
+        ("5.15.0", "always within_size advise [never] deny force", "echo advise > /sys/kernel/mm/transparent_hugepage"),
+        ("5.15.0", "always within_size [advise] never deny force", "in huge pages, where the kernel finds any"),
+        ("6.1.0", "always within_size advise never [deny] force", "shared memory gets no huge pages"),
     ],
 )
-def test_it_says_whether_the_machine_gives_huge_pages_to_shared_memory(machine, setting, said):
-    here = machine({"sys/kernel/mm/transparent_hugepage/shmem_enabled": setting + "\n"})
-    assert said in "\n".join(found.text for found in examine(config(), here))
+def test_it_says_whether_shared_memory_is_in_huge_pages(machine, release, setting, said):
+    files = {
+        "proc/sys/kernel/osrelease": f"{release}-13-amd64\n",
+        "sys/kernel/mm/transparent_hugepage/shmem_enabled": f"{setting}\n",
+    }
+    assert said in "\n".join(found.text for found in examine(config(), machine(files)))
 
 
 CGROUP_V2 = {

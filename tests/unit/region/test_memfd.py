@@ -24,6 +24,27 @@ def memfd():
     os.close(fd)
 
 
+def test_a_large_mapping_begins_where_a_huge_page_may_and_leaves_nothing_mapped_beside_it():
+    nbytes = 3 * (2 << 20) + PAGE
+    fd = create_memfd("kvtiers-unit-test", nbytes)
+    before = mapped_bytes()
+    mapping = Mapping(fd, nbytes, nbytes)
+    assert mapping.address % (2 << 20) == 0
+    assert mapped_bytes() - before == nbytes
+    mapping.view[nbytes - 1] = 7
+    assert os.pread(fd, 1, nbytes - 1) == b"\7"
+    assert mapping.close()
+    assert mapped_bytes() == before
+    os.close(fd)
+
+
+def mapped_bytes():
+    """Bytes of this process's mappings that are shared or not accessible."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ends = [line.split()[0].split("-") for line in lines if " ---p " in line or "kvtiers-unit-test" in line]
+    return sum(int(end, 16) - int(start, 16) for start, end in ends)
+
+
 def is_mapped(memfd):
     return f" {os.fstat(memfd).st_ino} " in Path("/proc/self/maps").read_text()
 

@@ -1,7 +1,13 @@
+import ctypes
+import errno
 import mmap
 import os
+import platform
+import re
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -69,6 +75,75 @@ def test_an_error_that_is_not_an_old_kernel_is_reported_with_its_place(memfd):
     os.ftruncate(memfd, 0)
     populator.work()
     assert populator.failure.startswith(f"at byte 0 of {BYTES}: [Errno 14]")
+
+
+HUGE = 2 << 20
+
+
+@pytest.fixture
+def large():
+    fd = os.memfd_create("kvtiers-unit-test")
+    os.ftruncate(fd, 8 * HUGE)
+    yield fd
+    os.close(fd)
+
+
+def in_huge_pages(address):
+    """Bytes of the mapping at this address that are mapped by huge pages."""
+    _, _, rest = Path("/proc/self/smaps").read_text().partition(f"{address:08x}-")
+    return next(int(line.split()[1]) << 10 for line in rest.splitlines() if line.startswith("ShmemPmdMapped:"))
+
+
+def has_huge_pages():
+    setting = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    release = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
+    return release >= (6, 1) and setting.exists() and "[deny]" not in setting.read_text()
+
+
+def test_memory_is_in_huge_pages_where_the_kernel_has_them(large):
+    populator = Populator(large, 8 * HUGE, 4 * HUGE, populate.MADV_POPULATE_WRITE, collapse=populate.MADV_COLLAPSE)
+    populator.work()
+    assert (populator.failure, allocated(large)) == ("", 8 * HUGE)
+    if has_huge_pages():
+        assert in_huge_pages(populator._address) == 8 * HUGE
+
+
+class Refusing:
+    """A kernel that refuses to make huge pages, after so many seconds."""
+
+    def __init__(self, libc, number, clock=None, seconds=0.0):
+        self.libc, self.number, self.clock, self.seconds, self.asked = libc, number, clock, seconds, 0
+
+    def madvise(self, address, nbytes, advice):
+        if advice != populate.MADV_COLLAPSE:
+            return self.libc.madvise(address, nbytes, advice)
+        self.asked += 1
+        if self.clock is not None:
+            self.clock.now += self.seconds
+        ctypes.set_errno(self.number)
+        return -1 if self.number else 0
+
+
+@pytest.mark.parametrize(
+    ("number", "asked"),
+    [(errno.EINVAL, 1), (errno.ENOMEM, 4), (errno.EAGAIN, 4)],
+    ids=["an older kernel", "fragmented memory", "busy pages"],
+)
+def test_what_the_kernel_makes_no_huge_pages_of_is_in_small_ones(large, number, asked):
+    populator = Populator(large, 8 * HUGE, HUGE, populate.MADV_POPULATE_WRITE, collapse=populate.MADV_COLLAPSE)
+    populator._libc = Refusing(populator._libc, number)
+    populator.work()
+    assert (populator.failure, allocated(large)) == ("", 8 * HUGE)
+    assert populator._libc.asked == asked, "after some refusals it is not asked again"
+
+
+def test_huge_pages_that_take_long_to_be_found_are_given_up(large, monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(populate, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    populator = Populator(large, 8 * HUGE, HUGE, populate.MADV_POPULATE_WRITE, collapse=populate.MADV_COLLAPSE)
+    populator._libc = Refusing(populator._libc, 0, clock, seconds=0.05)
+    populator.work()
+    assert (populator._libc.asked, allocated(large)) == (4, 8 * HUGE)
 
 
 def test_the_program_needs_the_standard_library_only_and_little_of_it(memfd):

@@ -42,6 +42,7 @@ _MFD_HUGE_SHIFT = 26
 _MAP_FIXED, _MAP_NORESERVE, _MAP_FIXED_NOREPLACE = 0x10, 0x4000, 0x100000
 _LEAST_FILLED = 64 << 10  # a hole that is smaller, beside memory that the child has already, stays a hole
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_PROT_NONE, _READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
 _MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_DONTDUMP = 10, 14, 16
 _MPOL_PREFERRED = 1
 _SYS_MBIND = {"x86_64": 237, "aarch64": 235}
@@ -123,12 +124,7 @@ class Mapping:
     """
 
     def __init__(self, fd: int, nbytes: int, view_bytes: int, *, core_dumps: bool = False) -> None:
-        flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
-        if address == _MAP_FAILED:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
-        self.address = int(address)
+        self.address = _map_shared(fd, nbytes) if fd >= 0 else _map(None, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.nbytes = nbytes
         if not core_dumps:
             _libc.madvise(self.address, nbytes, _MADV_DONTDUMP)
@@ -165,10 +161,38 @@ class Mapping:
         self._is_private = True  # a child of the child inherits it like any other memory
 
 
+def _map(place: int | None, nbytes: int, flags: int, fd: int = -1, access: int = _READ_WRITE) -> int:
+    address = _libc.mmap(place, nbytes, access, flags, fd, 0)
+    if address == _MAP_FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return int(address)
+
+
+def _map_shared(fd: int, nbytes: int) -> int:
+    """Map a memfd where its huge pages, if it has any, are mapped whole: address and offset are multiples of theirs."""
+    page = HUGE_PAGE_BYTES["2MiB"]
+    if nbytes < page or os.fstat(fd).st_blksize > page:  # pages of 1 GiB: the kernel finds a place by itself
+        return _map(None, nbytes, mmap.MAP_SHARED, fd)
+    free = _map(None, nbytes + page, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, access=_PROT_NONE)
+    place = -(-free // page) * page
+    try:
+        _map(place, nbytes, mmap.MAP_SHARED | _MAP_FIXED, fd)
+    except OSError:
+        _libc.munmap(free, nbytes + page)
+        raise
+    end = -(-(place + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+    if place > free:
+        _libc.munmap(free, place - free)
+    if free + nbytes + page > end:
+        _libc.munmap(end, free + nbytes + page - end)
+    return place
+
+
 def _map_private(address: int, nbytes: int, how: int) -> bool:
     """Map empty memory at this address; False if it is not there then."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | how
-    found = _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+    found = _libc.mmap(address, nbytes, _READ_WRITE, flags, -1, 0)
     if found not in {address, _MAP_FAILED}:  # a kernel before 4.17 takes the address as a hint
         _libc.munmap(found, nbytes)
     return bool(found == address)

@@ -1,6 +1,7 @@
 """The owner of the pre-fault program (``populate.py``): starts it, asks it for more, reads its progress, ends it."""
 
 import contextlib
+import mmap
 import os
 import subprocess
 import sys
@@ -38,7 +39,8 @@ class Prefault:
         self._unread = b""
         threads = min(_THREADS, os.cpu_count() or 1)
         piece_bytes = max(populate.PIECE_BYTES, page_bytes)
-        numbers = (fd, nbytes, piece_bytes, threads, populate.MADV_POPULATE_WRITE, self.wanted)
+        collapse = populate.MADV_COLLAPSE if page_bytes == mmap.PAGESIZE else 0
+        numbers = (fd, nbytes, piece_bytes, threads, populate.MADV_POPULATE_WRITE, collapse, self.wanted)
         # No site packages and no PYTHON* variables: a bare interpreter starts in 15 ms.
         self._process = subprocess.Popen(  # noqa: S603 -- our own program, with numbers as its arguments
             [sys.executable or "", "-I", "-S", str(self.program), *map(str, numbers)],

@@ -17,6 +17,7 @@ from kvtiers.region.memfd import HUGE_PAGE_BYTES
 
 __all__ = ["examine"]
 
+_COLLAPSE = (6, 1)  # MADV_COLLAPSE makes huge pages of shared memory, whatever the setting
 _POPULATE_SINCE = (5, 14)
 _FEW_CHUNKS = 4
 # Keys and values (2) of 24 layers, 2 KV heads, 64 numbers of 2 bytes, for 16 tokens: Qwen2.5-0.5B, whose config.json
@@ -107,11 +108,14 @@ def _growth(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:
 
 def _transparent(machine: Machine) -> str:
     path = machine.root / "sys/kernel/mm/transparent_hugepage/shmem_enabled"
-    setting = next((word.strip("[]") for word in read_text(path).split() if word.startswith("[")), "never")
-    if setting in {"never", "deny"}:
+    setting = next((word.strip("[]") for word in read_text(path).split() if word.startswith("[")), "deny")
+    if setting == "deny":
+        return f"shared memory gets no huge pages: {path.relative_to(machine.root)} says deny, or is not there"
+    version = machine.kernel()
+    if setting == "never" and (version is None or version < _COLLAPSE):
         how = f"as root, echo advise > /{path.relative_to(machine.root)}"
-        return f"the machine gives no huge pages to shared memory ({how})"
-    return f"huge pages for shared memory: {setting}"
+        return f"before Linux {_COLLAPSE[0]}.{_COLLAPSE[1]} shared memory gets no huge pages ({how})"
+    return "in huge pages, where the kernel finds any"
 
 
 def _huge_pages(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:
