@@ -236,3 +236,16 @@ def test_some_of_the_rows_are_leased_as_far_as_they_are_pinned(join):
     pinned.release()
     pinned.release()
     pinned.close()
+
+
+def test_nothing_is_pinned_within_a_pause(join):
+    pinner = Pinner()
+    pinned = start(pinner, join, piece=STRIDE)
+    join.populate(2)
+    until(lambda: pinned.rows == 2)
+    with pinned.paused():
+        join.populate(10, ended=True)
+        assert not pinned.wait(0.05)
+        assert len(pinner.pieces) == 2
+    assert pinned.wait(60)
+    pinned.close()

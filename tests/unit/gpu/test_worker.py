@@ -402,10 +402,13 @@ def test_an_engine_that_says_which_steps_compute_is_busy_with_those_alone(region
     monkeypatch.setattr("kvtiers.gpu.worker.time", SimpleNamespace(monotonic=lambda: now))
     worker.note_step(computes=True)
     assert worker.is_busy()
-    now += 0.3
-    assert not worker.is_busy()
+    now += 0.9
+    assert worker.is_busy(), "a step of a long prompt takes as long"
     worker.note_step(computes=False)
     worker.get_finished()
     worker.submit_load(1, rows(8), blocks(3))
     assert not worker.is_busy()
+    worker.note_step(computes=True)
+    now += 1.1
+    assert not worker.is_busy(), "an engine without requests takes no steps"
     worker.shutdown()

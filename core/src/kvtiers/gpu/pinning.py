@@ -12,10 +12,11 @@ A copy that needs pinned rows holds a lease while it is being launched. Giving u
 those that are held and for the copies in flight, and only then unpins.
 """
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from kvtiers.api.units import format_size
@@ -68,6 +69,7 @@ class PinnedRows:
         self._leases = 0
         self._closing = False
         self._changed = threading.Condition()
+        self._pinning = threading.Lock()
         region.pinned(0)  # before a job: rows that are not pinned are not to be leased
         self._thread = threading.Thread(target=self._run, name="kvtiers-pin", daemon=True)
         self._thread.start()
@@ -83,6 +85,12 @@ class PinnedRows:
         with self._changed:
             self._leases -= 1
             self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Pin nothing within the block; it begins when the piece being pinned is."""
+        with self._pinning:
+            yield
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until all rows are pinned or pinning was given up; return which."""
@@ -131,15 +139,17 @@ class PinnedRows:
     def _pin(self, end: int) -> None:
         stride = self._region.row_stride
         address = self._address + self.rows * stride
-        begin = self._clock()
-        self._pinner.pin(address, (end - self.rows) * stride)
-        took = self._clock() - begin
+        nbytes = (end - self.rows) * stride
+        with self._pinning:
+            begin = self._clock()
+            self._pinner.pin(address, nbytes)
+            took = self._clock() - begin
         with self._changed:
             self._pieces.append(address)
             self.rows = end
             self._changed.notify_all()
         self._region.pinned(end)
-        rest = self._pace.rest_after(took, busy=self._is_busy())
+        rest = self._pace.rest_after(nbytes, took, busy=self._is_busy())
         if rest > 0:
             self._pause(rest)
 

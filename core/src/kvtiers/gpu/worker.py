@@ -40,7 +40,6 @@ _log = logging.getLogger("kvtiers.gpu")
 _IDLE_SECONDS = 0.5  # how often an idle worker looks whether the manager is still there
 _JOINING_SECONDS = 0.02  # the same, until it has the rows
 _BUSY_SECONDS = 1.0  # an engine without a call for this long counts as idle; its longest steps take about as much
-_PAUSE_SECONDS = 0.2  # the same, where the engine says which steps compute: a step that does not is a pause
 
 
 @dataclass(slots=True, eq=False)
@@ -120,17 +119,15 @@ class GpuWorker:
     def note_step(self, *, computes: bool = True) -> None:
         """Record that the engine begins a step: background pinning pauses.
 
-        ``computes``: it launches kernels. From the first call on nothing else counts as work: while an engine only
-        waits for loads is the best moment to pin.
+        ``computes``: it launches kernels. From the first call on nothing else counts as work, and a step that computes
+        nothing ends it: while an engine only waits for loads is the best moment to pin.
         """
         self._says_what_computes = True
-        if computes:
-            self._heard = time.monotonic()
+        self._heard = time.monotonic() if computes else -math.inf
 
     def is_busy(self) -> bool:
         """Return whether the engine computes: it began a step lately, or else submitted a job or asked for results."""
-        seconds = _PAUSE_SECONDS if self._says_what_computes else _BUSY_SECONDS
-        return time.monotonic() - self._heard < seconds
+        return time.monotonic() - self._heard < _BUSY_SECONDS
 
     def _note_call(self) -> None:
         if not self._says_what_computes:

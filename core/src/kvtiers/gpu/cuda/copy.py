@@ -81,20 +81,28 @@ class CudaCopies:
         return event
 
     def attach(self, region: RegionJoin, is_busy: Callable[[], bool]) -> None:
-        """Use this region, and begin to pin it."""
+        """Use this region, and begin to pin it. After an error it is as it was before."""
+        try:
+            self._attach(region, is_busy)
+        except BaseException:
+            self.detach()
+            raise
+
+    def _attach(self, region: RegionJoin, is_busy: Callable[[], bool]) -> None:
         address = np.frombuffer(region.view, np.uint8).ctypes.data
         self.num_rows = region.num_rows
+        settings = self._settings
+        if settings.pin:  # first: what follows takes a while, and rows that are not pinned are not leased
+            pace = PinPace(settings.pin_share, settings.pin_seconds, settings.pin_piece_bytes)
+            self.pinned = PinnedRows(self._driver, region, address, self._settle, pace, is_busy)
         self._enter()
         if self._has_kernel is None:
             self._has_kernel = self._load_kernel()
-        self._choices = self._measure()
+        with self.pinned.paused() if self.pinned is not None else contextlib.nullcontext():
+            self._choices = self._measure()
         for lane in self._lanes.values():
             lane.region = address
-        settings = self._settings
-        if settings.pin:
-            pace = PinPace(settings.pin_share, settings.pin_seconds, settings.pin_piece_bytes)
-            self.pinned = PinnedRows(self._driver, region, address, self._settle, pace, is_busy)
-        else:
+        if self.pinned is None:
             region.settle()
 
     def detach(self) -> None:
