@@ -1,5 +1,6 @@
 """A primary whose rows a GPU's rank pins bit by bit: none is leased before it is pinned."""
 
+import threading
 import time
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 import kvtiers
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
+from kvtiers.region.client import RegionJoin
 from kvtiers.region.handshake import SETTLED
 from kvtiers.types import RequestContext
 
@@ -85,3 +87,32 @@ def test_a_store_of_more_rows_than_the_window_has_memory_made_ready_for_it(engin
     assert max(plan.chunk_ids) < 64
     manager.complete_store(plan)
     manager.on_request_finished(context)
+
+
+def test_the_start_waits_a_moment_for_the_first_pinned_memory(monkeypatch):
+    config = {"version": 1, "primary": {"capacity": f"{64 * LAYOUT.row_stride}B", "start_wait": "30s"}}
+    monkeypatch.setattr(RegionJoin, "settle", lambda join: join.pinned(0))  # as a GPU's rank: it has yet to pin
+    manager = kvtiers.open_manager(config, LAYOUT)
+    worker = kvtiers.open_worker(config, LAYOUT, [np.zeros((64, 4000), np.uint8)], engine_id=manager.engine_id)
+    waiting = threading.Thread(target=manager.wait_ready, args=(60,))
+    waiting.start()
+    wait_until(lambda: worker._region._pinned == 0)
+    worker._region.pinned(59)
+    waiting.join(0.1)
+    assert waiting.is_alive(), "of 64 rows the start waits for 60"
+    worker._region.pinned(60)
+    waiting.join(60)
+    assert not waiting.is_alive()
+    worker.shutdown()
+    manager.shutdown(1)
+
+
+@pytest.mark.parametrize("how", [{"start_wait": "50ms"}, {"prefault": "off", "start_wait": "1h"}], ids=["ahead", "off"])
+def test_memory_that_is_not_pinned_in_time_does_not_keep_the_start(how, monkeypatch):
+    config = {"version": 1, "primary": {"capacity": f"{64 * LAYOUT.row_stride}B", **how}}
+    monkeypatch.setattr(RegionJoin, "settle", lambda join: join.pinned(0))
+    manager = kvtiers.open_manager(config, LAYOUT)
+    worker = kvtiers.open_worker(config, LAYOUT, [np.zeros((64, 4000), np.uint8)], engine_id=manager.engine_id)
+    manager.wait_ready(60)
+    worker.shutdown()
+    manager.shutdown(1)

@@ -4,6 +4,7 @@ import threading
 import pytest
 
 from kvtiers.api import StartError
+from kvtiers.region.handshake import SETTLED
 from kvtiers.region.ranks import PrefaultEnded, RankGone, RankJoined, RankLost, RankRefused, RankTable
 
 
@@ -101,3 +102,19 @@ def test_the_end_of_the_serving_thread_fails_the_start(table):
     table.break_off("the thread ended")
     with pytest.raises(StartError, match="the thread ended"):
         table.wait_all(1000.0)
+
+
+def test_memory_is_pinned_when_each_rank_has_pinned_it_or_pins_no_more(table):
+    assert not table.wait_pinned(8, 0.0), "no rank has joined"
+    table.join(0, 10)
+    table.join(1, 11)
+    assert not table.wait_pinned(8, 0.0), "no rank has said what it has pinned"
+    table.pinned(0, 8)
+    table.pinned(1, 7)
+    assert not table.wait_pinned(8, 0.0)
+    threading.Timer(0.0, table.pinned, (1, 9)).start()
+    assert table.wait_pinned(8, 60.0)
+    table.pinned(1, SETTLED)
+    assert table.wait_pinned(8, 0.0)
+    table.lose(1)
+    assert not table.wait_pinned(8, 0.0)

@@ -86,6 +86,9 @@ class PrimaryConfig(StrictModel):
     prefault_window: Size = Field(
         default=DEFAULT_WINDOW, gt=0, description="with 'prefault: ahead', how much memory is ready ahead of use"
     )
+    start_wait: Duration = Field(
+        default=1.0, ge=0, description="with 'prefault: ahead', how long the start waits for that memory at most"
+    )
     pin_share: Share = Field(
         default=0.10, gt=0, description="share of a GPU driver's time for pinning memory while the engine works"
     )

@@ -79,7 +79,8 @@ class RankTable:
         self._region = region
         self.world_size = world_size
         self._populating = settled_first
-        self._settled: set[int] | None = set() if settled_first else None
+        self._settled_first = settled_first
+        self._settled: set[int] = set()
         self._pinned: dict[int, int] = {}
         self.least_pinned: int | None = None
         """Rows that all ranks have pinned which pin on; None where no rank does. Read without the lock."""
@@ -96,8 +97,9 @@ class RankTable:
     @property
     def all_ready(self) -> bool:
         """Every rank has joined, and what else the region is to wait for has come."""
-        settled = self._settled
-        return self.all_joined and (settled is None or (not self._populating and len(settled) == self.world_size))
+        if not self._settled_first:
+            return self.all_joined
+        return self.all_joined and not self._populating and len(self._settled) == self.world_size
 
     def pinned(self, rank: int, rows: int) -> None:
         """Record that this rank has pinned so many rows, or (``SETTLED``) will pin no more than it has."""
@@ -106,9 +108,8 @@ class RankTable:
                 self._pinned[rank] = rows
             else:
                 self._pinned.pop(rank, None)
-                if self._settled is not None:
-                    self._settled.add(rank)
-                    self._changed.notify_all()
+                self._settled.add(rank)
+            self._changed.notify_all()
             self.least_pinned = min(self._pinned.values(), default=None)
 
     def occupant(self, rank: int) -> int | None:
@@ -158,8 +159,7 @@ class RankTable:
             self.all_joined = False
             self._pinned.pop(rank, None)
             self.least_pinned = min(self._pinned.values(), default=None)
-            if self._settled is not None:
-                self._settled.discard(rank)
+            self._settled.discard(rank)
             self._post(RankLost(rank))
 
     def forget(self, rank: int) -> None:
@@ -213,6 +213,15 @@ class RankTable:
                 self._changed.wait(left)
             if self._broken:
                 raise StartError(f"{self._region}: {self._broken}")
+
+    def wait_pinned(self, rows: int, timeout: float) -> bool:
+        """Wait until each rank has pinned so many rows, or will pin no more; return whether that came in time."""
+
+        def is_pinned(rank: int) -> bool:
+            return rank in self._settled or self._pinned.get(rank, 0) >= rows
+
+        with self._changed:
+            return self._changed.wait_for(lambda: all(map(is_pinned, range(self.world_size))), timeout)
 
     def _describe_unready(self, seconds: float) -> str:
         if not self.all_joined:

@@ -136,6 +136,11 @@ class OffloadRegion:
     def wait_ready(self, timeout: float | None = None) -> None:
         """Block until all ranks have joined; StartError that names the missing or refused ones."""
 
+    def wait_window(self, timeout: float) -> bool:
+        """Return whether the memory that is ready ahead of use is there; nothing is pinned here."""
+        del timeout
+        return True
+
     def close(self) -> None:
         """Release the memory. A buffer that is still in use keeps it mapped, with a warning. May be called again."""
         if self._closed:
@@ -285,6 +290,13 @@ class SharedOffloadRegion(OffloadRegion):
         """
         left = max(0.0, self._created + self._start_deadline - time.monotonic())
         self._ranks.wait_all(left if timeout is None else timeout, self.map_bytes / _SLOWEST_PINNING)
+
+    def wait_window(self, timeout: float) -> bool:
+        """Block until all ranks have pinned the memory that is ready ahead of use; return whether that came in time.
+
+        But for the last part of it: a piece that reaches beyond what is populated is not pinned yet.
+        """
+        return self._ranks.wait_pinned(self._window_rows - self._window_rows // _FOLLOWING_STEPS, timeout)
 
     def close(self) -> None:
         """Disconnect the ranks, end pre-faulting and release the memory. May be called again."""
