@@ -45,6 +45,7 @@ CONNECTOR = {
     "on_new_request": ("self", "request"),
     "get_num_new_matched_tokens": ("self", "request", "num_computed_tokens"),
     "build_connector_meta": ("self", "scheduler_output"),
+    "bind_connector_metadata": ("self", "connector_metadata"),
     "update_connector_output": ("self", "connector_output"),
     "build_connector_worker_meta": ("self",),
     "get_transfer_results": ("self", "finished_req_ids"),

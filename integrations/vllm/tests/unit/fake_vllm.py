@@ -48,6 +48,12 @@ class SecondaryTierManager:
 
 
 @dataclass
+class OffloadingConnectorMetadata:
+    load_jobs: Any = "loads"
+    store_jobs: Any = "stores"
+
+
+@dataclass
 class OffloadingWorkerMetadata:
     completed_jobs: Any = None
     transfer_stats: Any = None
@@ -74,7 +80,10 @@ class OffloadingConnector:
 
     def build_connector_meta(self, scheduler_output):
         self.calls.append("build_connector_meta")
-        return "meta"
+        return OffloadingConnectorMetadata()
+
+    def bind_connector_metadata(self, connector_metadata):
+        self.calls.append("bind_connector_metadata")
 
     def update_connector_output(self, connector_output):
         self.calls.append("update_connector_output")
@@ -82,9 +91,6 @@ class OffloadingConnector:
     def build_connector_worker_meta(self):
         self.calls.append("build_connector_worker_meta")
         return OffloadingWorkerMetadata({1}, "stats")
-
-    def start_load_kv(self, forward_context):
-        self.calls.append("start_load_kv")
 
     def get_transfer_results(self, finished_req_ids):
         self.calls.append("get_transfer_results")
@@ -199,7 +205,10 @@ class KVTransferConfig:
 _BASE = ("OffloadingCounterMetadata", "OffloadingGaugeMetadata", "RequestOffloadingContext", "OffloadingSpec")
 _MODULES: dict[str, dict[str, Any]] = {
     f"{_CONNECTORS}.offloading.metrics": {"OffloadingConnectorStats": _kind("OffloadingConnectorStats")},
-    f"{_CONNECTORS}.offloading.common": {"OffloadingWorkerMetadata": OffloadingWorkerMetadata},
+    f"{_CONNECTORS}.offloading.common": {
+        "OffloadingConnectorMetadata": OffloadingConnectorMetadata,
+        "OffloadingWorkerMetadata": OffloadingWorkerMetadata,
+    },
     f"{_CONNECTORS}.offloading.scheduler": {"OffloadingConnectorScheduler": OffloadingConnectorScheduler},
     f"{_CONNECTORS}.offloading.worker": {"OffloadingConnectorWorker": OffloadingConnectorWorker},
     f"{_CONNECTORS}.offloading_connector": {"OffloadingConnector": OffloadingConnector},
@@ -229,6 +238,7 @@ NAMES = {
         "SecondaryTierManager",
     ),
     "stack.connector": (
+        "OffloadingConnectorMetadata",
         "OffloadingWorkerMetadata",
         "OffloadingConnectorScheduler",
         "OffloadingConnectorWorker",

@@ -65,9 +65,9 @@ def connector(connector_module):
         ("on_new_request", [SimpleNamespace(request_id="a")], None),
         ("get_num_new_matched_tokens", [SimpleNamespace(request_id="a"), 0], (16, True)),
         ("get_num_new_matched_tokens", [SimpleNamespace(request_id="a"), 16], (16, True)),
-        ("build_connector_meta", [SimpleNamespace(total_num_scheduled_tokens=1, num_scheduled_tokens={})], "meta"),
+        ("build_connector_meta", [SimpleNamespace(num_scheduled_tokens={})], fake_vllm.OffloadingConnectorMetadata()),
         ("get_transfer_results", [set()], fake_vllm.Results()),
-        ("start_load_kv", ["forward context"], None),
+        ("bind_connector_metadata", ["metadata"], None),
     ],
 )
 def test_a_call_of_the_connectors_answers_what_vllm_answers(connector, call, arguments, answer, caplog):
@@ -76,15 +76,18 @@ def test_a_call_of_the_connectors_answers_what_vllm_answers(connector, call, arg
     assert "a bug of kvtiers" in caplog.text
 
 
-def test_a_rank_hears_that_a_step_begins_before_vllm_launches_anything_of_it(connector, worker_module):
+@pytest.mark.parametrize(("tokens", "computes"), [(16, True), (0, False)], ids=["computes", "only moves KV"])
+def test_a_rank_is_told_of_a_step_before_vllm_launches_anything_of_it(connector, worker_module, tokens, computes):
+    """vLLM binds the step's metadata first; its call to start loads comes after the model's launches."""
     gpu = Gpu()
     gpu.note_step = lambda *, computes: connector.calls.append(("note_step", computes))
     connector.connector_worker = SimpleNamespace(worker=worker_module.KvtiersWorker(gpu, 1))
-    connector.start_load_kv(SimpleNamespace(attn_metadata={"layer": "metadata"}))
-    assert connector.calls == [("note_step", True), "start_load_kv"]
+    step = SimpleNamespace(total_num_scheduled_tokens=tokens, num_scheduled_tokens={})
+    metadata = connector.build_connector_meta(step)
+    assert (metadata.load_jobs, metadata.store_jobs) == ("loads", "stores"), "vLLM's own orders, unchanged"
     connector.calls.clear()
-    connector.start_load_kv(SimpleNamespace(attn_metadata=None))
-    assert connector.calls == [("note_step", False), "start_load_kv"], "it only moves KV: a good moment to pin"
+    connector.bind_connector_metadata(metadata)
+    assert connector.calls == [("note_step", computes), "bind_connector_metadata"]
 
 
 def test_news_of_copies_that_the_manager_cannot_take_are_vllms_news(connector, connector_module, caplog):

@@ -22,7 +22,10 @@ from kvtiers_vllm.stack.options import CONNECTOR_NAME, SPEC_NAME
 from kvtiers_vllm.stack.plans import CopyReport
 
 try:
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+        OffloadingConnectorMetadata,
+        OffloadingWorkerMetadata,
+    )
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
@@ -31,6 +34,13 @@ except ImportError:
     raise
 
 __all__ = ["KvtiersConnector"]
+
+
+@dataclass
+class StepMetadata(OffloadingConnectorMetadata):
+    """vLLM's orders to the workers for one step. ``computes``: the step computes tokens, and does not only move KV."""
+
+    computes: bool = True
 
 
 @dataclass
@@ -96,7 +106,11 @@ class KvtiersConnector(OffloadingConnector):
         """Record how much a step computes; one that computes nothing leaves the copies some time."""
         meta = super().build_connector_meta(scheduler_output)
         self._step_begins(scheduler_output)
-        return meta
+        return self._with_step(meta, scheduler_output) or meta
+
+    @never_raises(lambda: None)
+    def _with_step(self, meta: Any, scheduler_output: Any) -> StepMetadata:
+        return StepMetadata(**vars(meta), computes=bool(scheduler_output.total_num_scheduled_tokens))
 
     @never_raises(lambda: None)
     def _step_begins(self, scheduler_output: Any) -> None:
@@ -116,14 +130,13 @@ class KvtiersConnector(OffloadingConnector):
         if isinstance(metadata, WorkerNews):
             self.connector_scheduler.manager.copies_ended(metadata.copies)
 
-    def start_load_kv(self, *arguments: Any, **more: Any) -> None:
-        """Record that a step begins here: background pinning pauses for its launches.
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """Record that a step begins on this rank: background pinning pauses for its launches.
 
-        A step that computes nothing has no attention metadata.
+        vLLM calls this before it launches anything of the step; ``start_load_kv`` may come after the model.
         """
-        context = arguments[0] if arguments else None
-        self._note_step(computes=getattr(context, "attn_metadata", None) is not None)
-        super().start_load_kv(*arguments, **more)
+        self._note_step(computes=getattr(connector_metadata, "computes", True))
+        super().bind_connector_metadata(connector_metadata)
 
     @never_raises(lambda: None)
     def _note_step(self, *, computes: bool) -> None:
