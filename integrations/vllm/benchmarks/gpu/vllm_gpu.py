@@ -46,6 +46,8 @@ class Run(NamedTuple):
     store: str = ""
 
 
+WARM_UP = Run("none", "warm_up")
+"""The first engine on a fresh machine compiles for half a minute; what it takes is no engine's figure."""
 QUICK = [
     Run("none", "startup,throughput,mixed"),
     Run("stack", "startup", 64),
@@ -93,7 +95,7 @@ def machine() -> dict[str, str]:
     return {"gpu": gpu, "cores": str(os.cpu_count()), "kernel": platform.release(), "python": platform.python_version()}
 
 
-def play(run: Run, model: str, stores: Path, seconds: float) -> list[dict[str, Any]]:
+def play(run: Run, model: str, stores: Path, seconds: float, logs: Path | None = None) -> list[dict[str, Any]]:
     """Run one engine to its end; return what it printed, and what went wrong as a scene ``error``."""
     folder = stores / (run.store or f"{run.mode}-alone")
     folder.mkdir(parents=True, exist_ok=True)
@@ -111,6 +113,9 @@ def play(run: Run, model: str, stores: Path, seconds: float) -> list[dict[str, A
             process.wait()
         log.seek(0)
         lines = log.read().splitlines()
+    if logs is not None:
+        name = f"{len(list(logs.iterdir())):02d}-{run.mode}-{run.scenes.replace(',', '-')}.log"
+        (logs / name).write_text("\n".join(line for line in lines if not line.startswith("RESULT ")) + "\n")
     found = [json.loads(line[7:]) for line in lines if line.startswith("RESULT ")]
     for one in found:
         one["primary_gib"] = run.primary
@@ -271,9 +276,11 @@ def main() -> None:
     parser.add_argument("--model", help="folder with the model's config.json")
     parser.add_argument("--quick", action="store_true", help="the scenes that have goals")
     parser.add_argument("--only", default="", help="runs by number, as 0,2,5: a part of the quick or the full list")
+    parser.add_argument("--warm", action="store_true", help="this machine has run an engine before: no warm-up")
     parser.add_argument("--stores", default="/dev/shm", help="where stores are made (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", default="vllm_gpu.json", help="results (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=5.0, help="most minutes of one engine (default: %(default)s)")
+    parser.add_argument("--logs", type=Path, help="folder for the log of each engine")
     parser.add_argument("--page", nargs=2, metavar=("RESULTS", "OUT"), help="make the page of an earlier run")
     options = parser.parse_args()
     if options.page:
@@ -284,11 +291,15 @@ def main() -> None:
     runs = QUICK if options.quick else FULL
     if options.only:
         runs = [runs[int(number)] for number in options.only.split(",")]
+    if not options.warm:
+        runs = [WARM_UP, *runs]
     found: dict[str, Any] = {"machine": machine(), "link_gb_s": link_gb_s(), "results": [], "goals": []}
+    if options.logs is not None:
+        options.logs.mkdir(parents=True, exist_ok=True)
     stores = Path(tempfile.mkdtemp(prefix="kvtiers-bench-", dir=options.stores))
     try:
         for run in runs:
-            found["results"] += play(run, options.model, stores, 60 * options.minutes)
+            found["results"] += play(run, options.model, stores, 60 * options.minutes, options.logs)
             found["goals"] = goals(found["results"], found["link_gb_s"])
             Path(options.json).write_text(json.dumps(found), encoding="utf-8")
     finally:
