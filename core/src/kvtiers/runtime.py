@@ -240,7 +240,8 @@ class _Engine:
         self._layout = layout if layout.model.weights else _with_random_weights(layout)
         self._region = region
         self._primary = primary
-        self._start_wait = config.primary.start_wait if config.primary.prefault == "ahead" else 0.0
+        self._start_wait = config.start_wait
+        self._pins_ahead = config.primary.prefault == "ahead"
         self._waits_for_all = config.primary.prefault == "all"
         self._ready = region.all_ready
         self._follow_from = region.follow(0)
@@ -309,10 +310,14 @@ class _Engine:
         return bool(self._region.lost_ranks)
 
     def wait_ready(self, timeout: float) -> None:
-        """Wait for the ranks, for a moment for the first pinned memory, then for the required tiers."""
+        """Wait for the ranks, then ``start_wait`` for what makes first requests fast, then for the required tiers."""
         until = time.monotonic() + timeout
         self._region.wait_ready(timeout)
-        self._region.wait_window(min(self._start_wait, max(0.0, until - time.monotonic())))
+        soon = min(time.monotonic() + self._start_wait, until)
+        if self._pins_ahead:
+            self._region.wait_window(max(0.0, soon - time.monotonic()))
+        for tier in self._tiers.values():
+            tier.wait_open(max(0.0, soon - time.monotonic()))
         for name in self._required:
             error = self._tiers[name].wait_open(max(0.0, until - time.monotonic()))
             if error:

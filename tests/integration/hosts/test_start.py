@@ -59,6 +59,23 @@ def test_a_store_that_hangs_while_it_opens_holds_up_no_other_tier(start, faulty,
     assert engine.load(machine.keys(0, 4)) == 4
 
 
+@pytest.mark.parametrize("wait", ["1h", "0s"])
+def test_the_start_waits_for_tiers_to_open_as_long_as_the_config_says(start, faulty, gates_of, machine, wait):
+    """The first requests find what is stored."""
+    tier = faulty("slow")
+    gates_of("slow").set("open", "hang")
+    engine = start(tier, start_wait=wait)
+    waiting = threading.Thread(target=engine.manager.wait_ready, args=(60,))
+    waiting.start()
+    machine.wait_until(lambda: gates_of("slow").reached("open"), "opening")
+    waiting.join(0.1 if wait == "1h" else 60)
+    assert waiting.is_alive() == (wait == "1h")
+    assert machine.release(gates_of("slow").root / "fifo")
+    waiting.join(60)
+    assert not waiting.is_alive()
+    engine.until_available()
+
+
 # -- where its I/O runs
 
 

@@ -90,7 +90,7 @@ def test_a_store_of_more_rows_than_the_window_has_memory_made_ready_for_it(engin
 
 
 def test_the_start_waits_a_moment_for_the_first_pinned_memory(monkeypatch):
-    config = {"version": 1, "primary": {"capacity": f"{64 * LAYOUT.row_stride}B", "start_wait": "30s"}}
+    config = {"version": 1, "start_wait": "30s", "primary": {"capacity": f"{64 * LAYOUT.row_stride}B"}}
     monkeypatch.setattr(RegionJoin, "settle", lambda join: join.pinned(0))  # as a GPU's rank: it has yet to pin
     manager = kvtiers.open_manager(config, LAYOUT)
     worker = kvtiers.open_worker(config, LAYOUT, [np.zeros((64, 4000), np.uint8)], engine_id=manager.engine_id)
@@ -107,9 +107,10 @@ def test_the_start_waits_a_moment_for_the_first_pinned_memory(monkeypatch):
     manager.shutdown(1)
 
 
-@pytest.mark.parametrize("how", [{"start_wait": "50ms"}, {"prefault": "off", "start_wait": "1h"}], ids=["ahead", "off"])
-def test_memory_that_is_not_pinned_in_time_does_not_keep_the_start(how, monkeypatch):
-    config = {"version": 1, "primary": {"capacity": f"{64 * LAYOUT.row_stride}B", **how}}
+@pytest.mark.parametrize(("prefault", "wait"), [("ahead", "50ms"), ("off", "1h")])
+def test_memory_that_is_not_pinned_in_time_does_not_keep_the_start(prefault, wait, monkeypatch):
+    primary = {"capacity": f"{64 * LAYOUT.row_stride}B", "prefault": prefault}
+    config = {"version": 1, "start_wait": wait, "primary": primary}
     monkeypatch.setattr(RegionJoin, "settle", lambda join: join.pinned(0))
     manager = kvtiers.open_manager(config, LAYOUT)
     worker = kvtiers.open_worker(config, LAYOUT, [np.zeros((64, 4000), np.uint8)], engine_id=manager.engine_id)

@@ -23,6 +23,7 @@ def test_every_option_of_a_full_config_arrives(tiers_yaml, shelf, full):
     assert config.primary.capacity == 64 * 2**30
     assert (config.primary.huge_pages, config.primary.start_deadline) == ("off", 60.0)
     assert (config.lookup_wait, config.load_wait, config.clean_reserve) == (0.02, "auto", 0.05)
+    assert config.start_wait == 1.0
     assert config.record.model_dump() == {"path": "/var/log/kvtiers/trace.jsonl", "max_bytes": 2 * 10**9}
     first, second = config.secondary
     assert (first.capacity, first.ttl, first.fill, first.nodes) == (500 * 2**30, 86400.0, 0.8, ["here", "there"])
@@ -36,9 +37,10 @@ def test_what_is_left_out_has_the_documented_defaults():
     config = load_config({"version": 1, "primary": {"capacity": "1GiB"}})
     assert (config.namespace, config.model, config.secondary, config.record) == ("default", None, (), None)
     assert (config.lookup_wait, config.load_wait, config.clean_reserve) == (0.02, "auto", 0.05)
+    assert config.start_wait == 1.0
     assert config.primary.model_dump(exclude={"capacity"}) == {
         "eviction": "lru", "huge_pages": "off", "numa_node": None, "prefault": "ahead", "prefault_window": 16 << 30,
-        "start_wait": 1.0, "pin_share": 0.1, "pin_piece": 0.002, "start_deadline": 60.0,
+        "pin_share": 0.1, "pin_piece": 0.002, "start_deadline": 60.0,
         "core_dumps": False,
     }  # fmt: skip
     assert config.budgets.model_dump() == {

@@ -86,9 +86,6 @@ class PrimaryConfig(StrictModel):
     prefault_window: Size = Field(
         default=DEFAULT_WINDOW, gt=0, description="with 'prefault: ahead', how much memory is ready ahead of use"
     )
-    start_wait: Duration = Field(
-        default=1.0, ge=0, description="with 'prefault: ahead', how long the start waits for that memory at most"
-    )
     pin_share: Share = Field(
         default=0.10, gt=0, description="share of a GPU driver's time for pinning memory while the engine works"
     )
@@ -141,6 +138,9 @@ class OffloadConfig(StrictModel):
     lookup_wait: Duration = Field(default=0.02, description="longest wait of a request for a tier's answer")
     load_wait: LoadWait = Field(
         default="auto", description="longest wait of a request for a promotion; auto: as long as recomputing takes"
+    )
+    start_wait: Duration = Field(
+        default=1.0, ge=0, description="longest wait of the start for the first pinned memory and for tiers to open"
     )
     budgets: BudgetConfig = Field(default_factory=BudgetConfig, description="shares of the primary's rows")
     clean_reserve: Share = Field(

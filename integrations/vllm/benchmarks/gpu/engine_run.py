@@ -100,6 +100,19 @@ class Engine:
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         }
 
+    def figures(self) -> dict[str, float]:
+        """Return kvtiers' own figures that are not zero, as vLLM exports them: why a request was loaded or computed."""
+        time.sleep(0.3)  # those of the last step come with the next report
+        self.ask(self.prompts(998, 1, 32))
+        from prometheus_client import REGISTRY
+
+        found: dict[str, float] = {}
+        for family in REGISTRY.collect():
+            for sample in family.samples if family.name.startswith("kvtiers_") else ():
+                if sample.value and not sample.name.endswith(("_bucket", "_created")):
+                    found[sample.name] = round(found.get(sample.name, 0.0) + sample.value, 4)
+        return found
+
     def forget(self) -> None:
         """Empty vLLM's own prefix cache; the tiers keep what they have."""
         self.llm.reset_prefix_cache()
@@ -178,12 +191,14 @@ def restart(engine: Engine) -> dict[str, Any]:
     prompts = engine.prompts(24, 24, 8_192)
     first = engine.ask(prompts)
     engine.forget()
-    return {"burst": first, "again": engine.ask(prompts)}
+    figures = engine.figures()
+    return {"burst": first, "again": engine.ask(prompts), "figures": figures}
 
 
 def store(engine: Engine) -> dict[str, Any]:
     """Ask what another process has stored, one prompt of 16k tokens after the other, from the first request on."""
-    return one_by_one(engine, engine.prompts(77, 6, 16_384))
+    found = one_by_one(engine, engine.prompts(77, 6, 16_384))
+    return {**found, "figures": engine.figures()}
 
 
 def throughput(engine: Engine) -> dict[str, Any]:
