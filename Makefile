@@ -78,7 +78,7 @@ lint-workflows: $(VENV)/.workflows  ## Check .github: schemas, security, and act
 	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
 	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
 	$(VENV)/bin/zizmor --offline --quiet --strict-collection .github
-	@if command -v actionlint >/dev/null; then actionlint; else echo "actionlint: not installed, not run"; fi
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH"; if command -v actionlint >/dev/null; then actionlint; else echo "actionlint: not installed, not run"; fi
 
 # The warning is of a MkDocs 2 that is not out: what is built here needs the first.
 docs: environment  ## Check the documents' links, and build their site into site/; a broken link or reference fails
