@@ -87,7 +87,7 @@ def test_a_rank_hears_that_a_step_begins_before_vllm_launches_anything_of_it(con
     assert connector.calls == [("note_step", False), "start_load_kv"], "it only moves KV: a good moment to pin"
 
 
-def test_news_of_copies_that_the_manager_cannot_take_are_vllms_news(connector, connector_module, caplog):
+def test_results_of_copies_that_the_manager_cannot_take_are_passed_to_vllm(connector, connector_module, caplog):
     news = connector_module.WorkerNews({1}, "stats")
     connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=news))
     assert connector.calls == ["update_connector_output"]
