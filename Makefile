@@ -17,6 +17,9 @@ TEST_COMMANDS := redis-server:redis-server redis-sentinel:redis-sentinel redis-b
 TEST_COMMANDS += chromium:chromium
 TEST_COMMANDS += ceph-mon:ceph-mon ceph-osd:ceph-osd radosgw:radosgw setpriv:util-linux
 
+# Processes that run the tests side by side: many of these wait for servers, hosts and deadlines.
+WORKERS ?= 2
+
 # The demo's tiers: Redis takes part where there is a server for it.
 DEMO := core replay plugins/example_tier plugins/fs_tier $(if $(shell command -v redis-server),plugins/redis_tier)
 DEMO_ARGS ?= --report demo-report.html
@@ -49,9 +52,9 @@ help:  ## Show this list
 demo: $(VENV)/.demo  ## Show that it pays, is shared, is safe and stays out of the way, in two minutes (no GPU, no torch)
 	PYTHONPATH=examples $(PYTHON) -m demo $(DEMO_ARGS)
 
-test: lint docs system  ## Lint, check the docs, run all tests
+test: lint docs system  ## Lint, check the docs, run all tests (WORKERS=0: in one process, as --pdb needs it)
 	@echo "== pytest"
-	$(PYTHON) -m pytest --durations=15 $(PYTEST_ARGS)
+	$(PYTHON) -m pytest --numprocesses=$(WORKERS) --durations=15 $(PYTEST_ARGS)
 
 test-vllm: environment-vllm system  ## Run the tests with the real vLLM, on the CPU (VLLM_RELEASE=0.33.0: another one)
 	@echo "== pytest integrations/vllm/tests/real_vllm"
@@ -75,7 +78,7 @@ lint-workflows: $(VENV)/.workflows  ## Check .github: schemas, security, and act
 	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
 	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
 	$(VENV)/bin/zizmor --offline --quiet --strict-collection .github
-	@if command -v actionlint >/dev/null; then actionlint; else echo "actionlint: not installed, not run"; fi
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH"; if command -v actionlint >/dev/null; then actionlint; else echo "actionlint: not installed, not run"; fi
 
 # The warning is of a MkDocs 2 that is not out: what is built here needs the first.
 docs: environment  ## Check the documents' links, and build their site into site/; a broken link or reference fails

@@ -2,7 +2,7 @@
 
 An engine's thread runs Python flat out, ends a step every 10 ms, and so drives two `memory` tiers, each of which stores
 1 GiB and then loads it, again and again. In the control the same loop runs in an unrelated process and the engine's
-thread only drives the tiers: with few processors the loop takes the same processor time away, whoever runs it. A ticker
+thread only drives the tiers: with few processors the loop takes the same processor time away, in any process. A ticker
 in the loop wants to come every millisecond; what it is late is stall. The same with `io: thread`, where each tier has
 256 MiB, shows why tiers do not live in the engine's process.
 
@@ -81,7 +81,7 @@ instead of 1.38 there, for 11 % fewer bytes; with two results 1.31 ms, for 4 %.
 
 The rest is a matter of where the kernel runs the hosts. In a trace (Linux 6.18, EEVDF, 250 ticks a second, two
 processors) 9 of 10 messages of the engine's thread woke the host on that thread's own processor, and until a tick ends
-their turn nobody else runs there. With hosts at a niceness of 5, for which nothing else was done, the loop in the
+their turn nothing else runs there. With hosts at a niceness of 5, for which nothing else was done, the loop in the
 engine waited for 11 % of the time, the other one for 6 %; hosts that offer the processor after each large value leave
 both loops 0.97 to 0.99 of one. At a niceness of 10 a Redis tier beside a busy thread wrote half as much. Hosts that a
 timer or a signal wakes, or whose reader stays off the engine's processor, did no better; listened to every 20 ms, they

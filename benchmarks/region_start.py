@@ -224,7 +224,7 @@ def cuda_start(total: int) -> dict[str, Any]:
 
 
 def goal_line(name: str, value: float, goal: float) -> dict[str, Any]:
-    """Return one goal, which is met by what is not above it."""
+    """Return one goal, which every value up to it satisfies."""
     return {"name": name, "value": value, "goal": goal, "met": value <= goal}
 
 

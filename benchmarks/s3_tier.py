@@ -27,7 +27,7 @@ in the next. The peers, of which no share is taken, have a quarter of the values
 A turn of what is compared moves all values so often that it takes obstore alone 0.3 s, and the tier beside the other
 process's loop 1 s, as found at the start; with the gateway once. A job of the next pass begins where one of the last
 has ended, so that there is no break between passes. Of the values those of the last pass are read back, as often. The
-driver asks the tier for news every 5 ms.
+driver asks the tier for events every 5 ms.
 """
 
 import argparse
@@ -239,7 +239,7 @@ def far_away(endpoint: str, bucket: str, rounds: int) -> dict[str, Any]:
             read(keys[:FAR_VALUES])
             seconds.append(time.perf_counter() - begin)
         transfer = FAR_VALUES * FAR_BYTES / LINK
-        tier.tier.set_names(services.NAMES)  # what it knows of them is forgotten
+        tier.tier.set_names(services.NAMES)  # what it has of them is forgotten
         before = tier.figures_after(2.5)["head_requests"]
         hits = tier.hits(keys)
         assert hits == FAR_VALUES, hits

@@ -199,7 +199,7 @@ def prefix_lookups(life: OurLife, tiers: list[InstantTier], rounds: int) -> dict
 def lookup_seconds(
     life: OurLife, tiers: Sequence[InstantTier], keys: Sequence[OffloadKey], expected: int
 ) -> list[float]:
-    """Return the seconds of each call that one request makes until it knows its run, of ``expected`` chunks."""
+    """Return the seconds of each call that one request makes until it has its run, of ``expected`` chunks."""
     manager, ctx = life.manager, life.request()
     manager.on_new_request(ctx)
     for tier in tiers:

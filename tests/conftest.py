@@ -1,4 +1,4 @@
-"""One promise of the whole suite: a test that is skipped for want of the recorded traces is told in the last line."""
+"""Rules of the whole suite: what one process has to run, and the last line about tests without recorded traces."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,6 +6,26 @@ from typing import Any
 import pytest
 
 TRACES = "KVTIERS_TRACES"
+SHARED_SERVERS = ("plugins/redis_tier/", "plugins/s3_tier/")
+"""Folders whose files share servers that are started once in a process."""
+
+
+def work_unit(nodeid: str) -> str:
+    """Return what one of several processes runs at a stretch: a file, or a folder whose files share servers."""
+    file = nodeid.partition("::")[0]
+    return next((folder for folder in SHARED_SERVERS if file.startswith(folder)), file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Distribute work units; xdist begins with those of most tests."""
+    from xdist.scheduler import LoadFileScheduling  # not in every environment that runs some of the tests
+
+    class WorkUnits(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return work_unit(nodeid)
+
+    return WorkUnits(config, log)
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)

@@ -25,7 +25,7 @@ def write_back(files: Sequence[Path]) -> None:
 
 
 def drop_pages(files: Sequence[Path]) -> None:
-    """Have the page cache forget these files, so that whoever reads them next reads the disk."""
+    """Have the page cache forget these files, so that their next reader reads the disk."""
     for file in files:
         fd = os.open(file, os.O_RDONLY)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

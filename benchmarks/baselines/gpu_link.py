@@ -80,7 +80,7 @@ class Products:
 
 
 def link_beside(products: Products, copies: int) -> dict[str, float]:
-    """Return GB/s of contiguous pinned copies beside the products: what the link gives then, to whoever asks."""
+    """Return GB/s of contiguous pinned copies beside the products: what the link gives then, to any copy."""
     host = torch.empty(BATCH, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(BATCH, dtype=torch.uint8, device="cuda")
     stream = torch.cuda.Stream()

@@ -1,6 +1,6 @@
 """LMCache's S3 connector, in a process of its own and with any Python that has it: it wants other packages than we.
 
-It asks for ``/name`` of a host that is the bucket's, and knows no other address: a server that is told the bucket by
+It asks for ``/name`` of a host that is the bucket's, and has no other address: a server that is told the bucket by
 the path, as Ceph's gateway is here, takes the name for a bucket's. The trivial server takes any path. So one value goes
 there and back before the lane begins, and what fails then is why the lane is left out.
 """
@@ -30,13 +30,13 @@ class LMCacheS3:
 
     def __init__(self, python: str, endpoint: str, keys: tuple[str, str], nbytes: int, count: int) -> None:
         script = Path(__file__).with_name("lmcache_s3_process.py")
-        told = json.dumps([endpoint.removeprefix("http://"), *keys, nbytes, count])
+        arguments = json.dumps([endpoint.removeprefix("http://"), *keys, nbytes, count])
         try:
             self._process = subprocess.Popen(
-                [python, "-P", str(script), told],
+                [python, "-P", str(script), arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,  # it logs each failure, and the reason of the first one is told
+                stderr=subprocess.DEVNULL,  # it logs each failure, and the reason of the first one is printed
                 env=os.environ | {"LMCACHE_LOG_LEVEL": "ERROR"},
                 text=True,
             )

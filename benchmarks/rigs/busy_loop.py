@@ -120,7 +120,7 @@ def be_busy(seconds: float) -> None:
 
 
 class Driven(Protocol):
-    """What drives a tier. ``step_seconds``: how often it asks for news; ``rest``: what it does in between."""
+    """What drives a tier. ``step_seconds``: how often it asks for events; ``rest``: what it does in between."""
 
     step_seconds: float
     rest: Callable[[float], None]

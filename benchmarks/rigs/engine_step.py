@@ -41,8 +41,8 @@ class EngineStep:
             self._grow(request)
             scheduled[request.name] = {"position": request.tokens, "block": request.blocks[-1]}
         order = sorted(scheduled.items(), key=lambda item: item[1]["position"], reverse=True)
-        told = pickle.loads(pickle.dumps(order))
-        figures = {"running": len(told), "ended": self._ended, "free_blocks": len(self._free)}
+        received = pickle.loads(pickle.dumps(order))
+        figures = {"running": len(received), "ended": self._ended, "free_blocks": len(self._free)}
         assert json.loads(json.dumps(figures))["running"] == REQUESTS
 
     def _next(self, tokens: int) -> _Request:

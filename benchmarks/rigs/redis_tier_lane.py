@@ -25,7 +25,7 @@ PATIENCE = 120.0
 
 
 class TierLane:
-    """One tier. ``step_seconds``: how often it is asked for news; ``rest``: what is done for so long in between."""
+    """One tier. ``step_seconds``: how often it is asked for events; ``rest``: what is done for so long in between."""
 
     def __init__(
         self, client: Callable[[], Any], fd: int, rows: memoryview, nbytes: int, config: RedisConfig, stack: ExitStack

@@ -71,7 +71,7 @@ class Traffic:
         self.paused = False
         self.step_seconds: list[float] = []
         """Of processor time."""
-        self._owed = self._stepped = 0.0
+        self._allowed = self._stepped = 0.0
         self._loading: dict[str, list[tuple[RequestContext, Sequence[bytes]]]] = {name: [] for name in TIERS}
         # What no engine asks for in a step must not cost it anything: all figures would.
         self._tiers = [slot.metrics for slot in manager._slots]  # noqa: SLF001
@@ -82,14 +82,14 @@ class Traffic:
         """Do what an engine does in a step."""
         now, begin = time.perf_counter(), time.thread_time()
         if self.pace:
-            self._owed = min(self._owed + self.pace * (now - self._stepped), self.pace * MOST_BEHIND_SECONDS)
+            self._allowed = min(self._allowed + self.pace * (now - self._stepped), self.pace * MOST_BEHIND_SECONDS)
         self._stepped = now
         next(self._steps)
         self.manager.on_schedule_end()
         self.step_seconds.append(time.thread_time() - begin)
 
     def fill(self) -> None:
-        """Move everything both ways once: memory that nobody has had costs a virtual machine much more than later."""
+        """Move everything both ways once: memory that was never used costs a virtual machine much more than later."""
         while self.rounds < 1:
             self.step()
             time.sleep(STEP_SECONDS / 10)
@@ -104,7 +104,7 @@ class Traffic:
     def go_on(self) -> None:
         """Begin again, if nothing was begun: without what has become due meanwhile."""
         if self.paused:
-            self.paused, self._owed, self._stepped = False, 0.0, time.perf_counter()
+            self.paused, self._allowed, self._stepped = False, 0.0, time.perf_counter()
 
     @property
     def nbytes(self) -> int:
@@ -113,10 +113,10 @@ class Traffic:
 
     def _is_due(self, nbytes: int) -> bool:
         """Say whether so many bytes more may be moved now, and count them."""
-        if self.paused or self._owed < 0:
+        if self.paused or self._allowed < 0:
             return False
         if self.pace:
-            self._owed -= nbytes
+            self._allowed -= nbytes
         return True
 
     def _all_steps(self) -> Iterator[None]:

@@ -120,7 +120,7 @@ def test_a_misspelled_hook_is_named(report):
     assert "unknown hook 'kvtiers_teir'. Did you mean 'kvtiers_tier'?" in message
 
 
-def test_a_plugin_that_is_not_installed_is_told_so(report):
+def test_a_plugin_that_is_not_installed_is_named_as_missing(report):
     assert not report.tests["TestNotInstalled"]["passed"]
     message = report.messages["TestNotInstalled", "test_an_unknown_option_is_refused"]
     assert "no installed distribution has an entry point 'NotInstalled'" in message

@@ -92,6 +92,6 @@ def test_persistence_decides_which_tests_of_reopening_there_are(report):
     }
 
 
-def test_a_store_that_cannot_be_opened_in_another_process_is_told_how(report):
+def test_for_a_store_that_cannot_be_opened_in_another_process_the_message_says_how(report):
     message = report.messages["TestCannotBeOpenedElsewhere", "test_a_writer_killed_in_the_middle_leaves_no_half_value"]
     assert "functools.partial" in message

@@ -149,8 +149,11 @@ from kvtiers.testing import ChunkStoreTests
 never = threading.Event()
 
 class Blocks(DictStore):
+    has_blocked = False
+
     def write(self, name, src):
-        if len(src) > 1 << 20:
+        if len(src) > 1 << 20 and not Blocks.has_blocked:
+            Blocks.has_blocked = True
             never.wait()
         super().write(name, src)
 
@@ -196,14 +199,7 @@ def test_a_call_that_blocks_within_a_test_fails_that_test_with_the_stack_and_no_
     file.write_text(BLOCKS_ONCE_MORE)
     report = run_kit(file, path=[ROOT])
     tests = report.tests["TestBlocks"]
-    assert (
-        tests["failed"]
-        == {
-            "test_a_value_comes_back_as_it_was_written",
-            "test_a_value_of_another_length_is_never_read_as_valid",
-        }
-        & tests["failed"]
-    )
+    assert tests["failed"] == {"test_a_value_comes_back_as_it_was_written"}
     message = report.messages["TestBlocks", "test_a_value_comes_back_as_it_was_written"]
     assert "a call does not return; it stands here:" in message
     assert "never.wait()" in message

@@ -131,7 +131,7 @@ def test_an_expedited_load_does_not_queue_behind_bulk_loads(open_worker, method)
 
 @contextlib.contextmanager
 def held_device(guard_seconds=60.0):
-    """Hold what follows on the current stream until ``open`` is called; ``was_guarded`` if nobody did in time."""
+    """Hold what follows on the current stream until ``open`` is called; ``was_guarded`` if that came too late."""
     gate = torch.zeros(1, dtype=torch.int32).pin_memory()
 
     def give_up():
@@ -163,7 +163,7 @@ def test_to_submit_waits_for_no_device(place, open_worker) -> None:
             worker.submit_store(job, blocks(2 * job, 2 * job + 1), np.array([job]))
             worker.submit_load(100 + job, np.array([20]), blocks(100 + job, 140 + job))
             assert worker.get_finished() == []
-        assert not held.was_guarded, "a call waited until the device was let go"
+        assert not held.was_guarded, "a call waited until the device was released"
         held.open()
         worker.wait([*range(10), *range(100, 110)])
     assert [result.success for result in worker.get_finished()] == [True] * 20

@@ -12,7 +12,7 @@ from .conftest import Place
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", ["staged", "direct"])
-def test_the_kernel_touches_what_it_is_told_and_nothing_else(open_worker, method) -> None:
+def test_the_kernel_touches_what_its_arguments_name_and_nothing_else(open_worker, method) -> None:
     pages = (1, 7, 16, 24, 100, 4096, 8192, 8200, 20_001)
     layout = CacheLayout(
         ModelIdentity("m"),

@@ -58,6 +58,16 @@ def test_what_workflows_and_guides_have_made_is_a_target():
         assert targets <= TARGETS, name
 
 
+def test_the_budgets_of_the_whole_run_are_its_limit_and_at_most_45_minutes():
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    steps = re.findall(r"^step ([\w-]+) (\d+)", script, re.MULTILINE)
+    budgets = [int(minutes) for _, minutes in steps]
+    assert {target for target, _ in steps} <= TARGETS
+    assert re.search(r"^left=\$\(\(\((.+)\) \* 60\)\)", script, re.MULTILINE)[1] == " + ".join(map(str, budgets))
+    assert int(re.search(r"^readonly limit=\$\(\((\d+) \* 60 - 10\)\)", script, re.MULTILINE)[1]) == sum(budgets) <= 45
+    assert f"its budget is {60 * budgets[-1]} s" in script
+
+
 def test_the_workflows_test_the_pythons_and_the_releases_of_vllm_that_the_project_names():
     pythons = WORKFLOWS["ci.yml"]["jobs"]["tests"]["strategy"]["matrix"]["python"]
     assert f"({pythons[0]} to {pythons[-1]})" in (ROOT / "docs/stability.md").read_text(encoding="utf-8")

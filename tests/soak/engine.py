@@ -124,11 +124,11 @@ class Soak:
         print(json.dumps(line), flush=True)
 
     def run(self, seconds):
-        until, told = time.monotonic() + seconds, 0.0
+        until, printed = time.monotonic() + seconds, 0.0
         while (now := time.monotonic()) < until:
             self.step()
-            if now - told > 1.0:
-                told = now
+            if now - printed > 1.0:
+                printed = now
                 self.say()
             time.sleep(0.001)
         for ctx, _, _ in self.requests:

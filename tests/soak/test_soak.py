@@ -68,7 +68,7 @@ def test_a_process_that_is_left_is_found_and_one_that_has_ended_is_not():
     assert soak.Soak._left(looker) == []
 
 
-def test_a_row_with_another_byte_is_counted_and_told(capsys):
+def test_a_row_with_another_byte_is_counted_and_reported(capsys):
     run = engine.Soak({"version": 1, "primary": {"capacity": "1MiB", "prefault": False}})
     try:
         wanted = [engine.key(1, chunk) for chunk in range(3)]

@@ -38,7 +38,7 @@ def test_a_share_is_of_turns_beside_each_other_and_none_is_without_its_other(mod
         results.middle_share([1.0, 2.0], [1.0])
 
 
-def test_goals_are_met_at_the_goal_and_not_past_it(module_of) -> None:
+def test_goals_are_satisfied_at_their_limit_and_not_past_it(module_of) -> None:
     results = module_of("lib.results")
     assert [results.at_least("share", value, 0.9)["met"] for value in (0.89, 0.9, 1.0)] == [False, True, True]
     assert [results.at_most("requests", value, 9)["met"] for value in (8, 9, 10)] == [True, True, False]

@@ -69,7 +69,7 @@ def test_the_field_that_differs_is_named_once_and_du_tells_them_apart(disk, tmp_
     }
 
 
-def test_an_engine_that_shares_with_nobody_leaves_no_record_and_says_nothing(disk, tmp_path, caplog):
+def test_an_engine_that_shares_nothing_leaves_no_record_and_says_nothing(disk, tmp_path, caplog):
     for _ in range(2):
         with running(
             config(secondary=[disk | {"io": "thread"}]), dataclasses.replace(LAYOUT, model=ModelIdentity("m"))

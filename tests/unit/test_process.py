@@ -12,7 +12,7 @@ import pytest
 from kvtiers._process import end, kill_unreaped, spawn, wait_unreaped
 
 PATIENCE = 60.0
-# What a child is told to do: say what it was given, or spawn another one, and wait until it is killed.
+# What a child does: say what it was given, or spawn another one, and wait until it is killed.
 CHILD = """
 import os, sys, time
 from kvtiers._process import die_with_parent, spawn
@@ -32,7 +32,7 @@ def main():
 
 @pytest.fixture
 def child(tmp_path, monkeypatch):
-    """Start a child that is told to do this; return it and the end of a pipe of which it has the other one."""
+    """Start a child that does this; return it and the end of a pipe of which it has the other one."""
     (tmp_path / "child_of_the_test.py").write_text(CHILD)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", "/nowhere")

@@ -85,7 +85,7 @@ def test_a_chunk_goes_its_whole_way_and_comes_back(io):
 
 
 @pytest.mark.parametrize("record_events", [True, False])
-def test_events_are_recorded_for_whoever_takes_them(record_events):
+def test_events_are_recorded_until_they_are_taken(record_events):
     with running(config(), record_events=record_events) as (manager, _, _):
         plan = manager.prepare_store(KEYS, RequestContext("first"))
         manager.complete_store(plan)

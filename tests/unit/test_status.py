@@ -98,7 +98,7 @@ def test_nothing_is_left_of_a_socket_that_was_closed(serve):
         time.sleep(0.01)
 
 
-def test_somebody_who_connects_and_asks_nothing_holds_nobody_up(serve):
+def test_a_client_that_connects_and_asks_nothing_blocks_no_other(serve):
     served = serve(answer(fs=TIER))
     with socket.socket(socket.AF_UNIX) as idle:
         idle.connect(f"\0{served.name}")

@@ -6,7 +6,7 @@ is compared is the ratio within a round.
 Three workloads (`vllm_engines.py`). *Served* is for the goals without hits, *long* for those of loads; *short*,
 whose figures have no goals, shows what a store and a load cost where there is little else to do.
 
-**No hits**: *cold* is a prompt that nobody has seen, *batch* several such at once, each with some tokens of answer: the
+**No hits**: *cold* is a new prompt, *batch* several such at once, each with some tokens of answer: the
 ratio of the times is that of the throughputs. The goals are those of *served*, which computes about as much for a byte
 of KV as an 8B model does. *Short* computes a 24th of that: its *cold* compares storing with little beside it. But a
 value of *served* is small: beside it there are as many bytes to store as beside an 8B model, and fewer values. What a
@@ -14,7 +14,7 @@ request costs once, as the question to the tiers, is compared with the half seco
 
 Computing alone differs by 5 % from one run to the next: a round of *served* takes the better of two, the second in the
 opposite order. And engines of one kind differ for as long as they live: so all are restarted every few rounds, and
-there is *another* engine *without* a connector, whose ratio to the first shows what can be told apart. A ratio is the
+there is *another* engine *without* a connector, whose ratio to the first shows what is significant. A ratio is the
 geometric mean over the lives of the median within each. Its 95 % interval is Student's over the lives: rounds of one
 life share what its engines differ by, and a test that took each for an independent one would promise too much. What an
 engine has stored lands before the next one's turn.
@@ -131,7 +131,7 @@ def one_round(bench: Bench, workload: Workload, number: int, turn: list[str]) ->
 
 
 def each_tier(bench: Bench, number: int, turn: list[str]) -> Iterator[tuple[str, str, float]]:
-    """Measure one round of a prompt that nobody has seen, and of the same when each engine's tier alone has it."""
+    """Measure one round of a prompt that no engine has seen, and of the same when each engine's tier alone has it."""
     for name in turn:
         yield "cold", name, bench.cold_seconds(name, number)
     for name in turn:
@@ -140,7 +140,7 @@ def each_tier(bench: Bench, number: int, turn: list[str]) -> Iterator[tuple[str,
 
 
 def no_hits(bench: Bench, number: int, turn: list[str]) -> Iterator[tuple[str, str, float]]:
-    """Measure one round of prompts that nobody has seen: the better of two runs; the round that warms has one."""
+    """Measure one round of prompts that no engine has seen: the better of two runs; the round that warms has one."""
     runs = [{name: bench.unseen_seconds(name, number) for name in turn}]
     if number:
         runs.append({name: bench.unseen_seconds(name, SECOND + number) for name in reversed(turn)})

@@ -149,7 +149,7 @@ def test_without_simulate_async_there_is_no_thread():
     engine.tier.close()
 
 
-def test_close_lets_go_of_the_region(engine):
+def test_close_releases_the_region(engine):
     engine.run("store", [0], [0])
     engine.run("load", [0], [1])
     engine.tier.close()

@@ -83,7 +83,7 @@ class Folder:
             yield index
             store._usage.save(index)
 
-    def count_anew(self, store) -> None:
+    def count_again(self, store) -> None:
         """Let the evictor count every shard as if it never had."""
         with self.index_of(store) as index:
             index.counted = [0.0] * len(index.counted)

@@ -37,7 +37,7 @@ def test_half_of_a_file_in_the_page_cache_is_enough(tmp_path, kept, of_pages):
     file = tmp_path / "file"
     with file.open("wb") as out:
         out.write(os.urandom(kept * 4096))
-        out.truncate(of_pages * 4096)  # a hole that nobody has read is nowhere
+        out.truncate(of_pages * 4096)  # a hole that was never read is nowhere
     fd = os.open(file, os.O_RDONLY)
     assert is_cached(fd, of_pages * 4096) == (2 * kept >= of_pages)
     os.close(fd)
@@ -65,7 +65,7 @@ def test_a_large_value_is_read_past_the_page_cache_if_it_is_not_in_it(
     assert reads == [past]
 
 
-def test_of_a_small_value_nobody_asks(folder, value, names, read, monkeypatch):
+def test_for_a_small_value_the_page_cache_is_not_asked(folder, value, names, read, monkeypatch):
     store = folder.open()
     [name] = names(1)
     store.write(name, value(7, pages=PAGES - 1))

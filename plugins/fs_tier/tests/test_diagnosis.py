@@ -1,4 +1,4 @@
-"""What ``kvtiers check`` is told about a directory, each with what to do about it."""
+"""What ``kvtiers check`` reports about a directory, each with what to do about it."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def the(level, part, found) -> str:
 
 
 @pytest.mark.usefixtures("disk")
-def test_a_healthy_directory_has_nothing_but_good_news(folder):
+def test_a_healthy_directory_has_only_good_findings(folder):
     found = findings(folder.open(capacity="64MiB"))
     assert {finding.level for finding in found} == {"ok"}
     the("ok", "file system: ext4, mounted at /", found)

@@ -96,7 +96,7 @@ def test_a_smaller_capacity_is_kept_from_the_next_start_on(folder, value, names)
 
 
 @pytest.mark.parametrize("harm", ["missing", "empty", "cut", "flipped", "of another kind"])
-def test_a_usage_file_that_is_gone_or_broken_is_made_anew(folder, value, names, harm):
+def test_a_usage_file_that_is_gone_or_broken_is_made_again(folder, value, names, harm):
     fill(folder.open(capacity=100 * PAGE), names(60), value)
     folder.close()
     usage = folder.path / ".usage"
@@ -133,7 +133,7 @@ def test_values_past_their_age_are_removed(folder, value, names):
         store.write(name, value(1))
     for name in old:
         folder.age(name, 3 * DAY)
-    folder.count_anew(store)
+    folder.count_again(store)
     assert folder.names(store) == sorted(young)
     assert store.stats()["expired_values"] == 5
     assert len(folder.files()) == 5
@@ -151,7 +151,7 @@ def test_orphaned_temporary_files_are_reclaimed_and_those_being_written_are_not(
     for path in orphans:
         os.utime(path, (time.time() - 700, time.time() - 700))
     assert folder.names(store) == [name]
-    folder.count_anew(store)
+    folder.count_again(store)
     assert sorted(folder.temps()) == sorted(busy)
     assert store.stats()["reclaimed_files"] == 2
     assert folder.names(store) == [name]
@@ -164,7 +164,7 @@ def test_empty_folders_of_models_that_are_gone_are_removed(folder, value, names)
         store.write(name, value(1))
     for name in gone:
         folder.file(name).unlink()
-    folder.count_anew(store)
+    folder.count_again(store)
     assert [path.name for path in (folder.path / "ns").iterdir()] == ["model-0123456789abcdef01234567"]
 
 
@@ -176,7 +176,7 @@ def test_files_that_are_not_ours_are_neither_listed_nor_counted_nor_removed(fold
     for path in foreign:
         path.write_text("x")
         os.utime(path, (0, 0))
-    folder.count_anew(store)
+    folder.count_again(store)
     assert all(path.exists() for path in foreign)
     assert folder.names(store) == [name]
     assert store.stats()["values"] == 1
@@ -290,7 +290,7 @@ def test_writers_are_not_kept_waiting_while_another_process_holds_the_lock(folde
     assert wrote(store, names(1)[0], value)
 
 
-def test_while_the_file_system_hangs_figures_are_told_and_the_end_does_not_wait_for_it(
+def test_while_the_file_system_hangs_figures_are_reported_and_the_end_does_not_wait_for_it(
     folder, value, names, monkeypatch
 ):
     store = folder.open()

@@ -1,4 +1,4 @@
-"""Somebody who can write below the root plants links and pipes: nothing outside is read, written or removed."""
+"""Links and pipes planted below the root: nothing outside is read, written or removed."""
 
 import os
 
@@ -73,7 +73,7 @@ def test_a_link_in_place_of_a_value_is_replaced_not_followed(folder, store, outs
     assert victim.read_bytes() == b"s" * 4096
 
 
-def test_a_pipe_in_place_of_a_value_is_absent_and_nobody_waits_for_its_writer(folder, store, value, names, read):
+def test_a_pipe_in_place_of_a_value_is_absent_without_waiting_for_its_writer(folder, store, value, names, read):
     [name] = names(1)
     store.write(name, value(1))
     swap_for(folder, name, os.mkfifo)

@@ -105,7 +105,7 @@ def test_processes_that_write_read_delete_and_evict_together_keep_whole_values_a
     # A step or a value more for each process that writes; what a killed one had not reported is found by counting.
     assert most <= CAPACITY + 4 * max(CAPACITY // 128, PAGES * PAGE)
     store = folder.open(capacity=CAPACITY)
-    folder.count_anew(store)
+    folder.count_again(store)
     assert folder.held() <= 0.95 * CAPACITY
     listed = folder.names(store)
     assert len(listed) > 300
@@ -118,7 +118,7 @@ def test_temporary_files_of_killed_processes_are_reclaimed(folder, value, names)
     store = folder.open(capacity=CAPACITY)
     left, until = [], time.monotonic() + 250
     while not left:
-        assert time.monotonic() < until, "no kill has met a write"
+        assert time.monotonic() < until, "no kill came during a write"
         worker = start(folder, 1, 10**9)
         folder.held()
         worker.kill()
@@ -126,7 +126,7 @@ def test_temporary_files_of_killed_processes_are_reclaimed(folder, value, names)
         left = folder.temps()
     for path in left:
         folder.age_file(path, 700)
-    folder.count_anew(store)
+    folder.count_again(store)
     assert not folder.temps()
 
 

@@ -152,7 +152,7 @@ def test_a_capacity_without_room_for_one_value_is_one_clear_line(tmp_path):
     assert not (tmp_path / "values").exists()
 
 
-_AS_SOMEBODY_ELSE = """
+_AS_ANOTHER_USER = """
 import os, sys
 from kvtiers.api import ConfigError
 from kvtiers_fs.config import FsConfig
@@ -166,7 +166,7 @@ try:
     os.setresgid(int(group), int(group), int(group))
     os.setresuid(12345, 12345, 12345)
 except PermissionError:
-    os.geteuid = lambda: 12345  # somebody else by name alone; what he may do, the modes say
+    os.geteuid = lambda: 12345  # another user by name alone; the modes decide what is allowed
 print(os.geteuid())
 try:
     FsStore(config)
@@ -182,7 +182,7 @@ print(bytes(back[:1]).hex())
 """
 
 
-def test_who_may_only_read_is_told_to_say_read_only_and_who_is_not_in_the_group_that_he_is_not(
+def test_a_user_who_may_only_read_is_advised_to_set_read_only_and_one_outside_the_group_to_join_it(
     folder, value, names, group
 ):
     [name] = names(1)
@@ -194,7 +194,7 @@ def test_who_may_only_read_is_told_to_say_read_only_and_who_is_not_in_the_group_
         everything = [folder.path, *folder.path.rglob("*")]
         for path in everything:
             path.chmod(path.stat().st_mode & ~0o222)
-        command = [sys.executable, "-c", _AS_SOMEBODY_ELSE, str(folder.path), name, str(group)]
+        command = [sys.executable, "-c", _AS_ANOTHER_USER, str(folder.path), name, str(group)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         for path in everything:
             path.chmod(0o700)

@@ -43,7 +43,7 @@ class Hosted:
         self._tier.submit_store(TransferJob(self._jobs, keys, rows, is_promotion=False, context=_REQUEST))
 
     def ask(self) -> None:
-        """Ask for a value that nobody has stored."""
+        """Ask for a value that was never stored."""
         self._tier.lookup_many([make_offload_key(os.urandom(32), 0)], _REQUEST)
 
     def step_until(self, true: Callable[[], bool], what: str) -> None:

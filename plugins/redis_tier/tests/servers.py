@@ -30,7 +30,7 @@ def program(name: str) -> str:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on, that no call has returned before, and that the system gives to no client.
+    """Return a free port, that no call has returned before, and that the system gives to no client.
 
     The same holds for the port 10,000 above, which a Cluster's bus listens on.
     """
@@ -151,7 +151,7 @@ class Cluster:
     """Masters with a replica each, or without, and all slots assigned."""
 
     def __init__(self, folder: Path, *, masters: int = 3, replicas: int = 0, tls: "Tls | None" = None) -> None:
-        # Without replicas nobody is to take over, and a node that a busy machine keeps waiting is no lost one.
+        # Without replicas no node is to take over, and a node that a busy machine keeps waiting is no lost one.
         timeout = "2000" if replicas else "30000"
         options = ["--cluster-enabled", "yes", "--cluster-node-timeout", timeout, "--cluster-config-file", "nodes.conf"]
         options += ["--cluster-replica-validity-factor", "0", "--repl-diskless-sync-delay", "0"]
@@ -193,12 +193,12 @@ class Cluster:
         return node.call("CLUSTER INFO")["cluster_state"]
 
     def owner(self, key: bytes) -> Server:
-        """Return the node that has this key's slot, as the first node knows it."""
+        """Return the node that has this key's slot, as the first node has it."""
         slot = self.nodes[0].call("CLUSTER", "KEYSLOT", key)
         for first, last, master, *_ in self.nodes[0].call("CLUSTER SLOTS"):
             if first <= slot <= last:
                 return next(node for node in self.nodes if node.port == master[1])
-        raise AssertionError(f"nobody has slot {slot}")
+        raise AssertionError(f"no node has slot {slot}")
 
     def stop(self) -> None:
         for node in self.nodes:
@@ -251,7 +251,7 @@ class _Sentinel(Server):
         return super().client(**({"username": "watcher", "password": "watch-secret"} if self.tls else {}), **options)
 
     def sees(self) -> tuple[int, int]:
-        """Return how many replicas and how many other Sentinels it knows."""
+        """Return how many replicas and how many other Sentinels it has found."""
         with contextlib.closing(self.client()) as client:
             state = client.sentinel_master(self._name)
         return state["num-slaves"], state["num-other-sentinels"]

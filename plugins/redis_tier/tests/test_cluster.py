@@ -97,7 +97,7 @@ def test_a_lost_node_costs_its_share_of_the_values_and_the_others_are_there(tier
     cluster = start(Cluster)
     for node in cluster.masters:
         node.call("CONFIG SET", "cluster-require-full-coverage", "no")
-    hour = {"timeout": "1h", "connect_timeout": "1h", "deadline": "1h"}  # nobody waits for the node that is gone
+    hour = {"timeout": "1h", "connect_timeout": "1h", "deadline": "1h"}  # no call waits for the node that is gone
     store = tier.open(cluster.url, topology="cluster", **hour)
     many = names(60)
     assert all(write_all(store, many))
@@ -114,7 +114,7 @@ def test_all_nodes_are_asked_at_the_same_time(tier, start, names):
     cluster = start(Cluster)
     for node in cluster.masters:
         node.call("CONFIG SET", "cluster-require-full-coverage", "no")
-    hour = {"timeout": "1h", "connect_timeout": "1h", "deadline": "1h"}  # nobody gives the node up that waits
+    hour = {"timeout": "1h", "connect_timeout": "1h", "deadline": "1h"}  # no call that waits gives the node up
     store = tier.open(cluster.url, topology="cluster", **hour)
     many = names(60)
     assert all(write_all(store, many))

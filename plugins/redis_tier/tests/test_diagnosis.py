@@ -1,4 +1,4 @@
-"""What ``kvtiers check`` is told about a server, each with what to do about it."""
+"""What ``kvtiers check`` reports about a server, each with what to do about it."""
 
 import pytest
 import redis
@@ -27,7 +27,7 @@ def found_on(tier, server, value_bytes=2 * MIB, **options):
     return tier.open(server.url, **options).diagnose(value_bytes)
 
 
-def test_a_server_set_up_as_a_cache_has_nothing_but_good_news(tier, server):
+def test_a_server_set_up_as_a_cache_has_only_good_findings(tier, server):
     found = found_on(tier, server)
     assert {finding.level for finding in found} == {"ok"}
     assert "redis 7." in the("ok", ", master, ", found)
@@ -78,7 +78,7 @@ def test_with_a_ttl_a_volatile_policy_evicts(tier, server):
     the("ok", "maxmemory-policy volatile-ttl", found_on(tier, server, ttl="1h"))
 
 
-def test_a_save_that_failed_is_told(tier, server):
+def test_a_save_that_failed_is_reported(tier, server):
     server.call("CONFIG SET", "save", "1 1")
     (server.folder / "dump.rdb").mkdir()  # what cannot be replaced by a file
     with server.client() as client:
@@ -109,7 +109,7 @@ def test_every_master_of_a_cluster_is_looked_at(tier, start):
     assert len([finding for finding in found if ", master, " in finding.text]) == 3
 
 
-def test_a_user_who_may_not_look_is_told_what_was_not_checked(tier, tls_server):
+def test_for_a_user_who_may_not_look_the_findings_name_what_was_not_checked(tier, tls_server):
     tls = tls_server.tls
     found = tier.open(
         tls_server.url, username="kv", password="tier-secret", tls_ca=tls.ca, tls_cert=tls.cert, tls_key=tls.key

@@ -50,7 +50,7 @@ def test_a_host_has_no_more_connections_than_threads_and_one_for_questions(start
     with server.client() as client, hosted(config) as tier:
         connections = lambda: len(client.client_list()) - 1  # noqa: E731
         tier.wait_open()
-        client.execute_command("CLIENT", "PAUSE", 60_000, "WRITE")  # whoever has begun to store stays at it
+        client.execute_command("CLIENT", "PAUSE", 60_000, "WRITE")  # a store that has begun goes on
         for _ in range(4 * threads):
             tier.store(4)
 

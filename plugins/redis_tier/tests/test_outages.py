@@ -17,7 +17,7 @@ from kvtiers.api import TierUnavailable
 from kvtiers_redis.store import RedisStore
 
 TRANSIENT = RedisStore.transient_errors
-LONG = {"timeout": "1h", "connect_timeout": "1h", "deadline": "1h"}  # whoever waited that long would never end here
+LONG = {"timeout": "1h", "connect_timeout": "1h", "deadline": "1h"}  # a call that waited that long would never end here
 PAGES = 4
 BYTES = PAGES * 4096
 
@@ -82,7 +82,7 @@ def gives_up_connecting(tier, url) -> bool:
     return 0.9 < time.monotonic() - begin < PATIENCE
 
 
-def test_a_server_that_lets_nobody_in_is_given_up_within_the_connect_timeout(tier, start):
+def test_a_server_that_accepts_no_client_is_given_up_within_the_connect_timeout(tier, start):
     server = start()
     server.pause()
     assert gives_up_connecting(tier, server.url)
@@ -101,7 +101,7 @@ def test_a_server_that_takes_no_connection_is_given_up_within_the_connect_timeou
 
 
 def test_a_late_reply_is_never_taken_for_another_calls(tier, start, names, value, read):
-    """What a paused server answers when it goes on belongs to a connection that nobody reads any more."""
+    """What a paused server answers when it goes on belongs to a connection that is not read any more."""
     server = start()
     store = tier.open(server.url, timeout="1s")
     one, other = names(2)

@@ -71,7 +71,7 @@ def test_a_certificate_for_another_host_is_not_believed_unless_it_is_to_be(tier,
     assert read(store, name) == bytes(value(1))
 
 
-def test_a_server_that_asks_for_a_clients_certificate_lets_nobody_in_without(tier, tls_server):
+def test_a_server_that_asks_for_a_clients_certificate_refuses_clients_without_one(tier, tls_server):
     refused(tier, tls_server.url, str(tls_server.port), **options_for(tls_server, tls_cert=None, tls_key=None))
 
 
@@ -223,7 +223,7 @@ def test_a_cluster_with_tls_lets_in_the_user_of_the_readme(tier, tmp_path, start
     assert not any(node.call("ACL LOG") for node in cluster.nodes), "nothing was refused"
 
 
-def test_a_cluster_that_only_the_system_trusts_is_told_no_password(tier, tmp_path, start, monkeypatch):
+def test_a_cluster_that_only_the_system_trusts_is_sent_no_password(tier, tmp_path, start, monkeypatch):
     cluster, other = start(Cluster, masters=1, tls=Tls(tmp_path / "ca")), Tls(tmp_path / "other")
     node = cluster.nodes[0]
     monkeypatch.setenv("SSL_CERT_FILE", str(node.tls.ca))  # what the system trusts

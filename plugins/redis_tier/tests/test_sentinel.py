@@ -48,7 +48,7 @@ def test_a_sentinel_that_is_gone_or_hangs_is_passed_over(tier, start, names, how
 def test_it_is_the_master_s_address_that_decides_whether_values_leave_this_machine(
     tier, shared_sentinels, caplog, monkeypatch, elsewhere
 ):
-    if elsewhere:  # for whoever connects; the Sentinels' addresses, in the url, are this machine's
+    if elsewhere:  # for clients that connect; the Sentinels' addresses, in the url, are this machine's
         monkeypatch.setattr("kvtiers_redis.servers.is_loopback", lambda _: False)
     store = opened(tier, shared_sentinels)
     found = [finding.text for finding in store.diagnose(4096) if "clear text" in finding.text]

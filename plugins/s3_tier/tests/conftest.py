@@ -29,7 +29,7 @@ KEYS = {"access_key": servers.ACCESS_KEY, "secret_key": servers.SECRET_KEY, "reg
 
 
 def configs(endpoint, bucket):
-    """Return a function that gives the options of a tier there, under a prefix that nobody else uses."""
+    """Return a function that gives the options of a tier there, under a prefix of its own."""
     prefix = uuid.uuid4().hex
 
     def make(**options):
@@ -71,7 +71,7 @@ def config(radosgw, ceph_bucket):
 
 @pytest.fixture(scope="module", params=["obstore", "boto3"])
 def proxied(request, radosgw, ceph_bucket):
-    """A tier whose server lies behind a proxy, and the proxy. Its breaker is out of the way: each fault is met."""
+    """A tier whose server lies behind a proxy, and the proxy. Its breaker is out of the way of the faults."""
     with proxy.Proxy(int(radosgw.endpoint.rpartition(":")[2])) as between:
         config = configs(between.endpoint, ceph_bucket)(
             client=request.param,
@@ -88,7 +88,7 @@ def proxied(request, radosgw, ceph_bucket):
 
 @pytest.fixture
 def moto_config(moto, moto_bucket):
-    """The same on moto's server, which knows checksums."""
+    """The same on moto's server, which supports checksums."""
     return configs(moto, moto_bucket)
 
 

@@ -122,13 +122,13 @@ class Proxy:
                 rest = self._one(client, server, rest)
 
     def _keep(self, connection: socket.socket, stack: contextlib.ExitStack) -> None:
-        def let_go() -> None:
+        def forget() -> None:
             with self._lock:
                 self._open.discard(connection)
 
         with self._lock:
             self._open.add(connection)
-        stack.callback(let_go)
+        stack.callback(forget)
 
     def _one(self, client: socket.socket, server: socket.socket | None, rest: bytes) -> bytes:
         """Serve one request; return what was read behind it."""

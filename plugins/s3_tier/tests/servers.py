@@ -38,7 +38,7 @@ _CEPH_PROGRAMS = {"ceph-mon": "ceph-mon", "ceph-osd": "ceph-osd", "radosgw": "ra
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on now."""
+    """Return ports that are free now."""
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [listener.getsockname()[1] for listener in listeners]
@@ -98,7 +98,7 @@ def client_of(endpoint: str, **more: Any) -> Any:
 
 
 def new_bucket(endpoint: str) -> str:
-    """Make a bucket that nobody else uses."""
+    """Make a bucket of its own."""
     name = f"kv-{uuid.uuid4().hex[:16]}"
     client_of(endpoint).create_bucket(Bucket=name)
     return name

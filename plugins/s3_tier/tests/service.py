@@ -25,14 +25,14 @@ _REQUEST = RequestContext("test")
 
 
 def new_keys(count: int) -> list[OffloadKey]:
-    """Return keys that nobody has used."""
+    """Return keys that were never used."""
     return [make_offload_key(os.urandom(32), 0) for _ in range(count)]
 
 
 class Service:
     """One tier in a host of its own. ``rows``: what both see; row i is ``rows[i]``, a value with room for its seal.
 
-    ``step_seconds``: how often the tier is asked for news; ``rest``: what is done for so long in between.
+    ``step_seconds``: how often the tier is asked for events; ``rest``: what is done for so long in between.
     """
 
     def __init__(

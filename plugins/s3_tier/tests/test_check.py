@@ -112,7 +112,7 @@ def test_a_wrong_region_is_named_with_the_right_one(config, between, client, sta
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("code", ["PermanentRedirect", "TemporaryRedirect", ""])
 @pytest.mark.parametrize("status", [301, 307, 308])
-def test_a_redirect_that_names_no_region_is_followed_by_nobody(config, between, client, status, code):
+def test_a_redirect_that_names_no_region_is_not_followed(config, between, client, status, code):
     text = said_of(config, between, lambda _: Fault(refusal(status, code)), client=client)
     assert "Redirect: the bucket is in another region; set 'region' to the bucket's region" in text
     assert len(between.log) <= 2
@@ -154,7 +154,7 @@ def test_a_body_that_fails(config, between, client, fault, expected):
 
 @pytest.mark.parametrize("client", CLIENTS)
 def test_an_object_of_another_size_than_was_written(config, between, client):
-    """Somebody else writes under the same names."""
+    """Another writer uses the same names."""
     options = config(client=client, endpoint=between.endpoint)
     elsewhere = client_of(config().endpoint)
 
@@ -169,7 +169,7 @@ def test_an_object_of_another_size_than_was_written(config, between, client):
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_nobody_answers(config, client):
+def test_a_port_at_which_no_server_listens(config, client):
     [port] = free_ports(1)
     text = the_error(config(client=client, endpoint=f"http://127.0.0.1:{port}"))
     assert "NoConnection: no server answers there; check endpoint" in text
@@ -212,7 +212,7 @@ def test_a_file_without_certificates(config, tmp_path, content, said):
 # -- what the bucket is set to
 
 
-def test_a_bucket_without_rules_is_warned_of_and_told_the_command(config):
+def test_a_bucket_without_rules_gets_a_warning_with_the_command(config):
     found = warnings(check(config(prefix="team/llama")))
     assert any(
         "the bucket grows for ever. Fix: 'kvtiers-s3 lifecycle --days N --prefix team/llama'" in w for w in found

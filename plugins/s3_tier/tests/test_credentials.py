@@ -110,7 +110,7 @@ def test_boto3_reads_keys_in_a_file_again_for_each_request(empty, tmp_path):
     assert signed_by(proxy) == {"FIRST", "SECOND"}
 
 
-def test_obstore_is_lent_keys_for_a_minute(empty, tmp_path):
+def test_obstore_gets_keys_for_a_minute(empty, tmp_path):
     _, make = empty
     file = tmp_path / "key"
     file.write_text("FIRST")

@@ -106,7 +106,7 @@ def test_both_clients_keep_as_many_connections_as_are_wanted():
 
 @pytest.fixture
 def full_listener():
-    """The URL of a port where connections are never made: nobody accepts, and there is no room to wait."""
+    """The URL of a port where connections are never made: none is accepted, and there is no room to wait."""
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         for _ in range(8):

@@ -84,7 +84,7 @@ def test_an_object_of_another_size_leaves_the_row_as_it_was(opened, config, clie
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("pages", [16, 256])
 @pytest.mark.parametrize("fault", [Fault(cut=5000), Fault(cut=50_000, reset=True), Fault(drip=0.1)])
-def test_a_body_that_does_not_come_whole_is_a_failure_and_its_row_is_let_go(
+def test_a_body_that_does_not_come_whole_is_a_failure_and_its_row_is_released(
     opened, config, between, value, client, pages, fault
 ):
     store = opened(config(client=client, endpoint=between.endpoint, timeout="2s"))
@@ -93,7 +93,7 @@ def test_a_body_that_does_not_come_whole_is_a_failure_and_its_row_is_let_go(
     between.script = lambda request: fault if request.method == "GET" else None
     with pytest.raises(S3BusyError):
         store.read_into("a/b", row)
-    row.release()  # BufferError if somebody has it still
+    row.release()  # BufferError if it is still in use
     between.script = lambda _request: None
     assert read(store, "a/b", pages * PAGE) == bytes([5]) * pages * PAGE
 
@@ -170,17 +170,17 @@ def test_a_part_of_an_object_whose_length_is_not_said_is_a_failure(opened, confi
 def test_the_parts_of_a_value_are_read_at_the_same_time(opened, config, between, value, client):
     store = opened(config(client=client, endpoint=between.endpoint, part_size=PART))
     store.write("a/b", value(1, 2 * PART // PAGE))
-    second, ranges, met = threading.Event(), [], []
+    second, ranges, waited = threading.Event(), [], []
 
     def hold_until_two_are_there(request):
         ranges.append(request.headers["range"])
         if len(ranges) == 2:
             second.set()
-        met.append(second.wait(5))
+        waited.append(second.wait(5))
 
     between.script = hold_until_two_are_there
     assert read(store, "a/b", 2 * PART) == bytes([1]) * 2 * PART
-    assert met == [True, True], "the second part was not asked for before the first one had come"
+    assert waited == [True, True], "the second part was not asked for before the first one had come"
 
 
 @pytest.mark.parametrize("client", CLIENTS)
@@ -272,7 +272,7 @@ def test_a_value_of_the_right_length_that_is_not_ours_is_replaced_by_the_next_st
 
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize(("status", "code"), [(503, "SlowDown"), (412, "PreconditionFailed"), (403, "AccessDenied")])
-def test_a_value_that_is_refused_before_it_is_sent_is_let_go(opened, config, between, client, status, code):
+def test_a_value_that_is_refused_before_it_is_sent_is_released(opened, config, between, client, status, code):
     store = opened(config(client=client, endpoint=between.endpoint, conditional_put=True))
     fault = Fault(refusal(status, code), early=True, first_byte=0.1)
     between.script = lambda r: fault if r.method == "PUT" else None

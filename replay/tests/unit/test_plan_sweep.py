@@ -71,12 +71,12 @@ from made_up import made_up
 
 if __name__ == "__main__":
     sys.modules[plan.sweep.__module__]._SMALL = 0
-    told = False
+    warned = False
 
     def tell(requests):
-        global told
-        if not told:
-            told = True
+        global warned
+        if not warned:
+            warned = True
             print(*[process.pid for process in multiprocessing.active_children()], flush=True)
 
     trace = plan.PlanTrace(made_up())

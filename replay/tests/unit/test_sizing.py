@@ -152,7 +152,7 @@ def test_a_folder_stands_for_the_config_in_it(model, tmp_path):
     assert read_model(tmp_path).bytes_per_token == 128 * 1024
 
 
-def test_what_a_nested_config_leaves_out_is_its_classs_default_and_is_told(model):
+def test_what_a_nested_config_leaves_out_is_its_classs_default_and_is_reported(model):
     pixtral = {"text_config": {"hidden_size": 5120, "head_dim": 128, "num_hidden_layers": 40, "model_type": "mistral",
                                "sliding_window": None}, "torch_dtype": "bfloat16"}  # fmt: skip
     shape = model(pixtral)

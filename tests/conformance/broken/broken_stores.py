@@ -268,14 +268,14 @@ class RaisesOnDeletingTwice(Memory):
 class BuriesDeletedNames(Memory):
     def __init__(self):
         super().__init__()
-        self.buried = set()
+        self.deleted = set()
 
     def delete(self, names):
         super().delete(names)
-        self.buried.update(names)
+        self.deleted.update(names)
 
     def write(self, name, src):
-        if name not in self.buried:
+        if name not in self.deleted:
             super().write(name, src)
 
 

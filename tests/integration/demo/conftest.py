@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,21 +12,21 @@ sys.path.append(str(EXAMPLES))  # behind everything: nothing of the demo's stand
 
 
 @pytest.fixture
-def command(tmp_path, monkeypatch):
+def command(monkeypatch):
     """Run the command in a process of its own, with a folder for temporary files that is its own."""
-    temp = tmp_path / "temp"
-    temp.mkdir()
-    monkeypatch.setenv("TMPDIR", str(temp))
+    # Not below tmp_path: one of the files is a socket, whose path may have 107 characters.
+    with tempfile.TemporaryDirectory(prefix="demo-") as temp:
+        monkeypatch.setenv("TMPDIR", temp)
 
-    def run(*arguments):
-        done = subprocess.run(
-            [sys.executable, "-m", "demo", *arguments],
-            cwd=EXAMPLES, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=500, check=False,
-        )  # fmt: skip
-        assert list(temp.iterdir()) == [], "the demo leaves temporary files behind"
-        return done
+        def run(*arguments):
+            done = subprocess.run(
+                [sys.executable, "-m", "demo", *arguments],
+                cwd=EXAMPLES, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=500, check=False,
+            )  # fmt: skip
+            assert list(Path(temp).iterdir()) == [], "the demo leaves temporary files behind"
+            return done
 
-    return run
+        yield run
 
 
 @pytest.fixture

@@ -195,7 +195,7 @@ def test_whatever_is_left_of_an_engine_is_seen(tmp_path):
         finally:
             parent.kill()
             parent.stdin.close()
-        assert wait_until(lambda: not is_alive(here), 60), "it has ended, though nobody has waited for it"
+        assert wait_until(lambda: not is_alive(here), 60), "it has ended, though it was never waited for"
         parent.wait()
         assert wait_until(lambda: not is_alive(host), 60)
         assert holders("some-id") == []

@@ -83,7 +83,7 @@ def test_what_was_computed_once_is_loaded_from_primary_and_tier(answers, tiered)
     right = answers(*prompts)
     (first,) = serve(tiered, prompts[0])
     assert (first.answer, first.loaded) == (right[0], 0)
-    serve(tiered, [5] * 630)  # its own cache knows the document no longer
+    serve(tiered, [5] * 630)  # its own cache has the document no longer
     tiered.steps.clear()
     (second,) = serve(tiered, prompts[1])
     assert (second.answer, second.cached, second.loaded) == (right[1], 0, 256)
@@ -92,7 +92,7 @@ def test_what_was_computed_once_is_loaded_from_primary_and_tier(answers, tiered)
     settle(tiered)
     serve(tiered, [6] * 630)
     settle(tiered)
-    tiered.scheduler.reset_cache()  # the primary knows nothing any more
+    tiered.scheduler.reset_cache()  # the primary has nothing any more
     (third,) = serve(tiered, prompts[2])
     assert (third.answer, third.cached, third.loaded) == (right[2], 0, 256)
     assert tiered.manager.stats()["tiers"]["memory"]["hits"] == 4

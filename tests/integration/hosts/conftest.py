@@ -88,7 +88,7 @@ def release(fifo):
     """Let everybody who waits at the FIFO go on; say whether there was anybody."""
     try:
         os.close(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
-    except OSError:  # nobody reads
+    except OSError:  # without a reader
         return False
     return True
 

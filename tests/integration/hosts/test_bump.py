@@ -1,4 +1,4 @@
-"""``kvtiers store bump``: who starts afterwards finds nothing that was there, whoever wrote it, and when."""
+"""``kvtiers store bump``: an engine that starts afterwards finds nothing that was there, of any writer and any age."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def test_engines_from_before_and_after_a_bump_share_nothing_and_each_has_its_own
     assert (found["ok"]["values"], found["foreign"]["values"], found["damaged"]["values"]) == (12, 0, 0)
 
 
-def test_an_engine_from_before_a_bump_whose_host_starts_anew_stays_without_the_tier(
+def test_an_engine_from_before_a_bump_whose_host_restarts_stays_without_the_tier(
     start, tier, machine, kvtiers_store, caplog
 ):
     engine = start(tier)
@@ -78,7 +78,7 @@ def test_an_engine_from_before_a_bump_whose_host_starts_anew_stays_without_the_t
     assert kvtiers_store("du", "disk")["total"]["values"] == 0, "what it holds from before gets into no later epoch"
 
 
-def test_of_several_hosts_one_that_starts_anew_after_a_bump_stays_out_and_the_others_go_on_as_they_were(
+def test_of_several_hosts_one_that_restarts_after_a_bump_stays_out_and_the_others_go_on_as_they_were(
     start, tier, machine, kvtiers_store, caplog
 ):
     engine = start(tier | {"processes": 2})

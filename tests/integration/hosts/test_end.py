@@ -6,7 +6,7 @@ import signal
 import pytest
 
 BOTH = pytest.mark.parametrize("io", ["process", "thread"])
-HOUR = 3600.0  # whoever waited as long as he may would never end here
+HOUR = 3600.0  # a wait of the allowed length would never end here
 
 
 @BOTH

@@ -17,7 +17,7 @@ def await_nothing_left(machine, engine_id, hosts):
 
 
 class Places:
-    """Everywhere that a process may leave a file without being told to."""
+    """Everywhere that a process may leave a file by itself."""
 
     def __init__(self, folder):
         self._places = [folder / "tmp", folder / "home", folder / "here"]
@@ -88,7 +88,7 @@ def test_an_engine_that_is_killed_while_its_host_hangs_in_the_kernel_leaves_noth
         engine_id = engine.engine(tier)
         engine.do("engine.store(keys(0, 4)); engine.forget()")
         if stage == "delete":
-            for path in (gates.root / "values").iterdir():  # damaged: whoever reads one deletes it
+            for path in (gates.root / "values").iterdir():  # damaged: a reader deletes it
                 content = path.read_bytes()
                 path.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
         gates.set(stage, "hang")
@@ -266,7 +266,7 @@ def test_a_fork_in_the_engine_neither_ends_its_hosts_nor_outlives_them_with_the_
         os.kill(child, signal.SIGKILL)
 
 
-def test_an_engine_that_reaps_children_that_are_not_its_own_confuses_nobody(start, faulty, machine):
+def test_an_engine_that_reaps_children_that_are_not_its_own_breaks_nothing(start, faulty, machine):
     """A library in the engine that waits for any child takes the host's exit status away."""
     engine = start(faulty())
     engine.until_available()

@@ -1,4 +1,4 @@
-"""A host that the kernel does not let go, though it has been killed: its rows are nobody's until it does.
+"""A host that the kernel does not release, though it has been killed: its rows are not free until it does.
 
 Two of the ways to have one need no rights: it stands at its exit, or sleeps uninterruptibly (D) for a lock of a pipe.
 The third needs the right to mount a file system; where the machine refuses that, the summary of skipped tests says so.
@@ -23,7 +23,7 @@ REFUSALS = ("Operation not permitted", "Permission denied", "permission denied",
 
 
 class AtItsExit:
-    """One thread of the host stops in the kernel at its exit. Whoever may trace a child of his own can have that."""
+    """One thread of the host stops in the kernel at its exit. A user who may trace his own children can do that."""
 
     state = "t"
 
@@ -39,7 +39,7 @@ class AtItsExit:
             f"{os.strerror(ctypes.get_errno())}: may a child be traced? sysctl kernel.yama.ptrace_scope=1"
         )
 
-    def let_go(self):
+    def release(self):
         self._ptrace(PTRACE_DETACH, None)
 
     def end(self):
@@ -53,7 +53,7 @@ class AtItsExit:
 
 
 class AsleepAtALock:
-    """The host opens a FIFO and sleeps uninterruptibly for its lock. Whoever may make a FIFO can have that.
+    """The host opens a FIFO and sleeps uninterruptibly for its lock. A user who may make a FIFO can do that.
 
     Linux keeps a pipe locked while it splices from a socket, also while it waits for what the socket does not have.
     """
@@ -76,7 +76,7 @@ class AsleepAtALock:
         while self._is_untouched():
             assert self._thread.is_alive(), "the pipe cannot be kept locked: splice from a socket has failed"
 
-    def let_go(self):
+    def release(self):
         self._ours.send(b"2")
         self._thread.join()
 
@@ -113,7 +113,7 @@ class InAFrozenFileSystem:
         """Have the process held from now on, when it writes."""
         run("fsfreeze", "-f", self.root)
 
-    def let_go(self):
+    def release(self):
         run("fsfreeze", "-u", self.root)
 
     def end(self):
@@ -163,7 +163,7 @@ def way(request, tmp_path):
     way.end()
 
 
-def test_a_host_that_the_kernel_does_not_let_go_holds_its_rows_for_as_long(way, start, faulty_at, machine):
+def test_a_host_held_by_the_kernel_keeps_its_rows_for_as_long(way, start, faulty_at, machine):
     """SIGKILL does not end it."""
     engine = start(faulty_at(way.root, **LONG), rows=32)
     engine.until_available()
@@ -189,7 +189,7 @@ def test_a_host_that_the_kernel_does_not_let_go_holds_its_rows_for_as_long(way, 
         assert engine.manager.prepare_store(machine.keys(200, 29), engine.request()) is None, "of 32 rows, 28 are free"
         assert engine.load(stored) == 2, "the engine goes on"
     finally:
-        way.let_go()
+        way.release()
     engine.until(lambda: not engine.figures()["quarantined_rows"], "the release of the rows")
     engine.until_available()
     engine.store(machine.keys(20, 2))

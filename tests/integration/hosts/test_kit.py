@@ -20,7 +20,7 @@ PAGE = 4096
 
 
 class HostedTier(ChunkStoreTier):
-    """A tier that ends its hosts when it is closed, and takes its news before each answer, as the manager has it do."""
+    """A tier that ends its hosts when it is closed, and takes its events before each answer, as under the manager."""
 
     def __init__(self, config, region):
         self._hosts = TierHosts(region, "test", lambda: NAMES)

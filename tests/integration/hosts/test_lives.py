@@ -184,7 +184,7 @@ def test_an_idle_host_that_is_stopped_is_found_out_by_its_silence_and_killed(sta
 
 @pytest.mark.parametrize("stage", ["read", "write"])
 def test_a_call_that_hangs_in_the_kernel_costs_its_host_and_nothing_more(start, faulty, gates, machine, stage):
-    """Blocked in a read of a FIFO that nobody writes: no exception and no signal handler gets it out of there."""
+    """Blocked in a read of a FIFO without a writer: no exception and no signal handler gets it out of there."""
     engine = start(faulty(threads=1, **LONG))
     engine.until_available()
     wanted = machine.keys(0, 4)
@@ -272,7 +272,7 @@ def test_what_a_store_starts_keeps_neither_the_host_alive_nor_the_memory(start, 
 
 
 def test_the_engines_thread_never_waits_while_its_hosts_are_stopped(start, faulty, machine):
-    """Stores, loads and questions go on into a socket that nobody reads, until the outbox is full and beyond."""
+    """Stores, loads and questions go on into a socket that is not read, until the outbox is full and beyond."""
     engine = start(faulty(store_queue=100_000, deadline="2h"), rows=2048)
     engine.until_available()
     pid = engine.host()
@@ -285,7 +285,7 @@ def test_the_engines_thread_never_waits_while_its_hosts_are_stopped(start, fault
             engine.put(machine.keys(10 * number, 10))
         else:
             engine.step()
-    assert machine.state_of(pid) == "T", "whoever waited for it would wait still"
+    assert machine.state_of(pid) == "T", "a wait for it would not end"
     figures = engine.own()
     assert figures["open_probes"] <= 128
     os.kill(pid, signal.SIGCONT)

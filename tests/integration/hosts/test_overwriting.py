@@ -1,4 +1,4 @@
-"""A value that is there and cannot be loaded is written anew by the next store, whichever host that falls to."""
+"""A value that is there and cannot be loaded is written again by the next store, by any host."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ def cut_short(engine, gates, machine):
     return wanted, file
 
 
-def stored_anew(engine, wanted):
+def stored_again(engine, wanted):
     """Store all of these again, and return how many were written and how many were there already."""
     engine.forget()
     before = engine.own()["already_present"], engine.figures()["stored_bytes"]
@@ -45,11 +45,11 @@ def stored_anew(engine, wanted):
 
 def test_the_next_store_writes_it_and_nothing_else(engine, cut_short, machine):
     wanted, file = cut_short
-    assert stored_anew(engine, wanted) == (1, CHUNKS - 1)
+    assert stored_again(engine, wanted) == (1, CHUNKS - 1)
     assert file.stat().st_size == machine.VALUE
     engine.forget()
     assert engine.load(wanted) == CHUNKS
-    assert stored_anew(engine, wanted) == (0, CHUNKS), "it is not doubted any more"
+    assert stored_again(engine, wanted) == (0, CHUNKS), "it is not doubted any more"
 
 
 def test_a_question_in_between_that_the_store_answers_with_yes_changes_nothing(engine, cut_short, gates, machine):
@@ -58,7 +58,7 @@ def test_a_question_in_between_that_the_store_answers_with_yes_changes_nothing(e
     asked = engine.own()["lookup_questions"]
     assert engine.load(wanted) == BAD, "it was there again, and again it was not given"
     assert engine.own()["lookup_questions"] > asked
-    assert stored_anew(engine, wanted) == (1, CHUNKS - 1)
+    assert stored_again(engine, wanted) == (1, CHUNKS - 1)
     engine.forget()
     assert engine.load(wanted) == CHUNKS
 
@@ -66,18 +66,18 @@ def test_a_question_in_between_that_the_store_answers_with_yes_changes_nothing(e
 def test_a_store_that_fails_leaves_it_to_the_next(engine, cut_short, gates, machine):
     wanted, file = cut_short
     gates.set("write", "fail")
-    assert stored_anew(engine, wanted) == (0, CHUNKS - 1)
+    assert stored_again(engine, wanted) == (0, CHUNKS - 1)
     assert not file.exists(), "it was deleted before the write"
-    assert stored_anew(engine, wanted) == (1, CHUNKS - 1)
+    assert stored_again(engine, wanted) == (1, CHUNKS - 1)
     engine.forget()
     assert engine.load(wanted) == CHUNKS
 
 
 @pytest.mark.parametrize("engine", [WAYS["one host"]], ids=["one host"], indirect=True)
-def test_a_host_that_begins_anew_writes_it_all_the_same(engine, cut_short):
+def test_a_restarted_host_writes_it_all_the_same(engine, cut_short):
     wanted, _ = cut_short
     starts = engine.own()["host_starts"]
     os.kill(engine.host(), signal.SIGKILL)
     engine.until(lambda: engine.own()["host_starts"] > starts, "another host")
     engine.until_available()
-    assert stored_anew(engine, wanted) == (1, CHUNKS - 1)
+    assert stored_again(engine, wanted) == (1, CHUNKS - 1)

@@ -96,7 +96,7 @@ def test_a_buffer_that_a_store_keeps_costs_its_host_and_then_the_rows_come_free(
 def test_a_host_that_cannot_be_reaped_for_a_while_holds_its_rows_for_as_long(
     start, faulty, gates, machine, monkeypatch
 ):
-    """Simulated: the process really dies at once, and only the news of it is late, as from a sleep in the kernel."""
+    """Simulated: the process really dies at once, and only the event is late, as from a sleep in the kernel."""
     may_end, lives = threading.Event(), []
     honest = HostLauncher._wait
 
@@ -115,7 +115,7 @@ def test_a_host_that_cannot_be_reaped_for_a_while_holds_its_rows_for_as_long(
     link.launcher.kill(link.host, link.host.life, "once more")
     link.launcher._requests.put(again.set)
     assert again.wait(machine.PATIENCE)
-    assert machine.state_of(pid) == "Z", "nobody but its burial reaps it, however often it is sentenced"
+    assert machine.state_of(pid) == "Z", "only its reaper reaps it, however often it is killed"
     engine.until(lambda: not engine.manager._slots[0].available(), "its becoming unavailable")
     for _ in range(50):
         engine.step()

@@ -11,7 +11,7 @@ import pytest
 from kvtiers.secondary.supervisor import HostLauncher
 
 HOUR = 3600.0
-# A breaker that opens stays open for the whole test, unless somebody knows better.
+# A breaker that opens stays open for the whole test, unless a test sets it otherwise.
 LONG = {"deadline": "2h", "grace": "200ms", "breaker": {"delay": "1h", "max_delay": "1h"}}
 
 
@@ -69,7 +69,7 @@ def test_one_request_is_shared_out_and_every_byte_is_right(several, gates, machi
     assert (figures["own"]["host_starts"], figures["own"]["hosts"]) == (3, 3)
 
 
-def test_hosts_are_told_apart_in_a_list_of_processes(several):
+def test_hosts_can_be_distinguished_in_a_list_of_processes(several):
     engine = several(2)
     for name, pid in engine.each_host().items():
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -102,7 +102,7 @@ def test_of_a_load_in_parts_only_what_a_killed_host_had_is_lost(several, gates, 
 
 
 def test_rows_of_a_killed_host_are_held_until_it_is_reaped_and_the_others_go_on(several, gates, machine, monkeypatch):
-    """Simulated: the process really dies at once, and only the news of it is late, as from a sleep in the kernel."""
+    """Simulated: the process really dies at once, and only the event is late, as from a sleep in the kernel."""
     may_end, honest = threading.Event(), HostLauncher._wait
 
     def wait(self, host, life):
@@ -117,7 +117,7 @@ def test_rows_of_a_killed_host_are_held_until_it_is_reaped_and_the_others_go_on(
     (victim,) = gates.callers("read")
     os.kill(victim, signal.SIGKILL)
     engine.until(lambda: engine.figures()["quarantined_rows"], "the load's failure")
-    assert engine.resolve(wanted, ctx) == 0, "told at once"
+    assert engine.resolve(wanted, ctx) == 0, "failed at once"
     assert engine.load(others) == 40
     stored_beside(engine, machine.keys(200, 40))
     assert engine.figures()["quarantined_rows"] == 1

@@ -1,4 +1,4 @@
-"""How hosts start, what they are told and what they inherit, and what a tier that is not there costs."""
+"""How hosts start, what they are sent and what they inherit, and what a tier that is not there costs."""
 
 import os
 import threading
@@ -261,7 +261,7 @@ def test_a_host_does_not_put_the_engine_off_its_processor(start, faulty):
 
 
 @pytest.mark.parametrize(("options", "below"), [({}, 5), ({"nice": 0}, 0), ({"nice": 10}, 10)])
-def test_a_host_gives_way_to_the_engine_as_far_as_it_is_told(start, faulty, options, below):
+def test_a_host_gives_way_to_the_engine_as_far_as_its_options_say(start, faulty, options, below):
     engine = start(faulty(**options))
     engine.until_available()
     tasks = [int(task.name) for task in Path(f"/proc/{engine.host()}/task").iterdir()]

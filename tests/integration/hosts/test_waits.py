@@ -1,4 +1,4 @@
-"""Nobody waits for a tier in vain: what a tier that answers late, or never, adds to a request."""
+"""The waits for a tier: what a tier that answers late, or never, adds to a request."""
 
 import pytest
 

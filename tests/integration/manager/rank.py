@@ -1,4 +1,4 @@
-"""A rank in a process of its own: joins an engine's region, says so, and lives until it is killed or told to end."""
+"""A rank in a process of its own: joins an engine's region, says so, and lives until it is killed or asked to end."""
 
 import sys
 

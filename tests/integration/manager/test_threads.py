@@ -1,4 +1,4 @@
-"""One lock, held by whoever steps: other threads complete, finish, read figures and shut down beside it."""
+"""One lock, held by the thread that steps: other threads complete, finish, read figures and shut down beside it."""
 
 import threading
 

@@ -38,7 +38,7 @@ def test_a_request_that_stores_and_ends_in_one_step_ends_for_the_tier_after_its_
     assert heard == [("on_new_request", "r0"), ("submit_store", "r0"), ("on_request_finished", "r0")]
 
 
-def test_a_request_that_came_before_the_tier_had_opened_is_told_first(start, keys, heard, monkeypatch):
+def test_a_request_that_came_before_the_tier_had_opened_is_notified_first(start, keys, heard, monkeypatch):
     gate, opened = threading.Event(), ExampleSecondaryTier.__init__
 
     def open_late(tier, *args, **options):

@@ -56,7 +56,7 @@ def test_a_rank_in_the_schedulers_own_thread_joins_in_either_order(machine, rank
     assert machine.leftovers() == []
 
 
-def test_both_calls_return_at_once_though_nobody_is_there(machine):
+def test_both_calls_return_at_once_without_a_peer(machine):
     party = machine.party()
     party.do("cache = layout(2)")
     joined = party.do(
@@ -156,7 +156,7 @@ def test_waiting_for_a_rank_may_be_shorter_than_its_deadline(machine):
     rank.do("join.wait(PATIENCE)")
 
 
-def test_a_second_rank_of_the_same_number_is_refused_and_told_who_is_there(machine):
+def test_a_second_rank_of_the_same_number_is_refused_with_the_first_ones_process(machine):
     manager = machine.manager(world_size=2)
     first = machine.rank(0, 2)
     second = machine.rank(0, 2, wait=False)
@@ -204,7 +204,7 @@ def test_a_scheduler_of_another_version_is_refused_by_the_rank(machine):
         rank.do("join.wait(PATIENCE)")
 
 
-def test_a_peer_that_speaks_nonsense_is_turned_away_and_harms_nobody(machine):
+def test_a_peer_that_sends_nonsense_is_refused_and_harms_no_rank(machine):
     manager = machine.manager()
     stranger = machine.party()
     stranger.do(
@@ -269,7 +269,7 @@ def test_start_up_says_what_took_how_long(machine):
         assert re.search(said, logged), logged
 
 
-def test_the_end_of_the_accept_thread_is_told_to_whoever_waits(machine):
+def test_the_end_of_the_accept_thread_is_reported_to_the_waiting_thread(machine):
     manager = machine.manager()
     manager.do("def broken():\n    raise ZeroDivisionError('a bug')\nregion._server._accept = broken")
     rank = machine.rank(wait=False, options="start_deadline=1")

@@ -47,7 +47,7 @@ def test_a_store_is_done_only_when_all_workers_have_reported(start):
     assert engine.scheduler.lookup(probe, 0) == 16
 
 
-def test_a_killed_worker_fails_its_jobs_and_nobody_hangs(start):
+def test_a_killed_worker_fails_its_jobs_and_nothing_hangs(start):
     engine = start(layout_of(tp=2), 2)
     request = Request("a", 0, 4)
     engine.scheduler.add_request(request)
@@ -58,7 +58,7 @@ def test_a_killed_worker_fails_its_jobs_and_nobody_hangs(start):
     os.kill(victim.process.pid, signal.SIGKILL)
     victim.process.join(PATIENCE)
     victim.pipe.close()
-    # Nobody speaks for it: that its process has ended is seen.
+    # Without a message from it: the end of its process is seen.
     engine.scheduler.report(engine.ranks[0].transfer([], [store]), 0)
     engine.scheduler.finish_request(request)
     engine.ranks = engine.ranks[:1]
@@ -87,11 +87,11 @@ def test_a_load_that_a_killed_worker_had_is_computed(start):
     victim.close()
     outcomes = engine.scheduler.report(engine.ranks[0].transfer([load], []), 0)
 
-    def told():
+    def has_reported():
         outcomes.extend(engine.scheduler.report([], 0))
         return outcomes
 
-    engine.step_until(told)
+    engine.step_until(has_reported)
     assert outcomes == [(request.context.request_id, False, 0, 16)]
     engine.scheduler.finish_request(request)
     engine.settle()
@@ -111,7 +111,7 @@ def test_a_worker_that_is_refused_for_its_tensors_has_not_joined():
         manager.shutdown(10)
 
 
-def test_a_worker_of_another_layout_is_refused_and_told_in_what_it_differs(start):
+def test_a_worker_of_another_layout_is_refused_with_the_difference(start):
     layout = layout_of(tp=1)
     engine = start(layout, 1)
     other = layout_of(tp=1, blocks_per_chunk=4)

@@ -77,7 +77,7 @@ def test_a_read_only_manager_is_only_asked(check):
     assert "read-only: it answers lookups" in result.stdout
 
 
-def test_a_manager_is_told_of_the_request_and_drained_and_closed(check, tmp_path):
+def test_a_manager_is_notified_of_the_request_and_drained_and_closed(check, tmp_path):
     result = check(
         f"""
 def log(self, what):

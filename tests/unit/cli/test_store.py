@@ -291,7 +291,7 @@ def test_prune_finds_other_formats_by_name_and_by_seal_and_leaves_damage_alone(k
     assert disk.names() == sorted(name for name, verdict in expected.items() if verdict != "foreign")
 
 
-def test_prune_wants_to_be_told_what(kvtiers, disk):
+def test_prune_needs_a_selection(kvtiers, disk):
     names = fill(disk)
     assert "say which values: --older-than" in kvtiers("prune", status=2).stderr
     assert disk.names() == sorted(names.values())

@@ -49,7 +49,7 @@ def test_each_option_has_its_type_its_default_and_its_meaning(run, shelf):
     assert rows(block)["nodes"] == ["list of text", "a, b"]
 
 
-def test_options_of_every_tier_are_told_once_and_changed_defaults_by_the_tier(run, shelf):
+def test_options_of_every_tier_are_printed_once_and_changed_defaults_by_the_tier(run, shelf):
     common = rows(run("tiers").stdout.partition("options of every tier:")[2])
     own = rows(run("tiers").stdout.partition("shelf: ")[2].partition("\n\n")[0])
     assert common["deadline"] == ["duration", "30s", "longest time of a transfer until it counts as failed"]
@@ -70,7 +70,7 @@ def test_a_broken_plugin_is_one_line_among_the_others_and_status_1(run, shelf, b
     assert "shelf: a store" in result.stdout
 
 
-def test_two_that_claim_one_name_are_told(run, shelf, distributions):
+def test_two_that_claim_one_name_are_reported(run, shelf, distributions):
     distributions.install_tier("shelf", "", name="other-shelf")
     result = run("tiers")
     assert result.exit_code == 1
@@ -110,7 +110,7 @@ def schema(run, shelf, distributions):
     return json.loads(result.stdout)
 
 
-def test_the_schema_is_a_union_of_the_installed_tiers_told_apart_by_type(schema):
+def test_the_schema_is_a_union_of_the_installed_tiers_discriminated_by_type(schema):
     items = schema["properties"]["secondary"]["items"]
     mapping = items["discriminator"]["mapping"]
     assert items["discriminator"]["propertyName"] == "type"
@@ -167,7 +167,7 @@ def test_a_secret_shows_no_default_in_the_schema(schema):
     assert "default" not in schema["$defs"]["tier-shelf"]["properties"]["password"]
 
 
-def test_a_broken_plugin_is_told_beside_the_schema(run, shelf, broken):
+def test_a_broken_plugin_is_reported_beside_the_schema(run, shelf, broken):
     result = run("tiers", "--json-schema")
     assert result.exit_code == 1
     assert "tier-shelf" in json.loads(result.stdout)["$defs"]

@@ -142,7 +142,7 @@ def test_two_tiers_of_one_name_name_both_places(wrong):
     ]
 
 
-def test_all_mistakes_are_told_at_once(wrong):
+def test_all_mistakes_are_reported_at_once(wrong):
     lines = wrong("version: 3\nprimary: {capacity: x}\nsecondary: [{type: shelf}, {type: shelf, path: 5}]\n")
     assert [line.partition(": ")[0] for line in lines] == [
         "version", "primary.capacity", "secondary[0] (shelf)", "secondary[1] (shelf)",

@@ -64,7 +64,7 @@ def test_what_core_obeys_for_every_tier_is_taken(tiers_yaml, with_manager):
     assert (tier.name, tier.deadline, tier.breaker.failures) == ("mine", 9.0, 2)
 
 
-def test_an_option_that_the_type_declares_anew_is_its_own(tiers_yaml, with_manager):
+def test_an_option_that_the_type_declares_again_is_its_own(tiers_yaml, with_manager):
     tiers_yaml.write_text(with_manager("threads: 8", "path: str\nthreads: int = 2"))
     (tier,) = load_config(tiers_yaml).secondary
     assert tier.threads == 8

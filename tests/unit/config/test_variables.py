@@ -25,7 +25,7 @@ def test_what_a_variable_stands_for_is_not_in_the_line(wrong, with_tier, monkeyp
     assert all("'${KVTIERS_TEST_VALUE}'" in line and "hunter2" not in line for line in lines)
 
 
-def test_a_secret_never_prints_and_knows_where_it_is_from(tiers_yaml, shelf, with_tier, monkeypatch, tmp_path):
+def test_a_secret_never_prints_and_records_where_it_is_from(tiers_yaml, shelf, with_tier, monkeypatch, tmp_path):
     monkeypatch.setenv("KVTIERS_TEST_SECRET", "hunter2")
     (tmp_path / "key").write_text("hunter3\n")
     tiers_yaml.write_text(with_tier(f"password: ${{KVTIERS_TEST_SECRET}}\nkeys: [hunter4, {{file: '{tmp_path}/key'}}]"))

@@ -110,7 +110,7 @@ def test_a_failure_unpins_everything_last_first_once_no_copy_needs_it_and_says_s
     assert len(pinner.unpinned) == 2
 
 
-def test_a_failure_on_a_lost_device_is_told_to_whoever_waits_and_ends_the_thread_in_order(join):
+def test_a_failure_on_a_lost_device_is_reported_to_the_waiting_thread_and_ends_the_thread_in_order(join):
     def lost():
         raise CudaError("cuStreamSynchronize failed: CUDA_ERROR_LAUNCH_FAILED")
 

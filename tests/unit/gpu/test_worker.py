@@ -245,7 +245,7 @@ def test_shutdown_leaves_no_thread_and_may_come_again(region, kv) -> None:
 
 
 class LateCopies:
-    """A copier whose one copy ends only when it is let go of, as a device's may; notes what comes after what."""
+    """A copier whose one copy ends only when it is released, as a device's may; notes what comes after what."""
 
     def __init__(self) -> None:
         self.nbytes, self.seconds, self.notes = 0, 0.0, []
@@ -280,7 +280,7 @@ class LateCopies:
         self.closed.set()
 
 
-def test_what_somebody_waits_for_is_not_freed_before_he_has_returned(region, kv, monkeypatch) -> None:
+def test_what_a_thread_waits_for_is_not_freed_before_it_has_returned(region, kv, monkeypatch) -> None:
     copies = LateCopies()
     monkeypatch.setattr("kvtiers.gpu.worker._open_copier", lambda *_: copies)
     worker = GpuWorker(LAYOUT, [kv], region)
@@ -325,7 +325,7 @@ def test_a_device_lost_while_nothing_ran_is_said_to_be_lost_once_and_every_job_f
     for job_id in (1, 2):
         worker.submit_store(job_id, blocks(3), rows(8))
     worker.submit_load(3, rows(8), blocks(3))
-    # At once: nobody has to wait for a result.
+    # At once: no thread has to wait for a result.
     assert [result.error for result in worker.get_finished()] == [
         "store job 1: cuda:0 is lost",
         "store job 2: cuda:0 is lost",

@@ -31,7 +31,7 @@ def test_a_view_is_flat_bytes_of_exactly_one_value(views, memory):
     assert loan.take_back()
 
 
-def test_what_is_lent_to_be_written_elsewhere_is_read_only(views):
+def test_a_view_for_a_write_is_read_only(views):
     loan = views.lend([0], [4096], readonly=True)
     with pytest.raises(TypeError):
         loan.views[0][0] = 1
@@ -75,7 +75,7 @@ KEEPERS = {
 
 @pytest.mark.parametrize("keep", KEEPERS.values(), ids=KEEPERS.keys())
 @pytest.mark.parametrize("readonly", [True, False])
-def test_a_buffer_that_was_kept_is_found_and_found_again_when_it_is_let_go(views, keep, readonly):
+def test_a_buffer_that_was_kept_is_found_and_found_again_when_it_is_released(views, keep, readonly):
     loan = views.lend([1], [4096], readonly=readonly)
     kept = keep(loan.views[0])
     assert not loan.take_back()
@@ -84,7 +84,7 @@ def test_a_buffer_that_was_kept_is_found_and_found_again_when_it_is_let_go(views
     assert loan.is_free()
 
 
-def test_a_view_that_somebody_is_using_right_now_counts_as_kept_until_it_is_not(views):
+def test_a_view_that_is_in_use_right_now_counts_as_kept_until_it_is_not(views):
     loan = views.lend([1], [4096], readonly=False)
     using = memoryview(loan.views[0]).cast("B")
     exported = np.asarray(using)
@@ -105,7 +105,7 @@ def test_an_export_that_forbids_the_release_is_no_error(views):
     assert loan.is_free()
 
 
-def test_a_cycle_that_nobody_can_reach_is_not_a_kept_buffer(views):
+def test_an_unreachable_cycle_is_not_a_kept_buffer(views):
     def use(view):
         error = ValueError("its traceback holds this frame")
         error.part = view[1:5]

@@ -156,8 +156,8 @@ def test_a_row_that_is_not_there_is_refused(memory):
 def test_the_memory_beside_the_rows_lies_in_whole_huge_pages_where_there_are_some(memory):
     views = BounceBufferViews(memoryview(memory), ROW, VALUE)
     views.begin([3], filled=True)
-    (lent,) = views.own([3], [VALUE])
-    address = ctypes.addressof((ctypes.c_ubyte * 0).from_buffer(lent))
+    (borrowed,) = views.own([3], [VALUE])
+    address = ctypes.addressof((ctypes.c_ubyte * 0).from_buffer(borrowed))
     mappings = re.findall(
         r"^(\w+)-(\w+) .*?^VmFlags: (.*?)$", Path("/proc/self/smaps").read_text(), re.DOTALL | re.MULTILINE
     )

@@ -84,7 +84,7 @@ def test_pieces_that_are_not_all_of_the_value_fail_and_touch_no_other_row(kit, p
     assert all(kit.rows.is_poisoned(row) for row in range(1, len(keys) + 1))
 
 
-def test_a_value_that_fails_half_way_is_begun_anew(kit, pieces, keys):
+def test_a_value_that_fails_half_way_is_begun_again(kit, pieces, keys):
     mover = kit.stored(pieces, keys)
     failures = iter([True])
 

@@ -10,7 +10,7 @@ def limiter(clock, **limits):
     return RateLimiter(RateLimit.model_validate(limits), clock, clock)
 
 
-def test_without_a_limit_nobody_waits(clock):
+def test_without_a_limit_no_call_waits(clock):
     assert limiter(clock).wait(1 << 40, urgent=True, give_up_at=-NEVER)
     assert clock.waits == []
 
@@ -60,7 +60,7 @@ def test_a_turn_after_the_deadline_is_refused_at_once_and_costs_nothing(clock):
     assert clock.now - begin == pytest.approx(9.0)
 
 
-def test_a_tier_that_is_being_closed_lets_nobody_wait_on(clock):
+def test_closing_a_tier_ends_every_wait(clock):
     limit = limiter(clock, bytes_per_second="1MiB")
     limit.wait(10 << 20, urgent=True, give_up_at=NEVER)
     clock.stopped = True
@@ -69,7 +69,7 @@ def test_a_tier_that_is_being_closed_lets_nobody_wait_on(clock):
 
 
 def test_loads_go_before_stores_that_have_waited_longer(clock):
-    """A store waits until no turn is owed; a load that comes meanwhile takes its turn ahead of it."""
+    """A store waits until its turn is paid for; a load that comes meanwhile takes its turn ahead of it."""
     waited = {"store": [], "load": []}
 
     class Waits:

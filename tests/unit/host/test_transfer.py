@@ -250,7 +250,7 @@ def test_a_row_that_is_not_in_the_region_is_never_touched(kit, keys):
         kit.mover(kit.DictStore()).store(run)
 
 
-# -- whoever waits for the processor
+# -- threads that wait for the processor
 
 
 def moved_in_turns(kit, nbytes, count):
@@ -267,7 +267,7 @@ def moved_in_turns(kit, nbytes, count):
     return [what for what, _ in store.calls]
 
 
-def test_the_processor_is_offered_to_whoever_waits_after_each_large_value(kit):
+def test_the_processor_is_yielded_to_a_waiting_thread_after_each_large_value(kit):
     """However its work is cut: what is sealed and written, or read and checked, counts."""
     assert moved_in_turns(kit, 2 << 20, 2) == 2 * ["write", "way"] + 2 * ["read", "way"]
     assert moved_in_turns(kit, 4 << 20, 1) == ["way", "write", "way", "read", "way", "way"]

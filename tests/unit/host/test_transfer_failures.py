@@ -321,7 +321,7 @@ def test_nothing_begins_after_the_deadline(kit, store, keys):
     assert not store.values
 
 
-def test_nothing_begins_for_a_job_that_nobody_wants_any_more(kit, keys):
+def test_nothing_begins_for_a_job_that_was_abandoned(kit, keys):
     store = kit.DictStore()
     mover = kit.stored(store, keys)
     reads_before = store.count("read")

@@ -281,14 +281,14 @@ def test_no_value_begins_after_the_deadline_that_runs_from_the_first(kit, keys, 
 
 
 class Keeper:
-    """Mixed into a store: keeps the buffers of reads until they are let go."""
+    """Mixed into a store: keeps the buffers of reads until they are released."""
 
     def read_into(self, name, dst):
         self.__dict__.setdefault("kept", []).append(dst[:1])
         return super().read_into(name, dst)
 
 
-def test_a_kept_buffer_fails_the_job_at_once_and_its_result_waits_until_it_is_let_go(kit, keys):
+def test_a_kept_buffer_fails_the_job_at_once_and_its_result_waits_until_it_is_released(kit, keys):
     class KeepingStore(Keeper, kit.DictStore):
         pass
 
@@ -310,7 +310,7 @@ def test_a_kept_buffer_fails_the_job_at_once_and_its_result_waits_until_it_is_le
     assert len(events.of(JobFailed)) == 1
 
 
-def test_a_drain_notices_that_a_kept_buffer_was_let_go(kit, keys):
+def test_a_drain_notices_that_a_kept_buffer_was_released(kit, keys):
     class KeepingStore(Keeper, kit.DictStore):
         pass
 

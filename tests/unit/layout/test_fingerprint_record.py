@@ -43,7 +43,7 @@ def test_what_is_written_is_read_by_its_fingerprint_and_as_the_last(store):
     assert all(len(value) == 4096 for value in store.values.values()), "a page, however many layers a model has"
 
 
-def test_the_last_is_that_of_whoever_stored_last_and_each_keeps_its_own(store):
+def test_the_last_is_that_of_the_last_engine_to_store_and_each_keeps_its_own(store):
     first, second = described(), described(other(kv_dtype="fp8"))
     for names, document in (first, second):
         write_layout(store, names, document)

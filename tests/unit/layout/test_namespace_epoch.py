@@ -16,7 +16,7 @@ def test_a_namespace_that_was_never_bumped_has_the_names_that_it_always_had():
     assert NAMES.of_epoch("") is NAMES
 
 
-def test_a_bump_is_found_by_whoever_reads_the_store_and_concerns_its_namespace_alone():
+def test_a_bump_is_found_by_every_reader_of_the_store_and_concerns_its_namespace_alone():
     store = DictStore()
     write_epoch(store, "prod", "0123456789abcdef")
     assert read_epoch(store, "prod") == "0123456789abcdef"

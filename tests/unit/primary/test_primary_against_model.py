@@ -1,6 +1,6 @@
 """The primary tier against a simple model: any mix of leases, failures, evictions and resets keeps the invariants.
 
-The model knows rows and chunks one by one, and nothing of recency: which chunk is evicted is the policy's affair, but
+The model has rows and chunks one by one, and nothing of recency: which chunk is evicted is the policy's affair, but
 never which chunk may be.
 """
 
@@ -28,7 +28,7 @@ SECONDS = 5.0
 
 @dataclass(eq=False)
 class Row:
-    """A row that somebody has: a chunk's, or in quarantine (no key)."""
+    """A row in use: a chunk's, or in quarantine (no key)."""
 
     key: bytes | None
     writing: bool
@@ -75,7 +75,7 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
         self.protected = {}
         self.clean = set()
         self.announced = set()
-        self.told = set()
+        self.reported = set()
         self.named = {}  # what each running request has named in a lease
 
     # The model
@@ -270,7 +270,7 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
         self.clean.update(key for key in keys if self.row_of(key) is not None)
 
     @rule(rows=st.lists(st.integers(-2, 11), max_size=4))
-    def complete_what_nobody_leased(self, rows):
+    def complete_what_was_not_leased(self, rows):
         leased = {number for number, row in self.rows.items() if row.leased}
         rows = [row for row in rows if row not in leased]
         before = self.tier.misuse
@@ -305,7 +305,7 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
         self.announced.clear()
         self.named.clear()
         assert self.tier.take_events() == []
-        self.told = set()
+        self.reported = set()
 
     # What must always hold
 
@@ -356,12 +356,12 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
     def events_tell_what_is_readable(self):
         for event in self.tier.take_events():
             if event.removed:
-                assert self.told.issuperset(event.keys)
-                self.told.difference_update(event.keys)
+                assert self.reported.issuperset(event.keys)
+                self.reported.difference_update(event.keys)
             else:
-                assert self.told.isdisjoint(event.keys)
-                self.told.update(event.keys)
-        assert self.told == self.announced
+                assert self.reported.isdisjoint(event.keys)
+                self.reported.update(event.keys)
+        assert self.reported == self.announced
 
 
 TestPrimaryAgainstModel = PrimaryAgainstModel.TestCase

@@ -339,7 +339,7 @@ def test_an_abandoned_write_is_gone_at_once_and_its_row_is_kept_until_the_writer
     assert tier.quarantined_rows == 0
 
 
-def test_a_chunk_whose_row_is_in_quarantine_may_be_stored_anew(tier):
+def test_a_chunk_whose_row_is_in_quarantine_may_be_stored_again(tier):
     old = tier.prepare_write(names("a"), "p", reserve_rows=0).rows
     tier.abandon(old)
     new = tier.prepare_store(names("a"), "r").rows
@@ -349,7 +349,7 @@ def test_a_chunk_whose_row_is_in_quarantine_may_be_stored_anew(tier):
     assert tier.complete_store(new, success=True) == names("a")
 
 
-def test_a_reset_forgets_everything_and_keeps_what_somebody_may_touch(tier):
+def test_a_reset_forgets_everything_and_keeps_what_may_still_be_touched(tier):
     stored(tier, "abcdef")
     loading = tier.prepare_load(names("ab"), "reader")
     cascading = tier.prepare_read(names("bc"))
@@ -431,8 +431,8 @@ def test_events_tell_what_is_resident(tier):
     tier.complete_store(allocation.rows[2:], success=False)
     promotion = tier.prepare_write(names("pq"), "p", reserve_rows=0)
     tier.complete_write(promotion.rows, success=False, landed=names("p"))
-    told = [(event.tier, event.removed, text_of(event.keys)) for event in tier.take_events()]
-    assert told == [
+    events = [(event.tier, event.removed, text_of(event.keys)) for event in tier.take_events()]
+    assert events == [
         ("", False, "abcdefgh"),
         ("", True, "h"),
         ("", False, "xy"),
@@ -443,7 +443,7 @@ def test_events_tell_what_is_resident(tier):
     assert tier.take_events() == []
 
 
-def test_no_events_are_kept_where_nobody_wants_them():
+def test_no_events_are_kept_where_none_are_wanted():
     tier = CPUPrimaryTier(2, 0, memoryview(b""), record_events=False)
     stored(tier, "ab")
     stored(tier, "c")
@@ -493,7 +493,7 @@ def test_an_unknown_policy_stops_the_start():
         CPUPrimaryTier(4, 64, memoryview(bytearray(256)), policy="lruu")
 
 
-def test_a_retired_row_is_never_leased_again_and_its_chunk_leaves_when_nobody_uses_it(tier):
+def test_a_retired_row_is_never_leased_again_and_its_chunk_leaves_with_its_last_use(tier):
     stored(tier, "abcdef")
     tier.prepare_load(names("ef"), "reader")
     tier.take_events()

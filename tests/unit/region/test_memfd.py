@@ -92,7 +92,7 @@ def test_memory_of_ones_own_needs_no_descriptor():
     assert mapping.close()
 
 
-def test_nobody_can_cut_the_memory_off_under_the_others(memfd):
+def test_no_process_can_cut_the_memory_off_under_the_others(memfd):
     with pytest.raises(PermissionError):
         os.ftruncate(memfd, PAGE)
     with pytest.raises(PermissionError):
@@ -179,14 +179,14 @@ def test_memory_that_cannot_be_mapped_is_one_clear_line(memfd):
         map_memory(memfd, 2**64 - 4096, PAGE)
 
 
-def test_a_node_that_does_not_exist_is_told_in_one_line(memfd):
+def test_a_node_that_does_not_exist_is_named_in_one_line(memfd):
     mapping = Mapping(memfd, 4 * PAGE, 4 * PAGE)
     assert "NUMA node 1000" in bind_to_node(mapping, 1000)
     for node in (-1, 1024, 10**9, 10**30):
         assert bind_to_node(mapping, node) == f"NUMA node {node}: expected 0 to 1023"
 
 
-def test_another_system_is_told_what_to_use_instead(monkeypatch):
+def test_on_another_system_the_error_says_what_to_use_instead(monkeypatch):
     monkeypatch.setattr(memfd_module.sys, "platform", "darwin")
     with pytest.raises(StartError, match=r"needs Linux .* this is darwin; use an anonymous region: .*'io: thread'"):
         require_linux()

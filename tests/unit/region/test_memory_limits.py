@@ -120,7 +120,7 @@ def test_a_version_1_limit_is_found_in_the_group_or_where_a_container_mounts_it(
     assert cgroup_limit(machine).headroom == 4 * GIB
 
 
-def test_a_container_that_is_told_the_hosts_path_finds_its_limit_at_the_mount(machine):
+def test_a_container_that_sees_the_hosts_path_finds_its_limit_at_the_mount(machine):
     v1(machine, group="/docker/abc", mount_root="/")
     limit_v1(machine, "", 2 * GIB, GIB)  # the folder docker/abc does not exist in here
     assert cgroup_limit(machine).headroom == GIB
@@ -159,7 +159,7 @@ def test_a_group_that_is_too_small_is_named_with_its_limit(machine):
     )
 
 
-def test_free_huge_pages_are_those_promised_to_nobody(tmp_path):
+def test_free_huge_pages_are_those_without_a_reservation(tmp_path):
     folder = "sys/kernel/mm/hugepages/hugepages-2048kB"
     write(tmp_path, {f"{folder}/free_hugepages": "12\n", f"{folder}/resv_hugepages": "5\n"})
     assert free_huge_pages(2 * MIB, tmp_path) == 7

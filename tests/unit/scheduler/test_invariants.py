@@ -8,7 +8,7 @@ from .harness import NONE, TOKENS, Bench, layout_of, stored
 BLOCKS = 12
 
 
-def test_what_a_lookup_has_found_is_not_evicted_before_it_is_loaded_whoever_needs_rows() -> None:
+def test_what_a_lookup_has_found_is_not_evicted_before_it_is_loaded_when_others_need_rows() -> None:
     bench = Bench(layout_of(), rows=4)
     bench.serve(bench.request("a", 4 * TOKENS))
     reader = bench.request("reader", 5 * TOKENS, first_block=20, text="a" * 5 * TOKENS)

@@ -308,7 +308,7 @@ def test_the_pool_counts_what_it_hands_out_and_shows_what_goes_next() -> None:
     assert pool.allocated == 6
 
 
-def test_blocks_that_are_put_back_go_first_unless_somebody_else_holds_them() -> None:
+def test_blocks_that_are_put_back_go_first_unless_another_request_holds_them() -> None:
     pool = BlockPool(5, caching=True)
     blocks = pool.allocate(3)
     pool.hold(blocks[1:])

@@ -141,7 +141,7 @@ def test_options_out_of_range_are_refused_line_by_line() -> None:
 # -- what is stored at the end, and when there is no room
 
 
-def test_the_end_of_a_request_stores_what_is_full_and_was_not_told(bench) -> None:
+def test_the_end_of_a_request_stores_what_is_full_and_was_not_reported(bench) -> None:
     request = bench.request("a", 4 * TOKENS + 3)
     bench.compute(request)
     bench.scheduler.finish_request(request, 4 * TOKENS + 3)
@@ -162,7 +162,7 @@ def test_a_request_that_ends_before_it_was_computed_stores_nothing(bench) -> Non
 
 
 def crowded(rows: int) -> tuple[Bench, object]:
-    """A primary that is full of chunks which somebody reads."""
+    """A primary that is full of chunks with readers."""
     bench = Bench(layout_of(), rows=rows)
     bench.serve(bench.request("old", rows * TOKENS, first_block=200, text="z" * 999))
     reader = bench.request("reader", (rows + 1) * TOKENS, first_block=300, text="z" * 999)

@@ -182,7 +182,7 @@ def test_a_chunk_that_two_requests_wait_for_is_brought_by_the_tier_once() -> Non
     assert set(shelf.loaded.values()) == {1}
 
 
-def test_a_preempted_requests_hit_is_let_go(bench) -> None:
+def test_a_preempted_requests_hit_is_released(bench) -> None:
     request = bench.request("b", 5 * TOKENS, first_block=20)
     assert bench.lookup(request) == 4 * TOKENS
     assert bench.primary.evictable == 0
@@ -193,7 +193,7 @@ def test_a_preempted_requests_hit_is_let_go(bench) -> None:
     assert bench.load(request) == 4 * TOKENS
 
 
-def test_the_load_of_a_preempted_request_is_told_to_nobody_and_its_blocks_stay_held(bench) -> None:
+def test_the_load_of_a_preempted_request_is_not_reported_and_its_blocks_stay_held(bench) -> None:
     request = bench.request("b", 5 * TOKENS, first_block=20)
     transfers = begin_load(bench, request)
     bench.scheduler.preempt_request(request)

@@ -118,7 +118,7 @@ def test_a_load_behind_the_engines_own_hit_starts_at_the_right_block(bench) -> N
     assert load.blocks.block_indices == (2,)
 
 
-def test_a_pinned_hit_is_let_go_if_the_engine_takes_fewer_tokens_or_none(bench) -> None:
+def test_a_pinned_hit_is_released_if_the_engine_takes_fewer_tokens_or_none(bench) -> None:
     bench.serve(bench.request("a", 4 * TOKENS))
     request = bench.request("b", 5 * TOKENS, first_block=20)
     bench.scheduler.lookup(request, 0)
@@ -133,7 +133,7 @@ def test_a_pinned_hit_is_let_go_if_the_engine_takes_fewer_tokens_or_none(bench) 
     assert bench.primary.evictable == 4
 
 
-def test_a_hit_that_is_never_loaded_is_let_go_at_the_requests_end(bench) -> None:
+def test_a_hit_that_is_never_loaded_is_released_at_the_requests_end(bench) -> None:
     bench.serve(bench.request("a", 4 * TOKENS))
     request = bench.request("b", 5 * TOKENS)
     assert bench.lookup(request) == 4 * TOKENS

@@ -149,8 +149,8 @@ class AnyEngine:
 
     def finish(self) -> None:
         if one := self.pick("running", "running", "loading", "waiting"):
-            told = one.state == "running" and self.chance.random() < 0.5
-            self.scheduler.finish_request(one.request, one.computed if told else None)
+            gives_count = one.state == "running" and self.chance.random() < 0.5
+            self.scheduler.finish_request(one.request, one.computed if gives_count else None)
             self.release_all(one.request)
             self.running.remove(one)
 

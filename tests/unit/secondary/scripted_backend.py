@@ -58,7 +58,7 @@ class ScriptedBackend:
         return self.own
 
     def drain(self, timeout):
-        assert timeout == 0.0, "nobody waits for one host alone"
+        assert timeout == 0.0, "no call waits for one host alone"
         return not self.jobs
 
     def poll(self):

@@ -35,9 +35,9 @@ class Group:
         if opened:
             for backend in self.played:
                 backend.say(Opened())
-            assert self.news() == [Opened()]
+            assert self.events() == [Opened()]
 
-    def news(self):
+    def events(self):
         self.group._look_at = 0.0
         return list(self.group.poll())
 
@@ -63,7 +63,7 @@ def test_jobs_go_to_the_host_with_the_fewest_values_under_way(keys):
         assert tier.group.send_job(load(job_id, keys[:count]))
     assert [sorted(backend.jobs) for backend in tier.played] == [[1], [2, 4, 5], [3]]
     tier.played[0].end(1)
-    tier.news()
+    tier.events()
     assert tier.group.send_job(load(6, keys[:4]))
     assert sorted(tier.played[0].jobs) == [6]
 
@@ -75,7 +75,7 @@ def test_idle_hosts_take_turns(keys):
         tier.group.send_job(load(job_id, keys[:1]))
         order += [number for number, backend in enumerate(tier.played) if job_id in backend.jobs]
         tier.played[order[-1]].end(job_id)
-        tier.news()
+        tier.events()
     assert order == [0, 1, 2, 0, 1, 2]
 
 
@@ -136,20 +136,20 @@ def test_a_part_for_which_there_is_no_room_has_failed_and_the_others_land(keys):
     tier.played[0].has_room = False
     assert tier.group.send_job(load(1, keys[:64]))
     tier.played[1].end(1)
-    assert tier.news() == [JobDone(1, bytes([FAILED] * 32 + [DONE] * 32), 32 * VALUE, 0.5)]
+    assert tier.events() == [JobDone(1, bytes([FAILED] * 32 + [DONE] * 32), 32 * VALUE, 0.5)]
 
 
 def test_nothing_is_sent_to_a_host_that_is_not_open(keys):
     tier = Group(2)
     tier.played[0].lose()
-    tier.news()
+    tier.events()
     for job_id in range(3):
         assert tier.group.send_job(load(job_id, keys[:64]))
         assert tier.group.send_probe(10 + job_id, keys, is_prefix=True)
     assert not tier.played[0].jobs
     assert not [call for call in tier.played[0].calls if call[0] == "probe"]
     tier.played[1].lose()
-    tier.news()
+    tier.events()
     assert not tier.group.send_job(load(9, keys))
 
 
@@ -160,7 +160,7 @@ def test_what_is_sent_before_anybody_has_listened_reaches_hosts_that_may_be_open
     assert tier.group.send_probe(2, keys, is_prefix=True)
     for backend in tier.played:
         backend.say(Opened("no"))
-    tier.news()
+    tier.events()
     assert not tier.group.send_job(load(3, keys[:1]))
     assert not tier.group.send_probe(4, keys, is_prefix=True)
 
@@ -176,7 +176,7 @@ def test_a_question_goes_to_the_host_that_owes_the_fewest_answers(keys):
         ]
         if asked[-1] == 1:
             tier.played[1].say(Probed(probe_id, bytes(96)))
-            assert tier.news() == [Probed(probe_id, bytes(96))]
+            assert tier.events() == [Probed(probe_id, bytes(96))]
     assert asked == [0, 1, 1, 1]
 
 
@@ -198,27 +198,27 @@ def test_a_job_in_parts_starts_once_and_ends_once_with_a_status_for_each_value_i
     first, second, third = tier.played
     second.say(JobStarted(7))
     first.say(JobStarted(7))
-    assert tier.news() == [JobStarted(7)]
+    assert tier.events() == [JobStarted(7)]
     third.end(7, MISSING, nbytes=5, retries=1)
     first.end(7, nbytes=70, retries=2, error="once")
     third.say()
-    assert tier.news() == []
+    assert tier.events() == []
     second.say(JobDone(7, bytes([DONE] * 20 + [FAILED]), 20, 2.5, 4, "last"))
     second.jobs.clear()
     statuses = bytes([DONE] * 41 + [FAILED] + [MISSING] * 22)
-    assert tier.news() == [JobDone(7, statuses, 95, 2.5, 7, "once")]
-    assert tier.news() == []
+    assert tier.events() == [JobDone(7, statuses, 95, 2.5, 7, "once")]
+    assert tier.events() == []
 
 
 def test_what_a_lost_host_had_of_a_job_fails_and_the_rest_lands(keys):
     tier = Group(2)
     tier.group.send_job(load(1, keys[:64]))
     tier.played[0].lose()
-    assert [event for event in tier.news() if not isinstance(event, Opened)] == [], "the other part may still succeed"
+    assert [event for event in tier.events() if not isinstance(event, Opened)] == [], "the other part may still succeed"
     tier.played[0].end(1, FAILED, nbytes=0, error="its host ended")
-    assert tier.news() == []
+    assert tier.events() == []
     tier.played[1].end(1)
-    assert tier.news() == [JobDone(1, bytes([FAILED] * 32 + [DONE] * 32), 32 * VALUE, 0.5, 0, "its host ended")]
+    assert tier.events() == [JobDone(1, bytes([FAILED] * 32 + [DONE] * 32), 32 * VALUE, 0.5, 0, "its host ended")]
 
 
 def test_a_job_has_failed_at_once_when_none_of_its_parts_can_succeed_any_more(keys):
@@ -226,38 +226,38 @@ def test_a_job_has_failed_at_once_when_none_of_its_parts_can_succeed_any_more(ke
     tier.group.send_job(load(1, keys[:64]))
     tier.played[1].end(1)
     tier.played[0].lose()
-    assert JobFailed(1, "its host ended") in tier.news(), "told, though it is not reaped"
+    assert JobFailed(1, "its host ended") in tier.events(), "reported, though it is not reaped"
     tier.played[0].end(1, FAILED)
-    (done,) = tier.news()
+    (done,) = tier.events()
     assert done.statuses == bytes([FAILED] * 32 + [DONE] * 32)
 
 
-def test_a_job_is_told_as_failed_once_also_if_its_last_sound_part_ends_after_the_failure(keys):
+def test_a_job_is_reported_as_failed_once_also_if_its_last_sound_part_ends_after_the_failure(keys):
     tier = Group(3)
     tier.group.send_job(load(1, keys[:64]))
     tier.played[0].say(JobFailed(1, "kept"))
     tier.played[1].say(JobFailed(1, "kept, too"))
-    assert tier.news() == []
+    assert tier.events() == []
     tier.played[2].end(1)
-    assert tier.news() == [JobFailed(1, "kept")]
+    assert tier.events() == [JobFailed(1, "kept")]
     tier.played[0].end(1, FAILED)
-    assert tier.news() == []
+    assert tier.events() == []
 
 
-def test_a_load_has_let_go_of_its_rows_when_all_its_parts_have_or_have_ended(keys):
+def test_a_load_has_released_its_rows_when_all_its_parts_have_or_have_ended(keys):
     tier = Group(3)
     tier.group.send_job(load(1, keys[:64]))
     tier.group.release(1)
     first, second, third = tier.played
     first.say(JobReleased(1))
-    assert tier.news() == []
+    assert tier.events() == []
     second.end(1)
-    assert tier.news() == []
+    assert tier.events() == []
     third.say(JobReleased(1))
-    assert tier.news() == [JobReleased(1)]
+    assert tier.events() == [JobReleased(1)]
     first.end(1, FAILED)
     third.end(1, FAILED)
-    (done,) = tier.news()
+    (done,) = tier.events()
     assert isinstance(done, JobDone)
 
 
@@ -265,7 +265,7 @@ def test_giving_up_and_letting_go_reach_those_that_still_have_a_part(keys):
     tier = Group(2)
     tier.group.send_job(load(1, keys[:64]))
     tier.played[0].end(1)
-    tier.news()
+    tier.events()
     tier.group.release(1)
     tier.group.abandon(1)
     tier.group.abandon(2)
@@ -288,24 +288,24 @@ def test_draining_listens_to_all_hosts_and_says_whether_all_have_ended(keys):
 def test_a_tier_opens_with_its_first_host_and_is_gone_with_its_last():
     tier = Group(2, opened=False)
     tier.played[1].say(Opened("no"))
-    assert tier.news() == [], "the other one may still open"
+    assert tier.events() == [], "the other one may still open"
     tier.played[0].say(Opened())
-    assert tier.news() == [Opened()]
+    assert tier.events() == [Opened()]
     assert tier.logged() == ["t (2 of 2): out of use: no; the tier goes on with its other hosts"]
     tier.played[1].say(Opened("no"), Opened())
-    assert tier.news() == []
+    assert tier.events() == []
     assert tier.logged()[1:] == ["t (2 of 2): back in use"]
     tier.played[1].lose()
     tier.played[0].lose()
-    assert tier.news()[-1] == Opened("its host ended")
+    assert tier.events()[-1] == Opened("its host ended")
 
 
 def test_a_tier_none_of_whose_hosts_opens_says_so_once_all_have_tried():
     tier = Group(2, opened=False)
     tier.played[0].say(Opened("no"))
-    assert tier.news() == []
+    assert tier.events() == []
     tier.played[1].say(Opened("neither"))
-    assert tier.news() == [Opened("neither")]
+    assert tier.events() == [Opened("neither")]
     assert tier.logged() == [], "the tier says it"
 
 
@@ -314,9 +314,9 @@ def test_when_a_host_is_lost_the_others_are_tried_at_once_after_its_failures(key
     for job_id in range(10):
         tier.group.send_job(load(job_id, keys[:1]))
     tier.played[0].lose()
-    news = tier.news()
-    assert [type(event) for event in news] == [JobFailed] * 5 + [Opened]
-    assert not news[-1].error
+    events = tier.events()
+    assert [type(event) for event in events] == [JobFailed] * 5 + [Opened]
+    assert not events[-1].error
 
 
 def test_a_host_that_opens_in_another_epoch_stays_out():
@@ -324,12 +324,12 @@ def test_a_host_that_opens_in_another_epoch_stays_out():
     tier.played[0].say(Opened(epoch="1"))
     tier.played[1].say(Opened(epoch="2"))
     tier.played[2].say(Opened(epoch="1"))
-    assert tier.news() == [Opened(epoch="1")]
+    assert tier.events() == [Opened(epoch="1")]
     assert tier.group.stats()["hosts_open"] == 2
     assert BUMPED in tier.logged()[0]
     tier.played[0].lose()
     tier.played[2].lose()
-    assert [event.error for event in tier.news() if isinstance(event, Opened)][-1] == "its host ended"
+    assert [event.error for event in tier.events() if isinstance(event, Opened)][-1] == "its host ended"
 
 
 def test_waiting_for_the_start_is_over_when_one_is_open_and_all_have_tried():
@@ -340,13 +340,13 @@ def test_waiting_for_the_start_is_over_when_one_is_open_and_all_have_tried():
     assert tier.group.wait_open(1.0) == "no"
 
 
-def test_the_host_is_restarted_that_has_owed_an_answer_for_longest(keys):
+def test_the_host_is_restarted_whose_answer_is_in_flight_for_longest(keys):
     tier = Group(2)
-    tier.group.restart("nobody owes anything")
+    tier.group.restart("nothing is in flight")
     for probe_id in range(2):
         tier.group.send_probe(probe_id, keys, is_prefix=True)
     tier.played[0].say(Probed(0, b""))
-    tier.news()
+    tier.events()
     tier.group.send_probe(2, keys, is_prefix=True)
     tier.group.restart("silent")
     assert [[call for call in backend.calls if call[0] == "restart"] for backend in tier.played] == [
@@ -364,12 +364,12 @@ def test_figures_of_hosts_are_added_up_and_those_of_the_store_are_not():
     tier.played[1].own = {"hosts": 1, "bytes": 9}
     assert tier.group.stats() == {"hosts": 2, "bytes": 7, "evicted": 2, "hosts_open": 2}
     tier.played[0].lose()
-    tier.news()
+    tier.events()
     assert tier.group.stats()["bytes"] == 9, "of one that is there"
 
 
 def test_lines_of_the_log_are_warnings():
     tier = Group(2)
     tier.played[1].lose()
-    tier.news()
+    tier.events()
     assert [call[1] for call in tier.played[0].calls if call[0] == "log"] == [logging.WARNING]

@@ -1,4 +1,4 @@
-"""A group of hosts against a model that knows of each job which host has which part, and what became of it."""
+"""A group of hosts against a model that has for each job which host has which part, and what became of it."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -36,7 +36,7 @@ class GroupMachine(RuleBasedStateMachine):
         self.jobs = {}  # id -> its keys
         self.parts = {}  # (job, host) -> what the host has said: "started", "failed", "released"
         self.results = {}  # id -> key -> status, of parts that have ended
-        self.told = {}  # id -> what the group has said
+        self.reported = {}  # id -> what the group has said
         self.wished = set()
         self.asked = {}
         self.is_open = False
@@ -50,13 +50,13 @@ class GroupMachine(RuleBasedStateMachine):
         count=st.sampled_from([70, 50, 33, 20, 1]), is_load=st.booleans(), full=st.sampled_from([(), (), (0,), (1, 2)])
     )
     def send(self, count, is_load, full):
-        job_id = len(self.told) + 1
+        job_id = len(self.reported) + 1
         for number, backend in enumerate(self.played):
             backend.has_room = number not in full
         sent = self.group.send_job(StoreJob(job_id, is_load, KEYS[:count], list(range(count))))
         takers = [number for number in HOSTS if job_id in self.played[number].jobs]
         assert sent == bool(takers)
-        self.told[job_id] = []
+        self.reported[job_id] = []
         if not sent:
             return
         self.jobs[job_id] = KEYS[:count]
@@ -149,7 +149,7 @@ class GroupMachine(RuleBasedStateMachine):
 
     @rule(number=st.sampled_from([None, None, None, *HOSTS]))
     def lose(self, number):
-        """The host is gone; once it has been reaped, its parts have ended and it can open anew."""
+        """The host is gone; once it has been reaped, its parts have ended and it can open again."""
         if number is None or self.states[number] == "lost":
             return
         self.states[number] = "lost"
@@ -176,39 +176,41 @@ class GroupMachine(RuleBasedStateMachine):
     # -- what the group says
 
     def listen(self):
-        """Take the news; check each item against what is known of the job."""
+        """Take the events; check each against what is known of the job."""
         self.group._look_at = 0.0
-        news = list(self.group.poll())
-        for event in news:
+        events = list(self.group.poll())
+        for event in events:
             match event:
                 case Opened(error):
                     self.is_open = not error
                 case JobDone(job_id, statuses):
-                    assert not [part for part in self.parts if part[0] == job_id], "rows are free when nobody has any"
+                    assert not [part for part in self.parts if part[0] == job_id], (
+                        "rows are free when no part is in flight"
+                    )
                     assert list(statuses) == [self.results[job_id][key] for key in self.jobs.pop(job_id)]
-                    self.told[job_id].append("done")
+                    self.reported[job_id].append("done")
                 case JobStarted(job_id) | JobFailed(job_id) | JobReleased(job_id):
                     what = EVENTS[type(event)]
-                    assert what not in self.told[job_id]
-                    assert "done" not in self.told[job_id]
+                    assert what not in self.reported[job_id]
+                    assert "done" not in self.reported[job_id]
                     said = [said for part, said in self.parts.items() if part[0] == job_id]
                     assert (any if what == "started" else all)(what in part for part in said)
-                    self.told[job_id].append(what)
-        return news
+                    self.reported[job_id].append(what)
+        return events
 
     @invariant()
-    def what_is_told_of_a_job_is_so_and_at_once(self):
+    def what_is_reported_of_a_job_is_so_and_at_once(self):
         for job_id in self.jobs:
             said = [said for part, said in self.parts.items() if part[0] == job_id]
             assert said, "a job of which no part is left has ended"
             for what in ("failed", "released"):
-                assert (what in self.told[job_id]) >= all(what in part for part in said)
+                assert (what in self.reported[job_id]) >= all(what in part for part in said)
 
     @invariant()
-    def nothing_is_told_twice_and_everything_ends_once(self):
-        for job_id, told in self.told.items():
-            assert len(told) == len(set(told))
-            assert ("done" in told) == (job_id not in self.jobs and job_id in self.results)
+    def nothing_is_reported_twice_and_everything_ends_once(self):
+        for job_id, reported in self.reported.items():
+            assert len(reported) == len(set(reported))
+            assert ("done" in reported) == (job_id not in self.jobs and job_id in self.results)
 
     @invariant()
     def the_tier_is_open_while_one_of_its_hosts_is(self):

@@ -22,7 +22,7 @@ def test_lines_are_written_in_order_on_a_thread_of_their_own(caplog):
     assert {record.threadName for record in caplog.records} == {"kvtiers-log"}
 
 
-def test_a_log_that_stands_still_holds_up_nobody_and_what_is_dropped_is_said(monkeypatch):
+def test_a_log_that_stands_still_blocks_no_thread_and_says_what_was_dropped(monkeypatch):
     monkeypatch.setattr(log_thread, "_MOST_WAITING", 50)
     gate, lines = threading.Event(), []
 
@@ -72,7 +72,7 @@ def test_a_line_that_finds_no_room_is_not_counted_as_said(caplog, monkeypatch):
     assert "clear" in [record.getMessage() for record in caplog.records]
 
 
-def test_a_log_that_nobody_used_has_no_thread():
+def test_an_unused_log_has_no_thread():
     before = threading.active_count()
     LogThread().close(60)
     assert threading.active_count() == before

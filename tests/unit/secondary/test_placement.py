@@ -1,4 +1,4 @@
-"""How many hosts a tier has, and what each of several is told."""
+"""How many hosts a tier has, and what each of several is sent."""
 
 import pytest
 

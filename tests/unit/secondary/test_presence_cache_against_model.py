@@ -94,7 +94,7 @@ class LookupMachine(RuleBasedStateMachine):
         self.know(keys, MISS)
 
     @rule(keys=runs)
-    def somebody_else_changes(self, keys):
+    def another_engine_changes(self, keys):
         self.there.symmetric_difference_update(keys)
 
     @rule(seconds=st.sampled_from([0.1, 0.7, 1.5, 20.0, 70.0]))
@@ -121,7 +121,7 @@ class LookupMachine(RuleBasedStateMachine):
         assert set(self.tier._asked) <= under_way | queued
 
     def teardown(self):
-        """No livelock: once everything is answered, whoever asks again and again gets to know."""
+        """No livelock: once everything is answered, a repeated question gets its answer."""
         for probe in sorted(self.sent):
             self.tier.answered(probe, bytes(self.sent[probe][1]))
         self.sent.clear()

@@ -34,7 +34,7 @@ def launcher(lines, monkeypatch, kit):
     kit.wait_until(lambda: not launcher._thread.is_alive(), "the thread's end")
 
 
-def test_a_host_that_the_kernel_does_not_let_go_is_killed_once_and_not_all_the_time(launcher, lines, kit, monkeypatch):
+def test_a_host_held_by_the_kernel_is_killed_once_and_not_all_the_time(launcher, lines, kit, monkeypatch):
     host = HostProcess("held", lambda: b"")
     launcher.start(host)
     kit.wait_until(lambda: host.lives, "its first life")
@@ -57,5 +57,5 @@ def test_a_host_that_the_kernel_does_not_let_go_is_killed_once_and_not_all_the_t
         assert looked.wait(kit.PATIENCE)
     assert len(kills) == 1
     assert lines == ["held: its host is killed: it hangs"]
-    assert life.status is None, "its rows are nobody's yet"
+    assert life.status is None, "its rows are not free yet"
     life.connection.close()

@@ -1,4 +1,4 @@
-"""What the tests of tiering work with: a clock, an engine, real rows, and tiers that do as they are told.
+"""What the tests of tiering work with: a clock, an engine, real rows, and tiers under the control of the test.
 
 Every chunk has its own bytes, made from its key and the weights' version, in the rows as in the tiers.
 """
@@ -111,7 +111,7 @@ class FaultyTier(SecondaryTierManager):
         self.version = ""
         self.started, self.failed, self.finished = [], [], []
         self.abandoned = []
-        self.told = Counter()
+        self.notified = Counter()
         self.begun, self.over = set(), set()
         self.submitted = []
         self.asked = []
@@ -176,7 +176,7 @@ class FaultyTier(SecondaryTierManager):
 
     def on_request_finished(self, context):
         self._demand(context in self.begun - self.over, "the end of a request that this tier does not have")
-        self.told[context] += 1
+        self.notified[context] += 1
         self.over.add(context)
         self._called("on_request_finished")
 
@@ -250,8 +250,8 @@ class FaultyTier(SecondaryTierManager):
 
     def _called(self, method, context=None):
         if context is not None and context.request_id:
-            self._demand(context not in self.over, f"{method} for a request whose end this tier was told")
-            self._demand(context in self.begun, f"{method} for a request that this tier was not told of")
+            self._demand(context not in self.over, f"{method} for a request of whose end this tier was notified")
+            self._demand(context in self.begun, f"{method} for a request of which this tier was not notified")
         if method in self.raises:
             raise RuntimeError(f"{method} fails")
 

@@ -247,7 +247,7 @@ def test_a_promotion_that_makes_a_dirty_chunk_leave_counts_it_too():
     assert bench.figures()["dropped_dirty"] == 8
 
 
-def test_a_chunk_that_leaves_before_it_was_stored_is_dropped_and_counted_and_nobody_waits():
+def test_a_chunk_that_leaves_before_it_was_stored_is_dropped_and_counted_without_a_wait():
     bench = on_eviction()
     bench.store(chain("first", 40))
     bench.tier["a"].values.clear()
@@ -340,11 +340,11 @@ def test_chunks_that_are_still_being_written_are_parked_and_sent_when_they_are_t
     bench.step()
     assert stores(bench, "w") == [KEYS[2:4]]
     assert bench.manager.has_pending_work()
-    assert not bench.tier["w"].told[ctx]
+    assert not bench.tier["w"].notified[ctx]
     bench.manager.complete_store(first)
     bench.settle()
     assert KEYS[:2] in stores(bench, "w")
-    assert bench.tier["w"].told[ctx] == 1
+    assert bench.tier["w"].notified[ctx] == 1
 
 
 @pytest.mark.parametrize("end", ["failed", "reset"])
@@ -362,7 +362,7 @@ def test_a_parked_chunk_that_never_comes_is_forgotten(end):
         bench.manager.reset_cache()
     bench.settle()
     assert not stores(bench, "w")
-    assert bench.tier["w"].told[ctx] == 1
+    assert bench.tier["w"].notified[ctx] == 1
 
 
 def test_a_store_of_nothing_new_still_offers_a_whole_request():

@@ -1,4 +1,4 @@
-"""What computing and loading cost is told from what was seen, and no single outlier decides for long."""
+"""What computing and loading cost is estimated from measurements, and no single outlier decides for long."""
 
 import pytest
 

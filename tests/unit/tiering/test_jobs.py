@@ -1,4 +1,4 @@
-"""Jobs: their deadlines, their one result, and rows that nobody gets while somebody may touch them."""
+"""Jobs: their deadlines, their one result, and rows that are not leased while they may still be touched."""
 
 import math
 
@@ -52,7 +52,7 @@ def test_a_load_that_does_not_end_in_time_fails_at_once_for_all_who_wait_by_the_
     assert figures["expired_jobs"] == 1
     assert figures["failed_loads"] == 4
     assert figures["running_jobs"] == figures["loading_chunks"] == 0
-    assert not bench.manager.has_pending_work(), "nobody waits for what is in quarantine"
+    assert not bench.manager.has_pending_work(), "nothing waits for what is in quarantine"
 
 
 def test_a_chunk_whose_load_was_given_up_is_not_asked_of_that_tier_again_for_this_request():
@@ -109,7 +109,7 @@ def test_a_store_that_was_given_up_leaves_its_chunks_readable_and_its_rows_in_pl
     assert bench.figures("a")["stored_chunks"] == 0
 
 
-def test_a_job_that_the_tier_says_has_failed_is_told_at_once_and_its_rows_come_with_the_result():
+def test_a_job_that_the_tier_says_has_failed_is_reported_at_once_and_its_rows_come_with_the_result():
     bench, ctx = loading()
     tier = bench.tier["a"]
     tier.failed += [1, 1]
@@ -117,7 +117,7 @@ def test_a_job_that_the_tier_says_has_failed_is_told_at_once_and_its_rows_come_w
     tier.values.clear()
     assert bench.lookup(KEYS, ctx) == (0, 0, False)
     assert bench.primary.quarantined_rows == 4
-    assert tier.abandoned == [], "it knows"
+    assert tier.abandoned == [], "it has ended the job by itself"
     tier.failed += [1]
     bench.step()
     tier.end(1)
@@ -287,7 +287,7 @@ def test_figures_that_are_none_do_no_harm(nbytes, seconds):
     assert figures["out_of_use"] == 0
 
 
-def test_news_of_jobs_that_are_over_or_of_another_tier_are_nothing():
+def test_events_of_jobs_that_are_over_or_of_another_tier_are_ignored():
     bench = Bench(tiers={"a": {}, "b": {}}, options=WIDE, hold=True)
     bench.manager.complete_store(bench.begin_store(KEYS[:2]))
     tier = bench.tier["a"]

@@ -84,7 +84,7 @@ def test_chunks_that_a_request_has_given_up_may_be_there_under_other_weights():
     assert bench.lookup(KEYS, ctx) == (8, 0, False)
 
 
-def test_other_weights_make_nobody_wait_for_longer():
+def test_other_weights_make_no_request_wait_for_longer():
     bench = bench_with(load_wait=0.5)
     bench.tier["a"].put(KEYS)
     ctx = bench.request()
@@ -265,7 +265,7 @@ def test_auto_waits_for_all_that_it_has_found_not_only_for_the_first_of_it():
     assert bench.lookup(KEYS, ctx) == (0, 1, False)
     bench.step(0.01)
     bench.tier["a"].put(KEYS)
-    bench.begin_store(chain("other", 1), bench.request())  # it is looked up anew when something has changed
+    bench.begin_store(chain("other", 1), bench.request())  # it is looked up again when something has changed
     assert bench.lookup(KEYS, ctx) == (0, 8, False)
     bench.step(LATE * 8 * 16 * 0.001 - 0.015)
     assert bench.lookup(KEYS, ctx) == (0, 8, False)
@@ -496,7 +496,7 @@ def test_what_one_tier_is_too_slow_for_is_not_given_up_while_another_may_have_it
     assert bench.lookup(KEYS, ctx) == (0, 8, False)
 
 
-def test_a_slow_tier_is_measured_anew_once_in_a_while_with_a_few_chunks():
+def test_a_slow_tier_is_measured_again_once_in_a_while_with_a_few_chunks():
     bench = bench_with(load_wait=None, rows=256)
     prefill(bench)
     measure(bench, 40.0)

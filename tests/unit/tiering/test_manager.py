@@ -34,7 +34,7 @@ def with_everything_in_flight():
 
 
 @pytest.mark.parametrize("weights", [False, True])
-def test_a_reset_forgets_all_at_once_and_rows_come_back_when_nobody_touches_them(weights):
+def test_a_reset_forgets_all_at_once_and_rows_come_back_when_nothing_touches_them(weights):
     bench, store, load, ctx = with_everything_in_flight()
     tier = bench.tier["a"]
     if weights:
@@ -46,7 +46,7 @@ def test_a_reset_forgets_all_at_once_and_rows_come_back_when_nobody_touches_them
     held = 4 + 4 + 4  # the load's and the cascades', the promotion's, the store's
     assert bench.primary.free_rows == bench.rows - held
     assert bench.primary.quarantined_rows == held
-    # Late results change nothing but free the rows; late copies hurt nobody.
+    # Late results change nothing but free the rows; late copies do no harm.
     fresh = bench.begin_store(KEYS)
     for key, row in zip(store.keys, store.chunk_ids.tolist(), strict=True):
         bench.row(row)[:] = payload(key, "late")
@@ -105,7 +105,7 @@ def test_old_weights_bytes_are_never_read_as_the_new_ones():
 # -- pending work
 
 
-def test_the_engine_keeps_stepping_while_somebody_waits_for_something():
+def test_the_engine_keeps_stepping_while_a_job_or_a_request_waits():
     bench = Bench(options=WIDE, hold=True)
     manager = bench.manager
     assert not manager.has_pending_work()
@@ -137,10 +137,10 @@ def test_events_tell_what_became_resident_and_what_left_in_order():
     bench.store(KEYS[:4])
     bench.step()
     bench.store(chain("x", 3))
-    told = events(bench)
-    assert told[0] == (KEYS[:4], False, "")
-    assert (sorted(told[1][0]), told[1][1:]) == (KEYS[1:4], (True, ""))
-    assert told[2:] == [(chain("x", 3), False, "")]
+    recorded = events(bench)
+    assert recorded[0] == (KEYS[:4], False, "")
+    assert (sorted(recorded[1][0]), recorded[1][1:]) == (KEYS[1:4], (True, ""))
+    assert recorded[2:] == [(chain("x", 3), False, "")]
     assert events(bench) == []
 
 
@@ -171,7 +171,7 @@ def test_events_tell_what_each_tier_has_stored_and_nothing_of_what_it_has_not():
     assert events(bench) == [(KEYS[4:], False, ""), (KEYS[4:], False, "a")]
 
 
-def test_where_nobody_takes_events_none_is_kept_of_the_tiers_either():
+def test_where_no_events_are_taken_none_is_kept_of_the_tiers_either():
     bench = Bench(options=WIDE, record_events=False)
     bench.manager.complete_store(bench.begin_store(KEYS[:4]))
     bench.settle()
@@ -189,17 +189,18 @@ def test_a_store_that_other_weights_overtook_is_no_event():
     assert events(bench) == []
 
 
-def test_a_reset_takes_back_events_that_nobody_has_taken():
+def test_a_reset_takes_back_events_that_were_not_taken():
     bench = Bench(options=WIDE)
     bench.store(KEYS[:2])
     bench.manager.complete_store(bench.begin_store(KEYS[2:4]))
     bench.step()
-    bench.manager.complete_store(bench.begin_store(chain("x", 1)))  # and the tier's news of the store before are taken
+    # This also takes the tier's events of the store before.
+    bench.manager.complete_store(bench.begin_store(chain("x", 1)))
     bench.manager.reset_cache()
     assert events(bench) == []
 
 
-def test_events_that_nobody_takes_do_not_pile_up():
+def test_events_that_are_not_taken_do_not_pile_up():
     log = EventLog()
     bench = Bench(tiers={}, rows=16)
     bench.manager._events = log
@@ -322,7 +323,7 @@ def test_all_calls_of_the_engines_thread_count_as_its_time_and_none_twice(monkey
     takes(bench.tier["a"], "ask_ahead")
     takes(bench.engine, "new_weights")
     takes(bench.primary, "reset_cache")
-    assert seconds(bench.manager.take_lost_ranks) == 1, "the first call of a step takes the tiers' news"
+    assert seconds(bench.manager.take_lost_ranks) == 1, "the first call of a step takes the tiers' events"
     assert seconds(bench.manager.take_lost_ranks) == 0
     assert seconds(step) == 0
     assert seconds(step) == 1

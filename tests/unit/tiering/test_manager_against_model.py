@@ -1,6 +1,6 @@
 """The manager over real rows, a primary and faulty tiers, against a model: whatever happens, the invariants hold.
 
-The model knows who may touch which row, and what bytes each readable chunk must have. It knows nothing of recency,
+The model has who may touch which row, and what bytes each readable chunk must have. It has nothing of recency,
 budgets' fairness or speed.
 """
 
@@ -294,7 +294,7 @@ class ManagerAgainstModel(RuleBasedStateMachine):
 
     @rule(tier=tiers, index=some)
     def scribble(self, tier, index):
-        """A tier writes into the rows of a promotion that it has not reported, whatever was told of it."""
+        """A tier writes into the rows of a promotion that it has not reported, whatever was reported of it."""
         job = self.some_job(tier, index)
         if job is not None and job.is_promotion:
             for row in self.tier[tier].held[job.job_id].rows:
@@ -372,7 +372,7 @@ class ManagerAgainstModel(RuleBasedStateMachine):
         self.step(0.0, 0)
 
     def a_lost_rank_scribbles(self):
-        """What it was told to write may still be written; what it was told to read must not change."""
+        """What it had to write may still be written; what it had to read must not change."""
         for _, _, rows in (*self.open_stores, *self.orphaned_stores):
             for row in rows:
                 self.bench.row(row)[:] = GARBAGE
@@ -403,7 +403,7 @@ class ManagerAgainstModel(RuleBasedStateMachine):
     # -- what must hold
 
     def touched_rows(self):
-        """Rows that somebody may write into, once for each of them."""
+        """Rows that may still be written into, once for each of them."""
         rows = [row for _, _, rows in (*self.open_stores, *self.orphaned_stores) for row in rows]
         for tier in self.tier:
             rows += [row for held in tier.held.values() if held.job.is_promotion for row in held.rows]
@@ -517,9 +517,9 @@ class ManagerAgainstModel(RuleBasedStateMachine):
         for number, tier in enumerate(self.tier):
             if not self.bench.slots[number].retired:
                 for ctx in self.all_requests:
-                    assert tier.told[ctx] == 1, "the end of a request is told once"
+                    assert tier.notified[ctx] == 1, "the end of a request is notified once"
             else:
-                assert max(tier.told.values(), default=0) <= 1
+                assert max(tier.notified.values(), default=0) <= 1
         self.all_counts_are_right()
 
 

@@ -235,7 +235,7 @@ def test_what_is_unread_of_old_weights_stays_unread():
     assert bench.figures("a")["unread_bytes"] == 4 * 16
 
 
-def test_hits_are_counted_anew_under_other_weights():
+def test_hits_are_counted_again_under_other_weights():
     bench = Bench()
     ctx = bench.request()
     for version, hits in (("new", 3), ("newer", 6)):

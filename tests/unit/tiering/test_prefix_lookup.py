@@ -17,7 +17,7 @@ def test_a_prefix_in_the_primary_is_ready():
     assert bench.lookup(KEYS, bench.request()) == (5, 0, False)
 
 
-def test_nobody_has_it_nobody_waits():
+def test_what_no_tier_has_is_not_waited_for():
     bench = Bench()
     assert bench.lookup(KEYS, bench.request()) == (0, 0, False)
     assert bench.lookup([], bench.request()) == (0, 0, False)
@@ -35,7 +35,7 @@ def test_what_a_tier_has_is_pending_and_fetched_at_the_end_of_the_step():
     assert bench.load(KEYS[:5], ctx)
 
 
-def test_a_chunk_on_its_way_is_fetched_once_whoever_asks():
+def test_a_chunk_on_its_way_is_fetched_once_for_all_requests():
     bench = Bench(options=WIDE, hold=True)
     bench.tier["a"].put(KEYS[:3])
     first, second = bench.request(), bench.request()
@@ -86,7 +86,7 @@ def test_the_answers_run_ends_where_a_tier_does_not_know():
     tier = bench.tier["a"]
     tier.lookup_many = lambda keys, context: [HIT, HIT, RETRY][: len(keys)]
     hits = bench.manager.lookup_prefix(KEYS, bench.request())
-    assert hits.pending == len(KEYS)  # each question is answered anew: HIT, HIT, do not know
+    assert hits.pending == len(KEYS)  # each question is answered again: HIT, HIT, do not know
     tier.lookup_many = lambda keys, context: [HIT if key in other[:2] else RETRY for key in keys]
     other = chain("other", 5)
     bench.forget()
@@ -355,6 +355,6 @@ def test_an_engine_that_looks_again_in_a_step_sees_what_has_come_since():
     bench.step()
     assert bench.lookup(KEYS, ctx) == (0, 2, False)
     bench.tier["a"].end_all()
-    assert bench.lookup(KEYS, ctx) == (0, 2, False), "news are taken once a step"
+    assert bench.lookup(KEYS, ctx) == (0, 2, False), "events are taken once a step"
     bench.manager.look_again()
     assert bench.lookup(KEYS, ctx) == (2, 0, False)

@@ -1,4 +1,4 @@
-"""Rows for promotions: when they are reserved, for whom, how many, and when they are let go again."""
+"""Rows for promotions: when they are reserved, for whom, how many, and when they are released again."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def test_one_batch_a_tier_and_request_cut_into_jobs_of_bounded_size():
     assert loads(bench) == [KEYS[:3], KEYS[3:6], KEYS[6:], chain("m", 2)]
 
 
-def test_what_lies_beyond_the_shortest_run_of_the_step_is_let_go():
+def test_what_lies_beyond_the_shortest_run_of_the_step_is_released():
     bench = Bench(options=WIDE, tokens_per_chunk=(16, 32))
     other = chain("k", 3, group=1)
     bench.tier["a"].put(KEYS + other[:2])
@@ -334,7 +334,7 @@ def test_a_chunk_that_has_landed_is_there_when_the_request_that_waits_for_it_com
     assert bench.load(KEYS[:4], ctx)
 
 
-def test_a_chunk_that_nobody_comes_for_is_like_any_other_after_a_while():
+def test_a_promoted_chunk_without_a_reader_is_like_any_other_after_a_while():
     bench = Bench(rows=10, options=WIDE)
     bench.tier["a"].put(KEYS[:4])
     bench.lookup(KEYS, bench.request())

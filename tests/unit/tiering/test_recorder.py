@@ -114,7 +114,7 @@ def test_a_file_that_cannot_be_made_is_one_line_in_the_log_and_no_more(tmp_path,
         assert "cannot be written: No such file or directory" in caplog.text
 
 
-def test_when_writing_is_slow_requests_are_dropped_and_counted_and_nobody_waits(path, caplog, monkeypatch) -> None:
+def test_when_writing_is_slow_requests_are_dropped_and_counted_without_a_wait(path, caplog, monkeypatch) -> None:
     monkeypatch.setattr(module, "_MOST_WAITING", 50)
     goes_on = threading.Event()
     write = os.write

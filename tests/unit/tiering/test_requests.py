@@ -33,10 +33,10 @@ def test_the_end_is_reported_once_and_after_the_last_store(success):
     bench.step()
     bench.manager.complete_store(first, success)
     bench.step()
-    assert [tier.told[ctx] for tier in bench.tier.values()] == [0, 0]
+    assert [tier.notified[ctx] for tier in bench.tier.values()] == [0, 0]
     bench.manager.complete_store(second, success)  # a tier fails the test if it gets a job of a request that is over
     bench.settle()
-    assert [tier.told[ctx] for tier in bench.tier.values()] == [1, 1]
+    assert [tier.notified[ctx] for tier in bench.tier.values()] == [1, 1]
 
 
 def test_transfers_may_outlive_the_request():
@@ -44,7 +44,7 @@ def test_transfers_may_outlive_the_request():
     ctx = bench.request()
     bench.manager.complete_store(bench.begin_store(KEYS, ctx))
     bench.manager.on_request_finished(ctx)
-    assert bench.tier["a"].told[ctx] == 1
+    assert bench.tier["a"].notified[ctx] == 1
     bench.tier["a"].end_all()
     bench.settle()
     assert bench.figures("a")["stored_chunks"] == 4
@@ -56,9 +56,9 @@ def test_a_reset_does_not_lose_the_end_of_a_request():
     plan = bench.begin_store(KEYS, ctx)
     bench.manager.on_request_finished(ctx)
     bench.manager.reset_cache()
-    assert not bench.tier["a"].told[ctx]
+    assert not bench.tier["a"].notified[ctx]
     bench.manager.complete_store(plan)
-    assert bench.tier["a"].told[ctx] == 1
+    assert bench.tier["a"].notified[ctx] == 1
 
 
 def test_a_call_for_a_request_that_is_over_is_a_misuse_and_does_nothing():
@@ -72,7 +72,7 @@ def test_a_call_for_a_request_that_is_over_is_a_misuse_and_does_nothing():
     assert bench.manager.prepare_load(KEYS, ctx) is None
     bench.manager.on_request_finished(ctx)
     assert bench.figures()["misuse"] == 5
-    assert bench.tier["a"].told[ctx] == 1
+    assert bench.tier["a"].notified[ctx] == 1
 
 
 def test_an_id_can_be_used_again():
@@ -82,7 +82,7 @@ def test_an_id_can_be_used_again():
         bench.store(KEYS, ctx)
         assert bench.load(KEYS, ctx)
         bench.manager.on_request_finished(ctx)
-        assert bench.tier["a"].told[ctx] == 1
+        assert bench.tier["a"].notified[ctx] == 1
     assert bench.figures()["misuse"] == 0
 
 
@@ -95,7 +95,7 @@ def test_an_id_that_is_used_again_while_the_old_requests_stores_run_is_a_request
     bench.manager.complete_store(empty)
     bench.manager.on_request_finished(old)
     new = bench.request("same")
-    assert [tier.told[old] for tier in bench.tier.values()] == [1, 1]
+    assert [tier.notified[old] for tier in bench.tier.values()] == [1, 1]
     bench.manager.complete_store(plan)
     assert {job.context.request_id for job in bench.tier["a"].stores} == {""}
     bench.settle()
@@ -104,7 +104,7 @@ def test_an_id_that_is_used_again_while_the_old_requests_stores_run_is_a_request
     bench.settle()
     for tier in bench.tier.values():
         assert tier.has(KEYS) == [True] * 4
-        assert (tier.told[old], tier.told[new]) == (1, 1)
+        assert (tier.notified[old], tier.notified[new]) == (1, 1)
 
 
 def test_a_request_that_is_begun_twice_is_one_request():
@@ -112,7 +112,7 @@ def test_a_request_that_is_begun_twice_is_one_request():
     ctx = bench.request()
     bench.manager.on_new_request(ctx)
     bench.manager.on_request_finished(ctx)
-    assert bench.tier["a"].told[ctx] == 1
+    assert bench.tier["a"].notified[ctx] == 1
     assert bench.figures()["misuse"] == 1
 
 

@@ -44,7 +44,7 @@ def use_all(bench):
 
 @pytest.mark.parametrize("hold", [False, True])
 @pytest.mark.parametrize("method", METHODS)
-def test_an_exception_of_a_tier_reaches_nobody(method, hold):
+def test_an_exception_of_a_tier_reaches_no_caller(method, hold):
     bench = Bench(tiers={"broken": {}, "sound": {}}, options=WIDE)
     bench.tier["broken"].raises = {method}
     bench.tier["broken"].hold = hold

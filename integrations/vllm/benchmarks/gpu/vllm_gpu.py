@@ -150,7 +150,7 @@ def pick(results: list[dict[str, Any]], mode: str, scene: str, primary: int | No
 
 
 def goals(results: list[dict[str, Any]], link: float) -> list[dict[str, Any]]:
-    """Return the goals that this run can tell: ``{name, value, goal, met}``; lower is better but for throughput."""
+    """Return the goals that this run can decide: ``{name, value, goal, met}``; lower is better but for throughput."""
     found: list[dict[str, Any]] = []
 
     def goal(name: str, value: float, most: float) -> None:

@@ -180,7 +180,7 @@ class Engine:
         with theirs:
             self.pid = interpreter.fork(options, theirs, log)
         self._ended = os.pidfd_open(self.pid)
-        self._buried = False
+        self._reaped = False
         self._shared: set[Path] = set()
         try:
             self._answer()
@@ -253,12 +253,12 @@ class Engine:
 
     def kill(self) -> None:
         """End the engine at once, and what it leaves behind."""
-        if not self._buried:
+        if not self._reaped:
             self.crash()
             self._bury()
 
     def _bury(self) -> int:
-        self._buried = True
+        self._reaped = True
         status = self._interpreter.bury(self.pid)
         for path in self._shared:  # vLLM leaves its own behind when it is killed
             path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What belongs to a request, over one Redis: adapters of one name, adapters loaded anew, salts called like adapters."""
+"""What belongs to a request, over one Redis: adapters of one name, reloaded adapters, salts called like adapters."""
 
 from .conftest import PROMPTS, WHOLE
 from .engines import BLOCK
@@ -29,7 +29,7 @@ def test_adapters_and_salts_meet_only_themselves(start, model, tmp_path, redis):
     assert cached == whole, "vLLM's own prefix cache does not look at files"
     first.forget()
     anew, cached = first.generate(FIRST, adapter=mine)
-    assert cached == [0], "an adapter that was loaded anew has nothing of the one before"
+    assert cached == [0], "an adapter that was reloaded has nothing of the one before"
     assert anew not in (adapted, plain)
     first.forget()
     assert first.generate(FIRST + MORE, adapter=mine)[1] == whole, "of what both of them computed nothing was kept"

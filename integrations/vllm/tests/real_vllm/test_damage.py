@@ -60,7 +60,7 @@ def engine(start_any, model, server, tier, right, way):
 
 
 @pytest.mark.parametrize("damage", [zero, flip, flip_each, truncate, swap])
-def test_damaged_values_are_misses_and_are_stored_anew(engine, server, tier, right, damage):
+def test_damaged_values_are_misses_and_are_stored_again(engine, server, tier, right, damage):
     failed, loaded = f"kvtiers_tier_failed_loads{{{server.kind}}}", f"kvtiers_tier_loaded_chunks{{{server.kind}}}"
     before = engine.metrics()
     spoil(server, tier, damage)

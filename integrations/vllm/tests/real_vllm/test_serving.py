@@ -181,7 +181,7 @@ def test_a_scrape_shows_which_tier_served_status_what_that_saved_and_the_end_lea
     assert not list(Path("/dev/shm").glob(f"*{ENGINE_ID}*"))
 
 
-def test_weights_that_a_server_is_told_to_read_anew_are_others(served_model, truth, tmp_path):
+def test_weights_that_a_server_reloads_on_request_are_others(served_model, truth, tmp_path):
     (first, _), stored, chunks = PROMPTS, "kvtiers_tier_stored_chunks_total", WHOLE[0] // BLOCK
     transfer = transfer_config(ENGINE_ID, whole_stack(fs(tmp_path / "store")))
     server = Server(served_model, json.dumps(transfer), tmp_path / "log")

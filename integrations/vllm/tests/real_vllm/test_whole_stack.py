@@ -68,7 +68,7 @@ def test_what_vllm_itself_keeps_of_the_weights_before_is_not_stored_as_that_of_t
     engine.shutdown()
 
 
-def test_sleep_changes_no_weights_and_those_that_are_read_anew_after_it_are_others_though_nobody_says_which(
+def test_sleep_changes_no_weights_and_those_that_are_reloaded_after_it_are_others_without_a_version(
     start, model, other_model, truth, other_truth, tmp_path
 ):
     whole, first = [WHOLE[0]], tuple(FIRST)

@@ -31,7 +31,7 @@ def test_the_settings_of_an_adapter_are_part_of_it(tmp_path):
     assert digest(Adapters(), lora) != before
 
 
-def test_an_adapter_that_is_loaded_anew_is_another_and_that_can_be_seen(tmp_path):
+def test_an_adapter_that_is_reloaded_is_another_and_that_can_be_seen(tmp_path):
     adapters = Adapters()
     first = digest(adapters, adapter(tmp_path / "one", b"before"))
     assert adapters.changes[1] == 0
@@ -76,7 +76,7 @@ def test_an_adapter_without_weights_is_unknown(tmp_path):
     assert digest(Adapters(), lora) is None
 
 
-def test_files_that_vllm_may_have_loaded_as_they_were_leave_the_adapter_unknown_until_it_is_loaded_anew(tmp_path):
+def test_files_that_vllm_may_have_loaded_as_they_were_leave_the_adapter_unknown_until_it_is_reloaded(tmp_path):
     adapters = Adapters()
     assert digest(adapters, adapter(tmp_path / "one"), as_loaded=False) is None
     assert digest(adapters, adapter(tmp_path / "one")) is None

@@ -53,7 +53,7 @@ def test_one_that_fits_and_a_vllm_without_kvtiers_are_not_held_up(engine_args):
         assert engine_args(config).create_engine_config() is config
 
 
-def test_a_config_that_is_wrong_is_left_to_whoever_reads_it_to_use_it():
+def test_a_config_that_is_wrong_fails_only_where_it_is_read_to_be_used():
     refuse_large_primary(made(kvtiers_config="/no/such/file.yaml"))
 
 

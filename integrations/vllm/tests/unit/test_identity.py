@@ -143,7 +143,7 @@ def test_a_seed_of_ones_own_is_part_of_it(monkeypatch):
 @pytest.mark.parametrize(
     ("version", "algorithm"), [("0.28.0", "sha256"), ("0.32.0", "xxhash"), ("0.32.0", "xxhash_cbor")]
 )
-def test_a_random_seed_is_told_with_the_setting_to_change_and_shares_nothing(monkeypatch, version, algorithm):
+def test_a_random_seed_is_reported_with_the_setting_to_change_and_shares_nothing(monkeypatch, version, algorithm):
     unseeded = engine(cache_config__prefix_caching_hash_algo=algorithm)
     assert fingerprint(unseeded, version=version) != fingerprint(unseeded, version=version)
     (line,) = identity_of(unseeded, offloading(), version, None).warnings
@@ -154,7 +154,7 @@ def test_a_random_seed_is_told_with_the_setting_to_change_and_shares_nothing(mon
     assert identity_of(unseeded, offloading(), version, None).warnings == ()
 
 
-def test_weights_without_a_name_are_told_with_the_setting_to_change_and_share_nothing():
+def test_weights_without_a_name_are_reported_with_the_setting_to_change_and_share_nothing():
     dummy = engine(load_config__load_format="dummy")
     assert fingerprint(dummy) != fingerprint(dummy)
     (line,) = identity_of(dummy, offloading(), "0.32.0", None).warnings

@@ -33,7 +33,7 @@ def test_a_rest_is_a_twentieth_of_what_was_waited_and_at_most_a_millisecond():
     assert time.rests[2:] == [0.001]
 
 
-def test_a_step_that_computes_does_not_rest_and_what_was_waited_counts_anew():
+def test_a_step_that_computes_does_not_rest_and_resets_the_time_waited():
     time = Time()
     rest = Rest(time, time.sleep)
     rest.step(idle=True)

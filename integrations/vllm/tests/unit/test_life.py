@@ -30,7 +30,7 @@ def link_to(core):
 
 
 @pytest.mark.parametrize("state", State)
-def test_an_engine_is_ending_from_when_it_was_told_to(state):
+def test_an_engine_is_ending_from_the_request_to_end(state):
     core = Core(state)
     assert link_to(core).is_ending() is (state is not State.RUNNING)
 

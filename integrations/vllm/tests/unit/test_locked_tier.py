@@ -70,7 +70,7 @@ for _name, _answer in ANSWERS.items():
     ],
     ids=["ask", "submit", "news", "release", "abandon", "end_step", "drain"],
 )
-def test_nobody_asks_while_the_tier_is_in_a_call_and_anybody_after_it(call, calls):
+def test_no_probe_is_sent_while_the_tier_is_in_a_call_and_any_after_it(call, calls):
     tier = CalledTier()
     tier.asked = AskedTier(TierSlot(0, tier, TierOptions("near")))
     call(tier.asked)
@@ -79,13 +79,13 @@ def test_nobody_asks_while_the_tier_is_in_a_call_and_anybody_after_it(call, call
     assert tier.calls == [*calls, "ask_ahead"]
 
 
-def test_a_tier_whose_loads_cannot_let_go_of_their_rows_is_not_asked_to():
+def test_a_tier_whose_loads_cannot_release_their_rows_is_not_asked_to():
     asked = AskedTier(TierSlot(0, OffTier(), TierOptions("near")))
     asked.release(1)
     assert list(asked.poll().released) == []
 
 
-def test_a_tier_is_left_when_nobody_asks_it_any_more():
+def test_a_tier_is_left_after_its_last_question():
     tier, order = CalledTier(), []
     inside, go_on = threading.Event(), threading.Event()
 

@@ -35,6 +35,6 @@ def test_a_bug_is_logged_with_its_place_and_its_stack_and_less_and_less_often(ca
     assert "a bug" in caplog.text
 
 
-def test_whoever_ends_the_process_is_not_held_up():
+def test_an_end_of_the_process_is_not_held_up():
     with pytest.raises(KeyboardInterrupt):
         Manager().answer(KeyboardInterrupt())

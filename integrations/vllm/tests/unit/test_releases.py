@@ -21,7 +21,7 @@ def test_any_other_is_refused_by_a_sentence_that_names_those(version):
     assert version in str(refused.value)
 
 
-def test_a_release_that_no_test_runs_shares_with_nobody():
+def test_a_release_that_no_test_runs_shares_nothing():
     epochs = [
         RELEASES["0.32"].epoch("0.32.0"),
         RELEASES["0.32"].epoch("0.32.1"),

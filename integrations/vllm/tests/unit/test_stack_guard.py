@@ -90,7 +90,7 @@ def test_a_rank_is_told_of_a_step_before_vllm_launches_anything_of_it(connector,
     assert connector.calls == [("note_step", computes), "bind_connector_metadata"]
 
 
-def test_news_of_copies_that_the_manager_cannot_take_are_vllms_news(connector, connector_module, caplog):
+def test_results_of_copies_that_the_manager_cannot_take_are_passed_to_vllm(connector, connector_module, caplog):
     news = connector_module.WorkerNews({1}, "stats")
     connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=news))
     assert connector.calls == ["update_connector_output"]

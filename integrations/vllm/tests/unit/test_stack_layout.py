@@ -155,7 +155,7 @@ def test_a_release_that_it_does_not_run_on_is_refused_with_those_it_does(version
         require_whole_stack(version)
 
 
-def test_a_release_that_nobody_knows_is_refused():
+def test_an_unknown_release_is_refused():
     with pytest.raises(StartError, match="does not support vLLM"):
         require_whole_stack("0.99.0")
 

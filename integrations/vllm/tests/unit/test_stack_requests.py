@@ -1,4 +1,4 @@
-"""Whose KV a request's is, and when nobody can tell; and plans, which end when every rank has reported."""
+"""Whose KV a request's is, and when that cannot be known; and plans, which end when every rank has reported."""
 
 import shutil
 import time
@@ -201,7 +201,7 @@ def test_an_adapter_that_is_not_there_is_looked_at_all_the_same(book, looks, tmp
     shutil.rmtree(tmp_path / "one")
     request = opened(book, "one", lora)
     all_answered(looks)
-    assert request.look.looked.is_set(), "whoever loads it would wait for a look that has ended"
+    assert request.look.looked.is_set(), "a load of it would wait for a look that has ended"
     assert request.keys is None
 
 
@@ -231,7 +231,7 @@ def test_an_adapter_that_vllm_loads_without_a_request_is_looked_at_before_while_
     assert request.keys is not None, "its files are new, and were looked at in time all the same"
 
 
-def test_while_an_adapter_that_is_loaded_anew_is_looked_at_nobody_uses_the_one_before(book, looks, tmp_path):
+def test_while_a_reloaded_adapter_is_digested_no_request_uses_the_one_before(book, looks, tmp_path):
     before = opened(book, "before", adapter(tmp_path / "one", b"before"))
     all_answered(looks)
     assert before.keys is not None
@@ -246,7 +246,7 @@ def test_while_an_adapter_that_is_loaded_anew_is_looked_at_nobody_uses_the_one_b
     assert anew.keys is not None
 
 
-def test_an_adapter_that_is_loaded_anew_and_is_the_same_takes_nobody_out(book, looks, tmp_path):
+def test_a_reloaded_adapter_that_is_the_same_keeps_the_keys_of_open_requests(book, looks, tmp_path):
     lora = adapter(tmp_path / "one", inplace=True)
     before = opened(book, "before", lora)
     all_answered(looks)
@@ -379,7 +379,7 @@ def test_a_store_under_an_adapter_ends_when_its_files_were_looked_at_again(book,
     assert not plans.has_unconfirmed()
 
 
-def test_what_was_stored_while_the_adapters_files_changed_is_kept_by_nobody(book, looks, clock, tmp_path):
+def test_what_was_stored_while_the_adapters_files_changed_is_not_kept(book, looks, clock, tmp_path):
     manager, plans, folder = stored_under_an_adapter(book, looks, clock, tmp_path)
     (folder / "adapter_model.bin").write_bytes(b"vLLM may have loaded these")
     plans.copies_ended(CopyReport(Counter({1: 1})))
@@ -388,7 +388,7 @@ def test_what_was_stored_while_the_adapters_files_changed_is_kept_by_nobody(book
     assert manager.done == [("store", 1, False)]
 
 
-def test_what_was_stored_while_the_adapter_was_loaded_anew_is_kept_by_nobody(book, looks, clock, tmp_path):
+def test_what_was_stored_while_the_adapter_was_reloaded_is_not_kept(book, looks, clock, tmp_path):
     manager, plans, folder = stored_under_an_adapter(book, looks, clock, tmp_path)
     plans.copies_ended(CopyReport(Counter({1: 1})))
     all_answered(looks)

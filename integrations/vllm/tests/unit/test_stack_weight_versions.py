@@ -45,7 +45,7 @@ def updates(both):
 
 
 @pytest.mark.parametrize("call", ["reload_weights", "start_weight_update", "update_weights", "finish_weight_update"])
-def test_weights_that_change_without_a_version_are_nobody_elses(core, updates, call):
+def test_weights_that_change_without_a_version_are_shared_with_no_engine(core, updates, call):
     seen = {updates.version()}
     for _ in range(3):
         assert core.collective_rpc(call, None, kwargs={"a": 1}) == ["done"]

@@ -37,7 +37,7 @@ def config():
 
 
 class Status:
-    """A socket that answers nobody."""
+    """A socket that never answers."""
 
     def close(self):
         pass
@@ -171,7 +171,7 @@ def test_an_end_that_takes_its_time_is_waited_for_by_its_own_tier(make):
 
 
 def test_tiers_end_also_where_no_thread_can_be_started(make, monkeypatch, caplog):
-    """As while the interpreter ends, which is when an engine in a program's own process may be told to."""
+    """As while the interpreter ends, which is when an engine in a program's own process may have to end."""
 
     def no_thread(_thread):
         raise RuntimeError("can't create new thread at interpreter shutdown")

@@ -1,4 +1,4 @@
-"""A tier under somebody else's manager: every job is reported once, when nothing touches its rows; no request waits."""
+"""A tier under another manager: every job is reported once, when nothing touches its rows; no request waits."""
 
 import gc
 import threading
@@ -273,7 +273,7 @@ def test_a_request_that_was_never_announced_is_answered(bench):
 
 
 @pytest.mark.parametrize("load_wait", [0.5])
-def test_a_load_that_takes_too_long_lets_go_of_its_rows_and_is_reported_while_its_call_still_runs(bench):
+def test_a_load_that_takes_too_long_releases_its_rows_and_is_reported_while_its_call_still_runs(bench):
     bench.store_rows(KEYS[:2], [3, 5])
     bench.driver.request_started("b", None)
     assert bench.lookup(KEYS[0]) is HIT
@@ -289,7 +289,7 @@ def test_a_load_that_takes_too_long_lets_go_of_its_rows_and_is_reported_while_it
     assert not bench.driver.has_jobs()
     assert bench.driver.metrics.wait_expired == 2
     assert [bench.driver.lookup(key, "a") for key in KEYS[:2]] == [MISS, MISS], "for good"
-    assert bench.driver.lookup(KEYS[0], "b") is MISS, "nobody else is made to wait for it, for a while"
+    assert bench.driver.lookup(KEYS[0], "b") is MISS, "no other request waits for it, for a while"
     assert bench.driver.metrics.recomputed_cheaper == 1
 
     bench.memory[7 * ROW : 9 * ROW] = bytes([99]) * 2 * ROW  # the rows are another chunk's by now
@@ -439,7 +439,7 @@ def test_a_request_that_is_left_out_finds_nothing_and_stores_nothing_until_it_ha
     assert bench.driver.lookup(KEYS[0], "b") is MISS
     assert bench.lookup(KEYS[0], "a") is HIT
     bench.driver.submit(2, [KEYS[1]], [1], "b", is_promotion=False)
-    assert bench.result(2).success, "nobody is to count a failure"
+    assert bench.result(2).success, "no failure is to be counted"
     assert bench.store.values == values
     bench.driver.request_finished("b")
     bench.driver.request_started("b", None)
@@ -467,14 +467,14 @@ def test_unread_is_what_was_written_and_not_read_since_not_what_the_tier_had_alr
         return bench.driver.metrics.unread_bytes
 
     assert move(1, 4, is_promotion=False) == 4 * VALUE
-    assert move(2, 4, is_promotion=False) == 4 * VALUE, "another replica had stored them, for all that the tier knows"
+    assert move(2, 4, is_promotion=False) == 4 * VALUE, "another replica had stored them, as far as the tier can see"
     assert move(3, 6, is_promotion=False) == 6 * VALUE
     assert move(4, 6, is_promotion=True) == 0
     assert move(5, 6, is_promotion=False) == 0
 
 
 def test_an_engine_that_ends_waits_for_stores_for_its_drain_and_no_longer_and_says_what_was_dropped(caplog):
-    """vLLM steps as long as a job is owed, up to its --shutdown-timeout, and kills the engine then."""
+    """vLLM steps as long as a job is in flight, up to its --shutdown-timeout, and kills the engine then."""
     bench = Bench(threads=2)
     ending = []
     bench.driver = TierDriver(

@@ -1,4 +1,4 @@
-"""Which weights these are: equal for equal files, another one for every change, random where nobody can know."""
+"""Which weights these are: equal for equal files, another one for every change, random where that cannot be known."""
 
 import json
 import struct

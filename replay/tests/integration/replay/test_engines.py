@@ -1,4 +1,4 @@
-"""Several engines that share tiers: what one stored the others hit, nobody writes it again, and nothing is left."""
+"""Several engines that share tiers: what one stored the others hit, none writes it again, and nothing is left."""
 
 import contextlib
 import json
@@ -38,7 +38,7 @@ def talks(requests: int) -> Workload:
 
 
 @pytest.fixture
-def nobody_is_left() -> Callable[[], bool]:
+def nothing_is_left() -> Callable[[], bool]:
     """Say whether all processes have ended that were started since: multiprocessing keeps one of its own."""
     before = descendants(os.getpid()).keys()
     return lambda: descendants(os.getpid()).keys() <= before
@@ -77,17 +77,17 @@ def test_eight_engines_write_hardly_more_than_one(tmp_path, workload) -> None:
 
 
 def test_the_figures_of_all_engines_are_summed_up(tmp_path, workload) -> None:
-    told = []
-    results = replay(sharing(tmp_path), workload, ReplayOptions(engines=2, concurrency=2), progress=told.append)
+    seen = []
+    results = replay(sharing(tmp_path), workload, ReplayOptions(engines=2, concurrency=2), progress=seen.append)
     assert results.references == sum(len(request.block_hashes) for request in workload.requests)
     assert results.tokens == sum(request.num_tokens for request in workload.requests)
     assert results.latencies["lookup"].count == results.first_token.without.count == len(workload.requests)
     assert results.prefix_hits == sum(results.hits.values())
-    assert all(progress.requests_in_all == len(workload.requests) for progress in told)
+    assert all(progress.requests_in_all == len(workload.requests) for progress in seen)
     assert set(results.over_time.hit_rates) == {"primary", "fs"}
 
 
-def test_a_killed_engine_ends_the_replay_with_one_line_that_names_it(tmp_path, workload, nobody_is_left) -> None:
+def test_a_killed_engine_ends_the_replay_with_one_line_that_names_it(tmp_path, workload, nothing_is_left) -> None:
     killed = []
 
     def kill(progress) -> None:
@@ -99,10 +99,10 @@ def test_a_killed_engine_ends_the_replay_with_one_line_that_names_it(tmp_path, w
     with pytest.raises(ReplayError, match=r"^engine 1 \(process \d+\) was killed by signal 9; the replay cannot go on"):
         replay(sharing(tmp_path), workload, options, progress=kill)
     assert killed
-    wait_until(nobody_is_left)
+    wait_until(nothing_is_left)
 
 
-def test_an_engine_that_hangs_ends_the_replay_too(tmp_path, workload, nobody_is_left, monkeypatch) -> None:
+def test_an_engine_that_hangs_ends_the_replay_too(tmp_path, workload, nothing_is_left, monkeypatch) -> None:
     stopped, now = [], [0.0]
     monkeypatch.setattr(engines, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(engines, "_ANSWER_SECONDS", 5.0)
@@ -115,18 +115,18 @@ def test_an_engine_that_hangs_ends_the_replay_too(tmp_path, workload, nobody_is_
 
     with pytest.raises(ReplayError, match=r"^engine 1 \(process \d+\) has not answered for 5 s; the replay "):
         replay(sharing(tmp_path), workload, ReplayOptions(engines=2, speed=1.0), progress=stop)
-    wait_until(nobody_is_left)
+    wait_until(nothing_is_left)
 
 
 def test_engines_that_wait_for_the_next_arrival_say_that_they_do_not_hang(tmp_path) -> None:
     seldom = Workload("seldom", 512, [ReplayRequest(513, [b"one"], 0.0), ReplayRequest(513, [b"two"], 4.0)])
-    told = []
-    results = replay(sharing(tmp_path), seldom, ReplayOptions(engines=2, speed=1.0), progress=told.append)
+    seen = []
+    results = replay(sharing(tmp_path), seldom, ReplayOptions(engines=2, speed=1.0), progress=seen.append)
     assert results.requests == 2
-    assert len([progress for progress in told if progress.requests < 2]) > 3
+    assert len([progress for progress in seen if progress.requests < 2]) > 3
 
 
-def test_an_engines_rank_that_is_killed_is_named_with_its_engine(tmp_path, workload, nobody_is_left) -> None:
+def test_an_engines_rank_that_is_killed_is_named_with_its_engine(tmp_path, workload, nothing_is_left) -> None:
     killed = []
 
     def kill(_progress) -> None:
@@ -138,18 +138,18 @@ def test_an_engines_rank_that_is_killed_is_named_with_its_engine(tmp_path, workl
     options = ReplayOptions(engines=2, workers=2, speed=1.0)
     with pytest.raises(ReplayError, match=r"^engine 1: rank 0 \(process \d+\) was killed by signal 9"):
         replay(sharing(tmp_path), workload, options, progress=kill)
-    wait_until(nobody_is_left)
+    wait_until(nothing_is_left)
 
 
-def test_what_an_engine_cannot_do_is_told_with_its_name(tmp_path, workload, nobody_is_left, monkeypatch) -> None:
+def test_what_an_engine_cannot_do_is_reported_with_its_name(tmp_path, workload, nothing_is_left, monkeypatch) -> None:
     monkeypatch.setenv("KVTIERS_NO_SUCH", "1")
     required = config({"type": "fs", "path": "/proc/no such folder", "capacity": "1GiB", "required": True})
     with pytest.raises(StartError, match=r"^engine [01]: fs: required, but cannot be opened"):
         replay(required, workload, ReplayOptions(engines=2))
-    wait_until(nobody_is_left)
+    wait_until(nothing_is_left)
 
 
-def test_a_wish_to_stop_reaches_all_engines(tmp_path, workload, nobody_is_left) -> None:
+def test_a_wish_to_stop_reaches_all_engines(tmp_path, workload, nothing_is_left) -> None:
     stop = threading.Event()
 
     def stop_at_the_first(progress) -> None:
@@ -161,7 +161,7 @@ def test_a_wish_to_stop_reaches_all_engines(tmp_path, workload, nobody_is_left) 
     assert results.interrupted
     assert 0 < results.requests < len(workload.requests)
     assert results.verdict[0].startswith(f"Stopped after {results.requests} of ")
-    wait_until(nobody_is_left)
+    wait_until(nothing_is_left)
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ def everybody(process: subprocess.Popen) -> list[int]:
 def all_end_with_their_parents(process: subprocess.Popen) -> bool:
     """Whether the kernel sees to it, also while they are stopped.
 
-    A host has asked for that before it catches a signal. A rank, in a group of its own, is told by the kernel anyway.
+    A host has asked for that before it catches a signal. The kernel ends a rank, in a group of its own, anyway.
     """
     lines = descendants(process.pid)
     return not any("populate.py" in line for line in lines.values()) and all(

@@ -59,7 +59,7 @@ def test_a_directory_that_does_not_answer_any_more_costs_hits_and_nothing_else(w
 
     def hang(progress) -> None:
         if progress.requests >= 40:
-            new = set(named(os.getpid(), "fs")) - stopped  # each host that is started anew hangs as well
+            new = set(named(os.getpid(), "fs")) - stopped  # each host that is restarted hangs as well
             for pid in new:
                 os.kill(pid, signal.SIGSTOP)
             stopped.update(new)

@@ -1,4 +1,4 @@
-"""Headless Chromium, told what to do over a pair of pipes (its DevTools protocol), and what it says meanwhile."""
+"""Headless Chromium, driven over a pair of pipes (its DevTools protocol), and what it says meanwhile."""
 
 import contextlib
 import itertools

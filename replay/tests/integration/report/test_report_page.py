@@ -117,7 +117,7 @@ def test_a_page_that_wanted_to_load_something_would_be_stopped_by_itself(chromiu
 @pytest.mark.parametrize(
     ("name", "text"), [("out.pdf", "expected a name that ends in .html"), ("no/such/folder/o.html", "no such folder")]
 )
-def test_a_report_that_cannot_be_written_is_told_before_the_work(tmp_path, name, text) -> None:
+def test_a_report_that_cannot_be_written_fails_before_the_work(tmp_path, name, text) -> None:
     done = replay("--workload", "code", "--report", tmp_path / name)
     assert done.returncode == 2
     assert text in " ".join(done.stderr.split())

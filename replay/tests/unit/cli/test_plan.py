@@ -182,7 +182,7 @@ def test_what_is_wrong_is_one_clear_line(run, trace, arguments, text):
     assert text in result.stderr.splitlines()[-1]
 
 
-def test_a_wrong_chart_is_told_before_the_work(run):
+def test_a_wrong_chart_fails_before_the_work(run):
     result = run("plan", "--trace", "absent", "--plot", "out.png")
     assert "expected a name that ends in" in result.stderr
 

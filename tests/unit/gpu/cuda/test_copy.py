@@ -123,7 +123,7 @@ def test_a_device_that_is_lost_in_the_measurement_is_said_to_be_lost():
 
 
 @pytest.mark.parametrize(("lost", "raised"), [(True, LostDeviceError), (False, RuntimeError)])
-def test_a_job_that_comes_when_the_device_is_lost_already_is_told_so(lost, raised):
+def test_a_job_that_comes_when_the_device_is_lost_already_fails_with_that_reason(lost, raised):
     def no_event():
         raise RuntimeError("CUDA error: device-side assert triggered")
 

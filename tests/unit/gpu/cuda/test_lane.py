@@ -35,7 +35,7 @@ METHODS = ["staged", "direct", "pages"]
 
 
 class Device:
-    """Streams are queues of work; nothing of it is done before somebody waits or asks.
+    """Streams are queues of work; nothing of it is done before a wait or a query.
 
     Then the next stream is any that can go on, or, with every other seed, the one that is the favourite of those.
     """

@@ -47,7 +47,7 @@ def test_what_a_host_reported_before_it_died_still_counts(ends, kit, keys):
 
 
 def test_a_death_that_only_the_kernel_reports_is_noticed_too(ends, keys):
-    """Somebody else holds the other end of the socket open, so there is no EOF."""
+    """Another process holds the other end of the socket open, so there is no EOF."""
     ends.tiers[0].send_job(load(1, keys))
     ends.processes[0].kill()
     events = ends.poll(until=JobDone)
@@ -149,7 +149,7 @@ def test_what_was_meant_for_one_life_does_not_reach_the_next(ends, kit, keys):
     assert Kind.ABANDON not in kinds
 
 
-def test_lives_that_an_idle_engine_never_met_leave_no_descriptor(ends, kit):
+def test_lives_that_an_idle_engine_never_polled_leave_no_descriptor(ends, kit):
     for number in range(5):
         ends.processes[number].kill()
         kit.wait_until(lambda number=number: len(ends.processes) == number + 2, "the next life")
@@ -161,7 +161,7 @@ def test_lives_that_an_idle_engine_never_met_leave_no_descriptor(ends, kit):
     assert ends.link.life is ends.process.life
 
 
-def test_many_lives_that_the_engine_met_leave_no_descriptor_no_thread_and_no_zombie(ends, kit, keys, monkeypatch):
+def test_many_lives_that_the_engine_polled_leave_no_descriptor_no_thread_and_no_zombie(ends, kit, keys, monkeypatch):
     monkeypatch.setattr("kvtiers.secondary.supervisor._LONGEST_DELAY", 0.01)
     tier, seen = ends.tiers[0], []
     for number in range(30):
@@ -210,7 +210,7 @@ def test_an_engine_without_a_descriptor_left_tries_again_later_and_not_all_the_t
     kit.wait_until(lambda: len(ends.processes) == 2, "the next life")
 
 
-def test_an_end_is_told_once(ends):
+def test_an_end_is_reported_once(ends):
     ends.hosts[0].say(Opened())
     ends.poll(until=Opened)
     ends.link.end(1.5)
@@ -219,18 +219,18 @@ def test_an_end_is_told_once(ends):
     assert [wire.decode_close(message.body) for message in heard if message.kind == Kind.CLOSE] == [1.5]
 
 
-@pytest.mark.parametrize("met", [True, False])
-def test_a_host_that_has_not_said_a_word_is_ended_without_one(ends, kit, met):
-    if not met:
+@pytest.mark.parametrize("was_connected", [True, False])
+def test_a_host_that_has_not_said_a_word_is_ended_without_one(ends, kit, was_connected):
+    if not was_connected:
         ends.processes[0].kill()
         kit.wait_until(lambda: ends.process.lives, "the next life")
     ends.link.end(1.5)
     kit.wait_until(lambda: ends.tiers[0].poll() is None or ends.process.life is None, "its burial")
-    assert len(ends.processes) == (1 if met else 2)
+    assert len(ends.processes) == (1 if was_connected else 2)
     assert not [message for message in ends.hosts[-1].heard() if message.kind == Kind.CLOSE]
 
 
-def test_a_host_that_was_told_to_end_is_not_started_again(ends, kit):
+def test_a_host_that_was_asked_to_end_is_not_started_again(ends, kit):
     ends.link.end(1.5)
     ends.processes[0].kill()
     ends.poll(until=Opened)

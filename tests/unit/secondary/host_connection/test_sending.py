@@ -47,7 +47,7 @@ def test_a_host_that_does_not_read_fills_the_outbox_and_then_nothing_is_taken(en
     assert tier.send_probe(taken, many[:1000], is_prefix=False)
 
 
-def test_a_host_that_cannot_be_told_new_names_is_killed(ends, kit, keys, monkeypatch, log_lines):
+def test_a_host_that_cannot_be_sent_new_names_is_killed(ends, kit, keys, monkeypatch, log_lines):
     monkeypatch.setattr(host_connection, "_OUTBOX_BYTES", 100)
     ends.tiers[0].set_names(type(kit.NAMES)("x" * 200 + "/", b"layout-2"))
     assert log_lines("its host is killed: it cannot be sent the names of the new weights")

@@ -48,7 +48,7 @@ def test_a_host_that_owes_only_stores_is_listened_to_once_in_a_while(ends, kit, 
     assert [event.job_id for event in tier.poll()] == [4], "a request waits for an answer"
 
 
-def test_loads_that_a_host_took_with_it_are_owed_no_more(ends, kit, keys, monkeypatch):
+def test_loads_that_ended_with_their_host_are_in_flight_no_more(ends, kit, keys, monkeypatch):
     assert ends.tiers[0].send_job(load(1, keys))
     ends.hosts[0].socket.close()
     ends.poll(until=JobDone)
@@ -93,12 +93,12 @@ ABOUT_NOTHING = {
     "the start of no job": wire.encode_event(0, JobStarted(99)),
     "the failure of no job": wire.encode_event(0, JobFailed(99, "?")),
     "an answer to no question": wire.encode_event(0, Probed(99, b"")),
-    "rows let go that nobody wants back": wire.encode_event(0, JobReleased(1)),
+    "rows released that were not in use": wire.encode_event(0, JobReleased(1)),
 }
 
 
 def is_killed(ends, kit, log_lines):
-    """The host is killed for what it said, and reaped; what it owed is reported as failed."""
+    """The host is killed for what it said, and reaped; what was in flight is reported as failed."""
     assert "it does not keep to the protocol" in log_lines("its host is killed")
     kit.wait_until(lambda: ends.processes[0].returncode is not None, "its burial")
 

@@ -81,11 +81,11 @@ def test_a_tier_whose_close_hangs_is_left_behind(kit, sealed, monkeypatch):
     from kvtiers.secondary.managed import sealed_tier as sealing
 
     monkeypatch.setattr(sealing, "_CLOSE_SECONDS", 0.05)
-    gate, told, ended = threading.Event(), threading.Event(), threading.Event()
+    gate, closing, ended = threading.Event(), threading.Event(), threading.Event()
     tier, inner = sealed()
-    inner.close = lambda: told.set() or (gate.wait() and ended.set())
+    inner.close = lambda: closing.set() or (gate.wait() and ended.set())
     tier.close()
-    assert told.wait(kit.PATIENCE)
+    assert closing.wait(kit.PATIENCE)
     assert not ended.is_set()
     gate.set()
 
@@ -195,7 +195,7 @@ def test_results_that_raise_in_a_drain_say_what_was_dropped_all_the_same(kit, se
     [None, "done", JobResult([1], success=True), JobResult(10**9, success=True)],
     ids=["none", "a word", "no id", "another's id"],
 )
-def test_a_tier_that_lies_in_a_drain_is_told_of_and_what_was_dropped_is_said(kit, sealed, keys, log_lines, lie):
+def test_a_tier_that_lies_in_a_drain_is_logged_with_what_was_dropped(kit, sealed, keys, log_lines, lie):
     tier, inner = sealed()
     tier.submit_store(job(keys))
     inner.drain = lambda _timeout: inner.results.append(lie)

@@ -57,7 +57,7 @@ def test_a_store_that_comes_to_nothing_does_not_keep_its_requests_end_back(kit, 
     assert [call for call, _ in inner.heard] == ["new", *["store"] * inner.refuse, "finished"]
 
 
-def test_an_end_that_is_kept_back_is_told_within_a_drain(kit, sealed, keys):
+def test_an_end_that_is_kept_back_is_notified_within_a_drain(kit, sealed, keys):
     tier, inner = sealed()
     mine = RequestContext("r")
     tier.on_new_request(mine)
@@ -87,7 +87,7 @@ def test_a_request_whose_id_is_used_again_ends_first_and_what_it_still_stores_is
     assert result.success
 
 
-def test_requests_that_came_while_the_tier_opened_are_told_before_anything_else(kit, sealed, keys):
+def test_requests_that_came_while_the_tier_opened_are_notified_before_anything_else(kit, sealed, keys):
     gate, inner = threading.Event(), AsyncTier(kit.rows, kit.VALUE)
     tier, _ = sealed(lambda: gate.wait(kit.PATIENCE) and inner)
     first, gone, last, later = (RequestContext(name) for name in ("first", "gone", "last", "later"))
@@ -104,11 +104,11 @@ def test_requests_that_came_while_the_tier_opened_are_told_before_anything_else(
     tier.on_request_finished(gone)
     for context in (last, later, first):
         tier.on_request_finished(context)
-    told = [("new", first), ("new", last), ("lookup", first), ("new", later)]
-    assert inner.heard == [*told, ("finished", last), ("finished", later), ("finished", first)]
+    notified = [("new", first), ("new", last), ("lookup", first), ("new", later)]
+    assert inner.heard == [*notified, ("finished", last), ("finished", later), ("finished", first)]
 
 
-def test_a_tier_that_raises_over_a_request_that_nobody_waits_for_stops_nothing(kit, sealed, caplog):
+def test_a_tier_that_raises_over_a_request_without_a_waiter_stops_nothing(kit, sealed, caplog):
     gate, inner = threading.Event(), AsyncTier(kit.rows, kit.VALUE)
     inner.on_new_request = lambda context: 1 / 0
     tier, _ = sealed(lambda: gate.wait(kit.PATIENCE) and inner)

@@ -56,7 +56,7 @@ def test_two_values_that_a_tier_swapped_are_both_left_out(kit, sealed, keys):
 @pytest.mark.parametrize("success", [True, False])
 @pytest.mark.parametrize("named", ["another's", "the engine's", "some of each", "none at all", "a number"])
 def test_keys_that_are_not_of_the_job_reach_the_manager_which_refuses_them(kit, sealed, keys, named, success):
-    """Above all the engine's own keys, which no tier is given: the manager knows them, and nothing was checked."""
+    """Above all the engine's own keys, which no tier is given: the manager has them, and nothing was checked."""
     tier, inner = sealed()
     store(kit, tier, inner, keys)
     loading = job(keys, promotion=True)
@@ -111,11 +111,11 @@ def test_results_that_came_before_an_exception_are_not_lost(kit, sealed, keys):
     tier.submit_store(job(keys))
     handed_over(kit, tier, inner)
     inner.move()
-    told = list(inner.results)
+    before = list(inner.results)
 
     def results():
-        yield from told
-        told.clear()
+        yield from before
+        before.clear()
         raise OSError("no more")
 
     inner.get_finished_jobs = results
@@ -138,7 +138,7 @@ def test_a_submit_that_raises_is_a_failed_job_for_a_store_and_raises_for_a_load(
     assert not result.success
     with pytest.raises(OSError, match="no"):
         tier.submit_load(job(keys, promotion=True))
-    assert not tier._jobs, "what has not begun is not owed"
+    assert not tier._jobs, "what has not begun is not in flight"
 
 
 def test_a_store_that_is_given_up_before_the_tier_has_it_never_reaches_it(kit, sealed, keys):

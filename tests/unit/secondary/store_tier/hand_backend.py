@@ -18,12 +18,12 @@ class HandBackend:
         self.jobs, self.probes, self.abandoned, self.restarts, self.logged = [], [], [], [], []
         self.names = None
         self.takes_jobs = self.takes_probes = True
-        self._news = deque()
+        self._events = deque()
         self.drained = True
         self.state = None
 
     def say(self, *events):
-        self._news.extend(events)
+        self._events.extend(events)
 
     def wait_open(self, timeout):
         return ""
@@ -49,8 +49,8 @@ class HandBackend:
         pass
 
     def poll(self):
-        news, self._news = list(self._news), deque()
-        return news
+        events, self._events = list(self._events), deque()
+        return events
 
     def restart(self, reason):
         self.restarts.append(reason)
@@ -69,7 +69,7 @@ class HandBackend:
 
 
 def step(tier):
-    """One step of the engine: news, results, questions; returns the results."""
+    """One step of the engine: events, results, questions; returns the results."""
     tier.get_started_jobs()
     failed = list(tier.get_failed_jobs())
     finished = list(tier.get_finished_jobs())

@@ -31,7 +31,7 @@ def test_a_full_store_is_said_once_and_is_a_figure_and_no_failure(tier, backend,
     assert (figures["full"], figures["dropped_full"], figures["breaker_state"]) == (1, 80, 0)
 
 
-def test_the_end_says_how_many_were_dropped_and_what_comes_after_begins_anew(tier, backend, store, clock):
+def test_the_end_says_how_many_were_dropped_and_counting_begins_again(tier, backend, store, clock):
     store(4, 4)
     clock.now += 29.0
     store(6, 2)

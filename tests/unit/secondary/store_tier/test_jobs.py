@@ -39,7 +39,7 @@ def test_a_job_that_the_backend_has_no_room_for_fails_at_once(tier, backend, key
     assert tier.stats()["dropped_queue"] == len(keys), "the store's: a load is nothing that waits to be written"
 
 
-def test_a_job_that_failed_but_may_still_touch_its_rows_is_told_first_and_reported_later(tier, backend, keys):
+def test_a_job_that_failed_but_may_still_touch_its_rows_is_reported_as_failed_first_and_ends_later(tier, backend, keys):
     tier.submit_load(job(1, keys, promotion=True))
     backend.say(JobStarted(1), JobFailed(1, "ListStore kept the buffer"))
     finished, failed = step(tier)
@@ -49,7 +49,7 @@ def test_a_job_that_failed_but_may_still_touch_its_rows_is_told_first_and_report
     backend.say(JobDone(1, bytes([Status.FAILED]) * 6, 0, 1.0, 0, "ListStore kept the buffer"))
     finished, _ = step(tier)
     assert [result.job_id for result in finished] == [1]
-    assert tier.stats()["errors"] == 1, "one failure, however often it is told"
+    assert tier.stats()["errors"] == 1, "one failure, however often it is reported"
 
 
 def test_an_overdue_job_counts_once_and_its_late_success_does_not_make_up_for_it(tier, backend, keys):

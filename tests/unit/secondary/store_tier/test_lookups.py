@@ -1,4 +1,4 @@
-"""What a store's tier knows of its chunks, and what it asks."""
+"""What a store's tier has recorded of its chunks, and what it asks."""
 
 import pytest
 from tests.unit.secondary.store_tier.hand_backend import HIT, MISS, RETRY, job, lookup, result_of, step
@@ -69,7 +69,7 @@ def test_a_chunk_whose_load_failed_is_a_miss_though_the_load_has_not_ended(tier,
     assert lookup(tier, keys) == [HIT, HIT, HIT, MISS]
 
 
-def test_a_tier_whose_lookups_are_never_answered_is_taken_out_of_use_and_begun_anew(make, backend, clock, kit):
+def test_a_tier_whose_lookups_are_never_answered_is_taken_out_of_use_and_restarted(make, backend, clock, kit):
     tier = make(deadline="30s", breaker={"failures": 3})
     for number in range(3):
         lookup(tier, [kit.key(number)])

@@ -72,7 +72,7 @@ def _is_cuda() -> bool:
 
 
 def _bury(pid: int) -> int:
-    # As long as its leader has not been waited for, the group's number is nobody else's.
+    # As long as its leader has not been waited for, the group's number is not used again.
     os.killpg(pid, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
@@ -221,7 +221,7 @@ class Engine:
         return {"ok": not reset or self._llm.reset_prefix_cache()}
 
     def reload_weights(self, seen: bool) -> dict[str, Any]:
-        """Have the workers read the weights anew, by the call that vLLM has for that, or by one of the caller's own."""
+        """Have the workers reload the weights, by the call that vLLM has for that, or by one of the caller's own."""
         self._llm.collective_rpc("reload_weights" if seen else _reload_weights)
         return {"ok": self._llm.reset_prefix_cache()}
 
