@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from kvtiers.api import StartError
 from kvtiers.plugins import installed_tiers
-from kvtiers_vllm import compat, switch
-from kvtiers_vllm.early import refuse_large_primary
+from kvtiers_vllm import compat
+from kvtiers_vllm.engine_args import prepare_engine_args, refuse_large_primary
 from kvtiers_vllm.own_tiering.options import PREFIX
 from kvtiers_vllm.stack.options import CONNECTOR_NAME, SPEC_NAME, VARIABLE
 
@@ -54,9 +54,7 @@ def _follow_engine_args(version: str) -> None:
     """Make engines of this process follow the environment, and the old spelling."""
     from vllm.engine.arg_utils import EngineArgs
 
-    compat.wrap_engine_args(
-        EngineArgs, lambda args: switch.prepare_engine_args(args, version), refuse_large_primary, version
-    )
+    compat.wrap_engine_args(EngineArgs, lambda args: prepare_engine_args(args, version), refuse_large_primary, version)
 
 
 def _wrap(wrap: Callable[[], None], *, wanted: bool = False) -> None:

@@ -5,13 +5,26 @@ A problem of the config stops the engine's start, in one line each; a problem of
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from kvtiers._log_queue import queue_logs
-from kvtiers.api import ChunkStore, ConfigError, StartError, TierConfig, TierContext, TierPlugin
+from kvtiers.api import (
+    ChunkStore,
+    ConfigError,
+    JobResult,
+    LookupResult,
+    OffloadKey,
+    SecondaryTierManager,
+    StartError,
+    TierConfig,
+    TierContext,
+    TierPlugin,
+    TierRequest,
+    TransferJob,
+)
 from kvtiers.api.units import format_size
 from kvtiers.host.bounce_buffers import value_views
 from kvtiers.layout.cache_layout import CacheLayout
@@ -27,14 +40,13 @@ from kvtiers.tiering.prefill_cost import prior_seconds_per_token
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 from kvtiers_vllm.engine import CoreLink, Engine
 from kvtiers_vllm.identity import identity_of, row_layout
-from kvtiers_vllm.own_tiering.off_tier import OffTier
 from kvtiers_vllm.own_tiering.options import TierSettings
 from kvtiers_vllm.own_tiering.region import address_of, open_mapped_file
 from kvtiers_vllm.own_tiering.tier_driver import TierDriver
 from kvtiers_vllm.own_tiering.topology_check import refuse_several_hosts
 from kvtiers_vllm.weights import is_random
 
-__all__ = ["OpenedTier", "open_tier"]
+__all__ = ["OffTier", "OpenedTier", "open_tier"]
 
 _log = logging.getLogger("kvtiers.vllm")
 _CLOSE_SECONDS = 4.0  # for a host to close its store, also when draining took all the time there was
@@ -124,6 +136,34 @@ def _why_off(engine: Engine) -> str:
             "could be confused; use the whole stack (KvtiersConnector)"
         )
     return ""
+
+
+class OffTier(SecondaryTierManager):
+    """A tier that is off in this engine: every lookup misses, every job is refused."""
+
+    def lookup_many(self, keys: Sequence[OffloadKey], context: TierRequest) -> Sequence[LookupResult]:  # noqa: ARG002 -- it has nothing, for any request
+        """Return a miss for each key."""
+        return [LookupResult.MISS] * len(keys)
+
+    def submit_store(self, job: TransferJob) -> None:
+        """Refuse a job."""
+        raise RuntimeError(f"job {job.job_id} was given to a tier that is off")
+
+    def submit_load(self, job: TransferJob) -> None:
+        """Refuse a job."""
+        raise RuntimeError(f"job {job.job_id} was given to a tier that is off")
+
+    def get_finished_jobs(self) -> Sequence[JobResult]:
+        """Return nothing."""
+        return ()
+
+    def drain(self, timeout: float) -> bool:  # noqa: ARG002 -- there is nothing to wait for
+        """Do nothing: there are no jobs."""
+        return True
+
+    def is_available(self) -> bool:
+        """Return False."""
+        return False
 
 
 def _options(config: TierConfig) -> TierOptions:

@@ -1,14 +1,19 @@
-"""A tier's figures for vLLM's own ``/metrics``: counters as increments since the last report, gauges as values."""
+"""A tier's figures: for vLLM's own ``/metrics`` and for ``kvtiers status``.
+
+vLLM gets counters as increments since the last report, gauges as values.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from kvtiers.metrics import TierMetrics
+from kvtiers.status import StatusSocket, answer_status
 from kvtiers_vllm.own_tiering.build import OpenedTier
 from kvtiers_vllm.plugin_figures import OTHERS, plugin_gauges, plugin_values
 
-__all__ = ["COUNTERS", "EVERY_SECONDS", "GAUGES", "LABELS", "TierFigures", "tier_definitions"]
+__all__ = ["COUNTERS", "EVERY_SECONDS", "GAUGES", "LABELS", "TierFigures", "open_status", "tier_definitions"]
 
 EVERY_SECONDS = 0.1
 """The interval of reports: vLLM asks in every step, and a report takes 0.1 ms for each tier."""
@@ -131,3 +136,29 @@ class TierFigures:
             if isinstance(value, (int, float)):
                 yield full_name, (), float(value)
         yield from plugin_values(own, _KNOWN)
+
+
+def open_status(opened: OpenedTier, engine: str) -> StatusSocket:
+    """Answer ``kvtiers status`` about a tier from now on."""
+    return answer_status(
+        engine,
+        opened.model,
+        [opened.name],
+        lambda: {opened.name: _figures_of(opened)},
+        namespace=opened.namespace,
+        fingerprint=lambda: opened.fingerprint,
+    )
+
+
+def _figures_of(opened: OpenedTier) -> dict[str, Any]:
+    """Return a tier's figures as of now, each as it is when it is read: the engine's thread counts on meanwhile."""
+    driver = opened.driver
+    counted = {name: getattr(driver.metrics, name) for name in TierMetrics.__slots__}
+    return counted | {
+        "off": opened.off,
+        "shared": opened.shared,
+        "hits": driver.metrics.loaded_chunks,
+        "tokens": driver.loaded_tokens,
+        "left_out_requests": driver.left_out_requests,
+        "own": driver.own_stats(),
+    }
