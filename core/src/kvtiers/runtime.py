@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from kvtiers._failures import logged_boundary
 from kvtiers._log_queue import QueuedLogs, queue_logs
 from kvtiers.api import (
     ChunkStore,
@@ -415,10 +416,8 @@ def _at_once(calls: Mapping[str, Callable[[], None]]) -> None:
 
 def _quietly(name: str, call: Callable[[], object]) -> None:
     """Make a call of the shutdown; what goes wrong in it is logged and stops nothing else."""
-    try:
+    with logged_boundary(_log, "%s: shutdown", name):
         call()
-    except Exception:  # noqa: BLE001 -- each tier's own
-        _log.exception("%s: shutdown", name)
 
 
 def _described(names: StorageNames, layout: CacheLayout, release: str) -> Described | None:

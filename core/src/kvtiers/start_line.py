@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvtiers import __version__
+from kvtiers._failures import logged_boundary
 
 __all__ = ["Announced", "StartFacts", "StartLine"]
 
@@ -75,10 +76,9 @@ class StartLine:
         self._thread.join(_CLOSE_SECONDS)
 
     def _run(self) -> None:
-        try:
+        # A line that is missing must not look like a tier that hangs.
+        with logged_boundary(_log, "the start line cannot be written; a bug of kvtiers"):
             self._watch()
-        except Exception:  # noqa: BLE001 -- a line that is missing must not look like a tier that hangs
-            _log.exception("the start line cannot be written; a bug of kvtiers")
 
     def _watch(self) -> None:
         began, said = time.monotonic(), False

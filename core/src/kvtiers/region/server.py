@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
+from kvtiers._failures import logged_boundary
 from kvtiers.layout.cache_layout import CacheLayout, ModelIdentity
 from kvtiers.region.connection import Connection
 from kvtiers.region.handshake import (
@@ -119,10 +120,10 @@ class AcceptThread:
 
     def _run(self) -> None:
         try:
-            self._serve()
-        except Exception as error:  # noqa: BLE001 -- the thread ends here: what waits for ranks must get the reason
-            _log.exception("the region's accept thread ended")
-            self._ranks.break_off(f"the thread that serves its ranks ended: {error!r}")
+            with logged_boundary(_log, "the region's accept thread ended") as serving:
+                self._serve()
+            if serving.error:  # what waits for ranks must get the reason
+                self._ranks.break_off(f"the thread that serves its ranks ended: {serving.error}")
         finally:
             self._close_all()
 

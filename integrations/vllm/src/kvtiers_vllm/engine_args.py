@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvtiers._failures import plugin_boundary
 from kvtiers.api import ConfigError, StartError
 from kvtiers_vllm.releases import require_whole_stack
 from kvtiers_vllm.stack.options import CONFIG_KEY, CONNECTOR_NAME, SPEC_NAME, VARIABLE, load_stack_config
@@ -65,9 +66,9 @@ def refuse_large_primary(vllm_config: Any, problem_with: Callable[[int], str | N
     from kvtiers.config import load_config
     from kvtiers.region.limits import memory_problem
 
-    try:
+    with plugin_boundary() as reading:
         primary = load_config(given).primary
-    except Exception:  # noqa: BLE001 -- as above
+    if reading.error:
         return
     if primary.huge_pages != "off":  # these are counted apart
         return

@@ -5,10 +5,12 @@ is imported but vLLM's registries and its arguments; the rest is loaded when a c
 vLLM's start that kvtiers wraps (``compat``) are wrapped here.
 """
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable
 
+from kvtiers._failures import plugin_boundary
 from kvtiers.api import StartError
 from kvtiers.plugins import installed_tiers
 from kvtiers_vllm import compat
@@ -67,12 +69,11 @@ def _wrap(wrap: Callable[[], None], *, wanted: bool = False) -> None:
 
 
 def _register(registry: Callable[[str, str, str], None], name: str, module: str, kind: str) -> None:
-    try:
+    # ValueError: vLLM loads its plugins more than once in a process. Anything else: a registry of another shape.
+    with plugin_boundary() as registering, contextlib.suppress(ValueError):
         registry(name, module, kind)
-    except ValueError:  # vLLM loads its plugins more than once in a process
-        return
-    except Exception as error:  # noqa: BLE001 -- a registry of another shape: nothing of ours, but an engine
-        _log.warning("%s cannot be registered with this vLLM: %s", name, error)
+    if registering.error:
+        _log.warning("%s cannot be registered with this vLLM: %s", name, registering.error)
 
 
 def _log_like_vllm() -> None:

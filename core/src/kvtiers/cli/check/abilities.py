@@ -2,10 +2,10 @@
 
 import math
 import secrets
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
+from kvtiers._failures import CallThread
 from kvtiers.api import (
     ChunkStore,
     Finding,
@@ -113,14 +113,7 @@ def _listing(store: ChunkStore, listing: SupportsListing, bench: Bench) -> Itera
     try:
         entries: list[object] = []
         errors: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                entries.extend(listing.list(name))
-            except BaseException as error:  # noqa: BLE001 -- raised again below
-                errors.append(error)
-
-        lister = threading.Thread(target=run, daemon=True)
+        lister = CallThread(lambda: entries.extend(listing.list(name)), errors)
         lister.start()
         lister.join(_LIST_SECONDS)
         bench.is_still_called = lister.is_alive()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvtiers._failures import plugin_boundary
 from kvtiers.api import ChunkStore, StoreFull, SupportsBatch, SupportsListing
 from kvtiers.testing.applies import applies_to
 from kvtiers.testing.chunk_store.base import Names, OpenStore, Stores, StoreTestBase, read, write
@@ -177,9 +178,10 @@ class FailureTests(StoreTestBase):
         """Return what a call did that should have raised; "" if it raised."""
         answers: list[object] = []
         try:
-            where = call_within(self.patience, lambda: answers.append(call()))
+            with plugin_boundary(StoreFull) as calling:
+                where = call_within(self.patience, lambda: answers.append(call()))
         except StoreFull:
             return "raised StoreFull, which says that all is well but for the room"
-        except Exception:  # noqa: BLE001 -- as it has to
-            return ""
+        if calling.error:
+            return ""  # it raised, as it has to
         return f"did not return within {self.patience:g} s{where}" if where else f"returned {answers[0]!r}"
