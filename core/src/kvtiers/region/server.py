@@ -84,8 +84,12 @@ class AcceptThread:
         detach_in_children(self)
 
     def start(self) -> None:
-        """Begin to serve."""
-        self._thread.start()
+        """Begin to serve. RuntimeError, with everything closed, if no thread can be started."""
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._close_all()
+            raise
 
     def want_rows(self, rows: int) -> None:
         """Request that this many rows, from the first, be populated. From any thread; never blocks."""
