@@ -65,13 +65,8 @@ class RowTable:
         self._opened = rows
 
     @property
-    def reached(self) -> int:
-        """Rows, from the first, that were used since all chunks were last forgotten."""
-        return self._next_fresh
-
-    @property
     def wanted(self) -> int:
-        """The same, and those that were wanted and are not open yet."""
+        """Rows, from the first, that were used since all chunks were last forgotten or that wait to be opened."""
         return max(self._next_fresh, self._wanted)
 
     def want(self, fresh: int) -> None:

@@ -124,13 +124,11 @@ class CPUPrimaryTier:
         return self._rows.quarantined
 
     @property
-    def rows_reached(self) -> int:
-        """Rows, from the first, that were used since all chunks were last forgotten."""
-        return self._rows.reached
-
-    @property
     def rows_wanted(self) -> int:
-        """The same, and those that were wanted and are not open yet: memory is made ready ahead of them."""
+        """Rows, from the first, that were used since all chunks were last forgotten or that wait to be opened.
+
+        Memory is made ready ahead of them.
+        """
         return self._rows.wanted
 
     @property

@@ -110,7 +110,7 @@ by Ctrl-C (what was found so far is printed)."""
 )
 @click.option(
     "--bytes-per-token", metavar="SIZE",
-    callback=lambda ctx, param, value: None if value is None else with_unit(parse_size)(ctx, param, value),
+    callback=with_unit(parse_size),
     help="KV bytes of one token, all layers and ranks.",
 )  # fmt: skip
 @click.option("--model", metavar="FILE", type=click.Path(), help="A model's config.json instead, as for kvtiers size.")
