@@ -45,7 +45,11 @@ class StartFacts:
 
     def line(self, tiers: Mapping[str, str]) -> str:
         """Return the line; ``tiers``: what is to be said of each, by name."""
-        whose = "shared by all engines of the same two" if self.shared else "shared with no other process"
+        whose = (
+            "shared by all engines with this namespace and fingerprint"
+            if self.shared
+            else "shared with no other process"
+        )
         named = ", ".join(f"{name} {state}" for name, state in tiers.items()) or "none"
         return (
             f"kvtiers {__version__} is on, {self.way_in}; primary {self.primary}; tiers: {named}; "
