@@ -61,7 +61,7 @@ class plugin_boundary:  # noqa: N801 -- reads as a keyword, like contextlib.supp
 class logged_boundary(plugin_boundary):  # noqa: N801 -- as above
     """Like ``plugin_boundary``, and log what is raised, with its traceback: it may be a bug of kvtiers.
 
-    For the ends of threads, and for calls of which none may stop the next. ``args``: of the message.
+    Used where the exception would end a thread, and where a call that fails must not stop the next one.
     """
 
     __slots__ = ("_args", "_log", "_message")

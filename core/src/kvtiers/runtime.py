@@ -403,7 +403,7 @@ class _Engine:
 
 
 def _at_once(calls: Mapping[str, Callable[[], None]]) -> None:
-    """Make these calls, each of which has a bound, side by side, and wait for all; the first one on this thread."""
+    """Make all calls at the same time and wait for them; each ends by itself in time. The first runs on this thread."""
     threads: list[threading.Thread] = []
     here: list[Callable[[], None]] = []
     for name, call in calls.items():

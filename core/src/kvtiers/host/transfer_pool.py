@@ -211,8 +211,8 @@ class TransferPool:
         if theirs and theirs.get("fingerprint") != ours["fingerprint"]:
             text = "; ".join(compare_layouts(theirs, ours)) or "in what is not recorded"
             _log.warning(
-                "%s: values of this model were stored last under fingerprint %s, which this engine does not find; "
-                "they differ: %s",
+                "%s: the latest values of this model are under fingerprint %s, so this engine does not find them; they "
+                "differ from its own: %s",
                 self._label,
                 theirs.get("fingerprint"),
                 text[:_LONGEST_DIFFERENCE],

@@ -61,7 +61,7 @@ class RowTable:
         return max(0, self._end - max(self._opened, self._next_fresh))
 
     def open(self, rows: int) -> None:
-        """Allocate fresh rows among this many first ones only, from now on; rows that were used before stay in use."""
+        """From now on, allocate fresh rows only among the first ``rows``; others that were used before stay in use."""
         self._opened = rows
 
     @property

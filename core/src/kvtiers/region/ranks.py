@@ -197,9 +197,9 @@ class RankTable:
             return events
 
     def wait_all(self, timeout: float, settling: float = 0.0) -> None:
-        """Wait until all is ready; StartError that names the ranks that did not join, or what cannot be mended.
+        """Wait until all ranks are ready; StartError that names the ranks that did not join, or why they never will.
 
-        ``settling``: how many seconds more the ranks that have joined have to settle, where that is waited for.
+        ``settling``: the seconds more that ranks get to pin their rows once all have joined, where that is waited for.
         """
         deadline = time.monotonic() + timeout
         with self._changed:

@@ -380,7 +380,11 @@ class AcceptThread:
                 prefault.error,
             )
         elif prefault.remark:
-            _log.warning("pre-faulting ended after %s, the rest is slower at its first use: %s", rows, prefault.remark)
+            _log.warning(
+                "pre-faulting ended early, after %s; the other rows are slower at their first use: %s",
+                rows,
+                prefault.remark,
+            )
         else:
             _log.info("pre-faulted %s in %.3f s (%s)", rows, prefault.seconds, prefault.method)
         self._ranks.end_prefault(self.populated_rows, prefault.error)

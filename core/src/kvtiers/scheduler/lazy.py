@@ -90,7 +90,7 @@ class LazyStores(Stores):
         return round(_COVER * max(self._demand, latest))
 
     def _endangered(self, count: int) -> list[StoreChunk]:
-        """Return the chunks in the next free blocks that were not offered yet, the next to be reused first."""
+        """Return the chunks whose blocks are reused next and that were not offered yet, in the order of that reuse."""
         offered, found = set(self._in_flight), {}
         for block in self._queue.next_free(count) if count else ():
             noted = self._noted.get(block)

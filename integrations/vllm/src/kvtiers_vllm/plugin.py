@@ -41,7 +41,7 @@ def register() -> None:
     except ImportError as error:
         if wanted:
             raise StartError(f"{VARIABLE} is set, but this vLLM has no place for kvtiers: {error}") from error
-        _log.info("this vLLM has no tiers that kvtiers could be: %s", error)
+        _log.info("kvtiers is not registered, since this vLLM has no tiers: %s", error)
         return
     _log_like_vllm()
     for name in dict.fromkeys(entry.name for entry in installed_tiers()):

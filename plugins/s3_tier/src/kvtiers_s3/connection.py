@@ -66,7 +66,7 @@ class Connection:
             return self._clients[attempts]
 
     def close(self) -> None:
-        """Close what boto3 has open."""
+        """Close boto3's connections."""
         with self._lock:
             while self._clients:
                 self._clients.popitem()[1].close()

@@ -91,7 +91,7 @@ class TierFigures:
     _reported: dict[tuple[str, tuple[str, ...]], float] = field(default_factory=dict)
 
     def __call__(self) -> _Stats | None:
-        """Return the changes; None if that was done a moment ago, since vLLM asks in every step."""
+        """Return the changes since the last report; None less than ``EVERY_SECONDS`` after it."""
         now = self.clock()
         if now < self._next:
             return None
@@ -139,7 +139,7 @@ def open_status(opened: OpenedTier, engine: str) -> StatusSocket:
 
 
 def _figures_of(opened: OpenedTier) -> dict[str, Any]:
-    """Return a tier's figures as of now, each as it is when it is read: the engine's thread counts on meanwhile."""
+    """Return a tier's current figures. They are not of one moment: the engine's thread counts while they are read."""
     driver = opened.driver
     counted = {name: getattr(driver.metrics, name) for name in TierMetrics.__slots__}
     return counted | {

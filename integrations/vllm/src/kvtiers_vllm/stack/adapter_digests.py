@@ -91,7 +91,7 @@ class AdapterLook:
 
     @property
     def was_another(self) -> bool:
-        """Return whether the adapter of this number was another one before, in this engine."""
+        """Return whether this engine had another adapter under this number before."""
         return self._looks.changes(self.number) > 0
 
     def vllm_may_load(self) -> None:

@@ -63,7 +63,7 @@ class StackFigures:
         self._reported: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def __call__(self) -> Any:
-        """Return the changes; None if they were returned a moment ago, since vLLM asks in every step."""
+        """Return the changes since the last report; None less than ``EVERY_SECONDS`` after it."""
         now = self._clock()
         if now < self._next:
             return None
