@@ -139,7 +139,7 @@ class RankTable:
             self._post(RankJoined(rank, pid))
 
     def refuse(self, rank: int | None, reason: str, *, ours: bool) -> None:
-        """Record a refusal. One of ``ours`` (not a stranger's) is a mistake that no waiting mends."""
+        """Record a refusal. ``ours``: of a rank of this engine and not of a stranger, so that waiting is in vain."""
         with self._changed:
             if ours and not self.all_joined:
                 self._setback = self._setback or f"{_name(rank)} was refused: {reason}"

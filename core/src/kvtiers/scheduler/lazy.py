@@ -62,7 +62,7 @@ class LazyStores(Stores):
         tracked.offered = end
 
     def on_finished(self, request: EngineRequest, tracked: RequestState) -> None:
-        """Note the full chunks that were not noted yet."""
+        """Record the full chunks that were not recorded yet."""
         self.on_computed(request, tracked)
 
     def end_step(self) -> None:
@@ -111,7 +111,7 @@ class LazyStores(Stores):
         )
 
     def _store(self, chunks: list[StoreChunk], context: RequestContext) -> None:
-        """Offer as many of the chunks as there is room for, the most endangered ones if not for all."""
+        """Offer as many of the chunks as there is room for; if not all, those whose blocks are reused first."""
         plan = None
         while chunks and plan is None:
             # Of a prefix the tail goes first: head first, as the manager wants its keys, is the other way round.

@@ -213,7 +213,7 @@ def _print(plan: Plan) -> None:
 
 
 def _print_bars(plan: Plan) -> None:
-    """Print a bar for each case, unless there are none or too many. A full one is an infinite cache."""
+    """Print a bar for each case, unless there are none or too many. A full bar is the hit rate of an infinite cache."""
     if len(plan.points) > _MOST_BARS or not plan.infinite_rate:
         return
     # Imported here: it is slow, and --json does not need it.

@@ -29,7 +29,7 @@ def _write_many(memory: GuardedMemory, store: SupportsBatch, names: Sequence[str
 
 
 class BatchTests(StoreTestBase):
-    """``read_many_into`` and ``write_many``. ``store: Any``: the same object in two roles."""
+    """``read_many_into`` and ``write_many``. ``store: Any``: it has the methods of a store and the ability's."""
 
     @supports(SupportsBatch)
     def test_a_batch_comes_back_as_it_was_written(self, store: Any, names: Names, memory: GuardedMemory) -> None:
@@ -85,7 +85,7 @@ class BatchTests(StoreTestBase):
 
 
 class PiecesTests(StoreTestBase):
-    """``reads_in_pieces`` and ``read_pieces``. ``store: Any``: the same object in two roles."""
+    """``reads_in_pieces`` and ``read_pieces``. ``store: Any``: it has the methods of a store and the ability's."""
 
     @supports(SupportsPieces)
     def test_the_pieces_of_a_value_are_all_of_it_in_order(
@@ -118,7 +118,7 @@ def _listed(store: SupportsListing, prefix: str) -> list[str]:
 
 
 class ListingTests(StoreTestBase):
-    """``SupportsListing``. ``store: Any``: the same object in two roles."""
+    """``SupportsListing``. ``store: Any``: it has the methods of a store and the ability's."""
 
     @supports(SupportsListing)
     def test_a_listing_has_each_value_once_with_its_length(

@@ -183,7 +183,7 @@ class KvtiersTier(SecondaryTierManager):
 
     @never_raises(lambda: None)
     def get_stats(self) -> Any:
-        """Return the figures that have changed; None if they were reported a moment ago."""
+        """Return the figures that have changed since the last report; None if it was made just before."""
         report = self._figures()
         if report is not None and self._first_report is not None:
             self._first_report.given()
