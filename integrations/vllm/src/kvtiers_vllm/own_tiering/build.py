@@ -3,6 +3,7 @@
 A problem of the config stops the engine's start, in one line each; a problem of the environment does not.
 """
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -97,33 +98,35 @@ def open_tier(
     layout = row_layout(identity.model, offloading, view.strides[0])
     shared = not is_random(identity.model.weights) and not is_random(identity.model.hash_seed)
     parts = _Parts(config, settings, plugin, layout, view.cast("B"), f"vLLM {version}" if shared else "")
-    slot = TierSlot(0, parts.tier, _options(config))
-    tokens = [layout.tokens_per_chunk(group) for group in range(len(layout.groups))]
-    load_wait = None if settings.load_wait == "auto" else settings.load_wait
-    slot.rate.prior = layout.payload_bytes(0) / PRIOR_BYTES_PER_SECOND
-    idle = core.is_idle if engine.is_alone else lambda: False
-    driver = TierDriver(
-        slot,
-        settings.lookup_wait,
-        parts.close,
-        tokens,
-        load_wait,
-        is_idle=idle,
-        is_ending=core.is_ending,
-        drain=settings.drain,
-        prior=prior_seconds_per_token(layout),
-    )
-    if config.required and (error := parts.tier.wait_open(config.deadline)):
-        parts.close(0.0)
-        raise StartError(f"{name}: required, but cannot be opened: {error}")
-    facts = StartFacts(
-        f"under vLLM's own tiering in vLLM {version}",
-        f"vLLM's, {format_size(view.nbytes)}",
-        settings.namespace,
-        parts.fingerprint,
-        shared,
-    )
-    parts.start_line = StartLine(facts, {name: (config.type, parts.tier)})
+    with contextlib.ExitStack() as undo:
+        undo.callback(parts.close, 0.0)
+        slot = TierSlot(0, parts.tier, _options(config))
+        tokens = [layout.tokens_per_chunk(group) for group in range(len(layout.groups))]
+        load_wait = None if settings.load_wait == "auto" else settings.load_wait
+        slot.rate.prior = layout.payload_bytes(0) / PRIOR_BYTES_PER_SECOND
+        idle = core.is_idle if engine.is_alone else lambda: False
+        driver = TierDriver(
+            slot,
+            settings.lookup_wait,
+            parts.close,
+            tokens,
+            load_wait,
+            is_idle=idle,
+            is_ending=core.is_ending,
+            drain=settings.drain,
+            prior=prior_seconds_per_token(layout),
+        )
+        if config.required and (error := parts.tier.wait_open(config.deadline)):
+            raise StartError(f"{name}: required, but cannot be opened: {error}")
+        facts = StartFacts(
+            f"under vLLM's own tiering in vLLM {version}",
+            f"vLLM's, {format_size(view.nbytes)}",
+            settings.namespace,
+            parts.fingerprint,
+            shared,
+        )
+        parts.start_line = StartLine(facts, {name: (config.type, parts.tier)})
+        undo.pop_all()
     return OpenedTier(
         driver, name, identity.model.name, shared, namespace=settings.namespace, fingerprint=parts.fingerprint
     )
@@ -194,19 +197,23 @@ class _Parts:
         self._fd = -1
         self.start_line: StartLine | None = None
         self._rows: memoryview | None = None
-        self._hosts = self._hosts_on(rows) if config.io == "process" else None
-        if self._hosts is not None:
-            self.tier = ChunkStoreTier(config, self._hosts.backend(config))
-            self._hosts.start()
-        else:
-            self._rows = rows
-            views = value_views(rows, self._row_bytes, max(value for _, value in self._sizes))
-            self.tier = ChunkStoreTier(
-                config,
-                InProcessBackend(config, self._opener(rows), views, self._names, self._sizes, self._described),
-            )
-            self._views = views
-        self._logs = queue_logs()
+        with contextlib.ExitStack() as undo:
+            self._logs = queue_logs()  # first: what follows logs, too
+            undo.callback(self._logs.close)
+            self._hosts = self._hosts_on(rows) if config.io == "process" else None
+            if self._hosts is not None:
+                self.tier = ChunkStoreTier(config, self._hosts.backend(config))
+                self._hosts.start()
+            else:
+                self._rows = rows
+                views = value_views(rows, self._row_bytes, max(value for _, value in self._sizes))
+                undo.callback(views.close)
+                self.tier = ChunkStoreTier(
+                    config,
+                    InProcessBackend(config, self._opener(rows), views, self._names, self._sizes, self._described),
+                )
+                self._views = views
+            undo.pop_all()
 
     @property
     def fingerprint(self) -> str:
@@ -234,7 +241,11 @@ class _Parts:
             _log.warning("%s: no tier host can map vLLM's memory: %s; its io is 'thread'", name, error)
             return None
         region = HostedRegion(self._fd, nbytes, nbytes, self._row_bytes, self._sizes)
-        return TierHosts(region, self._namespace, lambda: self._names, self._described)
+        try:
+            return TierHosts(region, self._namespace, lambda: self._names, self._described)
+        except RuntimeError:  # no thread can be started
+            os.close(self._fd)
+            raise
 
     def _opener(self, rows: memoryview) -> Callable[[], ChunkStore]:
         plugin, config = self._plugin, self._config
