@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtiers._log_queue import LOGGERS
+from kvtiers._log_queue import LOGGERS, flush_logs
 from kvtiers.api import make_offload_key
 from kvtiers.testing.running import descriptors_left_since, open_descriptors, threads_left_since
 from kvtiers_vllm.engine import CoreLink
@@ -70,6 +70,7 @@ def test_a_value_goes_down_and_comes_back_in_a_helper_or_with_one_line_in_this_p
     end_of(driver, 2)
     expected = bytes(5 * ROW) + CONTENT + bytes(2 * ROW)
     assert rows[:] == expected, "its own row has it, and nothing else was touched"
+    flush_logs(PATIENCE)
     lines = [record.getMessage() for record in caplog.records if "its io is 'thread'" in record.getMessage()]
     assert len(lines) == (not is_mapped)
     assert driver.own_stats().get("host_starts", 0) == is_mapped
@@ -100,7 +101,7 @@ def test_a_tier_that_cannot_have_a_thread_leaves_nothing_behind(memory, monkeypa
     monkeypatch.setattr("kvtiers_vllm.identity._device", lambda: {"name": "some GPU"})
     monkeypatch.setattr(threading.Thread, "start", counted)
     rows, _ = memory
-    with closing(rows), memoryview(rows).cast("B", (ROWS, ROW)) as view:
+    with memoryview(rows).cast("B", (ROWS, ROW)) as view:
         opened, needed = open_one(), started
         opened.driver.close(10.0)
         assert needed >= 3
