@@ -9,8 +9,10 @@ PROJECTS := $(wildcard core/pyproject.toml replay/pyproject.toml integrations/*/
 DISTRIBUTIONS := $(patsubst %/pyproject.toml,%,$(PROJECTS))
 SOURCES := $(addsuffix /src,$(DISTRIBUTIONS))
 
-# Empty: pip installs what is newest. `make ... WITH_UV=1`: uv installs, by a lock that it makes.
+# What is installed is what uv.lock says, by pip or, with `make ... WITH_UV=1`, by uv. `NEWEST=1`: pip, without the lock.
 WITH_UV ?=
+NEWEST ?=
+LOCKED := $(if $(NEWEST),,--constraint $(VENV)/constraints.txt)
 
 # Programs that the tests run, each as command:package; installed with apt-get where they are missing.
 TEST_COMMANDS := redis-server:redis-server redis-sentinel:redis-sentinel redis-benchmark:redis-tools openssl:openssl
@@ -44,7 +46,7 @@ vllm_releases = for wanted in $(1); do \
 	$(VLLM_INSTALL) --no-deps --upgrade --target $(VLLM_VENV)/releases/$${wanted\#\#*=} $$wanted || exit 1; done
 
 .PHONY: help demo test test-vllm test-vllm-all test-gpu lint types lint-workflows docs changelog-draft bench soak environment
-.PHONY: environment-vllm system clean
+.PHONY: environment-vllm lock system clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -99,6 +101,9 @@ soak: environment system  ## Chaos over all tier kinds, every byte compared, lef
 
 environment: $(VENV)/.dev  ## Make .venv, with every distribution editable
 
+lock:  ## Write uv.lock again, with the newest versions of everything (needs uv)
+	uv lock --upgrade --default-index https://pypi.org/simple
+
 environment-vllm: $(VLLM_VENV)/.made  ## Make .venv-vllm, with the real vLLM
 
 system:  ## Install the servers that the tests start, where they are missing
@@ -116,12 +121,15 @@ $(VENV)/.made:
 	$(PIP) install --quiet --upgrade 'pip>=25.1'
 	@touch $@
 
-$(VENV)/.demo: $(VENV)/.made $(addsuffix /pyproject.toml,$(DEMO))
-	$(PIP) install --quiet $(addprefix --editable ,$(DEMO))
+$(VENV)/constraints.txt: $(VENV)/.made uv.lock tools/lock_constraints.py
+	@$(PYTHON) tools/lock_constraints.py > $@
+
+$(VENV)/.demo: $(VENV)/constraints.txt $(addsuffix /pyproject.toml,$(DEMO))
+	$(PIP) install --quiet $(LOCKED) $(addprefix --editable ,$(DEMO))
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.made pyproject.toml $(PROJECTS)
-	$(if $(WITH_UV),uv sync --all-packages --inexact --quiet,$(PIP) install --quiet --group dev $(addprefix --editable ,$(DISTRIBUTIONS)))
+$(VENV)/.dev: $(VENV)/constraints.txt pyproject.toml $(PROJECTS)
+	$(if $(WITH_UV),uv sync --locked --all-packages --inexact --quiet,$(PIP) install --quiet $(LOCKED) --group dev $(addprefix --editable ,$(DISTRIBUTIONS)))
 	@touch $(VENV)/.demo $@
 
 # Tools of their own kind: what they check is run by GitHub alone, so they are no part of the environment.

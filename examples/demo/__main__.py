@@ -75,8 +75,15 @@ def main(numbers: tuple[int, ...], quick: bool, folder: Path | None, report: Pat
 
     A transformer in numpy with random weights is the engine. Exit status: 0 every act holds, 1 one does not.
     """
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # engines and folder are tidied up
+    try:
+        _run(numbers, folder, report, quick=quick)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run(numbers: tuple[int, ...], folder: Path | None, report: Path | None, *, quick: bool) -> None:
     began = time.perf_counter()
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # engines and folder are tidied up
     say("kvtiers in four acts. The engine is a transformer in numpy; all times are measured, here and now.", bold=True)
     place = folder or Path(tempfile.mkdtemp(prefix="kvtiers-demo-"))
     try:

@@ -1,12 +1,17 @@
 """What the documents give people to copy is right: examples run, configs are valid."""
 
+import os
 import re
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
+import numpy as np
 import pytest
+from prometheus_client import REGISTRY
 
+import kvtiers
 from kvtiers.config import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -58,3 +63,84 @@ def test_an_example_runs(example, tmp_path):
     if example.name == "engine.py":
         # Computed, then from the primary, then from the tier.
         assert re.findall(r": +(\d+) blocks were there", done.stdout) == ["0", "20", "20"]
+
+
+def blocks(name, language):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """Run a block of commands as a reader would; return its exit status and what it printed."""
+    path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
+
+    def run(commands):
+        done = subprocess.run(
+            ["bash", "-e", "-c", commands], cwd=tmp_path, env=os.environ | {"PATH": path}, capture_output=True,
+            text=True, timeout=500, check=False,
+        )  # fmt: skip
+        return done.returncode, done.stdout + done.stderr
+
+    return run
+
+
+def test_the_tutorial_is_what_happens(shell, tmp_path):
+    """All but its first block, the installation, which tests/packaging holds; in a folder of the test's own."""
+
+    def here(text):
+        assert "/tmp/kvtiers-cache" in text or "/tmp" not in text
+        return text.replace("/tmp/kvtiers-cache", str(tmp_path / "kvtiers-cache"))
+
+    (config,) = BLOCK.findall((ROOT / "docs/tutorial.md").read_text(encoding="utf-8"))
+    (tmp_path / "tiers.yaml").write_text(here(config), encoding="utf-8")
+    install, check, replay, look, damage, clean = map(here, blocks("docs/tutorial.md", "sh"))
+    assert "pip install" in install
+    assert shell(check)[0] == 0
+
+    def replayed():
+        status, printed = shell(replay)
+        assert status == 0, printed
+        assert "all bytes are right" in printed
+        return int(re.search(r"from fs +([\d,]+)", printed)[1].replace(",", ""))
+
+    assert replayed() < replayed(), "the second engine finds what the first one left"
+    assert shell(look)[0] == 0
+    status, printed = shell(damage)
+    assert status == 1, printed
+    (tmp_path / "kvtiers-env").mkdir()
+    assert shell(clean)[0] == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_bump_as_operators_are_shown_it(shell, tmp_path):
+    tier = f"{{type: fs, path: {tmp_path / 'values'}, capacity: 1GiB}}"
+    (tmp_path / "tiers.yaml").write_text(
+        f"version: 1\nnamespace: prod\nprimary: {{capacity: 64MiB}}\nsecondary:\n  - {tier}\n", encoding="utf-8"
+    )
+    (bump,) = blocks("docs/operate.md", "sh")
+    status, printed = shell(bump)
+    assert status == 0, printed
+    assert "prod" in printed
+
+
+def test_the_readme_s_python_opens_an_engine_and_one_line_more_exports_its_figures(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("tiers.yaml").write_text("version: 1\nprimary: {capacity: 64MiB}\n", encoding="utf-8")
+    layout = kvtiers.CacheLayout(
+        kvtiers.ModelIdentity("m", weights="w"), (kvtiers.KVGroup("g", 16),), (kvtiers.KVTensor("t", 0, 4096),)
+    )
+    names = {"layout": layout, "kv_tensors": [np.zeros((8, 4096), np.uint8)]}
+    (code,) = blocks("README.md", "python")
+    exec(code, names)
+    try:
+        names["manager"].wait_ready(30)
+        (export,) = blocks("docs/operate.md", "python")
+        collector = eval(export, names)
+        try:
+            assert REGISTRY.get_sample_value("kvtiers_primary_rows") > 0
+        finally:
+            REGISTRY.unregister(collector)
+    finally:
+        names["worker"].shutdown()
+        names["manager"].shutdown(10)

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from kvtiers._failures import error_text, log_with_backoff, plugin_boundary
+from kvtiers._failures import CallThread, error_text, log_with_backoff, logged_boundary, plugin_boundary
 
 
 class View:
@@ -53,6 +53,36 @@ def test_what_ends_the_process_passes_unless_it_would_only_end_a_thread_of_ours(
 def test_an_exception_that_is_to_pass_does():
     with pytest.raises(LookupError), plugin_boundary(LookupError):
         raise KeyError("k")
+
+
+def test_what_may_be_a_bug_of_our_own_is_logged_with_its_traceback(caplog):
+    with logged_boundary(logging.getLogger("kvtiers"), "%s: shutdown", "redis") as boundary:
+        raise ZeroDivisionError("a bug")
+    assert boundary.error == "ZeroDivisionError: a bug"
+    [record] = caplog.records
+    assert (record.getMessage(), record.levelname) == ("redis: shutdown", "ERROR")
+    assert record.exc_info[0] is ZeroDivisionError
+
+
+def test_nothing_is_logged_where_nothing_was_raised_or_what_was_goes_further(caplog):
+    log = logging.getLogger("kvtiers")
+    with logged_boundary(log, "broken"):
+        pass
+    with pytest.raises(SystemExit), logged_boundary(log, "broken"):
+        raise SystemExit
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), SystemExit(3)])
+def test_what_a_call_on_a_thread_raises_is_there_for_the_thread_that_wants_its_result(error):
+    def call():
+        raise error
+
+    errors = []
+    thread = CallThread(call, errors)
+    thread.start()
+    thread.join()
+    assert errors == [error]
 
 
 def test_the_variables_of_a_block_that_failed_are_free_at_once():

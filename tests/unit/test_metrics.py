@@ -1,11 +1,14 @@
 """Figures: how they are counted, and how they look in Prometheus."""
 
+import re
+
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtiers import metrics
 from kvtiers.metrics import EngineMetrics, Histogram, TierMetrics
+from kvtiers.primary.tier import CPUPrimaryTier
 
 
 def test_a_histogram_counts_by_powers_of_two_seconds():
@@ -66,6 +69,22 @@ def scraped(stats):
         for family in families.values()
         for sample in family.samples
     }
+
+
+def test_every_figure_of_core_is_exported_with_a_sentence_that_says_what_it_is():
+    tier, engine = TierMetrics().as_data(), EngineMetrics().as_data()
+    tier["own"] = dict.fromkeys(set(metrics.TIER_HELP).difference(tier), 1)
+    primary = CPUPrimaryTier(4, 64, memoryview(bytearray(256))).figures()
+    families, _ = scraped({"engine": engine, "primary": primary, "tiers": {"fs": tier}})
+    assert len(families) > 60
+    for name, family in families.items():
+        assert re.fullmatch(r"[A-Z01].* .*\.", family.documentation), f"{name}: {family.documentation!r}"
+        assert "own store" not in family.documentation, name
+
+
+def test_a_figure_that_only_its_store_knows_is_said_to_be_the_stores():
+    families, _ = scraped(figures(own={"requests": 3}))
+    assert families["kvtiers_tier_requests"].documentation == "A figure of the tier's own store."
 
 
 def test_one_line_exports_everything():

@@ -11,10 +11,12 @@ import pytest
 
 import kvtiers
 from kvtiers import runtime
+from kvtiers._log_queue import LOGGERS
 from kvtiers.api import ConfigError, StartError, make_offload_key
 from kvtiers.config import load_config
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.region.client import RegionJoin
+from kvtiers.testing.running import descriptors_left_since, open_descriptors, threads_left_since
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.tier_slot import TierOptions
 from kvtiers.types import BlockSpec, RequestContext
@@ -40,6 +42,32 @@ def running(config, layout=LAYOUT, **options):
     finally:
         worker.shutdown()
         manager.shutdown(10)
+
+
+def queued_loggers():
+    """The loggers whose lines are still kept off the threads that log them."""
+    return [name for name in LOGGERS if logging.getLogger(name).filters]
+
+
+class StartedThreads:
+    """Counts the threads that the test's own thread starts, and refuses one of them."""
+
+    def __init__(self, monkeypatch):
+        self.by_the_caller, self.refused = 0, 0
+        start, caller = threading.Thread.start, threading.current_thread()
+
+        def counted(thread):
+            if threading.current_thread() is caller:
+                self.by_the_caller += 1
+                if self.by_the_caller == self.refused:
+                    raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", counted)
+
+    def refuse(self, number):
+        """Refuse the thread with this number, counted from now on."""
+        self.by_the_caller, self.refused = 0, number
 
 
 def step_until(manager, done):
@@ -167,6 +195,55 @@ def test_after_shutdown_no_thread_is_left():
         pass
     left = [thread for thread in threading.enumerate() if thread not in before]
     assert not left, left
+
+
+EVERYTHING = config(
+    secondary=[MEMORY, {**MEMORY, "io": "process", "name": "helped"}, {"type": "memory-async", "max_blocks": 4}]
+)
+
+
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+def test_a_start_that_fails_for_want_of_a_thread_leaves_nothing_behind(platform, tmp_path, monkeypatch):
+    """Once for each thread that the caller's starts: it is refused, those before it are not."""
+    monkeypatch.setattr(runtime.sys, "platform", platform)
+    settings = {**EVERYTHING, "record": {"path": str(tmp_path / "trace.jsonl")}}
+    started = StartedThreads(monkeypatch)
+    manager = kvtiers.open_manager(settings, LAYOUT)
+    needed = started.by_the_caller
+    manager.shutdown(10)
+    assert needed >= 5
+    threads, descriptors, regions = set(threading.enumerate()), open_descriptors(), dict(runtime._anonymous_regions)
+    for number in range(1, needed + 1):
+        started.refuse(number)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            kvtiers.open_manager(settings, LAYOUT)
+        assert not threads_left_since(threads), number
+        assert not descriptors_left_since(descriptors), number
+        assert runtime._anonymous_regions == regions, number
+        assert not queued_loggers(), number
+
+
+def test_a_worker_that_fails_for_want_of_a_thread_leaves_nothing_behind(monkeypatch):
+    def open_worker():
+        return kvtiers.open_worker(config(), LAYOUT, [np.zeros((1, 4000), np.uint8)], engine_id=manager.engine_id)
+
+    manager = kvtiers.open_manager(config(), LAYOUT)
+    try:
+        started = StartedThreads(monkeypatch)
+        worker = open_worker()
+        needed = started.by_the_caller
+        worker.shutdown()
+        assert needed == 2
+        threads, descriptors = set(threading.enumerate()), open_descriptors()
+        for number in range(1, needed + 1):
+            started.refuse(number)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                open_worker()
+            assert not threads_left_since(threads), number
+            assert not descriptors_left_since(descriptors), number
+    finally:
+        manager.shutdown(10)
+    assert not queued_loggers()
 
 
 def test_where_all_memory_is_pinned_at_the_start_nothing_is_ready_before_that():

@@ -37,7 +37,7 @@ def test_a_start_is_one_line_with_all_that_it_is(lines, io):
     assert line == (
         f"kvtiers {kvtiers.__version__} is on, by its Python API; primary 1MiB in 256 rows; "
         f"tiers: near (memory) in use; namespace 'prod', fingerprint {fingerprint}: "
-        "shared by all engines of the same two"
+        "shared by all engines with this namespace and fingerprint"
     )
     assert fingerprint in f"{LAYOUT.fingerprint}"
 

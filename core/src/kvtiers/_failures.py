@@ -1,26 +1,33 @@
 """The plugin boundary: failures of third-party code, kept as one line of text and logged with backoff.
 
-Plugins and their client libraries may raise anything. ``plugin_boundary`` marks where that ends. ``TierSlot`` alone
-catches by hand: an engine's step makes a dozen of its calls.
+Plugins and their client libraries may raise anything. ``plugin_boundary`` marks where that ends; ``logged_boundary``
+where a bug of our own may be the cause, so that the traceback is wanted. ``TierSlot`` alone catches by hand: an
+engine's step makes a dozen of its calls.
 """
 
+import logging
+import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-__all__ = ["error_text", "log_with_backoff", "plugin_boundary"]
+__all__ = ["CallThread", "error_message", "error_text", "log_with_backoff", "logged_boundary", "plugin_boundary"]
 
 _LONGEST_ERROR = 1_000
 
 
 def error_text(error: BaseException) -> str:
-    """Return an exception in one line of bounded length, whatever a plugin has put into it."""
-    try:
-        text = " ".join(str(error).split())
-    except Exception:  # noqa: BLE001 -- a broken __str__
-        text = ""
-    name = type(error).__name__
+    """Return an exception, its class first, in one line of bounded length, whatever a plugin has put into it."""
+    name, text = type(error).__name__, error_message(error)
     return (f"{name}: {text}" if text else name)[:_LONGEST_ERROR]
+
+
+def error_message(error: BaseException) -> str:
+    """Return an exception's text in one line, "" if it has none."""
+    try:
+        return " ".join(str(error).split())
+    except Exception:  # noqa: BLE001 -- a broken __str__
+        return ""
 
 
 class plugin_boundary:  # noqa: N801 -- reads as a keyword, like contextlib.suppress
@@ -34,7 +41,7 @@ class plugin_boundary:  # noqa: N801 -- reads as a keyword, like contextlib.supp
 
     __slots__ = ("_ended", "_passing", "error")
 
-    def __init__(self, *passing: type[Exception], exits: bool = False) -> None:
+    def __init__(self, *passing: type[BaseException], exits: bool = False) -> None:
         self._passing = passing
         self._ended = BaseException if exits else Exception
         self.error = ""
@@ -49,6 +56,45 @@ class plugin_boundary:  # noqa: N801 -- reads as a keyword, like contextlib.supp
             return False
         self.error = error_text(error)
         return True
+
+
+class logged_boundary(plugin_boundary):  # noqa: N801 -- as above
+    """Like ``plugin_boundary``, and log what is raised, with its traceback: it may be a bug of kvtiers.
+
+    Used where the exception would end a thread, and where a call that fails must not stop the next one.
+    """
+
+    __slots__ = ("_args", "_log", "_message")
+
+    def __init__(self, log: logging.Logger, message: str, *args: object, exits: bool = False) -> None:
+        super().__init__(exits=exits)
+        self._log, self._message, self._args = log, message, args
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        ended = super().__exit__(kind, error, traceback)
+        if ended:
+            self._log.error(self._message, *self._args, exc_info=error)
+        return ended
+
+
+class CallThread(threading.Thread):
+    """One call on a daemon thread: if it never returns, nothing waits for it at the end of the process.
+
+    What it raises is added to ``errors``, for the thread that wants the call's result to raise.
+    """
+
+    def __init__(self, call: Callable[[], object], errors: list[BaseException]) -> None:
+        super().__init__(daemon=True)
+        self._call, self._errors = call, errors
+
+    def run(self) -> None:
+        """Make the call."""
+        try:
+            self._call()
+        except BaseException as error:  # noqa: BLE001 -- raised again, on the other thread
+            self._errors.append(error)
 
 
 def log_with_backoff(times: int, log: Callable[..., object], message: str, *args: object) -> None:

@@ -99,11 +99,11 @@ class _Queue(logging.Filter):
     def enter(self) -> None:
         """Add a user."""
         with self._lock:
+            if self._writer is None:
+                self._writer = _Writer()  # first: it fails where no thread can be started
             self._users += 1
             for logger in _loggers():
                 logger.addFilter(self)  # does nothing where it is there already
-            if self._writer is None:
-                self._writer = _Writer()
 
     def leave(self, seconds: float) -> None:
         """Remove a user; after the last one each thread handles its own lines again."""

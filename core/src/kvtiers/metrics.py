@@ -1,15 +1,24 @@
 """The metrics: counters, gauges and histograms as plain data, cheap to count on the engine's thread, easy to export.
 
 Each part counts into an object of its own; ``TieringManager.stats()`` puts them together. A histogram's bounds are
-fixed powers of two, in seconds.
+fixed powers of two, in seconds. Help texts stand here alone: exporters of other systems take them from here.
 """
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-__all__ = ["EngineMetrics", "Histogram", "TierMetrics", "export", "name_of_own"]
+__all__ = [
+    "PRIMARY_HELP",
+    "TIER_HELP",
+    "EngineMetrics",
+    "Histogram",
+    "TierMetrics",
+    "export",
+    "help_texts",
+    "name_of_own",
+]
 
 _SMALLEST = 2.0**-14  # 61 us
 _BUCKETS = 20  # up to 32 s
@@ -57,96 +66,129 @@ class _Metrics:
         return {name: it.as_data() if isinstance(it, Histogram) else it for name, it in figures.items()}
 
 
+def _figure(text: str, start: float = 0) -> Any:
+    """Return a field that counts from ``start``; ``text``: its help text wherever it is exported."""
+    return field(default=start, metadata={"help": text})
+
+
 @dataclass(slots=True)
 class TierMetrics(_Metrics):
     """The counters of one secondary tier, as the manager sees it. Bytes and seconds are of finished transfers."""
 
-    lookups: int = 0
-    """Answers that the tier gave."""
-    hits: int = 0
-    """Chunks loaded from this tier, at their first read by a request; counted once a request and chunk."""
-    prefix_hits: int = 0
-    """Those hits that are of the first full-attention group: they measure prompt length, however many groups exist."""
-    loaded_chunks: int = 0
-    loaded_bytes: int = 0
-    load_seconds: float = 0.0
-    loads: int = 0
-    """Jobs that have brought something."""
-    computing_seconds: float = 0.0
-    """Seconds that computing the loaded tokens would have taken, at the engine's prefill speed when they were used.
-
-    Tokens that were used before this engine had computed anything are not counted.
-    """
-    saved_seconds: float = 0.0
-    """``computing_seconds`` less the time of loading; a load that took longer counts as 0, not below."""
-    failed_loads: int = 0
-    """Chunks of promotions that were absent, damaged, or late."""
-    stored_chunks: int = 0
-    stored_bytes: int = 0
-    store_seconds: float = 0.0
-    failed_stores: int = 0
-    """Chunks whose store into the tier failed."""
-    dropped_cascades: int = 0
-    """Chunks not sent to the tier: a pin budget was used up, or the tier was not available."""
-    dropped_promotions: int = 0
-    """Chunks that the tier has but that got no row: a pin budget or all rows outside the stores' reserve were used up.
-
-    Counted once a request and chunk.
-    """
-    budget_misses: int = 0
-    """Lookups that skipped this tier, as if it had nothing, because its pin budget was used up."""
-    wait_expired: int = 0
-    """Chunks recomputed because the request's wait for this tier's answer or load expired."""
-    recomputed_cheaper: int = 0
-    """Chunks recomputed, though this tier has or may have them, because computing was faster."""
-    expired_jobs: int = 0
-    refused_results: int = 0
-    raised: int = 0
-    unread_bytes: int = 0
-    """Bytes written and not read since."""
-    pinned_rows: int = 0
-    """Rows that the tier's jobs, reservations and quarantine hold."""
-    quarantined_rows: int = 0
-    running_jobs: int = 0
-    loading_chunks: int = 0
-    """Chunks reserved for this tier's promotions or being promoted: its queue."""
-    out_of_use: int = 0
-    too_slow: int = 0
-    """1 while nearly all of its answers and loads come too late."""
-    promotion_latency: Histogram = field(default_factory=Histogram)
-    cascade_latency: Histogram = field(default_factory=Histogram)
+    lookups: int = _figure("Chunks for which the tier has answered a lookup.")
+    hits: int = _figure("Chunks loaded from the tier, counted at their first read by each request.")
+    prefix_hits: int = _figure("Hits of the KV group by which prompts are measured.")
+    loaded_chunks: int = _figure("Chunks loaded from the tier, each checked.")
+    loaded_bytes: int = _figure("Bytes of the chunks loaded from the tier.")
+    load_seconds: float = _figure("Seconds that loading chunks from the tier took.", 0.0)
+    loads: int = _figure("Load jobs that have loaded at least one chunk.")
+    computing_seconds: float = _figure("Seconds that computing the loaded tokens would have taken.", 0.0)
+    """At the engine's prefill speed when they were used; those used before it had computed anything do not count."""
+    saved_seconds: float = _figure(
+        "Seconds of computing less those of the loads instead; a slower load subtracts nothing.", 0.0
+    )
+    failed_loads: int = _figure("Chunks whose load failed: they were absent, damaged, or too late.")
+    stored_chunks: int = _figure("Chunks that the tier has stored, or had already.")
+    stored_bytes: int = _figure("Bytes written to the tier.")
+    store_seconds: float = _figure("Seconds that writing to the tier took.", 0.0)
+    failed_stores: int = _figure("Chunks that were sent to the tier and are not in it.")
+    dropped_cascades: int = _figure(
+        "Chunks not sent to the tier, since its pin budget was used up or it was not available."
+    )
+    dropped_promotions: int = _figure("Chunks that the tier has but that got no row in the primary.")
+    """Because a pin budget, or all rows outside the stores' reserve, were used up. Once a request and chunk."""
+    budget_misses: int = _figure("Lookups that skipped the tier, since its pin budget was used up.")
+    wait_expired: int = _figure("Chunks recomputed because the lookup or load wait budget expired.")
+    recomputed_cheaper: int = _figure("Chunks recomputed because computing them was faster than loading them.")
+    expired_jobs: int = _figure("Jobs of the tier that did not end within the deadline.")
+    refused_results: int = _figure("Results that are of no job in flight, or name chunks that are not of their job.")
+    raised: int = _figure("Calls in which the tier raised.")
+    unread_bytes: int = _figure("Bytes written to the tier and not read since.")
+    pinned_rows: int = _figure("Rows that the tier's jobs, reservations and quarantine hold.")
+    quarantined_rows: int = _figure("Rows of failed jobs that something may still touch.")
+    running_jobs: int = _figure("Jobs of the tier in flight.")
+    loading_chunks: int = _figure("Chunks being loaded, or reserved for a load: the tier's queue.")
+    out_of_use: int = _figure("1: the tier reported jobs or chunks that it was never given, and is no longer used.")
+    too_slow: int = _figure("1: the tier's loads would land too late, so the chunks are computed.")
+    promotion_latency: Histogram = field(
+        default_factory=Histogram, metadata={"help": "Seconds from a load job to its result, if it loaded something."}
+    )
+    cascade_latency: Histogram = field(
+        default_factory=Histogram, metadata={"help": "Seconds from a store job to its result, if it stored something."}
+    )
 
 
 @dataclass(slots=True)
 class EngineMetrics(_Metrics):
-    """The counters of the manager itself; ``engine_seconds`` is the time of its calls on the engine's thread."""
+    """The counters of the manager itself. Chunks are counted once a request."""
 
-    steps: int = 0
-    lookups: int = 0
-    """Chunks that requests looked up; counted once a request and chunk."""
-    primary_hits: int = 0
-    """Chunks that a request read and that were not loaded from a tier for it; counted once a request and chunk."""
-    wait_expired: int = 0
-    """Chunks recomputed because the request's wait expired; several tiers may be late with one chunk."""
-    recomputed_cheaper: int = 0
-    stored_chunks: int = 0
-    refused_stores: int = 0
-    """Chunks for which there was no room in the primary."""
-    failed_gpu_stores: int = 0
-    failed_gpu_loads: int = 0
-    dropped_dirty: int = 0
-    """Chunks evicted from the primary before they were stored in a tier with ``on_eviction``."""
-    dropped_events: int = 0
-    dropped_records: int = 0
-    """Requests missing in the recording because its writer was too slow."""
-    dropped_log_lines: int = 0
-    """Log lines of this process that were dropped because the log was too slow."""
-    misuse: int = 0
-    """Calls that did not fit and were ignored: a plan completed twice, a request that is over."""
-    generation: int = 0
-    engine_seconds: float = 0.0
-    step_latency: Histogram = field(default_factory=Histogram)
+    steps: int = _figure("Steps of the engine.")
+    lookups: int = _figure("Chunks that requests looked up.")
+    primary_hits: int = _figure("Chunks that requests read and that no tier had loaded for them.")
+    wait_expired: int = _figure("Chunks recomputed because the lookup or load wait budget expired.")
+    """Fewer than those of the tiers together: several tiers may be late with one chunk."""
+    recomputed_cheaper: int = _figure("Chunks recomputed because computing them was faster than loading them.")
+    stored_chunks: int = _figure("Chunks stored in the primary by the engine.")
+    refused_stores: int = _figure("Chunks for which there was no room in the primary.")
+    failed_gpu_stores: int = _figure("Chunks whose copy out of the engine failed.")
+    failed_gpu_loads: int = _figure("Chunks whose copy into the engine failed; they were computed.")
+    dropped_dirty: int = _figure("Chunks evicted from the primary before a tier with 'on_eviction' had stored them.")
+    dropped_events: int = _figure("Events dropped because they were not taken.")
+    dropped_records: int = _figure("Requests missing in the recording, since its writer was too slow.")
+    dropped_log_lines: int = _figure("Log lines of this process that were dropped because the log was too slow.")
+    misuse: int = _figure("Calls that did not fit and were ignored, such as a plan completed twice.")
+    generation: int = _figure("Times that all chunks of the primary were forgotten at once.")
+    engine_seconds: float = _figure("Seconds that kvtiers took of the engine's thread.", 0.0)
+    step_latency: Histogram = field(
+        default_factory=Histogram, metadata={"help": "Seconds that the end of a step took of the engine's thread."}
+    )
 
+
+def help_texts(figures: type[TierMetrics | EngineMetrics]) -> dict[str, str]:
+    """Return the help text of each figure of a class, by its name."""
+    return {field.name: field.metadata["help"] for field in fields(figures)}
+
+
+TIER_HELP: Mapping[str, str] = {
+    **help_texts(TierMetrics),
+    "already_present": "Values not written, since the store had them already.",
+    "breaker_opened": "Times that the breaker opened.",
+    "breaker_state": "The breaker's state: 0 in use, 1 out of use, 2 being tried.",
+    "dropped_full": "Values dropped since the store was full.",
+    "dropped_queue": "Values dropped since too many were waiting to be written.",
+    "dropped_shutdown": "Values dropped since the engine ended before their turn.",
+    "errors": "Calls of the store that failed.",
+    "full": "1: the tier's store accepts no more values; the log says what to do.",
+    "host_starts": "Times that a host of the tier was started.",
+    "hosts": "The tier's hosts (helper processes).",
+    "hosts_open": "The tier's hosts in which the store is open.",
+    "lookup_questions": "Lookups that the tier has answered, each of chunks of one prefix.",
+    "lookup_seconds": "Seconds from lookups to their answers.",
+    "missing": "Values that were absent when they were read, though a lookup had found them.",
+    "open": "1: the tier's store is open.",
+    "open_probes": "Questions in flight about what the store has.",
+    "queued_loads": "Parts of load jobs that wait for a thread.",
+    "queued_stores": "Parts of store jobs that wait for a thread.",
+    "retries": "Calls of the store repeated after a transient error.",
+    "seal_failures": "Values whose bytes were not those that were stored.",
+    "storing_chunks": "Chunks being stored in the tier.",
+}
+"""The help texts of a tier's figures: the manager's, and what tiers that are made of a store count themselves."""
+
+PRIMARY_HELP: Mapping[str, str] = {
+    "rows": "Rows of the primary.",
+    "free_rows": "Rows that hold nothing.",
+    "pending_rows": "Rows into which something is being copied.",
+    "pinned_rows": "Rows that a copy or a tier holds.",
+    "protected_rows": "Rows of loaded chunks that are not evicted before their first read, for a while.",
+    "quarantined_rows": "Rows of failed jobs that something may still touch.",
+    "closed_rows": "Rows that are not used yet, since a rank has not pinned them.",
+    "evictable_rows": "Rows whose chunk could be evicted now.",
+    "clean_rows": "Rows of chunks that their tiers have stored, so that they can be evicted without loss.",
+    "misuse": "Calls of the primary that did not fit and were ignored.",
+    "retired_rows": "Rows that are never used, since their memory was not available when needed.",
+}
+"""The help texts of the primary's figures."""
 
 _GAUGES = {
     "unread_bytes",
@@ -157,6 +199,11 @@ _GAUGES = {
     "out_of_use",
     "too_slow",
     "generation",
+}
+_EXPORTED_HELP = {
+    **{f"kvtiers_{name}": text for name, text in help_texts(EngineMetrics).items()},
+    **{f"kvtiers_primary_{name}": text for name, text in PRIMARY_HELP.items()},
+    **{f"kvtiers_tier_{name}": text for name, text in TIER_HELP.items()},
 }
 _ENDINGS = ("", "_total", "_created", "_seconds", "_seconds_bucket", "_seconds_count", "_seconds_sum")
 _CORE_NAMES = frozenset(name + ending for name in TierMetrics.__slots__ for ending in _ENDINGS)
@@ -176,13 +223,13 @@ def export(stats: Callable[[], Mapping[str, Any]], registry: Any = None) -> Any:
         def collect(self) -> Iterator[Any]:
             families: dict[str, Any] = {}
             for name, labels, value, is_gauge in _flatten(stats()):
-                names = list(labels)
+                names, text = list(labels), _EXPORTED_HELP.get(name, "A figure of the tier's own store.")
                 if isinstance(value, Mapping):
-                    family = families.setdefault(name, HistogramMetricFamily(f"{name}_seconds", name, labels=names))
+                    family = families.setdefault(name, HistogramMetricFamily(f"{name}_seconds", text, labels=names))
                     family.add_metric(list(labels.values()), _cumulative(value["buckets"]), value["sum"])
                     continue
                 kind = GaugeMetricFamily if is_gauge else CounterMetricFamily
-                families.setdefault(name, kind(name, name, labels=names)).add_metric(list(labels.values()), value)
+                families.setdefault(name, kind(name, text, labels=names)).add_metric(list(labels.values()), value)
             yield from families.values()
 
     collector = _Collector()

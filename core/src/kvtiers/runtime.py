@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from kvtiers._failures import logged_boundary
 from kvtiers._log_queue import QueuedLogs, queue_logs
 from kvtiers.api import (
     ChunkStore,
@@ -85,7 +86,7 @@ def open_manager(
         logs = queue_logs()  # first: what follows logs, too
         undo.callback(logs.close)
         region = _create_region(config, layout, engine_id)
-        undo.callback(region.close)
+        undo.callback(_release_region, region)
         primary = CPUPrimaryTier(
             region.num_rows,
             region.row_stride,
@@ -95,22 +96,24 @@ def open_manager(
             protect_seconds=config.budgets.protect_for,
             record_events=record_events,
         )
-        engine = _Engine(
-            config, layout, region, primary, logs, release
-        )  # last: from now on there are threads and processes
+        engine = _Engine(config, layout, region, primary, logs, release)
+        undo.callback(engine.close_region)
+        undo.callback(engine.close_tiers, 0.0)
+        engine.write_start_line(way_in)
+        recorder = _recorder(config, layout)  # last: nothing below starts a thread, which can fail
+        tokens_per_chunk = [layout.tokens_per_chunk(group) for group in range(len(layout.groups))]
+        manager = TieringManager(
+            engine_id,
+            primary,
+            engine.slots,
+            tokens_per_chunk,
+            engine,
+            _tiering_options(config, prior_seconds_per_token(layout)),
+            recorder=recorder,
+            prefix_group=layout.prefix_group,
+        )
         undo.pop_all()
-    engine.write_start_line(way_in)
-    tokens_per_chunk = [layout.tokens_per_chunk(group) for group in range(len(layout.groups))]
-    return TieringManager(
-        engine_id,
-        primary,
-        engine.slots,
-        tokens_per_chunk,
-        engine,
-        _tiering_options(config, prior_seconds_per_token(layout)),
-        recorder=_recorder(config, layout),
-        prefix_group=layout.prefix_group,
-    )
+    return manager
 
 
 def open_worker(
@@ -134,8 +137,10 @@ def open_worker(
         join = RegionJoin.in_process(anonymous, layout, rank)
     else:
         join = RegionJoin(engine_id, layout, rank, core_dumps=config.primary.core_dumps)
-    logs = queue_logs()
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(join.close)
+        logs = queue_logs()
+        undo.callback(logs.close)
         worker = GpuWorker(
             layout,
             kv_tensors,
@@ -145,12 +150,10 @@ def open_worker(
             copying=_copying(config, copying),
             on_shutdown=logs.close,
         )
-    except BaseException:
-        logs.close()
-        join.close()
-        raise
-    if anonymous is None:
-        join.begin(config.primary.start_deadline)  # last: a rank that has joined is given transfers
+        undo.callback(worker.shutdown)
+        if anonymous is None:
+            join.begin(config.primary.start_deadline)  # last: a rank that has joined is given transfers
+        undo.pop_all()
     return worker
 
 
@@ -203,6 +206,11 @@ def _create_region(config: OffloadConfig, layout: CacheLayout, engine_id: str) -
     )
 
 
+def _release_region(region: OffloadRegion) -> None:
+    region.close()
+    _anonymous_regions.pop(region.engine_id, None)
+
+
 def _recorder(config: OffloadConfig, layout: CacheLayout) -> Recorder | None:
     if config.record is None:
         return None
@@ -253,17 +261,19 @@ class _Engine:
         self._described = _described(self._names, self._layout, release)
         self._sizes = [(layout.payload_bytes(g), layout.value_bytes(g)) for g in range(len(layout.groups))]
         self._tiers: dict[str, ChunkStoreTier | SealedTier] = {}
-        self._hosts = self._tier_hosts() if any(tier.io == "process" for tier in config.secondary) else None
+        self._hosts: TierHosts | None = None
         self._start_line: StartLine | None = None
         self._kinds = {tier.tier_name: tier.type for tier in config.secondary}
         self._required = [tier.tier_name for tier in config.secondary if tier.required]
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._views.close)
+            undo.callback(self.close_tiers, 0.0)
+            if any(tier.io == "process" for tier in config.secondary):
+                self._hosts = self._tier_hosts()
             self.slots = [self._slot(index, tier) for index, tier in enumerate(config.secondary)]
-        except BaseException:
-            self.close_tiers(0.0)
-            raise
-        if self._hosts is not None:
-            self._hosts.start()
+            if self._hosts is not None:
+                self._hosts.start()
+            undo.pop_all()
 
     def write_start_line(self, way_in: str) -> None:
         """Write the start line, on its own thread, when the ranks have joined and the tiers report their state."""
@@ -352,8 +362,7 @@ class _Engine:
     def close_region(self) -> None:
         """Release the region."""
         self._views.close()
-        self._region.close()
-        _anonymous_regions.pop(self._region.engine_id, None)
+        _release_region(self._region)
         self._logs.close()
 
     def _slot(self, index: int, config: TierConfig) -> TierSlot:
@@ -401,7 +410,7 @@ class _Engine:
 
 
 def _at_once(calls: Mapping[str, Callable[[], None]]) -> None:
-    """Make these calls, each of which has a bound, side by side, and wait for all; the first one on this thread."""
+    """Make all calls at the same time and wait for them; each ends by itself in time. The first runs on this thread."""
     threads: list[threading.Thread] = []
     here: list[Callable[[], None]] = []
     for name, call in calls.items():
@@ -422,10 +431,8 @@ def _at_once(calls: Mapping[str, Callable[[], None]]) -> None:
 
 def _quietly(name: str, call: Callable[[], object]) -> None:
     """Make a call of the shutdown; what goes wrong in it is logged and stops nothing else."""
-    try:
+    with logged_boundary(_log, "%s: shutdown", name):
         call()
-    except Exception:  # noqa: BLE001 -- each tier's own
-        _log.exception("%s: shutdown", name)
 
 
 def _described(names: StorageNames, layout: CacheLayout, release: str) -> Described | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvtiers import __version__
+from kvtiers._failures import logged_boundary
 
 __all__ = ["Announced", "StartFacts", "StartLine"]
 
@@ -44,7 +45,11 @@ class StartFacts:
 
     def line(self, tiers: Mapping[str, str]) -> str:
         """Return the line; ``tiers``: what is to be said of each, by name."""
-        whose = "shared by all engines of the same two" if self.shared else "shared with no other process"
+        whose = (
+            "shared by all engines with this namespace and fingerprint"
+            if self.shared
+            else "shared with no other process"
+        )
         named = ", ".join(f"{name} {state}" for name, state in tiers.items()) or "none"
         return (
             f"kvtiers {__version__} is on, {self.way_in}; primary {self.primary}; tiers: {named}; "
@@ -75,10 +80,9 @@ class StartLine:
         self._thread.join(_CLOSE_SECONDS)
 
     def _run(self) -> None:
-        try:
+        # A line that is missing must not look like a tier that hangs.
+        with logged_boundary(_log, "the start line cannot be written; a bug of kvtiers"):
             self._watch()
-        except Exception:  # noqa: BLE001 -- a line that is missing must not look like a tier that hangs
-            _log.exception("the start line cannot be written; a bug of kvtiers")
 
     def _watch(self) -> None:
         began, said = time.monotonic(), False

@@ -22,6 +22,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from kvtiers._failures import logged_boundary
 from kvtiers.region.handshake import peer_credentials
 
 __all__ = ["LastTrouble", "StatusSocket", "answer_status", "ask", "is_orphaned", "process_of", "running"]
@@ -87,11 +88,9 @@ class StatusSocket:
                     connection.sendall(self._answer())
 
     def _answer(self) -> bytes:
-        try:
+        with logged_boundary(_log, "kvtiers status cannot be answered; a bug of kvtiers") as answering:
             return json.dumps(self._status(), default=str).encode()
-        except Exception as error:  # noqa: BLE001 -- whatever it is, the next one who asks is to have an answer, too
-            _log.exception("kvtiers status cannot be answered; a bug of kvtiers")
-            return json.dumps({"error": repr(error)}).encode()
+        return json.dumps({"error": answering.error}).encode()
 
 
 class LastTrouble(logging.Handler):

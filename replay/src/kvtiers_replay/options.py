@@ -60,7 +60,9 @@ class ReplayOptions:
 
 
 def replay_layout(config: OffloadConfig, tokens_per_block: int, options: ReplayOptions) -> CacheLayout:
-    """Return the reference engine's KV layout: one group, two tensors (one, for a few bytes). ConfigError if none fits.
+    """Return the reference engine's KV layout: one group of two tensors, or of one where a block has only a few bytes.
+
+    ConfigError if no layout has chunks of this size.
 
     All ranks hold equal parts of each block.
     """

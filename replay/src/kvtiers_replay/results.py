@@ -83,7 +83,7 @@ class Latencies:
 
 @dataclass(slots=True)
 class OverTime:
-    """Figures over time: at ``seconds[i]`` ends the i-th interval, for which each list has one value.
+    """Figures over time. Interval i ends at ``seconds[i]``; every list has one value for each interval.
 
     ``hit_rates``: by origin (``gpu``, ``primary``, a tier's name), the share of the interval's references that were
     hits from there; None where nothing was asked for. ``queue_depths``: what was waiting, by name and with its unit in
@@ -97,7 +97,7 @@ class OverTime:
 
 @dataclass(frozen=True, slots=True)
 class TimeToFirstToken:
-    """An estimate by a stated prefill speed (tokens per second): with the tiers' hits and waits, and without any."""
+    """The estimated time to the first token at a given prefill speed (tokens per second), with tiers and without."""
 
     prefill_speed: float
     with_tiers: Latencies

@@ -92,6 +92,12 @@ def shown(setting, monkeypatch):
     return run
 
 
+def test_a_demo_leaves_the_process_its_handler_of_sigterm(shown):
+    before = signal.getsignal(signal.SIGTERM)
+    assert shown(lambda _: "all is well")[0] == 0
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_the_report_page_comes_last_and_can_fail(shown, tmp_path):
     status, lines = shown(lambda _: "all is well", arguments=("--quick", "--report", str(tmp_path / "page.html")))
     assert status == 0, lines

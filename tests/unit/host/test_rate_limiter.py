@@ -1,7 +1,7 @@
 import pytest
 
 from kvtiers.api import RateLimit
-from kvtiers.host.rate_limiter import RateLimiter
+from kvtiers.host.attempts import RateLimiter
 
 NEVER = float("inf")
 

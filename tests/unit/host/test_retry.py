@@ -1,8 +1,7 @@
 import pytest
 
 from kvtiers.api import RateLimit
-from kvtiers.host.rate_limiter import RateLimiter
-from kvtiers.host.retry import Attempts, NoTimeLeft
+from kvtiers.host.attempts import Attempts, NoTimeLeft, RateLimiter
 
 NEVER = float("inf")
 

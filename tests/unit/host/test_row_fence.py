@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from kvtiers.host.row_fence import RowFence
+from kvtiers.host.bounce_buffers import RowFence
 
 
 @pytest.fixture

@@ -95,7 +95,7 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
 
     def closed(self):
         """Rows that were never used, and may not be yet."""
-        return max(0, self.end - max(self.opened, self.tier.rows_reached))
+        return max(0, self.end - max(self.opened, self.tier._rows._next_fresh))
 
     def leave(self):
         """Idle chunks of retired rows are gone, protected or not."""

@@ -96,8 +96,8 @@ def test_the_row_freed_last_goes_first_and_then_fresh_ones_in_order(clock):
     stored(tier, "ab")
     failed = tier.prepare_store(names("c"), "r").rows
     tier.complete_store(failed, success=False)
-    assert (failed, tier.prepare_store(names("d"), "r").rows, tier.rows_reached) == ([2], [2], 3)
-    assert (tier.prepare_store(names("e"), "r").rows, tier.rows_reached) == ([3], 4)
+    assert (failed, tier.prepare_store(names("d"), "r").rows, tier._rows._next_fresh) == ([2], [2], 3)
+    assert (tier.prepare_store(names("e"), "r").rows, tier._rows._next_fresh) == ([3], 4)
     allocation = tier.prepare_store(names("fg"), "r")
     assert (text_of(allocation.evicted), sorted(allocation.rows)) == ("ba", [0, 1])
 

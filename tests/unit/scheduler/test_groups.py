@@ -311,7 +311,7 @@ def test_a_load_into_blocks_that_are_not_there_is_refused(caplog) -> None:
     empty_before(request, 1, 6)  # one too many
     tokens = bench.scheduler.lookup(request, 0)
     assert bench.scheduler.start_load(request, tokens) == 0
-    assert "request b: no load, its blocks are not all allocated" in caplog.text
+    assert "request b: nothing is loaded, since not all of its blocks are allocated" in caplog.text
     assert bench.primary.evictable == 16
     assert bench.blocks.held == {}
 

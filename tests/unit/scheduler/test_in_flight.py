@@ -253,7 +253,7 @@ def test_a_rank_that_is_lost_has_failed_its_stores_once_the_others_have_ended(ra
     bench.done(transfers, ranks=[ranks - 1])  # what it says after all changes nothing
     assert bench.present(request) == [False, False]
     (record,) = [record for record in caplog.records if "is lost" in record.message]
-    assert record.message == f"rank {ranks - 1} is lost, and with it 1 transfers have failed"
+    assert record.message == f"rank {ranks - 1} is lost; 1 transfers have failed"
 
 
 def test_a_report_of_a_rank_that_does_not_exist_changes_nothing(bench) -> None:

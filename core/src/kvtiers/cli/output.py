@@ -17,9 +17,14 @@ _VALUE_ALIGN = 4096
 
 
 def with_unit(parse: Callable[[object], float], multiple: int = 1) -> Callable[..., Any]:
-    """Return a callback for an option that is written with a unit: more than 0, and a multiple of ``multiple``."""
+    """Return a callback for an option that is written with a unit: more than 0, and a multiple of ``multiple``.
 
-    def convert(ctx: click.Context, param: click.Parameter, value: str) -> float:
+    An option without a default is None where it is not given.
+    """
+
+    def convert(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
+        if value is None:
+            return None
         try:
             number = parse(value)
         except ValueError as error:

@@ -113,7 +113,7 @@ class ValueViews:
         return derived
 
     def close(self) -> None:
-        """Release the region; there is nothing to cut from any more."""
+        """Release the region. No view can be made after this."""
         for derived in self._derived:
             derived.close()
         self._region = memoryview(b"")

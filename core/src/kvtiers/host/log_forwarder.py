@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from kvtiers._failures import plugin_boundary
 from kvtiers.host.messages import SAY_ONCE
 
 __all__ = ["send_logs"]
@@ -37,7 +38,7 @@ class _LogSender(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Send one record. Called under the handler's lock."""
-        try:
+        with plugin_boundary() as formatting:  # a record that cannot be formatted must not fail a store's call
             if not self._may_send():
                 self._dropped += 1
                 return
@@ -51,7 +52,7 @@ class _LogSender(logging.Handler):
                 self._dropped = 0
             else:
                 self._dropped += 1
-        except Exception:  # noqa: BLE001 -- a record that cannot be formatted is no reason for a store's call to fail
+        if formatting.error:
             self._dropped += 1
 
     def _may_send(self) -> bool:

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvtiers._failures import error_text
+from kvtiers._failures import plugin_boundary
 from kvtiers.api import ChunkStore, TierConfig, TierContext
 from kvtiers.api.config import load_resolved
 from kvtiers.host import wire
@@ -99,11 +99,11 @@ class TierHost:
     def _hello(self, hello: dict[str, Any]) -> None:
         tiers = hello["tiers"]
         send_logs([tier["name"] for tier in tiers], hello["log_level"], self._send_line)
-        try:
+        with plugin_boundary() as setting_up:
             self._set_up(hello)
-        except Exception as error:  # noqa: BLE001 -- whatever it is, the engine's log has to say why there is no host
+        if setting_up.error:  # the engine's log has to say why there is no host
             for index in range(len(tiers)):
-                self._emit(index, Opened(error_text(error)))
+                self._emit(index, Opened(setting_up.error))
             self._writer.close(_LAST_WORDS_SECONDS)
             os._exit(1)
 

@@ -15,12 +15,11 @@ from typing import NamedTuple, TypeVar
 from kvtiers._failures import plugin_boundary
 from kvtiers.api import ChunkStore, OffloadKey, RateLimit, StoreContractError, TierConfig, group_of
 from kvtiers.api.answers import present_each
+from kvtiers.host.attempts import Attempts, RateLimiter
 from kvtiers.host.borrowed_views import Loan, ValueViews
 from kvtiers.host.bounce_buffers import beside_rows
 from kvtiers.host.known_names import KnownNames
 from kvtiers.host.messages import Status
-from kvtiers.host.rate_limiter import RateLimiter
-from kvtiers.host.retry import Attempts
 from kvtiers.host.store_calls import StoreCalls
 from kvtiers.layout.seal import SealVerdict, check_value, seal_value
 from kvtiers.layout.storage_name import StorageNames
@@ -82,7 +81,7 @@ class ValueRun:
     give_up_at: float
     wanted: Callable[[], bool] = lambda: True
     land: Callable[[Callable[[], None]], bool] = land_now
-    """Copies a value from its bounce buffer into its row, unless the rows have been detached (``row_fence.py``)."""
+    """Copies a value from its bounce buffer into its row, unless the rows have been detached (its ``RowFence``)."""
     overwrites: bytes = b""
     """Of a store, a byte a key, or none; 1: written though the tier seems to have it."""
 

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from kvtiers._failures import error_text, plugin_boundary
+from kvtiers._failures import logged_boundary, plugin_boundary
 from kvtiers.api import ChunkStore, OffloadKey
 from kvtiers.host.borrowed_views import ValueViews
 from kvtiers.host.messages import Event, JobDone, JobFailed, JobReleased, JobStarted, Opened, Status, StoreJob
@@ -211,8 +211,8 @@ class TransferPool:
         if theirs and theirs.get("fingerprint") != ours["fingerprint"]:
             text = "; ".join(compare_layouts(theirs, ours)) or "in what is not recorded"
             _log.warning(
-                "%s: values of this model were stored last under fingerprint %s, which this engine does not find; "
-                "they differ: %s",
+                "%s: the latest values of this model are under fingerprint %s, so this engine does not find them; they "
+                "differ from its own: %s",
                 self._label,
                 theirs.get("fingerprint"),
                 text[:_LONGEST_DIFFERENCE],
@@ -264,11 +264,10 @@ class TransferPool:
             job.job.overwrites[wanted],
         )
         assert self._mover is not None
-        try:
+        # Neither sys.exit() in a store nor a bug of ours may lose a result.
+        with logged_boundary(_log, "%s: job %d", self._label, job.job.job_id, exits=True) as moving:
             return self._mover.load(run) if job.job.is_load else self._mover.store(run)
-        except BaseException as error:  # noqa: BLE001 -- sys.exit() in a store, or a bug of ours, must not lose a result
-            _log.exception("%s: job %d", self._label, job.job.job_id)
-            return Moved.nothing(len(run.keys), error_text(error))
+        return Moved.nothing(len(run.keys), moving.error)
 
     def _finish(self, piece: Slice, moved: Moved) -> None:
         job = piece.of

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvtiers.host.borrowed_views import Loan
+from kvtiers.host.bounce_buffers import RowFence
 from kvtiers.host.messages import Status, StoreJob
-from kvtiers.host.row_fence import RowFence
 from kvtiers.host.transfer import Moved
 from kvtiers.layout.storage_name import StorageNames
 

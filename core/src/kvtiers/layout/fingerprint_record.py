@@ -43,7 +43,7 @@ class Described:
     document: str
 
     def is_of(self, names: StorageNames) -> bool:
-        """Return whether these names are meant, before or after a bump."""
+        """Return whether the record describes values of these names; a bump changes nothing about that."""
         return names.prefix == self.prefix
 
 

@@ -61,17 +61,12 @@ class RowTable:
         return max(0, self._end - max(self._opened, self._next_fresh))
 
     def open(self, rows: int) -> None:
-        """Allocate fresh rows among this many first ones only, from now on; rows that were used before stay in use."""
+        """From now on, allocate fresh rows only among the first ``rows``; others that were used before stay in use."""
         self._opened = rows
 
     @property
-    def reached(self) -> int:
-        """Rows, from the first, that were used since all chunks were last forgotten."""
-        return self._next_fresh
-
-    @property
     def wanted(self) -> int:
-        """The same, and those that were wanted and are not open yet."""
+        """Rows, from the first, that were used since all chunks were last forgotten or that wait to be opened."""
         return max(self._next_fresh, self._wanted)
 
     def want(self, fresh: int) -> None:

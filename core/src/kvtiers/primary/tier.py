@@ -124,13 +124,11 @@ class CPUPrimaryTier:
         return self._rows.quarantined
 
     @property
-    def rows_reached(self) -> int:
-        """Rows, from the first, that were used since all chunks were last forgotten."""
-        return self._rows.reached
-
-    @property
     def rows_wanted(self) -> int:
-        """The same, and those that were wanted and are not open yet: memory is made ready ahead of them."""
+        """Rows, from the first, that were used since all chunks were last forgotten or that wait to be opened.
+
+        Memory is made ready ahead of them.
+        """
         return self._rows.wanted
 
     @property
@@ -154,7 +152,7 @@ class CPUPrimaryTier:
         return self._rows.misuse
 
     def figures(self) -> dict[str, int]:
-        """Return all of these numbers by name; each step ends with it, so no call is made for each."""
+        """Return all of these numbers by name, in one call, since it is made at the end of each step."""
         rows, chunks = self._rows, self._chunks
         return {
             "rows": rows.num_rows,
@@ -332,12 +330,12 @@ class CPUPrimaryTier:
         return list(islice(filter(accept, keys) if accept else keys, count))
 
     def dirty(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return those of these chunks that are not marked clean."""
+        """Return the chunks among ``keys`` that are not marked clean."""
         clean = self._chunks.clean
         return [key for key in keys if key not in clean]
 
     def open_rows(self, rows: int) -> None:
-        """Lease rows among this many first ones only, from now on, and those that were leased before.
+        """From now on, lease only the first ``rows`` rows, and others that were leased before.
 
         The others are not pinned yet: copies to and from them would hold a GPU's driver, and every launch with it.
         """

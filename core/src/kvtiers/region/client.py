@@ -23,6 +23,7 @@ import time
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from kvtiers._failures import logged_boundary
 from kvtiers.api import StartError
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.region.connection import Connection
@@ -110,11 +111,12 @@ class RegionJoin:
 
     def begin(self, start_deadline: float) -> None:
         """Begin to join, once, and return at once: a thread does the rest. No other process sees the rank before."""
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._run, args=(time.monotonic() + start_deadline, start_deadline), name="kvtiers-join", daemon=True
         )
         detach_in_children(self)
-        self._thread.start()
+        thread.start()
+        self._thread = thread
 
     # What the worker asks.
 
@@ -220,17 +222,20 @@ class RegionJoin:
         self._set(dataclasses.replace(self._status, state=state, reason=reason, prefault_ended=True))
 
     def _run(self, deadline: float, seconds: float) -> None:
-        try:
-            require_linux()
-            self._selector.register(self._wake_reader, selectors.EVENT_READ, lambda _: None)
-            while self._connect(deadline, seconds):
-                if self._converse(deadline, seconds):
-                    return
-        except (StartError, HandshakeError) as error:
-            self._give_up(str(error))
-        except Exception as error:  # noqa: BLE001 -- the thread ends here: what waits for this rank must get the reason
-            _log.exception("%s: the joining thread ended", self._where)
-            self._give_up(f"its joining thread ended: {error!r}")
+        with logged_boundary(_log, "%s: the joining thread ended", self._where) as joining:
+            try:
+                self._join(deadline, seconds)
+            except (StartError, HandshakeError) as error:
+                self._give_up(str(error))
+        if joining.error:  # what waits for this rank must get the reason
+            self._give_up(f"its joining thread ended: {joining.error}")
+
+    def _join(self, deadline: float, seconds: float) -> None:
+        require_linux()
+        self._selector.register(self._wake_reader, selectors.EVENT_READ, lambda _: None)
+        while self._connect(deadline, seconds):
+            if self._converse(deadline, seconds):
+                return
 
     def _give_up(self, reason: str) -> None:
         if self._connection is not None:

@@ -233,7 +233,7 @@ def bind_to_node(mapping: Mapping, node: int) -> str | None:
 
 
 def prefer_huge_pages(mapping: Mapping) -> None:
-    """Ask for huge pages where the kernel has some to give, before any page is touched; nothing is reserved for it."""
+    """Ask the kernel for huge pages where it has some; none are reserved. Call it before any page is touched."""
     _libc.madvise(mapping.address, mapping.nbytes, _MADV_HUGEPAGE)
 
 

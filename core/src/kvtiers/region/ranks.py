@@ -140,7 +140,7 @@ class RankTable:
             self._post(RankJoined(rank, pid))
 
     def refuse(self, rank: int | None, reason: str, *, ours: bool) -> None:
-        """Record a refusal. One of ``ours`` (not a stranger's) is a mistake that no waiting mends."""
+        """Record a refusal. ``ours``: of a rank of this engine and not of a stranger, so that waiting is in vain."""
         with self._changed:
             if ours and not self.all_joined:
                 self._setback = self._setback or f"{_name(rank)} was refused: {reason}"
@@ -197,9 +197,9 @@ class RankTable:
             return events
 
     def wait_all(self, timeout: float, settling: float = 0.0) -> None:
-        """Wait until all is ready; StartError that names the ranks that did not join, or what cannot be mended.
+        """Wait until all ranks are ready; StartError that names the ranks that did not join, or why they never will.
 
-        ``settling``: how many seconds more the ranks that have joined have to settle, where that is waited for.
+        ``settling``: the seconds more that ranks get to pin their rows once all have joined, where that is waited for.
         """
         deadline = time.monotonic() + timeout
         with self._changed:

@@ -147,7 +147,10 @@ class OffloadRegion:
             return
         self._closed = True
         if not self._mapping.close():
-            _log.warning("%s: a buffer made from its view is still in use; its memory stays until that is gone", self)
+            _log.warning(
+                "%s: a buffer made from its view is still in use; its memory stays mapped until that is released",
+                self,
+            )
 
     def __str__(self) -> str:
         return f"region of engine {self.engine_id!r}"

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
+from kvtiers._failures import logged_boundary
 from kvtiers.layout.cache_layout import CacheLayout, ModelIdentity
 from kvtiers.region.connection import Connection
 from kvtiers.region.handshake import (
@@ -83,8 +84,12 @@ class AcceptThread:
         detach_in_children(self)
 
     def start(self) -> None:
-        """Begin to serve."""
-        self._thread.start()
+        """Begin to serve. RuntimeError, with everything closed, if no thread can be started."""
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._close_all()
+            raise
 
     def want_rows(self, rows: int) -> None:
         """Request that this many rows, from the first, be populated. From any thread; never blocks."""
@@ -119,10 +124,10 @@ class AcceptThread:
 
     def _run(self) -> None:
         try:
-            self._serve()
-        except Exception as error:  # noqa: BLE001 -- the thread ends here: what waits for ranks must get the reason
-            _log.exception("the region's accept thread ended")
-            self._ranks.break_off(f"the thread that serves its ranks ended: {error!r}")
+            with logged_boundary(_log, "the region's accept thread ended") as serving:
+                self._serve()
+            if serving.error:  # what waits for ranks must get the reason
+                self._ranks.break_off(f"the thread that serves its ranks ended: {serving.error}")
         finally:
             self._close_all()
 
@@ -375,7 +380,11 @@ class AcceptThread:
                 prefault.error,
             )
         elif prefault.remark:
-            _log.warning("pre-faulting ended after %s, the rest is slower at its first use: %s", rows, prefault.remark)
+            _log.warning(
+                "pre-faulting ended early, after %s; the other rows are slower at their first use: %s",
+                rows,
+                prefault.remark,
+            )
         else:
             _log.info("pre-faulted %s in %.3f s (%s)", rows, prefault.seconds, prefault.method)
         self._ranks.end_prefault(self.populated_rows, prefault.error)

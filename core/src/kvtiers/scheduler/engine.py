@@ -63,7 +63,7 @@ class OffloadManager(Protocol):
 
 
 class EngineRequest(Protocol):
-    """A request as the engine keeps it. The scheduler only reads it, afresh in every call."""
+    """A request as the engine keeps it. The scheduler never changes it, and reads it again in every call."""
 
     @property
     def context(self) -> RequestContext:

@@ -62,7 +62,7 @@ class LazyStores(Stores):
         tracked.offered = end
 
     def on_finished(self, request: EngineRequest, tracked: RequestState) -> None:
-        """Note the full chunks that were not noted yet."""
+        """Record the full chunks that were not recorded yet."""
         self.on_computed(request, tracked)
 
     def end_step(self) -> None:
@@ -90,7 +90,7 @@ class LazyStores(Stores):
         return round(_COVER * max(self._demand, latest))
 
     def _endangered(self, count: int) -> list[StoreChunk]:
-        """Return the chunks in the next free blocks that were not offered yet, the next to be reused first."""
+        """Return the chunks whose blocks are reused next and that were not offered yet, in the order of that reuse."""
         offered, found = set(self._in_flight), {}
         for block in self._queue.next_free(count) if count else ():
             noted = self._noted.get(block)
@@ -111,7 +111,7 @@ class LazyStores(Stores):
         )
 
     def _store(self, chunks: list[StoreChunk], context: RequestContext) -> None:
-        """Offer as many of the chunks as there is room for, the most endangered ones if not for all."""
+        """Offer as many of the chunks as there is room for; if not all, those whose blocks are reused first."""
         plan = None
         while chunks and plan is None:
             # Of a prefix the tail goes first: head first, as the manager wants its keys, is the other way round.

@@ -80,7 +80,9 @@ class Loads:
             return 0
         blocks, firsts = self._blocks_of(request, hit)
         if blocks is None:
-            _log.warning("request %s: no load, its blocks are not all allocated", tracked.context.request_id)
+            _log.warning(
+                "request %s: nothing is loaded, since not all of its blocks are allocated", tracked.context.request_id
+            )
             self.unpin(tracked)
             return 0
         self._unclaim(tracked)

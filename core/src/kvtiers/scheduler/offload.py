@@ -218,7 +218,7 @@ class OffloadScheduler:
             self._in_step = True
             for rank in self._manager.take_lost_ranks():
                 if lost := self._jobs.lose(rank):
-                    _log.warning("rank %d is lost, and with it %d transfers have failed", rank, lost)
+                    _log.warning("rank %d is lost; %d transfers have failed", rank, lost)
 
     @contextlib.contextmanager
     def _briefly(self) -> Iterator[None]:

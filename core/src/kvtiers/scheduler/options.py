@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from kvtiers._failures import log_with_backoff
+from kvtiers._failures import log_with_backoff, plugin_boundary
 from kvtiers.api import ConfigError
 from kvtiers.types import RequestContext
 
@@ -89,7 +89,6 @@ def _shown(value: object) -> str:
     """Return a request's parameter in a few characters, without reading all of it."""
     if isinstance(value, dict | set) and len(value) > _LONGEST_SHOWN:  # reprlib sorts these
         return f"a {type(value).__name__} of {len(value)}"
-    try:
+    with plugin_boundary():  # raised by a number of thousands of digits, and by the repr of an engine's class
         return _short.repr(value)
-    except Exception:  # noqa: BLE001 -- a number of thousands of digits, or another's broken repr
-        return f"of type {type(value).__name__}"
+    return f"of type {type(value).__name__}"

@@ -56,7 +56,7 @@ class RequestState:
     """Its blocks hold KV of weights that have been replaced."""
 
     def chunk_keys(self, request: EngineRequest, group: int, blocks_per_chunk: int) -> list[OffloadKey]:
-        """Return the keys of all chunks of a group whose hashes are known now. Costs the new ones."""
+        """Return the keys of all chunks of a group whose hashes are known now. Only new ones take time."""
         keys = self.keys[group]
         hashes = request.block_hashes[group]
         if (len(keys) + 1) * blocks_per_chunk <= len(hashes):

@@ -46,7 +46,7 @@ class _Job:
 
 
 class JobsInFlight:
-    """The jobs that workers have not all reported yet, and those of this step that no worker has been given."""
+    """The jobs that not all workers have reported yet, and those of this step, which no worker has been given."""
 
     def __init__(self, world_size: int) -> None:
         self._ranks = range(world_size)

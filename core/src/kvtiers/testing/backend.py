@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvtiers._failures import error_text
+from kvtiers._failures import plugin_boundary
 from kvtiers.testing.running import call_within
 
 __all__ = ["Step", "require_backend"]
@@ -30,12 +30,11 @@ def require_backend(tests: type[Any], steps: Iterable[Step]) -> None:
 
 def _trouble(steps: Iterable[Step], patience: float) -> str:
     for name, call, is_telling in steps:
-        try:
+        where = ""
+        with plugin_boundary(KeyboardInterrupt, exits=True) as trying:
             where = call_within(patience, call)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 -- whatever the author's code raises
-            if is_telling:
-                return f"{name} raised {error_text(error)}; is the backend there, and are its options right?"
-        else:
-            if where:
-                return f"{name} did not return within {patience:g} s (the tests' 'patience'){where}"
+        if trying.error and is_telling:
+            return f"{name} raised {trying.error}; is the backend there, and are its options right?"
+        if where:
+            return f"{name} did not return within {patience:g} s (the tests' 'patience'){where}"
     return ""

@@ -7,8 +7,11 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from kvtiers._failures import CallThread
 
 __all__ = [
     "call_within",
@@ -44,15 +47,12 @@ def run_together(
             function()
             while number >= len(functions) and busy and time.monotonic() < until:
                 function()
-        except BaseException as error:  # noqa: BLE001 -- raised again below, on the test's own thread
-            errors.append(error)
         finally:
             busy.discard(number)
 
     # Daemons, so that a call which never returns fails its test and does not keep pytest from ending.
     threads = [
-        threading.Thread(target=run, args=(number, function), daemon=True)
-        for number, function in enumerate([*functions, *meanwhile])
+        CallThread(partial(run, number, function), errors) for number, function in enumerate([*functions, *meanwhile])
     ]
     for thread in threads:
         thread.start()
@@ -69,14 +69,7 @@ def call_within(seconds: float, function: Callable[[], object]) -> str:
     """Call the function in a thread; return where it hangs, "" if it returned in time. Its error is raised here."""
     __tracebackhide__ = True
     errors: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            function()
-        except BaseException as error:  # noqa: BLE001 -- raised again below, on the test's own thread
-            errors.append(error)
-
-    thread = threading.Thread(target=call, daemon=True)
+    thread = CallThread(function, errors)
     thread.start()
     thread.join(seconds)
     if errors:

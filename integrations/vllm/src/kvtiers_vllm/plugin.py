@@ -5,14 +5,16 @@ is imported but vLLM's registries and its arguments; the rest is loaded when a c
 vLLM's start that kvtiers wraps (``compat``) are wrapped here.
 """
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable
 
+from kvtiers._failures import plugin_boundary
 from kvtiers.api import StartError
 from kvtiers.plugins import installed_tiers
-from kvtiers_vllm import compat, switch
-from kvtiers_vllm.early import refuse_large_primary
+from kvtiers_vllm import compat
+from kvtiers_vllm.engine_args import prepare_engine_args, refuse_large_primary
 from kvtiers_vllm.own_tiering.options import PREFIX
 from kvtiers_vllm.stack.options import CONNECTOR_NAME, SPEC_NAME, VARIABLE
 
@@ -39,7 +41,7 @@ def register() -> None:
     except ImportError as error:
         if wanted:
             raise StartError(f"{VARIABLE} is set, but this vLLM has no place for kvtiers: {error}") from error
-        _log.info("this vLLM has no tiers that kvtiers could be: %s", error)
+        _log.info("kvtiers is not registered, since this vLLM has no tiers: %s", error)
         return
     _log_like_vllm()
     for name in dict.fromkeys(entry.name for entry in installed_tiers()):
@@ -54,9 +56,7 @@ def _follow_engine_args(version: str) -> None:
     """Make engines of this process follow the environment, and the old spelling."""
     from vllm.engine.arg_utils import EngineArgs
 
-    compat.wrap_engine_args(
-        EngineArgs, lambda args: switch.prepare_engine_args(args, version), refuse_large_primary, version
-    )
+    compat.wrap_engine_args(EngineArgs, lambda args: prepare_engine_args(args, version), refuse_large_primary, version)
 
 
 def _wrap(wrap: Callable[[], None], *, wanted: bool = False) -> None:
@@ -69,12 +69,11 @@ def _wrap(wrap: Callable[[], None], *, wanted: bool = False) -> None:
 
 
 def _register(registry: Callable[[str, str, str], None], name: str, module: str, kind: str) -> None:
-    try:
+    # ValueError: vLLM loads its plugins more than once in a process. Anything else: a registry of another shape.
+    with plugin_boundary() as registering, contextlib.suppress(ValueError):
         registry(name, module, kind)
-    except ValueError:  # vLLM loads its plugins more than once in a process
-        return
-    except Exception as error:  # noqa: BLE001 -- a registry of another shape: nothing of ours, but an engine
-        _log.warning("%s cannot be registered with this vLLM: %s", name, error)
+    if registering.error:
+        _log.warning("%s cannot be registered with this vLLM: %s", name, registering.error)
 
 
 def _log_like_vllm() -> None:

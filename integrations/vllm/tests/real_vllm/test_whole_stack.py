@@ -106,7 +106,7 @@ def test_an_engine_whose_core_is_not_followed_uses_no_tier_and_says_so_once(star
     assert right(engine, *PROMPTS) == [0, 0]
     assert engine.do("reset_prefix_cache")["ok"]
     assert right(engine, *PROMPTS) == [0, 0], "weights could have been updated unseen"
-    (line,) = engine.lines("does not take requests in as kvtiers expects")
+    (line,) = engine.lines("does not see the requests that vLLM's engine core takes in")
     assert "no request uses a tier" in line
     assert engine.metrics().get("kvtiers_tier_stored_chunks{fs}", 0) == 0
     engine.shutdown()

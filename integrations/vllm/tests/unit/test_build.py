@@ -1,14 +1,18 @@
 """A tier over vLLM's memory: in a helper that maps its file, or in the engine's process where there is none to map."""
 
+import logging
 import mmap
 import os
+import threading
 import time
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from kvtiers._log_queue import LOGGERS, flush_logs
 from kvtiers.api import make_offload_key
+from kvtiers.testing.running import descriptors_left_since, open_descriptors, threads_left_since
 from kvtiers_vllm.engine import CoreLink
 from kvtiers_vllm.own_tiering.build import open_tier
 from kvtiers_vllm.own_tiering.options import load_tier_options
@@ -66,6 +70,7 @@ def test_a_value_goes_down_and_comes_back_in_a_helper_or_with_one_line_in_this_p
     end_of(driver, 2)
     expected = bytes(5 * ROW) + CONTENT + bytes(2 * ROW)
     assert rows[:] == expected, "its own row has it, and nothing else was touched"
+    flush_logs(PATIENCE)
     lines = [record.getMessage() for record in caplog.records if "its io is 'thread'" in record.getMessage()]
     assert len(lines) == (not is_mapped)
     assert driver.own_stats().get("host_starts", 0) == is_mapped
@@ -75,3 +80,36 @@ def test_a_value_goes_down_and_comes_back_in_a_helper_or_with_one_line_in_this_p
         assert rows[:] == expected
     after = file.stat()
     assert (after.st_ino, after.st_size, after.st_nlink) == (before.st_ino, before.st_size, 1)
+
+
+def test_a_tier_that_cannot_have_a_thread_leaves_nothing_behind(memory, monkeypatch):
+    """Once for each thread that the engine's starts: it is refused, those before it are not."""
+    started, refused, start, engines = 0, 0, threading.Thread.start, threading.current_thread()
+
+    def counted(thread):
+        nonlocal started
+        if threading.current_thread() is engines:
+            started += 1
+            if started == refused:
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def open_one():
+        config, settings = load_tier_options("kvtiers-memory", {"capacity": "1MiB"}, {"kvtiers": {"weights": "v1"}})
+        return open_tier(config, settings, offloading(), view, engine(), CoreLink(), "0.32.0")
+
+    monkeypatch.setattr("kvtiers_vllm.identity._device", lambda: {"name": "some GPU"})
+    monkeypatch.setattr(threading.Thread, "start", counted)
+    rows, _ = memory
+    with memoryview(rows).cast("B", (ROWS, ROW)) as view:
+        opened, needed = open_one(), started
+        opened.driver.close(10.0)
+        assert needed >= 3
+        threads, descriptors = set(threading.enumerate()), open_descriptors()
+        for refused in range(1, needed + 1):
+            started = 0
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                open_one()
+            assert not threads_left_since(threads), refused
+            assert not descriptors_left_since(descriptors), refused
+            assert not [name for name in LOGGERS if logging.getLogger(name).filters], refused

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from kvtiers.api import ConfigError
+from kvtiers_vllm.engine_args import prepare_engine_args
 from kvtiers_vllm.stack.options import VARIABLE
-from kvtiers_vllm.switch import prepare_engine_args
 
 from . import fake_vllm
 

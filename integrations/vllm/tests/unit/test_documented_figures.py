@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
+from kvtiers.metrics import PRIMARY_HELP, TIER_HELP, EngineMetrics, help_texts
 from kvtiers.plugins import load_tier
 from kvtiers_vllm.own_tiering.metrics import COUNTERS, GAUGES, tier_definitions
 from kvtiers_vllm.plugin_figures import OTHERS, plugin_gauges
@@ -54,6 +55,15 @@ def on_a_page(defined):
         made = kind(name, text, labels, registry=registry)
         (made.labels(*labels) if labels else made)  # as vLLM makes them
     return set(re.findall(r"^(\w+)", generate_latest(registry).decode(), re.MULTILINE))
+
+
+def test_a_figure_of_cores_is_described_as_core_describes_it(defined):
+    core = {f"kvtiers_tier_{name}": text for name, text in TIER_HELP.items()}
+    core |= {f"kvtiers_primary_{name}": text for name, text in PRIMARY_HELP.items()}
+    core |= {f"kvtiers_{name}": text for name, text in help_texts(EngineMetrics).items()}
+    theirs = {name: text for name, (_, text, _) in defined.items() if name in core}
+    assert len(theirs) > 40
+    assert theirs == {name: core[name] for name in theirs}
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)

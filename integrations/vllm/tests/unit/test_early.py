@@ -6,7 +6,7 @@ import pytest
 
 from kvtiers.api import StartError
 from kvtiers_vllm import compat
-from kvtiers_vllm.early import refuse_large_primary
+from kvtiers_vllm.engine_args import refuse_large_primary
 
 from . import fake_vllm
 

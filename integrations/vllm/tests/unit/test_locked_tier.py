@@ -8,8 +8,8 @@ import pytest
 from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 from kvtiers.types import RequestContext
+from kvtiers_vllm.own_tiering.build import OffTier
 from kvtiers_vllm.own_tiering.locked_tier import AskedTier
-from kvtiers_vllm.own_tiering.off_tier import OffTier
 
 KEY = bytes(36)
 JOB = SimpleNamespace(is_promotion=True)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvtiers.api import make_offload_key
-from kvtiers_vllm.own_tiering.prefetch_on_arrival import prefix_keys
+from kvtiers_vllm.own_tiering.locked_tier import prefix_keys
 
 HASHES = [bytes([number]) * 32 for number in range(7)]
 

@@ -5,8 +5,8 @@ import logging
 import pytest
 
 from kvtiers.api import ConfigError, StartError
+from kvtiers_vllm.engine_args import prepare_engine_args
 from kvtiers_vllm.stack.options import VARIABLE, way_in
-from kvtiers_vllm.switch import prepare_engine_args
 
 from . import fake_vllm
 

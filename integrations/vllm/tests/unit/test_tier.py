@@ -8,8 +8,7 @@ import pytest
 
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 from kvtiers_vllm.engine import Engine, being_built
-from kvtiers_vllm.own_tiering.build import OpenedTier
-from kvtiers_vllm.own_tiering.off_tier import OffTier
+from kvtiers_vllm.own_tiering.build import OffTier, OpenedTier
 from kvtiers_vllm.own_tiering.options import TierSettings
 from kvtiers_vllm.own_tiering.tier_driver import TierDriver
 

@@ -6,10 +6,8 @@ import pytest
 
 from kvtiers.status import ask
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
-from kvtiers_vllm.own_tiering.build import OpenedTier
-from kvtiers_vllm.own_tiering.metrics import EVERY_SECONDS, TierFigures
-from kvtiers_vllm.own_tiering.off_tier import OffTier
-from kvtiers_vllm.own_tiering.report import open_status
+from kvtiers_vllm.own_tiering.build import OffTier, OpenedTier
+from kvtiers_vllm.own_tiering.metrics import EVERY_SECONDS, TierFigures, open_status
 from kvtiers_vllm.own_tiering.tier_driver import TierDriver
 
 from .test_stack_figures import Clock, Collection

@@ -79,12 +79,12 @@ class Directory:
         os.close(self.fd)
 
     def open(self, path: str, flags: int) -> int:
-        """Open a file or folder that is there."""
+        """Open an existing file or folder."""
         return self._open(self.fd, path, flags)
 
     @contextlib.contextmanager
     def folder(self, path: str) -> Iterator[int]:
-        """Give a descriptor of a folder that is there, to reach what is in it."""
+        """Yield a descriptor of an existing folder, for access to its files."""
         fd = self._open(self.fd, path, FOLDER)
         try:
             yield fd

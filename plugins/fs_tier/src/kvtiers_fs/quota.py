@@ -92,7 +92,7 @@ class Index:
         return [shard for shard, when in enumerate(self.counted) if not when]
 
     def total(self) -> tuple[int, int]:
-        """Return bytes and values in all; shards never counted are taken to be as full as the others."""
+        """Return the bytes and the number of all values; shards that were never counted count as average ones."""
         missing = len(self.uncounted())
         share = SHARDS / (SHARDS - missing) if missing < SHARDS else 1.0
         return int(sum(self.nbytes) * share), int(sum(self.values) * share)

@@ -191,7 +191,7 @@ def _begin_direct(fd: int) -> None:
 
 
 def _end_direct(fd: int) -> bool:
-    """Make this file use the page cache; False if it does already. Memory or length may be unaligned."""
+    """Make this file use the page cache, as unaligned memory or lengths need it; False if it does already."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     if not flags & _DIRECT:
         return False

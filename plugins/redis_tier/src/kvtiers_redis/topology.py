@@ -42,7 +42,7 @@ class Topology(ABC):
         return None
 
     def reach(self) -> None:
-        """Connect to one server, or raise the last one's error."""
+        """Connect to any one of the servers; if none can be reached, raise the error of the last one."""
         masters = self.masters()
         for server in masters:
             try:

@@ -66,7 +66,7 @@ class Connection:
             return self._clients[attempts]
 
     def close(self) -> None:
-        """Close what boto3 has open."""
+        """Close boto3's connections."""
         with self._lock:
             while self._clients:
                 self._clients.popitem()[1].close()
@@ -172,7 +172,7 @@ def _aws_domain(region: str) -> str:
 
 
 def _follow_no_redirect(params: Any, **_: Any) -> None:
-    """Make boto3 report a redirect, as obstore does: it would request the bucket's region, and be redirected again."""
+    """Make boto3 report a redirect, as obstore does; it would ask for the bucket's region and be redirected again."""
     params["context"].setdefault("s3_redirect", {})["redirected"] = True
 
 

@@ -39,7 +39,7 @@ class _GivenKeys(Credentials):  # type: ignore[misc]  # botocore has no types
 
 
 class _Only(CredentialProvider):  # type: ignore[misc]  # botocore has no types
-    """A chain of one link."""
+    """The only provider of a session, in place of botocore's chain of places where it looks for credentials."""
 
     METHOD = CANONICAL_NAME = "kvtiers"
 

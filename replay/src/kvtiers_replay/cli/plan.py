@@ -110,7 +110,7 @@ by Ctrl-C (what was found so far is printed)."""
 )
 @click.option(
     "--bytes-per-token", metavar="SIZE",
-    callback=lambda ctx, param, value: None if value is None else with_unit(parse_size)(ctx, param, value),
+    callback=with_unit(parse_size),
     help="KV bytes of one token, all layers and ranks.",
 )  # fmt: skip
 @click.option("--model", metavar="FILE", type=click.Path(), help="A model's config.json instead, as for kvtiers size.")
@@ -213,7 +213,7 @@ def _print(plan: Plan) -> None:
 
 
 def _print_bars(plan: Plan) -> None:
-    """Print a bar for each case, unless there are none or too many. A full one is an infinite cache."""
+    """Print a bar for each case, unless there are none or too many. A full bar is the hit rate of an infinite cache."""
     if len(plan.points) > _MOST_BARS or not plan.infinite_rate:
         return
     # Imported here: it is slow, and --json does not need it.

@@ -70,7 +70,7 @@ of the replay ended early, 130 stopped by Ctrl-C (the report of what was done is
 @click.option(
     "--bytes-per-chunk",
     metavar="SIZE",
-    callback=lambda ctx, param, value: None if value is None else with_unit(parse_size)(ctx, param, value),
+    callback=with_unit(parse_size),
     help="KV bytes of one chunk, of all ranks.  [default: a small model's, 12 KiB a token]",
 )
 @click.option("--model", metavar="FILE", type=click.Path(), help="A model's config.json instead, as for kvtiers size.")

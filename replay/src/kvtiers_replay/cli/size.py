@@ -31,7 +31,7 @@ def model_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _by_tier(parse: Callable[[str], float], expected: str) -> Callable[..., dict[str, float]]:
-    """Return a callback for an option that is given as ``TIER=VALUE``, and may be given again."""
+    """Return a callback for a repeatable option with the form ``TIER=VALUE``."""
 
     def convert(ctx: click.Context, param: click.Parameter, values: Sequence[str]) -> dict[str, float]:
         found = {}

@@ -27,7 +27,7 @@ _REPORT_EVERY = 64  # requests
 
 @dataclass(frozen=True, slots=True)
 class PlanTier:
-    """A secondary tier of a case; ``chunks``: how many it holds, None: all there are."""
+    """A secondary tier of a case. ``chunks``: the most that it holds; None: no limit."""
 
     name: str
     chunks: int | None = None

@@ -61,7 +61,7 @@ Task: TypeAlias = PlanCase | Search
 
 
 def searches(points: Sequence[PlanPoint], wish: float) -> list[Search]:
-    """Return a search for each policy and choice of tiers with which some primary among the points reaches the wish."""
+    """Return a search for each policy and choice of tiers with which one of the points reaches the wished hit rate."""
     found = []
     for case in dict.fromkeys(replace(point.case, primary=0) for point in points):
         alike = [point for point in points if replace(point.case, primary=0) == case]

@@ -73,7 +73,7 @@ def hits_over_time(results: ReplayResults) -> Drawing:
 
 
 def first_tokens(first: TimeToFirstToken) -> Drawing:
-    """Draw which share of the requests has its first token after how long, with the tiers and without."""
+    """Draw the share of requests that have their first token within a time, with the tiers and without."""
     both = {"with tiers": first.with_tiers, "without": first.without}
     ends = [_filled(times) for times in both.values()]
     low, high = min(low for low, _ in ends), max(high for _, high in ends)

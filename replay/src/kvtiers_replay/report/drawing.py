@@ -106,7 +106,7 @@ class Marks:
                 self.add(bar, text)
 
     def named(self, svg: str) -> str:
-        """Return the drawing with its marks' texts."""
+        """Put each mark's text into the SVG as its title, which browsers show beside the pointer."""
 
         def name(found: re.Match[str]) -> str:
             return f'<g class="mark"><title>{escape(self._texts[int(found[1])])}</title>'
@@ -196,7 +196,7 @@ def log_seconds(axes: Axes, shortest: float, longest: float) -> None:
 
 
 def since_start(axes: Axes, longest: float) -> float:
-    """Make the x axis show the time since the first request; return the seconds of its unit, h, min or s."""
+    """Label the x axis as time since the first request, in h, min or s; return how many seconds that unit has."""
     units = (("h", 3600.0), ("min", 60.0))
     unit, size = next(((unit, size) for unit, size in units if longest >= 3 * size), ("s", 1.0))
     axes.set_xlim(0.0, longest / size or 1.0)

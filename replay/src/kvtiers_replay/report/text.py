@@ -14,7 +14,7 @@ _COLUMNS = 10  # of what happened over time
 
 
 class Table(NamedTuple):
-    """One table; all cells but the first of a row stand to the right."""
+    """One table; all columns but the first are right-aligned."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]

@@ -1,11 +1,10 @@
 """Probes of a store's optional abilities: batches, pieces, listing, figures, each as core uses it."""
 
 import math
-import secrets
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
+from kvtiers._failures import CallThread
 from kvtiers.api import (
     ChunkStore,
     Finding,
@@ -17,7 +16,7 @@ from kvtiers.api import (
 )
 from kvtiers.api.answers import found_each
 from kvtiers.api.units import format_duration
-from kvtiers.cli.check.round_trip import Bench, ProbeError
+from kvtiers.cli.check.round_trip import Bench, ProbeError, probe_name
 
 __all__ = ["probe_abilities"]
 
@@ -40,12 +39,8 @@ def probe_abilities(store: ChunkStore, bench: Bench) -> list[Probe]:
     return probes
 
 
-def _name() -> str:
-    return f"_check/{secrets.token_hex(16)}"
-
-
 def _batch(store: ChunkStore, batched: SupportsBatch, bench: Bench) -> Iterator[Finding]:
-    names, absent = [_name(), _name()], _name()
+    names, absent = [probe_name(), probe_name()], probe_name()
     bench.stage = "writing two probe values in one call"
     try:
         wrote = bench.lend(
@@ -76,7 +71,7 @@ def _batch(store: ChunkStore, batched: SupportsBatch, bench: Bench) -> Iterator[
 def _pieces(store: ChunkStore, in_pieces: SupportsPieces, bench: Bench) -> Iterator[Finding]:
     if not in_pieces.reads_in_pieces(bench.value_bytes):
         return
-    name = _name()
+    name = probe_name()
     bench.stage = "reading the probe value in pieces"
     store.write(name, bench.view(0).toreadonly())
     try:
@@ -107,20 +102,13 @@ def _stats(store: SupportsStats, bench: Bench) -> Iterator[Finding]:
 
 def _listing(store: ChunkStore, listing: SupportsListing, bench: Bench) -> Iterator[Finding]:
     """List the one probe value. A large store may have to read each name, so the time is bounded."""
-    name = _name()
+    name = probe_name()
     bench.stage = "listing the probe value"
     store.write(name, bench.view(0).toreadonly())
     try:
         entries: list[object] = []
         errors: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                entries.extend(listing.list(name))
-            except BaseException as error:  # noqa: BLE001 -- raised again below
-                errors.append(error)
-
-        lister = threading.Thread(target=run, daemon=True)
+        lister = CallThread(lambda: entries.extend(listing.list(name)), errors)
         lister.start()
         lister.join(_LIST_SECONDS)
         bench.is_still_called = lister.is_alive()

@@ -28,7 +28,7 @@ from kvtiers.cli.open_tier import anonymous_region
 from kvtiers.host.borrowed_views import Loan
 from kvtiers.types import RequestContext
 
-__all__ = ["OWN_FAULT", "REACH", "Bench", "ProbeError", "probe_manager", "probe_store"]
+__all__ = ["OWN_FAULT", "REACH", "Bench", "ProbeError", "probe_manager", "probe_name", "probe_store"]
 
 _ROWS = 3
 _LISTED = 100
@@ -111,12 +111,17 @@ class Bench:
             raise ProbeError("the tier changed the memory that it was to write from")
 
 
+def probe_name() -> str:
+    """Return a name for a value of the trial's own: no engine uses such a name, and no other trial this one."""
+    return f"_check/{secrets.token_hex(16)}"
+
+
 def probe_store(store: ChunkStore, bench: Bench) -> Iterator[Finding]:
     """Try a ``ChunkStore``; one that is read-only is only listed and read."""
     if bench.read_only:
         yield _read_only(store, bench)
         return
-    name, absent = (f"_check/{secrets.token_hex(16)}" for _ in range(2))
+    name, absent = probe_name(), probe_name()
     size = bench.value_bytes
     bench.stage = "writing the probe value"
     begin = time.monotonic()
@@ -164,7 +169,7 @@ def _times(write: float, read: float) -> str:
 def _read_only(store: ChunkStore, bench: Bench) -> Finding:
     if not isinstance(store, SupportsListing):
         bench.stage = "looking for a value that is not there"
-        absent = f"_check/{secrets.token_hex(16)}"
+        absent = probe_name()
         _expect(list(store.exists([absent])), [False], "exists() of a value that is not there")
         _expect(store.read_into(absent, bench.view(1)), False, "read_into() of an absent value")
         return Finding("ok", "read-only: it answers; it cannot list its values, so none was read")

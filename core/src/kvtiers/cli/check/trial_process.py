@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+from kvtiers._failures import error_message
 from kvtiers._process import die_with_parent
 from kvtiers.api import (
     ChunkStore,
@@ -115,11 +116,7 @@ class _TrialRun:
 
 def in_words(error: BaseException) -> str:
     """Return an error's text, in one line; the name of its class comes last, for bug reports."""
-    try:
-        text = " ".join(str(error).split()).rstrip(".")
-    except Exception:  # noqa: BLE001 -- a broken __str__
-        text = ""
-    name = type(error).__name__
+    name, text = type(error).__name__, error_message(error).rstrip(".")
     if text and isinstance(error, KvtiersError):
         return text
     return f"{text} ({name})" if text else name

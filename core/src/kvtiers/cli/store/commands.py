@@ -23,11 +23,6 @@ Exit status: 0 all is well, 1 {one}, 2 the config or the command line is wrong, 
 until then is reported)."""
 
 
-def _optional(parse: Callable[[object], float]) -> Callable[..., Any]:
-    convert = with_unit(parse)
-    return lambda ctx, param, value: None if value is None else convert(ctx, param, value)
-
-
 def _fingerprint(_ctx: click.Context, _parameter: click.Parameter, value: str) -> str:
     if value and not re.fullmatch(r"[0-9a-f]{4,24}", value.lower()):
         raise click.BadParameter(f"expected 4 to 24 hex digits, got {value!r}")
@@ -69,11 +64,11 @@ def _selecting(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--older-than",
             metavar="DURATION",
-            callback=_optional(parse_duration),
+            callback=with_unit(parse_duration),
             help="Only values not written (or used, where the tier records it) for this long: 12h, 30d.",
         ),
         click.option(
-            "--larger-than", metavar="SIZE", callback=_optional(parse_size), help="Only values larger than this."
+            "--larger-than", metavar="SIZE", callback=with_unit(parse_size), help="Only values larger than this."
         ),
         value_bytes_option("Size of the memory for one value that the tier is opened with; grows where it has to."),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
@@ -200,7 +195,7 @@ Examples:
 @click.option(
     "--to-size",
     metavar="SIZE",
-    callback=_optional(parse_size),
+    callback=with_unit(parse_size),
     help="The oldest, until so much is left of those that are meant.",
 )
 @click.option(

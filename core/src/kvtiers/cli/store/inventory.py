@@ -66,7 +66,7 @@ def open_listable(
 
 
 def unavailable(tier: str, what: str, error: str) -> TierUnavailable:
-    """Return the one line for a tier that raised. ``error``: of its ``plugin_boundary``."""
+    """Return the line that reports a tier that raised. ``error``: the text that its ``plugin_boundary`` has kept."""
     return TierUnavailable(f"tier {tier!r} {what}: {error}")
 
 

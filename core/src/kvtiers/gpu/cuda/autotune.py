@@ -29,10 +29,10 @@ _STREAM_BYTES = 128 << 20  # bulk copies in a row: several staging slots full, s
 _PINNED_BYTES = 4 << 20
 _MOST_TIMES = 8  # of tiny blocks: they are slow, and a worker waits for its measurement
 _ROUNDS = 7
-"""Each of all ways in turn, and the best of each counts: a GPU that has just been idle has slow multiprocessors for the
-first milliseconds, which is no fault of the way that is measured first."""
+"""Rounds in which each method is measured once; the best of each method counts. A GPU that has just been idle has slow
+multiprocessors for the first milliseconds, which is no fault of the method that is measured first."""
 _WORTH_IT = {"staged": 1.0, "direct": 0.75, "pages": 0.75}
-"""A way is chosen if it takes less than this share of the time that staged copies take."""
+"""A method is chosen if it takes less than this share of the time that staged copies take."""
 
 
 @dataclass(frozen=True, slots=True)

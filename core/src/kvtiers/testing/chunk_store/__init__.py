@@ -16,15 +16,10 @@ reopening and of a killed writer by one that the store starts empty. A fixture `
 away), brings the test that no error is swallowed.
 """
 
-from kvtiers.testing.chunk_store.abilities import DiagnosisTests, ListingTests, StatsTests
+from kvtiers.testing.chunk_store.abilities import BatchTests, DiagnosisTests, ListingTests, PiecesTests, StatsTests
 from kvtiers.testing.chunk_store.base import StoreTestBase
-from kvtiers.testing.chunk_store.batch import BatchTests
-from kvtiers.testing.chunk_store.buffers import BufferTests
-from kvtiers.testing.chunk_store.concurrency import ConcurrencyTests
-from kvtiers.testing.chunk_store.failures import FailureTests
-from kvtiers.testing.chunk_store.life import LifeTests
-from kvtiers.testing.chunk_store.pieces import PiecesTests
-from kvtiers.testing.chunk_store.values import NameTests, ValueTests
+from kvtiers.testing.chunk_store.life import FailureTests, LifeTests
+from kvtiers.testing.chunk_store.methods import BufferTests, ConcurrencyTests, NameTests, ValueTests
 
 __all__ = ["ChunkStoreTests", "StoreTestBase"]
 

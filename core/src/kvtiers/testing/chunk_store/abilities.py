@@ -1,18 +1,116 @@
-"""Tests of a store's optional abilities: listing, diagnosis, figures."""
+"""Tests of a store's optional abilities: batches, pieces, listing, diagnosis, figures."""
 
 import math
 import re
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from kvtiers.api import Finding, StoreEntry, SupportsDiagnosis, SupportsListing, SupportsStats
+from kvtiers.api import (
+    Finding,
+    StoreEntry,
+    SupportsBatch,
+    SupportsDiagnosis,
+    SupportsListing,
+    SupportsPieces,
+    SupportsStats,
+)
 from kvtiers.testing.applies import supports
-from kvtiers.testing.chunk_store.base import Names, StoreTestBase, write
-from kvtiers.testing.guarded import PAGE, GuardedMemory, pattern
+from kvtiers.testing.chunk_store.base import LARGE, Names, StoreTestBase, read, write
+from kvtiers.testing.guarded import PAGE, GuardedMemory, pattern, same_bytes
 from kvtiers.testing.running import frequent_switches, run_together
 
-__all__ = ["DiagnosisTests", "ListingTests", "StatsTests"]
+__all__ = ["BatchTests", "DiagnosisTests", "ListingTests", "PiecesTests", "StatsTests"]
+
+
+def _write_many(memory: GuardedMemory, store: SupportsBatch, names: Sequence[str], contents: Sequence[bytes]) -> None:
+    store.write_many(names, [memory.row(content).source() for content in contents])
+
+
+class BatchTests(StoreTestBase):
+    """``read_many_into`` and ``write_many``. ``store: Any``: it has the methods of a store and the ability's."""
+
+    @supports(SupportsBatch)
+    def test_a_batch_comes_back_as_it_was_written(self, store: Any, names: Names, memory: GuardedMemory) -> None:
+        wanted = names(33)
+        contents = [pattern(seed, (1 + seed % 7) * PAGE) for seed in range(33)]
+        written = store.write_many(wanted, [memory.row(content).source() for content in contents])
+        assert list(written) == [True] * 33, f"write_many answered {written!r}; one True for each value kept"
+        rows = [memory.row(len(content)) for content in contents]
+        found = store.read_many_into(wanted[::-1], [row.destination() for row in rows[::-1]])
+        assert list(found) == [True] * 33
+        for row, content in zip(rows, contents, strict=True):
+            same_bytes(row.content(), content, "a value of a batch")
+            assert row.is_guarded(), "a batch wrote past one of its destinations: that is another value's memory"
+
+    @supports(SupportsBatch)
+    def test_a_batch_answers_each_name_in_order(self, store: Any, names: Names, memory: GuardedMemory) -> None:
+        wanted = names(6)
+        _write_many(memory, store, [wanted[0], wanted[2], wanted[3]], [pattern(i, 2 * PAGE) for i in (0, 2, 3)])
+        pages = [2, 2, 2, 3, 2, 1]  # the fourth is there, but shorter
+        rows = [memory.row(n * PAGE) for n in pages]
+        found = store.read_many_into(wanted, [row.destination() for row in rows])
+        assert list(found) == [True, False, True, False, False, False]
+        for i in (0, 2):
+            same_bytes(rows[i].content(), pattern(i, 2 * PAGE), "a value beside absent ones")
+
+    @supports(SupportsBatch)
+    def test_an_empty_batch_is_no_error(self, store: Any) -> None:
+        assert list(store.read_many_into([], [])) == []
+        assert list(store.write_many([], [])) == []
+
+    @supports(SupportsBatch)
+    def test_batches_and_single_calls_see_the_same_values(
+        self, store: Any, names: Names, memory: GuardedMemory
+    ) -> None:
+        one, other = names(2)
+        write(memory, store, one, pattern(1, 2 * PAGE))
+        _write_many(memory, store, [other], [pattern(2, 2 * PAGE)])
+        same_bytes(read(memory, store, other, 2 * PAGE) or b"", pattern(2, 2 * PAGE), "a batch's value, read alone")
+        row = memory.row(2 * PAGE)
+        assert list(store.read_many_into([one], [row.destination()])) == [True]
+        same_bytes(row.content(), pattern(1, 2 * PAGE), "a value written alone, read in a batch")
+        assert list(store.exists([one, other])) == [True, True]
+
+    @supports(SupportsBatch)
+    def test_no_buffer_of_a_batch_is_kept(self, store: Any, names: Names, memory: GuardedMemory) -> None:
+        wanted = names(3)
+        sources = [memory.row(pattern(seed, PAGE)) for seed in range(3)]
+        store.write_many(wanted, [row.source() for row in sources])
+        assert not any(row.is_kept() for row in sources), f"{type(store).__name__}.write_many kept a buffer"
+        rows = [memory.row(PAGE) for _ in range(4)]
+        store.read_many_into([*wanted, *names(1)], [row.destination() for row in rows])
+        assert not any(row.is_kept() for row in rows), f"{type(store).__name__}.read_many_into kept a buffer"
+
+
+class PiecesTests(StoreTestBase):
+    """``reads_in_pieces`` and ``read_pieces``. ``store: Any``: it has the methods of a store and the ability's."""
+
+    @supports(SupportsPieces)
+    def test_the_pieces_of_a_value_are_all_of_it_in_order(
+        self, store: Any, names: Names, memory: GuardedMemory
+    ) -> None:
+        for seed, nbytes in enumerate((PAGE, 33 * PAGE, LARGE)):
+            [name] = names(1)
+            write(memory, store, name, pattern(seed, nbytes))
+            if not store.reads_in_pieces(nbytes):
+                continue
+            for _ in range(2):
+                pieces = store.read_pieces(name, nbytes)
+                assert pieces is not None, f"read_pieces gave None for a value of {nbytes} bytes that was written"
+                same_bytes(b"".join(map(bytes, pieces)), pattern(seed, nbytes), "a value in pieces")
+
+    @supports(SupportsPieces)
+    def test_what_is_absent_or_of_another_length_has_no_pieces(
+        self, store: Any, names: Names, memory: GuardedMemory
+    ) -> None:
+        one, absent = names(2)
+        write(memory, store, one, pattern(1, 3 * PAGE))
+        for name, nbytes in ((absent, 3 * PAGE), (one, 2 * PAGE), (one, 4 * PAGE)):
+            if store.reads_in_pieces(nbytes):
+                pieces = store.read_pieces(name, nbytes)
+                assert pieces is None, f"read_pieces gave pieces of what is not a value of {nbytes} bytes"
 
 
 def _listed(store: SupportsListing, prefix: str) -> list[str]:
@@ -20,7 +118,7 @@ def _listed(store: SupportsListing, prefix: str) -> list[str]:
 
 
 class ListingTests(StoreTestBase):
-    """``SupportsListing``. ``store: Any``: the same object in two roles."""
+    """``SupportsListing``. ``store: Any``: it has the methods of a store and the ability's."""
 
     @supports(SupportsListing)
     def test_a_listing_has_each_value_once_with_its_length(

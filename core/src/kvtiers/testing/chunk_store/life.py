@@ -1,11 +1,18 @@
-"""Tests of a store's life: what it holds when it is opened again, after a close or a kill, and what a close leaves."""
+"""Tests of a store's life: what it holds when it is opened again, after a close or a kill, and what a close leaves.
+
+Also of the time in which its backend fails: then it raises, which core counts until the breaker opens.
+"""
 
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import pytest
 
-from kvtiers.api import ChunkStore
+from kvtiers._failures import plugin_boundary
+from kvtiers.api import ChunkStore, StoreFull, SupportsBatch, SupportsListing
 from kvtiers.testing.applies import applies_to
 from kvtiers.testing.chunk_store.base import Names, OpenStore, Stores, StoreTestBase, read, write
 from kvtiers.testing.guarded import PAGE, GuardedMemory, is_one_version, pattern, same_bytes
@@ -18,7 +25,7 @@ from kvtiers.testing.running import (
     threads_left_since,
 )
 
-__all__ = ["LifeTests"]
+__all__ = ["FailureTests", "LifeTests"]
 
 _BYTES = 1024 * PAGE  # long enough that a kill at any moment is most likely within a write
 
@@ -121,3 +128,60 @@ class LifeTests(StoreTestBase):
         run_together([partial(use, name) for name in names(4)], patience=self.patience)
         stores.close(store)
         return store
+
+
+def _can_be_broken(tests: Any) -> bool:
+    return hasattr(tests, "break_backend")
+
+
+def _calls(store: Any, name: str, memory: GuardedMemory) -> dict[str, Callable[[], object]]:
+    """Return every call that has to reach the backend."""
+    row = memory.row(pattern(1, PAGE))
+    calls = {
+        "read_into": lambda: store.read_into(name, row.destination()),
+        "write": lambda: store.write(name, row.source()),
+        "exists": lambda: store.exists([name]),
+        "delete": lambda: store.delete([name]),
+    }
+    if isinstance(store, SupportsBatch):
+        calls["read_many_into"] = lambda: store.read_many_into([name], [row.destination()])
+        calls["write_many"] = lambda: store.write_many([name], [row.source()])
+    if isinstance(store, SupportsListing):
+        calls["list"] = lambda: list(store.list(name))
+    return calls
+
+
+class FailureTests(StoreTestBase):
+    """There if the class has a fixture ``break_backend``."""
+
+    @applies_to(_can_be_broken)
+    def test_a_backend_that_fails_is_an_exception_and_never_an_answer(
+        self,
+        store: ChunkStore,
+        names: Names,
+        memory: GuardedMemory,
+        break_backend: Callable[[ChunkStore], AbstractContextManager[object]],
+    ) -> None:
+        [name] = names(1)
+        write(memory, store, name, pattern(1, PAGE))
+        swallowed = []
+        with break_backend(store):
+            for method, call in _calls(store, name, memory).items():
+                outcome = self._outcome(call)
+                swallowed += [f"{method} {outcome}"] if outcome else []
+        assert not swallowed, (
+            f"while the backend failed, {type(store).__name__}: {'; '.join(swallowed)}. An error that is swallowed "
+            "looks like a miss, or like a value that was kept; let the exception out"
+        )
+
+    def _outcome(self, call: Callable[[], object]) -> str:
+        """Return what a call did that should have raised; "" if it raised."""
+        answers: list[object] = []
+        try:
+            with plugin_boundary(StoreFull) as calling:
+                where = call_within(self.patience, lambda: answers.append(call()))
+        except StoreFull:
+            return "raised StoreFull, which says that all is well but for the room"
+        if calling.error:
+            return ""  # it raised, as it has to
+        return f"did not return within {self.patience:g} s{where}" if where else f"returned {answers[0]!r}"

@@ -12,12 +12,8 @@ that the opened tier can hold, and a fixture ``hold`` that returns a function ``
 which the backend moves nothing.
 """
 
-from kvtiers.testing.secondary_tier.base import TierTestBase
-from kvtiers.testing.secondary_tier.chunks import ChunkTests
 from kvtiers.testing.secondary_tier.engine import SmallEngine
-from kvtiers.testing.secondary_tier.life import LifeTests
-from kvtiers.testing.secondary_tier.results import ResultTests
-from kvtiers.testing.secondary_tier.rows import RowTests
+from kvtiers.testing.secondary_tier.promises import ChunkTests, LifeTests, ResultTests, RowTests, TierTestBase
 
 __all__ = ["SecondaryTierTests", "SmallEngine", "TierTestBase"]
 

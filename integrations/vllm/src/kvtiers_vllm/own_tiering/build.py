@@ -3,15 +3,29 @@
 A problem of the config stops the engine's start, in one line each; a problem of the environment does not.
 """
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from kvtiers._log_queue import queue_logs
-from kvtiers.api import ChunkStore, ConfigError, StartError, TierConfig, TierContext, TierPlugin
+from kvtiers.api import (
+    ChunkStore,
+    ConfigError,
+    JobResult,
+    LookupResult,
+    OffloadKey,
+    SecondaryTierManager,
+    StartError,
+    TierConfig,
+    TierContext,
+    TierPlugin,
+    TierRequest,
+    TransferJob,
+)
 from kvtiers.api.units import format_size
 from kvtiers.host.bounce_buffers import value_views
 from kvtiers.layout.cache_layout import CacheLayout
@@ -27,14 +41,13 @@ from kvtiers.tiering.prefill_cost import prior_seconds_per_token
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 from kvtiers_vllm.engine import CoreLink, Engine
 from kvtiers_vllm.identity import identity_of, row_layout
-from kvtiers_vllm.own_tiering.off_tier import OffTier
 from kvtiers_vllm.own_tiering.options import TierSettings
 from kvtiers_vllm.own_tiering.region import address_of, open_mapped_file
 from kvtiers_vllm.own_tiering.tier_driver import TierDriver
 from kvtiers_vllm.own_tiering.topology_check import refuse_several_hosts
 from kvtiers_vllm.weights import is_random
 
-__all__ = ["OpenedTier", "open_tier"]
+__all__ = ["OffTier", "OpenedTier", "open_tier"]
 
 _log = logging.getLogger("kvtiers.vllm")
 _CLOSE_SECONDS = 4.0  # for a host to close its store, also when draining took all the time there was
@@ -85,33 +98,35 @@ def open_tier(
     layout = row_layout(identity.model, offloading, view.strides[0])
     shared = not is_random(identity.model.weights) and not is_random(identity.model.hash_seed)
     parts = _Parts(config, settings, plugin, layout, view.cast("B"), f"vLLM {version}" if shared else "")
-    slot = TierSlot(0, parts.tier, _options(config))
-    tokens = [layout.tokens_per_chunk(group) for group in range(len(layout.groups))]
-    load_wait = None if settings.load_wait == "auto" else settings.load_wait
-    slot.rate.prior = layout.payload_bytes(0) / PRIOR_BYTES_PER_SECOND
-    idle = core.is_idle if engine.is_alone else lambda: False
-    driver = TierDriver(
-        slot,
-        settings.lookup_wait,
-        parts.close,
-        tokens,
-        load_wait,
-        is_idle=idle,
-        is_ending=core.is_ending,
-        drain=settings.drain,
-        prior=prior_seconds_per_token(layout),
-    )
-    if config.required and (error := parts.tier.wait_open(config.deadline)):
-        parts.close(0.0)
-        raise StartError(f"{name}: required, but cannot be opened: {error}")
-    facts = StartFacts(
-        f"under vLLM's own tiering in vLLM {version}",
-        f"vLLM's, {format_size(view.nbytes)}",
-        settings.namespace,
-        parts.fingerprint,
-        shared,
-    )
-    parts.start_line = StartLine(facts, {name: (config.type, parts.tier)})
+    with contextlib.ExitStack() as undo:
+        undo.callback(parts.close, 0.0)
+        slot = TierSlot(0, parts.tier, _options(config))
+        tokens = [layout.tokens_per_chunk(group) for group in range(len(layout.groups))]
+        load_wait = None if settings.load_wait == "auto" else settings.load_wait
+        slot.rate.prior = layout.payload_bytes(0) / PRIOR_BYTES_PER_SECOND
+        idle = core.is_idle if engine.is_alone else lambda: False
+        driver = TierDriver(
+            slot,
+            settings.lookup_wait,
+            parts.close,
+            tokens,
+            load_wait,
+            is_idle=idle,
+            is_ending=core.is_ending,
+            drain=settings.drain,
+            prior=prior_seconds_per_token(layout),
+        )
+        if config.required and (error := parts.tier.wait_open(config.deadline)):
+            raise StartError(f"{name}: required, but cannot be opened: {error}")
+        facts = StartFacts(
+            f"under vLLM's own tiering in vLLM {version}",
+            f"vLLM's, {format_size(view.nbytes)}",
+            settings.namespace,
+            parts.fingerprint,
+            shared,
+        )
+        parts.start_line = StartLine(facts, {name: (config.type, parts.tier)})
+        undo.pop_all()
     return OpenedTier(
         driver, name, identity.model.name, shared, namespace=settings.namespace, fingerprint=parts.fingerprint
     )
@@ -124,6 +139,34 @@ def _why_off(engine: Engine) -> str:
             "could be confused; use the whole stack (KvtiersConnector)"
         )
     return ""
+
+
+class OffTier(SecondaryTierManager):
+    """A tier that is off in this engine: every lookup misses, every job is refused."""
+
+    def lookup_many(self, keys: Sequence[OffloadKey], context: TierRequest) -> Sequence[LookupResult]:  # noqa: ARG002 -- it has nothing, for any request
+        """Return a miss for each key."""
+        return [LookupResult.MISS] * len(keys)
+
+    def submit_store(self, job: TransferJob) -> None:
+        """Refuse a job."""
+        raise RuntimeError(f"job {job.job_id} was given to a tier that is off")
+
+    def submit_load(self, job: TransferJob) -> None:
+        """Refuse a job."""
+        raise RuntimeError(f"job {job.job_id} was given to a tier that is off")
+
+    def get_finished_jobs(self) -> Sequence[JobResult]:
+        """Return nothing."""
+        return ()
+
+    def drain(self, timeout: float) -> bool:  # noqa: ARG002 -- there is nothing to wait for
+        """Do nothing: there are no jobs."""
+        return True
+
+    def is_available(self) -> bool:
+        """Return False."""
+        return False
 
 
 def _options(config: TierConfig) -> TierOptions:
@@ -154,19 +197,23 @@ class _Parts:
         self._fd = -1
         self.start_line: StartLine | None = None
         self._rows: memoryview | None = None
-        self._hosts = self._hosts_on(rows) if config.io == "process" else None
-        if self._hosts is not None:
-            self.tier = ChunkStoreTier(config, self._hosts.backend(config))
-            self._hosts.start()
-        else:
-            self._rows = rows
-            views = value_views(rows, self._row_bytes, max(value for _, value in self._sizes))
-            self.tier = ChunkStoreTier(
-                config,
-                InProcessBackend(config, self._opener(rows), views, self._names, self._sizes, self._described),
-            )
-            self._views = views
-        self._logs = queue_logs()
+        with contextlib.ExitStack() as undo:
+            self._logs = queue_logs()  # first: what follows logs, too
+            undo.callback(self._logs.close)
+            self._hosts = self._hosts_on(rows) if config.io == "process" else None
+            if self._hosts is not None:
+                self.tier = ChunkStoreTier(config, self._hosts.backend(config))
+                self._hosts.start()
+            else:
+                self._rows = rows
+                views = value_views(rows, self._row_bytes, max(value for _, value in self._sizes))
+                undo.callback(views.close)
+                self.tier = ChunkStoreTier(
+                    config,
+                    InProcessBackend(config, self._opener(rows), views, self._names, self._sizes, self._described),
+                )
+                self._views = views
+            undo.pop_all()
 
     @property
     def fingerprint(self) -> str:
@@ -194,7 +241,11 @@ class _Parts:
             _log.warning("%s: no tier host can map vLLM's memory: %s; its io is 'thread'", name, error)
             return None
         region = HostedRegion(self._fd, nbytes, nbytes, self._row_bytes, self._sizes)
-        return TierHosts(region, self._namespace, lambda: self._names, self._described)
+        try:
+            return TierHosts(region, self._namespace, lambda: self._names, self._described)
+        except RuntimeError:  # no thread can be started
+            os.close(self._fd)
+            raise
 
     def _opener(self, rows: memoryview) -> Callable[[], ChunkStore]:
         plugin, config = self._plugin, self._config

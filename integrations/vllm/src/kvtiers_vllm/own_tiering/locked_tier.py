@@ -1,17 +1,33 @@
 """A tier behind a lock for two threads: the engine's, and the one that receives requests while the engine steps.
 
-The second calls between two calls of the first or not at all, so neither waits longer than a call takes.
+vLLM looks a request up in the scheduling pass that could begin it. No tier answers within that pass, and a request
+without an answer is deferred by a step: tens of milliseconds where others are being computed. But a server's engine
+receives requests on a thread of its own, while a step runs. The probe is sent from there (``compat``), between two
+calls of the engine's thread or not at all, so neither thread waits longer than a call takes.
 """
 
 import threading
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
-from kvtiers.api import JobResult, OffloadKey, TierRequest, TransferJob
+from kvtiers.api import JobResult, OffloadKey, TierRequest, TransferJob, make_offload_key
 from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.tiering.tier_slot import TierSlot
 
-__all__ = ["AskedTier", "JobEvents"]
+__all__ = ["AskedTier", "JobEvents", "prefix_keys"]
+
+
+def prefix_keys(offloading: Any, request: Any) -> Iterator[Sequence[OffloadKey]]:
+    """Yield the keys by which vLLM's own manager looks a request up, of models whose KV is all of one kind.
+
+    ``offloading``: vLLM's ``OffloadingConfig``.
+    """
+    if len(offloading.groups) == 1:
+        (group,) = offloading.groups
+        number = int(getattr(group, "group_id", 0))
+        chunk_tokens = int(group.tokens_per_block) * int(offloading.cache.blocks_per_chunk)
+        every = chunk_tokens // int(offloading.cache.tokens_per_hash)
+        yield [make_offload_key(bytes(end), number) for end in request.block_hashes[every - 1 :: every]]
 
 
 class JobEvents(NamedTuple):

@@ -57,7 +57,7 @@ class PrefillRate:
             self._take(step)
 
     def computed(self, request: str, tokens: int) -> None:
-        """Record chunks that were computed for a request; the first ones count."""
+        """Record computed chunks of a request. Only the first report counts: it is of the request's first step."""
         step = self._step_of.pop(request, None)
         if step is not None:
             step.tokens += tokens

@@ -17,10 +17,9 @@ from kvtiers_vllm.engine import engine_being_built
 from kvtiers_vllm.life import FirstReport
 from kvtiers_vllm.never_raise import BugCount, never_raises
 from kvtiers_vllm.own_tiering.build import open_tier
-from kvtiers_vllm.own_tiering.metrics import COUNTERS, GAUGES, TierFigures, tier_definitions
+from kvtiers_vllm.own_tiering.locked_tier import prefix_keys
+from kvtiers_vllm.own_tiering.metrics import COUNTERS, GAUGES, TierFigures, open_status, tier_definitions
 from kvtiers_vllm.own_tiering.options import load_tier_options
-from kvtiers_vllm.own_tiering.prefetch_on_arrival import prefix_keys
-from kvtiers_vllm.own_tiering.report import open_status
 from kvtiers_vllm.releases import release_of
 
 try:
@@ -184,7 +183,7 @@ class KvtiersTier(SecondaryTierManager):
 
     @never_raises(lambda: None)
     def get_stats(self) -> Any:
-        """Return the figures that have changed; None if they were reported a moment ago."""
+        """Return the figures that have changed since the last report; None if it was made just before."""
         report = self._figures()
         if report is not None and self._first_report is not None:
             self._first_report.given()

@@ -226,7 +226,7 @@ class TierDriver:
             self._finish(running, JobResult(job_id, success=False))
 
     def refuse(self, job_id: int) -> None:
-        """Report a job as failed that could not be submitted, unless it was and its result will come."""
+        """Report a job that could not be submitted as failed; one that was submitted has a result of its own."""
         if job_id not in self._jobs:
             self._results.append(JobResult(job_id, success=False))
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
+from kvtiers._failures import logged_boundary
 from kvtiers_vllm.never_raise import BugCount, never_raises
 from kvtiers_vllm.stack.adapters import Adapters, Files
 
@@ -90,7 +91,7 @@ class AdapterLook:
 
     @property
     def was_another(self) -> bool:
-        """Return whether the adapter of this number was another one before, in this engine."""
+        """Return whether this engine had another adapter under this number before."""
         return self._looks.changes(self.number) > 0
 
     def vllm_may_load(self) -> None:
@@ -185,7 +186,5 @@ class AdapterLooks:
 
     def _run(self) -> None:
         while (question := self._questions.get()) is not None:
-            try:
+            with logged_boundary(_log, "adapters cannot be looked at; a bug of kvtiers"):  # its request uses no tiers
                 question.answer(self._adapters)
-            except Exception:  # noqa: BLE001 -- a question without an answer costs its request the tiers
-                _log.exception("adapters cannot be looked at; a bug of kvtiers")

@@ -9,44 +9,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtiers.layout.cache_layout import CacheLayout
+from kvtiers.metrics import PRIMARY_HELP, TIER_HELP, EngineMetrics, help_texts
 from kvtiers.status import StatusSocket, answer_status
-from kvtiers_vllm.own_tiering.metrics import COUNTERS, EVERY_SECONDS, GAUGES, tier_definitions
+from kvtiers_vllm.own_tiering.metrics import COUNTERS, EVERY_SECONDS, GAUGES, described, tier_definitions
 from kvtiers_vllm.plugin_figures import plugin_values
 
 __all__ = ["StackFacts", "StackFigures", "definitions", "open_stack_status"]
 
-_TIER_COUNTERS = {
-    **COUNTERS,
-    "kvtiers_tier_hits": "Chunks loaded from the tier, counted at their first use by a request.",
-    "kvtiers_tier_dropped_promotions": "Chunks that the tier has but that got no row in the primary.",
-    "kvtiers_tier_budget_misses": "Lookups that skipped the tier, since it may pin no more rows.",
-}
-_TIER_GAUGES = {
-    **GAUGES,
-    "kvtiers_tier_pinned_rows": "Rows that the tier's jobs, reservations and quarantine hold.",
-    "kvtiers_tier_out_of_use": "1: the tier reported jobs or keys that it was never given, and is no longer used.",
-}
+_TIER_COUNTERS = COUNTERS | described("kvtiers_tier_", TIER_HELP, "hits", "dropped_promotions", "budget_misses")
+_TIER_GAUGES = GAUGES | described("kvtiers_tier_", TIER_HELP, "pinned_rows", "out_of_use")
 _TIER_NAMES = dict.fromkeys((*_TIER_COUNTERS, *_TIER_GAUGES))
-_ENGINE_COUNTERS = {
-    "kvtiers_lookups": "Chunks that requests looked up.",
-    "kvtiers_primary_hits": "Chunks that requests read and that no tier had loaded for them.",
-    "kvtiers_stored_chunks": "Chunks stored in the primary by the engine.",
-    "kvtiers_refused_stores": "Chunks for which there was no room in the primary.",
-    "kvtiers_wait_expired": "Chunks recomputed because the lookup or load wait budget expired.",
-    "kvtiers_recomputed_cheaper": "Chunks that were computed though a tier had them, since that was faster.",
-    "kvtiers_failed_gpu_stores": "Chunks whose copy out of the engine failed.",
-    "kvtiers_failed_gpu_loads": "Chunks whose copy into the engine failed; they were computed.",
-    "kvtiers_engine_seconds": "Seconds that kvtiers took of the engine's thread.",
-}
-_PRIMARY_GAUGES = {
-    "kvtiers_primary_rows": "Rows of the primary.",
-    "kvtiers_primary_free_rows": "Rows that hold nothing.",
-    "kvtiers_primary_pending_rows": "Rows into which something is being copied.",
-    "kvtiers_primary_pinned_rows": "Rows that a copy or a tier holds.",
-    "kvtiers_primary_quarantined_rows": "Rows of jobs that were given up and that something may still touch.",
-    "kvtiers_primary_closed_rows": "Rows that are not used yet, since a rank has not pinned them.",
-    "kvtiers_primary_retired_rows": "Rows that are never used, since their memory was not available when needed.",
-}
+_ENGINE_COUNTERS = described(
+    "kvtiers_", help_texts(EngineMetrics),
+    "lookups", "primary_hits", "stored_chunks", "refused_stores", "wait_expired", "recomputed_cheaper",
+    "failed_gpu_stores", "failed_gpu_loads", "engine_seconds",
+)  # fmt: skip
+_PRIMARY_GAUGES = described(
+    "kvtiers_primary_", PRIMARY_HELP,
+    "rows", "free_rows", "pending_rows", "pinned_rows", "quarantined_rows", "closed_rows", "retired_rows",
+)  # fmt: skip
 
 
 def definitions(counter: Callable[..., Any], gauge: Callable[..., Any]) -> dict[str, Any]:
@@ -82,7 +63,7 @@ class StackFigures:
         self._reported: dict[tuple[str, tuple[str, ...]], float] = {}
 
     def __call__(self) -> Any:
-        """Return the changes; None if they were returned a moment ago, since vLLM asks in every step."""
+        """Return the changes since the last report; None less than ``EVERY_SECONDS`` after it."""
         now = self._clock()
         if now < self._next:
             return None

@@ -111,8 +111,8 @@ class KvtiersManager(OffloadingManager):
         if not self._said_unseen:
             self._said_unseen = True
             _log.error(
-                "vLLM's engine core does not take requests in as kvtiers expects: weights that are updated in place "
-                "would go unseen, so no request uses a tier; use kvtiers' tiers under vLLM's own tiering, and report it"
+                "kvtiers does not see the requests that vLLM's engine core takes in, so weights that are updated in "
+                "place would go unseen, and no request uses a tier; use kvtiers under vLLM's own tiering, and report it"
             )
 
     @never_raises(lambda: None)

@@ -195,8 +195,8 @@ class RequestBook:
         self._version = version
         if self._has_computed and not self._cache_is_old:
             _log.warning(
-                "the weights are others, and vLLM's own prefix cache may hold KV of those before: until it is reset "
-                "(reset_prefix_cache), requests that find a part of their prompt there use no tier"
+                "the weights have changed, and vLLM's own prefix cache may hold KV of the earlier ones: until it is "
+                "reset (reset_prefix_cache), requests that find a part of their prompt there use no tier"
             )
             self._cache_is_old = True
         for request in self._open.values():

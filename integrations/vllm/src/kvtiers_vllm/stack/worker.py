@@ -102,9 +102,9 @@ class KvtiersWorker(OffloadingWorker):
         return self._worker.get_finished()
 
     def wait(self, job_ids: set[int]) -> None:
-        """Block until these copies have ended. Copies that cannot be awaited have failed: vLLM goes on regardless.
+        """Block until these copies have ended. If waiting fails they count as failed, since vLLM goes on regardless.
 
-        Bytes that a store still reads from reused blocks are never accepted as its chunks.
+        It may reuse blocks that such a store still reads: what is read then is never accepted as a chunk.
         """
         if not self._wait(job_ids):
             self._spoilt |= job_ids & self._jobs.keys()

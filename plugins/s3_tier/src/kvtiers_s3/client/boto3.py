@@ -25,7 +25,7 @@ class Boto3Client:
         self._bucket, self._requests = connection.config.bucket, connection.requests
 
     def get(self, key: str, start: int, nbytes: int, total: int) -> Body | None:
-        """Ask for bytes of an object; a body that does not come whole in time is given up."""
+        """Request a part of an object. A body that has not come whole in time is given up."""
         until = time.monotonic() + self._connection.config.timeout
         part = {"Range": f"bytes={start}-{start + nbytes - 1}"} if nbytes != total else {}
         with self._asking("GET", key), contextlib.ExitStack() as stack:
@@ -58,7 +58,7 @@ class Boto3Client:
         return False
 
     def size(self, key: str) -> int | None:
-        """Ask for the head alone."""
+        """Request the headers alone."""
         with self._asking("HEAD", key):
             return int(self._client.head_object(Bucket=self._bucket, Key=key)["ContentLength"])
         return None

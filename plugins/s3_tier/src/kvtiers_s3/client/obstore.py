@@ -48,7 +48,7 @@ class ObstoreClient:
         self._attributes = {"Storage-Class": storage_class} if storage_class else None
 
     def get(self, key: str, start: int, nbytes: int, total: int) -> Body | None:
-        """Ask for bytes of an object; the answer's head says its length, so that another one's body is never read."""
+        """Request a part of an object. The headers say the object's length: with another one, no body is read."""
         part: GetOptions | None = {"range": (start, start + nbytes)} if nbytes != total else None
         self._requests.count("get")
         try:
@@ -95,7 +95,7 @@ class ObstoreClient:
         return True
 
     def size(self, key: str) -> int | None:
-        """Ask for the head alone."""
+        """Request the headers alone."""
         self._requests.count("head")
         try:
             return obstore.head(self._store, key)["size"]

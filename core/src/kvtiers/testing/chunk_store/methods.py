@@ -1,15 +1,20 @@
-"""Tests of values and names: a store returns exactly the bytes that were written under a name, or none."""
+"""Tests of the four methods: a store returns exactly the bytes that were written under a name, or none.
+
+Also of whose the buffers are, and of calls from several threads.
+"""
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
 from kvtiers.api import ChunkStore
 from kvtiers.api.declared import class_problems
 from kvtiers.testing.chunk_store.base import LARGE, Names, StoreTestBase, read, write
-from kvtiers.testing.guarded import PAGE, GuardedMemory, pattern, same_bytes
+from kvtiers.testing.guarded import PAGE, GuardedMemory, is_one_version, pattern, same_bytes, version
+from kvtiers.testing.running import frequent_switches, run_together
 
-__all__ = ["NameTests", "ValueTests"]
+__all__ = ["BufferTests", "ConcurrencyTests", "NameTests", "ValueTests"]
 
 _SIZES = {"one_page": PAGE, "three_pages": 3 * PAGE, "257_pages": 257 * PAGE, "large": LARGE}
 _CONTENTS = {
@@ -18,6 +23,10 @@ _CONTENTS = {
     "line_breaks": b"\r\n\x00\x1a" * (PAGE // 2),
     "quotes": b"\"'\\%s{}" + b"$" * (2 * PAGE - 7),
 }
+_KEPT = (
+    "{store} kept the buffer that {call} was given, or something made from it (a memoryview, a slice, numpy.frombuffer)"
+    " after the call; the row behind it is soon another value's. Copy what is kept."
+)
 
 
 def _bools(answers: Sequence[bool]) -> list[bool]:
@@ -162,3 +171,124 @@ class NameTests(StoreTestBase):
     def test_no_names_are_no_error(self, store: ChunkStore) -> None:
         assert list(store.exists([])) == []
         store.delete([])
+
+
+class BufferTests(StoreTestBase):
+    """Whose memory it is."""
+
+    def test_a_write_copies_what_it_keeps(self, store: ChunkStore, names: Names, memory: GuardedMemory) -> None:
+        [name] = names(1)
+        content = pattern(1, 3 * PAGE)
+        row = memory.row(content)
+        store.write(name, row.source())
+        row.poison()
+        same_bytes(
+            read(memory, store, name, 3 * PAGE) or b"", content, "the value, after its row was given to another one"
+        )
+
+    def test_a_read_gives_bytes_of_its_own(self, store: ChunkStore, names: Names, memory: GuardedMemory) -> None:
+        [name] = names(1)
+        content = pattern(1, 3 * PAGE)
+        write(memory, store, name, content)
+        row = memory.row(3 * PAGE)
+        assert store.read_into(name, row.destination())
+        row.poison()
+        same_bytes(read(memory, store, name, 3 * PAGE) or b"", content, "the value, after a reader changed its copy")
+
+    def test_no_buffer_is_kept_after_a_write(self, store: ChunkStore, names: Names, memory: GuardedMemory) -> None:
+        [name] = names(1)
+        for seed in (1, 2):  # the second write replaces a value
+            row = memory.row(pattern(seed, 2 * PAGE))
+            store.write(name, row.source())
+            assert not row.is_kept(), _KEPT.format(store=type(store).__name__, call="write")
+
+    def test_no_buffer_is_kept_after_a_read(self, store: ChunkStore, names: Names, memory: GuardedMemory) -> None:
+        name, absent = names(2)
+        write(memory, store, name, pattern(1, 2 * PAGE))
+        for asked, pages in ((name, 2), (name, 2), (name, 1), (name, 3), (absent, 2)):
+            row = memory.row(pages * PAGE)
+            store.read_into(asked, row.destination())
+            assert not row.is_kept(), _KEPT.format(store=type(store).__name__, call="read_into")
+
+    def test_a_read_writes_nothing_outside_its_destination(
+        self, store: ChunkStore, names: Names, memory: GuardedMemory
+    ) -> None:
+        [name] = names(1)
+        write(memory, store, name, pattern(1, 3 * PAGE))
+        for pages in (1, 2, 3, 4):
+            row = memory.row(pages * PAGE)
+            store.read_into(name, row.destination())
+            assert row.is_guarded(), f"a read into {pages * PAGE} bytes wrote past them: that is another value's memory"
+
+    def test_a_write_changes_nothing_in_memory(self, store: ChunkStore, names: Names, memory: GuardedMemory) -> None:
+        [name] = names(1)
+        content = pattern(1, 3 * PAGE)
+        row = memory.row(content)
+        store.write(name, row.source())
+        same_bytes(row.content(), content, "the source of a write")
+        assert row.is_guarded(), "a write changed the memory around its source: that is another value's"
+
+
+class ConcurrencyTests(StoreTestBase):
+    """Several threads, one store."""
+
+    def test_64_threads_each_get_their_own_bytes(self, store: ChunkStore, names: Names, memory: GuardedMemory) -> None:
+        def use(seed: int, mine: str, absent: str) -> None:
+            nbytes = (1 + seed % 5) * 2 * PAGE
+            source, target = memory.row(nbytes), memory.row(nbytes)
+            for turn in range(3):
+                content = pattern(64 * turn + seed, nbytes)
+                source.fill(content)
+                store.write(mine, source.source())
+                target.poison()
+                assert store.read_into(mine, target.destination()), f"thread {seed} does not find its value"
+                same_bytes(target.content(), content, f"thread {seed}'s value")
+                assert list(store.exists([absent, mine])) == [False, True], "another thread's answer"
+                assert not store.read_into(absent, target.destination()), "a value under a name never written"
+            if seed % 2:
+                store.delete([mine])
+
+        mine, absent = names(64), names(64)
+        with frequent_switches():
+            run_together([partial(use, i, mine[i], absent[i]) for i in range(64)], patience=self.patience)
+        assert list(store.exists(mine)) == [not i % 2 for i in range(64)]
+
+    def test_a_reader_never_sees_a_mix_of_two_writes(
+        self, store: ChunkStore, names: Names, memory: GuardedMemory
+    ) -> None:
+        [name] = names(1)
+        write(memory, store, name, version(1, 64 * PAGE))
+        self._race(store, name, memory, writers=4, deleters=0)
+        last = read(memory, store, name, 64 * PAGE)
+        assert last is not None, "after the race of its writers the value is gone"
+        assert is_one_version(last), "after the race of its writers the value is a mix"
+
+    def test_a_reader_beside_a_delete_sees_all_or_nothing(
+        self, store: ChunkStore, names: Names, memory: GuardedMemory
+    ) -> None:
+        [name] = names(1)
+        self._race(store, name, memory, writers=2, deleters=1)
+        write(memory, store, name, version(7, 64 * PAGE))
+        same_bytes(read(memory, store, name, 64 * PAGE) or b"", version(7, 64 * PAGE), "a value written after the race")
+
+    def _race(self, store: ChunkStore, name: str, memory: GuardedMemory, *, writers: int, deleters: int) -> None:
+        """Write one name from several threads, while two others read it and some delete it."""
+        turns = 15
+        rows = [memory.row(64 * PAGE) for _ in range(2)]
+
+        def write_versions(writer: int) -> None:
+            for turn in range(turns):
+                write(memory, store, name, version(2 + writer * turns + turn, 64 * PAGE))
+
+        def read_one() -> None:
+            row = rows.pop()
+            found = store.read_into(name, row.destination())
+            assert not found or is_one_version(row.content()), "a reader got a mix of two writes of the same name"
+            rows.append(row)
+
+        with frequent_switches():
+            run_together(
+                [partial(write_versions, writer) for writer in range(writers)],
+                meanwhile=[read_one, read_one, *[partial(store.delete, [name])] * deleters],
+                patience=self.patience,
+            )

@@ -1,24 +1,30 @@
-"""``KVTIERS_CONFIG``: the whole stack for every engine of a process, without an argument of vLLM's.
+"""An engine's arguments: what ``KVTIERS_CONFIG`` adds to them, and what is refused before a model is loaded.
 
-::
+``KVTIERS_CONFIG`` is the whole stack for every engine of a process, without an argument of vLLM's::
 
     KVTIERS_CONFIG=/etc/kvtiers/tiers.yaml vllm serve MODEL
 
 An argument that says itself where KV goes (``--kv-transfer-config``, ``--kv-offloading-size``) wins. A config that is
 wrong stops the start before a model is loaded. The spelling of the whole stack before ``KvtiersConnector`` is read as
 the one of now, for one release.
+
+A primary tier's memory is taken when vLLM builds its scheduler, minutes later and in another process, whose failure
+fills the log. The sizes are known as soon as vLLM has made its config from its arguments, so the same sum is checked
+there.
 """
 
 import logging
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvtiers.api import ConfigError
+from kvtiers._failures import plugin_boundary
+from kvtiers.api import ConfigError, StartError
 from kvtiers_vllm.releases import require_whole_stack
 from kvtiers_vllm.stack.options import CONFIG_KEY, CONNECTOR_NAME, SPEC_NAME, VARIABLE, load_stack_config
 
-__all__ = ["prepare_engine_args"]
+__all__ = ["prepare_engine_args", "refuse_large_primary"]
 
 _log = logging.getLogger("kvtiers.vllm")
 
@@ -44,6 +50,34 @@ def prepare_engine_args(args: Any, version: str) -> None:
         raise ConfigError([f"{VARIABLE}: {problem}" for problem in error.problems]) from None
     require_whole_stack(version)
     args.kv_transfer_config = _transfer_config(extra)
+
+
+def refuse_large_primary(vllm_config: Any, problem_with: Callable[[int], str | None] | None = None) -> None:
+    """Raise StartError, and log it in one line, if the whole stack's primaries do not fit this machine.
+
+    ``vllm_config``: vLLM's. Problems of kvtiers' own config are reported where it is read for use.
+    """
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    extra = getattr(transfer, "kv_connector_extra_config", None)
+    given = extra.get(CONFIG_KEY) if isinstance(extra, Mapping) else None
+    if not given:
+        return
+    # Imported here: every process of every vLLM has this module, and few get as far as this.
+    from kvtiers.config import load_config
+    from kvtiers.region.limits import memory_problem
+
+    with plugin_boundary() as reading:
+        primary = load_config(given).primary
+    if reading.error:
+        return
+    if primary.huge_pages != "off":  # these are counted apart
+        return
+    engines = max(1, int(getattr(vllm_config.parallel_config, "data_parallel_size_local", 1) or 1))
+    if problem := (problem_with or memory_problem)(primary.capacity * engines):
+        of = "" if engines == 1 else f", for {engines} engines on this machine"
+        text = f"primary.capacity{of}: {problem}"
+        _log.error("kvtiers: %s", text)
+        raise StartError(text)
 
 
 def _transfer_config(extra: dict[str, Any]) -> Any:

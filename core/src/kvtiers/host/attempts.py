@@ -1,18 +1,27 @@
-"""The rate limiter of one tier: bytes and calls a second.
+"""Attempts at a store's calls: under the tier's rate limit, repeated after a transient error until a deadline.
 
 Loads and probes have requests that wait for them, stores have none. So loads and probes take the next turn and borrow
 from the token bucket; a store waits until the bucket is out of debt.
 """
 
+import random
 import threading
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
-from kvtiers.api import RateLimit
+from kvtiers.api import RateLimit, StoreContractError
 
-__all__ = ["RateLimiter"]
+__all__ = ["Attempts", "NoTimeLeft", "RateLimiter"]
 
+_FIRST_PAUSE = 0.02
+_LONGEST_PAUSE = 2.0
 _BURST_SECONDS = 1.0  # so much of an unused rate is kept
+_T = TypeVar("_T")
+
+
+class NoTimeLeft(Exception):  # noqa: N818 -- the deadline's doing, not the store's
+    """A call's turn would have come after its deadline, or the tier is being closed."""
 
 
 class _Bucket:
@@ -67,3 +76,43 @@ class RateLimiter:
             self._bytes.take(nbytes, now)
         if self._calls is not None:
             self._calls.take(1, now)
+
+
+class Attempts:
+    """Makes the calls of one store and counts the retries. Used by many threads."""
+
+    def __init__(
+        self,
+        transient: tuple[type[Exception], ...],
+        retries: int,
+        limiter: RateLimiter,
+        stop: threading.Event,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._transient = tuple(transient)
+        self._retries = retries
+        self._limiter = limiter
+        self._stop = stop
+        self._clock = clock
+
+    def call(
+        self, call: Callable[[], _T], *, give_up_at: float, nbytes: int = 0, urgent: bool = True
+    ) -> tuple[_T, int]:
+        """Return the call's result and the number of retries; raise its last error when attempts or time are used up.
+
+        ``give_up_at``: when no new attempt begins any more. ``nbytes``, ``urgent``: for the rate limit, which counts
+        every attempt.
+        """
+        for attempt in range(self._retries + 1):
+            if not self._limiter.wait(nbytes, urgent=urgent, give_up_at=give_up_at):
+                raise NoTimeLeft("no turn under the rate limit before the deadline")
+            try:
+                return call(), attempt
+            except StoreContractError:  # whatever a store calls transient: asked again, it would answer the same
+                raise
+            except self._transient:
+                pause = min(_FIRST_PAUSE * 2**attempt, _LONGEST_PAUSE) * random.uniform(0.5, 1.0)  # noqa: S311 -- jitter
+                last = attempt == self._retries or self._clock() + pause >= give_up_at
+                if last or self._stop.wait(pause):
+                    raise
+        raise AssertionError("unreachable: the last attempt returns or raises")
