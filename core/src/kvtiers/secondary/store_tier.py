@@ -24,6 +24,7 @@ from kvtiers.layout.storage_name import StorageNames
 from kvtiers.secondary.backend import StoreBackend
 from kvtiers.secondary.breaker import Breaker, BreakerState
 from kvtiers.secondary.full_watch import FullWatch
+from kvtiers.secondary.host_client import BUMPED
 from kvtiers.secondary.inflight_jobs import InflightJobs
 from kvtiers.secondary.presence_cache import PresenceCache, SuspectKeys
 
@@ -32,6 +33,9 @@ __all__ = ["ChunkStoreTier"]
 _PROBE_KEY = b"\x00" * 8  # any key will do: the breaker's probe asks whether the store answers, not what
 _FIRST_PROBE_ID = 1 << 62  # apart from those of the lookups
 _CLOSE_SECONDS = 3.0
+_TRIED_AGAIN = (
+    "its lookups miss until it is back. It is tried again by itself; 'kvtiers check' with its config says more"
+)
 _MOST_ASKED_AHEAD = 64  # questions in flight; the others that are allowed are for lookups
 
 
@@ -164,11 +168,9 @@ class ChunkStoreTier(SecondaryTierManager):
         with self._warning:
             warned, self._warned_of = self._warned_of, error
         if not warned:
-            self.log(
-                logging.WARNING,
-                f"{self._name}: out of use: {error}; its lookups miss until it is back. It is tried again by itself; "
-                "'kvtiers check' with its config says more",
-            )
+            # A bumped namespace stays bumped: no later try opens it for this engine.
+            outlook = "its lookups miss" if error == BUMPED else _TRIED_AGAIN
+            self.log(logging.WARNING, f"{self._name}: out of use: {error}; {outlook}")
 
     def log(self, level: int, text: str) -> None:
         """Write a line to the log, on another thread than the engine's. ``text`` begins with the tier's name."""

@@ -4,6 +4,7 @@ from tests.unit.secondary.store_tier.hand_backend import HIT, RETRY, job, lookup
 
 from kvtiers.api import TierConfig
 from kvtiers.host.messages import Opened, Probed, Status
+from kvtiers.secondary.host_client import BUMPED
 from kvtiers.secondary.store_tier import ChunkStoreTier
 
 
@@ -25,6 +26,13 @@ def test_a_store_that_cannot_be_opened_is_one_warning_however_often_it_is_tried(
     assert backend.probes == [], "what is not open is not probed"
     assert len(backend.logged) == 1
     assert backend.logged[0].startswith("t: out of use: ConnectionError: refused")
+
+
+def test_a_bumped_namespace_is_not_said_to_be_tried_again(clock, backend):
+    tier = ChunkStoreTier(TierConfig(type="t"), backend, clock)
+    backend.say(Opened(BUMPED))
+    step(tier)
+    assert backend.logged == [f"t: out of use: {BUMPED}; its lookups miss"]
 
 
 def test_a_store_that_opens_late_is_probed_and_then_in_use(clock, backend, keys):
