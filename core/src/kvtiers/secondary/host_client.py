@@ -59,7 +59,11 @@ class _Sent:
 
 
 class HostClient:
-    """A ``StoreBackend``; engine's thread, but for ``wait_open`` and ``open_state``."""
+    """A ``StoreBackend``; engine's thread, but for ``wait_open`` and ``open_state``.
+
+    These two poll the connection, so what it reports may be handled on another thread: all that is remembered of jobs
+    and questions changes under the connection's lock alone. The events wait for the engine's thread.
+    """
 
     def __init__(
         self, link: HostConnection, names: StorageNames, *, deadline: float, grace: float, longest_pause: float = 0.0
@@ -99,17 +103,21 @@ class HostClient:
 
     def send_job(self, job: StoreJob) -> bool:
         """Send a job."""
-        if not self._link.send(wire.encode_job(self._index, job)):
-            return False
-        self._jobs[job.job_id] = _Sent(job)
-        self._loads += job.is_load
+        message = wire.encode_job(self._index, job)
+        with self._link.lock:  # a thread that polls meanwhile finds the job, and may end it
+            if not self._link.send(message):
+                return False
+            self._jobs[job.job_id] = _Sent(job)
+            self._loads += job.is_load
         return True
 
     def send_probe(self, probe_id: int, keys: Sequence[OffloadKey], *, is_prefix: bool) -> bool:
         """Send a question."""
-        if not self._link.send(wire.encode_probe(self._index, probe_id, keys, is_prefix=is_prefix)):
-            return False
-        self._probes[probe_id] = len(keys)
+        message = wire.encode_probe(self._index, probe_id, keys, is_prefix=is_prefix)
+        with self._link.lock:
+            if not self._link.send(message):
+                return False
+            self._probes[probe_id] = len(keys)
         return True
 
     def set_names(self, names: StorageNames) -> None:
@@ -126,9 +134,10 @@ class HostClient:
 
     def release(self, job_id: int) -> None:
         """Detach a load from its rows, if the host can."""
-        sent = self._jobs.get(job_id)
-        if sent is not None and self._link.connected and self._link.send(wire.encode_release(self._index, job_id)):
-            sent.to_release = True
+        with self._link.lock:
+            sent = self._jobs.get(job_id)
+            if sent is not None and self._link.send(wire.encode_release(self._index, job_id)):
+                sent.to_release = True
 
     def flush(self) -> None:
         """Send what the step has collected."""

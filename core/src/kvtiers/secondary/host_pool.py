@@ -13,7 +13,8 @@ released    nothing touches the rows of any part
 done        all parts are: a status for each value, in the job's order
 ==========  =====================================================================================
 
-A question goes to one host. The tier is open while one of its hosts is. Engine's thread, but for ``wait_open``.
+A question goes to one host. The tier is open while one of its hosts is. Engine's thread, but for ``wait_open`` and
+``open_state``, which ask the hosts and change nothing here.
 """
 
 import itertools
