@@ -74,7 +74,8 @@ class SecondaryTierManager(ABC):
     """A tier that the tiering code drives directly. Its methods run on the engine's thread and must not block.
 
     The end is the exception: ``drain``, and what is still handed over or asked for around it, run on one thread of
-    core's own, ``close`` on another; no other call is made meanwhile.
+    core's own, ``close`` on another; no other call is made meanwhile. ``stats`` (``SupportsStats``), if the tier has
+    it, is called once a second on a thread of core's own, beside the engine's calls.
 
     A subclass implements ``lookup`` or ``lookup_many`` and the three transfer methods. Every submitted job is
     reported exactly once by ``get_finished_jobs``, also a failed one, and also after ``drain``; a ``submit_*`` that

@@ -5,7 +5,7 @@ core's own (``seal_thread.py``):
 
 =======================  =========================================================================================
 engine's thread          ``submit_store`` queues the job; a later step hands the sealed job to the tier
-sealing thread           opens the tier; seals rows of stores; checks rows of loads; closes the tier
+sealing thread           opens the tier; seals rows of stores; checks rows of loads; reads the tier's figures; closes it
 engine's thread          a load's result is held back until its rows are checked; damaged ones are left out of it
 a thread for it          at the shutdown, all that the tier is asked; one that does not return is left behind
 =======================  =========================================================================================
@@ -13,6 +13,7 @@ a thread for it          at the shutdown, all that the tier is asked; one that d
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -39,6 +40,7 @@ __all__ = ["SealedTier"]
 
 _CLOSE_SECONDS = 5.0
 _LATE_SECONDS = 0.5  # by which a tier's last calls may take longer than its drain() was given
+_FIGURES_SECONDS = 1.0  # how often the tier's own figures are read
 _NO_KEYS = (b"",)  # of no job
 
 
@@ -57,7 +59,8 @@ class SealedTier(SecondaryTierManager):
         self._name = config.tier_name
         self._names = names
         self._breaker = Breaker(config.breaker, clock)
-        self._figures: dict[str, float] = {}
+        self._clock = clock
+        self._figures_at = -math.inf
         self._jobs: dict[int, SealedJob] = {}
         self._probing_with: int | None = None
         self._refused = 0
@@ -137,7 +140,9 @@ class SealedTier(SecondaryTierManager):
             self._breaker.wants_probe()
             self._hand_over(tier)
             tier.on_schedule_end()
-            self._figures = _figures_of(tier)
+            if (now := self._clock()) >= self._figures_at:
+                self._figures_at = now + _FIGURES_SECONDS
+                self._sealer.read_figures()
 
     def has_pending_work(self) -> bool:
         """Pass on."""
@@ -194,8 +199,8 @@ class SealedTier(SecondaryTierManager):
         self._names = names
 
     def stats(self) -> dict[str, float]:
-        """Return the tier's own figures, as of the last step's end, and the seal's. From any thread."""
-        return self._figures | {
+        """Return the tier's own figures, as of about a second ago, and the seal's. From any thread."""
+        return self._sealer.figures | {
             "seal_failures": self._sealer.seal_failures,
             "breaker_state": int(self._breaker.state),
             "breaker_opened": self._breaker.opened,
@@ -333,16 +338,6 @@ class SealedTier(SecondaryTierManager):
         if self._breaker.state is not was:
             text = f"{self._name}: taken out of use after jobs that failed; it is tried with one until that succeeds"
             self.log(logging.WARNING, text)
-
-
-def _figures_of(tier: SecondaryTierManager) -> dict[str, float]:
-    """Return a tier's own figures, if it is a ``SupportsStats``: to ask for that takes longer than an idle step."""
-    stats = getattr(tier, "stats", None)
-    if stats is None:
-        return {}
-    with plugin_boundary():  # figures are no promise
-        return {str(name): float(figure) for name, figure in stats().items()}
-    return {}
 
 
 def _outer(known: SealedJob, result: JobResult) -> JobResult:
