@@ -128,7 +128,6 @@ def host_lane(path: Path, fd: int, rows: memoryview, nbytes: int, stack: ExitSta
             results: Sequence[JobResult] = ()
             while not results:
                 time.sleep(0.0002)
-                tier.get_started_jobs()
                 results = tier.get_finished_jobs()
             assert results[0].success, results
 

@@ -78,7 +78,6 @@ class TierLane:
         until = time.perf_counter() + PATIENCE
         while left:
             self.rest(self.step_seconds)
-            self.tier.get_started_jobs()
             for result in self.tier.get_finished_jobs():
                 assert result.success, result
                 left -= 1

@@ -52,7 +52,6 @@ class Hosted:
         while not true():
             assert time.monotonic() < until, f"{what}: not within {PATIENCE:g} s"
             self._tier.on_schedule_end()
-            self._tier.get_started_jobs()
             for result in self._tier.get_finished_jobs():
                 self._ended += 1
                 self.successes += result.success

@@ -20,20 +20,21 @@ PAGE = 4096
 
 
 class HostedTier(ChunkStoreTier):
-    """A tier that ends its hosts when it is closed, and takes its news before each answer, as the manager has it do."""
+    """A tier that ends its hosts when it is closed, and takes its events before each answer, as in an engine."""
 
     def __init__(self, config, region):
         self._hosts = TierHosts(region, "test", lambda: NAMES)
+        self._kept = []
         super().__init__(config, self._hosts.backend(config))
         self._hosts.start()
         assert not (error := self.wait_open(60.0)), error
 
-    def get_finished_jobs(self):
-        self.get_started_jobs()
-        return super().get_finished_jobs()
+    def poll(self):
+        kept, self._kept = self._kept, []
+        return [*kept, *super().poll()]
 
     def is_available(self):
-        self.get_started_jobs()
+        self._kept = self.poll()
         return super().is_available()
 
     def close(self):

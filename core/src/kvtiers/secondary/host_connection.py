@@ -2,8 +2,9 @@
 
 Never waits for the host: messages go into a bounded outbox and out as far as the socket takes them. Called on the
 engine's thread, and, as long as a tier has not reported whether its store is open, also on threads that ask for that
-(the start line's, ``wait_ready``'s, the status's): one at a time, by ``lock``. When a host ends, its jobs have failed at once; they are done, and their rows free, when the process has
-been reaped: from then on nothing can touch them.
+(the start line's, ``wait_ready``'s, the status's): one at a time, by ``lock``. When a host ends, its jobs have failed
+in use at once; they are done, and their rows free, when the process has been reaped: from then on nothing can touch
+them.
 
 ===========  =========================================================================================
 state        leaves it when

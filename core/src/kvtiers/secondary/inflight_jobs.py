@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 from kvtiers.api import JobResult, TransferJob
 from kvtiers.host.messages import JobDone, Status
+from kvtiers.secondary.tier_events import not_done
 
-__all__ = ["EndedJob", "InflightJobs", "not_done"]
+__all__ = ["EndedJob", "InflightJobs"]
 
 _GOOD = frozenset({Status.DONE, Status.PRESENT})
 
@@ -150,23 +151,6 @@ class InflightJobs:
         if not begun.job.is_promotion:
             self.storing -= begun.sent
         return begun
-
-
-def not_done(unfinished: Mapping[int, TransferJob], results: Iterable[JobResult]) -> tuple[int, int]:
-    """Return how many of these jobs, and how many of their chunks, were not done, by their results as far as known."""
-    missing = {job_id: len(job.keys) for job_id, job in unfinished.items()}
-    for result in results:
-        if result.job_id in missing:
-            missing[result.job_id] -= _chunks_done(unfinished[result.job_id], result)
-    lost = [chunks for chunks in missing.values() if chunks]
-    return len(lost), sum(lost)
-
-
-def _chunks_done(job: TransferJob, result: JobResult) -> int:
-    if result.successful_keys is None:
-        return len(job.keys) if result.success else 0
-    named = set(result.successful_keys)  # one that is named twice is done once, and others' keys say nothing
-    return sum(key in named for key in job.keys)
 
 
 def _result(job: TransferJob, event: JobDone) -> JobResult:

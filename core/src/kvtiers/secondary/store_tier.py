@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from kvtiers.api import JobResult, LookupResult, OffloadKey, SecondaryTierManager, TierConfig, TierRequest, TransferJob
+from kvtiers.api import JobResult, LookupResult, OffloadKey, TierConfig, TierRequest, TransferJob
 from kvtiers.host.messages import (
     JobDone,
     JobFailed,
@@ -27,6 +27,7 @@ from kvtiers.secondary.full_watch import FullWatch
 from kvtiers.secondary.host_client import BUMPED
 from kvtiers.secondary.inflight_jobs import InflightJobs
 from kvtiers.secondary.presence_cache import PresenceCache, SuspectKeys
+from kvtiers.secondary.tier_events import EventTier, TierEvent
 
 __all__ = ["ChunkStoreTier"]
 
@@ -39,7 +40,7 @@ _TRIED_AGAIN = (
 _MOST_ASKED_AHEAD = 64  # questions in flight; the others that are allowed are for lookups
 
 
-class ChunkStoreTier(SecondaryTierManager):
+class ChunkStoreTier(EventTier):
     """Drives one store through its backend. ``is_available`` while it is open and its breaker is closed."""
 
     def __init__(self, config: TierConfig, backend: StoreBackend, clock: Callable[[], float] = time.monotonic) -> None:
@@ -62,10 +63,7 @@ class ChunkStoreTier(SecondaryTierManager):
         self._probe_ids = itertools.count(_FIRST_PROBE_ID)
         self._probe_id = 0
         self._probe_until: float | None = None
-        self._started: list[int] = []
-        self._failed: list[int] = []
-        self._released: list[int] = []
-        self._finished: list[JobResult] = []
+        self._events: list[TierEvent] = []
         self._dropped: dict[int, TransferJob] = {}
         """Jobs dropped at the engine's shutdown: nothing more of them is begun."""
         self._dropped_results: list[JobResult] = []
@@ -84,21 +82,11 @@ class ChunkStoreTier(SecondaryTierManager):
         """Queue a load."""
         self._submit(job, len(job.keys))
 
-    def get_started_jobs(self) -> Sequence[int]:
-        """Return the jobs that the backend has begun."""
+    def poll(self) -> Sequence[TierEvent]:
+        """Return what has become of the jobs."""
         self._handle_events()
-        started, self._started = self._started, []
-        return started
-
-    def get_failed_jobs(self) -> Sequence[int]:
-        """Return the jobs that failed while something may still touch their rows."""
-        failed, self._failed = self._failed, []
-        return failed
-
-    def get_finished_jobs(self) -> Sequence[JobResult]:
-        """Return the jobs that have ended."""
-        finished, self._finished = self._finished, []
-        return finished
+        events, self._events = self._events, []
+        return events
 
     def is_available(self) -> bool:
         """Return whether the store is open and its breaker closed."""
@@ -110,7 +98,10 @@ class ChunkStoreTier(SecondaryTierManager):
             self._backend.abandon(job_id)
 
     def release_job(self, job_id: int) -> None:
-        """Detach a load that takes too long for its request from its rows; not a failure of the store."""
+        """Detach a load that takes too long for its request from its rows; not a failure of the store.
+
+        A JobReleased follows when its rows are free, if that comes before its result.
+        """
         if self._jobs.release(job_id):
             self._backend.release(job_id)
 
@@ -121,11 +112,6 @@ class ChunkStoreTier(SecondaryTierManager):
             if job is not None:
                 self._dropped[job_id] = job
                 self._backend.abandon(job_id)
-
-    def get_released_jobs(self) -> Sequence[int]:
-        """Return the loads whose rows were released early. Their JobResult still follows; it concerns no rows."""
-        released, self._released = self._released, []
-        return released
 
     def on_schedule_end(self) -> None:
         """Send the step's questions, and the breaker's probe when it is due."""
@@ -144,7 +130,8 @@ class ChunkStoreTier(SecondaryTierManager):
         self._backend.drain(timeout)
         while self._handle_events():  # a poll returns a bounded number
             pass
-        results = {result.job_id: result for result in (*self._finished, *self._dropped_results)}
+        ended = [event for event in self._events if isinstance(event, JobResult)]
+        results = {result.job_id: result for result in (*ended, *self._dropped_results)}
         if dropped := self._jobs.note_dropped(unfinished, results.values()):
             self._backend.log(logging.WARNING, f"{self._name}: shutdown within {timeout:.3g}s dropped {dropped}")
         return not self._jobs
@@ -215,7 +202,7 @@ class ChunkStoreTier(SecondaryTierManager):
         overwrites = self._doubted.among(keys) if self._doubted.keys and not job.is_promotion else b""
         store_job = StoreJob(job.job_id, job.is_promotion, keys, job.chunk_ids[: len(keys)].tolist(), overwrites)
         if not keys or not self._backend.send_job(store_job):
-            self._finished.append(self._jobs.refuse(job.job_id))
+            self._events.append(self._jobs.refuse(job.job_id))
             if job.is_promotion:
                 self._lookups.lost(job.keys)
 
@@ -242,13 +229,11 @@ class ChunkStoreTier(SecondaryTierManager):
             match event:
                 case JobDone():
                     self._job_done(event)
-                case JobStarted(job_id):
-                    self._started.append(job_id)
-                case JobReleased(job_id):
-                    self._released.append(job_id)
+                case JobStarted() | JobReleased():
+                    self._events.append(event)
                 case JobFailed(job_id, error):
                     if self._fail(job_id, error):
-                        self._failed.append(job_id)
+                        self._events.append(event)
                 case Probed(probe_id, answers, error):
                     self._probed(probe_id, answers, error)
                 case Opened(error):
@@ -321,7 +306,7 @@ class ChunkStoreTier(SecondaryTierManager):
             if self._doubted.keys or not ended.result.success:
                 self._doubted.note(ended.job.keys, event.statuses, is_load=ended.job.is_promotion)
             self._learn(ended.job, ended.result)
-        self._finished.append(ended.result)
+        self._events.append(ended.result)
 
     def _learn(self, job: TransferJob, result: JobResult) -> None:
         good = job.keys if result.success else result.successful_keys or ()

@@ -5,7 +5,7 @@ state      meaning
 =========  =================================================================================
 running    submitted; its rows are pinned (a store) or not yet readable (a promotion)
 failed     given up at its deadline, or reported as failed by the tier: its requests go on at
-           once; its rows stay in quarantine, since the tier may still touch them
+in use     once; its rows stay in quarantine, since the tier may still touch them
 (gone)     the tier has reported: the rows are released
 =========  =================================================================================
 
@@ -23,7 +23,16 @@ from dataclasses import dataclass
 
 from kvtiers.api import JobResult, OffloadKey, TransferJob
 from kvtiers.primary.tier import CPUPrimaryTier
-from kvtiers.secondary.job_results import good_keys, is_of, moved, without
+from kvtiers.secondary.tier_events import (
+    JobFailed,
+    JobReleased,
+    JobStarted,
+    TierEvent,
+    good_keys,
+    is_of,
+    moved,
+    without,
+)
 from kvtiers.tiering.provenance import Origins
 from kvtiers.tiering.requests import RequestState
 from kvtiers.tiering.tier_slot import TierSlot
@@ -67,7 +76,7 @@ class _Running:
     ticket: int = 0
     """Of a promotion, in its tier's ``rate``."""
     started: float | None = None
-    failed: bool = False
+    failed_in_use: bool = False
 
 
 class JobTable:
@@ -94,7 +103,7 @@ class JobTable:
         self._all_rows = max(1, int(options.all_tiers * primary.num_rows + 1e-9))
         self._tier_rows = max(1, int(options.one_tier * primary.num_rows + 1e-9))
         self._pinned = 0
-        self._failed = 0
+        self._failed_in_use = 0
         self._generation = 0
         self._next_scan = -math.inf
         self.on_promoted: Callable[[TierSlot, Sequence[OffloadKey]], None] = lambda _slot, _landed: None
@@ -104,8 +113,8 @@ class JobTable:
 
     @property
     def running(self) -> int:
-        """Jobs in flight that have not failed."""
-        return len(self._jobs) - self._failed
+        """Jobs in flight that have not failed in use."""
+        return len(self._jobs) - self._failed_in_use
 
     @property
     def room_in_all(self) -> int:
@@ -143,24 +152,10 @@ class JobTable:
                 self._finish(running, JobResult(job.job_id, success=False))
 
     def poll(self) -> None:
-        """Handle all tiers' events: starts first, then failures, then results; at last fail overdue jobs."""
+        """Handle all tiers' events, in their order; at last fail overdue jobs."""
         for slot in self._slots:
-            started, failed, finished = slot.poll()
-            for job_id in started:
-                running = self._job_of(slot, job_id)
-                if running is not None and running.started is None:
-                    running.started = self._clock()
-            if failed:
-                jobs = dict.fromkeys(self._job_of(slot, job_id) for job_id in failed)
-                self._give_up(slot, [job for job in jobs if job is not None and not job.failed], "failed", notify=False)
-            for result in finished:
-                self._accept(slot, result)
-                if slot.retired:
-                    live = [job for job in self._of(slot) if not job.failed]
-                    self._give_up(slot, live, "were given up", notify=False)
-                    break
-            if finished:
-                slot.rate.look_ends(self._clock())
+            if events := slot.poll():
+                self._handle(slot, events)
         if self._jobs:
             now = self._clock()
             if now >= self._next_scan:
@@ -178,6 +173,31 @@ class JobTable:
         return events
 
     # -- inside
+
+    def _handle(self, slot: TierSlot, events: Sequence[TierEvent]) -> None:
+        failed: dict[_Running, None] = {}  # those that come one after the other: one line in the log
+        has_ended = False
+        for event in events:
+            if isinstance(event, JobStarted):
+                running = self._job_of(slot, event.job_id)
+                if running is not None and running.started is None:
+                    running.started = self._clock()
+            elif isinstance(event, JobFailed):
+                running = self._job_of(slot, event.job_id)
+                if running is not None and not running.failed_in_use:
+                    failed[running] = None
+            elif not isinstance(event, JobReleased):  # which is not asked for here: a load keeps its rows to its end
+                self._give_up(slot, list(failed), "failed", notify=False)
+                failed.clear()
+                has_ended = True
+                self._accept(slot, event)
+                if slot.retired:
+                    live = [job for job in self._of(slot) if not job.failed_in_use]
+                    self._give_up(slot, live, "were given up", notify=False)
+                    break
+        self._give_up(slot, list(failed), "failed", notify=False)
+        if has_ended:
+            slot.rate.look_ends(self._clock())
 
     def _job_of(self, slot: TierSlot, job_id: int) -> _Running | None:
         try:
@@ -205,20 +225,20 @@ class JobTable:
         """End a job that the tier has reported: release its rows."""
         job, metrics = running.job, running.slot.metrics
         del self._jobs[job.job_id]
-        if running.failed:
-            self._failed -= 1
+        if running.failed_in_use:
+            self._failed_in_use -= 1
             metrics.quarantined_rows -= len(running.rows)
         else:
             metrics.running_jobs -= 1
         self.hold(running.slot, -len(running.rows))
         good = good_keys(job, result)
-        overtaken = running.failed or running.generation != self._generation
+        overtaken = running.failed_in_use or running.generation != self._generation
         if not job.is_promotion:
             self._primary.complete_read(running.rows)
-            if not running.failed:
+            if not running.failed_in_use:
                 self._stored(running, result, good, overtaken=overtaken)
             return
-        if not running.failed:
+        if not running.failed_in_use:
             metrics.loading_chunks -= len(running.rows)
             running.slot.rate.ends(running.ticket, len(good), moved(result)[1] if good else 0.0, self._clock())
         if overtaken:
@@ -267,7 +287,7 @@ class JobTable:
         overdue: defaultdict[TierSlot, list[_Running]] = defaultdict(list)
         for running in self._jobs.values():
             begun = running.submitted if running.started is None else running.started
-            if now - begun > running.slot.options.deadline and not running.failed:
+            if now - begun > running.slot.options.deadline and not running.failed_in_use:
                 overdue[running.slot].append(running)
         for slot, jobs in overdue.items():
             slot.metrics.expired_jobs += len(jobs)
@@ -284,7 +304,7 @@ class JobTable:
         promoted = stored = 0
         for running in jobs:
             job, rows = running.job, running.rows
-            running.failed = True
+            running.failed_in_use = True
             slot.rate.drop(running.ticket)
             metrics.quarantined_rows += len(rows)
             if job.is_promotion:
@@ -299,7 +319,7 @@ class JobTable:
                 running.state.lose(slot, job.keys)
             else:
                 self.on_stored(slot, (), job.keys)
-        self._failed += len(jobs)
+        self._failed_in_use += len(jobs)
         metrics.running_jobs -= len(jobs)
         metrics.loading_chunks -= promoted
         metrics.failed_loads += promoted

@@ -9,11 +9,13 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, ParamSpec, Protocol, TypeVar, runtime_checkable
+from functools import partial
+from typing import Literal, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from kvtiers._failures import log_with_backoff
-from kvtiers.api import JobResult, LookupResult, OffloadKey, SecondaryTierManager, TierRequest, TransferJob
+from kvtiers.api import LookupResult, OffloadKey, SecondaryTierManager, TierRequest, TransferJob
 from kvtiers.metrics import TierMetrics
+from kvtiers.secondary.tier_events import EventTier, TierEvent, poll_getters
 from kvtiers.tiering.load_rate import LoadRate
 from kvtiers.tiering.prefill_cost import PrefillCost
 from kvtiers.tiering.slow_watch import SlowWatch
@@ -63,6 +65,7 @@ class TierSlot:
         self._tried_at = -math.inf
         self._trials = 0
         self._slow_watch = SlowWatch(self.name, self.metrics, self._figures)
+        self._poll = tier.poll if isinstance(tier, EventTier) else partial(poll_getters, tier)
         self.wants_requests = _overrides(tier, "on_new_request") or _overrides(tier, "on_request_finished")
         """The tier does something when a request begins or ends."""
 
@@ -89,20 +92,14 @@ class TierSlot:
         """Hand the job over; False if the tier did not take it, so that nothing has started."""
         return self._do(self.tier.submit_load if job.is_promotion else self.tier.submit_store, job)
 
-    def poll(self) -> tuple[list[int], list[int], list[JobResult]]:
-        """Return new events: jobs that have begun, jobs that failed while the tier may still touch their rows, results.
-
-        A retired tier has none.
-        """
-        events: tuple[list[Any], list[Any], list[Any]] = ([], [], [])
+    def poll(self) -> list[TierEvent]:
+        """Return the tier's new events; none of a retired one. What comes before an exception is kept."""
+        events: list[TierEvent] = []
         if not self.retired:
-            tier = self.tier
-            calls = (tier.get_started_jobs, tier.get_failed_jobs, tier.get_finished_jobs)
-            for taken, call in zip(events, calls, strict=True):
-                try:  # not by _take: every step comes by here, with nothing to take
-                    taken.extend(call() or ())
-                except Exception:  # noqa: BLE001 -- see _do
-                    self._count_raised()
+            try:  # not by _take: every step comes by here, with nothing to take
+                events.extend(self._poll())
+            except Exception:  # noqa: BLE001 -- see _do
+                self._count_raised()
         return events
 
     def abandon(self, job_id: int) -> None:

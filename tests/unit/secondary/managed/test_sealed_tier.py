@@ -7,7 +7,7 @@ from tests.unit.secondary.async_tier import HIT, MISS, REQUEST, finish, handed_o
 
 from kvtiers.api import JobResult
 from kvtiers.layout.storage_name import StorageNames
-from kvtiers.secondary.job_results import is_of
+from kvtiers.secondary.tier_events import is_of
 
 
 def test_stores_are_sealed_off_the_engines_thread_and_loads_come_back(kit, sealed, keys):
@@ -203,7 +203,7 @@ def test_figures_are_read_once_a_second_and_never_on_the_engines_thread(kit, sea
 def test_figures_that_do_not_come_are_not_asked_for_again_meanwhile(kit, sealed, clock):
     tier, inner = sealed()
     calls, go_on = [], threading.Event()
-    inner.stats = lambda: calls.append(1) or go_on.wait(kit.PATIENCE) and {"a": 1}
+    inner.stats = lambda: calls.append(1) or (go_on.wait(kit.PATIENCE) and {"a": 1})
     for _ in range(5):
         tier.on_schedule_end()
         clock.now += 10

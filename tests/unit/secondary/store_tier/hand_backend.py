@@ -3,8 +3,8 @@
 from array import array
 from collections import deque
 
-from kvtiers.api import LookupResult, TransferJob
-from kvtiers.host.messages import JobDone, JobStarted, Status
+from kvtiers.api import JobResult, LookupResult, TransferJob
+from kvtiers.host.messages import JobDone, JobFailed, JobStarted, Status
 from kvtiers.types import RequestContext
 
 MISS, HIT, RETRY = LookupResult.MISS, LookupResult.HIT, LookupResult.RETRY
@@ -69,12 +69,11 @@ class HandBackend:
 
 
 def step(tier):
-    """One step of the engine: news, results, questions; returns the results."""
-    tier.get_started_jobs()
-    failed = list(tier.get_failed_jobs())
-    finished = list(tier.get_finished_jobs())
+    """One step of the engine: events, then questions; returns the results, and which jobs have failed in use."""
+    events = tier.poll()
     tier.on_schedule_end()
-    return finished, failed
+    finished = [event for event in events if isinstance(event, JobResult)]
+    return finished, [event.job_id for event in events if isinstance(event, JobFailed)]
 
 
 def job(job_id, keys, *, promotion=False):

@@ -15,7 +15,8 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from kvtiers._failures import plugin_boundary
 from kvtiers.api import (
@@ -30,11 +31,10 @@ from kvtiers.api import (
 from kvtiers.host.borrowed_views import ValueViews
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.secondary.breaker import Breaker, BreakerState
-from kvtiers.secondary.inflight_jobs import not_done
-from kvtiers.secondary.job_results import is_of
 from kvtiers.secondary.managed.bounded_shutdown import ShutdownProxy
 from kvtiers.secondary.managed.request_notifications import RequestNotifier
 from kvtiers.secondary.managed.seal_thread import SealedJob, Sealer
+from kvtiers.secondary.tier_events import EventTier, TierEvent, is_of, not_done, poll_getters
 
 __all__ = ["SealedTier"]
 
@@ -44,7 +44,7 @@ _FIGURES_SECONDS = 1.0  # how often the tier's own figures are read
 _NO_KEYS = (b"",)  # of no job
 
 
-class SealedTier(SecondaryTierManager):
+class SealedTier(EventTier):
     """Wraps the tier that ``open_tier`` opens. Not available until it is open."""
 
     def __init__(
@@ -93,19 +93,10 @@ class SealedTier(SecondaryTierManager):
             self._judge(taken, ok=False)
             raise
 
-    def get_finished_jobs(self) -> Sequence[JobResult]:
-        """Return the results that need no check, or have had theirs."""
-        return self._finished(self._opened())
-
-    def get_started_jobs(self) -> Sequence[int] | None:
-        """Return the jobs that the tier has begun, if it reports that."""
+    def poll(self) -> Iterable[TierEvent]:
+        """Return what the tier's getters report; results that need a check when they have had theirs."""
         tier = self._opened()
-        return None if tier is None else tier.get_started_jobs()
-
-    def get_failed_jobs(self) -> Sequence[int]:
-        """Return the jobs that have failed but whose rows the tier may still touch."""
-        tier = self._opened()
-        return () if tier is None else tier.get_failed_jobs()
+        return self._finished(None) if tier is None else poll_getters(tier, partial(self._finished, tier))
 
     def is_available(self) -> bool:
         """Return whether the tier is available, its breaker not open, and no trial job in flight."""

@@ -5,22 +5,13 @@ The second calls between two calls of the first or not at all, so neither waits 
 
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from kvtiers.api import JobResult, OffloadKey, TierRequest, TransferJob
+from kvtiers.api import OffloadKey, TierRequest, TransferJob
 from kvtiers.secondary.store_tier import ChunkStoreTier
+from kvtiers.secondary.tier_events import TierEvent
 from kvtiers.tiering.tier_slot import TierSlot
 
-__all__ = ["AskedTier", "JobEvents"]
-
-
-class JobEvents(NamedTuple):
-    """The jobs that started, failed, ended or released their rows since the last poll."""
-
-    started: Sequence[int]
-    failed: Sequence[int]
-    finished: Sequence[JobResult]
-    released: Sequence[int]
+__all__ = ["AskedTier"]
 
 
 class AskedTier:
@@ -50,10 +41,10 @@ class AskedTier:
         with self._in_call:
             return self._slot.submit(job)
 
-    def poll(self) -> JobEvents:
+    def poll(self) -> Sequence[TierEvent]:
         """Return the jobs' events since the last poll."""
         with self._in_call:
-            return JobEvents(*self._slot.poll(), () if self._releasing is None else self._releasing.get_released_jobs())
+            return self._slot.poll()
 
     def release(self, job_id: int) -> None:
         """Make a load release its rows, if the tier's loads can."""

@@ -1,0 +1,128 @@
+"""The events of a secondary tier: what it reports of its jobs, in one stream, and the validation of their results.
+
+===============  =====================================================================================
+event            the job
+===============  =====================================================================================
+``JobStarted``   has begun; without this event it counts as begun when it was submitted
+``JobFailed``    has failed in use: its requests go on at once, its rows are not free yet
+``JobReleased``  is a load whose rows are free already
+``JobResult``    has ended, and its rows are free; the one event that each job has
+===============  =====================================================================================
+
+Core's own tiers report them in the order in which they came (``EventTier``). Authors of the third rung write getters
+instead, in vLLM's shape: ``poll_getters`` is the one place that asks them. Results are made by plugins, so nothing in
+them is taken for granted.
+"""
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from kvtiers.api import JobResult, OffloadKey, SecondaryTierManager, TransferJob
+from kvtiers.host.messages import JobFailed, JobReleased, JobStarted
+
+__all__ = [
+    "EventTier",
+    "JobFailed",
+    "JobReleased",
+    "JobStarted",
+    "TierEvent",
+    "good_keys",
+    "is_of",
+    "moved",
+    "not_done",
+    "poll_getters",
+    "without",
+]
+
+TierEvent: TypeAlias = JobStarted | JobFailed | JobReleased | JobResult
+
+
+class EventTier(SecondaryTierManager):
+    """A tier that reports by one stream of events, as core's own do; ``poll`` stands for all getters."""
+
+    @abstractmethod
+    def poll(self) -> Iterable[TierEvent]:
+        """Return the events since the last call, of a bounded number of jobs, oldest first."""
+
+    def get_finished_jobs(self) -> Sequence[JobResult]:
+        """Return the results among the events, and drop the others: for a caller that waits for results alone."""
+        return [event for event in self.poll() if not isinstance(event, JobStarted | JobFailed | JobReleased)]
+
+
+def poll_getters(
+    tier: SecondaryTierManager, finished: Callable[[], Iterable[JobResult]] | None = None
+) -> Iterator[TierEvent]:
+    """Yield what a tier's getters return: starts, then failures, then results. ``finished``: in place of the last one.
+
+    What a getter raises keeps the others from nothing; the first exception is raised after the last event.
+    """
+    raised: Exception | None = None
+    getters: tuple[tuple[Callable[[], Iterable[Any] | None], Callable[[Any], TierEvent] | None], ...] = (
+        (tier.get_started_jobs, JobStarted),
+        (tier.get_failed_jobs, _failed),
+        (finished or tier.get_finished_jobs, None),
+    )
+    for getter, event_of in getters:
+        try:
+            for reported in getter() or ():
+                yield event_of(reported) if event_of is not None else reported
+        except Exception as error:  # noqa: BLE001 -- for the caller, who catches it
+            raised = raised or error
+    if raised is not None:
+        raise raised
+
+
+def _failed(job_id: int) -> JobFailed:
+    return JobFailed(job_id, "")
+
+
+def good_keys(job: TransferJob, result: JobResult) -> Sequence[OffloadKey]:
+    """Return the job's keys that the tier moved, in order. Keys that it names count more than its ``success``."""
+    if result.successful_keys is None:
+        return job.keys if result.success else ()
+    named = set(result.successful_keys)
+    return job.keys if len(named) == len(job.keys) else [key for key in job.keys if key in named]
+
+
+def without(keys: Sequence[OffloadKey], some: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+    """Return the keys that are not among ``some``, all of which are among them."""
+    if len(keys) == len(some):
+        return ()
+    left_out = set(some)
+    return [key for key in keys if key not in left_out]
+
+
+def is_of(job: TransferJob, result: JobResult) -> bool:
+    """Return whether the keys that a result names are the job's."""
+    try:
+        return result.successful_keys is None or set(result.successful_keys) <= set(job.keys)
+    except TypeError:
+        return False
+
+
+def moved(result: JobResult) -> tuple[int, float]:
+    """Return the bytes and seconds of a result; 0 for what is no such number."""
+    try:
+        nbytes, seconds = int(result.nbytes), float(result.seconds)
+    except (TypeError, ValueError, OverflowError):
+        return 0, 0.0
+    return max(0, nbytes), seconds if 0 <= seconds < math.inf else 0.0
+
+
+def not_done(unfinished: Mapping[int, TransferJob], results: Iterable[JobResult]) -> tuple[int, int]:
+    """Return how many of these jobs, and how many of their chunks, were not done, by their results as far as known."""
+    missing = {job_id: len(job.keys) for job_id, job in unfinished.items()}
+    for result in results:
+        if result.job_id in missing:
+            missing[result.job_id] -= _chunks_done(unfinished[result.job_id], result)
+    lost = [chunks for chunks in missing.values() if chunks]
+    return len(lost), sum(lost)
+
+
+def _chunks_done(job: TransferJob, result: JobResult) -> int:
+    if result.successful_keys is None:
+        return len(job.keys) if result.success else 0
+    named = set(result.successful_keys)  # one that is named twice is done once, and others' keys say nothing
+    return sum(key in named for key in job.keys)
