@@ -72,7 +72,7 @@ def hosted(config: RedisConfig) -> Iterator[Hosted]:
     mapping = map_memory(fd, total, total)
     region = HostedRegion(fd, total, total, _VALUE_BYTES, [(_VALUE_BYTES - _SEAL_BYTES, _VALUE_BYTES)])
     hosts = TierHosts(region, "ns", lambda: _NAMES)
-    tier = ChunkStoreTier(config, hosts.backend(config))
+    tier = ChunkStoreTier(config, hosts.pool(config))
     try:
         hosts.start()
         yield Hosted(tier)

@@ -138,7 +138,7 @@ def service(config: S3Config, value_bytes: int, rows: int) -> Iterator[Service]:
     hosts = TierHosts(
         HostedRegion(fd, total, total, value_bytes, [(value_bytes - _SEAL, value_bytes)]), "bench", lambda: NAMES
     )
-    tier = ChunkStoreTier(config, hosts.backend(config))
+    tier = ChunkStoreTier(config, hosts.pool(config))
     try:
         hosts.start()
         problem = tier.wait_open(60.0)

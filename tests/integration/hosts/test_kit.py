@@ -23,10 +23,10 @@ class HostedTier(ChunkStoreTier):
     """A tier that ends its hosts when it is closed, and takes its events before each answer, as in an engine."""
 
     def __init__(self, config, region):
-        self._hosts = TierHosts(region, "test", lambda: NAMES)
+        self._processes = TierHosts(region, "test", lambda: NAMES)
         self._kept = []
-        super().__init__(config, self._hosts.backend(config))
-        self._hosts.start()
+        super().__init__(config, self._processes.pool(config))
+        self._processes.start()
         assert not (error := self.wait_open(60.0)), error
 
     def poll(self):
@@ -39,7 +39,7 @@ class HostedTier(ChunkStoreTier):
 
     def close(self):
         super().close()
-        self._hosts.close(60.0)
+        self._processes.close(60.0)
 
 
 class TestTierInHosts(SecondaryTierTests):

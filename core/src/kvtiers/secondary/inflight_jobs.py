@@ -1,161 +1,88 @@
-"""The in-flight jobs of a store tier, and the counts of those that have ended. Engine's thread."""
+"""The in-flight jobs of a store tier: each job as a whole, and the part of it that each host has.
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+The backend of each host keeps the parts that its host has, by job id; together these tables are the tier's one ledger.
+A part leads to its job, which sums up the parts that have ended::
 
-from kvtiers.api import JobResult, TransferJob
-from kvtiers.host.messages import JobDone, Status
-from kvtiers.secondary.tier_events import not_done
+    TransferJob <- InflightJob <- JobPart, one a host -> StoreJob, the message to the host
 
-__all__ = ["EndedJob", "InflightJobs"]
+Engine's thread. A host's client also changes ``is_started``, ``failed_in_use``, ``is_released`` and ``has_ended`` of
+its parts wherever it polls, under its connection's lock.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvtiers.api import JobResult, OffloadKey, TransferJob
+from kvtiers.host.messages import JobDone, Status, StoreJob
+
+__all__ = ["InflightJob", "JobPart"]
 
 _GOOD = frozenset({Status.DONE, Status.PRESENT})
 
 
-@dataclass(slots=True)
-class _Open:
-    """A job in flight. ``sent``: its first so many chunks were handed over. ``generation``: of its names.
+@dataclass(slots=True, eq=False)
+class InflightJob:
+    """A job in flight. ``keys``: those handed over, the first ones. ``generation``: of the names it was sent under.
 
-    ``failed_in_use``: it was reported as failed while something may still touch its rows.
+    ``failed_in_use``: it was reported, or given up, as failed while something may still touch its rows. ``to_release``:
+    it was to be detached from its rows, so what it did not do is no failure of the store.
     """
 
     job: TransferJob
-    sent: int
+    keys: Sequence[OffloadKey]
     generation: int
+    statuses: bytearray
+    parts: list["JobPart"] = field(default_factory=list)
+    """Those that have not ended; the fields below sum up those that have."""
+    is_started: bool = False
     failed_in_use: bool = False
     to_release: bool = False
+    is_released: bool = False
+    nbytes: int = 0
+    seconds: float = 0.0
+    retries: int = 0
+    error: str = ""
+
+    @classmethod
+    def of(cls, job: TransferJob, keys: Sequence[OffloadKey], generation: int) -> "InflightJob":
+        """Return a job of which nothing has been moved yet."""
+        return cls(job, keys, generation, bytearray([Status.FAILED]) * len(keys))
+
+    def message(self, start: int, count: int, overwrites: bytes) -> StoreJob:
+        """Return the message for ``count`` of its values from ``start`` on. ``overwrites``: of all of them."""
+        job, end = self.job, start + count
+        keys = self.keys if count == len(self.keys) else self.keys[start:end]
+        return StoreJob(job.job_id, job.is_promotion, keys, job.chunk_ids[start:end].tolist(), overwrites[start:end])
+
+    def end_part(self, part: "JobPart", event: JobDone) -> bool:
+        """Add a part's outcome; return whether it was the last part."""
+        self.parts.remove(part)
+        self.statuses[part.start : part.start + len(part.message.keys)] = event.statuses
+        self.nbytes += event.nbytes
+        self.seconds = max(self.seconds, event.seconds)  # they ran side by side
+        self.retries += event.retries
+        self.error = self.error or event.error
+        return not self.parts
+
+    def result(self) -> JobResult:
+        """Return the result, once all parts have ended."""
+        job, statuses = self.job, self.statuses
+        if len(statuses) == len(job.keys) and _GOOD.issuperset(statuses):
+            return JobResult(job.job_id, success=True, nbytes=self.nbytes, seconds=self.seconds)
+        done = [key for key, status in zip(job.keys, statuses, strict=False) if status in _GOOD]
+        return JobResult(job.job_id, success=False, successful_keys=done, nbytes=self.nbytes, seconds=self.seconds)
 
 
-class EndedJob(NamedTuple):
-    """A job that has ended. ``failed_before``: it had been reported, or given up, as failed before.
+@dataclass(slots=True, eq=False)
+class JobPart:
+    """One host's part of a job: the values of ``message``, which are those of the job from ``start`` on."""
 
-    ``was_released``: it was to be detached from its rows, so what it did not do is no failure of the store.
-    """
-
-    job: TransferJob
-    result: JobResult
-    failed_before: bool
-    was_released: bool
-    has_failed: bool
-    has_current_names: bool
-    damaged: int
-
-
-class InflightJobs:
-    """One tier's jobs and counts. ``store_queue``: the most chunks that may be on their way into the store."""
-
-    def __init__(self, store_queue: int) -> None:
-        self._store_queue = store_queue
-        self._open: dict[int, _Open] = {}
-        self._generation = 0
-        self.storing = 0
-        """Chunks on their way into the store."""
-        self.counts = dict.fromkeys(
-            (
-                "seal_failures",
-                "retries",
-                "dropped_full",
-                "dropped_queue",
-                "dropped_shutdown",
-                "already_present",
-                "errors",
-                "missing",
-            ),
-            0,
-        )
-
-    def __bool__(self) -> bool:
-        return bool(self._open)
-
-    @property
-    def room(self) -> int:
-        """Chunks that the store queue has room for."""
-        return max(0, self._store_queue - self.storing)
-
-    def new_names(self) -> None:
-        """Start a new generation of names: those of the jobs in flight are no longer current."""
-        self._generation += 1
-
-    def has_current_names(self, job_id: int) -> bool:
-        """Return whether this job, which is in flight, was sent under the current names."""
-        return self._open[job_id].generation == self._generation
-
-    def begin(self, job: TransferJob, sent: int) -> None:
-        """Record a job of which the first ``sent`` chunks are handed over; the others are dropped."""
-        self._open[job.job_id] = _Open(job, sent, self._generation)
-        self.counts["dropped_queue"] += len(job.keys) - sent
-        if not job.is_promotion:
-            self.storing += sent
-
-    def refuse(self, job_id: int) -> JobResult:
-        """End a job that the backend did not accept; return its result."""
-        begun = self._forget(job_id)
-        if not begun.job.is_promotion:
-            self.counts["dropped_queue"] += begun.sent
-        return JobResult(job_id, success=False)
-
-    def fail(self, job_id: int) -> TransferJob | None:
-        """Record that a job has failed though its result is still to come; None: it had before, or is unknown."""
-        begun = self._open.get(job_id)
-        if begun is None or begun.failed_in_use:
-            return None
-        begun.failed_in_use = True
-        return begun.job
-
-    def release(self, job_id: int) -> bool:
-        """Record that a job is to be detached from its rows; False if there is no such job."""
-        begun = self._open.get(job_id)
-        if begun is None:
-            return False
-        begun.to_release = True
-        return True
-
-    def end(self, event: JobDone) -> EndedJob | None:
-        """Record a job's end; None if there is no such job."""
-        if event.job_id not in self._open:
-            return None
-        begun = self._forget(event.job_id)
-        job, statuses, counts = begun.job, event.statuses, self.counts
-        result = _result(job, event)
-        damaged, has_failed = 0, False
-        counts["retries"] += event.retries
-        counts["already_present"] += statuses.count(Status.PRESENT)
-        if not result.success:
-            damaged, has_failed = statuses.count(Status.CORRUPT), Status.FAILED in statuses
-            counts["seal_failures"] += damaged
-            counts["missing"] += statuses.count(Status.MISSING)
-            counts["dropped_full"] += statuses.count(Status.DROPPED)
-        return EndedJob(
-            job,
-            result,
-            failed_before=begun.failed_in_use,
-            was_released=begun.to_release,
-            has_failed=has_failed,
-            has_current_names=begun.generation == self._generation,
-            damaged=damaged,
-        )
-
-    def unfinished(self) -> dict[int, TransferJob]:
-        """Return the jobs in flight by id."""
-        return {job_id: begun.job for job_id, begun in self._open.items()}
-
-    def note_dropped(self, unfinished: Mapping[int, TransferJob], results: Iterable[JobResult]) -> str:
-        """Count what of the ``unfinished`` jobs was not done before the shutdown; return it as text, "" for none."""
-        jobs, chunks = not_done(unfinished, results)
-        self.counts["dropped_shutdown"] += chunks
-        return f"{jobs} jobs with {chunks} chunks" if jobs else ""
-
-    def _forget(self, job_id: int) -> _Open:
-        begun = self._open.pop(job_id)
-        if not begun.job.is_promotion:
-            self.storing -= begun.sent
-        return begun
-
-
-def _result(job: TransferJob, event: JobDone) -> JobResult:
-    statuses = event.statuses
-    if len(statuses) == len(job.keys) and _GOOD.issuperset(statuses):
-        return JobResult(job.job_id, success=True, nbytes=event.nbytes, seconds=event.seconds)
-    done = [key for key, status in zip(job.keys, statuses, strict=False) if status in _GOOD]
-    return JobResult(job.job_id, success=False, successful_keys=done, nbytes=event.nbytes, seconds=event.seconds)
+    of: InflightJob
+    message: StoreJob
+    start: int = 0
+    is_started: bool = False
+    failed_in_use: bool = False
+    to_release: bool = False
+    is_released: bool = False
+    has_ended: bool = False
+    """Its host has reported its end, or was reaped."""

@@ -65,7 +65,7 @@ def test_after_a_death_the_next_life_gets_the_names_of_now(ends, kit, keys):
     assert names == [other, kit.NAMES]
 
 
-@pytest.mark.parametrize("remembered", ["_jobs", "_probes"])
+@pytest.mark.parametrize("remembered", ["parts", "_probes"])
 def test_what_is_sent_is_remembered_before_another_thread_can_poll(ends, keys, remembered):
     """``open_state`` polls on any thread: an answer that it takes must find the question."""
     tier = ends.tiers[0]

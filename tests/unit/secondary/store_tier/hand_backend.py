@@ -17,6 +17,7 @@ class HandBackend:
     def __init__(self):
         self.jobs, self.probes, self.abandoned, self.restarts, self.logged = [], [], [], [], []
         self.names = None
+        self.parts = {}
         self.takes_jobs = self.takes_probes = True
         self._news = deque()
         self.drained = True
@@ -31,8 +32,10 @@ class HandBackend:
     def open_state(self):
         return self.state
 
-    def send_job(self, job):
-        self.jobs.append(job)
+    def send_job(self, part):
+        self.jobs.append(part.message)
+        if self.takes_jobs:
+            self.parts[part.message.job_id] = part
         return self.takes_jobs
 
     def send_probe(self, probe_id, keys, *, is_prefix):

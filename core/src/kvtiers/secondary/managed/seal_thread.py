@@ -32,7 +32,8 @@ class SealedJob:
     names: StorageNames
     handed_over: bool = False
     reported: bool = False
-    abandoned: bool = False
+    failed_in_use: bool = False
+    """Core has given it up; its result still follows."""
     error: str = ""
     """Why it could not be sealed."""
     result: JobResult | None = None

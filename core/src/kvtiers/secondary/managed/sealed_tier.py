@@ -110,7 +110,7 @@ class SealedTier(EventTier):
         known = self._jobs.get(job_id)
         if known is None:
             return
-        known.abandoned = True
+        known.failed_in_use = True
         if job_id != self._probing_with:
             self._record(ok=False)
         if known.handed_over and self._in_use is not None:  # None: it hung in its drain
@@ -226,7 +226,7 @@ class SealedTier(EventTier):
         for _ in range(len(self._sealer.sealed)):
             sealed = self._sealer.sealed.popleft()
             context = sealed.job.context
-            error = sealed.error or ("given up before it began" if sealed.abandoned else "")
+            error = sealed.error or ("given up before it began" if sealed.failed_in_use else "")
             if not error:
                 sealed.handed_over = True
                 owner = self._requests.owner(context)
@@ -317,10 +317,10 @@ class SealedTier(EventTier):
         del self._jobs[known.job.job_id]
         if known.job.job_id == self._probing_with:
             self._probing_with = None
-            self._breaker.probed(ok=ok and not known.abandoned)
+            self._breaker.probed(ok=ok and not known.failed_in_use)
             if self._breaker.state is BreakerState.CLOSED:
                 self.log(logging.WARNING, f"{self._name}: works again; back in use")
-        elif not known.abandoned:
+        elif not known.failed_in_use:
             self._record(ok=ok)
 
     def _record(self, *, ok: bool) -> None:
