@@ -469,6 +469,7 @@ class ManagerAgainstModel(RuleBasedStateMachine):
             mine = [job for job in running if job.slot is slot]
             reserved = [batch for batch in self.manager._promotions._batches.values() if batch.slot is slot]
             assert metrics.pinned_rows == sum(len(job.rows) for job in mine) + sum(len(b.rows) for b in reserved)
+            assert all(each.reserved.rows == len(each.rows) for each in (*mine, *reserved))
             assert metrics.running_jobs == sum(not job.failed_in_use for job in mine)
             assert metrics.quarantined_rows == sum(len(job.rows) for job in mine if job.failed_in_use)
             assert metrics.loading_chunks == sum(
@@ -476,8 +477,9 @@ class ManagerAgainstModel(RuleBasedStateMachine):
             ) + sum(len(batch.rows) for batch in reserved)
             assert metrics.pinned_rows <= max(1, rows.num_rows // 4)
             assert metrics.unread_bytes >= 0
-        assert table._pinned == sum(slot.metrics.pinned_rows for slot in self.bench.slots)
-        assert table._pinned <= max(1, rows.num_rows // 2)
+        budget = self.manager._cascades._budget
+        assert budget.held == sum(slot.metrics.pinned_rows for slot in self.bench.slots)
+        assert budget.held <= max(1, rows.num_rows // 2)
         assert self.manager._metrics.misuse == self.misuse
 
     @invariant()

@@ -33,6 +33,7 @@ from kvtiers.secondary.tier_events import (
     moved,
     without,
 )
+from kvtiers.tiering.pin_budget import Reservation
 from kvtiers.tiering.provenance import Origins
 from kvtiers.tiering.requests import RequestState
 from kvtiers.tiering.tier_slot import TierSlot
@@ -70,6 +71,7 @@ class _Running:
     job: TransferJob
     slot: TierSlot
     rows: Sequence[int]
+    reserved: Reservation
     state: RequestState
     generation: int
     submitted: float
@@ -80,7 +82,7 @@ class _Running:
 
 
 class JobTable:
-    """All jobs in flight, and the pin budgets, which jobs, reservations and quarantined rows use up."""
+    """All jobs in flight."""
 
     def __init__(
         self,
@@ -99,10 +101,6 @@ class JobTable:
         """The tiers' completed stores since these were last taken."""
         self._ids = itertools.count(1)
         self._job_rows = max(1, options.job_bytes // max(1, primary.row_stride))
-        # Never above the share, but for the one row that each gets. The small number is floating point's.
-        self._all_rows = max(1, int(options.all_tiers * primary.num_rows + 1e-9))
-        self._tier_rows = max(1, int(options.one_tier * primary.num_rows + 1e-9))
-        self._pinned = 0
         self._failed_in_use = 0
         self._generation = 0
         self._next_scan = -math.inf
@@ -116,28 +114,17 @@ class JobTable:
         """Jobs in flight that have not failed in use."""
         return len(self._jobs) - self._failed_in_use
 
-    @property
-    def room_in_all(self) -> int:
-        """Rows that all tiers together may still pin."""
-        return max(0, self._all_rows - self._pinned)
-
-    def room(self, slot: TierSlot) -> int:
-        """Rows that this tier may still pin, by its own budget and that of all tiers."""
-        return max(0, min(self._tier_rows - slot.metrics.pinned_rows, self._all_rows - self._pinned))
-
-    def hold(self, slot: TierSlot, rows: int) -> None:
-        """Take ``rows`` (negative: give back) from the budgets of this tier and of all tiers.
-
-        A row that several tiers read counts for each of them.
-        """
-        slot.metrics.pinned_rows += rows
-        self._pinned += rows
-
     def submit(
-        self, slot: TierSlot, keys: Sequence[OffloadKey], rows: Sequence[int], state: RequestState, *, promotion: bool
+        self,
+        reserved: Reservation,
+        keys: Sequence[OffloadKey],
+        rows: Sequence[int],
+        state: RequestState,
+        *,
+        promotion: bool,
     ) -> None:
-        """Hand chunks to a tier, in jobs of bounded size. Their rows are already in the budgets."""
-        now = self._clock()
+        """Hand chunks to the tier that their rows are reserved for, in jobs of bounded size."""
+        slot, now = reserved.slot, self._clock()
         for start in range(0, len(keys), self._job_rows):
             some_rows = rows[start : start + self._job_rows]
             # Copies: a tier that changes its lists must not change ours.
@@ -145,7 +132,8 @@ class JobTable:
             chunk_ids = memoryview(array("i", some_rows))
             job = TransferJob(next(self._ids), some_keys, chunk_ids, promotion, state.context)
             ticket = slot.rate.begins(now) if promotion else 0
-            running = _Running(job, slot, some_rows, state, self._generation, now, ticket)
+            own = reserved if len(some_rows) == len(rows) else reserved.split(len(some_rows))
+            running = _Running(job, slot, some_rows, own, state, self._generation, now, ticket)
             self._jobs[job.job_id] = running
             slot.metrics.running_jobs += 1
             if not slot.submit(job):
@@ -230,7 +218,7 @@ class JobTable:
             metrics.quarantined_rows -= len(running.rows)
         else:
             metrics.running_jobs -= 1
-        self.hold(running.slot, -len(running.rows))
+        running.reserved.release()
         good = good_keys(job, result)
         overtaken = running.failed_in_use or running.generation != self._generation
         if not job.is_promotion:

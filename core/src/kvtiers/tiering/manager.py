@@ -27,6 +27,7 @@ from kvtiers.tiering.engine_side import EngineSide
 from kvtiers.tiering.jobs import JobTable, TieringOptions
 from kvtiers.tiering.load_or_recompute import Waits
 from kvtiers.tiering.load_rate import PRIOR_BYTES_PER_SECOND
+from kvtiers.tiering.pin_budget import PinBudget
 from kvtiers.tiering.plans import Plans
 from kvtiers.tiering.prefix_lookup import Lookups
 from kvtiers.tiering.promotion import Promotions
@@ -94,16 +95,16 @@ class TieringManager:
             slot.rate.prior = primary.row_stride / PRIOR_BYTES_PER_SECOND
         self._origins = Origins(self._slots)
         self._jobs = JobTable(primary, self._slots, self._origins, options, clock)
-        self._cascades = Cascades(primary, self._jobs, self._slots, options, metrics)
-        self._promotions = Promotions(primary, self._jobs, self._origins, options, self._cascades.allocated)
+        budget = PinBudget(primary.num_rows, options.all_tiers, options.one_tier)
+        self._cascades = Cascades(primary, self._jobs, budget, self._slots, options, metrics)
+        self._promotions = Promotions(primary, self._jobs, budget, self._origins, options, self._cascades.allocated)
         self._waits = Waits(options, clock)
         self._lookups = Lookups(
-            primary, self._jobs, self._promotions, self._origins, self._waits, tokens_per_chunk, metrics
+            primary, budget, self._promotions, self._origins, self._waits, tokens_per_chunk, metrics
         )
         prefix_tokens = tokens_per_chunk[prefix_group]
         self._plans = Plans(
             primary,
-            self._jobs,
             self._cascades,
             self._origins,
             engine,

@@ -13,8 +13,8 @@ from kvtiers.api import LookupResult, OffloadKey, group_of
 from kvtiers.api.keys import first_misfit
 from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
-from kvtiers.tiering.jobs import JobTable
 from kvtiers.tiering.load_or_recompute import Waits
+from kvtiers.tiering.pin_budget import PinBudget
 from kvtiers.tiering.promotion import Found, Promotions
 from kvtiers.tiering.provenance import Origins
 from kvtiers.tiering.requests import LastAnswer, RequestState, RoomWait
@@ -77,7 +77,7 @@ class Lookups:
     def __init__(
         self,
         primary: CPUPrimaryTier,
-        jobs: JobTable,
+        budget: PinBudget,
         promotions: Promotions,
         origins: Origins,
         waits: Waits,
@@ -85,7 +85,7 @@ class Lookups:
         metrics: EngineMetrics,
     ) -> None:
         self._primary = primary
-        self._jobs = jobs
+        self._budget = budget
         self._promotions = promotions
         self._origins = origins
         self._waits = waits
@@ -167,7 +167,7 @@ class Lookups:
             wait.length != len(keys)
             or wait.last != keys[-1]
             or not slot.available()
-            or self._jobs.room(slot) >= min(wait.wanted, _WORTH_A_WALK)
+            or self._budget.room(slot) >= min(wait.wanted, _WORTH_A_WALK)
             or not slot.metrics.loading_chunks
             or (self._waits.load_over(state, 0) if wait.hits.pending else self._waits.line_over(state, 0))
             or not self._waits.is_sooner(slot, wait.wanted, tokens, state, waited)
@@ -270,7 +270,7 @@ class Lookups:
         tiers = [tier for tier in askable if tier is not None]
         left = max(_FEWEST_RESERVED, _MOST_RESERVED - at // _WALKED_FOR_ONE)
         waited = len(state.window_waits) if window else state.awaited.get(group_of(keys[0]), (0, 0))[1]
-        search = _Search(tiers, self._jobs.room_in_all, left, waited, may_wait)
+        search = _Search(tiers, self._budget.room_in_all, left, waited, may_wait)
         found: list[Found] = []
         silent: Sequence[TierSlot] = ()
         while at < len(keys) and tiers and (search.room or search.may_wait) and search.left:
@@ -290,7 +290,7 @@ class Lookups:
     def _askable(self, slot: TierSlot, question: int, *, may_wait: bool) -> _Asked | None:
         if not slot.available():
             return None
-        room = self._jobs.room(slot)
+        room = self._budget.room(slot)
         if not room and not may_wait:
             slot.metrics.budget_misses += 1
             return None

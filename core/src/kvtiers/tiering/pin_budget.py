@@ -1,0 +1,67 @@
+"""The pin budget: the most rows that the jobs, reservations and quarantined rows of one tier, and of all, may hold.
+
+Rows are taken by a reservation and given back by it, nowhere else. It goes with its rows: from the lookup or the
+completed store that makes it to the job that moves them, which releases it when it has ended.
+"""
+
+from kvtiers.tiering.tier_slot import TierSlot
+
+__all__ = ["PinBudget", "Reservation"]
+
+
+class PinBudget:
+    """The budgets of all tiers; shares are of all rows. A row that several tiers read counts for each of them."""
+
+    def __init__(self, num_rows: int, all_tiers: float, one_tier: float) -> None:
+        # Never above the share, but for the one row that each gets. The small number is floating point's.
+        self._all_rows = max(1, int(all_tiers * num_rows + 1e-9))
+        self._tier_rows = max(1, int(one_tier * num_rows + 1e-9))
+        self.held = 0
+        """Rows that all tiers together hold."""
+
+    @property
+    def room_in_all(self) -> int:
+        """Rows that all tiers together may still hold."""
+        return max(0, self._all_rows - self.held)
+
+    def room(self, slot: TierSlot) -> int:
+        """Rows that this tier may still hold, by its own budget and that of all tiers."""
+        return max(0, min(self._tier_rows - slot.metrics.pinned_rows, self._all_rows - self.held))
+
+    def reserve(self, slot: TierSlot, rows: int = 0) -> "Reservation":
+        """Set aside so many rows for a tier; that there is room for them is the caller's to see."""
+        reserved = Reservation(self, slot)
+        reserved.add(rows)
+        return reserved
+
+
+class Reservation:
+    """Rows of the budgets that are set aside for one tier, until they are released, all at once or some by some."""
+
+    __slots__ = ("_budget", "rows", "slot")
+
+    def __init__(self, budget: PinBudget, slot: TierSlot) -> None:
+        self._budget = budget
+        self.slot = slot
+        self.rows = 0
+
+    def add(self, rows: int) -> None:
+        """Set aside so many rows more."""
+        self.rows += rows
+        self.slot.metrics.pinned_rows += rows
+        self._budget.held += rows
+
+    def release(self, rows: int | None = None) -> None:
+        """Give back so many rows, or all; when all are back nothing more happens."""
+        self.add(-(self.rows if rows is None else min(rows, self.rows)))
+
+    def split(self, rows: int) -> "Reservation":
+        """Return a reservation of so many of these rows; this one keeps the others."""
+        part = Reservation(self._budget, self.slot)
+        self.move(rows, part)
+        return part
+
+    def move(self, rows: int, to: "Reservation") -> None:
+        """Let another reservation of the same tier have so many of these rows."""
+        self.rows -= rows
+        to.rows += rows
