@@ -47,9 +47,9 @@ from kvtiers.secondary.managed.sealed_tier import SealedTier
 from kvtiers.secondary.placement import HostedRegion, TierHosts
 from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.start_line import StartFacts, StartLine
+from kvtiers.tiering.estimates import prior_seconds_per_token
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.manager import TieringManager
-from kvtiers.tiering.prefill_cost import prior_seconds_per_token
 from kvtiers.tiering.recorder import Recorder
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 

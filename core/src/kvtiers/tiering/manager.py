@@ -24,9 +24,9 @@ from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.cascade import Cascades
 from kvtiers.tiering.engine_side import EngineSide
+from kvtiers.tiering.estimates import PRIOR_BYTES_PER_SECOND
 from kvtiers.tiering.jobs import JobTable, TieringOptions
 from kvtiers.tiering.load_or_recompute import Waits
-from kvtiers.tiering.load_rate import PRIOR_BYTES_PER_SECOND
 from kvtiers.tiering.pin_budget import PinBudget
 from kvtiers.tiering.plans import Plans
 from kvtiers.tiering.prefix_lookup import Lookups

@@ -15,7 +15,7 @@ from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.cascade import Cascades
 from kvtiers.tiering.engine_side import EngineSide
-from kvtiers.tiering.prefill_cost import PrefillCost
+from kvtiers.tiering.estimates import PrefillCost
 from kvtiers.tiering.provenance import Origins
 from kvtiers.tiering.requests import RequestState
 from kvtiers.types import LoadPlan, StorePlan

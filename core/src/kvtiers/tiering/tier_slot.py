@@ -16,8 +16,7 @@ from kvtiers._failures import log_with_backoff
 from kvtiers.api import LookupResult, OffloadKey, SecondaryTierManager, TierRequest, TransferJob
 from kvtiers.metrics import TierMetrics
 from kvtiers.secondary.tier_events import EventTier, TierEvent, poll_getters
-from kvtiers.tiering.load_rate import LoadRate
-from kvtiers.tiering.prefill_cost import PrefillCost
+from kvtiers.tiering.estimates import LoadRate, PrefillCost
 from kvtiers.tiering.slow_watch import SlowWatch
 
 __all__ = ["TierOptions", "TierSlot"]

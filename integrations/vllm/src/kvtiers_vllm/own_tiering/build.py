@@ -23,8 +23,7 @@ from kvtiers.secondary.in_process import InProcessBackend
 from kvtiers.secondary.placement import HostedRegion, TierHosts
 from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.start_line import StartFacts, StartLine
-from kvtiers.tiering.load_rate import PRIOR_BYTES_PER_SECOND
-from kvtiers.tiering.prefill_cost import prior_seconds_per_token
+from kvtiers.tiering.estimates import PRIOR_BYTES_PER_SECOND, prior_seconds_per_token
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 from kvtiers_vllm.engine import CoreLink, Engine
 from kvtiers_vllm.identity import identity_of, row_layout

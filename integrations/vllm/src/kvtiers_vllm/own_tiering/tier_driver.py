@@ -31,7 +31,7 @@ from kvtiers.api import JobResult, LookupResult, OffloadKey, TransferJob, group_
 from kvtiers.metrics import TierMetrics
 from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.secondary.tier_events import JobFailed, JobReleased, JobStarted, good_keys, moved
-from kvtiers.tiering.prefill_cost import PrefillCost
+from kvtiers.tiering.estimates import PrefillCost
 from kvtiers.tiering.provenance import Origins
 from kvtiers.tiering.tier_slot import TierSlot
 from kvtiers.types import RequestContext
