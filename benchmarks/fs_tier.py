@@ -110,7 +110,7 @@ def host_lane(path: Path, fd: int, rows: memoryview, nbytes: int, stack: ExitSta
     region = HostedRegion(fd, len(rows), len(rows), nbytes, [(nbytes - 64, nbytes)])
     hosts = TierHosts(region, "bench", lambda: NAMES)
     stack.callback(hosts.close, 10.0)
-    tier = ChunkStoreTier(options, hosts.backend(options))
+    tier = ChunkStoreTier(options, hosts.pool(options))
     stack.callback(tier.close)
     hosts.start()
     assert not (problem := tier.wait_open(30.0)), problem
@@ -128,7 +128,6 @@ def host_lane(path: Path, fd: int, rows: memoryview, nbytes: int, stack: ExitSta
             results: Sequence[JobResult] = ()
             while not results:
                 time.sleep(0.0002)
-                tier.get_started_jobs()
                 results = tier.get_finished_jobs()
             assert results[0].success, results
 

@@ -34,7 +34,7 @@ class TierLane:
         region = HostedRegion(fd, len(rows), len(rows), nbytes, [(nbytes - 64, nbytes)])
         hosts = TierHosts(region, "bench", lambda: NAMES)
         stack.callback(hosts.close, 10.0)
-        self.tier = ChunkStoreTier(config, hosts.backend(config))
+        self.tier = ChunkStoreTier(config, hosts.pool(config))
         stack.callback(self.tier.close)
         hosts.start()
         assert not (problem := self.tier.wait_open(30.0)), problem
@@ -78,7 +78,6 @@ class TierLane:
         until = time.perf_counter() + PATIENCE
         while left:
             self.rest(self.step_seconds)
-            self.tier.get_started_jobs()
             for result in self.tier.get_finished_jobs():
                 assert result.success, result
                 left -= 1

@@ -24,8 +24,8 @@ from kvtiers.api import (
     make_offload_key,
 )
 from kvtiers.primary.tier import CPUPrimaryTier
+from kvtiers.tiering.estimates import PRIOR_BYTES_PER_SECOND
 from kvtiers.tiering.jobs import TieringOptions
-from kvtiers.tiering.load_rate import PRIOR_BYTES_PER_SECOND
 from kvtiers.tiering.manager import TieringManager
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 from kvtiers.types import RequestContext

@@ -42,15 +42,15 @@ from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.region.client import RegionJoin
 from kvtiers.region.ranks import PrefaultEnded, RankJoined, RankLost
 from kvtiers.region.region import AnonymousRegion, OffloadRegion, SharedOffloadRegion
-from kvtiers.secondary.backend import StoreBackend
+from kvtiers.secondary.host_pool import HostPool, PooledHost
 from kvtiers.secondary.in_process import InProcessBackend
 from kvtiers.secondary.managed.sealed_tier import SealedTier
 from kvtiers.secondary.placement import HostedRegion, TierHosts
 from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.start_line import StartFacts, StartLine
+from kvtiers.tiering.estimates import prior_seconds_per_token
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.manager import TieringManager
-from kvtiers.tiering.prefill_cost import prior_seconds_per_token
 from kvtiers.tiering.recorder import Recorder
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 
@@ -374,19 +374,20 @@ class _Engine:
                 config, self._opener(plugin, config, SecondaryTierManager), self._views, self._names, self._sizes
             )
         else:
-            tier = ChunkStoreTier(config, self._backend(plugin, config))
+            tier = ChunkStoreTier(config, self._pool(plugin, config))
         self._tiers[name] = tier
         options = TierOptions(name, config.read_only, config.admission, config.deadline)
         return TierSlot(index, tier, options)
 
-    def _backend(self, plugin: TierPlugin, config: TierConfig) -> StoreBackend:
+    def _pool(self, plugin: TierPlugin, config: TierConfig) -> HostPool:
         if config.io == "process" and self._hosts is not None:
-            return self._hosts.backend(config)
+            return self._hosts.pool(config)
         if config.io == "process":
             name = config.tier_name
             _log.warning("%s: no helper process, since none could map this region: its io is 'thread'", name)
         opener = self._opener(plugin, config, ChunkStore)
-        return InProcessBackend(config, opener, self._views, self._names, self._sizes, self._described)
+        backend = InProcessBackend(config, opener, self._views, self._names, self._sizes, self._described)
+        return HostPool([PooledHost(config.tier_name, backend)])
 
     def _tier_hosts(self) -> TierHosts | None:
         region = self._region

@@ -52,7 +52,6 @@ class Hosted:
         while not true():
             assert time.monotonic() < until, f"{what}: not within {PATIENCE:g} s"
             self._tier.on_schedule_end()
-            self._tier.get_started_jobs()
             for result in self._tier.get_finished_jobs():
                 self._ended += 1
                 self.successes += result.success
@@ -73,7 +72,7 @@ def hosted(config: RedisConfig) -> Iterator[Hosted]:
     mapping = map_memory(fd, total, total)
     region = HostedRegion(fd, total, total, _VALUE_BYTES, [(_VALUE_BYTES - _SEAL_BYTES, _VALUE_BYTES)])
     hosts = TierHosts(region, "ns", lambda: _NAMES)
-    tier = ChunkStoreTier(config, hosts.backend(config))
+    tier = ChunkStoreTier(config, hosts.pool(config))
     try:
         hosts.start()
         yield Hosted(tier)

@@ -44,6 +44,7 @@ class Service:
         self.step_seconds = 0.002
         self.rest: Callable[[float], None] = time.sleep
         self._jobs = 0
+        self._results: list[JobResult] = []
 
     @property
     def payload(self) -> "np.ndarray[tuple[int, int], np.dtype[np.uint8]]":
@@ -78,10 +79,11 @@ class Service:
                     rows[self._jobs] = first_row
 
         def ended() -> bool:
-            for result in self.tier.get_finished_jobs():
+            for result in self._results:
                 results.append(result)
                 del rows[result.job_id]
                 begin()
+            self._results.clear()
             return len(results) == len(jobs)
 
         begin()
@@ -119,7 +121,7 @@ class Service:
         until = time.monotonic() + patience
         while True:
             self.tier.on_schedule_end()
-            self.tier.get_started_jobs()
+            self._results += self.tier.get_finished_jobs()
             if done():
                 return
             if time.monotonic() > until:
@@ -136,7 +138,7 @@ def service(config: S3Config, value_bytes: int, rows: int) -> Iterator[Service]:
     hosts = TierHosts(
         HostedRegion(fd, total, total, value_bytes, [(value_bytes - _SEAL, value_bytes)]), "bench", lambda: NAMES
     )
-    tier = ChunkStoreTier(config, hosts.backend(config))
+    tier = ChunkStoreTier(config, hosts.pool(config))
     try:
         hosts.start()
         problem = tier.wait_open(60.0)

@@ -23,22 +23,23 @@ class HostedTier(ChunkStoreTier):
     """A tier that ends its hosts when it is closed, and takes its events before each answer, as under the manager."""
 
     def __init__(self, config, region):
-        self._hosts = TierHosts(region, "test", lambda: NAMES)
-        super().__init__(config, self._hosts.backend(config))
-        self._hosts.start()
+        self._processes = TierHosts(region, "test", lambda: NAMES)
+        self._kept = []
+        super().__init__(config, self._processes.pool(config))
+        self._processes.start()
         assert not (error := self.wait_open(60.0)), error
 
-    def get_finished_jobs(self):
-        self.get_started_jobs()
-        return super().get_finished_jobs()
+    def poll(self):
+        kept, self._kept = self._kept, []
+        return [*kept, *super().poll()]
 
     def is_available(self):
-        self.get_started_jobs()
+        self._kept = self.poll()
         return super().is_available()
 
     def close(self):
         super().close()
-        self._hosts.close(60.0)
+        self._processes.close(60.0)
 
 
 class TestTierInHosts(SecondaryTierTests):

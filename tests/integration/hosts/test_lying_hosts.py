@@ -59,7 +59,7 @@ def test_a_host_that_reports_a_job_twice_is_ended(liar, machine, log):
 def test_a_flood_ends_the_host_and_does_not_fill_the_engine(liar, machine, log, lie):
     engine = liar(lie)
     engine.until(lambda: log.lines("it floods the engine"), "its end")
-    assert len(engine.manager._slots[0].tier._backend._events) < 5000
+    assert len(engine.group()._hosts[0].backend._events) < 5000
     assert len(log.lines("flood flood")) < 1000
     honest_again(engine, machine)
 

@@ -13,6 +13,7 @@ class ScriptedBackend:
 
     def __init__(self):
         self.jobs = {}
+        self.parts = {}
         self.calls = []
         self.says = deque()
         self.has_room = True
@@ -23,9 +24,10 @@ class ScriptedBackend:
     def wait_open(self, timeout):
         return self.opening
 
-    def send_job(self, job):
+    def send_job(self, part):
         if self.has_room:
-            self.jobs[job.job_id] = job
+            self.jobs[part.message.job_id] = part.message
+            self.parts[part.message.job_id] = part
         return self.has_room
 
     def send_probe(self, probe_id, keys, *, is_prefix):

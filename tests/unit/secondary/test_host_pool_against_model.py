@@ -1,11 +1,14 @@
 """A group of hosts against a model that has for each job which host has which part, and what became of it."""
 
+from array import array
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from tests.unit.secondary.scripted_backend import ScriptedBackend
+from tests.unit.secondary.test_host_pool import as_told
 
-from kvtiers.api import make_offload_key
+from kvtiers.api import TransferJob, make_offload_key
 from kvtiers.host.messages import (
     JobDone,
     JobFailed,
@@ -14,9 +17,9 @@ from kvtiers.host.messages import (
     Opened,
     Probed,
     Status,
-    StoreJob,
 )
 from kvtiers.secondary.host_pool import HostPool, PooledHost
+from kvtiers.secondary.tier_jobs import InflightJob
 
 HOSTS = range(3)
 KEYS = [make_offload_key(number.to_bytes(8, "big"), 0) for number in range(70)]
@@ -53,7 +56,8 @@ class GroupMachine(RuleBasedStateMachine):
         job_id = len(self.reported) + 1
         for number, backend in enumerate(self.played):
             backend.has_room = number not in full
-        sent = self.group.send_job(StoreJob(job_id, is_load, KEYS[:count], list(range(count))))
+        job = TransferJob(job_id, KEYS[:count], memoryview(array("i", range(count))), is_load, None)
+        sent = self.group.send_job(InflightJob(job, KEYS[:count], 0))
         takers = [number for number in HOSTS if job_id in self.played[number].jobs]
         assert sent == bool(takers)
         self.reported[job_id] = []
@@ -178,7 +182,7 @@ class GroupMachine(RuleBasedStateMachine):
     def listen(self):
         """Take the events; check each against what is known of the job."""
         self.group._look_at = 0.0
-        events = list(self.group.poll())
+        events = [event if job is None else as_told(job, event) for job, event in self.group.poll()]
         for event in events:
             match event:
                 case Opened(error):

@@ -3,8 +3,7 @@
 import pytest
 
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
-from kvtiers.tiering.load_rate import LoadRate
-from kvtiers.tiering.prefill_cost import PrefillCost, prior_seconds_per_token
+from kvtiers.tiering.estimates import LoadRate, PrefillCost, prior_seconds_per_token
 
 
 def load(rate, now, chunks, seconds):

@@ -442,7 +442,7 @@ class ManagerAgainstModel(RuleBasedStateMachine):
             assert ids == sorted(set(ids))
             for job in tier.submitted[self.seen_jobs[number] :]:
                 held, running = tier.held.get(job.job_id), self.manager._jobs._jobs.get(job.job_id)
-                if held is None or running is None or running.failed or running.generation < self.generation():
+                if held is None or running is None or running.failed_in_use or running.generation < self.generation():
                     continue
                 assert [row_of.get(key) for key in job.keys] == held.rows
                 if job.is_promotion:
@@ -469,15 +469,17 @@ class ManagerAgainstModel(RuleBasedStateMachine):
             mine = [job for job in running if job.slot is slot]
             reserved = [batch for batch in self.manager._promotions._batches.values() if batch.slot is slot]
             assert metrics.pinned_rows == sum(len(job.rows) for job in mine) + sum(len(b.rows) for b in reserved)
-            assert metrics.running_jobs == sum(not job.failed for job in mine)
-            assert metrics.quarantined_rows == sum(len(job.rows) for job in mine if job.failed)
+            assert all(each.reserved.rows == len(each.rows) for each in (*mine, *reserved))
+            assert metrics.running_jobs == sum(not job.failed_in_use for job in mine)
+            assert metrics.quarantined_rows == sum(len(job.rows) for job in mine if job.failed_in_use)
             assert metrics.loading_chunks == sum(
-                len(job.rows) for job in mine if job.job.is_promotion and not job.failed
+                len(job.rows) for job in mine if job.job.is_promotion and not job.failed_in_use
             ) + sum(len(batch.rows) for batch in reserved)
             assert metrics.pinned_rows <= max(1, rows.num_rows // 4)
             assert metrics.unread_bytes >= 0
-        assert table._pinned == sum(slot.metrics.pinned_rows for slot in self.bench.slots)
-        assert table._pinned <= max(1, rows.num_rows // 2)
+        budget = self.manager._cascades._budget
+        assert budget.held == sum(slot.metrics.pinned_rows for slot in self.bench.slots)
+        assert budget.held <= max(1, rows.num_rows // 2)
         assert self.manager._metrics.misuse == self.misuse
 
     @invariant()

@@ -1,7 +1,7 @@
 """The third rung of the contract: a tier that moves chunks asynchronously and never blocks.
 
-Most authors want ``ChunkStore`` (``kvtiers.api.store``); this rung is for RDMA, io_uring, peers and the like, and
-it is the only interface that the tiering code calls.
+Most authors want ``ChunkStore`` (``kvtiers.api.store``); this rung is for RDMA, io_uring, peers and the like. All tiers
+that the tiering code calls are of this class, core's own too.
 """
 
 from abc import ABC, abstractmethod
@@ -74,7 +74,8 @@ class SecondaryTierManager(ABC):
     """A tier that the tiering code drives directly. Its methods run on the engine's thread and must not block.
 
     The end is the exception: ``drain``, and what is still handed over or asked for around it, run on one thread of
-    core's own, ``close`` on another; no other call is made meanwhile.
+    core's own, ``close`` on another; no other call is made meanwhile. ``stats`` (``SupportsStats``), if the tier has
+    it, is called once a second on a thread of core's own, beside the engine's calls.
 
     A subclass implements ``lookup`` or ``lookup_many`` and the three transfer methods. Every submitted job is
     reported exactly once by ``get_finished_jobs``, also a failed one, and also after ``drain``; a ``submit_*`` that

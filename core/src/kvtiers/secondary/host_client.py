@@ -1,7 +1,7 @@
 """The host client: one tier's connection to its tier host, seen from the engine (``io: process``).
 
-It remembers what the host has been asked, and accepts nothing else: a host that reports what it was not asked for
-breaks the protocol, and is killed.
+It keeps the jobs and questions that the host has (``tier_jobs.py``), and accepts nothing else: a host that reports
+what it was not asked for breaks the protocol, and is killed.
 """
 
 import logging
@@ -9,7 +9,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvtiers.api import OffloadKey
 from kvtiers.host import wire
@@ -22,12 +21,12 @@ from kvtiers.host.messages import (
     Opened,
     Probed,
     Status,
-    StoreJob,
 )
 from kvtiers.host.wire import ProtocolError
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.secondary.host_connection import HostConnection
 from kvtiers.secondary.supervisor import HostLife
+from kvtiers.secondary.tier_jobs import JobPart
 
 __all__ = ["BUMPED", "HostClient"]
 
@@ -48,18 +47,12 @@ _ENDS = {
 """What can become of a value of a load, and of a store."""
 
 
-@dataclass(slots=True)
-class _Sent:
-    """A job in flight in the host."""
-
-    job: StoreJob
-    started: bool = False
-    failed: bool = False
-    to_release: bool = False
-
-
 class HostClient:
-    """A ``StoreBackend``; engine's thread, but for ``wait_open`` and ``open_state``."""
+    """A ``StoreBackend``; engine's thread, but for ``wait_open`` and ``open_state``.
+
+    These two poll the connection, so what it reports may be handled on another thread: all that is remembered of jobs
+    and questions changes under the connection's lock alone. The events wait for the engine's thread.
+    """
 
     def __init__(
         self, link: HostConnection, names: StorageNames, *, deadline: float, grace: float, longest_pause: float = 0.0
@@ -72,7 +65,9 @@ class HostClient:
         self._open_within = max(_LEAST_OPEN_SECONDS, deadline + grace)
         self._reopen_within = longest_pause + self._open_within
         self._events: deque[Event] = deque()
-        self._jobs: dict[int, _Sent] = {}
+        self.parts: dict[int, JobPart] = {}
+        self._in_flight = 0
+        """Parts that the host has and has not ended."""
         self._loads = 0
         self._probes: dict[int, int] = {}
         self._stats: dict[str, float] = {}
@@ -97,19 +92,25 @@ class HostClient:
         self._link.poll()
         return self._open_error if self._open_error is not None else self._link.host.trouble or None
 
-    def send_job(self, job: StoreJob) -> bool:
-        """Send a job."""
-        if not self._link.send(wire.encode_job(self._index, job)):
-            return False
-        self._jobs[job.job_id] = _Sent(job)
-        self._loads += job.is_load
+    def send_job(self, part: JobPart) -> bool:
+        """Send a job, or a part of it."""
+        job = part.message
+        message = wire.encode_job(self._index, job)
+        with self._link.lock:  # a thread that polls meanwhile finds the job, and may end it
+            if not self._link.send(message):
+                return False
+            self.parts[job.job_id] = part
+            self._in_flight += 1
+            self._loads += job.is_load
         return True
 
     def send_probe(self, probe_id: int, keys: Sequence[OffloadKey], *, is_prefix: bool) -> bool:
         """Send a question."""
-        if not self._link.send(wire.encode_probe(self._index, probe_id, keys, is_prefix=is_prefix)):
-            return False
-        self._probes[probe_id] = len(keys)
+        message = wire.encode_probe(self._index, probe_id, keys, is_prefix=is_prefix)
+        with self._link.lock:
+            if not self._link.send(message):
+                return False
+            self._probes[probe_id] = len(keys)
         return True
 
     def set_names(self, names: StorageNames) -> None:
@@ -120,15 +121,16 @@ class HostClient:
 
     def abandon(self, job_id: int) -> None:
         """Drop the job if it has not begun; kill the host if it does not end the job in time."""
-        if job_id in self._jobs and self._link.connected:
+        if self._part(job_id) is not None and self._link.connected:
             self._link.send(wire.encode_abandon(self._index, job_id))
             self._kill_unless_done(job_id)
 
     def release(self, job_id: int) -> None:
         """Detach a load from its rows, if the host can."""
-        sent = self._jobs.get(job_id)
-        if sent is not None and self._link.connected and self._link.send(wire.encode_release(self._index, job_id)):
-            sent.to_release = True
+        with self._link.lock:
+            part = self._part(job_id)
+            if part is not None and self._link.send(wire.encode_release(self._index, job_id)):
+                part.to_release = True
 
     def flush(self) -> None:
         """Send what the step has collected."""
@@ -165,12 +167,12 @@ class HostClient:
         """Wait for all jobs to end; blocks, so only at shutdown. What is left is dropped with the host."""
         until = time.monotonic() + timeout
         while True:
-            in_flight = len(self._jobs)
+            before = self._in_flight
             self._link.poll()
-            if len(self._jobs) < in_flight:
+            if self._in_flight < before:
                 continue  # a poll takes a bounded number of results: there may be more
-            if not self._jobs or self._link.life is None or time.monotonic() >= until:
-                return not self._jobs
+            if not self._in_flight or self._link.life is None or time.monotonic() >= until:
+                return not self._in_flight
             time.sleep(_POLL_SECONDS)
 
     def close(self, timeout: float) -> None:
@@ -214,16 +216,19 @@ class HostClient:
         """Fail all jobs: the host is gone, or being killed. Their rows stay in use until it has been reaped."""
         self._open_error = _GONE
         self._events.append(Opened(_GONE))
-        self._events.extend(JobFailed(job_id, _GONE) for job_id, sent in self._jobs.items() if not sent.failed)
+        for job_id, part in self._unended():
+            if not part.failed_in_use:
+                part.failed_in_use = True
+                self._events.append(JobFailed(job_id, _GONE))
         self._events.extend(Probed(probe_id, b"", _GONE) for probe_id in self._probes)
         self._probes.clear()
 
     def on_reaped(self) -> None:
         """End all jobs: the host process has been reaped, so none of them can touch rows any more."""
-        for job_id, sent in self._jobs.items():
-            self._events.append(JobDone(job_id, bytes([Status.FAILED]) * len(sent.job.keys), 0, 0.0, error=_GONE))
-        self._jobs.clear()
-        self._loads = 0
+        for job_id, part in self._unended():
+            part.has_ended = True
+            self._events.append(JobDone(job_id, bytes([Status.FAILED]) * len(part.message.keys), 0, 0.0, error=_GONE))
+        self._in_flight = self._loads = 0
 
     # -- inside
 
@@ -242,30 +247,37 @@ class HostClient:
         self.log(logging.WARNING, f"{self._link.host.name}: {BUMPED}")
         return Opened(BUMPED)
 
-    def _sent(self, job_id: int) -> _Sent:
-        sent = self._jobs.get(job_id)
-        if sent is None:
+    def _unended(self) -> list[tuple[int, JobPart]]:
+        return [(job_id, part) for job_id, part in list(self.parts.items()) if not part.has_ended]
+
+    def _part(self, job_id: int) -> JobPart | None:
+        part = self.parts.get(job_id)
+        return part if part is not None and not part.has_ended else None
+
+    def _reported(self, job_id: int) -> JobPart:
+        part = self.parts.get(job_id)
+        if part is None or part.has_ended:
             raise ProtocolError(f"job {job_id} is reported, which it does not have")
-        return sent
+        return part
 
     def _take_start(self, job_id: int) -> None:
-        sent = self._sent(job_id)
-        if sent.started:
+        part = self._reported(job_id)
+        if part.is_started:
             raise ProtocolError(f"job {job_id} is reported as started twice")
-        sent.started = True
+        part.is_started = True
 
     def _take_failure(self, job_id: int) -> None:
-        sent = self._sent(job_id)
-        if sent.failed:
+        part = self._reported(job_id)
+        if part.failed_in_use:
             raise ProtocolError(f"job {job_id} is reported as failed twice")
-        sent.failed = True
+        part.failed_in_use = True
         self._kill_unless_done(job_id)
 
     def _take_release(self, job_id: int) -> None:
-        sent = self._sent(job_id)
-        if not sent.to_release:
+        part = self._reported(job_id)
+        if not part.to_release or part.is_released:
             raise ProtocolError(f"job {job_id} is reported as released, which was not asked for")
-        sent.to_release = False
+        part.is_released = True
 
     def _kill_unless_done(self, job_id: int) -> None:
         """Kill the host unless it releases the rows of this failed job in time."""
@@ -273,12 +285,14 @@ class HostClient:
             self._link.launcher.kill_after(self._link.life, _overdue(job_id), self._grace)
 
     def _take_result(self, event: JobDone) -> None:
-        job = self._sent(event.job_id).job
+        part = self._reported(event.job_id)
+        job = part.message
         if len(event.statuses) != len(job.keys) or not _ENDS[job.is_load].issuperset(event.statuses):
             raise ProtocolError(f"the result of job {event.job_id} does not fit its {len(job.keys)} chunks")
         if not (math.isfinite(event.seconds) and event.seconds >= 0):
             raise ProtocolError(f"job {event.job_id} took {event.seconds} seconds")
-        del self._jobs[event.job_id]
+        part.has_ended = True
+        self._in_flight -= 1
         self._loads -= job.is_load
         if self._link.life is not None and self._link.life.kill_at:
             self._link.life.cancel_kill(_overdue(event.job_id))

@@ -1,8 +1,10 @@
 """The engine's end of the connection to one tier host, across restarts of the host's process.
 
-Runs on the engine's thread and never waits for the host: messages go into a bounded outbox and out as far as the socket
-takes them. When a host ends, its jobs have failed at once; they are done, and their rows free, when the process has
-been reaped: from then on nothing can touch them.
+Never waits for the host: messages go into a bounded outbox and out as far as the socket takes them. Called on the
+engine's thread, and, as long as a tier has not reported whether its store is open, also on threads that ask for that
+(the start line's, ``wait_ready``'s, the status's): one at a time, by ``lock``. When a host ends, its jobs have failed
+in use at once; they are done, and their rows free, when the process has been reaped: from then on nothing can touch
+them.
 
 ===========  =========================================================================================
 state        leaves it when
@@ -61,7 +63,8 @@ class LinkedTier(Protocol):
 class HostConnection:
     """The connection to one host, shared by the backends of all tiers that live in it.
 
-    The lock is for ``wait_open`` at the start, which may poll on another thread; it is never held while waiting.
+    ``lock``: held by each method, and by the backends while they change what they remember of the host; never while
+    waiting.
     """
 
     def __init__(self, launcher: HostLauncher, host: HostProcess, logs: LogThread) -> None:

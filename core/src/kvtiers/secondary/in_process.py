@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 
 from kvtiers.api import ChunkStore, OffloadKey, TierConfig
 from kvtiers.host.borrowed_views import ValueViews
-from kvtiers.host.messages import Event, Opened, StoreJob
+from kvtiers.host.messages import Event, Opened
 from kvtiers.host.transfer_pool import TransferPool, mover_options
 from kvtiers.layout.fingerprint_record import Described
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.secondary.log_thread import LogThread
+from kvtiers.secondary.tier_jobs import JobPart
 
 __all__ = ["InProcessBackend"]
 
@@ -33,6 +34,7 @@ class InProcessBackend:
         sizes: Sequence[tuple[int, int]],
         described: Described | None = None,
     ) -> None:
+        self.parts: dict[int, JobPart] = {}
         self._events: deque[Event] = deque()
         self._opened = threading.Event()
         self._open_error = "not opened yet"
@@ -59,9 +61,10 @@ class InProcessBackend:
         """Return "" if the store is open, why it is not, or None while it has said neither. From any thread."""
         return self._open_error if self._opened.is_set() else None
 
-    def send_job(self, job: StoreJob) -> bool:
+    def send_job(self, part: JobPart) -> bool:
         """Queue a job."""
-        self._pool.submit(job)
+        self.parts[part.message.job_id] = part
+        self._pool.submit(part.message)
         return True
 
     def send_probe(self, probe_id: int, keys: Sequence[OffloadKey], *, is_prefix: bool) -> bool:

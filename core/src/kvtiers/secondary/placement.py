@@ -12,7 +12,6 @@ from kvtiers.host.wire import PROTOCOL_FORMAT, encode_hello
 from kvtiers.layout.fingerprint_record import Described
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.region.limits import usable_processors
-from kvtiers.secondary.backend import StoreBackend
 from kvtiers.secondary.host_client import HostClient
 from kvtiers.secondary.host_connection import HostConnection
 from kvtiers.secondary.host_pool import HostPool, PooledHost
@@ -49,7 +48,7 @@ class _Host:
 class TierHosts:
     """All hosts of one manager: one for each tier, several, or one for all tiers whose ``host`` is the same name.
 
-    Give all tiers a backend first, then ``start``: a host opens all its tiers at once. ``names``: those current now.
+    Make the pools of all tiers first, then ``start``: a host opens all its tiers at once. ``names``: those current now.
     """
 
     def __init__(
@@ -67,13 +66,14 @@ class TierHosts:
         self._launcher = HostLauncher(region.fd, self._logs.post)
         self._hosts: dict[tuple[bool, str], _Host] = {}
 
-    def backend(self, config: TierConfig) -> StoreBackend:
-        """Return the backend of one tier, in the host that it shares or the hosts that it has for itself."""
+    def pool(self, config: TierConfig) -> HostPool:
+        """Return the hosts of one tier: one, which it may share with other tiers, or several for itself."""
         count = host_count(config)
         if count == 1:
-            return self._in_host(config, config.host or config.tier_name)
-        share = share_of(config, count)
-        names = [f"{config.tier_name} ({number} of {count})" for number in range(1, count + 1)]
+            names, share = [config.host or config.tier_name], config
+        else:
+            names = [f"{config.tier_name} ({number} of {count})" for number in range(1, count + 1)]
+            share = share_of(config, count)
         hosts = [PooledHost(name, self._in_host(share, name)) for name in names]
         return HostPool(hosts, max(value for _, value in self._region.sizes), config.shared_figures)
 

@@ -17,7 +17,6 @@ __all__ = ["PresenceCache", "SuspectKeys"]
 
 _MAX_VERDICTS = 250_000
 _MOST_SUSPECT = 8_192
-_DROPPED_AT_ONCE = 2_000  # so that no single step has to drop many more than it learns
 _MISS_SECONDS = 1.0  # another engine may store it at any time; a MISS is reused no longer than this
 _LEAST_SECONDS = 0.2  # an answer that expired before the next lookup would be asked for again and again
 _MOST_PROBES = 128  # in flight at once; a tier that has not answered these is too slow to be asked more
@@ -111,8 +110,7 @@ class PresenceCache:
             asked.pop(key, None)
         known = [(key, until[there > 0]) for key, there in zip(probe.keys, answers, strict=False)]
         self._verdicts.update(itertools.compress(known, mine))
-        if len(self._verdicts) > _MAX_VERDICTS:
-            self._drop_oldest()
+        drop_oldest(self._verdicts, _MAX_VERDICTS)
 
     def failed(self, probe_id: int) -> None:
         """Record that a probe failed: its chunks are misses for now."""
@@ -154,8 +152,7 @@ class PresenceCache:
         if self._asked:
             for key in learnt:
                 self._asked.pop(key, None)
-        if len(self._verdicts) > _MAX_VERDICTS:
-            self._drop_oldest()
+        drop_oldest(self._verdicts, _MAX_VERDICTS)
 
     def _want(self, keys: Sequence[OffloadKey], now: float) -> LookupResult:
         """Queue a question about an unknown run, except for chunks being asked for or behind a known MISS."""
@@ -185,11 +182,6 @@ class PresenceCache:
         if not self._send(probe_id, keys, is_prefix):
             self._take_in(probe_id, bytes(len(keys)), now)
 
-    def _drop_oldest(self) -> None:
-        excess = len(self._verdicts) - _MAX_VERDICTS
-        for key in list(itertools.islice(self._verdicts, excess + _DROPPED_AT_ONCE)):
-            del self._verdicts[key]
-
 
 class SuspectKeys:
     """Suspect keys of one tier: ``exists`` said yes, but the load did not bring the chunk. For one thread.
@@ -201,7 +193,7 @@ class SuspectKeys:
     def __init__(self) -> None:
         self.keys: dict[OffloadKey, None] = {}
 
-    def note(self, keys: Sequence[OffloadKey], statuses: bytes, *, is_load: bool) -> None:
+    def note(self, keys: Sequence[OffloadKey], statuses: bytes | bytearray, *, is_load: bool) -> None:
         """Update the suspects by a job's statuses: a load's miss adds its key, a value read or written removes it."""
         if is_load and not _NOT_GIVEN.isdisjoint(statuses):
             self.keys.update((key, None) for key, status in zip(keys, statuses, strict=False) if status in _NOT_GIVEN)

@@ -1,6 +1,7 @@
 """The store tier: a ``ChunkStore`` seen as a tier by the engine. It keeps verdicts, breaker and counts, moves no byte.
 
-Everything here runs on the engine's thread and only posts to, and polls, the backend in which the store's I/O runs.
+Everything here runs on the engine's thread and only posts to, and polls, the hosts in which the store's I/O runs. The
+jobs in flight are in the hosts' tables (``tier_jobs.py``).
 """
 
 import itertools
@@ -9,48 +10,55 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from kvtiers.api import JobResult, LookupResult, OffloadKey, SecondaryTierManager, TierConfig, TierRequest, TransferJob
-from kvtiers.host.messages import (
-    JobDone,
-    JobFailed,
-    JobReleased,
-    JobStarted,
-    Opened,
-    Probed,
-    Status,
-    StoreJob,
-)
+from kvtiers.api import JobResult, LookupResult, OffloadKey, TierConfig, TierRequest, TransferJob
+from kvtiers.host.messages import JobDone, JobFailed, JobReleased, JobStarted, Opened, Probed, Status
 from kvtiers.layout.storage_name import StorageNames
-from kvtiers.secondary.backend import StoreBackend
 from kvtiers.secondary.breaker import Breaker, BreakerState
-from kvtiers.secondary.full_watch import FullWatch
-from kvtiers.secondary.inflight_jobs import InflightJobs
+from kvtiers.secondary.host_client import BUMPED
+from kvtiers.secondary.host_pool import HostPool
 from kvtiers.secondary.presence_cache import PresenceCache, SuspectKeys
+from kvtiers.secondary.tier_jobs import EventTier, InflightJob, TierEvent, not_done
 
 __all__ = ["ChunkStoreTier"]
 
 _PROBE_KEY = b"\x00" * 8  # any key will do: the breaker's probe asks whether the store answers, not what
 _FIRST_PROBE_ID = 1 << 62  # apart from those of the lookups
 _CLOSE_SECONDS = 3.0
+_TRIED_AGAIN = (
+    "its lookups miss until it is back. It is tried again by itself; 'kvtiers check' with its config says more"
+)
 _MOST_ASKED_AHEAD = 64  # questions in flight; the others that are allowed are for lookups
+_QUIET_SECONDS = 30.0  # for so long it must have dropped nothing: at its limit a store takes some values and drops some
+_FIGURES = (
+    "seal_failures",
+    "retries",
+    "dropped_full",
+    "dropped_queue",
+    "dropped_shutdown",
+    "already_present",
+    "errors",
+    "missing",
+)
 
 
-class ChunkStoreTier(SecondaryTierManager):
-    """Drives one store through its backend. ``is_available`` while it is open and its breaker is closed."""
+class ChunkStoreTier(EventTier):
+    """Drives one store through its hosts. ``is_available`` while it is open and its breaker is closed."""
 
-    def __init__(self, config: TierConfig, backend: StoreBackend, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, config: TierConfig, hosts: HostPool, clock: Callable[[], float] = time.monotonic) -> None:
         self._name = config.tier_name
-        self._backend = backend
+        self._hosts = hosts
         self._clock = clock
         self._deadline = config.deadline
         self._breaker = Breaker(config.breaker, clock)
         self._lookups = PresenceCache(config.exists_ttl, config.deadline, clock, self._send_probe)
-        self._jobs = InflightJobs(config.store_queue)
-        self._doubted = SuspectKeys()
-        self._full = FullWatch(self._name, config.when_full, clock)
+        self._counts = _Counts(config.store_queue)
+        self._generation = 0
+        """Of the names: that of a job in flight may be an earlier one."""
+        self._suspects = SuspectKeys()
+        self._full = _FullWatch(self._name, config.when_full, clock)
         self._open = False
         self._has_heard = False
-        """The backend's first report has been handled: until then ``open_state`` asks the backend itself."""
+        """The hosts' first report has been handled: until then ``open_state`` asks the hosts themselves."""
         self._open_error = ""
         self._warned_of = ""
         """Why it is out of use, as last written to the log."""
@@ -58,10 +66,7 @@ class ChunkStoreTier(SecondaryTierManager):
         self._probe_ids = itertools.count(_FIRST_PROBE_ID)
         self._probe_id = 0
         self._probe_until: float | None = None
-        self._started: list[int] = []
-        self._failed: list[int] = []
-        self._released: list[int] = []
-        self._finished: list[JobResult] = []
+        self._events: list[TierEvent] = []
         self._dropped: dict[int, TransferJob] = {}
         """Jobs dropped at the engine's shutdown: nothing more of them is begun."""
         self._dropped_results: list[JobResult] = []
@@ -74,54 +79,47 @@ class ChunkStoreTier(SecondaryTierManager):
 
     def submit_store(self, job: TransferJob) -> None:
         """Queue a store, as far as there is room in the store queue; the rest of it is dropped and counted."""
-        self._submit(job, self._jobs.room)
+        self._submit(job, self._counts.room)
 
     def submit_load(self, job: TransferJob) -> None:
         """Queue a load."""
         self._submit(job, len(job.keys))
 
-    def get_started_jobs(self) -> Sequence[int]:
-        """Return the jobs that the backend has begun."""
+    def poll(self) -> Sequence[TierEvent]:
+        """Return what has become of the jobs."""
         self._handle_events()
-        started, self._started = self._started, []
-        return started
-
-    def get_failed_jobs(self) -> Sequence[int]:
-        """Return the jobs that failed while something may still touch their rows."""
-        failed, self._failed = self._failed, []
-        return failed
-
-    def get_finished_jobs(self) -> Sequence[JobResult]:
-        """Return the jobs that have ended."""
-        finished, self._finished = self._finished, []
-        return finished
+        events, self._events = self._events, []
+        return events
 
     def is_available(self) -> bool:
         """Return whether the store is open and its breaker closed."""
         return self._open and self._breaker.state is BreakerState.CLOSED
 
     def abandon_job(self, job_id: int) -> None:
-        """Count an overdue job against the breaker; the backend makes sure that its rows are released."""
-        if self._fail(job_id, "a job did not end in time"):
-            self._backend.abandon(job_id)
+        """Count an overdue job against the breaker; its hosts make sure that its rows are released."""
+        job = self._hosts.job(job_id)
+        if job is not None and not job.failed_in_use:
+            job.failed_in_use = True
+            self._note_failed(job, "a job did not end in time")
+            self._hosts.abandon(job_id)
 
     def release_job(self, job_id: int) -> None:
-        """Detach a load that takes too long for its request from its rows; not a failure of the store."""
-        if self._jobs.release(job_id):
-            self._backend.release(job_id)
+        """Detach a load that takes too long for its request from its rows; not a failure of the store.
+
+        A JobReleased follows when its rows are free, if that comes before its result.
+        """
+        if (job := self._hosts.job(job_id)) is not None:
+            job.to_release = True
+            self._hosts.release(job_id)
 
     def drop_jobs(self, job_ids: Sequence[int]) -> None:
         """Begin nothing more of these jobs, since the engine ends; not a failure of the store. ``drain`` logs them."""
         for job_id in job_ids:
-            job = self._jobs.fail(job_id)
-            if job is not None:
-                self._dropped[job_id] = job
-                self._backend.abandon(job_id)
-
-    def get_released_jobs(self) -> Sequence[int]:
-        """Return the loads whose rows were released early. Their JobResult still follows; it concerns no rows."""
-        released, self._released = self._released, []
-        return released
+            job = self._hosts.job(job_id)
+            if job is not None and not job.failed_in_use:
+                job.failed_in_use = True
+                self._dropped[job_id] = job.job
+                self._hosts.abandon(job_id)
 
     def on_schedule_end(self) -> None:
         """Send the step's questions, and the breaker's probe when it is due."""
@@ -131,77 +129,79 @@ class ChunkStoreTier(SecondaryTierManager):
                 self._note_error("a lookup was not answered in time")
         if self._breaker.state is not BreakerState.CLOSED or self._probe_until is not None:
             self._probe_when_due()
-        self._backend.flush()
+        self._hosts.flush()
 
     def drain(self, timeout: float) -> bool:
         """Let all jobs end; drop what has not begun within ``timeout`` seconds, and log how much was not done."""
-        unfinished = self._jobs.unfinished() | self._dropped
+        unfinished = self._hosts.jobs() | self._dropped
         self._handle_events()
-        self._backend.drain(timeout)
+        self._hosts.drain(timeout)
         while self._handle_events():  # a poll returns a bounded number
             pass
-        results = {result.job_id: result for result in (*self._finished, *self._dropped_results)}
-        if dropped := self._jobs.note_dropped(unfinished, results.values()):
-            self._backend.log(logging.WARNING, f"{self._name}: shutdown within {timeout:.3g}s dropped {dropped}")
-        return not self._jobs
+        ended = [event for event in self._events if isinstance(event, JobResult)]
+        results = {result.job_id: result for result in (*ended, *self._dropped_results)}
+        jobs, chunks = not_done(unfinished, results.values())
+        self._counts.figures["dropped_shutdown"] += chunks
+        if jobs:
+            text = f"{self._name}: shutdown within {timeout:.3g}s dropped {jobs} jobs with {chunks} chunks"
+            self.log(logging.WARNING, text)
+        return not self._hosts.in_flight
 
     def close(self) -> None:
         """Close the store."""
-        self._backend.close(_CLOSE_SECONDS)
+        self._hosts.close(_CLOSE_SECONDS)
 
     # -- beyond the contract, for core
 
     def wait_open(self, timeout: float) -> str:
         """Wait (from any thread) until the store is open; return "" then, else why it is not."""
-        return self._backend.wait_open(timeout)
+        return self._hosts.wait_open(timeout)
 
     def open_state(self) -> str | None:
         """Return "" if the store is open, why it is not, or None while it has said neither. From any thread."""
-        return self._open_error if self._has_heard else self._backend.open_state()
+        return self._open_error if self._has_heard else self._hosts.open_state()
 
     def warn_unusable(self, error: str) -> None:
         """Log that the tier is out of use and why, once until it is open. From any thread."""
         with self._warning:
             warned, self._warned_of = self._warned_of, error
         if not warned:
-            self.log(
-                logging.WARNING,
-                f"{self._name}: out of use: {error}; its lookups miss until it is back. It is tried again by itself; "
-                "'kvtiers check' with its config says more",
-            )
+            # A bumped namespace stays bumped: no later try opens it for this engine.
+            outlook = "its lookups miss" if error == BUMPED else _TRIED_AGAIN
+            self.log(logging.WARNING, f"{self._name}: out of use: {error}; {outlook}")
 
     def log(self, level: int, text: str) -> None:
         """Write a line to the log, on another thread than the engine's. ``text`` begins with the tier's name."""
-        self._backend.log(level, text)
+        self._hosts.log(level, text)
 
     def ask_ahead(self, keys: Sequence[OffloadKey]) -> None:
         """Ask at once about a prefix that will be looked up soon, and send whatever else is to be asked."""
         if self._lookups.open_probes < _MOST_ASKED_AHEAD:
             self._lookups.ask(keys)
             self._lookups.flush()
-            self._backend.flush()
+            self._hosts.flush()
 
     def set_names(self, names: StorageNames) -> None:
         """Use other names from now on; no verdict of the old names holds for them."""
         self._lookups.clear()
-        self._doubted.clear()
-        self._jobs.new_names()
-        self._backend.set_names(names)
+        self._suspects.clear()
+        self._generation += 1
+        self._hosts.set_names(names)
 
     def stats(self) -> dict[str, float]:
         """Return the tier's own figures."""
         return (
-            self._backend.stats()
-            | self._jobs.counts
+            self._hosts.stats()
+            | self._counts.figures
             | {
                 "breaker_state": int(self._breaker.state),
                 "breaker_opened": self._breaker.opened,
-                "open": int(self._open if self._has_heard else self._backend.open_state() == ""),
+                "open": int(self._open if self._has_heard else self._hosts.open_state() == ""),
                 "full": int(self._full.is_full),
                 "open_probes": self._lookups.open_probes,
                 "lookup_questions": self._lookups.questions,
                 "lookup_seconds": self._lookups.seconds,
-                "storing_chunks": self._jobs.storing,
+                "storing_chunks": self._counts.storing,
             }
         )
 
@@ -209,49 +209,50 @@ class ChunkStoreTier(SecondaryTierManager):
 
     def _submit(self, job: TransferJob, room: int) -> None:
         keys = job.keys[:room]
-        self._jobs.begin(job, len(keys))
-        overwrites = self._doubted.among(keys) if self._doubted.keys and not job.is_promotion else b""
-        store_job = StoreJob(job.job_id, job.is_promotion, keys, job.chunk_ids[: len(keys)].tolist(), overwrites)
-        if not keys or not self._backend.send_job(store_job):
-            self._finished.append(self._jobs.refuse(job.job_id))
+        overwrites = self._suspects.among(keys) if self._suspects.keys and not job.is_promotion else b""
+        inflight = InflightJob(job, keys, self._generation)
+        self._counts.begin(inflight)
+        if not keys or not self._hosts.send_job(inflight, overwrites):
+            self._counts.refuse(inflight)
+            self._events.append(JobResult(job.job_id, success=False))
             if job.is_promotion:
                 self._lookups.lost(job.keys)
 
     def _send_probe(self, probe_id: int, keys: Sequence[OffloadKey], is_prefix: bool) -> bool:
-        return self._backend.send_probe(probe_id, keys, is_prefix=is_prefix)
+        return self._hosts.send_probe(probe_id, keys, is_prefix=is_prefix)
 
     def _probe_when_due(self) -> None:
         now = self._clock()
         if self._open and self._breaker.wants_probe():
             self._probe_id = next(self._probe_ids)
             self._probe_until = now + self._deadline
-            if not self._backend.send_probe(self._probe_id, [_PROBE_KEY], is_prefix=False):
+            if not self._hosts.send_probe(self._probe_id, [_PROBE_KEY], is_prefix=False):
                 self._end_probe(ok=False)
         elif self._probe_until is not None and now > self._probe_until:
             self._end_probe(ok=False)
-            self._backend.restart(f"it has not answered for {self._deadline:g}s")
+            self._hosts.restart(f"it has not answered for {self._deadline:g}s")
 
     # -- inside: events in
 
     def _handle_events(self) -> bool:
         """Handle the events of one poll; return whether there were any."""
-        events = self._backend.poll()
-        for event in events:
-            match event:
-                case JobDone():
-                    self._job_done(event)
-                case JobStarted(job_id):
-                    self._started.append(job_id)
-                case JobReleased(job_id):
-                    self._released.append(job_id)
-                case JobFailed(job_id, error):
-                    if self._fail(job_id, error):
-                        self._failed.append(job_id)
-                case Probed(probe_id, answers, error):
-                    self._probed(probe_id, answers, error)
-                case Opened(error):
-                    self._opened(error)
+        events = self._hosts.poll()
+        for job, event in events:
+            if isinstance(event, Probed):
+                self._probed(event.probe_id, event.answers, event.error)
+            elif isinstance(event, Opened):
+                self._opened(event.error)
+            elif job is not None:
+                self._job_event(job, event)
         return bool(events)
+
+    def _job_event(self, job: InflightJob, event: JobStarted | JobFailed | JobReleased | JobDone) -> None:
+        if isinstance(event, JobDone):
+            self._job_done(job)
+            return
+        if isinstance(event, JobFailed):
+            self._note_failed(job, event.error)
+        self._events.append(event)
 
     def _opened(self, error: str) -> None:
         self._open = not error
@@ -282,44 +283,37 @@ class ChunkStoreTier(SecondaryTierManager):
         self._breaker.probed(ok=ok)
         if ok:
             self._lookups.clear()
-            self._backend.log(logging.WARNING, f"{self._name}: answers again; back in use")
+            self._hosts.log(logging.WARNING, f"{self._name}: answers again; back in use")
 
-    def _fail(self, job_id: int, error: str) -> bool:
-        """Count a job in flight as failed; what it was to load is a miss. False: it had failed before."""
-        job = self._jobs.fail(job_id)
-        if job is None:
-            return False
-        if job.is_promotion and self._jobs.has_current_names(job_id):
-            self._lookups.lost(job.keys)
+    def _note_failed(self, job: InflightJob, error: str) -> None:
+        """Count a job as failed whose result is still to come; what it was to load is a miss."""
+        if job.job.is_promotion and job.generation == self._generation:
+            self._lookups.lost(job.job.keys)
         self._note_error(error)
-        return True
 
-    def _job_done(self, event: JobDone) -> None:
-        ended = self._jobs.end(event)
-        if ended is None:
-            return
-        if event.job_id in self._dropped:
-            self._dropped_results.append(ended.result)
-        if ended.damaged:
-            self._backend.log(
-                logging.WARNING,
-                f"{self._name}: {ended.damaged} of {len(ended.job.keys)} values are damaged; counted as misses",
-            )
-        if not ended.job.is_promotion and (
-            line := self._full.stored(event.statuses.count(Status.DONE), event.statuses.count(Status.DROPPED))
+    def _job_done(self, inflight: InflightJob) -> None:
+        job, result, statuses = inflight.job, inflight.result(), inflight.statuses
+        damaged = self._counts.end(inflight, success=result.success)
+        if job.job_id in self._dropped:
+            self._dropped_results.append(result)
+        if damaged:
+            text = f"{self._name}: {damaged} of {len(job.keys)} values are damaged; counted as misses"
+            self.log(logging.WARNING, text)
+        if not job.is_promotion and (
+            line := self._full.stored(statuses.count(Status.DONE), statuses.count(Status.DROPPED))
         ):
             self.log(logging.WARNING, line)
         # A job reported as failed is counted already, whatever became of it later.
-        if not (ended.failed_before or ended.was_released):
-            if ended.has_failed:
-                self._note_error(event.error)
+        if not (inflight.failed_in_use or inflight.to_release):
+            if not result.success and Status.FAILED in statuses:
+                self._note_error(inflight.error)
             else:
                 self._breaker.record(ok=True)
-        if ended.has_current_names:
-            if self._doubted.keys or not ended.result.success:
-                self._doubted.note(ended.job.keys, event.statuses, is_load=ended.job.is_promotion)
-            self._learn(ended.job, ended.result)
-        self._finished.append(ended.result)
+        if inflight.generation == self._generation:
+            if self._suspects.keys or not result.success:
+                self._suspects.note(job.keys, statuses, is_load=job.is_promotion)
+            self._learn(job, result)
+        self._events.append(result)
 
     def _learn(self, job: TransferJob, result: JobResult) -> None:
         good = job.keys if result.success else result.successful_keys or ()
@@ -330,9 +324,83 @@ class ChunkStoreTier(SecondaryTierManager):
             self._lookups.lost(key for key in job.keys if key not in fine)
 
     def _note_error(self, error: str) -> None:
-        self._jobs.counts["errors"] += 1
+        self._counts.figures["errors"] += 1
         was = self._breaker.state
         self._breaker.record(ok=False)
         if was is not self._breaker.state:
             text = f"{self._name}: taken out of use after {error or 'errors'}; it is probed until it answers"
-            self._backend.log(logging.WARNING, text)
+            self._hosts.log(logging.WARNING, text)
+
+
+class _Counts:
+    """One tier's counts. ``store_queue``: the most chunks that may be on their way into the store."""
+
+    def __init__(self, store_queue: int) -> None:
+        self._store_queue = store_queue
+        self.storing = 0
+        """Chunks on their way into the store."""
+        self.figures = dict.fromkeys(_FIGURES, 0)
+
+    @property
+    def room(self) -> int:
+        """Chunks that the store queue has room for."""
+        return max(0, self._store_queue - self.storing)
+
+    def begin(self, job: InflightJob) -> None:
+        """Count a job; those of its chunks that are not handed over are dropped."""
+        self.figures["dropped_queue"] += len(job.job.keys) - len(job.keys)
+        if not job.job.is_promotion:
+            self.storing += len(job.keys)
+
+    def refuse(self, job: InflightJob) -> None:
+        """Count a job that no host has accepted."""
+        if not job.job.is_promotion:
+            self.storing -= len(job.keys)
+            self.figures["dropped_queue"] += len(job.keys)
+
+    def end(self, job: InflightJob, *, success: bool) -> int:
+        """Count a job's end; return how many of its values are damaged."""
+        statuses, figures = job.statuses, self.figures
+        if not job.job.is_promotion:
+            self.storing -= len(job.keys)
+        figures["retries"] += job.retries
+        figures["already_present"] += statuses.count(Status.PRESENT)
+        if success:
+            return 0
+        damaged = statuses.count(Status.CORRUPT)
+        figures["seal_failures"] += damaged
+        figures["missing"] += statuses.count(Status.MISSING)
+        figures["dropped_full"] += statuses.count(Status.DROPPED)
+        return damaged
+
+
+class _FullWatch:
+    """The watch over a full store: one log line when it stops taking values, with what to do, and one when it resumes.
+
+    A full store is no failure: it is still read, its breaker stays closed, and what is dropped is counted. Without the
+    line an operator would see a healthy engine and a tier that gets nothing new. ``advice``: what to do.
+    """
+
+    def __init__(self, name: str, advice: str, clock: Callable[[], float]) -> None:
+        self._name = name
+        self._advice = advice
+        self._clock = clock
+        self._dropped = 0
+        self._last = 0.0
+        self.is_full = False
+
+    def stored(self, written: int, dropped: int) -> str:
+        """Record how many of a job's values were written and dropped; return a line for the log, or "" for none."""
+        if dropped:
+            self._last = self._clock()
+            self._dropped = self._dropped + dropped if self.is_full else dropped
+            began, self.is_full = not self.is_full, True
+            if began:
+                return (
+                    f"{self._name}: full: its store has not taken {dropped} values; what it holds is read as before; "
+                    f"{self._advice}"
+                )
+        elif self.is_full and written and self._clock() - self._last >= _QUIET_SECONDS:
+            self.is_full = False
+            return f"{self._name}: takes values again; {self._dropped} were dropped while it was full"
+        return ""

@@ -15,7 +15,7 @@ from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.jobs import JobTable, TieringOptions
 from kvtiers.tiering.requests import RequestState
-from kvtiers.tiering.tier_slot import TierSlot
+from kvtiers.tiering.tier_slot import PinBudget, Reservation, TierSlot
 from kvtiers.types import RequestContext
 
 __all__ = ["Cascades"]
@@ -31,12 +31,14 @@ class Cascades:
         self,
         primary: CPUPrimaryTier,
         jobs: JobTable,
+        budget: PinBudget,
         slots: Sequence[TierSlot],
         options: TieringOptions,
         metrics: EngineMetrics,
     ) -> None:
         self._primary = primary
         self._jobs = jobs
+        self._budget = budget
         self._metrics = metrics
         writable = [slot for slot in slots if not slot.options.read_only]
         self._at_once = [slot for slot in writable if slot.options.admission == "all"]
@@ -50,21 +52,21 @@ class Cascades:
         jobs.on_promoted = self._note_promoted
         jobs.on_stored = self._note_stored
 
-    def takers(self, chunks: int) -> list[TierSlot]:
-        """Return the tiers that take all of this many newly stored chunks, and reserve their pin budget for them."""
-        takers = []
-        for slot in self._at_once:
-            if self._jobs.room(slot) >= chunks and slot.available():
-                self._jobs.hold(slot, chunks)
-                takers.append(slot)
-        return takers
+    def reserve(self, chunks: int) -> list[Reservation]:
+        """Reserve the rows of this many newly stored chunks for each tier that takes all of them at once."""
+        return [
+            self._budget.reserve(slot, chunks)
+            for slot in self._at_once
+            if self._budget.room(slot) >= chunks and slot.available()
+        ]
 
     def stored(
-        self, keys: Sequence[OffloadKey], rows: Sequence[int], takers: Sequence[TierSlot], state: RequestState
+        self, keys: Sequence[OffloadKey], rows: Sequence[int], reserved: Sequence[Reservation], state: RequestState
     ) -> None:
-        """Send chunks that became readable, each with as many readers as ``takers``, to the tiers that want them."""
-        for slot in takers:
-            self._jobs.submit(slot, keys, rows, state, promotion=False)
+        """Send chunks that became readable, with a reader for each of ``reserved``, to the tiers that want them."""
+        takers = [taken.slot for taken in reserved]
+        for taken in reserved:
+            self._jobs.submit(taken, keys, rows, state, promotion=False)
         if len(takers) < len(self._at_once):
             for slot in self._at_once:
                 if slot not in takers:
@@ -104,7 +106,7 @@ class Cascades:
         if self._written_since_scan * 4 < self._reserve:
             return
         ahead = self._reserve - self._primary.free_rows
-        rooms = [(slot, self._jobs.room(slot)) for slot in self._late if slot.available()]
+        rooms = [(slot, self._budget.room(slot)) for slot in self._late if slot.available()]
         most = min(max((room for _, room in rooms), default=0), _WORK_AHEAD_ROWS)
         if ahead > 0 and not most:
             return  # looked at again in the next step
@@ -145,16 +147,15 @@ class Cascades:
         """Send as many of these readable chunks as there is room for, the first ones; drop and count the others."""
         if not keys:
             return
-        some = keys[: self._jobs.room(slot)] if slot.available() else ()
+        some = keys[: self._budget.room(slot)] if slot.available() else ()
         slot.metrics.dropped_cascades += len(keys) - len(some)
         if not some:
             return
         rows = self._primary.prepare_read(some)
         assert rows is not None, "only readable chunks are sent down"
-        self._jobs.hold(slot, len(rows))
         if slot in self._second:
             self._second[slot].sent(some)  # before the tier can say that it was not
-        self._jobs.submit(slot, some, rows, state, promotion=False)
+        self._jobs.submit(self._budget.reserve(slot, len(rows)), some, rows, state, promotion=False)
 
 
 class _Wanted:

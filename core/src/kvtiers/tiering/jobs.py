@@ -5,7 +5,7 @@ state      meaning
 =========  =================================================================================
 running    submitted; its rows are pinned (a store) or not yet readable (a promotion)
 failed     given up at its deadline, or reported as failed by the tier: its requests go on at
-           once; its rows stay in quarantine, since the tier may still touch them
+in use     once; its rows stay in quarantine, since the tier may still touch them
 (gone)     the tier has reported: the rows are released
 =========  =================================================================================
 
@@ -23,10 +23,19 @@ from dataclasses import dataclass
 
 from kvtiers.api import JobResult, OffloadKey, TransferJob
 from kvtiers.primary.tier import CPUPrimaryTier
-from kvtiers.secondary.job_results import good_keys, is_of, moved, without
+from kvtiers.secondary.tier_jobs import (
+    JobFailed,
+    JobReleased,
+    JobStarted,
+    TierEvent,
+    good_keys,
+    is_of,
+    moved,
+    without,
+)
 from kvtiers.tiering.provenance import Origins
 from kvtiers.tiering.requests import RequestState
-from kvtiers.tiering.tier_slot import TierSlot
+from kvtiers.tiering.tier_slot import Reservation, TierSlot
 from kvtiers.types import OffloadEvent
 
 __all__ = ["JobTable", "TieringOptions"]
@@ -61,17 +70,18 @@ class _Running:
     job: TransferJob
     slot: TierSlot
     rows: Sequence[int]
+    reserved: Reservation
     state: RequestState
     generation: int
     submitted: float
     ticket: int = 0
     """Of a promotion, in its tier's ``rate``."""
     started: float | None = None
-    failed: bool = False
+    failed_in_use: bool = False
 
 
 class JobTable:
-    """All jobs in flight, and the pin budgets, which jobs, reservations and quarantined rows use up."""
+    """All jobs in flight."""
 
     def __init__(
         self,
@@ -90,11 +100,7 @@ class JobTable:
         """The tiers' completed stores since these were last taken."""
         self._ids = itertools.count(1)
         self._job_rows = max(1, options.job_bytes // max(1, primary.row_stride))
-        # Never above the share, but for the one row that each gets. The small number is floating point's.
-        self._all_rows = max(1, int(options.all_tiers * primary.num_rows + 1e-9))
-        self._tier_rows = max(1, int(options.one_tier * primary.num_rows + 1e-9))
-        self._pinned = 0
-        self._failed = 0
+        self._failed_in_use = 0
         self._generation = 0
         self._next_scan = -math.inf
         self.on_promoted: Callable[[TierSlot, Sequence[OffloadKey]], None] = lambda _slot, _landed: None
@@ -104,31 +110,20 @@ class JobTable:
 
     @property
     def running(self) -> int:
-        """Jobs in flight that have not failed."""
-        return len(self._jobs) - self._failed
-
-    @property
-    def room_in_all(self) -> int:
-        """Rows that all tiers together may still pin."""
-        return max(0, self._all_rows - self._pinned)
-
-    def room(self, slot: TierSlot) -> int:
-        """Rows that this tier may still pin, by its own budget and that of all tiers."""
-        return max(0, min(self._tier_rows - slot.metrics.pinned_rows, self._all_rows - self._pinned))
-
-    def hold(self, slot: TierSlot, rows: int) -> None:
-        """Take ``rows`` (negative: give back) from the budgets of this tier and of all tiers.
-
-        A row that several tiers read counts for each of them.
-        """
-        slot.metrics.pinned_rows += rows
-        self._pinned += rows
+        """Jobs in flight that have not failed in use."""
+        return len(self._jobs) - self._failed_in_use
 
     def submit(
-        self, slot: TierSlot, keys: Sequence[OffloadKey], rows: Sequence[int], state: RequestState, *, promotion: bool
+        self,
+        reserved: Reservation,
+        keys: Sequence[OffloadKey],
+        rows: Sequence[int],
+        state: RequestState,
+        *,
+        promotion: bool,
     ) -> None:
-        """Hand chunks to a tier, in jobs of bounded size. Their rows are already in the budgets."""
-        now = self._clock()
+        """Hand chunks to the tier that their rows are reserved for, in jobs of bounded size."""
+        slot, now = reserved.slot, self._clock()
         for start in range(0, len(keys), self._job_rows):
             some_rows = rows[start : start + self._job_rows]
             # Copies: a tier that changes its lists must not change ours.
@@ -136,31 +131,18 @@ class JobTable:
             chunk_ids = memoryview(array("i", some_rows))
             job = TransferJob(next(self._ids), some_keys, chunk_ids, promotion, state.context)
             ticket = slot.rate.begins(now) if promotion else 0
-            running = _Running(job, slot, some_rows, state, self._generation, now, ticket)
+            own = reserved if len(some_rows) == len(rows) else reserved.split(len(some_rows))
+            running = _Running(job, slot, some_rows, own, state, self._generation, now, ticket)
             self._jobs[job.job_id] = running
             slot.metrics.running_jobs += 1
             if not slot.submit(job):
                 self._finish(running, JobResult(job.job_id, success=False))
 
     def poll(self) -> None:
-        """Handle all tiers' events: starts first, then failures, then results; at last fail overdue jobs."""
+        """Handle all tiers' events, in their order; at last fail overdue jobs."""
         for slot in self._slots:
-            started, failed, finished = slot.poll()
-            for job_id in started:
-                running = self._job_of(slot, job_id)
-                if running is not None and running.started is None:
-                    running.started = self._clock()
-            if failed:
-                jobs = dict.fromkeys(self._job_of(slot, job_id) for job_id in failed)
-                self._give_up(slot, [job for job in jobs if job is not None and not job.failed], "failed", notify=False)
-            for result in finished:
-                self._accept(slot, result)
-                if slot.retired:
-                    live = [job for job in self._of(slot) if not job.failed]
-                    self._give_up(slot, live, "were given up", notify=False)
-                    break
-            if finished:
-                slot.rate.look_ends(self._clock())
+            if events := slot.poll():
+                self._handle(slot, events)
         if self._jobs:
             now = self._clock()
             if now >= self._next_scan:
@@ -178,6 +160,37 @@ class JobTable:
         return events
 
     # -- inside
+
+    def _handle(self, slot: TierSlot, events: Sequence[TierEvent]) -> None:
+        failed: dict[_Running, None] = {}  # those that come one after the other: one line in the log
+        has_ended = False
+        for event in events:
+            if isinstance(event, JobFailed):
+                running = self._job_of(slot, event.job_id)
+                if running is not None and not running.failed_in_use:
+                    failed[running] = None
+                continue
+            if failed:
+                self._give_up(slot, list(failed), "failed", notify=False)
+                failed.clear()
+            if isinstance(event, JobStarted):
+                self._start(slot, event.job_id)
+            elif not isinstance(event, JobReleased):  # which is not asked for here: a load keeps its rows to its end
+                has_ended = True
+                self._accept(slot, event)
+                if slot.retired:
+                    live = [job for job in self._of(slot) if not job.failed_in_use]
+                    self._give_up(slot, live, "were given up", notify=False)
+                    break
+        if failed:
+            self._give_up(slot, list(failed), "failed", notify=False)
+        if has_ended:
+            slot.rate.look_ends(self._clock())
+
+    def _start(self, slot: TierSlot, job_id: int) -> None:
+        running = self._job_of(slot, job_id)
+        if running is not None and running.started is None:
+            running.started = self._clock()
 
     def _job_of(self, slot: TierSlot, job_id: int) -> _Running | None:
         try:
@@ -205,20 +218,20 @@ class JobTable:
         """End a job that the tier has reported: release its rows."""
         job, metrics = running.job, running.slot.metrics
         del self._jobs[job.job_id]
-        if running.failed:
-            self._failed -= 1
+        if running.failed_in_use:
+            self._failed_in_use -= 1
             metrics.quarantined_rows -= len(running.rows)
         else:
             metrics.running_jobs -= 1
-        self.hold(running.slot, -len(running.rows))
+        running.reserved.release()
         good = good_keys(job, result)
-        overtaken = running.failed or running.generation != self._generation
+        overtaken = running.failed_in_use or running.generation != self._generation
         if not job.is_promotion:
             self._primary.complete_read(running.rows)
-            if not running.failed:
+            if not running.failed_in_use:
                 self._stored(running, result, good, overtaken=overtaken)
             return
-        if not running.failed:
+        if not running.failed_in_use:
             metrics.loading_chunks -= len(running.rows)
             running.slot.rate.ends(running.ticket, len(good), moved(result)[1] if good else 0.0, self._clock())
         if overtaken:
@@ -267,7 +280,7 @@ class JobTable:
         overdue: defaultdict[TierSlot, list[_Running]] = defaultdict(list)
         for running in self._jobs.values():
             begun = running.submitted if running.started is None else running.started
-            if now - begun > running.slot.options.deadline and not running.failed:
+            if now - begun > running.slot.options.deadline and not running.failed_in_use:
                 overdue[running.slot].append(running)
         for slot, jobs in overdue.items():
             slot.metrics.expired_jobs += len(jobs)
@@ -284,7 +297,7 @@ class JobTable:
         promoted = stored = 0
         for running in jobs:
             job, rows = running.job, running.rows
-            running.failed = True
+            running.failed_in_use = True
             slot.rate.drop(running.ticket)
             metrics.quarantined_rows += len(rows)
             if job.is_promotion:
@@ -299,7 +312,7 @@ class JobTable:
                 running.state.lose(slot, job.keys)
             else:
                 self.on_stored(slot, (), job.keys)
-        self._failed += len(jobs)
+        self._failed_in_use += len(jobs)
         metrics.running_jobs -= len(jobs)
         metrics.loading_chunks -= promoted
         metrics.failed_loads += promoted

@@ -24,9 +24,9 @@ from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.cascade import Cascades
 from kvtiers.tiering.engine_side import EngineSide
+from kvtiers.tiering.estimates import PRIOR_BYTES_PER_SECOND
 from kvtiers.tiering.jobs import JobTable, TieringOptions
 from kvtiers.tiering.load_or_recompute import Waits
-from kvtiers.tiering.load_rate import PRIOR_BYTES_PER_SECOND
 from kvtiers.tiering.plans import Plans
 from kvtiers.tiering.prefix_lookup import Lookups
 from kvtiers.tiering.promotion import Promotions
@@ -34,7 +34,7 @@ from kvtiers.tiering.provenance import Origins
 from kvtiers.tiering.recorder import Recorder
 from kvtiers.tiering.reports import EventLog, Snapshots
 from kvtiers.tiering.requests import RequestTable
-from kvtiers.tiering.tier_slot import TierSlot
+from kvtiers.tiering.tier_slot import PinBudget, TierSlot
 from kvtiers.types import LoadPlan, OffloadEvent, OffloadPolicy, PrefixHits, RequestContext, StorePlan
 
 __all__ = ["EngineSide", "TieringManager"]
@@ -94,16 +94,16 @@ class TieringManager:
             slot.rate.prior = primary.row_stride / PRIOR_BYTES_PER_SECOND
         self._origins = Origins(self._slots)
         self._jobs = JobTable(primary, self._slots, self._origins, options, clock)
-        self._cascades = Cascades(primary, self._jobs, self._slots, options, metrics)
-        self._promotions = Promotions(primary, self._jobs, self._origins, options, self._cascades.allocated)
+        budget = PinBudget(primary.num_rows, options.all_tiers, options.one_tier)
+        self._cascades = Cascades(primary, self._jobs, budget, self._slots, options, metrics)
+        self._promotions = Promotions(primary, self._jobs, budget, self._origins, options, self._cascades.allocated)
         self._waits = Waits(options, clock)
         self._lookups = Lookups(
-            primary, self._jobs, self._promotions, self._origins, self._waits, tokens_per_chunk, metrics
+            primary, budget, self._promotions, self._origins, self._waits, tokens_per_chunk, metrics
         )
         prefix_tokens = tokens_per_chunk[prefix_group]
         self._plans = Plans(
             primary,
-            self._jobs,
             self._cascades,
             self._origins,
             engine,

@@ -15,8 +15,7 @@ from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.cascade import Cascades
 from kvtiers.tiering.engine_side import EngineSide
-from kvtiers.tiering.jobs import JobTable
-from kvtiers.tiering.prefill_cost import PrefillCost
+from kvtiers.tiering.estimates import PrefillCost
 from kvtiers.tiering.provenance import Origins
 from kvtiers.tiering.requests import RequestState
 from kvtiers.types import LoadPlan, StorePlan
@@ -39,7 +38,6 @@ class Plans:
     def __init__(
         self,
         primary: CPUPrimaryTier,
-        jobs: JobTable,
         cascades: Cascades,
         origins: Origins,
         engine: EngineSide,
@@ -49,7 +47,6 @@ class Plans:
         cost: PrefillCost,
     ) -> None:
         self._primary = primary
-        self._jobs = jobs
         self._cascades = cascades
         self._origins = origins
         self._engine = engine
@@ -140,15 +137,15 @@ class Plans:
         rows = leased.rows
         if not rows:
             return
-        takers = self._cascades.takers(len(rows))
-        readable = self._primary.complete_store(rows, success=True, readers=len(takers))
+        reserved = self._cascades.reserve(len(rows))
+        readable = self._primary.complete_store(rows, success=True, readers=len(reserved))
         if not readable:  # a reset came between
-            for slot in takers:
-                self._jobs.hold(slot, -len(rows))
+            for taken in reserved:
+                taken.release()
             return
         assert len(readable) == len(rows), "a store's chunks become readable together"
         self._metrics.stored_chunks += len(rows)
-        self._cascades.stored(leased.keys, rows, takers, leased.state)
+        self._cascades.stored(leased.keys, rows, reserved, leased.state)
 
     def _count_hits(self, keys: Sequence[OffloadKey], state: RequestState) -> None:
         """Count the chunks that the request reads first, for the tier of their origin or for the primary."""

@@ -15,7 +15,7 @@ from kvtiers.primary.tier import Allocation, CPUPrimaryTier
 from kvtiers.tiering.jobs import JobTable, TieringOptions
 from kvtiers.tiering.provenance import Origins
 from kvtiers.tiering.requests import RequestState
-from kvtiers.tiering.tier_slot import TierSlot
+from kvtiers.tiering.tier_slot import PinBudget, Reservation, TierSlot
 
 __all__ = ["Found", "Promotions"]
 
@@ -33,6 +33,7 @@ class _Batch:
 
     slot: TierSlot
     state: RequestState
+    reserved: Reservation
     keys: list[OffloadKey] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -45,12 +46,14 @@ class Promotions:
         self,
         primary: CPUPrimaryTier,
         jobs: JobTable,
+        budget: PinBudget,
         origins: Origins,
         options: TieringOptions,
         on_allocated: Callable[[int, Sequence[OffloadKey], int], None],
     ) -> None:
         self._primary = primary
         self._jobs = jobs
+        self._budget = budget
         self._origins = origins
         self._store_reserve = options.store_reserve
         self._batches: dict[tuple[int, str], _Batch] = {}
@@ -132,14 +135,14 @@ class Promotions:
         for batch in batches.values():
             self._drop_unused(batch)
             if batch.keys:
-                self._jobs.submit(batch.slot, batch.keys, batch.rows, batch.state, promotion=True)
+                self._jobs.submit(batch.reserved, batch.keys, batch.rows, batch.state, promotion=True)
         self._reserved.clear()
         self._shared.clear()
 
     def drop(self) -> None:
         """Forget all reservations: none has reached a tier."""
         for batch in self._batches.values():
-            self._forget(batch.slot, batch.keys, batch.rows)
+            self._forget(batch, batch.keys, batch.rows)
         self._batches.clear()
         self._reserved.clear()
         self._shared.clear()
@@ -160,11 +163,12 @@ class Promotions:
                     unwanted.append((key, row))
                     continue
                 target = self._batch(batch.slot, sharer)
+                batch.reserved.move(1, target.reserved)
                 target.keys.append(key)
                 target.rows.append(row)
                 target.starts.append(-1)  # the sharer found it inside its run
                 self._reserved[key] = sharer
-            self._forget(batch.slot, [key for key, _ in unwanted], [row for _, row in unwanted])
+            self._forget(batch, [key for key, _ in unwanted], [row for _, row in unwanted])
 
     def _add(
         self, slot: TierSlot, state: RequestState, keys: list[OffloadKey], rows: list[int], starts: list[int]
@@ -173,14 +177,18 @@ class Promotions:
         batch.keys += keys
         batch.rows += rows
         batch.starts += starts
-        self._jobs.hold(slot, len(rows))
+        batch.reserved.add(len(rows))
         slot.metrics.loading_chunks += len(rows)
         slot.reserved_chunks += len(rows)
         state.loading[slot] = slot.reserved_chunks, state.loading.get(slot, (0, 0))[1] + len(rows)
         self._origins.expect(slot, keys)
 
     def _batch(self, slot: TierSlot, state: RequestState) -> _Batch:
-        return self._batches.setdefault((slot.index, state.context.request_id), _Batch(slot, state))
+        name = slot.index, state.context.request_id
+        batch = self._batches.get(name)
+        if batch is None:
+            batch = self._batches[name] = _Batch(slot, state, self._budget.reserve(slot))
+        return batch
 
     def _drop_unused(self, batch: _Batch) -> None:
         reached = batch.state.reached.values()
@@ -190,12 +198,12 @@ class Promotions:
         shared = self._shared
         keep = [start < shortest or key in shared for key, start in zip(batch.keys, batch.starts, strict=True)]
         unwanted = [i for i, kept in enumerate(keep) if not kept]
-        self._forget(batch.slot, [batch.keys[i] for i in unwanted], [batch.rows[i] for i in unwanted])
+        self._forget(batch, [batch.keys[i] for i in unwanted], [batch.rows[i] for i in unwanted])
         batch.keys = [key for key, kept in zip(batch.keys, keep, strict=True) if kept]
         batch.rows = [row for row, kept in zip(batch.rows, keep, strict=True) if kept]
 
-    def _forget(self, slot: TierSlot, keys: Sequence[OffloadKey], rows: Sequence[int]) -> None:
+    def _forget(self, batch: _Batch, keys: Sequence[OffloadKey], rows: Sequence[int]) -> None:
         self._primary.complete_write(rows, success=False)
         self._origins.forget(keys)
-        self._jobs.hold(slot, -len(rows))
-        slot.metrics.loading_chunks -= len(rows)
+        batch.reserved.release(len(rows))
+        batch.slot.metrics.loading_chunks -= len(rows)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtiers.tiering.prefill_cost import PrefillCost
+from kvtiers.tiering.estimates import PrefillCost
 from kvtiers_vllm.own_tiering.prefill import PrefillRate
 
 

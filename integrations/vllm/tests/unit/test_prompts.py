@@ -3,8 +3,8 @@
 import pytest
 
 from kvtiers.api import make_offload_key
+from kvtiers.tiering.estimates import PrefillCost
 from kvtiers.tiering.load_or_recompute import LATE
-from kvtiers.tiering.prefill_cost import PrefillCost
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 from kvtiers_vllm.own_tiering.build import OffTier
 from kvtiers_vllm.own_tiering.prompts import Prompts

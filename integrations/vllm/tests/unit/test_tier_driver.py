@@ -10,6 +10,7 @@ from tests.stores import DictStore
 from kvtiers.api import LookupResult, TierConfig, make_offload_key
 from kvtiers.host.bounce_buffers import value_views
 from kvtiers.layout.storage_name import StorageNames
+from kvtiers.secondary.host_pool import HostPool, PooledHost
 from kvtiers.secondary.in_process import InProcessBackend
 from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.tiering.load_or_recompute import LATE
@@ -76,7 +77,7 @@ class Bench:
         sizes = [(ROW, VALUE)]
         views = value_views(memoryview(self.memory), ROW, VALUE)
         backend = InProcessBackend(config, lambda: self.store, views, NAMES, sizes)
-        self.tier = ChunkStoreTier(config, backend, self.clock)
+        self.tier = ChunkStoreTier(config, HostPool([PooledHost("t", backend)]), self.clock)
         assert self.tier.wait_open(PATIENCE) == ""
         self.slot = TierSlot(0, self.tier, TierOptions("test", config.read_only, deadline=config.deadline))
         self.driver = TierDriver(self.slot, LOOKUP_WAIT, self._close, [32], load_wait, self.clock, self.rests.append)

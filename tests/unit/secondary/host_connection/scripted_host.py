@@ -7,6 +7,7 @@ import time
 from kvtiers.host import wire
 from kvtiers.host.messages import StoreJob
 from kvtiers.host.wire import FrameReader
+from kvtiers.secondary.tier_jobs import JobPart
 
 
 class Host:
@@ -34,11 +35,11 @@ class Host:
 
 
 def load(job_id, keys):
-    return StoreJob(job_id, True, keys, list(range(len(keys))))
+    return JobPart(None, StoreJob(job_id, True, keys, list(range(len(keys)))))
 
 
 def store(job_id, keys):
-    return StoreJob(job_id, False, keys, list(range(len(keys))))
+    return JobPart(None, StoreJob(job_id, False, keys, list(range(len(keys)))))
 
 
 def overdue(ends, kit):

@@ -1,5 +1,6 @@
 """What a host is sent, and what becomes of it when it does not read."""
 
+import pytest
 from tests.unit.secondary.host_connection.scripted_host import load
 
 from kvtiers.host import wire
@@ -62,3 +63,19 @@ def test_after_a_death_the_next_life_gets_the_names_of_now(ends, kit, keys):
     ends.link.flush()
     names = [wire.decode_names(message.body) for message in ends.hosts[1].heard() if message.kind == Kind.NAMES]
     assert names == [other, kit.NAMES]
+
+
+@pytest.mark.parametrize("remembered", ["parts", "_probes"])
+def test_what_is_sent_is_remembered_before_another_thread_can_poll(ends, keys, remembered):
+    """``open_state`` polls on any thread: an answer that it takes must find the question."""
+    tier = ends.tiers[0]
+
+    class Guarded(dict):
+        def __setitem__(self, number, sent):
+            assert ends.link.lock._is_owned()
+            super().__setitem__(number, sent)
+
+    setattr(tier, remembered, Guarded())
+    assert tier.send_job(load(1, keys))
+    assert tier.send_probe(2, keys, is_prefix=True)
+    assert len(getattr(tier, remembered)) == 1

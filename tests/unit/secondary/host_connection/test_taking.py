@@ -143,7 +143,7 @@ def test_a_report_that_cannot_be_kills_the_host(ends, kit, keys, log_lines, lie)
     ends.hosts[0].say(*lie)
     ends.poll(until=Opened)
     is_killed(ends, kit, log_lines)
-    kit.wait_until(lambda: tier.poll() is None or not tier._jobs, "the end of its jobs")
+    kit.wait_until(lambda: tier.poll() is None or not tier._in_flight, "the end of its jobs")
 
 
 def test_a_loads_status_for_a_store_kills_the_host(ends, kit, keys, log_lines):

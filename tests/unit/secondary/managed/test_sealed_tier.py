@@ -7,7 +7,7 @@ from tests.unit.secondary.async_tier import HIT, MISS, REQUEST, finish, handed_o
 
 from kvtiers.api import JobResult
 from kvtiers.layout.storage_name import StorageNames
-from kvtiers.secondary.job_results import is_of
+from kvtiers.secondary.tier_jobs import is_of
 
 
 def test_stores_are_sealed_off_the_engines_thread_and_loads_come_back(kit, sealed, keys):
@@ -174,14 +174,40 @@ def test_a_row_that_cannot_be_sealed_fails_the_store_and_not_the_thread(kit, sea
     store(kit, tier, inner, keys)
 
 
-def test_figures_of_a_tier_that_raises_or_counts_nonsense_do_no_harm(sealed):
+def test_figures_of_a_tier_that_raises_or_counts_nonsense_do_no_harm(kit, sealed, clock):
     tier, inner = sealed()
 
     def figures(stats):
         inner.stats = stats
+        clock.now += 1
         tier.on_schedule_end()
+        tier._sealer.settle(kit.PATIENCE)
         return tier.stats()
 
     assert figures(lambda: {"a": 1, "b": 2.5})["b"] == 2.5
     assert figures(lambda: 1 / 0)["open"] == 1
     assert "a" not in figures(lambda: {"a": "many"})
+
+
+def test_figures_are_read_once_a_second_and_never_on_the_engines_thread(kit, sealed, clock):
+    tier, inner = sealed()
+    threads = []
+    inner.stats = lambda: threads.append(threading.current_thread().name) or {}
+    for _ in range(21):
+        tier.on_schedule_end()
+        tier._sealer.settle(kit.PATIENCE)
+        clock.now += 0.1
+    assert threads == ["kvtiers-t-seal"] * 3
+
+
+def test_figures_that_do_not_come_are_not_asked_for_again_meanwhile(kit, sealed, clock):
+    tier, inner = sealed()
+    calls, go_on = [], threading.Event()
+    inner.stats = lambda: calls.append(1) or (go_on.wait(kit.PATIENCE) and {"a": 1})
+    for _ in range(5):
+        tier.on_schedule_end()
+        clock.now += 10
+    go_on.set()
+    tier._sealer.settle(kit.PATIENCE)
+    assert len(calls) <= 2
+    assert tier.stats()["a"] == 1

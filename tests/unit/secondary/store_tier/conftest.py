@@ -5,6 +5,7 @@ from tests.unit.secondary.store_tier.hand_backend import HandBackend, step
 
 from kvtiers.api import TierConfig
 from kvtiers.host.messages import Opened
+from kvtiers.secondary.host_pool import HostPool, PooledHost
 from kvtiers.secondary.store_tier import ChunkStoreTier
 
 
@@ -16,7 +17,8 @@ def backend():
 @pytest.fixture
 def make(clock, backend):
     def make(**options):
-        tier = ChunkStoreTier(TierConfig.model_validate({"type": "t", **options}), backend, clock)
+        config = TierConfig.model_validate({"type": "t", **options})
+        tier = ChunkStoreTier(config, HostPool([PooledHost("t", backend)]), clock)
         backend.say(Opened())
         step(tier)
         return tier

@@ -3,8 +3,8 @@
 from array import array
 from collections import deque
 
-from kvtiers.api import LookupResult, TransferJob
-from kvtiers.host.messages import JobDone, JobStarted, Status
+from kvtiers.api import JobResult, LookupResult, TransferJob
+from kvtiers.host.messages import JobDone, JobFailed, JobStarted, Status
 from kvtiers.types import RequestContext
 
 MISS, HIT, RETRY = LookupResult.MISS, LookupResult.HIT, LookupResult.RETRY
@@ -17,6 +17,7 @@ class HandBackend:
     def __init__(self):
         self.jobs, self.probes, self.abandoned, self.restarts, self.logged = [], [], [], [], []
         self.names = None
+        self.parts = {}
         self.takes_jobs = self.takes_probes = True
         self._events = deque()
         self.drained = True
@@ -31,8 +32,10 @@ class HandBackend:
     def open_state(self):
         return self.state
 
-    def send_job(self, job):
-        self.jobs.append(job)
+    def send_job(self, part):
+        self.jobs.append(part.message)
+        if self.takes_jobs:
+            self.parts[part.message.job_id] = part
         return self.takes_jobs
 
     def send_probe(self, probe_id, keys, *, is_prefix):
@@ -69,12 +72,11 @@ class HandBackend:
 
 
 def step(tier):
-    """One step of the engine: events, results, questions; returns the results."""
-    tier.get_started_jobs()
-    failed = list(tier.get_failed_jobs())
-    finished = list(tier.get_finished_jobs())
+    """One step of the engine: events, then questions; returns the results, and which jobs have failed in use."""
+    events = tier.poll()
     tier.on_schedule_end()
-    return finished, failed
+    finished = [event for event in events if isinstance(event, JobResult)]
+    return finished, [event.job_id for event in events if isinstance(event, JobFailed)]
 
 
 def job(job_id, keys, *, promotion=False):

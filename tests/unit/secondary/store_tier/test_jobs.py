@@ -66,8 +66,8 @@ def test_an_overdue_job_counts_once_and_its_late_success_does_not_make_up_for_it
 def test_starts_are_passed_on(tier, backend, keys):
     tier.submit_load(job(1, keys, promotion=True))
     backend.say(JobStarted(1))
-    assert list(tier.get_started_jobs()) == [1]
-    assert list(tier.get_started_jobs()) == []
+    assert list(tier.poll()) == [JobStarted(1)]
+    assert list(tier.poll()) == []
 
 
 def test_damage_is_counted_logged_and_no_failure_of_the_tier(tier, backend, keys):

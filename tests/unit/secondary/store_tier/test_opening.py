@@ -4,11 +4,13 @@ from tests.unit.secondary.store_tier.hand_backend import HIT, RETRY, job, lookup
 
 from kvtiers.api import TierConfig
 from kvtiers.host.messages import Opened, Probed, Status
+from kvtiers.secondary.host_client import BUMPED
+from kvtiers.secondary.host_pool import HostPool, PooledHost
 from kvtiers.secondary.store_tier import ChunkStoreTier
 
 
 def test_a_tier_is_not_available_until_its_store_is_open(clock, backend):
-    tier = ChunkStoreTier(TierConfig(type="t"), backend, clock)
+    tier = ChunkStoreTier(TierConfig(type="t"), HostPool([PooledHost("t", backend)]), clock)
     assert not tier.is_available()
     backend.say(Opened())
     step(tier)
@@ -16,7 +18,7 @@ def test_a_tier_is_not_available_until_its_store_is_open(clock, backend):
 
 
 def test_a_store_that_cannot_be_opened_is_one_warning_however_often_it_is_tried(clock, backend):
-    tier = ChunkStoreTier(TierConfig(type="t"), backend, clock)
+    tier = ChunkStoreTier(TierConfig(type="t"), HostPool([PooledHost("t", backend)]), clock)
     for _ in range(5):
         backend.say(Opened("ConnectionError: refused"))
         step(tier)
@@ -27,8 +29,15 @@ def test_a_store_that_cannot_be_opened_is_one_warning_however_often_it_is_tried(
     assert backend.logged[0].startswith("t: out of use: ConnectionError: refused")
 
 
+def test_a_bumped_namespace_is_not_said_to_be_tried_again(clock, backend):
+    tier = ChunkStoreTier(TierConfig(type="t"), HostPool([PooledHost("t", backend)]), clock)
+    backend.say(Opened(BUMPED))
+    step(tier)
+    assert backend.logged == [f"t: out of use: {BUMPED}; its lookups miss"]
+
+
 def test_a_store_that_opens_late_is_probed_and_then_in_use(clock, backend, keys):
-    tier = ChunkStoreTier(TierConfig(type="t"), backend, clock)
+    tier = ChunkStoreTier(TierConfig(type="t"), HostPool([PooledHost("t", backend)]), clock)
     backend.say(Opened("ConnectionError: refused"))
     step(tier)
     backend.say(Opened())

@@ -1,7 +1,7 @@
-"""The seal thread: opens a tier of the third rung, seals the rows of its stores, and checks those of its loads.
+"""The seal thread: opens a tier of the third rung, seals the rows of its stores, checks those of its loads.
 
 Such a tier runs in the engine's process and moves rows by itself; hashing its values on the engine's thread would take
-that thread's time.
+that thread's time. So would the tier's ``stats``, which may wait for a lock: they are read here, too.
 """
 
 import contextlib
@@ -32,7 +32,8 @@ class SealedJob:
     names: StorageNames
     handed_over: bool = False
     reported: bool = False
-    abandoned: bool = False
+    failed_in_use: bool = False
+    """Core has given it up; its result still follows."""
     error: str = ""
     """Why it could not be sealed."""
     result: JobResult | None = None
@@ -58,6 +59,9 @@ class Sealer:
         self.sealed: deque[SealedJob] = deque()
         self.results: deque[JobResult] = deque()
         self.seal_failures = 0
+        self.figures: dict[str, float] = {}
+        """The tier's own, as they were last read."""
+        self._reads_figures = False
         self._views = views
         self._sizes = sizes
         self._reopen = reopen
@@ -77,6 +81,12 @@ class Sealer:
     def check(self, job: SealedJob, result: JobResult) -> None:
         """Queue the rows that a load reports as filled for checking."""
         self._work.put(lambda: self._check(job, result))
+
+    def read_figures(self) -> None:
+        """Queue the reading of the tier's own figures, unless it is queued already."""
+        if not self._reads_figures:
+            self._reads_figures = True
+            self._work.put(self._read_figures)
 
     def log(self, level: int, text: str) -> None:
         """Write a line to the log, on this thread."""
@@ -170,7 +180,22 @@ class Sealer:
         success = len(landed) == len(known.job.keys)
         self.results.append(JobResult(result.job_id, success, landed, result.nbytes, result.seconds))
 
+    def _read_figures(self) -> None:
+        self._reads_figures = False
+        if self.tier is not None:
+            self.figures = _figures_of(self.tier)
+
     def _is_sound(self, names: StorageNames, key: OffloadKey, row: int) -> bool:
         payload, nbytes = self._sizes[group_of(key)]
         [value] = self._views.own([row], [nbytes])
         return check_value(value, payload, names.name(key), names.layout_id) is SealVerdict.OK
+
+
+def _figures_of(tier: SecondaryTierManager) -> dict[str, float]:
+    """Return a tier's own figures, if it has some; none if reading them fails."""
+    stats = getattr(tier, "stats", None)
+    if stats is None:
+        return {}
+    with plugin_boundary(exits=True):  # figures are no promise
+        return {str(name): float(figure) for name, figure in stats().items()}
+    return {}

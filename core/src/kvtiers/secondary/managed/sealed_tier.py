@@ -5,7 +5,7 @@ core's own (``seal_thread.py``):
 
 =======================  =========================================================================================
 engine's thread          ``submit_store`` queues the job; a later step hands the sealed job to the tier
-sealing thread           opens the tier; seals rows of stores; checks rows of loads; closes the tier
+sealing thread           opens the tier; seals rows of stores; checks rows of loads; reads the tier's figures; closes it
 engine's thread          a load's result is held back until its rows are checked; damaged ones are left out of it
 a thread for it          at the shutdown, all that the tier is asked; one that does not return is left behind
 =======================  =========================================================================================
@@ -13,8 +13,9 @@ a thread for it          at the shutdown, all that the tier is asked; one that d
 
 import dataclasses
 import logging
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvtiers._failures import plugin_boundary
 from kvtiers.api import (
@@ -29,20 +30,20 @@ from kvtiers.api import (
 from kvtiers.host.borrowed_views import ValueViews
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.secondary.breaker import Breaker, BreakerState
-from kvtiers.secondary.inflight_jobs import not_done
-from kvtiers.secondary.job_results import is_of
 from kvtiers.secondary.managed.bounded_shutdown import ShutdownProxy
 from kvtiers.secondary.managed.request_notifications import RequestNotifier
 from kvtiers.secondary.managed.seal_thread import SealedJob, Sealer
+from kvtiers.secondary.tier_jobs import EventTier, TierEvent, is_of, not_done, poll_getters
 
 __all__ = ["SealedTier"]
 
 _CLOSE_SECONDS = 5.0
 _LATE_SECONDS = 0.5  # by which a tier's last calls may take longer than its drain() was given
+_FIGURES_SECONDS = 1.0  # how often the tier's own figures are read
 _NO_KEYS = (b"",)  # of no job
 
 
-class SealedTier(SecondaryTierManager):
+class SealedTier(EventTier):
     """Wraps the tier that ``open_tier`` opens. Not available until it is open."""
 
     def __init__(
@@ -57,7 +58,8 @@ class SealedTier(SecondaryTierManager):
         self._name = config.tier_name
         self._names = names
         self._breaker = Breaker(config.breaker, clock)
-        self._figures: dict[str, float] = {}
+        self._clock = clock
+        self._figures_at = -math.inf
         self._jobs: dict[int, SealedJob] = {}
         self._probing_with: int | None = None
         self._refused = 0
@@ -90,19 +92,10 @@ class SealedTier(SecondaryTierManager):
             self._judge(taken, ok=False)
             raise
 
-    def get_finished_jobs(self) -> Sequence[JobResult]:
-        """Return the results that need no check, or have had theirs."""
-        return self._finished(self._opened())
-
-    def get_started_jobs(self) -> Sequence[int] | None:
-        """Return the jobs that the tier has begun, if it reports that."""
+    def poll(self) -> Iterable[TierEvent]:
+        """Return what the tier's getters report; results that need a check when they have had theirs."""
         tier = self._opened()
-        return None if tier is None else tier.get_started_jobs()
-
-    def get_failed_jobs(self) -> Sequence[int]:
-        """Return the jobs that have failed but whose rows the tier may still touch."""
-        tier = self._opened()
-        return () if tier is None else tier.get_failed_jobs()
+        return self._finished(None) if tier is None else poll_getters(tier, self._finished)
 
     def is_available(self) -> bool:
         """Return whether the tier is available, its breaker not open, and no trial job in flight."""
@@ -116,7 +109,7 @@ class SealedTier(SecondaryTierManager):
         known = self._jobs.get(job_id)
         if known is None:
             return
-        known.abandoned = True
+        known.failed_in_use = True
         if job_id != self._probing_with:
             self._record(ok=False)
         if known.handed_over and self._in_use is not None:  # None: it hung in its drain
@@ -137,7 +130,9 @@ class SealedTier(SecondaryTierManager):
             self._breaker.wants_probe()
             self._hand_over(tier)
             tier.on_schedule_end()
-            self._figures = _figures_of(tier)
+            if (now := self._clock()) >= self._figures_at:
+                self._figures_at = now + _FIGURES_SECONDS
+                self._sealer.read_figures()
 
     def has_pending_work(self) -> bool:
         """Pass on."""
@@ -194,8 +189,8 @@ class SealedTier(SecondaryTierManager):
         self._names = names
 
     def stats(self) -> dict[str, float]:
-        """Return the tier's own figures, as of the last step's end, and the seal's. From any thread."""
-        return self._figures | {
+        """Return the tier's own figures, as of about a second ago, and the seal's. From any thread."""
+        return self._sealer.figures | {
             "seal_failures": self._sealer.seal_failures,
             "breaker_state": int(self._breaker.state),
             "breaker_opened": self._breaker.opened,
@@ -230,7 +225,7 @@ class SealedTier(SecondaryTierManager):
         for _ in range(len(self._sealer.sealed)):
             sealed = self._sealer.sealed.popleft()
             context = sealed.job.context
-            error = sealed.error or ("given up before it began" if sealed.abandoned else "")
+            error = sealed.error or ("given up before it began" if sealed.failed_in_use else "")
             if not error:
                 sealed.handed_over = True
                 owner = self._requests.owner(context)
@@ -321,10 +316,10 @@ class SealedTier(SecondaryTierManager):
         del self._jobs[known.job.job_id]
         if known.job.job_id == self._probing_with:
             self._probing_with = None
-            self._breaker.probed(ok=ok and not known.abandoned)
+            self._breaker.probed(ok=ok and not known.failed_in_use)
             if self._breaker.state is BreakerState.CLOSED:
                 self.log(logging.WARNING, f"{self._name}: works again; back in use")
-        elif not known.abandoned:
+        elif not known.failed_in_use:
             self._record(ok=ok)
 
     def _record(self, *, ok: bool) -> None:
@@ -333,16 +328,6 @@ class SealedTier(SecondaryTierManager):
         if self._breaker.state is not was:
             text = f"{self._name}: taken out of use after jobs that failed; it is tried with one until that succeeds"
             self.log(logging.WARNING, text)
-
-
-def _figures_of(tier: SecondaryTierManager) -> dict[str, float]:
-    """Return a tier's own figures, if it is a ``SupportsStats``: to ask for that takes longer than an idle step."""
-    stats = getattr(tier, "stats", None)
-    if stats is None:
-        return {}
-    with plugin_boundary():  # figures are no promise
-        return {str(name): float(figure) for name, figure in stats().items()}
-    return {}
 
 
 def _outer(known: SealedJob, result: JobResult) -> JobResult:

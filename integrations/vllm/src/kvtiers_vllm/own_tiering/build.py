@@ -32,12 +32,12 @@ from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.layout.fingerprint_record import Described, describe_layout
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.plugins import load_tier, open_plugin
+from kvtiers.secondary.host_pool import HostPool, PooledHost
 from kvtiers.secondary.in_process import InProcessBackend
 from kvtiers.secondary.placement import HostedRegion, TierHosts
 from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.start_line import StartFacts, StartLine
-from kvtiers.tiering.load_rate import PRIOR_BYTES_PER_SECOND
-from kvtiers.tiering.prefill_cost import prior_seconds_per_token
+from kvtiers.tiering.estimates import PRIOR_BYTES_PER_SECOND, prior_seconds_per_token
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 from kvtiers_vllm.engine import CoreLink, Engine
 from kvtiers_vllm.identity import identity_of, row_layout
@@ -202,16 +202,14 @@ class _Parts:
             undo.callback(self._logs.close)
             self._hosts = self._hosts_on(rows) if config.io == "process" else None
             if self._hosts is not None:
-                self.tier = ChunkStoreTier(config, self._hosts.backend(config))
+                self.tier = ChunkStoreTier(config, self._hosts.pool(config))
                 self._hosts.start()
             else:
                 self._rows = rows
                 views = value_views(rows, self._row_bytes, max(value for _, value in self._sizes))
                 undo.callback(views.close)
-                self.tier = ChunkStoreTier(
-                    config,
-                    InProcessBackend(config, self._opener(rows), views, self._names, self._sizes, self._described),
-                )
+                backend = InProcessBackend(config, self._opener(rows), views, self._names, self._sizes, self._described)
+                self.tier = ChunkStoreTier(config, HostPool([PooledHost(config.tier_name, backend)]))
                 self._views = views
             undo.pop_all()
 

@@ -8,13 +8,14 @@ calls of the engine's thread or not at all, so neither thread waits longer than 
 
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from kvtiers.api import JobResult, OffloadKey, TierRequest, TransferJob, make_offload_key
+from kvtiers.api import OffloadKey, TierRequest, TransferJob, make_offload_key
 from kvtiers.secondary.store_tier import ChunkStoreTier
+from kvtiers.secondary.tier_jobs import TierEvent
 from kvtiers.tiering.tier_slot import TierSlot
 
-__all__ = ["AskedTier", "JobEvents", "prefix_keys"]
+__all__ = ["AskedTier", "prefix_keys"]
 
 
 def prefix_keys(offloading: Any, request: Any) -> Iterator[Sequence[OffloadKey]]:
@@ -28,15 +29,6 @@ def prefix_keys(offloading: Any, request: Any) -> Iterator[Sequence[OffloadKey]]
         chunk_tokens = int(group.tokens_per_block) * int(offloading.cache.blocks_per_chunk)
         every = chunk_tokens // int(offloading.cache.tokens_per_hash)
         yield [make_offload_key(bytes(end), number) for end in request.block_hashes[every - 1 :: every]]
-
-
-class JobEvents(NamedTuple):
-    """The jobs that started, failed, ended or released their rows since the last poll."""
-
-    started: Sequence[int]
-    failed: Sequence[int]
-    finished: Sequence[JobResult]
-    released: Sequence[int]
 
 
 class AskedTier:
@@ -66,10 +58,10 @@ class AskedTier:
         with self._in_call:
             return self._slot.submit(job)
 
-    def poll(self) -> JobEvents:
+    def poll(self) -> Sequence[TierEvent]:
         """Return the jobs' events since the last poll."""
         with self._in_call:
-            return JobEvents(*self._slot.poll(), () if self._releasing is None else self._releasing.get_released_jobs())
+            return self._slot.poll()
 
     def release(self, job_id: int) -> None:
         """Make a load release its rows, if the tier's loads can."""

@@ -9,14 +9,14 @@ from one step's end to the next::
 vLLM may schedule a step ahead: then a step's time is the next one's. The longer of the two is taken, since a prompt's
 takes longer than a decoding step. Decoding requests in the same step, and what of a prompt is no whole chunk, are in
 the seconds and not in the tokens: it is the engine's speed under the load that it has. The estimate from the steps is
-computed as everywhere (``kvtiers/tiering/prefill_cost.py``), so that a step that ended in idleness does not count.
+computed as everywhere (``kvtiers/tiering/estimates.py``), so that a step that ended in idleness does not count.
 """
 
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvtiers.tiering.prefill_cost import PrefillCost
+from kvtiers.tiering.estimates import PrefillCost
 
 __all__ = ["PrefillRate"]
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvtiers.api import OffloadKey
+from kvtiers.tiering.estimates import PrefillCost
 from kvtiers.tiering.load_or_recompute import LATE, GpuQueue
-from kvtiers.tiering.prefill_cost import PrefillCost
 from kvtiers.tiering.tier_slot import TierSlot
 
 __all__ = ["Prompt", "Prompts"]

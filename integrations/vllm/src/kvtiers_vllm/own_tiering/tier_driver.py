@@ -29,9 +29,9 @@ from dataclasses import dataclass, field
 
 from kvtiers.api import JobResult, LookupResult, OffloadKey, TransferJob, group_of
 from kvtiers.metrics import TierMetrics
-from kvtiers.secondary.job_results import good_keys, moved
 from kvtiers.secondary.store_tier import ChunkStoreTier
-from kvtiers.tiering.prefill_cost import PrefillCost
+from kvtiers.secondary.tier_jobs import JobFailed, JobReleased, JobStarted, good_keys, moved
+from kvtiers.tiering.estimates import PrefillCost
 from kvtiers.tiering.provenance import Origins
 from kvtiers.tiering.tier_slot import TierSlot
 from kvtiers.types import RequestContext
@@ -56,7 +56,7 @@ class _Running:
     submitted: float
     ticket: int = 0
     started: float | None = None
-    given_up: bool = False
+    failed_in_use: bool = False
     released: bool = False
 
 
@@ -310,16 +310,21 @@ class TierDriver:
         return max((groups.get(group, 0) * tokens for group, tokens in enumerate(self._tokens_per_chunk)), default=0)
 
     def _poll(self) -> None:
-        events = self._tier.poll()
-        for job_id in events.started:
-            running = self._jobs.get(job_id)
-            if running is not None and running.started is None:
-                running.started = self._clock()
-        for job_id in events.failed:
-            if (failed := self._jobs.get(job_id)) is not None:
-                self._give_up(failed, tell=False)
-        self._take_results(events.finished)
-        self._release_late(events.released)
+        released: list[int] = []
+        results: list[JobResult] = []
+        for event in self._tier.poll():
+            if isinstance(event, JobStarted):
+                if (started := self._jobs.get(event.job_id)) is not None and started.started is None:
+                    started.started = self._clock()
+            elif isinstance(event, JobFailed):
+                if (failed := self._jobs.get(event.job_id)) is not None:
+                    self._give_up(failed, tell=False)
+            elif isinstance(event, JobReleased):
+                released.append(event.job_id)
+            else:
+                results.append(event)
+        self._take_results(results)
+        self._release_late(released)
         if self._drops_stores():
             self._tier.drop([job_id for job_id, running in self._jobs.items() if not running.job.is_promotion])
         now = self._clock()
@@ -374,7 +379,7 @@ class TierDriver:
         now = self._clock() if self._jobs else 0.0
         for running in self._jobs.values():
             is_over = running.job.is_promotion and now >= running.request.loads_over
-            if is_over and not (running.released or running.given_up):
+            if is_over and not (running.released or running.failed_in_use):
                 running.released = True
                 self.metrics.wait_expired += len(running.job.keys)
                 self._tier.release(running.job.job_id)
@@ -382,15 +387,15 @@ class TierDriver:
     def _expire(self, now: float) -> None:
         for running in (*self._jobs.values(), *self._late.values()):
             begun = running.submitted if running.started is None else running.started
-            if now - begun > self._slot.options.deadline and not running.given_up:
+            if now - begun > self._slot.options.deadline and not running.failed_in_use:
                 self.metrics.expired_jobs += 1
                 self._give_up(running, tell=True)
 
     def _give_up(self, running: _Running, *, tell: bool) -> None:
         """Mark a job as failed with its rows in use: vLLM gets the result when they are released."""
-        if running.given_up:
+        if running.failed_in_use:
             return
-        running.given_up = True
+        running.failed_in_use = True
         if running.job.is_promotion:  # at least that slow: it must not look fast to the next request
             now = self._clock()
             self._slot.rate.drop(running.ticket)
@@ -403,7 +408,7 @@ class TierDriver:
         job, metrics = running.job, self.metrics
         del self._jobs[job.job_id]
         metrics.running_jobs -= 1
-        if running.given_up:
+        if running.failed_in_use:
             metrics.quarantined_rows -= len(job.keys)
         good = good_keys(job, result)
         nbytes, seconds = moved(result)

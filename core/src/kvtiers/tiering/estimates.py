@@ -1,4 +1,22 @@
-"""The load rate of a tier: seconds to the first chunk, and seconds a chunk from then on, as measured.
+"""The two estimates of the load-or-recompute decision: the engine's prefill cost, and each tier's load rate.
+
+Both are weighted quantiles of a few recent measurements, which a few outliers do not move.
+
+**Prefill cost** (``PrefillCost``): seconds to compute a prompt's token, from the engine's own steps::
+
+    seconds a token = the lower third of (seconds / tokens) over the last 9 steps, by their tokens
+
+Whatever disturbs a step makes it longer: compilation and pinning at the start, decoding requests, an idle engine that
+is counted in. So not the median but the lower third is used, which holds after a single good step among two bad
+ones, and follows an engine that has become slower within seven. A step's fixed cost (launches, sampling) makes a token
+of a short one dear: one with less than a quarter of the tokens of the largest remembered says nothing. After a hit few
+tokens are computed, and with hits alone there are only such steps; the longer ones before them stay remembered.
+
+Before the first step a prior stands: an engine that makes so much KV a second. GPUs make 1 GB/s (a small one) to
+7 GB/s (an H100 with a model of 1 billion parameters; 4 GB/s with one of 8 billion: 128 KiB a token in 30 us). The prior
+is the low end: it takes computing to be dear, so that the first request that hits in a tier is loaded.
+
+**Load rate** (``LoadRate``): seconds to a tier's first chunk, and seconds a chunk from then on.
 
 Before its first load a tier is taken to bring 2 GB/s (a network's or one drive's rate) of what stands before a request,
 and the request's own at once: a load is how a tier is measured, so the first one is made, and not all behind it.
@@ -18,11 +36,18 @@ before, all is taken as the rate.
 import itertools
 import math
 from collections import deque
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from kvtiers.tiering.robust import weighted_quantile
+from kvtiers.layout.cache_layout import CacheLayout
 
-__all__ = ["PRIOR_BYTES_PER_SECOND", "LoadRate"]
+__all__ = ["PRIOR_BYTES_PER_SECOND", "LoadRate", "PrefillCost", "prior_seconds_per_token"]
+
+_PRIOR_KV_BYTES_PER_SECOND = 1e9
+
+_STEPS = 9
+_SHARE = 1 / 3
+_SMALLEST = 1 / 4  # of the largest step's tokens
 
 PRIOR_BYTES_PER_SECOND = 2e9
 """Of a tier that has brought nothing yet."""
@@ -32,6 +57,34 @@ _HALF_LIFE = 2.0  # seconds after which a stretch weighs half: a trial 5 s later
 _MOST_WEIGHT = 64  # chunks: what a trial brings is not drowned in one long load
 _LEAST_SECONDS = 0.005  # shorter looks are put together: a result may be seen some of that late
 _LEAST_RATIO = 1.5  # of two lengths that say something of the slope between them
+
+
+class PrefillCost:
+    """Observed on the engine's thread; ``seconds_per_token`` may be read on any. ``prior``: until a step was seen."""
+
+    def __init__(self, prior: float = 0.0) -> None:
+        self.seconds_per_token = prior
+        self.is_measured = False
+        self._steps: deque[tuple[int, float]] = deque(maxlen=_STEPS)
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Take a step into account that has computed so many tokens of prompts, more than none, in so many seconds."""
+        steps = self._steps
+        if steps and tokens < _SMALLEST * max(steps)[0]:
+            return
+        steps.append((tokens, seconds))
+        self.seconds_per_token = _weighted_quantile([(took / some, some) for some, took in steps], _SHARE)
+        self.is_measured = True
+
+
+def prior_seconds_per_token(layout: CacheLayout) -> float:
+    """Return the assumed seconds a token before the first step, from the KV bytes of a token in all ranks.
+
+    A hybrid model counts all its groups, though window groups keep little of a long prompt: the estimate is high then.
+    """
+    groups = range(len(layout.groups))
+    nbytes = sum(layout.payload_bytes(group) / layout.tokens_per_chunk(group) for group in groups)
+    return nbytes / _PRIOR_KV_BYTES_PER_SECOND
 
 
 class _Stretch(NamedTuple):
@@ -145,7 +198,7 @@ class LoadRate:
         stretches, newest = self._stretches, self._stretches[-1].at
         weights = [min(it.chunks, _MOST_WEIGHT) * 0.5 ** ((newest - it.at) / _HALF_LIFE) for it in stretches]
         whole = [(it.seconds / it.chunks, weight) for it, weight in zip(stretches, weights, strict=True)]
-        per_chunk = weighted_quantile(whole)
+        per_chunk = _weighted_quantile(whole)
         fresh = [(it, weight) for it, weight in zip(stretches, weights, strict=True) if it.is_fresh]
         slopes = [
             ((b.seconds - a.seconds) / (b.chunks - a.chunks), min(first, second))
@@ -156,6 +209,20 @@ class LoadRate:
         if not slopes or not fresh:
             return 0.0, per_chunk
         # At most half of the best stretch counts as latency, until longer stretches separate the two.
-        slope = max(weighted_quantile(slopes), min(rate for rate, _ in whole) / 2)
-        latency = weighted_quantile([(it.seconds - it.chunks * slope, weight) for it, weight in fresh])
+        slope = max(_weighted_quantile(slopes), min(rate for rate, _ in whole) / 2)
+        latency = _weighted_quantile([(it.seconds - it.chunks * slope, weight) for it, weight in fresh])
         return (latency, slope) if latency > 0 else (0.0, per_chunk)
+
+
+def _weighted_quantile(pairs: Iterable[tuple[float, float]], share: float = 0.5) -> float:
+    """Return the smallest value at which ``share`` of all weight is reached; ``pairs``: (value, weight), at least one.
+
+    0.5 is the median. Weights are above 0.
+    """
+    ordered = sorted(pairs)
+    wanted, reached = share * sum([weight for _, weight in ordered]), 0.0
+    for value, weight in ordered:
+        reached += weight
+        if reached >= wanted:
+            return value
+    return ordered[-1][0]
