@@ -81,6 +81,10 @@ class PresenceCache:
             answers.append(_MISS if is_miss else self._want(keys[hits:], now))
         return answers
 
+    def has_all(self, keys: Sequence[OffloadKey]) -> bool:
+        """Return whether the store has all of these chunks, by verdicts that are still good."""
+        return min(map(self._verdicts.get, keys, itertools.repeat(-1.0)), default=-1.0) >= self._clock()
+
     def flush(self) -> None:
         """Send the step's questions."""
         if self._singles:

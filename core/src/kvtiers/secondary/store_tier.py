@@ -78,8 +78,16 @@ class ChunkStoreTier(EventTier):
         return self._lookups.ask(keys)
 
     def submit_store(self, job: TransferJob) -> None:
-        """Queue a store, as far as there is room in the store queue; the rest of it is dropped and counted."""
-        self._submit(job, self._counts.room)
+        """Queue a store, as far as there is room in the store queue; the rest of it is dropped and counted.
+
+        Chunks that the store is known to have are not sent: a burst of known prompts, of which the engine computes some
+        because that is sooner, would write them all again.
+        """
+        if self._lookups.has_all(job.keys) and not self._suspects.among(job.keys):
+            self._counts.figures["already_present"] += len(job.keys)
+            self._events.append(JobResult(job.job_id, success=True))
+        else:
+            self._submit(job, self._counts.room)
 
     def submit_load(self, job: TransferJob) -> None:
         """Queue a load."""

@@ -9,13 +9,13 @@ FULL = "t: full: its store has not taken 4 values; what it holds is read as befo
 
 
 @pytest.fixture
-def store(tier, backend, keys):
-    """Store so many chunks, of which so many are dropped."""
+def store(tier, backend, kit):
+    """Store so many new chunks, of which so many are dropped."""
     numbers = iter(range(1, 1000))
 
     def store(count, dropped):
         number = next(numbers)
-        tier.submit_store(job(number, keys[:count]))
+        tier.submit_store(job(number, [kit.key(100 * number + place) for place in range(count)]))
         result_of(backend, number, *[Status.DROPPED] * dropped, *[Status.DONE] * (count - dropped))
         step(tier)
 

@@ -5,7 +5,7 @@ from tests.unit.secondary.store_tier.hand_backend import MISS, job, lookup, resu
 from kvtiers.host.messages import JobDone, JobFailed, JobStarted, Status
 
 
-def test_a_full_store_queue_takes_what_it_has_room_for_and_drops_and_counts_the_rest(make, backend, keys):
+def test_a_full_store_queue_takes_what_it_has_room_for_and_drops_and_counts_the_rest(make, backend, kit, keys):
     tier = make(store_queue=4)
     tier.submit_store(job(1, keys))
     tier.submit_store(job(2, keys[:2]))
@@ -17,7 +17,7 @@ def test_a_full_store_queue_takes_what_it_has_room_for_and_drops_and_counts_the_
     assert (finished.success, list(finished.successful_keys)) == (False, keys[:4])
     assert tier.stats()["dropped_queue"] == 4
     assert tier.is_available(), "a full queue is no failure of the tier"
-    tier.submit_store(job(3, keys[:3]))
+    tier.submit_store(job(3, [kit.key(100 + place) for place in range(3)]))
     assert backend.jobs[-1].job_id == 3
 
 

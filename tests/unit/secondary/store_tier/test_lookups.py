@@ -25,6 +25,35 @@ def test_a_store_that_completes_is_a_hit_from_then_on(tier, backend, keys):
     assert lookup(tier, keys) == [HIT, HIT, RETRY]
 
 
+def test_what_the_store_is_known_to_have_is_not_sent_again_while_the_answer_holds(make, backend, clock, keys):
+    tier = make(exists_ttl="10s")
+    lookup(tier, keys)
+    step(tier)
+    backend.say(Probed(backend.probes[-1][0], bytes([1] * 5)))  # of the last one nothing is known
+    step(tier)
+    tier.submit_store(job(1, keys[:5]))
+    (finished,), _ = step(tier)
+    assert (finished.job_id, finished.success, backend.jobs) == (1, True, [])
+    assert tier.stats()["already_present"] == 5
+    tier.submit_store(job(2, keys))
+    assert [sent.keys for sent in backend.jobs] == [keys], "with one that it may lack they are all sent"
+    clock.now += 11
+    tier.submit_store(job(3, keys[:5]))
+    assert backend.jobs[-1].job_id == 3
+
+
+def test_what_the_store_says_to_have_and_did_not_give_is_sent_again(tier, backend, keys):
+    lookup(tier, keys)
+    step(tier)
+    backend.say(Probed(backend.probes[-1][0], bytes([1] * 6)))
+    step(tier)
+    tier.submit_load(job(1, keys, promotion=True))
+    result_of(backend, 1, *[Status.DONE] * 5, Status.CORRUPT)
+    step(tier)
+    tier.submit_store(job(2, keys[5:]))
+    assert backend.jobs[-1].job_id == 2
+
+
 @pytest.mark.parametrize("status", [Status.MISSING, Status.CORRUPT, Status.FAILED])
 def test_a_chunk_that_could_not_be_loaded_is_a_miss_from_then_on(tier, backend, keys, status):
     lookup(tier, keys)
