@@ -1,6 +1,6 @@
 """What deciding between a tier and computing costs beside the better of always loading and always computing.
 
-Thirteen scenes of an engine of one GPU and its tiers are played by the clock against the real ``TieringManager``
+Fourteen scenes of an engine of one GPU and its tiers are played by the clock against the real ``TieringManager``
 (``rigs/simulated_engine.py``). Regret: all requests' seconds to the first token together, over those of the better of
 the two ways that do not decide. Below 1 the decision is better than both: GPU and tier work side by side. In
 "colder than the priors" nothing that can be known says that both sides become faster soon: it shows what that costs.
@@ -71,6 +71,11 @@ def colder_tier(now: float) -> float:
     return CHUNK_BYTES / (0.9e9 if now < 2.5 else 7e9)
 
 
+def waking_tier(now: float) -> float:
+    """Return the seconds a chunk of a tier in memory whose first loads take several times as long."""
+    return CHUNK_BYTES / (2e9 if now < 0.3 else 9e9)
+
+
 def scenes(*, quick: bool = False) -> dict[str, Scene]:
     """Return the scenes by name; ``quick``: with fewer requests."""
     many = 1 if quick else 3
@@ -89,6 +94,9 @@ def scenes(*, quick: bool = False) -> dict[str, Scene]:
         "colder than the priors": Scene(known(20 * many, _LONG, 0.7, 0.0), [Tier(colder_tier)], cold),
         "a tier degrades and recovers": Scene([*warm, *known(80, _LONG, 1.0)], [Tier(degrading)]),
         "burst after a restart": Scene([*warm, *known(24, _LONG // 2, 0.0, 3.0)], [Tier(rate(7))]),
+        "burst as the first thing, slow answers": Scene(
+            known(24, _LONG // 2, 0.0, 0.0), [Tier(waking_tier, 0.02, 0.03)]
+        ),
         "mixed, half are known": Scene(poisson(60 * many, 3.0, 0.5), [Tier(rate(5), 0.005)], decoding=0.005),
         "a slow tier before a fast one": Scene(
             [*warm, *known(12 * many, _LONG, 1.0, tiers=2)], [Tier(rate(0.5), 0.02), Tier(rate(7))]

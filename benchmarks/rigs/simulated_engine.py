@@ -4,8 +4,8 @@
 
     engine   one GPU. Each step computes up to 8,192 tokens of the oldest requests that are ready, as vLLM's does;
              a request with chunks on their way is passed over, and asked about again in the next step
-    tier     first come, first served: a job's first byte comes after ``latency`` seconds, its chunks one after
-             another at ``per_chunk`` seconds each, which may change with time
+    tier     answers lookups after ``answer`` seconds; loads first come, first served: a job's first byte comes after
+             ``latency`` seconds, its chunks one after another at ``per_chunk`` seconds each, which may change
 
 A chunk is 16 MiB and holds 128 tokens, as of Llama 3.1 8B. Times are in seconds of the played clock, sizes in tokens.
 """
@@ -51,10 +51,11 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A store. ``per_chunk(t)``: seconds a chunk at time t."""
+    """A store. ``per_chunk(t)``: seconds a chunk at time t. ``answer``: seconds until a lookup is answered."""
 
     per_chunk: Callable[[float], float]
     latency: float = 0.002
+    answer: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +95,15 @@ class _PlayedTier(SecondaryTierManager):
         self._clock = clock
         self._free_at = -math.inf
         self._running: list[tuple[float, JobResult]] = []
+        self._asked_at: dict[OffloadKey, float] = {}
 
     def is_available(self) -> bool:
         return True
 
     def lookup_many(self, keys: Sequence[OffloadKey], context: TierRequest) -> Sequence[LookupResult]:
         del context
+        if self._clock() < self._asked_at.setdefault(keys[0], self._clock()) + self._tier.answer:
+            return [LookupResult.RETRY]
         return [LookupResult.HIT if key in self.there else LookupResult.MISS for key in keys]
 
     def submit_store(self, job: TransferJob) -> None:

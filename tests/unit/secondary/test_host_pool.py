@@ -380,12 +380,12 @@ def test_one_host_alone_gets_whole_jobs_and_nothing_while_it_is_out_of_use(keys)
     assert tier.send(load(1, keys))
     assert list(tier.played[0].jobs[1].keys) == keys
     tier.played[0].lose()
-    assert [type(event) for event in tier.news()] == [Opened, JobFailed]
+    assert [type(event) for event in tier.events()] == [Opened, JobFailed]
     assert not tier.send(load(2, keys))
     assert not tier.group.send_probe(3, keys, is_prefix=True)
     tier.played[0].end(1, FAILED)
     tier.played[0].say(Opened())
-    assert [type(event) for event in tier.news()] == [JobDone, Opened]
+    assert [type(event) for event in tier.events()] == [JobDone, Opened]
     assert tier.send(load(4, keys))
     assert tier.logged() == [], "the tier says it"
 

@@ -45,6 +45,20 @@ def test_an_answer_that_does_not_come_is_a_miss_after_lookup_wait_and_for_good()
     assert bench.lookup(KEYS, bench.request()) == (0, 8, False)
 
 
+@pytest.mark.parametrize(("tokens", "longest"), [(64, 0.02), (1_000, 0.15)], ids=["short", "long"])
+def test_an_answer_may_take_a_share_of_what_computing_the_prompt_takes(tokens, longest):
+    """Hosts that load a burst answer later than in 20 ms; a long prompt that is computed for that costs far more."""
+    options = TieringOptions(lookup_wait=0.02, load_wait=None)
+    bench = Bench(rows=64, options=options, hold=True)
+    prefill(bench)  # a millisecond a token
+    bench.tier["a"].answer = RETRY
+    ctx = RequestContext("long")
+    bench.manager.on_new_request(ctx, tokens)
+    ready, seconds = waited(bench, KEYS, ctx)
+    assert ready == 0
+    assert seconds == pytest.approx(longest, abs=0.006)
+
+
 def test_waiting_is_counted_from_the_first_answer_once_a_request():
     bench = bench_with(load_wait=1.0)
     tier = bench.tier["a"]

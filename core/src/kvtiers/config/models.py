@@ -135,7 +135,11 @@ class OffloadConfig(StrictModel):
     model: ModelConfig | None = Field(default=None, description="the model, where no adapter fills it in")
     primary: PrimaryConfig = Field(description="the CPU tier")
     secondary: tuple[SerializeAsAny[TierConfig], ...] = Field(default=(), description="the tiers below, in this order")
-    lookup_wait: Duration = Field(default=0.02, description="longest wait of a request for a tier's answer")
+    lookup_wait: Duration = Field(
+        default=0.02,
+        description="longest wait of a request for a tier's answer; with 'load_wait: auto' at least 15% of what "
+        "computing its prompt takes",
+    )
     load_wait: LoadWait = Field(
         default="auto", description="longest wait of a request for a promotion; auto: as long as recomputing takes"
     )

@@ -193,16 +193,20 @@ class ValueMover:
     # -- what is there
 
     def _bisect(self, names: Sequence[str], give_up_at: float) -> list[bool]:
-        """Find the end of a prefix in 1 + log2(n) questions: what lies below a hit counts as present, unasked."""
+        """Find the end of a prefix: in two questions if all of it is there, in one if nothing is, else in 2 + log2(n).
+
+        What lies below a hit counts as present, unasked.
+        """
         if not names or not self._exists(names[:1], give_up_at)[0]:
             return [False] * min(1, len(names))
         present, absent = 1, len(names) + 1  # counts that are known to be present, and known not to be
+        middle = len(names)  # of known prompts all is there, and a burst of them asks a lot
         while absent - present > 1:
-            middle = (present + absent) // 2
             if self._exists(names[middle - 1 : middle], give_up_at)[0]:
                 present = middle
             else:
                 absent = middle
+            middle = (present + absent) // 2
         self._known.learn(names[:present])
         return [True] * present + [False] * (present < len(names))
 

@@ -15,7 +15,8 @@ more of them count no further than the request's own tokens.
 **The decision.** At the lookup the request is loaded if the tier has it sooner, else it is computed. While it waits the
 two are compared again, with the rest of the load: it goes over to computing if that is sooner by a quarter at least.
 It waits no longer than 1.1 times what computing had taken when it began to wait: the load has that much to be late.
-Where the tier's budget of rows is used up by other loads, it waits its turn by the same rule.
+Where the tier's budget of rows is used up by other loads, it waits its turn by the same rule. For the tier's answer it
+waits 0.15 times what computing takes, or ``lookup_wait``: the hosts of a tier that loads a burst answer late.
 
 **Not yet measured.** What a tier takes that has brought nothing is known by a load: the first request is loaded, and
 the bound above is what that can cost it; those behind it go by a prior. As long as a tier brings nothing of what is
@@ -34,10 +35,12 @@ from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.requests import RequestState
 from kvtiers.tiering.tier_slot import TierSlot
 
-__all__ = ["LATE", "STAY", "GpuQueue", "Waits"]
+__all__ = ["LATE", "LOOKUP", "STAY", "GpuQueue", "Waits"]
 
 LATE = 1.1
 """A request waits so many times as long as computing takes, at most."""
+LOOKUP = 0.15
+"""A request waits for a tier's answer for this share of the time that computing its prompt takes."""
 STAY = 1.25
 """A request stops to wait for a load whose rest takes more than so many times as long as computing."""
 
@@ -178,7 +181,10 @@ class Waits:
         now = self._clock()
         if state.lookup_since is None:
             state.lookup_since = now
-        return now - state.lookup_since >= self._options.lookup_wait
+        longest = self._options.lookup_wait
+        if self.decides:
+            longest = max(longest, LOOKUP * state.prompt_tokens * self.cost.seconds_per_token)
+        return now - state.lookup_since >= longest
 
     def load_over(self, state: RequestState, tokens: int) -> bool:
         """Return whether a request has waited long enough for this many tokens' chunks, or computing is sooner."""

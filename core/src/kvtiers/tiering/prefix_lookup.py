@@ -110,7 +110,8 @@ class Lookups:
             if hits.pending and not hits.unresolved:
                 state.answers[group] = LastAnswer(hits, len(keys), keys[-1], self._primary.changes)
         if not state.room_waits or group not in state.room_waits:
-            if not state.is_taken_up:
+            # One whose tiers have not answered yet still waits for its turn: others are loaded on its account, too.
+            if not state.is_taken_up and (hits.pending or not hits.unresolved):
                 self._waits.taken_up(state)
             if hits.ready < len(keys) and not (state.is_computed or hits.pending or hits.unresolved):
                 self._waits.computes(state, (len(keys) - hits.ready) * tokens)
