@@ -8,9 +8,9 @@ time. For a request of which a tier has chunks (seconds, tokens, chunks)::
 
 ``seconds a token`` is the engine's own, ``latency`` and ``seconds a chunk`` are the tier's (``estimates.py``). Before
 it are the prompts of requests that a lookup has left to be computed; they are worked off by the tokens that the engine
-reports, or by the clock. Behind it are requests that have come and were not looked up yet: where there are some the GPU
-will not be idle whichever request is loaded, so a load may take as long as computing this request and the next one;
-more of them count no further than the request's own tokens.
+reports, or by the clock. Behind it are requests that have come and whose lookup has no answer yet: where there are some
+the GPU will not be idle whichever request is loaded, so a load may take as long as computing this request and the next
+one; more of them count no further than the request's own tokens.
 
 **The decision.** At the lookup the request is loaded if the tier has it sooner, else it is computed. While it waits the
 two are compared again, with the rest of the load: it goes over to computing if that is sooner by a quarter at least.
