@@ -50,28 +50,36 @@ class GpuQueue:
         self.waiting = 0
         """Tokens of prompts that have come, and of which it is not decided yet whether they are computed."""
         self._clock = clock
+        self.is_empty = True
+        """Nothing was put into it, or all of that has been computed."""
         self._ahead = 0.0
         self._drained_at = 0.0
 
     def computes(self, tokens: float) -> None:
         """Put so many tokens into the queue, behind all others."""
-        self._ahead = self.ahead + tokens
-        self._drained_at = self._clock()
+        now = self._clock()
+        self._ahead = self._left(now) + tokens
+        self._drained_at = now
+        self.is_empty = self._ahead <= 0
 
     def step_ends(self, tokens: int) -> None:
         """Record what was computed since the last step: as the engine reports, or at least by the clock."""
-        if self._ahead > 0:
-            self._ahead = min(self.ahead, max(0.0, self._ahead - tokens))
-            self._drained_at = self._clock()
+        now = self._clock()
+        self._ahead = min(self._left(now), max(0.0, self._ahead - tokens))
+        self._drained_at = now
+        self.is_empty = self._ahead <= 0
 
     @property
     def ahead(self) -> float:
         """Tokens to be computed before a request that comes now."""
-        if self._ahead <= 0:
+        return 0.0 if self.is_empty else self._left(self._clock())
+
+    def _left(self, now: float) -> float:
+        """Return the tokens in the queue that are not computed yet, by the clock."""
+        if self.is_empty:
             return 0.0
         per_token = self.cost.seconds_per_token
-        by_clock = (self._clock() - self._drained_at) / per_token if per_token > 0 else math.inf
-        return max(0.0, self._ahead - by_clock)
+        return max(0.0, self._ahead - (now - self._drained_at) / per_token) if per_token > 0 else 0.0
 
 
 class Waits:
@@ -96,7 +104,8 @@ class Waits:
         """Record how many tokens the engine has computed since the last step, and in how many seconds."""
         if tokens > 0 and 0 < seconds < math.inf:
             self.cost.observe(tokens, seconds)
-        self.gpu.step_ends(max(0, tokens))
+        if not self.gpu.is_empty:
+            self.gpu.step_ends(max(0, tokens))
 
     def came(self, state: RequestState) -> None:
         """Count a new request, which waits for its turn; once a request."""

@@ -104,13 +104,13 @@ class Lookups:
             state.counted[group] = len(keys)
         last = state.answers.get(group)
         hits = None if last is None else self._as_before(last, keys, state)
-        if hits is None and group in state.room_waits:
+        if hits is None and state.room_waits and group in state.room_waits:
             hits = self._in_line(state.room_waits[group], keys, state, tokens)
         if hits is None:
             hits = self._run(keys, state, tokens)
             if hits.pending and not hits.unresolved:
                 state.answers[group] = LastAnswer(hits, len(keys), keys[-1], self._primary.changes)
-        if group not in state.room_waits:
+        if not state.room_waits or group not in state.room_waits:
             if not state.is_taken_up:
                 self._waits.taken_up(state)
             if hits.ready < len(keys) and not (state.is_computed or hits.pending or hits.unresolved):
@@ -179,9 +179,10 @@ class Lookups:
         if state.given_up:
             keys = _until(keys, state.given_up)
         length, pending = self._primary.resident_run(keys)
-        if length < len(keys) and state.slots and not state.load_over:
-            keys = self._fitting(keys, length)
-        run = self._run_of_tiers(keys, length, state, tokens, window=window)
+        asks = length < len(keys) and bool(state.slots) and not state.load_over
+        if not (asks or pending or state.room_waits):  # nothing is waited for, nor was
+            return PrefixHits(length, 0, unresolved=False)
+        run = self._follow(self._fitting(keys, length), length, state, tokens, window=window) if asks else _Run(length)
         if run.length > length:
             pending += self._primary.resident_run(keys[length : run.length])[1]
             length = run.length
@@ -195,7 +196,7 @@ class Lookups:
         elif run.no_room is not None and self._waits.line_over(state, more * tokens):
             run.no_room.slot.metrics.budget_misses += 1
             return self._give_up(keys, length, 0, state)
-        if keys and not window:
+        if keys and not window and (run.no_room is not None or state.room_waits):
             self._note_room(keys, PrefixHits(length - pending, pending, unresolved=True), run.no_room, state)
         if run.silent and self._waits.lookup_over(state):
             self._metrics.wait_expired += 1
@@ -204,13 +205,6 @@ class Lookups:
             state.given_up.add(keys[length])
             run = _Run(length)
         return PrefixHits(length - pending, pending, bool(run.silent) or run.capped or run.no_room is not None)
-
-    def _run_of_tiers(
-        self, keys: Sequence[OffloadKey], first: int, state: RequestState, tokens: int, *, window: bool
-    ) -> _Run:
-        if first == len(keys) or not state.slots or state.load_over:
-            return _Run(first)
-        return self._follow(keys, first, state, tokens, window=window)
 
     def _give_up(self, keys: Sequence[OffloadKey], length: int, pending: int, state: RequestState) -> PrefixHits:
         """Return a run for a request that waits no longer: its ready chunks; pending ones are misses for it."""
@@ -231,7 +225,7 @@ class Lookups:
         group = group_of(keys[0])
         if no_room is not None:
             state.room_waits[group] = RoomWait(no_room.slot, hits, len(keys), keys[-1], no_room.chunks)
-        elif state.room_waits:
+        else:
             state.room_waits.pop(group, None)
 
     def _fitting(self, keys: Sequence[OffloadKey], first: int) -> Sequence[OffloadKey]:
@@ -265,9 +259,17 @@ class Lookups:
 
     def _follow(self, keys: Sequence[OffloadKey], at: int, state: RequestState, tokens: int, *, window: bool) -> _Run:
         """Follow the prefix beyond its first absent chunk, through tiers and primary, to the first miss in all."""
+        if at == len(keys):
+            return _Run(at)
         may_wait = self._waits.decides and any(slot.metrics.loading_chunks for slot in state.slots)
-        askable = (self._askable(slot, len(keys), may_wait=may_wait) for slot in state.slots)
-        tiers = [tier for tier in askable if tier is not None]
+        tiers: list[_Asked] = []
+        for slot in state.slots:
+            if slot.available():
+                room = self._budget.room(slot)
+                if room or may_wait:
+                    tiers.append(_Asked(slot, room, len(keys)))
+                else:
+                    slot.metrics.budget_misses += 1
         left = max(_FEWEST_RESERVED, _MOST_RESERVED - at // _WALKED_FOR_ONE)
         waited = len(state.window_waits) if window else state.awaited.get(group_of(keys[0]), (0, 0))[1]
         search = _Search(tiers, self._budget.room_in_all, left, waited, may_wait)
@@ -286,15 +288,6 @@ class Lookups:
         if at < len(keys) and search.no_room is not None:
             return _Run(at, silent, no_room=search.no_room)
         return _Run(at, silent, capped=not search.left and at < len(keys))
-
-    def _askable(self, slot: TierSlot, question: int, *, may_wait: bool) -> _Asked | None:
-        if not slot.available():
-            return None
-        room = self._budget.room(slot)
-        if not room and not may_wait:
-            slot.metrics.budget_misses += 1
-            return None
-        return _Asked(slot, room, question)
 
     def _ask(
         self, search: _Search, keys: Sequence[OffloadKey], at: int, state: RequestState, tokens: int
