@@ -44,7 +44,7 @@ class Group:
         """Send what is to go to the store as one job."""
         rows = memoryview(array("i", job.rows))
         return self.group.send_job(
-            InflightJob.of(TransferJob(job.job_id, job.keys, rows, job.is_load, None), job.keys, 0), job.overwrites
+            InflightJob(TransferJob(job.job_id, job.keys, rows, job.is_load, None), job.keys, 0), job.overwrites
         )
 
     def news(self):

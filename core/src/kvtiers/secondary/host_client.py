@@ -255,8 +255,8 @@ class HostClient:
         return part if part is not None and not part.has_ended else None
 
     def _reported(self, job_id: int) -> JobPart:
-        part = self._part(job_id)
-        if part is None:
+        part = self.parts.get(job_id)
+        if part is None or part.has_ended:
             raise ProtocolError(f"job {job_id} is reported, which it does not have")
         return part
 

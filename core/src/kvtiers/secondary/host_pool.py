@@ -283,23 +283,24 @@ class HostPool:
     # -- inside: events in
 
     def _take(self, host: PooledHost, event: Event) -> None:
-        match event:
-            case JobDone(job_id):
-                if (part := host.backend.parts.pop(job_id, None)) is not None:
-                    self._end_part(host, part, event)
-            case Probed(probe_id):
-                if self._asked.pop(probe_id, None) is not None:
-                    host.questions -= 1
-                self._events.append((None, event))
-            case Opened():
-                self._take_opening(host, event)
-            case JobStarted(job_id) | JobFailed(job_id) | JobReleased(job_id):
-                if (part := host.backend.parts.get(job_id)) is not None:
-                    self._take_progress(part, event)
+        if isinstance(event, Opened):
+            self._take_opening(host, event)
+        elif isinstance(event, Probed):
+            if self._asked.pop(event.probe_id, None) is not None:
+                host.questions -= 1
+            self._events.append((None, event))
+        elif (part := host.backend.parts.get(event.job_id)) is not None:
+            if isinstance(event, JobDone):
+                self._end_part(host, part, event)
+            elif not isinstance(event, JobStarted):
+                self._fail_or_release(part, event)
+            elif not part.of.is_started:
+                part.of.is_started = True
+                self._events.append((part.of, event))
 
     def _end_part(self, host: PooledHost, part: JobPart, event: JobDone) -> None:
         job = part.of
-        part.has_ended = True
+        del host.backend.parts[event.job_id]
         host.values -= len(part.message.keys)
         if job.end_part(part, event):
             self.in_flight -= 1
@@ -307,20 +308,13 @@ class HostPool:
         else:
             self._report(job)
 
-    def _take_progress(self, part: JobPart, event: JobStarted | JobFailed | JobReleased) -> None:
+    def _fail_or_release(self, part: JobPart, event: JobFailed | JobReleased) -> None:
         job = part.of
-        match event:
-            case JobStarted():
-                part.is_started = True
-                if not job.is_started:
-                    job.is_started = True
-                    self._events.append((job, event))
-                return
-            case JobFailed(error=error):
-                part.failed_in_use = True
-                job.error = job.error or error
-            case JobReleased():
-                part.is_released = True
+        if isinstance(event, JobFailed):
+            part.failed_in_use = True
+            job.error = job.error or event.error
+        else:
+            part.is_released = True
         self._report(job)
 
     def _report(self, job: InflightJob) -> None:

@@ -17,6 +17,7 @@ from kvtiers.host.messages import JobDone, Status, StoreJob
 
 __all__ = ["InflightJob", "JobPart"]
 
+_FAILED = bytes([Status.FAILED])
 _GOOD = frozenset({Status.DONE, Status.PRESENT})
 
 
@@ -31,9 +32,10 @@ class InflightJob:
     job: TransferJob
     keys: Sequence[OffloadKey]
     generation: int
-    statuses: bytearray
     parts: list["JobPart"] = field(default_factory=list)
     """Those that have not ended; the fields below sum up those that have."""
+    statuses: bytes | bytearray = b""
+    """A Status for each of ``keys``, once a part has ended; FAILED for those that have not, or were not sent."""
     is_started: bool = False
     failed_in_use: bool = False
     to_release: bool = False
@@ -43,21 +45,21 @@ class InflightJob:
     retries: int = 0
     error: str = ""
 
-    @classmethod
-    def of(cls, job: TransferJob, keys: Sequence[OffloadKey], generation: int) -> "InflightJob":
-        """Return a job of which nothing has been moved yet."""
-        return cls(job, keys, generation, bytearray([Status.FAILED]) * len(keys))
-
     def message(self, start: int, count: int, overwrites: bytes) -> StoreJob:
         """Return the message for ``count`` of its values from ``start`` on. ``overwrites``: of all of them."""
-        job, end = self.job, start + count
-        keys = self.keys if count == len(self.keys) else self.keys[start:end]
-        return StoreJob(job.job_id, job.is_promotion, keys, job.chunk_ids[start:end].tolist(), overwrites[start:end])
+        job, keys, end = self.job, self.keys, start + count
+        if count < len(keys):
+            keys, overwrites = keys[start:end], overwrites[start:end]
+        return StoreJob(job.job_id, job.is_promotion, keys, job.chunk_ids[start:end].tolist(), overwrites)
 
     def end_part(self, part: "JobPart", event: JobDone) -> bool:
         """Add a part's outcome; return whether it was the last part."""
         self.parts.remove(part)
-        self.statuses[part.start : part.start + len(part.message.keys)] = event.statuses
+        if len(part.message.keys) == len(self.keys):
+            self.statuses = event.statuses
+        else:
+            statuses = self.statuses = bytearray(self.statuses or _FAILED * len(self.keys))
+            statuses[part.start : part.start + len(part.message.keys)] = event.statuses
         self.nbytes += event.nbytes
         self.seconds = max(self.seconds, event.seconds)  # they ran side by side
         self.retries += event.retries

@@ -193,7 +193,7 @@ class SuspectKeys:
     def __init__(self) -> None:
         self.keys: dict[OffloadKey, None] = {}
 
-    def note(self, keys: Sequence[OffloadKey], statuses: bytes, *, is_load: bool) -> None:
+    def note(self, keys: Sequence[OffloadKey], statuses: bytes | bytearray, *, is_load: bool) -> None:
         """Update the suspects by a job's statuses: a load's miss adds its key, a value read or written removes it."""
         if is_load and not _NOT_GIVEN.isdisjoint(statuses):
             self.keys.update((key, None) for key, status in zip(keys, statuses, strict=False) if status in _NOT_GIVEN)

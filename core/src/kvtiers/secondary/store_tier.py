@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvtiers.api import JobResult, LookupResult, OffloadKey, TierConfig, TierRequest, TransferJob
-from kvtiers.host.messages import Event, JobDone, JobFailed, JobReleased, JobStarted, Opened, Probed, Status
+from kvtiers.host.messages import JobDone, JobFailed, JobReleased, JobStarted, Opened, Probed, Status
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.secondary.breaker import Breaker, BreakerState
 from kvtiers.secondary.host_client import BUMPED
@@ -201,7 +201,7 @@ class ChunkStoreTier(EventTier):
     def _submit(self, job: TransferJob, room: int) -> None:
         keys = job.keys[:room]
         overwrites = self._suspects.among(keys) if self._suspects.keys and not job.is_promotion else b""
-        inflight = InflightJob.of(job, keys, self._generation)
+        inflight = InflightJob(job, keys, self._generation)
         self._counts.begin(inflight)
         if not keys or not self._hosts.send_job(inflight, overwrites):
             self._counts.refuse(inflight)
@@ -229,23 +229,21 @@ class ChunkStoreTier(EventTier):
         """Handle the events of one poll; return whether there were any."""
         events = self._hosts.poll()
         for job, event in events:
-            if job is not None:
-                self._job_event(job, event)
-            elif isinstance(event, Probed):
+            if isinstance(event, Probed):
                 self._probed(event.probe_id, event.answers, event.error)
             elif isinstance(event, Opened):
                 self._opened(event.error)
+            elif job is not None:
+                self._job_event(job, event)
         return bool(events)
 
-    def _job_event(self, job: InflightJob, event: Event) -> None:
-        match event:
-            case JobDone():
-                self._job_done(job)
-            case JobStarted() | JobReleased():
-                self._events.append(event)
-            case JobFailed():
-                self._note_failed(job, event.error)
-                self._events.append(event)
+    def _job_event(self, job: InflightJob, event: JobStarted | JobFailed | JobReleased | JobDone) -> None:
+        if isinstance(event, JobDone):
+            self._job_done(job)
+            return
+        if isinstance(event, JobFailed):
+            self._note_failed(job, event.error)
+        self._events.append(event)
 
     def _opened(self, error: str) -> None:
         self._open = not error
@@ -285,7 +283,7 @@ class ChunkStoreTier(EventTier):
         self._note_error(error)
 
     def _job_done(self, inflight: InflightJob) -> None:
-        job, result, statuses = inflight.job, inflight.result(), bytes(inflight.statuses)
+        job, result, statuses = inflight.job, inflight.result(), inflight.statuses
         damaged = self._counts.end(inflight, success=result.success)
         if job.job_id in self._dropped:
             self._dropped_results.append(result)

@@ -17,7 +17,7 @@ them is taken for granted.
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from kvtiers.api import JobResult, OffloadKey, SecondaryTierManager, TransferJob
 from kvtiers.host.messages import JobFailed, JobReleased, JobStarted
@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 TierEvent: TypeAlias = JobStarted | JobFailed | JobReleased | JobResult
+_NO_RESULTS = (JobStarted, JobFailed, JobReleased)
 
 
 class EventTier(SecondaryTierManager):
@@ -48,34 +49,33 @@ class EventTier(SecondaryTierManager):
 
     def get_finished_jobs(self) -> Sequence[JobResult]:
         """Return the results among the events, and drop the others: for a caller that waits for results alone."""
-        return [event for event in self.poll() if not isinstance(event, JobStarted | JobFailed | JobReleased)]
+        return [event for event in self.poll() if not isinstance(event, _NO_RESULTS)]
 
 
 def poll_getters(
-    tier: SecondaryTierManager, finished: Callable[[], Iterable[JobResult]] | None = None
+    tier: SecondaryTierManager, finished: Callable[[SecondaryTierManager], Iterable[JobResult]] | None = None
 ) -> Iterator[TierEvent]:
-    """Yield what a tier's getters return: starts, then failures, then results. ``finished``: in place of the last one.
+    """Yield what a tier's getters return: starts, then failures, then results. ``finished``: asks it for the results.
 
     What a getter raises keeps the others from nothing; the first exception is raised after the last event.
     """
     raised: Exception | None = None
-    getters: tuple[tuple[Callable[[], Iterable[Any] | None], Callable[[Any], TierEvent] | None], ...] = (
-        (tier.get_started_jobs, JobStarted),
-        (tier.get_failed_jobs, _failed),
-        (finished or tier.get_finished_jobs, None),
-    )
-    for getter, event_of in getters:
-        try:
-            for reported in getter() or ():
-                yield event_of(reported) if event_of is not None else reported
-        except Exception as error:  # noqa: BLE001 -- for the caller, who catches it
-            raised = raised or error
+    try:  # by hand, three times: each step of the engine comes by here, with nothing to report
+        for job_id in tier.get_started_jobs() or ():
+            yield JobStarted(job_id)
+    except Exception as error:  # noqa: BLE001 -- for the caller, who catches it
+        raised = error
+    try:
+        for job_id in tier.get_failed_jobs() or ():
+            yield JobFailed(job_id, "")
+    except Exception as error:  # noqa: BLE001
+        raised = raised or error
+    try:
+        yield from (tier.get_finished_jobs() if finished is None else finished(tier)) or ()
+    except Exception as error:  # noqa: BLE001
+        raised = raised or error
     if raised is not None:
         raise raised
-
-
-def _failed(job_id: int) -> JobFailed:
-    return JobFailed(job_id, "")
 
 
 def good_keys(job: TransferJob, result: JobResult) -> Sequence[OffloadKey]:

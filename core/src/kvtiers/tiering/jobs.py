@@ -166,26 +166,32 @@ class JobTable:
         failed: dict[_Running, None] = {}  # those that come one after the other: one line in the log
         has_ended = False
         for event in events:
-            if isinstance(event, JobStarted):
-                running = self._job_of(slot, event.job_id)
-                if running is not None and running.started is None:
-                    running.started = self._clock()
-            elif isinstance(event, JobFailed):
+            if isinstance(event, JobFailed):
                 running = self._job_of(slot, event.job_id)
                 if running is not None and not running.failed_in_use:
                     failed[running] = None
-            elif not isinstance(event, JobReleased):  # which is not asked for here: a load keeps its rows to its end
+                continue
+            if failed:
                 self._give_up(slot, list(failed), "failed", notify=False)
                 failed.clear()
+            if isinstance(event, JobStarted):
+                self._start(slot, event.job_id)
+            elif not isinstance(event, JobReleased):  # which is not asked for here: a load keeps its rows to its end
                 has_ended = True
                 self._accept(slot, event)
                 if slot.retired:
                     live = [job for job in self._of(slot) if not job.failed_in_use]
                     self._give_up(slot, live, "were given up", notify=False)
                     break
-        self._give_up(slot, list(failed), "failed", notify=False)
+        if failed:
+            self._give_up(slot, list(failed), "failed", notify=False)
         if has_ended:
             slot.rate.look_ends(self._clock())
+
+    def _start(self, slot: TierSlot, job_id: int) -> None:
+        running = self._job_of(slot, job_id)
+        if running is not None and running.started is None:
+            running.started = self._clock()
 
     def _job_of(self, slot: TierSlot, job_id: int) -> _Running | None:
         try:

@@ -30,9 +30,14 @@ class PinBudget:
 
     def reserve(self, slot: TierSlot, rows: int = 0) -> "Reservation":
         """Set aside so many rows for a tier; that there is room for them is the caller's to see."""
-        reserved = Reservation(self, slot)
-        reserved.add(rows)
-        return reserved
+        slot.metrics.pinned_rows += rows
+        self.held += rows
+        return Reservation(self, slot, rows)
+
+    def give_back(self, slot: TierSlot, rows: int) -> None:
+        """Take so many rows back from a reservation of this tier: for ``Reservation`` alone."""
+        slot.metrics.pinned_rows -= rows
+        self.held -= rows
 
 
 class Reservation:
@@ -40,24 +45,24 @@ class Reservation:
 
     __slots__ = ("_budget", "rows", "slot")
 
-    def __init__(self, budget: PinBudget, slot: TierSlot) -> None:
+    def __init__(self, budget: PinBudget, slot: TierSlot, rows: int) -> None:
         self._budget = budget
         self.slot = slot
-        self.rows = 0
+        self.rows = rows
 
     def add(self, rows: int) -> None:
         """Set aside so many rows more."""
-        self.rows += rows
-        self.slot.metrics.pinned_rows += rows
-        self._budget.held += rows
+        self._budget.reserve(self.slot, rows).move(rows, self)
 
     def release(self, rows: int | None = None) -> None:
         """Give back so many rows, or all; when all are back nothing more happens."""
-        self.add(-(self.rows if rows is None else min(rows, self.rows)))
+        back = self.rows if rows is None else min(rows, self.rows)
+        self.rows -= back
+        self._budget.give_back(self.slot, back)
 
     def split(self, rows: int) -> "Reservation":
         """Return a reservation of so many of these rows; this one keeps the others."""
-        part = Reservation(self._budget, self.slot)
+        part = Reservation(self._budget, self.slot, 0)
         self.move(rows, part)
         return part
 

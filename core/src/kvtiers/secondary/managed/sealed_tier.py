@@ -16,7 +16,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 
 from kvtiers._failures import plugin_boundary
 from kvtiers.api import (
@@ -96,7 +95,7 @@ class SealedTier(EventTier):
     def poll(self) -> Iterable[TierEvent]:
         """Return what the tier's getters report; results that need a check when they have had theirs."""
         tier = self._opened()
-        return self._finished(None) if tier is None else poll_getters(tier, partial(self._finished, tier))
+        return self._finished(None) if tier is None else poll_getters(tier, self._finished)
 
     def is_available(self) -> bool:
         """Return whether the tier is available, its breaker not open, and no trial job in flight."""
