@@ -22,7 +22,7 @@ from kvtiers.host.messages import (
 )
 from kvtiers.secondary.host_client import BUMPED
 from kvtiers.secondary.host_pool import HostPool, PooledHost
-from kvtiers.secondary.inflight_jobs import InflightJob
+from kvtiers.secondary.tier_jobs import InflightJob
 
 DONE, FAILED, MISSING = Status.DONE, Status.FAILED, Status.MISSING
 VALUE = 64 * 1024

@@ -19,7 +19,7 @@ from kvtiers.host.messages import (
     Status,
 )
 from kvtiers.secondary.host_pool import HostPool, PooledHost
-from kvtiers.secondary.inflight_jobs import InflightJob
+from kvtiers.secondary.tier_jobs import InflightJob
 
 HOSTS = range(3)
 KEYS = [make_offload_key(number.to_bytes(8, "big"), 0) for number in range(70)]

@@ -1,7 +1,7 @@
 """The third rung of the contract: a tier that moves chunks asynchronously and never blocks.
 
-Most authors want ``ChunkStore`` (``kvtiers.api.store``); this rung is for RDMA, io_uring, peers and the like, and
-it is the only interface that the tiering code calls.
+Most authors want ``ChunkStore`` (``kvtiers.api.store``); this rung is for RDMA, io_uring, peers and the like. All tiers
+that the tiering code calls are of this class, core's own too.
 """
 
 from abc import ABC, abstractmethod

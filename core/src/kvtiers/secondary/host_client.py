@@ -1,6 +1,6 @@
 """The host client: one tier's connection to its tier host, seen from the engine (``io: process``).
 
-It keeps the jobs and questions that the host has (``inflight_jobs.py``), and accepts nothing else: a host that reports
+It keeps the jobs and questions that the host has (``tier_jobs.py``), and accepts nothing else: a host that reports
 what it was not asked for breaks the protocol, and is killed.
 """
 
@@ -25,8 +25,8 @@ from kvtiers.host.messages import (
 from kvtiers.host.wire import ProtocolError
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.secondary.host_connection import HostConnection
-from kvtiers.secondary.inflight_jobs import JobPart
 from kvtiers.secondary.supervisor import HostLife
+from kvtiers.secondary.tier_jobs import JobPart
 
 __all__ = ["BUMPED", "HostClient"]
 

@@ -28,7 +28,7 @@ from kvtiers.api import OffloadKey, TransferJob
 from kvtiers.host.messages import Event, JobDone, JobFailed, JobReleased, JobStarted, Opened, Probed
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.secondary.host_client import BUMPED
-from kvtiers.secondary.inflight_jobs import InflightJob, JobPart
+from kvtiers.secondary.tier_jobs import InflightJob, JobPart
 
 __all__ = ["HostPool", "PoolEvent", "PooledHost", "StoreBackend"]
 

@@ -14,8 +14,8 @@ from kvtiers.host.messages import Event, Opened
 from kvtiers.host.transfer_pool import TransferPool, mover_options
 from kvtiers.layout.fingerprint_record import Described
 from kvtiers.layout.storage_name import StorageNames
-from kvtiers.secondary.inflight_jobs import JobPart
 from kvtiers.secondary.log_thread import LogThread
+from kvtiers.secondary.tier_jobs import JobPart
 
 __all__ = ["InProcessBackend"]
 

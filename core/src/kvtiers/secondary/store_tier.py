@@ -1,7 +1,7 @@
 """The store tier: a ``ChunkStore`` seen as a tier by the engine. It keeps verdicts, breaker and counts, moves no byte.
 
 Everything here runs on the engine's thread and only posts to, and polls, the hosts in which the store's I/O runs. The
-jobs in flight are in the hosts' tables (``inflight_jobs.py``).
+jobs in flight are in the hosts' tables (``tier_jobs.py``).
 """
 
 import itertools
@@ -16,10 +16,8 @@ from kvtiers.layout.storage_name import StorageNames
 from kvtiers.secondary.breaker import Breaker, BreakerState
 from kvtiers.secondary.host_client import BUMPED
 from kvtiers.secondary.host_pool import HostPool
-from kvtiers.secondary.inflight_jobs import InflightJob
 from kvtiers.secondary.presence_cache import PresenceCache, SuspectKeys
-from kvtiers.secondary.store_counts import FullWatch, StoreCounts
-from kvtiers.secondary.tier_events import EventTier, TierEvent, not_done
+from kvtiers.secondary.tier_jobs import EventTier, InflightJob, TierEvent, not_done
 
 __all__ = ["ChunkStoreTier"]
 
@@ -30,6 +28,17 @@ _TRIED_AGAIN = (
     "its lookups miss until it is back. It is tried again by itself; 'kvtiers check' with its config says more"
 )
 _MOST_ASKED_AHEAD = 64  # questions in flight; the others that are allowed are for lookups
+_QUIET_SECONDS = 30.0  # for so long it must have dropped nothing: at its limit a store takes some values and drops some
+_FIGURES = (
+    "seal_failures",
+    "retries",
+    "dropped_full",
+    "dropped_queue",
+    "dropped_shutdown",
+    "already_present",
+    "errors",
+    "missing",
+)
 
 
 class ChunkStoreTier(EventTier):
@@ -42,11 +51,11 @@ class ChunkStoreTier(EventTier):
         self._deadline = config.deadline
         self._breaker = Breaker(config.breaker, clock)
         self._lookups = PresenceCache(config.exists_ttl, config.deadline, clock, self._send_probe)
-        self._counts = StoreCounts(config.store_queue)
+        self._counts = _Counts(config.store_queue)
         self._generation = 0
         """Of the names: that of a job in flight may be an earlier one."""
         self._suspects = SuspectKeys()
-        self._full = FullWatch(self._name, config.when_full, clock)
+        self._full = _FullWatch(self._name, config.when_full, clock)
         self._open = False
         self._has_heard = False
         """The hosts' first report has been handled: until then ``open_state`` asks the hosts themselves."""
@@ -321,3 +330,77 @@ class ChunkStoreTier(EventTier):
         if was is not self._breaker.state:
             text = f"{self._name}: taken out of use after {error or 'errors'}; it is probed until it answers"
             self._hosts.log(logging.WARNING, text)
+
+
+class _Counts:
+    """One tier's counts. ``store_queue``: the most chunks that may be on their way into the store."""
+
+    def __init__(self, store_queue: int) -> None:
+        self._store_queue = store_queue
+        self.storing = 0
+        """Chunks on their way into the store."""
+        self.figures = dict.fromkeys(_FIGURES, 0)
+
+    @property
+    def room(self) -> int:
+        """Chunks that the store queue has room for."""
+        return max(0, self._store_queue - self.storing)
+
+    def begin(self, job: InflightJob) -> None:
+        """Count a job; those of its chunks that are not handed over are dropped."""
+        self.figures["dropped_queue"] += len(job.job.keys) - len(job.keys)
+        if not job.job.is_promotion:
+            self.storing += len(job.keys)
+
+    def refuse(self, job: InflightJob) -> None:
+        """Count a job that no host has accepted."""
+        if not job.job.is_promotion:
+            self.storing -= len(job.keys)
+            self.figures["dropped_queue"] += len(job.keys)
+
+    def end(self, job: InflightJob, *, success: bool) -> int:
+        """Count a job's end; return how many of its values are damaged."""
+        statuses, figures = job.statuses, self.figures
+        if not job.job.is_promotion:
+            self.storing -= len(job.keys)
+        figures["retries"] += job.retries
+        figures["already_present"] += statuses.count(Status.PRESENT)
+        if success:
+            return 0
+        damaged = statuses.count(Status.CORRUPT)
+        figures["seal_failures"] += damaged
+        figures["missing"] += statuses.count(Status.MISSING)
+        figures["dropped_full"] += statuses.count(Status.DROPPED)
+        return damaged
+
+
+class _FullWatch:
+    """The watch over a full store: one log line when it stops taking values, with what to do, and one when it resumes.
+
+    A full store is no failure: it is still read, its breaker stays closed, and what is dropped is counted. Without the
+    line an operator would see a healthy engine and a tier that gets nothing new. ``advice``: what to do.
+    """
+
+    def __init__(self, name: str, advice: str, clock: Callable[[], float]) -> None:
+        self._name = name
+        self._advice = advice
+        self._clock = clock
+        self._dropped = 0
+        self._last = 0.0
+        self.is_full = False
+
+    def stored(self, written: int, dropped: int) -> str:
+        """Record how many of a job's values were written and dropped; return a line for the log, or "" for none."""
+        if dropped:
+            self._last = self._clock()
+            self._dropped = self._dropped + dropped if self.is_full else dropped
+            began, self.is_full = not self.is_full, True
+            if began:
+                return (
+                    f"{self._name}: full: its store has not taken {dropped} values; what it holds is read as before; "
+                    f"{self._advice}"
+                )
+        elif self.is_full and written and self._clock() - self._last >= _QUIET_SECONDS:
+            self.is_full = False
+            return f"{self._name}: takes values again; {self._dropped} were dropped while it was full"
+        return ""

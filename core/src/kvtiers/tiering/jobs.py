@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from kvtiers.api import JobResult, OffloadKey, TransferJob
 from kvtiers.primary.tier import CPUPrimaryTier
-from kvtiers.secondary.tier_events import (
+from kvtiers.secondary.tier_jobs import (
     JobFailed,
     JobReleased,
     JobStarted,
@@ -33,10 +33,9 @@ from kvtiers.secondary.tier_events import (
     moved,
     without,
 )
-from kvtiers.tiering.pin_budget import Reservation
 from kvtiers.tiering.provenance import Origins
 from kvtiers.tiering.requests import RequestState
-from kvtiers.tiering.tier_slot import TierSlot
+from kvtiers.tiering.tier_slot import Reservation, TierSlot
 from kvtiers.types import OffloadEvent
 
 __all__ = ["JobTable", "TieringOptions"]

@@ -27,7 +27,6 @@ from kvtiers.tiering.engine_side import EngineSide
 from kvtiers.tiering.estimates import PRIOR_BYTES_PER_SECOND
 from kvtiers.tiering.jobs import JobTable, TieringOptions
 from kvtiers.tiering.load_or_recompute import Waits
-from kvtiers.tiering.pin_budget import PinBudget
 from kvtiers.tiering.plans import Plans
 from kvtiers.tiering.prefix_lookup import Lookups
 from kvtiers.tiering.promotion import Promotions
@@ -35,7 +34,7 @@ from kvtiers.tiering.provenance import Origins
 from kvtiers.tiering.recorder import Recorder
 from kvtiers.tiering.reports import EventLog, Snapshots
 from kvtiers.tiering.requests import RequestTable
-from kvtiers.tiering.tier_slot import TierSlot
+from kvtiers.tiering.tier_slot import PinBudget, TierSlot
 from kvtiers.types import LoadPlan, OffloadEvent, OffloadPolicy, PrefixHits, RequestContext, StorePlan
 
 __all__ = ["EngineSide", "TieringManager"]

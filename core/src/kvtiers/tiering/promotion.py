@@ -13,10 +13,9 @@ from typing import NamedTuple
 from kvtiers.api import OffloadKey, group_of
 from kvtiers.primary.tier import Allocation, CPUPrimaryTier
 from kvtiers.tiering.jobs import JobTable, TieringOptions
-from kvtiers.tiering.pin_budget import PinBudget, Reservation
 from kvtiers.tiering.provenance import Origins
 from kvtiers.tiering.requests import RequestState
-from kvtiers.tiering.tier_slot import TierSlot
+from kvtiers.tiering.tier_slot import PinBudget, Reservation, TierSlot
 
 __all__ = ["Found", "Promotions"]
 

@@ -7,7 +7,7 @@ import time
 from kvtiers.host import wire
 from kvtiers.host.messages import StoreJob
 from kvtiers.host.wire import FrameReader
-from kvtiers.secondary.inflight_jobs import JobPart
+from kvtiers.secondary.tier_jobs import JobPart
 
 
 class Host:

@@ -7,7 +7,7 @@ from tests.unit.secondary.async_tier import HIT, MISS, REQUEST, finish, handed_o
 
 from kvtiers.api import JobResult
 from kvtiers.layout.storage_name import StorageNames
-from kvtiers.secondary.tier_events import is_of
+from kvtiers.secondary.tier_jobs import is_of
 
 
 def test_stores_are_sealed_off_the_engines_thread_and_loads_come_back(kit, sealed, keys):

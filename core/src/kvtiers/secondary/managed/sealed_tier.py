@@ -33,7 +33,7 @@ from kvtiers.secondary.breaker import Breaker, BreakerState
 from kvtiers.secondary.managed.bounded_shutdown import ShutdownProxy
 from kvtiers.secondary.managed.request_notifications import RequestNotifier
 from kvtiers.secondary.managed.seal_thread import SealedJob, Sealer
-from kvtiers.secondary.tier_events import EventTier, TierEvent, is_of, not_done, poll_getters
+from kvtiers.secondary.tier_jobs import EventTier, TierEvent, is_of, not_done, poll_getters
 
 __all__ = ["SealedTier"]
 

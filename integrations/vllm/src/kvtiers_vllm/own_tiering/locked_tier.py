@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from kvtiers.api import OffloadKey, TierRequest, TransferJob
 from kvtiers.secondary.store_tier import ChunkStoreTier
-from kvtiers.secondary.tier_events import TierEvent
+from kvtiers.secondary.tier_jobs import TierEvent
 from kvtiers.tiering.tier_slot import TierSlot
 
 __all__ = ["AskedTier"]

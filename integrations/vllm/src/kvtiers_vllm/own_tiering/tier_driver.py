@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from kvtiers.api import JobResult, LookupResult, OffloadKey, TransferJob, group_of
 from kvtiers.metrics import TierMetrics
 from kvtiers.secondary.store_tier import ChunkStoreTier
-from kvtiers.secondary.tier_events import JobFailed, JobReleased, JobStarted, good_keys, moved
+from kvtiers.secondary.tier_jobs import JobFailed, JobReleased, JobStarted, good_keys, moved
 from kvtiers.tiering.estimates import PrefillCost
 from kvtiers.tiering.provenance import Origins
 from kvtiers.tiering.tier_slot import TierSlot

@@ -4,7 +4,7 @@ import pytest
 from tests.unit.secondary.async_tier import AsyncTier
 
 from kvtiers.api import JobResult
-from kvtiers.secondary.tier_events import EventTier, JobFailed, JobReleased, JobStarted, poll_getters
+from kvtiers.secondary.tier_jobs import EventTier, JobFailed, JobReleased, JobStarted, poll_getters
 
 RESULT = JobResult(1, success=True)
 
