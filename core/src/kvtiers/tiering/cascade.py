@@ -49,8 +49,6 @@ class Cascades:
         self._reserve = max(1, math.ceil(options.clean_reserve * primary.num_rows - 1e-9))
         self._written_since_scan = self._reserve
         self._no_request = RequestState(RequestContext(""), slots)
-        jobs.on_promoted = self._note_promoted
-        jobs.on_stored = self._note_stored
 
     def reserve(self, chunks: int) -> list[Reservation]:
         """Reserve the rows of this many newly stored chunks for each tier that takes all of them at once."""
@@ -66,7 +64,7 @@ class Cascades:
         """Send chunks that became readable, with a reader for each of ``reserved``, to the tiers that want them."""
         takers = [taken.slot for taken in reserved]
         for taken in reserved:
-            self._jobs.submit(taken, keys, rows, state, promotion=False)
+            self._jobs.submit(taken, keys, rows, state, self._note_stored, promotion=False)
         if len(takers) < len(self._at_once):
             for slot in self._at_once:
                 if slot not in takers:
@@ -126,16 +124,17 @@ class Cascades:
         if evicted and self._late:
             self._metrics.dropped_dirty += len(evicted) - (clean_before - self._primary.clean_rows)
 
-    def retire_keys(self) -> None:
-        """Forget all keys, which name other values from now on: no tier has them, no request has wanted them."""
-        for wanted in self._second.values():
-            wanted.forget()
-
-    def _note_promoted(self, slot: TierSlot, keys: Sequence[OffloadKey]) -> None:
+    def promoted(self, slot: TierSlot, keys: Sequence[OffloadKey], _failed: Sequence[OffloadKey] = ()) -> None:
+        """Handle chunks that were loaded from this tier: it has them."""
         if self._late:
             self._primary.mark_clean(keys)
         if slot in self._second:
             self._second[slot].sent(keys)
+
+    def retire_keys(self) -> None:
+        """Forget all keys, which name other values from now on: no tier has them, no request has wanted them."""
+        for wanted in self._second.values():
+            wanted.forget()
 
     def _note_stored(self, slot: TierSlot, keys: Sequence[OffloadKey], failed: Sequence[OffloadKey]) -> None:
         if slot in self._late:
@@ -155,7 +154,8 @@ class Cascades:
         assert rows is not None, "only readable chunks are sent down"
         if slot in self._second:
             self._second[slot].sent(some)  # before the tier can say that it was not
-        self._jobs.submit(self._budget.reserve(slot, len(rows)), some, rows, state, promotion=False)
+        reserved = self._budget.reserve(slot, len(rows))
+        self._jobs.submit(reserved, some, rows, state, self._note_stored, promotion=False)
 
 
 class _Wanted:

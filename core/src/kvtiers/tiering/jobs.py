@@ -20,6 +20,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvtiers.api import JobResult, OffloadKey, TransferJob
 from kvtiers.primary.tier import CPUPrimaryTier
@@ -63,6 +64,10 @@ class TieringOptions:
     prior_seconds_per_token: float = 0.0
 
 
+OnEnd: TypeAlias = Callable[[TierSlot, Sequence[OffloadKey], Sequence[OffloadKey]], None]
+"""Takes a tier, the keys of a job that it has moved, and those of a store that it has not."""
+
+
 @dataclass(slots=True, eq=False)
 class _Running:
     """A submitted job. ``state`` is the request that it was submitted for; ``generation`` that of the cache then."""
@@ -72,6 +77,7 @@ class _Running:
     rows: Sequence[int]
     reserved: Reservation
     state: RequestState
+    on_end: OnEnd
     generation: int
     submitted: float
     ticket: int = 0
@@ -103,10 +109,6 @@ class JobTable:
         self._failed_in_use = 0
         self._generation = 0
         self._next_scan = -math.inf
-        self.on_promoted: Callable[[TierSlot, Sequence[OffloadKey]], None] = lambda _slot, _landed: None
-        self.on_stored: Callable[[TierSlot, Sequence[OffloadKey], Sequence[OffloadKey]], None] = (
-            lambda _slot, _stored, _failed: None
-        )
 
     @property
     def running(self) -> int:
@@ -119,10 +121,14 @@ class JobTable:
         keys: Sequence[OffloadKey],
         rows: Sequence[int],
         state: RequestState,
+        on_end: OnEnd,
         *,
         promotion: bool,
     ) -> None:
-        """Hand chunks to the tier that their rows are reserved for, in jobs of bounded size."""
+        """Hand chunks to the tier that their rows are reserved for, in jobs of bounded size.
+
+        ``on_end``: called as each of them ends or fails, unless the cache was reset since.
+        """
         slot, now = reserved.slot, self._clock()
         for start in range(0, len(keys), self._job_rows):
             some_rows = rows[start : start + self._job_rows]
@@ -132,7 +138,7 @@ class JobTable:
             job = TransferJob(next(self._ids), some_keys, chunk_ids, promotion, state.context)
             ticket = slot.rate.begins(now) if promotion else 0
             own = reserved if len(some_rows) == len(rows) else reserved.split(len(some_rows))
-            running = _Running(job, slot, some_rows, own, state, self._generation, now, ticket)
+            running = _Running(job, slot, some_rows, own, state, on_end, self._generation, now, ticket)
             self._jobs[job.job_id] = running
             slot.metrics.running_jobs += 1
             if not slot.submit(job):
@@ -252,7 +258,7 @@ class JobTable:
             metrics.load_seconds += seconds
             metrics.loads += 1
             self._origins.read(slot, good)
-            self.on_promoted(slot, landed)
+            running.on_end(slot, landed, ())
         if not complete:
             lost = without(job.keys, good)
             metrics.failed_loads += len(lost)
@@ -274,7 +280,7 @@ class JobTable:
                 if self._primary.records_events:
                     self.events.append(OffloadEvent(good, removed=False, tier=slot.name))
         if not overtaken:
-            self.on_stored(slot, good, failed)
+            running.on_end(slot, good, failed)
 
     def _expire(self, now: float) -> None:
         overdue: defaultdict[TierSlot, list[_Running]] = defaultdict(list)
@@ -311,7 +317,7 @@ class JobTable:
                 self._origins.forget(job.keys)
                 running.state.lose(slot, job.keys)
             else:
-                self.on_stored(slot, (), job.keys)
+                running.on_end(slot, (), job.keys)
         self._failed_in_use += len(jobs)
         metrics.running_jobs -= len(jobs)
         metrics.loading_chunks -= promoted

@@ -96,7 +96,7 @@ class TieringManager:
         self._jobs = JobTable(primary, self._slots, self._origins, options, clock)
         budget = PinBudget(primary.num_rows, options.all_tiers, options.one_tier)
         self._cascades = Cascades(primary, self._jobs, budget, self._slots, options, metrics)
-        self._promotions = Promotions(primary, self._jobs, budget, self._origins, options, self._cascades.allocated)
+        self._promotions = Promotions(primary, self._jobs, budget, self._origins, options, self._cascades)
         self._waits = Waits(options, clock)
         self._lookups = Lookups(
             primary, budget, self._promotions, self._origins, self._waits, tokens_per_chunk, metrics

@@ -6,12 +6,13 @@ groups are dropped then, unless another request shares them.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvtiers.api import OffloadKey, group_of
 from kvtiers.primary.tier import Allocation, CPUPrimaryTier
+from kvtiers.tiering.cascade import Cascades
 from kvtiers.tiering.jobs import JobTable, TieringOptions
 from kvtiers.tiering.provenance import Origins
 from kvtiers.tiering.requests import RequestState
@@ -49,11 +50,12 @@ class Promotions:
         budget: PinBudget,
         origins: Origins,
         options: TieringOptions,
-        on_allocated: Callable[[int, Sequence[OffloadKey], int], None],
+        cascades: Cascades,
     ) -> None:
         self._primary = primary
         self._jobs = jobs
         self._budget = budget
+        self._cascades = cascades
         self._origins = origins
         self._store_reserve = options.store_reserve
         self._batches: dict[tuple[int, str], _Batch] = {}
@@ -61,7 +63,6 @@ class Promotions:
         self._shared: dict[OffloadKey, RequestState] = {}
         self._walks: dict[RequestState, dict[int, tuple[int, OffloadKey]]] = {}
         """How long the run was that a request last reserved rows for, and its last key, by group."""
-        self._on_allocated = on_allocated
 
     def __bool__(self) -> bool:
         return bool(self._batches)
@@ -89,7 +90,7 @@ class Promotions:
                 state.drop(slot, [run[place] for place in places])
             return first
         self._origins.forget(got.evicted)
-        self._on_allocated(len(got.keys), got.evicted, clean_before)
+        self._cascades.allocated(len(got.keys), got.evicted, clean_before)
         self._reserved.update(dict.fromkeys(got.keys, state))
         reached = self._share_out(got, run, found, state, tokens_per_chunk)
         self._walks.setdefault(state, {})[group_of(run[0])] = reached, run[reached - 1]
@@ -135,7 +136,9 @@ class Promotions:
         for batch in batches.values():
             self._drop_unused(batch)
             if batch.keys:
-                self._jobs.submit(batch.reserved, batch.keys, batch.rows, batch.state, promotion=True)
+                self._jobs.submit(
+                    batch.reserved, batch.keys, batch.rows, batch.state, self._cascades.promoted, promotion=True
+                )
         self._reserved.clear()
         self._shared.clear()
 
