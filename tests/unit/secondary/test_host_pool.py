@@ -372,6 +372,35 @@ def test_the_host_is_restarted_that_has_owed_an_answer_for_longest(keys):
     ]
 
 
+# -- one host alone
+
+
+def test_one_host_alone_gets_whole_jobs_and_nothing_while_it_is_out_of_use(keys):
+    tier = Group(1)
+    assert tier.send(load(1, keys))
+    assert list(tier.played[0].jobs[1].keys) == keys
+    tier.played[0].lose()
+    assert [type(event) for event in tier.news()] == [Opened, JobFailed]
+    assert not tier.send(load(2, keys))
+    assert not tier.group.send_probe(3, keys, is_prefix=True)
+    tier.played[0].end(1, FAILED)
+    tier.played[0].say(Opened())
+    assert [type(event) for event in tier.news()] == [JobDone, Opened]
+    assert tier.send(load(4, keys))
+    assert tier.logged() == [], "the tier says it"
+
+
+def test_one_host_alone_is_polled_in_each_step_and_drained_with_all_the_time(keys, monkeypatch):
+    tier = Group(1)
+    tier.group._look_at = float("inf")
+    tier.played[0].say(Opened("no"))
+    assert tier.group.poll() == [(None, Opened("no"))]
+    drained = []
+    monkeypatch.setattr(tier.played[0], "drain", lambda timeout: drained.append(timeout) or True)
+    assert tier.group.drain(3.0)
+    assert drained == [3.0], "threads drop what is queued when it is over"
+
+
 # -- figures, and the config
 
 

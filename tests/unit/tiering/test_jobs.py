@@ -5,6 +5,7 @@ import math
 import pytest
 
 from kvtiers.api import JobResult
+from kvtiers.secondary.tier_jobs import JobFailed, JobReleased, JobStarted
 from kvtiers.tiering.jobs import TieringOptions
 
 from .harness import HIT, MISS, PENDING, ROW_BYTES, Bench, chain, payload
@@ -317,3 +318,31 @@ def test_a_lookup_sees_what_has_landed_before_the_step():
     bench.tier["a"].end(1)
     assert bench.primary.lookup(KEYS[0]) is PENDING
     assert bench.lookup(KEYS, ctx) == (4, 0, False)
+
+
+def test_events_are_handled_in_their_order_and_failures_in_a_row_are_one_line(bench_of_held_stores, caplog):
+    bench, jobs = bench_of_held_stores
+    first, second, third = (job.job_id for job in jobs)
+    stream = [
+        JobStarted(first),
+        JobFailed(first, ""),
+        JobFailed(second, ""),
+        JobResult(first, success=False),
+        JobReleased(second),
+        JobFailed(third, ""),
+    ]
+    bench.step()
+    bench.slots[0]._poll = lambda: [stream.pop(0) for _ in range(len(stream))]
+    bench.step()
+    assert [record.args[1] for record in caplog.records] == [2, 1]
+    assert bench.figures("a")["quarantined_rows"] == 2, "the first one's row is free"
+    assert bench.figures("a")["running_jobs"] == 0
+
+
+@pytest.fixture
+def bench_of_held_stores():
+    """Three jobs of one chunk each, which the tier holds."""
+    bench = Bench(rows=16, hold=True, options=TieringOptions(one_tier=1.0, all_tiers=1.0))
+    for name in "xyz":
+        bench.manager.complete_store(bench.begin_store(chain(name, 1)))
+    return bench, bench.tier["a"].stores

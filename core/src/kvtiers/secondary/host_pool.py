@@ -93,7 +93,7 @@ class StoreBackend(Protocol):
 
 @dataclass(slots=True, eq=False)
 class PooledHost:
-    """One host of a pool, by its name in the log."""
+    """One host of a pool, or the threads of this process that do its work, by its name in the log."""
 
     name: str
     backend: StoreBackend

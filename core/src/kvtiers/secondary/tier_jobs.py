@@ -72,7 +72,7 @@ def poll_getters(
 ) -> Iterator[TierEvent]:
     """Yield what a tier's getters return: starts, then failures, then results. ``finished``: asks it for the results.
 
-    What a getter raises keeps the others from nothing; the first exception is raised after the last event.
+    All three are asked whatever one of them raises; the first exception is raised after the last event.
     """
     raised: Exception | None = None
     try:  # by hand, three times: each step of the engine comes by here, with nothing to report

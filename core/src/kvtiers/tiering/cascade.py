@@ -52,7 +52,7 @@ class Cascades:
 
     def reserve(self, chunks: int) -> list[Reservation]:
         """Reserve the rows of this many newly stored chunks for each tier that takes all of them at once."""
-        return [
+        return [  # in this order: each one's rows are missing from the room of the next
             self._budget.reserve(slot, chunks)
             for slot in self._at_once
             if self._budget.room(slot) >= chunks and slot.available()

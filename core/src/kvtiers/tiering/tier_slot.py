@@ -248,7 +248,7 @@ class PinBudget:
         return max(0, min(self._tier_rows - slot.metrics.pinned_rows, self._all_rows - self.held))
 
     def reserve(self, slot: TierSlot, rows: int = 0) -> "Reservation":
-        """Set aside so many rows for a tier; that there is room for them is the caller's to see."""
+        """Set aside so many rows for a tier; the caller has checked that there is room for them."""
         slot.metrics.pinned_rows += rows
         self.held += rows
         return Reservation(self, slot, rows)
@@ -260,7 +260,7 @@ class PinBudget:
 
 
 class Reservation:
-    """Rows of the budgets that are set aside for one tier, until they are released, all at once or some by some."""
+    """Rows of the budgets that are set aside for one tier, until they are released, all at once or a few at a time."""
 
     __slots__ = ("_budget", "rows", "slot")
 
