@@ -196,6 +196,12 @@ class RequestTable:
             state.lost.clear()
             state.counted_hits.clear()
 
+    def forget_answers(self) -> None:
+        """Forget the last answers to waiting requests: the chunks that they call ready or pending are gone."""
+        for state in self._open.values():
+            state.answers.clear()
+            state.room_waits.clear()
+
     def close_if_done(self, state: RequestState) -> None:
         """Notify the tiers of the request's end, as soon as nothing can be submitted for it any more."""
         if state.finished and not state.open_stores and not state.parked:
