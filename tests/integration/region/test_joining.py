@@ -280,3 +280,24 @@ def test_the_end_of_the_accept_thread_is_told_to_whoever_waits(machine):
     with pytest.raises(AssertionError, match="no scheduler answered within 1 s"):
         rank.do("join.wait(PATIENCE)")
     manager.do("region.close()")
+
+
+def test_without_descriptors_no_rank_comes_in_but_those_that_are_there_are_served(machine):
+    manager = machine.manager(world_size=2)
+    first = machine.rank(0, world_size=2)
+    manager.do("import resource\nfrom kvtiers.region import server\nserver._PAUSE_SECONDS = 3600")
+    manager.do("gather(region, 'RankJoined')")
+    manager.do(
+        "import logging, threading\n"
+        "refused = threading.Event()\n"
+        "logging.getLogger('kvtiers.region').addFilter(lambda record: refused.set() or True)\n"
+        "limits = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (4, limits[1]))"
+    )
+    second = machine.rank(1, world_size=2, wait=False)
+    assert manager.do("refused.wait(PATIENCE)") is True
+    first.do("join.close()")
+    assert "RankGone(rank=0)" in manager.do("gather(region, 'RankGone')")  # long before anything is accepted again
+    manager.do("resource.setrlimit(resource.RLIMIT_NOFILE, limits)\nregion._server._listen_again = 0.0")
+    manager.do("region._server._wake()")
+    second.do("join.wait(PATIENCE)")

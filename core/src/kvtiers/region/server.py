@@ -150,8 +150,8 @@ class AcceptThread:
             self._listen_again = None
             self._selector.register(self._listener, selectors.EVENT_READ, lambda _: self._accept())
 
-    def _pause_listening(self) -> None:
-        if self._listen_again is None and self._ranks.all_joined and (seconds := self._refusals.pause()):
+    def _pause_listening(self, seconds: float) -> None:
+        if seconds and self._listen_again is None:
             self._selector.unregister(self._listener)
             self._listen_again = time.monotonic() + seconds
 
@@ -178,7 +178,7 @@ class AcceptThread:
             if error.errno in {errno.EMFILE, errno.ENFILE}:
                 if self._refusals.should_log():
                     _log.warning("cannot accept a rank's connection: %s%s", error, self._refusals.take_unlogged())
-                time.sleep(_PAUSE_SECONDS)  # the listener stays readable: without a pause this loop would spin
+                self._pause_listening(_PAUSE_SECONDS)  # the listener stays readable: this thread would spin
             return
         connection = Connection(sock, self._selector, lambda events: self._on_socket(connection, events))
         self._connections.add(connection)
@@ -298,7 +298,8 @@ class AcceptThread:
             connection.send(encode_message(Kind.REFUSED, reason.encode()))
         self._lose(connection)
         self._ranks.refuse(rank, reason, ours=ours)
-        self._pause_listening()
+        if self._ranks.all_joined:
+            self._pause_listening(self._refusals.pause())
 
     # Ranks go.
 
