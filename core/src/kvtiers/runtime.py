@@ -242,6 +242,7 @@ class _Engine:
         self._primary = primary
         self._waits_for_all = config.primary.prefault == "all"
         self._ready = region.all_ready
+        self._has_shrunk = False
         self._follow_from = region.follow(0)
         self._opened = region.num_rows
         self._lost_ranks: set[int] = set()
@@ -277,7 +278,10 @@ class _Engine:
         self._start_line = StartLine(facts, tiers, lambda: region.all_joined)
 
     def ready(self) -> bool:
-        """Return whether all ranks have joined and, with ``prefault: all``, the region is populated and pinned."""
+        """Return whether all ranks have joined and, with ``prefault: all``, the region is populated and pinned.
+
+        A region whose memory is not all there is not ready. The engine goes on with the rows that have theirs.
+        """
         if (pinned := self._region.pinned_rows) != self._opened:
             self._opened = pinned
             self._primary.open_rows(pinned)
@@ -293,7 +297,8 @@ class _Engine:
                 self._absent_ranks.discard(event.rank)
             elif isinstance(event, PrefaultEnded) and event.error:
                 self._primary.retire_rows(event.rows)
-        self._ready = self._region.all_ready
+                self._has_shrunk = True
+        self._ready = self._region.all_ready or (self._has_shrunk and self._region.all_joined)
         return self._ready
 
     def take_lost_ranks(self) -> Collection[int]:

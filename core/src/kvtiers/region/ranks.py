@@ -95,9 +95,13 @@ class RankTable:
 
     @property
     def all_ready(self) -> bool:
-        """Every rank has joined, and what else the region is to wait for has come."""
+        """Every rank has joined, what else the region is to wait for has come, and nothing of it is broken."""
         settled = self._settled
-        return self.all_joined and (settled is None or (not self._populating and len(settled) == self.world_size))
+        return (
+            self.all_joined
+            and not self._broken
+            and (settled is None or (not self._populating and len(settled) == self.world_size))
+        )
 
     def pinned(self, rank: int, rows: int) -> None:
         """Record that this rank has pinned so many rows, or (``SETTLED``) will pin no more than it has."""
