@@ -99,18 +99,22 @@ class HostClient:
 
     def send_job(self, job: StoreJob) -> bool:
         """Send a job."""
-        if not self._link.send(wire.encode_job(self._index, job)):
-            return False
-        self._jobs[job.job_id] = _Sent(job)
-        self._loads += job.is_load
-        return True
+        message = wire.encode_job(self._index, job)
+        with self._link.lock:  # at the start another thread polls: it must not take the answer to what is not recorded
+            if not self._link.send(message):
+                return False
+            self._jobs[job.job_id] = _Sent(job)
+            self._loads += job.is_load
+            return True
 
     def send_probe(self, probe_id: int, keys: Sequence[OffloadKey], *, is_prefix: bool) -> bool:
         """Send a question."""
-        if not self._link.send(wire.encode_probe(self._index, probe_id, keys, is_prefix=is_prefix)):
-            return False
-        self._probes[probe_id] = len(keys)
-        return True
+        message = wire.encode_probe(self._index, probe_id, keys, is_prefix=is_prefix)
+        with self._link.lock:  # as a job
+            if not self._link.send(message):
+                return False
+            self._probes[probe_id] = len(keys)
+            return True
 
     def set_names(self, names: StorageNames) -> None:
         """Send other names, in order with the jobs; a host that is not there gets them when it is."""
@@ -126,9 +130,10 @@ class HostClient:
 
     def release(self, job_id: int) -> None:
         """Detach a load from its rows, if the host can."""
-        sent = self._jobs.get(job_id)
-        if sent is not None and self._link.connected and self._link.send(wire.encode_release(self._index, job_id)):
-            sent.to_release = True
+        with self._link.lock:
+            sent = self._jobs.get(job_id)
+            if sent is not None and self._link.connected and self._link.send(wire.encode_release(self._index, job_id)):
+                sent.to_release = True
 
     def flush(self) -> None:
         """Send what the step has collected."""
