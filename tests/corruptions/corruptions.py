@@ -133,18 +133,33 @@ INTACT = {"left alone", "written again"}
 
 
 class Held:
-    """The values of a tier in an engine's process. ``engine``: whose they are."""
+    """The values of a store in an engine's own process."""
 
-    def __init__(self, values, name):
-        self._values, self._name = values, name
+    def __init__(self, store):
+        self._store = store
 
     def get(self, names, key):
-        return bytes(self._values()[self._name(names, key)])
+        return self._store._values[names.name(key)]
 
     def put(self, names, key, value):
-        self._values().pop(self._name(names, key), None)
+        self._store.delete([names.name(key)])
         if value is not None:
-            self._values()[self._name(names, key)] = value
+            self._store.write(names.name(key), value)
+
+
+class HeldByManager:
+    """The values of a tier of the third rung, whose keys begin with the layout's id."""
+
+    def __init__(self, tier):
+        self._values = tier._values
+
+    def get(self, names, key):
+        return self._values[names.layout_id + key]
+
+    def put(self, names, key, value):
+        self._values.pop(names.layout_id + key, None)
+        if value is not None:
+            self._values[names.layout_id + key] = value
 
 
 class Files:
@@ -309,16 +324,9 @@ def tier_of(kind, folder, s3):
     """Give the options of a tier of this kind, and its values from behind: a function of the engine."""
     if kind == "memory":
         # In the engine's own process, where its values can be got at.
-        options = {"capacity": "64MiB", "io": "thread"}
-        yield (
-            options,
-            lambda engine: Held(lambda: engine.tier._backend._pool._store._values, lambda names, key: names.name(key)),
-        )
+        yield {"capacity": "64MiB", "io": "thread"}, lambda engine: Held(engine.tier._backend._pool._store)
     elif kind == "memory-async":
-        yield (
-            {"max_blocks": 4_096},
-            lambda engine: Held(lambda: engine.tier._sealer.tier._values, lambda names, key: names.layout_id + key),
-        )
+        yield {"max_blocks": 4_096}, lambda engine: HeldByManager(engine.tier._sealer.tier)
     elif kind == "fs":
         files = Files(folder / "values")
         yield {"path": str(folder / "values"), "capacity": "1GiB", "min_free": 0}, lambda _: files
