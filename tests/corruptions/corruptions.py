@@ -485,7 +485,8 @@ def main(arguments=None):
     )
     parser.add_argument("--seed", type=int, default=time.time_ns() % 100_000, help="repeats a run")
     options = parser.parse_args(arguments)
-    logging.getLogger("kvtiers").setLevel(logging.ERROR)  # each damaged value has a line of its own
+    for name in ("kvtiers", "kvtiers_example"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # each damaged value has a line of its own
     print(f"{options.count} corruptions of each of {', '.join(options.kinds)}; --seed {options.seed}", flush=True)
     runs = []
     for kind in options.kinds:

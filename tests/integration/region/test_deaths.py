@@ -180,7 +180,7 @@ def test_a_rank_that_reads_nothing_does_not_hold_up_the_others(machine):
         "        break\n"
         "    except ConnectionRefusedError:\n"
         "        sock.close()\n"
-        "hello = {'rank': 0, 'layout': json.loads(layout(2).to_json())}\n"
+        "hello = {'rank': 0, 'layout': json.loads(layout(2).to_json()), 'speaks': SPEAKS}\n"
         "sock.sendall(encode_message(Kind.HELLO, json.dumps(hello).encode()))"
     )
     manager.do("region = SharedOffloadRegion.create(engine_id, cache, 3000 * cache.row_stride)")

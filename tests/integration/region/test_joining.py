@@ -230,6 +230,37 @@ def test_a_hello_that_is_no_layout_is_refused(machine):
     assert "cannot be read" in manager.do("gather(region, 'RankRefused')")[-1]
 
 
+def test_a_rank_of_another_release_with_the_same_version_number_is_refused_in_one_line(machine):
+    manager = machine.manager()
+    old = machine.party()
+    old.do(
+        "sock = socket.socket(socket.AF_UNIX)\n"
+        "sock.connect(socket_name(engine_id, os.geteuid()))\n"
+        "sock.settimeout(PATIENCE)\n"
+        "hello = {'rank': 0, 'layout': json.loads(layout().to_json())}\n"
+        "sock.sendall(encode_message(Kind.HELLO, json.dumps(hello).encode()))"
+    )
+    assert "install the same kvtiers" in old.do("next(MessageReader().feed(sock.recv(1000))).body.decode()")
+    with pytest.raises(AssertionError, match="rank 0 was refused: it is of another release of kvtiers"):
+        manager.do("region.wait_ready()")
+
+
+def test_a_scheduler_of_another_release_with_the_same_version_number_is_one_line_for_the_rank(machine):
+    old = machine.party()
+    old.do("listener = listen(engine_id)\nlistener.setblocking(True)")
+    rank = machine.rank(wait=False)
+    old.do(
+        "sock, _ = listener.accept()\n"
+        "sock.recv(100_000)\n"
+        "welcome = {'num_rows': 8, 'row_stride': 36864, 'map_bytes': 294912, 'populated_rows': 0, 'more': True}\n"
+        "memory = os.memfd_create('old')\n"
+        "socket.send_fds(sock, [encode_message(Kind.WELCOME, json.dumps(welcome).encode())], [memory])"
+    )
+    with pytest.raises(AssertionError, match="StartError: .*cannot be understood: .*install the same kvtiers") as error:
+        rank.do("join.wait(PATIENCE)")
+    assert "\n" not in str(error.value)
+
+
 def test_an_engine_id_may_be_any_text(machine):
     machine.engine_id += "/ with spaces, ümläuts and much more than a socket's name has room for " + 100 * "x"
     manager = machine.manager()

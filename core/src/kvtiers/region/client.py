@@ -29,11 +29,13 @@ from kvtiers.region.connection import Connection
 from kvtiers.region.handshake import (
     HANDSHAKE_VERSION,
     SETTLED,
+    SPEAKS,
     HandshakeError,
     Kind,
     Message,
     Welcome,
     decode_progress,
+    decode_welcome,
     encode_message,
     encode_pinned,
     socket_name,
@@ -272,7 +274,7 @@ class RegionJoin:
             )
         with contextlib.suppress(ProcessLookupError):  # the end of the stream shows it too
             connection.watch_exit(lambda _: connection.hang_up())
-        hello = {"rank": self.rank, "layout": json.loads(self.layout.to_json())}
+        hello = {"rank": self.rank, "layout": json.loads(self.layout.to_json()), "speaks": SPEAKS}
         connection.send(encode_message(Kind.HELLO, json.dumps(hello).encode()))
         while connection.open:
             joining = self.state == "joining"
@@ -329,7 +331,7 @@ class RegionJoin:
                 f"{HANDSHAKE_VERSION}; install the same kvtiers for both"
             )
         if message.kind == Kind.WELCOME and fds:
-            self._map(Welcome(**json.loads(message.body)), fds[0])
+            self._map(decode_welcome(message.body), fds[0])
         elif message.kind == Kind.PROGRESS:
             self._set(JoinStatus("ready", "", *decode_progress(message.body)))
 

@@ -20,6 +20,8 @@ from kvtiers.layout.cache_layout import CacheLayout, ModelIdentity
 from kvtiers.region.connection import Connection
 from kvtiers.region.handshake import (
     HANDSHAKE_VERSION,
+    OTHER_RELEASE,
+    SPEAKS,
     HandshakeError,
     Kind,
     Message,
@@ -239,7 +241,7 @@ class AcceptThread:
         except Exception as error:  # noqa: BLE001 -- whatever a peer sends, it must not end this thread
             self._refuse(connection, f"its layout cannot be read: {error!r}; install the same kvtiers for both")
             return
-        reason = self._objection(rank, layout)
+        reason = OTHER_RELEASE if hello.get("speaks") != SPEAKS else self._objection(rank, layout)
         if reason:
             self._refuse(connection, reason, rank=rank)
             return
