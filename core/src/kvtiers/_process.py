@@ -26,7 +26,15 @@ __all__ = ["die_with_parent", "end", "kill_unreaped", "spawn", "wait_unreaped"]
 
 _PR_SET_PDEATHSIG = 1
 # The parent's path, whatever the environment says: a child must not find another kvtiers.
-_START = "import json, sys; sys.path[:] = json.loads(sys.argv[-2]); from {module} import main; main()"
+_START = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[-2])
+try:
+    from {module} import main
+except ImportError as error:
+    sys.exit(f"kvtiers: {{sys.argv[-1]}} cannot be started: {{error}}; if its files were replaced, restart the engine")
+main()
+"""
 
 
 def spawn(

@@ -256,7 +256,9 @@ def test_a_scheduler_of_another_release_with_the_same_version_number_is_one_line
         "memory = os.memfd_create('old')\n"
         "socket.send_fds(sock, [encode_message(Kind.WELCOME, json.dumps(welcome).encode())], [memory])"
     )
-    with pytest.raises(AssertionError, match=r"StartError: .*cannot be understood: .*install the same kvtiers") as error:
+    with pytest.raises(
+        AssertionError, match=r"StartError: .*cannot be understood: .*install the same kvtiers"
+    ) as error:
         rank.do("join.wait(PATIENCE)")
     assert "\n" not in str(error.value)
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtiers._failures import error_text
+from kvtiers._version import __version__
 from kvtiers.api import ChunkStore, TierConfig, TierContext
 from kvtiers.api.config import load_resolved
 from kvtiers.host import wire
@@ -102,14 +103,19 @@ class TierHost:
         try:
             self._set_up(hello)
         except Exception as error:  # noqa: BLE001 -- whatever it is, the engine's log has to say why there is no host
+            _log.error("no tier host: %s", error_text(error), extra={"once": True})
             for index in range(len(tiers)):
                 self._emit(index, Opened(error_text(error)))
             self._writer.close(_LAST_WORDS_SECONDS)
             os._exit(1)
 
     def _set_up(self, hello: dict[str, Any]) -> None:
-        if hello["protocol"] != wire.PROTOCOL_FORMAT:
-            raise ProtocolError(f"protocol {hello['protocol']}, expected {wire.PROTOCOL_FORMAT}")
+        release = hello.get("release", "another release")
+        if release != __version__ or hello["protocol"] != wire.PROTOCOL_FORMAT:
+            raise ProtocolError(
+                f"kvtiers' files are of {__version__} now, and the engine that runs is of {release} (protocol "
+                f"{hello['protocol']}, expected {wire.PROTOCOL_FORMAT}): they were replaced; restart the engine"
+            )
         _use_processors(hello["cpus"])
         region = hello["region"]
         nbytes, mapped = region["nbytes"], region["map_bytes"]
