@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import subprocess
 
-__all__ = ["die_with_parent", "end", "kill_unreaped", "spawn", "wait_unreaped"]
+__all__ = ["die_with_parent", "end", "hold_standard_descriptors", "kill_unreaped", "spawn", "wait_unreaped"]
 
 _PR_SET_PDEATHSIG = 1
 # The parent's path, whatever the environment says: a child must not find another kvtiers.
@@ -59,6 +59,20 @@ def spawn(
         pass_fds=pass_fds,
         process_group=process_group,
     )
+
+
+def hold_standard_descriptors() -> None:
+    """Open /dev/null as standard input, output and error where these are closed, as some daemons close them.
+
+    Else the next descriptor gets such a number, and if that is the rows' memory, what any library prints lands in KV.
+    """
+    for fd in (0, 1, 2):
+        if not _is_open(fd):
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != fd:
+                os.dup2(null, fd)
+                os.close(null)
+            os.set_inheritable(fd, True)
 
 
 def die_with_parent(parent: int) -> None:

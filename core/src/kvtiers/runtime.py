@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from kvtiers._log_queue import QueuedLogs, queue_logs
+from kvtiers._process import hold_standard_descriptors
 from kvtiers.api import (
     ChunkStore,
     ConfigError,
@@ -78,6 +79,7 @@ def open_manager(
     the caller takes the manager's events. ``way_in``: what uses it, for the start line in the log; ``release``: the
     engine's, for what is recorded beside the values. ConfigError or StartError, in one line each, if it cannot start.
     """
+    hold_standard_descriptors()
     config = config if isinstance(config, OffloadConfig) else load_config(config)
     layout = _with_model(config, layout)
     engine_id = engine_id or secrets.token_hex(8)
@@ -127,6 +129,7 @@ def open_worker(
 
     ``rank_map``: where the rank's bytes lie in a canonical row. ``copying``: how copies to and from a GPU are made.
     """
+    hold_standard_descriptors()
     config = config if isinstance(config, OffloadConfig) else load_config(config)
     layout = _with_model(config, layout)
     anonymous = _anonymous_regions.get(engine_id)
