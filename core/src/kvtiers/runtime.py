@@ -13,7 +13,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -83,7 +83,7 @@ def open_manager(
     config = config if isinstance(config, OffloadConfig) else load_config(config)
     layout = _with_model(config, layout)
     engine_id = engine_id or secrets.token_hex(8)
-    with contextlib.ExitStack() as undo:
+    with _threads_are_there(), contextlib.ExitStack() as undo:
         logs = queue_logs()  # first: what follows logs, too
         undo.callback(logs.close)
         region = _create_region(config, layout, engine_id)
@@ -137,8 +137,10 @@ def open_worker(
         join = RegionJoin.in_process(anonymous, layout, rank)
     else:
         join = RegionJoin(engine_id, layout, rank, core_dumps=config.primary.core_dumps)
-    logs = queue_logs()
-    try:
+    with _threads_are_there(), contextlib.ExitStack() as undo:
+        undo.callback(join.close)
+        logs = queue_logs()
+        undo.callback(logs.close)
         worker = GpuWorker(
             layout,
             kv_tensors,
@@ -148,13 +150,25 @@ def open_worker(
             copying=_copying(config, copying),
             on_shutdown=logs.close,
         )
-    except BaseException:
-        logs.close()
-        join.close()
-        raise
-    if anonymous is None:
-        join.begin(config.primary.start_deadline)  # last: a rank that has joined is given transfers
+        undo.pop_all()
+        undo.callback(worker.shutdown)
+        if anonymous is None:
+            join.begin(config.primary.start_deadline)  # last: a rank that has joined is given transfers
+        undo.pop_all()
     return worker
+
+
+@contextlib.contextmanager
+def _threads_are_there() -> Iterator[None]:
+    """Turn what Python raises where no thread can be started into a StartError that says what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "start new thread" not in str(error):
+            raise
+        raise StartError(
+            f"{error}: raise the limit of processes and threads (of the user, or the container: pids)"
+        ) from None
 
 
 def _copying(config: OffloadConfig, settings: CopySettings | None) -> CopySettings:
@@ -278,7 +292,8 @@ class _Engine:
             shared=_is_shared(self._layout.model),
         )
         tiers = {name: (self._kinds[name], tier) for name, tier in self._tiers.items()}
-        self._start_line = StartLine(facts, tiers, lambda: region.all_joined)
+        with contextlib.suppress(RuntimeError):  # no thread can be had: the line is for people, the engine starts
+            self._start_line = StartLine(facts, tiers, lambda: region.all_joined)
 
     def ready(self) -> bool:
         """Return whether all ranks have joined and, with ``prefault: all``, the region is populated and pinned.

@@ -185,10 +185,15 @@ class TierHost:
 
     def _close(self, seconds: float) -> None:
         closers = [threading.Thread(target=pool.close, args=(seconds,), daemon=True) for pool in self._pools]
+        try:
+            for closer in closers:
+                closer.start()
+        except RuntimeError:  # none can be had: one after the other, and the engine kills this host if one hangs
+            for pool in self._pools:
+                pool.close(seconds)
         for closer in closers:
-            closer.start()
-        for closer in closers:
-            closer.join(seconds + _LAST_WORDS_SECONDS)
+            if closer.ident is not None:
+                closer.join(seconds + _LAST_WORDS_SECONDS)
         self._writer.close(_LAST_WORDS_SECONDS)
         os._exit(0)  # a thread that hangs in a store must not hold the process
 

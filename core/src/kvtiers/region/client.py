@@ -112,11 +112,12 @@ class RegionJoin:
 
     def begin(self, start_deadline: float) -> None:
         """Begin to join, once, and return at once: a thread does the rest. No other process sees the rank before."""
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._run, args=(time.monotonic() + start_deadline, start_deadline), name="kvtiers-join", daemon=True
         )
         detach_in_children(self)
-        self._thread.start()
+        thread.start()
+        self._thread = thread
 
     # What the worker asks.
 
