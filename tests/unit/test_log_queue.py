@@ -131,11 +131,12 @@ def test_a_log_that_stands_still_holds_up_no_thread_and_what_is_dropped_is_count
     assert dropped_lines() - before == dropped
 
 
-def test_a_handler_that_raises_ends_nothing(handler):
+@pytest.mark.parametrize("error", [RuntimeError("broken"), SystemExit(1)])
+def test_a_handler_that_raises_ends_nothing(handler, error):
     broken, lines = handler("kvtiers.tiering"), handler()
 
     def emit(_record):
-        raise RuntimeError("broken")
+        raise error
 
     broken.emit = emit
     logs = queue_logs()

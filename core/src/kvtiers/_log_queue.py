@@ -231,7 +231,7 @@ def _clipped(text: str, length: int) -> str:
 def _handle(record: logging.LogRecord) -> None:
     setattr(record, _HANDLED_HERE, True)
     wait_for_room(logging.getLogger(record.name))
-    with contextlib.suppress(Exception):  # a handler is the user's; there is no place left to say it
+    with contextlib.suppress(BaseException):  # a handler is the user's, also one that exits: this thread must go on
         logging.getLogger(record.name).handle(record)
 
 
