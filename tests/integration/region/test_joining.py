@@ -270,6 +270,24 @@ def test_an_engine_id_may_be_any_text(machine):
     manager.do("region.wait_ready()")
 
 
+def test_a_rank_that_gets_no_region_says_so_in_its_own_log(machine):
+    rank = machine.party()
+    rank.do(
+        "import logging\n"
+        "lines = []\n"
+        "class Keep(logging.Handler):\n"
+        "    def emit(self, record):\n"
+        "        lines.append(record.getMessage())\n"
+        "logging.getLogger('kvtiers.region').addHandler(Keep())\n"
+        "join = RegionJoin.start(engine_id, layout(), 3, start_deadline=0.1)\n"
+        "wait_for(join, lambda s: s.state == 'refused')"
+    )
+    (line,) = rank.do("lines")
+    assert line.startswith(
+        f"rank 3 of engine {machine.engine_id!r}: offloading stays off: no scheduler answered within"
+    )
+
+
 def test_a_rank_that_waits_can_be_closed(machine):
     rank = machine.rank(wait=False)
     rank.do("join.close()")

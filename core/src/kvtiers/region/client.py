@@ -238,6 +238,7 @@ class RegionJoin:
     def _give_up(self, reason: str) -> None:
         if self._connection is not None:
             self._connection.close()
+        _log.warning("%s: offloading stays off: %s", self._where, reason)  # nothing else may ever ask for the reason
         self._end("lost" if self._mapping else "refused", reason)
 
     def _connect(self, deadline: float, seconds: float) -> bool:
