@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -116,6 +117,18 @@ def test_where_no_memory_can_be_shared_threads_of_one_process_do_the_same(monkey
 def test_each_engine_gets_an_id_of_its_own():
     with running(config()) as (one, _, _), running(config()) as (other, _, _):
         assert one.engine_id != other.engine_id
+
+
+def test_a_start_that_fails_late_releases_the_rows_memory(monkeypatch, caplog):
+    def fail(*_):
+        raise StartError("late")
+
+    monkeypatch.setattr("kvtiers.runtime.load_tier", fail)
+    with pytest.raises(StartError, match="late") as error:
+        kvtiers.open_manager(config(secondary=[MEMORY]), LAYOUT, engine_id="fails-late")
+    assert "memfd:kvtiers-fails-late" not in Path("/proc/self/maps").read_text()
+    assert "still in use" not in caplog.text
+    del error
 
 
 def test_an_engine_id_in_use_is_refused_in_one_line():

@@ -97,6 +97,7 @@ def open_manager(
             protect_seconds=config.budgets.protect_for,
             record_events=record_events,
         )
+        undo.callback(primary.close)  # it holds the rows' memory
         engine = _Engine(
             config, layout, region, primary, logs, release
         )  # last: from now on there are threads and processes
@@ -277,6 +278,7 @@ class _Engine:
             self.slots = [self._slot(index, tier) for index, tier in enumerate(config.secondary)]
         except BaseException:
             self.close_tiers(0.0)
+            self._views.close()
             raise
         if self._hosts is not None:
             self._hosts.start()
