@@ -36,7 +36,8 @@ class LastAnswer(NamedTuple):
 class RoomWait(NamedTuple):
     """A request was answered ``hits`` of a prefix, and waits until ``slot`` may pin some rows.
 
-    ``length``, ``last``: of the prefix that was asked about, how many chunks, and the key of the last.
+    ``length``, ``last``: of the prefix that was asked about, how many chunks, and the key of the last. The hits were
+    right at these ``changes`` of the primary's.
     """
 
     slot: TierSlot
@@ -44,6 +45,7 @@ class RoomWait(NamedTuple):
     length: int
     last: OffloadKey
     wanted: int
+    changes: int
 
 
 @dataclass(slots=True, eq=False)
