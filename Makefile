@@ -45,8 +45,8 @@ VLLM_PYTEST := $(VLLM_PYTHON) -m pytest integrations/vllm/tests/real_vllm --dura
 vllm_releases = for wanted in $(1); do \
 	$(VLLM_INSTALL) --no-deps --upgrade --target $(VLLM_VENV)/releases/$${wanted\#\#*=} $$wanted || exit 1; done
 
-.PHONY: help demo test test-vllm test-vllm-all test-gpu lint types lint-workflows docs changelog-draft bench soak environment
-.PHONY: environment-vllm lock system clean
+.PHONY: help demo test test-vllm test-vllm-all test-gpu lint types lint-workflows docs changelog-draft bench soak corruptions
+.PHONY: environment environment-vllm lock system clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -98,6 +98,9 @@ bench: environment  ## Run every benchmark and print its goals (BENCH_ARGS=--qui
 
 soak: environment system  ## Chaos over all tier kinds, every byte compared, leftovers counted (MINUTES=5)
 	$(PYTHON) tests/soak/soak.py --minutes $(or $(MINUTES),5) $(SOAK_ARGS)
+
+corruptions: environment system  ## Damage stored values of each tier kind in every way, and load them (COUNT=10000)
+	$(PYTHON) tests/corruptions/corruptions.py --count $(or $(COUNT),10000) $(CORRUPTIONS_ARGS)
 
 environment: $(VENV)/.dev  ## Make .venv, with every distribution editable
 

@@ -5,6 +5,7 @@
 
 import json
 import random
+import signal
 import sys
 import threading
 import time
@@ -32,22 +33,31 @@ def payload(of):
 
 
 class Thread:
-    """Times the calls of the engine's thread, without what it waited for a processor."""
+    """Times the calls of the engine's thread, without what it waited for a processor.
+
+    A call in which the whole process was stopped says nothing about kvtiers.
+    """
 
     def __init__(self):
+        self._was_stopped = False
+        signal.signal(signal.SIGCONT, self._note_stop)
         self._waited = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
         self.worst = 0.0
         self.worst_call = ""
 
     def call(self, function, *arguments):
+        self._was_stopped = False
         waited, begin = self._wait_seconds(), time.monotonic()
         result = function(*arguments)
         seconds = time.monotonic() - begin
         if seconds > self.worst:
             seconds -= self._wait_seconds() - waited
-            if seconds > self.worst:
+            if seconds > self.worst and not self._was_stopped:
                 self.worst, self.worst_call = seconds, function.__name__
         return result
+
+    def _note_stop(self, *_):
+        self._was_stopped = True
 
     def _wait_seconds(self):
         return int(self._waited.read_text().split()[1]) / 1e9

@@ -1,4 +1,4 @@
-"""Chaos over all tier kinds: processes killed and stopped, servers gone, a disk full, lying replies.
+"""Chaos over all tier kinds: processes killed and stopped, the engine's too, servers gone, a disk full, lying replies.
 
 ``python tests/soak/soak.py --minutes 5``. Every byte is compared. Exit status 1: a wrong byte, a stall of the engine's
 thread of more than 50 ms over its control's (an engine without tiers, beside it), something left behind, nothing
@@ -22,6 +22,7 @@ from collections import Counter
 from pathlib import Path
 
 HERE = Path(__file__).parent
+S3_SERVER = HERE.parents[1] / "plugins/s3_tier/tests/trivial.py"
 MARK = "KVTIERS_SOAK"
 STALL = 0.050
 PRIMARY = {"capacity": "8MiB", "prefault": False}
@@ -34,23 +35,38 @@ def free_port():
         return server.getsockname()[1]
 
 
-class Redis:
-    """A server that can be killed, stopped for a while, and started again."""
+class Server:
+    """A server that can be killed, stopped for a while, and started again; it has forgotten everything then."""
 
     def __init__(self, folder):
         self.folder, self.port = folder, free_port()
         self.start()
 
     def start(self):
-        options = ["--port", str(self.port), "--save", "", "--dir", str(self.folder), "--maxmemory", "16mb"]
-        options += ["--maxmemory-policy", "noeviction" if random.random() < 0.5 else "allkeys-lru"]
-        self.process = subprocess.Popen(
-            ["redis-server", *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        self.process = subprocess.Popen(self.command(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def end(self):
         self.process.kill()
         self.process.wait()
+
+
+class Redis(Server):
+    def command(self):
+        options = ["--port", str(self.port), "--save", "", "--dir", str(self.folder), "--maxmemory", "16mb"]
+        options += ["--maxmemory-policy", "noeviction" if random.random() < 0.5 else "allkeys-lru"]
+        return ["redis-server", *options]
+
+    def tier(self):
+        return {"type": "redis", "url": f"redis://127.0.0.1:{self.port}", "timeout": "1s"}
+
+
+class S3(Server):
+    def command(self):
+        return [sys.executable, str(S3_SERVER), str(self.port)]
+
+    def tier(self):
+        where = {"endpoint": f"http://127.0.0.1:{self.port}", "bucket": "bucket", "region": "us-east-1"}
+        return {"type": "s3", **where, "access_key": "a", "secret_key": "b", "timeout": "1s", "threads": 4}
 
 
 class Disk:
@@ -129,6 +145,7 @@ class Soak:
         self.mark = f"{os.getpid()}-{time.time_ns()}"
         self.disk = Disk(folder)
         self.redis = Redis(folder) if shutil.which("redis-server") else None
+        self.servers = [server for server in (self.redis, S3(folder)) if server]
         self.environment = os.environ | {MARK: self.mark, "PYTHONPATH": self._install_liar()}
 
     def _install_liar(self):
@@ -148,8 +165,7 @@ class Soak:
             {"type": "fs", "path": str(self.disk.path / "values"), "capacity": "1GiB", "min_free": 0},
             {"type": "liar", "root": str(liar)},
         ]
-        if self.redis:
-            tiers.append({"type": "redis", "url": f"redis://127.0.0.1:{self.redis.port}", "timeout": "1s"})
+        tiers += [server.tier() for server in self.servers]
         self.random.shuffle(tiers)
         return [tier | QUICK for tier in tiers]
 
@@ -165,15 +181,22 @@ class Soak:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
-    def kill_the_server(self, _engine):
-        self.redis.end()
-        time.sleep(self.random.uniform(0.0, 2.0))
-        self.redis.start()
+    def stop_the_engine(self, engine):
+        engine.process.send_signal(signal.SIGSTOP)
+        time.sleep(self.random.uniform(0.1, 5.0))
+        engine.process.send_signal(signal.SIGCONT)
 
-    def stop_the_server(self, _engine):
-        self.redis.process.send_signal(signal.SIGSTOP)
+    def kill_a_server(self, _engine):
+        server = self.random.choice(self.servers)
+        server.end()
+        time.sleep(self.random.uniform(0.0, 2.0))
+        server.start()
+
+    def stop_a_server(self, _engine):
+        server = self.random.choice(self.servers)
+        server.process.send_signal(signal.SIGSTOP)
         time.sleep(self.random.uniform(0.1, 3.0))
-        self.redis.process.send_signal(signal.SIGCONT)
+        server.process.send_signal(signal.SIGCONT)
 
     def fill_the_disk(self, _engine):
         self.disk.fill()
@@ -193,8 +216,8 @@ class Soak:
         return pid
 
     def actions(self):
-        actions = [self.kill_a_host, self.stop_a_host, self.rest]
-        actions += [self.kill_the_server, self.stop_the_server] if self.redis else []
+        actions = [self.kill_a_host, self.stop_a_host, self.stop_the_engine, self.rest]
+        actions += [self.kill_a_server, self.stop_a_server]
         return actions + ([self.fill_the_disk] if self.disk.is_mounted else [])
 
     # -- rounds
@@ -243,8 +266,8 @@ class Soak:
 
     def end(self):
         self.disk.end()
-        if self.redis:
-            self.redis.end()
+        for server in self.servers:
+            server.end()
 
     # -- what is left
 
@@ -307,8 +330,8 @@ def report(soak, left):
 
 
 def not_done(soak):
-    missing = [] if soak.redis else ["servers killed and stopped (no redis-server here)"]
-    return missing + ([] if soak.disk.is_mounted else ["a full disk (no file system may be mounted here)"]) + ["S3"]
+    missing = [] if soak.redis else ["redis (no redis-server here)"]
+    return missing + ([] if soak.disk.is_mounted else ["a full disk (no file system may be mounted here)"])
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Lines are handled by a thread of their own while an engine runs, as the user has configured, else as before."""
 
+import contextlib
 import logging
 import os
 import re
@@ -46,6 +47,21 @@ def handler():
     yield add
     for logger, lines in added:
         logger.removeHandler(lines)
+
+
+@pytest.fixture
+def full_pipe():
+    """The two ends of a pipe that takes nothing more, whose writers block."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    for piece in (b"x" * 65536, b"x"):
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writer, piece)
+    os.set_blocking(writer, True)
+    yield reader, writer
+    os.close(reader)
+    os.close(writer)
 
 
 @pytest.mark.parametrize("place", ["kvtiers.tiering", "kvtiers", None])
@@ -115,11 +131,12 @@ def test_a_log_that_stands_still_holds_up_no_thread_and_what_is_dropped_is_count
     assert dropped_lines() - before == dropped
 
 
-def test_a_handler_that_raises_ends_nothing(handler):
+@pytest.mark.parametrize("error", [RuntimeError("broken"), SystemExit(1)])
+def test_a_handler_that_raises_ends_nothing(handler, error):
     broken, lines = handler("kvtiers.tiering"), handler()
 
     def emit(_record):
-        raise RuntimeError("broken")
+        raise error
 
     broken.emit = emit
     logs = queue_logs()
@@ -162,6 +179,66 @@ def test_a_process_that_ends_without_closing_loses_no_line():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert done.stderr.splitlines() == [f"line {number}" for number in range(500)]
+
+
+def test_a_line_that_is_posted_while_the_last_user_leaves_is_handled(handler):
+    lines = handler()
+    logs = queue_logs()
+    writer = _log_queue._queue._writer  # as a thread that logs has taken it, just before the end
+    logs.close(PATIENCE)
+    writer.post(_log.makeRecord(_log.name, logging.WARNING, __file__, 0, "late", (), None))
+    assert lines.lines == ["late"]
+    assert writer.flush(PATIENCE)
+
+
+def test_while_a_handler_takes_no_line_no_other_thread_gets_to_it_after_the_last_user_either(handler):
+    gate = threading.Event()
+    lines = handler(gate=gate)
+    before = dropped_lines()
+    logs = queue_logs()
+    _log.warning("keeps the handler")
+    logs.close(0.01)
+    _log.warning("after it")  # returns
+    more = queue_logs()
+    more.close(0.01)
+    gate.set()
+    flush_logs(PATIENCE)
+    assert lines.lines == ["keeps the handler", "after it"]
+    assert lines.threads == {"kvtiers-log-queue"}
+    more = queue_logs()
+    more.close(PATIENCE)
+    assert _log_queue._queue._writer is None
+    assert dropped_lines() == before
+
+
+ENGINE_THAT_ENDS = """
+import atexit, logging, os, sys
+atexit.register(os.write, int(sys.argv[1]), b"the user's own")
+logging.basicConfig(level="WARNING")
+from kvtiers._log_queue import queue_logs
+logs = queue_logs()
+for number in range(10): logging.getLogger("kvtiers.region").warning("x" * int(sys.argv[2]))
+if sys.argv[3] == "closed": logs.close()
+logging.getLogger("kvtiers.region").warning("a last line")
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize(("length", "end"), [(10, "closed"), (7_900, "open")], ids=["closed", "long lines"])
+def test_a_process_whose_standard_error_is_full_and_never_read_ends_with_its_own_status(full_pipe, length, end):
+    reader, writer = full_pipe
+    if length > 4_096:
+        os.read(reader, 4_096)
+    said, say = os.pipe()
+    command = [sys.executable, "-c", ENGINE_THAT_ENDS, str(say), str(length), end]
+    with subprocess.Popen(command, stderr=writer, pass_fds=[say]) as process:
+        os.close(say)
+        try:
+            assert process.wait(PATIENCE) == 7
+            assert os.read(said, 100) == b"the user's own"
+        finally:
+            process.kill()
+            os.close(said)
 
 
 def test_every_logger_of_core_and_the_integrations_is_queued():

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from kvtiers._process import end, kill_unreaped, spawn, wait_unreaped
+from kvtiers.testing.running import open_descriptors
 
 PATIENCE = 60.0
 # What a child does: say what it was given, or spawn another one, and wait until it is killed.
@@ -51,6 +52,17 @@ def child(tmp_path, monkeypatch):
         process.wait()
     for pipe in pipes:
         os.close(pipe)
+
+
+def test_a_path_that_is_longer_than_an_argument_may_be_gets_to_the_child(child, monkeypatch):
+    more = [f"/nowhere/{'long/' * 20}{number}" for number in range(1_500)]
+    monkeypatch.setattr(sys, "path", [*sys.path, *more])
+    assert sum(map(len, sys.path)) > 131_072
+    before = open_descriptors()
+    process, ours = child("brief")
+    assert said(ours).endswith(b"the test's\n")
+    assert process.wait(PATIENCE) == 0
+    assert len(open_descriptors() - before) == 1, "more than our end of the pipe is left open"
 
 
 def said(pipe):

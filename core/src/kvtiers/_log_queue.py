@@ -4,6 +4,10 @@ A handler may wait: for a pipe that is not read, a full disk, a slow journal. Th
 engine runs, a filter on each of kvtiers' loggers takes the record out of the calling thread, as one line of bounded
 length, and a thread of its own has it handled: by the same logger and in order, so that levels, filters, handlers and
 propagation stay what the user has configured. A bounded number of lines waits; more are dropped, counted, and said.
+
+A log that stays stuck must not keep the process from ending either, and ``logging.shutdown`` waits for each handler's
+lock. So the thread waits for a pipe to take more before it calls the handler, without any lock, and the process's exit
+takes handlers out of use that it is stuck in all the same (``_stuck_handlers.py``).
 """
 
 import atexit
@@ -13,6 +17,9 @@ import os
 import queue
 import threading
 import traceback
+from collections.abc import Callable
+
+from kvtiers._stuck_handlers import abandon_stuck_handlers, wait_for_room
 
 __all__ = ["LOGGERS", "QueuedLogs", "dropped_lines", "flush_logs", "queue_logs"]
 
@@ -31,10 +38,16 @@ _log = logging.getLogger("kvtiers")
 
 
 class _Writer:
-    """One thread and its queue. ``post``: any thread; never waits."""
+    """One thread and its queue. ``post``: any thread; never waits.
 
-    def __init__(self) -> None:
-        self._lines: queue.SimpleQueue[logging.LogRecord | threading.Event | None] = queue.SimpleQueue()
+    ``may_end``: asked by the thread, with the queue empty, whether it is to end; what is posted from then on is handled
+    by the thread that posts it.
+    """
+
+    def __init__(self, may_end: Callable[[], bool]) -> None:
+        self._lines: queue.SimpleQueue[logging.LogRecord | _Request] = queue.SimpleQueue()
+        self._may_end = may_end
+        self._has_ended = False
         self._unsaid = 0
         self.dropped = 0
         self._thread = threading.Thread(target=self._run, name="kvtiers-log-queue", daemon=True)
@@ -48,32 +61,63 @@ class _Writer:
             return
         _make_plain(record)
         self._lines.put(record)
+        if self._has_ended:  # looked at after the put: the thread looks into the queue after it has set this
+            self._handle_rest()
 
-    def flush(self, seconds: float) -> None:
-        """Wait until all that was posted has been handled, for so many seconds at most."""
-        handled = threading.Event()
-        self._lines.put(handled)
-        handled.wait(seconds)
+    def flush(self, seconds: float, *, end: bool = False) -> bool:
+        """Wait until all that was posted has been handled, for so many seconds at most; return whether it has been.
 
-    def close(self, seconds: float) -> None:
-        """Handle what is waiting, for so many seconds at most, and end the thread."""
-        self._lines.put(None)
-        self._thread.join(seconds)
+        ``end``: the thread is to end then, if it may.
+        """
+        request = _Request(end)
+        self._lines.put(request)
+        if self._has_ended:
+            self._handle_rest()
+        return request.done.wait(seconds)
+
+    def end(self, seconds: float) -> None:
+        """Wait as ``flush`` does; the thread has ended then, if it may."""
+        self.flush(seconds, end=True)
+        if self._has_ended and threading.current_thread() is not self._thread:
+            self._thread.join(seconds)
 
     def _run(self) -> None:
-        while (line := self._lines.get()) is not None:
-            if isinstance(line, threading.Event):
-                line.set()
-                continue
-            _handle(line)
-            if self._unsaid:
-                unsaid, self._unsaid = self._unsaid, 0
-                text = f"{unsaid} log lines were dropped, since the log is too slow"
-                _handle(_log.makeRecord(_log.name, logging.WARNING, __file__, 0, text, (), None))
+        while not self._has_ended:
+            line = self._lines.get()
+            if isinstance(line, _Request) and line.end:  # before who waits for it goes on
+                self._has_ended = self._may_end()
+            self._do(line)
+        self._handle_rest()
+
+    def _handle_rest(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._do(self._lines.get_nowait())
+
+    def _do(self, line: "logging.LogRecord | _Request") -> None:
+        if isinstance(line, _Request):
+            line.done.set()
+            return
+        _handle(line)
+        if self._unsaid:
+            unsaid, self._unsaid = self._unsaid, 0
+            text = f"{unsaid} log lines were dropped, since the log is too slow"
+            _handle(_log.makeRecord(_log.name, logging.WARNING, __file__, 0, text, (), None))
+
+
+class _Request:
+    """A place in the queue of lines: ``done`` is set when the thread has reached it."""
+
+    def __init__(self, end: bool) -> None:
+        self.end = end
+        self.done = threading.Event()
 
 
 class _Queue(logging.Filter):
-    """The filter on each logger, and the writer behind it. ``users``: engines and workers that run here."""
+    """The filter on each logger, and the writer behind it. ``users``: engines and workers that run here.
+
+    The writer outlives the last user while a handler keeps it: no other thread is to be kept by that handler then.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,27 +144,39 @@ class _Queue(logging.Filter):
         """Add a user."""
         with self._lock:
             if self._writer is None:
-                self._writer = _Writer()  # first: it fails where no thread can be started
+                self._writer = _Writer(self._end_writer)  # first: it fails where no thread can be started
             self._users += 1
             for logger in _loggers():
                 logger.addFilter(self)  # does nothing where it is there already
 
     def leave(self, seconds: float) -> None:
-        """Remove a user; after the last one each thread handles its own lines again."""
+        """Remove a user; after the last one, when no line waits, each thread handles its own lines again."""
         with self._lock:
             self._users -= 1
             writer = self._writer
             if self._users or writer is None:
                 return
+        writer.end(seconds)
+
+    def _end_writer(self) -> bool:
+        """Take the writer out of use, unless there is a user again; called by its thread."""
+        with self._lock:
+            writer = self._writer
+            if self._users or writer is None:
+                return False
             self._writer, self._dropped_before = None, self._dropped_before + writer.dropped
             for logger in _loggers():
                 logger.removeFilter(self)
-        writer.close(seconds)
+            return True
 
-    def flush(self, seconds: float) -> None:
-        """Wait until all lines so far have been handled, for so many seconds at most."""
-        if (writer := self._writer) is not None:
-            writer.flush(seconds)
+    def flush(self, seconds: float) -> bool:
+        """Wait until all lines so far have been handled, for so many seconds at most; return whether they have been."""
+        return (writer := self._writer) is None or writer.flush(seconds)
+
+    def exit(self) -> None:
+        """Handle the lines that wait, at the process's exit; take handlers out of use that take no line."""
+        if not self.flush(_EXIT_SECONDS):
+            abandon_stuck_handlers(_loggers())
 
     def forget_in_child(self) -> None:
         """Make a forked child, which has no writer's thread, handle its lines itself."""
@@ -180,11 +236,12 @@ def _clipped(text: str, length: int) -> str:
 
 def _handle(record: logging.LogRecord) -> None:
     setattr(record, _HANDLED_HERE, True)
-    with contextlib.suppress(Exception):  # a handler is the user's; there is no place left to say it
+    wait_for_room(logging.getLogger(record.name))
+    with contextlib.suppress(BaseException):  # a handler is the user's, also one that exits: this thread must go on
         logging.getLogger(record.name).handle(record)
 
 
 _queue = _Queue()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_queue.forget_in_child)
-atexit.register(_queue.flush, _EXIT_SECONDS)
+atexit.register(_queue.exit)

@@ -22,11 +22,21 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import subprocess
 
-__all__ = ["die_with_parent", "end", "kill_unreaped", "spawn", "wait_unreaped"]
+__all__ = ["die_with_parent", "end", "hold_standard_descriptors", "kill_unreaped", "spawn", "wait_unreaped"]
 
 _PR_SET_PDEATHSIG = 1
+_LONGEST_ARGUMENT = 100_000  # Linux takes 131,071 bytes; build systems make paths of thousands of parts
 # The parent's path, whatever the environment says: a child must not find another kvtiers.
-_START = "import json, sys; sys.path[:] = json.loads(sys.argv[-2]); from {module} import main; main()"
+_START = """
+import json, sys
+path = sys.argv[-2]
+sys.path[:] = json.load(open(int(path))) if path.isdigit() else json.loads(path)
+try:
+    from {module} import main
+except ImportError as error:
+    sys.exit(f"kvtiers: {{sys.argv[-1]}} cannot be started: {{error}}; if its files were replaced, restart the engine")
+main()
+"""
 
 
 def spawn(
@@ -43,14 +53,37 @@ def spawn(
     # -P: nothing in the working directory stands in for a module before sys.path is ours.
     command = [sys.executable, "-P", "-c", _START.format(module=module), *arguments, str(os.getpid())]
     output = 2 if _is_open(2) else subprocess.DEVNULL
-    return subprocess.Popen(  # noqa: S603 -- our own interpreter, our own module
-        [*command, json.dumps([str(path) for path in sys.path]), name],
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        pass_fds=pass_fds,
-        process_group=process_group,
-    )
+    with contextlib.ExitStack() as until_started:
+        path, fds = json.dumps([str(path) for path in sys.path]), [*pass_fds]
+        if len(path) > _LONGEST_ARGUMENT:
+            file = until_started.enter_context(os.fdopen(os.memfd_create("path"), "w+b"))
+            file.write(path.encode())
+            file.flush()
+            file.seek(0)
+            path = str(file.fileno())
+            fds.append(file.fileno())
+        return subprocess.Popen(  # noqa: S603 -- our own interpreter, our own module
+            [*command, path, name],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=fds,
+            process_group=process_group,
+        )
+
+
+def hold_standard_descriptors() -> None:
+    """Open /dev/null as standard input, output and error where these are closed, as some daemons close them.
+
+    Else the next descriptor gets such a number, and if that is the rows' memory, what any library prints lands in KV.
+    """
+    for fd in (0, 1, 2):
+        if not _is_open(fd):
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != fd:
+                os.dup2(null, fd)
+                os.close(null)
+            os.set_inheritable(fd, True)
 
 
 def die_with_parent(parent: int) -> None:

@@ -13,12 +13,13 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from kvtiers._failures import logged_boundary
 from kvtiers._log_queue import QueuedLogs, queue_logs
+from kvtiers._process import hold_standard_descriptors
 from kvtiers.api import (
     ChunkStore,
     ConfigError,
@@ -79,10 +80,11 @@ def open_manager(
     the caller takes the manager's events. ``way_in``: what uses it, for the start line in the log; ``release``: the
     engine's, for what is recorded beside the values. ConfigError or StartError, in one line each, if it cannot start.
     """
+    hold_standard_descriptors()
     config = config if isinstance(config, OffloadConfig) else load_config(config)
     layout = _with_model(config, layout)
     engine_id = engine_id or secrets.token_hex(8)
-    with contextlib.ExitStack() as undo:
+    with _threads_are_there(), contextlib.ExitStack() as undo:
         logs = queue_logs()  # first: what follows logs, too
         undo.callback(logs.close)
         region = _create_region(config, layout, engine_id)
@@ -96,6 +98,7 @@ def open_manager(
             protect_seconds=config.budgets.protect_for,
             record_events=record_events,
         )
+        undo.callback(primary.close)  # it holds the rows' memory
         engine = _Engine(config, layout, region, primary, logs, release)
         undo.callback(engine.close_region)
         undo.callback(engine.close_tiers, 0.0)
@@ -130,6 +133,7 @@ def open_worker(
 
     ``rank_map``: where the rank's bytes lie in a canonical row. ``copying``: how copies to and from a GPU are made.
     """
+    hold_standard_descriptors()
     config = config if isinstance(config, OffloadConfig) else load_config(config)
     layout = _with_model(config, layout)
     anonymous = _anonymous_regions.get(engine_id)
@@ -137,7 +141,7 @@ def open_worker(
         join = RegionJoin.in_process(anonymous, layout, rank)
     else:
         join = RegionJoin(engine_id, layout, rank, core_dumps=config.primary.core_dumps)
-    with contextlib.ExitStack() as undo:
+    with _threads_are_there(), contextlib.ExitStack() as undo:
         undo.callback(join.close)
         logs = queue_logs()
         undo.callback(logs.close)
@@ -155,6 +159,19 @@ def open_worker(
             join.begin(config.primary.start_deadline)  # last: a rank that has joined is given transfers
         undo.pop_all()
     return worker
+
+
+@contextlib.contextmanager
+def _threads_are_there() -> Iterator[None]:
+    """Turn what Python raises where no thread can be started into a StartError that says what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "start new thread" not in str(error):
+            raise
+        raise StartError(
+            f"{error}: raise the limit of processes and threads (of the user, or the container: pids)"
+        ) from None
 
 
 def _copying(config: OffloadConfig, settings: CopySettings | None) -> CopySettings:
@@ -252,6 +269,7 @@ class _Engine:
         self._pins_ahead = config.primary.prefault == "ahead"
         self._waits_for_all = config.primary.prefault == "all"
         self._ready = region.all_ready
+        self._has_shrunk = False
         self._follow_from = region.follow(0)
         self._opened = region.num_rows
         self._lost_ranks: set[int] = set()
@@ -286,10 +304,14 @@ class _Engine:
             shared=_is_shared(self._layout.model),
         )
         tiers = {name: (self._kinds[name], tier) for name, tier in self._tiers.items()}
-        self._start_line = StartLine(facts, tiers, lambda: region.all_joined)
+        with contextlib.suppress(RuntimeError):  # no thread can be had: the line is for people, the engine starts
+            self._start_line = StartLine(facts, tiers, lambda: region.all_joined)
 
     def ready(self) -> bool:
-        """Return whether all ranks have joined and, with ``prefault: all``, the region is populated and pinned."""
+        """Return whether all ranks have joined and, with ``prefault: all``, the region is populated and pinned.
+
+        A region whose memory is not all there is not ready. The engine goes on with the rows that have theirs.
+        """
         if (pinned := self._region.pinned_rows) != self._opened:
             self._opened = pinned
             self._primary.open_rows(pinned)
@@ -305,7 +327,8 @@ class _Engine:
                 self._absent_ranks.discard(event.rank)
             elif isinstance(event, PrefaultEnded) and event.error:
                 self._primary.retire_rows(event.rows)
-        self._ready = self._region.all_ready
+                self._has_shrunk = True
+        self._ready = self._region.all_ready or (self._has_shrunk and self._region.all_joined)
         return self._ready
 
     def take_lost_ranks(self) -> Collection[int]:

@@ -317,3 +317,40 @@ def test_while_the_file_system_hangs_figures_are_reported_and_the_end_does_not_w
     assert store._evictor.stop(60)
     store.close()
     folder.stores.remove(store)
+
+
+def test_values_from_when_a_clock_was_ahead_do_not_stay_for_ever(folder, value, names):
+    store = folder.open(capacity=100 * PAGE)
+    ahead = names(90)
+    for name in ahead:
+        store.write(name, value(1))
+        folder.age(name, -365 * DAY)
+    later = names(200)
+    fill(store, later, value)
+    folder.settle(store)
+    left = set(folder.names(store))
+    assert not left & set(ahead), "what was written when the clock was ahead is never the oldest"
+    assert set(later[-50:]) <= left
+
+
+def test_a_read_puts_the_time_of_a_value_right_that_is_from_when_a_clock_was_ahead(folder, value, names, read):
+    store = folder.open()
+    [name] = names(1)
+    store.write(name, value(1))
+    folder.age(name, -365 * DAY)
+    assert read(store, name)
+    assert folder.file(name).stat().st_mtime < time.time() + DAY
+
+
+def test_a_killed_writers_file_from_when_a_clock_was_ahead_is_reclaimed(folder, value, names):
+    store = folder.open()
+    [name] = names(1)
+    store.write(name, value(1))
+    left = folder.file(name).with_name(".tmp-of-a-killed-writer")
+    left.write_bytes(b"half")
+    folder.age_file(left, -365 * DAY)
+    folder.count_anew(store)
+    assert left.stat().st_mtime < time.time() + DAY, "its time is put right; it may be in use"
+    folder.age_file(left, 3600)
+    folder.count_anew(store)
+    assert not left.exists()

@@ -1,6 +1,7 @@
 """Which directories are taken, and which are refused, each with a line that says what to do."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -203,3 +204,38 @@ def test_a_user_who_may_only_read_is_advised_to_set_read_only_and_one_outside_th
     assert f"cannot be written by uid {uid}" in refused
     assert refused.endswith("set 'read_only: true'")
     assert found == "ab"
+
+
+def test_a_root_that_is_removed_while_it_is_in_use_is_made_again_at_the_next_write(folder, value, names, read, caplog):
+    store = folder.open(capacity=100 * 4096)
+    before, *after = names(40)
+    store.write(before, value(1))
+    shutil.rmtree(folder.path)
+    assert store.exists([before]) == [False]
+    assert not read(store, before)
+    threads = [threading.Thread(target=store.write, args=(name, value(2))) for name in after]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(read(store, name) for name in after)
+    assert folder.names(store) == sorted(after)
+    folder.settle(store)
+    assert store.stats()["values"] == len(after)
+    lines = [
+        record.getMessage() for record in caplog.records if "was removed while it was in use" in record.getMessage()
+    ]
+    assert len(lines) == 1
+    other = folder.open()
+    assert read(other, after[0])
+
+
+def test_a_root_that_is_removed_with_the_folder_that_it_is_in_fails_each_write_at_once(folder, value, names):
+    store = folder.open()
+    folder.path.rename(folder.path.with_name("moved"))
+    shutil.rmtree(folder.path.with_name("moved"))
+    folder.path.symlink_to("/nowhere")
+    with pytest.raises(ConfigError, match="symbolic link"):
+        store.write(*names(1), value(1))
+    folder.path.unlink()
+    store.write(*names(1), value(1))

@@ -19,6 +19,7 @@ _ABSENT = b"HTTP/1.1 404 Not Found\r\nContent-Length: 36\r\n\r\n<Error><Code>NoS
 _HEAD = b'ETag: "x"\r\nLast-Modified: Sun, 01 Nov 2026 00:00:00 GMT\r\nContent-Length: %d\r\n'
 _FOUND = b"HTTP/1.1 200 OK\r\n" + _HEAD + b"\r\n"
 _PART = b"HTTP/1.1 206 Partial Content\r\n" + _HEAD + b"Content-Range: bytes %d-%d/%d\r\n\r\n"
+_GONE = b"HTTP/1.1 204 No Content\r\n\r\n"
 _RANGE = re.compile(rb"\r\nrange: *bytes=(\d+)-(\d+)", re.IGNORECASE)
 
 
@@ -32,6 +33,10 @@ class _Objects:
 
     def get(self, path: bytes) -> memoryview | None:
         return self._held.get(path)
+
+    def delete(self, path: bytes) -> None:
+        with self._lock:
+            self._nbytes -= len(self._held.pop(path, b""))
 
     def put(self, path: bytes, body: memoryview) -> None:
         with self._lock:
@@ -56,6 +61,9 @@ def serve(connection: socket.socket) -> None:
             method, path, _ = head.partition(b"\r\n")[0].split(b" ")
             if method == b"PUT":
                 rest = _put(connection, head, path, rest)
+            elif method == b"DELETE":
+                _objects.delete(path.partition(b"?")[0])
+                connection.sendall(_GONE)
             else:
                 _get(connection, head, path.partition(b"?")[0], with_body=method == b"GET")
 

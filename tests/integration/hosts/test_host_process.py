@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtiers._version import __version__
 from kvtiers.host import wire
 from kvtiers.host.wire import FrameReader, Kind
 from kvtiers.layout.seal import seal_value
@@ -46,7 +47,14 @@ def host():
 
 def hello(**changes):
     region = {"map_bytes": 1 << 16, "nbytes": 1 << 16, "row_stride": 4096}
-    fields = {"protocol": wire.PROTOCOL_FORMAT, "log_level": 30, "cpus": [], "region": region, "tiers": []}
+    fields = {
+        "protocol": wire.PROTOCOL_FORMAT,
+        "release": __version__,
+        "log_level": 30,
+        "cpus": [],
+        "region": region,
+        "tiers": [],
+    }
     return wire.encode_hello(fields | changes)
 
 
@@ -80,7 +88,8 @@ def test_a_host_of_another_protocol_says_so_and_ends(host):
     process, ours = host()
     tier = {"name": "cache"}
     ours.sendall(hello(protocol=99, tiers=[tier, tier]))
-    said = messages(ours)
+    line, *said = messages(ours)
+    assert (line.kind, b"restart the engine" in bytes(line.body)) == (Kind.LOG, True)
     assert [(message.kind, message.tier) for message in said] == [(Kind.OPENED, 0), (Kind.OPENED, 1)]
     assert f"protocol 99, expected {wire.PROTOCOL_FORMAT}" in wire.decode_event(said[0]).error
     assert process.wait(30) == 1
@@ -90,7 +99,8 @@ def test_a_host_that_cannot_map_the_region_says_so_and_ends(host):
     process, ours = host()
     region = {"map_bytes": 1 << 62, "nbytes": 1 << 62, "row_stride": 4096}
     ours.sendall(hello(region=region, tiers=[{"name": "cache"}]))
-    (said,) = messages(ours)
+    line, said = messages(ours)
+    assert line.kind == Kind.LOG
     assert "cannot map" in wire.decode_event(said).error
     assert process.wait(30) == 1
 

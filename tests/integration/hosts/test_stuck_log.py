@@ -1,4 +1,4 @@
-"""An engine whose standard error is a pipe that is full and never read goes on all the same."""
+"""An engine whose standard error is a pipe that is full and never read goes on all the same, and ends."""
 
 import contextlib
 import os
@@ -34,4 +34,8 @@ def test_no_call_of_the_engine_waits_for_a_log_that_is_not_read(party, faulty, g
     engine.do("engine.until(lambda: engine.own()['host_starts'] > 1, 'another host')")
     engine.do("for n in range(3000): logging.getLogger('kvtiers.tiering').warning('line %d', n)")
     assert engine.do("engine.step() or engine.manager.stats()['engine']['dropped_log_lines']") > 1000
+    gates.lift("read")
+    engine.do("engine.close()")
+    engine.process.communicate(timeout=machine.PATIENCE)
+    assert engine.process.returncode == 0
     os.close(reader)

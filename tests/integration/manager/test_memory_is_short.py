@@ -8,6 +8,7 @@ import pytest
 
 import kvtiers
 from kvtiers._log_queue import flush_logs
+from kvtiers.api import StartError
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.region.prefault import Prefault
 from kvtiers.types import BlockSpec, RequestContext
@@ -68,6 +69,14 @@ def test_rows_whose_memory_is_not_there_are_never_leased_from_then_on_and_one_li
         f"pre-faulting failed after 10 of 64 rows, and no row after these is used any more: at byte {10 * ROW}: "
         "Cannot allocate memory; lower primary.capacity, or make room"
     )
+
+    with pytest.raises(StartError, match="its memory cannot be populated") as refusal:
+        manager.wait_ready(0)  # the region is not ready; the engine goes on with what there is of it
+    assert "\n" not in str(refusal.value)
+    for _ in range(10):
+        manager.on_schedule_end()
+    flush_logs(60)
+    assert len([record for record in caplog.records if record.levelno >= logging.ERROR]) == 1
 
     assert manager.prepare_store(keys(100, 11), context) is None
     plan = manager.prepare_store(keys(200, 9), context)

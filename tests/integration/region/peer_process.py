@@ -16,6 +16,7 @@ from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIde
 from kvtiers.region import populate, prefault  # noqa: F401 -- for the code that is sent
 from kvtiers.region.client import RegionJoin  # noqa: F401 -- for the code that is sent
 from kvtiers.region.handshake import (  # noqa: F401 -- for the code that is sent
+    SPEAKS,
     Kind,
     MessageReader,
     encode_message,

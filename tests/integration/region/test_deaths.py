@@ -75,6 +75,19 @@ def test_a_killed_prefault_program_costs_speed_only(machine, stuck_populate):
     assert manager.do("region.view[-1]") == 9
 
 
+def test_a_prefault_program_that_the_kernel_kills_for_want_of_memory_ends_the_use_of_further_rows(
+    machine, stuck_populate
+):
+    counts = "from kvtiers.region import prefault\nprefault.oom_kills = iter([3, 4]).__next__\n"
+    manager, rank, prefault = start(machine, counts + stuck_populate, "during pre-fault")
+    os.kill(prefault, signal.SIGKILL)
+    ended = manager.do("gather(region, 'PrefaultEnded')")[-1]
+    assert "memory ran out" in ended
+    rank.do("wait_for(join, lambda s: s.prefault_ended)")
+    assert rank.do("join.poll().memory_is_short") is True
+    assert manager.do("region.all_ready") is False
+
+
 def test_a_prefault_program_that_is_stopped_ends_with_its_engine_too(machine, stuck_populate, wait_until_gone):
     manager, _, prefault = start(machine, stuck_populate, "during pre-fault")
     os.kill(prefault, signal.SIGSTOP)
@@ -167,7 +180,7 @@ def test_a_rank_that_reads_nothing_does_not_hold_up_the_others(machine):
         "        break\n"
         "    except ConnectionRefusedError:\n"
         "        sock.close()\n"
-        "hello = {'rank': 0, 'layout': json.loads(layout(2).to_json())}\n"
+        "hello = {'rank': 0, 'layout': json.loads(layout(2).to_json()), 'speaks': SPEAKS}\n"
         "sock.sendall(encode_message(Kind.HELLO, json.dumps(hello).encode()))"
     )
     manager.do("region = SharedOffloadRegion.create(engine_id, cache, 3000 * cache.row_stride)")

@@ -230,11 +230,62 @@ def test_a_hello_that_is_no_layout_is_refused(machine):
     assert "cannot be read" in manager.do("gather(region, 'RankRefused')")[-1]
 
 
+def test_a_rank_of_another_release_with_the_same_version_number_is_refused_in_one_line(machine):
+    manager = machine.manager()
+    old = machine.party()
+    old.do(
+        "sock = socket.socket(socket.AF_UNIX)\n"
+        "sock.connect(socket_name(engine_id, os.geteuid()))\n"
+        "sock.settimeout(PATIENCE)\n"
+        "hello = {'rank': 0, 'layout': json.loads(layout().to_json())}\n"
+        "sock.sendall(encode_message(Kind.HELLO, json.dumps(hello).encode()))"
+    )
+    assert "install the same kvtiers" in old.do("next(MessageReader().feed(sock.recv(1000))).body.decode()")
+    with pytest.raises(AssertionError, match="rank 0 was refused: it is of another release of kvtiers"):
+        manager.do("region.wait_ready()")
+
+
+def test_a_scheduler_of_another_release_with_the_same_version_number_is_one_line_for_the_rank(machine):
+    old = machine.party()
+    old.do("listener = listen(engine_id)\nlistener.setblocking(True)")
+    rank = machine.rank(wait=False)
+    old.do(
+        "sock, _ = listener.accept()\n"
+        "sock.recv(100_000)\n"
+        "welcome = {'num_rows': 8, 'row_stride': 36864, 'map_bytes': 294912, 'populated_rows': 0, 'more': True}\n"
+        "memory = os.memfd_create('old')\n"
+        "socket.send_fds(sock, [encode_message(Kind.WELCOME, json.dumps(welcome).encode())], [memory])"
+    )
+    with pytest.raises(
+        AssertionError, match=r"StartError: .*cannot be understood: .*install the same kvtiers"
+    ) as error:
+        rank.do("join.wait(PATIENCE)")
+    assert "\n" not in str(error.value)
+
+
 def test_an_engine_id_may_be_any_text(machine):
     machine.engine_id += "/ with spaces, ümläuts and much more than a socket's name has room for " + 100 * "x"
     manager = machine.manager()
     machine.rank()
     manager.do("region.wait_ready()")
+
+
+def test_a_rank_that_gets_no_region_says_so_in_its_own_log(machine):
+    rank = machine.party()
+    rank.do(
+        "import logging\n"
+        "lines = []\n"
+        "class Keep(logging.Handler):\n"
+        "    def emit(self, record):\n"
+        "        lines.append(record.getMessage())\n"
+        "logging.getLogger('kvtiers.region').addHandler(Keep())\n"
+        "join = RegionJoin.start(engine_id, layout(), 3, start_deadline=0.1)\n"
+        "wait_for(join, lambda s: s.state == 'refused')"
+    )
+    (line,) = rank.do("lines")
+    assert line.startswith(
+        f"rank 3 of engine {machine.engine_id!r}: offloading stays off: no scheduler answered within"
+    )
 
 
 def test_a_rank_that_waits_can_be_closed(machine):
@@ -280,3 +331,24 @@ def test_the_end_of_the_accept_thread_is_reported_to_the_waiting_thread(machine)
     with pytest.raises(AssertionError, match="no scheduler answered within 1 s"):
         rank.do("join.wait(PATIENCE)")
     manager.do("region.close()")
+
+
+def test_without_descriptors_no_rank_comes_in_but_those_that_are_there_are_served(machine):
+    manager = machine.manager(world_size=2)
+    first = machine.rank(0, world_size=2)
+    manager.do("import resource\nfrom kvtiers.region import server\nserver._PAUSE_SECONDS = 3600")
+    manager.do("gather(region, 'RankJoined')")
+    manager.do(
+        "import logging, threading\n"
+        "refused = threading.Event()\n"
+        "logging.getLogger('kvtiers.region').addFilter(lambda record: refused.set() or True)\n"
+        "limits = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (4, limits[1]))"
+    )
+    second = machine.rank(1, world_size=2, wait=False)
+    assert manager.do("refused.wait(PATIENCE)") is True
+    first.do("join.close()")
+    assert "RankGone(rank=0)" in manager.do("gather(region, 'RankGone')")  # long before anything is accepted again
+    manager.do("resource.setrlimit(resource.RLIMIT_NOFILE, limits)\nregion._server._listen_again = 0.0")
+    manager.do("region._server._wake()")
+    second.do("join.wait(PATIENCE)")

@@ -57,6 +57,9 @@ def test_an_error_of_populating_is_reported_and_fails_the_start(machine, populat
     )
     manager.do("cache = layout(2)\nregion = SharedOffloadRegion.create(engine_id, cache, 10 * cache.row_stride)")
     assert "Bad address" in manager.do("gather(region, 'PrefaultEnded')")[-1]
+    machine.rank(0, 2)
+    machine.rank(1, 2)
+    assert manager.do("region.all_joined, region.all_ready") == [True, False]
     with pytest.raises(AssertionError, match=r"StartError: .*its memory cannot be populated: .*Bad address"):
         manager.do("region.wait_ready()")
 

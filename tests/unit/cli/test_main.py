@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -90,3 +91,12 @@ def group_that_raises(error: BaseException) -> click.Group:
 def test_what_goes_wrong_is_said_in_lines_without_a_traceback(error, status, lines):
     result = CliRunner().invoke(group_that_raises(error), ["fail"])
     assert (result.exit_code, result.stderr, result.stdout) == (status, lines, "")
+
+
+@pytest.mark.parametrize("command", ["--help", "tiers"])
+def test_an_output_that_cannot_be_written_is_one_line(command):
+    code = f"import sys; sys.argv[1:] = [{command!r}]; from kvtiers.cli.main import main; main()"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-c", code], check=False, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.stderr == "error: the output cannot be written: No space left on device\n"
+    assert done.returncode == 1

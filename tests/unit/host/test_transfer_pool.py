@@ -430,3 +430,35 @@ def test_figures_that_make_no_sense_do_no_harm(kit, keys, stats):
     pool.probe(2, keys, is_prefix=True)
     events.wait(Probed, 2)
     assert set(pool.stats()) == {"queued_loads", "queued_stores"}
+
+
+def cannot_start(monkeypatch, count):
+    """Let only so many threads be started."""
+    start, started = threading.Thread.start, []
+
+    def start_some(thread):
+        if len(started) == count:
+            raise RuntimeError("can't start new thread")
+        started.append(thread.name)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_some)
+
+
+def test_a_pool_that_gets_fewer_threads_works_with_those_and_says_so(kit, keys, monkeypatch, caplog):
+    cannot_start(monkeypatch, 3)
+    pool, events = kit.pool(kit.DictStore(), threads=16)
+    pool.submit(store(1, keys))
+    assert set(done(events, 1).statuses) == {DONE}
+    pool.submit(load(2, keys))
+    assert set(done(events, 2).statuses) == {DONE}
+    pool.probe(3, keys, is_prefix=False)
+    events.wait(Probed)
+    (line,) = [record.getMessage() for record in caplog.records if "threads have started" in record.getMessage()]
+    assert "2 of its 16 threads have started: can't start new thread; raise the limit" in line
+
+
+def test_a_pool_that_gets_no_thread_for_its_lookups_says_why_it_is_not_open(kit, monkeypatch):
+    cannot_start(monkeypatch, 1)
+    _, events = kit.pool(kit.DictStore(), threads=4)
+    assert "can't start new thread; raise the limit" in events.wait(Opened)[0].error

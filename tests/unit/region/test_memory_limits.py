@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtiers.region.limits import available_memory, cgroup_limit, free_huge_pages, memory_problem
+from kvtiers.region.limits import available_memory, cgroup_limit, free_huge_pages, memory_problem, oom_kills
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -167,3 +167,10 @@ def test_free_huge_pages_are_those_without_a_reservation(tmp_path):
 
 def test_this_machine_has_memory():
     assert available_memory() > 0
+
+
+def test_processes_that_the_kernel_killed_for_want_of_memory_are_counted(tmp_path):
+    assert oom_kills(tmp_path) == 0
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/vmstat").write_text("drop_pagecache 0\noom_kill 3\nballoon_inflate 7\n")
+    assert oom_kills(tmp_path) == 3

@@ -47,6 +47,23 @@ def test_a_log_that_stands_still_blocks_no_thread_and_says_what_was_dropped(monk
     assert any("log lines were dropped" in line for line in lines)
 
 
+def test_lines_wait_until_a_thread_can_be_had(caplog, monkeypatch):
+    start, attempts = threading.Thread.start, []
+
+    def start_at_the_third_attempt(thread):
+        attempts.append(thread.name)
+        if len(attempts) < 3:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_at_the_third_attempt)
+    logs = LogThread()
+    for number in range(2):
+        logs.post(logging.WARNING, f"line {number}")
+    logs.close(60)
+    assert [record.getMessage() for record in caplog.records] == ["line 0", "line 1"]
+
+
 def test_what_is_to_be_said_once_is_written_once_for_each_text(caplog, monkeypatch):
     monkeypatch.setattr(log_thread, "_MOST_REMEMBERED", 2)
     logs = LogThread()

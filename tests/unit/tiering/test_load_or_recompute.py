@@ -641,6 +641,47 @@ def test_a_request_stands_in_line_while_other_loads_have_the_tiers_rows_and_is_l
     assert bench.figures("a")["budget_misses"] == 0
 
 
+def test_a_request_in_line_is_answered_with_what_is_there_now():
+    options = TieringOptions(lookup_wait=0.02, load_wait=None, one_tier=0.25, all_tiers=0.5)
+    bench = Bench(rows=64, options=options, hold=True)
+    prefill(bench)
+    measure(bench, 4 * 16 * 0.001 * 0.1)
+    first, second = chain("first", 16), chain("second", 16)
+    bench.manager.complete_store(bench.begin_store(second[:3]))
+    bench.tier["a"].end_all()
+    bench.step()
+    writing = bench.begin_store(second[3:4])
+    bench.tier["a"].put(first + second)
+    assert bench.lookup(first, bench.request()) == (0, 16, False)
+    bench.step()
+    ctx = bench.request()
+    assert bench.lookup(second, ctx) == (3, 1, True)
+    bench.manager.complete_store(writing, False)
+    ready, pending, _ = bench.lookup(second, ctx)
+    assert (ready, pending) == (3, 0), "it is not there any more, nor on its way"
+
+
+def test_after_a_reset_a_request_in_line_is_not_answered_with_chunks_that_are_gone():
+    options = TieringOptions(lookup_wait=0.02, load_wait=None, one_tier=0.25, all_tiers=0.5)
+    bench = Bench(rows=64, options=options, hold=True)
+    prefill(bench)
+    measure(bench, 4 * 16 * 0.001 * 0.1)
+    first, second = chain("first", 16), chain("second", 16)
+    plan = bench.begin_store(second[:4])
+    bench.manager.complete_store(plan)
+    bench.tier["a"].end_all()
+    bench.step()
+    bench.tier["a"].put(first + second)
+    assert bench.lookup(first, bench.request()) == (0, 16, False)
+    bench.step()
+    ctx = bench.request()
+    assert bench.lookup(second, ctx) == (4, 0, True)
+    bench.manager.reset_cache()
+    ready, _, _ = bench.lookup(second, ctx)
+    assert ready == 0
+    assert not bench.manager.stats()["engine"]["misuse"]
+
+
 def test_a_request_in_line_computes_when_the_loads_before_it_do_not_end():
     options = TieringOptions(lookup_wait=0.02, load_wait=None, one_tier=0.25, all_tiers=0.5)
     bench = Bench(rows=64, options=options, hold=True)

@@ -1,5 +1,6 @@
 """The command ``kvtiers``: subcommands are imported on use, and errors are lines, not tracebacks."""
 
+import errno
 import importlib
 import os
 import sys
@@ -14,6 +15,9 @@ from kvtiers.api.command import COMMAND_GROUP
 from kvtiers.plugins import installed_names, load_command
 
 __all__ = ["LateExitError", "cli", "main"]
+
+
+_UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 
 
 class Lazy(NamedTuple):
@@ -117,7 +121,16 @@ def cli() -> None:
 def main() -> None:
     """Run the command line and end the process."""
     try:
-        cli(prog_name="kvtiers")
+        try:
+            cli(prog_name="kvtiers")
+        finally:
+            sys.stdout.flush()  # here, where an error can still be said in a line
+    except OSError as error:
+        if error.errno not in _UNWRITABLE:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what the interpreter flushes at its exit
+        click.echo(f"error: the output cannot be written: {error.strerror}", err=True)
+        sys.exit(1)
     except LateExitError as end:
         sys.stdout.flush()
         sys.stderr.flush()

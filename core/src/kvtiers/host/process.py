@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtiers._failures import plugin_boundary
+from kvtiers._version import __version__
 from kvtiers.api import ChunkStore, TierConfig, TierContext
 from kvtiers.api.config import load_resolved
 from kvtiers.host import wire
@@ -102,14 +103,19 @@ class TierHost:
         with plugin_boundary() as setting_up:
             self._set_up(hello)
         if setting_up.error:  # the engine's log has to say why there is no host
+            _log.error("no tier host: %s", setting_up.error, extra={"once": True})
             for index in range(len(tiers)):
                 self._emit(index, Opened(setting_up.error))
             self._writer.close(_LAST_WORDS_SECONDS)
             os._exit(1)
 
     def _set_up(self, hello: dict[str, Any]) -> None:
-        if hello["protocol"] != wire.PROTOCOL_FORMAT:
-            raise ProtocolError(f"protocol {hello['protocol']}, expected {wire.PROTOCOL_FORMAT}")
+        release = hello.get("release", "another release")
+        if release != __version__ or hello["protocol"] != wire.PROTOCOL_FORMAT:
+            raise ProtocolError(
+                f"kvtiers' files are of {__version__} now, and the engine that runs is of {release} (protocol "
+                f"{hello['protocol']}, expected {wire.PROTOCOL_FORMAT}): they were replaced; restart the engine"
+            )
         _use_processors(hello["cpus"])
         region = hello["region"]
         nbytes, mapped = region["nbytes"], region["map_bytes"]
@@ -179,10 +185,15 @@ class TierHost:
 
     def _close(self, seconds: float) -> None:
         closers = [threading.Thread(target=pool.close, args=(seconds,), daemon=True) for pool in self._pools]
+        try:
+            for closer in closers:
+                closer.start()
+        except RuntimeError:  # none can be had: one after the other, and the engine kills this host if one hangs
+            for pool in self._pools:
+                pool.close(seconds)
         for closer in closers:
-            closer.start()
-        for closer in closers:
-            closer.join(seconds + _LAST_WORDS_SECONDS)
+            if closer.ident is not None:
+                closer.join(seconds + _LAST_WORDS_SECONDS)
         self._writer.close(_LAST_WORDS_SECONDS)
         os._exit(0)  # a thread that hangs in a store must not hold the process
 

@@ -145,8 +145,12 @@ class TransferPool:
             worker.join(max(0.0, until - time.monotonic()))
         if store is not None and not any(worker.is_alive() for worker in workers):
             closer = threading.Thread(target=self._close_store, args=(store,), daemon=True)  # it may hang
-            closer.start()
-            closer.join(max(_LEAST_CLOSE_SECONDS, until - time.monotonic()))
+            try:
+                closer.start()
+            except RuntimeError:  # none can be had: the engine kills a host that hangs
+                self._close_store(store)
+            else:
+                closer.join(max(_LEAST_CLOSE_SECONDS, until - time.monotonic()))
 
     def _drop(self, slices: Sequence[Slice], error: str) -> None:
         for piece in slices:
@@ -185,17 +189,31 @@ class TransferPool:
             self._close_store(store)
             return first_use.error
         more = [self._thread(number, self._work) for number in range(1, self._threads)]
-        more.append(self._prober.thread(store, mover))
         with self._life:
-            if not self._stop.is_set():
+            error = "the tier is closed" if self._stop.is_set() else self._start([self._prober.thread(store, mover)])
+            if not error:
                 self._mover, self._store = mover, store
-                self._workers = self._workers + more
-                for thread in more:
-                    thread.start()
+                if problem := self._start(more):
+                    self._go_on_with_fewer(problem)
                 self._emit(Opened(epoch=epoch))
                 return ""
         self._close_store(store)
-        return "the tier is closed"
+        return error
+
+    def _start(self, threads: Sequence[threading.Thread]) -> str:
+        """Start these threads; return why one, and each after it, cannot be started, if so."""
+        for thread in threads:
+            try:
+                thread.start()
+            except RuntimeError as error:
+                return f"{error}; raise the limit of processes and threads (of the user, or the container: pids)"
+            self._workers = [*self._workers, thread]
+        return ""
+
+    def _go_on_with_fewer(self, problem: str) -> None:
+        count = len(self._workers) - 1  # without the prober's
+        self._queue.set_threads(count)
+        _log.warning("%s: %d of its %d threads have started: %s", self._label, count, self._threads, problem)
 
     def _compare(self, store: ChunkStore) -> None:
         """Log, once, why the values of the same model that were stored last are not this engine's."""

@@ -65,6 +65,11 @@ class TransferQueue:
         self._jobs: dict[int, PoolJob] = {}
         self._closed = False
 
+    def set_threads(self, threads: int) -> None:
+        """Count on this many threads from now on."""
+        with self._lock:
+            self._most_stores = max(1, threads - 1)
+
     @property
     def loads(self) -> int:
         """Slices of loads that wait for a thread."""

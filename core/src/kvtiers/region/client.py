@@ -30,11 +30,13 @@ from kvtiers.region.connection import Connection
 from kvtiers.region.handshake import (
     HANDSHAKE_VERSION,
     SETTLED,
+    SPEAKS,
     HandshakeError,
     Kind,
     Message,
     Welcome,
     decode_progress,
+    decode_welcome,
     encode_message,
     encode_pinned,
     socket_name,
@@ -240,6 +242,7 @@ class RegionJoin:
     def _give_up(self, reason: str) -> None:
         if self._connection is not None:
             self._connection.close()
+        _log.warning("%s: offloading stays off: %s", self._where, reason)  # nothing else may ever ask for the reason
         self._end("lost" if self._mapping else "refused", reason)
 
     def _connect(self, deadline: float, seconds: float) -> bool:
@@ -277,7 +280,7 @@ class RegionJoin:
             )
         with contextlib.suppress(ProcessLookupError):  # the end of the stream shows it too
             connection.watch_exit(lambda _: connection.hang_up())
-        hello = {"rank": self.rank, "layout": json.loads(self.layout.to_json())}
+        hello = {"rank": self.rank, "layout": json.loads(self.layout.to_json()), "speaks": SPEAKS}
         connection.send(encode_message(Kind.HELLO, json.dumps(hello).encode()))
         while connection.open:
             joining = self.state == "joining"
@@ -334,7 +337,7 @@ class RegionJoin:
                 f"{HANDSHAKE_VERSION}; install the same kvtiers for both"
             )
         if message.kind == Kind.WELCOME and fds:
-            self._map(Welcome(**json.loads(message.body)), fds[0])
+            self._map(decode_welcome(message.body), fds[0])
         elif message.kind == Kind.PROGRESS:
             self._set(JoinStatus("ready", "", *decode_progress(message.body)))
 

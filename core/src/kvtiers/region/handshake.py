@@ -4,7 +4,8 @@
 
     rank                                          owner (the scheduler's process)
     connects; checks the owner's uid              accepts; checks the rank's uid
-    HELLO    JSON {"rank", "layout"}       ->     compares the layouts
+    HELLO    JSON {"rank", "layout",       ->     compares the layouts, and what both sides speak
+             "speaks"}
                                            <-     REFUSED  UTF-8 text: why, in one line. The owner hangs up
                                            <-     WELCOME  JSON of ``Welcome``, with the memfd (SCM_RIGHTS)
                                            <-     PROGRESS u64 rows populated, u8 0: more may come, 1: no more,
@@ -20,6 +21,7 @@ REFUSED stay as they are in every version, so that two different versions can al
 
 import contextlib
 import hashlib
+import json
 import os
 import re
 import socket
@@ -33,7 +35,9 @@ from kvtiers.region.memfd import require_linux
 
 __all__ = [
     "HANDSHAKE_VERSION",
+    "OTHER_RELEASE",
     "SETTLED",
+    "SPEAKS",
     "HandshakeError",
     "Kind",
     "Message",
@@ -41,6 +45,7 @@ __all__ = [
     "Welcome",
     "decode_pinned",
     "decode_progress",
+    "decode_welcome",
     "encode_message",
     "encode_pinned",
     "encode_progress",
@@ -99,6 +104,20 @@ class Welcome:
     populated_rows: int
     prefault_ended: bool
     memory_is_short: bool = False
+
+
+SPEAKS = " ".join([*(kind.name for kind in Kind), *(name for name in Welcome.__dataclass_fields__)])
+"""The messages and the fields of a WELCOME, as each side has them: two installations whose sources differ can have one
+version number, and must not be combined."""
+OTHER_RELEASE = "it is of another release of kvtiers, with other messages; install the same kvtiers for both"
+
+
+def decode_welcome(body: bytes) -> Welcome:
+    """Return a WELCOME; HandshakeError if it has other fields."""
+    fields = json.loads(body)
+    if not isinstance(fields, dict) or fields.keys() != Welcome.__dataclass_fields__.keys():
+        raise HandshakeError(f"the scheduler's process cannot be understood: {OTHER_RELEASE}")
+    return Welcome(**fields)
 
 
 def socket_name(engine_id: str, uid: int) -> str:

@@ -17,6 +17,7 @@ __all__ = [
     "cgroup_limit",
     "free_huge_pages",
     "memory_problem",
+    "oom_kills",
     "read_text",
     "usable_processors",
 ]
@@ -113,6 +114,11 @@ def memory_problem(nbytes: int, root: Path = _ROOT) -> str | None:
         f"{format_size(nbytes)} of memory are wanted, but {' and '.join(facts)}; "
         f"lower primary.capacity below {format_size(have)}, or make room"
     )
+
+
+def oom_kills(root: Path = _ROOT) -> int:
+    """Return how many processes the kernel has killed for want of memory, the machine's or a control group's."""
+    return _fields(read_text(root / "proc/vmstat")).get("oom_kill", 0)
 
 
 def usable_processors(root: Path = _ROOT) -> float:

@@ -3,12 +3,14 @@
 import contextlib
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 from kvtiers.region import populate
+from kvtiers.region.limits import oom_kills
 
 __all__ = ["Prefault"]
 
@@ -36,6 +38,7 @@ class Prefault:
         self.remark = ""
         self.seconds = 0.0
         self._started = time.monotonic()
+        self._oom_kills = oom_kills()
         self._unread = b""
         threads = min(_THREADS, os.cpu_count() or 1)
         piece_bytes = max(populate.PIECE_BYTES, page_bytes)
@@ -115,12 +118,13 @@ class Prefault:
             self._process.kill()
             code = None
         self._close_pipes()
-        if not self.method and not self.error:
-            killed = (
-                f"killed by signal {-code}; if not by an administrator, the machine ran out of memory"
-                if code and code < 0
-                else ""
-            )
+        if self.method or self.error:
+            return
+        if code == -signal.SIGKILL and not why and oom_kills() > self._oom_kills:
+            # It is the first to go (populate.py): the next that touches such a row would be the engine.
+            self.error = "the kernel has killed the pre-fault program, since memory ran out"
+        else:
+            killed = f"killed by signal {-code}" if code and code < 0 else ""
             self.remark = why or killed or self.remark or f"ended with status {code}"
 
     def _close_pipes(self) -> None:

@@ -96,10 +96,10 @@ class RankTable:
 
     @property
     def all_ready(self) -> bool:
-        """Every rank has joined, and what else the region is to wait for has come."""
-        if not self._settled_first:
-            return self.all_joined
-        return self.all_joined and not self._populating and len(self._settled) == self.world_size
+        """Every rank has joined, what else the region is to wait for has come, and nothing of it is broken."""
+        if not self.all_joined or self._broken:
+            return False
+        return not self._settled_first or (not self._populating and len(self._settled) == self.world_size)
 
     def pinned(self, rank: int, rows: int) -> None:
         """Record that this rank has pinned so many rows, or (``SETTLED``) will pin no more than it has."""

@@ -246,7 +246,10 @@ class SharedOffloadRegion(OffloadRegion):
 
     @property
     def all_ready(self) -> bool:
-        """Every rank has joined, and with ``prefault="all"`` all memory is populated and pinned."""
+        """Every rank has joined, and with ``prefault="all"`` all memory is populated and pinned.
+
+        Never again once memory turned out not to be there: ``poll`` says which rows have theirs.
+        """
         return self._ranks.all_ready and not self._closed
 
     @property

@@ -21,6 +21,8 @@ from kvtiers.layout.cache_layout import CacheLayout, ModelIdentity
 from kvtiers.region.connection import Connection
 from kvtiers.region.handshake import (
     HANDSHAKE_VERSION,
+    OTHER_RELEASE,
+    SPEAKS,
     HandshakeError,
     Kind,
     Message,
@@ -155,8 +157,8 @@ class AcceptThread:
             self._listen_again = None
             self._selector.register(self._listener, selectors.EVENT_READ, lambda _: self._accept())
 
-    def _pause_listening(self) -> None:
-        if self._listen_again is None and self._ranks.all_joined and (seconds := self._refusals.pause()):
+    def _pause_listening(self, seconds: float) -> None:
+        if seconds and self._listen_again is None:
             self._selector.unregister(self._listener)
             self._listen_again = time.monotonic() + seconds
 
@@ -183,7 +185,7 @@ class AcceptThread:
             if error.errno in {errno.EMFILE, errno.ENFILE}:
                 if self._refusals.should_log():
                     _log.warning("cannot accept a rank's connection: %s%s", error, self._refusals.take_unlogged())
-                time.sleep(_PAUSE_SECONDS)  # the listener stays readable: without a pause this loop would spin
+                self._pause_listening(_PAUSE_SECONDS)  # the listener stays readable: this thread would spin
             return
         connection = Connection(sock, self._selector, lambda events: self._on_socket(connection, events))
         self._connections.add(connection)
@@ -244,7 +246,7 @@ class AcceptThread:
         except Exception as error:  # noqa: BLE001 -- whatever a peer sends, it must not end this thread
             self._refuse(connection, f"its layout cannot be read: {error!r}; install the same kvtiers for both")
             return
-        reason = self._objection(rank, layout)
+        reason = OTHER_RELEASE if hello.get("speaks") != SPEAKS else self._objection(rank, layout)
         if reason:
             self._refuse(connection, reason, rank=rank)
             return
@@ -303,7 +305,8 @@ class AcceptThread:
             connection.send(encode_message(Kind.REFUSED, reason.encode()))
         self._lose(connection)
         self._ranks.refuse(rank, reason, ours=ours)
-        self._pause_listening()
+        if self._ranks.all_joined:
+            self._pause_listening(self._refusals.pause())
 
     # Ranks go.
 

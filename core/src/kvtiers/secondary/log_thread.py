@@ -3,6 +3,7 @@
 Neither the engine's thread nor the launcher may wait for it: a host that hangs is killed even if the log is stuck.
 """
 
+import contextlib
 import logging
 import queue
 import threading
@@ -45,15 +46,19 @@ class LogThread:
 
     def close(self, timeout: float) -> None:
         """Write what is waiting, for ``timeout`` seconds at most, and end the thread."""
+        if self._thread is None and not self._lines.empty():
+            self._start()
+        self._lines.put(None)
         if self._thread is not None:
-            self._lines.put(None)
             self._thread.join(timeout)
 
     def _start(self) -> None:
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvtiers-log", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="kvtiers-log", daemon=True)
+                with contextlib.suppress(RuntimeError):  # none can be had now: it is tried again with the next line
+                    thread.start()
+                    self._thread = thread
 
     def _run(self) -> None:
         while (line := self._lines.get()) is not None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvtiers._version import __version__
 from kvtiers.api import TierConfig
 from kvtiers.api.config import dump_resolved
 from kvtiers.host.wire import PROTOCOL_FORMAT, encode_hello
@@ -139,6 +140,7 @@ class TierHosts:
         return encode_hello(
             {
                 "protocol": PROTOCOL_FORMAT,
+                "release": __version__,
                 "log_level": _log.getEffectiveLevel(),
                 "cpus": sorted({cpu for config in members for cpu in config.cpus}),
                 "region": mapped,

@@ -378,6 +378,7 @@ class TieringManager:
             state.parked.clear()
             self._requests.close_if_done(state)
         self._requests.parked.clear()
+        self._requests.forget_answers()
         self._primary.take_events()
         self._events.clear()  # the chunks that they name are gone
         self._metrics.generation += 1

@@ -173,7 +173,19 @@ class Lookups:
             or not self._waits.is_sooner(slot, wait.wanted, tokens, state, waited)
         ):
             return None
-        return wait.hits
+        return self._hits_now(wait, keys, state)
+
+    def _hits_now(self, wait: RoomWait, keys: Sequence[OffloadKey], state: RequestState) -> PrefixHits | None:
+        """Return the hits of a request in line as they are now; None if one of its chunks is gone."""
+        changes, hits = self._primary.changes, wait.hits
+        if wait.changes == changes:
+            return hits
+        length, pending = self._primary.resident_run(keys[: hits.chunks])
+        if length < hits.chunks:
+            return None
+        hits = hits._replace(ready=length - pending, pending=pending)
+        state.room_waits[group_of(keys[0])] = wait._replace(hits=hits, changes=changes)
+        return hits
 
     def _run(self, keys: Sequence[OffloadKey], state: RequestState, tokens: int, *, window: bool = False) -> PrefixHits:
         if state.given_up:
@@ -220,11 +232,14 @@ class Lookups:
         state.room_waits.clear()
         return PrefixHits(keys.index(waiting[0]) if waiting else length, 0, unresolved=False)
 
-    @staticmethod
-    def _note_room(keys: Sequence[OffloadKey], hits: PrefixHits, no_room: _NoRoom | None, state: RequestState) -> None:
+    def _note_room(
+        self, keys: Sequence[OffloadKey], hits: PrefixHits, no_room: _NoRoom | None, state: RequestState
+    ) -> None:
         group = group_of(keys[0])
         if no_room is not None:
-            state.room_waits[group] = RoomWait(no_room.slot, hits, len(keys), keys[-1], no_room.chunks)
+            state.room_waits[group] = RoomWait(
+                no_room.slot, hits, len(keys), keys[-1], no_room.chunks, self._primary.changes
+            )
         else:
             state.room_waits.pop(group, None)
 

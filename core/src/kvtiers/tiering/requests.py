@@ -36,7 +36,8 @@ class LastAnswer(NamedTuple):
 class RoomWait(NamedTuple):
     """A request was answered ``hits`` of a prefix, and waits until ``slot`` may pin some rows.
 
-    ``length``, ``last``: of the prefix that was asked about, how many chunks, and the key of the last.
+    ``length``, ``last``: of the prefix that was asked about, how many chunks, and the key of the last. The hits were
+    right at these ``changes`` of the primary's.
     """
 
     slot: TierSlot
@@ -44,6 +45,7 @@ class RoomWait(NamedTuple):
     length: int
     last: OffloadKey
     wanted: int
+    changes: int
 
 
 @dataclass(slots=True, eq=False)
@@ -195,6 +197,12 @@ class RequestTable:
             state.given_up.clear()
             state.lost.clear()
             state.counted_hits.clear()
+
+    def forget_answers(self) -> None:
+        """Forget the last answers to waiting requests: the chunks that they call ready or pending are gone."""
+        for state in self._open.values():
+            state.answers.clear()
+            state.room_waits.clear()
 
     def close_if_done(self, state: RequestState) -> None:
         """Notify the tiers of the request's end, as soon as nothing can be submitted for it any more."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from kvtiers_fs.paths import name_part, shard_folder, shard_number
 from kvtiers_fs.safe_open import FOLDER, open_by_parts, opener
 
-__all__ = ["GONE", "TEMP_PREFIX", "Directory", "Found", "Head", "Permissions"]
+__all__ = ["GONE", "TEMP_PREFIX", "Directory", "Found", "Head", "Permissions", "RootRemovedError"]
 
 TEMP_PREFIX = ".tmp-"
 """The prefix of files that are being written; no value's file name begins with a dot."""
@@ -45,6 +45,10 @@ class Permissions(NamedTuple):
             os.fchown(fd, -1, self.gid)
         if mode & 0o077:
             os.fchmod(fd, mode)
+
+
+class RootRemovedError(OSError):
+    """The root was removed while it was open, as by ``rm -r``."""
 
 
 class Head(NamedTuple):
@@ -78,6 +82,15 @@ class Directory:
         """Close the root."""
         os.close(self.fd)
 
+    def is_removed(self) -> bool:
+        """Return whether the root itself was removed: nothing can be made in it any more."""
+        return os.fstat(self.fd).st_nlink == 0
+
+    def replace(self, other: "Directory") -> None:
+        """Use another's root from now on, which is closed. Calls in progress end in the one or the other."""
+        os.dup2(other.fd, self.fd, inheritable=False)
+        other.close()
+
     def open(self, path: str, flags: int) -> int:
         """Open an existing file or folder."""
         return self._open(self.fd, path, flags)
@@ -102,6 +115,8 @@ class Directory:
                 try:
                     return self._create(folder, temp, flags)
                 except FileNotFoundError:
+                    if self.is_removed():
+                        raise RootRemovedError(errno.ENOENT, "the directory was removed") from None
                     if time.monotonic() >= until:
                         raise
 
@@ -141,6 +156,11 @@ class Directory:
             self.permissions.apply(fd, self.permissions.folder)
         finally:
             os.close(fd)
+
+    def touch(self, folder: str, leaf: str) -> None:
+        """Set a file's time of modification to now, if it is there."""
+        with contextlib.suppress(OSError), self.folder(folder) as at:
+            os.utime(leaf, dir_fd=at, follow_symlinks=False)
 
     def remove(self, folder: str, leaf: str) -> int | None:
         """Remove a file; return its length, or None if it was not there."""

@@ -36,6 +36,7 @@ _FLOOR_SECONDS = 5.0  # some file systems take a while to give back what was rem
 _UNLIMITED = 1 << 62  # for a file system that does not say how large it is
 _LONGEST_PAUSE = 7 * 86400.0
 _VALUES_PER_SECOND = 64  # recounted, all processes together: a million in four hours
+_AHEAD_SECONDS = 3600.0  # by which machines' clocks may differ
 _ORPHAN_SECONDS = 600.0  # longer than a write may take
 _WARN_SECONDS = 60.0
 
@@ -174,7 +175,7 @@ class Evictor:
         for head in view.heads:
             if shard not in head.shards:
                 continue
-            files = self._directory.files(head.folder, shard)
+            files = [self._of_today(file, now) for file in self._directory.files(head.folder, shard)]
             kept += [(shard, file) for file in files if not self._is_reclaimed(file, now)]
             if not files:
                 self._directory.remove_empty(shard_folder(head.folder, shard))
@@ -182,6 +183,13 @@ class Evictor:
             values = [file.nbytes for _, file in kept if file.last is not None]
             index.nbytes[shard], index.values[shard], index.counted[shard] = sum(values), len(values), now
         return kept
+
+    def _of_today(self, file: Found, now: float) -> Found:
+        """Give a file that is from when some clock was ahead the time of now: it would be the last to go till then."""
+        if file.modified <= now + _AHEAD_SECONDS:
+            return file
+        self._directory.touch(file.folder, file.leaf)
+        return file._replace(modified=now)
 
     def _is_reclaimed(self, file: Found, now: float) -> bool:
         age = now - file.modified
@@ -196,7 +204,7 @@ class Evictor:
 
     def _reclaim_in_root(self, now: float) -> None:
         for file in self._directory.root_temps():
-            self._is_reclaimed(file, now)
+            self._is_reclaimed(self._of_today(file, now), now)
 
     def _evict(self, index: Index, until: float) -> bool:
         """Remove values until there is room again; True if that is not done yet."""

@@ -113,6 +113,11 @@ class UsageFile:
                 with contextlib.suppress(PermissionError):  # another process made it at the same moment
                     directory.permissions.apply(self._fd, directory.permissions.file)
 
+    def replace(self, other: "UsageFile") -> None:
+        """Use another's file from now on, which is closed."""
+        os.dup2(other._fd, self._fd, inheritable=False)  # noqa: SLF001 -- its own class
+        other.close()
+
     def close(self) -> None:
         """Close the file, and with it end the lock."""
         if self._fd >= 0:

@@ -1,21 +1,25 @@
 """The store of the tier type ``fs``: a file a value, in one directory, for many processes and machines at once."""
 
 import errno
+import logging
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from kvtiers.api import ChunkStore, ConfigError, Finding, StoreEntry, StoreFull
 from kvtiers.api.units import format_size
 from kvtiers_fs.config import FsConfig
+from kvtiers_fs.directory import RootRemovedError
 from kvtiers_fs.evictor import Evictor, free_bytes
-from kvtiers_fs.paths import place_of
+from kvtiers_fs.paths import Place, place_of
 from kvtiers_fs.quota import Ledger, UsageFile
 from kvtiers_fs.root import open_root
 from kvtiers_fs.values import ValueFiles
 
 __all__ = ["FsStore"]
 
+_log = logging.getLogger("kvtiers_fs")
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FREE_SECONDS = 1.0
 _CLOSE_SECONDS = 5.0
@@ -35,6 +39,7 @@ class FsStore(ChunkStore):
         self._ledger: Ledger | None = None
         self._dropped = 0
         self._room = (0.0, 0)
+        self._making = threading.Lock()
         try:
             self._files = ValueFiles(
                 self._directory,
@@ -82,7 +87,7 @@ class FsStore(ChunkStore):
             raise
         try:
             with ledger.changing(place.shard):
-                before = self._files.write(place, src)
+                before = self._write(place, src)
                 ledger.count(place.shard, nbytes - (before or 0), before is None)
         except OSError as error:
             if error.errno not in _FULL:
@@ -93,6 +98,23 @@ class FsStore(ChunkStore):
             raise StoreFull(f"the disk has no room: {error.strerror}") from None
         finally:
             ledger.settle(nbytes)
+
+    def _write(self, place: Place, src: memoryview) -> int | None:
+        try:
+            return self._files.write(place, src)
+        except RootRemovedError:
+            self._make_again()
+        return self._files.write(place, src)
+
+    def _make_again(self) -> None:
+        """Make the root again that was removed while it was open; every descriptor of it leads there from now on."""
+        with self._making:
+            if not self._directory.is_removed():
+                return  # another thread was sooner
+            root = open_root(self._config, read_only=False)
+            self._usage.replace(UsageFile(root, read_only=False))
+            self._directory.replace(root)
+        _log.warning("%s was removed while it was in use; it was made again, and is empty", self._config.path)
 
     def _writable(self) -> tuple[Evictor, Ledger]:
         if self._evictor is None or self._ledger is None:

@@ -97,7 +97,8 @@ class ValueFiles:
                 _begin_direct(fd)
             if not _fill(fd, dst):
                 return False
-            if self._refresh and about.st_mtime < time.time() - _REFRESH_SECONDS:
+            # Also of a file that is from when a clock was ahead: it would seem to be in use until then.
+            if self._refresh and abs(about.st_mtime - time.time()) > _REFRESH_SECONDS:
                 with contextlib.suppress(OSError):  # another member of the group's: not ours to touch
                     os.utime(fd)
         except OSError as error:

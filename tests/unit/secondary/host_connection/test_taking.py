@@ -4,6 +4,7 @@ Whole lying hosts are in ``tests/integration/hosts``.
 """
 
 import math
+import threading
 
 import pytest
 from tests.unit.secondary.host_connection.scripted_host import load, store
@@ -23,6 +24,46 @@ def test_results_come_to_the_tier_that_they_are_for(ends, keys):
     ends.hosts[0].say(JobStarted(2), JobDone(2, bytes([DONE] * 4), 4, 0.1), tier=1)
     assert [event.job_id for event in ends.poll(0, until=JobDone)] == [1, 1]
     assert [event.job_id for event in ends.poll(1, until=JobDone)] == [2, 2]
+
+
+def test_what_is_sent_is_recorded_before_another_thread_can_take_the_answer(ends, kit, keys, monkeypatch):
+    send = ends.link.send
+    overtaken = []
+
+    def poll_for(answer):
+        """Do what the start line's thread does, if it gets in between: send, and take what comes."""
+        if ends.link.lock.acquire(blocking=False):
+            overtaken.append(answer)
+            before = len(ends.tiers[0]._events)
+            kit.wait_until(
+                lambda: ends.link.poll() or len(ends.tiers[0]._events) > before or not ends.link.connected, "the answer"
+            )
+            ends.link.lock.release()
+
+    def and_answer(answer):
+        def sent(message):
+            assert send(message)
+            ends.hosts[0].say(answer)
+            thread = threading.Thread(target=poll_for, args=(answer,))
+            thread.start()
+            thread.join()
+            return True
+
+        monkeypatch.setattr(ends.link, "send", sent)
+
+    and_answer(JobDone(1, bytes([DONE] * 4), 4, 0.1))
+    assert ends.tiers[0].send_job(load(1, keys))
+    ends.poll(until=JobDone)
+    and_answer(JobStarted(2))
+    assert ends.tiers[0].send_job(load(2, keys))
+    and_answer(JobReleased(2))
+    ends.tiers[0].release(2)
+    ends.poll(until=JobReleased)
+    and_answer(Probed(7, bytes(4)))
+    assert ends.tiers[0].send_probe(7, keys, is_prefix=True)
+    ends.poll(until=Probed)
+    assert ends.link.connected, "it was killed over an answer to what it was asked"
+    assert not overtaken
 
 
 def test_a_host_that_owes_only_stores_is_listened_to_once_in_a_while(ends, kit, keys, monkeypatch):

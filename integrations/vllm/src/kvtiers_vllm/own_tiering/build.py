@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from kvtiers._log_queue import queue_logs
+from kvtiers._process import hold_standard_descriptors
 from kvtiers.api import (
     ChunkStore,
     ConfigError,
@@ -80,6 +81,7 @@ def open_tier(
 ) -> OpenedTier:
     """Open one tier of an engine. ``view``: vLLM's rows, one behind the other. ``version``: vLLM's."""
     name = config.tier_name
+    hold_standard_descriptors()
     refuse_several_hosts(engine)
     plugin = load_tier(config.type)
     if plugin.kind != "store":
