@@ -324,7 +324,7 @@ def tier_of(kind, folder, s3):
     """Give the options of a tier of this kind, and its values from behind: a function of the engine."""
     if kind == "memory":
         # In the engine's own process, where its values can be got at.
-        yield {"capacity": "64MiB", "io": "thread"}, lambda engine: Held(engine.tier._backend._pool._store)
+        yield {"capacity": "64MiB", "io": "thread"}, lambda engine: Held(engine.tier._hosts._hosts[0].backend._pool._store)
     elif kind == "memory-async":
         yield {"max_blocks": 4_096}, lambda engine: HeldByManager(engine.tier._sealer.tier)
     elif kind == "fs":
@@ -485,8 +485,6 @@ def main(arguments=None):
     )
     parser.add_argument("--seed", type=int, default=time.time_ns() % 100_000, help="repeats a run")
     options = parser.parse_args(arguments)
-    for name in ("kvtiers", "kvtiers_example"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # each damaged value has a line of its own
     print(f"{options.count} corruptions of each of {', '.join(options.kinds)}; --seed {options.seed}", flush=True)
     runs = []
     for kind in options.kinds:
@@ -502,4 +500,6 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
+    for name in ("kvtiers", "kvtiers_example"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # each damaged value has a line of its own
     sys.exit(main())
