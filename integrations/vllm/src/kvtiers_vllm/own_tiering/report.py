@@ -3,18 +3,18 @@
 from typing import Any
 
 from kvtiers.metrics import TierMetrics
-from kvtiers.status import StatusSocket, answer_status
+from kvtiers.status import StatusSocket, Troubles, answer_status
 from kvtiers_vllm.own_tiering.build import OpenedTier
 
 __all__ = ["open_status"]
 
 
-def open_status(opened: OpenedTier, engine: str) -> StatusSocket:
+def open_status(opened: OpenedTier, troubles: Troubles, engine: str) -> StatusSocket:
     """Answer questions about a tier from now on."""
     return answer_status(
         engine,
         opened.model,
-        [opened.name],
+        troubles,
         lambda: {opened.name: _figures_of(opened)},
         namespace=opened.namespace,
         fingerprint=lambda: opened.fingerprint,
