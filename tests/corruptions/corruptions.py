@@ -319,12 +319,21 @@ def listens(port):
     return False
 
 
+def store_of(tier):
+    """Return the store of a tier with 'io: thread'."""
+    (host,) = tier._hosts._hosts
+    return host.backend._pool._store
+
+
 @contextlib.contextmanager
 def tier_of(kind, folder, s3):
     """Give the options of a tier of this kind, and its values from behind: a function of the engine."""
     if kind == "memory":
         # In the engine's own process, where its values can be got at.
-        yield {"capacity": "64MiB", "io": "thread"}, lambda engine: Held(engine.tier._hosts._hosts[0].backend._pool._store)
+        yield (
+            {"capacity": "64MiB", "io": "thread"},
+            lambda engine: Held(engine.tier._hosts._hosts[0].backend._pool._store),
+        )
     elif kind == "memory-async":
         yield {"max_blocks": 4_096}, lambda engine: HeldByManager(engine.tier._sealer.tier)
     elif kind == "fs":

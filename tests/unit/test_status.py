@@ -16,7 +16,8 @@ from click.testing import CliRunner
 
 from kvtiers.cli.main import cli
 from kvtiers.cli.status import verdict
-from kvtiers.status import LastTrouble, StatusSocket, answer_status, ask, running
+from kvtiers.metrics import TierMetrics
+from kvtiers.status import LastTrouble, StatusSocket, Troubles, answer_status, ask, running, troubles_from_the_start
 
 TIER = {
     "off": "",
@@ -109,8 +110,10 @@ _ENGINE = """
 import multiprocessing, os, sys, time
 
 def engine(pipe):
-    from kvtiers.status import answer_status
-    served = answer_status("vLLM 0.32.0", "orphans/model", [], dict, namespace="prod", fingerprint=lambda: "c0ffee")
+    from kvtiers.status import Troubles, answer_status
+    troubles = Troubles([])
+    named = {"namespace": "prod", "fingerprint": lambda: "c0ffee"}
+    served = answer_status("vLLM 0.32.0", "orphans/model", troubles, dict, **named)
     pipe.send((served.name, os.getpid()))
     time.sleep(300)
 
@@ -182,9 +185,31 @@ def test_a_question_that_cannot_be_taken_is_not_the_last(monkeypatch):
 def test_an_engine_that_has_ended_listens_to_the_log_no_longer():
     logger = logging.getLogger("kvtiers")
     before = list(logger.handlers)
-    served = answer_status("vLLM 0.32.0", "somebody/model", ["fs", "redis"], dict)
+    served = answer_status("vLLM 0.32.0", "somebody/model", Troubles(["fs", "redis"]), dict)
     assert len(logger.handlers) == len(before) + 2
     served.close()
+    assert logger.handlers == before
+
+
+def test_what_a_tier_logs_while_it_is_opened_is_its_last_trouble_also_for_those_who_ask_later():
+    logger = logging.getLogger("kvtiers")
+    before = list(logger.handlers)
+    with troubles_from_the_start(["fs"]) as troubles:
+        logger.warning("fs: out of use")
+    figures = dict.fromkeys(TierMetrics.__slots__, 0) | TIER | {"own": {}}
+    served = answer_status("vLLM 0.32.0", "somebody/model", troubles, lambda: {"fs": figures})
+    try:
+        assert ask(served.name)["tiers"]["fs"]["trouble"] == "out of use"
+    finally:
+        served.close()
+    assert logger.handlers == before
+
+
+def test_a_start_that_fails_listens_to_the_log_no_longer():
+    logger = logging.getLogger("kvtiers")
+    before = list(logger.handlers)
+    with pytest.raises(OSError, match="no tier"), troubles_from_the_start(["fs"]):
+        raise OSError("no tier")
     assert logger.handlers == before
 
 

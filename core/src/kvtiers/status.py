@@ -25,7 +25,17 @@ from typing import Any
 from kvtiers._failures import logged_boundary
 from kvtiers.region.handshake import peer_credentials
 
-__all__ = ["LastTrouble", "StatusSocket", "answer_status", "ask", "is_orphaned", "process_of", "running"]
+__all__ = [
+    "LastTrouble",
+    "StatusSocket",
+    "Troubles",
+    "answer_status",
+    "ask",
+    "is_orphaned",
+    "process_of",
+    "running",
+    "troubles_from_the_start",
+]
 
 _log = logging.getLogger("kvtiers.status")
 _PREFIX = "kvtiers-status-"
@@ -108,29 +118,52 @@ class LastTrouble(logging.Handler):
             self.text = text.removeprefix(self._start)
 
 
+class Troubles:
+    """Each tier's last warning or error in the log, from now on until it is closed."""
+
+    def __init__(self, tiers: Sequence[str]) -> None:
+        self._last = {name: LastTrouble(name) for name in tiers}
+        for trouble in self._last.values():
+            logging.getLogger("kvtiers").addHandler(trouble)
+
+    def of(self, tier: str) -> str:
+        """Return a tier's last trouble, or ""."""
+        return self._last[tier].text
+
+    def close(self) -> None:
+        """Listen to the log no longer."""
+        for trouble in self._last.values():
+            logging.getLogger("kvtiers").removeHandler(trouble)
+
+
+@contextlib.contextmanager
+def troubles_from_the_start(tiers: Sequence[str]) -> Iterator[Troubles]:
+    """Keep the troubles of tiers that are opened within, also those of their start; closed only if that fails."""
+    troubles = Troubles(tiers)
+    try:
+        yield troubles
+    except BaseException:
+        troubles.close()
+        raise
+
+
 def answer_status(
     engine: str,
     model: str,
-    tiers: Sequence[str],
+    troubles: Troubles,
     figures: Callable[[], Mapping[str, Mapping[str, Any]]],
     *,
     namespace: str = "",
     fingerprint: Callable[[], str] = lambda: "",
 ) -> StatusSocket:
-    """Answer questions about an engine's tiers from now on, and keep each tier's last warning from the log.
+    """Answer questions about an engine's tiers from now on. ``troubles``: closed with the answer.
 
     ``figures()``: by tier, the fields of ``TierMetrics``; ``own``: the tier's own figures; ``off``: why it is not used
     here, or ""; ``shared``, ``tokens``, ``saved_seconds``; and ``left_out_requests`` where there can be any.
     """
-    troubles = {name: LastTrouble(name) for name in tiers}
-    logger = logging.getLogger("kvtiers")
-
-    def stop_listening() -> None:
-        for trouble in troubles.values():
-            logger.removeHandler(trouble)
 
     def status() -> dict[str, Any]:
-        found = {name: _tier_status(known, troubles[name].text) for name, known in figures().items()}
+        found = {name: _tier_status(known, troubles.of(name)) for name, known in figures().items()}
         return {
             "engine": engine,
             "pid": os.getpid(),
@@ -141,10 +174,7 @@ def answer_status(
             "tiers": found,
         }
 
-    answering = StatusSocket(status, stop_listening)
-    for trouble in troubles.values():
-        logger.addHandler(trouble)
-    return answering
+    return StatusSocket(status, troubles.close)
 
 
 def is_orphaned() -> bool:

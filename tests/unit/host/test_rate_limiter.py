@@ -60,6 +60,17 @@ def test_a_turn_after_the_deadline_is_refused_at_once_and_costs_nothing(clock):
     assert clock.now - begin == pytest.approx(9.0)
 
 
+def test_a_call_that_moves_no_bytes_waits_for_the_rate_of_calls_alone(clock):
+    limit = limiter(clock, bytes_per_second="1MiB", requests_per_second=1)
+    begin = clock.now
+    assert limit.wait(100 << 20, urgent=True, give_up_at=NEVER)
+    assert limit.wait(0, urgent=True, give_up_at=NEVER)
+    assert limit.wait(0, urgent=False, give_up_at=NEVER)
+    assert clock.now - begin == pytest.approx(1.0)
+    assert limit.wait(1, urgent=True, give_up_at=NEVER)
+    assert clock.now - begin == pytest.approx(99.0), "bytes wait for those before them"
+
+
 def test_closing_a_tier_ends_every_wait(clock):
     limit = limiter(clock, bytes_per_second="1MiB")
     limit.wait(10 << 20, urgent=True, give_up_at=NEVER)

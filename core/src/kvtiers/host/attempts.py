@@ -1,7 +1,8 @@
 """Attempts at a store's calls: under the tier's rate limit, repeated after a transient error until a deadline.
 
 Loads and probes have requests that wait for them, stores have none. So loads and probes take the next turn and borrow
-from the token bucket; a store waits until the bucket is out of debt.
+from the token bucket; a store waits until the bucket is out of debt. A call that moves no value, as a probe, waits for
+the rate of calls alone: behind the bytes of loads, one request's loads would hold up the answer to another one.
 """
 
 import random
@@ -55,27 +56,23 @@ class RateLimiter:
 
         False, and nothing taken, if it does not come before ``give_up_at`` (by the clock) or the tier is being closed.
         """
-        if self._bytes is None and self._calls is None:
+        costs = [(bucket, units) for bucket, units in ((self._bytes, nbytes), (self._calls, 1)) if bucket and units]
+        if not costs:
             return True
         while True:
             with self._lock:
                 now = self._clock()
-                debt = max(bucket.debt(now) for bucket in (self._bytes, self._calls) if bucket is not None)
+                debt = max(bucket.debt(now) for bucket, _ in costs)
                 if debt and now + debt >= give_up_at:
                     return False
                 mine = urgent or not debt
                 if mine:
-                    self._take(nbytes, now)
+                    for bucket, units in costs:
+                        bucket.take(units, now)
             if debt and self._stop.wait(debt):
                 return False
             if mine:
                 return True
-
-    def _take(self, nbytes: int, now: float) -> None:
-        if self._bytes is not None:
-            self._bytes.take(nbytes, now)
-        if self._calls is not None:
-            self._calls.take(1, now)
 
 
 class Attempts:

@@ -41,8 +41,8 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start_any(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Engine]]:
     """Start engines that live until the session's end, or until the test ends them.
 
-    ``anew``: in a Python of its own, not in one that is forked from where other engines come from, too. ``env``: what
-    else stands in its environment.
+    ``anew``: in a Python of its own, not in one that is forked from where other engines of its release come from, too.
+    ``env``: what else stands in its environment.
     """
     engines: list[Engine] = []
     interpreters: dict[object, Interpreter] = {}
@@ -53,16 +53,14 @@ def start_any(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
         extra: dict[str, Any] | None = None,
         *,
         release: str = "",
-        hash_seed: str = "",
         anew: bool = False,
         env: Mapping[str, str] | None = None,
         **options: Any,
     ) -> Engine:
-        settings = dict(env or {}) | ({"PYTHONHASHSEED": hash_seed} if hash_seed else {})
-        key = len(interpreters) if anew else (release, *settings.items())
+        key = len(interpreters) if anew else release
         if key not in interpreters:
-            interpreters[key] = Interpreter(logs / f"python{len(interpreters)}.log", release, **settings)
-        engines.append(Engine(interpreters[key], model, logs / f"engine{len(engines)}.log", extra, **options))
+            interpreters[key] = Interpreter(logs / f"python{len(interpreters)}.log", release)
+        engines.append(Engine(interpreters[key], model, logs / f"engine{len(engines)}.log", extra, env=env, **options))
         return engines[-1]
 
     yield start

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
@@ -115,7 +115,7 @@ class EngineError(Exception):
 class Interpreter:
     """A Python that has imported vLLM, and forks a process for each engine: imports are most of an engine's start."""
 
-    def __init__(self, log: Path, release: str = "", **env: str) -> None:
+    def __init__(self, log: Path, release: str = "") -> None:
         self._control, theirs = Pipe()
         command = ["nice", "-n", "5", sys.executable, str(HERE / "engine" / "serve.py"), str(theirs.fileno())]
         with theirs, log.open("a") as output:
@@ -125,14 +125,14 @@ class Interpreter:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 pass_fds=(theirs.fileno(),),
-                env=environment(release, VLLM_ENABLE_V1_MULTIPROCESSING="0", **env),
+                env=environment(release, VLLM_ENABLE_V1_MULTIPROCESSING="0"),
             )
         self._log = log
 
-    def fork(self, options: dict[str, Any], commands: Connection, log: Path) -> int:
+    def fork(self, options: dict[str, Any], env: Mapping[str, str], commands: Connection, log: Path) -> int:
         """Begin an engine with these options, which takes its commands there; return its process id."""
         with log.open("a") as output:
-            self._control.send(("start", options))
+            self._control.send(("start", (options, dict(env))))
             for handle in (commands.fileno(), output.fileno()):
                 send_handle(self._control, handle, self._process.pid)
             pid: int = self._receive()
@@ -155,10 +155,20 @@ class Interpreter:
 
 
 class Engine:
-    """One vLLM in a process of its own. ``extra``: its kv_connector_extra_config; None: no connector at all."""
+    """One vLLM in a process of its own. ``extra``: its kv_connector_extra_config; None: no connector at all.
+
+    ``env``: variables that its process sets before anything of kvtiers is imported in it.
+    """
 
     def __init__(
-        self, interpreter: Interpreter, model: Path, log: Path, extra: dict[str, Any] | None = None, **options: Any
+        self,
+        interpreter: Interpreter,
+        model: Path,
+        log: Path,
+        extra: dict[str, Any] | None = None,
+        *,
+        env: Mapping[str, str] | None = None,
+        **options: Any,
     ) -> None:
         self.id = f"kvtiers-test-{os.getpid()}-{next(_numbers)}"
         options = {
@@ -178,7 +188,7 @@ class Engine:
         self._interpreter = interpreter
         self._commands, theirs = Pipe()
         with theirs:
-            self.pid = interpreter.fork(options, theirs, log)
+            self.pid = interpreter.fork(options, env or {}, theirs, log)
         self._ended = os.pidfd_open(self.pid)
         self._reaped = False
         self._shared: set[Path] = set()

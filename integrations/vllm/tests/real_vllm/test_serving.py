@@ -115,10 +115,26 @@ def served_model(model, tmp_path):
     return shutil.copytree(model, tmp_path / f"served-{os.getpid()}")
 
 
-@pytest.fixture
-def served(served_model, tmp_path, way):
-    two = ({"type": "memory", "capacity": "64MiB", "required": True}, fs(tmp_path / "store"))
-    server = Server(served_model, json.dumps(transfer_config(ENGINE_ID, way(*two))), tmp_path / "log")
+@pytest.fixture(scope="module")
+def served(model, tmp_path_factory, way):
+    """A server with two tiers, and a third that cannot be used; the last test with it ends it."""
+    folder = tmp_path_factory.mktemp("served")
+    (folder / "file").write_text("in the folder's place")
+    bad = fs(folder / "file", name="bad", required=False)
+    three = ({"type": "memory", "capacity": "64MiB", "required": True}, fs(folder / "store"), bad)
+    of_its_own = shutil.copytree(model, folder / f"served-{os.getpid()}-{way.__name__}")
+    server = Server(of_its_own, json.dumps(transfer_config(ENGINE_ID, way(*three))), folder / "log")
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def switched(model, tmp_path_factory):
+    """A server that has nothing but the variable."""
+    folder = tmp_path_factory.mktemp("switched")
+    config = folder / "tiers.yaml"
+    config.write_text(json.dumps(whole_stack(fs(folder / "store"))["kvtiers_config"]))
+    server = Server(model, None, folder / "log", KVTIERS_CONFIG=str(config))
     yield server
     server.kill()
 
@@ -129,8 +145,28 @@ def status_of(model):
     return mine
 
 
+def test_before_any_request_a_server_says_that_it_is_on_and_which_tier_cannot_be_used(served, way):
+    expected = {"open": {"memory": 1, "fs": 1, "bad": 0}, "breaker_state": {"memory": 0, "fs": 0, "bad": 1}}
+    for name, each in expected.items():
+        wait_until(lambda n=name, e=each: served.figures(f"kvtiers_tier_{n}") == e, f"no figure {name}")
+
+    def lines(text):
+        return [line for line in served.log.read_text().splitlines() if text in line]
+
+    wait_until(lambda: lines("bad: out of use: ") and lines(" is on, "), "it says nothing")
+    (reason,) = lines("bad: out of use: ")
+    assert "kvtiers check" in reason
+    several = 3 if way is tiers else 1  # under vLLM's own tiering a tier is one of its own
+    wait_until(lambda: len(lines(" is on, ")) == several, "it does not say that each is on")
+    on = lines(" is on, ")
+    assert "memory (memory) in use" in on[0]
+    status = status_of(served.model)["tiers"]
+    assert status["bad"]["trouble"]
+    assert status["memory"]["open"]
+
+
 def test_a_scrape_shows_which_tier_served_status_what_that_saved_and_the_end_leaves_nothing_unwritten(
-    served, served_model, truth, way, tmp_path
+    served, truth, way
 ):
     for prompt in PROMPTS:
         assert served.complete(prompt) == truth[tuple(prompt)]
@@ -152,8 +188,8 @@ def test_a_scrape_shows_which_tier_served_status_what_that_saved_and_the_end_lea
         hits = served.figures("kvtiers_tier_hits_total")
         assert hits.get("memory") == CHUNKS
         assert not hits.get("fs")
-    assert served.figures("kvtiers_tier_open") == {"memory": 1, "fs": 1}
-    assert served.figures("kvtiers_tier_breaker_state") == {"memory": 0, "fs": 0}
+    assert served.figures("kvtiers_tier_open") == {"memory": 1, "fs": 1, "bad": 0}
+    assert served.figures("kvtiers_tier_breaker_state") == {"memory": 0, "fs": 0, "bad": 1}
     for seconds in ("load", "store"):
         assert served.figures(f"kvtiers_tier_{seconds}_seconds_total")["memory"] > 0
     asked, seconds = (served.figures(f"kvtiers_tier_lookup_{what}_total") for what in ("questions", "seconds"))
@@ -164,7 +200,7 @@ def test_a_scrape_shows_which_tier_served_status_what_that_saved_and_the_end_lea
         for figure in load_tier(tier).config.figures:
             served.until(lambda name=f"kvtiers_tier_{figure}", tier=tier: tier in served.figures(name))
 
-    status = status_of(served_model)
+    status = status_of(served.model)
     assert status["fingerprint"]
     assert not status["orphaned"]
     memory, disk = status["tiers"]["memory"], status["tiers"]["fs"]
@@ -177,24 +213,27 @@ def test_a_scrape_shows_which_tier_served_status_what_that_saved_and_the_end_lea
     served.process.terminate()
     served.process.wait(PATIENCE)
     wait_until(lambda: not family(served.process.pid), "processes outlive their server")
-    assert len(list((tmp_path / "store").rglob("*00000000"))) == CHUNKS + 6, "what was under way was still written"
+    written = (served.log.parent / "store").rglob("*00000000")
+    assert len(list(written)) == CHUNKS + 6, "what was under way was still written"
     assert not list(Path("/dev/shm").glob(f"*{ENGINE_ID}*"))
 
 
-def test_weights_that_a_server_reloads_on_request_are_others(served_model, truth, tmp_path):
+def test_a_server_that_has_nothing_but_the_variable_serves_with_its_tiers(switched, truth):
+    for prompt in PROMPTS:
+        assert switched.complete(prompt) == truth[tuple(prompt)]
+    switched.until(lambda: switched.figures("kvtiers_tier_stored_chunks_total").get("fs") == CHUNKS)
+
+
+def test_weights_that_a_server_reloads_on_request_are_others(switched, truth):
     (first, _), stored, chunks = PROMPTS, "kvtiers_tier_stored_chunks_total", WHOLE[0] // BLOCK
-    transfer = transfer_config(ENGINE_ID, whole_stack(fs(tmp_path / "store")))
-    server = Server(served_model, json.dumps(transfer), tmp_path / "log")
-    try:
-        assert server.complete(first) == truth[tuple(first)]
-        server.until(lambda: server.figures(stored).get("fs") == chunks)
-        assert server.post("/collective_rpc", method="reload_weights") is not None
-        server.post("/reset_prefix_cache?reset_external=true")
-        assert server.complete(first) == truth[tuple(first)]
-        server.until(lambda: server.figures(stored)["fs"] == 2 * chunks)
-        assert not server.figures("kvtiers_tier_loaded_chunks_total").get("fs"), "nobody has said which they are"
-    finally:
-        server.kill()
+    assert switched.complete(first) == truth[tuple(first)]
+    switched.until(lambda: switched.figures(stored).get("fs") in (chunks, CHUNKS))  # another test may have stored both
+    before = switched.figures(stored)["fs"]
+    assert switched.post("/collective_rpc", method="reload_weights") is not None
+    switched.post("/reset_prefix_cache?reset_external=true")
+    assert switched.complete(first) == truth[tuple(first)]
+    switched.until(lambda: switched.figures(stored)["fs"] == before + chunks)
+    assert not switched.figures("kvtiers_tier_loaded_chunks_total").get("fs"), "nobody has said which they are"
 
 
 @pytest.fixture
@@ -242,26 +281,6 @@ def test_a_server_with_the_config_that_we_print_is_healthy_and_right_with_every_
         assert not status["fs"]["open"]
         assert not status["redis"]["open"]
         server.get("/health")  # raises for anything but 200
-    finally:
-        server.kill()
-
-
-def test_before_any_request_a_server_says_that_it_is_on_and_which_tier_cannot_be_used(served_model, way, tmp_path):
-    (tmp_path / "file").write_text("in the folder's place")
-    bad = fs(tmp_path / "file", name="bad", required=False)
-    transfer = transfer_config(ENGINE_ID, way({"type": "memory", "capacity": "64MiB"}, bad))
-    server = Server(served_model, json.dumps(transfer), tmp_path / "log")
-    try:
-        for name, expected in (("open", {"memory": 1, "bad": 0}), ("breaker_state", {"memory": 0, "bad": 1})):
-            wait_until(lambda n=name, e=expected: server.figures(f"kvtiers_tier_{n}") == e, f"no figure {name}")
-        log = (tmp_path / "log").read_text()
-        (reason,) = [line for line in log.splitlines() if "bad: out of use: " in line]
-        assert "kvtiers check" in reason
-        on = [line for line in log.splitlines() if " is on, " in line]
-        assert len(on) == (2 if way is tiers else 1), "under vLLM's own tiering a tier is one of its own"
-        assert "memory (memory) in use" in on[0]
-        (model,) = [engine for engine in [status_of(served_model)] if engine["tiers"]["bad"]["trouble"]]
-        assert model["tiers"]["memory"]["open"]
     finally:
         server.kill()
 

@@ -10,7 +10,6 @@ from kvtiers_vllm.cli import NO_CONFIG
 
 from .conftest import PROMPTS, WHOLE
 from .engines import PATIENCE, EngineError, environment
-from .test_serving import Server
 from .ways import fs, tiers, whole_stack
 
 
@@ -36,16 +35,6 @@ def test_the_variable_alone_switches_the_whole_stack_on_and_one_line_says_what_i
     second = start(model, **options)
     assert second.generate(*PROMPTS) == (tokens, WHOLE)
     second.shutdown()
-
-
-def test_a_server_that_has_nothing_but_the_variable_serves_with_its_tiers(model, truth, file, tmp_path):
-    server = Server(model, None, tmp_path / "log", KVTIERS_CONFIG=str(file))
-    try:
-        for prompt in PROMPTS:
-            assert server.complete(prompt) == truth[tuple(prompt)]
-        server.until(lambda: server.figures("kvtiers_tier_stored_chunks_total").get("fs"))
-    finally:
-        server.kill()
 
 
 def test_an_explicit_argument_wins_over_the_variable(start, model, file, tmp_path):

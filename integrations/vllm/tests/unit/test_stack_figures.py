@@ -5,7 +5,7 @@ from collections import defaultdict
 import pytest
 
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
-from kvtiers.status import ask
+from kvtiers.status import Troubles, ask
 from kvtiers_vllm.stack.figures import StackFacts, StackFigures, definitions, open_stack_status
 from kvtiers_vllm.stack.steps import StepClock
 
@@ -91,7 +91,7 @@ def test_every_figure_that_is_reported_is_defined(facts):
 
 
 def test_status_says_what_a_tier_brought_and_saved(facts):
-    socket = open_stack_status(facts, ["near"], "vLLM 0.32.0")
+    socket = open_stack_status(facts, Troubles(["near"]), "vLLM 0.32.0")
     answer = ask(socket.name)
     socket.close()
     assert (answer["engine"], answer["model"]) == ("vLLM 0.32.0", "model")

@@ -46,7 +46,7 @@ class Status:
 def make(monkeypatch, version, config):
     """Return a function that makes a tier of an engine that is off, with a driver of its own and this end."""
     module = fake_vllm.load(monkeypatch, "own_tiering.tier", version)
-    monkeypatch.setattr(module, "load_tier_options", lambda *_: (None, TierSettings()))
+    monkeypatch.setattr(module, "load_tier_options", lambda *_: (SimpleNamespace(tier_name="near"), TierSettings()))
     monkeypatch.setattr(module, "open_status", lambda *_: Status())
 
     def make(spec, close=lambda _: None):

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from kvtiers.status import ask
+from kvtiers.status import Troubles, ask
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 from kvtiers_vllm.own_tiering.build import OffTier, OpenedTier
 from kvtiers_vllm.own_tiering.metrics import EVERY_SECONDS, TierFigures, open_status
@@ -50,7 +50,7 @@ def test_status_says_what_the_tier_brought_which_requests_it_left_out_and_its_la
     driver.metrics.loading_chunks = 4
     driver.loaded_tokens, driver.left_out_requests = 192, 2
     driver.metrics.unread_bytes = 8192
-    socket = open_status(OpenedTier(driver, "near", "model", shared=True), "vLLM 0.32.0")
+    socket = open_status(OpenedTier(driver, "near", "model", shared=True), Troubles(["near"]), "vLLM 0.32.0")
     logging.getLogger("kvtiers.test_tier_figures").warning("near: the store is gone")
     answer = ask(socket.name)
     socket.close()

@@ -13,7 +13,7 @@ import kvtiers
 from kvtiers.config import OffloadConfig
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.scheduler import OffloadScheduler, SchedulerOptions
-from kvtiers.status import LastTrouble, answer_status
+from kvtiers.status import Troubles, answer_status
 from kvtiers.tiering.manager import TieringManager
 from kvtiers_replay.engine.block_pool import BlockPool
 from kvtiers_replay.engine.engine import EngineOptions, Interrupted, ReplayEngine
@@ -69,7 +69,11 @@ def run_engine(
     engine_options = EngineOptions(
         task.layout.groups[0].tokens_per_block, options.concurrency, options.step_tokens, options.prefill_speed
     )
-    with _last_troubles(task.config) as troubles, _stack(task) as (manager, ranks), _answered_status(task, manager):
+    with (
+        _troubles(task.config) as troubles,
+        _stack(task) as (manager, ranks),
+        _answered_status(task, troubles, manager),
+    ):
         scheduler = OffloadScheduler(
             manager, task.layout, pool, SchedulerOptions(options.store, prefix_caching=options.gpu_blocks > 0)
         )
@@ -95,7 +99,8 @@ def run_engine(
         except Interrupted:
             measures.interrupted = True
         measures.note(measures.seconds, manager.stats(), engine.waiting)
-        measures.last_troubles = {name: trouble.text for name, trouble in troubles.items() if trouble.text}
+        names = [tier.tier_name for tier in task.config.secondary]
+        measures.last_troubles = {name: trouble for name in names if (trouble := troubles.of(name))}
     return measures
 
 
@@ -107,25 +112,24 @@ def _opening(stats: Mapping[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def _last_troubles(config: OffloadConfig) -> Iterator[dict[str, LastTrouble]]:
-    """Keep the last warning of each tier, for the report."""
-    troubles = {tier.tier_name: LastTrouble(tier.tier_name) for tier in config.secondary}
+def _troubles(config: OffloadConfig) -> Iterator[Troubles]:
+    """Keep the last warning of each tier, for the report and for ``kvtiers status``."""
     logger = logging.getLogger("kvtiers")
-    handlers: list[logging.Handler] = list(troubles.values())
-    if logging.lastResort is not None and not logger.hasHandlers():
-        # Python writes warnings to stderr only while no one else handles them; they must stay visible.
-        handlers.append(logging.lastResort)
-    for handler in handlers:
-        logger.addHandler(handler)
+    # Python writes warnings to stderr only while no one else handles them; they must stay visible.
+    last_resort = logging.lastResort if not logger.hasHandlers() else None
+    if last_resort is not None:
+        logger.addHandler(last_resort)
+    troubles = Troubles([tier.tier_name for tier in config.secondary])
     try:
         yield troubles
     finally:
-        for handler in handlers:
-            logger.removeHandler(handler)
+        troubles.close()
+        if last_resort is not None:
+            logger.removeHandler(last_resort)
 
 
 @contextlib.contextmanager
-def _answered_status(task: EngineTask, manager: TieringManager) -> Iterator[None]:
+def _answered_status(task: EngineTask, troubles: Troubles, manager: TieringManager) -> Iterator[None]:
     """Answer ``kvtiers status`` while the engine runs. Elsewhere than on Linux there are no sockets for that."""
     if sys.platform != "linux":
         yield
@@ -134,8 +138,7 @@ def _answered_status(task: EngineTask, manager: TieringManager) -> Iterator[None
     def figures() -> dict[str, dict[str, Any]]:
         return {name: _for_status(task, tier) for name, tier in manager.stats()["tiers"].items()}
 
-    tiers = [tier.tier_name for tier in task.config.secondary]
-    answering = answer_status(f"kvtiers replay {kvtiers.__version__}", task.layout.model.name, tiers, figures)
+    answering = answer_status(f"kvtiers replay {kvtiers.__version__}", task.layout.model.name, troubles, figures)
     try:
         yield
     finally:

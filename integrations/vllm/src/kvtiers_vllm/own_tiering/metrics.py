@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvtiers.metrics import TIER_HELP, TierMetrics
-from kvtiers.status import StatusSocket, answer_status
+from kvtiers.status import StatusSocket, Troubles, answer_status
 from kvtiers_vllm.own_tiering.build import OpenedTier
 from kvtiers_vllm.plugin_figures import OTHERS, plugin_gauges, plugin_values
 
@@ -126,12 +126,12 @@ class TierFigures:
         yield from plugin_values(own, _KNOWN)
 
 
-def open_status(opened: OpenedTier, engine: str) -> StatusSocket:
+def open_status(opened: OpenedTier, troubles: Troubles, engine: str) -> StatusSocket:
     """Answer ``kvtiers status`` about a tier from now on."""
     return answer_status(
         engine,
         opened.model,
-        [opened.name],
+        troubles,
         lambda: {opened.name: _figures_of(opened)},
         namespace=opened.namespace,
         fingerprint=lambda: opened.fingerprint,

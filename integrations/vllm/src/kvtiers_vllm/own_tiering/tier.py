@@ -12,6 +12,7 @@ from typing import Any
 from vllm import __version__ as vllm_version
 
 from kvtiers.api import LookupResult as Answer
+from kvtiers.status import troubles_from_the_start
 from kvtiers_vllm.compat import follow_core
 from kvtiers_vllm.engine import engine_being_built
 from kvtiers_vllm.life import FirstReport
@@ -66,13 +67,14 @@ class KvtiersTier(SecondaryTierManager):
         self._drain_seconds = settings.drain
         self._offloading, engine = offloading_spec.config, engine_being_built()
         core = follow_core(engine, vllm_version)
-        opened = open_tier(config, settings, self._offloading, primary_kv_view, engine, core, vllm_version)
+        with troubles_from_the_start([config.tier_name]) as troubles:
+            opened = open_tier(config, settings, self._offloading, primary_kv_view, engine, core, vllm_version)
         self._driver = opened.driver
         self._core = core  # compat keeps no other reference to it
         core.request_arrived.append(self._arrived)
         self._figures = TierFigures(opened, OffloadingConnectorStats)
         self._first_report = FirstReport(opened.driver.has_spoken) if getattr(engine, "is_alone", False) else None
-        self._status = open_status(opened, f"vLLM {vllm_version}")
+        self._status = open_status(opened, troubles, f"vLLM {vllm_version}")
         self._end: threading.Thread | None = None
         _running[self] = self._offloading
 

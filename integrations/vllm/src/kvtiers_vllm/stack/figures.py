@@ -10,7 +10,7 @@ from typing import Any
 
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.metrics import PRIMARY_HELP, TIER_HELP, EngineMetrics, help_texts
-from kvtiers.status import StatusSocket, answer_status
+from kvtiers.status import StatusSocket, Troubles, answer_status
 from kvtiers_vllm.own_tiering.metrics import COUNTERS, EVERY_SECONDS, GAUGES, described, tier_definitions
 from kvtiers_vllm.plugin_figures import plugin_values
 
@@ -103,14 +103,15 @@ def _numbers(
 
 
 def open_stack_status(
-    facts: StackFacts, tiers: list[str], engine: str, namespace: str = "", fingerprint: Callable[[], str] = lambda: ""
+    facts: StackFacts, troubles: Troubles, engine: str, namespace: str = "", fingerprint: Callable[[], str] = lambda: ""
 ) -> StatusSocket:
     """Answer questions about the stack's tiers from now on."""
 
     def figures() -> dict[str, dict[str, Any]]:
         return {name: _with_facts(facts, known) for name, known in facts.stats()["tiers"].items()}
 
-    return answer_status(engine, facts.layout.model.name, tiers, figures, namespace=namespace, fingerprint=fingerprint)
+    model = facts.layout.model.name
+    return answer_status(engine, model, troubles, figures, namespace=namespace, fingerprint=fingerprint)
 
 
 def _with_facts(facts: StackFacts, figures: Mapping[str, Any]) -> dict[str, Any]:

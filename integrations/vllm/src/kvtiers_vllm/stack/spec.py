@@ -17,6 +17,7 @@ from vllm import __version__ as vllm_version
 from kvtiers.api import StartError
 from kvtiers.layout.cache_layout import ModelIdentity
 from kvtiers.runtime import open_manager, open_worker
+from kvtiers.status import troubles_from_the_start
 from kvtiers_vllm.compat import follow_core
 from kvtiers_vllm.engine import engine_being_built
 from kvtiers_vllm.identity import identity_of
@@ -105,24 +106,25 @@ class KvtiersOffloadingSpec(OffloadingSpec):
             _log.warning("%s", warning)
         layout = cache_layout(identity.model, self.config, self._engine)
         shared = not is_random(identity.model.weights) and not is_random(identity.model.hash_seed)
-        manager = open_manager(
-            self._config,
-            layout,
-            engine_id=self.config.engine_id,
-            record_events=False,
-            way_in=f"as the whole stack in vLLM {vllm_version}, {way_in(self.extra_config)}",
-            release=f"vLLM {vllm_version}",
-        )
-        try:
-            manager.wait_ready(self._config.primary.start_deadline)
-        except StartError:
-            manager.shutdown(0.0)
-            raise
+        with troubles_from_the_start([tier.tier_name for tier in self._config.secondary]) as troubles:
+            manager = open_manager(
+                self._config,
+                layout,
+                engine_id=self.config.engine_id,
+                record_events=False,
+                way_in=f"as the whole stack in vLLM {vllm_version}, {way_in(self.extra_config)}",
+                release=f"vLLM {vllm_version}",
+            )
+            try:
+                manager.wait_ready(self._config.primary.start_deadline)
+            except StartError:
+                manager.shutdown(0.0)
+                raise
         weights = Weights(identity.model.weights, updates.version, lambda: updates.resets)
         steps = StepClock()
         facts = StackFacts(manager.stats, layout, shared)
-        tiers = [tier.tier_name for tier in self._config.secondary]
-        status = open_stack_status(facts, tiers, f"vLLM {vllm_version}", self._config.namespace, manager.fingerprint)
+        engine = f"vLLM {vllm_version}"
+        status = open_stack_status(facts, troubles, engine, self._config.namespace, manager.fingerprint)
         looks = AdapterLooks()
         core.adapter_loads.append(looks.look_before_loading)
 

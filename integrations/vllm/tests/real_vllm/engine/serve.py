@@ -1,7 +1,7 @@
 """vLLM engines in processes of their own, each forked from this one, which has imported vLLM and has no threads.
 
-Usage: serve.py FD. Pairs come through the connection FD: ("start", OPTIONS), followed by the descriptors of the
-engine's connection and log, is answered by the new process's id; ("bury", PID), which kills all of that engine's
+Usage: serve.py FD. Pairs come through the connection FD: ("start", (OPTIONS, VARIABLES)), followed by the descriptors
+of the engine's connection and log, is answered by the new process's id; ("bury", PID), which kills all of that engine's
 process group, by its exit status. An engine gets pairs of a command and its arguments, and answers each.
 """
 
@@ -40,6 +40,7 @@ def main() -> None:
     for module in _IMPORTS:
         with contextlib.suppress(ImportError):
             importlib.import_module(module.format(device=device))
+    assert "kvtiers" not in sys.modules, "it is imported by an engine, which has its own variables"
     gc.freeze()  # an engine collects garbage often at its start, and none of it is from before
     while True:
         try:
@@ -56,7 +57,9 @@ def main() -> None:
             control.close()
             os.dup2(log, 1)
             os.dup2(log, 2)
-            _serve(Connection(commands), argument)
+            options, variables = argument
+            os.environ.update(variables)
+            _serve(Connection(commands), options)
             return
         while os.getsid(pid) != pid:  # the engine is known by its session from now on
             time.sleep(0.001)
