@@ -135,6 +135,17 @@ def test_each_tier_that_takes_stores_gets_a_value_and_each_has_it_by_itself(tmp_
             assert sum(client.get_into(KEYS, [bytearray(1000) for _ in KEYS])) == found
 
 
+@pytest.mark.parametrize("simulate_async", [True, False])
+def test_a_tier_that_moves_its_rows_by_itself_serves_a_client_too(simulate_async):
+    tier = {"type": "memory-async", "max_blocks": 64, "simulate_async": simulate_async}
+    with open_client(config(tier), IDENTITY, 1000) as client:
+        assert client.put(KEYS, [value(n) for n in range(8)]).stored == [True] * 8
+        back = np.zeros((9, 1000), np.uint8)
+        assert client.exists_prefix([*KEYS, b"not there"]) == 8
+        assert client.get_into([*KEYS, b"not there"], list(back)) == [True] * 8 + [False]
+        assert (back[:8] == [value(n) for n in range(8)]).all()
+
+
 def test_a_client_without_tiers_finds_nothing():
     with open_client(config(), IDENTITY, 1000) as client:
         assert client.put(KEYS[:1], [value(0)]) == kvtiers.PutResult([False], {}, "no tier is usable")
@@ -171,6 +182,28 @@ def test_a_required_tier_that_cannot_be_opened_stops_the_client_and_nothing_is_l
     wrong = {"type": "fs", "path": str(file / "no"), "io": "thread", "required": True, "capacity": "1MiB"}
     with pytest.raises(StartError, match=r"^fs: required, but cannot be opened"):
         open_client(config(wrong, start_wait="0s"), IDENTITY, 1000)
+    assert threads_left_since(threads, patience=30) == []
+    assert descriptors_left_since(descriptors, patience=30) == []
+
+
+@pytest.mark.parametrize("refused", range(1, 8))
+def test_a_client_whose_threads_cannot_be_started_leaves_nothing(monkeypatch, refused):
+    threads, descriptors, started = set(threading.enumerate()), open_descriptors(), []
+    start, caller = threading.Thread.start, threading.current_thread()
+
+    def counted(thread):
+        if threading.current_thread() is caller:
+            started.append(thread)
+            if len(started) == refused:
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", counted)
+    try:
+        open_client(config(MEMORY), IDENTITY, 1000, bounce_bytes=1 << 16).close()
+    except RuntimeError:
+        assert len(started) >= refused
+    monkeypatch.undo()
     assert threads_left_since(threads, patience=30) == []
     assert descriptors_left_since(descriptors, patience=30) == []
 
