@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvtiers._version import __version__
 
 if TYPE_CHECKING:
+    from kvtiers.client import Client, PutResult, open_client
     from kvtiers.config import OffloadConfig, load_config
     from kvtiers.gpu.settings import CopySettings
     from kvtiers.gpu.worker import GpuWorker
@@ -50,6 +51,7 @@ __all__ = [
     "BlockSpec",
     "CacheLayout",
     "ChunkIds",
+    "Client",
     "CopySettings",
     "EngineRequest",
     "FreeQueue",
@@ -65,6 +67,7 @@ __all__ = [
     "OffloadPolicy",
     "OffloadScheduler",
     "PrefixHits",
+    "PutResult",
     "RequestContext",
     "SchedulerOptions",
     "StepTransfers",
@@ -74,12 +77,14 @@ __all__ = [
     "WorkerJob",
     "__version__",
     "load_config",
+    "open_client",
     "open_manager",
     "open_worker",
 ]
 
 # A test holds this equal to the imports above, which type checkers and editors read.
 _NAMES_BY_MODULE = {
+    "kvtiers.client": ("Client", "PutResult", "open_client"),
     "kvtiers.config": ("OffloadConfig", "load_config"),
     "kvtiers.gpu.settings": ("CopySettings",),
     "kvtiers.gpu.worker": ("GpuWorker",),

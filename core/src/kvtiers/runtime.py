@@ -1,6 +1,6 @@
 """The composition root: builds the stack from a config, and shuts it down in the right order.
 
-Only this file imports every part. Start: the region, then the tiers, all at once and each on a thread of its own,
+Start: the region, then the tiers, all at once and each on a thread of its own,
 without waiting for ranks or stores. Shutdown: the tiers are drained and closed, then the region, since a tier may write
 into it until it is closed.
 """
@@ -11,56 +11,36 @@ import logging
 import os
 import secrets
 import sys
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from kvtiers._failures import logged_boundary
 from kvtiers._log_queue import QueuedLogs, queue_logs
 from kvtiers._process import hold_standard_descriptors
-from kvtiers.api import (
-    ChunkStore,
-    ConfigError,
-    SecondaryTierManager,
-    StartError,
-    TierConfig,
-    TierContext,
-    TierPlugin,
-)
+from kvtiers.api import StartError
 from kvtiers.api.units import format_size
 from kvtiers.config import OffloadConfig, load_config
 from kvtiers.gpu.settings import CopySettings
 from kvtiers.gpu.worker import GpuWorker
-from kvtiers.host.borrowed_views import ValueViews
-from kvtiers.layout.cache_layout import CacheLayout, ModelIdentity
-from kvtiers.layout.fingerprint_record import Described, describe_layout
+from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.layout.rank_map import RankMap
 from kvtiers.layout.storage_name import StorageNames
-from kvtiers.plugins import load_tier, open_plugin
+from kvtiers.model_identity import described, is_shared, with_model, with_weights
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.region.client import RegionJoin
 from kvtiers.region.ranks import PrefaultEnded, RankJoined, RankLost
 from kvtiers.region.region import AnonymousRegion, OffloadRegion, SharedOffloadRegion
-from kvtiers.secondary.host_pool import HostPool, PooledHost
-from kvtiers.secondary.in_process import InProcessBackend
-from kvtiers.secondary.managed.sealed_tier import SealedTier
-from kvtiers.secondary.placement import HostedRegion, TierHosts
-from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.start_line import StartFacts, StartLine
+from kvtiers.tier_set import TierRows, TierSet
 from kvtiers.tiering.estimates import prior_seconds_per_token
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.manager import TieringManager
 from kvtiers.tiering.recorder import Recorder
-from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 
 __all__ = ["open_manager", "open_worker"]
 
 _log = logging.getLogger("kvtiers")
-_RANDOM = "random-"  # what stands before a name that is this process's alone
 _START_PIECE_SECONDS = 0.05  # of pinning at a time, where the start waits for it
-_CLOSE_SECONDS = 4.0  # for hosts to close their stores, also when draining took all the time there was
 _anonymous_regions: dict[str, AnonymousRegion] = {}
 """By engine id, where the region cannot be shared with other processes: its ranks are in this one."""
 
@@ -82,7 +62,7 @@ def open_manager(
     """
     hold_standard_descriptors()
     config = config if isinstance(config, OffloadConfig) else load_config(config)
-    layout = _with_model(config, layout)
+    layout = with_model(config, layout)
     engine_id = engine_id or secrets.token_hex(8)
     with _threads_are_there(), contextlib.ExitStack() as undo:
         logs = queue_logs()  # first: what follows logs, too
@@ -135,7 +115,7 @@ def open_worker(
     """
     hold_standard_descriptors()
     config = config if isinstance(config, OffloadConfig) else load_config(config)
-    layout = _with_model(config, layout)
+    layout = with_model(config, layout)
     anonymous = _anonymous_regions.get(engine_id)
     if anonymous is not None:
         join = RegionJoin.in_process(anonymous, layout, rank)
@@ -181,24 +161,6 @@ def _copying(config: OffloadConfig, settings: CopySettings | None) -> CopySettin
     if config.primary.prefault == "all":  # nothing is served yet that would feel it
         return CopySettings(pin_share=1.0, pin_seconds=_START_PIECE_SECONDS)
     return CopySettings(pin_share=config.primary.pin_share, pin_seconds=config.primary.pin_piece)
-
-
-def _with_model(config: OffloadConfig, layout: CacheLayout) -> CacheLayout:
-    """Return the layout with the model's identity from both sources; ConfigError where they contradict each other."""
-    if config.model is None:
-        return layout
-    identity = dataclasses.asdict(layout.model)
-    defaults = dataclasses.asdict(ModelIdentity(name=""))
-    problems = []
-    for name, value in config.model.identity().items():
-        if identity[name] not in {defaults[name], value}:
-            problems.append(
-                f"model.{name}: the config says {value!r}, the engine says {identity[name]!r}; make them equal"
-            )
-        identity[name] = value
-    if problems:
-        raise ConfigError(problems)
-    return dataclasses.replace(layout, model=ModelIdentity(**identity))
 
 
 def _create_region(config: OffloadConfig, layout: CacheLayout, engine_id: str) -> OffloadRegion:
@@ -261,8 +223,7 @@ class _Engine:
     ) -> None:
         self._logs = logs
         self._namespace = config.namespace
-        self._core_dumps = config.primary.core_dumps
-        self._layout = layout if layout.model.weights else _with_random_weights(layout)
+        self._layout = with_weights(layout)
         self._region = region
         self._primary = primary
         self._start_wait = config.start_wait
@@ -274,24 +235,18 @@ class _Engine:
         self._opened = region.num_rows
         self._lost_ranks: set[int] = set()
         self._absent_ranks: set[int] = set()
-        self._views = ValueViews(region.view, region.row_stride)
         self._names = StorageNames.of_layout(self._namespace, self._layout)
-        self._described = _described(self._names, self._layout, release)
-        self._sizes = [(layout.payload_bytes(g), layout.value_bytes(g)) for g in range(len(layout.groups))]
-        self._tiers: dict[str, ChunkStoreTier | SealedTier] = {}
-        self._hosts: TierHosts | None = None
         self._start_line: StartLine | None = None
         self._kinds = {tier.tier_name: tier.type for tier in config.secondary}
-        self._required = [tier.tier_name for tier in config.secondary if tier.required]
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._views.close)
-            undo.callback(self.close_tiers, 0.0)
-            if any(tier.io == "process" for tier in config.secondary):
-                self._hosts = self._tier_hosts()
-            self.slots = [self._slot(index, tier) for index, tier in enumerate(config.secondary)]
-            if self._hosts is not None:
-                self._hosts.start()
-            undo.pop_all()
+        sizes = [(layout.payload_bytes(g), layout.value_bytes(g)) for g in range(len(layout.groups))]
+        self._tiers = TierSet(
+            config.secondary,
+            TierRows(region.view, region.row_stride, sizes, region.fd, region.map_bytes, config.primary.core_dumps),
+            self._namespace,
+            self._names,
+            described(self._names, self._layout, release),
+        )
+        self.slots = self._tiers.slots
 
     def write_start_line(self, way_in: str) -> None:
         """Write the start line, on its own thread, when the ranks have joined and the tiers report their state."""
@@ -301,9 +256,9 @@ class _Engine:
             f"{format_size(region.num_rows * region.row_stride)} in {region.num_rows} rows",
             self._namespace,
             self._names.fingerprint,
-            shared=_is_shared(self._layout.model),
+            shared=is_shared(self._layout.model),
         )
-        tiers = {name: (self._kinds[name], tier) for name, tier in self._tiers.items()}
+        tiers = {name: (self._kinds[name], tier) for name, tier in self._tiers.tiers.items()}
         with contextlib.suppress(RuntimeError):  # no thread can be had: the line is for people, the engine starts
             self._start_line = StartLine(facts, tiers, lambda: region.all_joined)
 
@@ -349,19 +304,13 @@ class _Engine:
         soon = min(time.monotonic() + self._start_wait, until)
         if self._pins_ahead:
             self._region.wait_window(max(0.0, soon - time.monotonic()))
-        for tier in self._tiers.values():
-            tier.wait_open(max(0.0, soon - time.monotonic()))
-        for name in self._required:
-            error = self._tiers[name].wait_open(max(0.0, until - time.monotonic()))
-            if error:
-                raise StartError(f"{name}: required, but cannot be opened: {error}")
+        self._tiers.wait_open(soon, until)
 
     def new_weights(self, version: str) -> None:
         """Give all later keys and values another fingerprint."""
         self._layout = dataclasses.replace(self._layout, model=dataclasses.replace(self._layout.model, weights=version))
         self._names = StorageNames.of_layout(self._namespace, self._layout)
-        for tier in self._tiers.values():
-            tier.set_names(self._names)
+        self._tiers.set_names(self._names)
 
     def fingerprint(self) -> str:
         """Return the fingerprint as it stands in the names of values that are stored from now on."""
@@ -369,111 +318,16 @@ class _Engine:
 
     def tier_stats(self, name: str) -> dict[str, float]:
         """Return a tier's own figures."""
-        return self._tiers[name].stats()
+        return self._tiers.tiers[name].stats()
 
     def close_tiers(self, timeout: float) -> None:
         """Drain all tiers at the same time, each of which logs what it had to drop, and close them."""
         if self._start_line is not None:
             self._start_line.close()
-        until = time.monotonic() + timeout
-        # A host that several tiers share ends with the first one that is closed: all are drained before.
-        for call in (lambda tier: tier.drain(max(0.0, until - time.monotonic())), lambda tier: tier.close()):
-            _at_once({name: partial(_quietly, name, partial(call, tier)) for name, tier in self._tiers.items()})
-        if self._hosts is not None:
-            self._hosts.close(max(_CLOSE_SECONDS, until - time.monotonic()))
+        self._tiers.close(timeout)
 
     def close_region(self) -> None:
         """Release the region."""
-        self._views.close()
+        self._tiers.release_rows()
         _release_region(self._region)
         self._logs.close()
-
-    def _slot(self, index: int, config: TierConfig) -> TierSlot:
-        plugin = load_tier(config.type)
-        name = config.tier_name
-        tier: ChunkStoreTier | SealedTier
-        if plugin.kind == "manager":
-            tier = SealedTier(
-                config, self._opener(plugin, config, SecondaryTierManager), self._views, self._names, self._sizes
-            )
-        else:
-            tier = ChunkStoreTier(config, self._pool(plugin, config))
-        self._tiers[name] = tier
-        options = TierOptions(name, config.read_only, config.admission, config.deadline)
-        return TierSlot(index, tier, options)
-
-    def _pool(self, plugin: TierPlugin, config: TierConfig) -> HostPool:
-        if config.io == "process" and self._hosts is not None:
-            return self._hosts.pool(config)
-        if config.io == "process":
-            name = config.tier_name
-            _log.warning("%s: no helper process, since none could map this region: its io is 'thread'", name)
-        opener = self._opener(plugin, config, ChunkStore)
-        backend = InProcessBackend(config, opener, self._views, self._names, self._sizes, self._described)
-        return HostPool([PooledHost(config.tier_name, backend)])
-
-    def _tier_hosts(self) -> TierHosts | None:
-        region = self._region
-        if region.fd is None:
-            return None
-        hosted = HostedRegion(
-            region.fd, region.map_bytes, len(region.view), region.row_stride, self._sizes, self._core_dumps
-        )
-        return TierHosts(hosted, self._namespace, lambda: self._names, self._described)
-
-    def _opener(self, plugin: TierPlugin, config: TierConfig, kind: type[Any]) -> Callable[[], Any]:
-        context = TierContext(
-            tier_name=config.tier_name,
-            value_bytes=max(value for _, value in self._sizes),
-            namespace=self._namespace,
-            read_only=config.read_only,
-            region=self._region.view,
-            row_stride=self._region.row_stride,
-        )
-        return partial(open_plugin, plugin, config, context, kind)
-
-
-def _at_once(calls: Mapping[str, Callable[[], None]]) -> None:
-    """Make all calls at the same time and wait for them; each ends by itself in time. The first runs on this thread."""
-    threads: list[threading.Thread] = []
-    here: list[Callable[[], None]] = []
-    for name, call in calls.items():
-        thread = threading.Thread(target=call, name=f"kvtiers-{name}-end", daemon=True)
-        try:
-            if here:
-                thread.start()
-                threads.append(thread)
-            else:
-                here.append(call)
-        except RuntimeError:  # none can be had, as while the interpreter ends
-            here.append(call)
-    for call in here:
-        call()
-    for thread in threads:
-        thread.join()
-
-
-def _quietly(name: str, call: Callable[[], object]) -> None:
-    """Make a call of the shutdown; what goes wrong in it is logged and stops nothing else."""
-    with logged_boundary(_log, "%s: shutdown", name):
-        call()
-
-
-def _described(names: StorageNames, layout: CacheLayout, release: str) -> Described | None:
-    """Return what the fingerprint stands for; None where no other process could have it."""
-    if not _is_shared(layout.model):
-        return None
-    return Described(names.prefix, describe_layout(layout, release, names.fingerprint))
-
-
-def _is_shared(model: ModelIdentity) -> bool:
-    """Return whether another process can reproduce the keys and the weights' name."""
-    return not (model.weights.startswith(_RANDOM) or model.hash_seed.startswith(_RANDOM))
-
-
-def _with_random_weights(layout: CacheLayout) -> CacheLayout:
-    _log.warning(
-        "no weights identity from the engine or 'model.revision': nothing is shared, nothing survives a restart"
-    )
-    weights = f"{_RANDOM}{secrets.token_hex(16)}"
-    return dataclasses.replace(layout, model=dataclasses.replace(layout.model, weights=weights))

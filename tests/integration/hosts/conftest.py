@@ -174,7 +174,7 @@ def start(tmp_path, caplog, monkeypatch):
     # Seconds after each death, and at each end that hangs, are much for many tests.
     monkeypatch.setattr("kvtiers.secondary.supervisor._FIRST_DELAY", 0.05)
     monkeypatch.setattr("kvtiers.secondary.store_tier._CLOSE_SECONDS", 0.7)
-    monkeypatch.setattr("kvtiers.runtime._CLOSE_SECONDS", 1.0)
+    monkeypatch.setattr("kvtiers.tier_set._CLOSE_SECONDS", 1.0)
     engines = []
     before = set(children())
 
@@ -201,7 +201,7 @@ def start(tmp_path, caplog, monkeypatch):
 def unhurried(start, monkeypatch):
     """At the end, hosts have as long to close their stores as a busy machine needs."""
     monkeypatch.setattr("kvtiers.secondary.store_tier._CLOSE_SECONDS", bench.PATIENCE)
-    monkeypatch.setattr("kvtiers.runtime._CLOSE_SECONDS", bench.PATIENCE)
+    monkeypatch.setattr("kvtiers.tier_set._CLOSE_SECONDS", bench.PATIENCE)
 
 
 class Party:

@@ -20,6 +20,7 @@ from kvtiers.host.messages import (
     Status,
     StoreJob,
 )
+from kvtiers.secondary import host_pool
 from kvtiers.secondary.host_client import BUMPED
 from kvtiers.secondary.host_pool import HostPool, PooledHost
 from kvtiers.secondary.tier_jobs import InflightJob
@@ -83,6 +84,16 @@ def test_jobs_go_to_the_host_with_the_fewest_values_under_way(keys):
     tier.events()
     assert tier.send(load(6, keys[:4]))
     assert sorted(tier.played[0].jobs) == [6]
+
+
+@pytest.mark.parametrize("is_awaited", [False, True])
+def test_hosts_without_work_are_polled_once_in_a_while_or_each_time_if_they_are_awaited(is_awaited, monkeypatch):
+    group = Group(2, is_awaited=is_awaited)
+    monkeypatch.setattr(host_pool, "_LOOK_SECONDS", 1e6)
+    group.events()
+    group.played[0].say(Opened("it is gone"))
+    group.played[1].say(Opened("it is gone"))
+    assert bool(group.group.poll()) == is_awaited
 
 
 def test_idle_hosts_take_turns(keys):

@@ -55,13 +55,21 @@ class HostClient:
     """
 
     def __init__(
-        self, link: HostConnection, names: StorageNames, *, deadline: float, grace: float, longest_pause: float = 0.0
+        self,
+        link: HostConnection,
+        names: StorageNames,
+        *,
+        deadline: float,
+        grace: float,
+        longest_pause: float = 0.0,
+        is_awaited: bool = False,
     ) -> None:
         self._link = link
         self._index = len(link.tiers)
         link.tiers.append(self)
         self.names = names
         self._grace = grace
+        self._is_awaited = is_awaited
         self._open_within = max(_LEAST_OPEN_SECONDS, deadline + grace)
         self._reopen_within = longest_pause + self._open_within
         self._events: deque[Event] = deque()
@@ -140,7 +148,7 @@ class HostClient:
     def poll(self) -> Sequence[Event]:
         """Return the events that have come."""
         now, events = time.monotonic(), self._events
-        if now < self._look_at and not (self._loads or self._probes or events):
+        if now < self._look_at and not (self._loads or self._probes or events or self._is_awaited):
             return ()
         self._look_at = now - now % _LOOK_SECONDS + _LOOK_SECONDS
         with self._link.lock:  # another thread may poll, too: it must not add events to a list already returned

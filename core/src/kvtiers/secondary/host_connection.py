@@ -110,6 +110,13 @@ class HostConnection:
                     return
                 del self.outbox[:sent]
 
+    def waitable(self) -> tuple[int, int] | None:
+        """Return the descriptor, and the events of ``select.poll``, to wait with until there is something to poll."""
+        with self.lock:
+            if self.life is None or self._lost:
+                return None
+            return self.life.connection.fileno(), select.POLLIN | (select.POLLOUT if self.outbox else 0)
+
     def poll(self) -> None:
         """Handle new messages of the host and changes of its process, a bounded number."""
         with self.lock:

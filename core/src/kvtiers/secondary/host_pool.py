@@ -109,13 +109,23 @@ class PooledHost:
 
 
 class HostPool:
-    """The hosts of one tier. ``value_bytes``: of the largest value; ``shared_figures``: as in TierConfig."""
+    """The hosts of one tier. ``value_bytes``: of the largest value; ``shared_figures``: as in TierConfig.
 
-    def __init__(self, hosts: Sequence[PooledHost], value_bytes: int = 1, shared_figures: Collection[str] = ()) -> None:
+    ``is_awaited``: a poll looks at all hosts also when they have no work.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[PooledHost],
+        value_bytes: int = 1,
+        shared_figures: Collection[str] = (),
+        is_awaited: bool = False,
+    ) -> None:
         self._hosts = hosts
         self._only = hosts[0].backend if len(hosts) == 1 else None
         self._least_values = min(_LEAST_VALUES, -(-_LEAST_BYTES // value_bytes))
         self._shared_figures = shared_figures
+        self._is_awaited = is_awaited
         self.in_flight = 0
         """Jobs that have not ended."""
         self._asked: dict[int, PooledHost] = {}
@@ -184,7 +194,7 @@ class HostPool:
         """Return the events that have come from all hosts."""
         if self._only is None:
             now = time.monotonic()
-            if not (self.in_flight or self._asked) and now < self._look_at:
+            if not (self.in_flight or self._asked or self._is_awaited) and now < self._look_at:
                 return ()
             self._look_at = now + _LOOK_SECONDS
         for host in self._hosts:

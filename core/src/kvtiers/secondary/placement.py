@@ -2,6 +2,7 @@
 
 import logging
 import math
+import select
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -50,6 +51,7 @@ class TierHosts:
     """All hosts of one manager: one for each tier, several, or one for all tiers whose ``host`` is the same name.
 
     Make the pools of all tiers first, then ``start``: a host opens all its tiers at once. ``names``: those current now.
+    ``is_awaited``: the caller waits for stores as for loads, so each poll looks at every host (see ``wait``).
     """
 
     def __init__(
@@ -58,8 +60,11 @@ class TierHosts:
         namespace: str,
         names: Callable[[], StorageNames],
         described: Described | None = None,
+        *,
+        is_awaited: bool = False,
     ) -> None:
         self._described = described
+        self._is_awaited = is_awaited
         self._region = region
         self._namespace = namespace
         self._names = names
@@ -76,7 +81,7 @@ class TierHosts:
             names = [f"{config.tier_name} ({number} of {count})" for number in range(1, count + 1)]
             share = share_of(config, count)
         hosts = [PooledHost(name, self._in_host(share, name)) for name in names]
-        return HostPool(hosts, max(value for _, value in self._region.sizes), config.shared_figures)
+        return HostPool(hosts, max(value for _, value in self._region.sizes), config.shared_figures, self._is_awaited)
 
     def _in_host(self, config: TierConfig, name: str) -> HostClient:
         host = self._hosts.get((bool(config.host), name))
@@ -92,12 +97,26 @@ class TierHosts:
             deadline=config.deadline,
             grace=config.grace,
             longest_pause=config.breaker.max_delay,
+            is_awaited=self._is_awaited,
         )
 
     def start(self) -> None:
         """Start all hosts, in parallel."""
         for host in self._hosts.values():
             self._launcher.start(host.link.host)
+
+    def wait(self, seconds: float | None, wake: int) -> None:
+        """Wait until a host has sent something or has ended, the descriptor ``wake`` is readable, or the time is over.
+
+        Called on the thread that polls the tiers, for ``is_awaited`` hosts: one that has not been polled since is
+        reported again.
+        """
+        waiting = select.poll()
+        waiting.register(wake, select.POLLIN)
+        for host in self._hosts.values():
+            if (connected := host.link.waitable()) is not None:
+                waiting.register(*connected)
+        waiting.poll(None if seconds is None else math.ceil(seconds * 1e3))
 
     def close(self, timeout: float) -> None:
         """End all hosts; those that do not within ``timeout`` seconds are killed. Their last lines are logged."""

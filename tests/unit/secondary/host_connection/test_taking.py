@@ -4,6 +4,7 @@ Whole lying hosts are in ``tests/integration/hosts``.
 """
 
 import math
+import select
 import threading
 
 import pytest
@@ -87,6 +88,39 @@ def test_a_host_that_owes_only_stores_is_listened_to_once_in_a_while(ends, kit, 
     assert not tier.poll()
     assert tier.send_probe(5, keys, is_prefix=True)
     assert [event.job_id for event in tier.poll()] == [4], "a request waits for an answer"
+
+
+def test_a_host_whose_stores_are_awaited_is_listened_to_at_each_poll(ends, kit, keys, monkeypatch):
+    tier = ends.tiers[0]
+    monkeypatch.setattr(host_client, "_LOOK_SECONDS", 1e6)
+    kit.wait_until(lambda: tier.poll() is None or tier._look_at > 1e5, "the look that is due")
+    tier._is_awaited = True
+    assert tier.send_job(store(1, keys))
+    ends.hosts[0].say(JobDone(1, bytes([DONE] * 4), 4, 0.1))
+    assert [event.job_id for event in tier.poll()] == [1]
+
+
+def test_what_a_host_says_and_its_end_can_be_waited_for_and_room_for_what_it_is_sent(ends, kit, keys):
+    def ready():
+        waiting = select.poll()
+        waiting.register(*ends.link.waitable())
+        return [event for _, event in waiting.poll(0)]
+
+    tier = ends.tiers[0]
+    tier.flush()
+    ends.hosts[0].heard()
+    assert ready() == []
+    assert tier.send_job(load(1, keys))
+    assert ready() == [select.POLLOUT], "it is still to be sent"
+    tier.flush()
+    ends.hosts[0].say(JobStarted(1))
+    assert ready() == [select.POLLIN]
+    assert tier.poll()
+    assert ready() == []
+    ends.hosts[0].socket.close()
+    assert ready()
+    kit.wait_until(lambda: tier.poll() is None or not ends.link.connected, "the loss")
+    assert ends.link.waitable() is None
 
 
 def test_loads_that_ended_with_their_host_are_in_flight_no_more(ends, kit, keys, monkeypatch):

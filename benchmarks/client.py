@@ -1,0 +1,353 @@
+"""What a client moves between a caller's memory and a store, beside the stack and a plain loop over the same store.
+
+Lanes take turns, a round after the other, each on new values: `stack` is an engine's: a manager and one rank, whose KV
+tensors lie in host memory: each value is copied into a row, stored, forgotten, loaded into a row, and copied back.
+`client` puts and gets the same values with one call each way, from one thread; `client x4` from four. `tier` has the
+values in rows already, and drives the hosts alone: a ceiling without the copy. `plain` calls the store in a loop, in
+this process, without a seal. Both ways with tier hosts (`io: process`) and jobs as they come. Medians; shares are turn
+by turn, since turns beside each other differ less than rounds.
+"""
+
+import argparse
+import gc
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from lib.results import WAYS, at_least, middle_share, say
+
+import kvtiers
+from kvtiers import BlockSpec, CacheLayout, KVGroup, KVTensor, ModelIdentity, RequestContext, open_client
+from kvtiers.api import ChunkStore, TransferJob, make_offload_key
+from kvtiers.api.units import format_size
+from kvtiers.config import load_config
+from kvtiers.layout.storage_name import StorageNames
+from kvtiers.region.memfd import create_memfd, map_memory
+from kvtiers.secondary.placement import HostedRegion, TierHosts
+from kvtiers.secondary.store_tier import ChunkStoreTier
+from kvtiers_example.config import MemoryConfig
+from kvtiers_example.memory_store import MemoryStore
+from kvtiers_fs.config import FsConfig
+from kvtiers_fs.store import FsStore
+
+GOAL_OF_STACK = 0.9
+SIZES = [64 << 10, 1 << 20, 4 << 20]
+STORES = ("memory", "fs")
+IDENTITY = ModelIdentity("benchmark", weights="w")
+NAMES = StorageNames("bench/model-0123456789abcdef01234567/", bytes.fromhex("0123456789abcdef"))
+STEP_SECONDS = 0.0002
+PATIENCE = 120.0
+JOB_BYTES = 128 << 20
+Values = npt.NDArray[np.uint8]
+
+
+class StackLane:
+    """An engine's way: a rank copies values between its tensors and rows, the tier between rows and the store."""
+
+    def __init__(self, config: dict[str, Any], values: Values, back: Values, stack: ExitStack) -> None:
+        count, payload = values.shape
+        layout = CacheLayout(IDENTITY, (KVGroup("g", 16),), (KVTensor("t", 0, payload),))
+        rows = 2 * count + 8
+        own = {
+            "primary": {"capacity": f"{rows * layout.row_stride}B", "prefault": "all"},
+            "budgets": {"store_reserve": 0, "all_tiers": 1, "one_tier": 1, "protected": 0},
+            "lookup_wait": "600s",
+            "load_wait": "600s",
+        }
+        self._manager = kvtiers.open_manager({**config, **own}, layout, record_events=False)
+        stack.callback(self._manager.shutdown, 5.0)
+        self._values, self._back = values, back
+        self._tensor = np.concatenate([values, np.zeros_like(values)])
+        self._worker = kvtiers.open_worker({**config, **own}, layout, [self._tensor], engine_id=self._manager.engine_id)
+        stack.callback(self._worker.shutdown)
+        self._manager.wait_ready(60)
+        self._numbers = iter(range(1, 1 << 30))
+        self._count = count
+
+    def write(self, keys: Sequence[bytes]) -> None:
+        """Copy all values into rows and wait for the tier to have them."""
+        request = RequestContext(str(next(self._numbers)))
+        plan = self._manager.prepare_store([make_offload_key(key, 0) for key in keys], request)
+        assert plan is not None
+        assert len(plan.keys) == len(keys)
+        self._worker.submit_store(1, self._blocks(0), plan.chunk_ids)
+        self._await_copy()
+        self._manager.complete_store(plan)
+        self._manager.on_request_finished(request)
+        self._until(lambda: not self._manager.has_pending_work())
+
+    def read(self, keys: Sequence[bytes]) -> None:
+        """Load all values into rows and copy them into the tensor's other half."""
+        self._manager.reset_cache()
+        request, wanted = RequestContext(str(next(self._numbers))), [make_offload_key(key, 0) for key in keys]
+
+        def landed() -> bool:
+            hits = self._manager.lookup_prefix(wanted, request)
+            return not (hits.pending or hits.unresolved) and hits.ready == len(wanted)
+
+        self._until(landed)
+        plan = self._manager.prepare_load(wanted, request)
+        assert plan is not None
+        self._worker.submit_load(1, plan.chunk_ids, self._blocks(self._count))
+        self._await_copy()
+        self._manager.complete_load(plan)
+        self._manager.on_request_finished(request)
+
+    def check(self) -> None:
+        """Compare what was read."""
+        assert np.array_equal(self._tensor[self._count :], self._values)
+        self._tensor[self._count :] = 0
+        self._manager.reset_cache()
+
+    def _blocks(self, first: int) -> BlockSpec:
+        return BlockSpec(np.arange(first, first + self._count), (self._count,), (0,))
+
+    def _await_copy(self) -> None:
+        until = time.monotonic() + PATIENCE
+        while not (done := self._worker.get_finished()):
+            time.sleep(STEP_SECONDS)
+            assert time.monotonic() < until
+        assert done[0].success, done
+
+    def _until(self, condition: Callable[[], bool]) -> None:
+        until = time.monotonic() + PATIENCE
+        while not condition():
+            self._manager.on_schedule_end()
+            time.sleep(STEP_SECONDS)
+            assert time.monotonic() < until, self._manager.stats()
+
+
+class ClientLane:
+    """A client, called from so many threads."""
+
+    def __init__(self, config: dict[str, Any], values: Values, back: Values, stack: ExitStack, threads: int) -> None:
+        self._client = stack.enter_context(open_client(config, IDENTITY, values.shape[1]))
+        self._values, self._back = values, back
+        self._threads = threads
+
+    def write(self, keys: Sequence[bytes]) -> None:
+        """Put all values."""
+        self._run(lambda part: all(self._client.put(keys[part], list(self._values[part])).stored))
+
+    def read(self, keys: Sequence[bytes]) -> None:
+        """Get all values."""
+        self._run(lambda part: all(self._client.get_into(keys[part], list(self._back[part]))))
+
+    def check(self) -> None:
+        """Compare what was read."""
+        assert np.array_equal(self._back, self._values)
+        self._back[:] = 0
+
+    def _run(self, call: Callable[[slice], bool]) -> None:
+        count, each = len(self._values), -(-len(self._values) // self._threads)
+        parts = [slice(start, start + each) for start in range(0, count, each)]
+        done: list[bool] = []
+        threads = [threading.Thread(target=lambda part=part: done.append(call(part))) for part in parts[1:]]
+        for thread in threads:
+            thread.start()
+        done.append(call(parts[0]))
+        for thread in threads:
+            thread.join()
+        assert done == [True] * len(parts), self._client.stats()
+
+
+class TierLane:
+    """Jobs on rows that hold the values, without an engine and without a copy."""
+
+    def __init__(self, config: dict[str, Any], values: Values, stack: ExitStack) -> None:
+        payload = values.shape[1]
+        nbytes = -(-(payload + 64) // 4096) * 4096
+        total = nbytes * len(values)
+        fd = create_memfd("kvtiers-bench", total)
+        stack.callback(os.close, fd)
+        mapping = map_memory(fd, total, total)
+        self._rows = np.frombuffer(mapping.view, np.uint8).reshape(len(values), nbytes)
+        self._rows[:, :payload] = values
+        self._values, self._payload = values, payload
+        [options] = load_config(config).secondary
+        hosts = TierHosts(HostedRegion(fd, total, total, nbytes, [(payload, nbytes)]), "bench", lambda: NAMES)
+        stack.callback(hosts.close, 10.0)
+        self._tier = ChunkStoreTier(options, hosts.pool(options))
+        stack.callback(self._tier.close)
+        hosts.start()
+        assert not (problem := self._tier.wait_open(30.0)), problem
+        self._numbers = iter(range(1, 1 << 30))
+
+    def write(self, keys: Sequence[bytes]) -> None:
+        """Store all rows."""
+        self._run(keys, load=False)
+
+    def read(self, keys: Sequence[bytes]) -> None:
+        """Fill all rows."""
+        self._run(keys, load=True)
+
+    def check(self) -> None:
+        """Compare what was read."""
+        assert np.array_equal(self._rows[:, : self._payload], self._values)
+
+    def _run(self, keys: Sequence[bytes], *, load: bool) -> None:
+        per_job = max(1, JOB_BYTES // self._rows.shape[1])
+        left = 0
+        for start in range(0, len(keys), per_job):
+            part = [make_offload_key(key, 0) for key in keys[start : start + per_job]]
+            rows = memoryview(array("i", range(start, start + len(part))))
+            job = TransferJob(next(self._numbers), part, rows, is_promotion=load, context=RequestContext("bench"))
+            (self._tier.submit_load if load else self._tier.submit_store)(job)
+            left += 1
+        self._tier.on_schedule_end()
+        while left:
+            time.sleep(STEP_SECONDS)
+            for result in self._tier.get_finished_jobs():
+                assert result.success
+                left -= 1
+
+
+class PlainLane:
+    """The store's own methods in a loop, on the caller's memory."""
+
+    def __init__(self, store: ChunkStore, values: Values, back: Values) -> None:
+        self._store, self._values, self._back = store, values, back
+
+    def write(self, keys: Sequence[bytes]) -> None:
+        """Write all values."""
+        for key, value in zip(keys, self._values, strict=True):
+            self._store.write(NAMES.prefix + key.hex(), memoryview(value).toreadonly())
+
+    def read(self, keys: Sequence[bytes]) -> None:
+        """Read all values."""
+        for key, value in zip(keys, self._back, strict=True):
+            assert self._store.read_into(NAMES.prefix + key.hex(), memoryview(value))
+
+    def check(self) -> None:
+        """Compare what was read."""
+        assert np.array_equal(self._back, self._values)
+        self._back[:] = 0
+
+
+def config_of(kind: str, folder: Path, total: int) -> dict[str, Any]:
+    """Return a config with one tier. In memory the oldest values go first; a directory is emptied by ``clear``."""
+    tier: dict[str, Any] = {"type": kind, "capacity": f"{3 * total + (64 << 20)}B", "store_queue": 1 << 20}
+    if kind == "fs":
+        tier |= {"path": str(folder), "min_free": 0, "capacity": "64GiB"}
+    return {"version": 1, "primary": {"capacity": "1MiB"}, "start_wait": "60s", "secondary": [tier]}
+
+
+def open_plain(kind: str, config: dict[str, Any], folder: Path, stack: ExitStack) -> ChunkStore:
+    [options] = load_config(config).secondary
+    if isinstance(options, FsConfig):
+        return stack.enter_context(closing(FsStore(options)))
+    assert isinstance(options, MemoryConfig), (kind, folder)
+    return stack.enter_context(closing(MemoryStore(options.capacity)))
+
+
+def clear(config: dict[str, Any]) -> None:
+    """Remove all values of a directory."""
+    [options] = load_config(config).secondary
+    if isinstance(options, FsConfig):
+        with closing(FsStore(options)) as store:
+            store.delete([entry.name for entry in store.list("")])
+
+
+def measure(kind: str, nbytes: int, total: int, rounds: int, top: Path) -> dict[str, Any]:
+    """Return the rates of all lanes with values of this size in this store."""
+    count = total // nbytes
+    values = np.random.default_rng(0).integers(0, 256, (count, nbytes - 4096), np.uint8)
+    back = np.zeros_like(values)
+    folder = top / kind
+    with ExitStack() as stack:
+
+        def config(lane: str) -> dict[str, Any]:
+            return config_of(kind, folder / lane.replace(" ", "-"), total)
+
+        folder.mkdir()
+        lanes: dict[str, Any] = {
+            "stack": StackLane(config("stack"), values, back, stack),
+            "client": ClientLane(config("client"), values, back, stack, 1),
+            "client x4": ClientLane(config("client x4"), values, back, stack, 4),
+            "tier": TierLane(config("tier"), values, stack),
+            "plain": PlainLane(open_plain(kind, config("plain"), folder, stack), values, back),
+        }
+        samples: dict[str, list[tuple[float, float]]] = {name: [] for name in lanes}
+        order = [*lanes]
+        for turn in range(rounds + 1):
+            for name in order[turn % len(order) :] + order[: turn % len(order)]:
+                lane, keys = lanes[name], [os.urandom(32) for _ in range(count)]
+                pair = seconds_of(lane.write, keys), seconds_of(lane.read, keys)
+                lane.check()
+                clear(config(name))
+                if turn:  # the first one warms up
+                    samples[name].append(pair)
+        del lanes, lane
+    gc.collect()
+    shutil.rmtree(folder)
+    moved = values.nbytes / 1e9
+    rates = {
+        name: {way: moved / statistics.median(pair[i] for pair in pairs) for i, way in enumerate(WAYS)}
+        for name, pairs in samples.items()
+    }
+    shares = {
+        other: {
+            way: middle_share([pair[i] for pair in samples[other]], [pair[i] for pair in samples["client"]])
+            for i, way in enumerate(WAYS)
+        }
+        for other in ("stack", "tier", "plain")
+    }
+    return {"store": kind, "value_bytes": nbytes, "gb_per_s": rates, "client_of": shares}
+
+
+def seconds_of(work: Callable[[Sequence[bytes]], None], keys: Sequence[bytes]) -> float:
+    begin = time.perf_counter()
+    work(keys)
+    return time.perf_counter() - begin
+
+
+def goals_of(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    goals = []
+    for kind in STORES:
+        for way in WAYS:
+            by_size = {
+                format_size(one["value_bytes"]): one["client_of"]["stack"][way] for one in found if one["store"] == kind
+            }
+            name = f"{kind}, {way}: the client as a share of the stack"
+            goals.append(at_least(name, min(by_size.values()), GOAL_OF_STACK) | {"by_size": by_size})
+    return goals
+
+
+def report(found: dict[str, Any]) -> None:
+    """Print the rates as a table, and the client's shares."""
+    names = list(found["sizes"][0]["gb_per_s"])
+    print("GB/s" + " " * 16 + "".join(f"{name:>11}" for name in names) + "   client of stack, tier, plain")
+    for one in found["sizes"]:
+        for way in WAYS:
+            rates = "".join(f"{one['gb_per_s'][name][way]:11.2f}" for name in names)
+            shares = ", ".join(f"{one['client_of'][other][way]:.2f}" for other in one["client_of"])
+            print(f"{one['store']:7}{format_size(one['value_bytes']):>6} {way:6}{rates}   {shares}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--path", type=Path, help="a folder on the disk for fs (the one for temporary files)")
+    parser.add_argument("--quick", action="store_true", help="fewer bytes and rounds")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args()
+    if not sys.platform.startswith("linux"):
+        sys.exit("error: tier hosts need Linux")
+    total, rounds = (64 << 20, 3) if options.quick else (192 << 20, 7)
+    with tempfile.TemporaryDirectory(dir=options.path, prefix="kvtiers-bench-") as top:
+        sizes = [measure(kind, nbytes, total, rounds, Path(top)) for kind in STORES for nbytes in SIZES]
+    say({"sizes": sizes, "goals": goals_of(sizes)}, report, as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()

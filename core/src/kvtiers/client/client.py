@@ -1,0 +1,315 @@
+"""The client as its callers see it: blocking calls from any thread, which never raise and end within their deadline."""
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
+
+from kvtiers._failures import error_text, log_with_backoff
+from kvtiers.api import OffloadKey, make_offload_key
+from kvtiers.client.buffers import Bytes, Views, gather, length_of, parts_of, scatter
+from kvtiers.client.driver import CLOSED, Driver
+from kvtiers.client.requests import Get, Prefix, Put, Task
+from kvtiers.client.rows import BounceRows
+
+__all__ = ["Client", "PutResult"]
+
+_log = logging.getLogger("kvtiers")
+_JOB_BYTES = 16 << 20  # of one piece of a call: the next one is gathered while its host works on it
+_MOST_PIECES = 3  # of one call whose rows wait to be scattered
+_LONGEST_KEY = 65_531
+_COUNTS = (
+    "puts", "put_values", "put_bytes", "stored_values", "gets", "get_values", "found_values", "found_bytes", "lookups",
+    "refused_values", "expired_calls", "failed_calls",
+)  # fmt: skip
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_Moving = TypeVar("_Moving", Put, Get)
+
+
+@dataclass(frozen=True, slots=True)
+class PutResult:
+    """What has become of the values of one ``put``.
+
+    ``stored[i]``: a tier has value i now, or has had it by what was seen in the last ``exists_ttl``. ``tiers``: how
+    many of the values each tier has, by its name. ``error``: in one line, why some tier has not all of them; "" if each
+    that takes stores has.
+    """
+
+    stored: list[bool]
+    tiers: Mapping[str, int] = field(default_factory=dict)
+    error: str = ""
+
+
+class _Value(NamedTuple):
+    """A value of a call, and the places that it has in it: a key may be given twice."""
+
+    key: OffloadKey
+    nbytes: int
+    parts: list[list[Bytes]]
+    places: list[int]
+
+
+class Client:
+    """Reads and writes values by their keys, in the tiers of a config. Made by ``open_client``. Any thread.
+
+    A key is 1 to 65,531 bytes that name exactly this content: a key that is stored already is not stored again. A value
+    is a C-contiguous buffer or a list of them, one behind the other, whose length is one of the client's
+    ``value_bytes``; of another length it is not stored, and not found. ``timeout``: seconds in which the call ends, by
+    default the client's; what is not done by then is False in its result. No call raises: mistakes, failures and a
+    closed client are results too, counted in ``stats``, and logged with backoff.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        rows: BounceRows,
+        groups: Mapping[int, int],
+        value_bytes: int,
+        deadline: float,
+        tier_stats: Callable[[], dict[str, Any]],
+        close: Callable[[float], None],
+    ) -> None:
+        """``groups``: the KV group of values of each length. ``value_bytes``: the length where a call names none."""
+        self._driver = driver
+        self._rows = rows
+        self._groups = groups
+        self._value_bytes = value_bytes
+        self._deadline = deadline
+        self._tier_stats = tier_stats
+        self._close = close
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._counts = dict.fromkeys(_COUNTS, 0)
+        self._is_closed = False
+
+    # -- calls
+
+    def put(self, keys: Sequence[bytes], views: Sequence[Views], timeout: float | None = None) -> PutResult:
+        """Store ``views[i]`` under ``keys[i]``, in all tiers that take stores, and wait for them.
+
+        The buffers are read during the call alone.
+        """
+        result = self._never_raises(self._put, keys, views, timeout)
+        return result if result is not None else PutResult([False] * _count(keys), error="not done; see the log")
+
+    def get_into(self, keys: Sequence[bytes], views: Sequence[Views], timeout: float | None = None) -> list[bool]:
+        """Fill ``views[i]`` with the value of ``keys[i]``, where a tier has it; return for each whether it is there.
+
+        The tiers are asked in the config's order. Views of values that were not found keep what they held; nothing is
+        written to any of them after the call.
+        """
+        found = self._never_raises(self._get, keys, views, timeout)
+        return found if found is not None else [False] * _count(keys)
+
+    def exists_prefix(self, keys: Sequence[bytes], value_bytes: int | None = None, timeout: float | None = None) -> int:
+        """Return how many of the leading keys the tiers have, all of values of this length.
+
+        ``value_bytes``: by default the first one that the client was opened with. An answer of the tiers is reused for
+        ``exists_ttl``, an absence for a second at most.
+        """
+        return self._never_raises(self._prefix, keys, value_bytes, timeout) or 0
+
+    def stats(self) -> dict[str, Any]:
+        """Return the counts of this client since it was opened, and each tier's own figures under ``tiers``."""
+        found: dict[str, Any] = dict(self._counts)
+        found |= {"bounce_rows": self._rows.count, "free_bounce_rows": len(self._rows.free)}
+        tiers: dict[str, Any] = {}
+        if self._is_usable():
+            task = Task(lambda: tiers.update(self._tier_stats()), time.monotonic() + self._deadline)
+            if self._driver.send(task):
+                task.over.wait(self._deadline)
+        return found | {"tiers": tiers}
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Let calls in flight end, within so many seconds, then close the tiers. Later calls find and store nothing."""
+        self._never_raises(self._close_once, timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- inside
+
+    def _close_once(self, timeout: float) -> None:
+        with self._lock:
+            was_closed, self._is_closed = self._is_closed, True
+        if not was_closed:
+            self._close(timeout)
+
+    def _put(self, keys: Sequence[bytes], views: Sequence[Views], timeout: float | None) -> PutResult:
+        until = self._until(timeout)
+        values = self._values(keys, views, writable=False)
+        todo = self._pieces(values)
+        begun: list[tuple[Sequence[_Value], Put]] = []
+        while todo and (piece := self._begin(Put, todo, until, until)) is not None:
+            begun.append(piece)
+            piece[1].lease.release()  # the request holds them; the next piece may need them
+        error = "" if not todo else CLOSED if self._is_closed else "no bounce row was free in time"
+        stored = [False] * len(keys)
+        tiers: dict[str, int] = {}
+        for some, request in begun:
+            self._await(request, until)
+            by_tier = {name: set(good) for name, good in list(request.stored.items())}
+            for name, good in by_tier.items():
+                tiers[name] = tiers.get(name, 0) + len(good)
+            for value in some:
+                for place in value.places:
+                    stored[place] = any(value.key in good for good in by_tier.values())
+            error = error or request.error
+        if sum(len(value.places) for value in values) < len(keys):
+            error = error or "some values were refused; see the log"
+        nbytes = sum(value.nbytes for value in values)
+        self._count(puts=1, put_values=len(keys), put_bytes=nbytes, stored_values=sum(stored))
+        return PutResult(stored, tiers, error)
+
+    def _get(self, keys: Sequence[bytes], views: Sequence[Views], timeout: float | None) -> list[bool]:
+        until = self._until(timeout)
+        todo = self._pieces(self._values(keys, views, writable=True))
+        begun: deque[tuple[Sequence[_Value], Get]] = deque()
+        found = [False] * len(keys)
+        try:
+            while todo or begun:
+                if todo and len(begun) < _MOST_PIECES:
+                    # Not waited for while rows of this call wait to be scattered: they may be all that there are.
+                    if (piece := self._begin(Get, todo, until, 0.0 if begun else until)) is not None:
+                        begun.append(piece)
+                        continue
+                    if not begun:
+                        break
+                self._await(begun[0][1], until)
+                self._scatter(*begun[0], found)
+                begun.popleft()[1].lease.release()
+        finally:
+            for _, request in begun:
+                request.lease.release()
+        self._count(gets=1, get_values=len(keys), found_values=sum(found))
+        return found
+
+    def _begin(
+        self, kind: type[_Moving], todo: deque[Sequence[_Value]], until: float, rows_until: float
+    ) -> tuple[Sequence[_Value], _Moving] | None:
+        """Begin with the next piece, or as much of it as there are rows for; None if there is none until then.
+
+        The caller holds the request's rows.
+        """
+        lease = self._rows.take(len(todo[0]), rows_until) if self._is_usable() else None
+        if lease is None:
+            return None
+        piece = todo.popleft()
+        some, rest = piece[: len(lease.rows)], piece[len(lease.rows) :]
+        if rest:
+            todo.appendleft(rest)
+        try:
+            if kind is Put:
+                for row, value in zip(lease.rows, some, strict=True):
+                    gather(value.parts[0], self._rows.row(row, value.nbytes))
+            request = kind([value.key for value in some], lease, until)
+        except BaseException:
+            lease.release()
+            raise
+        self._driver.send(request)
+        return some, request
+
+    def _scatter(self, some: Sequence[_Value], request: Get, found: list[bool]) -> None:
+        for row, value in zip(request.lease.rows, some, strict=True):
+            if value.key in request.found:
+                for place, parts in zip(value.places, value.parts, strict=True):
+                    scatter(self._rows.row(row, value.nbytes), parts)
+                    found[place] = True
+                self._count(found_bytes=value.nbytes)
+
+    def _prefix(self, keys: Sequence[bytes], value_bytes: int | None, timeout: float | None) -> int:
+        until = self._until(timeout)
+        self._count(lookups=1)
+        group = self._groups.get(self._value_bytes if value_bytes is None else value_bytes)
+        leading: list[OffloadKey] = []
+        for key in keys:
+            if group is None or not _is_key(key):
+                self._refuse(f"a key of {type(key).__name__}, or values of {value_bytes} bytes")
+                break
+            leading.append(make_offload_key(key, group))
+        if not leading or not self._is_usable():
+            return 0
+        request = Prefix(leading, until)
+        self._driver.send(request)
+        self._await(request, until)
+        return request.length
+
+    def _values(self, keys: Sequence[bytes], views: Sequence[Views], *, writable: bool) -> list[_Value]:
+        """Return the values of a call, each key once; those that do not fit are refused."""
+        values: dict[OffloadKey, _Value] = {}
+        if len(keys) != len(views):
+            self._refuse(f"{len(keys)} keys with {len(views)} values", len(keys))
+            return []
+        for place, (key, view) in enumerate(zip(keys, views, strict=True)):
+            try:
+                parts = parts_of(view, writable=writable)
+                group = self._groups.get(length_of(parts))
+            except (TypeError, ValueError, BufferError) as error:
+                self._refuse(error_text(error))
+                continue
+            if group is None or not _is_key(key):
+                what = f"of {length_of(parts)} bytes" if group is None else f"with a key of {type(key).__name__}"
+                self._refuse(f"a value {what}; this client's have {', '.join(map(str, self._groups))} bytes")
+                continue
+            offload_key = make_offload_key(key, group)
+            if (known := values.get(offload_key)) is None:
+                values[offload_key] = _Value(offload_key, length_of(parts), [parts], [place])
+            else:
+                known.parts.append(parts)
+                known.places.append(place)
+        return list(values.values())
+
+    def _pieces(self, values: Sequence[_Value]) -> deque[Sequence[_Value]]:
+        most = max(1, min(_JOB_BYTES // self._rows.row_stride, self._rows.count // 2))
+        return deque(values[start : start + most] for start in range(0, len(values), most))
+
+    def _await(self, request: Put | Get | Prefix, until: float) -> None:
+        if not request.over.wait(max(0.0, until - time.monotonic())):
+            self._count(expired_calls=1)
+            request.error = request.error or "not ended in time"
+
+    def _until(self, timeout: float | None) -> float:
+        return time.monotonic() + (self._deadline if timeout is None else max(0.0, timeout))
+
+    def _is_usable(self) -> bool:
+        return not self._is_closed and os.getpid() == self._process
+
+    def _count(self, **more: int) -> int:
+        """Add to these counts; return the last one."""
+        with self._lock:
+            for name, number in more.items():
+                self._counts[name] += number
+            return self._counts[name]
+
+    def _refuse(self, what: str, values: int = 1) -> None:
+        times = self._count(refused_values=values)
+        log_with_backoff(times, _log.warning, "client: refused %s (%d values so far)", what, times)
+
+    def _never_raises(self, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T | None:
+        if os.getpid() != self._process:  # in a forked child, a lock may be held by a thread that is not there
+            return None
+        try:
+            return call(*args, **kwargs)
+        except Exception:  # noqa: BLE001 -- the caller is an engine; what went wrong is a result, a count and a line
+            times = self._count(failed_calls=1)
+            log_with_backoff(times, _log.exception, "client: a call failed (%d times so far)", times)
+            return None
+
+
+def _is_key(key: object) -> bool:
+    return isinstance(key, bytes) and 0 < len(key) <= _LONGEST_KEY
+
+
+def _count(keys: object) -> int:
+    try:
+        return len(keys)  # type: ignore[arg-type]
+    except TypeError:
+        return 0

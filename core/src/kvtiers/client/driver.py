@@ -1,0 +1,236 @@
+"""The driver: the one thread that calls a client's tiers, with the requests of all callers and the jobs in flight.
+
+It sleeps while nothing is in flight and all tiers are usable. It is woken by a caller (an eventfd), and by whatever a
+tier host sends. Tiers that run on threads of this process have no descriptor to wait with: they are polled.
+"""
+
+import contextlib
+import itertools
+import logging
+import os
+import queue
+import threading
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvtiers._failures import logged_boundary
+from kvtiers.api import OffloadKey, TransferJob
+from kvtiers.client.requests import Request, Transfer
+from kvtiers.secondary.tier_jobs import JobFailed, JobReleased, JobStarted, TierEvent, good_keys, is_of
+from kvtiers.tiering.tier_slot import TierSlot
+from kvtiers.types import RequestContext
+
+__all__ = ["CLOSED", "Driver"]
+
+CLOSED = "the client is closed"
+_log = logging.getLogger("kvtiers")
+_POLL_SECONDS = 0.0005  # of tiers without a descriptor, while something of theirs is in flight
+_AWAKE_SECONDS = 0.005  # the longest sleep while something is in flight: deadlines, hosts that are being started
+_UNUSABLE_SECONDS = 0.25  # how often a tier is looked at that is not usable, while nothing is in flight
+_SCAN_SECONDS = 0.05  # how often deadlines are looked at
+_LAST_SECONDS = 5.0  # for the thread to end; nothing that it calls waits
+_CONTEXT = RequestContext("")
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A job in flight, which holds its request's rows. ``since``: it was submitted, or has started."""
+
+    job: TransferJob
+    slot: TierSlot
+    request: Transfer
+    since: float
+    is_abandoned: bool = False
+
+
+class Driver:
+    """The thread. ``wait(seconds, fd)``: waits for tier hosts and the descriptor; None where no tier has a host.
+
+    ``slots``: called on this thread alone, until ``stop`` has returned. ``is_polled``: some tiers have no host.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[TierSlot],
+        wait: Callable[[float | None, int], None],
+        *,
+        is_polled: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.slots = slots
+        self._wait = wait
+        self._is_polled = is_polled
+        self._clock = clock
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._incoming: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._requests: dict[Request, None] = {}
+        """Begun, and not over."""
+        self._jobs: dict[int, _Job] = {}
+        self._ids = itertools.count(1)
+        self._next_scan = 0.0
+        self._life = threading.Lock()
+        self._closing = False
+        self._stop_at: float | None = None
+        self._thread = threading.Thread(target=self._run, name="kvtiers-client", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    # -- from any thread
+
+    def send(self, request: Request) -> bool:
+        """Hand a request over; False, and it is over, after ``stop``. Its rows are held until it is over.
+
+        So the caller may release them at any time: a job that begins just then still finds them held.
+        """
+        with self._life:
+            if not self._closing:
+                if isinstance(request, Transfer):
+                    request.lease.hold()
+                self._incoming.put(request)
+                self._wake()
+                return True
+        request.end(CLOSED)
+        return False
+
+    def stop(self, timeout: float) -> None:
+        """Let what is in flight end, within so many seconds, and end the thread. All requests are over then."""
+        with self._life:
+            if not self._closing:
+                self._closing = True
+                self._stop_at = self._clock() + timeout
+                self._wake()
+        if self._thread.ident is not None:
+            self._thread.join(timeout + _LAST_SECONDS)
+
+    def close(self) -> None:
+        """Release the descriptor, after ``stop`` and when the tiers are closed."""
+        with self._life:
+            if self._wake_fd >= 0:
+                os.close(self._wake_fd)
+                self._wake_fd = -1
+
+    def _wake(self) -> None:
+        if self._wake_fd >= 0:
+            with contextlib.suppress(BlockingIOError):  # it is full, so the thread is being woken
+                os.eventfd_write(self._wake_fd, 1)
+
+    # -- for requests
+
+    def submit(
+        self, slot: TierSlot, request: Transfer, keys: Sequence[OffloadKey], rows: Sequence[int], *, is_load: bool
+    ) -> bool:
+        """Start a job on these rows of the request's lease; False: nothing has started."""
+        now = self._clock()
+        if now >= request.until or self._stop_at is not None:
+            request.error = request.error or "no time left"
+            return False
+        job = TransferJob(next(self._ids), keys, memoryview(array("i", rows)), is_load, _CONTEXT)
+        if not slot.submit(job):
+            return False
+        request.lease.hold()
+        self._jobs[job.job_id] = _Job(job, slot, request, now)
+        return True
+
+    # -- the thread
+
+    def _run(self) -> None:
+        with logged_boundary(_log, "client: its thread has ended; a bug of kvtiers"):
+            while not self._is_done():
+                self._wait(self._pause(), self._wake_fd)
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wake_fd)
+                self._step()
+        with self._life:
+            self._closing = True
+        self._end_all()
+
+    def _is_done(self) -> bool:
+        if self._stop_at is None:
+            return False
+        return self._clock() >= self._stop_at or not (self._requests or self._jobs or not self._incoming.empty())
+
+    def _pause(self) -> float | None:
+        if self._requests or self._jobs:
+            return _POLL_SECONDS if self._is_polled else _AWAKE_SECONDS
+        if self._stop_at is not None:
+            return 0.0
+        return None if all(slot.available() for slot in self.slots) else _UNUSABLE_SECONDS
+
+    def _step(self) -> None:
+        for slot in self.slots:
+            for event in slot.poll():
+                self._take(slot, event)
+        self._begin_new()
+        for request in list(self._requests):
+            self._guarded(request, request.step)
+        for slot in self.slots:
+            slot.end_step()
+        now = self._clock()
+        if now >= self._next_scan:
+            self._next_scan = now + _SCAN_SECONDS
+            self._expire(now)
+
+    def _begin_new(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                request = self._incoming.get_nowait()
+                self._requests[request] = None
+                if self._clock() >= request.until:
+                    self._end(request, "no time left")
+                else:
+                    self._guarded(request, request.begin)
+
+    def _guarded(self, request: Request, call: Callable[["Driver"], None]) -> None:
+        """Make a call of a request; a bug in it ends that request alone."""
+        if not request.over.is_set():
+            with logged_boundary(_log, "client: a call; a bug of kvtiers") as made:
+                call(self)
+            if made.error:
+                request.end(made.error)
+        if request.over.is_set():
+            self._end(request)
+
+    def _end(self, request: Request, error: str = "") -> None:
+        request.end(error)
+        if request in self._requests:
+            del self._requests[request]
+            if isinstance(request, Transfer):
+                request.lease.release()
+
+    def _take(self, slot: TierSlot, event: TierEvent) -> None:
+        found = self._jobs.get(event.job_id)
+        if isinstance(event, JobStarted):
+            if found is not None:
+                found.since = self._clock()
+        elif isinstance(event, JobFailed):
+            if found is not None:
+                found.request.error = found.request.error or f"{slot.name}: {event.error or 'failed'}"
+        elif not isinstance(event, JobReleased):
+            if found is None or found.slot is not slot or not is_of(found.job, event):
+                slot.retire(f"it has reported job {event.job_id}, which it does not have, or keys that are not of it")
+                return
+            del self._jobs[event.job_id]
+            request, good = found.request, good_keys(found.job, event)
+            self._guarded(request, lambda driver: request.job_ended(driver, slot, good))
+            request.lease.release()
+
+    def _expire(self, now: float) -> None:
+        """Give up overdue jobs, which their tiers then end; end requests whose callers have gone on."""
+        for found in list(self._jobs.values()):
+            if now - found.since > found.slot.options.deadline and not found.is_abandoned:
+                found.is_abandoned = True
+                found.slot.abandon(found.job.job_id)
+        for request in list(self._requests):
+            if now >= request.until:
+                self._end(request, "not ended in time")
+
+    def _end_all(self) -> None:
+        for request in list(self._requests):
+            self._end(request, CLOSED)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._incoming.get_nowait().end(CLOSED)

@@ -1,0 +1,132 @@
+"""The composition root of a client: rows, tiers and the driver, opened from a config and closed in the right order."""
+
+import contextlib
+import os
+import select
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from kvtiers._log_queue import QueuedLogs, queue_logs
+from kvtiers.api import ConfigError, TierConfig
+from kvtiers.api.units import format_size
+from kvtiers.client.client import Client
+from kvtiers.client.driver import Driver
+from kvtiers.client.layout import client_layout
+from kvtiers.client.rows import BounceRows
+from kvtiers.config import OffloadConfig, load_config
+from kvtiers.layout.cache_layout import ModelIdentity
+from kvtiers.layout.storage_name import StorageNames
+from kvtiers.model_identity import described, is_shared, with_model, with_weights
+from kvtiers.plugins import load_tier
+from kvtiers.region.memfd import require_linux
+from kvtiers.start_line import StartFacts, StartLine
+from kvtiers.tier_set import TierRows, TierSet
+
+__all__ = ["open_client"]
+
+_BOUNCE_BYTES = 256 << 20
+
+
+def open_client(
+    config: OffloadConfig | str | os.PathLike[str] | Mapping[str, Any],
+    identity: ModelIdentity,
+    value_bytes: int | Sequence[int],
+    *,
+    bounce_bytes: int = _BOUNCE_BYTES,
+    deadline: float | None = None,
+    way_in: str = "as a client",
+    release: str = "",
+) -> Client:
+    """Open the tiers of a config for a caller that has bytes and keys, and return a thread-safe, blocking client.
+
+    ``identity``: what decides the meaning of the bytes; two clients share values only if all of it, and the set of
+    ``value_bytes``, are equal, and never with an engine that has a scheduler of kvtiers'. Different contents that have
+    the same keys and lengths need a difference here, such as in ``kv_layout``. Without ``weights`` nothing is shared.
+
+    ``value_bytes``: the lengths that values have, in bytes, 64 at most; a value of another length is refused, and one
+    that is asked for is a miss. They are fixed here since a value's seal and fingerprint state its length, as they do
+    for an engine's. ``bounce_bytes``: shared memory through which values pass; a value of any length takes as much of
+    it as the longest. ``deadline``: seconds in which a call ends, by default the longest ``deadline`` among the tiers.
+    ``way_in``, ``release``: what uses the client, for the log and for what is recorded beside the values.
+
+    Of the config, ``primary`` and what belongs to it has no effect. Waits up to ``start_wait`` for the tiers to open;
+    one that is not open by then is used when it is. ConfigError or StartError, in one line each, if it cannot start.
+    """
+    hold_standard_descriptors()
+    config = config if isinstance(config, OffloadConfig) else load_config(config)
+    _refuse_admissions(config.secondary)
+    require_linux()
+    lengths = [value_bytes] if isinstance(value_bytes, int) else list(value_bytes)
+    layout = with_weights(with_model(config, client_layout(identity, lengths)))
+    sizes = [(layout.payload_bytes(group), layout.value_bytes(group)) for group in range(len(layout.groups))]
+    names = StorageNames.of_layout(config.namespace, layout)
+    with contextlib.ExitStack() as undo:
+        logs = queue_logs()  # first: what follows logs, too
+        undo.callback(logs.close)
+        queues = [tier.store_queue for tier in config.secondary if not tier.read_only]
+        rows = BounceRows(min(bounce_bytes // layout.row_stride, *queues, 1 << 20), layout.row_stride)
+        undo.callback(rows.close)
+        hosted = TierRows(rows.view, rows.row_stride, sizes, rows.fd, len(rows.view), config.primary.core_dumps)
+        tiers = TierSet(
+            config.secondary, hosted, config.namespace, names, described(names, layout, release), is_awaited=True
+        )
+        undo.callback(tiers.release_rows)
+        undo.callback(tiers.close, 0.0)
+        soon = time.monotonic() + config.start_wait
+        tiers.wait_open(soon, time.monotonic() + config.primary.start_deadline)
+        is_polled = any(tier.io == "thread" or load_tier(tier.type).kind == "manager" for tier in config.secondary)
+        driver = Driver(tiers.slots, tiers.hosts.wait if tiers.hosts is not None else _wait, is_polled=is_polled)
+        undo.callback(driver.close)
+        driver.start()
+        undo.callback(driver.stop, 0.0)
+        facts = StartFacts(
+            way_in,
+            f"none, but {format_size(len(rows.view))} of bounce rows",
+            config.namespace,
+            names.fingerprint,
+            shared=is_shared(layout.model),
+        )
+        kinds = {tier.tier_name: tier.type for tier in config.secondary}
+        line = StartLine(facts, {name: (kinds[name], tier) for name, tier in tiers.tiers.items()})
+        undo.pop_all()
+    return Client(
+        driver,
+        rows,
+        {nbytes: group for group, (nbytes, _) in enumerate(sizes)},
+        lengths[0],
+        deadline if deadline is not None else max((tier.deadline for tier in config.secondary), default=1.0),
+        lambda: {name: tier.stats() for name, tier in tiers.tiers.items()},
+        partial(_close, driver, rows, tiers, line, logs),
+    )
+
+
+def _refuse_admissions(tiers: Sequence[TierConfig]) -> None:
+    problems = [
+        f"{tier.tier_name}: admission {tier.admission!r} needs a primary tier, which a client has not; leave it out"
+        for tier in tiers
+        if tier.admission != "all"
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _wait(seconds: float | None, wake: int) -> None:
+    """Wait until the descriptor is readable."""
+    waiting = select.poll()
+    waiting.register(wake, select.POLLIN)
+    waiting.poll(None if seconds is None else seconds * 1e3)
+
+
+def _close(driver: Driver, rows: BounceRows, tiers: TierSet, line: StartLine, logs: QueuedLogs, timeout: float) -> None:
+    """Close everything: calls in flight, then the tiers, then the rows, which a tier may use until it is closed."""
+    until = time.monotonic() + timeout
+    line.close()
+    rows.end()
+    steps: list[Callable[[], None]] = [logs.close, rows.close, driver.close, tiers.release_rows]
+    with contextlib.ExitStack() as last:
+        for step in steps:
+            last.callback(step)
+        driver.stop(timeout)
+        tiers.close(max(0.0, until - time.monotonic()))

@@ -1,0 +1,197 @@
+"""The requests of callers: what each asks the tiers for, step by step, on the driver's thread.
+
+=============  ==================================================================================================
+request        asks
+=============  ==================================================================================================
+``Put``        each tier that takes stores, at the same time; over when all jobs have ended
+``Get``        the tiers in order: which of the keys a tier has, then for these, then the next tier for the rest
+``Prefix``     the tiers in order how far they have the prefix, and again from there, until none has more
+``Task``       no tier: a function to be called on the driver's thread
+=============  ==================================================================================================
+
+The driver calls ``begin`` once, ``step`` after each poll until the request is over, and ``job_ended`` for each of its
+jobs. The caller waits for ``over`` and reads the outcome; what it reads before is what has come so far.
+"""
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
+
+from kvtiers.api import OffloadKey
+from kvtiers.client.rows import RowLease
+from kvtiers.tiering.tier_slot import TierSlot
+from kvtiers.types import RequestContext
+
+__all__ = ["Get", "Jobs", "Prefix", "Put", "Request", "Task", "Transfer"]
+
+NO_TIER = "no tier is usable"
+_CONTEXT = RequestContext("")
+
+
+class Jobs(Protocol):
+    """The driver, as requests see it."""
+
+    slots: Sequence[TierSlot]
+
+    def submit(
+        self, slot: TierSlot, request: "Transfer", keys: Sequence[OffloadKey], rows: Sequence[int], *, is_load: bool
+    ) -> bool:
+        """Start a job on these rows of the request's lease; False: nothing has started."""
+
+
+class Request:
+    """A request. ``until``: no further job begins after this time."""
+
+    def __init__(self, until: float) -> None:
+        self.until = until
+        self.error = ""
+        """Why something was not done, the first reason."""
+        self.over = threading.Event()
+
+    def begin(self, jobs: Jobs) -> None:
+        """Start."""
+        self.step(jobs)
+
+    def step(self, jobs: Jobs) -> None:
+        """Go on, if an answer has come."""
+
+    def end(self, error: str = "") -> None:
+        """End, with what has come so far."""
+        if not self.over.is_set():
+            self.error = self.error or error
+            self.over.set()
+
+
+class Transfer(Request):
+    """A request that moves values. ``lease``: the rows of its jobs, which hold them too."""
+
+    def __init__(self, lease: RowLease, until: float) -> None:
+        super().__init__(until)
+        self.lease = lease
+
+    def job_ended(self, jobs: Jobs, slot: TierSlot, good: Collection[OffloadKey]) -> None:
+        """Take in the end of one of its jobs: the keys that were moved."""
+        raise NotImplementedError
+
+
+class Put(Transfer):
+    """Values to store: ``keys[i]`` lies in row i of the lease. ``stored``: the keys that each tier has, by its name."""
+
+    def __init__(self, keys: Sequence[OffloadKey], lease: RowLease, until: float) -> None:
+        super().__init__(lease, until)
+        self.keys = keys
+        self.stored: dict[str, Collection[OffloadKey]] = {}
+        self._running = 0
+
+    def begin(self, jobs: Jobs) -> None:
+        """Send the values to all tiers that take stores."""
+        takers = [slot for slot in jobs.slots if not slot.options.read_only and slot.available()]
+        for slot in takers:
+            self._running += jobs.submit(slot, self, self.keys, self.lease.rows, is_load=False)
+        if not self._running:
+            self.end(NO_TIER)
+
+    def job_ended(self, jobs: Jobs, slot: TierSlot, good: Collection[OffloadKey]) -> None:  # noqa: ARG002 -- as its base
+        """Record what this tier has; end with the last one."""
+        self.stored[slot.name] = good
+        self._running -= 1
+        if len(good) < len(self.keys):
+            self.error = self.error or f"{slot.name} has not taken all values"
+        if not self._running:
+            self.end()
+
+
+class Get(Transfer):
+    """Values to load: ``keys[i]``, each once, into row i of the lease. ``found``: those that are in their rows."""
+
+    def __init__(self, keys: Sequence[OffloadKey], lease: RowLease, until: float) -> None:
+        super().__init__(lease, until)
+        self.found: set[OffloadKey] = set()
+        self._row_of = dict(zip(keys, lease.rows, strict=True))
+        self._tier = 0
+        self._left = list(keys)
+        """Keys that no tier before this one has given."""
+        self._unknown = self._left
+        """Those of them that this tier has not answered for yet."""
+        self._wanted: list[OffloadKey] = []
+        """Those that it has, by its answer."""
+        self._is_loading = False
+
+    def step(self, jobs: Jobs) -> None:
+        """Ask the tier for each key by itself: these are no prefix. Load what it has when it has answered for all."""
+        while not (self._is_loading or self.over.is_set()):
+            if not self._left or self._tier == len(jobs.slots):
+                self.end()
+                return
+            slot = jobs.slots[self._tier]
+            if self._unknown and slot.available():
+                self._ask(slot)
+                if self._unknown:
+                    return
+            self._unknown = []
+            if self._wanted and slot.available() and self._load(jobs, slot):
+                return
+            self._next_tier()
+
+    def _ask(self, slot: TierSlot) -> None:
+        unknown = []
+        for key in self._unknown:
+            hits, is_unknown = slot.ask([key], _CONTEXT)
+            if hits:
+                self._wanted.append(key)
+            elif is_unknown:
+                unknown.append(key)
+        self._unknown = unknown
+
+    def _load(self, jobs: Jobs, slot: TierSlot) -> bool:
+        rows = [self._row_of[key] for key in self._wanted]
+        self._is_loading = jobs.submit(slot, self, self._wanted, rows, is_load=True)
+        return self._is_loading
+
+    def _next_tier(self) -> None:
+        self._tier += 1
+        self._left = self._unknown = [key for key in self._left if key not in self.found]
+        self._wanted = []
+
+    def job_ended(self, jobs: Jobs, slot: TierSlot, good: Collection[OffloadKey]) -> None:  # noqa: ARG002 -- as its base
+        """Take what has been loaded; the next tier is asked for the rest."""
+        self.found.update(good)
+        self._is_loading = False
+        self._next_tier()
+        self.step(jobs)
+
+
+class Prefix(Request):
+    """How many of the leading keys the tiers have together: ``length``."""
+
+    def __init__(self, keys: Sequence[OffloadKey], until: float) -> None:
+        super().__init__(until)
+        self.length = 0
+        self._keys = keys
+
+    def step(self, jobs: Jobs) -> None:
+        """Ask each tier about the rest of the prefix, from where the one before ended."""
+        is_unknown = has_moved = True
+        while has_moved and self.length < len(self._keys):
+            is_unknown = has_moved = False
+            for slot in jobs.slots:
+                if self.length < len(self._keys) and slot.available():
+                    hits, unresolved = slot.ask(self._keys[self.length :], _CONTEXT)
+                    self.length += hits
+                    has_moved = has_moved or hits > 0
+                    is_unknown = is_unknown or unresolved
+        if self.length == len(self._keys) or not is_unknown:
+            self.end()
+
+
+class Task(Request):
+    """A function to call on the driver's thread, between two steps of the tiers."""
+
+    def __init__(self, call: Callable[[], None], until: float) -> None:
+        super().__init__(until)
+        self._call = call
+
+    def begin(self, jobs: Jobs) -> None:  # noqa: ARG002 -- as its base
+        """Call it."""
+        self._call()
+        self.end()

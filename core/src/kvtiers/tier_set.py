@@ -1,0 +1,179 @@
+"""The tiers of a config, opened over one region of rows, and closed together.
+
+Shared by the roots that open tiers: an engine's manager (``runtime.py``), and clients (``client/``). All tiers are
+opened at once, and none is waited for. They are drained at the same time, and closed when all of them are drained.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from kvtiers._failures import logged_boundary
+from kvtiers.api import ChunkStore, SecondaryTierManager, StartError, TierConfig, TierContext, TierPlugin
+from kvtiers.host.borrowed_views import ValueViews
+from kvtiers.layout.fingerprint_record import Described
+from kvtiers.layout.storage_name import StorageNames
+from kvtiers.plugins import load_tier, open_plugin
+from kvtiers.secondary.host_pool import HostPool, PooledHost
+from kvtiers.secondary.in_process import InProcessBackend
+from kvtiers.secondary.managed.sealed_tier import SealedTier
+from kvtiers.secondary.placement import HostedRegion, TierHosts
+from kvtiers.secondary.store_tier import ChunkStoreTier
+from kvtiers.tiering.tier_slot import TierOptions, TierSlot
+
+__all__ = ["TierRows", "TierSet"]
+
+_log = logging.getLogger("kvtiers")
+_CLOSE_SECONDS = 4.0  # for hosts to close their stores, also when draining took all the time there was
+
+
+@dataclass(frozen=True, slots=True)
+class TierRows:
+    """The rows that tiers move. ``sizes[g]``: payload and value bytes of group g; ``fd``: None: no host can map it."""
+
+    view: memoryview
+    row_stride: int
+    sizes: Sequence[tuple[int, int]]
+    fd: int | None
+    map_bytes: int
+    core_dumps: bool = False
+
+
+class TierSet:
+    """The open tiers. ``slots``: in the config's order; ``tiers``: the same by name.
+
+    ``is_awaited``: callers wait for stores too, so their hosts are polled whenever something may have come (``wait``).
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[TierConfig],
+        rows: TierRows,
+        namespace: str,
+        names: StorageNames,
+        described: Described | None,
+        *,
+        is_awaited: bool = False,
+    ) -> None:
+        self._rows = rows
+        self._namespace = namespace
+        self._names = names
+        self._described = described
+        self._views = ValueViews(rows.view, rows.row_stride)
+        self._hosts: TierHosts | None = None
+        self._required = [config.tier_name for config in configs if config.required]
+        self.tiers: dict[str, ChunkStoreTier | SealedTier] = {}
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.release_rows)
+            undo.callback(self.close, 0.0)
+            if rows.fd is not None and any(config.io == "process" for config in configs):
+                hosted = HostedRegion(
+                    rows.fd, rows.map_bytes, len(rows.view), rows.row_stride, rows.sizes, rows.core_dumps
+                )
+                self._hosts = TierHosts(hosted, namespace, lambda: self._names, described, is_awaited=is_awaited)
+            self.slots = [self._slot(index, config) for index, config in enumerate(configs)]
+            if self._hosts is not None:
+                self._hosts.start()
+            undo.pop_all()
+
+    @property
+    def hosts(self) -> TierHosts | None:
+        """The tier hosts; None if no tier has one."""
+        return self._hosts
+
+    def set_names(self, names: StorageNames) -> None:
+        """Use other names for all later keys and values."""
+        self._names = names
+        for tier in self.tiers.values():
+            tier.set_names(names)
+
+    def wait_open(self, soon: float, until: float) -> None:
+        """Wait for all tiers to open until ``soon``, for those that are required until ``until``; StartError for these.
+
+        Both are times of ``time.monotonic``.
+        """
+        for tier in self.tiers.values():
+            tier.wait_open(max(0.0, soon - time.monotonic()))
+        for name in self._required:
+            error = self.tiers[name].wait_open(max(0.0, until - time.monotonic()))
+            if error:
+                raise StartError(f"{name}: required, but cannot be opened: {error}")
+
+    def close(self, timeout: float) -> None:
+        """Drain all tiers at the same time, each of which logs what it had to drop, and close them."""
+        until = time.monotonic() + timeout
+        # A host that several tiers share ends with the first one that is closed: all are drained before.
+        for call in (lambda tier: tier.drain(max(0.0, until - time.monotonic())), lambda tier: tier.close()):
+            _at_once({name: partial(_quietly, name, partial(call, tier)) for name, tier in self.tiers.items()})
+        if self._hosts is not None:
+            self._hosts.close(max(_CLOSE_SECONDS, until - time.monotonic()))
+
+    def release_rows(self) -> None:
+        """Release the rows' memory, after ``close``."""
+        self._views.close()
+        self._rows = replace(self._rows, view=memoryview(b""))
+
+    def _slot(self, index: int, config: TierConfig) -> TierSlot:
+        plugin = load_tier(config.type)
+        name = config.tier_name
+        tier: ChunkStoreTier | SealedTier
+        if plugin.kind == "manager":
+            opener = self._opener(plugin, config, SecondaryTierManager)
+            tier = SealedTier(config, opener, self._views, self._names, self._rows.sizes)
+        else:
+            tier = ChunkStoreTier(config, self._pool(plugin, config))
+        self.tiers[name] = tier
+        options = TierOptions(name, config.read_only, config.admission, config.deadline)
+        return TierSlot(index, tier, options)
+
+    def _pool(self, plugin: TierPlugin, config: TierConfig) -> HostPool:
+        if config.io == "process" and self._hosts is not None:
+            return self._hosts.pool(config)
+        if config.io == "process":
+            name = config.tier_name
+            _log.warning("%s: no helper process, since none could map this region: its io is 'thread'", name)
+        opener = self._opener(plugin, config, ChunkStore)
+        backend = InProcessBackend(config, opener, self._views, self._names, self._rows.sizes, self._described)
+        return HostPool([PooledHost(config.tier_name, backend)])
+
+    def _opener(self, plugin: TierPlugin, config: TierConfig, kind: type[Any]) -> Callable[[], Any]:
+        context = TierContext(
+            tier_name=config.tier_name,
+            value_bytes=max(value for _, value in self._rows.sizes),
+            namespace=self._namespace,
+            read_only=config.read_only,
+            region=self._rows.view,
+            row_stride=self._rows.row_stride,
+        )
+        return partial(open_plugin, plugin, config, context, kind)
+
+
+def _at_once(calls: Mapping[str, Callable[[], None]]) -> None:
+    """Make all calls at the same time and wait for them; each ends by itself in time. The first runs on this thread."""
+    threads: list[threading.Thread] = []
+    here: list[Callable[[], None]] = []
+    for name, call in calls.items():
+        thread = threading.Thread(target=call, name=f"kvtiers-{name}-end", daemon=True)
+        try:
+            if here:
+                thread.start()
+                threads.append(thread)
+            else:
+                here.append(call)
+        except RuntimeError:  # none can be had, as while the interpreter ends
+            here.append(call)
+    for call in here:
+        call()
+    for thread in threads:
+        thread.join()
+
+
+def _quietly(name: str, call: Callable[[], object]) -> None:
+    """Make a call of the shutdown; what goes wrong in it is logged and stops nothing else."""
+    with logged_boundary(_log, "%s: shutdown", name):
+        call()

@@ -1,0 +1,128 @@
+"""Whose rows are whose, which time is over, and what a tier may not report."""
+
+from kvtiers.api import JobResult
+from kvtiers.client.driver import CLOSED, Driver
+from kvtiers.client.requests import Get, Prefix, Put
+from kvtiers.secondary.tier_jobs import JobFailed, JobStarted
+
+PATIENCE = 60.0
+
+
+def test_rows_of_a_call_that_is_over_are_free_only_when_its_job_has_ended(bench, played, keys, clock):
+    tier = played(*keys)
+    bench.drive(tier)
+    get = bench.begin(Get, keys, clock.now + 1)
+    get.lease.release()  # as its caller does, whose time is over
+    clock.now += 2
+    bench.step()
+    assert get.over.is_set()
+    assert bench.free == 4
+    tier.end(success=True)
+    bench.step()
+    assert bench.free == 8
+    assert get.found == set(), "what comes later is not taken in"
+
+
+def test_no_job_begins_when_the_time_is_over_though_the_tier_has_answered(bench, played, keys, clock):
+    tier = played(*keys)
+    tier.answers = False
+    bench.drive(tier)
+    get = bench.begin(Get, keys, clock.now + 1)
+    get.lease.release()
+    assert bench.free == 4, "the driver holds the rows of a request that is not over"
+    tier.answers = True
+    clock.now += 1
+    bench.step()
+    assert tier.jobs == {}
+    assert get.over.is_set()
+    assert bench.free == 8
+
+
+def test_a_request_that_comes_late_is_over_at_once(bench, played, keys, clock):
+    tier = played(*keys)
+    bench.drive(tier)
+    put = bench.begin(Put, keys, clock.now)
+    assert (put.over.is_set(), put.error, tier.jobs) == (True, "no time left", {})
+
+
+def test_an_overdue_job_is_given_up_once_and_its_deadline_begins_with_its_start(bench, played, keys, clock):
+    tier = played()
+    bench.drive(tier)
+    bench.begin(Put, keys)
+    (job_id,) = tier.jobs
+    clock.now += 20
+    tier.says.append(JobStarted(job_id))
+    bench.step()
+    clock.now += 20
+    bench.step()
+    assert tier.abandoned == []
+    clock.now += 11
+    bench.step()
+    clock.now += 11
+    bench.step()
+    assert tier.abandoned == [job_id]
+
+
+def test_a_job_that_has_failed_in_use_keeps_its_rows_and_says_why(bench, played, keys):
+    tier = played()
+    bench.drive(tier)
+    put = bench.begin(Put, keys)
+    put.lease.release()
+    tier.says.append(JobFailed(next(iter(tier.jobs)), "its host ended"))
+    bench.step()
+    assert bench.free == 4
+    tier.end()
+    bench.step()
+    assert (bench.free, put.error) == (8, "t0: its host ended")
+
+
+def test_a_tier_that_reports_what_it_was_not_given_is_put_out_of_use(bench, played, keys):
+    stranger, other = played(), played(*keys)
+    driver = bench.drive(stranger, other)
+    bench.begin(Get, keys)
+    (job_id,) = other.jobs
+    stranger.says.append(JobResult(job_id, success=True))
+    bench.step()
+    assert driver.slots[0].retired
+    assert not driver.slots[1].retired
+    other.says.append(JobResult(job_id, success=False, successful_keys=[b"of nobody"]))
+    bench.step()
+    assert driver.slots[1].retired
+    assert bench.free == 4, "what it may still touch is not used again"
+
+
+def test_a_driver_sleeps_without_end_while_nothing_is_to_be_done(bench, played, keys):
+    tier = played()
+    driver = bench.drive(tier)
+    assert driver._pause() is None
+    tier.usable = False
+    assert driver._pause() == 0.25
+    tier.usable = True
+    bench.begin(Put, keys)
+    assert driver._pause() == 0.0005
+    driver._is_polled = False
+    assert driver._pause() == 0.005
+
+
+def test_after_the_stop_all_requests_are_over_and_later_ones_are_refused(bench, played, keys):
+    driver = bench.driver = Driver(bench.drive(played()).slots, lambda seconds, fd: None, is_polled=True)
+    put = Put(keys, bench.rows.take(4, 0.0), 1e9)
+    driver.send(put)
+    driver._step()
+    driver.start()
+    driver.stop(0.05)
+    assert (put.over.is_set(), put.error) == (True, CLOSED)
+    late = Prefix(keys, 1e9)
+    assert not driver.send(late)
+    assert (late.over.is_set(), late.error) == (True, CLOSED)
+
+
+def test_a_stop_lets_the_jobs_in_flight_end(bench, played, keys):
+    tier = played()
+    bench.drive(tier)
+    put = bench.begin(Put, keys)
+    tier.end(success=True)
+    bench.driver.start()
+    bench.driver.stop(PATIENCE)
+    assert put.over.is_set()
+    assert list(put.stored["t0"]) == keys

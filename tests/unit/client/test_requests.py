@@ -1,0 +1,110 @@
+"""What a call asks the tiers for, in which order, and when it is over."""
+
+import pytest
+
+from kvtiers.client.requests import Get, Prefix, Put, Task
+
+FAR = 1e9
+
+
+def test_values_go_to_every_tier_that_takes_stores_and_a_call_waits_for_all_of_them(bench, played, keys):
+    one, two, read_only, gone = (played() for _ in range(4))
+    gone.usable = False
+    bench.drive(one, two, read_only, gone, read_only=[read_only])
+    put = bench.begin(Put, keys)
+    assert [len(tier.jobs) for tier in (one, two, read_only, gone)] == [1, 1, 0, 0]
+    one.end(success=True)
+    bench.step()
+    assert not put.over.is_set()
+    two.end(*keys[:1])
+    bench.step()
+    assert put.over.is_set()
+    assert {name: list(good) for name, good in put.stored.items()} == {"t0": keys, "t1": keys[:1]}
+    assert put.error == "t1 has not taken all values"
+
+
+@pytest.mark.parametrize("why", ["unusable", "raises"])
+def test_a_put_without_a_tier_is_over_at_once(bench, played, keys, why):
+    tier = played()
+    tier.usable, tier.raises = why != "unusable", why == "raises"
+    bench.drive(tier)
+    put = bench.begin(Put, keys)
+    assert put.over.is_set()
+    assert (put.stored, put.error) == ({}, "no tier is usable")
+    put.lease.release()
+    assert bench.free == 8
+
+
+def test_tiers_are_asked_in_order_and_a_later_one_for_the_rest_alone(bench, played, keys):
+    one, two = played(*keys[:2]), played(*keys)
+    bench.drive(one, two)
+    get = bench.begin(Get, keys)
+    assert (next(iter(one.jobs.values())).keys, two.asked) == (keys[:2], [])
+    one.end(keys[0])  # the other one was damaged
+    bench.step()
+    assert two.asked == keys[1:]
+    assert not get.over.is_set()
+    job = two.end(success=True)
+    bench.step()
+    assert get.over.is_set()
+    assert get.found == set(keys)
+    assert list(job.chunk_ids) == list(get.lease.rows)[1:]
+
+
+def test_a_value_that_no_tier_has_is_not_found_and_nothing_is_loaded(bench, played, keys):
+    one, two = played(), played()
+    bench.drive(one, two)
+    get = bench.begin(Get, keys)
+    assert get.over.is_set()
+    assert get.found == set()
+    assert (one.jobs, two.jobs) == ({}, {})
+
+
+def test_a_tier_that_has_not_answered_yet_is_waited_for_and_one_that_stops_being_usable_is_not(bench, played, keys):
+    one, two = played(), played(*keys)
+    one.answers = False
+    bench.drive(one, two)
+    get = bench.begin(Get, keys)
+    bench.step()
+    assert two.asked == []
+    one.usable = False
+    bench.step()
+    two.end(success=True)
+    bench.step()
+    assert get.found == set(keys)
+
+
+def test_a_prefix_goes_on_where_the_tier_before_ended_and_back_again(bench, played, keys):
+    one, two = played(keys[0], keys[2]), played(keys[1])
+    bench.drive(one, two)
+    prefix = Prefix(keys, FAR)
+    bench.driver.send(prefix)
+    bench.step()
+    assert prefix.over.is_set()
+    assert prefix.length == 3
+
+
+def test_a_prefix_waits_for_an_answer_and_has_what_it_found_when_its_time_is_over(bench, played, keys, clock):
+    one, two = played(keys[0]), played()
+    two.answers = False
+    bench.drive(one, two)
+    prefix = Prefix(keys, clock.now + 1)
+    bench.driver.send(prefix)
+    bench.step()
+    assert not prefix.over.is_set()
+    clock.now += 2
+    bench.step()
+    assert prefix.over.is_set()
+    assert (prefix.length, prefix.error) == (1, "not ended in time")
+
+
+def test_a_task_is_called_between_two_steps_and_one_that_raises_ends_itself_alone(bench, played, keys, caplog):
+    bench.drive(played())
+    done = []
+    tasks = [Task(lambda: 1 / 0, FAR), Task(lambda: done.append(1), FAR)]
+    for task in tasks:
+        bench.driver.send(task)
+    bench.step()
+    assert done == [1]
+    assert all(task.over.is_set() for task in tasks)
+    assert "ZeroDivisionError" in caplog.text
