@@ -70,7 +70,7 @@ steps. With hosts that write past the caches (glibc's threshold for copies at 51
 loop runs 2.6 % faster, wherever it is; not kept, since what is copied aside to be sealed is read again at once.
 
 A turn of a fifth of a second is no more exact than that: alone, with all else at rest, the loop's speed has a standard
-deviation of 20 to 23 % from turn to turn, on two processors as on sixteen (probably whoever has the other half of the
+deviation of 20 to 23 % from turn to turn, on two processors as on sixteen (probably what runs on the other half of the
 core), so that one run's share is off by 0.05 and more. Hence three runs, and medians.
 
 The stall is made by the steps in which several requests begin, or have all come: about one in a hundred, of 1.4 to 1.6

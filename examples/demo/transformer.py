@@ -56,7 +56,7 @@ class Transformer:
         self._turns = 10_000.0 ** (-np.arange(0, head, 2) / head)
 
     def digest(self) -> str:
-        """Return what identifies these weights: KV of others must never meet them."""
+        """Return what identifies these weights: KV of others must never be used with them."""
         state = hashlib.sha256()
         for weights in (self.embedding, self.head, *(part for layer in self.layers for part in layer)):
             state.update(weights.data)

@@ -1,5 +1,6 @@
 """ARCHITECTURE.md names symbols, tests and files: each of them is there."""
 
+import ast
 import importlib
 import re
 import subprocess
@@ -69,3 +70,17 @@ def test_the_files_that_a_chunks_store_passes_are_there_and_as_many_as_the_docum
         files += [f"{folder}{name}.py" for name in re.findall(r"`([\w/]+)`", names)]
     assert [file for file in files if not (ROOT / "core/src/kvtiers" / file).is_file()] == []
     assert len(files) + 1 == int(number) <= 44, "and the store's own"
+
+
+def test_no_function_is_sixty_lines_long():
+    sources = [
+        path for place in ("core", "replay", "integrations", "plugins") for path in ROOT.glob(f"{place}/**/src/**/*.py")
+    ]
+    assert len(sources) > 200
+    functions = [
+        (node.end_lineno - node.lineno + 1, f"{path.relative_to(ROOT)}:{node.name}")
+        for path in sources
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    assert [found for found in functions if found[0] >= 60] == []

@@ -28,7 +28,8 @@ FORBIDDEN = (
 )
 # Parts of identifiers count as words, and a line's end or an underscore as a space.
 _ANY = "|".join(FORBIDDEN).replace(" ", r"[\s_]+")
-PATTERN = re.compile(rf"(?<![a-z])(?:{_ANY})(?![a-z])", re.IGNORECASE)
+_CAPITAL = "|".join(word.title().replace(" ", "") for word in FORBIDDEN)
+PATTERN = re.compile(rf"(?i:(?<![a-z])(?:{_ANY})(?![a-z]))|(?<=[a-z])(?:{_CAPITAL})(?![a-z])")
 
 
 def found_in(text: str) -> list[str]:
@@ -62,7 +63,16 @@ def test_the_glossary_names_each_forbidden_word_and_a_better_one():
 
 
 @pytest.mark.parametrize(
-    "text", ["Nobody waits.", "def _let_go(self)", "it has let\n    go of it", "self._news", "SOMEBODY", "an heir"]
+    "text",
+    [
+        "Nobody waits.",
+        "def _let_go(self)",
+        "it has let\n    go of it",
+        "self._news",
+        "WorkerNews",
+        "SOMEBODY",
+        "an heir",
+    ],
 )
 def test_a_forbidden_word_is_found_in_names_and_across_lines(text):
     assert found_in(text)

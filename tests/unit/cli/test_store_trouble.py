@@ -95,7 +95,7 @@ def test_a_store_that_does_not_know_ages_cannot_be_pruned_by_age(run, config, st
     file = config(f"{{type: {name}}}")
     result = run("store", "prune", name, "--config", file, *options)
     assert result.exit_code == 2
-    assert "does not know how old its values are, so they cannot be chosen by age" in result.stderr
+    assert "does not report the age of its values, so they cannot be chosen by age" in result.stderr
     assert "unknown" in run("store", "du", name, "--config", file).stdout
 
 

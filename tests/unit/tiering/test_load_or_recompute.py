@@ -712,3 +712,24 @@ def test_a_request_goes_over_to_computing_when_the_tier_has_become_slower_before
     assert bench.lookup(keys, ctx) == (0, 0, False)
     assert bench.figures()["recomputed_cheaper"] == bench.figures("a")["recomputed_cheaper"] == 64
     assert bench.figures()["wait_expired"] == 0
+
+
+def test_what_a_load_saved_is_priced_once_by_what_computing_it_takes_then():
+    bench = roomy()  # a millisecond a token
+    tier = bench.tier["a"]
+    keys = chain("saved-", 8)
+    tier.put(keys)
+    tier.seconds = 0.008
+    bench.lookup(keys, ctx := bench.request())
+    bench.step()
+    tier.end_all()
+    bench.step()
+    assert bench.load(keys, ctx)
+    figures = bench.figures("a")
+    assert figures["computing_seconds"] == pytest.approx(8 * 16 * 0.001)
+    saved = figures["saved_seconds"]
+    assert 0.0 < saved <= 8 * 16 * 0.001
+    for _ in range(12):
+        prefill(bench, seconds_per_token=0.01)  # dearer now: nothing is valued again
+    assert bench.figures("a")["computing_seconds"] == figures["computing_seconds"]
+    assert bench.figures("a")["saved_seconds"] == saved

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from kvtiers._log_queue import QueuedLogs, queue_logs
+from kvtiers._process import hold_standard_descriptors
 from kvtiers.api import ConfigError, TierConfig
 from kvtiers.api.units import format_size
 from kvtiers.client.client import Client
@@ -62,6 +63,7 @@ def open_client(
     layout = with_weights(with_model(config, client_layout(identity, lengths)))
     sizes = [(layout.payload_bytes(group), layout.value_bytes(group)) for group in range(len(layout.groups))]
     names = StorageNames.of_layout(config.namespace, layout)
+    longest = deadline if deadline is not None else max((tier.deadline for tier in config.secondary), default=1.0)
     with contextlib.ExitStack() as undo:
         logs = queue_logs()  # first: what follows logs, too
         undo.callback(logs.close)
@@ -76,30 +78,26 @@ def open_client(
         undo.callback(tiers.close, 0.0)
         soon = time.monotonic() + config.start_wait
         tiers.wait_open(soon, time.monotonic() + config.primary.start_deadline)
-        is_polled = any(tier.io == "thread" or load_tier(tier.type).kind == "manager" for tier in config.secondary)
-        driver = Driver(tiers.slots, tiers.hosts.wait if tiers.hosts is not None else _wait, is_polled=is_polled)
+        driver = _driver(config, tiers)
         undo.callback(driver.close)
         driver.start()
         undo.callback(driver.stop, 0.0)
-        facts = StartFacts(
-            way_in,
-            f"none, but {format_size(len(rows.view))} of bounce rows",
-            config.namespace,
-            names.fingerprint,
-            shared=is_shared(layout.model),
-        )
-        kinds = {tier.tier_name: tier.type for tier in config.secondary}
-        line = StartLine(facts, {name: (kinds[name], tier) for name, tier in tiers.tiers.items()})
+        primary = f"none, but {format_size(len(rows.view))} of bounce rows"
+        facts = StartFacts(way_in, primary, config.namespace, names.fingerprint, shared=is_shared(layout.model))
+        line = StartLine(facts, {it.tier_name: (it.type, tiers.tiers[it.tier_name]) for it in config.secondary})
         undo.pop_all()
-    return Client(
-        driver,
-        rows,
-        {nbytes: group for group, (nbytes, _) in enumerate(sizes)},
-        lengths[0],
-        deadline if deadline is not None else max((tier.deadline for tier in config.secondary), default=1.0),
-        lambda: {name: tier.stats() for name, tier in tiers.tiers.items()},
-        partial(_close, driver, rows, tiers, line, logs),
-    )
+    groups = {nbytes: group for group, (nbytes, _) in enumerate(sizes)}
+    close = partial(_close, driver, rows, tiers, line, logs)
+    return Client(driver, rows, groups, lengths[0], longest, lambda: _stats(tiers), close)
+
+
+def _stats(tiers: TierSet) -> dict[str, dict[str, float]]:
+    return {name: tier.stats() for name, tier in tiers.tiers.items()}
+
+
+def _driver(config: OffloadConfig, tiers: TierSet) -> Driver:
+    is_polled = any(tier.io == "thread" or load_tier(tier.type).kind == "manager" for tier in config.secondary)
+    return Driver(tiers.slots, tiers.hosts.wait if tiers.hosts is not None else _wait, is_polled=is_polled)
 
 
 def _refuse_admissions(tiers: Sequence[TierConfig]) -> None:

@@ -18,7 +18,7 @@ from kvtiers_vllm.stack.options import VARIABLE
 from . import fake_vllm
 
 HERE = Path(__file__).parents[4]
-KUBERNETES = HERE / "examples" / "kubernetes" / "vllm.yaml"
+KUBERNETES = [HERE / "examples" / "kubernetes" / name for name in ("vllm.yaml", "vllm-whole-stack.yaml")]
 GOOD = """
 version: 1
 primary: {capacity: 64MiB}
@@ -40,9 +40,9 @@ def commands_in(document):
     return [found.group() for kind, block in blocks if kind in ("", "sh") for found in command.finditer(block)]
 
 
-def kubernetes():
-    """Return the example's command, over a file of this folder."""
-    (deployment,) = [item for item in yaml.safe_load_all(KUBERNETES.read_text()) if item["kind"] == "Deployment"]
+def kubernetes(example):
+    """Return an example's command, over a file of this folder."""
+    (deployment,) = [item for item in yaml.safe_load_all(example.read_text()) if item["kind"] == "Deployment"]
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["bash", "-c"]
     (command,) = container["args"]
@@ -51,7 +51,7 @@ def kubernetes():
 
 
 COMMANDS = [*commands_in(HERE / "docs" / "vllm.md"), *commands_in(HERE / "integrations" / "vllm" / "README.md")]
-COMMANDS.append(kubernetes())
+COMMANDS += map(kubernetes, KUBERNETES)
 
 
 @pytest.fixture
@@ -132,5 +132,5 @@ def test_an_argument_without_anything_in_front_of_it_is_refused_as_well(start, b
 
 def test_every_way_in_is_documented():
     assert sum(VARIABLE in command for command in COMMANDS) >= 2
-    assert sum("--whole-stack" in command for command in COMMANDS) == 1
-    assert len(COMMANDS) >= 5
+    assert sum("--whole-stack" in command for command in COMMANDS) == 2
+    assert len(COMMANDS) >= 6

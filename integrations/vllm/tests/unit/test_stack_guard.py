@@ -91,15 +91,15 @@ def test_a_rank_is_told_of_a_step_before_vllm_launches_anything_of_it(connector,
 
 
 def test_results_of_copies_that_the_manager_cannot_take_are_passed_to_vllm(connector, connector_module, caplog):
-    news = connector_module.WorkerNews({1}, "stats")
-    connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=news))
+    report = connector_module.WorkerReport({1}, "stats")
+    connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=report))
     assert connector.calls == ["update_connector_output"]
     assert "a bug of kvtiers" in caplog.text
 
 
 def test_a_worker_that_cannot_tell_of_copies_tells_what_vllm_has_to_tell(connector, caplog):
-    news = connector.build_connector_worker_meta()
-    assert (news.completed_jobs, news.transfer_stats, news.copies) == ({1}, "stats", CopyReport())
+    report = connector.build_connector_worker_meta()
+    assert (report.completed_jobs, report.transfer_stats, report.copies) == ({1}, "stats", CopyReport())
     assert "a bug of kvtiers" in caplog.text
 
 

@@ -150,7 +150,7 @@ class Selection:
 def modified(entry: StoreEntry, tier: str) -> float:
     """Return when the value was written or last used, or ConfigError if the store has no times."""
     if entry.modified is None:
-        raise ConfigError(f"tier {tier!r} does not know how old its values are, so they cannot be chosen by age")
+        raise ConfigError(f"tier {tier!r} does not report the age of its values, so they cannot be chosen by age")
     return entry.modified
 
 

@@ -120,13 +120,8 @@ def open_tier(
         )
         if config.required and (error := parts.tier.wait_open(config.deadline)):
             raise StartError(f"{name}: required, but cannot be opened: {error}")
-        facts = StartFacts(
-            f"under vLLM's own tiering in vLLM {version}",
-            f"vLLM's, {format_size(view.nbytes)}",
-            settings.namespace,
-            parts.fingerprint,
-            shared,
-        )
+        way_in, primary = f"under vLLM's own tiering in vLLM {version}", f"vLLM's, {format_size(view.nbytes)}"
+        facts = StartFacts(way_in, primary, settings.namespace, parts.fingerprint, shared)
         parts.start_line = StartLine(facts, {name: (config.type, parts.tier)})
         undo.pop_all()
     return OpenedTier(

@@ -44,18 +44,18 @@ class StepMetadata(OffloadingConnectorMetadata):
 
 
 @dataclass
-class WorkerNews(OffloadingWorkerMetadata):
+class WorkerReport(OffloadingWorkerMetadata):
     """vLLM's report of a worker, with kvtiers' report."""
 
     copies: CopyReport = field(default_factory=CopyReport)
 
-    def aggregate(self, other: Any) -> "WorkerNews":
+    def aggregate(self, other: Any) -> "WorkerReport":
         """Add another worker's report."""
         both = super().aggregate(other)
         copies = CopyReport()
         copies.add(self.copies)
         copies.add(other.copies)
-        return WorkerNews(both.completed_jobs, both.transfer_stats, copies)
+        return WorkerReport(both.completed_jobs, both.transfer_stats, copies)
 
 
 class KvtiersConnector(OffloadingConnector):
@@ -127,7 +127,7 @@ class KvtiersConnector(OffloadingConnector):
 
     @never_raises(lambda: None)
     def _take_results(self, metadata: Any) -> None:
-        if isinstance(metadata, WorkerNews):
+        if isinstance(metadata, WorkerReport):
             self.connector_scheduler.manager.copies_ended(metadata.copies)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
@@ -147,7 +147,7 @@ class KvtiersConnector(OffloadingConnector):
         meta = super().build_connector_worker_meta()
         if meta is None:
             return None
-        return WorkerNews(meta.completed_jobs, meta.transfer_stats, self._take_report())
+        return WorkerReport(meta.completed_jobs, meta.transfer_stats, self._take_report())
 
     @never_raises(CopyReport)
     def _take_report(self) -> CopyReport:
