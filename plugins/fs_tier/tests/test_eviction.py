@@ -349,8 +349,8 @@ def test_a_killed_writers_file_from_when_a_clock_was_ahead_is_reclaimed(folder, 
     left = folder.file(name).with_name(".tmp-of-a-killed-writer")
     left.write_bytes(b"half")
     folder.age_file(left, -365 * DAY)
-    folder.count_anew(store)
+    folder.count_again(store)
     assert left.stat().st_mtime < time.time() + DAY, "its time is put right; it may be in use"
     folder.age_file(left, 3600)
-    folder.count_anew(store)
+    folder.count_again(store)
     assert not left.exists()
