@@ -151,7 +151,7 @@ def test_a_start_that_fails_late_releases_the_rows_memory(monkeypatch, caplog):
     def fail(*_):
         raise StartError("late")
 
-    monkeypatch.setattr("kvtiers.runtime.load_tier", fail)
+    monkeypatch.setattr("kvtiers.tier_set.load_tier", fail)
     with pytest.raises(StartError, match="late") as error:
         kvtiers.open_manager(config(secondary=[MEMORY]), LAYOUT, engine_id="fails-late")
     assert "memfd:kvtiers-fails-late" not in Path("/proc/self/maps").read_text()

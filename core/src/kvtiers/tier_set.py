@@ -65,17 +65,15 @@ class TierSet:
         self._names = names
         self._described = described
         self._views = ValueViews(rows.view, rows.row_stride)
+        del rows  # the traceback of what fails below would hold its view: the region could not be unmapped
         self._hosts: TierHosts | None = None
         self._required = [config.tier_name for config in configs if config.required]
         self.tiers: dict[str, ChunkStoreTier | SealedTier] = {}
         with contextlib.ExitStack() as undo:
             undo.callback(self.release_rows)
             undo.callback(self.close, 0.0)
-            if rows.fd is not None and any(config.io == "process" for config in configs):
-                hosted = HostedRegion(
-                    rows.fd, rows.map_bytes, len(rows.view), rows.row_stride, rows.sizes, rows.core_dumps
-                )
-                self._hosts = TierHosts(hosted, namespace, lambda: self._names, described, is_awaited=is_awaited)
+            if any(config.io == "process" for config in configs):
+                self._hosts = self._tier_hosts(is_awaited=is_awaited)
             self.slots = [self._slot(index, config) for index, config in enumerate(configs)]
             if self._hosts is not None:
                 self._hosts.start()
@@ -117,6 +115,13 @@ class TierSet:
         """Release the rows' memory, after ``close``."""
         self._views.close()
         self._rows = replace(self._rows, view=memoryview(b""))
+
+    def _tier_hosts(self, *, is_awaited: bool) -> TierHosts | None:
+        rows = self._rows
+        if rows.fd is None:
+            return None
+        hosted = HostedRegion(rows.fd, rows.map_bytes, len(rows.view), rows.row_stride, rows.sizes, rows.core_dumps)
+        return TierHosts(hosted, self._namespace, lambda: self._names, self._described, is_awaited=is_awaited)
 
     def _slot(self, index: int, config: TierConfig) -> TierSlot:
         plugin = load_tier(config.type)
