@@ -454,6 +454,7 @@ def test_a_pool_that_gets_fewer_threads_works_with_those_and_says_so(kit, keys, 
     assert set(done(events, 2).statuses) == {DONE}
     pool.probe(3, keys, is_prefix=False)
     events.wait(Probed)
+    pool.close(60)  # the thread that has opened the store has ended then, and with it what it logs
     (line,) = [record.getMessage() for record in caplog.records if "threads have started" in record.getMessage()]
     assert "2 of its 16 threads have started: can't start new thread; raise the limit" in line
 
