@@ -220,7 +220,7 @@ class TierConfig(StrictModel):
     )
     host: str = Field(default="", description="helpers of the same name are one process; default: one for each tier")
     processes: int | Literal["auto"] = Field(
-        default="auto", description="helpers that share the tier's work; auto: by the processors there are, at most 4"
+        default="auto", description="helpers that share the tier's work; auto: by the processors there are, at most 8"
     )
     cpus: tuple[Annotated[int, Field(ge=0, lt=_MOST_PROCESSORS)], ...] = Field(
         default=(), description="processors that the tier's helpers may use; default: all"

@@ -5,6 +5,7 @@ is printed as a table of calls, and as the gaps between them, for a prompt in th
 prompt in the primary. Usage: timeline.py MODEL [TOKENS] [MODE]
 """
 
+import functools
 import importlib
 import json
 import os
@@ -44,6 +45,7 @@ def timed(owner: type, name: str) -> None:
     original = getattr(owner, name)
     label = f"{owner.__name__}.{name}"
 
+    @functools.wraps(original)  # its signature, too: kvtiers checks vLLM's
     def call(*args: Any, **kwargs: Any) -> Any:
         begun = time.perf_counter()
         try:

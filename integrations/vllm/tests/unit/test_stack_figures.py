@@ -7,7 +7,7 @@ import pytest
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.status import Troubles, ask
 from kvtiers_vllm.stack.figures import StackFacts, StackFigures, definitions, open_stack_status
-from kvtiers_vllm.stack.steps import StepClock
+from kvtiers_vllm.stack.steps import PassLimit, StepClock
 
 LAYOUT = CacheLayout(ModelIdentity("model"), (KVGroup("full", 16),), (KVTensor("a", 0, 4096),), blocks_per_chunk=4)
 TIER = dict.fromkeys(("loaded_bytes", "stored_chunks", "stored_bytes", "unread_bytes", "loading_chunks"), 0)
@@ -134,3 +134,29 @@ def test_steps_that_end_between_two_looks_are_taken_together(steps, clock):
         clock.now += seconds
         steps.ends()
     assert steps.take_computed() == (4000, 3.0)
+
+
+def test_a_pass_that_has_found_loads_ends_so_that_they_begin(clock):
+    limit = PassLimit(clock)
+    assert not limit.is_reached(computes_prompts=False)
+    clock.now += 1.0
+    assert not limit.is_reached(computes_prompts=False), "without a load there is nothing to begin"
+    limit.load_found()
+    assert limit.is_reached(computes_prompts=False)
+    assert limit.pass_ends(), "so the next pass comes at once"
+    assert not limit.is_reached(computes_prompts=False), "it has a time of its own"
+    limit.load_found()
+    assert not limit.is_reached(computes_prompts=False), "a short pass ends by itself"
+    assert not limit.pass_ends()
+
+
+def test_a_pass_beside_computed_prompts_is_not_cut_short(steps, clock):
+    """The next pass would come when their step has ended."""
+    limit = PassLimit(clock)
+    steps.begins(8192, 1)
+    assert not limit.is_reached(computes_prompts=steps.computes_prompts)
+    limit.load_found()
+    clock.now += 1.0
+    assert not limit.is_reached(computes_prompts=steps.computes_prompts)
+    steps.begins(3, 3)
+    assert limit.is_reached(computes_prompts=steps.computes_prompts), "decoding takes less than the loads of a pass"

@@ -90,17 +90,20 @@ class KvtiersConnector(OffloadingConnector):
         self.connector_scheduler.manager.requests.show(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
-        """Report vLLM's own prefix hits to the manager; defer requests whose adapter has no digest yet."""
+        """Report vLLM's own prefix hits to the manager; defer requests whose adapter has no digest yet.
+
+        A pass that has found loads and takes long defers its other requests, too, so that the loads begin.
+        """
         if self._holds_back(request.request_id, num_computed_tokens):
             return None, False
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     @never_raises(lambda: False)
     def _holds_back(self, request_id: str, num_computed_tokens: int) -> bool:
-        requests = self.connector_scheduler.manager.requests
+        manager = self.connector_scheduler.manager
         if num_computed_tokens:
-            requests.has_local_prefix(request_id)
-        return bool(requests.holds_back(request_id))
+            manager.requests.has_local_prefix(request_id)
+        return bool(manager.requests.holds_back(request_id)) or manager.pass_is_over()
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """Record how much a step computes; one that computes nothing leaves the copies some time."""

@@ -32,7 +32,7 @@ from kvtiers_vllm.own_tiering.idle_backoff import Rest
 from kvtiers_vllm.stack.keys import RequestKeys
 from kvtiers_vllm.stack.plans import CopyReport, RunningPlans
 from kvtiers_vllm.stack.requests import OpenRequest, RequestBook, Run
-from kvtiers_vllm.stack.steps import StepClock
+from kvtiers_vllm.stack.steps import PassLimit, StepClock
 from kvtiers_vllm.stack.worker import NO_PLAN, WAKEUP, PlannedRows
 
 __all__ = ["KvtiersManager"]
@@ -80,6 +80,7 @@ class KvtiersManager(OffloadingManager):
         self._on_shutdown = on_shutdown
         self._asked: set[OpenRequest] = set()
         self._rest = Rest(sleep=WAKEUP.wait)
+        self._limit = PassLimit()
         self._alone = alone
         self._core = core
         self._answered_for: Any = None
@@ -207,7 +208,12 @@ class KvtiersManager(OffloadingManager):
             self._forget_answers()
             return None
         self.requests.computes()
+        self._limit.load_found()
         return self._start(plan, request)
+
+    def pass_is_over(self) -> bool:
+        """Return whether this scheduling pass is to leave its other requests to the next one: loads are to begin."""
+        return self._limit.is_reached(computes_prompts=self.steps.computes_prompts)
 
     # -- stores
 
@@ -267,7 +273,8 @@ class KvtiersManager(OffloadingManager):
     @never_raises(lambda: None)
     def rest(self, *, computes: bool) -> None:
         """Pause in a step that computes nothing, so that the awaited copies get the interpreter and the processor."""
-        idle = self._alone and not computes
+        passed_over = self._limit.pass_ends()  # requests that the next pass is to look up at once
+        idle = self._alone and not computes and not passed_over
         waits = self._plans.are_running() or self._manager.has_pending_work() or self._owes_first_report()
         self._rest.step(idle=idle and waits, watched=WAKEUP.watched > 0)
 
