@@ -28,6 +28,7 @@ from kvtiers.layout.storage_name import StorageNames
 from kvtiers.model_identity import described, is_shared, with_model, with_weights
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.region.client import RegionJoin
+from kvtiers.region.early_memory import EarlyMemory
 from kvtiers.region.ranks import PrefaultEnded, RankJoined, RankLost
 from kvtiers.region.region import AnonymousRegion, OffloadRegion, SharedOffloadRegion
 from kvtiers.start_line import StartFacts, StartLine
@@ -37,12 +38,29 @@ from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.manager import TieringManager
 from kvtiers.tiering.recorder import Recorder
 
-__all__ = ["open_manager", "open_worker"]
+__all__ = ["begin_memory", "open_manager", "open_worker"]
 
 _log = logging.getLogger("kvtiers")
 _START_PIECE_SECONDS = 0.05  # of pinning at a time, where the start waits for it
 _anonymous_regions: dict[str, AnonymousRegion] = {}
 """By engine id, where the region cannot be shared with other processes: its ranks are in this one."""
+
+
+def begin_memory(config: OffloadConfig, name: str) -> EarlyMemory | None:
+    """Begin to populate the primary's memory before its layout is known, for ``open_manager``.
+
+    None where that is not possible. StartError in one line if the memory is not there. ``name``: for ``/proc``.
+    """
+    primary = config.primary
+    if sys.platform != "linux" or primary.numa_node is not None:  # its pages are placed by the region's mapping
+        return None
+    return EarlyMemory(
+        name,
+        primary.capacity,
+        huge_pages=primary.huge_pages,
+        prefault=primary.prefault,
+        window=primary.prefault_window,
+    )
 
 
 def open_manager(
@@ -53,12 +71,14 @@ def open_manager(
     record_events: bool = True,
     way_in: str = "by its Python API",
     release: str = "",
+    memory: EarlyMemory | None = None,
 ) -> TieringManager:
     """Build the scheduler's side and return at once; ranks may join before or after. ``wait_ready`` waits for them.
 
     ``engine_id``: unique on this machine; by default a random one, which ``open_worker`` is given. ``record_events``:
     the caller takes the manager's events. ``way_in``: what uses it, for the start line in the log; ``release``: the
-    engine's, for what is recorded beside the values. ConfigError or StartError, in one line each, if it cannot start.
+    engine's, for what is recorded beside the values. ``memory``: by ``begin_memory``, for
+    this config. ConfigError or StartError, in one line each, if it cannot start.
     """
     hold_standard_descriptors()
     config = config if isinstance(config, OffloadConfig) else load_config(config)
@@ -67,7 +87,9 @@ def open_manager(
     with _threads_are_there(), contextlib.ExitStack() as undo:
         logs = queue_logs()  # first: what follows logs, too
         undo.callback(logs.close)
-        region = _create_region(config, layout, engine_id)
+        if memory is not None:
+            undo.callback(memory.close)
+        region = _create_region(config, layout, engine_id, memory)
         undo.callback(_release_region, region)
         primary = CPUPrimaryTier(
             region.num_rows,
@@ -163,7 +185,9 @@ def _copying(config: OffloadConfig, settings: CopySettings | None) -> CopySettin
     return CopySettings(pin_share=config.primary.pin_share, pin_seconds=config.primary.pin_piece)
 
 
-def _create_region(config: OffloadConfig, layout: CacheLayout, engine_id: str) -> OffloadRegion:
+def _create_region(
+    config: OffloadConfig, layout: CacheLayout, engine_id: str, memory: EarlyMemory | None
+) -> OffloadRegion:
     primary = config.primary
     if sys.platform != "linux":
         _log.warning(
@@ -182,6 +206,7 @@ def _create_region(config: OffloadConfig, layout: CacheLayout, engine_id: str) -
         prefault_window=primary.prefault_window,
         start_deadline=primary.start_deadline,
         core_dumps=primary.core_dumps,
+        memory=memory,
     )
 
 

@@ -74,7 +74,10 @@ def test_more_capacity_than_available_memory_is_an_error(machine):
 @pytest.mark.parametrize(
     ("primary", "said"),
     [
-        ({}, "prefault: ahead: 16GiB of memory at the start, and as much ahead of use, up to 32GiB"),
+        (
+            {"prefault_window": "16GiB"},
+            "prefault: ahead: 16GiB of memory at the start, and as much ahead of use, up to 32GiB",
+        ),
         ({"prefault_window": "64GiB"}, "prefault: ahead: 32GiB of memory at the start"),
         ({"prefault": "all"}, "the start waits until 32GiB are populated, and pinned for each GPU"),
         ({"prefault": "off"}, "memory is taken at its first use, up to 32GiB"),

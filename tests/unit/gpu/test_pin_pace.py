@@ -47,6 +47,15 @@ def test_calls_that_wait_for_the_driver_do_not_make_the_pieces_small():
     assert pace.piece_bytes == 64 * MIB
 
 
+def test_the_time_that_a_call_waits_for_the_driver_is_not_paid_for_with_rests():
+    pace = PinPace(0.1, 0.002, 64 * MIB)
+    waits = itertools.cycle([0.006, 0.0, 0.009, 0.004])
+    for _ in range(40):
+        held = pace.piece_bytes / MIB * 0.00003
+        rest = pace.rest_after(pace.piece_bytes, held + next(waits), busy=True)
+    assert rest == pytest.approx(9 * held, rel=0.01)
+
+
 def test_it_is_faster_while_the_engine_rests():
     def share(**state):
         (_, took, rest) = run(PinPace(0.1, 0.002, 4 * MIB), 0.0003, 1, **state)[0]

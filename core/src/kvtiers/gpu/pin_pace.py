@@ -7,8 +7,9 @@ than a share of the time::
     the engine is idle        IDLE_SHARE: an unexpected launch still finds a gap
     the engine computes       ``share``
 
-The size follows the fastest of the last pieces: a call may also wait for the driver, and smaller pieces would only make
-it wait more often. Many small pieces also make later copies slower.
+Size and pause follow the fastest of the last pieces: a call may also wait for the driver, and while it waits it holds
+nothing. A pause that counted these waits in kept pinning beside a busy engine far below its share. Many small pieces
+also make later copies slower.
 
 Stores do not speed it up: rows that are not pinned yet are not leased, so an engine that computes without a pause keeps
 as much of what it stores as pinning has made room for, and older chunks are evicted for newer ones.
@@ -48,11 +49,12 @@ class PinPace:
         """Record that the last piece, of so many bytes, took this many seconds; return how many to pause."""
         self._rates.append(nbytes / max(took, 1e-6))
         fits = int(max(self._rates) * self.seconds)
+        held = nbytes / max(self._rates)
         self.piece_bytes = min(self.most_bytes, max(_LEAST_BYTES, min(fits, 2 * self.piece_bytes)))
         if self.share >= 1.0:
             return 0.0
         share = min(IDLE_SHARE, self.share) if busy else IDLE_SHARE
-        return took * (1.0 / share - 1.0)
+        return held * (1.0 / share - 1.0)
 
 
 def whole_pages(rows: int, row_stride: int) -> int:

@@ -32,8 +32,9 @@ __all__ = [
 
 HugePages = Literal["off", "2MiB", "1GiB"]
 PrefaultMode = Literal["ahead", "all", "off"]
-DEFAULT_WINDOW = 16 << 30
-"""Bytes that are ready ahead of use: a few seconds of what an engine stores, and there in about a second."""
+DEFAULT_WINDOW = 32 << 30
+"""Bytes that are ready ahead of use: room for a burst from a store as the first thing, or several seconds of what an
+engine stores. The machine of an H100 populates them in two to five seconds and pins them in one."""
 HUGE_PAGE_BYTES: dict[HugePages, int] = {"off": mmap.PAGESIZE, "2MiB": 2 << 20, "1GiB": 1 << 30}
 MOST_NODES = 1024
 """As many NUMA nodes as Linux can be built for (CONFIG_NODES_SHIFT is at most 10)."""

@@ -4,9 +4,10 @@ Run by its path, in a process of its own (``prefault.py`` starts it): the system
 engine's interpreter for seconds. It imports little, so that it starts in a few hundredths of a second.
 
 It gets the region's descriptor and nothing else, and populates as far as it is asked to: its arguments say how far at
-first, each line ``want BYTES`` on standard input how far from then on. On standard output it says how far it came
-(``populated BYTES``, then ``done METHOD`` or ``failed TEXT``). It ends when standard input does: with the process that
-started it, and with that process also if it is stopped, when it could not see that.
+first, each line ``want BYTES`` on standard input how far from then on. What is asked for later is far ahead of use, and
+tier hosts may be loading meanwhile: fewer threads do it, which give way to others. On standard output it says how far
+it came (``populated BYTES``, then ``done METHOD`` or ``failed TEXT``). It ends when standard input does: with the
+process that started it, and with that process also if it is stopped, when it could not see that.
 """
 
 import ctypes
@@ -24,6 +25,7 @@ _MADV_HUGEPAGE = 14
 PIECE_BYTES = 64 << 20
 _HUGE_BYTES = 2 << 20
 _MOST_REFUSALS = 4
+_FOLLOWERS, _FOLLOWERS_NICE = 2, 10
 _SLOWEST_COLLAPSE = 256 << 20  # bytes a second and thread: the kernel compacts memory for each page
 _LONGEST_LINE = 64
 _MAP_FIXED, _MAP_FAILED = 0x10, ctypes.c_void_p(-1).value
@@ -55,7 +57,7 @@ class Populator:
         self._advice = advice
         self._collapse_advice = collapse
         self._refusals = 0
-        self._wanted = nbytes if wanted is None else wanted
+        self._wanted = self._at_first = nbytes if wanted is None else wanted
         self._lock = threading.Condition()
         self._next = 0
         self._done: set[int] = set()
@@ -90,9 +92,16 @@ class Populator:
             self._wanted = max(self._wanted, nbytes)
             self._lock.notify_all()
 
-    def work(self) -> None:
-        """Populate what is wanted, until nothing of the region is left or a piece has failed. Run by each thread."""
-        while (start := self._next_piece()) is not None:
+    def work(self, number: int = 0) -> None:
+        """Populate what is wanted, until nothing of the region is left or a piece has failed. Run by each thread.
+
+        ``number``: the thread's; one that does not follow ends with what was wanted at first.
+        """
+        gives_way = False
+        while (start := self._next_piece(follows=number < _FOLLOWERS)) is not None:
+            if start >= self._at_first and not gives_way:
+                gives_way = True
+                os.nice(_FOLLOWERS_NICE)  # this thread's alone
             try:
                 self._populate(start, min(self._piece, self._nbytes - start))
             except OSError as error:
@@ -102,14 +111,15 @@ class Populator:
                 return
             self._report(start)
 
-    def _next_piece(self) -> int | None:
+    def _next_piece(self, *, follows: bool = True) -> int | None:
+        end = self._nbytes if follows else min(self._at_first, self._nbytes)
         with self._lock:
-            self._lock.wait_for(lambda: self.failure or self._next >= self._nbytes or self._next < self._wanted)
-            if self.failure or self._next >= self._nbytes:
+            self._lock.wait_for(lambda: self.failure or self._next >= end or self._next < self._wanted)
+            if self.failure or self._next >= end:
                 return None
             start = self._next
             self._next += self._piece
-            if self._next >= self._nbytes:
+            if self._next >= self._at_first:
                 self._lock.notify_all()  # for the threads that wait for more
             return start
 
@@ -198,7 +208,7 @@ def main(arguments: list[str]) -> int:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
     populator = Populator(fd, nbytes, piece_bytes, advice, wanted, collapse)
     threading.Thread(target=end_with_parent, args=(populator.want,), daemon=True).start()
-    workers = [threading.Thread(target=populator.work) for _ in range(threads)]
+    workers = [threading.Thread(target=populator.work, args=(number,)) for number in range(threads)]
     for worker in workers:
         worker.start()
     for worker in workers:

@@ -14,6 +14,7 @@ from functools import partial
 from kvtiers.api import StartError
 from kvtiers.api.units import format_size
 from kvtiers.layout.cache_layout import CacheLayout
+from kvtiers.region.early_memory import EarlyMemory
 from kvtiers.region.handshake import Welcome, listen, plain_id
 from kvtiers.region.limits import memory_problem
 from kvtiers.region.memfd import (
@@ -194,6 +195,7 @@ class SharedOffloadRegion(OffloadRegion):
         start_deadline: float = 60.0,
         world_size: int | None = None,
         core_dumps: bool = False,
+        memory: EarlyMemory | None = None,
     ) -> "SharedOffloadRegion":
         """Make the region, begin to let ranks in and to pre-fault, and return at once.
 
@@ -202,20 +204,24 @@ class SharedOffloadRegion(OffloadRegion):
 
         StartError, in one line, if the engine id is in use, the memory or the huge pages are not there, a row does
         not fit into ``capacity_bytes``, or this system has no memfd. ``world_size``: how many ranks to wait for, by
-        default the layout's. ``core_dumps``: a core file of this process has the rows in it.
+        default the layout's. ``core_dumps``: a core file of this process has the rows in it. ``memory``: that was made
+        for this capacity and these options before; it is the region's from now on.
         """
         started = time.monotonic()
         where = f"region of engine {engine_id!r}"
         num_rows = _rows_in(where, capacity_bytes, layout)
         page = HUGE_PAGE_BYTES[huge_pages]
-        map_bytes = -(-num_rows * layout.row_stride // page) * page
+        map_bytes = memory.nbytes if memory is not None else -(-num_rows * layout.row_stride // page) * page
         with contextlib.ExitStack() as undo:
             listener = listen(engine_id)  # first: the error for a second engine of this id names the id, not memory
             undo.callback(listener.close)
-            if huge_pages == "off":
-                _check_memory(where, map_bytes)
-            memfd = create_memfd(f"kvtiers-{plain_id(engine_id)}", map_bytes, huge_pages)
+            if memory is not None:
+                memfd, early = memory.take()
+            else:
+                memfd, early = _make_memory(where, engine_id, map_bytes, huge_pages), None
             undo.callback(os.close, memfd)
+            if early is not None:
+                undo.callback(early.stop)
             used = num_rows * layout.row_stride
             mapping = map_memory(memfd, map_bytes, used, huge_pages, core_dumps=core_dumps)
             prefer_huge_pages(mapping)
@@ -225,7 +231,7 @@ class SharedOffloadRegion(OffloadRegion):
             off = prefault == "off"
             welcome = Welcome(num_rows, layout.row_stride, map_bytes, populated_rows=0, prefault_ended=off)
             wanted = min(prefault_window, map_bytes) if prefault == "ahead" else map_bytes
-            launch = None if off else partial(_start_prefault, memfd, map_bytes, page, numa_node, wanted)
+            launch = None if off else partial(_start_prefault, memfd, map_bytes, page, numa_node, wanted, early)
             server = AcceptThread(listener, memfd, layout, welcome, ranks, launch, start_deadline)
             server.start()
             undo.pop_all()
@@ -345,7 +351,17 @@ class AnonymousRegion(OffloadRegion):
         return cls(engine_id, layout, num_rows, map_memory(-1, nbytes, nbytes))
 
 
-def _start_prefault(memfd: int, map_bytes: int, page_bytes: int, numa_node: int | None, wanted: int) -> Prefault:
+def _make_memory(where: str, engine_id: str, nbytes: int, huge_pages: HugePages) -> int:
+    if huge_pages == "off":
+        _check_memory(where, nbytes)
+    return create_memfd(f"kvtiers-{plain_id(engine_id)}", nbytes, huge_pages)
+
+
+def _start_prefault(
+    memfd: int, map_bytes: int, page_bytes: int, numa_node: int | None, wanted: int, early: Prefault | None
+) -> Prefault:
+    if early is not None:
+        return early
     if numa_node is not None:
         prefer_node(numa_node)  # the program inherits it; bind_to_node has reported already why it cannot be
     return Prefault(memfd, map_bytes, page_bytes, wanted)

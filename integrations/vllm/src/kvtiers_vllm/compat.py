@@ -10,6 +10,7 @@ EngineCore.set_weight_version          the version of the weights from then on
 EngineCore.reset_prefix_cache          vLLM's own prefix cache holds no KV of other weights any more
 KVConnectorFactory.create_connector    the VllmConfig for tiers under vLLM's own tiering, which vLLM does not pass
 EngineArgs.create_engine_config        KVTIERS_CONFIG, and configs in the spelling before ``KvtiersConnector``
+Executor.__init__                      the primary's memory is populated while the model loads
 =====================================  ================================================================================
 
 Each is wrapped on its class, once a process, by a function of the same signature, and every core's calls reach its
@@ -26,7 +27,16 @@ from typing import Any
 from kvtiers.api import StartError
 from kvtiers_vllm.engine import CoreLink, Engine, being_built
 
-__all__ = ["CONNECTOR", "CORE", "check", "follow_core", "wrap_core", "wrap_engine_args", "wrap_factory"]
+__all__ = [
+    "CONNECTOR",
+    "CORE",
+    "check",
+    "follow_core",
+    "wrap_core",
+    "wrap_engine_args",
+    "wrap_executor",
+    "wrap_factory",
+]
 
 _MARK = "_kvtiers_wraps"
 _Wrapper = Callable[..., Any]
@@ -54,6 +64,7 @@ CONNECTOR = {
 """The same of ``OffloadingConnector``, whose methods ``KvtiersConnector`` extends."""
 _FACTORY = {"create_connector": ("config", "role", "kv_cache_config")}
 _ENGINE_ARGS = {"create_engine_config": ("self", "usage_context", "headless")}
+_EXECUTOR = {"__init__": ("self", "vllm_config")}
 
 _by_config: weakref.WeakValueDictionary[int, CoreLink] = weakref.WeakValueDictionary()
 """Links by the identity of their config, which a link keeps alive."""
@@ -142,6 +153,20 @@ def wrap_engine_args(
         return create_engine_config
 
     _wrap(engine_args, "create_engine_config", make)
+
+
+def wrap_executor(executor: Any, begins: Callable[[Any], None], version: str) -> None:
+    """Call ``begins`` with each engine's config before its executor loads the model. ``executor``: ``Executor``."""
+    check(executor, _EXECUTOR, version)
+
+    def make(init: _Wrapper) -> _Wrapper:
+        def __init__(self: Any, vllm_config: Any) -> None:  # noqa: N807 -- the function that it replaces
+            begins(vllm_config)
+            init(self, vllm_config)
+
+        return __init__
+
+    _wrap(executor, "__init__", make)
 
 
 def _link(core: Any) -> CoreLink | None:

@@ -1,8 +1,8 @@
 """vLLM's general plugin: registers kvtiers in each of vLLM's processes at its start.
 
 Every installed tier is registered as ``kvtiers-<type>``, the whole stack as the connector ``KvtiersConnector``. Nothing
-is imported but vLLM's registries and its arguments; the rest is loaded when a config names it. The two functions of
-vLLM's start that kvtiers wraps (``compat``) are wrapped here.
+is imported but vLLM's registries, its arguments and its executor; the rest is loaded when a config names it. The
+functions of vLLM's start that kvtiers wraps (``compat``) are wrapped here.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from kvtiers.plugins import installed_tiers
 from kvtiers_vllm import compat
 from kvtiers_vllm.engine_args import prepare_engine_args, refuse_large_primary
 from kvtiers_vllm.own_tiering.options import PREFIX
+from kvtiers_vllm.stack.memory import begin_memory_of
 from kvtiers_vllm.stack.options import CONNECTOR_NAME, SPEC_NAME, VARIABLE
 
 __all__ = ["register"]
@@ -50,6 +51,7 @@ def register() -> None:
     _register(KVConnectorFactory.register_connector, CONNECTOR_NAME, _CONNECTOR, CONNECTOR_NAME)
     _wrap(lambda: compat.wrap_factory(KVConnectorFactory, version))
     _wrap(lambda: _follow_engine_args(version), wanted=wanted)
+    _begin_memory_early(version)
 
 
 def _follow_engine_args(version: str) -> None:
@@ -57,6 +59,16 @@ def _follow_engine_args(version: str) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     compat.wrap_engine_args(EngineArgs, lambda args: prepare_engine_args(args, version), refuse_large_primary, version)
+
+
+def _begin_memory_early(version: str) -> None:
+    """Make engines of this process populate their primary's memory while they load the model."""
+    with plugin_boundary() as wrapping:
+        from vllm.v1.executor.abstract import Executor
+
+        compat.wrap_executor(Executor, begin_memory_of, version)
+    if wrapping.error:
+        _log.info("the primary's memory is populated when the model has been loaded: %s", wrapping.error)
 
 
 def _wrap(wrap: Callable[[], None], *, wanted: bool = False) -> None:

@@ -138,6 +138,13 @@ class EngineCore:
         return reset_connector if reset_running_requests else "done"
 
 
+class Executor:
+    """vLLM's executor, which loads the model; ``loaded``: with what config."""
+
+    def __init__(self, vllm_config):
+        self.loaded = vllm_config
+
+
 @dataclass
 class Results:
     failed_recving: set[str] = field(default_factory=set)
@@ -218,6 +225,7 @@ _MODULES: dict[str, dict[str, Any]] = {
     "vllm.engine.arg_utils": {"EngineArgs": EngineArgs},
     "vllm.config": {"KVTransferConfig": KVTransferConfig},
     "vllm.v1.engine.core": {"EngineCore": EngineCore},
+    "vllm.v1.executor.abstract": {"Executor": Executor},
     "vllm.v1.kv_offload.base": {
         **{name: _kind(name) for name in (*_BASE, "LoadStoreSpec", "OffloadingWorker")},
         "LookupResult": LookupResult,
@@ -279,7 +287,7 @@ def install(monkeypatch: Any, version: str = "0.32.0", without: str = "") -> Non
     for part, names in _MODULES.items():
         modules[part].__dict__.update({called: what for called, what in names.items() if called != without})
     for part in modules.values():
-        for wrapped in (EngineCore, EngineArgs, KVConnectorFactory):
+        for wrapped in (EngineCore, EngineArgs, Executor, KVConnectorFactory):
             if wrapped.__name__ in part.__dict__:
                 part.__dict__[wrapped.__name__] = fresh(wrapped)
     for factory in (KVConnectorFactory, OffloadingSpecFactory, SecondaryTierFactory):

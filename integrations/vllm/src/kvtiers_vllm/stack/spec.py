@@ -26,6 +26,7 @@ from kvtiers_vllm.releases import require_whole_stack
 from kvtiers_vllm.stack.adapter_digests import AdapterLooks
 from kvtiers_vllm.stack.figures import StackFacts, StackFigures, definitions, open_stack_status
 from kvtiers_vllm.stack.layout import cache_layout, group_keys, layer_tensors, rank_map
+from kvtiers_vllm.stack.memory import take_memory_of
 from kvtiers_vllm.stack.options import CONNECTOR_NAME, load_stack_config, way_in
 from kvtiers_vllm.stack.requests import RequestBook, Weights
 from kvtiers_vllm.stack.steps import StepClock
@@ -114,6 +115,7 @@ class KvtiersOffloadingSpec(OffloadingSpec):
                 record_events=False,
                 way_in=f"as the whole stack in vLLM {vllm_version}, {way_in(self.extra_config)}",
                 release=f"vLLM {vllm_version}",
+                memory=take_memory_of(self._engine.vllm_config),
             )
             try:
                 manager.wait_ready(self._config.primary.start_deadline)
