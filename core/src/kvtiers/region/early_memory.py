@@ -1,6 +1,6 @@
 """The region's memory, made before the region: it is populated while an engine loads its model.
 
-A primary's size stands in the config, and the layout of a chunk only follows from the loaded model. The first 32 GiB are
+A primary's size stands in the config, while the layout of a chunk follows from the loaded model. The first 32 GiB are
 populated in two to five seconds, which pass while the model loads, instead of being waited for after it.
 """
 
