@@ -15,6 +15,21 @@ def job_of(job_id: int, *, is_load: bool) -> PoolJob:
     return PoolJob.of(StoreJob(job_id, is_load, keys, [*range(SLICES)]), NAMES)
 
 
+def test_the_busy_seconds_of_jobs_that_overlap_add_up_to_the_time_in_which_any_ran():
+    queue = TransferQueue(2)
+    first, second, third = (job_of(number, is_load=True) for number in range(3))
+    store, never = job_of(3, is_load=False), job_of(4, is_load=True)
+    for job, begun in ((first, 10.0), (second, 11.0), (store, 11.0)):
+        assert queue.begin(job, begun)
+    assert not queue.begin(first, 12.0)
+    assert queue.busy_seconds(second, 13.0) == 3.0
+    assert queue.busy_seconds(first, 14.0) == 1.0
+    assert queue.busy_seconds(store, 14.0) == 3.0, "stores are counted apart"
+    assert queue.begin(third, 20.0)
+    assert queue.busy_seconds(third, 21.0) == 1.0, "nothing ran before it"
+    assert queue.busy_seconds(never, 22.0) == 0.0
+
+
 def test_no_slice_is_left_lying_while_a_thread_waits():
     queue = TransferQueue(3)
     jobs = [job_of(number, is_load=number % 2 == 1) for number in range(8)]

@@ -234,7 +234,8 @@ def test_a_job_in_parts_starts_once_and_ends_once_with_a_status_for_each_value_i
     second.say(JobDone(7, bytes([DONE] * 20 + [FAILED]), 20, 2.5, 4, "last"))
     second.jobs.clear()
     statuses = bytes([DONE] * 41 + [FAILED] + [MISSING] * 22)
-    assert tier.events() == [JobDone(7, statuses, 95, 2.5, 7, "once")]
+    mean = (21 * 2.5 + 43 * 0.5) / 64  # of hosts that work side by side
+    assert tier.events() == [JobDone(7, statuses, 95, mean, 7, "once")]
     assert tier.events() == []
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.jobs import TieringOptions
+from kvtiers.types import RequestContext
 
 from .harness import HIT, MISS, PENDING, RETRY, Bench, chain
 
@@ -174,6 +175,16 @@ def test_a_long_prefix_is_reserved_over_several_steps_so_that_none_of_them_is_lo
         found.append(bench.lookup(keys, ctx))
         bench.step(1.0)
     assert found == [(0, 448, True), (448, 426, True), (874, 405, True), (1279, 221, False), (1500, 0, False)]
+
+
+def test_beside_other_prompts_a_long_prefix_is_reserved_at_once_since_the_next_step_may_come_late():
+    keys = chain("long", 1500)
+    bench = Bench(rows=2048, options=TieringOptions(lookup_wait=0.0, load_wait=10.0, one_tier=0.8, all_tiers=0.8))
+    bench.tier["a"].put(keys)
+    other = RequestContext("other")
+    bench.manager.on_new_request(other, 8192)
+    assert bench.lookup(keys, bench.request()) == (0, 1500, False)
+    bench.manager.on_request_finished(other)
 
 
 def test_several_full_attention_groups_of_a_long_prefix_come_side_by_side():

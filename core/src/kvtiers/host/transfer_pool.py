@@ -308,7 +308,7 @@ class TransferPool:
 
     def _report(self, job: PoolJob) -> None:
         job.guard.end()
-        seconds = time.monotonic() - job.started if job.started else 0.0
+        seconds = self._queue.busy_seconds(job, time.monotonic())
         statuses = bytes(job.statuses)
         self._emit(JobDone(job.job.job_id, statuses, job.nbytes, seconds, job.retries, job.error))
         self._queue.forget(job)

@@ -63,6 +63,8 @@ class TransferQueue:
         self._stores: deque[Slice] = deque()
         self._storing = 0
         self._jobs: dict[int, PoolJob] = {}
+        self._counted_until = {True: 0.0, False: 0.0}  # loads, stores
+        self._under_way = {True: 0, False: 0}
         self._closed = False
 
     def set_threads(self, threads: int) -> None:
@@ -108,9 +110,13 @@ class TransferQueue:
     def begin(self, job: PoolJob, now: float) -> bool:
         """Record that a slice of the job begins; return whether it is the first."""
         with self._lock:
-            first = not job.started
-            job.started = job.started or now
-        return first
+            if job.started:
+                return False
+            job.started = now
+            if not self._under_way[job.job.is_load]:
+                self._counted_until[job.job.is_load] = now
+            self._under_way[job.job.is_load] += 1
+        return True
 
     def finish(self, piece: Slice, moved: Moved) -> bool:
         """Put a slice's outcome into its job, and free its thread; return whether it was the job's last."""
@@ -123,6 +129,19 @@ class TransferQueue:
             job.kept += moved.kept
             job.slices_left -= 1
             return not job.slices_left
+
+    def busy_seconds(self, job: PoolJob, now: float) -> float:
+        """Return the seconds that an ended job has kept the pool busy, without those counted for jobs before it.
+
+        Jobs overlap, and the sum of these is the time in which any load, or any store, was under way.
+        """
+        if not job.started:
+            return 0.0
+        with self._lock:
+            since = self._counted_until[job.job.is_load]
+            self._counted_until[job.job.is_load] = max(since, now)
+            self._under_way[job.job.is_load] -= 1
+        return max(0.0, now - since)
 
     def store_done(self) -> None:
         """Record that the slice of a store, taken by ``next``, has ended; its thread asks for the next one."""

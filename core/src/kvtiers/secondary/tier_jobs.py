@@ -164,6 +164,8 @@ class InflightJob:
     is_released: bool = False
     nbytes: int = 0
     seconds: float = 0.0
+    """The mean of the parts, which run side by side, by their values."""
+    ended_values: int = 0
     retries: int = 0
     error: str = ""
 
@@ -183,7 +185,9 @@ class InflightJob:
             statuses = self.statuses = bytearray(self.statuses or _FAILED * len(self.keys))
             statuses[part.start : part.start + len(part.message.keys)] = event.statuses
         self.nbytes += event.nbytes
-        self.seconds = max(self.seconds, event.seconds)  # they ran side by side
+        values = len(part.message.keys)
+        self.ended_values += values
+        self.seconds += (event.seconds - self.seconds) * values / self.ended_values
         self.retries += event.retries
         self.error = self.error or event.error
         return not self.parts

@@ -101,6 +101,10 @@ class Waits:
         own = state.prompt_tokens if state.has_come and not state.is_taken_up else 0
         return self.gpu.waiting - own
 
+    def has_prompts_beside(self, state: RequestState) -> bool:
+        """Return whether the GPU has other prompts to compute, now or soon."""
+        return not self.gpu.is_empty or self.behind(state) > 0
+
     # -- what the GPU has to do
 
     def step_ends(self, tokens: int, seconds: float) -> None:

@@ -27,6 +27,8 @@ _SMALLEST_QUESTION = 64  # chunks, once a tier was asked about the whole rest
 # Chunks a call: a long prefix is reserved over several steps, so that none of them is long. Fewer the longer the prefix
 # is by then: about 20 chunks of it are walked in the time that one takes to reserve.
 _MOST_RESERVED, _FEWEST_RESERVED, _WALKED_FOR_ONE = 448, 128, 20
+# With other prompts to compute the next step may be a long one, and what is reserved only then comes a step later.
+_MOST_RESERVED_BESIDE_PROMPTS = 2048
 _WORTH_A_WALK = 64  # chunks: for fewer rows a request that waits for room is not looked up again
 
 
@@ -59,12 +61,14 @@ class _Asked:
 class _Search:
     """One lookup among the tiers: rows that all of them may still get, and chunks that this call may still reserve.
 
-    ``waited``: chunks that the request has waited for before. ``may_wait``: loads in flight will give rows back.
+    ``most``: those of one answer. ``waited``: chunks that the request has waited for before. ``may_wait``: loads in
+    flight will give rows back.
     """
 
     tiers: list[_Asked]
     room: int
     left: int
+    most: int
     waited: int
     may_wait: bool
     no_room: _NoRoom | None = None
@@ -285,9 +289,10 @@ class Lookups:
                     tiers.append(_Asked(slot, room, len(keys)))
                 else:
                     slot.metrics.budget_misses += 1
-        left = max(_FEWEST_RESERVED, _MOST_RESERVED - at // _WALKED_FOR_ONE)
+        most = _MOST_RESERVED_BESIDE_PROMPTS if self._waits.has_prompts_beside(state) else _MOST_RESERVED
+        left = max(_FEWEST_RESERVED, most - at // _WALKED_FOR_ONE)
         waited = len(state.window_waits) if window else state.awaited.get(group_of(keys[0]), (0, 0))[1]
-        search = _Search(tiers, self._budget.room_in_all, left, waited, may_wait)
+        search = _Search(tiers, self._budget.room_in_all, left, most, waited, may_wait)
         found: list[Found] = []
         silent: Sequence[TierSlot] = ()
         while at < len(keys) and tiers and (search.room or search.may_wait) and search.left:
@@ -325,7 +330,7 @@ class Lookups:
                 if retry and not there:
                     silent.append(tier.slot)
                 continue
-            hits = min(has, _MOST_RESERVED)
+            hits = min(has, search.most)
             places = self._absent(some[:hits], at)
             worth = self._waits.worth_loading(tier.slot, len(places), tokens, state, search.waited)
             if not worth:
