@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 
 from kvtiers._failures import logged_boundary
 from kvtiers.layout.cache_layout import CacheLayout, ModelIdentity
-from kvtiers.region.connection import Connection
+from kvtiers.region.connection import Connection, Refusals
 from kvtiers.region.handshake import (
     HANDSHAKE_VERSION,
     OTHER_RELEASE,
@@ -34,7 +34,6 @@ from kvtiers.region.handshake import (
 from kvtiers.region.memfd import detach_in_children
 from kvtiers.region.prefault import Prefault
 from kvtiers.region.ranks import RankTable
-from kvtiers.region.refusals import Refusals
 
 __all__ = ["AcceptThread"]
 
