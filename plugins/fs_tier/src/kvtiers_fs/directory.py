@@ -1,8 +1,8 @@
 """The directory of a store: its folders, files and their permissions.
 
 Everything goes through the root's descriptor, and no symbolic link is followed, on the way or at the end. Linux does
-that in one call, ``openat2`` with ``RESOLVE_NO_SYMLINKS`` (5.6 and newer); elsewhere, and where a container forbids that
-call, every directory on the way is opened by itself.
+that in one call, ``openat2`` with ``RESOLVE_NO_SYMLINKS`` (5.6 and newer); elsewhere, and where a container forbids
+that call, every directory on the way is opened by itself.
 """
 
 import contextlib
