@@ -7,12 +7,11 @@ from s3_proxy import Proxy
 from s3_servers import ACCESS_KEY, SECRET_KEY
 
 from kvtiers.api import ConfigError
-from kvtiers_s3.client.factory import open_client
 from kvtiers_s3.config import S3Config
 from kvtiers_s3.connection import Connection
 from kvtiers_s3.failures import S3BusyError, S3Error
 from kvtiers_s3.requests import Requests
-from kvtiers_s3.store import S3Store
+from kvtiers_s3.store import S3Store, open_client
 
 CLIENTS = ["obstore", "boto3"]
 
