@@ -3,7 +3,7 @@
 import pytest
 
 from kvtiers.tiering.estimates import PrefillCost
-from kvtiers_vllm.own_tiering.prefill import PrefillRate
+from kvtiers_vllm.own_tiering.prompts import PrefillRate
 
 
 class Engine:

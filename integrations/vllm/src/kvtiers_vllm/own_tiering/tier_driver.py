@@ -37,8 +37,7 @@ from kvtiers.tiering.tier_slot import TierSlot
 from kvtiers.types import RequestContext
 from kvtiers_vllm.own_tiering.idle_backoff import Rest
 from kvtiers_vllm.own_tiering.locked_tier import AskedTier
-from kvtiers_vllm.own_tiering.prefill import PrefillRate
-from kvtiers_vllm.own_tiering.prompts import Prompt, Prompts
+from kvtiers_vllm.own_tiering.prompts import PrefillRate, Prompt, Prompts
 
 __all__ = ["TierDriver"]
 
@@ -82,7 +81,7 @@ class _Request:
 class TierDriver:
     """Drives ``slot``. ``lookup_wait``, ``load_wait``: seconds that a request waits for answers and for loads, in all.
 
-    A ``load_wait`` of None: as long as computing would take, which the engine itself shows (``prefill.py``), and a
+    A ``load_wait`` of None: as long as computing would take, which the engine itself shows (``PrefillRate``), and a
     tenth; until it has shown it, by ``prior`` seconds a token, and ``lookup_wait`` at least.
     ``tokens_per_chunk[g]``: tokens whose KV a chunk of group g holds. ``is_idle``: nothing but new requests can be
     computed now; asked when a step begins. ``is_ending``: the engine goes on only for the work that there is; after
