@@ -7,6 +7,7 @@ output goes elsewhere.
 import faulthandler
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -28,7 +29,7 @@ from kvtiers.cli.check.round_trip import OWN_FAULT, REACH, Bench, ProbeError, pr
 from kvtiers.cli.open_tier import open_tier
 from kvtiers.plugins import load_tier
 
-__all__ = ["run"]
+__all__ = ["main"]
 
 _DRAIN_SECONDS = 5.0
 _LONGEST_TEXT = 1_000
@@ -36,10 +37,15 @@ _LEVELS = ("ok", "warning", "error")
 _T = TypeVar("_T")
 
 
-def run(task: Mapping[str, Any], pipe: int) -> None:
-    """Try the tier of this task and end the process, even if threads of the tier still run."""
-    die_with_parent(task["parent"])
+def main() -> None:
+    """Try the tier of the task on standard input; end the process then, even if threads of the tier still run.
+
+    Arguments: the descriptor of the pipe to the command, and the command's process id.
+    """
+    pipe, parent = map(int, sys.argv[1:3])
+    die_with_parent(parent)
     faulthandler.enable()
+    task = json.loads(sys.stdin.readline())
     with os.fdopen(pipe, "wb", buffering=0) as out:
         _TrialRun(task, lambda message: out.write(json.dumps(message).encode() + b"\n")).run()
         out.write(b'{"done": true}\n')
