@@ -183,7 +183,7 @@ def test_the_sources_keep_the_contracts(copy: Copy):
             "from kvtiers import config",
             "testing imports api, types, plugins, layout, region, host, secondary",
         ),
-        ("kvtiers/cli/main.py", "from kvtiers.testing import running", "nobody imports testing"),
+        ("kvtiers/cli/main.py", "from kvtiers.testing import running", "no package imports testing"),
         ("kvtiers_example/memory.py", "from kvtiers.layout import seal", "a tier imports kvtiers.api only"),
         ("kvtiers/layout/seal.py", "from kvtiers.layout import namespace_epoch", ACYCLIC_CONTRACT),
         ("kvtiers/gpu/settings.py", UNDER_TYPE_CHECKING % "kvtiers.gpu.worker", ACYCLIC_CONTRACT),

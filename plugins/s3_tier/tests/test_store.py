@@ -455,7 +455,7 @@ def test_what_boto3_does_on_the_bucket_is_counted_when_it_fails(opened, config, 
 
 # obstore takes the answer to a single put for one that says that there is a value, and looks at that.
 @pytest.mark.parametrize(("client", "length"), [("boto3", PAGE), ("boto3", 2 * PART), ("obstore", 2 * PART)])
-def test_a_conditional_put_that_meets_another_may_be_made_again(opened, config, between, value, client, length):
+def test_a_conditional_put_that_collides_with_another_may_be_made_again(opened, config, between, value, client, length):
     store = opened(config(client=client, endpoint=between.endpoint, conditional_put=True, part_size=PART))
     last = {PAGE: "PUT", 2 * PART: "POST"}[length]
 

@@ -67,14 +67,14 @@ if __name__ == "__main__":
     sys.modules[plan.sweep.__module__]._SMALL = 0
     warned = False
 
-    def tell(requests):
+    def report(requests):
         global warned
         if not warned:
             warned = True
             print(*Path("/proc/thread-self/children").read_text().split(), flush=True)
 
     trace = plan.PlanTrace(made_up())
-    list(plan.sweep(trace, [plan.PlanCase(100)] * 100_000, processes=2, progress=tell))
+    list(plan.sweep(trace, [plan.PlanCase(100)] * 100_000, processes=2, progress=report))
 """
 
 

@@ -122,7 +122,7 @@ def in_thread(name, function):
 def test_a_line_bears_the_name_of_the_tier_whose_thread_wrote_it(sent):
     in_thread("kvtiers-cache-2-0", lambda: logging.getLogger("client").warning("slow: %s", 3))
     in_thread("kvtiers-cache-lookup", lambda: logging.getLogger("client").error("gone"))
-    in_thread("somebody", lambda: logging.getLogger("client").error("who?"))
+    in_thread("another", lambda: logging.getLogger("client").error("who?"))
     assert sent == [
         (1, logging.WARNING, "cache-2: slow: 3"),
         (0, logging.ERROR, "cache: gone"),

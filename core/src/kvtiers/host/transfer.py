@@ -284,7 +284,7 @@ class ValueMover:
             for name, value, payload in zip(names, views.own(rows, sizes), payloads, strict=True):
                 seal_value(value, payload, name, run.names.layout_id)
                 self._worked(payload)
-        loan = views.lend(rows, sizes, readonly=not is_load)
+        loan = views.borrow(rows, sizes, readonly=not is_load)
         call = self._calls.read if is_load else self._calls.write
         # The views are in no variable here: it would keep the exporter when the borrower has dropped it.
         answers = self._call(moved, run, values, call(names, [*loan.views]), is_load=is_load)

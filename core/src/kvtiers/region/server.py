@@ -278,7 +278,7 @@ class AcceptThread:
             self._forget(connection)
 
     def _objection(self, rank: int, layout: CacheLayout) -> str:
-        if layout.model == ModelIdentity(""):  # a rank need not know which model's KV it copies
+        if layout.model == ModelIdentity(""):  # a rank needs no name of the model whose KV it copies
             layout = replace(layout, model=self._layout.model)
         differences = self._layout.differences(layout)
         if differences:

@@ -126,7 +126,7 @@ class _Worker:
     def give(self, task: tuple[int, Task]) -> None:
         """Hand over a task; before the first one, the trace."""
         self.index = task[0]
-        with self._telling_of_its_end():
+        with self._saying_how_it_ended():
             if self._trace is not None:
                 self.pipe.send(self._trace)
                 self._trace = None
@@ -134,14 +134,14 @@ class _Worker:
 
     def hear(self) -> int | PlanPoint:
         """Return what it says next: requests served, or the point of its task."""
-        with self._telling_of_its_end():
+        with self._saying_how_it_ended():
             message: int | PlanPoint | str = self.pipe.recv()
         if isinstance(message, str):
             raise KvtiersError(message)
         return message
 
     @contextlib.contextmanager
-    def _telling_of_its_end(self) -> Iterator[None]:
+    def _saying_how_it_ended(self) -> Iterator[None]:
         try:
             yield
         except (EOFError, OSError):

@@ -53,11 +53,11 @@ def main() -> None:
 
 
 class _TrialRun:
-    """One trial; ``tell`` gets each message."""
+    """One trial; ``report`` gets each message."""
 
-    def __init__(self, task: Mapping[str, Any], tell: Callable[[dict[str, Any]], object]) -> None:
+    def __init__(self, task: Mapping[str, Any], report: Callable[[dict[str, Any]], object]) -> None:
         self._task = task
-        self._tell = tell
+        self._report = report
 
     def run(self) -> None:
         """Run the trial; report every failure."""
@@ -69,7 +69,7 @@ class _TrialRun:
             self._task["value_bytes"],
             self._task["namespace"],
             config.read_only,
-            tell=lambda stage: self._tell({"stage": stage}),
+            report=lambda stage: self._report({"stage": stage}),
         )
         tier = self._attempt(
             lambda: open_tier(config, namespace=bench.namespace, value_bytes=bench.value_bytes, region=bench.region)
@@ -101,7 +101,7 @@ class _TrialRun:
         return True
 
     def _say(self, finding: Finding) -> None:
-        self._tell({"level": finding.level, "text": finding.text[:_LONGEST_TEXT], "fix": finding.fix[:_LONGEST_TEXT]})
+        self._report({"level": finding.level, "text": finding.text[:_LONGEST_TEXT], "fix": finding.fix[:_LONGEST_TEXT]})
 
     def _attempt(self, action: Callable[[], _T]) -> _T | None:
         """Do one step; any failure is a finding."""

@@ -317,7 +317,7 @@ class TierDriver:
                     started.started = self._clock()
             elif isinstance(event, JobFailed):
                 if (failed := self._jobs.get(event.job_id)) is not None:
-                    self._give_up(failed, tell=False)
+                    self._give_up(failed, abandon=False)
             elif isinstance(event, JobReleased):
                 released.append(event.job_id)
             else:
@@ -388,9 +388,9 @@ class TierDriver:
             begun = running.submitted if running.started is None else running.started
             if now - begun > self._slot.options.deadline and not running.failed_in_use:
                 self.metrics.expired_jobs += 1
-                self._give_up(running, tell=True)
+                self._give_up(running, abandon=True)
 
-    def _give_up(self, running: _Running, *, tell: bool) -> None:
+    def _give_up(self, running: _Running, *, abandon: bool) -> None:
         """Mark a job as failed with its rows in use: vLLM gets the result when they are released."""
         if running.failed_in_use:
             return
@@ -400,7 +400,7 @@ class TierDriver:
             self._slot.rate.drop(running.ticket)
             self._slot.rate.add(len(running.job.keys), now - running.submitted, now)
         self.metrics.quarantined_rows += len(running.job.keys) if running.job.job_id in self._jobs else 0
-        if tell:
+        if abandon:
             self._tier.abandon(running.job.job_id)
 
     def _finish(self, running: _Running, result: JobResult) -> None:
