@@ -87,7 +87,7 @@ class PoolJob:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """The values ``start`` to ``end`` of a job."""
+    """A part of a job for one thread: its values from index ``start`` up to ``end``, which is excluded."""
 
     of: PoolJob
     start: int

@@ -264,7 +264,7 @@ def _of(engine: Engine, path: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as plain data: of an object its class and public fields, of a class or function its name."""
+    """Return a value as JSON data: an object as its class and public fields, a class or function as its full name."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):

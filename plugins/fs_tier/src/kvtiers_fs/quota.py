@@ -99,7 +99,7 @@ class Index:
 
 
 class UsageFile:
-    """``.usage`` and the lock on it."""
+    """The file ``.usage``, where all processes keep the bytes in use, and the lock that they take to change it."""
 
     def __init__(self, directory: Directory, *, read_only: bool) -> None:
         self._fd = -1

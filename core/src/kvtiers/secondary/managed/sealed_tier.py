@@ -178,7 +178,7 @@ class SealedTier(EventTier):
         return self._sealer.open_state()
 
     def warn_unusable(self, error: str) -> None:
-        """Do nothing: the sealing thread, which opens the tier, has written that line."""
+        """Do nothing: the sealing thread opens the tier, and has logged this itself."""
 
     def log(self, level: int, text: str) -> None:
         """Write a line to the log, on another thread than the engine's. ``text`` begins with the tier's name."""
