@@ -13,9 +13,9 @@ from dataclasses import replace
 import pytest
 
 from kvtiers.api import StoreFull, make_offload_key
-from kvtiers.host.borrowed_views import ValueViews
 from kvtiers.host.messages import Status
 from kvtiers.host.transfer import MoverOptions, ValueMover, ValueRun
+from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers_redis.config import RedisConfig
 from kvtiers_redis.store import RedisStore

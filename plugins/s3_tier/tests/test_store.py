@@ -15,9 +15,9 @@ from s3_proxy import Fault, Proxy, refusal
 from s3_servers import client_of
 
 from kvtiers.api import StoreFull, make_offload_key
-from kvtiers.host.borrowed_views import ValueViews
 from kvtiers.host.messages import Status
 from kvtiers.host.transfer import MoverOptions, ValueMover, ValueRun
+from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.testing.guarded import GuardedMemory
 from kvtiers_s3.failures import S3BusyError, S3Error, S3ThrottledError

@@ -12,7 +12,7 @@ import ctypes
 import threading
 from collections.abc import Sequence
 
-from kvtiers.host.borrowed_views import ValueViews
+from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.region.memfd import HUGE_PAGE_BYTES, Mapping, prefer_huge_pages
 
 __all__ = ["BounceBufferViews", "beside_rows", "value_views"]

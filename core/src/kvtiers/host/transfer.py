@@ -15,10 +15,10 @@ from typing import NamedTuple, TypeVar
 from kvtiers._failures import plugin_boundary
 from kvtiers.api import ChunkStore, OffloadKey, RateLimit, StoreContractError, TierConfig, group_of
 from kvtiers.api.answers import present_each
-from kvtiers.host.borrowed_views import Loan, ValueViews
 from kvtiers.host.bounce_buffers import beside_rows
 from kvtiers.host.messages import Status
 from kvtiers.host.store_calls import Attempts, KnownNames, RateLimiter, StoreCalls
+from kvtiers.layout.borrowed_views import Loan, ValueViews
 from kvtiers.layout.seal import SealVerdict, check_value, seal_value
 from kvtiers.layout.storage_name import StorageNames
 

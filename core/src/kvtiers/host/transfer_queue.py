@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvtiers.host.borrowed_views import Loan
 from kvtiers.host.messages import Status, StoreJob
 from kvtiers.host.transfer import Moved
+from kvtiers.layout.borrowed_views import Loan
 from kvtiers.layout.storage_name import StorageNames
 
 __all__ = ["PoolJob", "RowFence", "Slice", "TransferQueue"]

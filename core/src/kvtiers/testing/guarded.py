@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-from kvtiers.host.borrowed_views import Loan
+from kvtiers.layout.borrowed_views import Loan
 
 __all__ = ["PAGE", "GuardedMemory", "Row", "is_one_version", "pattern", "same_bytes", "version"]
 

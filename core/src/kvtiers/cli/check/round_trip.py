@@ -25,7 +25,7 @@ from kvtiers.api import (
 )
 from kvtiers.api.units import format_duration, format_size
 from kvtiers.cli.open_tier import anonymous_region
-from kvtiers.host.borrowed_views import Loan
+from kvtiers.layout.borrowed_views import Loan
 from kvtiers.types import RequestContext
 
 __all__ = ["OWN_FAULT", "REACH", "Bench", "ProbeError", "probe_manager", "probe_name", "probe_store"]

@@ -27,7 +27,7 @@ from kvtiers.api import (
     TierRequest,
     TransferJob,
 )
-from kvtiers.host.borrowed_views import ValueViews
+from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.secondary.breaker import Breaker, BreakerState
 from kvtiers.secondary.managed.bounded_shutdown import ShutdownProxy

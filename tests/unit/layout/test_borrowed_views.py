@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from kvtiers.host.borrowed_views import ValueViews
+from kvtiers.layout.borrowed_views import ValueViews
 
 STRIDE = 8192
 
