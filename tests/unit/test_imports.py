@@ -197,6 +197,17 @@ def test_an_import_that_the_design_forbids_breaks_its_contract(copy: Copy, path:
     assert contract in copy.broken_contracts()
 
 
+@pytest.mark.parametrize(
+    ("contract", "room", "open_to_it"),
+    [(HOST_CONTRACT, "region", {"memfd"}), (SECONDARY_CONTRACT, "host", {"messages", "wire"})],
+)
+def test_a_contract_that_lists_modules_lists_all_of_a_room_but_those_that_are_open(contract, room, open_to_it):
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (listed,) = [it["forbidden_modules"] for it in contracts if it["name"] == contract]
+    modules = {path.stem for path in (CORE / room).glob("*.py")} - {"__init__"}
+    assert {name.rpartition(".")[2] for name in listed if f".{room}." in name} == modules - open_to_it
+
+
 def test_torch_under_gpu_breaks_no_contract(copy: Copy):
     copy.append("kvtiers/gpu/worker.py", "import torch")
     assert copy.broken_contracts() == set()
