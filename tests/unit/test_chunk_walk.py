@@ -65,6 +65,17 @@ def test_the_files_that_a_chunks_store_passes_are_there_and_as_many_as_the_docum
     assert f"it is {in_memory}:" in TEXT
 
 
+@pytest.mark.parametrize(("row", "most"), [("forms of a job", 7), ("ledgers of jobs in flight", 3)])
+def test_a_job_has_as_many_forms_and_ledgers_as_the_document_says(row, most):
+    (line,) = [line for line in TEXT.splitlines() if line.startswith(f"| {row} |")]
+    _, which, number, _ = line.split("|")[1:]
+    assert len(which.split(";")) == int(number) <= most
+    sources = "\n".join(path.read_text("utf-8") for path in CORE.rglob("*.py"))
+    named = re.findall(r"`([A-Z]\w+)`", which)
+    assert named
+    assert [name for name in named if not re.search(rf"^class {name}\b", sources, re.MULTILINE)] == []
+
+
 class Request:
     """A request of four blocks."""
 

@@ -17,8 +17,9 @@ HIT                              the tier has it: vLLM submits the load at the e
 ===============================  ==================================================================
 
 The whole stack's ledger (``kvtiers.tiering.jobs``) owns rows of a primary, their pin budget and job ids. Here rows and
-ids are vLLM's: the driver is this mode's ledger, and an engine has the one or the other. Runs on the engine's thread; ``ask_ahead``
-(``locked_tier.py``) and ``leave_out`` on any. Nothing raises.
+ids are vLLM's: the driver is this mode's ledger, and an engine has the one or the other.
+
+Runs on the engine's thread; ``ask_ahead`` (``locked_tier.py``) and ``leave_out`` on any. Nothing raises.
 """
 
 import math
