@@ -162,7 +162,7 @@ def beside(made: Setup, products: Products, way: str, batches: int) -> dict[str,
 
 def copy_thread_ms(made: Setup, way: str) -> float:
     """Return the milliseconds of CPU time that the copy thread takes for 1 GiB."""
-    ident = made.worker._thread.ident  # noqa: SLF001 -- its clock tells what no call of the worker does
+    ident = made.worker._thread.ident  # noqa: SLF001 -- its clock shows what no call of the worker does
     assert ident is not None
     clock = time.pthread_getcpuclockid(ident)
     begin = time.clock_gettime(clock)

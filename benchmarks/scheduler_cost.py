@@ -31,7 +31,7 @@ from rigs.chunk_life import BATCH, PHASES, Life, OurLife, measure, new_keys, wit
 
 import kvtiers
 from kvtiers.api import JobResult, LookupResult, OffloadKey, SecondaryTierManager, TierConfig, TierRequest, TransferJob
-from kvtiers.host.borrowed_views import ValueViews
+from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.primary.tier import CPUPrimaryTier

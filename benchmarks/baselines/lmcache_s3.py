@@ -1,6 +1,6 @@
 """LMCache's S3 connector, in a process of its own and with any Python that has it: it wants other packages than we.
 
-It asks for ``/name`` of a host that is the bucket's, and has no other address: a server that is told the bucket by
+It asks for ``/name`` of a host that is the bucket's, and has no other address: a server that is given the bucket by
 the path, as Ceph's gateway is here, takes the name for a bucket's. The trivial server takes any path. So one value goes
 there and back before the lane begins, and what fails then is why the lane is left out.
 """

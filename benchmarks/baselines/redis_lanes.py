@@ -108,7 +108,7 @@ def counted_rate(command: Sequence[str], port: int, word: str, number: int) -> f
 
 
 def fill(client: redis.Redis, nbytes: int, count: int) -> None:
-    """Write the keys that redis-benchmark reads: it does not know a missing one from another."""
+    """Write the keys that redis-benchmark reads: it does not distinguish a missing one from another."""
     value = os.urandom(nbytes)
     for number in range(count):
         client.set(f"key:{number:012d}", value)

@@ -10,7 +10,7 @@ __all__ = ["Process", "children", "holders", "host_of", "is_alive", "wait_until"
 
 
 class Process(NamedTuple):
-    """A process. ``started`` tells it from a later one of the same id."""
+    """A process. ``started`` distinguishes it from a later one of the same id."""
 
     pid: int
     started: int

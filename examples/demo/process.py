@@ -66,7 +66,7 @@ class EngineProcess:
             )
         self.pid = self._process.pid
         try:
-            self._tell(options.as_data())
+            self._send(options.as_data())
             self.engine_id = str(self._hear()["engine_id"])
         except BaseException:
             self.kill()
@@ -79,7 +79,7 @@ class EngineProcess:
 
     def begin(self, prompt: Sequence[int], new_tokens: int, **params: object) -> None:
         """Have a prompt served, and return at once."""
-        self._tell({"prompt": list(prompt), "new_tokens": new_tokens, "params": params})
+        self._send({"prompt": list(prompt), "new_tokens": new_tokens, "params": params})
 
     def finish(self) -> Answer:
         """Return the answer to what was begun."""
@@ -89,12 +89,12 @@ class EngineProcess:
 
     def settle(self, seconds: float = 30.0) -> bool:
         """Let it step until nothing is under way; False: it still is, after so many seconds."""
-        self._tell({"settle": seconds})
+        self._send({"settle": seconds})
         return bool(self._hear()["settled"])
 
     def stats(self) -> dict[str, Any]:
         """Return ``manager.stats()``."""
-        self._tell({"stats": True})
+        self._send({"stats": True})
         return self._hear()
 
     def kill(self) -> None:
@@ -118,7 +118,7 @@ class EngineProcess:
         else:
             self.kill()
 
-    def _tell(self, what: Mapping[str, object]) -> None:
+    def _send(self, what: Mapping[str, object]) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # ``_hear`` says so
             self._process.stdin.write(json.dumps(what).encode() + b"\n")

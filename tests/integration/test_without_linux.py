@@ -8,7 +8,7 @@ import pytest
 
 EXAMPLE_TESTS = Path(__file__).parents[2] / "plugins" / "example_tier" / "tests" / "test_conformance.py"
 
-# The libraries below ours know which system they were installed for, so they come first.
+# The libraries below ours store which system they were installed for, so they come first.
 TAKE_LINUX_AWAY = """
 import fcntl, os, select, signal, socket, sys, sysconfig, tempfile, zoneinfo
 import click, numpy, pluggy, pydantic.json_schema, pytest, rich.progress, xxhash, yaml

@@ -82,7 +82,7 @@ def test_every_figure_of_core_is_exported_with_a_sentence_that_says_what_it_is()
         assert "own store" not in family.documentation, name
 
 
-def test_a_figure_that_only_its_store_knows_is_said_to_be_the_stores():
+def test_a_figure_that_only_its_store_has_is_said_to_be_the_stores():
     families, _ = scraped(figures(own={"requests": 3}))
     assert families["kvtiers_tier_requests"].documentation == "A figure of the tier's own store."
 

@@ -42,7 +42,7 @@ def said(caplog):
 
 
 @pytest.mark.parametrize("io", ["thread", "process"])
-def test_the_field_that_differs_is_named_once_and_du_tells_them_apart(disk, tmp_path, caplog, io):
+def test_the_field_that_differs_is_named_once_and_du_shows_them_apart(disk, tmp_path, caplog, io):
     tiers = config(secondary=[disk | {"io": io}])
     with running(tiers, release="vLLM 0.32.0") as engine:
         store(engine)

@@ -1,17 +1,20 @@
 """Child processes: what they are given, that they die with their parent, and that they are reaped once."""
 
+import ast
 import os
 import select
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from kvtiers._process import end, kill_unreaped, spawn, wait_unreaped
 from kvtiers.testing.running import open_descriptors
 
+ROOT = Path(__file__).parents[2]
 PATIENCE = 60.0
 # What a child does: say what it was given, or spawn another one, and wait until it is killed.
 CHILD = """
@@ -122,3 +125,50 @@ def test_the_end_of_a_child_that_does_not_end_in_time_is_forced(child):
 def test_a_child_does_not_load_what_only_a_parent_needs():
     code = "import sys; before = set(sys.modules); import kvtiers._process; print('subprocess' in set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False\n"
+
+
+SOURCES = [
+    path for place in ("core", "replay", "integrations", "plugins") for path in ROOT.glob(f"{place}/**/src/**/*.py")
+]
+STARTERS = {
+    "Popen",
+    "fork",
+    "forkpty",
+    "posix_spawn",
+    "posix_spawnp",
+    "popen",
+    "system",
+    "Process",
+    "Pool",
+    "run",
+    "call",
+}
+STARTERS |= {"check_call", "check_output", "getoutput", "ProcessPoolExecutor", "execv", "spawnv"}
+MODULES = {"subprocess", "os", "multiprocessing", "concurrent.futures"}
+RUN_TO_THEIR_END = {
+    "testing/tier_plugin.py"
+}  # subprocess.run: the kit imports a tier's entry module in a new interpreter
+
+
+def starts(path: Path) -> list[str]:
+    """Calls of the standard library in a file that start a process."""
+    tree = ast.parse(path.read_text("utf-8"))
+    named = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module in MODULES
+        for alias in node.names
+        if alias.name in STARTERS
+    }
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    found = [ast.unparse(call) for call in calls if isinstance(call, ast.Attribute) and call.attr in STARTERS]
+    return [call for call in found if call.split(".")[0] in MODULES] + sorted(named)
+
+
+def test_nothing_but_this_module_starts_a_process():
+    assert len(SOURCES) > 200
+    found = {path: calls for path in SOURCES if (calls := starts(path))}
+    elsewhere = {path: calls for path, calls in found.items() if path.name != "_process.py"}
+    assert {path.relative_to(ROOT / "core/src/kvtiers").as_posix() for path in elsewhere} == RUN_TO_THEIR_END
+    assert all(calls == ["subprocess.run"] for calls in elsewhere.values())
+    assert any(path.name == "_process.py" for path in found), "the search finds nothing"

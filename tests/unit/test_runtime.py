@@ -170,7 +170,7 @@ def test_a_model_that_config_and_engine_name_differently_is_refused_with_both_va
         kvtiers.open_manager(config(model={"name": "m", "revision": "w2"}), LAYOUT)
 
 
-def test_the_config_fills_in_what_the_engine_does_not_know():
+def test_the_config_fills_in_what_the_engine_does_not_name():
     bare = dataclasses.replace(LAYOUT, model=ModelIdentity("m"))
     with running(config(model={"name": "m", "revision": "w1"}), bare) as (manager, _, _):
         assert manager.engine_id

@@ -2,7 +2,9 @@
 
 import dataclasses
 import logging
+import re
 import time
+from datetime import UTC, datetime
 
 import pytest
 from tests.unit.test_runtime import LAYOUT, MEMORY, config, running
@@ -31,14 +33,19 @@ def lines(caplog):
 
 @pytest.mark.parametrize("io", ["thread", "process"])
 def test_a_start_is_one_line_with_all_that_it_is(lines, io):
+    before = time.time()
     with running(config(namespace="prod", secondary=[{**MEMORY, "io": io, "name": "near"}])):
         (line,) = [text for level, text in lines("is on") if level == "INFO" and "is on" in text]
+    since = re.search(r"shared since (\S+) by", line)
+    assert since, line
     fingerprint = StorageNames.of_layout("prod", LAYOUT).fingerprint
     assert line == (
         f"kvtiers {kvtiers.__version__} is on, by its Python API; primary 1MiB in 256 rows; "
         f"tiers: near (memory) in use; namespace 'prod', fingerprint {fingerprint}: "
-        "shared by all engines with this namespace and fingerprint"
+        f"shared since {since[1]} by all engines with this namespace and fingerprint"
     )
+    began, opened, ended = datetime.fromtimestamp(before, UTC), datetime.fromisoformat(since[1]), datetime.now(UTC)
+    assert began.replace(microsecond=0) <= opened <= ended
     assert fingerprint in f"{LAYOUT.fingerprint}"
 
 
@@ -67,6 +74,18 @@ def test_without_a_name_for_the_weights_the_line_says_that_nothing_is_shared(lin
     with running(config(), dataclasses.replace(LAYOUT, model=ModelIdentity("m"))):
         (line,) = [text for _, text in lines("is on") if "is on" in text]
     assert "tiers: none" in line
+    assert line.endswith("shared with no other process")
+
+
+def test_without_a_tier_in_use_the_line_says_that_nothing_is_shared_yet(lines):
+    with running(config(secondary=[WRONG])):
+        (line,) = [text for _, text in lines("is on") if "is on" in text]
+    assert line.endswith("to be shared by all engines with this namespace and fingerprint once a tier is in use")
+
+
+def test_without_a_tier_the_line_says_that_nothing_is_shared(lines):
+    with running(config()):
+        (line,) = [text for _, text in lines("is on") if "is on" in text]
     assert line.endswith("shared with no other process")
 
 

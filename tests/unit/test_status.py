@@ -47,7 +47,7 @@ SLOW = {"hits": 5, "tokens": 160, "load_seconds": 3.0, "computing_seconds": 2.0,
 
 
 def answer(**tiers):
-    return {"engine": "vLLM 0.32.0", "pid": os.getpid(), "model": "somebody/model", "tiers": tiers}
+    return {"engine": "vLLM 0.32.0", "pid": os.getpid(), "model": "some-org/model", "tiers": tiers}
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_a_client_that_connects_and_asks_nothing_blocks_no_other(serve):
     served = serve(answer(fs=TIER))
     with socket.socket(socket.AF_UNIX) as idle:
         idle.connect(f"\0{served.name}")
-        assert ask(served.name)["model"] == "somebody/model"
+        assert ask(served.name)["model"] == "some-org/model"
 
 
 _ENGINE = """
@@ -185,7 +185,7 @@ def test_a_question_that_cannot_be_taken_is_not_the_last(monkeypatch):
 def test_an_engine_that_has_ended_listens_to_the_log_no_longer():
     logger = logging.getLogger("kvtiers")
     before = list(logger.handlers)
-    served = answer_status("vLLM 0.32.0", "somebody/model", Troubles(["fs", "redis"]), dict)
+    served = answer_status("vLLM 0.32.0", "some-org/model", Troubles(["fs", "redis"]), dict)
     assert len(logger.handlers) == len(before) + 2
     served.close()
     assert logger.handlers == before
@@ -197,7 +197,7 @@ def test_what_a_tier_logs_while_it_is_opened_is_its_last_trouble_also_for_those_
     with troubles_from_the_start(["fs"]) as troubles:
         logger.warning("fs: out of use")
     figures = dict.fromkeys(TierMetrics.__slots__, 0) | TIER | {"own": {}}
-    served = answer_status("vLLM 0.32.0", "somebody/model", troubles, lambda: {"fs": figures})
+    served = answer_status("vLLM 0.32.0", "some-org/model", troubles, lambda: {"fs": figures})
     try:
         assert ask(served.name)["tiers"]["fs"]["trouble"] == "out of use"
     finally:
@@ -229,7 +229,7 @@ def test_all_tiers_of_one_engine_stand_in_one_screen(serve):
     result = run()
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
-    own = [line for line in lines if f"process {os.getpid()}: somebody/model" in line]
+    own = [line for line in lines if f"process {os.getpid()}: some-org/model" in line]
     assert len(own) == 1
     assert any(line.split()[:7] == ["fs", "in", "use", "30", "960", "7.25", "s"] and "3MiB" in line for line in lines)
     assert any("redis" in line and "out of use" in line and "no route to host" in line for line in lines)
@@ -307,7 +307,7 @@ def test_a_tiers_last_trouble_is_its_own_last_warning():
     try:
         logger.warning("%s: %s", "fs", "the first")
         logger.warning("fs: the second")
-        logger.warning("redis: somebody else's")
+        logger.warning("redis: another logger's")
         logger.info("fs: no trouble")
         assert trouble.text == "the second"
     finally:

@@ -5,9 +5,10 @@ engine runs, a filter on each of kvtiers' loggers takes the record out of the ca
 length, and a thread of its own has it handled: by the same logger and in order, so that levels, filters, handlers and
 propagation stay what the user has configured. A bounded number of lines waits; more are dropped, counted, and said.
 
-A log that stays stuck must not keep the process from ending either, and ``logging.shutdown`` waits for each handler's
-lock. So the thread waits for a pipe to take more before it calls the handler, without any lock, and the process's exit
-takes handlers out of use that it is stuck in all the same (``_stuck_handlers.py``).
+A log that stays stuck must not keep the process from ending either. A handler that writes to a pipe which is not read
+holds its own lock, for which ``logging.shutdown`` waits, and its stream's, for which the interpreter's last flush does.
+So the thread waits for a pipe to take more before it calls the handler, without any lock, and the process's exit takes
+handlers out of use that it is stuck in all the same.
 """
 
 import atexit
@@ -15,11 +16,12 @@ import contextlib
 import logging
 import os
 import queue
+import select
+import sys
 import threading
 import traceback
-from collections.abc import Callable
-
-from kvtiers._stuck_handlers import abandon_stuck_handlers, wait_for_room
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 __all__ = ["LOGGERS", "QueuedLogs", "dropped_lines", "flush_logs", "queue_logs"]
 
@@ -176,7 +178,7 @@ class _Queue(logging.Filter):
     def exit(self) -> None:
         """Handle the lines that wait, at the process's exit; take handlers out of use that take no line."""
         if not self.flush(_EXIT_SECONDS):
-            abandon_stuck_handlers(_loggers())
+            _abandon_stuck_handlers(_loggers())
 
     def forget_in_child(self) -> None:
         """Make a forked child, which has no writer's thread, handle its lines itself."""
@@ -236,9 +238,65 @@ def _clipped(text: str, length: int) -> str:
 
 def _handle(record: logging.LogRecord) -> None:
     setattr(record, _HANDLED_HERE, True)
-    wait_for_room(logging.getLogger(record.name))
+    _wait_for_room(logging.getLogger(record.name))
     with contextlib.suppress(BaseException):  # a handler is the user's, also one that exits: this thread must go on
         logging.getLogger(record.name).handle(record)
+
+
+def _wait_for_room(logger: logging.Logger) -> None:
+    """Wait until each stream that this logger's handlers write to has some room; no lock is held meanwhile.
+
+    A line that is longer than the room, or another process that takes the room, still keeps the handler waiting.
+    """
+    for handler in _handlers(logger):
+        # What a handler is, is the user's: a stream without a descriptor, or a closed one, is written to as it is.
+        with contextlib.suppress(Exception):
+            poll = select.poll()
+            poll.register(_stream(handler).fileno(), select.POLLOUT)
+            poll.poll()
+
+
+def _abandon_stuck_handlers(loggers: Iterable[logging.Logger]) -> None:
+    """Take the handlers of these loggers that another thread holds out of use, and with them the process's streams.
+
+    For the exit of a process, by the thread that ends it: what is logged or printed there from now on is lost.
+    """
+    stuck = {id(handler): handler for logger in loggers for handler in _handlers(logger) if _is_held(handler)}
+    for handler in stuck.values():
+        handler.createLock()  # of its own: the old one is held for ever
+        for name in ("emit", "flush", "close"):
+            setattr(handler, name, _do_nothing)
+        for name in ("stdout", "stderr"):
+            for stream in (name, f"__{name}__"):
+                if getattr(sys, stream) is _stream(handler):
+                    setattr(sys, stream, None)
+
+
+def _handlers(logger: logging.Logger) -> Iterator[logging.Handler]:
+    """Yield the handlers that a line of this logger reaches."""
+    above: logging.Logger | None = logger
+    while above is not None:
+        yield from list(above.handlers)
+        above = above.parent if above.propagate else None
+
+
+def _stream(handler: logging.Handler) -> Any:
+    """Return what the handler writes to, if it is a file of some kind; else None."""
+    return getattr(handler, "stream", None)
+
+
+def _is_held(handler: logging.Handler) -> bool:
+    lock = handler.lock
+    if lock is None:
+        return False
+    if lock.acquire(blocking=False):
+        lock.release()
+        return False
+    return True
+
+
+def _do_nothing(*_: Any) -> None:
+    """Stand in for a method of a handler that is out of use."""
 
 
 _queue = _Queue()

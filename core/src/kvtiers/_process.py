@@ -1,7 +1,7 @@
 """Child processes of our own: spawned from this interpreter, tied to the life of their parent, and reaped once.
 
 ==========  ==========================================================================================
-parent      ``spawn``; then ``end``, or ``wait_unreaped`` on a thread of its own and ``kill_unreaped``
+parent      ``spawn``, ``spawn_bare``; then ``end``, or ``wait_unreaped`` on a thread of its own and ``kill_unreaped``
 child       ``die_with_parent``, before it loads anything else: loading takes a while
 ==========  ==========================================================================================
 
@@ -17,14 +17,18 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
     import subprocess
 
-__all__ = ["die_with_parent", "end", "hold_standard_descriptors", "kill_unreaped", "spawn", "wait_unreaped"]
+__all__ = [
+    "die_with_parent", "end", "hold_standard_descriptors", "kill_unreaped", "spawn", "spawn_bare", "wait_unreaped",
+]  # fmt: skip
 
 _PR_SET_PDEATHSIG = 1
+_KILLED_SECONDS = 10.0  # it has no say in it: longer takes only one that waits in the kernel
 _LONGEST_ARGUMENT = 100_000  # Linux takes 131,071 bytes; build systems make paths of thousands of parts
 # The parent's path, whatever the environment says: a child must not find another kvtiers.
 _START = """
@@ -40,13 +44,22 @@ main()
 
 
 def spawn(
-    module: str, arguments: Sequence[str], *, name: str, pass_fds: Sequence[int], process_group: int | None = None
+    module: str,
+    arguments: Sequence[str],
+    *,
+    name: str,
+    pass_fds: Sequence[int],
+    process_group: int | None = None,
+    stdin: int | None = None,
+    stdout: int | IO[bytes] | None = None,
+    stderr: int | IO[bytes] | None = None,
 ) -> "subprocess.Popen[bytes]":
     """Start a process that runs ``main()`` of a module, with these in ``sys.argv[1:]`` and then this process's id.
 
     ``name``: what `ps` shows last. ``pass_fds``: descriptors that the child gets, under the same numbers; they stay the
-    caller's. ``process_group``: 0 for a group of its own, which Ctrl-C does not reach. It reads nothing; what it prints
-    goes to our standard error, since our standard output may be data. OSError if there are no processes to be had.
+    caller's. ``process_group``: 0 for a group of its own, which Ctrl-C does not reach. ``stdin``, ``stdout``,
+    ``stderr``: as for Popen. Without them it reads nothing, and what it prints goes to our standard error, since our
+    standard output may be data. OSError if there are no processes to be had.
     """
     import subprocess  # here, since a child, which needs none of it, would load it too
 
@@ -64,12 +77,31 @@ def spawn(
             fds.append(file.fileno())
         return subprocess.Popen(  # noqa: S603 -- our own interpreter, our own module
             [*command, path, name],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
+            stdin=subprocess.DEVNULL if stdin is None else stdin,
+            stdout=output if stdout is None else stdout,
+            stderr=output if stderr is None else stderr,
             pass_fds=fds,
             process_group=process_group,
         )
+
+
+def spawn_bare(program: Path, arguments: Sequence[str], *, pass_fds: Sequence[int]) -> "subprocess.Popen[bytes]":
+    """Start a program of the standard library alone, in a bare interpreter: 15 ms, without site packages.
+
+    It reads and prints by unbuffered pipes, its errors among the rest. It has to end by itself with its parent, at the
+    end of its standard input; in a process group of its own it does also if it was stopped (``host/__main__.py``).
+    """
+    import subprocess
+
+    return subprocess.Popen(  # noqa: S603 -- our own program
+        [sys.executable or "", "-I", "-S", str(program), *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        bufsize=0,
+        process_group=0,
+        pass_fds=pass_fds,
+    )
 
 
 def hold_standard_descriptors() -> None:
@@ -114,15 +146,17 @@ def kill_unreaped(process: "subprocess.Popen[bytes]") -> bool:
     return True
 
 
-def end(process: "subprocess.Popen[bytes]", seconds: float) -> None:
-    """Reap the process within so many seconds; kill it if it has not ended by then."""
+def end(process: "subprocess.Popen[bytes]", seconds: float) -> int | None:
+    """Reap the process within so many seconds, and return its status; kill it if it has not ended by then: None."""
     import subprocess
 
     try:
-        process.wait(seconds)
+        return process.wait(seconds)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_KILLED_SECONDS)
+    return None
 
 
 def _is_open(fd: int) -> bool:

@@ -35,7 +35,7 @@ class Announced(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StartFacts:
-    """The line's contents besides the tiers. ``way_in``: how kvtiers was started; ``shared``: others can use the KV."""
+    """The line's contents besides the tiers. ``way_in``: how kvtiers was started; ``shared``: others may use the KV."""
 
     way_in: str
     primary: str
@@ -43,13 +43,15 @@ class StartFacts:
     fingerprint: str
     shared: bool
 
-    def line(self, tiers: Mapping[str, str]) -> str:
-        """Return the line; ``tiers``: what is to be said of each, by name."""
-        whose = (
-            "shared by all engines with this namespace and fingerprint"
-            if self.shared
-            else "shared with no other process"
-        )
+    def line(self, tiers: Mapping[str, str], since: float | None) -> str:
+        """Return the line. ``tiers``: each one's state, by name; ``since``: when the first was in use, in Unix time."""
+        others = "by all engines with this namespace and fingerprint"
+        if not (self.shared and tiers):
+            whose = "shared with no other process"
+        elif since is None:
+            whose = f"to be shared {others} once a tier is in use"
+        else:
+            whose = f"shared since {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime(since))} {others}"
         named = ", ".join(f"{name} {state}" for name, state in tiers.items()) or "none"
         return (
             f"kvtiers {__version__} is on, {self.way_in}; primary {self.primary}; tiers: {named}; "
@@ -70,6 +72,7 @@ class StartLine:
         self._tiers = tiers
         self._ready = ready
         self._states: dict[str, str | None] = dict.fromkeys(tiers)
+        self._since: float | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvtiers-start", daemon=True)
         self._thread.start()
@@ -94,7 +97,7 @@ class StartLine:
                 ready_at = now
             settled = None not in self._states.values()
             if not said and ready_at is not None and (settled or now - ready_at >= _SAY_WITHIN):
-                _log.info("%s", self._facts.line({name: self._words(name) for name in self._states}))
+                _log.info("%s", self._facts.line({name: self._words(name) for name in self._states}, self._since))
                 said = True
             if said and settled:
                 return
@@ -109,8 +112,10 @@ class StartLine:
             state = self._states[name] = tier.open_state()
             if state:
                 tier.warn_unusable(state)
-            elif state is not None and said:
-                _log.info("%s: in use", name)
+            elif state is not None:
+                self._since = self._since or time.time()
+                if said:
+                    _log.info("%s: in use", name)
 
     def _words(self, name: str) -> str:
         kind, _ = self._tiers[name]

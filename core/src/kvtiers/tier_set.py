@@ -15,7 +15,7 @@ from typing import Any
 
 from kvtiers._failures import logged_boundary
 from kvtiers.api import ChunkStore, SecondaryTierManager, StartError, TierConfig, TierContext, TierPlugin
-from kvtiers.host.borrowed_views import ValueViews
+from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.fingerprint_record import Described
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.plugins import load_tier, open_plugin

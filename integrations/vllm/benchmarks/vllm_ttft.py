@@ -20,7 +20,7 @@ life share what its engines differ by, and a test that took each for an independ
 engine has stored lands before the next one's turn.
 
 On two processors of a shared machine the control's interval was 0.96 to 1.07 for *cold* and 0.93 to 1.09 for *batch*:
-there, these ratios do not tell the goals' 1 %. So *model alike*, without goals, is what the times would be if the model
+there, these ratios do not show the goals' 1 %. So *model alike*, without goals, is what the times would be if the model
 had run as long in each engine as in the one without a connector. What engines differ by is mostly in there: the
 control's were 1.000 to 1.001 and 0.994 to 1.006. They show what the engine's own thread does besides, and not what
 others take from the model.
@@ -233,9 +233,9 @@ def goals_of(ratios: dict[str, Ratios]) -> list[dict[str, Any]]:
 
 
 def results(
-    workloads: Sequence[Workload], rounds: int, folder: Path | None, tell: Callable[[str, Medians, Ratios], None]
+    workloads: Sequence[Workload], rounds: int, folder: Path | None, report: Callable[[str, Medians, Ratios], None]
 ) -> dict[str, Any]:
-    """Return the figures and the goals. ``tell`` gets the figures of each workload as soon as they are there."""
+    """Return the figures and the goals. ``report`` gets the figures of each workload as soon as they are there."""
     medians: dict[str, Medians] = {}
     ratios: dict[str, Ratios] = {}
     for workload in workloads:
@@ -245,7 +245,7 @@ def results(
             for kind, by_engine in found.items()
         }
         ratios[name] = ratios_of(found, workload.life and workload.life_within(rounds))
-        tell(name, medians[name], ratios[name])
+        report(name, medians[name], ratios[name])
     return {
         "rounds": rounds,
         "seconds": medians,
@@ -292,9 +292,9 @@ def main() -> None:
         sys.exit(f"error: {PYTHON.relative_to(ROOT)} is missing; run: make test-vllm")
     if Path(sys.prefix) != PYTHON.parents[1]:  # the engines' environment, not this one
         sys.exit(subprocess.run([PYTHON, __file__, *sys.argv[1:]], check=False).returncode)
-    tell = (lambda *_: None) if options.json else report_workload
+    report = (lambda *_: None) if options.json else report_workload
     workloads = [WORKLOADS[name] for name in options.only or WORKLOADS]
-    found = results(workloads, 4 if options.quick else 20, options.folder, tell)
+    found = results(workloads, 4 if options.quick else 20, options.folder, report)
     print(json.dumps(found)) if options.json else report_goals(found)
 
 

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from kvtiers.testing.running import open_descriptors
-from kvtiers_fs.safe_open import open_by_parts, opener
+from kvtiers_fs.directory import open_by_parts, opener
 
 
 @pytest.fixture(params=["as this system does it", "part by part"])

@@ -119,7 +119,7 @@ def test_a_listing_says_nothing_of_a_shard_that_changed_meanwhile():
     assert not made.was_counted(5, before[5])
     before = made.changes()
     with made.changing(5):
-        assert not made.was_counted(5, before[5])  # on the disk or not yet, who knows
+        assert not made.was_counted(5, before[5])  # on the disk, or not yet
     assert not made.was_counted(5, before[5])
     assert made.was_counted(6, before[6])
     assert made.take().nbytes[5] == 4096

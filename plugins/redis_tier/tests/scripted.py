@@ -1,4 +1,4 @@
-"""A server that says what a test tells it to, whatever it is asked: replies cut, wrong, late, or none."""
+"""A server that says what a test wants it to, whatever it is asked: replies cut, wrong, late, or none."""
 
 import contextlib
 import socket

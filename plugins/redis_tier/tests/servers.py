@@ -173,7 +173,7 @@ class Cluster:
             node.call("CLUSTER", "SET-CONFIG-EPOCH", epoch)
         for node in self.nodes[1:]:
             node.call("CLUSTER", "MEET", "127.0.0.1", self.nodes[0].port)
-        wait_until(lambda: all(self._sees(node) == len(self.nodes) for node in self.nodes), "the nodes know each other")
+        wait_until(lambda: all(self._sees(node) == len(self.nodes) for node in self.nodes), "the nodes see each other")
         for i, replica in enumerate(self.replicas):
             master = self.masters[i % len(self.masters)]
             replica.call("CLUSTER", "REPLICATE", master.call("CLUSTER MYID").decode())
@@ -227,7 +227,7 @@ class Sentinels:
         wait_until(lambda: self.replica.info("replication")["master_link_status"] == "up", "the replica is in step")
         for sentinel in self.sentinels:
             sentinel.start()
-        wait_until(lambda: all(sentinel.sees() == (1, 2) for sentinel in self.sentinels), "the Sentinels know all")
+        wait_until(lambda: all(sentinel.sees() == (1, 2) for sentinel in self.sentinels), "the Sentinels see all")
         return self
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""The tier as its users meet it: from a YAML file, in a tier host of its own, by the command line."""
+"""The tier as its users see it: from a YAML file, in a tier host of its own, by the command line."""
 
 import json
 import subprocess

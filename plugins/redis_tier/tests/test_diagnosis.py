@@ -129,7 +129,7 @@ def test_where_config_is_forbidden_policy_and_append_only_file_are_known_all_the
     the("ok", "CONFIG GET is not permitted, so its limits and 'save' were not checked", found)
     server.call("CONFIG SET", "appendonly", "no")
     found = found_on(tier, server, username="kv", password="x")
-    assert not [finding for finding in found if "disk" in finding.text], "who knows, without 'save'"
+    assert not [finding for finding in found if "disk" in finding.text], "unknown, without 'save'"
 
 
 def test_a_server_that_takes_one_setting_at_a_time_is_checked(tier, server, monkeypatch):

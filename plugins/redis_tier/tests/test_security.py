@@ -81,7 +81,7 @@ def test_clear_text_to_a_tls_port_fails_in_time(tier, tls_server):
 
 
 def test_a_wrong_password_or_user_is_said_so_and_not_printed(tier, tls_server):
-    for wrong in ({"password": CANARY}, {"username": "nobody", "password": CANARY}):
+    for wrong in ({"password": CANARY}, {"username": "stranger", "password": CANARY}):
         text = refused(tier, tls_server.url, "(?i)username-password pair", **options_for(tls_server, **wrong))
         assert CANARY not in text
 

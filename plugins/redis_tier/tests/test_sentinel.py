@@ -9,7 +9,7 @@ def opened(tier, sentinels, **options):
     return tier.open(sentinels.url, topology="sentinel", master=sentinels.name, **options)
 
 
-def test_a_master_that_they_do_not_know_is_said_so(tier, shared_sentinels):
+def test_a_master_that_they_do_not_have_is_said_so(tier, shared_sentinels):
     with pytest.raises(Exception, match="'other'"):
         tier.open(shared_sentinels.url, topology="sentinel", master="other")
 

@@ -13,9 +13,9 @@ from dataclasses import replace
 import pytest
 
 from kvtiers.api import StoreFull, make_offload_key
-from kvtiers.host.borrowed_views import ValueViews
 from kvtiers.host.messages import Status
 from kvtiers.host.transfer import MoverOptions, ValueMover, ValueRun
+from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers_redis.config import RedisConfig
 from kvtiers_redis.store import RedisStore
@@ -37,7 +37,7 @@ def test_a_key_a_chunk_under_its_name_behind_the_prefix(tier, single, redis, nam
     assert redis.ttl(f"app:{name}") == -1
 
 
-def test_stores_with_different_prefixes_or_databases_do_not_meet(tier, single, names, value, read):
+def test_stores_with_different_prefixes_or_databases_do_not_collide(tier, single, names, value, read):
     [name] = names(1)
     tier.open(single.url, prefix="a:").write(name, value(1))
     for other in (tier.open(single.url, prefix="b:"), tier.open(f"{single.url}/5", prefix="a:")):

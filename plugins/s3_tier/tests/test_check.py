@@ -50,7 +50,7 @@ def test_a_healthy_bucket_has_no_error(config, client):
 
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_wrong_access_key(config, client):
-    text = the_error(config(client=client, access_key="NOBODY"))
+    text = the_error(config(client=client, access_key="ABSENT"))
     assert "403 InvalidAccessKeyId: the server has no such access key; check access_key" in text
 
 

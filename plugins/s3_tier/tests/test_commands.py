@@ -80,7 +80,7 @@ def test_a_store_is_listed_counted_verified_and_pruned_page_by_page(options, on)
 
 def test_a_check_of_a_file_says_what_is_wrong_and_what_to_do(options, tmp_path):
     file = tmp_path / "tiers.yaml"
-    tier = {"type": "s3", "endpoint": options.endpoint, "bucket": options.bucket, "access_key": "NOBODY"}
+    tier = {"type": "s3", "endpoint": options.endpoint, "bucket": options.bucket, "access_key": "ABSENT"}
     tier |= {"secret_key": "canary-secret"}
     file.write_text(
         json.dumps({"version": 1, "namespace": "prod", "primary": {"capacity": "64MiB"}, "secondary": [tier]})

@@ -7,12 +7,11 @@ from s3_proxy import Proxy
 from s3_servers import ACCESS_KEY, SECRET_KEY
 
 from kvtiers.api import ConfigError
-from kvtiers_s3.client.factory import open_client
 from kvtiers_s3.config import S3Config
 from kvtiers_s3.connection import Connection
 from kvtiers_s3.failures import S3BusyError, S3Error
 from kvtiers_s3.requests import Requests
-from kvtiers_s3.store import S3Store
+from kvtiers_s3.store import S3Store, open_client
 
 CLIENTS = ["obstore", "boto3"]
 
@@ -73,13 +72,13 @@ def test_a_profile_has_keys_and_a_region(bare, tmp_path, client):
 
 
 def test_a_profile_that_there_is_not(bare):
-    with pytest.raises(ConfigError, match="nobody"):
-        S3Store(bare(profile="nobody"))
+    with pytest.raises(ConfigError, match="absent-profile"):
+        S3Store(bare(profile="absent-profile"))
 
 
 @pytest.mark.parametrize("client", CLIENTS)
 def test_keys_in_the_options_come_before_the_environment(bare, monkeypatch, client):
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "NOBODY")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "ABSENT")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     assert works(bare(client=client, access_key=ACCESS_KEY, secret_key=SECRET_KEY))
 
@@ -115,9 +114,9 @@ def test_obstore_gets_keys_for_a_minute(empty, tmp_path):
     file = tmp_path / "key"
     file.write_text("FIRST")
     connection = Connection(make(access_key={"file": str(file)}, secret_key="S"), Requests(0, 0))
-    first = connection._lend_credentials()
+    first = connection._issue_credentials()
     file.write_text("SECOND")
-    second = connection._lend_credentials()
+    second = connection._issue_credentials()
     assert (first["access_key_id"], second["access_key_id"]) == ("FIRST", "SECOND")
     # It asks again when five minutes are left.
     assert timedelta(minutes=5) < second["expires_at"] - datetime.now(UTC) <= timedelta(minutes=6)

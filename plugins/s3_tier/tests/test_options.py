@@ -11,11 +11,10 @@ from pydantic import ValidationError
 
 from kvtiers.api import ConfigError, TierConfig, TierUnavailable
 from kvtiers.config.options import options_of
-from kvtiers_s3.client.factory import open_client
 from kvtiers_s3.config import S3Config
 from kvtiers_s3.connection import Connection
 from kvtiers_s3.requests import Requests
-from kvtiers_s3.store import S3Store
+from kvtiers_s3.store import S3Store, open_client
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -92,7 +91,7 @@ def test_what_moves_values_is_obstore_unless_boto3_is_wanted():
 
 
 def test_where_obstore_is_not_installed_boto3_moves_values_unless_obstore_is_wanted(monkeypatch):
-    monkeypatch.setattr("kvtiers_s3.client.factory.find_spec", lambda _name: None)
+    monkeypatch.setattr("kvtiers_s3.store.find_spec", lambda _name: None)
     assert [open_client(connection(client=client)).name for client in ("auto", "boto3")] == ["boto3", "boto3"]
     with pytest.raises(ConfigError, match="client 'obstore' is not installed; pip install obstore, or set"):
         open_client(connection(client="obstore"))

@@ -15,9 +15,9 @@ from s3_proxy import Fault, Proxy, refusal
 from s3_servers import client_of
 
 from kvtiers.api import StoreFull, make_offload_key
-from kvtiers.host.borrowed_views import ValueViews
 from kvtiers.host.messages import Status
 from kvtiers.host.transfer import MoverOptions, ValueMover, ValueRun
+from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.testing.guarded import GuardedMemory
 from kvtiers_s3.failures import S3BusyError, S3Error, S3ThrottledError
@@ -455,7 +455,7 @@ def test_what_boto3_does_on_the_bucket_is_counted_when_it_fails(opened, config, 
 
 # obstore takes the answer to a single put for one that says that there is a value, and looks at that.
 @pytest.mark.parametrize(("client", "length"), [("boto3", PAGE), ("boto3", 2 * PART), ("obstore", 2 * PART)])
-def test_a_conditional_put_that_meets_another_may_be_made_again(opened, config, between, value, client, length):
+def test_a_conditional_put_that_collides_with_another_may_be_made_again(opened, config, between, value, client, length):
     store = opened(config(client=client, endpoint=between.endpoint, conditional_put=True, part_size=PART))
     last = {PAGE: "PUT", 2 * PART: "POST"}[length]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtiers_replay.report.advice import chunks_in_flight
+from kvtiers_replay.report.summary import chunks_in_flight
 from kvtiers_replay.workload import ReplayRequest
 
 REQUESTS = [

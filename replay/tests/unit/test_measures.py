@@ -161,7 +161,7 @@ def test_a_store_that_was_warm_is_known_by_hits_that_no_request_can_have_left() 
     for made in (cold, warm):
         made.note(1.0, made.stats, 0)
     assert (summed(cold).warm, summed(warm).warm) == (False, True)
-    # Each of several engines hits what the others have stored; only the sum can tell.
+    # Each of several engines hits what the others have stored; only the sum can show it.
     assert not summed(warm, cold).warm
     cold.loaded = 45
     assert summed(warm, cold).warm

@@ -37,18 +37,11 @@ def test_a_sweep_that_is_given_up_leaves_no_process(trace, monkeypatch):
 
     with pytest.raises(RuntimeError, match="enough"):
         list(sweep(trace, CASES * 50, processes=2, progress=stop))
-    assert children() <= before | tracker()
+    assert children() <= before
 
 
 def children() -> set[int]:
     return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
-
-
-def tracker() -> set[int]:
-    """Return the one process that multiprocessing itself keeps, until we end."""
-    from multiprocessing import resource_tracker
-
-    return {resource_tracker._resource_tracker._pid}
 
 
 def test_a_process_that_is_killed_is_one_clear_line(trace, monkeypatch):
@@ -56,7 +49,7 @@ def test_a_process_that_is_killed_is_one_clear_line(trace, monkeypatch):
     before = children()
 
     def kill(_requests):
-        for pid in children() - before - tracker():
+        for pid in children() - before:
             os.kill(pid, signal.SIGKILL)
 
     with pytest.raises(KvtiersError, match="a process of the plan ended by signal 9, perhaps for want of memory; try"):
@@ -64,8 +57,9 @@ def test_a_process_that_is_killed_is_one_clear_line(trace, monkeypatch):
 
 
 ENDLESS = """
-import multiprocessing, sys
+import sys
 sys.path.insert(0, {folder!r})
+from pathlib import Path
 import kvtiers_replay.plan as plan
 from made_up import made_up
 
@@ -73,14 +67,14 @@ if __name__ == "__main__":
     sys.modules[plan.sweep.__module__]._SMALL = 0
     warned = False
 
-    def tell(requests):
+    def report(requests):
         global warned
         if not warned:
             warned = True
-            print(*[process.pid for process in multiprocessing.active_children()], flush=True)
+            print(*Path("/proc/thread-self/children").read_text().split(), flush=True)
 
     trace = plan.PlanTrace(made_up())
-    list(plan.sweep(trace, [plan.PlanCase(100)] * 100_000, processes=2, progress=tell))
+    list(plan.sweep(trace, [plan.PlanCase(100)] * 100_000, processes=2, progress=report))
 """
 
 

@@ -4,9 +4,8 @@ import io
 import subprocess
 import sys
 
-from kvtiers_replay.cli.progress import show_progress
 from kvtiers_replay.engine.measures import Progress
-from kvtiers_replay.report.text import heading, progress_line, tables
+from kvtiers_replay.report.text import heading, progress_line, show_progress, tables
 from kvtiers_replay.results import Latencies, Link, OverTime, ReplayResults, TimeToFirstToken
 
 PROGRESS = Progress(3, 9, 200, 0, {"gpu": 20, "primary": 60, "memory": 30, "fs": 10})

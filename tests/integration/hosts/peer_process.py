@@ -27,7 +27,7 @@ def main():
     for line in sys.stdin:
         try:
             answer = {"value": run(json.loads(line), names)}
-        except Exception as error:  # noqa: BLE001 -- whatever it is, the test wants to know
+        except Exception as error:  # noqa: BLE001 -- whatever it is, the test wants it
             answer = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer) + "\n")
 

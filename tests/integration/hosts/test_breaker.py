@@ -45,7 +45,7 @@ def test_failures_that_do_not_follow_each_other_take_it_out_of_use(engine, gates
     outcomes("-")
     assert not is_available(engine)
     assert engine.own()["breaker_state"] == BreakerState.OPEN
-    assert log("faulty: taken out of use after OSError: it was told to")
+    assert log("faulty: taken out of use after OSError: as the test wants")
     asked = gates.reached("write")
     engine.store(machine.keys(2_000_000, 4))
     assert gates.reached("write") == asked

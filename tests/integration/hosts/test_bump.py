@@ -46,7 +46,7 @@ def test_engines_from_before_and_after_a_bump_share_nothing_and_each_has_its_own
     assert kvtiers_store("bump")["tiers"]["disk"]["values"] == 8
     after = start(tier)
     after.until_available()
-    before.store(machine.keys(100, 4))  # it does not know, and goes on as it was
+    before.store(machine.keys(100, 4))  # it has not seen that, and goes on as it was
     assert after.load(machine.keys(100, 4)) == 0
     assert after.load(wanted) == 0
     after.store(wanted)

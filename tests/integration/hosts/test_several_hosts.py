@@ -241,7 +241,7 @@ def test_a_tier_goes_on_while_one_of_its_hosts_cannot_open(start, faulty, gates,
     engine.until_available()
     wanted = stored(engine, machine.keys(0, 64))
     assert engine.load(wanted) == 64
-    (line,) = log("out of use: OSError: it was told to; the tier goes on with its other hosts")
+    (line,) = log("out of use: OSError: as the test wants; the tier goes on with its other hosts")
     assert line.startswith(("faulty (1 of 2): ", "faulty (2 of 2): "))
     assert engine.own()["hosts_open"] == 1
     assert not log.lines("its lookups miss")
@@ -252,7 +252,7 @@ def test_a_tier_none_of_whose_hosts_can_open_comes_back_with_them(start, faulty,
     gates.set("open", "always fail")
     engine = start(tier)
     engine.until(lambda: gates.reached("open") >= 6, "its third try")
-    assert len(log("faulty: out of use: OSError: it was told to")) == 1
+    assert len(log("faulty: out of use: OSError: as the test wants")) == 1
     assert not engine.manager._slots[0].available()
     gates.lift("open")
     all_open(engine, 2)

@@ -27,7 +27,7 @@ def test_an_engine_runs_though_no_tier_can_be_reached_and_hits_begin_when_they_c
     assert not engine.waits(machine.keys(100, 8), engine.request())
     for name in ("first", "second", "third"):
         engine.until(lambda name=name: gates_of(name).reached("open") >= 3, "its third try")
-        assert len(log(f"{name}: out of use: OSError: it was told to")) == 1
+        assert len(log(f"{name}: out of use: OSError: as the test wants")) == 1
         gates_of(name).lift("open")
     engine.until_available()
     engine.store(machine.keys(200, 8))
@@ -132,7 +132,7 @@ def test_a_required_tier_that_cannot_be_opened_is_named_with_the_reason(start, f
     tier = faulty(io=io, required=True)
     gates.set("open", "always fail")
     engine = start(tier)
-    with pytest.raises(StartError, match=r"faulty: required, but cannot be opened: OSError: it was told to"):
+    with pytest.raises(StartError, match=r"faulty: required, but cannot be opened: OSError: as the test wants"):
         engine.manager.wait_ready(machine.PATIENCE)
 
 

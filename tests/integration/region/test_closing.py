@@ -59,7 +59,7 @@ def test_a_region_that_cannot_be_made_gives_back_every_descriptor(machine):
     assert party.do(count) == before
 
 
-def test_a_region_closed_while_ranks_are_there_tells_them(machine):
+def test_a_region_closed_while_ranks_are_there_notifies_them(machine):
     manager = machine.manager()
     rank = machine.rank()
     manager.do("region.close()")

@@ -60,10 +60,10 @@ def test_a_forked_worker_holds_nothing_of_it(machine):
     manager = machine.party()
     manager.do(BEGIN)
     child = manager.do(
-        "ready, told = os.pipe()\n"
+        "ready, running = os.pipe()\n"
         "child = os.fork()\n"
         "if not child:\n"
-        "    os.write(told, b'x')\n"
+        "    os.write(running, b'x')\n"
         "    time.sleep(PATIENCE)\n"
         "os.read(ready, 1)\n"
         "child"

@@ -103,7 +103,7 @@ def test_a_wrong_layout_is_refused_and_the_field_is_named_at_both_ends(machine):
     assert "blocks_per_chunk" in manager.do("gather(region, 'RankRefused')")[-1]
 
 
-def test_a_rank_need_not_know_which_model_it_copies_for_but_must_not_think_it_another(machine):
+def test_a_rank_needs_no_name_of_the_model_it_copies_for_but_must_not_have_that_of_another(machine):
     machine.manager(world_size=2)
     rank, other = machine.party(), machine.party()
     rank.do("join = RegionJoin.start(engine_id, layout(2, model=ModelIdentity('')), 0)")

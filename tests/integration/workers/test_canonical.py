@@ -1,4 +1,4 @@
-"""Canonical rows do not know tensor parallelism: stored by one size, loaded bit-exactly by others, also from a tier."""
+"""Canonical rows do not depend on tensor parallelism: stored by one size, loaded bit-exactly by others."""
 
 import pytest
 
@@ -9,7 +9,7 @@ def canonical(tp, **options):
     return layout_of(tp=tp, row_layout="canonical", **options)
 
 
-def test_layouts_that_may_meet_have_one_fingerprint():
+def test_layouts_that_may_share_have_one_fingerprint():
     assert len({canonical(tp).fingerprint for tp in (1, 2, 4, 8, 16)}) == 1
     assert canonical(2, stages=((0,), (1, 2))).fingerprint == canonical(1).fingerprint
     assert canonical(2).fingerprint != layout_of(tp=2).fingerprint
@@ -45,7 +45,7 @@ def test_ranks_with_the_same_bytes_write_by_turns_and_all_read(start):
     assert wrong == [0] * 16
 
 
-def test_real_processes_meet_in_canonical_rows(start):
+def test_real_processes_share_canonical_rows(start):
     engine = start(canonical(2), 2)
     engine.serve(Request("a", 0, 6))
     engine.on_all("clear")

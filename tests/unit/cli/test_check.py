@@ -84,7 +84,7 @@ def test_what_a_store_gets_wrong_is_one_line(run, config, store, body, said):
 @pytest.mark.parametrize(
     ("opened", "said"),
     [
-        ("raise ConnectionRefusedError('nobody there')", "failed while being opened: nobody there (ConnectionRefusedError)"),
+        ("raise ConnectionRefusedError('no server there')", "failed while being opened: no server there (ConnectionRefusedError)"),
         ("raise ConfigError(['this', 'that'])", "this. Fix: correct the tier's options"),
         ("import no_such_library", "No module named 'no_such_library'"),
         ("return object()", "open() returned a object, expected a ChunkStore"),

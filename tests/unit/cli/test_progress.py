@@ -2,7 +2,7 @@
 
 import io
 
-from kvtiers.cli.progress import telling
+from kvtiers.cli.progress import show_progress
 
 
 def test_where_it_is_is_a_plain_line_every_few_seconds_and_none_for_a_short_run():
@@ -12,9 +12,9 @@ def test_where_it_is_is_a_plain_line_every_few_seconds_and_none_for_a_short_run(
         asked.append(now[0])
         return f"{now[0]:g} s"
 
-    with telling(out, lambda: now[0]) as tell:
+    with show_progress(out, lambda: now[0]) as report:
         for now[0] in (1.0, 4.9, 5.0, 6.0, 9.9, 10.5):
-            tell(text)
+            report(text)
     assert out.getvalue() == "5 s\n10.5 s\n"
     assert asked == [5.0, 10.5]
 
@@ -25,7 +25,7 @@ def test_on_a_terminal_it_is_a_line_that_changes():
             return True
 
     now, out = [0.0], Terminal()
-    with telling(out, lambda: now[0]) as tell:
+    with show_progress(out, lambda: now[0]) as report:
         now[0] = 1.0
-        tell(lambda: "12 values [bold]of[/] 3MiB")
+        report(lambda: "12 values [bold]of[/] 3MiB")
     assert "12 values [bold]of[/] 3MiB" in out.getvalue()

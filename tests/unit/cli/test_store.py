@@ -219,7 +219,7 @@ def spoil(disk):
     return expected
 
 
-def test_verify_tells_whole_values_from_damaged_and_foreign_ones(kvtiers, disk):
+def test_verify_distinguishes_whole_values_from_damaged_and_foreign_ones(kvtiers, disk):
     expected = spoil(disk)
     found = json.loads(kvtiers("verify", "--json", status=1).stdout)
     counts = {verdict: found[verdict]["values"] for verdict in ("ok", "foreign", "damaged", "gone", "unreadable")}

@@ -1,4 +1,4 @@
-"""``kvtiers store`` on stores that do what directories do not: they fail, know less, or hang until it is stopped."""
+"""``kvtiers store`` on stores that do what directories do not: they fail, have no ages, or hang until it is stopped."""
 
 import json
 import os
@@ -21,10 +21,10 @@ def test_a_store_without_a_listing_is_one_line_and_is_closed(run, config, store,
 
 
 def test_a_store_that_cannot_be_opened_is_one_line(run, config, store):
-    name = store(opened='raise ConnectionRefusedError("nobody there")')
+    name = store(opened='raise ConnectionRefusedError("no server there")')
     result = run("store", "ls", name, "--config", config(f"{{type: {name}}}"))
     assert result.exit_code == 2
-    assert result.stderr == f"error: tier {name!r} cannot be opened: ConnectionRefusedError: nobody there\n"
+    assert result.stderr == f"error: tier {name!r} cannot be opened: ConnectionRefusedError: no server there\n"
 
 
 LISTING = """
@@ -90,7 +90,7 @@ def read_into(self, name, dst):
 
 
 @pytest.mark.parametrize("options", [("--older-than", "1h"), ("--to-size", "4KiB")])
-def test_a_store_that_does_not_know_ages_cannot_be_pruned_by_age(run, config, store, options):
+def test_a_store_that_has_no_ages_cannot_be_pruned_by_age(run, config, store, options):
     name = store(listing(modified="None"))
     file = config(f"{{type: {name}}}")
     result = run("store", "prune", name, "--config", file, *options)

@@ -85,7 +85,7 @@ def test_a_tier_that_reports_what_it_was_not_given_is_put_out_of_use(bench, play
     bench.step()
     assert driver.slots[0].retired
     assert not driver.slots[1].retired
-    other.says.append(JobResult(job_id, success=False, successful_keys=[b"of nobody"]))
+    other.says.append(JobResult(job_id, success=False, successful_keys=[b"of no request"]))
     bench.step()
     assert driver.slots[1].retired
     assert bench.free == 4, "what it may still touch is not used again"

@@ -11,7 +11,7 @@ import pytest
 import kvtiers
 from kvtiers import ModelIdentity, open_client
 from kvtiers.api import ConfigError, StartError
-from kvtiers.client.layout import client_layout
+from kvtiers.client.open import client_layout
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor
 from kvtiers.testing.running import descriptors_left_since, open_descriptors, threads_left_since
 

@@ -9,10 +9,10 @@ import pytest
 from tests.stores import DictStore
 
 from kvtiers.api import make_offload_key
-from kvtiers.host.borrowed_views import ValueViews
 from kvtiers.host.bounce_buffers import BounceBufferViews, value_views
 from kvtiers.host.messages import Status
 from kvtiers.host.transfer import MoverOptions, ValueMover, ValueRun
+from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.region.memfd import HUGE_PAGE_BYTES
 
@@ -115,13 +115,13 @@ def test_threads_do_not_share_their_memory(memory):
     inside, done = threading.Barrier(2), []
     read_into = store.read_into
 
-    def meet(name, dst):
+    def wait_for_the_other(name, dst):
         inside.wait(60)  # both have their places
         read = read_into(name, dst)
         inside.wait(60)  # both have read, neither has landed
         return read
 
-    store.read_into = meet
+    store.read_into = wait_for_the_other
 
     def load(row, key):
         done.append(moving.load(ValueRun(NAMES, [key], [row], give_up_at=float("inf"))).statuses[0])

@@ -1,7 +1,7 @@
 import pytest
 
-from kvtiers.host import known_names, messages
-from kvtiers.host.known_names import KnownNames
+from kvtiers.host import messages, store_calls
+from kvtiers.host.store_calls import KnownNames
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def test_what_is_forgotten_is_asked_for(names):
 
 
 def test_its_memory_is_bounded_and_loses_the_oldest(names, monkeypatch):
-    monkeypatch.setattr(known_names, "_MOST_KNOWN", 100)
+    monkeypatch.setattr(store_calls, "_MOST_KNOWN", 100)
     monkeypatch.setattr(messages, "_DROPPED_AT_ONCE", 10)
     for number in range(1000):
         names.learn([f"name {number}"])

@@ -1,7 +1,7 @@
 import pytest
 
 from kvtiers.api import RateLimit
-from kvtiers.host.attempts import RateLimiter
+from kvtiers.host.store_calls import RateLimiter
 
 NEVER = float("inf")
 

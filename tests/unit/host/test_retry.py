@@ -1,7 +1,7 @@
 import pytest
 
 from kvtiers.api import RateLimit
-from kvtiers.host.attempts import Attempts, NoTimeLeft, RateLimiter
+from kvtiers.host.store_calls import Attempts, NoTimeLeft, RateLimiter
 
 NEVER = float("inf")
 

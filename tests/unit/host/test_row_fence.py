@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from kvtiers.host.bounce_buffers import RowFence
+from kvtiers.host.transfer_queue import RowFence
 
 
 @pytest.fixture

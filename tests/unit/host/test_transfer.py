@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvtiers.host.borrowed_views import ValueViews
 from kvtiers.host.messages import Status
 from kvtiers.host.transfer import MoverOptions, ValueMover
+from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.storage_name import StorageNames
 
 DONE, MISSING, CORRUPT = Status.DONE, Status.MISSING, Status.CORRUPT

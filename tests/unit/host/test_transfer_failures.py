@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from kvtiers.api import RateLimit, StoreContractError, StoreFull
-from kvtiers.host.attempts import RateLimiter
 from kvtiers.host.messages import Status
+from kvtiers.host.store_calls import RateLimiter
 
 DONE, MISSING = Status.DONE, Status.MISSING
 FAILED, DROPPED, PRESENT = Status.FAILED, Status.DROPPED, Status.PRESENT

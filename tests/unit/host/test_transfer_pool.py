@@ -374,8 +374,8 @@ def test_a_call_that_hangs_does_not_hold_up_the_end(kit, keys, stuck):
 
 
 def test_a_store_that_waits_between_attempts_is_not_waited_for(kit, keys, monkeypatch):
-    monkeypatch.setattr("kvtiers.host.attempts._FIRST_PAUSE", HOUR)
-    monkeypatch.setattr("kvtiers.host.attempts._LONGEST_PAUSE", HOUR)
+    monkeypatch.setattr("kvtiers.host.store_calls._FIRST_PAUSE", HOUR)
+    monkeypatch.setattr("kvtiers.host.store_calls._LONGEST_PAUSE", HOUR)
     tried = threading.Event()
 
     class Down(kit.DictStore):

@@ -237,9 +237,9 @@ def test_an_entry_point_that_is_no_command_is_one_line(distributions):
 
 
 def test_a_command_that_is_named_otherwise_is_one_line(distributions):
-    install_command(distributions, 1, name="meet")
-    with pytest.raises(TierPluginError, match=r"named 'greet', expected 'meet'"):
-        plugins.load_command("meet")
+    install_command(distributions, 1, name="welcome")
+    with pytest.raises(TierPluginError, match=r"named 'greet', expected 'welcome'"):
+        plugins.load_command("welcome")
 
 
 def test_a_companion_that_is_not_installed_is_named(monkeypatch):

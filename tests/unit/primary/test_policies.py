@@ -44,7 +44,7 @@ def test_what_a_request_uses_is_not_among_what_it_does_not_use(policy):
     policy.access(names("bc"), "r")
     unused = policy.evict_unused(8, "r")
     assert set(unused) <= set(names("ad"))
-    assert policy.evict_unused(1, "nobody") == []
+    assert policy.evict_unused(1, "no request") == []
     assert sorted(unused + policy.evict(8 - len(unused))) == names("abcdefgh")
 
 

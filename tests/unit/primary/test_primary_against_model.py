@@ -353,7 +353,7 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
         assert set(self.tier.coldest(99)) == evictable - self.clean
 
     @invariant()
-    def events_tell_what_is_readable(self):
+    def events_say_what_is_readable(self):
         for event in self.tier.take_events():
             if event.removed:
                 assert self.reported.issuperset(event.keys)

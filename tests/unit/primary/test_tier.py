@@ -424,7 +424,7 @@ def test_clean_chunks_are_not_offered_again_and_are_forgotten_with_the_chunk(tie
     assert text_of(tier.coldest(10, lambda key: key[:1] in b"hij")) == "j"
 
 
-def test_events_tell_what_is_resident(tier):
+def test_events_say_what_is_resident(tier):
     stored(tier, "abcdefgh")
     allocation = tier.prepare_store(names("xyz"), "r")
     tier.complete_store(allocation.rows[:2], success=True)

@@ -98,7 +98,7 @@ def test_a_peer_that_has_ended_is_known_as_gone():
                 pidfd = peer_pidfd(peer)
             except ProcessLookupError:
                 return
-            # Newer kernels keep what they know of a process that has ended: then its pidfd is ready at once.
+            # Newer kernels keep a record of a process that has ended: then its pidfd is ready at once.
             import select
 
             assert select.select([pidfd], [], [], 0)[0] == [pidfd]

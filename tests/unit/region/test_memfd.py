@@ -195,7 +195,7 @@ def test_on_another_system_the_error_says_what_to_use_instead(monkeypatch):
 def test_the_region_can_be_imported_where_linux_is_missing():
     code = (
         "import sys, os, ctypes, fcntl, selectors, socket, subprocess\n"
-        "import kvtiers.api\n"  # the libraries below ours know which system they were installed for
+        "import kvtiers.api\n"  # the libraries below ours store which system they were installed for
         "sys.platform = 'darwin'\n"
         "for module, names in ((os, 'memfd_create MFD_CLOEXEC pidfd_open eventfd'), (fcntl, 'F_ADD_SEALS'),\n"
         "                      (socket, 'SO_PEERCRED MSG_CMSG_CLOEXEC')):\n"

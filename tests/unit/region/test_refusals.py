@@ -1,7 +1,7 @@
 """Many refusals are few lines and few events, and leave the socket alone for moments only."""
 
+from kvtiers.region.connection import Refusals
 from kvtiers.region.ranks import RankTable
-from kvtiers.region.refusals import Refusals
 
 
 class Clock:

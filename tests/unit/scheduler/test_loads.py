@@ -1,4 +1,4 @@
-"""Loads that meet each other, fail, or are overtaken."""
+"""Loads that share chunks, fail, or are overtaken."""
 
 import pytest
 

@@ -50,7 +50,7 @@ class Group:
 
     def events(self):
         self.group._look_at = 0.0
-        return [event if job is None else as_told(job, event) for job, event in self.group.poll()]
+        return [event if job is None else as_reported(job, event) for job, event in self.group.poll()]
 
     def logged(self):
         return [call[2] for call in self.played[0].calls if call[0] == "log"]
@@ -61,7 +61,7 @@ def keys(kit):
     return [kit.key(number) for number in range(96)]
 
 
-def as_told(job, event):
+def as_reported(job, event):
     """The event; of a job that has ended with all that its parts came to."""
     if not isinstance(event, JobDone):
         return event
@@ -107,7 +107,7 @@ def test_idle_hosts_take_turns(keys):
     assert order == [0, 1, 2, 0, 1, 2]
 
 
-def test_a_job_that_meets_idle_hosts_is_cut_evenly_among_them(keys):
+def test_a_job_that_finds_idle_hosts_is_cut_evenly_among_them(keys):
     tier = Group(3)
     job = load(1, keys[:64])
     assert tier.send(job)
@@ -193,8 +193,8 @@ def test_what_is_sent_before_anybody_has_listened_reaches_hosts_that_may_be_open
     assert not tier.group.send_probe(4, keys, is_prefix=True)
 
 
-def test_a_question_goes_to_the_host_that_owes_the_fewest_answers(keys):
-    """So one that is stopped is asked once, and not again before all others owe as much."""
+def test_a_question_goes_to_the_host_with_the_fewest_answers_in_flight(keys):
+    """So one that is stopped is asked once, and not again before all others have as many in flight."""
     tier = Group(2)
     asked = []
     for probe_id in range(4):

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from tests.unit.secondary.scripted_backend import ScriptedBackend
-from tests.unit.secondary.test_host_pool import as_told
+from tests.unit.secondary.test_host_pool import as_reported
 
 from kvtiers.api import TransferJob, make_offload_key
 from kvtiers.host.messages import (
@@ -169,7 +169,7 @@ class GroupMachine(RuleBasedStateMachine):
         self.listen()
 
     @rule(number=st.sampled_from(HOSTS))
-    def bury(self, number):
+    def reap(self, number):
         if self.states[number] != "lost":
             return
         for part in [part for part in self.parts if part[1] == number]:
@@ -182,7 +182,7 @@ class GroupMachine(RuleBasedStateMachine):
     def listen(self):
         """Take the events; check each against what is known of the job."""
         self.group._look_at = 0.0
-        events = [event if job is None else as_told(job, event) for job, event in self.group.poll()]
+        events = [event if job is None else as_reported(job, event) for job, event in self.group.poll()]
         for event in events:
             match event:
                 case Opened(error):

@@ -3,9 +3,9 @@ import threading
 
 import pytest
 
-from kvtiers.host import log_forwarder
-from kvtiers.host.log_forwarder import send_logs
+from kvtiers.host import sender
 from kvtiers.host.messages import SAY_ONCE
+from kvtiers.host.sender import send_logs
 from kvtiers.secondary import log_thread
 from kvtiers.secondary.log_thread import LogThread
 
@@ -122,7 +122,7 @@ def in_thread(name, function):
 def test_a_line_bears_the_name_of_the_tier_whose_thread_wrote_it(sent):
     in_thread("kvtiers-cache-2-0", lambda: logging.getLogger("client").warning("slow: %s", 3))
     in_thread("kvtiers-cache-lookup", lambda: logging.getLogger("client").error("gone"))
-    in_thread("somebody", lambda: logging.getLogger("client").error("who?"))
+    in_thread("another", lambda: logging.getLogger("client").error("who?"))
     assert sent == [
         (1, logging.WARNING, "cache-2: slow: 3"),
         (0, logging.ERROR, "cache: gone"),
@@ -147,7 +147,7 @@ def test_lines_for_debugging_are_never_sent(sent):
 
 def test_a_flood_is_cut_and_its_size_said(sent, monkeypatch):
     seconds = iter([*[5.0] * 500, 6.0])
-    monkeypatch.setattr(log_forwarder.time, "monotonic", lambda: next(seconds))
+    monkeypatch.setattr(sender.time, "monotonic", lambda: next(seconds))
     for number in range(501):
         logging.getLogger("client").warning("line %d", number)
     assert len(sent) == 51
@@ -155,7 +155,7 @@ def test_a_flood_is_cut_and_its_size_said(sent, monkeypatch):
 
 
 def test_a_record_that_cannot_be_formatted_raises_nothing_in_the_store(sent):
-    (handler,) = (handler for handler in logging.getLogger().handlers if isinstance(handler, log_forwarder._LogSender))
+    (handler,) = (handler for handler in logging.getLogger().handlers if isinstance(handler, sender._LogSender))
     handler.handle(logging.makeLogRecord({"msg": "%d", "args": ("no number",)}))
     handler.handle(logging.makeLogRecord({"msg": "fine", "levelno": logging.WARNING, "threadName": "kvtiers-cache-0"}))
     assert [text for _, _, text in sent] == ["cache: fine (1 lines before this one were dropped)"]

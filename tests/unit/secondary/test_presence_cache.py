@@ -78,14 +78,14 @@ def test_single_keys_of_a_step_are_one_question(tier, asked, keys):
     assert [tier.ask([key])[0] for key in keys] == [MISS, HIT] * 4
 
 
-def test_a_run_that_meets_one_being_asked_stops_before_it(tier, asked, keys):
+def test_a_run_that_reaches_one_being_asked_stops_before_it(tier, asked, keys):
     tier.ask(keys[4:])
     tier.ask(keys[:6])
     tier.flush()
     assert [question for _, question, _ in asked.questions] == [keys[4:], keys[:4]]
 
 
-def test_a_run_that_meets_a_chunk_that_is_to_be_asked_alone_stops_before_it(tier, asked, keys):
+def test_a_run_that_reaches_a_chunk_that_is_to_be_asked_alone_stops_before_it(tier, asked, keys):
     tier.ask(keys[4:5])
     tier.ask(keys[:6])
     tier.flush()

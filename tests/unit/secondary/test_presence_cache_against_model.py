@@ -76,7 +76,7 @@ class LookupMachine(RuleBasedStateMachine):
     def learn(self, key, verdict):
         self.known[key] = (verdict, self.now + (TTL if verdict is HIT else MISS_SECONDS))
 
-    def know(self, keys, verdict):
+    def learn_all(self, keys, verdict):
         for key in keys:
             self.learn(key, verdict)
             self.void.update((probe, key) for probe in self.sent)
@@ -85,13 +85,13 @@ class LookupMachine(RuleBasedStateMachine):
     def store(self, keys):
         self.there.update(keys)
         self.tier.stored(keys)
-        self.know(keys, HIT)
+        self.learn_all(keys, HIT)
 
     @rule(keys=runs)
     def lose(self, keys):
         self.there.difference_update(keys)
         self.tier.lost(keys)
-        self.know(keys, MISS)
+        self.learn_all(keys, MISS)
 
     @rule(keys=runs)
     def another_engine_changes(self, keys):

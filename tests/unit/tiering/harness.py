@@ -61,8 +61,8 @@ class Engine:
 
     def new_weights(self, version):
         self.version = version
-        for tell in self.on_new_weights:
-            tell(version)
+        for notify in self.on_new_weights:
+            notify(version)
 
     def fingerprint(self):
         return self.version

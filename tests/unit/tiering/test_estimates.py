@@ -60,7 +60,7 @@ def test_of_a_job_alone_its_own_seconds_count_and_not_when_the_engine_has_seen_i
     assert rate.seconds_per_chunk == pytest.approx(0.02 / 64)
 
 
-def test_loads_of_several_lengths_tell_latency_and_rate_apart():
+def test_loads_of_several_lengths_separate_latency_and_rate():
     rate, now = LoadRate(), 10.0
     for chunks in (4, 64, 16, 32):
         now = load(rate, now + 0.1, chunks, 0.05 + chunks * 0.001)

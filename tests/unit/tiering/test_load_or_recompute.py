@@ -187,12 +187,12 @@ def test_what_was_not_waited_for_counts_for_the_tier_that_was_late():
     bench.manager.complete_store(plan)
 
 
-def test_an_answer_that_was_not_waited_for_counts_for_each_tier_that_owes_it():
-    bench = bench_with(load_wait=0.5, tiers=("silent", "knows", "deaf"))
+def test_an_answer_that_was_not_waited_for_counts_for_each_tier_that_has_it_in_flight():
+    bench = bench_with(load_wait=0.5, tiers=("silent", "has", "deaf"))
     bench.tier["silent"].answer = bench.tier["deaf"].answer = RETRY
-    bench.tier["knows"].put(KEYS[1:])
+    bench.tier["has"].put(KEYS[1:])
     assert waited(bench, KEYS, bench.request())[0] == 0
-    assert by_tier(bench, "wait_expired") == {"silent": 1, "knows": 0, "deaf": 1}
+    assert by_tier(bench, "wait_expired") == {"silent": 1, "has": 0, "deaf": 1}
     assert bench.figures()["wait_expired"] == 1
 
 

@@ -132,7 +132,7 @@ def events(bench):
     return [(list(event.keys), event.removed, event.tier) for event in bench.manager.take_events()]
 
 
-def test_events_tell_what_became_resident_and_what_left_in_order():
+def test_events_say_what_became_resident_and_what_left_in_order():
     bench = Bench(rows=4, tiers={}, options=WIDE)
     bench.store(KEYS[:4])
     bench.step()
@@ -153,7 +153,7 @@ def test_a_store_that_failed_is_no_event_and_a_promotion_is_one():
     assert events(bench) == [(chain("p", 2), False, "")]
 
 
-def test_events_tell_what_each_tier_has_stored_and_nothing_of_what_it_has_not():
+def test_events_say_what_each_tier_has_stored_and_nothing_of_what_it_has_not():
     bench = Bench(tiers={"a": {}, "b": {}}, options=WIDE, hold=True)
     bench.manager.complete_store(bench.begin_store(KEYS[:4]))
     bench.step()

@@ -73,7 +73,7 @@ def test_a_run_goes_on_through_primary_and_tiers_in_any_order():
     assert [list(job.keys) for job in bench.tier["b"].loads] == [[KEYS[2]]]
 
 
-def test_a_hit_of_a_later_tier_counts_more_than_an_earlier_one_that_does_not_know():
+def test_a_hit_of_a_later_tier_counts_more_than_an_earlier_one_without_an_answer():
     bench = Bench(tiers={"a": {}, "b": {}}, options=WIDE)
     bench.tier["a"].answer = RETRY
     bench.tier["b"].put(KEYS[:2])
@@ -82,12 +82,12 @@ def test_a_hit_of_a_later_tier_counts_more_than_an_earlier_one_that_does_not_kno
     assert bench.lookup(chain("other", 3), bench.request()) == (0, 0, True)
 
 
-def test_the_answers_run_ends_where_a_tier_does_not_know():
+def test_the_answers_run_ends_where_a_tier_has_no_answer():
     bench = Bench(options=WIDE)
     tier = bench.tier["a"]
     tier.lookup_many = lambda keys, context: [HIT, HIT, RETRY][: len(keys)]
     hits = bench.manager.lookup_prefix(KEYS, bench.request())
-    assert hits.pending == len(KEYS)  # each question is answered again: HIT, HIT, do not know
+    assert hits.pending == len(KEYS)  # each question is answered again: HIT, HIT, RETRY
     tier.lookup_many = lambda keys, context: [HIT if key in other[:2] else RETRY for key in keys]
     other = chain("other", 5)
     bench.forget()

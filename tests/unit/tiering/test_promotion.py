@@ -300,7 +300,7 @@ def test_a_chunk_that_a_tier_could_not_bring_is_asked_of_the_next_one_and_never_
     assert bench.lookup(KEYS, bench.request()) == (1, 2, False), "another request may try"
 
 
-def test_a_lost_chunk_is_a_miss_though_the_tier_does_not_know_about_the_next_one():
+def test_a_lost_chunk_is_a_miss_though_the_tier_has_no_answer_about_the_next_one():
     bench = Bench(options=WIDE)
     tier = bench.tier["a"]
     tier.raises = {"submit_load"}

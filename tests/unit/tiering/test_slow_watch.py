@@ -3,7 +3,7 @@
 import pytest
 
 from kvtiers.metrics import TierMetrics
-from kvtiers.tiering.slow_watch import SlowWatch
+from kvtiers.tiering.tier_slot import SlowWatch
 
 
 class Watched:

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
-__all__ = ["Tell", "stop_on_interrupt", "telling"]
+__all__ = ["Report", "show_progress", "stop_on_interrupt"]
 
 _LINE_SECONDS = 5.0
 _BAR_SECONDS = 0.1
 
-Tell = Callable[[Callable[[], str]], None]
+Report = Callable[[Callable[[], str]], None]
 """Called at every progress; its argument makes the text, and is only called when the text is shown."""
 
 
@@ -34,7 +34,7 @@ def stop_on_interrupt() -> Iterator[threading.Event]:
 
 
 @contextlib.contextmanager
-def telling(stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> Iterator[Tell]:
+def show_progress(stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> Iterator[Report]:
     """Show progress: in one line that changes on a terminal, as a plain line every few seconds elsewhere."""
     stream = stream or sys.stderr
     if not stream.isatty():
@@ -49,14 +49,14 @@ def telling(stream: TextIO | None = None, clock: Callable[[], float] = time.mono
         yield _throttled(lambda text: status.update(Text(text)), _BAR_SECONDS, clock)
 
 
-def _throttled(show: Callable[[str], None], seconds: float, clock: Callable[[], float]) -> Tell:
+def _throttled(show: Callable[[str], None], seconds: float, clock: Callable[[], float]) -> Report:
     due = clock() + seconds
 
-    def tell(text: Callable[[], str]) -> None:
+    def report(text: Callable[[], str]) -> None:
         nonlocal due
         now = clock()
         if now >= due:
             due = now + seconds
             show(text())
 
-    return tell
+    return report

@@ -151,7 +151,7 @@ def _does_not_pay(tier: Mapping[str, Any]) -> bool:
 
 
 def _few_loads(tier: Mapping[str, Any]) -> bool:
-    """Return whether there were too few loads to tell a slow tier from a slow start."""
+    """Return whether there were too few loads to distinguish a slow tier from a slow start."""
     return bool(tier.get("loads", 0) < _FEW_LOADS)
 
 

@@ -14,10 +14,9 @@ from kvtiers.api import ConfigError, TierConfig
 from kvtiers.api.units import format_size
 from kvtiers.client.client import Client
 from kvtiers.client.driver import Driver
-from kvtiers.client.layout import client_layout
 from kvtiers.client.rows import BounceRows
 from kvtiers.config import OffloadConfig, load_config
-from kvtiers.layout.cache_layout import ModelIdentity
+from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.model_identity import described, is_shared, with_model, with_weights
 from kvtiers.plugins import load_tier
@@ -25,9 +24,10 @@ from kvtiers.region.memfd import require_linux
 from kvtiers.start_line import StartFacts, StartLine
 from kvtiers.tier_set import TierRows, TierSet
 
-__all__ = ["open_client"]
+__all__ = ["client_layout", "open_client"]
 
 _BOUNCE_BYTES = 256 << 20
+_MOST_LENGTHS = 64
 
 
 def open_client(
@@ -89,6 +89,24 @@ def open_client(
     groups = {nbytes: group for group, (nbytes, _) in enumerate(sizes)}
     close = partial(_close, driver, rows, tiers, line, logs)
     return Client(driver, rows, groups, lengths[0], longest, lambda: _stats(tiers), close)
+
+
+def client_layout(identity: ModelIdentity, lengths: Sequence[int]) -> CacheLayout:
+    """Return the layout for values of these lengths, in bytes; their order and repetitions make no difference.
+
+    One KV group for each length, under a tensor name that no engine's layout has. A seal states the length of its
+    value, and the length enters the fingerprint: so values of one length are a KV group, whose index is a part of each
+    key. The alternative, one group with room for the largest value and a length in each, would store and hash the room.
+    """
+    known = sorted(set(lengths))
+    if not known or known[0] < 1 or len(known) > _MOST_LENGTHS:
+        raise ConfigError(f"value_bytes is {list(lengths)!r}, expected 1 to {_MOST_LENGTHS} positive numbers of bytes")
+    return CacheLayout(
+        identity,
+        tuple(KVGroup(f"{nbytes} bytes", 1) for nbytes in known),
+        # The name is a part of the fingerprint. Engines name their tensors after layers.
+        tuple(KVTensor(f"kvtiers-client/{nbytes}", group, nbytes) for group, nbytes in enumerate(known)),
+    )
 
 
 def _stats(tiers: TierSet) -> dict[str, dict[str, float]]:

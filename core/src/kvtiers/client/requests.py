@@ -102,7 +102,7 @@ class Put(Transfer):
 
 
 class Get(Transfer):
-    """Values to load: ``keys[i]``, each once, into row i of the lease. ``found``: those that are in their rows."""
+    """Load values: that of ``keys[i]``, no key twice, into row i of the lease. ``found``: the keys that have landed."""
 
     def __init__(self, keys: Sequence[OffloadKey], lease: RowLease, until: float) -> None:
         super().__init__(lease, until)
@@ -192,6 +192,6 @@ class Task(Request):
         self._call = call
 
     def begin(self, jobs: Jobs) -> None:  # noqa: ARG002 -- as its base
-        """Call it."""
+        """Make the call, and end at once: there is nothing to wait for."""
         self._call()
         self.end()

@@ -5,17 +5,17 @@ written from there; a load is read there, checked, and only what is sound is cop
 damaged one, never touches such a row.
 
 As that copy is all that touches the row, the rows of a load that is given up can be released before its calls of the
-store have ended: its row fence lets no further value land.
+store have ended: its row fence (``transfer_queue.py``) lets no further value land.
 """
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from kvtiers.host.borrowed_views import ValueViews
+from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.region.memfd import HUGE_PAGE_BYTES, Mapping, prefer_huge_pages
 
-__all__ = ["BounceBufferViews", "RowFence", "beside_rows", "value_views"]
+__all__ = ["BounceBufferViews", "beside_rows", "value_views"]
 
 
 def value_views(region: memoryview, row_stride: int, value_bytes: int) -> ValueViews:
@@ -81,50 +81,6 @@ class BounceBufferViews(ValueViews):
             raise IndexError(f"no {sorted(set(sizes))} bytes in a value of {self._value_bytes}")
         assert self._stage.memory is not None, "not begun"
         return self._stage.memory.view, [self._stage.places[row] for row in rows]
-
-
-class RowFence:
-    """Guards the rows of one load; used by all threads that work on it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._landing = 0
-        self._notify: Callable[[], None] | None = None
-        self._is_over = False
-
-    def land(self, copy: Callable[[], None]) -> bool:
-        """Copy a value into its row; False, with nothing copied, if the rows have been detached."""
-        with self._lock:
-            if self._notify is not None:
-                return False
-            self._landing += 1
-        try:
-            copy()
-        finally:
-            with self._lock:
-                self._landing -= 1
-                self._notify_when_free()
-        return True
-
-    def detach(self, notify: Callable[[], None]) -> None:
-        """Copy nothing from now on; ``notify``, which must not block, is called when no copy is under way any more.
-
-        It is not called if the load is over, or was detached before.
-        """
-        with self._lock:
-            if self._notify is None:
-                self._notify = notify
-                self._notify_when_free()
-
-    def end(self) -> None:
-        """End the load: its result is on its way, so ``notify`` is not called any more."""
-        with self._lock:
-            self._is_over = True
-
-    def _notify_when_free(self) -> None:
-        if self._notify is not None and not self._landing and not self._is_over:
-            self._is_over = True
-            self._notify()
 
 
 def _round_up(nbytes: int) -> int:

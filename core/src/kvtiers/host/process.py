@@ -25,15 +25,14 @@ from kvtiers._version import __version__
 from kvtiers.api import ChunkStore, TierConfig, TierContext
 from kvtiers.api.config import load_resolved
 from kvtiers.host import wire
-from kvtiers.host.borrowed_views import ValueViews
 from kvtiers.host.bounce_buffers import value_views
-from kvtiers.host.log_forwarder import send_logs
 from kvtiers.host.malloc import give_back
 from kvtiers.host.messages import Event, JobDone, JobStarted, Opened
-from kvtiers.host.sender import HostSender
+from kvtiers.host.sender import HostSender, send_logs
 from kvtiers.host.transfer import mover_options
 from kvtiers.host.transfer_pool import TransferPool
 from kvtiers.host.wire import Frame, FrameReader, Kind, ProtocolError
+from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.fingerprint_record import Described
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.plugins import load_tier, open_plugin

@@ -1,21 +1,39 @@
-"""The calls of a store that move values: one by one, in batches or in pieces, by its abilities.
+"""The calls of a store: how each is made, how often it is tried, and which answers are remembered.
 
-What a store has in memory of its own anyway is copied into the row and hashed piece by piece: a hash over what is in
-the processor's cache takes a third of the time.
+A value is moved by a call of its own, in a batch or in pieces, by the store's abilities. What a store has in memory of
+its own anyway is copied into the row and hashed piece by piece: a hash over what is in the processor's cache takes a
+third of the time.
+
+A call is made under the tier's rate limit, and repeated after a transient error until a deadline. Loads and probes have
+requests that wait for them, stores have none. So loads and probes take the next turn and borrow from the token bucket;
+a store waits until the bucket is out of debt. A call that moves no value, as a probe, waits for the rate of calls
+alone: behind the bytes of loads, one request's loads would hold up the answer to another one.
+
+The names that a store holds are remembered, so that N replicas do not write the same system prompt N times.
 """
 
-from collections.abc import Callable, Sequence
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from kvtiers._failures import error_text
-from kvtiers.api import ChunkStore, StoreContractError, StoreFull, SupportsBatch, SupportsPieces
+from kvtiers.api import ChunkStore, RateLimit, StoreContractError, StoreFull, SupportsBatch, SupportsPieces
 from kvtiers.api.answers import found, found_each
+from kvtiers.host.messages import drop_oldest
 from kvtiers.layout.seal import PayloadHash
 
-__all__ = ["StoreCalls"]
+__all__ = ["Attempts", "KnownNames", "NoTimeLeft", "RateLimiter", "StoreCalls"]
 
 # Fits into a processor's own cache together with what it is copied from, and is hashed without releasing the GIL, as
 # more than 100 kB would be: the next copy would have to wait for the GIL.
 _STEP_BYTES = 64 << 10
+_FIRST_PAUSE = 0.02
+_LONGEST_PAUSE = 2.0
+_BURST_SECONDS = 1.0  # so much of an unused rate is kept
+_T = TypeVar("_T")
+_MOST_KNOWN = 65_536
 
 
 class StoreCalls:
@@ -94,3 +112,137 @@ class StoreCalls:
             return [True]
 
         return write
+
+
+class NoTimeLeft(Exception):  # noqa: N818 -- the deadline's doing, not the store's
+    """A call's turn would have come after its deadline, or the tier is being closed."""
+
+
+class _Bucket:
+    """A token bucket that may go into debt: ``_paid_at`` is when it will be out of it."""
+
+    def __init__(self, per_second: float) -> None:
+        self._seconds_per_unit = 1.0 / per_second
+        self._paid_at = float("-inf")
+
+    def debt(self, now: float) -> float:
+        """Return the seconds until the bucket is out of debt."""
+        return max(0.0, self._paid_at - now)
+
+    def take(self, units: float, now: float) -> None:
+        """Take units, in stock or not."""
+        self._paid_at = max(self._paid_at, now - _BURST_SECONDS) + units * self._seconds_per_unit
+
+
+class RateLimiter:
+    """Makes the tier's threads wait their turn. Unlimited where the config sets nothing."""
+
+    def __init__(self, limit: RateLimit, stop: threading.Event, clock: Callable[[], float] = time.monotonic) -> None:
+        self._bytes = _Bucket(limit.bytes_per_second) if limit.bytes_per_second else None
+        self._calls = _Bucket(limit.requests_per_second) if limit.requests_per_second else None
+        self._lock = threading.Lock()
+        self._stop = stop
+        self._clock = clock
+
+    def wait(self, nbytes: int, *, urgent: bool, give_up_at: float) -> bool:
+        """Wait for the turn of one call that moves ``nbytes``.
+
+        False, and nothing taken, if it does not come before ``give_up_at`` (by the clock) or the tier is being closed.
+        """
+        costs = [(bucket, units) for bucket, units in ((self._bytes, nbytes), (self._calls, 1)) if bucket and units]
+        if not costs:
+            return True
+        while True:
+            with self._lock:
+                now = self._clock()
+                debt = max(bucket.debt(now) for bucket, _ in costs)
+                if debt and now + debt >= give_up_at:
+                    return False
+                mine = urgent or not debt
+                if mine:
+                    for bucket, units in costs:
+                        bucket.take(units, now)
+            if debt and self._stop.wait(debt):
+                return False
+            if mine:
+                return True
+
+
+class Attempts:
+    """Makes the calls of one store and counts the retries. Used by many threads."""
+
+    def __init__(
+        self,
+        transient: tuple[type[Exception], ...],
+        retries: int,
+        limiter: RateLimiter,
+        stop: threading.Event,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._transient = tuple(transient)
+        self._retries = retries
+        self._limiter = limiter
+        self._stop = stop
+        self._clock = clock
+
+    def call(
+        self, call: Callable[[], _T], *, give_up_at: float, nbytes: int = 0, urgent: bool = True
+    ) -> tuple[_T, int]:
+        """Return the call's result and the number of retries; raise its last error when attempts or time are used up.
+
+        ``give_up_at``: when no new attempt begins any more. ``nbytes``, ``urgent``: for the rate limit, which counts
+        every attempt.
+        """
+        for attempt in range(self._retries + 1):
+            if not self._limiter.wait(nbytes, urgent=urgent, give_up_at=give_up_at):
+                raise NoTimeLeft("no turn under the rate limit before the deadline")
+            try:
+                return call(), attempt
+            except StoreContractError:  # whatever a store calls transient: asked again, it would answer the same
+                raise
+            except self._transient:
+                pause = min(_FIRST_PAUSE * 2**attempt, _LONGEST_PAUSE) * random.uniform(0.5, 1.0)  # noqa: S311 -- jitter
+                last = attempt == self._retries or self._clock() + pause >= give_up_at
+                if last or self._stop.wait(pause):
+                    raise
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+class KnownNames:
+    """The names of one store; for many threads. ``seconds``: how long a name counts as present.
+
+    Names are remembered by their hash alone: two that share one, a chance of one in 10^9 with a full memory, cost a
+    write that is not made.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._until: dict[int, float] = {}
+        self._lock = threading.Lock()
+
+    def sort(self, names: Sequence[str]) -> tuple[list[int], list[int]]:
+        """Return the indexes of the names that are known to be there, and of those that have to be asked for."""
+        present, unknown = [], []
+        with self._lock:
+            now = self._clock()
+            for index, name in enumerate(names):
+                if self._until.get(hash(name), 0.0) > now:
+                    present.append(index)
+                else:
+                    unknown.append(index)
+        return present, unknown
+
+    def learn(self, names: Iterable[str]) -> None:
+        """Add names that are there now: written, read or seen."""
+        with self._lock:
+            until = self._clock() + self._seconds
+            for name in names:
+                self._until[hash(name)] = until
+            drop_oldest(self._until, _MOST_KNOWN)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Remove names that are absent, or whose presence is unknown."""
+        with self._lock:
+            for name in names:
+                self._until.pop(hash(name), None)

@@ -15,12 +15,10 @@ from typing import NamedTuple, TypeVar
 from kvtiers._failures import plugin_boundary
 from kvtiers.api import ChunkStore, OffloadKey, RateLimit, StoreContractError, TierConfig, group_of
 from kvtiers.api.answers import present_each
-from kvtiers.host.attempts import Attempts, RateLimiter
-from kvtiers.host.borrowed_views import Loan, ValueViews
 from kvtiers.host.bounce_buffers import beside_rows
-from kvtiers.host.known_names import KnownNames
 from kvtiers.host.messages import Status
-from kvtiers.host.store_calls import StoreCalls
+from kvtiers.host.store_calls import Attempts, KnownNames, RateLimiter, StoreCalls
+from kvtiers.layout.borrowed_views import Loan, ValueViews
 from kvtiers.layout.seal import SealVerdict, check_value, seal_value
 from kvtiers.layout.storage_name import StorageNames
 
@@ -286,7 +284,7 @@ class ValueMover:
             for name, value, payload in zip(names, views.own(rows, sizes), payloads, strict=True):
                 seal_value(value, payload, name, run.names.layout_id)
                 self._worked(payload)
-        loan = views.lend(rows, sizes, readonly=not is_load)
+        loan = views.borrow(rows, sizes, readonly=not is_load)
         call = self._calls.read if is_load else self._calls.write
         # The views are in no variable here: it would keep the exporter when the borrower has dropped it.
         answers = self._call(moved, run, values, call(names, [*loan.views]), is_load=is_load)

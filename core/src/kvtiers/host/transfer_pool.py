@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 
 from kvtiers._failures import logged_boundary, plugin_boundary
 from kvtiers.api import ChunkStore, OffloadKey
-from kvtiers.host.borrowed_views import ValueViews
 from kvtiers.host.messages import Event, JobDone, JobFailed, JobReleased, JobStarted, Opened, Status, StoreJob
 from kvtiers.host.prober import Prober
 from kvtiers.host.transfer import Moved, MoverOptions, ValueMover, ValueRun, mover_options
 from kvtiers.host.transfer_queue import PoolJob, Slice, TransferQueue
+from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.fingerprint_record import Described, compare_layouts, read_layout, write_layout
 from kvtiers.layout.namespace_epoch import read_epoch
 from kvtiers.layout.storage_name import StorageNames

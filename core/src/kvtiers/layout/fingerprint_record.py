@@ -53,7 +53,7 @@ def is_layout_record(name: str) -> bool:
 
 
 def describe_layout(layout: CacheLayout, release: str, fingerprint: str) -> str:
-    """Return what a fingerprint was made from, as JSON. ``release``: the engine's, which is not a field of its own."""
+    """Return the fields of a fingerprint as JSON, long ones as digests. ``release``: the engine's, no part of it."""
     whole = json.loads(layout.fingerprint_json())
     tensors = json.dumps(whole.pop("tensors"), sort_keys=True).encode()
     model = {name: _short(str(value)) for name, value in dataclasses.asdict(layout.model).items()}

@@ -247,7 +247,7 @@ class CPUPrimaryTier:
         self._leave()
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Count these chunks as used now, the first as the last to leave. Unknown keys are ignored."""
+        """Count these chunks as used now; the first of them is evicted last. Unknown keys are ignored."""
         self._policy.access([key for key in dict.fromkeys(keys) if key in self._row_of], "")
 
     def on_request_finished(self, request_id: str) -> None:

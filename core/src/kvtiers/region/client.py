@@ -170,7 +170,7 @@ class RegionJoin:
             raise StartError(f"{self._where}: {status.reason or status.state}")
 
     def pinned(self, rows: int) -> None:
-        """Tell the region's owner that this rank has pinned so many rows, and pins on. Any thread, never blocks."""
+        """Report to the region's owner that this rank has pinned so many rows, and pins on. Any thread; never waits."""
         self._pinned = rows
         self._wake()
 

@@ -1,4 +1,4 @@
-"""One end of the connection between a rank and the region's owner, and the watch over the process at the other end.
+"""One end of the connection between a rank and the region's owner, the watch over its peer, and the limit of refusals.
 
 Used by one thread, with that thread's selector; nothing here blocks. The selector's data are callbacks that take the
 ready events.
@@ -8,13 +8,18 @@ import contextlib
 import os
 import selectors
 import socket
+import time
 from collections.abc import Callable
 
 from kvtiers.region.handshake import Message, MessageReader, peer_credentials, peer_pidfd
 
-__all__ = ["Connection"]
+__all__ = ["Connection", "Refusals"]
 
 _RECEIVE_BYTES = 1 << 16
+_REFUSALS_LOGGED = 20
+_REFUSAL_SECONDS = 1.0
+_REFUSALS_IN_A_ROW = 50
+_REFUSAL_PAUSE_SECONDS = 0.05
 
 
 class Connection:
@@ -115,3 +120,44 @@ class Connection:
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
+
+
+class Refusals:
+    """Rate limits for refused processes at a region's socket, of which any local user can start many. For one thread.
+
+    The first refusals each get a log line and an answer; then one a second does. While all ranks are joined, the socket
+    is not served for a moment after several refusals in a row, so that a process that connects in a loop costs the
+    engine no time; a rank that comes back waits for that moment at most.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._left = _REFUSALS_LOGGED
+        self._next = 0.0
+        self._since_pause = 0
+        self.unlogged = 0
+        """Refusals since the last one that was logged."""
+
+    def should_log(self) -> bool:
+        """Count one refusal; return whether it is to be logged and answered."""
+        self._since_pause += 1
+        now = self._clock()
+        if self._left > 0:
+            self._left -= 1
+        elif now < self._next:
+            self.unlogged += 1
+            return False
+        self._next = now + _REFUSAL_SECONDS
+        return True
+
+    def take_unlogged(self) -> str:
+        """Return text about the refusals that were not logged, "" if there are none; reset their count."""
+        unlogged, self.unlogged = self.unlogged, 0
+        return f" ({unlogged} more since the last such line)" if unlogged else ""
+
+    def pause(self) -> float:
+        """Return for how many seconds no connection is to be accepted now; 0: for none."""
+        if self._since_pause < _REFUSALS_IN_A_ROW:
+            return 0.0
+        self._since_pause = 0
+        return _REFUSAL_PAUSE_SECONDS

@@ -4,11 +4,10 @@ import contextlib
 import mmap
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+from kvtiers._process import end, spawn_bare
 from kvtiers.region import populate
 from kvtiers.region.limits import oom_kills
 
@@ -44,16 +43,7 @@ class Prefault:
         piece_bytes = max(populate.PIECE_BYTES, page_bytes)
         collapse = populate.MADV_COLLAPSE if page_bytes == mmap.PAGESIZE else 0
         numbers = (fd, nbytes, piece_bytes, threads, populate.MADV_POPULATE_WRITE, collapse, self.wanted)
-        # No site packages and no PYTHON* variables: a bare interpreter starts in 15 ms.
-        self._process = subprocess.Popen(  # noqa: S603 -- our own program, with numbers as its arguments
-            [sys.executable or "", "-I", "-S", str(self.program), *map(str, numbers)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            bufsize=0,
-            process_group=0,  # as a tier host's (host/__main__.py): it ends with its parent even if it is stopped
-            pass_fds=(fd,),
-        )
+        self._process = spawn_bare(self.program, [*map(str, numbers)], pass_fds=(fd,))
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._input, self._output = self._process.stdin, self._process.stdout
@@ -112,11 +102,7 @@ class Prefault:
     def _end(self, why: str) -> None:
         self.ended = True
         self.seconds = time.monotonic() - self._started
-        try:
-            code = self._process.wait(_REAP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            code = None
+        code = end(self._process, _REAP_SECONDS)
         self._close_pipes()
         if self.method or self.error:
             return

@@ -118,9 +118,9 @@ class OffloadRegion:
         return {}
 
     def follow(self, rows: int) -> int:
-        """Populate memory ahead of this many rows, the first ones, which are in use. Never blocks.
+        """Have the next window of memory populated, since the first ``rows`` rows are in use. Never blocks.
 
-        Return the number of rows in use at which to call it next; more than there are: never.
+        Return how many rows have to be in use when this is to be called next; more than there are rows: never again.
         """
         del rows
         return self.num_rows + 1
@@ -138,7 +138,7 @@ class OffloadRegion:
         """Block until all ranks have joined; StartError that names the missing or refused ones."""
 
     def wait_window(self, timeout: float) -> bool:
-        """Return whether the memory that is ready ahead of use is there; nothing is pinned here."""
+        """Return True: this region's memory is not pinned, so there is nothing to wait for."""
         del timeout
         return True
 
@@ -264,7 +264,7 @@ class SharedOffloadRegion(OffloadRegion):
         return set() if self._closed else self._ranks.lost
 
     def follow(self, rows: int) -> int:
-        """Populate memory ahead of this many rows, the first ones, which are in use. Never blocks."""
+        """Have the next window of memory populated, since the first ``rows`` rows are in use. Never blocks."""
         ahead = rows + self._window_rows
         if self._window_rows < self.num_rows:
             self._server.want_rows(min(ahead, self.num_rows))

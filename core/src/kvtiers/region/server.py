@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 
 from kvtiers._failures import logged_boundary
 from kvtiers.layout.cache_layout import CacheLayout, ModelIdentity
-from kvtiers.region.connection import Connection
+from kvtiers.region.connection import Connection, Refusals
 from kvtiers.region.handshake import (
     HANDSHAKE_VERSION,
     OTHER_RELEASE,
@@ -34,7 +34,6 @@ from kvtiers.region.handshake import (
 from kvtiers.region.memfd import detach_in_children
 from kvtiers.region.prefault import Prefault
 from kvtiers.region.ranks import RankTable
-from kvtiers.region.refusals import Refusals
 
 __all__ = ["AcceptThread"]
 
@@ -279,7 +278,7 @@ class AcceptThread:
             self._forget(connection)
 
     def _objection(self, rank: int, layout: CacheLayout) -> str:
-        if layout.model == ModelIdentity(""):  # a rank need not know which model's KV it copies
+        if layout.model == ModelIdentity(""):  # a rank needs no name of the model whose KV it copies
             layout = replace(layout, model=self._layout.model)
         differences = self._layout.differences(layout)
         if differences:

@@ -75,7 +75,7 @@ class EngineRequest(Protocol):
 
     @property
     def block_hashes(self) -> Sequence[Sequence[bytes]]:
-        """By group: the chained hash of each full block, from the first on; entries only ever come behind the others.
+        """By group: the chained hash of each full block, from the first on; entries are only appended.
 
         Equal hashes must mean equal KV, so they cover everything that varies by request: the adapter, the salt of a
         tenant, an image behind placeholder tokens. ``BlockHashChain`` makes such hashes.

@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvtiers.api import ChunkStore, OffloadKey, TierConfig
-from kvtiers.host.borrowed_views import ValueViews
 from kvtiers.host.messages import Event, Opened
 from kvtiers.host.transfer_pool import TransferPool, mover_options
+from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.fingerprint_record import Described
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.secondary.log_thread import LogThread

@@ -1,4 +1,4 @@
-"""The jobs of a secondary tier as core's own code has them: their events, their results, and a store tier's in flight.
+"""The jobs of a secondary tier: the events that report them, their results, and those of a store tier in flight.
 
 A tier reports by one stream of events, those of core's own in the order in which they came (``EventTier``):
 

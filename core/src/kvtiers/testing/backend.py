@@ -29,11 +29,11 @@ def require_backend(tests: type[Any], steps: Iterable[Step]) -> None:
 
 
 def _trouble(steps: Iterable[Step], patience: float) -> str:
-    for name, call, is_telling in steps:
+    for name, call, is_reported in steps:
         where = ""
         with plugin_boundary(KeyboardInterrupt, exits=True) as trying:
             where = call_within(patience, call)
-        if trying.error and is_telling:
+        if trying.error and is_reported:
             return f"{name} raised {trying.error}; is the backend there, and are its options right?"
         if where:
             return f"{name} did not return within {patience:g} s (the tests' 'patience'){where}"

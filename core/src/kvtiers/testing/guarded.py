@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-from kvtiers.host.borrowed_views import Loan
+from kvtiers.layout.borrowed_views import Loan
 
 __all__ = ["PAGE", "GuardedMemory", "Row", "is_one_version", "pattern", "same_bytes", "version"]
 
@@ -71,11 +71,11 @@ class Row:
 
     def destination(self) -> memoryview:
         """Return a fresh view to read a value into: pass it on at once, keep no other reference to it."""
-        return self._lend(readonly=False)
+        return self._borrow(readonly=False)
 
     def source(self) -> memoryview:
         """Return a fresh read-only view of the value: pass it on at once, keep no other reference to it."""
-        return self._lend(readonly=True)
+        return self._borrow(readonly=True)
 
     def is_kept(self) -> bool:
         """Return whether a view of the row, or anything made from one, is still alive."""
@@ -88,7 +88,7 @@ class Row:
         """Return whether the bytes on both sides of the row are as they were."""
         return bool((self._around[:PAGE] == GUARD).all() and (self._around[-PAGE:] == GUARD).all())
 
-    def _lend(self, *, readonly: bool) -> memoryview:
+    def _borrow(self, *, readonly: bool) -> memoryview:
         loan = Loan(self._region, [(self._offset, self._nbytes)], readonly=readonly)
         view = loan.views.pop()  # the borrower alone holds it now, so that the view itself is found, too, if it is kept
         viewed = np.frombuffer(view, np.uint8)

@@ -1,9 +1,8 @@
 """A process that writes values until it is killed, to test a store's promise of whole values.
 
-The parent calls ``kill_while_writing``; ``python -m kvtiers.testing.killed_writer`` is the process.
+The parent calls ``kill_while_writing``; ``main`` is the process.
 """
 
-import json
 import os
 import pickle
 import subprocess
@@ -14,10 +13,11 @@ from contextlib import suppress
 from itertools import count
 from threading import Timer
 
+from kvtiers._process import die_with_parent, spawn
 from kvtiers.api import ChunkStore
 from kvtiers.testing.guarded import GuardedMemory, version
 
-__all__ = ["kill_while_writing"]
+__all__ = ["kill_while_writing", "main"]
 
 _WRITES_BEFORE = 8
 _VERSIONS = 4
@@ -34,16 +34,14 @@ def kill_while_writing(
             "a persistent store is also opened by a process that gets killed, so what the fixture open_store returns "
             f"must survive pickling (functools.partial of a class that can be imported, not a lambda): {error}"
         ) from None
-    command = [sys.executable, "-m", "kvtiers.testing.killed_writer"]
-    with subprocess.Popen(  # noqa: S603 -- our own interpreter and module
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as child:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with spawn("kvtiers.testing.killed_writer", [], name="kvtiers-killed-writer", pass_fds=[], **pipes) as child:
         assert child.stdin and child.stdout and child.stderr
         watch = Timer(patience, child.kill)  # a store that hangs ends the wait for its next line
         watch.start()
         try:
             with suppress(BrokenPipeError):  # it ended early: the missing lines say so
-                child.stdin.write(json.dumps(sys.path).encode() + b"\n" + task)
+                child.stdin.write(task)
                 child.stdin.close()
             begun = [time.monotonic() for _ in range(_WRITES_BEFORE) if child.stdout.readline()]
             if len(begun) == _WRITES_BEFORE:
@@ -61,7 +59,7 @@ def kill_while_writing(
 
 def main() -> None:
     """Write versions of the values, one line on stdout before each, for ever."""
-    sys.path[:] = json.loads(sys.stdin.buffer.readline())
+    die_with_parent(int(sys.argv[1]))
     task: tuple[Callable[[], ChunkStore], list[str], int]
     task = pickle.load(sys.stdin.buffer)  # noqa: S301 -- written by the parent, which trusts it already
     open_store, names, nbytes = task
@@ -72,7 +70,3 @@ def main() -> None:
     for number in count():
         os.write(sys.stdout.fileno(), b"writing\n")
         store.write(names[number % len(names)], rows[number % _VERSIONS].source())
-
-
-if __name__ == "__main__":
-    main()

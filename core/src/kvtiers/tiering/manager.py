@@ -260,7 +260,7 @@ class TieringManager:
 
     @_timed
     def has_pending_work(self) -> bool:
-        """Return whether the engine should keep stepping though it has no request: in-flight work has a waiter.
+        """Return whether the engine should keep stepping though it has no request: something waits for work in flight.
 
         Rows in quarantine do not count: they are released in whatever steps the engine makes.
         """

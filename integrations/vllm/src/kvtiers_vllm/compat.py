@@ -15,7 +15,9 @@ Executor.__init__                      the primary's memory is populated while t
 
 Each is wrapped on its class, once a process, by a function of the same signature, and every core's calls reach its
 link. ``check`` compares the real functions with the expected parameters: a release of vLLM on
-which it would not work is refused at the start, in one line. kvtiers replaces no other function.
+which it would not work is refused at the start, in one line. The two functions of the start are wrapped before it is
+known whether an engine is to use kvtiers: one that is not gets a warning, one that is is refused when its connector or
+its tiers are made (``refuse_unwrapped``). kvtiers replaces no other function.
 """
 
 import functools
@@ -28,15 +30,9 @@ from kvtiers.api import StartError
 from kvtiers_vllm.engine import CoreLink, Engine, being_built
 
 __all__ = [
-    "CONNECTOR",
-    "CORE",
-    "check",
-    "follow_core",
-    "wrap_core",
-    "wrap_engine_args",
-    "wrap_executor",
-    "wrap_factory",
-]
+    "CONNECTOR", "CORE", "check", "follow_core", "note_unwrapped", "refuse_unwrapped", "wrap_core", "wrap_engine_args",
+    "wrap_executor", "wrap_factory",
+]  # fmt: skip
 
 _MARK = "_kvtiers_wraps"
 _Wrapper = Callable[..., Any]
@@ -66,6 +62,8 @@ _FACTORY = {"create_connector": ("config", "role", "kv_cache_config")}
 _ENGINE_ARGS = {"create_engine_config": ("self", "usage_context", "headless")}
 _EXECUTOR = {"__init__": ("self", "vllm_config")}
 
+_unwrapped: list[str] = []
+"""Why functions of vLLM's start could not be wrapped in this process; empty if they are."""
 _by_config: weakref.WeakValueDictionary[int, CoreLink] = weakref.WeakValueDictionary()
 """Links by the identity of their config, which a link keeps alive."""
 _by_core: weakref.WeakKeyDictionary[Any, CoreLink] = weakref.WeakKeyDictionary()
@@ -97,6 +95,18 @@ def check(owner: type, expected: Mapping[str, tuple[str, ...]], version: str, *,
         )
 
 
+def note_unwrapped(problem: str) -> None:
+    """Record that a function of vLLM's start could not be wrapped, and why."""
+    if problem not in _unwrapped:
+        _unwrapped.append(problem)
+
+
+def refuse_unwrapped() -> None:
+    """Raise StartError, one line, if a function of vLLM's start could not be wrapped: for engines that use kvtiers."""
+    if _unwrapped:
+        raise StartError("; ".join(_unwrapped))
+
+
 def wrap_core(core: type, version: str) -> None:
     """Make the calls of every engine core reach its link. ``core``: the class; StartError: they would not."""
     check(core, CORE, version, sets=("vllm_config", "scheduler"))
@@ -108,6 +118,7 @@ def follow_core(engine: Engine, version: str) -> CoreLink:
     """Return the link to the core of an engine that is being built. StartError: its calls would go unseen."""
     from vllm.v1.engine.core import EngineCore
 
+    refuse_unwrapped()
     wrap_core(EngineCore, version)
     if engine.vllm_config is None:
         return CoreLink()

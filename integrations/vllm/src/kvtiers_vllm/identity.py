@@ -1,23 +1,27 @@
 """The model's identity, from vLLM's own config: everything that decides a row's bytes and its key.
 
 Of vLLM's ``OffloadingConfig`` and of the ``VllmConfig`` that it was made from (``engine``): the first names neither
-weights nor quantisation.
+weights nor quantisation. A section of the config is made canonical plain data first (``plain``), so that it has the
+same digest in every process, and another one for other settings.
 """
 
 import dataclasses
+import enum
+import hashlib
 import importlib.metadata
+import json
 import os
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
-from kvtiers_vllm.canonical_json import digest, plain
 from kvtiers_vllm.engine import Engine
 from kvtiers_vllm.releases import public_version, release_of
 from kvtiers_vllm.weights import random_weights, weights_of
 
-__all__ = ["Identity", "identity_of", "row_layout"]
+__all__ = ["Identity", "digest", "identity_of", "plain", "row_layout"]
 
 _UNSEEDED = {"xxhash", "xxhash_cbor"}  # vLLM keeps these algorithms' seed secret, by a random one for each process
 _DEFAULT_SEED = "vllm-none-hash"
@@ -26,6 +30,7 @@ _BACKENDS = ("flashinfer-python", "flash-attn", "aiter")  # packages that vLLM's
 _NOT_THE_MODEL = ("_name_or_path", "_commit_hash", "transformers_version", "architectures_override")
 # Of the speculation: models are named by their weights and configs, their ranks by the layout.
 _MODELS = {"model", "target_model_config", "draft_model_config", "target_parallel_config", "draft_parallel_config"}
+_TEXTLESS: tuple[object, object] = (object.__str__, object.__repr__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -256,3 +261,41 @@ def _of(engine: Engine, path: str) -> Any:
     for name in path.split("."):
         value = getattr(value, name, None)
     return value
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON data: an object as its class and public fields, a class or function as its full name."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(json.dumps(plain(item), sort_keys=True) for item in value)
+    return _fields(value) if isinstance(value, Mapping) else _object(value)
+
+
+def digest(document: Mapping[str, Any]) -> str:
+    """Return 32 hexadecimal digits that stand for a document of plain data."""
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _fields(fields: Mapping[Any, Any]) -> dict[str, Any]:
+    return {str(plain(name)): plain(item) for name, item in fields.items() if not str(name).startswith("_")}
+
+
+def _object(value: Any) -> Any:
+    """Return an object's class and public fields; never its address, which differs by process."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if hasattr(value, "__qualname__"):
+        return _qualified_name(value)
+    kind = type(value)
+    if not hasattr(value, "__dict__") and (kind.__str__, kind.__repr__) != _TEXTLESS:
+        return str(value)
+    slots = {name: getattr(value, name, None) for base in kind.__mro__ for name in getattr(base, "__slots__", ())}
+    return {"class": _qualified_name(kind), "fields": _fields(slots | getattr(value, "__dict__", {}))}
+
+
+def _qualified_name(named: Any) -> str:
+    return f"{named.__module__}.{named.__qualname__}"

@@ -31,7 +31,8 @@ def register() -> None:
     """Register all tiers and the whole stack.
 
     Raises only where ``KVTIERS_CONFIG`` is set and cannot be followed: a vLLM that does not use kvtiers must not notice
-    it, and one that is to use it must not serve without.
+    it, and one that is to use it must not serve without. One that is to use it by an argument is refused when that is
+    read (``compat.refuse_unwrapped``).
     """
     wanted = bool(os.environ.get(VARIABLE))
     try:
@@ -77,6 +78,7 @@ def _wrap(wrap: Callable[[], None], *, wanted: bool = False) -> None:
     except Exception as error:
         if wanted:
             raise
+        compat.note_unwrapped(str(error))
         _log.warning("%s", error)
 
 

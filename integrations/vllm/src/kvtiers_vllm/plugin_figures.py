@@ -1,4 +1,4 @@
-"""The figures of the installed tiers' own stores, which vLLM's ``/metrics`` have to know before there is a tier.
+"""The figures of the installed tiers' own stores, which vLLM's ``/metrics`` need before there is a tier.
 
 Both processes ask here, the one that defines them and the engine that reports them: they are the same two times.
 """

@@ -41,7 +41,7 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start_any(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Engine]]:
     """Start engines that live until the session's end, or until the test ends them.
 
-    ``anew``: in a Python of its own, not in one that is forked from where other engines of its release come from, too.
+    ``own_python``: in a Python of its own, not in one that is forked from where other engines of its release come from.
     ``env``: what else stands in its environment.
     """
     engines: list[Engine] = []
@@ -53,11 +53,11 @@ def start_any(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...
         extra: dict[str, Any] | None = None,
         *,
         release: str = "",
-        anew: bool = False,
+        own_python: bool = False,
         env: Mapping[str, str] | None = None,
         **options: Any,
     ) -> Engine:
-        key = len(interpreters) if anew else release
+        key = len(interpreters) if own_python else release
         if key not in interpreters:
             interpreters[key] = Interpreter(logs / f"python{len(interpreters)}.log", release)
         engines.append(Engine(interpreters[key], model, logs / f"engine{len(engines)}.log", extra, env=env, **options))

@@ -138,9 +138,9 @@ class Interpreter:
             pid: int = self._receive()
         return pid
 
-    def bury(self, pid: int) -> int:
+    def reap(self, pid: int) -> int:
         """Kill what is left of an engine's processes, and return the exit status of the engine's own."""
-        self._control.send(("bury", pid))
+        self._control.send(("reap", pid))
         status: int = self._receive()
         return status
 
@@ -228,7 +228,7 @@ class Engine:
         assert self.do("reset_prefix_cache", connector=True)["ok"]
 
     def wait_for(self, condition: Callable[[dict[str, float]], object]) -> dict[str, float]:
-        """Step the engine until its figures meet a condition; return them."""
+        """Step the engine until its figures satisfy a condition; return them."""
         until = time.monotonic() + PATIENCE
         while not condition(figures := self.metrics()):
             assert time.monotonic() < until, f"waited in vain; the figures are {figures}"
@@ -254,7 +254,7 @@ class Engine:
         self.do("shutdown", finalize=finalize)
         assert select.select([self._ended], [], [], PATIENCE)[0], f"it does not end; see {self.log}"
         wait_until(lambda: not self.family(), f"processes outlive their engine: {self.family()}")
-        assert self._bury() == 0
+        assert self._reap() == 0
 
     def crash(self) -> None:
         """End the engine's own process at once, and nothing else."""
@@ -265,11 +265,11 @@ class Engine:
         """End the engine at once, and what it leaves behind."""
         if not self._reaped:
             self.crash()
-            self._bury()
+            self._reap()
 
-    def _bury(self) -> int:
+    def _reap(self) -> int:
         self._reaped = True
-        status = self._interpreter.bury(self.pid)
+        status = self._interpreter.reap(self.pid)
         for path in self._shared:  # vLLM leaves its own behind when it is killed
             path.unlink(missing_ok=True)
         self._commands.close()

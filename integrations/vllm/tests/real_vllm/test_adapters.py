@@ -9,7 +9,7 @@ FIRST, MORE = PROMPTS[0], make_prompt(9, 2 * BLOCK)
 LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
 
 
-def test_adapters_and_salts_meet_only_themselves(start, model, tmp_path, redis):
+def test_adapters_and_salts_share_only_with_themselves(start, model, tmp_path, redis):
     config = whole_stack(redis.tier(required=True))
     path = make_adapter(tmp_path / "adapter", seed=1)
     mine = {"name": "mine", "number": 1, "path": str(path)}
@@ -25,29 +25,29 @@ def test_adapters_and_salts_meet_only_themselves(start, model, tmp_path, redis):
         assert first.generate(FIRST, **more) == (answer, whole), f"each finds its own: {more}"
 
     make_adapter(path, seed=2)
-    _, cached = first.generate(FIRST + MORE, adapter=mine | {"anew": True})
+    _, cached = first.generate(FIRST + MORE, adapter=mine | {"reload": True})
     assert cached == whole, "vLLM's own prefix cache does not look at files"
     first.forget()
-    anew, cached = first.generate(FIRST, adapter=mine)
+    reloaded, cached = first.generate(FIRST, adapter=mine)
     assert cached == [0], "an adapter that was reloaded has nothing of the one before"
-    assert anew not in (adapted, plain)
+    assert reloaded not in (adapted, plain)
     first.forget()
     assert first.generate(FIRST + MORE, adapter=mine)[1] == whole, "of what both of them computed nothing was kept"
     first.forget()
-    assert first.generate(FIRST, adapter=mine) == (anew, whole)
+    assert first.generate(FIRST, adapter=mine) == (reloaded, whole)
     first.shutdown()
 
     make_adapter(path, seed=3)
     second = start(model, config, **LORA)
     other, cached = second.generate(FIRST, adapter=mine)
     assert cached == [0], "of two adapters of one name and place each has its own"
-    assert other not in (anew, adapted, plain)
+    assert other not in (reloaded, adapted, plain)
     assert second.generate(FIRST, salt="mine") == (plain, whole)
     second.do("ignore_adapters")
     second.generate(FIRST, adapter=mine)
     second.forget()
     make_adapter(path, seed=2)
-    wrong, cached = second.generate(FIRST, adapter=mine | {"anew": True})
-    assert cached == whole, "without the digest of their files they do meet"
-    assert wrong != anew
+    wrong, cached = second.generate(FIRST, adapter=mine | {"reload": True})
+    assert cached == whole, "without the digest of their files they do share"
+    assert wrong != reloaded
     second.shutdown()

@@ -72,7 +72,7 @@ def test_damaged_values_are_misses_and_are_stored_again(engine, server, tier, ri
     seal_failures = [figures.get(f"kvtiers_tier_seal_failures{{{server.kind}}}", 0) for figures in (before, after)]
     assert (seal_failures[1] > seal_failures[0]) == (damage is not truncate), "what has another length has no seal"
     engine.forget()
-    assert right(engine, *PROMPTS) == WHOLE, "what was computed anew is there again"
+    assert right(engine, *PROMPTS) == WHOLE, "what was computed again is there again"
     engine.forget()
 
 

@@ -34,7 +34,7 @@ def server(request):
 
 
 def hits_resume(engine, right, kind):
-    """Ask, with right tokens each time, until the tier alone brings everything; what was lost is stored anew."""
+    """Ask, with right tokens each time, until the tier alone brings everything; what was lost is stored again."""
     until = time.monotonic() + PATIENCE
     cached = []
     while cached != WHOLE:
@@ -99,7 +99,7 @@ def test_a_store_that_hangs_or_dies_in_the_middle_of_loads_costs_what_it_had_not
 
 @pytest.mark.parametrize("hung", ["store", "host"])
 def test_with_the_default_waits_no_request_waits_for_a_tier_that_hangs(start, model, right, way, redis, hung):
-    # Under vLLM's own tiering a helper that hangs cannot let go of vLLM's rows, and is waited for until it is killed.
+    # Under vLLM's own tiering a helper that hangs cannot release vLLM's rows, and is waited for until it is killed.
     is_killed = (way, hung) == (tiers, "host")
     never = f"{2 * PATIENCE}s"
     ends = {"deadline": f"{DEADLINE}s", "grace": f"{GRACE}s"} if is_killed else {"deadline": never}
@@ -121,6 +121,6 @@ def test_with_the_default_waits_no_request_waits_for_a_tier_that_hangs(start, mo
             assert right(engine, *PROMPTS, **more) == [0, 0]
             assert time.monotonic() - begun < most, "it takes more than computing without a tier"
             before, expired = expired, engine.metrics().get(EXPIRED, 0)
-            assert expired > before, f"nobody has waited for {what}"
+            assert expired > before, f"no request has waited for {what}"
     finally:
         redis.resume()

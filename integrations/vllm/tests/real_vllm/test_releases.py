@@ -101,6 +101,6 @@ def test_vllms_own_manager_stores_forgets_and_has_it_back_byte_by_byte(tmp_path,
 
 @pytest.mark.parametrize("version", ["", "0.28.0", "0.30.0", *in_every_release("0.29.0", "0.31.0"), "0.33.0"])
 def test_requests_of_different_salts_share_no_block_hash_also_where_a_salt_is_hashed_without_a_tag(version):
-    found, meet = run("salts.py", version).split()
+    found, collide = run("salts.py", version).split()
     assert found.startswith(version or "0.32.0")
-    assert (meet == "apart") == release_of(found).tags_salt, "with adapters off nothing else is bare text"
+    assert (collide == "apart") == release_of(found).tags_salt, "with adapters off nothing else is bare text"

@@ -205,7 +205,7 @@ def test_a_scrape_shows_which_tier_served_status_what_that_saved_and_the_end_lea
     assert not status["orphaned"]
     memory, disk = status["tiers"]["memory"], status["tiers"]["fs"]
     assert (memory["tokens"], memory["unread_bytes"]) == (sum(WHOLE), 0)
-    assert memory["saved_seconds"] is not None, "this engine has computed prompts, so it knows how long that takes"
+    assert memory["saved_seconds"] is not None, "this engine has computed prompts, so how long that takes is measured"
     assert (disk["tokens"], disk["unread_bytes"]) == (0, disk["stored_bytes"])
 
     assert served.process.poll() is None
@@ -233,12 +233,12 @@ def test_weights_that_a_server_reloads_on_request_are_others(switched, truth):
     switched.post("/reset_prefix_cache?reset_external=true")
     assert switched.complete(first) == truth[tuple(first)]
     switched.until(lambda: switched.figures(stored)["fs"] == before + chunks)
-    assert not switched.figures("kvtiers_tier_loaded_chunks_total").get("fs"), "nobody has said which they are"
+    assert not switched.figures("kvtiers_tier_loaded_chunks_total").get("fs"), "their version was not named"
 
 
 @pytest.fixture
 def closed_port():
-    """A port at which nobody listens, and nobody else will."""
+    """A port at which no process listens, and none will."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         yield held.getsockname()[1]

@@ -28,7 +28,7 @@ def test_the_variable_alone_switches_the_whole_stack_on_and_one_line_says_what_i
     tokens, cached = first.generate(*PROMPTS)
     assert cached == [0, 0]
     (line,) = first.lines("is on, as the whole stack in vLLM")
-    tiers = ("tiers: fs", "namespace 'default'", "shared by all engines")
+    tiers = ("tiers: fs", "namespace 'default'", "shared since 20")
     for words in (f"by KVTIERS_CONFIG={file}", "primary 63.9MiB in 963 rows", *tiers):
         assert words in line
     first.shutdown()

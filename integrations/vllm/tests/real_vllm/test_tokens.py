@@ -35,13 +35,13 @@ def test_what_one_engine_stored_another_one_loads_and_its_tokens_are_the_same(
     assert figures[f"kvtiers_tier_shared{{{kind}}}"] == 1
     first.shutdown()
 
-    anew = (kind, blocks_per_chunk) == ("fs", 1)
-    second = start(model, config, anew=anew)
+    own_python = (kind, blocks_per_chunk) == ("fs", 1)
+    second = start(model, config, own_python=own_python)
     assert right(second, SECOND, FIRST) == whole[::-1]
     figures = second.metrics()
     assert figures[loaded] == sum(whole) / chunk
     assert figures.get(stored, 0) == 0
-    second.shutdown(finalize=anew)
+    second.shutdown(finalize=own_python)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_tier_in_memory_serves_what_the_primary_has_lost(start, model, right, 
     assert right(engine, FIRST, salt="mine") == [0], "a salted request shares nothing with one that is not"
     engine.forget()
     assert right(engine, FIRST, salt="mine") == [WHOLE[0]]
-    assert right(engine, FIRST, salt="somebody else's") == [0]
+    assert right(engine, FIRST, salt="another user's") == [0]
     engine.shutdown()
 
 

@@ -43,7 +43,7 @@ def test_weights_that_change_in_place_find_nothing_of_the_ones_before(start, mod
     assert cached == [0]
     assert after != before
     stale, cached = engine.generate(FIRST)
-    assert cached == whole, "as long as nobody says that the weights are others"
+    assert cached == whole, "as long as no call says that the weights are others"
     assert stale != after
     assert engine.do("change_weights", version="2")["ok"]
     assert engine.generate(FIRST) == (after, [0])
@@ -58,7 +58,7 @@ def test_what_vllm_itself_keeps_of_the_weights_before_is_not_stored_as_that_of_t
     assert engine.do("change_weights", reset=False)["ok"]
     assert engine.do("change_weights", version="2", reset=False)["ok"]
     _, cached = engine.generate(FIRST)
-    assert cached == [WHOLE[0]], "nobody has told vLLM to reset its own cache"
+    assert cached == [WHOLE[0]], "vLLM was not asked to reset its own cache"
     engine.forget()
     after, cached = engine.generate(FIRST)
     assert cached == [0]

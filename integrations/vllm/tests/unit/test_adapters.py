@@ -80,7 +80,7 @@ def test_files_that_vllm_may_have_loaded_as_they_were_leave_the_adapter_unknown_
     adapters = Adapters()
     assert digest(adapters, adapter(tmp_path / "one"), as_loaded=False) is None
     assert digest(adapters, adapter(tmp_path / "one")) is None
-    anew = adapter(tmp_path / "one", inplace=True)
-    known = digest(adapters, anew)
+    again = adapter(tmp_path / "one", inplace=True)
+    known = digest(adapters, again)
     assert known is not None
-    assert digest(adapters, anew, as_loaded=False) == known, "they are those that were seen before"
+    assert digest(adapters, again, as_loaded=False) == known, "they are those that were seen before"

@@ -61,7 +61,7 @@ def test_a_value_goes_down_and_comes_back_in_a_helper_or_with_one_line_in_this_p
     opened = open_tier(config, settings, offloading(), view, engine(), CoreLink(), "0.32.0")
     driver = opened.driver
     driver.request_started("request", None)
-    assert driver.finished() == [], "vLLM asks first, and the news that the tier is open come so"
+    assert driver.finished() == [], "vLLM asks first, and the event that the tier is open comes so"
     rows[2 * ROW : 3 * ROW] = CONTENT
     driver.submit(1, [KEY], [2], "request", is_promotion=False)
     end_of(driver, 1)

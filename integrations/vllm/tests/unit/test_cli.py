@@ -13,7 +13,7 @@ from kvtiers_vllm.stack.options import load_stack_config
 TIERS = """
 version: 1
 namespace: prod
-model: {name: somebody/model, revision: abc}
+model: {name: some-org/model, revision: abc}
 primary: {capacity: 4GiB, eviction: arc}
 lookup_wait: 50ms
 load_wait: 1s

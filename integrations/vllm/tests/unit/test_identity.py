@@ -38,7 +38,7 @@ def offloading(**more):
     fields = {
         "groups": (group,),
         "worker_kv_bytes_per_block": 4096,
-        "model": SimpleNamespace(name="somebody/model", dtype="bfloat16"),
+        "model": SimpleNamespace(name="some-org/model", dtype="bfloat16"),
         "cache": SimpleNamespace(tokens_per_hash=32, blocks_per_chunk=2),
         "parallel": Parallel(),
         "replicated_layout": False,
@@ -52,7 +52,7 @@ def engine(**more):
     hf_config = HfConfig(_commit_hash=COMMIT, rope_theta=10000.0, sliding_window=None)
     sections = {
         "model_config": {
-            "model": "somebody/model",
+            "model": "some-org/model",
             "revision": None,
             "hf_config": hf_config,
             "quantization": None,
@@ -103,7 +103,7 @@ CHANGES = {
         "engine_": engine(model_config__hf_config=HfConfig(_commit_hash=COMMIT, rope_theta=1.0, sliding_window=None))
     },
     "quantisation": {"engine_": engine(model_config__quantization="fp8")},
-    "KV dtype": {"offloading_": offloading(model=SimpleNamespace(name="somebody/model", dtype="fp8"))},
+    "KV dtype": {"offloading_": offloading(model=SimpleNamespace(name="some-org/model", dtype="fp8"))},
     "cache dtype": {"engine_": engine(cache_config__cache_dtype="fp8_e5m2")},
     "computed scales": {"engine_": engine(cache_config__calculate_kv_scales=True)},
     "attention backend": {"engine_": engine(attention_config__backend="FLASHINFER")},
@@ -166,7 +166,7 @@ def test_weights_without_a_name_are_reported_with_the_setting_to_change_and_shar
 DRAFT = f"commit-{COMMIT}+commit-{COMMIT[::-1]}"
 
 
-def with_draft(model="somebody/draft", revision=None, settings=None, **more):
+def with_draft(model="some-org/draft", revision=None, settings=None, **more):
     config = HfConfig(_commit_hash=COMMIT[::-1], **more)
     draft = SimpleNamespace(model=model, revision=revision, hf_config=config, quantization=None)
     return engine(speculative_config={"method": "eagle", "draft_model_config": draft, **(settings or {})})
@@ -178,14 +178,14 @@ def weights_of_engine(engine_):
 
 def test_a_draft_model_is_part_of_the_weights():
     assert weights_of_engine(with_draft()) == DRAFT
-    assert weights_of_engine(with_draft(model="somebody/model", revision="v2")) == DRAFT, "of another revision"
-    assert weights_of_engine(with_draft(model="somebody/model")) == f"commit-{COMMIT}", "it is the model itself"
+    assert weights_of_engine(with_draft(model="some-org/model", revision="v2")) == DRAFT, "of another revision"
+    assert weights_of_engine(with_draft(model="some-org/model")) == f"commit-{COMMIT}", "it is the model itself"
 
 
-@pytest.mark.parametrize("model", ["somebody/draft", "somebody/model"])
+@pytest.mark.parametrize("model", ["some-org/draft", "some-org/model"])
 def test_a_draft_model_is_named_by_how_it_is_loaded_itself(model):
     dummy = with_draft(model=model, settings={"draft_load_config": SimpleNamespace(load_format="dummy")})
-    assert fingerprint(dummy) != fingerprint(dummy), "random weights are nobody else's"
+    assert fingerprint(dummy) != fingerprint(dummy), "random weights are no other engine's"
     (line,) = identity_of(dummy, offloading(), "0.32.0", None).warnings
     assert "load format 'dummy'" in line
 

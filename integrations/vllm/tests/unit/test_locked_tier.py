@@ -16,7 +16,7 @@ JOB = SimpleNamespace(is_promotion=True)
 
 
 class CalledTier(ChunkStoreTier):
-    """In each call somebody beside asks; ``calls`` of the tier, in order."""
+    """In each call another thread asks; ``calls`` of the tier, in order."""
 
     def __init__(self):
         self.calls = []
@@ -62,7 +62,7 @@ for _name, _answer in ANSWERS.items():
         (lambda asked: asked.end_step(), ["on_schedule_end"]),
         (lambda asked: asked.drain(1.0), ["drain"]),
     ],
-    ids=["ask", "submit", "news", "release", "abandon", "end_step", "drain"],
+    ids=["ask", "submit", "events", "release", "abandon", "end_step", "drain"],
 )
 def test_no_probe_is_sent_while_the_tier_is_in_a_call_and_any_after_it(call, calls):
     tier = CalledTier()

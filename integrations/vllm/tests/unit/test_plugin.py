@@ -1,14 +1,17 @@
 """What vLLM calls at the start of each of its processes: everything is there by name, and nothing else has changed."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 
 from kvtiers.api import ConfigError, StartError
+from kvtiers_vllm import compat
 from kvtiers_vllm.plugin import register
 from kvtiers_vllm.stack.options import VARIABLE
 
 from . import fake_vllm
+from .test_stack_guard import engine_config
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +54,32 @@ def test_a_vllm_without_a_place_for_kvtiers_is_left_alone_unless_it_is_to_use_it
         register()
 
 
+@pytest.mark.parametrize("use", ["stack.connector", "own_tiering.tier"])
+def test_an_engine_that_is_to_use_kvtiers_by_an_argument_is_refused_on_a_vllm_that_starts_otherwise(monkeypatch, use):
+    module = fake_vllm.load(monkeypatch, use, "0.32.0")
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    monkeypatch.setattr(compat, "_unwrapped", [])
+    monkeypatch.setattr(KVConnectorFactory, "create_connector", classmethod(lambda cls, something: something))
+    for _ in range(2):  # vLLM loads its plugins more than once
+        register()
+    spec, rows = SimpleNamespace(config=None, extra_config={}), memoryview(bytearray(4096))
+    start = {
+        "stack.connector": lambda: module.KvtiersConnector(engine_config(), "role", "cache"),
+        "own_tiering.tier": lambda: module.KvtiersTier(spec, rows, "kvtiers-memory", capacity="1MiB"),
+    }
+    with pytest.raises(StartError) as refused:
+        start[use]()
+    assert "kvtiers does not work with vLLM 0.32.0: KVConnectorFactory.create_connector takes (something), " in str(
+        refused.value
+    )
+    assert str(refused.value).count("create_connector") == 1
+    assert "\n" not in str(refused.value)
+
+
 def test_a_vllm_that_starts_otherwise_is_left_alone_with_one_line_unless_it_is_to_use_it(monkeypatch, caplog):
     fake_vllm.install(monkeypatch)
+    monkeypatch.setattr(compat, "_unwrapped", [])
     from vllm.engine.arg_utils import EngineArgs
 
     monkeypatch.setattr(EngineArgs, "create_engine_config", lambda self, something: something)

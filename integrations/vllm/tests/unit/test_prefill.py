@@ -1,13 +1,13 @@
-"""The engine's speed with prompts, from what a tier is told of its steps."""
+"""The engine's speed with prompts, from what is reported to a tier of its steps."""
 
 import pytest
 
 from kvtiers.tiering.estimates import PrefillCost
-from kvtiers_vllm.own_tiering.prefill import PrefillRate
+from kvtiers_vllm.own_tiering.prompts import PrefillRate
 
 
 class Engine:
-    """Steps of so many seconds; what is new in one, and what was computed in it, is told as vLLM does."""
+    """Steps of so many seconds; what is new in one, and what was computed in it, is reported as vLLM does."""
 
     def __init__(self, ahead=0):
         self.cost = PrefillCost()
@@ -58,7 +58,7 @@ def test_prompts_of_one_step_share_its_time():
     engine.rate.computed("a", 1000)
     engine.rate.computed("b", 200)
     engine.step(0.01)
-    assert not engine.cost.is_measured, "not all has been told"
+    assert not engine.cost.is_measured, "not all has been reported"
     engine.rate.finished("hits alone")
     engine.step(0.01)
     assert engine.cost.seconds_per_token == pytest.approx(0.0005)

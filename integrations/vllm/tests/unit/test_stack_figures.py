@@ -97,7 +97,7 @@ def test_status_says_what_a_tier_brought_and_saved(facts):
     assert (answer["engine"], answer["model"]) == ("vLLM 0.32.0", "model")
     near = answer["tiers"]["near"]
     assert (near["open"], near["shared"], near["tokens"]) == (True, True, 192)
-    assert (near["wait_expired"], near["recomputed_cheaper"]) == (5, 6), "by which it is told why it does not pay"
+    assert (near["wait_expired"], near["recomputed_cheaper"]) == (5, 6), "which say why it does not pay"
     assert (near["loads"], near["computing_seconds"], near["saved_seconds"]) == (2, 1.92, 1.5)
 
 

@@ -77,7 +77,7 @@ def test_a_call_of_the_connectors_answers_what_vllm_answers(connector, call, arg
 
 
 @pytest.mark.parametrize(("tokens", "computes"), [(16, True), (0, False)], ids=["computes", "only moves KV"])
-def test_a_rank_is_told_of_a_step_before_vllm_launches_anything_of_it(connector, worker_module, tokens, computes):
+def test_a_rank_is_notified_of_a_step_before_vllm_launches_anything_of_it(connector, worker_module, tokens, computes):
     """vLLM binds the step's metadata first; its call to start loads comes after the model's launches."""
     gpu = Gpu()
     gpu.note_step = lambda *, computes: connector.calls.append(("note_step", computes))
@@ -97,7 +97,7 @@ def test_results_of_copies_that_the_manager_cannot_take_are_passed_to_vllm(conne
     assert "a bug of kvtiers" in caplog.text
 
 
-def test_a_worker_that_cannot_tell_of_copies_tells_what_vllm_has_to_tell(connector, caplog):
+def test_a_worker_that_cannot_report_copies_reports_what_vllm_has_to_report(connector, caplog):
     report = connector.build_connector_worker_meta()
     assert (report.completed_jobs, report.transfer_stats, report.copies) == ({1}, "stats", CopyReport())
     assert "a bug of kvtiers" in caplog.text

@@ -25,7 +25,7 @@ def test_a_request_with_neither_adapter_nor_salt_has_vllms_own_keys():
     assert keys().of(vllm_key(3)) == vllm_key(3)
 
 
-def test_adapters_salts_and_what_is_called_like_either_never_meet():
+def test_adapters_salts_and_what_is_called_like_either_never_collide():
     requests = [
         {},
         {"adapter": b"one"},

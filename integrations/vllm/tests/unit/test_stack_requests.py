@@ -142,7 +142,7 @@ def test_a_file_system_that_hangs_costs_its_requests_the_tiers(book, looks, cloc
 
 def test_an_adapter_without_files_costs_its_requests_the_tiers(book, looks, tmp_path):
     lora = adapter(tmp_path / "one")
-    lora.lora_path = "somebody/adapter-on-a-hub"
+    lora.lora_path = "some-org/adapter-on-a-hub"
     request = opened(book, "one", lora)
     all_answered(looks)
     assert not book.holds_back("one")
@@ -236,14 +236,14 @@ def test_while_a_reloaded_adapter_is_digested_no_request_uses_the_one_before(boo
     all_answered(looks)
     assert before.keys is not None
     gate = Gate(looks)
-    anew = opened(book, "anew", adapter(tmp_path / "one", b"after!", inplace=True))
+    again = opened(book, "again", adapter(tmp_path / "one", b"after!", inplace=True))
     assert before.keys is None, "vLLM may load it in the very next step"
     assert book.holds_back("before")
     gate.opened.set()
     all_answered(looks)
     assert before.keys is None
     assert not book.holds_back("before")
-    assert anew.keys is not None
+    assert again.keys is not None
 
 
 def test_a_reloaded_adapter_that_is_the_same_keeps_the_keys_of_open_requests(book, looks, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 from kvtiers_vllm import compat
 from kvtiers_vllm.engine import Engine
-from kvtiers_vllm.stack.weight_versions import WeightUpdates
+from kvtiers_vllm.stack.requests import WeightUpdates
 
 from . import fake_vllm
 

@@ -83,7 +83,7 @@ def test_a_local_folder_needs_no_input(tmp_path):
 
 def test_a_hubs_model_is_its_commit():
     found = config(
-        "somebody/model",
+        "some-org/model",
     )
     found.hf_config._commit_hash = COMMIT
     assert weights_of(found, "auto") == (f"commit-{COMMIT}", "")
@@ -91,11 +91,11 @@ def test_a_hubs_model_is_its_commit():
 
 @pytest.mark.parametrize("commit", [None, "main", "v1.0", COMMIT[:12]])
 def test_a_branch_is_no_name(commit):
-    found = config("somebody/model-that-nobody-has")
+    found = config("some-org/absent-model")
     found.hf_config._commit_hash = commit
     weights, why = weights_of(found, "auto")
     assert is_random(weights)
-    assert "no commit of 'somebody/model-that-nobody-has' is known" in why
+    assert "no commit of 'some-org/absent-model' is known" in why
 
 
 @pytest.mark.parametrize(

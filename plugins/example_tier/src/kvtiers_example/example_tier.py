@@ -72,7 +72,7 @@ class ExampleSecondaryTier(SecondaryTierManager):
     # On the engine's thread.
 
     def lookup(self, key: OffloadKey, context: TierRequest) -> LookupResult:  # noqa: ARG002 -- the contract's argument
-        """Answer at once: what is held is known here."""
+        """Answer at once: the values are in this process."""
         return LookupResult.HIT if key in self._values else LookupResult.MISS
 
     def submit_store(self, job: TransferJob) -> None:

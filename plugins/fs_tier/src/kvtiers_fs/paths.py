@@ -6,8 +6,8 @@
 
 The parts of a name before its last one are directories (the *head*); in each, 256 shards ``@00`` to ``@ff`` hold the
 files, by a checksum of the last part. What is not plain (``a-z 0-9 . _ -``, no first ``.``) is written as ``%2e``, so
-that no name leads out of the root and none meets our own files, which begin with ``.``. Parts longer than a file name
-may be are cut into pieces, all but the last of them directories: ``aaa+/+bbb+/+ccc``.
+that no name leads out of the root and none is that of our own files, which begin with ``.``. Parts longer than a file
+name may be are cut into pieces, all but the last of them directories: ``aaa+/+bbb+/+ccc``.
 """
 
 import re

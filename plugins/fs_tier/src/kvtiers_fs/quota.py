@@ -99,7 +99,7 @@ class Index:
 
 
 class UsageFile:
-    """``.usage`` and the lock on it."""
+    """The file ``.usage``, where all processes keep the bytes in use, and the lock that they take to change it."""
 
     def __init__(self, directory: Directory, *, read_only: bool) -> None:
         self._fd = -1
@@ -232,7 +232,7 @@ class Ledger:
     def was_counted(self, shard: int, changes: int) -> bool:
         """Return whether a listing of the shard, begun at this number, has all that this process did there.
 
-        If so, what was not reported of it yet is forgotten: the listing has it. If not, the listing tells nothing.
+        If so, what was not reported of it yet is forgotten: the listing has it. If not, the listing says nothing.
         """
         with self._changed:
             if self._changing[shard] or self._changes[shard] != changes:

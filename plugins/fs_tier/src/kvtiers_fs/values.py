@@ -208,9 +208,9 @@ def _length(leaf: str, folder: int) -> int | None:
 
 
 def is_cached(fd: int, nbytes: int) -> bool:
-    """Return whether at least half of the first ``nbytes`` is in the page cache; True where the system does not tell.
+    """Return whether at least half of the first ``nbytes`` is in the page cache; True where the system does not say.
 
-    The system answers only those who may write the file, and tells others that everything is cached.
+    The system answers only those who may write the file, and reports to others that everything is cached.
     """
     if not hasattr(_libc, "mincore"):
         return True

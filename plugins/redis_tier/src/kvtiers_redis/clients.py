@@ -106,7 +106,7 @@ def _connection_options(config: RedisConfig) -> dict[str, Any]:
     options: dict[str, Any] = {
         "protocol": 2,  # nothing but replies comes over the connection, in the order of the requests
         "retry": Retry(NoBackoff(), 0),  # core retries
-        "driver_info": None,  # two more round trips a connection, and a permission that older servers do not know
+        "driver_info": None,  # two more round trips a connection, and a permission that older servers do not have
         "socket_connect_timeout": config.connect_seconds,
         "socket_timeout": config.reply_seconds,
     }

@@ -37,7 +37,7 @@ class RedisConfig(TierConfig):
     topology: Literal["single", "cluster", "sentinel"] = Field(
         default="single", description="kind of the servers in the url: one server, nodes of a Cluster, or Sentinels"
     )
-    master: str = Field(default="mymaster", min_length=1, description="the name under which Sentinels know the master")
+    master: str = Field(default="mymaster", min_length=1, description="the name that Sentinels have for the master")
     database: int = Field(default=0, ge=0, description="number of the database, where the url names none")
     username: str = Field(default="", description="ACL user; default: the server's default user")
     password: Secret | None = Field(

@@ -59,7 +59,7 @@ class Link:
         return self._start == self._end and not self._poll.poll(seconds * 1e3)
 
     def begin(self, seconds: float | None = None) -> None:
-        """Start the clock of an exchange, or let it go on with so much left."""
+        """Start an exchange, which may take ``seconds``: None for all of its time, less for one that goes on."""
         self._stream.until = time.monotonic() + (self._seconds if seconds is None else seconds)
 
     @property

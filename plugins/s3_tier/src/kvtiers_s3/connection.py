@@ -139,7 +139,7 @@ class Connection:
                 **({"root_certificate": self._certificates} if self._certificates else {}),
             },
             retry_config={"max_retries": 0, "retry_timeout": timedelta(0)},
-            credential_provider=self._lend_credentials,
+            credential_provider=self._issue_credentials,
         )
 
     def _endpoint_of_the_bucket(self) -> str:
@@ -149,7 +149,7 @@ class Connection:
         url = urlsplit(endpoint)
         return f"{url.scheme}://{self.config.bucket}.{url.netloc}"
 
-    def _lend_credentials(self) -> "S3Credential":
+    def _issue_credentials(self) -> "S3Credential":
         keys = self._session.get_credentials().get_frozen_credentials()
         return {
             "access_key_id": keys.access_key,

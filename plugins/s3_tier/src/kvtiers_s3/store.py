@@ -2,18 +2,18 @@
 
 import errno
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 
 from kvtiers.api import ChunkStore, ConfigError, Finding, StoreEntry, TierUnavailable
 from kvtiers_s3.bucket import Bucket
-from kvtiers_s3.client.base import read_into
-from kvtiers_s3.client.factory import open_client
+from kvtiers_s3.client.base import ValueClient, read_into
 from kvtiers_s3.config import S3Config
 from kvtiers_s3.connection import Connection
 from kvtiers_s3.failures import S3BusyError, S3Error
 from kvtiers_s3.parts import Parts
 from kvtiers_s3.requests import Requests
 
-__all__ = ["S3Store"]
+__all__ = ["S3Store", "open_client"]
 
 _NO_OBJECT = "_kvtiers/absent"
 
@@ -119,3 +119,18 @@ class S3Store(ChunkStore):
     def _expect_writable(self) -> None:
         if self._read_only:
             raise PermissionError(errno.EROFS, "this tier is read-only", self._config.bucket)
+
+
+def open_client(connection: Connection) -> ValueClient:
+    """Return the client that the options want; ConfigError if it is not installed."""
+    wanted = connection.config.client
+    # Each is imported only where it is chosen: the other one may not be installed, and costs a host some MB.
+    if wanted != "boto3" and find_spec("obstore") is not None:
+        from kvtiers_s3.client.obstore import ObstoreClient
+
+        return ObstoreClient(connection)
+    if wanted == "obstore":
+        raise ConfigError("client 'obstore' is not installed; pip install obstore, or set 'client: boto3'")
+    from kvtiers_s3.client.boto3 import Boto3Client
+
+    return Boto3Client(connection)

@@ -12,7 +12,7 @@ import click
 
 from kvtiers.api.units import parse_size
 from kvtiers.cli.output import file_to_write, print_heading, print_table, with_unit, write_file
-from kvtiers.cli.progress import stop_on_interrupt, telling
+from kvtiers.cli.progress import show_progress, stop_on_interrupt
 from kvtiers.config import load_config
 from kvtiers_replay.cli.size import model_options
 from kvtiers_replay.plan import (
@@ -174,13 +174,13 @@ class _StoppedError(Exception):
 def _fill(plan: Plan, cases: Sequence[PlanCase], processes: int) -> None:
     """Simulate the cases, then those that the wish needs; keep the results so far at Ctrl-C."""
     plan.cases = len(cases)
-    with stop_on_interrupt() as stop, telling() as tell:
+    with stop_on_interrupt() as stop, show_progress() as report:
 
         def progress(requests: int) -> None:
             if stop.is_set():
                 raise _StoppedError
             plan.requests += requests
-            tell(plan.progress_line)
+            report(plan.progress_line)
 
         def run(doing: str, tasks: Sequence[Task], into: list[PlanPoint], simulations: int) -> None:
             plan.doing = doing

@@ -190,7 +190,7 @@ def replay(
     shape = read_model(model, kv_dtype=kv_dtype, ranks=tp) if model else None
     config = load_config(config_file) if config_file else _default_config()
     # Imported here: a wrong command line is reported at once.
-    from kvtiers_replay.cli.progress import show_progress
+    from kvtiers_replay.report.text import show_progress
     from kvtiers_replay.run import replay as run
 
     load = _read_workload(trace, requests, seed)

@@ -95,14 +95,14 @@ def _serve(connection: "Connection[Any, Any]", task: EngineTask) -> None:
         connection.recv()
         threading.Thread(target=_listen, args=(connection, stop), name="replay-parent", daemon=True).start()
 
-    def tell(progress: Progress) -> None:
+    def report(progress: Progress) -> None:
         nonlocal due
         if time.monotonic() >= due:
             due = time.monotonic() + _LOOK_SECONDS
             connection.send(progress)
 
     try:
-        connection.send(run_engine(task, stop, tell, begin))
+        connection.send(run_engine(task, stop, report, begin))
     except KvtiersError as error:
         connection.send(error)
 

@@ -25,7 +25,7 @@ from kvtiers_replay.workload import Arrivals, ReplayRequest, Workload, infinite_
 __all__ = ["EngineTask", "deal_out", "run_engine"]
 
 _START_SECONDS = 60.0
-_TELL_SECONDS = 1.0
+_REPORT_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +78,7 @@ def run_engine(
             manager, task.layout, pool, SchedulerOptions(options.store, prefix_caching=options.gpu_blocks > 0)
         )
         engine = ReplayEngine(scheduler, ranks, pool, engine_options, measures, stop)
-        started, reported, due = time.perf_counter(), 0, _TELL_SECONDS
+        started, reported, due = time.perf_counter(), 0, _REPORT_SECONDS
 
         def stepped() -> None:
             nonlocal reported, due
@@ -86,7 +86,7 @@ def run_engine(
             if measures.curve.is_due(measures.seconds):
                 measures.note(measures.seconds, manager.stats(), engine.waiting)
             if measures.requests != reported or measures.seconds >= due:
-                reported, due = measures.requests, measures.seconds + _TELL_SECONDS
+                reported, due = measures.requests, measures.seconds + _REPORT_SECONDS
                 progress(measures.progress(len(task.requests)))
 
         try:

@@ -44,7 +44,7 @@ def swept_size(plan: Plan) -> Swept:
 
 
 def series_of(plan: Plan, swept: Swept) -> dict[str, list[PlanPoint]]:
-    """Return the points that differ in nothing but the swept size, by what tells them from the others."""
+    """Return the points that differ in nothing but the swept size, by what distinguishes them from the others."""
     found: dict[str, list[PlanPoint]] = {}
     for point in sorted(plan.points, key=lambda each: swept.size_of(each.case)):
         case = point.case

@@ -82,7 +82,7 @@ class PlanSizes:
         return f"{100 * chunks / self.unique:.3g} % ({number})"
 
     def amount(self, chunks: int) -> str:
-        """Return an amount that was moved: bytes where they are known."""
+        """Return the size of so many chunks: in bytes where a chunk's size is given, else their number."""
         return f"{chunks:,}" if self.value_bytes is None else format_size(chunks * self.value_bytes)
 
 

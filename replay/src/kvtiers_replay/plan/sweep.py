@@ -1,20 +1,19 @@
 """Many cases at once: worker processes, each with the trace, fed one task after the other.
 
-A worker gets its tasks and reports its progress over one pipe. The parent alone holds the other end, so that a
-worker ends at its next report after the parent's end, however that happened.
+A worker gets its tasks and reports its progress over one connection. It ends with its parent, however that happened.
 """
 
 import contextlib
 import math
-import multiprocessing
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Self, TypeAlias
 
+from kvtiers._process import end
 from kvtiers.api import KvtiersError
+from kvtiers_replay.engine.processes import Child
 from kvtiers_replay.plan.simulate import PlanCase, PlanPoint, PlanTrace, simulate
 
 __all__ = ["Search", "Task", "searches", "sweep"]
@@ -113,36 +112,21 @@ class _Worker:
     """One process, from its start to its end."""
 
     def __init__(self, trace: PlanTrace) -> None:
-        # Spawned, not forked: the parent has threads, such as those of a progress bar.
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
         self.index = -1
-        self._process = context.Process(target=_work, args=(theirs,), daemon=True)
-        # Ctrl-C is the parent's to handle, from the child's very first moment on: it inherits what is blocked. The
-        # tracker, which multiprocessing starts with its first process, unblocks it: so it comes before.
-        resource_tracker.ensure_running()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            self._process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        theirs.close()
+        self._child = Child("a process of the plan", _work)
+        self.pipe = self._child.connection
         self._trace: PlanTrace | None = trace
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.pipe.close()
-        self._process.join(_CLOSE_SECONDS)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
+        self._child.end()
 
     def give(self, task: tuple[int, Task]) -> None:
         """Hand over a task; before the first one, the trace."""
         self.index = task[0]
-        with self._telling_of_its_end():
+        with self._saying_how_it_ended():
             if self._trace is not None:
                 self.pipe.send(self._trace)
                 self._trace = None
@@ -150,19 +134,18 @@ class _Worker:
 
     def hear(self) -> int | PlanPoint:
         """Return what it says next: requests served, or the point of its task."""
-        with self._telling_of_its_end():
+        with self._saying_how_it_ended():
             message: int | PlanPoint | str = self.pipe.recv()
         if isinstance(message, str):
             raise KvtiersError(message)
         return message
 
     @contextlib.contextmanager
-    def _telling_of_its_end(self) -> Iterator[None]:
+    def _saying_how_it_ended(self) -> Iterator[None]:
         try:
             yield
         except (EOFError, OSError):
-            self._process.join(_CLOSE_SECONDS)
-            status = self._process.exitcode
+            status = end(self._child.process, _CLOSE_SECONDS)
             why = "by signal 9, perhaps for want of memory" if status == -signal.SIGKILL else f"with status {status}"
             text = f"a process of the plan ended {why}; try --processes 1, or fewer --requests"
             raise KvtiersError(text) from None

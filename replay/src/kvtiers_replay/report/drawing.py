@@ -78,7 +78,7 @@ class Marks:
         self._texts: list[str] = []
 
     def add(self, artist: Artist, text: str) -> None:
-        """Give a mark this text."""
+        """Make a mark of the drawing show this text under the pointer."""
         artist.set_gid(f"mark-{len(self._texts)}")
         self._texts.append(text)
 

@@ -1,16 +1,20 @@
-"""A replay's results as text for a terminal: a heading, a few tables, a verdict."""
+"""A replay as text for a terminal: its progress while it runs, then a heading, a few tables, a verdict."""
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TextIO
 
 from kvtiers.api.units import format_size
 from kvtiers_replay.engine.measures import Progress
 from kvtiers_replay.report.units import percent, seconds
 from kvtiers_replay.results import Latencies, Link, ReplayResults
 
-__all__ = ["Table", "heading", "progress_line", "tables"]
+__all__ = ["Table", "heading", "progress_line", "show_progress", "tables"]
 
 _COLUMNS = 10  # of what happened over time
+_LINE_SECONDS = 5.0
 
 
 class Table(NamedTuple):
@@ -142,3 +146,56 @@ def _number(value: float) -> str:
 def _right_aligned(rows: Sequence[Sequence[str]]) -> list[list[str]]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [[row[0], *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))] for row in rows]
+
+
+@contextlib.contextmanager
+def show_progress(
+    stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[Progress], None]]:
+    """Yield a function to call with the progress: a bar on a terminal, a plain line every few seconds elsewhere.
+
+    It is printed on stderr, since stdout may be data.
+    """
+    stream = stream or sys.stderr
+    if stream.isatty():
+        with _bar(stream) as update:
+            yield update
+    else:
+        yield _Lines(stream, clock)
+
+
+class _Lines:
+    """Prints a line at times, and none for a run that is over before the first is due."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._next = clock() + _LINE_SECONDS
+
+    def __call__(self, replayed: Progress) -> None:
+        now = self._clock()
+        if now >= self._next:
+            self._next = now + _LINE_SECONDS
+            print(progress_line(replayed), file=self._stream, flush=True)
+
+
+@contextlib.contextmanager
+def _bar(stream: TextIO) -> Iterator[Callable[[Progress], None]]:
+    # Imported here: it is slow, and pipes do not need it.
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (BarColumn(10), TimeRemainingColumn(compact=True), TextColumn("{task.description}", markup=False))
+    with Bar(*columns, console=Console(file=stream), transient=True) as bar:
+        task = bar.add_task("starting")
+
+        def update(replayed: Progress) -> None:
+            bar.update(
+                task,
+                completed=replayed.requests,
+                total=replayed.requests_in_all,
+                description=progress_line(replayed),
+            )
+
+        yield update

@@ -65,7 +65,7 @@ def test_engines_at_the_same_time_hit_what_the_others_have_just_stored(tmp_path)
 
 
 def test_eight_engines_write_hardly_more_than_one(tmp_path, workload) -> None:
-    """Replicas behind a load balancer: conversations move between them, and all of them know the system prompts."""
+    """Replicas behind a load balancer: conversations move between them, and all of them have the system prompts."""
     one = replay(sharing(tmp_path / "one"), workload, ReplayOptions(concurrency=2))
     eight = replay(sharing(tmp_path / "eight"), workload, ReplayOptions(concurrency=2, engines=8))
     assert one.dropped_cascades == eight.dropped_cascades == {"fs": 0}

@@ -99,7 +99,7 @@ def browser() -> Iterator[Browser]:
     their_in, our_out = os.pipe()
     our_in, their_out = os.pipe()
     with tempfile.TemporaryDirectory(prefix="kvtiers-browser-", ignore_cleanup_errors=True) as profile:
-        # The protocol's pipes are descriptors 3 and 4; bash can put them there (others know no numbers above 9).
+        # The protocol's pipes are descriptors 3 and 4; bash can put them there (others have no numbers above 9).
         shell = f'exec "$@" 3<&{their_in} 4>&{their_out}'
         process = subprocess.Popen(
             ["bash", "-c", shell, "bash", program, *_FLAGS, f"--user-data-dir={profile}"],

@@ -45,7 +45,7 @@ class Device:
         self.favour = {}
         self.streams, self.recorded, self.handles = {}, {}, count(10)
         self.refused = None
-        self.tells_ends = True
+        self.reports_ends = True
         self.settled_sources = set()
 
     # -- the driver's calls that a lane makes
@@ -66,7 +66,7 @@ class Device:
         self.streams.setdefault(stream, deque()).append((lambda: done.yes, lambda: None))
 
     def has_ended(self, event):
-        self.tell_maybe()
+        self.end_maybe()
         self.run_some()
         return self.recorded[event].yes
 
@@ -74,7 +74,7 @@ class Device:
         return not self.streams.get(stream)
 
     def wait(self, event):
-        self.tell_maybe()
+        self.end_maybe()
         while not self.recorded[event].yes:
             self.run_one()
 
@@ -114,8 +114,8 @@ class Device:
 
     # -- the play
 
-    def tell_maybe(self):
-        if not self.tells_ends:
+    def end_maybe(self):
+        if not self.reports_ends:
             raise CudaError("the driver does not say")
 
     def refuse_maybe(self):
@@ -325,7 +325,7 @@ def test_a_job_that_fails_gives_its_event_back(monkeypatch, launched):
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_job_whose_end_the_driver_does_not_tell_fails_once_nothing_of_it_runs_and_gives_its_events_back(
+def test_a_job_whose_end_the_driver_does_not_report_fails_once_nothing_of_it_runs_and_gives_its_events_back(
     monkeypatch, waits
 ):
     rig = Rig(monkeypatch, 0, to_rows=True)
@@ -339,7 +339,7 @@ def test_a_job_whose_end_the_driver_does_not_tell_fails_once_nothing_of_it_runs_
         copy = _CudaCopy(copies, rig.lane, pieces(), None)
         while copy.advance():
             pass
-        rig.device.tells_ends = False
+        rig.device.reports_ends = False
         assert not copy.ended()  # its row would be given to others while it is written to
         assert len(moved) == job
         if waits:
@@ -349,7 +349,7 @@ def test_a_job_whose_end_the_driver_does_not_tell_fails_once_nothing_of_it_runs_
         assert len(moved) == job + 1
         with pytest.raises(CudaError, match="does not say"):
             copy.ended()
-        rig.device.tells_ends = True
+        rig.device.reports_ends = True
         made.append(len(rig.device.recorded))
     assert made == [2] * 5
 

@@ -1,4 +1,4 @@
-"""What the CUDA copies tell the device to do, done here by hand in host memory: every byte must land in its place."""
+"""What the CUDA copies order the device to do, done here by hand in host memory: every byte must land in its place."""
 
 import ctypes
 import importlib.util

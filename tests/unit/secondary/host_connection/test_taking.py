@@ -1,4 +1,4 @@
-"""What is taken from a host, when it is listened to, and the lies that it can tell, one by one.
+"""What is taken from a host, when it is listened to, and the lies that it can send, one by one.
 
 Whole lying hosts are in ``tests/integration/hosts``.
 """
@@ -67,7 +67,7 @@ def test_what_is_sent_is_recorded_before_another_thread_can_take_the_answer(ends
     assert not overtaken
 
 
-def test_a_host_that_owes_only_stores_is_listened_to_once_in_a_while(ends, kit, keys, monkeypatch):
+def test_a_host_with_only_stores_in_flight_is_listened_to_once_in_a_while(ends, kit, keys, monkeypatch):
     tier, say = ends.tiers[0], ends.hosts[0].say
     monkeypatch.setattr(host_client, "_LOOK_SECONDS", 1e6)
     kit.wait_until(lambda: tier.poll() is None or tier._look_at > 1e5, "the look that is due")

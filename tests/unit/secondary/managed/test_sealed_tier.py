@@ -154,7 +154,7 @@ def test_a_store_that_is_given_up_before_the_tier_has_it_never_reaches_it(kit, s
     assert (inner.waiting, inner.abandoned) == ([], [])
 
 
-def test_a_job_that_is_given_up_is_the_tiers_to_know_and_its_late_result_frees_the_rows(kit, sealed, keys):
+def test_a_job_that_is_given_up_is_reported_to_the_tier_and_its_late_result_frees_the_rows(kit, sealed, keys):
     tier, inner = sealed()
     store(kit, tier, inner, keys)
     loading = job(keys, promotion=True)

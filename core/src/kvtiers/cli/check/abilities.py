@@ -43,7 +43,7 @@ def _batch(store: ChunkStore, batched: SupportsBatch, bench: Bench) -> Iterator[
     names, absent = [probe_name(), probe_name()], probe_name()
     bench.stage = "writing two probe values in one call"
     try:
-        wrote = bench.lend(
+        wrote = bench.borrow(
             store, "write_many", [0, 0], readonly=True, call=lambda views: batched.write_many(names, views)
         )
         if not all(found_each(store, "write_many", names, wrote)):
@@ -51,7 +51,7 @@ def _batch(store: ChunkStore, batched: SupportsBatch, bench: Bench) -> Iterator[
         bench.stage = "reading two probe values in one call"
         for asked, expected in ((names, [True, True]), ([names[0], absent], [True, False])):
             bench.forget()
-            got = bench.lend(
+            got = bench.borrow(
                 store,
                 "read_many_into",
                 [1, 2],

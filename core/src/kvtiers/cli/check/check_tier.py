@@ -9,13 +9,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from typing import IO, Any
 
+from kvtiers._process import end, spawn
 from kvtiers.api import Finding, TierConfig
 from kvtiers.api.config import dump_resolved
 from kvtiers.api.units import format_duration
@@ -23,13 +23,6 @@ from kvtiers.cli.check.round_trip import OWN_FAULT, REACH
 
 __all__ = ["Trial", "try_tiers"]
 
-_RUN = """
-import json, sys
-task = json.loads(sys.stdin.readline())
-sys.path[:] = task["path"]
-from kvtiers.cli.check.trial_process import run
-run(task)
-"""
 _LAST_WORDS = 300
 _LAST_SECONDS = 5.0
 _CRASHED = "Fatal Python error"
@@ -44,8 +37,6 @@ class Trial:
         self._stage = "being started"
         self._done = False
         self._task = {
-            "path": sys.path,
-            "parent": os.getpid(),
             "type": config.type,
             "options": dump_resolved(config),
             "namespace": namespace,
@@ -56,12 +47,14 @@ class Trial:
         """Begin, and return at once."""
         receive, send = os.pipe()
         self._printed: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 -- closed at the end of the trial
-        self._process = subprocess.Popen(  # noqa: S603 -- our own interpreter and module
-            [sys.executable, "-c", _RUN.replace("run(task)", f"run(task, {send})")],
+        self._process = spawn(
+            "kvtiers.cli.check.trial_process",
+            [str(send)],
+            name=f"check {self.name}",
+            pass_fds=[send],
             stdin=subprocess.PIPE,
             stdout=self._printed,
             stderr=self._printed,
-            pass_fds=[send],
         )
         os.close(send)
         self._reader = threading.Thread(target=self._read, args=(receive,), name=f"check {self.name}", daemon=True)
@@ -94,7 +87,7 @@ class Trial:
     def end(self) -> None:
         """Kill the process, unless it has ended."""
         self._process.kill()
-        self._process.wait()
+        end(self._process, _LAST_SECONDS)
 
     def _how_it_ended(self) -> str:
         status = self._process.returncode

@@ -25,7 +25,7 @@ from kvtiers.api import (
 )
 from kvtiers.api.units import format_duration, format_size
 from kvtiers.cli.open_tier import anonymous_region
-from kvtiers.host.borrowed_views import Loan
+from kvtiers.layout.borrowed_views import Loan
 from kvtiers.types import RequestContext
 
 __all__ = ["OWN_FAULT", "REACH", "Bench", "ProbeError", "probe_manager", "probe_name", "probe_store"]
@@ -51,11 +51,11 @@ class ProbeError(Exception):
 class Bench:
     """The workbench of one trial: an anonymous region of three rows, a random value, and facts about the tier.
 
-    ``tell`` gets each stage of the trial as it begins.
+    ``report`` gets each stage of the trial as it begins.
     """
 
     def __init__(
-        self, value_bytes: int, namespace: str, read_only: bool, tell: Callable[[str], object] = lambda _: None
+        self, value_bytes: int, namespace: str, read_only: bool, report: Callable[[str], object] = lambda _: None
     ) -> None:
         self.value_bytes = value_bytes
         self.namespace = namespace
@@ -65,7 +65,7 @@ class Bench:
         self.region = anonymous_region(_ROWS, value_bytes)
         self.payload = os.urandom(value_bytes)
         self.view(0)[:] = self.payload
-        self._tell = tell
+        self._report = report
         self.stage = "being opened"
 
     @property
@@ -76,13 +76,13 @@ class Bench:
     @stage.setter
     def stage(self, stage: str) -> None:
         self._stage = stage
-        self._tell(stage)
+        self._report(stage)
 
     def view(self, row: int) -> memoryview:
         """Return a view of a row: the first one holds the probe value, tiers read into the others."""
         return self.region[row * self.value_bytes : (row + 1) * self.value_bytes]
 
-    def lend(
+    def borrow(
         self,
         store: object,
         method: str,
@@ -126,7 +126,7 @@ def probe_store(store: ChunkStore, bench: Bench) -> Iterator[Finding]:
     bench.stage = "writing the probe value"
     begin = time.monotonic()
     try:
-        bench.lend(store, "write", [0], readonly=True, call=lambda views: store.write(name, views[0]))
+        bench.borrow(store, "write", [0], readonly=True, call=lambda views: store.write(name, views[0]))
     except StoreFull as error:
         fix = "give the store more room, or delete from it; a full store drops what it should keep"
         raise ProbeError(f"the store is full: {error}", fix) from None
@@ -138,7 +138,9 @@ def probe_store(store: ChunkStore, bench: Bench) -> Iterator[Finding]:
         )
         bench.stage = "reading the probe value back"
         asked = time.monotonic()
-        found = bench.lend(store, "read_into", [1], readonly=False, call=lambda views: store.read_into(name, views[0]))
+        found = bench.borrow(
+            store, "read_into", [1], readonly=False, call=lambda views: store.read_into(name, views[0])
+        )
         if found is False:
             raise ProbeError(_GONE, _GONE_FIX)
         _expect(found, True, "read_into() of the probe value")

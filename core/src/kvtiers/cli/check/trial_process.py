@@ -7,6 +7,7 @@ output goes elsewhere.
 import faulthandler
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -28,7 +29,7 @@ from kvtiers.cli.check.round_trip import OWN_FAULT, REACH, Bench, ProbeError, pr
 from kvtiers.cli.open_tier import open_tier
 from kvtiers.plugins import load_tier
 
-__all__ = ["run"]
+__all__ = ["main"]
 
 _DRAIN_SECONDS = 5.0
 _LONGEST_TEXT = 1_000
@@ -36,10 +37,15 @@ _LEVELS = ("ok", "warning", "error")
 _T = TypeVar("_T")
 
 
-def run(task: Mapping[str, Any], pipe: int) -> None:
-    """Try the tier of this task and end the process, even if threads of the tier still run."""
-    die_with_parent(task["parent"])
+def main() -> None:
+    """Try the tier of the task on standard input; end the process then, even if threads of the tier still run.
+
+    Arguments: the descriptor of the pipe to the command, and the command's process id.
+    """
+    pipe, parent = map(int, sys.argv[1:3])
+    die_with_parent(parent)
     faulthandler.enable()
+    task = json.loads(sys.stdin.readline())
     with os.fdopen(pipe, "wb", buffering=0) as out:
         _TrialRun(task, lambda message: out.write(json.dumps(message).encode() + b"\n")).run()
         out.write(b'{"done": true}\n')
@@ -47,11 +53,11 @@ def run(task: Mapping[str, Any], pipe: int) -> None:
 
 
 class _TrialRun:
-    """One trial; ``tell`` gets each message."""
+    """One trial; ``report`` gets each message."""
 
-    def __init__(self, task: Mapping[str, Any], tell: Callable[[dict[str, Any]], object]) -> None:
+    def __init__(self, task: Mapping[str, Any], report: Callable[[dict[str, Any]], object]) -> None:
         self._task = task
-        self._tell = tell
+        self._report = report
 
     def run(self) -> None:
         """Run the trial; report every failure."""
@@ -63,7 +69,7 @@ class _TrialRun:
             self._task["value_bytes"],
             self._task["namespace"],
             config.read_only,
-            tell=lambda stage: self._tell({"stage": stage}),
+            report=lambda stage: self._report({"stage": stage}),
         )
         tier = self._attempt(
             lambda: open_tier(config, namespace=bench.namespace, value_bytes=bench.value_bytes, region=bench.region)
@@ -95,7 +101,7 @@ class _TrialRun:
         return True
 
     def _say(self, finding: Finding) -> None:
-        self._tell({"level": finding.level, "text": finding.text[:_LONGEST_TEXT], "fix": finding.fix[:_LONGEST_TEXT]})
+        self._report({"level": finding.level, "text": finding.text[:_LONGEST_TEXT], "fix": finding.fix[:_LONGEST_TEXT]})
 
     def _attempt(self, action: Callable[[], _T]) -> _T | None:
         """Do one step; any failure is a finding."""

@@ -15,7 +15,7 @@ from kvtiers._failures import plugin_boundary
 from kvtiers.api import ChunkStore, ConfigError, SupportsListing, TierConfig, TierUnavailable
 from kvtiers.api.units import format_size
 from kvtiers.cli.main import LateExitError
-from kvtiers.cli.progress import Tell, stop_on_interrupt, telling
+from kvtiers.cli.progress import Report, show_progress, stop_on_interrupt
 from kvtiers.cli.store.inventory import Held, Origin, Selection, Share, find_tier, open_listable, unavailable
 from kvtiers.cli.store.verify import SealCheck, Verdict
 from kvtiers.config import load_config
@@ -31,13 +31,13 @@ _FAILED, _INTERRUPTED = 1, 130
 class StoreSession:
     """An open store of one tier, for the commands."""
 
-    def __init__(self, tier: TierConfig, namespace: str, value_bytes: int, stop: Event, tell: Tell) -> None:
+    def __init__(self, tier: TierConfig, namespace: str, value_bytes: int, stop: Event, report: Report) -> None:
         self.name = tier.tier_name
         self.failure = ""
         self._tier = tier
         self._namespace = namespace
         self._stop = stop
-        self._tell = tell
+        self._report = report
         self._opened: list[ChunkStore] = []
         self._listing: SupportsListing
         self._store, self._listing, self._region = self._open(value_bytes)
@@ -65,7 +65,7 @@ class StoreSession:
                 if self._stop.is_set():
                     return
                 seen.add(held.entry)
-                self._tell(lambda: f"{seen.values} values of {format_size(seen.nbytes)} found")
+                self._report(lambda: f"{seen.values} values of {format_size(seen.nbytes)} found")
                 yield held
 
     def releases(self, origins: Iterable[Origin]) -> dict[Origin, str]:
@@ -85,7 +85,7 @@ class StoreSession:
         for held, verdict in checks.run(values, self._stop):
             read.add(held.entry)
             bad += verdict in {Verdict.DAMAGED, Verdict.UNREADABLE}
-            self._tell(lambda: f"{read.values} values of {format_size(read.nbytes)} read, {bad} damaged")  # noqa: B023 -- asked at once, if at all
+            self._report(lambda: f"{read.values} values of {format_size(read.nbytes)} read, {bad} damaged")  # noqa: B023 -- asked at once, if at all
             yield held, verdict
         if checks.error:
             click.echo(f"warning: {checks.error}", err=True)
@@ -111,7 +111,7 @@ class StoreSession:
             for held in batch:
                 deleted.add(held.entry)
                 yield held
-            self._tell(lambda: f"{deleted.values} values of {format_size(deleted.nbytes)} deleted")
+            self._report(lambda: f"{deleted.values} values of {format_size(deleted.nbytes)} deleted")
 
     def finish(self, ctx: click.Context, status: int = 0) -> None:
         """Exit with this status, or with the one of an incomplete run."""
@@ -144,8 +144,8 @@ def open_session(file: str, tier_name: str, value_bytes: int, *, writes: bool) -
     if not writes:
         tier = tier.model_copy(update={"read_only": True})
     try:
-        with stop_on_interrupt() as stop, telling() as tell:
-            session = StoreSession(tier, config.namespace, value_bytes, stop, tell)
+        with stop_on_interrupt() as stop, show_progress() as report:
+            session = StoreSession(tier, config.namespace, value_bytes, stop, report)
             with contextlib.closing(session):
                 yield session
     except KeyboardInterrupt:

@@ -79,14 +79,14 @@ class LRUPolicy(EvictionPolicy):
         self._retire(bucket)
 
     def mark_evictable(self, keys: Sequence[OffloadKey]) -> None:
-        """Put the chunks back at their places."""
+        """Make chunks evictable again, at the places in the order that they had before they were pinned."""
         for bucket, part, first_place in self._by_bucket(keys):
             bucket.add(part, first_place, self._place_of)
             self._queue.push(bucket)
         self._evictable += len(keys)
 
     def mark_pinned(self, keys: Sequence[OffloadKey]) -> None:
-        """Take the chunks out; their places are kept."""
+        """Take pinned chunks out of the order, which keeps their places for when they are evictable again."""
         for bucket, part, _ in self._by_bucket(keys):
             bucket.pin(part)
         self._evictable -= len(keys)

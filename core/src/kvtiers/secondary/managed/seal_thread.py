@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kvtiers._failures import error_text, plugin_boundary
 from kvtiers.api import JobResult, OffloadKey, SecondaryTierManager, TransferJob, group_of
-from kvtiers.host.borrowed_views import ValueViews
+from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.seal import SealVerdict, check_value, seal_value
 from kvtiers.layout.storage_name import StorageNames
 

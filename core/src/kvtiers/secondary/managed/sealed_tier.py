@@ -27,7 +27,7 @@ from kvtiers.api import (
     TierRequest,
     TransferJob,
 )
-from kvtiers.host.borrowed_views import ValueViews
+from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.secondary.breaker import Breaker, BreakerState
 from kvtiers.secondary.managed.bounded_shutdown import ShutdownProxy
@@ -178,7 +178,7 @@ class SealedTier(EventTier):
         return self._sealer.open_state()
 
     def warn_unusable(self, error: str) -> None:
-        """Do nothing: the sealing thread, which opens the tier, has written that line."""
+        """Do nothing: the sealing thread opens the tier, and has logged this itself."""
 
     def log(self, level: int, text: str) -> None:
         """Write a line to the log, on another thread than the engine's. ``text`` begins with the tier's name."""

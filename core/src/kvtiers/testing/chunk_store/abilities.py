@@ -141,7 +141,7 @@ class ListingTests(StoreTestBase):
         [entry] = store.list(names.prefix)
         day = 86400.0  # a backend's clock may be wrong; a clock of another kind is further off than this
         assert entry.modified is None or abs(entry.modified - time.time()) < day, (
-            f"modified is {entry.modified!r}; expected Unix seconds, or None where the store does not know"
+            f"modified is {entry.modified!r}; expected Unix seconds, or None where the store has none"
         )
 
     @supports(SupportsListing)

@@ -39,7 +39,7 @@ def _is_volatile(tests: type[StoreTestBase]) -> bool:
 
 
 class LifeTests(StoreTestBase):
-    """From open to close, or to a kill."""
+    """Tests of a store from its opening to its close, or to a kill."""
 
     @applies_to(_is_persistent)
     def test_values_survive_a_reopen(self, stores: Stores, names: Names, memory: GuardedMemory) -> None:

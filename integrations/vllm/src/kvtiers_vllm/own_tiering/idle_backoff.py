@@ -82,7 +82,7 @@ class LoadWatch:
 
 
 class Rest:
-    """The pauses of an engine; runs on its thread."""
+    """The idle backoff of one engine: decides on and makes its pauses, on its thread."""
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep

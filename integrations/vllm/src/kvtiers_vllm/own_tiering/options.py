@@ -79,7 +79,7 @@ def _not_here(config: TierConfig, extra_config: Mapping[str, Any]) -> list[str]:
 
 
 def _tier_names(extra_config: Mapping[str, Any]) -> list[str]:
-    """Return the names of all kvtiers tiers of the engine, by which metrics and reports know them."""
+    """Return the names of all kvtiers tiers of the engine, by which metrics and reports name them."""
     entries = [entry for entry in extra_config.get("secondary_tiers", ()) if isinstance(entry, Mapping)]
     types = [str(entry.get("type", "")) for entry in entries]
     return [

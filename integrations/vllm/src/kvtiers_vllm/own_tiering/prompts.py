@@ -11,7 +11,8 @@ not stop loads for others. A tier whose loads in flight all fail to land does: i
 the time of that silence, also where ``load_wait`` was given.
 """
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvtiers.api import OffloadKey
@@ -19,9 +20,11 @@ from kvtiers.tiering.estimates import PrefillCost
 from kvtiers.tiering.load_or_recompute import LATE, GpuQueue
 from kvtiers.tiering.tier_slot import TierSlot
 
-__all__ = ["Prompt", "Prompts"]
+__all__ = ["PrefillRate", "Prompt", "Prompts"]
 
 _MOST_EXPECTED = 4096  # requests that arrive and are never announced: the oldest are forgotten
+_MOST_OPEN = 256
+_INTERVALS = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -160,3 +163,68 @@ class Prompts:
 
     def _at_least(self, seconds: float) -> float:
         return seconds if self.cost.is_measured else max(self._lookup_wait, seconds)
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """A step with new requests. ``waiting``: those whose first chunks have not come yet."""
+
+    waiting: set[str]
+    tokens: int = 0
+    intervals: list[float] = field(default_factory=list)
+
+
+class PrefillRate:
+    """The estimator of prefill speed, seconds a token; reports to ``cost``. Runs on the engine's thread.
+
+    At each step's end vLLM reports to a tier which requests are scheduled for the first time, and later which of their
+    chunks were computed: the first chunks of a request are those of its first step. How long that step took is the time
+    from one step's end to the next::
+
+        seconds a token = seconds of a step / tokens in the first chunks of the requests that were new in it
+
+    vLLM may schedule a step ahead: then a step's time is the next one's. The longer of the two is taken, since a
+    prompt's takes longer than a decoding step. Decoding requests in the same step, and what of a prompt is no whole
+    chunk, are in the seconds and not in the tokens: it is the engine's speed under the load that it has. The estimate
+    from the steps is computed as everywhere (``kvtiers/tiering/estimates.py``), so that a step that ended in idleness
+    does not count.
+    """
+
+    def __init__(self, cost: PrefillCost) -> None:
+        self._cost = cost
+        self._open: deque[_Step] = deque(maxlen=_MOST_OPEN)
+        self._step_of: dict[str, _Step] = {}
+        self._last_end: float | None = None
+
+    def step_ended(self, new_requests: Iterable[str], now: float) -> None:
+        """Record a step's end, and of the requests that are computed for the first time in it."""
+        for step in self._open:
+            if len(step.intervals) < _INTERVALS and self._last_end is not None:
+                step.intervals.append(now - self._last_end)
+        self._last_end = now
+        if new := set(new_requests):
+            step = _Step(new)
+            self._open.append(step)
+            self._step_of.update(dict.fromkeys(new, step))
+        for step in [step for step in self._open if self._is_over(step)]:
+            self._open.remove(step)
+            self._take(step)
+
+    def computed(self, request: str, tokens: int) -> None:
+        """Record computed chunks of a request. Only the first report counts: it is of the request's first step."""
+        step = self._step_of.pop(request, None)
+        if step is not None:
+            step.tokens += tokens
+            step.waiting.discard(request)
+
+    def finished(self, request: str) -> None:
+        """Drop a request: its remaining chunks will not be computed."""
+        self.computed(request, 0)
+
+    @staticmethod
+    def _is_over(step: _Step) -> bool:
+        return not step.waiting and len(step.intervals) == _INTERVALS
+
+    def _take(self, step: _Step) -> None:
+        if step.tokens:
+            self._cost.observe(step.tokens, max(step.intervals))

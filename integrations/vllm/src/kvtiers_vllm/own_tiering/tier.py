@@ -137,7 +137,7 @@ class KvtiersTier(SecondaryTierManager):
 
     @never_raises(lambda: False)
     def has_pending_work(self) -> bool:
-        """Return whether vLLM's figures still lack the tier's state, and the engine is not ending."""
+        """Return whether vLLM must go on stepping: its figures lack the tier's state, and the engine is not ending."""
         wanted = self._first_report is not None and self._first_report.is_due()
         return wanted and not self._core.is_ending()
 

@@ -16,6 +16,9 @@ RETRY                            the probe is in flight
 HIT                              the tier has it: vLLM submits the load at the end of its step
 ===============================  ==================================================================
 
+The whole stack's ledger (``kvtiers.tiering.jobs``) owns rows of a primary, their pin budget and job ids. Here rows and
+ids are vLLM's: the driver is this mode's ledger, and an engine has the one or the other.
+
 Runs on the engine's thread; ``ask_ahead`` (``locked_tier.py``) and ``leave_out`` on any. Nothing raises.
 """
 
@@ -37,8 +40,7 @@ from kvtiers.tiering.tier_slot import TierSlot
 from kvtiers.types import RequestContext
 from kvtiers_vllm.own_tiering.idle_backoff import Rest
 from kvtiers_vllm.own_tiering.locked_tier import AskedTier
-from kvtiers_vllm.own_tiering.prefill import PrefillRate
-from kvtiers_vllm.own_tiering.prompts import Prompt, Prompts
+from kvtiers_vllm.own_tiering.prompts import PrefillRate, Prompt, Prompts
 
 __all__ = ["TierDriver"]
 
@@ -82,7 +84,7 @@ class _Request:
 class TierDriver:
     """Drives ``slot``. ``lookup_wait``, ``load_wait``: seconds that a request waits for answers and for loads, in all.
 
-    A ``load_wait`` of None: as long as computing would take, which the engine itself shows (``prefill.py``), and a
+    A ``load_wait`` of None: as long as computing would take, which the engine itself shows (``PrefillRate``), and a
     tenth; until it has shown it, by ``prior`` seconds a token, and ``lookup_wait`` at least.
     ``tokens_per_chunk[g]``: tokens whose KV a chunk of group g holds. ``is_idle``: nothing but new requests can be
     computed now; asked when a step begins. ``is_ending``: the engine goes on only for the work that there is; after
@@ -318,7 +320,7 @@ class TierDriver:
                     started.started = self._clock()
             elif isinstance(event, JobFailed):
                 if (failed := self._jobs.get(event.job_id)) is not None:
-                    self._give_up(failed, tell=False)
+                    self._give_up(failed, abandon=False)
             elif isinstance(event, JobReleased):
                 released.append(event.job_id)
             else:
@@ -389,9 +391,9 @@ class TierDriver:
             begun = running.submitted if running.started is None else running.started
             if now - begun > self._slot.options.deadline and not running.failed_in_use:
                 self.metrics.expired_jobs += 1
-                self._give_up(running, tell=True)
+                self._give_up(running, abandon=True)
 
-    def _give_up(self, running: _Running, *, tell: bool) -> None:
+    def _give_up(self, running: _Running, *, abandon: bool) -> None:
         """Mark a job as failed with its rows in use: vLLM gets the result when they are released."""
         if running.failed_in_use:
             return
@@ -401,7 +403,7 @@ class TierDriver:
             self._slot.rate.drop(running.ticket)
             self._slot.rate.add(len(running.job.keys), now - running.submitted, now)
         self.metrics.quarantined_rows += len(running.job.keys) if running.job.job_id in self._jobs else 0
-        if tell:
+        if abandon:
             self._tier.abandon(running.job.job_id)
 
     def _finish(self, running: _Running, result: JobResult) -> None:

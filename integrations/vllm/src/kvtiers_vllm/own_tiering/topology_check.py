@@ -9,7 +9,7 @@ __all__ = ["refuse_several_hosts"]
 
 
 def refuse_several_hosts(engine: Engine) -> None:
-    """StartError if the engine's ranks lie on several hosts. A data parallel replica is an engine by itself."""
+    """Raise StartError if the engine's ranks run on several machines. A data parallel replica counts as an engine."""
     parallel = getattr(engine.vllm_config, "parallel_config", None)
     if parallel is None:
         return

@@ -14,7 +14,7 @@ from typing import Any
 from vllm import __version__ as vllm_version
 
 from kvtiers.api import ConfigError, StartError
-from kvtiers_vllm.compat import CONNECTOR, check
+from kvtiers_vllm.compat import CONNECTOR, check, refuse_unwrapped
 from kvtiers_vllm.engine import Engine, being_built, engine_being_built
 from kvtiers_vllm.never_raise import BugCount, never_raises
 from kvtiers_vllm.releases import require_whole_stack
@@ -63,6 +63,7 @@ class KvtiersConnector(OffloadingConnector):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         require_whole_stack(vllm_version)
+        refuse_unwrapped()
         check(OffloadingConnector, CONNECTOR, vllm_version, sets=("connector_scheduler", "connector_worker"))
         check(OffloadingConnectorScheduler, {}, vllm_version, sets=("manager",))
         check(OffloadingConnectorWorker, {}, vllm_version, sets=("worker",))

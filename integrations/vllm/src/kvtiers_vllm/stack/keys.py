@@ -100,9 +100,9 @@ class RequestKeys:
         prefix += self.of_all(shown)
 
     def following(self, key: bytes, place: int) -> Sequence[OffloadKey]:
-        """Return the keys of this one's group from this place on."""
+        """Return the request's keys in the KV group of ``key``, from index ``place`` on."""
         return self._prefixes[int.from_bytes(key[-_GROUP_BYTES:], "big")][place:]
 
     def shown(self, key: bytes, first: int, count: int) -> Sequence[bytes]:
-        """Return vLLM's keys of this one's group: this many from this place on."""
+        """Return vLLM's own keys in the KV group of ``key``: ``count`` of them from index ``first`` on."""
         return self._shown[int.from_bytes(key[-_GROUP_BYTES:], "big")][first : first + count]

@@ -68,7 +68,7 @@ def layer_tensors(layout: CacheLayout, caches: Any) -> list[Any]:
             if tensor.page_bytes != ref.page_size_bytes:
                 raise StartError(
                     f"a block of {tensor.name} has {ref.page_size_bytes} bytes in KV memory, but {tensor.page_bytes} "
-                    "by vLLM's config; kvtiers cannot tell where its KV lies"
+                    "by vLLM's config; kvtiers cannot find where its KV lies"
                 )
             found.append(caches.tensors[ref.tensor_idx].tensor)
     return found

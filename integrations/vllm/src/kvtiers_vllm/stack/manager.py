@@ -275,7 +275,7 @@ class KvtiersManager(OffloadingManager):
         """Pause in a step that computes nothing, so that the awaited copies get the interpreter and the processor."""
         passed_over = self._limit.pass_ends()  # requests that the next pass is to look up at once
         idle = self._alone and not computes and not passed_over
-        waits = self._plans.are_running() or self._manager.has_pending_work() or self._owes_first_report()
+        waits = self._plans.are_running() or self._manager.has_pending_work() or self._first_report_is_due()
         self._rest.step(idle=idle and waits, watched=WAKEUP.watched > 0)
 
     @never_raises(lambda: None)
@@ -300,9 +300,9 @@ class KvtiersManager(OffloadingManager):
         """Return whether steps are needed without a request."""
         if self._core.is_ending():  # what tiers still have to write is the shutdown's, which has a bound
             return self._plans.are_running() or self._plans.has_unconfirmed()
-        return self._manager.has_pending_work() or self._plans.has_unconfirmed() or self._owes_first_report()
+        return self._manager.has_pending_work() or self._plans.has_unconfirmed() or self._first_report_is_due()
 
-    def _owes_first_report(self) -> bool:
+    def _first_report_is_due(self) -> bool:
         return self._first_report is not None and self._first_report.is_due()
 
     def take_events(self) -> Iterable[Any]:

@@ -7,6 +7,7 @@ examined: vLLM defers it, no longer than ``lookup_wait``.
 """
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,14 +16,23 @@ from typing import Any, NamedTuple
 
 from kvtiers.api import OffloadKey
 from kvtiers.types import PrefixHits, RequestContext
+from kvtiers_vllm.engine import CoreLink
 from kvtiers_vllm.stack.adapter_digests import AdapterLook, AdapterLooks, Standing
 from kvtiers_vllm.stack.keys import GroupKeys, RequestKeys
 
-__all__ = ["OpenRequest", "RequestBook", "Run", "Weights"]
+__all__ = ["OpenRequest", "RequestBook", "Run", "WeightUpdates", "Weights"]
 
 _log = logging.getLogger("kvtiers.vllm")
 _MOST_AHEAD = 4_096
 _STORES_WAIT = 5.0  # vLLM asks in each step, and logs that it was refused
+_CHANGES = {
+    "reload_weights",
+    "start_draft_weight_update",
+    "start_weight_update",
+    "update_weights",
+    "finish_weight_update",
+}
+"""The methods of vLLM's workers that change weights, by their names in ``collective_rpc``."""
 
 
 class Run(NamedTuple):
@@ -207,3 +217,37 @@ class RequestBook:
     def _maker_of(self, shown: Any) -> Callable[[bytes], RequestKeys]:
         hashes, salt = (shown.block_hashes, shown.cache_salt or "") if shown is not None else ((), "")
         return partial(RequestKeys, self._groups, hashes, salt=salt)
+
+
+class WeightUpdates:
+    """Which weights an engine has, by the calls of vLLM's that change them. ``core``: the link to vLLM's engine core.
+
+    ::
+
+        reload_weights(), update_weights(...)                        weights without a name: their KV is not shared
+        finish_weight_update(version), update_weight_version(...)    weights of this version
+        reset_prefix_cache(...)                                      vLLM's own cache holds no KV of earlier ones
+    """
+
+    def __init__(self, core: CoreLink) -> None:
+        self._core = core
+        self._unnamed = ""
+        self.resets = 0
+        """The number of times that vLLM has emptied its own prefix cache."""
+        core.workers_called.append(self._called)
+        core.weights_named.append(self._named)
+        core.cache_reset.append(self._reset)
+
+    def version(self) -> str:
+        """Return the version of the current weights; another one after each change."""
+        return f"{self._core.weights_version()}{self._unnamed}"
+
+    def _called(self, method: Any) -> None:
+        if isinstance(method, str) and method in _CHANGES:
+            self._unnamed = f"+{secrets.token_hex(16)}"
+
+    def _named(self) -> None:
+        self._unnamed = ""
+
+    def _reset(self) -> None:
+        self.resets += 1

@@ -28,9 +28,8 @@ from kvtiers_vllm.stack.figures import StackFacts, StackFigures, definitions, op
 from kvtiers_vllm.stack.layout import cache_layout, group_keys, layer_tensors, rank_map
 from kvtiers_vllm.stack.memory import take_memory_of
 from kvtiers_vllm.stack.options import CONNECTOR_NAME, load_stack_config, way_in
-from kvtiers_vllm.stack.requests import RequestBook, Weights
+from kvtiers_vllm.stack.requests import RequestBook, Weights, WeightUpdates
 from kvtiers_vllm.stack.steps import StepClock
-from kvtiers_vllm.stack.weight_versions import WeightUpdates
 from kvtiers_vllm.weights import is_random
 
 try:

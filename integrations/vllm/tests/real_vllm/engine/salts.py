@@ -1,6 +1,6 @@
 """Who shares a block hash of this release of vLLM's: no two requests whose salts differ, while none has an adapter.
 
-Prints the release, and whether a salt and an adapter of one name meet: what its ``tags_salt`` in ``releases.py`` says.
+Prints the release, and whether a salt and an adapter of one name collide: what ``tags_salt`` in ``releases.py`` says.
 """
 
 import itertools
@@ -61,7 +61,7 @@ def main() -> None:
     )
     salts = (None, *texts)
     images = ((), ((NAME, 0),), ((NAME, 4),), ((NAME, 0), (NAME, 4)), (("cache_salt", 0),))
-    meets = set()
+    collides = set()
     for name in get_args(PrefixCachingHashAlgo):
         hash_function = get_hash_fn_by_name(name)
         kv_cache_utils.init_none_hash(hash_function)
@@ -72,9 +72,9 @@ def main() -> None:
         for place in (0, 1):
             assert len({found[place] for found in of.values()}) == len(of), f"{name}: two requests share block {place}"
         salted, adapted = (hashes(request(**{part: NAME}), hash_function) for part in ("salt", "adapter"))
-        meets.add(salted[0] == adapted[0])
-    (meet,) = meets
-    print(vllm.__version__, "meet" if meet else "apart")  # noqa: T201 -- for the test that reads it
+        collides.add(salted[0] == adapted[0])
+    (collide,) = collides
+    print(vllm.__version__, "collide" if collide else "apart")  # noqa: T201 -- for the test that reads it
 
 
 main()

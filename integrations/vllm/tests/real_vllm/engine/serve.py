@@ -1,7 +1,7 @@
 """vLLM engines in processes of their own, each forked from this one, which has imported vLLM and has no threads.
 
 Usage: serve.py FD. Pairs come through the connection FD: ("start", (OPTIONS, VARIABLES)), followed by the descriptors
-of the engine's connection and log, is answered by the new process's id; ("bury", PID), which kills all of that engine's
+of the engine's connection and log, is answered by the new process's id; ("reap", PID), which kills all of that engine's
 process group, by its exit status. An engine gets pairs of a command and its arguments, and answers each.
 """
 
@@ -47,8 +47,8 @@ def main() -> None:
             request, argument = control.recv()
         except EOFError:
             return
-        if request == "bury":
-            control.send(_bury(argument))
+        if request == "reap":
+            control.send(_reap(argument))
             continue
         commands, log = recv_handle(control), recv_handle(control)
         if not (pid := os.fork()):
@@ -74,7 +74,7 @@ def _is_cuda() -> bool:
     return bool(current_platform.is_cuda())
 
 
-def _bury(pid: int) -> int:
+def _reap(pid: int) -> int:
     # As long as its leader has not been waited for, the group's number is not used again.
     os.killpg(pid, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -160,8 +160,8 @@ class Engine:
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
         lora = None
         if adapter is not None:
-            anew = adapter.get("anew", False)
-            lora = LoRARequest(adapter["name"], adapter["number"], adapter["path"], load_inplace=anew)
+            reload = adapter.get("reload", False)
+            lora = LoRARequest(adapter["name"], adapter["number"], adapter["path"], load_inplace=reload)
         results = self._llm.generate(inputs, sampling, use_tqdm=False, lora_request=lora)
         return {
             "tokens": [list(result.outputs[0].token_ids) for result in results],

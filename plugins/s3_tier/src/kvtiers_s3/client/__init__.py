@@ -1,1 +1,1 @@
-"""Clients that move values: obstore's, boto3's, and the choice between them."""
+"""Clients that move values: obstore's and boto3's, with one interface."""

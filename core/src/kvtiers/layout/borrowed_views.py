@@ -128,8 +128,8 @@ class ValueViews:
     def end(self, *, kept: bool) -> None:
         """End the work; ``kept``: a store still holds a borrowed view."""
 
-    def lend(self, rows: Sequence[int], sizes: Sequence[int], *, readonly: bool) -> Loan:
-        """Lend the values of rows, so many bytes each. IndexError if there is no such row or it is not that long."""
+    def borrow(self, rows: Sequence[int], sizes: Sequence[int], *, readonly: bool) -> Loan:
+        """Return a loan of rows' values, so many bytes each. IndexError if a row is not there, or not that long."""
         memory, offsets = self._places(rows, sizes)
         return Loan(memory, [*zip(offsets, sizes, strict=True)], readonly=readonly)
 

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from kvtiers.host.borrowed_views import ValueViews
+from kvtiers.layout.borrowed_views import ValueViews
 
 STRIDE = 8192
 
@@ -21,7 +21,7 @@ def views(memory):
 
 
 def test_a_view_is_flat_bytes_of_exactly_one_value(views, memory):
-    loan = views.lend([2], [4096], readonly=False)
+    loan = views.borrow([2], [4096], readonly=False)
     view = loan.views[0]
     assert (view.format, view.ndim, view.itemsize, len(view), view.readonly) == ("B", 1, 1, 4096, False)
     view[:] = b"\x07" * 4096
@@ -32,7 +32,7 @@ def test_a_view_is_flat_bytes_of_exactly_one_value(views, memory):
 
 
 def test_a_view_for_a_write_is_read_only(views):
-    loan = views.lend([0], [4096], readonly=True)
+    loan = views.borrow([0], [4096], readonly=True)
     with pytest.raises(TypeError):
         loan.views[0][0] = 1
     with pytest.raises(TypeError):
@@ -43,13 +43,13 @@ def test_a_view_for_a_write_is_read_only(views):
 @pytest.mark.parametrize(("row", "nbytes"), [(4, 4096), (-1, 4096), (0, STRIDE + 1), (0, 0), (0, -1), (2**40, 4096)])
 def test_there_is_no_view_beyond_a_row(views, row, nbytes):
     with pytest.raises(IndexError, match=r"rows 0 to 3 have 8192 bytes"):
-        views.lend([row], [nbytes], readonly=True)
+        views.borrow([row], [nbytes], readonly=True)
     with pytest.raises(IndexError):
         views.own([row], [nbytes])
 
 
 def test_a_view_that_is_kept_is_found_and_released_so_that_it_cannot_be_used_any_more(views):
-    loan = views.lend([1], [4096], readonly=False)
+    loan = views.borrow([1], [4096], readonly=False)
     view = loan.views[0]
     assert not loan.take_back()
     assert loan.is_free()
@@ -58,7 +58,7 @@ def test_a_view_that_is_kept_is_found_and_released_so_that_it_cannot_be_used_any
 
 
 def test_one_view_of_many_that_is_kept_is_found(views):
-    loan = views.lend([0, 1, 2], [4096, 4096, 4096], readonly=True)
+    loan = views.borrow([0, 1, 2], [4096, 4096, 4096], readonly=True)
     last = loan.views[-1]
     assert not loan.take_back()
     with pytest.raises(ValueError, match="released"):
@@ -76,7 +76,7 @@ KEEPERS = {
 @pytest.mark.parametrize("keep", KEEPERS.values(), ids=KEEPERS.keys())
 @pytest.mark.parametrize("readonly", [True, False])
 def test_a_buffer_that_was_kept_is_found_and_found_again_when_it_is_released(views, keep, readonly):
-    loan = views.lend([1], [4096], readonly=readonly)
+    loan = views.borrow([1], [4096], readonly=readonly)
     kept = keep(loan.views[0])
     assert not loan.take_back()
     assert not loan.is_free()
@@ -85,7 +85,7 @@ def test_a_buffer_that_was_kept_is_found_and_found_again_when_it_is_released(vie
 
 
 def test_a_view_that_is_in_use_right_now_counts_as_kept_until_it_is_not(views):
-    loan = views.lend([1], [4096], readonly=False)
+    loan = views.borrow([1], [4096], readonly=False)
     using = memoryview(loan.views[0]).cast("B")
     exported = np.asarray(using)
     assert not loan.take_back()
@@ -96,7 +96,7 @@ def test_a_view_that_is_in_use_right_now_counts_as_kept_until_it_is_not(views):
 
 
 def test_an_export_that_forbids_the_release_is_no_error(views):
-    loan = views.lend([1], [4096], readonly=False)
+    loan = views.borrow([1], [4096], readonly=False)
     exported = pickle.PickleBuffer(loan.views[0])
     with pytest.raises(BufferError):
         loan.views[0].release()
@@ -114,7 +114,7 @@ def test_an_unreachable_cycle_is_not_a_kept_buffer(views):
 
     gc.disable()
     try:
-        loan = views.lend([1], [4096], readonly=False)
+        loan = views.borrow([1], [4096], readonly=False)
         use(loan.views[0])
         assert loan.take_back()
     finally:
@@ -126,7 +126,7 @@ def test_many_threads_whose_cycles_are_collected_at_once_are_not_accused(views):
 
     def borrow(row):
         for _ in range(20):
-            loan = views.lend([row], [4096], readonly=False)
+            loan = views.borrow([row], [4096], readonly=False)
             cycle = [loan.views[0][1:2]]
             cycle.append(cycle)
             del cycle

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtiers_vllm.canonical_json import digest, plain
+from kvtiers_vllm.identity import digest, plain
 
 _SECTION = """
 import enum, sys
 from types import SimpleNamespace
-from kvtiers_vllm.canonical_json import digest, plain
+from kvtiers_vllm.identity import digest, plain
 
 class Kind(enum.Enum):
     ONE = object()

@@ -1,0 +1,163 @@
+"""A chunk's store passes the files that ARCHITECTURE.md counts: the store is made, and the calls are recorded."""
+
+import hashlib
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvtiers
+from kvtiers import CacheLayout, KVGroup, KVTensor, ModelIdentity, RequestContext
+from kvtiers.scheduler import OffloadScheduler
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+CORE = ROOT / "core/src/kvtiers"
+ROOMS = ("scheduler", "tiering", "primary", "gpu", "secondary", "host", "layout")
+BLOCKS, PAGE = 4, 4096
+MOST_FILES = 44
+SECONDS = 60.0
+# What "value types, figures and what each step does anyway" are, and what the test itself brings.
+NOT_COUNTED = {
+    "gpu/host_copy.py": "the copier of host memory; a GPU's is counted",
+    "host/messages.py": "value types",
+    "host/prober.py": "a thread of its own: lookups",
+    "layout/fingerprint_record.py": "written once, beside the first value",
+    "primary/eviction/base.py": "a policy's hooks that do nothing",
+    "scheduler/loads.py": "of each step: loads that ended",
+    "secondary/in_process.py": "instead of a host's client and connection, with io: thread",
+    "secondary/log_thread.py": "a thread of its own: lines of the log",
+    "secondary/supervisor.py": "a thread of its own: watches the host",
+    "tiering/estimates.py": "figures: what a step and a load take",
+    "tiering/load_or_recompute.py": "of each step: the GPU's queue",
+    "tiering/promotion.py": "of each step: reservations",
+    "tiering/reports.py": "figures and events",
+}
+# Of a GPU, of S3 and of the tier host's own process: these need the device, the server and the process.
+NOT_RUN_HERE = re.compile(r"gpu/cuda/|host/(process|sender)\.py|kvtiers_s3/")
+
+
+def listed() -> tuple[list[str], int]:
+    """The files that the document lists, those of core by their path in it, and the number that it gives."""
+    _, names, number, _ = next(line for line in TEXT.splitlines() if line.startswith("| files |")).split("|")[1:]
+    files = []
+    for folder, of_folder in re.findall(r"`([\w/]+/)`: ((?:`[\w/]+`(?:, )?)+)", names):
+        files += [f"{folder}{name}.py" for name in re.findall(r"`([\w/]+)`", of_folder)]
+    return files, int(number)
+
+
+def test_the_files_that_a_chunks_store_passes_are_there_and_as_many_as_the_document_says():
+    files, number = listed()
+    assert [file for file in files if not ((CORE / file).is_file() or (ROOT / file).is_file())] == []
+    assert len(set(files)) == len(files) == number <= MOST_FILES
+    assert f"A chunk's store passes {number} files from a GPU to S3." in TEXT
+    in_memory = sum("gpu/cuda/" not in file and "kvtiers_s3" not in file for file in files) + len(
+        ["host_copy", "store"]
+    )
+    assert f"it is {in_memory}:" in TEXT
+
+
+@pytest.mark.parametrize(("row", "most"), [("forms of a job", 7), ("ledgers of jobs in flight", 3)])
+def test_a_job_has_as_many_forms_and_ledgers_as_the_document_says(row, most):
+    (line,) = [line for line in TEXT.splitlines() if line.startswith(f"| {row} |")]
+    _, which, number, _ = line.split("|")[1:]
+    assert len(which.split(";")) == int(number) <= most
+    sources = "\n".join(path.read_text("utf-8") for path in CORE.rglob("*.py"))
+    named = re.findall(r"`([A-Z]\w+)`", which)
+    assert named
+    assert [name for name in named if not re.search(rf"^class {name}\b", sources, re.MULTILINE)] == []
+
+
+class Request:
+    """A request of four blocks."""
+
+    def __init__(self) -> None:
+        self.context = RequestContext("r", {})
+        self.num_tokens = BLOCKS * 16
+        self.block_hashes = [[hashlib.sha256(bytes([block])).digest() for block in range(BLOCKS)]]
+        self.block_ids = [list(range(BLOCKS))]
+
+
+class Blocks:
+    """An engine that frees no block."""
+
+    def hold(self, block_ids: Sequence[int]) -> None:
+        pass
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        pass
+
+
+@contextmanager
+def calls_recorded() -> Iterator[set[str]]:
+    """Record the files of core's functions that any thread calls."""
+    files: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_name != "<module>":
+            files.add(frame.f_code.co_filename)
+
+    threading.setprofile(note)  # of threads that start from now on
+    sys.setprofile(note)
+    try:
+        yield files
+    finally:
+        threading.setprofile(None)
+        sys.setprofile(None)
+
+
+def files_of_a_store(io: str) -> set[str]:
+    """Store a request's chunks down to the memory tier; return the files of the calls that this took."""
+    layout = CacheLayout(ModelIdentity("m", weights="w"), (KVGroup("all", 16),), (KVTensor("layer", 0, PAGE),))
+    tier = {"type": "memory", "capacity": "1MiB", "io": io, "required": True}
+    config = {"version": 1, "primary": {"capacity": "1MiB"}, "secondary": [tier]}
+    until = time.monotonic() + SECONDS
+    with calls_recorded() as all_files:
+        manager = kvtiers.open_manager(config, layout)
+        tensors = [np.ones((BLOCKS, PAGE), np.uint8)]
+        worker = kvtiers.open_worker(config, layout, tensors, engine_id=manager.engine_id)
+        try:
+            manager.wait_ready(SECONDS)
+            scheduler = OffloadScheduler(manager, layout, Blocks())
+            request = Request()
+            scheduler.add_request(request)
+            scheduler.end_step()
+            all_files.clear()
+            scheduler.on_computed(request, request.num_tokens)
+            transfers = scheduler.end_step()
+            for job in transfers.stores:
+                worker.submit_store(job.job_id, job.blocks, job.chunk_ids)
+            worker.wait([job.job_id for job in transfers.stores])
+            scheduler.report(worker.get_finished(), 0)
+            while manager.stats()["tiers"]["memory"]["stored_chunks"] < BLOCKS:
+                assert time.monotonic() < until, "the tier has not stored the chunks"
+                scheduler.end_step()
+            return {
+                Path(file).relative_to(CORE).as_posix() for file in all_files.copy() if Path(file).is_relative_to(CORE)
+            }
+        finally:
+            worker.shutdown()
+            manager.shutdown(SECONDS)
+
+
+@pytest.fixture(scope="module")
+def passed() -> set[str]:
+    """The files of the rooms that a store passes, in the engine's process and in a tier host's."""
+    files = files_of_a_store("process") | files_of_a_store("thread")
+    return {file for file in files if file.split("/")[0] in ROOMS and not file.endswith("__init__.py")}
+
+
+def test_a_store_calls_every_file_that_the_document_lists(passed):
+    assert {file for file in listed()[0] if not NOT_RUN_HERE.search(file)} - passed == set()
+
+
+def test_a_store_calls_no_file_that_the_document_does_not_list(passed):
+    assert passed - set(listed()[0]) - set(NOT_COUNTED) == set()

@@ -1,0 +1,64 @@
+"""No module is a leftover: one under 80 lines with one importer is part of that importer, or has a reason not to be."""
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SHORT = 80
+OF_ITS_OWN = {
+    "kvtiers.testing.killed_writer": "a program of its own, which the kit kills",
+    "kvtiers_example.memory_store": "the template for a store: the entry point imports it late, in the tier host alone",
+    "kvtiers_replay.run": "what programs import to replay, as benchmarks do; the command line imports it late",
+    "kvtiers_s3.client.boto3": "needs an optional library, so it is imported where that is chosen",
+}
+
+
+def modules() -> dict[str, Path]:
+    """Every module of every distribution, by its dotted name; a package by its own."""
+    found = {}
+    for place in ("core", "replay", "integrations/*", "plugins/*"):
+        for source in ROOT.glob(f"{place}/src"):
+            for path in source.rglob("*.py"):
+                parts = path.relative_to(source).with_suffix("").parts
+                found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imported_by(path: Path) -> set[str]:
+    """What a file imports, late imports and those for annotations included: a module, or a name of one."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: a relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+    return names
+
+
+def short_modules_with_one_importer() -> dict[str, str]:
+    """Each such module, with its importer. What nothing imports is an entry point, or a program."""
+    known = modules()
+    importers = defaultdict(set)
+    for importer, path in known.items():
+        for name in imported_by(path) & known.keys() - {importer}:
+            importers[name].add(importer)
+    return {
+        name: min(importers[name])
+        for name, path in known.items()
+        if path.name != "__init__.py"
+        and len(importers[name]) == 1
+        and len(path.read_text("utf-8").splitlines()) < SHORT
+    }
+
+
+def test_a_short_module_with_one_importer_is_part_of_it_or_has_a_reason():
+    found = short_modules_with_one_importer()
+    assert len(modules()) > 250
+    leftovers = {name: importer for name, importer in found.items() if name not in OF_ITS_OWN}
+    assert not leftovers, "merge each into its importer, or say in OF_ITS_OWN why it is a thought of its own"
+
+
+def test_each_reason_is_still_needed():
+    assert OF_ITS_OWN.keys() - short_modules_with_one_importer().keys() == set()
