@@ -45,7 +45,7 @@ class Residents:
     ) -> Allocation | None:
         """Lease rows for the absent ones of these keys; None, and no change, if that is not possible.
 
-        Without a limit all or none of them. With a limit the first ones only: at most ``limit``, and such that
+        Without a limit all or none of those that the policy says are worth it. With a limit the first ones only: at most ``limit``, and such that
         ``reserve`` rows stay free or evictable; None if that leaves none. ``used``: the length of the leading part of
         ``keys`` that is resident and was passed to the policy's ``access`` for this request.
         """
@@ -61,6 +61,16 @@ class Residents:
         self.policy.on_store_miss(missing, request_id)
         wanted = len(missing) if limit is None else min(limit, len(missing))
         evicted: list[OffloadKey] = []
+        if limit is None and wanted > self.rows.free:
+            worth = self.policy.worth_storing(offered, request_id)
+            if worth < len(offered):
+                offered = offered[: max(0, worth)]
+                present = [key for key in offered if key in row_of]
+                missing = [key for key in offered if key not in row_of]
+                wanted = len(missing)
+                if not missing:
+                    self.policy.access(present, request_id)
+                    return Allocation([], [], [])
         if wanted > self.rows.free - reserve:
             self.rows.want(wanted + reserve)
             if self.unread.keys:

@@ -67,7 +67,7 @@ class CPUPrimaryTier:
         self.row_stride = row_stride
         self._view = view
         self._rows = RowTable(num_rows)
-        self._policy = make_policy(policy, num_rows) if isinstance(policy, str) else policy
+        self._policy = make_policy(policy, num_rows, clock) if isinstance(policy, str) else policy
         self._unread = Protection(max(1, int(protected_share * num_rows)) if protected_share else 0, protect_seconds)
         self._chunks = Residents(self._rows, self._policy, self._unread)
         self._row_of = self._chunks.row_of

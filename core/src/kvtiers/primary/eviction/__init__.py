@@ -1,29 +1,32 @@
 """Eviction policies, which choose the chunk that leaves the primary next, and their registry by name."""
 
+from collections.abc import Callable, Mapping
+
 from kvtiers._failures import error_text
 from kvtiers.api import ConfigError, TierPluginError
 from kvtiers.primary.eviction.arc import ARCPolicy
 from kvtiers.primary.eviction.base import EvictionPolicy
 from kvtiers.primary.eviction.lru import LRUPolicy
+from kvtiers.primary.eviction.turn_hazard import TurnHazardPolicy
 
-__all__ = ["ARCPolicy", "EvictionPolicy", "LRUPolicy", "make_policy", "policy_class"]
+__all__ = ["BUILT_IN", "ARCPolicy", "EvictionPolicy", "LRUPolicy", "TurnHazardPolicy", "make_policy", "policy_class"]
 
-_BUILT_IN: dict[str, type[EvictionPolicy]] = {"arc": ARCPolicy, "lru": LRUPolicy}
+BUILT_IN: Mapping[str, type[EvictionPolicy]] = {"arc": ARCPolicy, "lru": LRUPolicy, "turn-hazard": TurnHazardPolicy}
 
 
 def policy_class(name: str) -> type[EvictionPolicy]:
-    """Return the policy of this name: ``lru``, ``arc``, or an entry point in the group ``kvtiers.eviction``.
+    """Return the policy of this name: ``lru``, ``arc``, ``turn-hazard``, or an entry point in the group ``kvtiers.eviction``.
 
     ConfigError, one line, if there is none or it is not a complete EvictionPolicy.
     """
-    if name in _BUILT_IN:
-        return _BUILT_IN[name]
+    if name in BUILT_IN:
+        return BUILT_IN[name]
     # Only a name that is not ours is worth a walk over all installed distributions.
     from kvtiers.plugins import EVICTION_GROUP, did_you_mean, installed_names, load_class
 
     installed = installed_names(EVICTION_GROUP)
     if name not in installed:
-        known = sorted({*_BUILT_IN, *installed})
+        known = sorted({*BUILT_IN, *installed})
         text = f"unknown eviction policy {name!r}.{did_you_mean(name, known)} Eviction policies: {', '.join(known)}."
         raise ConfigError(text)
     try:
@@ -37,12 +40,15 @@ def policy_class(name: str) -> type[EvictionPolicy]:
     return found
 
 
-def make_policy(name: str, capacity: int) -> EvictionPolicy:
+def make_policy(name: str, capacity: int, clock: Callable[[], float] | None = None) -> EvictionPolicy:
     """Return a new policy of this name for a primary of ``capacity`` rows; ConfigError if that is impossible."""
     policy = policy_class(name)
     try:
-        return policy(capacity)
+        made = policy(capacity)
+        if clock is not None:
+            made.clock = clock  # type: ignore[method-assign]
     except Exception as error:
         raise ConfigError(
             f"eviction policy {name!r} cannot be made for {capacity} rows: {error_text(error)}"
         ) from error
+    return made

@@ -4,8 +4,9 @@ To add one, subclass ``EvictionPolicy`` and declare an entry point in the group 
 ``primary.eviction`` in the configuration says.
 """
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvtiers.api import OffloadKey
 
@@ -18,8 +19,10 @@ class EvictionPolicy(ABC):
     The primary tier calls it, on the engine's thread: no method blocks, and each should cost O(1) a chunk. All calls
     are batches, and no batch names a key twice. A key is *known* from the ``access`` that names it in ``new`` until
     it is removed, evicted or cleared; all other calls name known keys. A new key is not evictable; it is after
-    ``mark_evictable`` and until ``mark_pinned``.
+    ``mark_evictable`` and until ``mark_pinned``. ``clock``: seconds; the primary's own, once it has the policy.
     """
+
+    clock: Callable[[], float] = staticmethod(time.monotonic)
 
     def __init__(self, capacity: int) -> None:
         """Start empty, for a primary of ``capacity`` rows."""
@@ -66,6 +69,15 @@ class EvictionPolicy(ABC):
         """
         del count, request_id
         return []
+
+    def worth_storing(self, keys: Sequence[OffloadKey], request_id: str) -> int:
+        """Return how many of the leading keys should be resident, since something would have to leave for the others.
+
+        ``keys``: what a request offers to store, in the order of its prefix, those that are here included. Comes
+        before ``evict``, and before the ``access`` that names those which were stored. All of them, by default.
+        """
+        del request_id
+        return len(keys)
 
     @abstractmethod
     def coldest(self) -> Iterator[OffloadKey]:

@@ -1,0 +1,126 @@
+"""The ages of runs: what is learnt when one is used or is not, and which runs are to be ranked again.
+
+Each run waits for the end of the bin that its age is in. Uses and bins that passed are gathered, then learnt from and
+ranked together; so is the work of a step bounded after a long pause, when many bins have passed.
+"""
+
+import heapq
+from collections.abc import Callable
+
+from kvtiers.primary.eviction.turn_hazard.hazard_model import BINS, HazardModel, Rows, bin_end, bin_of, step
+from kvtiers.primary.eviction.turn_hazard.prefix_tree import Run
+
+__all__ = ["Ages"]
+
+_BATCH = 48  # examples and ranks that are computed together
+_MOST_PASSED = 256  # bins that may end in one call
+_SMALL = 64
+# Chunks up to the end, of the run, added by the last use, before it; the last gap, their mean; whether others follow;
+# left over; uses and what the last one added.
+_SIZES = (12, 12, 12, 12, 32, 32, 2, 4, 48)
+_STARTS = [sum(_SIZES[:index]) for index in range(len(_SIZES))]
+
+
+def features(run: Run) -> Rows:
+    """Return the model's rows for a run as it is since its last use."""
+    end, size, grown, before, gap, mean, followed, left_over, turn = _STARTS
+    depth, length, added = run.depth, len(run.keys), step(run.grown, 1, 11)
+    again = run.uses - 1
+    return (
+        end + step(depth + length, 1, 11),
+        size + step(length, 1, 11),
+        grown + added,
+        before + step(depth, 1, 11),
+        gap + (step(run.gap, 1.0, 31, 2) if again else 0),
+        mean + (step((run.last - run.first) / again, 1.0, 31, 2) if again else 0),
+        followed + (run.kids > 0),
+        left_over + run.left_over,
+        turn + 12 * min(3, again) + added,
+    )
+
+
+class Ages:
+    """The ages of all runs that may be used again. ``ranked(run)`` is called with each new rank of a run."""
+
+    def __init__(self, ranked: Callable[[Run], None], may_leave: Callable[[Run], bool]) -> None:
+        self._ranked, self._may_leave = ranked, may_leave
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything, also what was learnt."""
+        self.model = HazardModel(_SIZES)
+        self._waiting: list[tuple[float, int, int, Run]] = []
+        self._limit = _SMALL
+        self._rows: list[Rows] = []
+        self._bins: list[int] = []
+        self._was_used: list[bool] = []
+        self._to_rank: dict[Run, None] = {}
+
+    def use(self, run: Run, begin: float) -> None:
+        """Learn from a use; until ``restart`` the run has no age."""
+        gap = max(0.0, begin - run.last)
+        self._example(run, bin_of(gap, run.bin), was_used=True)
+        run.gap, run.last, run.bin = gap, max(begin, run.last), 0
+        run.uses += 1
+        run.grown = run.left_over = 0
+        run.version += 1
+
+    def restart(self, run: Run) -> None:
+        """Let the run's age begin again at its last use, in the bin in which it is."""
+        run.features = features(run)
+        run.version += 1
+        self._wait(run)
+        self.rank_soon(run)
+
+    def rank_soon(self, run: Run) -> None:
+        """Rank a run again with the next batch."""
+        self._to_rank[run] = None
+
+    def passes(self, now: float) -> None:
+        """Let time pass: learn from the bins that have ended."""
+        waiting = self._waiting
+        for _ in range(_MOST_PASSED):
+            if not waiting or waiting[0][0] > now:
+                break
+            _, _, version, run = heapq.heappop(waiting)
+            if version != run.version:
+                continue
+            self._example(run, run.bin, was_used=False)
+            if run.bin < BINS - 1:
+                run.bin += 1
+                self._wait(run)
+            self._to_rank[run] = None
+        if len(self._to_rank) >= _BATCH or len(self._rows) >= _BATCH:
+            self.settle()
+
+    def settle(self) -> bool:
+        """Learn from what was gathered and rank the runs that wait for it; return whether there were any."""
+        if self._rows:
+            self.model.learn(self._rows, self._bins, self._was_used)
+            self._rows, self._bins, self._was_used = [], [], []
+        runs = [run for run in self._to_rank if self._may_leave(run)]
+        self._to_rank = {}
+        if runs:
+            ranks = self.model.rank([run.features for run in runs], [run.bin for run in runs])
+            for run, rank in zip(runs, ranks, strict=True):
+                run.rank = rank
+                self._ranked(run)
+        return bool(runs)
+
+    def rank_now(self, run: Run) -> float:
+        """Return the rank of a run as if it was used just now."""
+        return self.model.rank([features(run)], [0])[0]
+
+    def _example(self, run: Run, index: int, *, was_used: bool) -> None:
+        if run.features:
+            self._rows.append(run.features)
+            self._bins.append(index)
+            self._was_used.append(was_used)
+
+    def _wait(self, run: Run) -> None:
+        waiting = self._waiting
+        heapq.heappush(waiting, (run.last + bin_end(run.bin), run.serial, run.version, run))
+        if len(waiting) > self._limit:
+            self._waiting = [entry for entry in waiting if entry[2] == entry[3].version]
+            heapq.heapify(self._waiting)
+            self._limit = max(_SMALL, 2 * len(self._waiting))

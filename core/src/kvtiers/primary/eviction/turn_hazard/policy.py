@@ -1,0 +1,287 @@
+"""Turn-hazard: evicts what is least likely to be used soon, by what the workload has taught so far.
+
+An LRU takes the time since the last use for all that matters. In a chat it is not: a session whose user has just
+answered twice within a minute comes back sooner than one that has been silent since its first turn, a system prompt
+comes back always, and what a session has left behind on another way never does. The policy learns from each use and
+each silence when runs of chunks come back (``hazard_model``), by what is known of a run: how deep and how long it is,
+how often and how regularly it was used, how much the last turn added. It evicts the run with the least probability of
+a use a second of held memory, tail first, and only leaves of the resident tree: no chunk stays that cannot be found.
+
+What a request would store competes as well: ``worth_storing`` says how much of it is likelier to be used than what
+would leave for it. Runs that a running request uses leave last, the one that began first before the others.
+
+Everything is learnt again after a start or a reset: what one workload has taught misleads on another. Memory: some 290
+bytes for each resident chunk and 160 for each of the others that are known, at most 15 times as many.
+"""
+
+import heapq
+from collections.abc import Iterator, Sequence
+
+from kvtiers.api import OffloadKey
+from kvtiers.primary.eviction.base import EvictionPolicy
+from kvtiers.primary.eviction.turn_hazard.ages import Ages
+from kvtiers.primary.eviction.turn_hazard.prefix_tree import PrefixTree, Run, Way
+
+__all__ = ["TurnHazardPolicy"]
+
+_KNOWN = 16  # known chunks, as a multiple of the capacity
+_SMALL = 64
+
+
+class TurnHazardPolicy(EvictionPolicy):
+    """Learns when each run of chunks is used again, and evicts by that."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._tree = PrefixTree(self._used, self._idle, self._leaf)
+        self._ages = Ages(self._ranked, self._may_leave)
+        self._ways: dict[str, Way] = {}
+        self._evictable = 0
+        self._loose: dict[Run, None] = {}  # runs with evictable chunks
+        self._queue: list[tuple[float, float, int, int, int, Run]] = []
+        self._queue_limit = _SMALL
+        self._gone: list[tuple[float, int, int, Run]] = []  # without resident chunks and followers, unless used since
+
+    @property
+    def known(self) -> int:
+        """The number of known chunks, resident or not."""
+        return len(self._tree.run_of)
+
+    # -- uses
+
+    def access(self, keys: Sequence[OffloadKey], request_id: str, new: Sequence[OffloadKey] = ()) -> None:
+        """Follow the request's way through the tree."""
+        if not keys:
+            return
+        way = self._way(request_id)
+        self._tree.follow(way, keys)
+        if new:
+            self._tree.add(new)
+        if not request_id:
+            self._finish(way)
+        self._forget()
+
+    def request_finished(self, request_id: str) -> None:
+        """Let the ages of what the request used begin."""
+        way = self._ways.pop(request_id, None)
+        if way is not None:
+            self._finish(way)
+            self._forget()
+
+    def worth_storing(self, keys: Sequence[OffloadKey], request_id: str) -> int:
+        """Return how many of the leading keys are likelier to be used than what would leave for them."""
+        resident = self._tree.resident
+        absent = [place for place, key in enumerate(keys) if key not in resident]
+        if not absent:
+            return len(keys)
+        way = self._way(request_id)
+        if way.reach > self.capacity:  # the rest of so long a prompt cannot be resident together with its head
+            return absent[0]
+        self._tree.follow(way, keys)
+        short = len(absent) - (self.capacity - len(resident))
+        kept = len(absent) - (self._outranked([keys[place] for place in absent], short) if short > 0 else 0)
+        if not request_id:
+            self._finish(way)
+        self._forget()
+        return absent[kept] if kept < len(absent) else len(keys)
+
+    # -- residents
+
+    def mark_evictable(self, keys: Sequence[OffloadKey]) -> None:
+        """Let the chunks leave when their run's turn comes."""
+        for run, part in self._tree.by_run(keys):
+            run.allow(part)
+            self._loose[run] = None
+            if not run.queued:
+                self._ages.rank_soon(run)
+        self._evictable += len(keys)
+
+    def mark_pinned(self, keys: Sequence[OffloadKey]) -> None:
+        """Keep the chunks, whatever their run's rank."""
+        for run, part in self._tree.by_run(keys):
+            self._hold(run, part)
+        self._evictable -= len(keys)
+
+    def remove(self, keys: Sequence[OffloadKey]) -> None:
+        """Record that the chunks are not resident any more."""
+        for run, part in self._tree.by_run(keys):
+            evictable = [key for key in part if key in run.evictable]
+            if evictable:
+                self._hold(run, evictable)
+                self._evictable -= len(evictable)
+            self._drop(run, part)
+        self._forget()
+
+    def evict(self, count: int) -> list[OffloadKey] | None:
+        """Take from the leaves that rank lowest, each from its tail; then from what requests use."""
+        if count > self._evictable:
+            return None
+        victims = self._evict_ranked(count)
+        if len(victims) < count:
+            for run in self._by_last_use():
+                self._take(run, count - len(victims), victims)
+                if len(victims) == count:
+                    break
+        return victims
+
+    def evict_unused(self, count: int, request_id: str) -> list[OffloadKey]:
+        """Evict from runs that no running request uses."""
+        del request_id
+        return self._evict_ranked(min(count, self._evictable))
+
+    def coldest(self) -> Iterator[OffloadKey]:
+        """Yield the evictable chunks: the queue's as they are ranked now, then the others by their last use."""
+        seen: set[Run] = set()
+        for entry in sorted(entry[:4] + (place,) for place, entry in enumerate(self._queue) if self._valid(entry)):
+            run = self._queue[entry[4]][5]
+            if run not in seen:
+                seen.add(run)
+                yield from reversed(run.put_in_order())
+        for run in self._by_last_use():
+            if run not in seen:
+                yield from reversed(run.put_in_order())
+
+    def clear(self) -> None:
+        """Forget all chunks, requests, and what was learnt."""
+        self._tree.clear()
+        self._ages.clear()
+        self._ways.clear()
+        self._evictable = 0
+        self._loose.clear()
+        self._queue.clear()
+        self._gone.clear()
+
+    # -- inside: ways
+
+    def _way(self, request_id: str) -> Way:
+        way = self._ways.get(request_id)
+        if way is None:
+            now = self.clock()
+            self._ages.passes(now)
+            way = Way(now)
+            if request_id:
+                self._ways[request_id] = way
+        return way
+
+    def _finish(self, way: Way) -> None:
+        now = self.clock()
+        for run in way.runs:
+            run.last = max(run.last, now)
+        self._tree.finish(way)
+
+    def _used(self, run: Run, way: Way) -> None:
+        self._ages.use(run, way.begin)
+        run.queued = False
+
+    def _idle(self, run: Run) -> None:
+        run.queued = False
+        self._ages.restart(run)
+        self._note_gone(run)
+
+    def _leaf(self, run: Run) -> None:
+        self._ages.rank_soon(run)
+        self._note_gone(run)
+
+    # -- inside: eviction
+
+    @staticmethod
+    def _may_leave(run: Run) -> bool:
+        return not run.live_kids and not run.users and bool(run.evictable)
+
+    def _ranked(self, run: Run) -> None:
+        run.queued = True
+        heapq.heappush(self._queue, (run.rank, run.last, -run.depth, run.serial, run.version, run))
+        if len(self._queue) > self._queue_limit:
+            self._queue = [entry for entry in self._queue if self._valid(entry)]
+            heapq.heapify(self._queue)
+            self._queue_limit = max(_SMALL, 2 * len(self._queue))
+
+    def _valid(self, entry: tuple[float, float, int, int, int, Run]) -> bool:
+        run = entry[5]
+        return entry[4] == run.version and entry[0] == run.rank and self._may_leave(run)
+
+    def _lowest(self) -> Run | None:
+        """Return the lowest ranking run that may leave; None: there is none."""
+        while True:
+            while self._queue:
+                entry = self._queue[0]
+                if self._valid(entry):
+                    return entry[5]
+                heapq.heappop(self._queue)
+                if entry[4] == entry[5].version and entry[0] == entry[5].rank:
+                    entry[5].queued = False
+            if not self._ages.settle():
+                return None
+
+    def _evict_ranked(self, count: int) -> list[OffloadKey]:
+        victims: list[OffloadKey] = []
+        while len(victims) < count and (run := self._lowest()) is not None:
+            self._take(run, count - len(victims), victims)
+        return victims
+
+    def _take(self, run: Run, count: int, victims: list[OffloadKey]) -> None:
+        evictable = run.put_in_order()
+        taken = [evictable.popitem()[0] for _ in range(min(count, len(evictable)))]
+        victims += taken
+        self._evictable -= len(taken)
+        if not evictable:
+            self._loose.pop(run, None)
+        self._drop(run, taken)
+
+    def _by_last_use(self) -> list[Run]:
+        """Return the runs with evictable chunks, the least recently used first, what follows a run before that."""
+        return sorted(self._loose, key=lambda run: (run.last, -run.depth, run.serial))
+
+    def _outranked(self, keys: Sequence[OffloadKey], short: int) -> int:
+        """Return how many of a request's absent chunks, from the last on, rank below what would leave for them."""
+        dropped = 0
+        for run, part in reversed(list(self._tree.by_run(keys))):
+            colder = self._colder_than(self._ages.rank_now(run), short)
+            if colder >= short:
+                break
+            dropped += min(len(part), short - colder)
+            short -= min(len(part), short - colder)
+        return dropped
+
+    def _colder_than(self, rank: float, most: int) -> int:
+        """Return how many chunks in the queue rank lower, counted up to ``most``."""
+        found, aside = 0, []
+        while found < most and (run := self._lowest()) is not None and run.rank < rank:
+            found += len(run.evictable)
+            aside.append(heapq.heappop(self._queue))
+        for entry in aside:
+            heapq.heappush(self._queue, entry)
+        return found
+
+    # -- inside: residents
+
+    def _hold(self, run: Run, keys: Sequence[OffloadKey]) -> None:
+        if len(keys) == len(run.evictable):
+            run.evictable = {}
+            self._loose.pop(run, None)
+            return
+        for key in keys:
+            del run.evictable[key]
+
+    def _drop(self, run: Run, keys: Sequence[OffloadKey]) -> None:
+        self._tree.drop(run, keys)
+        if not run.live:
+            self._note_gone(run)
+
+    def _note_gone(self, run: Run) -> None:
+        if not run.live and not run.kids and not run.users:
+            heapq.heappush(self._gone, (run.last, run.serial, run.version, run))
+
+    def _forget(self) -> None:
+        """Forget the least recently used of the chunks that are gone, once too many are known."""
+        tree, most = self._tree, _KNOWN * self.capacity
+        while len(tree.run_of) > most and self._gone:
+            _, _, version, run = heapq.heappop(self._gone)
+            if version != run.version or run.live or run.kids or run.users:
+                continue
+            tree.forget(run)
+            if run.parent is not None:
+                self._note_gone(run.parent)
+        if len(tree.run_of) > most:
+            tree.forget_all_gone()
+            self._gone.clear()
