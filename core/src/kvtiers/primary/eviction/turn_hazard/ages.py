@@ -59,7 +59,10 @@ class Ages:
     def use(self, run: Run, begin: float) -> None:
         """Learn from a use; until ``restart`` the run has no age."""
         gap = max(0.0, begin - run.last)
-        self._example(run, bin_of(gap, run.bin), was_used=True)
+        if run.features:  # else it is new, and used for the first time
+            self._rows.append(run.features)
+            self._bins.append(bin_of(gap, run.bin))
+            self._was_used.append(True)
         run.gap, run.last, run.bin = gap, max(begin, run.last), 0
         run.uses += 1
         run.grown = run.left_over = 0
@@ -78,18 +81,24 @@ class Ages:
 
     def passes(self, now: float) -> None:
         """Let time pass: learn from the bins that have ended."""
-        waiting = self._waiting
+        waiting, to_rank = self._waiting, self._to_rank
         for _ in range(_MOST_PASSED):
             if not waiting or waiting[0][0] > now:
                 break
-            _, _, version, run = heapq.heappop(waiting)
+            _, serial, version, run = waiting[0]
             if version != run.version:
+                heapq.heappop(waiting)
                 continue
-            self._example(run, run.bin, was_used=False)
+            self._rows.append(run.features)
+            self._bins.append(run.bin)
+            self._was_used.append(False)
             if run.bin < BINS - 1:
                 run.bin += 1
-                self._wait(run)
-            self._to_rank[run] = None
+                heapq.heapreplace(waiting, (run.last + bin_end(run.bin), serial, version, run))
+            else:
+                heapq.heappop(waiting)
+            if run.resident:
+                to_rank[run] = None
         if len(self._to_rank) >= _BATCH or len(self._rows) >= _BATCH:
             self.settle()
 
@@ -109,13 +118,7 @@ class Ages:
 
     def rank_now(self, run: Run) -> float:
         """Return the rank of a run as if it was used just now."""
-        return self.model.rank([features(run)], [0])[0]
-
-    def _example(self, run: Run, index: int, *, was_used: bool) -> None:
-        if run.features:
-            self._rows.append(run.features)
-            self._bins.append(index)
-            self._was_used.append(was_used)
+        return self.model.rank_one(features(run))
 
     def _wait(self, run: Run) -> None:
         waiting = self._waiting

@@ -10,6 +10,7 @@ AdaGrad (Duchi, Hazan and Singer, JMLR 12, 2011), over small batches, since nump
 a use to the time that the memory is held for it.
 """
 
+import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -25,6 +26,8 @@ Curves: TypeAlias = npt.NDArray[np.float64]
 BINS = 21
 _ENDS = [2.0 ** (index / 1.5) for index in range(BINS)]  # seconds; the last bin has no end, and counts as this long
 _WIDTHS = np.diff(np.array([0.0, *_ENDS]))
+_WIDTH_LIST: list[float] = _WIDTHS.tolist()
+_BIN_NUMBERS = np.arange(BINS)
 _PRIOR = 0.06
 _RATE, _RATE_AT_ALL_AGES = 0.4, 0.2
 
@@ -90,18 +93,31 @@ class HazardModel:
         row = np.array(rows)
         sums = self._by_bin[row].sum(1) + self._at_all_ages[row].sum(1)[:, None] + self._of_bin
         hazards = 1 / (1 + np.exp(-sums))
-        hazards[np.arange(BINS) < np.array(bins)[:, None]] = 0.0
+        hazards[_BIN_NUMBERS < np.array(bins)[:, None]] = 0.0
         return hazards
 
     def rank(self, rows: Sequence[Rows], bins: Sequence[int]) -> list[float]:
         """Return the index of each run in the bin of its age, uses a second of held memory: the least leaves first."""
         hazards = self.curves(rows, bins)
         alive = np.cumprod(1 - hazards, 1)
-        before = np.hstack((np.ones((len(hazards), 1)), alive[:, :-1]))
-        widths = np.where(np.arange(BINS) < np.array(bins)[:, None], 0.0, _WIDTHS)
-        held = np.cumsum(before * widths * (1 - hazards / 2), 1)
+        held = _WIDTHS * (1 - hazards / 2)
+        held[:, 1:] *= alive[:, :-1]
+        held[_BIN_NUMBERS < np.array(bins)[:, None]] = 0.0
+        held = np.cumsum(held, 1)
         ratios = np.divide(1 - alive, held, out=np.zeros_like(held), where=held > 0)
         return ratios.max(1).tolist()  # type: ignore[no-any-return]  # floats
+
+    def rank_one(self, rows: Rows) -> float:
+        """Return what ``rank`` does for one run that was used just now, several times as fast."""
+        at_all_ages = float(self._at_all_ages.take(rows).sum())
+        alive, held, best = 1.0, 0.0, 0.0
+        sums = (self._by_bin.take(rows, 0).sum(0) + self._of_bin).tolist()
+        for each, width in zip(sums, _WIDTH_LIST, strict=True):
+            hazard = 1 / (1 + math.exp(-at_all_ages - each))
+            held += alive * width * (1 - hazard / 2)
+            alive *= 1 - hazard
+            best = max(best, (1 - alive) / held)
+        return best
 
     def reuse(self, rows: Sequence[Rows], bins: Sequence[int]) -> list[float]:
         """Return the probability of each run, in the bin of its age, to be used at all."""
