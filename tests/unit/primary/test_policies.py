@@ -6,10 +6,10 @@ import tracemalloc
 import pytest
 
 from kvtiers.api import ConfigError
-from kvtiers.primary.eviction import ARCPolicy, EvictionPolicy, LRUPolicy, make_policy, policy_class
+from kvtiers.primary.eviction import ARCPolicy, EvictionPolicy, LRUPolicy, TurnHazardPolicy, make_policy, policy_class
 from kvtiers.primary.tier import CPUPrimaryTier
 
-POLICIES = [LRUPolicy, ARCPolicy]
+POLICIES = [LRUPolicy, ARCPolicy, TurnHazardPolicy]
 
 
 def names(text):
@@ -129,6 +129,7 @@ def test_a_pin_and_its_end_leave_the_order_as_it_was(policy):
         assert list(policy.coldest()) == before
 
 
+@pytest.mark.parametrize("policy", [LRUPolicy, ARCPolicy], indirect=True)
 def test_the_key_touched_first_leaves_last(policy):
     store(policy, "xyz", "r")
     policy.request_finished("r")
@@ -279,7 +280,14 @@ def refusal(name):
 def test_the_built_in_policies_have_names():
     assert policy_class("lru") is LRUPolicy
     assert policy_class("arc") is ARCPolicy
+    assert policy_class("turn-hazard") is TurnHazardPolicy
     assert make_policy("arc", 7).capacity == 7
+
+
+def test_a_policy_gets_the_clock_of_its_primary_and_stores_all_that_is_offered_unless_it_says_otherwise(foreign):
+    made = make_policy("mine", 3, clock=lambda: 7.0)
+    assert made.clock() == 7.0
+    assert made.worth_storing(names("abcd"), "r") == 4
 
 
 def test_an_installed_policy_is_found_by_its_entry_point(foreign):
@@ -291,7 +299,7 @@ def test_an_installed_policy_is_found_by_its_entry_point(foreign):
 def test_an_unknown_policy_is_refused_with_the_nearest_name(foreign):
     assert refusal("lur") == (
         "unknown eviction policy 'lur'. Did you mean 'lru'? "
-        "Eviction policies: absent, arc, greedy, half, lru, mine, stranger."
+        "Eviction policies: absent, arc, greedy, half, lru, mine, stranger, turn-hazard."
     )
 
 

@@ -55,9 +55,12 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
     requests = st.sampled_from(["a", "b", "c", ""])
 
     @initialize(
-        num_rows=st.integers(0, 9), policy=st.sampled_from(["lru", "arc"]), share=st.sampled_from([0.0, 0.1, 0.5, 1.0])
+        num_rows=st.integers(0, 9),
+        policy=st.sampled_from(["lru", "arc", "turn-hazard"]),
+        share=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
     )
     def start(self, num_rows, policy, share):
+        self.may_decline = policy == "turn-hazard"
         self.now = 0.0
         self.tier = CPUPrimaryTier(
             num_rows,
@@ -156,7 +159,14 @@ class PrimaryAgainstModel(RuleBasedStateMachine):
         missing = [key for key in dict.fromkeys(keys) if self.row_of(key) is None]
         may_leave = self.evictable()
         room = self.free() + len(may_leave - set(keys))
+        may_be_declined = self.may_decline and len(missing) > self.free()
         allocation = self.tier.prepare_store(keys, request_id)
+        if may_be_declined and allocation is not None:
+            worth = len(allocation.keys)  # the head of what is offered, up to the first chunk that is not worth it
+            if worth < len(missing):
+                keys = keys[: keys.index(missing[worth])]
+                missing = missing[:worth]
+                room = self.free() + len(may_leave - set(keys))
         if missing and len(missing) > room:
             assert allocation is None
             return multiple()

@@ -59,7 +59,7 @@ class ManagerAgainstModel(RuleBasedStateMachine):
         rows=st.integers(1, 40),
         options=st.tuples(tier_options, tier_options),
         load_wait=st.sampled_from([LOAD_WAIT, None]),
-        policy=st.sampled_from(["lru", "arc"]),
+        policy=st.sampled_from(["lru", "arc", "turn-hazard"]),
         starts=st.tuples(st.booleans(), st.booleans()),
         job_rows=st.sampled_from([2, 1000]),
     )

@@ -267,7 +267,7 @@ def long_prefix(bench):
     return keys
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("policy", ["lru", "arc", "turn-hazard"])
 def test_what_a_request_has_walked_is_not_walked_again_to_reserve_rows_and_does_not_make_room(walked, policy):
     bench = Bench(rows=5000, options=WIDE, policy=policy)
     keys = long_prefix(bench)
@@ -301,7 +301,7 @@ def test_after_a_loss_or_a_reset_a_run_is_walked_from_where_it_is_not_there_any_
     assert [used for _, used in walked] == [0, 16, 0]
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("policy", ["lru", "arc", "turn-hazard"])
 def test_a_runs_own_chunks_do_not_make_room_for_the_rest_of_it(policy):
     bench = Bench(rows=6, options=WIDE, policy=policy, tiers={"a": {"read_only": True}})
     bench.store(KEYS[:2] + KEYS[6:8])  # the coldest of all

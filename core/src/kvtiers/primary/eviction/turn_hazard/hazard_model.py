@@ -10,6 +10,7 @@ AdaGrad (Duchi, Hazan and Singer, JMLR 12, 2011), over small batches, since nump
 a use to the time that the memory is held for it.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -28,7 +29,7 @@ _ENDS = [2.0 ** (index / 1.5) for index in range(BINS)]  # seconds; the last bin
 _WIDTHS = np.diff(np.array([0.0, *_ENDS]))
 _WIDTH_LIST: list[float] = _WIDTHS.tolist()
 _BIN_NUMBERS = np.arange(BINS)
-_PRIOR = 0.06
+_PRIOR = 0.03
 _RATE, _RATE_AT_ALL_AGES = 0.4, 0.2
 
 
@@ -80,7 +81,7 @@ class HazardModel:
 
     def learn(self, rows: Sequence[Rows], bins: Sequence[int], used: Sequence[bool]) -> None:
         """Learn from runs that were used in these bins, or were not."""
-        row, column = np.array(rows), np.array(bins)[:, None]
+        row, column = self._table(rows), np.array(bins)[:, None]
         places = np.hstack((row * BINS + column, row + self._flat, column + (len(self._weights) - BINS)))
         error = 1 / (1 + np.exp(-self._weights[places].sum(1))) - np.array(used, float)
         flat, each = places.ravel(), places.shape[1]
@@ -90,11 +91,15 @@ class HazardModel:
 
     def curves(self, rows: Sequence[Rows], bins: Sequence[int]) -> Curves:
         """Return the hazards of runs by bin; 0 in bins that are over."""
-        row = np.array(rows)
+        row = self._table(rows)
         sums = self._by_bin[row].sum(1) + self._at_all_ages[row].sum(1)[:, None] + self._of_bin
         hazards = 1 / (1 + np.exp(-sums))
         hazards[_BIN_NUMBERS < np.array(bins)[:, None]] = 0.0
         return hazards
+
+    def _table(self, rows: Sequence[Rows]) -> npt.NDArray[np.intp]:
+        flat = np.fromiter(itertools.chain.from_iterable(rows), np.intp, len(rows) * self._features)
+        return flat.reshape(-1, self._features)
 
     def rank(self, rows: Sequence[Rows], bins: Sequence[int]) -> list[float]:
         """Return the index of each run in the bin of its age, uses a second of held memory: the least leaves first."""

@@ -33,7 +33,7 @@ class TurnHazardPolicy(EvictionPolicy):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self._tree = PrefixTree(self._used, self._idle, self._leaf)
+        self._tree = PrefixTree(self._used, self._idle, self._leaf, self._divided)
         self._ages = Ages(self._ranked, self._may_leave)
         self._ways: dict[str, Way] = {}
         self._evictable = 0
@@ -181,6 +181,12 @@ class TurnHazardPolicy(EvictionPolicy):
     def _leaf(self, run: Run) -> None:
         self._ages.rank_soon(run)
         self._note_gone(run)
+
+    def _divided(self, head: Run, rest: Run) -> None:
+        if head.evictable:
+            self._loose[head] = None
+        if not rest.evictable:
+            self._loose.pop(rest, None)
 
     # -- inside: eviction
 

@@ -110,17 +110,22 @@ class Way:
 class PrefixTree:
     """All known runs. ``used(run, way)`` is called at a request's first use of one, ``idle(run)`` after the last user.
 
-    ``leaf(run)``: no resident chunk follows the run any more.
+    ``leaf(run)``: no resident chunk follows the run any more. ``divided(head, rest)``: a run with evictable chunks is
+    two now.
     """
 
     def __init__(
-        self, used: Callable[[Run, Way], None], idle: Callable[[Run], None], leaf: Callable[[Run], None]
+        self,
+        used: Callable[[Run, Way], None],
+        idle: Callable[[Run], None],
+        leaf: Callable[[Run], None],
+        divided: Callable[[Run, Run], None],
     ) -> None:
         self.run_of: dict[OffloadKey, Run] = {}
         self.resident: set[OffloadKey] = set()
         self.runs = 0
         self._serial = 0
-        self._used, self._idle, self._leaf = used, idle, leaf
+        self._used, self._idle, self._leaf, self._divided = used, idle, leaf, divided
 
     def by_run(self, keys: Sequence[OffloadKey]) -> Iterator[tuple[Run, Sequence[OffloadKey]]]:
         """Yield each run of these known chunks with its part of them."""
@@ -144,6 +149,8 @@ class PrefixTree:
             if run is None:
                 self._extend(way, list(keys[at:end]))
             else:
+                if at and run.parent is None:
+                    self._link(keys[at - 1], run, way)
                 self._reach(way, keys[end - 1])
             at = end
 
@@ -167,6 +174,22 @@ class PrefixTree:
             above = above.parent
         if run.depth + len(run.keys) > way.reach and (reach := run.depth + run.place(key) + 1) > way.reach:
             way.reach, way.end = reach, key
+
+    def _link(self, before: OffloadKey, run: Run, way: Way) -> None:
+        """Let a run that followed none follow this chunk: its head was not named when it became known."""
+        above = top = self.run_of[before]
+        while top.parent is not None:
+            top = top.parent
+        if top is run:
+            return
+        if (place := above.place(before) + 1) < len(above.keys):
+            above = self._split(above, place, way)
+        run.parent, run.depth = above, above.depth + len(above.keys)
+        above.kids += 1
+        if run.live:
+            self._revive(run)
+        way.reach, way.end = 0, None  # places count from the head now
+        self._reach(way, before)
 
     def _extend(self, way: Way, keys: list[OffloadKey]) -> None:
         run = None if way.end is None else self.run_of.get(way.end)
@@ -205,6 +228,7 @@ class PrefixTree:
             head.in_order = run.in_order
             for key in head.evictable:
                 del run.evictable[key]
+            self._divided(head, run)
         for user in run.users:
             user.runs[head] = user.runs[run]
         head.users = set(run.users)

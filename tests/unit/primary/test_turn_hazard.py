@@ -1,0 +1,347 @@
+"""Turn-hazard against a model of what may leave, and what it learns; all by an injected clock."""
+
+import os
+import random
+import tracemalloc
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvtiers.primary.eviction import LRUPolicy, TurnHazardPolicy, make_policy
+from kvtiers.primary.eviction.turn_hazard import ages
+from kvtiers.primary.eviction.turn_hazard.hazard_model import BINS, HazardModel, bin_end, bin_of
+from kvtiers.primary.tier import CPUPrimaryTier
+
+CAPACITY = 12
+
+
+def key_of(path):
+    """A chunk is named after its whole prefix, as a chained hash is."""
+    return b"/" + path.encode()
+
+
+def keys_of(path):
+    return [key_of(path[: end + 1]) for end in range(len(path))]
+
+
+class AgainstModel(RuleBasedStateMachine):
+    """Requests over a tree of prefixes, side by side. The model has which chunks are resident, and which may leave."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = 0.0
+        self.policy = make_policy("turn-hazard", CAPACITY, lambda: self.now)
+        self.twin = make_policy("turn-hazard", CAPACITY, lambda: self.now)
+        self.resident = {}  # key -> pinned
+        self.running = {}
+
+    def both(self, method, *args):
+        ours, others = getattr(self.policy, method)(*args), getattr(self.twin, method)(*args)
+        assert ours == others, "two policies that were used alike differ"
+        return ours
+
+    def evictable(self):
+        return {key for key, pinned in self.resident.items() if not pinned}
+
+    def check_and_drop(self, victims):
+        assert len(set(victims)) == len(victims)
+        for victim in victims:
+            assert self.resident[victim] is False
+            followers = [key for key in self.resident if key.startswith(victim) and key != victim]
+            assert not [key for key in followers if not self.resident[key]], "a head left before its tail"
+            del self.resident[victim]
+
+    @rule(path=st.text("ab", min_size=1, max_size=9), number=st.integers(0, 3), run=st.booleans())
+    def request(self, path, number, run):
+        """A request looks up, loads and stores, and ends now or later."""
+        name = f"r{number}" if run else ""
+        if name in self.running:
+            return
+        if run:
+            self.running[name] = path
+        keys = keys_of(path)
+        hits = next((i for i, key in enumerate(keys) if key not in self.resident), len(keys))
+        if hits and run:
+            self.both("access", keys[:hits], name)
+        rest = keys[hits:] if run else keys
+        short = sum(key not in self.resident for key in rest) - (CAPACITY - len(self.resident))
+        if short > 0:
+            worth = self.both("worth_storing", rest, name)
+            assert 0 <= worth <= len(rest)
+            rest = rest[:worth]
+            short = sum(key not in self.resident for key in rest) - (CAPACITY - len(self.resident))
+        kept = [key for key in rest if self.resident.get(key) is False]
+        if kept:
+            self.both("mark_pinned", kept)
+        self.resident.update(dict.fromkeys(kept, True))
+        victims = self.both("evict", max(0, short))
+        self.resident.update(dict.fromkeys(kept, False))
+        if victims is None:
+            assert short > len(self.evictable()) - len(kept)
+        else:
+            self.check_and_drop(victims)
+        if kept:
+            self.both("mark_evictable", kept)
+        new = [key for key in rest if key not in self.resident]
+        if victims is not None and rest:
+            self.both("access", rest, name, new)
+            if new:
+                self.both("mark_evictable", new)
+                self.resident.update(dict.fromkeys(new, False))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def finish(self, data):
+        name = data.draw(st.sampled_from(sorted(self.running)))
+        del self.running[name]
+        self.both("request_finished", name)
+
+    @precondition(lambda self: self.resident)
+    @rule(data=st.data(), pin=st.booleans())
+    def pin(self, data, pin):
+        keys = data.draw(st.lists(st.sampled_from(sorted(self.resident)), unique=True))
+        keys = [key for key in keys if self.resident[key] is not pin]
+        if keys:
+            self.both("mark_pinned" if pin else "mark_evictable", keys)
+            self.resident.update(dict.fromkeys(keys, pin))
+
+    @precondition(lambda self: self.resident)
+    @rule(data=st.data())
+    def remove(self, data):
+        keys = data.draw(st.lists(st.sampled_from(sorted(self.resident)), unique=True, max_size=3))
+        if keys:
+            self.both("remove", keys)
+            for key in keys:
+                del self.resident[key]
+
+    @rule(count=st.integers(0, CAPACITY))
+    def evict(self, count):
+        victims = self.both("evict", count)
+        assert (victims is None) == (count > len(self.evictable()))
+        if victims is not None:
+            assert len(victims) == count
+            self.check_and_drop(victims)
+
+    @rule(seconds=st.sampled_from([0.1, 3.0, 100.0, 1e5]))
+    def time_passes(self, seconds):
+        self.now += seconds
+
+    @rule()
+    def clear(self):
+        self.both("clear")
+        self.resident.clear()
+
+    @invariant()
+    def just_the_evictable_chunks_could_leave(self):
+        coldest = list(self.policy.coldest())
+        assert len(coldest) == len(set(coldest))
+        assert set(coldest) == self.evictable()
+        assert coldest == list(self.twin.coldest())
+
+    @invariant()
+    def what_is_known_is_bounded_and_every_resident_chunk_is_known(self):
+        assert self.policy.known <= 16 * CAPACITY
+        assert self.policy._tree.resident == self.resident.keys()
+        assert all(self.policy._tree.run_of[key].keys.count(key) == 1 for key in self.resident)
+
+
+TestAgainstModel = AgainstModel.TestCase
+TestAgainstModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+class Served:
+    """A primary of one policy that serves whole prefixes, and what it hits."""
+
+    def __init__(self, policy, capacity):
+        self.now = 0.0
+        self.tier = CPUPrimaryTier(capacity, 0, memoryview(b""), policy=policy, clock=lambda: self.now)
+        self.hits = self.requests = 0
+
+    def serve(self, keys):
+        self.requests += 1
+        request = str(self.requests)
+        hits, _ = self.tier.resident_run(keys)
+        if hits:
+            self.tier.complete_load(self.tier.prepare_load(keys[:hits], request))
+        if keys[hits:] and (stored := self.tier.prepare_store(keys[hits:], request)) is not None:
+            self.tier.complete_store(stored.rows, success=True)
+        self.tier.on_request_finished(request)
+        self.hits += hits
+        return hits
+
+
+def chunks(name, count):
+    return [b"%s %d" % (name.encode(), number) for number in range(count)]
+
+
+def sessions_and_scans(policy, *, rounds=160):
+    """Sessions come back after a minute, among prompts that never do and that fill the primary in between."""
+    served = Served(policy, 120)
+    late = 0
+    for turn in range(rounds):
+        for session in range(4):
+            served.now += 5.0
+            hits = served.serve(chunks(f"session {session}", 10))
+            late += hits if turn >= rounds // 2 else 0
+        for _ in range(3):
+            served.now += 10.0
+            served.serve(chunks(f"scan {served.requests}", 40))
+    return late / (rounds // 2 * 40)
+
+
+def test_what_comes_back_outlives_what_never_does_once_that_is_learnt():
+    assert sessions_and_scans("lru") == 0.0
+    assert sessions_and_scans("turn-hazard") > 0.9
+
+
+def test_what_was_learnt_is_not_kept_over_a_reset():
+    served = Served("turn-hazard", 100)
+    fresh = served.tier._policy._ages.model._weights.copy()
+    for number in range(100):
+        served.now += 100.0
+        served.serve(chunks(f"once {number}", 30))
+    policy = served.tier._policy
+    assert not (policy._ages.model._weights == fresh).all()
+    served.tier.reset_cache()
+    assert policy.known == 0
+    assert (policy._ages.model._weights == fresh).all()
+
+
+def test_of_a_prompt_that_is_longer_than_the_primary_the_head_is_stored():
+    served = Served("turn-hazard", 100)
+    assert served.serve(chunks("long", 250)) == 0
+    assert served.serve(chunks("long", 250)) == 100
+    assert len(served.tier.coldest(999)) == 100
+
+
+def test_a_long_pause_costs_no_more_than_a_bounded_batch(monkeypatch):
+    learnt = []
+    learn = HazardModel.learn
+    monkeypatch.setattr(HazardModel, "learn", lambda self, rows, *rest: (learnt.append(len(rows)), learn(self, rows, *rest)))
+    served = Served("turn-hazard", 2000)
+    for number in range(1000):
+        served.serve(chunks(f"session {number}", 2))
+    learnt.clear()
+    served.now += 1e6
+    served.serve(chunks("after", 2))
+    assert 0 < sum(learnt) <= ages._MOST_PASSED + 2
+
+
+def test_runs_that_a_running_request_uses_leave_after_all_others():
+    now = [0.0]
+    policy = make_policy("turn-hazard", 100, lambda: now[0])
+    for name in ("busy", "idle"):
+        policy.access(chunks(name, 5), name, chunks(name, 5))
+        policy.mark_evictable(chunks(name, 5))
+    policy.request_finished("idle")
+    assert policy.evict_unused(7, "busy") == chunks("idle", 5)[::-1]
+    assert policy.evict(5) == chunks("busy", 5)[::-1]
+
+
+def test_a_run_is_split_where_the_ways_part_and_only_there():
+    policy = TurnHazardPolicy(100)
+    system = chunks("system", 6)
+    for name in ("a", "b", "c"):
+        keys = system + chunks(name, 4)
+        policy.access(keys[:3], name)if name != "a" else None
+        policy.access(keys, name, [key for key in keys if key not in policy._tree.resident])
+        policy.request_finished(name)
+    runs = dict.fromkeys(policy._tree.run_of.values())
+    assert sorted(len(run.keys) for run in runs) == [4, 4, 4, 6]
+    (head,) = (run for run in runs if run.parent is None)
+    assert (head.keys, head.uses, head.kids) == (system, 3, 3)
+
+
+def test_a_head_that_is_named_after_its_tail_is_put_before_it():
+    policy = TurnHazardPolicy(100)
+    head, tail = chunks("head", 3), chunks("tail", 3)
+    policy.access(tail, "r", tail)
+    policy.access(head, "other", head)
+    policy.request_finished("other")
+    policy.access(head + tail, "r")
+    policy.request_finished("r")
+    policy.mark_evictable(tail)
+    policy.mark_evictable(head)
+    assert policy.evict(6) == [*tail[::-1], *head[::-1]]
+
+
+def test_bins_cover_all_ages_in_order():
+    ends = [bin_end(index) for index in range(BINS)]
+    assert ends == sorted(ends)
+    assert [bin_of(end) for end in ends[:-1]] == list(range(1, BINS))
+    assert bin_of(0.0) == 0
+    assert bin_of(1e12) == BINS - 1
+    assert bin_of(0.0, 4) == 4
+
+
+def test_a_hazard_that_is_learnt_is_the_share_of_uses_and_the_rank_of_one_run_is_that_of_many():
+    model = HazardModel((2, 3))
+    chance = random.Random(1)
+    for _ in range(400):
+        used = [chance.random() < (0.6 if feature else 0.1) for feature in (0, 1) for _ in range(20)]
+        model.learn([(feature, 2) for feature in (0, 1) for _ in range(20)], [3] * 40, used)
+    rare, often = (float(model.curves([(feature, 2)], [3])[0, 3]) for feature in (0, 1))
+    assert rare == pytest.approx(0.1, abs=0.05)
+    assert often == pytest.approx(0.6, abs=0.08)
+    assert model.rank([(0, 2)], [0])[0] == pytest.approx(model.rank_one((0, 2)))
+    low, high = model.rank([(0, 2), (1, 2)], [3, 3])
+    assert low < high
+    assert model.reuse([(1, 2)], [3])[0] > model.reuse([(0, 2)], [3])[0] > 0
+
+
+class CountedKey(bytes):
+    looks = 0
+
+    def __hash__(self):
+        CountedKey.looks += 1
+        return super().__hash__()
+
+    __eq__ = bytes.__eq__
+
+
+def test_a_request_costs_the_same_look_ups_however_many_chunks_are_resident():
+    def life(resident):
+        policy = make_policy("turn-hazard", resident, lambda: 0.0)
+        for number in range(resident // 20):
+            serve(policy, str(number))
+        CountedKey.looks = 0
+        for number in range(20):
+            policy.evict(20)
+            serve(policy, f"more {number}")
+        return CountedKey.looks
+
+    def serve(policy, request_id):
+        keys = [CountedKey(os.urandom(36)) for _ in range(20)]
+        policy.worth_storing(keys, request_id)
+        policy.access(keys, request_id, keys)
+        policy.mark_evictable(keys)
+        policy.request_finished(request_id)
+
+    assert life(10_000) <= life(200) * 1.05
+
+
+def test_what_is_known_takes_the_memory_that_is_stated():
+    capacity, length = 1000, 20
+    policy = make_policy("turn-hazard", capacity, lambda: 0.0)
+    tracemalloc.start()
+    try:
+        for number in range(16 * capacity // length):
+            keys = [os.urandom(36) for _ in range(length)]
+            worth = policy.worth_storing(keys, str(number)) if number >= capacity // length else length
+            if worth and number >= capacity // length:
+                policy.evict(worth)
+            if worth:
+                policy.access(keys[:worth], str(number), keys[:worth])
+                policy.mark_evictable(keys[:worth])
+            policy.request_finished(str(number))
+        used, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert policy.known == 16 * capacity
+    assert used <= capacity * 290 + 15 * capacity * 230 + 200_000
+
+
+def test_the_others_store_all_that_is_offered():
+    assert LRUPolicy(3).worth_storing([b"a", b"b"], "r") == 2
