@@ -1,7 +1,7 @@
 """Prefix hits by eviction policy and size, as shares of the optimum, and what each policy costs on the engine's thread.
 
-The optimum is Belady's with admission: of the chunks used so far those whose next use is soonest are resident. A use of a
-chunk is one of all before it in its prefix, so no chunk is kept without its head, and no policy can hit more.
+The optimum is Belady's with admission: of the chunks used so far those whose next use is soonest are resident. A use of
+a chunk is one of all before it in its prefix, so no chunk is kept without its head, and no policy can hit more.
 
 Traces: conversation and synthetic, in Mooncake's format, from the folder that KVTIERS_TRACES names, and the workload of
 conversations about source code that ``kvtiers replay`` makes. Sizes: 1, 2, 5, 10 and 20 % of a trace's unique full
@@ -21,7 +21,6 @@ from typing import Any
 
 from lib.results import at_least, at_most, say
 
-from kvtiers.api import OffloadKey
 from kvtiers.primary.eviction import BUILT_IN, EvictionPolicy, make_policy
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers_replay.code_workload import code_workload
@@ -48,14 +47,14 @@ def trace_of(name: str, *, quick: bool) -> PlanTrace:
 def optimum(trace: PlanTrace, capacity: int) -> list[int]:
     """Return the hits of each request with the optimal policy."""
     never = len(trace.requests)
-    coming: dict[OffloadKey, list[int]] = {}
+    coming: dict[bytes, list[int]] = {}
     for number, (_, keys, _) in enumerate(trace.requests):
         for key in keys:
             coming.setdefault(key, []).append(number)
     for uses in coming.values():
         uses.reverse()
-    next_use: dict[OffloadKey, int] = {}  # of what is resident
-    queue: list[tuple[int, int, OffloadKey]] = []
+    next_use: dict[bytes, int] = {}  # of what is resident
+    queue: list[tuple[int, int, bytes]] = []
     hits = []
     for _, keys, usable in trace.requests:
         hits.append(next((i for i in range(usable) if keys[i] not in next_use), usable))
@@ -198,15 +197,24 @@ def goals(found: dict[str, Any]) -> list[dict[str, Any]]:
 def report(found: dict[str, Any]) -> None:
     """Print the figures as tables."""
     policies = list(found["means"])
-    print(f"{'hits / optimum':14}{'size':>6}{'optimum':>9}" + "".join(f"{policy:>14}{'(2nd half)':>11}" for policy in policies))
+    print(
+        f"{'hits / optimum':14}{'size':>6}{'optimum':>9}"
+        + "".join(f"{policy:>14}{'(2nd half)':>11}" for policy in policies)
+    )
     for cell in found["cells"]:
         row = "".join(f"{one['of_optimum']:14.3f}{one['second_half']:11.3f}" for one in cell["hits"].values())
         print(f"{cell['trace']:14}{cell['share']:6.0%}{cell['optimum']:9.1%}{row}")
-    print(f"{'mean':29}" + "".join(f"{one['of_optimum']:14.3f}{one['second_half']:11.3f}" for one in found["means"].values()))
+    print(
+        f"{'mean':29}"
+        + "".join(f"{one['of_optimum']:14.3f}{one['second_half']:11.3f}" for one in found["means"].values())
+    )
     print(f"\n{'us of processor time':29}" + "".join(f"{policy:>14}" for policy in policies))
     for trace, by_policy in found["cost"].items():
         for what in ("us_a_chunk", "us_a_request"):
-            print(f"{trace + ', ' + what.replace('us_', ''):29}" + "".join(f"{one[what]:14.1f}" for one in by_policy.values()))
+            print(
+                f"{trace + ', ' + what.replace('us_', ''):29}"
+                + "".join(f"{one[what]:14.1f}" for one in by_policy.values())
+            )
     print()
 
 

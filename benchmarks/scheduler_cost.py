@@ -116,9 +116,9 @@ class EngineSide:
         return {}
 
 
-def in_process(resident: int) -> tuple[OurLife, list[InstantTier]]:
+def in_process(resident: int, policy: str = "lru") -> tuple[OurLife, list[InstantTier]]:
     """Return our manager with two instant tiers, given to it directly."""
-    primary = CPUPrimaryTier(resident, VALUE_BYTES, memoryview(bytearray(resident * VALUE_BYTES)))
+    primary = CPUPrimaryTier(resident, VALUE_BYTES, memoryview(bytearray(resident * VALUE_BYTES)), policy=policy)
     tiers = [InstantTier(), InstantTier()]
     slots = [
         TierSlot(index, tier, TierOptions(name)) for index, (name, tier) in enumerate(zip("ab", tiers, strict=True))
@@ -235,7 +235,7 @@ def idle_us(manager: TieringManager, steps: int) -> float:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measure everything."""
     rounds = 200 if options.quick else 1500
-    ours, tiers = zip(*(in_process(size) for size in SIZES), strict=True)
+    ours, tiers = zip(*(in_process(size, options.policy) for size in SIZES), strict=True)
     results: dict[str, Any] = {"us_per_chunk": {}, "vllm": vllm_tiering.prepare(options.vllm) or "measured in this run"}
     lives: dict[str, Life] = {f"kvtiers, {size:,}": life for size, life in zip(SIZES, ours, strict=True)}
     if results["vllm"] == "measured in this run":
@@ -299,6 +299,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--policy", default="lru", help="the primary's eviction policy")
     parser.add_argument(
         "--vllm",
         metavar="FOLDER",

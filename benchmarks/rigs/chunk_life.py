@@ -54,7 +54,8 @@ class OurLife:
         self.step(timed)
         timed("touch", lambda: manager.touch(keys))
         timed("end", lambda: manager.on_request_finished(ctx))
-        self.stored.append(keys)
+        if plan.keys:  # a policy may decline what would evict something better
+            self.stored.append(list(plan.keys))
         reader, old = self.any_resident(timed)
         load = timed("load", lambda: manager.prepare_load(old, reader))
         timed("load", lambda: manager.complete_load(load))

@@ -130,6 +130,9 @@ class EngineMetrics(_Metrics):
     recomputed_cheaper: int = _figure("Chunks recomputed because computing them was faster than loading them.")
     stored_chunks: int = _figure("Chunks stored in the primary by the engine.")
     refused_stores: int = _figure("Chunks for which there was no room in the primary.")
+    declined_stores: int = _figure(
+        "Chunks that were not stored, since those that would have left are likelier to be used."
+    )
     failed_gpu_stores: int = _figure("Chunks whose copy out of the engine failed.")
     failed_gpu_loads: int = _figure("Chunks whose copy into the engine failed; they were computed.")
     dropped_dirty: int = _figure("Chunks evicted from the primary before a tier with 'on_eviction' had stored them.")

@@ -2,12 +2,13 @@
 
 import itertools
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvtiers.api import ConfigError
-from kvtiers_replay.plan import PlanCase, PlanTier, PlanTrace, simulate
+from kvtiers_replay.plan import PlanCase, PlanTier, PlanTrace, cases_of_interest, change_line, changes, simulate
 from kvtiers_replay.trace import read_trace
 from kvtiers_replay.workload import ReplayRequest, Workload
 
@@ -110,6 +111,27 @@ def test_the_policies_are_the_real_ones(trace):
     assert lru.hits != arc.hits
     with pytest.raises(ConfigError, match="unknown eviction policy 'lrru'"):
         simulate(trace, PlanCase(150, "lrru"))
+
+
+def test_what_another_policy_changes_is_priced_where_the_primary_is_scarce(trace):
+    cases = [PlanCase(int(trace.unique * share)) for share in (0.005, 0.05, 0.1, 0.5)]
+    more = cases_of_interest(trace, cases)
+    assert [(case.primary, case.policy) for case in more] == [
+        (cases[1].primary, "turn-hazard"),
+        (cases[2].primary, "turn-hazard"),
+    ]
+    points, learnt = [simulate(trace, case) for case in cases], [simulate(trace, case) for case in more]
+    found = changes(trace, points, learnt, prefill_speed=100.0)
+    assert [(change.before, change.after) for change in found] == list(zip(points[1:3], learnt, strict=True))
+    for change in found:
+        more_hits = sum(change.after.hits.values()) - sum(change.before.hits.values())
+        assert change.gpu_seconds == pytest.approx(more_hits * trace.tokens_per_chunk / 100)
+        assert change.points == pytest.approx(100 * more_hits / trace.references)
+    line = change_line([replace(found[0], after=replace(found[0].after, hits={"primary": 10**6}))], trace, 100.0)
+    assert "turn-hazard' instead of lru, in points of hits by size of the primary: +" in line
+    worse = change_line([replace(found[0], after=found[0].before)], trace, 100.0)
+    assert worse == "'primary.eviction: turn-hazard' would not pay: +0.0 points over lru at best."
+    assert change_line([], trace, 100.0) == ""
 
 
 def test_the_last_token_is_always_computed():

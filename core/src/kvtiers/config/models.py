@@ -71,7 +71,11 @@ class PrimaryConfig(StrictModel):
     """The CPU memory that all workers share."""
 
     capacity: Size = Field(gt=0, description="memory for chunks, all workers together")
-    eviction: str = Field(default="lru", description="which chunk is evicted first: lru, arc, or an installed policy")
+    eviction: str = Field(
+        default="lru",
+        description="which chunk is evicted first: lru, arc, turn-hazard (learns when conversations come back), or an "
+        "installed policy",
+    )
     huge_pages: Annotated[HugePages, BeforeValidator(_huge_pages)] = Field(
         default="off", description="huge pages, which the administrator has to reserve"
     )

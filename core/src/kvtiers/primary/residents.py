@@ -16,11 +16,15 @@ __all__ = ["Allocation", "Residents"]
 
 
 class Allocation(NamedTuple):
-    """Rows leased to a writer: ``rows[i]`` is for ``keys[i]``; ``evicted`` left to make room."""
+    """Rows leased to a writer: ``rows[i]`` is for ``keys[i]``; ``evicted`` left to make room.
+
+    ``declined``: how many more of the offered chunks are not here, and not worth what would leave for them.
+    """
 
     keys: list[OffloadKey]
     rows: list[int]
     evicted: list[OffloadKey]
+    declined: int = 0
 
 
 class Residents:
@@ -45,9 +49,10 @@ class Residents:
     ) -> Allocation | None:
         """Lease rows for the absent ones of these keys; None, and no change, if that is not possible.
 
-        Without a limit all or none of those that the policy says are worth it. With a limit the first ones only: at most ``limit``, and such that
-        ``reserve`` rows stay free or evictable; None if that leaves none. ``used``: the length of the leading part of
-        ``keys`` that is resident and was passed to the policy's ``access`` for this request.
+        Without a limit all or none of those that the policy says are worth it. With a limit the first ones only: at
+        most ``limit``, and such that ``reserve`` rows stay free or evictable; None if that leaves none. ``used``: the
+        length of the leading part of ``keys`` that is resident and was passed to the policy's ``access`` for this
+        request.
         """
         offered = keys[used:] if used else keys
         if len(set(offered)) < len(offered):
@@ -61,16 +66,17 @@ class Residents:
         self.policy.on_store_miss(missing, request_id)
         wanted = len(missing) if limit is None else min(limit, len(missing))
         evicted: list[OffloadKey] = []
+        declined = 0
         if limit is None and wanted > self.rows.free:
-            worth = self.policy.worth_storing(offered, request_id)
+            worth = max(0, self.policy.worth_storing(offered, request_id))
             if worth < len(offered):
-                offered = offered[: max(0, worth)]
+                offered = offered[:worth]
                 present = [key for key in offered if key in row_of]
                 missing = [key for key in offered if key not in row_of]
-                wanted = len(missing)
+                wanted, declined = len(missing), wanted - len(missing)
                 if not missing:
                     self.policy.access(present, request_id)
-                    return Allocation([], [], [])
+                    return Allocation([], [], [], declined)
         if wanted > self.rows.free - reserve:
             self.rows.want(wanted + reserve)
             if self.unread.keys:
@@ -85,7 +91,7 @@ class Residents:
         rows = self.rows.allocate(missing)
         row_of.update(zip(missing, rows, strict=True))
         self.policy.access(offered, request_id, missing)
-        return Allocation(missing, rows, evicted)
+        return Allocation(missing, rows, evicted, declined)
 
     def pin(self, keys: Sequence[OffloadKey]) -> tuple[list[int], list[OffloadKey]] | None:
         """Add a reader to each of these chunks; return their rows, and the keys that had no reader before.

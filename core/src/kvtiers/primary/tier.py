@@ -209,7 +209,9 @@ class CPUPrimaryTier:
     # The engine's leases
 
     def prepare_store(self, keys: Sequence[OffloadKey], request_id: str) -> Allocation | None:
-        """Lease rows for those of these keys that are not here, all of them, or return None and change nothing.
+        """Lease rows for those of these keys that are not here, or return None and change nothing.
+
+        All of them, or the first ones that the eviction policy says are worth what has to leave for them.
 
         The keys are in the order of the request's prefix. Those that are here, ready or pending, are used but not
         leased again, and are never evicted for the others.

@@ -61,7 +61,7 @@ class Plans:
         """Rows of failed plans that something of a lost rank may still touch; True: of a store."""
 
     def prepare_store(self, keys: Sequence[OffloadKey], state: RequestState) -> StorePlan | None:
-        """Lease rows for those of the keys that are not in the primary; None: no room."""
+        """Lease rows for those of the keys that are not in the primary and worth it; None: no room."""
         if first_misfit(keys) is not None:
             self._metrics.misuse += 1
             return None
@@ -70,7 +70,8 @@ class Plans:
         if prepared is None:
             self._metrics.refused_stores += len(keys)
             return None
-        new, rows, evicted = prepared
+        new, rows, evicted, declined = prepared
+        self._metrics.declined_stores += declined
         self._origins.forget(evicted)
         self._cascades.allocated(len(new), evicted, clean_before)
         if state.whole and len(new) < len(keys):

@@ -124,7 +124,10 @@ def _primary_problems(config: OffloadConfig) -> list[str]:
         if name not in {"capacity", "eviction"} and getattr(config.primary, name) != field.default
     ]
     if config.primary.eviction not in _EVICTION:
-        problems.append(f"primary.eviction: vLLM's own primary has lru and arc, not {config.primary.eviction!r}")
+        problems.append(
+            f"primary.eviction: vLLM's own primary has lru and arc, not {config.primary.eviction!r}; "
+            "the whole stack has it (--whole-stack)"
+        )
     if config.budgets != BudgetConfig():
         problems.append("budgets: vLLM's own primary has none; leave them out")
     problems += [

@@ -23,10 +23,13 @@ from kvtiers_replay.plan import (
     PlanTrace,
     Task,
     Wanted,
+    cases_of_interest,
+    changes,
     plan_cases,
     searches,
     sweep,
 )
+from kvtiers_replay.plan.other_policy import DEFAULT_PREFILL_SPEED
 from kvtiers_replay.plan.series import series_of, swept_size
 from kvtiers_replay.plan.sizes import DEFAULT_PRIMARY
 from kvtiers_replay.sizing import read_model
@@ -116,6 +119,10 @@ by Ctrl-C (what was found so far is printed)."""
 @click.option("--model", metavar="FILE", type=click.Path(), help="A model's config.json instead, as for kvtiers size.")
 @model_options
 @click.option(
+    "--prefill-speed", metavar="TOKENS", type=click.FloatRange(min=1), default=DEFAULT_PREFILL_SPEED, show_default=True,
+    help="Tokens that the engine computes per second, to price what another policy saves.",
+)  # fmt: skip
+@click.option(
     "--processes", metavar="N", type=click.IntRange(1, 256), default=min(2, os.cpu_count() or 1), show_default=True,
     help="Simulations at the same time.",
 )  # fmt: skip
@@ -137,6 +144,7 @@ def plan(
     model: str | None,
     tp: int,
     kv_dtype: str,
+    prefill_speed: float,
     processes: int,
     plot: Path | None,
     as_json: bool,
@@ -152,8 +160,8 @@ def plan(
     sizes = PlanSizes(chunks.unique)
     if bytes_per_token:
         sizes = PlanSizes.of_tokens(chunks.unique, chunks.tokens_per_chunk, bytes_per_token)
-    found = Plan(workload.name, chunks, sizes, wish)
-    _fill(found, plan_cases(Wanted(primary, secondary, policy), sizes, config), processes)
+    found = Plan(workload.name, chunks, sizes, wish, prefill_speed=prefill_speed)
+    _fill(found, plan_cases(Wanted(primary, secondary, policy), sizes, config), processes, compares=not policy)
     if plot and found.points:
         from kvtiers_replay.plan.page import as_html, as_svg  # slow, and only wanted here
 
@@ -171,8 +179,11 @@ class _StoppedError(Exception):
     """The user has stopped the plan."""
 
 
-def _fill(plan: Plan, cases: Sequence[PlanCase], processes: int) -> None:
-    """Simulate the cases, then those that the wish needs; keep the results so far at Ctrl-C."""
+def _fill(plan: Plan, cases: Sequence[PlanCase], processes: int, *, compares: bool) -> None:
+    """Simulate the cases, then those that the wish needs; keep the results so far at Ctrl-C.
+
+    ``compares``: with the learning policy too, where the primary is scarce.
+    """
     plan.cases = len(cases)
     with stop_on_interrupt() as stop, show_progress() as report:
 
@@ -197,6 +208,10 @@ def _fill(plan: Plan, cases: Sequence[PlanCase], processes: int) -> None:
                 wanted = searches(plan.points, plan.wish)
                 steps = sum(search.steps for search in wanted)
                 run("looking for the smallest sizes", wanted, plan.smallest, steps)
+            learnt: list[PlanPoint] = []
+            if compares and (more := cases_of_interest(plan.trace, cases)):
+                run(f"{len(more)} cases with another eviction policy", more, learnt, len(more))
+            plan.changes = changes(plan.trace, plan.points, learnt, plan.prefill_speed)
         except _StoppedError:
             plan.interrupted = True
 
@@ -210,6 +225,8 @@ def _print(plan: Plan) -> None:
         click.echo(verdict)
     if plan.smallest:
         print_table(plan.columns(), plan.rows(plan.smallest))
+    if line := plan.other_policy():
+        click.echo(line)
 
 
 def _print_bars(plan: Plan) -> None:

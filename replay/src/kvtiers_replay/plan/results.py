@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvtiers_replay.plan.other_policy import DEFAULT_PREFILL_SPEED, Change, change_line
 from kvtiers_replay.plan.simulate import PlanCase, PlanPoint, PlanTrace
 from kvtiers_replay.plan.sizes import PlanSizes
 
@@ -14,6 +15,7 @@ __all__ = ["Plan"]
 class Plan:
     """The points of a sweep so far, in the order of their cases, and the smallest ones that reach ``wish``.
 
+    ``changes``: what the learning eviction policy would change; ``prefill_speed``, tokens a second, prices them.
     ``requests``, ``requests_in_all``: served and to be served by the simulations of what is being done now, ``doing``.
     """
 
@@ -23,6 +25,8 @@ class Plan:
     wish: float | None = None
     points: list[PlanPoint] = field(default_factory=list)
     smallest: list[PlanPoint] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    prefill_speed: float = DEFAULT_PREFILL_SPEED
     cases: int = 0
     requests: int = 0
     requests_in_all: int = 0
@@ -79,6 +83,10 @@ class Plan:
             return f"No case reaches {_percent(self.wish)}{limit}."
         return f"The smallest primary that reaches {_percent(self.wish)}, for each policy and choice of tiers:"
 
+    def other_policy(self) -> str:
+        """Return whether the learning eviction policy would pay, in one line; empty: it was not tried."""
+        return change_line(self.changes, self.trace, self.prefill_speed)
+
     def as_data(self) -> dict[str, Any]:
         """Return everything as plain data."""
         return {
@@ -92,6 +100,16 @@ class Plan:
             "points": [self._data(point) for point in self.points],
             "wish": self.wish,
             "smallest": [self._data(point) for point in self.smallest],
+            "other_policy": [
+                {
+                    "policy": change.after.case.policy,
+                    "instead_of": change.before.case.policy,
+                    "primary": self._size(change.before.case.primary),
+                    "points": change.points,
+                    "gpu_seconds": change.gpu_seconds,
+                }
+                for change in self.changes
+            ],
             "interrupted": self.interrupted,
         }
 

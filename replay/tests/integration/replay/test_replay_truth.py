@@ -5,6 +5,9 @@ from pathlib import Path
 import pytest
 
 from kvtiers.config import load_config
+from kvtiers.primary import tier
+from kvtiers.primary.eviction import BUILT_IN, make_policy
+from kvtiers_replay.plan import PlanCase, PlanTrace, simulate
 from kvtiers_replay.results import ReplayResults
 from kvtiers_replay.run import ReplayOptions, replay
 from kvtiers_replay.trace import read_trace
@@ -16,14 +19,14 @@ VALUE_BYTES = 4096
 POINTS = 0.003
 
 
-def run(workload: Workload, primary_chunks: int, secondary_chunks: int = 0) -> ReplayResults:
+def run(workload: Workload, primary_chunks: int, secondary_chunks: int = 0, policy: str = "lru") -> ReplayResults:
     # This tier evicts behind its users' backs: what is believed of it must be young.
     options = {"io": "thread", "threads": 1, "exists_ttl": "200ms"}
     tiers = [{"type": "memory", "capacity": secondary_chunks * VALUE_BYTES, **options}]
     config = load_config(
         {
             "version": 1,
-            "primary": {"capacity": "1MiB"},
+            "primary": {"capacity": "1MiB", "eviction": policy},
             "secondary": tiers if secondary_chunks else [],
             "lookup_wait": "60s",
             "load_wait": "60s",
@@ -53,6 +56,20 @@ def test_the_primary_alone_hits_exactly_what_a_leaf_first_lru_hits(trace_file: P
     hits, truth = compare(read_trace(trace_file), share)
     assert hits == truth
     assert 0.1 < truth < 0.9
+
+
+@pytest.mark.parametrize("policy", list(BUILT_IN))
+def test_a_replay_hits_what_the_plan_says_with_each_policy(trace_file: Path, policy: str, monkeypatch) -> None:
+    # For both the time stands still: a replay is as fast as it can be, a plan goes by the trace's clock.
+    monkeypatch.setattr(tier, "make_policy", lambda name, rows, _clock: make_policy(name, rows, lambda: 0.0))
+    workload = read_trace(trace_file)
+    trace = PlanTrace(workload)
+    chunks = trace.unique // 10
+    report = run(workload, chunks, policy=policy)
+    planned = simulate(trace, PlanCase(chunks, policy)).rate
+    assert planned > 0.1
+    # An engine stores a long prompt in parts, a plan at once: that is one use with lru, and nearly so with the others.
+    assert report.prefix_hits / report.references == pytest.approx(planned, abs=0 if policy == "lru" else POINTS)
 
 
 def test_an_unbounded_cache_hits_what_an_infinite_one_would(trace_file: Path) -> None:

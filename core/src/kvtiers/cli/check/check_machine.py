@@ -30,7 +30,19 @@ _UNLIMITED = resource.RLIM_INFINITY
 
 def examine(config: OffloadConfig, machine: Machine) -> list[Finding]:
     """Return the findings about this machine and this config, the most important first."""
-    checks = [_platform, _capacity, _memory, _growth, _numa, _kernel, _memfd, _locked_memory, _descriptors, _clock]
+    checks = [
+        _platform,
+        _capacity,
+        _memory,
+        _growth,
+        _numa,
+        _kernel,
+        _memfd,
+        _locked_memory,
+        _descriptors,
+        _clock,
+        _eviction,
+    ]
     return [finding for check in checks for finding in check(config, machine)]
 
 
@@ -62,6 +74,16 @@ def _capacity(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:  # 
             f"a capacity of {format_size(capacity)} holds {capacity // _SMALL_CHUNK} chunks of a model as small as "
             f"Qwen2.5-0.5B: one has {_SUM}",
             "raise primary.capacity, best to some GiB; 'kvtiers size' computes what a model needs",
+        )
+
+
+def _eviction(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:  # noqa: ARG001 -- a check like the others
+    if config.primary.eviction == "lru":
+        yield Finding(
+            "ok",
+            "eviction: lru; 'turn-hazard' hits more where the primary holds 1 to 10% of the chunks that are asked for, "
+            "up to 7 points of hits on a chat: 'record' the requests, and 'kvtiers plan --trace' says how many points "
+            "and GPU seconds",
         )
 
 

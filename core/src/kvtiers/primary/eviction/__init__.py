@@ -15,7 +15,7 @@ BUILT_IN: Mapping[str, type[EvictionPolicy]] = {"arc": ARCPolicy, "lru": LRUPoli
 
 
 def policy_class(name: str) -> type[EvictionPolicy]:
-    """Return the policy of this name: ``lru``, ``arc``, ``turn-hazard``, or an entry point in the group ``kvtiers.eviction``.
+    """Return the policy of this name: one of ``BUILT_IN``, or an entry point in the group ``kvtiers.eviction``.
 
     ConfigError, one line, if there is none or it is not a complete EvictionPolicy.
     """
@@ -46,7 +46,7 @@ def make_policy(name: str, capacity: int, clock: Callable[[], float] | None = No
     try:
         made = policy(capacity)
         if clock is not None:
-            made.clock = clock  # type: ignore[method-assign]
+            made.clock = clock
     except Exception as error:
         raise ConfigError(
             f"eviction policy {name!r} cannot be made for {capacity} rows: {error_text(error)}"

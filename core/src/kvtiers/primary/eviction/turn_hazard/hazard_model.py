@@ -25,7 +25,9 @@ Rows: TypeAlias = tuple[int, ...]
 Curves: TypeAlias = npt.NDArray[np.float64]
 
 BINS = 21
-_ENDS = [2.0 ** (index / 1.5) for index in range(BINS)]  # seconds; the last bin has no end, and counts as this long
+_ENDS: list[float] = [
+    2.0 ** (index / 1.5) for index in range(BINS)
+]  # seconds; the last bin has no end, and counts as this long
 _WIDTHS = np.diff(np.array([0.0, *_ENDS]))
 _WIDTH_LIST: list[float] = _WIDTHS.tolist()
 _BIN_NUMBERS = np.arange(BINS)
@@ -93,8 +95,8 @@ class HazardModel:
         """Return the hazards of runs by bin; 0 in bins that are over."""
         row = self._table(rows)
         sums = self._by_bin[row].sum(1) + self._at_all_ages[row].sum(1)[:, None] + self._of_bin
-        hazards = 1 / (1 + np.exp(-sums))
-        hazards[_BIN_NUMBERS < np.array(bins)[:, None]] = 0.0
+        hazards: Curves = 1 / (1 + np.exp(-sums))
+        hazards[np.array(bins)[:, None] > _BIN_NUMBERS] = 0.0
         return hazards
 
     def _table(self, rows: Sequence[Rows]) -> npt.NDArray[np.intp]:
@@ -107,7 +109,7 @@ class HazardModel:
         alive = np.cumprod(1 - hazards, 1)
         held = _WIDTHS * (1 - hazards / 2)
         held[:, 1:] *= alive[:, :-1]
-        held[_BIN_NUMBERS < np.array(bins)[:, None]] = 0.0
+        held[np.array(bins)[:, None] > _BIN_NUMBERS] = 0.0
         held = np.cumsum(held, 1)
         ratios = np.divide(1 - alive, held, out=np.zeros_like(held), where=held > 0)
         return ratios.max(1).tolist()  # type: ignore[no-any-return]  # floats

@@ -48,7 +48,7 @@ class Run:
         self.serial = serial
         self.keys = keys
         self.parent = parent
-        self.depth = 0 if parent is None else parent.depth + len(parent.keys)
+        self.depth: int = 0 if parent is None else parent.depth + len(parent.keys)
         self.kids = self.live_kids = self.resident = 0
         self.evictable: dict[OffloadKey, None] = {}
         self.in_order = True
