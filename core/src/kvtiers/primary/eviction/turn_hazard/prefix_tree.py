@@ -71,11 +71,16 @@ class Run:
         """Return the place of a chunk in the run."""
         return len(self.keys) - 1 if self.keys[-1] == key else self.keys.index(key)
 
+    def covers(self, keys: Sequence[OffloadKey]) -> bool:
+        """Return whether these chunks are the first or last ones of the run, which takes no look-up for each."""
+        return self.keys[: len(keys)] == keys or self.keys[-len(keys) :] == keys
+
     def allow(self, keys: Sequence[OffloadKey]) -> None:
         """Make these resident chunks evictable."""
-        own, count = self.keys, len(keys)
-        behind = not self.evictable and (own[:count] == keys or own[-count:] == keys)
-        self.in_order = behind or (self.in_order and count == 1 and bool(self.evictable) and own[-1] == keys[0])
+        if self.evictable:
+            self.in_order = self.in_order and len(keys) == 1 and self.keys[-1] == keys[0]
+        else:
+            self.in_order = self.covers(keys)
         self.evictable.update(dict.fromkeys(keys))
 
     def put_in_order(self) -> dict[OffloadKey, None]:
@@ -129,10 +134,13 @@ class PrefixTree:
 
     def by_run(self, keys: Sequence[OffloadKey]) -> Iterator[tuple[Run, Sequence[OffloadKey]]]:
         """Yield each run of these known chunks with its part of them."""
-        runs = list(map(self.run_of.__getitem__, keys))
-        if runs and runs.count(runs[0]) == len(runs):
-            yield runs[0], keys
+        if not keys:
             return
+        first = self.run_of[keys[0]]
+        if first.covers(keys):
+            yield first, keys
+            return
+        runs = list(map(self.run_of.__getitem__, keys))
         at = 0
         for run, same in groupby(runs):
             end = at + len(list(same))
@@ -143,6 +151,10 @@ class PrefixTree:
 
     def follow(self, way: Way, keys: Sequence[OffloadKey]) -> None:
         """Record that a request uses these chunks, all of one prefix; unknown ones follow what it has used so far."""
+        first = self.run_of.get(keys[0]) if keys else None
+        if first is not None and first.covers(keys):
+            self._reach(way, keys[-1])
+            return
         at = 0
         for run, same in groupby(list(map(self.run_of.get, keys))):
             end = at + len(list(same))
@@ -277,9 +289,7 @@ class PrefixTree:
 
     def forget(self, run: Run) -> None:
         """Forget a run without resident chunks that no run follows and no request uses."""
-        for key in run.keys:
-            if self.run_of.get(key) is run:
-                del self.run_of[key]
+        list(map(self.run_of.pop, run.keys))
         run.version += 1
         self.runs -= 1
         if run.parent is not None:
