@@ -1,5 +1,6 @@
 """The value types of the engine's side, shared by an engine, its scheduler, its workers and the tiering manager."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -11,6 +12,7 @@ import numpy.typing as npt
 from kvtiers.api import OffloadKey
 
 __all__ = [
+    "NO_HINTS",
     "BlockSpec",
     "ChunkIds",
     "LoadPlan",
@@ -18,8 +20,10 @@ __all__ = [
     "OffloadPolicy",
     "PrefixHits",
     "RequestContext",
+    "RequestHints",
     "StorePlan",
     "TransferResult",
+    "request_hints",
 ]
 
 ChunkIds: TypeAlias = npt.NDArray[np.int32]
@@ -41,7 +45,8 @@ class RequestContext:
 
     ``params``: the request's free-form transfer parameters. ``kv_load_tiers`` in them, a list of tier names in any
     case, limits which secondary tiers this request may load from; an empty list allows none. What is no name is
-    skipped; a list without any name, or anything else than a list, is no limit.
+    skipped; a list without any name, or anything else than a list, is no limit. ``session``, ``session_ends`` and
+    ``expects_turn_in`` are hints (``RequestHints``).
     """
 
     request_id: str
@@ -54,6 +59,38 @@ class RequestContext:
             return True
         names = [name.lower() for name in allowed if isinstance(name, str)]
         return tier_name.lower() in names or (bool(allowed) and not names)
+
+
+class RequestHints(NamedTuple):
+    """What a client says of a request that only it can say, for the eviction policy: among its parameters.
+
+    ``session``: the id of its conversation. ``session_ends``: no turn follows this one. ``expects_turn_in``: seconds
+    until the next one: few while a tool runs, more while a user thinks. ``output_tokens``: the length of the answer,
+    once it is known; an engine fills it in when the request ends.
+    """
+
+    session: str = ""
+    session_ends: bool = False
+    expects_turn_in: float | None = None
+    output_tokens: int = 0
+
+
+NO_HINTS = RequestHints()
+
+
+def request_hints(params: Mapping[str, object]) -> RequestHints:
+    """Return the hints among a request's parameters; what is not of the right kind counts as absent."""
+    session, ends, turn = params.get("session"), params.get("session_ends"), params.get("expects_turn_in")
+    output = params.get("output_tokens")
+    is_number = isinstance(turn, int | float) and not isinstance(turn, bool) and math.isfinite(turn) and turn >= 0
+    is_count = isinstance(output, int) and not isinstance(output, bool) and output > 0
+    found = RequestHints(
+        session if isinstance(session, str) else "",
+        ends is True,
+        float(turn) if is_number else None,  # type: ignore[arg-type]  # a number
+        output if is_count else 0,  # type: ignore[arg-type]  # an int
+    )
+    return found if found != NO_HINTS else NO_HINTS
 
 
 class PrefixHits(NamedTuple):

@@ -2,7 +2,8 @@
 
 ``timestamp`` (ms), ``input_length`` (tokens), ``hash_ids`` (one for each 512 tokens, or for each ``tokens_per_block``
 where a recording says so; an equal id means an equal whole prefix). The last id may stand for a block that is not full:
-only full blocks are replayed. A last line that is cut off, as in the recording of a killed engine, is left out.
+only full blocks are replayed. ``output_length`` and the hints ``session``, ``session_ends`` and ``expects_turn_in``
+(``RequestHints``) may be missing. A last line that is cut off, as in the recording of a killed engine, is left out.
 """
 
 import gzip
@@ -22,6 +23,7 @@ from kvtiers_replay.workload import ReplayRequest, Workload
 __all__ = ["TRACE_TOKENS_PER_BLOCK", "chain_hashes", "read_trace"]
 
 TRACE_TOKENS_PER_BLOCK = 512
+_HINTS = ("session", "session_ends", "expects_turn_in")
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
@@ -82,7 +84,9 @@ def _request(fields: dict[str, Any], tokens_per_block: int) -> ReplayRequest:
     full = tokens // tokens_per_block
     if len(ids) < full:
         raise ValueError(f"'hash_ids' has {len(ids)} entries, but {tokens} tokens have {full} full blocks")
-    return ReplayRequest(tokens, chain_hashes(ids[:full]), _count(fields, "timestamp", default=0) / 1000)
+    arrival, output = _count(fields, "timestamp", default=0) / 1000, _count(fields, "output_length", default=0)
+    params = {name: fields[name] for name in _HINTS if name in fields}
+    return ReplayRequest(tokens, chain_hashes(ids[:full]), arrival, params, output)
 
 
 def _count(fields: dict[str, Any], name: str, default: int | None = None) -> int:

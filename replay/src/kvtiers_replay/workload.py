@@ -1,19 +1,24 @@
 """Workloads: requests with their arrival and the chained hashes of their prompts' full blocks."""
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 __all__ = ["Arrivals", "ReplayRequest", "Workload", "infinite_hits"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplayRequest:
-    """One request: its prompt's length in tokens, one hash for each full block of it, and when it arrives (seconds)."""
+    """One request: its prompt's length in tokens, one hash for each full block of it, and when it arrives (seconds).
+
+    ``params``: its transfer parameters, hints among them; ``output_tokens``: of its answer, 0 if that is not known.
+    """
 
     num_tokens: int
     block_hashes: Sequence[bytes]
     arrival: float = 0.0
+    params: Mapping[str, object] = field(default_factory=dict)
+    output_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

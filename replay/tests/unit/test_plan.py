@@ -134,6 +134,22 @@ def test_what_another_policy_changes_is_priced_where_the_primary_is_scarce(trace
     assert change_line([], trace, 100.0) == ""
 
 
+def test_a_plan_goes_by_the_hints_of_its_trace():
+    requests = []
+    for number in range(40):
+        for turn in (1, 2):
+            blocks = [f"{number} {block}".encode() for block in range(4 * turn)]
+            params = {"session": str(number), "session_ends": turn == 2}
+            requests.append(ReplayRequest(len(blocks) * 16 + 1, blocks, number + 0.4 * (turn == 2), params))
+    requests = [*requests[::2], *requests[1::2]]  # all first turns, then all last ones
+    requests = [replace(request, arrival=float(place)) for place, request in enumerate(requests)]
+    with_hints = PlanTrace(Workload("w", 16, requests))
+    without = PlanTrace(Workload("w", 16, [replace(request, params={}) for request in requests]))
+    case = PlanCase(165, "turn-hazard")  # 160 are the first turns': those that end must not evict them
+    assert simulate(with_hints, case).hits == {"primary": 160}
+    assert simulate(without, case).hits["primary"] < 160
+
+
 def test_the_last_token_is_always_computed():
     blocks = [b"1", b"2", b"3"]
     twice = Workload("w", 16, [ReplayRequest(48, blocks), ReplayRequest(48, blocks)])

@@ -58,6 +58,15 @@ def test_blocks_of_another_size_are_read_and_must_be_the_same_throughout(tmp_pat
         read_trace_of(tmp_path, small + GOOD)
 
 
+def test_hints_and_the_length_of_the_answer_are_read_where_they_are(tmp_path) -> None:
+    with_hints = {"input_length": 512, "hash_ids": [1], "output_length": 40, "session": "s", "session_ends": True}
+    lines = [json.dumps(fields) for fields in (with_hints, {"input_length": 512, "hash_ids": [2]})]
+    (tmp_path / "t.jsonl").write_text("\n".join(lines))
+    first, second = read_trace(tmp_path / "t.jsonl").requests
+    assert (first.params, first.output_tokens) == ({"session": "s", "session_ends": True}, 40)
+    assert (second.params, second.output_tokens) == ({}, 0)
+
+
 def test_only_the_wanted_requests_are_read(tmp_path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(GOOD + "this is never reached\n")

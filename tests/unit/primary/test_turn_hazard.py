@@ -13,6 +13,7 @@ from kvtiers.primary.eviction import LRUPolicy, TurnHazardPolicy, make_policy
 from kvtiers.primary.eviction.turn_hazard import ages
 from kvtiers.primary.eviction.turn_hazard.hazard_model import BINS, HazardModel, bin_end, bin_of
 from kvtiers.primary.tier import CPUPrimaryTier
+from kvtiers.types import RequestHints
 
 CAPACITY = 12
 
@@ -267,6 +268,87 @@ def test_a_head_that_is_named_after_its_tail_is_put_before_it():
     policy.mark_evictable(tail)
     policy.mark_evictable(head)
     assert policy.evict(6) == [*tail[::-1], *head[::-1]]
+
+
+def use(policy, keys, request_id, hints=None):
+    if hints is not None:
+        policy.hint(request_id, hints)
+    resident = policy._tree.resident
+    new = [key for key in keys if key not in resident]
+    policy.access(keys, request_id, new)
+    policy.mark_evictable(new)
+    policy.request_finished(request_id)
+
+
+def test_what_a_session_that_ends_has_used_alone_leaves_first():
+    now = [0.0]
+    policy = make_policy("turn-hazard", 100, lambda: now[0])
+    system = chunks("system", 3)
+    for name in ("first", "second", "third"):
+        now[0] += 1.0
+        ends = name == "second"
+        use(policy, system + chunks(name, 4), f"turn of {name}", RequestHints(name))
+        use(policy, system + chunks(name, 5), f"last of {name}", RequestHints(name, session_ends=ends))
+    assert policy.evict(5) == chunks("second", 5)[::-1]
+    assert not set(system) & set(policy.evict(9))
+
+
+def test_a_session_cannot_end_what_others_use():
+    policy = make_policy("turn-hazard", 100, lambda: 0.0)
+    shared = chunks("shared", 5)
+    use(policy, shared, "honest", RequestHints("honest"))
+    use(policy, chunks("other", 5), "other", RequestHints("other"))
+    for hints in (RequestHints("liar", session_ends=True), RequestHints(session_ends=True)):
+        use(policy, shared, "liar", hints)
+        assert not policy._tree.run_of[shared[0]].ended
+
+
+def test_nothing_is_learnt_from_a_session_that_ended_and_comes_back(monkeypatch):
+    learnt = []
+    monkeypatch.setattr(HazardModel, "learn", lambda _self, rows, _bins, used: learnt.extend(used))
+    now = [0.0]
+    policy = make_policy("turn-hazard", 100, lambda: now[0])
+    use(policy, chunks("liar", 5), "a", RequestHints("liar", session_ends=True))
+    now[0] = 1e4
+    use(policy, chunks("liar", 5), "b", RequestHints("liar", session_ends=True))
+    policy._ages.settle()
+    assert learnt == []
+    use(policy, chunks("honest", 5), "c", RequestHints("honest"))
+    now[0] = 2e4
+    use(policy, chunks("honest", 5), "d", RequestHints("honest"))
+    policy._ages.settle()
+    assert learnt.count(True) == 1
+
+
+def test_a_request_after_which_its_session_ends_evicts_nothing():
+    policy = make_policy("turn-hazard", 10, lambda: 0.0)
+    use(policy, chunks("there", 10), "there")
+    policy.hint("last", RequestHints("s", session_ends=True))
+    assert policy.worth_storing(chunks("last", 4), "last") == 0
+    assert policy.worth_storing(chunks("goes on", 4), "another") in range(5)
+
+
+def test_how_soon_a_turn_is_expected_is_learnt():
+    """Sessions that say they come back soon do, and those that say late do not."""
+    now = [0.0]
+    policy = make_policy("turn-hazard", 4000, lambda: now[0])
+    for number in range(300):
+        soon = number % 2 == 0
+        use(
+            policy,
+            chunks(f"s{number}", 4),
+            f"{number} begins",
+            RequestHints(f"s{number}", False, 5.0 if soon else 3600.0),
+        )
+        if soon:
+            now[0] += 5.0
+            use(policy, chunks(f"s{number}", 5), f"{number} goes on", RequestHints(f"s{number}", False, 3600.0))
+        now[0] += 5.0
+    use(policy, chunks("says late", 4), "late", RequestHints("x", False, 3600.0))
+    use(policy, chunks("says soon", 4), "soon", RequestHints("y", False, 5.0))
+    policy._ages.settle()
+    run_of = policy._tree.run_of
+    assert run_of[chunks("says soon", 1)[0]].rank > 2 * run_of[chunks("says late", 1)[0]].rank
 
 
 def test_bins_cover_all_ages_in_order():

@@ -9,6 +9,7 @@ from kvtiers.tiering import provenance, reports
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.recorder import Recorder
 from kvtiers.tiering.reports import EventLog
+from kvtiers.types import RequestContext, RequestHints
 
 from .harness import HIT, MISS, Bench, chain, payload
 
@@ -464,3 +465,15 @@ def test_waiting_for_the_start_is_the_engines_sides():
     bench = Bench()
     bench.manager.wait_ready(3.0)
     assert bench.engine.waited == 3.0
+
+
+def test_the_eviction_policy_gets_the_hints_of_a_request_and_the_length_of_its_answer():
+    bench = Bench(rows=64)
+    heard = []
+    bench.primary._policy.hint = lambda request_id, hints: heard.append((request_id, hints))
+    hinted = RequestContext("hinted", {"session": "s", "expects_turn_in": 3})
+    for ctx, output in ((RequestContext("plain"), 0), (hinted, 0), (RequestContext("answered"), 7)):
+        bench.manager.on_new_request(ctx)
+        bench.manager.on_request_finished(ctx, output)
+    expected = RequestHints("s", expects_turn_in=3.0)
+    assert heard == [("hinted", expected), ("answered", RequestHints(output_tokens=7))]

@@ -27,7 +27,7 @@ from kvtiers.primary.eviction import EvictionPolicy, make_policy
 from kvtiers.primary.protection import Protection
 from kvtiers.primary.residents import Allocation, Residents
 from kvtiers.primary.row_table import RowTable
-from kvtiers.types import OffloadEvent
+from kvtiers.types import OffloadEvent, RequestHints
 
 __all__ = ["Allocation", "CPUPrimaryTier", "Usage"]
 
@@ -251,6 +251,10 @@ class CPUPrimaryTier:
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Count these chunks as used now; the first of them is evicted last. Unknown keys are ignored."""
         self._policy.access([key for key in dict.fromkeys(keys) if key in self._row_of], "")
+
+    def hint(self, request_id: str, hints: RequestHints) -> None:
+        """Pass on to the eviction policy what a client says of a request."""
+        self._policy.hint(request_id, hints)
 
     def on_request_finished(self, request_id: str) -> None:
         """Settle the recency of all chunks that the request has used."""

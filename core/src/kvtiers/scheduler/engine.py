@@ -38,8 +38,8 @@ class OffloadManager(Protocol):
     def complete_load(self, plan: LoadPlan, success: bool = True) -> None:
         """End a load plan."""
 
-    def on_request_finished(self, ctx: RequestContext) -> None:
-        """Record that the engine is done with a request."""
+    def on_request_finished(self, ctx: RequestContext, output_tokens: int = 0) -> None:
+        """Record that the engine is done with a request, which has so many tokens of output."""
 
     def record_request(
         self, arrival: float, prompt_tokens: int, tokens: int, block_hashes: Sequence[Sequence[bytes]]

@@ -104,7 +104,8 @@ class OffloadScheduler:
             self._manager.record_request(
                 tracked.arrival, tracked.prompt_tokens, request.num_tokens, request.block_hashes
             )
-            self._manager.on_request_finished(request.context)
+            output = max(0, request.num_tokens - tracked.prompt_tokens)
+            self._manager.on_request_finished(request.context, output)
         tracked.start_over()
 
     # -- loads

@@ -35,7 +35,16 @@ from kvtiers.tiering.recorder import Recorder
 from kvtiers.tiering.reports import EventLog, Snapshots
 from kvtiers.tiering.requests import RequestTable
 from kvtiers.tiering.tier_slot import PinBudget, TierSlot
-from kvtiers.types import LoadPlan, OffloadEvent, OffloadPolicy, PrefixHits, RequestContext, StorePlan
+from kvtiers.types import (
+    NO_HINTS,
+    LoadPlan,
+    OffloadEvent,
+    OffloadPolicy,
+    PrefixHits,
+    RequestContext,
+    StorePlan,
+    request_hints,
+)
 
 __all__ = ["EngineSide", "TieringManager"]
 
@@ -129,14 +138,22 @@ class TieringManager:
         ``prompt_tokens``: of its prompt, if they are known: how much waits for the GPU, for ``load_wait: auto``.
         """
         state = self._requests.open(ctx, prompt_tokens)
+        if ctx.params and (hints := request_hints(ctx.params)) is not NO_HINTS:
+            self._primary.hint(ctx.request_id, hints)
         self._waits.came(state)
         return OffloadPolicy.REQUEST_LEVEL if state.whole else OffloadPolicy.CHUNK_LEVEL
 
     @_timed
-    def on_request_finished(self, ctx: RequestContext) -> None:
-        """Handle a request's end in the engine: its recency is final; its transfers may still run."""
+    def on_request_finished(self, ctx: RequestContext, output_tokens: int = 0) -> None:
+        """Handle a request's end in the engine: its recency is final; its transfers may still run.
+
+        ``output_tokens``: of its answer, if they are known, for an eviction policy that learns.
+        """
         state = self._requests.finish(ctx)
         if state is not None:
+            if output_tokens > 0:
+                hints = request_hints(ctx.params)._replace(output_tokens=output_tokens)
+                self._primary.hint(ctx.request_id, hints)
             self._waits.taken_up(state)
             self._primary.on_request_finished(ctx.request_id)
             self._promotions.request_finished(state)

@@ -142,7 +142,7 @@ class ReplayEngine:
             if arrived is None:
                 return
             request, infinite_hits = arrived
-            context = RequestContext(f"replay-{self._served}")
+            context = RequestContext(f"replay-{self._served}", request.params)
             self._served += 1
             admitted = _Request(context, request.num_tokens, (list(request.block_hashes),), infinite_hits)
             self._kvtiers(self._scheduler.add_request, admitted)

@@ -69,12 +69,14 @@ class PlanTrace:
     """A workload as offload keys, made once for all cases: one chunk a block.
 
     ``requests``: arrival (seconds), keys, and how many of them may be hits: the last token is always computed.
+    ``hints``: the parameters of each, and the tokens of its answer.
     """
 
     def __init__(self, workload: Workload) -> None:
         per_block = workload.tokens_per_block
         self.tokens_per_chunk = per_block
         self.requests: list[tuple[float, list[OffloadKey], int]] = []
+        self.hints = [(request.params, request.output_tokens) for request in workload.requests]
         known: dict[bytes, OffloadKey] = {}  # so that equal keys are one object: less memory, faster comparisons
         self.references = self.infinite_hits = 0
         for request in workload.requests:
@@ -98,9 +100,10 @@ def simulate(
     stores = [_KeyStore(tier.chunks) for tier in case.tiers]
     manager = _manager(case, stores, lambda: now)
     with manager.lock:
-        for number, (arrival, keys, usable) in enumerate(trace.requests, 1):
+        served = zip(trace.requests, trace.hints, strict=True)
+        for number, ((arrival, keys, usable), (params, output_tokens)) in enumerate(served, 1):
             now = max(now, arrival)
-            _serve(manager, RequestContext(str(number)), keys, usable)
+            _serve(manager, RequestContext(str(number), params), keys, usable, output_tokens)
             if not number % _REPORT_EVERY:
                 progress(_REPORT_EVERY)
     progress(len(trace.requests) % _REPORT_EVERY)
@@ -115,7 +118,9 @@ def simulate(
     )
 
 
-def _serve(manager: TieringManager, context: RequestContext, keys: Sequence[OffloadKey], usable: int) -> None:
+def _serve(
+    manager: TieringManager, context: RequestContext, keys: Sequence[OffloadKey], usable: int, output_tokens: int
+) -> None:
     """Do what an engine's scheduler does for one request: look up, load what is there, store the rest."""
     manager.on_new_request(context)
     wanted = keys[:usable]
@@ -133,7 +138,7 @@ def _serve(manager: TieringManager, context: RequestContext, keys: Sequence[Offl
             manager.complete_store(storing)
             break
         rest = rest[: len(rest) // 2]  # no room for all: the head of a prefix is worth more than its tail
-    manager.on_request_finished(context)
+    manager.on_request_finished(context, output_tokens)
     manager.on_schedule_end()
 
 

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
 from kvtiers.api import OffloadKey
+from kvtiers.types import RequestHints
 
 __all__ = ["EvictionPolicy"]
 
@@ -69,6 +70,13 @@ class EvictionPolicy(ABC):
         """
         del count, request_id
         return []
+
+    def hint(self, request_id: str, hints: RequestHints) -> None:
+        """Handle what a client says of a request: before its first use, and again with its output when it ends.
+
+        Nothing by default. A policy must not believe a hint at the cost of other sessions.
+        """
+        del request_id, hints
 
     def worth_storing(self, keys: Sequence[OffloadKey], request_id: str) -> int:
         """Return how many of the leading keys should be resident, since something would have to leave for the others.

@@ -125,7 +125,7 @@ class KvtiersManager(OffloadingManager):
         if request is not None:
             self._asked.discard(request)
             with self._manager.lock:
-                self._manager.on_request_finished(request.context)
+                self._manager.on_request_finished(request.context, request.output_tokens())
 
     # -- lookups and loads
 

@@ -57,6 +57,8 @@ class OpenRequest:
     prompt_tokens: int = 0
     """0 where vLLM does not say."""
     waits_since: float | None = None
+    shown: Any = None
+    """vLLM's own request."""
     runs: dict[int, Run] = field(default_factory=dict)
     """This step's answers, by group."""
     _keys: RequestKeys | None = None
@@ -69,6 +71,10 @@ class OpenRequest:
         if self._keys is None and not self.out:
             self._keys = self.make_keys(self.look.digest if self.look is not None else b"")
         return None if self.out else self._keys
+
+    def output_tokens(self) -> int:
+        """Return how many tokens its answer has so far; 0 where vLLM does not say."""
+        return int(getattr(self.shown, "num_output_tokens", None) or 0)
 
     def use(self, keys: RequestKeys) -> None:
         """Use keys that were made ahead."""
@@ -135,6 +141,7 @@ class RequestBook:
         ahead = self._ahead.pop(request_id, None)
         if ahead is not None and ahead[0] is shown:
             request.use(ahead[1])
+        request.shown = shown
         request.prompt_tokens = int(getattr(shown, "num_prompt_tokens", None) or 0)
         if shown is not None and shown.lora_request is not None:
             request.look = self._looks.begin(shown.lora_request)

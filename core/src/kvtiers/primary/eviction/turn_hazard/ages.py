@@ -16,16 +16,16 @@ _BATCH = 48  # examples and ranks that are computed together
 _MOST_PASSED = 256  # bins that may end in one call
 _SMALL = 64
 # Chunks up to the end, of the run, added by the last use, before it; the last gap, their mean; whether others follow;
-# left over; uses and what the last one added.
-_SIZES = (12, 12, 12, 12, 32, 32, 2, 4, 48)
+# left over; uses and what the last one added; tokens of the last answer; when the next turn is expected.
+_SIZES = (12, 12, 12, 12, 32, 32, 2, 4, 48, 12, 12)
 _STARTS = [sum(_SIZES[:index]) for index in range(len(_SIZES))]
 
 
 def features(run: Run) -> Rows:
     """Return the model's rows for a run as it is since its last use."""
-    end, size, grown, before, gap, mean, followed, left_over, turn = _STARTS
+    end, size, grown, before, gap, mean, followed, left_over, turn, output, expected = _STARTS
     depth, length, added = run.depth, len(run.keys), step(run.grown, 1, 11)
-    again = run.uses - 1
+    again, hints = run.uses - 1, run.hints
     return (
         end + step(depth + length, 1, 11),
         size + step(length, 1, 11),
@@ -36,6 +36,8 @@ def features(run: Run) -> Rows:
         followed + (run.kids > 0),
         left_over + run.left_over,
         turn + 12 * min(3, again) + added,
+        output + step(hints.output_tokens, 8, 11),
+        expected + (0 if hints.expects_turn_in is None else 1 + step(hints.expects_turn_in, 1.0, 10)),
     )
 
 
@@ -59,7 +61,7 @@ class Ages:
     def use(self, run: Run, begin: float) -> None:
         """Learn from a use; until ``restart`` the run has no age."""
         gap = max(0.0, begin - run.last)
-        if run.features:  # else it is new, and used for the first time
+        if run.features and not run.ended:  # else it is new, and used for the first time, or its client was wrong
             self._rows.append(run.features)
             self._bins.append(bin_of(gap, run.bin))
             self._was_used.append(True)
@@ -72,7 +74,8 @@ class Ages:
         """Let the run's age begin again at its last use, in the bin in which it is."""
         run.features = features(run)
         run.version += 1
-        self._wait(run)
+        if not run.ended:
+            self._wait(run)
         self.rank_soon(run)
 
     def rank_soon(self, run: Run) -> None:
@@ -112,7 +115,7 @@ class Ages:
         if runs:
             ranks = self.model.rank([run.features for run in runs], [run.bin for run in runs])
             for run, rank in zip(runs, ranks, strict=True):
-                run.rank = rank
+                run.rank = 0.0 if run.ended else rank
                 self._ranked(run)
         return bool(runs)
 

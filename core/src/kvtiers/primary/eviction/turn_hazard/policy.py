@@ -10,6 +10,10 @@ a use a second of held memory, tail first, and only leaves of the resident tree:
 What a request would store competes as well: ``worth_storing`` says how much of it is likelier to be used than what
 would leave for it. Runs that a running request uses leave last, the one that began first before the others.
 
+A client may say that a session ends (``hints``): what that session alone has used then leaves first. If it comes back
+all the same, that is a miss of its own, and nothing is learnt from it. How soon a turn is expected and how long the
+answer was are learnt from like everything else: they are worth what they turned out to be worth.
+
 Everything is learnt again after a start or a reset: what one workload has taught misleads on another. Memory: some 160
 bytes for each known chunk, of which 70 are its key; with the 16 known for each row 2.6 KB a row at most.
 """
@@ -21,6 +25,7 @@ from kvtiers.api import OffloadKey
 from kvtiers.primary.eviction.base import EvictionPolicy
 from kvtiers.primary.eviction.turn_hazard.ages import Ages
 from kvtiers.primary.eviction.turn_hazard.prefix_tree import PrefixTree, Run, Way
+from kvtiers.types import RequestHints
 
 __all__ = ["TurnHazardPolicy"]
 
@@ -79,11 +84,15 @@ class TurnHazardPolicy(EvictionPolicy):
             return absent[0]
         self._tree.follow(way, keys)
         short = len(absent) - (self.capacity - len(resident))
-        kept = len(absent) - (self._outranked([keys[place] for place in absent], short) if short > 0 else 0)
+        kept = len(absent) - (self._outranked([keys[place] for place in absent], short, way) if short > 0 else 0)
         if not request_id:
             self._finish(way)
         self._forget()
         return absent[kept] if kept < len(absent) else len(keys)
+
+    def hint(self, request_id: str, hints: RequestHints) -> None:
+        """Let what the request uses be ranked by what its client says."""
+        self._way(request_id).hints = hints
 
     # -- residents
 
@@ -167,10 +176,13 @@ class TurnHazardPolicy(EvictionPolicy):
         now = self.clock()
         for run in way.runs:
             run.last = max(run.last, now)
+            run.hints = way.hints
         self._tree.finish(way)
 
     def _used(self, run: Run, way: Way) -> None:
         self._ages.use(run, way.begin)
+        if run.owner != way.hints.session:
+            run.owner = None
         run.queued = False
 
     def _idle(self, run: Run) -> None:
@@ -238,11 +250,12 @@ class TurnHazardPolicy(EvictionPolicy):
         """Return the runs with evictable chunks, the least recently used first, what follows a run before that."""
         return sorted(self._loose, key=lambda run: (run.last, -run.depth, run.serial))
 
-    def _outranked(self, keys: Sequence[OffloadKey], short: int) -> int:
+    def _outranked(self, keys: Sequence[OffloadKey], short: int, way: Way) -> int:
         """Return how many of a request's absent chunks, from the last on, rank below what would leave for them."""
         dropped = 0
         for run, part in reversed(list(self._tree.by_run(keys))):
-            colder = self._colder_than(self._ages.rank_now(run), short)
+            rank = 0.0 if run.ends_with(way.hints) else self._ages.rank_now(run)
+            colder = self._colder_than(rank, short)
             if colder >= short:
                 break
             dropped += min(len(part), short - colder)

@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from kvtiers.api import OffloadKey
+from kvtiers.types import NO_HINTS, RequestHints
 
 __all__ = ["PrefixTree", "Run", "Way"]
 
@@ -27,6 +28,7 @@ class _Uses(NamedTuple):
     grown: int
     left_over: int
     bin: int
+    hints: RequestHints
 
 
 class Run:
@@ -36,12 +38,13 @@ class Run:
     further down. ``evictable``: chunks, head first while ``in_order``. ``last``, ``first``: times of uses; ``gap``:
     seconds between the last two. ``grown``: chunks that the last use has added. ``left_over``: 0, or how much of the
     run that it was part of went another way, 1 to 3. ``bin``, ``features``: for the model, since the last use.
+    ``hints``: of the last request that used it; ``owner``: the one session that has used it.
     ``version`` counts on when queued entries of the run are no longer true.
     """
 
     __slots__ = (
-        "bin", "depth", "evictable", "features", "first", "gap", "grown", "in_order", "keys", "kids", "last",
-        "left_over", "live_kids", "parent", "queued", "rank", "resident", "serial", "users", "uses", "version",
+        "bin", "depth", "evictable", "features", "first", "gap", "grown", "hints", "in_order", "keys", "kids", "last",
+        "left_over", "live_kids", "owner", "parent", "queued", "rank", "resident", "serial", "users", "uses", "version",
     )  # fmt: skip
 
     def __init__(self, serial: int, keys: list[OffloadKey], parent: "Run | None", now: float) -> None:
@@ -59,8 +62,20 @@ class Run:
         self.grown = len(keys)
         self.left_over = self.bin = self.version = 0
         self.features: tuple[int, ...] = ()
+        self.hints = NO_HINTS
+        self.owner: str | None = None
         self.rank = 0.0
         self.queued = False
+
+    def ends_with(self, hints: RequestHints) -> bool:
+        """Return whether a request with these hints was its last use: its session ends, and no other has used it."""
+        alone = self.owner == hints.session if hints.session else self.uses == 1
+        return hints.session_ends and alone and not self.kids
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the session that it belongs to has ended."""
+        return self.ends_with(self.hints)
 
     @property
     def live(self) -> bool:
@@ -93,23 +108,24 @@ class Run:
 
     def uses_so_far(self) -> _Uses:
         """Return what is known of its uses."""
-        return _Uses(self.last, self.first, self.gap, self.uses, self.grown, self.left_over, self.bin)
+        return _Uses(self.last, self.first, self.gap, self.uses, self.grown, self.left_over, self.bin, self.hints)
 
     def set_uses(self, uses: _Uses) -> None:
         """Go back to what was known."""
-        self.last, self.first, self.gap, self.uses, self.grown, self.left_over, self.bin = uses
+        self.last, self.first, self.gap, self.uses, self.grown, self.left_over, self.bin, self.hints = uses
 
 
 class Way:
     """The way of one running request: the runs that it uses, with what was known of each before, and its last chunk."""
 
-    __slots__ = ("begin", "end", "reach", "runs")
+    __slots__ = ("begin", "end", "hints", "reach", "runs")
 
     def __init__(self, begin: float) -> None:
         self.begin = begin
         self.runs: dict[Run, _Uses | None] = {}
         self.end: OffloadKey | None = None
         self.reach = 0
+        self.hints = NO_HINTS
 
 
 class PrefixTree:
@@ -218,6 +234,7 @@ class PrefixTree:
                 before.kids += 1
             way.runs[run] = None
             run.users.add(way)
+            run.owner = way.hints.session or None
         self.run_of.update(dict.fromkeys(keys, run))
         way.reach, way.end = run.depth + len(run.keys), keys[-1]
 
@@ -229,7 +246,7 @@ class PrefixTree:
         head = Run(self._serial, run.keys[:place], None, 0.0)
         head.parent, head.depth, head.kids = run.parent, run.depth, 1
         head.set_uses(run.uses_so_far())
-        head.features = run.features
+        head.features, head.owner = run.features, run.owner
         run.keys, run.parent, run.depth = run.keys[place:], head, run.depth + place
         self.run_of.update(dict.fromkeys(head.keys, head))
         head.resident = sum(map(self.resident.__contains__, head.keys))
