@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtiers.api import ConfigError
+from kvtiers.primary.eviction import BUILT_IN
 from kvtiers_replay.plan import PlanCase, PlanTier, PlanTrace, cases_of_interest, change_line, changes, simulate
 from kvtiers_replay.trace import read_trace
 from kvtiers_replay.workload import ReplayRequest, Workload
@@ -75,8 +76,9 @@ def test_an_unbounded_primary_hits_what_an_infinite_cache_would(trace):
     assert point.hits["primary"] == trace.infinite_hits
 
 
-def test_a_tier_without_bounds_makes_any_primary_as_good_as_an_infinite_cache(trace):
-    point = simulate(trace, PlanCase(100, tiers=(PlanTier("big"),), budgets=WIDE))
+@pytest.mark.parametrize("policy", list(BUILT_IN))
+def test_a_tier_without_bounds_makes_any_primary_as_good_as_an_infinite_cache(trace, policy):
+    point = simulate(trace, PlanCase(100, policy, tiers=(PlanTier("big"),), budgets=WIDE))
     assert sum(point.hits.values()) == trace.infinite_hits
     assert point.written == {"big": trace.unique}
 

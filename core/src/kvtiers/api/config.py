@@ -242,7 +242,9 @@ class TierConfig(StrictModel):
     breaker: BreakerConfig = Field(default_factory=BreakerConfig, description="when the tier is taken out of use")
     rate_limit: RateLimit = Field(default_factory=RateLimit, description="the most that the tier may be asked for")
     admission: Literal["all", "second_access", "on_eviction"] = Field(
-        default="all", description="which chunks go down to this tier"
+        default="all",
+        description="which chunks go down to this tier: all at once; second_access, when one is wanted again (fewest "
+        "writes, but 14 to 24% fewer hits on chats); or on_eviction",
     )
     exists_ttl: Duration = Field(default=60.0, ge=0, description="how long the answer of an existence check is reused")
 

@@ -37,6 +37,7 @@ class Residents:
         self.unread = unread
         self.clean: set[OffloadKey] = set()
         self.evictable = 0
+        self.may_decline = True
 
     def allocate(
         self,
@@ -67,7 +68,7 @@ class Residents:
         wanted = len(missing) if limit is None else min(limit, len(missing))
         evicted: list[OffloadKey] = []
         declined = 0
-        if limit is None and wanted > self.rows.free:
+        if limit is None and self.may_decline and wanted > self.rows.free:
             worth = max(0, self.policy.worth_storing(offered, request_id))
             if worth < len(offered):
                 offered = offered[:worth]

@@ -319,6 +319,10 @@ class CPUPrimaryTier:
         if expired := self._unread.expire(now):
             self._chunks.unlock_idle(expired)
 
+    def store_everything(self) -> None:
+        """Never ask the policy what is worth storing: a tier below gets all chunks, by way of the primary."""
+        self._chunks.may_decline = False
+
     def mark_clean(self, keys: Sequence[OffloadKey]) -> None:
         """Record that these chunks are in a secondary tier too. Unknown keys are ignored."""
         self._chunks.clean.update(filter(self._row_of.__contains__, keys))

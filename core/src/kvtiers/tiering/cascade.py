@@ -44,6 +44,8 @@ class Cascades:
         self._at_once = [slot for slot in writable if slot.options.admission == "all"]
         self._second = {slot: _Wanted() for slot in writable if slot.options.admission == "second_access"}
         self._late = [slot for slot in writable if slot.options.admission == "on_eviction"]
+        if writable:
+            primary.store_everything()
         self.works_ahead = bool(self._late)
         """There is a tier that takes chunks before their eviction."""
         self._reserve = max(1, math.ceil(options.clean_reserve * primary.num_rows - 1e-9))

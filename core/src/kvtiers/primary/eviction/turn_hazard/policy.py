@@ -140,6 +140,7 @@ class TurnHazardPolicy(EvictionPolicy):
 
     def coldest(self) -> Iterator[OffloadKey]:
         """Yield the evictable chunks: the queue's as they are ranked now, then the others by their last use."""
+        self._ages.settle()  # what was just stored may be the coldest of all
         seen: set[Run] = set()
         for entry in sorted((*entry[:4], place) for place, entry in enumerate(self._queue) if self._valid(entry)):
             run = self._queue[entry[4]][5]
