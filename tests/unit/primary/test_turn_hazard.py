@@ -328,6 +328,18 @@ def test_a_request_after_which_its_session_ends_evicts_nothing():
     assert policy.worth_storing(chunks("goes on", 4), "another") in range(5)
 
 
+def test_what_is_declined_is_counted_and_nothing_is_where_a_tier_below_takes_chunks():
+    for stores_everything in (False, True):
+        served = Served("turn-hazard", 10)
+        if stores_everything:
+            served.tier.store_everything()
+        served.serve(chunks("there", 10))
+        served.tier.hint("2", RequestHints("s", session_ends=True))
+        served.serve(chunks("last", 4))
+        assert served.tier.declined == (0 if stores_everything else 4)
+        assert served.tier.resident_run(chunks("last", 4))[0] == (4 if stores_everything else 0)
+
+
 def test_how_soon_a_turn_is_expected_is_learnt():
     """Sessions that say they come back soon do, and those that say late do not."""
     now = [0.0]

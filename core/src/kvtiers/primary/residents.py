@@ -16,15 +16,11 @@ __all__ = ["Allocation", "Residents"]
 
 
 class Allocation(NamedTuple):
-    """Rows leased to a writer: ``rows[i]`` is for ``keys[i]``; ``evicted`` left to make room.
-
-    ``declined``: how many more of the offered chunks are not here, and not worth what would leave for them.
-    """
+    """Rows leased to a writer: ``rows[i]`` is for ``keys[i]``; ``evicted`` left to make room."""
 
     keys: list[OffloadKey]
     rows: list[int]
     evicted: list[OffloadKey]
-    declined: int = 0
 
 
 class Residents:
@@ -38,6 +34,8 @@ class Residents:
         self.clean: set[OffloadKey] = set()
         self.evictable = 0
         self.may_decline = True
+        self.declined = 0
+        """Chunks that were offered and not stored, since what would have left is worth more."""
 
     def allocate(
         self,
@@ -67,17 +65,17 @@ class Residents:
         self.policy.on_store_miss(missing, request_id)
         wanted = len(missing) if limit is None else min(limit, len(missing))
         evicted: list[OffloadKey] = []
-        declined = 0
         if limit is None and self.may_decline and wanted > self.rows.free:
             worth = max(0, self.policy.worth_storing(offered, request_id))
             if worth < len(offered):
                 offered = offered[:worth]
                 present = [key for key in offered if key in row_of]
                 missing = [key for key in offered if key not in row_of]
-                wanted, declined = len(missing), wanted - len(missing)
+                self.declined += wanted - len(missing)
+                wanted = len(missing)
                 if not missing:
                     self.policy.access(present, request_id)
-                    return Allocation([], [], [], declined)
+                    return Allocation([], [], [])
         if wanted > self.rows.free - reserve:
             self.rows.want(wanted + reserve)
             if self.unread.keys:
@@ -92,7 +90,7 @@ class Residents:
         rows = self.rows.allocate(missing)
         row_of.update(zip(missing, rows, strict=True))
         self.policy.access(offered, request_id, missing)
-        return Allocation(missing, rows, evicted, declined)
+        return Allocation(missing, rows, evicted)
 
     def pin(self, keys: Sequence[OffloadKey]) -> tuple[list[int], list[OffloadKey]] | None:
         """Add a reader to each of these chunks; return their rows, and the keys that had no reader before.

@@ -147,6 +147,11 @@ class CPUPrimaryTier:
         return len(self._chunks.clean)
 
     @property
+    def declined(self) -> int:
+        """Chunks that were offered and not stored, since the policy found what would have left worth more."""
+        return self._chunks.declined
+
+    @property
     def misuse(self) -> int:
         """Completions and abandonments of rows that were not leased that way; all of them were ignored."""
         return self._rows.misuse

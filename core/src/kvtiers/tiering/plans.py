@@ -70,8 +70,8 @@ class Plans:
         if prepared is None:
             self._metrics.refused_stores += len(keys)
             return None
-        new, rows, evicted, declined = prepared
-        self._metrics.declined_stores += declined
+        new, rows, evicted = prepared
+        self._metrics.declined_stores = self._primary.declined
         self._origins.forget(evicted)
         self._cascades.allocated(len(new), evicted, clean_before)
         if state.whole and len(new) < len(keys):

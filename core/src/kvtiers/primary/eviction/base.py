@@ -82,8 +82,8 @@ class EvictionPolicy(ABC):
         """Return how many of the leading keys should be resident, since something would have to leave for the others.
 
         ``keys``: what a request offers to store, in the order of its prefix, those that are here included. Comes
-        before ``evict``, and before the ``access`` that names those which were stored. Not asked where a tier below takes chunks: they get
-        there by way of the primary. All of them, by default.
+        before ``evict``, and before the ``access`` that names those which were stored. Not asked where a tier below
+        takes chunks: they get there by way of the primary. All of them, by default.
         """
         del request_id
         return len(keys)
