@@ -178,6 +178,17 @@ def test_a_call_ends_in_its_time_though_the_store_hangs(opened, faulty, gates, m
     assert get(client, range(4)) == 4
 
 
+def test_a_first_tier_that_hangs_leaves_a_get_the_time_for_the_next_one(opened, faulty, gates, machine, tmp_path, tier):
+    client = opened(faulty(deadline="60s"), tier, bounce_bytes=64 * 12288)
+    assert all(put(client, range(4)).stored)
+    gates.set("read", "hang")
+    assert get(client, range(4), timeout=6.0) == 4, "the second tier has them, and half of the time"
+    with machine.releasing(tmp_path):
+        machine.wait_until(
+            lambda: client.stats()["free_bounce_rows"] == client.stats()["bounce_rows"], "the release of the rows"
+        )
+
+
 def test_a_store_that_hangs_for_good_costs_its_host_and_no_row(opened, faulty, gates, machine, log):
     client = opened(faulty(deadline="200ms", grace="100ms", threads=1))
     assert all(put(client, range(4)).stored)

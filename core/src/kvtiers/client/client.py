@@ -150,7 +150,7 @@ class Client:
         begun: list[tuple[Sequence[_Value], Put]] = []
         while todo and (piece := self._begin(Put, todo, until, until)) is not None:
             begun.append(piece)
-            piece[1].lease.release()  # the request holds them; the next piece may need them
+            piece[1].lease.release()  # the driver holds them; the next piece may need them
         error = "" if not todo else CLOSED if self._is_closed else "no bounce row was free in time"
         stored = [False] * len(keys)
         tiers: dict[str, int] = {}
@@ -185,10 +185,10 @@ class Client:
                         break
                 self._await(begun[0][1], until)
                 self._scatter(*begun[0], found)
-                begun.popleft()[1].lease.release()
+                begun.popleft()[1].release()
         finally:
             for _, request in begun:
-                request.lease.release()
+                request.release()
         self._count(gets=1, get_values=len(keys), found_values=sum(found))
         return found
 
@@ -218,8 +218,8 @@ class Client:
         return some, request
 
     def _scatter(self, some: Sequence[_Value], request: Get, found: list[bool]) -> None:
-        for row, value in zip(request.lease.rows, some, strict=True):
-            if value.key in request.found:
+        for value in some:
+            if (row := request.found.get(value.key)) is not None:
                 for place, parts in zip(value.places, value.parts, strict=True):
                     scatter(self._rows.row(row, value.nbytes), parts)
                     found[place] = True

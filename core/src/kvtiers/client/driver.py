@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from kvtiers._failures import logged_boundary
 from kvtiers.api import OffloadKey, TransferJob
 from kvtiers.client.requests import Request, Transfer
+from kvtiers.client.rows import RowLease
 from kvtiers.secondary.tier_jobs import JobFailed, JobReleased, JobStarted, TierEvent, good_keys, is_of
 from kvtiers.tiering.tier_slot import TierSlot
 from kvtiers.types import RequestContext
@@ -36,11 +37,12 @@ _CONTEXT = RequestContext("")
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A job in flight, which holds its request's rows. ``since``: it was submitted, or has started."""
+    """A job in flight. ``leases``: its request's, which it holds. ``since``: it was submitted, or has started."""
 
     job: TransferJob
     slot: TierSlot
     request: Transfer
+    leases: Sequence[RowLease]
     since: float
     is_abandoned: bool = False
 
@@ -123,17 +125,23 @@ class Driver:
     def submit(
         self, slot: TierSlot, request: Transfer, keys: Sequence[OffloadKey], rows: Sequence[int], *, is_load: bool
     ) -> bool:
-        """Start a job on these rows of the request's lease; False: nothing has started."""
+        """Start a job on these rows of the request's leases; False: nothing has started."""
         now = self._clock()
-        if now >= request.until or self._stop_at is not None:
+        leases = request.job_began() if now < request.until and self._stop_at is None else None
+        if leases is None:
             request.error = request.error or "no time left"
             return False
         job = TransferJob(next(self._ids), keys, memoryview(array("i", rows)), is_load, _CONTEXT)
-        if not slot.submit(job):
-            return False
-        request.lease.hold()
-        self._jobs[job.job_id] = _Job(job, slot, request, now)
-        return True
+        if slot.submit(job):
+            self._jobs[job.job_id] = _Job(job, slot, request, leases, now)
+            return True
+        request.job_is_over()
+        _release(leases)
+        return False
+
+    def now(self) -> float:
+        """Return the time by the driver's clock."""
+        return self._clock()
 
     # -- the thread
 
@@ -199,7 +207,7 @@ class Driver:
         if request in self._requests:
             del self._requests[request]
             if isinstance(request, Transfer):
-                request.lease.release()
+                _release([request.lease, *request.spares])
 
     def _take(self, slot: TierSlot, event: TierEvent) -> None:
         found = self._jobs.get(event.job_id)
@@ -214,9 +222,10 @@ class Driver:
                 slot.retire(f"it has reported job {event.job_id}, which it does not have, or keys that are not of it")
                 return
             del self._jobs[event.job_id]
-            request, good = found.request, good_keys(found.job, event)
-            self._guarded(request, lambda driver: request.job_ended(driver, slot, good))
-            request.lease.release()
+            request, job, good = found.request, found.job, good_keys(found.job, event)
+            request.job_is_over()
+            self._guarded(request, lambda driver: request.job_ended(driver, slot, job, good))
+            _release(found.leases)
 
     def _expire(self, now: float) -> None:
         """Give up overdue jobs, which their tiers then end; end requests whose callers have gone on."""
@@ -234,3 +243,8 @@ class Driver:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._incoming.get_nowait().end(CLOSED)
+
+
+def _release(leases: Sequence[RowLease]) -> None:
+    for lease in leases:
+        lease.release()
