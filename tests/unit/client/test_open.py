@@ -116,6 +116,45 @@ def test_after_the_close_nothing_is_found_and_nothing_raises(client):
     assert client.stats()["tiers"] == {}
 
 
+def test_what_was_deleted_is_absent_in_every_length_and_can_be_put_again(client):
+    client.put(KEYS[:3], [value(0), value(1), value(2, 5000)])
+    client.put(KEYS[:1], [value(3, 5000)])
+    assert client.delete([*KEYS[:1], b"never there", KEYS[0]]) == [True] * 3
+    assert client.exists_prefix(KEYS[:1]) == client.exists_prefix(KEYS[:1], 5000) == 0
+    assert client.get_into(KEYS[:3], [bytearray(1000), bytearray(1000), bytearray(5000)]) == [False, True, True]
+    assert client.delete(KEYS[1:3], 1000) == [True, True]
+    assert client.get_into(KEYS[1:3], [bytearray(1000), bytearray(5000)]) == [False, True]
+    back = np.zeros(1000, np.uint8)
+    assert client.put(KEYS[:1], [value(9)]).stored == [True]
+    assert client.get_into(KEYS[:1], [back]) == [True]
+    assert (back == value(9)).all(), "what was deleted is not taken for present, and is written again"
+    assert client.stats()["deleted_values"] == 5
+
+
+def test_nothing_that_is_no_key_is_deleted_and_nothing_raises(client):
+    assert client.delete([b"", "text", b"fine"]) == [False, False, True]
+    assert client.delete(None) == []
+    assert client.delete(KEYS[:1], 77) == [False]
+    assert client.delete(KEYS[:1], timeout=0) == [False]
+    client.close()
+    assert client.delete(KEYS[:1]) == [False]
+
+
+def test_a_value_in_a_read_only_tier_stays_and_one_in_a_tier_that_cannot_delete_is_said_to_be_there(tmp_path):
+    def fs(name, **more):
+        return {"type": "fs", "name": name, "path": str(tmp_path / name), "io": "thread", "capacity": "1GiB", **more}
+
+    with open_client(config(fs("one"), fs("two")), IDENTITY, 1000) as client:
+        assert client.put(KEYS, [value(n) for n in range(8)]).stored == [True] * 8
+    with open_client(config(fs("one"), fs("two", read_only=True)), IDENTITY, 1000) as client:
+        assert client.delete(KEYS) == [True] * 8
+        assert sum(client.get_into(KEYS, [bytearray(1000) for _ in KEYS])) == 8
+    with open_client(config(fs("one")), IDENTITY, 1000) as client:
+        assert sum(client.get_into(KEYS, [bytearray(1000) for _ in KEYS])) == 0
+    with open_client(config({"type": "memory-async", "max_blocks": 64}), IDENTITY, 1000) as client:
+        assert client.delete(KEYS[:1]) == [False]
+
+
 def test_a_call_without_time_is_over_at_once(client):
     assert client.put(KEYS[:1], [value(0)], timeout=0).stored == [False]
     assert client.get_into(KEYS[:1], [bytearray(1000)], timeout=-1) == [False]

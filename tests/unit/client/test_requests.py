@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtiers.client.requests import Get, Prefix, Put, Task
+from kvtiers.client.requests import Delete, Get, Prefix, Put, Task
 
 FAR = 1e9
 
@@ -175,3 +175,34 @@ def test_where_no_other_row_is_free_a_late_load_is_waited_for(bench, played, key
     bench.step()
     assert set(get.found) == set(keys)
     others.release()
+
+
+def test_a_key_is_gone_when_every_tier_that_takes_stores_is_without_it(bench, played, keys):
+    one, two, read_only, cannot = played(), played(), played(), played()
+    for tier in (one, two, read_only):
+        tier.submit_delete = tier._submit
+    bench.drive(one, two, read_only, read_only=[read_only])
+    delete = bench.begin_on(Delete, keys, bench.rows.none())
+    assert [len(tier.jobs) for tier in (one, two, read_only)] == [1, 1, 0]
+    assert list(next(iter(one.jobs.values())).chunk_ids) == []
+    one.end(success=True)
+    bench.step()
+    assert not delete.over.is_set()
+    two.end(*keys[:1])
+    bench.step()
+    assert (delete.over.is_set(), delete.gone) == (True, {keys[0]})
+    assert cannot.jobs == {}
+
+
+@pytest.mark.parametrize("why", ["unusable", "raises", "cannot"])
+def test_a_tier_that_removes_nothing_now_keeps_every_key_from_being_gone(bench, played, keys, why):
+    one, two = played(), played()
+    one.submit_delete = one._submit
+    if why != "cannot":
+        two.submit_delete = two._submit
+    two.usable, two.raises = why != "unusable", why == "raises"
+    bench.drive(one, two)
+    delete = bench.begin_on(Delete, keys, bench.rows.none())
+    one.end(success=True)
+    bench.step()
+    assert (delete.over.is_set(), delete.gone, delete.error) == (True, set(), "t1 removes nothing now")

@@ -13,7 +13,7 @@ from kvtiers._failures import error_text, log_with_backoff
 from kvtiers.api import OffloadKey, make_offload_key
 from kvtiers.client.buffers import Bytes, Views, gather, length_of, parts_of, scatter
 from kvtiers.client.driver import CLOSED, Driver
-from kvtiers.client.requests import Get, Prefix, Put, Task
+from kvtiers.client.requests import Delete, Get, Prefix, Put, Task
 from kvtiers.client.rows import BounceRows
 
 __all__ = ["Client", "PutResult"]
@@ -21,10 +21,11 @@ __all__ = ["Client", "PutResult"]
 _log = logging.getLogger("kvtiers")
 _JOB_BYTES = 16 << 20  # of one piece of a call: the next one is gathered while its host works on it
 _MOST_PIECES = 3  # of one call whose rows wait to be scattered
+_DELETED_AT_ONCE = 4_096
 _LONGEST_KEY = 65_531
 _COUNTS = (
     "puts", "put_values", "put_bytes", "stored_values", "gets", "get_values", "found_values", "found_bytes", "lookups",
-    "refused_values", "expired_calls", "failed_calls",
+    "deletes", "deleted_values", "refused_values", "expired_calls", "failed_calls",
 )  # fmt: skip
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -113,6 +114,15 @@ class Client:
         ``exists_ttl``, an absence for a second at most.
         """
         return self._never_raises(self._prefix, keys, value_bytes, timeout) or 0
+
+    def delete(self, keys: Sequence[bytes], value_bytes: int | None = None, timeout: float | None = None) -> list[bool]:
+        """Remove the values of these keys; return for each whether every tier that takes stores is without it now.
+
+        ``value_bytes``: of this length alone; by default of all the client's lengths. A key that is nowhere is True. A
+        value in a read-only tier stays, and is found. A ``put`` of the same key at the same time may win or lose.
+        """
+        gone = self._never_raises(self._delete, keys, value_bytes, timeout)
+        return gone if gone is not None else [False] * _count(keys)
 
     def stats(self) -> dict[str, Any]:
         """Return the counts of this client since it was opened, and each tier's own figures under ``tiers``."""
@@ -242,6 +252,24 @@ class Client:
         self._await(request, until)
         return request.length
 
+    def _delete(self, keys: Sequence[bytes], value_bytes: int | None, timeout: float | None) -> list[bool]:
+        until = self._until(timeout)
+        self._count(deletes=1)
+        groups = [*self._groups.values()] if value_bytes is None else [self._groups[value_bytes]]
+        wanted = {key: [make_offload_key(key, group) for group in groups] for key in keys if _is_key(key)}
+        if len(wanted) < len(set(keys)):
+            self._refuse("a key that is not 1 to 65,531 bytes", len(set(keys)) - len(wanted))
+        gone: set[OffloadKey] = set()
+        named = [named for each in wanted.values() for named in each]
+        for start in range(0, len(named) if self._is_usable() else 0, _DELETED_AT_ONCE):
+            request = Delete(named[start : start + _DELETED_AT_ONCE], self._rows.none(), until)
+            self._driver.send(request)
+            self._await(request, until)
+            gone |= request.gone
+        found = [key in wanted and gone.issuperset(wanted[key]) for key in keys]
+        self._count(deleted_values=sum(found))
+        return found
+
     def _values(self, keys: Sequence[bytes], views: Sequence[Views], *, writable: bool) -> list[_Value]:
         """Return the values of a call, each key once; those that do not fit are refused."""
         values: dict[OffloadKey, _Value] = {}
@@ -271,7 +299,7 @@ class Client:
         most = max(1, min(_JOB_BYTES // self._rows.row_stride, self._rows.count // 2))
         return deque(values[start : start + most] for start in range(0, len(values), most))
 
-    def _await(self, request: Put | Get | Prefix, until: float) -> None:
+    def _await(self, request: Put | Get | Prefix | Delete, until: float) -> None:
         if not request.over.wait(max(0.0, until - time.monotonic())):
             self._count(expired_calls=1)
             request.error = request.error or "not ended in time"

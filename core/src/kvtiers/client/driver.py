@@ -126,13 +126,24 @@ class Driver:
         self, slot: TierSlot, request: Transfer, keys: Sequence[OffloadKey], rows: Sequence[int], *, is_load: bool
     ) -> bool:
         """Start a job on these rows of the request's leases; False: nothing has started."""
+        return self._start(
+            request, TransferJob(next(self._ids), keys, _numbers(rows), is_load, _CONTEXT), slot, slot.submit
+        )
+
+    def delete(self, slot: TierSlot, request: Transfer, keys: Sequence[OffloadKey]) -> bool:
+        """Start a job that removes these keys; False: nothing has started."""
+        job = TransferJob(next(self._ids), keys, _numbers(()), is_promotion=False, context=_CONTEXT)
+        return self._start(request, job, slot, slot.delete)
+
+    def _start(
+        self, request: Transfer, job: TransferJob, slot: TierSlot, submit: Callable[[TransferJob], bool]
+    ) -> bool:
         now = self._clock()
         leases = request.job_began() if now < request.until and self._stop_at is None else None
         if leases is None:
             request.error = request.error or "no time left"
             return False
-        job = TransferJob(next(self._ids), keys, memoryview(array("i", rows)), is_load, _CONTEXT)
-        if slot.submit(job):
+        if submit(job):
             self._jobs[job.job_id] = _Job(job, slot, request, leases, now)
             return True
         request.job_is_over()
@@ -243,6 +254,10 @@ class Driver:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._incoming.get_nowait().end(CLOSED)
+
+
+def _numbers(rows: Sequence[int]) -> memoryview:
+    return memoryview(array("i", rows))
 
 
 def _release(leases: Sequence[RowLease]) -> None:

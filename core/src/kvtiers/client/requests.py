@@ -4,6 +4,7 @@
 request        asks
 =============  ==================================================================================================
 ``Put``        each tier that takes stores, at the same time; over when all jobs have ended
+``Delete``     each tier that takes stores, at the same time; over when all jobs have ended
 ``Get``        the tiers in order: which of the keys a tier has, then for these, then the next tier for the rest;
                a tier that takes longer than its share of the time is not waited for, but may still give its part
 ``Prefix``     the tiers in order how far they have the prefix, and again from there, until none has more
@@ -23,7 +24,7 @@ from kvtiers.client.rows import RowLease
 from kvtiers.tiering.tier_slot import TierSlot
 from kvtiers.types import RequestContext
 
-__all__ = ["Get", "Jobs", "Prefix", "Put", "Request", "Task", "Transfer"]
+__all__ = ["Delete", "Get", "Jobs", "Prefix", "Put", "Request", "Task", "Transfer"]
 
 NO_TIER = "no tier is usable"
 _CONTEXT = RequestContext("")
@@ -41,6 +42,9 @@ class Jobs(Protocol):
         self, slot: TierSlot, request: "Transfer", keys: Sequence[OffloadKey], rows: Sequence[int], *, is_load: bool
     ) -> bool:
         """Start a job on these rows of the request's leases; False: nothing has started."""
+
+    def delete(self, slot: TierSlot, request: "Transfer", keys: Sequence[OffloadKey]) -> bool:
+        """Start a job that removes these keys; False: nothing has started."""
 
 
 class Request:
@@ -145,6 +149,39 @@ class Put(Transfer):
         if len(good) < len(self.keys):
             self.error = self.error or f"{slot.name} has not taken all values"
         if not self._running:
+            self.end()
+
+
+class Delete(Transfer):
+    """Keys to remove; no rows. ``gone``: those that no tier that takes stores has any more."""
+
+    def __init__(self, keys: Sequence[OffloadKey], lease: RowLease, until: float) -> None:
+        super().__init__(lease, until)
+        self.gone: set[OffloadKey] = set()
+        self._keys = keys
+        self._removed: list[Collection[OffloadKey]] = []
+        self._tiers = 0
+        self._running = 0
+
+    def begin(self, jobs: Jobs) -> None:
+        """Ask all tiers that take stores, be they usable or not: a value in one that is not used now comes back."""
+        takers = [slot for slot in jobs.slots if not slot.options.read_only]
+        self._tiers = len(takers)
+        for slot in takers:
+            if slot.available() and jobs.delete(slot, self, self._keys):
+                self._running += 1
+            else:
+                self.error = self.error or f"{slot.name} removes nothing now"
+        if not self._running:
+            self.end(NO_TIER)
+
+    def job_ended(self, jobs: Jobs, slot: TierSlot, job: TransferJob, good: Collection[OffloadKey]) -> None:  # noqa: ARG002 -- as its base
+        """Record what this tier has removed; end with the last one."""
+        self._removed.append(set(good))
+        self._running -= 1
+        if not self._running:
+            if len(self._removed) == self._tiers:
+                self.gone = set(self._keys).intersection(*self._removed)
             self.end()
 
 

@@ -95,6 +95,10 @@ class BounceRows:
                 return None
             return RowLease(self, [self.free.pop() for _ in range(min(wanted, len(self.free)))])
 
+    def none(self) -> RowLease:
+        """Return a lease of no rows."""
+        return RowLease(self, [])
+
     def end(self) -> None:
         """Lease no further row; calls that wait for one go on without."""
         with self.changed:

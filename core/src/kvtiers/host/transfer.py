@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from kvtiers._failures import plugin_boundary
@@ -172,6 +173,25 @@ class ValueMover:
         wanted = [index for index, status in enumerate(moved.statuses) if status != Status.PRESENT]
         self._remove_suspects(run, wanted)
         self._move_all(moved, run, wanted, is_load=False)
+        return moved
+
+    def delete(self, run: ValueRun) -> Moved:
+        """Remove the values of these keys; DONE also where there was none."""
+        moved = Moved.nothing(len(run.keys), "the tier is read-only" if self._options.read_only else "")
+        names = [] if self._options.read_only else self._of_epoch(run).names.names(run.keys)
+        for start in range(0, len(names), _DELETED_PER_CALL):
+            some = names[start : start + _DELETED_PER_CALL]
+            if time.monotonic() >= run.give_up_at or not run.wanted():
+                moved.error = "no time left"
+                break
+            self._known.forget(some)  # also if it fails: it may have been removed all the same
+            with plugin_boundary() as store:
+                _, retries = self._attempts.call(partial(self._store.delete, some), give_up_at=run.give_up_at)
+                moved.retries += retries
+            if store.error:
+                moved.error = store.error
+                break
+            moved.statuses[start : start + len(some)] = bytes([Status.DONE]) * len(some)
         return moved
 
     def probe(
