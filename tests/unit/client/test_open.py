@@ -2,13 +2,17 @@
 
 import dataclasses
 import logging
+import re
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 import kvtiers
+import kvtiers.metrics
 from kvtiers import ModelIdentity, open_client
 from kvtiers.api import ConfigError, StartError
 from kvtiers.client.open import client_layout
@@ -129,6 +133,30 @@ def test_what_was_deleted_is_absent_in_every_length_and_can_be_put_again(client)
     assert client.get_into(KEYS[:1], [back]) == [True]
     assert (back == value(9)).all(), "what was deleted is not taken for present, and is written again"
     assert client.stats()["deleted_values"] == 5
+
+
+def test_a_clients_figures_are_exported_by_the_managers_exporter(client):
+    registry = CollectorRegistry()
+    kvtiers.metrics.export(client.stats, registry)
+    client.put(KEYS, [value(n) for n in range(8)])
+    client.get_into([*KEYS[:3], b"absent"], [bytearray(1000)] * 4)
+    client.delete(KEYS[:1])
+
+    def figure(name, **labels):
+        return registry.get_sample_value(f"kvtiers_{name}", labels)
+
+    assert [figure(f"client_{n}_total") for n in ("stored_values", "found_values", "deleted_values")] == [8, 3, 1]
+    assert figure("client_bounce_rows") == figure("client_free_bounce_rows") == 8
+    assert figure("tier_stored_chunks_total", tier="memory") == 8
+    assert figure("tier_loaded_chunks_total", tier="memory") == 3
+    assert figure("tier_loaded_bytes_total", tier="memory") == 3 * 4096
+    assert figure("tier_cascade_latency_seconds_count", tier="memory") > 0
+    assert figure("tier_promotion_latency_seconds_count", tier="memory") > 0
+    assert figure("tier_breaker_state", tier="memory") == figure("tier_running_jobs", tier="memory") == 0
+    text = generate_latest(registry).decode()
+    families = [family.name for family in text_string_to_metric_families(text)]
+    assert len(families) == len(set(families))
+    assert not re.search(r"# HELP kvtiers_client_\w+ A figure of the tier", text)
 
 
 def test_nothing_that_is_no_key_is_deleted_and_nothing_raises(client):

@@ -15,6 +15,7 @@ from kvtiers.client.buffers import Bytes, Views, gather, length_of, parts_of, sc
 from kvtiers.client.driver import CLOSED, Driver
 from kvtiers.client.requests import Delete, Get, Prefix, Put, Task
 from kvtiers.client.rows import BounceRows
+from kvtiers.metrics import ClientMetrics
 
 __all__ = ["Client", "PutResult"]
 
@@ -23,10 +24,6 @@ _JOB_BYTES = 16 << 20  # of one piece of a call: the next one is gathered while 
 _MOST_PIECES = 3  # of one call whose rows wait to be scattered
 _DELETED_AT_ONCE = 4_096
 _LONGEST_KEY = 65_531
-_COUNTS = (
-    "puts", "put_values", "put_bytes", "stored_values", "gets", "get_values", "found_values", "found_bytes", "lookups",
-    "deletes", "deleted_values", "refused_values", "expired_calls", "failed_calls",
-)  # fmt: skip
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _Moving = TypeVar("_Moving", Put, Get)
@@ -85,7 +82,7 @@ class Client:
         self._close = close
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._counts = dict.fromkeys(_COUNTS, 0)
+        self._metrics = ClientMetrics()
         self._is_closed = False
 
     # -- calls
@@ -125,8 +122,11 @@ class Client:
         return gone if gone is not None else [False] * _count(keys)
 
     def stats(self) -> dict[str, Any]:
-        """Return the counts of this client since it was opened, and each tier's own figures under ``tiers``."""
-        found: dict[str, Any] = dict(self._counts)
+        """Return the counts of this client since it was opened, and each tier's figures under ``tiers``.
+
+        Those of a tier are its own, and under ``transfers`` what the client has moved (``kvtiers.metrics.export``).
+        """
+        found = self._metrics.as_data()
         found |= {"bounce_rows": self._rows.count, "free_bounce_rows": len(self._rows.free)}
         tiers: dict[str, Any] = {}
         if self._is_usable():
@@ -314,8 +314,9 @@ class Client:
         """Add to these counts; return the last one."""
         with self._lock:
             for name, number in more.items():
-                self._counts[name] += number
-            return self._counts[name]
+                total: int = getattr(self._metrics, name) + number
+                setattr(self._metrics, name, total)
+            return total
 
     def _refuse(self, what: str, values: int = 1) -> None:
         times = self._count(refused_values=values)

@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtiers._failures import logged_boundary
-from kvtiers.api import OffloadKey, TransferJob
+from kvtiers.api import JobResult, OffloadKey, TransferJob
 from kvtiers.client.requests import Request, Transfer
 from kvtiers.client.rows import RowLease
-from kvtiers.secondary.tier_jobs import JobFailed, JobReleased, JobStarted, TierEvent, good_keys, is_of
+from kvtiers.secondary.tier_jobs import JobFailed, JobReleased, JobStarted, TierEvent, good_keys, is_of, moved
 from kvtiers.tiering.tier_slot import TierSlot
 from kvtiers.types import RequestContext
 
@@ -43,6 +43,7 @@ class _Job:
     slot: TierSlot
     request: Transfer
     leases: Sequence[RowLease]
+    submitted: float
     since: float
     is_abandoned: bool = False
 
@@ -144,7 +145,8 @@ class Driver:
             request.error = request.error or "no time left"
             return False
         if submit(job):
-            self._jobs[job.job_id] = _Job(job, slot, request, leases, now)
+            self._jobs[job.job_id] = _Job(job, slot, request, leases, now, now)
+            slot.metrics.running_jobs += 1
             return True
         request.job_is_over()
         _release(leases)
@@ -235,14 +237,37 @@ class Driver:
             del self._jobs[event.job_id]
             request, job, good = found.request, found.job, good_keys(found.job, event)
             request.job_is_over()
+            self._count(found, event, len(good))
             self._guarded(request, lambda driver: request.job_ended(driver, slot, job, good))
             _release(found.leases)
+
+    def _count(self, ended: _Job, result: JobResult, good: int) -> None:
+        """Count what a job has moved; a removal moves nothing."""
+        metrics, (nbytes, seconds) = ended.slot.metrics, moved(result)
+        took, lost = self._clock() - ended.submitted, len(ended.job.keys) - good
+        metrics.running_jobs -= 1
+        if ended.job.is_promotion:
+            metrics.loaded_chunks += good
+            metrics.loaded_bytes += nbytes
+            metrics.load_seconds += seconds
+            metrics.loads += good > 0
+            metrics.failed_loads += lost
+            if good:
+                metrics.promotion_latency.observe(took)
+        elif len(ended.job.chunk_ids):
+            metrics.stored_chunks += good
+            metrics.stored_bytes += nbytes
+            metrics.store_seconds += seconds
+            metrics.failed_stores += lost
+            if good:
+                metrics.cascade_latency.observe(took)
 
     def _expire(self, now: float) -> None:
         """Give up overdue jobs, which their tiers then end; end requests whose callers have gone on."""
         for found in list(self._jobs.values()):
             if now - found.since > found.slot.options.deadline and not found.is_abandoned:
                 found.is_abandoned = True
+                found.slot.metrics.expired_jobs += 1
                 found.slot.abandon(found.job.job_id)
         for request in list(self._requests):
             if now >= request.until:
