@@ -158,7 +158,7 @@ class ClientMetrics(_Metrics):
     get_values: int = _figure("Values that get_into was asked for.")
     found_values: int = _figure("Values that get_into has found.")
     found_bytes: int = _figure("Bytes of the values that get_into has found, each value once.")
-    lookups: int = _figure("Calls of exists_prefix.")
+    lookups: int = _figure("Calls of exists and exists_prefix.")
     deletes: int = _figure("Calls of delete.")
     deleted_values: int = _figure("Keys that delete has removed from all tiers that take stores.")
     refused_values: int = _figure("Values and keys that did not fit the client, and were not used.")

@@ -135,6 +135,17 @@ def test_what_was_deleted_is_absent_in_every_length_and_can_be_put_again(client)
     assert client.stats()["deleted_values"] == 5
 
 
+def test_each_key_is_looked_up_by_itself(client):
+    client.put([KEYS[1], KEYS[3]], [value(1), value(3)])
+    client.put(KEYS[:1], [value(0, 5000)])
+    assert client.exists([*KEYS[:4], KEYS[1], b"", b"absent"]) == [False, True, False, True, True, False, False]
+    assert client.exists(KEYS[:2], 5000) == [True, False]
+    assert client.exists(KEYS[:2], 7) == client.exists(KEYS[:2], timeout=0) == [False, False]
+    assert client.exists(None) == []
+    client.close()
+    assert client.exists(KEYS[1:2]) == [False]
+
+
 def test_a_clients_figures_are_exported_by_the_managers_exporter(client):
     registry = CollectorRegistry()
     kvtiers.metrics.export(client.stats, registry)

@@ -13,7 +13,7 @@ from kvtiers._failures import error_text, log_with_backoff
 from kvtiers.api import OffloadKey, make_offload_key
 from kvtiers.client.buffers import Bytes, Views, gather, length_of, parts_of, scatter
 from kvtiers.client.driver import CLOSED, Driver
-from kvtiers.client.requests import Delete, Get, Prefix, Put, Task
+from kvtiers.client.requests import Delete, Get, Prefix, Present, Put, Task
 from kvtiers.client.rows import BounceRows
 from kvtiers.metrics import ClientMetrics
 
@@ -111,6 +111,11 @@ class Client:
         ``exists_ttl``, an absence for a second at most.
         """
         return self._never_raises(self._prefix, keys, value_bytes, timeout) or 0
+
+    def exists(self, keys: Sequence[bytes], value_bytes: int | None = None, timeout: float | None = None) -> list[bool]:
+        """Return for each key, whatever the others are, whether a tier has it; else as ``exists_prefix``."""
+        there = self._never_raises(self._exists, keys, value_bytes, timeout)
+        return there if there is not None else [False] * _count(keys)
 
     def delete(self, keys: Sequence[bytes], value_bytes: int | None = None, timeout: float | None = None) -> list[bool]:
         """Remove the values of these keys; return for each whether every tier that takes stores is without it now.
@@ -252,6 +257,18 @@ class Client:
         self._await(request, until)
         return request.length
 
+    def _exists(self, keys: Sequence[bytes], value_bytes: int | None, timeout: float | None) -> list[bool]:
+        until = self._until(timeout)
+        self._count(lookups=1)
+        group = self._groups[self._value_bytes if value_bytes is None else value_bytes]
+        wanted = {key: make_offload_key(key, group) for key in keys if _is_key(key)}
+        if not wanted or not self._is_usable():
+            return [False] * len(keys)
+        request = Present([*wanted.values()], until)
+        self._driver.send(request)
+        self._await(request, until)
+        return [key in wanted and wanted[key] in request.there for key in keys]
+
     def _delete(self, keys: Sequence[bytes], value_bytes: int | None, timeout: float | None) -> list[bool]:
         until = self._until(timeout)
         self._count(deletes=1)
@@ -299,7 +316,7 @@ class Client:
         most = max(1, min(_JOB_BYTES // self._rows.row_stride, self._rows.count // 2))
         return deque(values[start : start + most] for start in range(0, len(values), most))
 
-    def _await(self, request: Put | Get | Prefix | Delete, until: float) -> None:
+    def _await(self, request: Put | Get | Prefix | Present | Delete, until: float) -> None:
         if not request.over.wait(max(0.0, until - time.monotonic())):
             self._count(expired_calls=1)
             request.error = request.error or "not ended in time"

@@ -8,6 +8,7 @@ request        asks
 ``Get``        the tiers in order: which of the keys a tier has, then for these, then the next tier for the rest;
                a tier that takes longer than its share of the time is not waited for, but may still give its part
 ``Prefix``     the tiers in order how far they have the prefix, and again from there, until none has more
+``Present``    all tiers which of the keys they have, each by itself
 ``Task``       no tier: a function to be called on the driver's thread
 =============  ==================================================================================================
 
@@ -24,7 +25,7 @@ from kvtiers.client.rows import RowLease
 from kvtiers.tiering.tier_slot import TierSlot
 from kvtiers.types import RequestContext
 
-__all__ = ["Delete", "Get", "Jobs", "Prefix", "Put", "Request", "Task", "Transfer"]
+__all__ = ["Delete", "Get", "Jobs", "Prefix", "Present", "Put", "Request", "Task", "Transfer"]
 
 NO_TIER = "no tier is usable"
 _CONTEXT = RequestContext("")
@@ -301,6 +302,31 @@ class Prefix(Request):
                     has_moved = has_moved or hits > 0
                     is_unknown = is_unknown or unresolved
         if self.length == len(self._keys) or not is_unknown:
+            self.end()
+
+
+class Present(Request):
+    """Which of the keys, each by itself, the tiers have: ``there``."""
+
+    def __init__(self, keys: Sequence[OffloadKey], until: float) -> None:
+        super().__init__(until)
+        self.there: set[OffloadKey] = set()
+        self._unknown = dict.fromkeys(keys, 0)
+
+    def step(self, jobs: Jobs) -> None:
+        """Ask all usable tiers for each key that none is known to have, until they have answered."""
+        slots = [slot for slot in jobs.slots if slot.available()]
+        for key in list(self._unknown):
+            is_unknown = False
+            for slot in slots:
+                hits, unresolved = slot.ask([key], _CONTEXT)
+                if hits:
+                    self.there.add(key)
+                    break
+                is_unknown = is_unknown or unresolved
+            if key in self.there or not is_unknown:
+                del self._unknown[key]
+        if not self._unknown:
             self.end()
 
 
