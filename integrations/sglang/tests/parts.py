@@ -79,7 +79,9 @@ def storage_config(extra: dict[str, Any], **more: Any) -> HiCacheStorageConfig:
 class Server:
     """A server's backend with its pools. Pages are SGLang's: keys by its hash chain, slots by its allocator."""
 
-    def __init__(self, pool: Any, extra: dict[str, Any], sidecars: dict[str, Any] | None = None, **storage: Any) -> None:
+    def __init__(
+        self, pool: Any, extra: dict[str, Any], sidecars: dict[str, Any] | None = None, **storage: Any
+    ) -> None:
         self.pool = pool
         self.pools = {"kv": pool, **(sidecars or {})}
         config = storage_config(extra, **storage)
@@ -138,7 +140,9 @@ class Server:
         """Prefetch pages into fresh slots; return which were found, and what the slots hold."""
         slots = self.take(len(keys))
         self.fill(slots, 99)
-        return self.backend.batch_get_v1(keys, slots), self.content(slots)
+        found = self.backend.batch_get_v1(keys, slots), self.content(slots)
+        self.pool.free(slots)
+        return found
 
 
 def _tensors(pool: Any) -> list[torch.Tensor]:
@@ -150,7 +154,7 @@ def _tensors(pool: Any) -> list[torch.Tensor]:
 def _cut(whole: Sequence[torch.Tensor], address: int, size: int) -> torch.Tensor:
     for tensor in whole:
         at = address - tensor.data_ptr()
-        if 0 <= at and at + size <= tensor.numel():
+        if at >= 0 and at + size <= tensor.numel():
             return tensor[at : at + size]
     raise AssertionError("a part of a page lies outside of the pool")
 

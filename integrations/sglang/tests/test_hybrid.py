@@ -33,7 +33,7 @@ def test_our_names_of_the_policies_are_sglangs():
 @pytest.fixture
 def hybrid(serve):
     """A model with full attention and a recurrent state, and one more pool of the KV's shape."""
-    return lambda: serve(mha_pool(), sidecars={"kv": mha_pool(), "mamba": mamba_pool(), "indexer": mha_pool()})
+    return lambda: serve(mha_pool(), sidecars={"mamba": mamba_pool(), "indexer": mha_pool()})
 
 
 def transfer(name, keys, slots=None, policy=PoolHitPolicy.ALL_PAGES):

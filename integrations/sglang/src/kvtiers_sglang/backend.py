@@ -61,7 +61,9 @@ class KvtiersHiCache(HiCacheStorage):
         self._storage = storage_config
         self._options = options_of(storage_config.extra_config)
         if storage_config.should_split_heads:
-            raise ConfigError("kvtiers: 'tp_lcm_size' has no effect: pages are stored as each rank has them; leave it out")
+            raise ConfigError(
+                "kvtiers: 'tp_lcm_size' has no effect: pages are stored as each rank has them; leave it out"
+            )
         self._pools: dict[str, _Pool] = {}
         self._opening = threading.Lock()
         self.bugs = 0
@@ -176,7 +178,7 @@ class KvtiersHiCache(HiCacheStorage):
 
     # -- what is left of the interface
 
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:  # noqa: ARG002
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
         """Find nothing: pages are moved in place (``interface_v1``), never as tensors of their own."""
 
     def batch_get(self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None) -> list[None]:  # noqa: ARG002
@@ -187,9 +189,7 @@ class KvtiersHiCache(HiCacheStorage):
         """Store nothing, as ``get``."""
         return False
 
-    def batch_set(
-        self, keys: Sequence[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None  # noqa: ARG002
-    ) -> bool:
+    def batch_set(self, keys: Sequence[str], values: Any = None, *_: Any, **__: Any) -> bool:  # noqa: ARG002
         """Store nothing, as ``get``."""
         return False
 

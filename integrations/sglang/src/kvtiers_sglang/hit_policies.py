@@ -7,8 +7,8 @@ hit policy          a prefix of n pages can be restored if the pool has
 ``trailing_pages``  the last pages before n, as many as the transfer names (a sliding window, a recurrent state)
 ==================  ==========================================================================================
 
-Such a set has gaps: with states at 512 and 1,024 tokens, nothing between them can be resumed. SGLang intersects the sets
-of all ranks, so the set is reported, and not its largest member alone.
+Such a set has gaps: with states at 512 and 1,024 tokens, nothing between them can be resumed. SGLang intersects the
+sets of all ranks, so the set is reported, and not its largest member alone.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What a pool's pages mean: all that SGLang's page keys lack, from the pool, the storage config and the server's arguments.
+"""What a pool's pages mean: all that SGLang's page keys lack, from the pool, the storage config and the arguments.
 
 A page key is a chained SHA-256 over tokens. Two servers share a page only if everything here is equal. What decides the
 bytes and cannot be established is refused, in one line: a miss is cheap, another model's KV is not.

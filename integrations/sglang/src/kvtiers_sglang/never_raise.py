@@ -27,6 +27,6 @@ def never_raises(default: Callable[..., Any]) -> Callable[[_Method], _Method]:
                 log_with_backoff(self.bugs, _log.exception, message, method.__name__, self.bugs)
                 return default(*args, **kwargs)
 
-        return cast(_Method, guarded)
+        return cast("_Method", guarded)
 
     return decorate

@@ -22,7 +22,9 @@ class Options(StrictModel):
     config: str | dict[str, Any] = Field(description="file of the tiers, or what would stand in it")
     weights: str = Field(default="", description="commit or digest of the model's weights; found out where it can be")
     deadline: Duration = Field(default=5.0, gt=0, description="time in which each call of SGLang's ends")
-    bounce_bytes: Size = Field(default=128 << 20, gt=0, description="shared memory of each pool, for pages on their way")
+    bounce_bytes: Size = Field(
+        default=128 << 20, gt=0, description="shared memory of each pool, for pages on their way"
+    )
 
 
 def extra_config(path: str) -> dict[str, Any]:
@@ -43,7 +45,7 @@ def options_of(extra: Mapping[str, Any] | None) -> Options:
     if "config" not in own and os.environ.get(VARIABLE):
         own["config"] = os.environ[VARIABLE]
     # SGLang would otherwise copy pages into tensors of its own, in another order of bytes.
-    problems = [] if given.get("interface_v1") else [f'{_WHERE}: \'interface_v1\' is not set; add "interface_v1": 1']
+    problems = [] if given.get("interface_v1") else [f"{_WHERE}: 'interface_v1' is not set; add \"interface_v1\": 1"]
     try:
         options = Options.model_validate(own)
     except ValidationError as error:

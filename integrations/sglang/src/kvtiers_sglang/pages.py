@@ -1,7 +1,7 @@
 """A host pool's pages as the client sees them: each page a list of views of the pool's own memory.
 
-SGLang gives the address and the length of each part of a page (``get_page_buffer_meta``): K and V, one of each layer, or
-one in all, by the pool's layout. No byte is copied here.
+SGLang gives the address and the length of each part of a page (``get_page_buffer_meta``): K and V, one of each layer,
+or one in all, by the pool's layout. No byte is copied here.
 """
 
 import ctypes
@@ -25,9 +25,9 @@ class Pages:
         kind, layout = type(pool).__name__, getattr(pool, "layout", None)
         try:
             addresses, sizes = pool.get_page_buffer_meta(first)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 -- whatever a kind of pool raises where it cannot say
             raise ConfigError(
-                f"kvtiers: {kind} with layout {layout!r} does not show where a page lies ({error or type(error).__name__}); "
+                f"kvtiers: {kind} with layout {layout!r} does not show where a page lies ({error!r}); "
                 "choose another --hicache-mem-layout, such as page_first"
             ) from None
         self.sizes = [int(size) for size in sizes]
@@ -36,9 +36,11 @@ class Pages:
             raise ConfigError(f"kvtiers: {kind} with layout {layout!r} has no bytes of its own to store")
 
     def views(self, slots: Any, count: int) -> list[list[Part]]:
-        """Return the parts of ``count`` pages, whose slots follow each other. ValueError if these are not their slots."""
+        """Return the parts of ``count`` pages, whose slots follow each other. ValueError if these are others."""
         if slots is None or slots.numel() != count * self.tokens:
-            raise ValueError(f"{count} pages of {self.tokens} slots, and {None if slots is None else slots.numel()} slots")
+            raise ValueError(
+                f"{count} pages of {self.tokens} slots, and {None if slots is None else slots.numel()} slots"
+            )
         addresses, sizes = self._pool.get_page_buffer_meta(slots)
         each = len(self.sizes)
         if list(sizes) != self.sizes * count:

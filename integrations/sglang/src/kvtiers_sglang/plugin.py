@@ -20,7 +20,7 @@ from kvtiers_sglang.options import VARIABLE, extra_config
 __all__ = ["prepare_arguments", "register"]
 
 _log = logging.getLogger("kvtiers.sglang")
-_ARGUMENTS = "sglang.srt.server_args.ServerArgs.__post_init__"
+_ARGUMENTS = "sglang.srt.server_args.ServerArgs.resolve_once"  # its class calls no __post_init__ that is set later
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _UPDATES = (
     "begin_weight_update",
@@ -36,15 +36,18 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     if os.environ.get(VARIABLE):
-        HookRegistry.register(_ARGUMENTS, prepare_arguments, HookType.AFTER)
+        HookRegistry.register(_ARGUMENTS, prepare_arguments, HookType.BEFORE)
     for update in _UPDATES:
         HookRegistry.register(f"{_UPDATER}.{update}", _before_update(update), HookType.BEFORE)
 
 
-def prepare_arguments(_result: Any, arguments: Any, *_: Any, **__: Any) -> None:
-    """Give a server's arguments the backend; ConfigError, before a model is loaded, if the config is wrong."""
+def prepare_arguments(arguments: Any, *_: Any, **__: Any) -> None:
+    """Give a server's arguments the backend; ConfigError, before a model is loaded, if the config is wrong.
+
+    Those that are resolved already are left alone, as a child process gets them.
+    """
     path = os.environ.get(VARIABLE, "")
-    if not path:
+    if not path or getattr(arguments, "_resolution_finished", False):
         return
     if arguments.hicache_storage_backend is not None:
         _log.info("%s=%s is not used: --hicache-storage-backend is given, and wins", VARIABLE, path)

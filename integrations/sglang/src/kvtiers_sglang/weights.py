@@ -1,4 +1,4 @@
-"""The identity of the weights that SGLang serves: a commit of the hub, or a digest of the files. Nothing else will do."""
+"""The identity of the weights that SGLang serves: a commit of the hub, or a digest of its files."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,9 @@ from kvtiers.model_files import digest_of_file, digest_of_folder
 __all__ = ["weights_of"]
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_FROM_FILES = frozenset({"auto", "pt", "safetensors", "npcache", "instanttensor", "fastsafetensors", "sharded_state", "gguf"})
+_FROM_FILES = frozenset(
+    {"auto", "pt", "safetensors", "npcache", "instanttensor", "fastsafetensors", "sharded_state", "gguf"}
+)
 """The load formats that read the weights from the model's own files; others may exist."""
 
 
