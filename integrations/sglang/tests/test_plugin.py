@@ -74,11 +74,11 @@ def test_a_wrong_config_stops_the_start_before_a_model_is_loaded(config_file, ho
 
 def test_every_way_to_change_the_weights_ends_the_use_of_the_tiers_first(monkeypatch, hooks):
     """Whatever becomes of the change: the real methods, on an object that has nothing, fail after the hook."""
-    told = []
-    monkeypatch.setattr(backend, "forget_weights", told.append)
+    reported = []
+    monkeypatch.setattr(backend, "forget_weights", reported.append)
     for name in plugin._UPDATES:
         with pytest.raises(AttributeError):
             getattr(hooks, name)(object(), object())
-    assert told == list(plugin._UPDATES)
+    assert reported == list(plugin._UPDATES)
     known = {name for name in vars(hooks) if "update_weight" in name or name.startswith("begin_weight")}
-    assert {name for name in known if not name.startswith(("flush", "record", "_", "init", "destroy"))} == set(told)
+    assert {name for name in known if not name.startswith(("flush", "record", "_", "init", "destroy"))} == set(reported)
