@@ -44,12 +44,20 @@ VLLM_PYTEST += --override-ini=timeout=900 --override-ini=faulthandler_timeout=60
 # A file's tests share engines and servers. By name the files that take longest come first, by their number of tests not.
 VLLM_PYTEST += --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 
+# SGLang has one, too: without what it needs on a GPU alone.
+SGLANG_VENV := .venv-sglang
+SGLANG_PYTHON := $(SGLANG_VENV)/bin/python
+SGLANG_VERSION := 0.5.23
+SGLANG_INSTALL := $(SGLANG_PYTHON) -m pip --disable-pip-version-check install --quiet --no-compile
+SGLANG_PYTEST := $(SGLANG_PYTHON) -m pytest integrations/sglang/tests --durations=10 --numprocesses=$(WORKERS)
+SGLANG_PYTEST += --dist=loadfile --no-loadscope-reorder --override-ini=filterwarnings=default
+
 # $(call vllm_releases,REQUIREMENTS): each in a folder of its own, by its version.
 vllm_releases = for wanted in $(1); do \
 	$(VLLM_INSTALL) --no-deps --upgrade --target $(VLLM_VENV)/releases/$${wanted\#\#*=} $$wanted || exit 1; done
 
-.PHONY: help demo test test-vllm test-vllm-all test-gpu lint types lint-workflows docs changelog-draft bench soak corruptions
-.PHONY: environment environment-vllm lock system clean
+.PHONY: help demo test test-sglang test-engines-all test-vllm test-vllm-all test-gpu lint types lint-workflows docs changelog-draft bench soak corruptions
+.PHONY: environment environment-sglang environment-vllm lock system clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,6 +76,12 @@ test-vllm: environment-vllm system  ## Run the tests with the real vLLM, on the 
 test-vllm-all: $(VLLM_VENV)/.all system  ## The same, with every supported release of vLLM
 	@echo "== pytest integrations/vllm/tests/real_vllm"
 	$(VLLM_PYTEST) $(PYTEST_ARGS)
+
+test-sglang: environment-sglang system  ## Run the tests with the real SGLang, on the CPU: about a minute
+	@echo "== pytest integrations/sglang/tests"
+	$(SGLANG_PYTEST) $(PYTEST_ARGS)
+
+test-engines-all: test-sglang  ## The slow matrices of the integrations
 
 lint: environment  ## ruff, mypy --strict, and who may import whom
 	$(call step,ruff check,$(PYTHON) -m ruff check .)
@@ -110,13 +124,15 @@ environment: $(VENV)/.dev  ## Make .venv, with every distribution editable
 lock:  ## Write uv.lock again, with the newest versions of everything (needs uv)
 	uv lock --upgrade --default-index https://pypi.org/simple
 
+environment-sglang: $(SGLANG_VENV)/.made  ## Make .venv-sglang, with the real SGLang
+
 environment-vllm: $(VLLM_VENV)/.made  ## Make .venv-vllm, with the real vLLM
 
 system:  ## Install the servers that the tests start, where they are missing
 	@tools/system.sh commands $(TEST_COMMANDS)
 
 clean:  ## Remove the environment and everything built
-	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-report.html site
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-report.html site
 	rm -rf $(addsuffix /dist,$(DISTRIBUTIONS)) $(addsuffix /build,$(DISTRIBUTIONS))
 	find core replay integrations plugins tests benchmarks examples tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -141,6 +157,14 @@ $(VENV)/.dev: $(VENV)/constraints.txt pyproject.toml $(PROJECTS)
 # Tools of their own kind: what they check is run by GitHub alone, so they are no part of the environment.
 $(VENV)/.workflows: $(VENV)/.made
 	$(PIP) install --quiet 'check-jsonschema>=0.34' 'zizmor>=1.16'
+	@touch $@
+
+$(SGLANG_VENV)/.made: integrations/sglang/tests/requirements.txt $(PROJECTS)
+	@[ -x $(SGLANG_VENV)/bin/pip ] || { python=$$(tools/system.sh python) && "$$python" -m venv --clear $(SGLANG_VENV); }
+	$(SGLANG_INSTALL) --requirement integrations/sglang/tests/requirements.txt
+	$(SGLANG_INSTALL) --no-deps sglang==$(SGLANG_VERSION)
+	$(SGLANG_INSTALL) --no-build-isolation --editable core --editable plugins/example_tier --editable plugins/fs_tier \
+		--editable plugins/redis_tier --editable integrations/sglang
 	@touch $@
 
 $(VLLM_VENV)/.made: integrations/vllm/tests/real_vllm/requirements.txt $(PROJECTS)

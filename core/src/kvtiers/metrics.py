@@ -10,8 +10,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 __all__ = [
+    "CLIENT_TIER_FIGURES",
     "PRIMARY_HELP",
     "TIER_HELP",
+    "ClientMetrics",
     "EngineMetrics",
     "Histogram",
     "TierMetrics",
@@ -147,7 +149,35 @@ class EngineMetrics(_Metrics):
     )
 
 
-def help_texts(figures: type[TierMetrics | EngineMetrics]) -> dict[str, str]:
+@dataclass(slots=True)
+class ClientMetrics(_Metrics):
+    """The counters of a client. Values are counted once for each place that they have in a call."""
+
+    puts: int = _figure("Calls of put.")
+    put_values: int = _figure("Values given to put.")
+    put_bytes: int = _figure("Bytes of the values given to put, each value once.")
+    stored_values: int = _figure("Values of put that a tier has now.")
+    gets: int = _figure("Calls of get_into.")
+    get_values: int = _figure("Values that get_into was asked for.")
+    found_values: int = _figure("Values that get_into has found.")
+    found_bytes: int = _figure("Bytes of the values that get_into has found, each value once.")
+    lookups: int = _figure("Calls of exists and exists_prefix.")
+    deletes: int = _figure("Calls of delete.")
+    deleted_values: int = _figure("Keys that delete has removed from all tiers that take stores.")
+    refused_values: int = _figure("Values and keys that did not fit the client, and were not used.")
+    expired_calls: int = _figure("Parts of calls that did not end in time.")
+    failed_calls: int = _figure("Calls that failed by a mistake of the caller, or of kvtiers; the log says which.")
+
+
+CLIENT_TIER_FIGURES = (
+    "loaded_chunks", "loaded_bytes", "load_seconds", "loads", "failed_loads", "promotion_latency", "stored_chunks",
+    "stored_bytes", "store_seconds", "failed_stores", "cascade_latency", "expired_jobs", "refused_results", "raised",
+    "running_jobs", "out_of_use",
+)  # fmt: skip
+"""Those of a tier's figures that a client counts: it has no requests, rows of a primary, or pin budgets."""
+
+
+def help_texts(figures: type[TierMetrics | EngineMetrics | ClientMetrics]) -> dict[str, str]:
     """Return the help text of each figure of a class, by its name."""
     return {field.name: field.metadata["help"] for field in fields(figures)}
 
@@ -205,6 +235,9 @@ _GAUGES = {
 }
 _EXPORTED_HELP = {
     **{f"kvtiers_{name}": text for name, text in help_texts(EngineMetrics).items()},
+    **{f"kvtiers_client_{name}": text for name, text in help_texts(ClientMetrics).items()},
+    "kvtiers_client_bounce_rows": "Bounce rows of the client.",
+    "kvtiers_client_free_bounce_rows": "Bounce rows that no call and no job uses.",
     **{f"kvtiers_primary_{name}": text for name, text in PRIMARY_HELP.items()},
     **{f"kvtiers_tier_{name}": text for name, text in TIER_HELP.items()},
 }
@@ -216,6 +249,7 @@ _CORE_NAMES = frozenset(name + ending for name in TierMetrics.__slots__ for endi
 def export(stats: Callable[[], Mapping[str, Any]], registry: Any = None) -> Any:
     """Export ``manager.stats`` to Prometheus: ``kvtiers.metrics.export(manager.stats)``. Returns the collector.
 
+    ``client.stats`` is taken as well: its own counts are ``kvtiers_client_<name>``, its tiers' as those of a manager.
     Needs the extra ``kvtiers[metrics]``; ``registry`` defaults to the client library's own. A tier's own figures are
     gauges ``kvtiers_tier_<name>``, or ``kvtiers_tier_own_<name>`` where core has a figure of that name.
     """
@@ -243,6 +277,9 @@ def export(stats: Callable[[], Mapping[str, Any]], registry: Any = None) -> Any:
 def _flatten(
     stats: Mapping[str, Any],
 ) -> Iterator[tuple[str, dict[str, str], float | Mapping[str, Any], bool]]:
+    if "engine" not in stats:
+        yield from _flatten_client(stats)
+        return
     for name, value in stats["engine"].items():
         yield f"kvtiers_{name}", {}, value, name in _GAUGES
     for name, value in stats["primary"].items():
@@ -253,6 +290,20 @@ def _flatten(
             if name != "own":
                 yield f"kvtiers_tier_{name}", label, value, name in _GAUGES
         for name, value in _own(figures["own"]).items():
+            yield f"kvtiers_tier_{name}", label, value, True
+
+
+def _flatten_client(
+    stats: Mapping[str, Any],
+) -> Iterator[tuple[str, dict[str, str], float | Mapping[str, Any], bool]]:
+    for name, value in stats.items():
+        if name != "tiers":
+            yield f"kvtiers_client_{name}", {}, value, name.endswith("bounce_rows")
+    for tier, figures in stats["tiers"].items():
+        label = {"tier": tier}
+        for name, value in figures["transfers"].items():
+            yield f"kvtiers_tier_{name}", label, value, name in _GAUGES
+        for name, value in _own(figures).items():
             yield f"kvtiers_tier_{name}", label, value, True
 
 

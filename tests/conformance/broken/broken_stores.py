@@ -98,6 +98,9 @@ class EveryAbility(Memory):
         value = self.values.get(name, b"")
         return [value[:5000], memoryview(value)[5000:]] if len(value) == nbytes else None
 
+    def write_parts(self, name, parts):
+        self.write(name, memoryview(b"".join(parts)))
+
     def list(self, prefix):
         for name, value in self.values.copy().items():
             if name.startswith(prefix):
@@ -627,6 +630,21 @@ class GivesPiecesOfAnyLength(EveryAbility):
     def read_pieces(self, name, nbytes):
         value = self.values.get(name)
         return None if value is None else [value]
+
+
+@caught_by("test_a_value_written_in_parts_is_all_of_them_in_order")
+class WritesTheFirstPartsAlone(EveryAbility):
+    """As one call of writev, which may write less than it is given."""
+
+    def write_parts(self, name, parts):
+        super().write_parts(name, parts[:2])
+
+
+@caught_by("test_no_part_is_kept")
+class KeepsAPart(EveryAbility):
+    def write_parts(self, name, parts):
+        super().write_parts(name, parts)
+        self.last = parts[-1][:8]
 
 
 @caught_by("test_a_listing_has_each_value_once_with_its_length")

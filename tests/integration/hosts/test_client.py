@@ -112,6 +112,31 @@ def test_two_hosts_of_a_tier_share_a_calls_values(opened, faulty, gates):
     assert client.stats()["tiers"]["faulty"]["hosts_open"] == 2
 
 
+def test_what_was_deleted_is_written_again_whichever_host_gets_it(opened, faulty, gates):
+    """The other host has just seen the values, and would take them for present."""
+    client = opened(faulty(processes=2))
+    keys = [number.to_bytes(8, "big") for number in range(60)]
+    for _ in range(3):
+        assert all(put(client, range(60)).stored)
+        assert len(gates.values()) == 60
+        assert client.delete(keys) == [True] * 60
+        assert gates.values() == []
+        assert get(client, range(60)) == client.exists_prefix(keys) == 0
+    assert client.stats()["free_bounce_rows"] == client.stats()["bounce_rows"]
+
+
+def test_a_delete_that_the_store_fails_or_hangs_in_is_no_delete(opened, faulty, gates, machine, tmp_path):
+    client = opened(faulty(deadline="60s", retries=0))
+    assert all(put(client, range(4)).stored)
+    gates.set("delete", "fail")
+    assert client.delete(KEYS[:4]) == [False] * 4
+    gates.set("delete", "hang")
+    assert client.delete(KEYS[:4], timeout=0.5) == [False] * 4
+    with machine.releasing(tmp_path):
+        machine.wait_until(lambda: client.delete(KEYS[:4]) == [True] * 4, "the store's next answer")
+    assert gates.values() == []
+
+
 @pytest.mark.parametrize("what", ["put", "get"])
 def test_a_host_that_is_killed_in_the_middle_of_a_call_fails_it_soon_and_the_next_one_succeeds(
     opened, faulty, gates, machine, what
@@ -176,6 +201,17 @@ def test_a_call_ends_in_its_time_though_the_store_hangs(opened, faulty, gates, m
             lambda: client.stats()["free_bounce_rows"] == client.stats()["bounce_rows"], "the release of the rows"
         )
     assert get(client, range(4)) == 4
+
+
+def test_a_first_tier_that_hangs_leaves_a_get_the_time_for_the_next_one(opened, faulty, gates, machine, tmp_path, tier):
+    client = opened(faulty(deadline="60s"), tier, bounce_bytes=64 * 12288)
+    assert all(put(client, range(4)).stored)
+    gates.set("read", "hang")
+    assert get(client, range(4), timeout=6.0) == 4, "the second tier has them, and half of the time"
+    with machine.releasing(tmp_path):
+        machine.wait_until(
+            lambda: client.stats()["free_bounce_rows"] == client.stats()["bounce_rows"], "the release of the rows"
+        )
 
 
 def test_a_store_that_hangs_for_good_costs_its_host_and_no_row(opened, faulty, gates, machine, log):

@@ -76,7 +76,11 @@ class Bench:
 
     def begin(self, kind, keys, until=FAR):
         """Send a request as a caller does, who holds its rows, and let the driver take a step."""
-        request = kind(keys, self.rows.take(len(keys), 0.0), until)
+        return self.begin_on(kind, keys, self.rows.take(len(keys), 0.0), until)
+
+    def begin_on(self, kind, keys, lease, until=FAR):
+        """Do the same with these rows."""
+        request = kind(keys, lease, until)
         self.driver.send(request)
         self.driver._step()
         return request

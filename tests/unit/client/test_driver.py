@@ -20,7 +20,7 @@ def test_rows_of_a_call_that_is_over_are_free_only_when_its_job_has_ended(bench,
     tier.end(success=True)
     bench.step()
     assert bench.free == 8
-    assert get.found == set(), "what comes later is not taken in"
+    assert get.found == {}, "what comes later is not taken in"
 
 
 def test_no_job_begins_when_the_time_is_over_though_the_tier_has_answered(bench, played, keys, clock):

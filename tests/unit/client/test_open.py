@@ -2,13 +2,17 @@
 
 import dataclasses
 import logging
+import re
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 import kvtiers
+import kvtiers.metrics
 from kvtiers import ModelIdentity, open_client
 from kvtiers.api import ConfigError, StartError
 from kvtiers.client.open import client_layout
@@ -114,6 +118,80 @@ def test_after_the_close_nothing_is_found_and_nothing_raises(client):
     assert client.get_into(KEYS, [bytearray(1000)] * 8) == [False] * 8
     assert client.exists_prefix(KEYS) == 0
     assert client.stats()["tiers"] == {}
+
+
+def test_what_was_deleted_is_absent_in_every_length_and_can_be_put_again(client):
+    client.put(KEYS[:3], [value(0), value(1), value(2, 5000)])
+    client.put(KEYS[:1], [value(3, 5000)])
+    assert client.delete([*KEYS[:1], b"never there", KEYS[0]]) == [True] * 3
+    assert client.exists_prefix(KEYS[:1]) == client.exists_prefix(KEYS[:1], 5000) == 0
+    assert client.get_into(KEYS[:3], [bytearray(1000), bytearray(1000), bytearray(5000)]) == [False, True, True]
+    assert client.delete(KEYS[1:3], 1000) == [True, True]
+    assert client.get_into(KEYS[1:3], [bytearray(1000), bytearray(5000)]) == [False, True]
+    back = np.zeros(1000, np.uint8)
+    assert client.put(KEYS[:1], [value(9)]).stored == [True]
+    assert client.get_into(KEYS[:1], [back]) == [True]
+    assert (back == value(9)).all(), "what was deleted is not taken for present, and is written again"
+    assert client.stats()["deleted_values"] == 5
+
+
+def test_each_key_is_looked_up_by_itself(client):
+    client.put([KEYS[1], KEYS[3]], [value(1), value(3)])
+    client.put(KEYS[:1], [value(0, 5000)])
+    assert client.exists([*KEYS[:4], KEYS[1], b"", b"absent"]) == [False, True, False, True, True, False, False]
+    assert client.exists(KEYS[:2], 5000) == [True, False]
+    assert client.exists(KEYS[:2], 7) == client.exists(KEYS[:2], timeout=0) == [False, False]
+    assert client.exists(None) == []
+    client.close()
+    assert client.exists(KEYS[1:2]) == [False]
+
+
+def test_a_clients_figures_are_exported_by_the_managers_exporter(client):
+    registry = CollectorRegistry()
+    kvtiers.metrics.export(client.stats, registry)
+    client.put(KEYS, [value(n) for n in range(8)])
+    client.get_into([*KEYS[:3], b"absent"], [bytearray(1000)] * 4)
+    client.delete(KEYS[:1])
+
+    def figure(name, **labels):
+        return registry.get_sample_value(f"kvtiers_{name}", labels)
+
+    assert [figure(f"client_{n}_total") for n in ("stored_values", "found_values", "deleted_values")] == [8, 3, 1]
+    assert figure("client_bounce_rows") == figure("client_free_bounce_rows") == 8
+    assert figure("tier_stored_chunks_total", tier="memory") == 8
+    assert figure("tier_loaded_chunks_total", tier="memory") == 3
+    assert figure("tier_loaded_bytes_total", tier="memory") == 3 * 4096
+    assert figure("tier_cascade_latency_seconds_count", tier="memory") > 0
+    assert figure("tier_promotion_latency_seconds_count", tier="memory") > 0
+    assert figure("tier_breaker_state", tier="memory") == figure("tier_running_jobs", tier="memory") == 0
+    text = generate_latest(registry).decode()
+    families = [family.name for family in text_string_to_metric_families(text)]
+    assert len(families) == len(set(families))
+    assert not re.search(r"# HELP kvtiers_client_\w+ A figure of the tier", text)
+
+
+def test_nothing_that_is_no_key_is_deleted_and_nothing_raises(client):
+    assert client.delete([b"", "text", b"fine"]) == [False, False, True]
+    assert client.delete(None) == []
+    assert client.delete(KEYS[:1], 77) == [False]
+    assert client.delete(KEYS[:1], timeout=0) == [False]
+    client.close()
+    assert client.delete(KEYS[:1]) == [False]
+
+
+def test_a_value_in_a_read_only_tier_stays_and_one_in_a_tier_that_cannot_delete_is_said_to_be_there(tmp_path):
+    def fs(name, **more):
+        return {"type": "fs", "name": name, "path": str(tmp_path / name), "io": "thread", "capacity": "1GiB", **more}
+
+    with open_client(config(fs("one"), fs("two")), IDENTITY, 1000) as client:
+        assert client.put(KEYS, [value(n) for n in range(8)]).stored == [True] * 8
+    with open_client(config(fs("one"), fs("two", read_only=True)), IDENTITY, 1000) as client:
+        assert client.delete(KEYS) == [True] * 8
+        assert sum(client.get_into(KEYS, [bytearray(1000) for _ in KEYS])) == 8
+    with open_client(config(fs("one")), IDENTITY, 1000) as client:
+        assert sum(client.get_into(KEYS, [bytearray(1000) for _ in KEYS])) == 0
+    with open_client(config({"type": "memory-async", "max_blocks": 64}), IDENTITY, 1000) as client:
+        assert client.delete(KEYS[:1]) == [False]
 
 
 def test_a_call_without_time_is_over_at_once(client):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtiers.client.requests import Get, Prefix, Put, Task
+from kvtiers.client.requests import Delete, Get, Prefix, Put, Task
 
 FAR = 1e9
 
@@ -47,7 +47,7 @@ def test_tiers_are_asked_in_order_and_a_later_one_for_the_rest_alone(bench, play
     job = two.end(success=True)
     bench.step()
     assert get.over.is_set()
-    assert get.found == set(keys)
+    assert set(get.found) == set(keys)
     assert list(job.chunk_ids) == list(get.lease.rows)[1:]
 
 
@@ -56,7 +56,7 @@ def test_a_value_that_no_tier_has_is_not_found_and_nothing_is_loaded(bench, play
     bench.drive(one, two)
     get = bench.begin(Get, keys)
     assert get.over.is_set()
-    assert get.found == set()
+    assert get.found == {}
     assert (one.jobs, two.jobs) == ({}, {})
 
 
@@ -71,7 +71,7 @@ def test_a_tier_that_has_not_answered_yet_is_waited_for_and_one_that_stops_being
     bench.step()
     two.end(success=True)
     bench.step()
-    assert get.found == set(keys)
+    assert set(get.found) == set(keys)
 
 
 def test_a_prefix_goes_on_where_the_tier_before_ended_and_back_again(bench, played, keys):
@@ -108,3 +108,101 @@ def test_a_task_is_called_between_two_steps_and_one_that_raises_ends_itself_alon
     assert done == [1]
     assert all(task.over.is_set() for task in tasks)
     assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_tier_that_does_not_answer_uses_up_its_share_of_the_time_and_no_more(bench, played, keys, clock):
+    """Two tiers, ten seconds: the second one is asked after five, and what it has is found in time."""
+    one, two = played(), played(*keys)
+    one.answers = False
+    bench.drive(one, two)
+    get = bench.begin(Get, keys, clock.now + 10)
+    clock.now += 4.9
+    bench.step()
+    assert two.asked == []
+    clock.now += 0.2
+    bench.step()
+    two.end(success=True)
+    bench.step()
+    assert get.over.is_set()
+    assert set(get.found) == set(keys)
+
+
+def test_a_load_that_hangs_keeps_its_rows_and_the_next_tier_fills_others(bench, played, keys, clock):
+    one, two = played(*keys), played(*keys)
+    bench.drive(one, two)
+    get = bench.begin(Get, keys, clock.now + 10)
+    clock.now += 5.1
+    bench.step()
+    (hung,), (second,) = one.jobs.values(), two.jobs.values()
+    assert set(hung.chunk_ids).isdisjoint(second.chunk_ids)
+    two.end(success=True)
+    bench.step()
+    assert get.over.is_set()
+    assert [get.found[key] for key in keys] == list(second.chunk_ids)
+    get.release()
+    assert bench.free == 4, "the job that hangs still has its rows"
+    one.end(success=True)
+    bench.step()
+    assert bench.free == 8
+
+
+def test_a_late_load_that_is_first_after_all_is_taken_and_the_other_tier_is_not_waited_for(bench, played, keys, clock):
+    one, two = played(*keys), played(*keys)
+    bench.drive(one, two)
+    get = bench.begin(Get, keys, clock.now + 10)
+    clock.now += 5.1
+    bench.step()
+    hung = one.end(*keys[:3])
+    bench.step()
+    assert not get.over.is_set()
+    second = two.end(keys[3])
+    bench.step()
+    assert get.over.is_set()
+    assert [get.found[key] for key in keys] == [*hung.chunk_ids[:3], second.chunk_ids[3]]
+    get.release()
+    assert bench.free == 8
+
+
+def test_where_no_other_row_is_free_a_late_load_is_waited_for(bench, played, keys, clock):
+    one, two = played(*keys), played(*keys)
+    bench.drive(one, two)
+    get = bench.begin(Get, keys, clock.now + 10)
+    others = bench.rows.take(4, 0.0)
+    clock.now += 5.1
+    bench.step()
+    assert two.jobs == {}
+    one.end(success=True)
+    bench.step()
+    assert set(get.found) == set(keys)
+    others.release()
+
+
+def test_a_key_is_gone_when_every_tier_that_takes_stores_is_without_it(bench, played, keys):
+    one, two, read_only, cannot = played(), played(), played(), played()
+    for tier in (one, two, read_only):
+        tier.submit_delete = tier._submit
+    bench.drive(one, two, read_only, read_only=[read_only])
+    delete = bench.begin_on(Delete, keys, bench.rows.none())
+    assert [len(tier.jobs) for tier in (one, two, read_only)] == [1, 1, 0]
+    assert list(next(iter(one.jobs.values())).chunk_ids) == []
+    one.end(success=True)
+    bench.step()
+    assert not delete.over.is_set()
+    two.end(*keys[:1])
+    bench.step()
+    assert (delete.over.is_set(), delete.gone) == (True, {keys[0]})
+    assert cannot.jobs == {}
+
+
+@pytest.mark.parametrize("why", ["unusable", "raises", "cannot"])
+def test_a_tier_that_removes_nothing_now_keeps_every_key_from_being_gone(bench, played, keys, why):
+    one, two = played(), played()
+    one.submit_delete = one._submit
+    if why != "cannot":
+        two.submit_delete = two._submit
+    two.usable, two.raises = why != "unusable", why == "raises"
+    bench.drive(one, two)
+    delete = bench.begin_on(Delete, keys, bench.rows.none())
+    one.end(success=True)
+    bench.step()
+    assert (delete.over.is_set(), delete.gone, delete.error) == (True, set(), "t1 removes nothing now")

@@ -166,3 +166,46 @@ def test_the_memory_beside_the_rows_lies_in_whole_huge_pages_where_there_are_som
     ]
     assert "hg" in flags, "the kernel was asked for them"
     assert address + HUGE_PAGE_BYTES["2MiB"] <= end
+
+
+class Gathering(Store):
+    """It notes where the parts that it is given lie."""
+
+    def __init__(self, keeps=False):
+        super().__init__()
+        self.lengths = []
+        self.keeps_a_part = keeps
+
+    def write_parts(self, name, parts):
+        self.lengths.append([len(part) for part in parts])
+        assert all(part.readonly for part in parts)
+        if self.keeps_a_part:
+            self.kept.append(parts[1][:1])
+        self.write(name, memoryview(b"".join(parts)))
+
+
+def test_a_store_that_gathers_gets_the_row_itself_and_the_same_value_as_others(memory):
+    gathering, plain = Gathering(), Store()
+    for number in range(6):
+        memory[number * ROW : (number + 1) * ROW] = content(number)
+    before = bytes(memory)
+    for store in (gathering, plain):
+        moved = mover(memory, store).store(run())
+        assert list(moved.statuses) == [Status.DONE] * 6
+        assert moved.nbytes == 6 * VALUE
+    assert gathering.lengths == [[ROW, VALUE - ROW]] * 6
+    assert {name: bytes(value) for name, value in gathering.values.items()} == {
+        name: bytes(value) for name, value in plain.values.items()
+    }
+    assert memory == before
+    memory[:] = EMPTY * ROWS
+    assert list(mover(memory, gathering).load(run()).statuses) == [Status.DONE] * 6
+    assert memory[: 6 * ROW] == b"".join(map(content, range(6)))
+
+
+def test_a_part_that_a_store_keeps_fails_the_value(memory):
+    moved = mover(memory, Gathering(keeps=True)).store(run())
+    assert Status.DONE not in moved.statuses
+    assert "Gathering.write_parts" in moved.error
+    assert "kept the buffer" in moved.error
+    assert moved.kept

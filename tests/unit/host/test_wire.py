@@ -10,7 +10,7 @@ from kvtiers.host.messages import JobDone, JobFailed, JobReleased, JobStarted, O
 from kvtiers.host.wire import Frame, FrameReader, Kind, ProtocolError, frame
 from kvtiers.layout.storage_name import StorageNames
 
-GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "host_protocol-4.json").read_text(encoding="utf-8"))
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "host_protocol-5.json").read_text(encoding="utf-8"))
 
 u64 = st.integers(0, 2**64 - 1)
 rows = st.integers(-(2**31), 2**31 - 1)
@@ -24,11 +24,12 @@ jobs = st.builds(
         job_id,
         kind == "load",
         [key for key, _, _ in triples],
-        [row for _, row, _ in triples],
+        [row for _, row, _ in triples] if kind != "delete" else (),
         bytes(over for _, _, over in triples) if kind == "overwrites" else b"",
+        kind == "delete",
     ),
     u64,
-    st.sampled_from(["load", "store", "overwrites"]),
+    st.sampled_from(["load", "store", "overwrites", "delete"]),
     st.one_of(
         st.lists(st.tuples(st.binary(min_size=36, max_size=36), rows, st.booleans()), max_size=20),
         st.lists(st.tuples(st.binary(min_size=1, max_size=70), rows, st.booleans()), max_size=20),
@@ -61,12 +62,14 @@ def unhexed(values):
 
 
 def job_of(body):
-    return StoreJob(body["job_id"], body["is_load"], unhexed(body["keys"]), body["rows"], bytes(body["overwrites"]))
+    keys, overwrites = unhexed(body["keys"]), bytes(body["overwrites"])
+    return StoreJob(body["job_id"], body["is_load"], keys, body["rows"], overwrites, body["is_delete"])
 
 
 def fields_of_job(message):
     job = wire.decode_job(message.body)
     fields = {"job_id": job.job_id, "is_load": job.is_load, "overwrites": list(job.overwrites)}
+    fields["is_delete"] = job.is_delete
     return fields | {"keys": hexed(job.keys), "rows": list(job.rows)}
 
 
@@ -126,7 +129,7 @@ DECODERS = dict.fromkeys(("OPENED", "STARTED", "FAILED", "DONE", "PROBED", "RELE
 
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["title"])
 def test_messages_of_this_format_never_change(case):
-    assert wire.PROTOCOL_FORMAT == 4, "another format needs a golden file of its own, beside this"
+    assert wire.PROTOCOL_FORMAT == 5, "another format needs a golden file of its own, beside this"
     assert ENCODERS[case["kind"]](case["tier"], case["fields"]).hex() == case["message"]
     read = only_frame(bytes.fromhex(case["message"]))
     assert (Kind(read.kind).name, read.tier) == (case["kind"], case["tier"])
@@ -209,7 +212,7 @@ def test_a_job_that_was_cut_off_or_has_more_than_it_says_is_refused(job, data):
             wire.decode_job(memoryview(wrong))
 
 
-@pytest.mark.parametrize("flags", [3, 4, 5, 0x80])
+@pytest.mark.parametrize("flags", [3, 5, 6, 7, 0x80])
 def test_a_job_with_flags_that_are_not_known_is_refused(flags):
     body = bytearray(only_frame(wire.encode_job(0, StoreJob(1, True, [], []))).body)
     body[8] = flags

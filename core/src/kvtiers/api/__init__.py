@@ -1,8 +1,8 @@
 """The public contract for tier authors: every name that a plugin may import.
 
 Three rungs: a blocking ``ChunkStore``, the abilities that a store may add to it (``SupportsBatch``,
-``SupportsPieces``, ``SupportsListing``, ``SupportsDiagnosis``, ``SupportsStats``), and ``SecondaryTierManager`` for
-tiers that bring their own asynchrony.
+``SupportsPieces``, ``SupportsParts``, ``SupportsListing``, ``SupportsDiagnosis``, ``SupportsStats``), and
+``SecondaryTierManager`` for tiers that bring their own asynchrony.
 """
 
 from kvtiers.api.config import BreakerConfig, RateLimit, Secret, StrictModel, TierConfig
@@ -25,6 +25,7 @@ from kvtiers.api.store import (
     SupportsBatch,
     SupportsDiagnosis,
     SupportsListing,
+    SupportsParts,
     SupportsPieces,
     SupportsStats,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "SupportsBatch",
     "SupportsDiagnosis",
     "SupportsListing",
+    "SupportsParts",
     "SupportsPieces",
     "SupportsStats",
     "TierConfig",

@@ -16,6 +16,7 @@ from kvtiers.api.store import (
     SupportsBatch,
     SupportsDiagnosis,
     SupportsListing,
+    SupportsParts,
     SupportsPieces,
     SupportsStats,
 )
@@ -23,7 +24,7 @@ from kvtiers.api.tier import SecondaryTierManager
 
 __all__ = ["ABILITIES", "class_problems", "option_problems"]
 
-ABILITIES = (SupportsBatch, SupportsPieces, SupportsListing, SupportsDiagnosis, SupportsStats)
+ABILITIES = (SupportsBatch, SupportsPieces, SupportsParts, SupportsListing, SupportsDiagnosis, SupportsStats)
 """The optional abilities of a store, each a runtime Protocol."""
 
 _CLOSE = 0.85  # 'diagnoze' and 'stat' are; 'state' is not

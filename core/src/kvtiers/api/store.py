@@ -17,6 +17,7 @@ __all__ = [
     "SupportsBatch",
     "SupportsDiagnosis",
     "SupportsListing",
+    "SupportsParts",
     "SupportsPieces",
     "SupportsStats",
 ]
@@ -131,6 +132,22 @@ class SupportsPieces(Protocol):
 
         None, before a piece, also if the value has another length than ``nbytes``. Core takes a piece before it asks
         for the next one, and keeps none. Raise on failure, also in the middle. May be called again for the same name.
+        """
+
+
+@runtime_checkable
+class SupportsParts(Protocol):
+    """A store that writes a value out of several places in memory by itself, as a file or a socket can.
+
+    Core has such values where a row has no room for the seal, or the seal is one store's own: it would have to
+    copy them together before ``write``. A store with ``SupportsBatch`` is not asked.
+    """
+
+    def write_parts(self, name: str, parts: Sequence[memoryview]) -> None:
+        """Do ``write`` for the bytes of ``parts``, one behind the other: together they are the value.
+
+        1 to 64 flat, read-only views of bytes, each of any length but 0 and at any address, valid during the call
+        alone. Atomic, and ``StoreFull``, as with ``write``: readers see all parts of one call, or none.
         """
 
 

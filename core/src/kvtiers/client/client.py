@@ -13,19 +13,17 @@ from kvtiers._failures import error_text, log_with_backoff
 from kvtiers.api import OffloadKey, make_offload_key
 from kvtiers.client.buffers import Bytes, Views, gather, length_of, parts_of, scatter
 from kvtiers.client.driver import CLOSED, Driver
-from kvtiers.client.requests import Get, Prefix, Put, Task
+from kvtiers.client.requests import Delete, Get, Prefix, Present, Put, Task
 from kvtiers.client.rows import BounceRows
+from kvtiers.metrics import ClientMetrics
 
 __all__ = ["Client", "PutResult"]
 
 _log = logging.getLogger("kvtiers")
 _JOB_BYTES = 16 << 20  # of one piece of a call: the next one is gathered while its host works on it
 _MOST_PIECES = 3  # of one call whose rows wait to be scattered
+_DELETED_AT_ONCE = 4_096
 _LONGEST_KEY = 65_531
-_COUNTS = (
-    "puts", "put_values", "put_bytes", "stored_values", "gets", "get_values", "found_values", "found_bytes", "lookups",
-    "refused_values", "expired_calls", "failed_calls",
-)  # fmt: skip
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _Moving = TypeVar("_Moving", Put, Get)
@@ -84,7 +82,7 @@ class Client:
         self._close = close
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._counts = dict.fromkeys(_COUNTS, 0)
+        self._metrics = ClientMetrics()
         self._is_closed = False
 
     # -- calls
@@ -114,9 +112,26 @@ class Client:
         """
         return self._never_raises(self._prefix, keys, value_bytes, timeout) or 0
 
+    def exists(self, keys: Sequence[bytes], value_bytes: int | None = None, timeout: float | None = None) -> list[bool]:
+        """Return for each key, whatever the others are, whether a tier has it; else as ``exists_prefix``."""
+        there = self._never_raises(self._exists, keys, value_bytes, timeout)
+        return there if there is not None else [False] * _count(keys)
+
+    def delete(self, keys: Sequence[bytes], value_bytes: int | None = None, timeout: float | None = None) -> list[bool]:
+        """Remove the values of these keys; return for each whether every tier that takes stores is without it now.
+
+        ``value_bytes``: of this length alone; by default of all the client's lengths. A key that is nowhere is True. A
+        value in a read-only tier stays, and is found. A ``put`` of the same key at the same time may win or lose.
+        """
+        gone = self._never_raises(self._delete, keys, value_bytes, timeout)
+        return gone if gone is not None else [False] * _count(keys)
+
     def stats(self) -> dict[str, Any]:
-        """Return the counts of this client since it was opened, and each tier's own figures under ``tiers``."""
-        found: dict[str, Any] = dict(self._counts)
+        """Return the counts of this client since it was opened, and each tier's figures under ``tiers``.
+
+        Those of a tier are its own, and under ``transfers`` what the client has moved (``kvtiers.metrics.export``).
+        """
+        found = self._metrics.as_data()
         found |= {"bounce_rows": self._rows.count, "free_bounce_rows": len(self._rows.free)}
         tiers: dict[str, Any] = {}
         if self._is_usable():
@@ -150,7 +165,7 @@ class Client:
         begun: list[tuple[Sequence[_Value], Put]] = []
         while todo and (piece := self._begin(Put, todo, until, until)) is not None:
             begun.append(piece)
-            piece[1].lease.release()  # the request holds them; the next piece may need them
+            piece[1].lease.release()  # the driver holds them; the next piece may need them
         error = "" if not todo else CLOSED if self._is_closed else "no bounce row was free in time"
         stored = [False] * len(keys)
         tiers: dict[str, int] = {}
@@ -185,10 +200,10 @@ class Client:
                         break
                 self._await(begun[0][1], until)
                 self._scatter(*begun[0], found)
-                begun.popleft()[1].lease.release()
+                begun.popleft()[1].release()
         finally:
             for _, request in begun:
-                request.lease.release()
+                request.release()
         self._count(gets=1, get_values=len(keys), found_values=sum(found))
         return found
 
@@ -218,8 +233,8 @@ class Client:
         return some, request
 
     def _scatter(self, some: Sequence[_Value], request: Get, found: list[bool]) -> None:
-        for row, value in zip(request.lease.rows, some, strict=True):
-            if value.key in request.found:
+        for value in some:
+            if (row := request.found.get(value.key)) is not None:
                 for place, parts in zip(value.places, value.parts, strict=True):
                     scatter(self._rows.row(row, value.nbytes), parts)
                     found[place] = True
@@ -241,6 +256,36 @@ class Client:
         self._driver.send(request)
         self._await(request, until)
         return request.length
+
+    def _exists(self, keys: Sequence[bytes], value_bytes: int | None, timeout: float | None) -> list[bool]:
+        until = self._until(timeout)
+        self._count(lookups=1)
+        group = self._groups[self._value_bytes if value_bytes is None else value_bytes]
+        wanted = {key: make_offload_key(key, group) for key in keys if _is_key(key)}
+        if not wanted or not self._is_usable():
+            return [False] * len(keys)
+        request = Present([*wanted.values()], until)
+        self._driver.send(request)
+        self._await(request, until)
+        return [key in wanted and wanted[key] in request.there for key in keys]
+
+    def _delete(self, keys: Sequence[bytes], value_bytes: int | None, timeout: float | None) -> list[bool]:
+        until = self._until(timeout)
+        self._count(deletes=1)
+        groups = [*self._groups.values()] if value_bytes is None else [self._groups[value_bytes]]
+        wanted = {key: [make_offload_key(key, group) for group in groups] for key in keys if _is_key(key)}
+        if len(wanted) < len(set(keys)):
+            self._refuse("a key that is not 1 to 65,531 bytes", len(set(keys)) - len(wanted))
+        gone: set[OffloadKey] = set()
+        named = [named for each in wanted.values() for named in each]
+        for start in range(0, len(named) if self._is_usable() else 0, _DELETED_AT_ONCE):
+            request = Delete(named[start : start + _DELETED_AT_ONCE], self._rows.none(), until)
+            self._driver.send(request)
+            self._await(request, until)
+            gone |= request.gone
+        found = [key in wanted and gone.issuperset(wanted[key]) for key in keys]
+        self._count(deleted_values=sum(found))
+        return found
 
     def _values(self, keys: Sequence[bytes], views: Sequence[Views], *, writable: bool) -> list[_Value]:
         """Return the values of a call, each key once; those that do not fit are refused."""
@@ -271,7 +316,7 @@ class Client:
         most = max(1, min(_JOB_BYTES // self._rows.row_stride, self._rows.count // 2))
         return deque(values[start : start + most] for start in range(0, len(values), most))
 
-    def _await(self, request: Put | Get | Prefix, until: float) -> None:
+    def _await(self, request: Put | Get | Prefix | Present | Delete, until: float) -> None:
         if not request.over.wait(max(0.0, until - time.monotonic())):
             self._count(expired_calls=1)
             request.error = request.error or "not ended in time"
@@ -286,8 +331,9 @@ class Client:
         """Add to these counts; return the last one."""
         with self._lock:
             for name, number in more.items():
-                self._counts[name] += number
-            return self._counts[name]
+                total: int = getattr(self._metrics, name) + number
+                setattr(self._metrics, name, total)
+            return total
 
     def _refuse(self, what: str, values: int = 1) -> None:
         times = self._count(refused_values=values)

@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtiers._failures import logged_boundary
-from kvtiers.api import OffloadKey, TransferJob
+from kvtiers.api import JobResult, OffloadKey, TransferJob
 from kvtiers.client.requests import Request, Transfer
-from kvtiers.secondary.tier_jobs import JobFailed, JobReleased, JobStarted, TierEvent, good_keys, is_of
+from kvtiers.client.rows import RowLease
+from kvtiers.secondary.tier_jobs import JobFailed, JobReleased, JobStarted, TierEvent, good_keys, is_of, moved
 from kvtiers.tiering.tier_slot import TierSlot
 from kvtiers.types import RequestContext
 
@@ -36,11 +37,13 @@ _CONTEXT = RequestContext("")
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A job in flight, which holds its request's rows. ``since``: it was submitted, or has started."""
+    """A job in flight. ``leases``: its request's, which it holds. ``since``: it was submitted, or has started."""
 
     job: TransferJob
     slot: TierSlot
     request: Transfer
+    leases: Sequence[RowLease]
+    submitted: float
     since: float
     is_abandoned: bool = False
 
@@ -123,17 +126,35 @@ class Driver:
     def submit(
         self, slot: TierSlot, request: Transfer, keys: Sequence[OffloadKey], rows: Sequence[int], *, is_load: bool
     ) -> bool:
-        """Start a job on these rows of the request's lease; False: nothing has started."""
+        """Start a job on these rows of the request's leases; False: nothing has started."""
+        return self._start(
+            request, TransferJob(next(self._ids), keys, _numbers(rows), is_load, _CONTEXT), slot, slot.submit
+        )
+
+    def delete(self, slot: TierSlot, request: Transfer, keys: Sequence[OffloadKey]) -> bool:
+        """Start a job that removes these keys; False: nothing has started."""
+        job = TransferJob(next(self._ids), keys, _numbers(()), is_promotion=False, context=_CONTEXT)
+        return self._start(request, job, slot, slot.delete)
+
+    def _start(
+        self, request: Transfer, job: TransferJob, slot: TierSlot, submit: Callable[[TransferJob], bool]
+    ) -> bool:
         now = self._clock()
-        if now >= request.until or self._stop_at is not None:
+        leases = request.job_began() if now < request.until and self._stop_at is None else None
+        if leases is None:
             request.error = request.error or "no time left"
             return False
-        job = TransferJob(next(self._ids), keys, memoryview(array("i", rows)), is_load, _CONTEXT)
-        if not slot.submit(job):
-            return False
-        request.lease.hold()
-        self._jobs[job.job_id] = _Job(job, slot, request, now)
-        return True
+        if submit(job):
+            self._jobs[job.job_id] = _Job(job, slot, request, leases, now, now)
+            slot.metrics.running_jobs += 1
+            return True
+        request.job_is_over()
+        _release(leases)
+        return False
+
+    def now(self) -> float:
+        """Return the time by the driver's clock."""
+        return self._clock()
 
     # -- the thread
 
@@ -199,7 +220,7 @@ class Driver:
         if request in self._requests:
             del self._requests[request]
             if isinstance(request, Transfer):
-                request.lease.release()
+                _release([request.lease, *request.spares])
 
     def _take(self, slot: TierSlot, event: TierEvent) -> None:
         found = self._jobs.get(event.job_id)
@@ -214,15 +235,39 @@ class Driver:
                 slot.retire(f"it has reported job {event.job_id}, which it does not have, or keys that are not of it")
                 return
             del self._jobs[event.job_id]
-            request, good = found.request, good_keys(found.job, event)
-            self._guarded(request, lambda driver: request.job_ended(driver, slot, good))
-            request.lease.release()
+            request, job, good = found.request, found.job, good_keys(found.job, event)
+            request.job_is_over()
+            self._count(found, event, len(good))
+            self._guarded(request, lambda driver: request.job_ended(driver, slot, job, good))
+            _release(found.leases)
+
+    def _count(self, ended: _Job, result: JobResult, good: int) -> None:
+        """Count what a job has moved; a removal moves nothing."""
+        metrics, (nbytes, seconds) = ended.slot.metrics, moved(result)
+        took, lost = self._clock() - ended.submitted, len(ended.job.keys) - good
+        metrics.running_jobs -= 1
+        if ended.job.is_promotion:
+            metrics.loaded_chunks += good
+            metrics.loaded_bytes += nbytes
+            metrics.load_seconds += seconds
+            metrics.loads += good > 0
+            metrics.failed_loads += lost
+            if good:
+                metrics.promotion_latency.observe(took)
+        elif len(ended.job.chunk_ids):
+            metrics.stored_chunks += good
+            metrics.stored_bytes += nbytes
+            metrics.store_seconds += seconds
+            metrics.failed_stores += lost
+            if good:
+                metrics.cascade_latency.observe(took)
 
     def _expire(self, now: float) -> None:
         """Give up overdue jobs, which their tiers then end; end requests whose callers have gone on."""
         for found in list(self._jobs.values()):
             if now - found.since > found.slot.options.deadline and not found.is_abandoned:
                 found.is_abandoned = True
+                found.slot.metrics.expired_jobs += 1
                 found.slot.abandon(found.job.job_id)
         for request in list(self._requests):
             if now >= request.until:
@@ -234,3 +279,12 @@ class Driver:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._incoming.get_nowait().end(CLOSED)
+
+
+def _numbers(rows: Sequence[int]) -> memoryview:
+    return memoryview(array("i", rows))
+
+
+def _release(leases: Sequence[RowLease]) -> None:
+    for lease in leases:
+        lease.release()

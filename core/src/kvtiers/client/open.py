@@ -18,6 +18,7 @@ from kvtiers.client.rows import BounceRows
 from kvtiers.config import OffloadConfig, load_config
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.layout.storage_name import StorageNames
+from kvtiers.metrics import CLIENT_TIER_FIGURES
 from kvtiers.model_identity import described, is_shared, with_model, with_weights
 from kvtiers.plugins import load_tier
 from kvtiers.region.memfd import require_linux
@@ -109,8 +110,12 @@ def client_layout(identity: ModelIdentity, lengths: Sequence[int]) -> CacheLayou
     )
 
 
-def _stats(tiers: TierSet) -> dict[str, dict[str, float]]:
-    return {name: tier.stats() for name, tier in tiers.tiers.items()}
+def _stats(tiers: TierSet) -> dict[str, dict[str, Any]]:
+    moved = {slot.name: slot.metrics.as_data() for slot in tiers.slots}
+    return {
+        name: tier.stats() | {"transfers": {figure: moved[name][figure] for figure in CLIENT_TIER_FIGURES}}
+        for name, tier in tiers.tiers.items()
+    }
 
 
 def _driver(config: OffloadConfig, tiers: TierSet) -> Driver:

@@ -4,8 +4,11 @@
 request        asks
 =============  ==================================================================================================
 ``Put``        each tier that takes stores, at the same time; over when all jobs have ended
-``Get``        the tiers in order: which of the keys a tier has, then for these, then the next tier for the rest
+``Delete``     each tier that takes stores, at the same time; over when all jobs have ended
+``Get``        the tiers in order: which of the keys a tier has, then for these, then the next tier for the rest;
+               a tier that takes longer than its share of the time is not waited for, but may still give its part
 ``Prefix``     the tiers in order how far they have the prefix, and again from there, until none has more
+``Present``    all tiers which of the keys they have, each by itself
 ``Task``       no tier: a function to be called on the driver's thread
 =============  ==================================================================================================
 
@@ -17,12 +20,12 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
-from kvtiers.api import OffloadKey
+from kvtiers.api import OffloadKey, TransferJob
 from kvtiers.client.rows import RowLease
 from kvtiers.tiering.tier_slot import TierSlot
 from kvtiers.types import RequestContext
 
-__all__ = ["Get", "Jobs", "Prefix", "Put", "Request", "Task", "Transfer"]
+__all__ = ["Delete", "Get", "Jobs", "Prefix", "Present", "Put", "Request", "Task", "Transfer"]
 
 NO_TIER = "no tier is usable"
 _CONTEXT = RequestContext("")
@@ -33,10 +36,16 @@ class Jobs(Protocol):
 
     slots: Sequence[TierSlot]
 
+    def now(self) -> float:
+        """Return the time by the driver's clock."""
+
     def submit(
         self, slot: TierSlot, request: "Transfer", keys: Sequence[OffloadKey], rows: Sequence[int], *, is_load: bool
     ) -> bool:
-        """Start a job on these rows of the request's lease; False: nothing has started."""
+        """Start a job on these rows of the request's leases; False: nothing has started."""
+
+    def delete(self, slot: TierSlot, request: "Transfer", keys: Sequence[OffloadKey]) -> bool:
+        """Start a job that removes these keys; False: nothing has started."""
 
 
 class Request:
@@ -63,13 +72,56 @@ class Request:
 
 
 class Transfer(Request):
-    """A request that moves values. ``lease``: the rows of its jobs, which hold them too."""
+    """A request that moves values. ``lease``: the rows of its jobs, which hold them too.
+
+    Its caller ends its own use of the rows by ``release``: no job begins on them after that.
+    """
 
     def __init__(self, lease: RowLease, until: float) -> None:
         super().__init__(until)
         self.lease = lease
+        self.spares: list[RowLease] = []
+        """Further rows, each lease held by the caller and by the driver."""
+        self._in_flight = 0
+        self._is_released = False
+        self._lock = threading.Lock()
 
-    def job_ended(self, jobs: Jobs, slot: TierSlot, good: Collection[OffloadKey]) -> None:
+    def job_began(self) -> list[RowLease] | None:
+        """Hold all rows for a job, and return their leases; None if the caller has released them."""
+        with self._lock:
+            if self._is_released:
+                return None
+            self._in_flight += 1
+            held = [self.lease, *self.spares]
+            for lease in held:
+                lease.hold()
+            return held
+
+    def job_is_over(self) -> None:
+        """Count a job as ended, before its outcome is taken in."""
+        with self._lock:
+            self._in_flight -= 1
+
+    def add(self, spare: RowLease) -> bool:
+        """Add rows, which have one holder; False, and they are released, if the caller has released its own."""
+        with self._lock:
+            if not self._is_released:
+                spare.hold()
+                self.spares.append(spare)
+                return True
+        spare.release()
+        return False
+
+    def release(self) -> bool:
+        """End the caller's use of the rows; return whether a job is still using some."""
+        with self._lock:
+            first, self._is_released = not self._is_released, True
+            is_used, held = self._in_flight > 0, [self.lease, *self.spares]
+        for lease in held if first else ():
+            lease.release()
+        return is_used
+
+    def job_ended(self, jobs: Jobs, slot: TierSlot, job: TransferJob, good: Collection[OffloadKey]) -> None:
         """Take in the end of one of its jobs: the keys that were moved."""
         raise NotImplementedError
 
@@ -91,7 +143,7 @@ class Put(Transfer):
         if not self._running:
             self.end(NO_TIER)
 
-    def job_ended(self, jobs: Jobs, slot: TierSlot, good: Collection[OffloadKey]) -> None:  # noqa: ARG002 -- as its base
+    def job_ended(self, jobs: Jobs, slot: TierSlot, job: TransferJob, good: Collection[OffloadKey]) -> None:  # noqa: ARG002 -- as its base
         """Record what this tier has; end with the last one."""
         self.stored[slot.name] = good
         self._running -= 1
@@ -101,14 +153,52 @@ class Put(Transfer):
             self.end()
 
 
-class Get(Transfer):
-    """Load values: that of ``keys[i]``, no key twice, into row i of the lease. ``found``: the keys that have landed."""
+class Delete(Transfer):
+    """Keys to remove; no rows. ``gone``: those that no tier that takes stores has any more."""
 
     def __init__(self, keys: Sequence[OffloadKey], lease: RowLease, until: float) -> None:
         super().__init__(lease, until)
-        self.found: set[OffloadKey] = set()
+        self.gone: set[OffloadKey] = set()
+        self._keys = keys
+        self._removed: list[Collection[OffloadKey]] = []
+        self._tiers = 0
+        self._running = 0
+
+    def begin(self, jobs: Jobs) -> None:
+        """Ask all tiers that take stores, be they usable or not: a value in one that is not used now comes back."""
+        takers = [slot for slot in jobs.slots if not slot.options.read_only]
+        self._tiers = len(takers)
+        for slot in takers:
+            if slot.available() and jobs.delete(slot, self, self._keys):
+                self._running += 1
+            else:
+                self.error = self.error or f"{slot.name} removes nothing now"
+        if not self._running:
+            self.end(NO_TIER)
+
+    def job_ended(self, jobs: Jobs, slot: TierSlot, job: TransferJob, good: Collection[OffloadKey]) -> None:  # noqa: ARG002 -- as its base
+        """Record what this tier has removed; end with the last one."""
+        self._removed.append(set(good))
+        self._running -= 1
+        if not self._running:
+            if len(self._removed) == self._tiers:
+                self.gone = set(self._keys).intersection(*self._removed)
+            self.end()
+
+
+class Get(Transfer):
+    """Load values: that of ``keys[i]``, no key twice, into row i of the lease. ``found``: the row of each that landed.
+
+    A tier has an equal share of the time that is left when its turn begins. A load that takes longer keeps its rows,
+    and the next tier fills others; whichever is first is taken.
+    """
+
+    def __init__(self, keys: Sequence[OffloadKey], lease: RowLease, until: float) -> None:
+        super().__init__(lease, until)
+        self.found: dict[OffloadKey, int] = {}
         self._row_of = dict(zip(keys, lease.rows, strict=True))
         self._tier = 0
+        self._turn_until: float | None = None
         self._left = list(keys)
         """Keys that no tier before this one has given."""
         self._unknown = self._left
@@ -116,22 +206,34 @@ class Get(Transfer):
         self._wanted: list[OffloadKey] = []
         """Those that it has, by its answer."""
         self._is_loading = False
+        self._loading: dict[int, Collection[OffloadKey]] = {}
+        """The keys of each job in flight, by its tier."""
 
     def step(self, jobs: Jobs) -> None:
         """Ask the tier for each key by itself: these are no prefix. Load what it has when it has answered for all."""
-        while not (self._is_loading or self.over.is_set()):
+        while not self.over.is_set():
             if not self._left or self._tier == len(jobs.slots):
-                self.end()
+                if not (self._left and self._loading):
+                    self.end()
                 return
             slot = jobs.slots[self._tier]
-            if self._unknown and slot.available():
-                self._ask(slot)
-                if self._unknown:
-                    return
-            self._unknown = []
-            if self._wanted and slot.available() and self._load(jobs, slot):
+            is_late = self._is_late(jobs)
+            if not self._is_loading:
+                if self._unknown and slot.available():
+                    self._ask(slot)
+                    if self._unknown and not is_late:
+                        return
+                self._unknown = []
+                self._is_loading = bool(self._wanted) and slot.available() and self._load(jobs, slot)
+            if self._is_loading and not is_late:
                 return
             self._next_tier()
+
+    def _is_late(self, jobs: Jobs) -> bool:
+        now = jobs.now()
+        if self._turn_until is None:
+            self._turn_until = now + (self.until - now) / (len(jobs.slots) - self._tier)
+        return now >= self._turn_until and self._tier < len(jobs.slots) - 1
 
     def _ask(self, slot: TierSlot) -> None:
         unknown = []
@@ -144,20 +246,39 @@ class Get(Transfer):
         self._unknown = unknown
 
     def _load(self, jobs: Jobs, slot: TierSlot) -> bool:
-        rows = [self._row_of[key] for key in self._wanted]
-        self._is_loading = jobs.submit(slot, self, self._wanted, rows, is_load=True)
-        return self._is_loading
+        keys = self._with_rows([key for key in self._wanted if key not in self.found])
+        is_sent = bool(keys) and jobs.submit(slot, self, keys, [self._row_of[key] for key in keys], is_load=True)
+        if is_sent:
+            self._loading[slot.index] = keys
+        return is_sent
+
+    def _with_rows(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Return those of the keys that have a row which no job is filling; some get another one for that."""
+        busy = set().union(*self._loading.values())
+        usable, late = [key for key in keys if key not in busy], [key for key in keys if key in busy]
+        if late and (spare := self.lease.another(len(late))) is not None and self.add(spare):
+            some = late[: len(spare.rows)]
+            self._row_of.update(zip(some, spare.rows, strict=True))
+            usable += some
+        return usable
 
     def _next_tier(self) -> None:
         self._tier += 1
+        self._turn_until = None
+        self._is_loading = False
         self._left = self._unknown = [key for key in self._left if key not in self.found]
         self._wanted = []
 
-    def job_ended(self, jobs: Jobs, slot: TierSlot, good: Collection[OffloadKey]) -> None:  # noqa: ARG002 -- as its base
+    def job_ended(self, jobs: Jobs, slot: TierSlot, job: TransferJob, good: Collection[OffloadKey]) -> None:
         """Take what has been loaded; the next tier is asked for the rest."""
-        self.found.update(good)
-        self._is_loading = False
-        self._next_tier()
+        rows = dict(zip(job.keys, job.chunk_ids, strict=True))
+        for key in good:
+            self.found.setdefault(key, rows[key])
+        self._loading.pop(slot.index, None)
+        if self._is_loading and slot is jobs.slots[self._tier]:
+            self._next_tier()
+        else:
+            self._left = [key for key in self._left if key not in self.found]
         self.step(jobs)
 
 
@@ -181,6 +302,31 @@ class Prefix(Request):
                     has_moved = has_moved or hits > 0
                     is_unknown = is_unknown or unresolved
         if self.length == len(self._keys) or not is_unknown:
+            self.end()
+
+
+class Present(Request):
+    """Which of the keys, each by itself, the tiers have: ``there``."""
+
+    def __init__(self, keys: Sequence[OffloadKey], until: float) -> None:
+        super().__init__(until)
+        self.there: set[OffloadKey] = set()
+        self._unknown = dict.fromkeys(keys, 0)
+
+    def step(self, jobs: Jobs) -> None:
+        """Ask all usable tiers for each key that none is known to have, until they have answered."""
+        slots = [slot for slot in jobs.slots if slot.available()]
+        for key in list(self._unknown):
+            is_unknown = False
+            for slot in slots:
+                hits, unresolved = slot.ask([key], _CONTEXT)
+                if hits:
+                    self.there.add(key)
+                    break
+                is_unknown = is_unknown or unresolved
+            if key in self.there or not is_unknown:
+                del self._unknown[key]
+        if not self._unknown:
             self.end()
 
 

@@ -34,6 +34,10 @@ class RowLease:
         with self._of.changed:
             self._holders += 1
 
+    def another(self, wanted: int) -> "RowLease | None":
+        """Return a lease of ``wanted`` further rows, or of some, without waiting; None if none is free."""
+        return self._of.take(wanted, 0.0)
+
     def release(self) -> None:
         """Remove a holder; the rows are free with the last one."""
         with self._of.changed:
@@ -90,6 +94,10 @@ class BounceRows:
             if not self.free or self._closed:
                 return None
             return RowLease(self, [self.free.pop() for _ in range(min(wanted, len(self.free)))])
+
+    def none(self) -> RowLease:
+        """Return a lease of no rows."""
+        return RowLease(self, [])
 
     def end(self) -> None:
         """Lease no further row; calls that wait for one go on without."""

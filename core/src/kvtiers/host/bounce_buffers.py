@@ -12,7 +12,7 @@ import ctypes
 import threading
 from collections.abc import Sequence
 
-from kvtiers.layout.borrowed_views import ValueViews
+from kvtiers.layout.borrowed_views import Loan, ValueViews
 from kvtiers.region.memfd import HUGE_PAGE_BYTES, Mapping, prefer_huge_pages
 
 __all__ = ["BounceBufferViews", "beside_rows", "value_views"]
@@ -64,6 +64,20 @@ class BounceBufferViews(ValueViews):
         filling = min(self._row_stride, self._value_bytes)
         for row, offset in stage.places.items() if filled else ():
             _copy(self._region, self._offset(row, filling), stage.memory.view, offset, filling)
+
+    def parts(self, row: int, payload: int, nbytes: int) -> tuple[memoryview, memoryview]:
+        """Return core's own views of a value that was not copied: its payload in the row, and memory for the rest."""
+        memory, [offset] = self._places([row], [nbytes])
+        at = self._offset(row, payload)
+        return self._region[at : at + payload], memory[offset + payload : offset + nbytes]
+
+    def borrow_parts(self, row: int, payload: int, nbytes: int) -> tuple[Loan, Loan]:
+        """Return loans, to be read, of a value's payload in its row and of the rest of it."""
+        memory, [offset] = self._places([row], [nbytes])
+        return (
+            Loan(self._region, [(self._offset(row, payload), payload)], readonly=True),
+            Loan(memory, [(offset + payload, nbytes - payload)], readonly=True),
+        )
 
     def land(self, row: int, nbytes: int) -> None:
         """Copy the first ``nbytes`` of the value into the row."""

@@ -53,10 +53,10 @@ class Status(IntEnum):
 
 
 class StoreJob(NamedTuple):
-    """Move these chunks between their rows and the store.
+    """Move these chunks between their rows and the store, or remove them from it.
 
     ``overwrites``: of a store, one byte a key; 1: written whatever is there, since what seemed to be there was not
-    given. Empty for none.
+    given. Empty for none. ``is_delete``: there are no rows, and DONE means that the value is not there any more.
     """
 
     job_id: int
@@ -64,6 +64,7 @@ class StoreJob(NamedTuple):
     keys: Sequence[OffloadKey]
     rows: Sequence[int]
     overwrites: bytes = b""
+    is_delete: bool = False
 
 
 @dataclass(frozen=True, slots=True)

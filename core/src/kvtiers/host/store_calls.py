@@ -16,10 +16,19 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from kvtiers._failures import error_text
-from kvtiers.api import ChunkStore, RateLimit, StoreContractError, StoreFull, SupportsBatch, SupportsPieces
+from kvtiers.api import (
+    ChunkStore,
+    RateLimit,
+    StoreContractError,
+    StoreFull,
+    SupportsBatch,
+    SupportsParts,
+    SupportsPieces,
+)
 from kvtiers.api.answers import found, found_each
 from kvtiers.host.messages import drop_oldest
 from kvtiers.layout.seal import PayloadHash
@@ -34,6 +43,7 @@ _LONGEST_PAUSE = 2.0
 _BURST_SECONDS = 1.0  # so much of an unused rate is kept
 _T = TypeVar("_T")
 _MOST_KNOWN = 65_536
+_Source = TypeVar("_Source")
 
 
 class StoreCalls:
@@ -46,11 +56,17 @@ class StoreCalls:
         # Looked at once: what a runtime Protocol is asked costs as much as moving a small value.
         self._batched = store if isinstance(store, SupportsBatch) else None
         self._pieces = store if isinstance(store, SupportsPieces) and self._batched is None else None
+        self._parts = store if isinstance(store, SupportsParts) and self._batched is None else None
 
     @property
     def in_batches(self) -> bool:
         """Return whether several values are moved in one call."""
         return self._batched is not None
+
+    @property
+    def takes_parts(self) -> bool:
+        """Return whether the store writes a value out of several places by itself."""
+        return self._parts is not None
 
     def method(self, *, is_load: bool) -> str:
         """Return the name of the method that gets views of values to read or to write."""
@@ -100,18 +116,32 @@ class StoreCalls:
     def write(self, names: Sequence[str], views: Sequence[memoryview]) -> Callable[[], list[bool]]:
         """Return the call that writes the views, and says for each whether there was room."""
         store, batched = self._store, self._batched
+        if batched is not None:
+            return self._if_room(
+                len(names), lambda: found_each(store, "write_many", names, batched.write_many(names, views))
+            )
+        return self._if_room(1, partial(_write_one, store.write, names[0], views[0]))
 
+    def write_parts(self, name: str, parts: Sequence[memoryview]) -> Callable[[], list[bool]]:
+        """Return the call that writes one value out of its parts, and says whether there was room."""
+        store = self._parts
+        assert store is not None, "ask takes_parts first"
+        return self._if_room(1, partial(_write_one, store.write_parts, name, parts))
+
+    def _if_room(self, count: int, call: Callable[[], list[bool]]) -> Callable[[], list[bool]]:
         def write() -> list[bool]:
             try:
-                if batched is not None:
-                    return found_each(store, "write_many", names, batched.write_many(names, views))
-                store.write(names[0], views[0])
+                return call()
             except StoreFull as error:  # here, so that no definition of a transient error can have it retried
                 self.full_because = error_text(error)
-                return [False] * len(names)
-            return [True]
+                return [False] * count
 
         return write
+
+
+def _write_one(write: Callable[[str, _Source], None], name: str, source: _Source) -> list[bool]:
+    write(name, source)
+    return [True]
 
 
 class NoTimeLeft(Exception):  # noqa: N818 -- the deadline's doing, not the store's

@@ -10,16 +10,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from kvtiers._failures import plugin_boundary
 from kvtiers.api import ChunkStore, OffloadKey, RateLimit, StoreContractError, TierConfig, group_of
 from kvtiers.api.answers import present_each
-from kvtiers.host.bounce_buffers import beside_rows
+from kvtiers.host.bounce_buffers import BounceBufferViews, beside_rows
 from kvtiers.host.messages import Status
 from kvtiers.host.store_calls import Attempts, KnownNames, RateLimiter, StoreCalls
 from kvtiers.layout.borrowed_views import Loan, ValueViews
-from kvtiers.layout.seal import SealVerdict, check_value, seal_value
+from kvtiers.layout.seal import SealVerdict, check_value, seal_parts, seal_value
 from kvtiers.layout.storage_name import StorageNames
 
 __all__ = ["Moved", "MoverOptions", "ValueMover", "ValueRun", "mover_options"]
@@ -174,6 +175,25 @@ class ValueMover:
         self._move_all(moved, run, wanted, is_load=False)
         return moved
 
+    def delete(self, run: ValueRun) -> Moved:
+        """Remove the values of these keys; DONE also where there was none."""
+        moved = Moved.nothing(len(run.keys), "the tier is read-only" if self._options.read_only else "")
+        names = [] if self._options.read_only else self._of_epoch(run).names.names(run.keys)
+        for start in range(0, len(names), _DELETED_PER_CALL):
+            some = names[start : start + _DELETED_PER_CALL]
+            if time.monotonic() >= run.give_up_at or not run.wanted():
+                moved.error = "no time left"
+                break
+            self._known.forget(some)  # also if it fails: it may have been removed all the same
+            with plugin_boundary() as store:
+                _, retries = self._attempts.call(partial(self._store.delete, some), give_up_at=run.give_up_at)
+                moved.retries += retries
+            if store.error:
+                moved.error = store.error
+                break
+            moved.statuses[start : start + len(some)] = bytes([Status.DONE]) * len(some)
+        return moved
+
     def probe(
         self, names: StorageNames, keys: Sequence[OffloadKey], *, is_prefix: bool, give_up_at: float
     ) -> list[bool]:
@@ -269,7 +289,8 @@ class ValueMover:
     def _move(self, moved: Moved, run: ValueRun, values: Sequence[_Value], *, is_load: bool) -> bool:
         """Move one batch; False ends the run: the store failed, or there is no time left."""
         views = self._views if is_load else self._store_views
-        views.begin([value.row for value in values], filled=not is_load)
+        in_parts = not is_load and self._calls.takes_parts and isinstance(views, BounceBufferViews)
+        views.begin([value.row for value in values], filled=not (is_load or in_parts))
         try:
             return self._move_begun(moved, run, values, is_load=is_load)
         finally:
@@ -278,6 +299,8 @@ class ValueMover:
     def _move_begun(self, moved: Moved, run: ValueRun, values: Sequence[_Value], *, is_load: bool) -> bool:
         if is_load and self._calls.in_pieces(values[0].nbytes):
             return self._load_in_pieces(moved, run, values[0])
+        if not is_load and self._calls.takes_parts and isinstance(self._store_views, BounceBufferViews):
+            return self._store_in_parts(moved, run, values[0], self._store_views)
         places, names, rows, payloads, sizes = zip(*values, strict=True)
         views = self._views if is_load else self._store_views
         if not is_load:
@@ -288,13 +311,7 @@ class ValueMover:
         call = self._calls.read if is_load else self._calls.write
         # The views are in no variable here: it would keep the exporter when the borrower has dropped it.
         answers = self._call(moved, run, values, call(names, [*loan.views]), is_load=is_load)
-        if not loan.take_back():
-            moved.kept.append(loan)
-            kept = StoreContractError(self._store, self._calls.method(is_load=is_load), _KEPT)
-            self._log_contract_error(kept)
-            moved.error = str(kept)
-            return False
-        if answers is None:
+        if not self._taken_back(moved, [loan], self._calls.method(is_load=is_load)) or answers is None:
             return False
         if is_load:
             judged = zip(names, rows, views.own(rows, sizes), payloads, answers, strict=True)
@@ -303,13 +320,42 @@ class ValueMover:
                 for name, row, value, payload, there in judged
             ]
         else:
-            statuses = [Status.DONE if there else Status.DROPPED for there in answers]
-            if Status.DROPPED in statuses:
-                self._log_full(max(sizes))
+            statuses = self._written(answers, max(sizes))
         for place, nbytes, status in zip(places, sizes, statuses, strict=True):
             moved.statuses[place] = status
             moved.nbytes += nbytes if status is Status.DONE else 0
         return True
+
+    def _store_in_parts(self, moved: Moved, run: ValueRun, value: _Value, views: BounceBufferViews) -> bool:
+        """Store one value whose payload stays in its row, with a seal that does not."""
+        place = value.row, value.payload, value.nbytes
+        seal_parts(*views.parts(*place), value.name, run.names.layout_id)
+        self._worked(value.payload)
+        loans = views.borrow_parts(*place)
+        call = self._calls.write_parts(value.name, [view for loan in loans for view in loan.views])
+        answers = self._call(moved, run, [value], call, is_load=False)
+        del call
+        if not self._taken_back(moved, loans, "write_parts") or answers is None:
+            return False
+        [status] = self._written(answers, value.nbytes)
+        moved.statuses[value.place] = status
+        moved.nbytes += value.nbytes if status is Status.DONE else 0
+        return True
+
+    def _written(self, answers: Sequence[bool], nbytes: int) -> list[Status]:
+        if not all(answers):
+            self._log_full(nbytes)
+        return [Status.DONE if there else Status.DROPPED for there in answers]
+
+    def _taken_back(self, moved: Moved, loans: Sequence[Loan], method: str) -> bool:
+        """End the loans of a call; False, and the values have failed, if the store has kept a buffer."""
+        kept = [loan for loan in loans if not loan.take_back()]
+        if kept:
+            moved.kept += kept
+            error = StoreContractError(self._store, method, _KEPT)
+            self._log_contract_error(error)
+            moved.error = str(error)
+        return not kept
 
     def _load_in_pieces(self, moved: Moved, run: ValueRun, value: _Value) -> bool:
         """Load one value that the store does not get a view for."""

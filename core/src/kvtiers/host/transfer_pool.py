@@ -84,7 +84,9 @@ class TransferPool:
     def submit(self, job: StoreJob) -> None:
         """Queue a job under the current names. Its one JobDone comes through ``emit``."""
         pooled = PoolJob.of(job, self._names)
-        if not job.keys or not self._queue.add(pooled, self._values_a_slice(len(job.keys))):
+        # A removal is a few calls of many names each.
+        values = len(job.keys) if job.is_delete else self._values_a_slice(len(job.keys))
+        if not job.keys or not self._queue.add(pooled, values):
             pooled.error = "the tier is closed" if job.keys else ""
             self._report(pooled)
 
@@ -258,7 +260,8 @@ class TransferPool:
         while (piece := self._queue.next()) is not None:
             is_load = piece.of.job.is_load
             moved = self._run(piece)
-            names, stored = piece.of.names, not is_load and Status.DONE in moved.statuses
+            is_store = not (is_load or piece.of.job.is_delete)
+            names, stored = piece.of.names, is_store and Status.DONE in moved.statuses
             self._finish(piece, moved)
             del moved
             if stored and self._described is not None:
@@ -281,11 +284,16 @@ class TransferPool:
             job.guard.land,
             job.job.overwrites[wanted],
         )
-        assert self._mover is not None
         # Neither sys.exit() in a store nor a bug of ours may lose a result.
         with logged_boundary(_log, "%s: job %d", self._label, job.job.job_id, exits=True) as moving:
-            return self._mover.load(run) if job.job.is_load else self._mover.store(run)
+            return self._move_of(job.job)(run)
         return Moved.nothing(len(run.keys), moving.error)
+
+    def _move_of(self, job: StoreJob) -> Callable[[ValueRun], Moved]:
+        assert self._mover is not None
+        if job.is_delete:
+            return self._mover.delete
+        return self._mover.load if job.is_load else self._mover.store
 
     def _finish(self, piece: Slice, moved: Moved) -> None:
         job = piece.of

@@ -1,4 +1,4 @@
-"""The wire format between the engine and a tier host, number 4: length-prefixed messages on a stream socket.
+"""The wire format between the engine and a tier host, number 5: length-prefixed messages on a stream socket.
 
 Every message is ``u32 length | u8 kind | u16 tier | body``; ``length`` counts what follows it, ``tier`` is the tier's
 place in the HELLO.
@@ -11,8 +11,8 @@ message        sender  body
 =============  ======  ==================================================================================
 HELLO          engine  JSON: protocol, cpus, region, tiers (options with secrets, names, sizes)
 NAMES          engine  layout id (8 bytes), prefix
-JOB            engine  u64 job, u8 flags (1 a load, 2 a store that overwrites), keys, i32 rows, with flag 2 a byte
-                       a key, 1: overwritten
+JOB            engine  u64 job, u8 flags (1 a load, 2 a store that overwrites, 4 a removal), keys, but for a removal
+                       i32 rows, with flag 2 a byte a key, 1: overwritten
 PROBE          engine  u64 probe, u8 is prefix, keys
 ABANDON        engine  u64 job
 CLOSE          engine  f64 seconds to drain
@@ -66,7 +66,7 @@ __all__ = [
     "frame",
 ]
 
-PROTOCOL_FORMAT = 4
+PROTOCOL_FORMAT = 5
 MAX_FRAME_BYTES = 64 * 2**20
 MAX_EVENT_BYTES = 2**20  # of a host: a byte for each chunk of a job or a question, figures, a log line
 
@@ -74,7 +74,8 @@ _HEAD = struct.Struct("<IBH")
 _LAYOUT_ID_BYTES = 8
 _KEYS = struct.Struct("<IH")
 _JOB = struct.Struct("<QB")
-_IS_LOAD, _OVERWRITES = 1, 2
+_IS_LOAD, _OVERWRITES, _IS_DELETE = 1, 2, 4
+_BYTES_A_ROW = {0: 4, _IS_LOAD: 4, _OVERWRITES: 5, _IS_DELETE: 0}
 _DONE = struct.Struct("<QQdII")
 _PROBED = struct.Struct("<QI")
 _U64 = struct.Struct("<Q")
@@ -167,7 +168,7 @@ def decode_names(body: memoryview) -> StorageNames:
 def encode_job(tier: int, job: StoreJob) -> bytes:
     """Return a JOB message."""
     rows = struct.pack(f"<{len(job.rows)}i", *job.rows)
-    flags = _IS_LOAD * job.is_load + _OVERWRITES * bool(job.overwrites)
+    flags = _IS_LOAD * job.is_load + _OVERWRITES * bool(job.overwrites) + _IS_DELETE * job.is_delete
     return frame(Kind.JOB, tier, _JOB.pack(job.job_id, flags) + _encode_keys(job.keys) + rows + job.overwrites)
 
 
@@ -175,10 +176,12 @@ def decode_job(body: memoryview) -> StoreJob:
     """Read a JOB message."""
     job_id, flags = _head(_JOB, body)
     keys, end = _decode_keys(body, _JOB.size)
-    if flags not in {0, _IS_LOAD, _OVERWRITES}:
+    if flags not in _BYTES_A_ROW:
         raise ProtocolError(f"job {job_id} has flags {flags}")
-    if len(body) - end != (5 if flags == _OVERWRITES else 4) * len(keys):
+    if len(body) - end != _BYTES_A_ROW[flags] * len(keys):
         raise ProtocolError(f"job {job_id} has {len(keys)} keys and {len(body) - end} bytes of rows")
+    if flags == _IS_DELETE:
+        return StoreJob(job_id, is_load=False, keys=keys, rows=(), is_delete=True)
     rows = list(struct.unpack_from(f"<{len(keys)}i", body, end))
     return StoreJob(job_id, flags == _IS_LOAD, keys, rows, bytes(body[end + 4 * len(keys) :]))
 

@@ -22,7 +22,7 @@ import xxhash
 
 from kvtiers.layout.cache_layout import SEAL_BYTES
 
-__all__ = ["SEAL_FORMAT", "PayloadHash", "SealVerdict", "check_value", "read_seal", "seal_value"]
+__all__ = ["SEAL_FORMAT", "PayloadHash", "SealVerdict", "check_value", "read_seal", "seal_parts", "seal_value"]
 
 SEAL_FORMAT = 1
 _MAGIC = b"kvtSEAL\n"
@@ -63,13 +63,17 @@ def _digest(payload: memoryview, name: str) -> bytes:
 
 def seal_value(value: memoryview, payload_bytes: int, name: str, layout_id: bytes) -> None:
     """Zero the gap behind the payload and write the seal into the last 64 bytes of ``value`` (1-D, writable, bytes)."""
-    length = len(value)
-    seal_at = length - SEAL_BYTES
-    if payload_bytes < seal_at:
-        value[payload_bytes:seal_at] = bytes(seal_at - payload_bytes)
-    digest = _digest(value[:payload_bytes], name)
+    seal_parts(value[:payload_bytes], value[payload_bytes:], name, layout_id)
+
+
+def seal_parts(payload: memoryview, rest: memoryview, name: str, layout_id: bytes) -> None:
+    """Write zeros and the seal into ``rest``, which makes a value together with the payload wherever that lies."""
+    seal_at = len(rest) - SEAL_BYTES
+    if seal_at:
+        rest[:seal_at] = bytes(seal_at)
+    length, digest = len(payload) + len(rest), _digest(payload, name)
     # Not pack_into, which writes zeros first: another tier's host may be reading the seal that it has just written.
-    value[seal_at:] = _SEAL.pack(_MAGIC, SEAL_FORMAT, length, payload_bytes, layout_id, digest)
+    rest[seal_at:] = _SEAL.pack(_MAGIC, SEAL_FORMAT, length, len(payload), layout_id, digest)
 
 
 def check_value(

@@ -188,10 +188,11 @@ class PresenceCache:
 
 
 class SuspectKeys:
-    """Suspect keys of one tier: ``exists`` said yes, but the load did not bring the chunk. For one thread.
+    """Suspect keys of one tier: ``exists`` said yes, but the load did not bring the chunk, or it was deleted.
 
     The next store of such a key overwrites whatever is there, without asking first: a value of another format or length
-    would stand in its way for ever. Kept on the engine's side, so that it holds for every host of the tier.
+    would stand in its way for ever. Kept on the engine's side, so that it holds for every host of the tier. For one
+    thread.
     """
 
     def __init__(self) -> None:
@@ -206,6 +207,11 @@ class SuspectKeys:
             for key, status in zip(keys, statuses, strict=False):
                 if status == Status.DONE:
                     self.keys.pop(key, None)
+
+    def deleted(self, keys: Iterable[OffloadKey]) -> None:
+        """Add keys whose values were removed: another host of the tier may still take them for present."""
+        self.keys.update(dict.fromkeys(keys))
+        drop_oldest(self.keys, _MOST_SUSPECT)
 
     def among(self, keys: Sequence[OffloadKey]) -> bytes:
         """Return a byte for each of these keys, 1 for a suspect one; nothing if none is."""

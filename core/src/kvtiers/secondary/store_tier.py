@@ -93,6 +93,11 @@ class ChunkStoreTier(EventTier):
         """Queue a load."""
         self._submit(job, len(job.keys))
 
+    def submit_delete(self, job: TransferJob) -> None:
+        """Queue the removal of these chunks, which count as absent from now on. The job has no rows."""
+        self._forget(job.keys)
+        self._send(InflightJob(job, job.keys, self._generation, is_delete=True))
+
     def poll(self) -> Sequence[TierEvent]:
         """Return what has become of the jobs."""
         self._handle_events()
@@ -218,7 +223,10 @@ class ChunkStoreTier(EventTier):
     def _submit(self, job: TransferJob, room: int) -> None:
         keys = job.keys[:room]
         overwrites = self._suspects.among(keys) if self._suspects.keys and not job.is_promotion else b""
-        inflight = InflightJob(job, keys, self._generation)
+        self._send(InflightJob(job, keys, self._generation), overwrites)
+
+    def _send(self, inflight: InflightJob, overwrites: bytes = b"") -> None:
+        job, keys = inflight.job, inflight.keys
         self._counts.begin(inflight)
         if not keys or not self._hosts.send_job(inflight, overwrites):
             self._counts.refuse(inflight)
@@ -307,7 +315,7 @@ class ChunkStoreTier(EventTier):
         if damaged:
             text = f"{self._name}: {damaged} of {len(job.keys)} values are damaged; counted as misses"
             self.log(logging.WARNING, text)
-        if not job.is_promotion and (
+        if inflight.is_store and (
             line := self._full.stored(statuses.count(Status.DONE), statuses.count(Status.DROPPED))
         ):
             self.log(logging.WARNING, line)
@@ -317,11 +325,17 @@ class ChunkStoreTier(EventTier):
                 self._note_error(inflight.error)
             else:
                 self._breaker.record(ok=True)
-        if inflight.generation == self._generation:
+        if inflight.is_delete:
+            self._forget(job.keys)
+        elif inflight.generation == self._generation:
             if self._suspects.keys or not result.success:
                 self._suspects.note(job.keys, statuses, is_load=job.is_promotion)
             self._learn(job, result)
         self._events.append(result)
+
+    def _forget(self, keys: Sequence[OffloadKey]) -> None:
+        self._lookups.lost(keys)
+        self._suspects.deleted(keys)
 
     def _learn(self, job: TransferJob, result: JobResult) -> None:
         good = job.keys if result.success else result.successful_keys or ()
@@ -357,19 +371,19 @@ class _Counts:
     def begin(self, job: InflightJob) -> None:
         """Count a job; those of its chunks that are not handed over are dropped."""
         self.figures["dropped_queue"] += len(job.job.keys) - len(job.keys)
-        if not job.job.is_promotion:
+        if job.is_store:
             self.storing += len(job.keys)
 
     def refuse(self, job: InflightJob) -> None:
         """Count a job that no host has accepted."""
-        if not job.job.is_promotion:
+        if job.is_store:
             self.storing -= len(job.keys)
             self.figures["dropped_queue"] += len(job.keys)
 
     def end(self, job: InflightJob, *, success: bool) -> int:
         """Count a job's end; return how many of its values are damaged."""
         statuses, figures = job.statuses, self.figures
-        if not job.job.is_promotion:
+        if job.is_store:
             self.storing -= len(job.keys)
         figures["retries"] += job.retries
         figures["already_present"] += statuses.count(Status.PRESENT)

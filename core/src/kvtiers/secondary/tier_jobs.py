@@ -147,13 +147,15 @@ def _chunks_done(job: TransferJob, result: JobResult) -> int:
 class InflightJob:
     """A job in flight. ``keys``: those handed over, the first ones. ``generation``: of the names it was sent under.
 
-    ``failed_in_use``: it was reported, or given up, as failed while something may still touch its rows. ``to_release``:
-    it was to be detached from its rows, so what it did not do is no failure of the store.
+    ``is_delete``: it removes chunks, and has no rows. ``failed_in_use``: it was reported, or given up, as failed
+    while something may still touch its rows. ``to_release``: it was to be detached from its rows, so what it did not do
+    is no failure of the store.
     """
 
     job: TransferJob
     keys: Sequence[OffloadKey]
     generation: int
+    is_delete: bool = False
     parts: list["JobPart"] = field(default_factory=list)
     """Those that have not ended; the fields below sum up those that have."""
     statuses: bytes | bytearray = b""
@@ -169,12 +171,18 @@ class InflightJob:
     retries: int = 0
     error: str = ""
 
+    @property
+    def is_store(self) -> bool:
+        """Whether it writes chunks."""
+        return not (self.job.is_promotion or self.is_delete)
+
     def message(self, start: int, count: int, overwrites: bytes) -> StoreJob:
         """Return the message for ``count`` of its values from ``start`` on. ``overwrites``: of all of them."""
         job, keys, end = self.job, self.keys, start + count
         if count < len(keys):
             keys, overwrites = keys[start:end], overwrites[start:end]
-        return StoreJob(job.job_id, job.is_promotion, keys, job.chunk_ids[start:end].tolist(), overwrites)
+        rows = job.chunk_ids[start:end].tolist()
+        return StoreJob(job.job_id, job.is_promotion, keys, rows, overwrites, self.is_delete)
 
     def end_part(self, part: "JobPart", event: JobDone) -> bool:
         """Add a part's outcome; return whether it was the last part."""

@@ -50,6 +50,14 @@ class CanAskAhead(Protocol):
         """Ask about a prefix that will be looked up soon; between any two other calls."""
 
 
+@runtime_checkable
+class CanDelete(Protocol):
+    """A tier that can remove chunks."""
+
+    def submit_delete(self, job: TransferJob) -> None:
+        """Start to remove the chunks of a job, which has no rows."""
+
+
 class TierSlot:
     """A tier in its place in the order, with the manager's state about it."""
 
@@ -93,6 +101,10 @@ class TierSlot:
     def submit(self, job: TransferJob) -> bool:
         """Hand the job over; False if the tier did not take it, so that nothing has started."""
         return self._do(self.tier.submit_load if job.is_promotion else self.tier.submit_store, job)
+
+    def delete(self, job: TransferJob) -> bool:
+        """Hand over a job that removes chunks; False if nothing has started, as with a tier that cannot do that."""
+        return isinstance(self.tier, CanDelete) and self._do(self.tier.submit_delete, job)
 
     def poll(self) -> list[TierEvent]:
         """Return the tier's new events; none of a retired one. What comes before an exception is kept."""

@@ -77,8 +77,12 @@ class FsStore(ChunkStore):
 
     def write(self, name: str, src: memoryview) -> None:
         """Write the value's file aside and rename it. StoreFull beyond the capacity or the free-space floor."""
+        self.write_parts(name, [src])
+
+    def write_parts(self, name: str, parts: Sequence[memoryview]) -> None:
+        """Write the value's file out of its parts, which the system gathers."""
         evictor, ledger = self._writable()
-        nbytes, place = len(src), place_of(name)
+        nbytes, place = sum(map(len, parts)), place_of(name)
         try:
             self._expect_free(nbytes, evictor)
             ledger.claim(nbytes)
@@ -87,7 +91,7 @@ class FsStore(ChunkStore):
             raise
         try:
             with ledger.changing(place.shard):
-                before = self._write(place, src)
+                before = self._write(place, parts)
                 ledger.count(place.shard, nbytes - (before or 0), before is None)
         except OSError as error:
             if error.errno not in _FULL:
@@ -99,12 +103,12 @@ class FsStore(ChunkStore):
         finally:
             ledger.settle(nbytes)
 
-    def _write(self, place: Place, src: memoryview) -> int | None:
+    def _write(self, place: Place, parts: Sequence[memoryview]) -> int | None:
         try:
-            return self._files.write(place, src)
+            return self._files.write(place, parts)
         except RootRemovedError:
             self._make_again()
-        return self._files.write(place, src)
+        return self._files.write(place, parts)
 
     def _make_again(self) -> None:
         """Make the root again that was removed while it was open; every descriptor of it leads there from now on."""

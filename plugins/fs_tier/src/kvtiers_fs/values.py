@@ -19,6 +19,7 @@ import secrets
 import stat
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from kvtiers_fs.directory import GONE, TEMP_PREFIX, Directory
@@ -117,13 +118,16 @@ class ValueFiles:
                 raise
         return self._directory.open(path, _READ)
 
-    def write(self, place: Place, src: memoryview) -> int | None:
-        """Write a value; return the length of the one that it replaced, None if there was none."""
+    def write(self, place: Place, parts: Sequence[memoryview]) -> int | None:
+        """Write a value, its parts one behind the other.
+
+        Return the length of the one that it replaced, None if there was none.
+        """
         temp = f"{TEMP_PREFIX}{self._token}-{next(self._numbers)}"
         fd, folder = self._directory.create(place.folder, temp, os.O_WRONLY | self._direct)
         try:
             try:
-                _pour(fd, src)
+                _pour(fd, parts)
                 if self._fsync:
                     os.fsync(fd)
             finally:
@@ -160,11 +164,19 @@ def _fill(fd: int, dst: memoryview) -> bool:
     return done == len(dst)
 
 
-def _pour(fd: int, src: memoryview) -> None:
-    done = _write_some(fd, src)
-    while done < len(src):
-        with src[done:] as rest:
-            done += _write_some(fd, rest)
+def _pour(fd: int, parts: Sequence[memoryview]) -> None:
+    done, total = _write_some(fd, parts), sum(map(len, parts))
+    while done < total:
+        with contextlib.ExitStack() as cut:
+            done += _write_some(fd, [cut.enter_context(part) for part in _behind(parts, done)])
+
+
+def _behind(parts: Sequence[memoryview], done: int) -> Iterator[memoryview]:
+    """Yield views of what lies behind the first ``done`` bytes."""
+    for part in parts:
+        if done < len(part):
+            yield part[done:]
+        done = max(0, done - len(part))
 
 
 def _read_some(fd: int, view: memoryview) -> int:
@@ -176,13 +188,13 @@ def _read_some(fd: int, view: memoryview) -> int:
     return os.readv(fd, [view])
 
 
-def _write_some(fd: int, view: memoryview) -> int:
+def _write_some(fd: int, views: Sequence[memoryview]) -> int:
     try:
-        return os.write(fd, view)
+        return os.writev(fd, views)
     except OSError as error:
         if error.errno != errno.EINVAL or not _end_direct(fd):
             raise
-    return os.write(fd, view)
+    return os.writev(fd, views)
 
 
 def _begin_direct(fd: int) -> None:

@@ -1,4 +1,4 @@
-"""Probes of a store's optional abilities: batches, pieces, listing, figures, each as core uses it."""
+"""Probes of a store's optional abilities: batches, pieces, parts, listing, figures, each as core uses it."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +11,7 @@ from kvtiers.api import (
     StoreEntry,
     SupportsBatch,
     SupportsListing,
+    SupportsParts,
     SupportsPieces,
     SupportsStats,
 )
@@ -32,6 +33,8 @@ def probe_abilities(store: ChunkStore, bench: Bench) -> list[Probe]:
         probes.append(partial(_batch, store, store, bench))
     if isinstance(store, SupportsPieces) and not bench.read_only:
         probes.append(partial(_pieces, store, store, bench))
+    if isinstance(store, SupportsParts) and not bench.read_only:
+        probes.append(partial(_parts, store, store, bench))
     if isinstance(store, SupportsStats):
         probes.append(partial(_stats, store, bench))
     if isinstance(store, SupportsListing) and not bench.read_only:
@@ -85,6 +88,25 @@ def _pieces(store: ChunkStore, in_pieces: SupportsPieces, bench: Bench) -> Itera
     if in_pieces.read_pieces(name, bench.value_bytes) is not None:
         raise ProbeError("read_pieces() gave pieces of a value that is not there")
     yield Finding("ok", "values in pieces: read one and compared it")
+
+
+def _parts(store: ChunkStore, in_parts: SupportsParts, bench: Bench) -> Iterator[Finding]:
+    name = probe_name()
+    whole = bench.view(0).toreadonly()
+    bench.stage = "writing the probe value in two parts"
+    try:
+        in_parts.write_parts(name, [whole[:-64], whole[-64:]])
+        bench.stage = "reading what was written in two parts"
+        bench.forget()
+        got = bench.borrow(store, "read_into", [1], readonly=False, call=lambda views: store.read_into(name, views[0]))
+        if not got:
+            raise ProbeError("what write_parts() has just written cannot be read back: absent, or of another length")
+        bench.compare(1)
+    finally:
+        bench.stage, before = "deleting the probe value", bench.stage
+        store.delete([name])
+        bench.stage = before
+    yield Finding("ok", "values in parts: wrote one, read it back and compared it")
 
 
 def _stats(store: SupportsStats, bench: Bench) -> Iterator[Finding]:

@@ -9,14 +9,21 @@
         def open_store(self, tmp_path):
             return partial(MyStore, tmp_path / "values")
 
-The tests of ``SupportsBatch``, ``SupportsPieces``, ``SupportsListing``, ``SupportsDiagnosis`` and ``SupportsStats`` are
-there if ``store_class`` has the ability. ``persistent = False`` (values end with the store) replaces the tests of
-reopening and of a killed writer by one that the store starts empty. A fixture ``break_backend`` that returns a function
-``break_backend(store)``, a context manager within which the backend fails (a server that is stopped, a folder that is
-away), brings the test that no error is swallowed.
+The tests of ``SupportsBatch``, ``SupportsPieces``, ``SupportsParts``, ``SupportsListing``, ``SupportsDiagnosis`` and
+``SupportsStats`` are there if ``store_class`` has the ability. ``persistent = False`` (values end with the store)
+replaces the tests of reopening and of a killed writer by one that the store starts empty. A fixture ``break_backend``
+that returns a function ``break_backend(store)``, a context manager within which the backend fails (a server that is
+stopped, a folder that is away), brings the test that no error is swallowed.
 """
 
-from kvtiers.testing.chunk_store.abilities import BatchTests, DiagnosisTests, ListingTests, PiecesTests, StatsTests
+from kvtiers.testing.chunk_store.abilities import (
+    BatchTests,
+    DiagnosisTests,
+    ListingTests,
+    PartsTests,
+    PiecesTests,
+    StatsTests,
+)
 from kvtiers.testing.chunk_store.base import StoreTestBase
 from kvtiers.testing.chunk_store.life import FailureTests, LifeTests
 from kvtiers.testing.chunk_store.methods import BufferTests, ConcurrencyTests, NameTests, ValueTests
@@ -33,6 +40,7 @@ class ChunkStoreTests(
     FailureTests,
     BatchTests,
     PiecesTests,
+    PartsTests,
     ListingTests,
     DiagnosisTests,
     StatsTests,

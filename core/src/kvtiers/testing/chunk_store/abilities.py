@@ -1,4 +1,4 @@
-"""Tests of a store's optional abilities: batches, pieces, listing, diagnosis, figures."""
+"""Tests of a store's optional abilities: batches, pieces, parts, listing, diagnosis, figures."""
 
 import math
 import re
@@ -13,6 +13,7 @@ from kvtiers.api import (
     SupportsBatch,
     SupportsDiagnosis,
     SupportsListing,
+    SupportsParts,
     SupportsPieces,
     SupportsStats,
 )
@@ -21,7 +22,7 @@ from kvtiers.testing.chunk_store.base import LARGE, Names, StoreTestBase, read, 
 from kvtiers.testing.guarded import PAGE, GuardedMemory, pattern, same_bytes
 from kvtiers.testing.running import frequent_switches, run_together
 
-__all__ = ["BatchTests", "DiagnosisTests", "ListingTests", "PiecesTests", "StatsTests"]
+__all__ = ["BatchTests", "DiagnosisTests", "ListingTests", "PartsTests", "PiecesTests", "StatsTests"]
 
 
 def _write_many(memory: GuardedMemory, store: SupportsBatch, names: Sequence[str], contents: Sequence[bytes]) -> None:
@@ -111,6 +112,32 @@ class PiecesTests(StoreTestBase):
             if store.reads_in_pieces(nbytes):
                 pieces = store.read_pieces(name, nbytes)
                 assert pieces is None, f"read_pieces gave pieces of what is not a value of {nbytes} bytes"
+
+
+class PartsTests(StoreTestBase):
+    """``write_parts``. ``store: Any``: it has the methods of a store and the ability's."""
+
+    @supports(SupportsParts)
+    def test_a_value_written_in_parts_is_all_of_them_in_order(
+        self, store: Any, names: Names, memory: GuardedMemory
+    ) -> None:
+        cuts = ([3 * PAGE], [2 * PAGE, PAGE], [PAGE - 64, 64], [1, 2 * PAGE - 8, 7], [PAGE // 16] * 64)
+        for seed, lengths in enumerate(cuts):
+            [name] = names(1)
+            content, rows, at = pattern(seed, sum(lengths)), [], 0
+            for nbytes in lengths:
+                rows.append(memory.row(content[at : at + nbytes]))
+                at += nbytes
+            write(memory, store, name, pattern(99, PAGE))  # it replaces what is there, of another length too
+            store.write_parts(name, [row.source() for row in rows])
+            same_bytes(read(memory, store, name, at) or b"", content, f"a value of {len(lengths)} parts")
+            assert list(store.exists([name])) == [True]
+
+    @supports(SupportsParts)
+    def test_no_part_is_kept(self, store: Any, names: Names, memory: GuardedMemory) -> None:
+        rows = [memory.row(pattern(seed, PAGE)) for seed in range(2)]
+        store.write_parts(names(1)[0], [row.source() for row in rows])
+        assert not any(row.is_kept() for row in rows), f"{type(store).__name__}.write_parts kept a part"
 
 
 def _listed(store: SupportsListing, prefix: str) -> list[str]:

@@ -1,0 +1,58 @@
+"""The options of the backend: what stands in ``--hicache-storage-backend-extra-config`` beside SGLang's own keys."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from kvtiers.api import ConfigError, Duration, Size, StrictModel
+
+__all__ = ["VARIABLE", "Options", "extra_config", "options_of"]
+
+VARIABLE = "KVTIERS_CONFIG"
+_SGLANGS = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
+_WHERE = "--hicache-storage-backend-extra-config"
+
+
+class Options(StrictModel):
+    """The options, validated."""
+
+    config: str | dict[str, Any] = Field(description="file of the tiers, or what would stand in it")
+    weights: str = Field(default="", description="commit or digest of the model's weights; found out where it can be")
+    deadline: Duration = Field(default=5.0, gt=0, description="time in which each call of SGLang's ends")
+    bounce_bytes: Size = Field(
+        default=128 << 20, gt=0, description="shared memory of each pool, for pages on their way"
+    )
+
+
+def extra_config(path: str) -> dict[str, Any]:
+    """Return what SGLang is given to load the backend with this config."""
+    return {
+        "backend_name": "kvtiers",
+        "module_path": "kvtiers_sglang",
+        "class_name": "KvtiersHiCache",
+        "interface_v1": 1,
+        "config": str(Path(path).absolute()),
+    }
+
+
+def options_of(extra: Mapping[str, Any] | None) -> Options:
+    """Read the options; ConfigError, a line for each problem. The config's place may be in ``KVTIERS_CONFIG``."""
+    given = dict(extra or {})
+    own = {name: value for name, value in given.items() if name not in _SGLANGS}
+    if "config" not in own and os.environ.get(VARIABLE):
+        own["config"] = os.environ[VARIABLE]
+    # SGLang would otherwise copy pages into tensors of its own, in another order of bytes.
+    problems = [] if given.get("interface_v1") else [f"{_WHERE}: 'interface_v1' is not set; add \"interface_v1\": 1"]
+    try:
+        options = Options.model_validate(own)
+    except ValidationError as error:
+        for problem in error.errors():
+            name = ".".join(map(str, problem["loc"][:1]))
+            hint = f", or set {VARIABLE}" if name == "config" else ""
+            problems.append(f"{_WHERE}: {name!r}: {problem['msg']}{hint}; it has {', '.join(Options.model_fields)}")
+    if problems:
+        raise ConfigError(problems)
+    return options

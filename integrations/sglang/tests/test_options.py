@@ -1,0 +1,47 @@
+"""The options beside SGLang's own keys: what is taken, and one line for what is not."""
+
+import pytest
+
+from kvtiers.api import ConfigError
+from kvtiers_sglang.options import extra_config, options_of
+
+OURS = {"interface_v1": 1, "config": "tiers.yaml"}
+
+
+def test_sglangs_own_keys_are_no_options_of_ours_and_defaults_are_stated():
+    options = options_of({**OURS, "backend_name": "x", "module_path": "y", "class_name": "z"})
+    assert (options.config, options.weights, options.deadline) == ("tiers.yaml", "", 5.0)
+
+
+def test_quantities_are_written_as_in_a_config():
+    options = options_of({**OURS, "deadline": "250ms", "bounce_bytes": "1MiB", "weights": "abc"})
+    assert (options.deadline, options.bounce_bytes, options.weights) == (0.25, 1 << 20, "abc")
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"config": "tiers.yaml"}, "'interface_v1' is not set"),
+        ({"interface_v1": 1}, "'config': .*required, or set KVTIERS_CONFIG"),
+        ({**OURS, "dead_line": "1s"}, "'dead_line'"),
+        ({**OURS, "deadline": 5}, "'deadline'.*no unit"),
+        ({**OURS, "weights": 7}, "'weights'"),
+        (None, "'interface_v1' is not set"),
+    ],
+)
+def test_a_wrong_option_is_one_line(extra, said, monkeypatch):
+    monkeypatch.delenv("KVTIERS_CONFIG", raising=False)
+    with pytest.raises(ConfigError, match=said) as error:
+        options_of(extra)
+    assert all(line.startswith("--hicache-storage-backend-extra-config: ") for line in error.value.problems)
+
+
+def test_the_variable_stands_for_the_config_and_an_argument_wins(monkeypatch):
+    monkeypatch.setenv("KVTIERS_CONFIG", "/from/variable.yaml")
+    assert options_of({"interface_v1": 1}).config == "/from/variable.yaml"
+    assert options_of(OURS).config == "tiers.yaml"
+
+
+def test_what_the_plugin_writes_is_what_the_backend_reads(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert options_of(extra_config("tiers.yaml")).config == str(tmp_path / "tiers.yaml")
