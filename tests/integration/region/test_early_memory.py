@@ -1,5 +1,7 @@
 """Memory that is populated before there is a region: the region takes it over, or it is given back."""
 
+import os
+
 import pytest
 
 BEGIN = (
@@ -86,6 +88,7 @@ def test_what_is_wanted_later_is_populated_by_fewer_threads_that_give_way(machin
         "sorted(int((task / 'stat').read_text().rpartition(')')[2].split()[16])"
         f" for task in Path('/proc/{pid}/task').iterdir())"
     )
-    assert nice[0] == 0, "the thread that reads its input"
-    assert nice.count(10) in {1, 2}
+    own = os.nice(0)  # that of the test run, and of all that it starts
+    assert nice[0] == own, "the thread that reads its input"
+    assert nice.count(min(own + 10, 19)) in {1, 2}
     assert len(nice) <= 4, "two that follow, one that reads, and the one that waits for them"
