@@ -44,12 +44,18 @@ VLLM_PYTEST += --override-ini=timeout=900 --override-ini=faulthandler_timeout=60
 # A file's tests share engines and servers. By name the files that take longest come first, by their number of tests not.
 VLLM_PYTEST += --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 
+# transformers has one, too: a few large packages, for one integration alone.
+TRANSFORMERS_VENV := .venv-transformers
+TRANSFORMERS_PYTHON := $(TRANSFORMERS_VENV)/bin/python
+TRANSFORMERS_PYTEST := $(TRANSFORMERS_PYTHON) -m pytest integrations/transformers/tests --durations=10
+TRANSFORMERS_PYTEST += --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
+
 # $(call vllm_releases,REQUIREMENTS): each in a folder of its own, by its version.
 vllm_releases = for wanted in $(1); do \
 	$(VLLM_INSTALL) --no-deps --upgrade --target $(VLLM_VENV)/releases/$${wanted\#\#*=} $$wanted || exit 1; done
 
-.PHONY: help demo test test-vllm test-vllm-all test-gpu lint types lint-workflows docs changelog-draft bench soak corruptions
-.PHONY: environment environment-vllm lock system clean
+.PHONY: help demo test test-transformers test-engines-all test-vllm test-vllm-all test-gpu lint types lint-workflows docs changelog-draft bench soak corruptions
+.PHONY: environment environment-transformers environment-vllm lock system clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,6 +74,14 @@ test-vllm: environment-vllm system  ## Run the tests with the real vLLM, on the 
 test-vllm-all: $(VLLM_VENV)/.all system  ## The same, with every supported release of vLLM
 	@echo "== pytest integrations/vllm/tests/real_vllm"
 	$(VLLM_PYTEST) $(PYTEST_ARGS)
+
+test-transformers: environment-transformers  ## Run the tests with the real transformers, on the CPU
+	@echo "== pytest integrations/transformers/tests"
+	$(TRANSFORMERS_PYTEST) -m "not every_model" $(PYTEST_ARGS)
+
+test-engines-all: environment-transformers  ## The slow matrices of the integrations: every model, every kind of layer
+	@echo "== pytest integrations/transformers/tests"
+	$(TRANSFORMERS_PYTEST) $(PYTEST_ARGS)
 
 lint: environment  ## ruff, mypy --strict, and who may import whom
 	$(call step,ruff check,$(PYTHON) -m ruff check .)
@@ -110,13 +124,15 @@ environment: $(VENV)/.dev  ## Make .venv, with every distribution editable
 lock:  ## Write uv.lock again, with the newest versions of everything (needs uv)
 	uv lock --upgrade --default-index https://pypi.org/simple
 
+environment-transformers: $(TRANSFORMERS_VENV)/.made  ## Make .venv-transformers, with the real transformers
+
 environment-vllm: $(VLLM_VENV)/.made  ## Make .venv-vllm, with the real vLLM
 
 system:  ## Install the servers that the tests start, where they are missing
 	@tools/system.sh commands $(TEST_COMMANDS)
 
 clean:  ## Remove the environment and everything built
-	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-report.html site
+	rm -rf $(VENV) $(VLLM_VENV) $(TRANSFORMERS_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-report.html site
 	rm -rf $(addsuffix /dist,$(DISTRIBUTIONS)) $(addsuffix /build,$(DISTRIBUTIONS))
 	find core replay integrations plugins tests benchmarks examples tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -141,6 +157,14 @@ $(VENV)/.dev: $(VENV)/constraints.txt pyproject.toml $(PROJECTS)
 # Tools of their own kind: what they check is run by GitHub alone, so they are no part of the environment.
 $(VENV)/.workflows: $(VENV)/.made
 	$(PIP) install --quiet 'check-jsonschema>=0.34' 'zizmor>=1.16'
+	@touch $@
+
+$(TRANSFORMERS_VENV)/.made: integrations/transformers/tests/requirements.txt $(PROJECTS)
+	@[ -x $(TRANSFORMERS_VENV)/bin/pip ] || { python=$$(tools/system.sh python) && "$$python" -m venv --clear $(TRANSFORMERS_VENV); }
+	$(TRANSFORMERS_PYTHON) -m pip --disable-pip-version-check install --quiet --no-compile \
+		--requirement integrations/transformers/tests/requirements.txt
+	$(TRANSFORMERS_PYTHON) -m pip --disable-pip-version-check install --quiet --no-compile --no-build-isolation \
+		--editable core --editable plugins/example_tier --editable plugins/fs_tier --editable integrations/transformers
 	@touch $@
 
 $(VLLM_VENV)/.made: integrations/vllm/tests/real_vllm/requirements.txt $(PROJECTS)

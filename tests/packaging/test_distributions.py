@@ -18,6 +18,7 @@ TIERS = {
     "kvtiers-redis": {"redis": "url: 'redis://nowhere:6379/0'"},
     "kvtiers-s3": {"s3": "bucket: somewhere"},
     "kvtiers-replay": {},
+    "kvtiers-transformers": {},
     "kvtiers-vllm": {},
 }
 COMMANDS = {"kvtiers-replay": {"plan", "replay", "size"}, "kvtiers-vllm": {"vllm-config"}}
