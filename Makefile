@@ -51,13 +51,18 @@ SGLANG_VERSION := 0.5.23
 SGLANG_INSTALL := $(SGLANG_PYTHON) -m pip --disable-pip-version-check install --quiet --no-compile
 SGLANG_PYTEST := $(SGLANG_PYTHON) -m pytest integrations/sglang/tests --durations=10 --numprocesses=$(WORKERS)
 SGLANG_PYTEST += --dist=loadfile --no-loadscope-reorder --override-ini=filterwarnings=default
+# transformers has one, too: a few large packages, for one integration alone.
+TRANSFORMERS_VENV := .venv-transformers
+TRANSFORMERS_PYTHON := $(TRANSFORMERS_VENV)/bin/python
+TRANSFORMERS_PYTEST := $(TRANSFORMERS_PYTHON) -m pytest integrations/transformers/tests --durations=10
+TRANSFORMERS_PYTEST += --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 
 # $(call vllm_releases,REQUIREMENTS): each in a folder of its own, by its version.
 vllm_releases = for wanted in $(1); do \
 	$(VLLM_INSTALL) --no-deps --upgrade --target $(VLLM_VENV)/releases/$${wanted\#\#*=} $$wanted || exit 1; done
 
-.PHONY: help demo test test-sglang test-engines-all test-vllm test-vllm-all test-gpu lint types lint-workflows docs changelog-draft bench soak corruptions
-.PHONY: environment environment-sglang environment-vllm lock system clean
+.PHONY: help demo test test-sglang test-transformers test-engines-all test-vllm test-vllm-all test-gpu lint types lint-workflows docs changelog-draft bench soak corruptions
+.PHONY: environment environment-sglang environment-transformers environment-vllm lock system clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -81,7 +86,13 @@ test-sglang: environment-sglang system  ## Run the tests with the real SGLang, o
 	@echo "== pytest integrations/sglang/tests"
 	$(SGLANG_PYTEST) $(PYTEST_ARGS)
 
-test-engines-all: test-sglang  ## The slow matrices of the integrations
+test-transformers: environment-transformers  ## Run the tests with the real transformers, on the CPU
+	@echo "== pytest integrations/transformers/tests"
+	$(TRANSFORMERS_PYTEST) -m "not every_model" $(PYTEST_ARGS)
+
+test-engines-all: test-sglang environment-transformers  ## The slow matrices of the integrations: every model, every kind of layer
+	@echo "== pytest integrations/transformers/tests"
+	$(TRANSFORMERS_PYTEST) $(PYTEST_ARGS)
 
 lint: environment  ## ruff, mypy --strict, and who may import whom
 	$(call step,ruff check,$(PYTHON) -m ruff check .)
@@ -125,6 +136,7 @@ lock:  ## Write uv.lock again, with the newest versions of everything (needs uv)
 	uv lock --upgrade --default-index https://pypi.org/simple
 
 environment-sglang: $(SGLANG_VENV)/.made  ## Make .venv-sglang, with the real SGLang
+environment-transformers: $(TRANSFORMERS_VENV)/.made  ## Make .venv-transformers, with the real transformers
 
 environment-vllm: $(VLLM_VENV)/.made  ## Make .venv-vllm, with the real vLLM
 
@@ -132,7 +144,7 @@ system:  ## Install the servers that the tests start, where they are missing
 	@tools/system.sh commands $(TEST_COMMANDS)
 
 clean:  ## Remove the environment and everything built
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-report.html site
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(TRANSFORMERS_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-report.html site
 	rm -rf $(addsuffix /dist,$(DISTRIBUTIONS)) $(addsuffix /build,$(DISTRIBUTIONS))
 	find core replay integrations plugins tests benchmarks examples tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -165,6 +177,12 @@ $(SGLANG_VENV)/.made: integrations/sglang/tests/requirements.txt $(PROJECTS)
 	$(SGLANG_INSTALL) --no-deps sglang==$(SGLANG_VERSION)
 	$(SGLANG_INSTALL) --no-build-isolation --editable core --editable plugins/example_tier --editable plugins/fs_tier \
 		--editable plugins/redis_tier --editable integrations/sglang
+$(TRANSFORMERS_VENV)/.made: integrations/transformers/tests/requirements.txt $(PROJECTS)
+	@[ -x $(TRANSFORMERS_VENV)/bin/pip ] || { python=$$(tools/system.sh python) && "$$python" -m venv --clear $(TRANSFORMERS_VENV); }
+	$(TRANSFORMERS_PYTHON) -m pip --disable-pip-version-check install --quiet --no-compile \
+		--requirement integrations/transformers/tests/requirements.txt
+	$(TRANSFORMERS_PYTHON) -m pip --disable-pip-version-check install --quiet --no-compile --no-build-isolation \
+		--editable core --editable plugins/example_tier --editable plugins/fs_tier --editable integrations/transformers
 	@touch $@
 
 $(VLLM_VENV)/.made: integrations/vllm/tests/real_vllm/requirements.txt $(PROJECTS)

@@ -19,6 +19,7 @@ TIERS = {
     "kvtiers-s3": {"s3": "bucket: somewhere"},
     "kvtiers-replay": {},
     "kvtiers-sglang": {},
+    "kvtiers-transformers": {},
     "kvtiers-vllm": {},
 }
 COMMANDS = {"kvtiers-replay": {"plan", "replay", "size"}, "kvtiers-vllm": {"vllm-config"}}

@@ -1,0 +1,182 @@
+"""load, prefill and store by hand; text; adapters; trouble with the tiers."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import DynamicCache
+
+from kvtiers_transformers import PrefixCache
+
+from .conftest import OPTIONS, greedy, loaded, tiers, values_in
+from .models import make, prompt
+
+IDS = prompt(100)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "granite_hybrid"])
+@pytest.mark.parametrize("way", ["load", "prefill"])
+def test_by_hand(name, way, open_cache):
+    model = make(name)
+    truth = model.generate(IDS, max_new_tokens=16, do_sample=False)
+    cache = open_cache(model)
+    for _ in range(2):
+        past = getattr(cache, way)(IDS)
+        ids = model.generate(IDS, cache=past, max_new_tokens=16, do_sample=False)
+        assert torch.equal(ids, truth)
+        cache.store(past, ids)
+        assert cache.flush()
+    keeps = way == "prefill" or name == "llama"
+    assert loaded(cache) == (96 if keeps else 0), "windows and states are kept where prefill() stops"
+    longer = torch.cat([truth, prompt(5, seed=9)], 1)
+    assert cache.load(longer).get_seq_length() == {"llama": 112, "mistral": 112}.get(name, 96) * keeps
+
+
+def test_a_cache_that_was_not_filled_from_these_tokens_is_not_stored(tmp_path, open_cache, warnings_of_cache):
+    model = make("llama")
+    cache = open_cache(model)
+    elsewhere = DynamicCache(config=model.config)
+    model(input_ids=IDS, cache=elsewhere)
+    cache.store(elsewhere, IDS)
+    past = cache.load(IDS)
+    model(input_ids=IDS, cache=past)
+    cache.store(past, prompt(100, seed=8))
+    cache.store(past, IDS[:, :50])
+    cache.store(None, IDS)
+    past.batch_repeat_interleave(2)
+    cache.store(past, IDS)
+    assert cache.flush()
+    assert values_in(tmp_path / "kv") == []
+    assert len(warnings_of_cache()) == 3
+    assert cache.load(torch.cat([IDS, IDS])).get_seq_length() == 0
+
+
+def test_text_with_a_tokenizer(open_cache):
+    class Tokenizer:
+        def __call__(self, texts, *, return_tensors, padding, padding_side):
+            assert (return_tensors, padding, padding_side) == ("pt", True, "left")
+            rows = [[3 + ord(letter) % 100 for letter in text] for text in texts]
+            width = max(map(len, rows))
+            ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+            return {"input_ids": ids, "attention_mask": (ids > 0).long()}
+
+    model = make("llama")
+    with PrefixCache(
+        {"version": 1, "primary": {"capacity": "1MiB"}, "secondary": [{"type": "memory", "capacity": "64MiB"}]},
+        model,
+        Tokenizer(),
+        **OPTIONS,
+    ) as cache:
+        one = cache.generate("a long text, longer than two chunks of tokens", max_new_tokens=4, do_sample=False)
+        both = cache.generate(
+            ["a long text, longer than two chunks of tokens", "b"], max_new_tokens=4, do_sample=False, pad_token_id=0
+        )
+    assert one.shape == (1, 49)
+    assert torch.equal(one[0], both[0])
+
+
+def adapted(seed):
+    model = make("llama")
+    torch.manual_seed(seed)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["k_proj", "v_proj"], init_lora_weights=False), "one")
+    model.add_adapter("two", LoraConfig(r=4, target_modules=["k_proj"], init_lora_weights=False))
+    return model.eval()
+
+
+def test_adapters_share_nothing_with_each_other_or_the_base(open_cache):
+    model = adapted(1)
+    cache = open_cache(model)
+    found = []
+    for turn in (0, 96):
+        for name in ("one", "two"):
+            model.set_adapter(name)
+            found.append(greedy(cache, IDS))
+            assert found[-1] == greedy(model, IDS)
+            assert loaded(cache) == turn
+        with model.disable_adapter():
+            found.append(greedy(cache, IDS))
+            assert found[-1] == greedy(model, IDS)
+            assert loaded(cache) == turn
+    assert found[:3] == found[3:]
+    assert found[0] != found[1] != found[2] != found[0]
+    other = open_cache(adapted(2))
+    greedy(other, IDS)
+    assert loaded(other) == 0, "an adapter of the same name with other weights"
+    same = open_cache(adapted(1))
+    greedy(same, IDS)
+    assert loaded(same) == 96
+
+
+def test_a_merged_adapter_has_changed_the_weights(open_cache):
+    model = adapted(1)
+    cache = open_cache(model)
+    greedy(cache, IDS)
+    model.merge_adapter(["one"])
+    assert greedy(cache, IDS) == greedy(model, IDS)
+    assert loaded(cache) == 0
+
+
+def hosts():
+    """Return the processes that this one has started."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    tasks = [(task / "children").read_text().split() for task in Path("/proc/self/task").iterdir()]
+    return {int(pid) for pids in [children, *tasks] for pid in pids}
+
+
+def test_a_store_that_hangs_costs_its_wait_and_nothing_else(tmp_path):
+    model = make("llama")
+    before = hosts()
+    with PrefixCache(tiers(tmp_path, deadline="2s", grace="100ms"), model, **{**OPTIONS, "load_wait": 0.5}) as cache:
+        truth = greedy(cache, IDS)
+        [host] = hosts() - before
+        os.kill(host, signal.SIGSTOP)
+        try:
+            start = time.monotonic()
+            found = cache.generate(prompt(100, seed=3), max_new_tokens=4, do_sample=False)
+            assert time.monotonic() - start < 10
+        finally:
+            os.kill(host, signal.SIGCONT)
+        assert torch.equal(found, model.generate(prompt(100, seed=3), max_new_tokens=4, do_sample=False))
+        assert greedy(cache, IDS) == truth
+
+
+def test_a_fault_of_the_cache_is_one_line_and_the_model_computes(open_cache, monkeypatch, warnings_of_cache):
+    model = make("gemma3")
+    truth = greedy(model, IDS)
+    cache = open_cache(model)
+
+    def fails(*_):
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(cache._reader, "restore", fails)
+    assert greedy(cache, IDS) == truth
+    monkeypatch.undo()
+    monkeypatch.setattr(cache._writer, "submit", fails)
+    assert greedy(cache, IDS) == truth
+    assert cache.stats()["failed_calls"] == 2
+    assert all("no such thing" in line for line in warnings_of_cache())
+    assert len(warnings_of_cache()) == 2
+
+
+def test_more_than_may_wait_is_not_stored_and_what_was_is_right(open_cache):
+    model = make("gemma3")
+    cache = open_cache(model, pending_bytes=1, state_tokens=16)
+    monitor = []
+    put, cache._client.put = cache._client.put, lambda *args: (monitor.append(1), time.sleep(0.2), put(*args))[-1]
+    truth = greedy(model, IDS)
+    assert greedy(cache, IDS) == truth
+    assert cache.stats()["dropped_values"] > 0
+    assert greedy(cache, IDS) == truth
+    assert cache.stats()["failed_calls"] == 0
+
+
+def test_after_close_the_model_computes(open_cache):
+    model = make("llama")
+    cache = open_cache(model)
+    truth = greedy(cache, IDS)
+    cache.close()
+    assert greedy(cache, IDS) == truth
