@@ -240,12 +240,12 @@ def comparison(sides: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def share_of(part: float, whole: float) -> float:
-    """Return the share; of nothing there is none, which meets no goal."""
+    """Return the share; of nothing there is none, which reaches no goal."""
     return part / whole if whole else math.nan
 
 
 def middle(values: Sequence[float]) -> float:
-    """Return the median; none of no values, which meets no goal."""
+    """Return the median; none of no values, which reaches no goal."""
     return median(values) if values else math.nan
 
 

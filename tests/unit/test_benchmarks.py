@@ -57,7 +57,7 @@ def test_a_python_that_cannot_run_the_connector_leaves_it_out_and_says_why(modul
 
 
 @pytest.mark.parametrize("moved", [(0.0, 0.0), (5.0, 0.0)], ids=["neither", "not the control"])
-def test_turns_in_which_no_byte_moves_meet_no_goal_and_break_nothing(module_of, moved) -> None:
+def test_turns_in_which_no_byte_moves_reach_no_goal_and_break_nothing(module_of, moved) -> None:
     stall = module_of("engine_stall")
     sides = {
         f"{where}, {turn}": {"bytes_per_second": rate, "speeds": [0.0], "processor_speeds": [0.0], "late_us": [[1, 2]]}
