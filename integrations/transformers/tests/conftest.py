@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvtiers._log_queue import flush_logs
 from kvtiers_transformers import PrefixCache
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -80,4 +81,9 @@ def values_in(folder):
 def warnings_of_cache(caplog):
     """Return what the cache has said, line by line."""
     caplog.set_level(logging.WARNING, logger="kvtiers")
-    return lambda: [record.getMessage() for record in caplog.records if "transformers:" in record.getMessage()]
+
+    def said():
+        flush_logs(30.0)  # another thread handles them
+        return [record.getMessage() for record in caplog.records if "transformers:" in record.getMessage()]
+
+    return said

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -172,6 +174,46 @@ def test_more_than_may_wait_is_not_stored_and_what_was_is_right(open_cache):
     assert cache.stats()["dropped_values"] > 0
     assert greedy(cache, IDS) == truth
     assert cache.stats()["failed_calls"] == 0
+
+
+def test_under_inference_mode_and_then_without(open_cache):
+    model = make("granite_hybrid")
+    truth = greedy(model, IDS)
+    cache = open_cache(model)
+    with torch.inference_mode():
+        assert greedy(cache, IDS) == truth
+        assert greedy(cache, IDS) == truth
+    assert greedy(cache, IDS) == truth
+    assert loaded(cache) == 2 * 96
+
+
+def test_what_waits_is_stored_when_the_interpreter_exits(tmp_path, open_cache):
+    program = (
+        "from conftest import OPTIONS, tiers; from models import make, prompt; import sys\n"
+        "from kvtiers_transformers import PrefixCache\n"
+        "cache = PrefixCache(tiers(sys.argv[1]), make('llama'), **OPTIONS)\n"
+        "cache.generate(prompt(100), max_new_tokens=4, do_sample=False)\n"
+    )
+    folder = Path(__file__).parent
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, tmp_path / "kv"], cwd=folder, timeout=120, check=True
+    )
+    cache = open_cache(make("llama"))
+    greedy(cache, IDS)
+    assert loaded(cache) == 96
+
+
+def test_the_example_gives_the_same_answers_and_a_plot(tmp_path):
+    script = Path(__file__).parents[3] / "examples" / "transformers" / "long_document.py"
+    options = ["--random", "--cache", tmp_path / "kv", "--plot", tmp_path / "plot.png", "--tokens", "4"]
+    command = [sys.executable, "-W", "ignore", script, *options, "--device", "cpu"]
+    said = [
+        subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=True).stdout for _ in range(2)
+    ]
+    assert [text.count("the same answer as without: True") for text in said] == [3, 3]
+    counts = [[int(word) for word in text.split("\n\n")[-1].split() if word.isdigit()] for text in said]
+    assert counts[0][0] < counts[1][0], "the second process finds the document, too"
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_after_close_the_model_computes(open_cache):

@@ -6,6 +6,7 @@ import transformers
 from transformers import DynamicCache, StaticCache
 
 from kvtiers.api import ConfigError
+from kvtiers_transformers import identity
 from kvtiers_transformers.geometry import geometry_of
 
 from .conftest import values_in
@@ -103,6 +104,12 @@ def test_caches_of_other_kinds_are_refused():
     cache.layers[0] = Quantised()
     with pytest.raises(ConfigError, match="Quantised"):
         geometry_of(cache, 16)
+
+
+def test_a_release_with_other_caches_is_refused(open_cache, monkeypatch):
+    monkeypatch.setattr(identity.transformers, "__version__", "5.17.0")
+    with pytest.raises(ConfigError, match=r"transformers 5\.17\.0 has other caches; install 5\.24 or newer"):
+        open_cache(make("llama"))
 
 
 def test_other_mistakes_are_one_line(open_cache):

@@ -21,6 +21,7 @@ from kvtiers_transformers.weights import weights_identity
 
 __all__ = ["config_digest", "identity_of", "refuse_model", "text_config"]
 
+_OLDEST = (5, 24)
 _FORMAT = 1  # of the values' bytes; another one shares nothing with this one
 _NOT_THE_MODEL = {"_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype", "_commit_hash"}
 _BY_LENGTH = {"dynamic", "longrope"}
@@ -34,6 +35,10 @@ def text_config(model: Any) -> Any:
 def refuse_model(model: Any) -> None:
     """Raise ConfigError, in one line, for a model whose KV the identity and the keys would not cover."""
     config = model.config
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < _OLDEST:
+        raise ConfigError(
+            f"transformers {transformers.__version__} has other caches; install {_OLDEST[0]}.{_OLDEST[1]} or newer"
+        )
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError("the model is an encoder-decoder; its cache depends on the encoder's input")
     if text_config(model) is not config:
