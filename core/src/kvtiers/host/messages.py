@@ -96,6 +96,8 @@ class JobFailed:
 class JobDone(NamedTuple):
     """A job has ended, and nothing touches its rows any more. ``statuses[i]`` is the Status of ``keys[i]``.
 
+    ``seconds``: in which the host was busy with it, without those that it has reported for jobs before it.
+
     A tuple, as is ``Probed``: these come all the time, and are built in half the time.
     """
 

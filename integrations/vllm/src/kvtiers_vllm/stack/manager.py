@@ -81,6 +81,8 @@ class KvtiersManager(OffloadingManager):
         self._asked: set[OpenRequest] = set()
         self._rest = Rest(sleep=WAKEUP.wait)
         self._limit = PassLimit()
+        self._passed_over = False
+        """The last pass has left requests to the next one, which is to come at once."""
         self._alone = alone
         self._core = core
         self._answered_for: Any = None
@@ -261,6 +263,7 @@ class KvtiersManager(OffloadingManager):
     def on_schedule_end(self, context: Any) -> None:
         """Send what the step has collected."""
         del context  # who was scheduled is nothing to the tiers
+        self._passed_over = self._limit.pass_ends()
         for request in self._asked:
             request.runs.clear()
         self._asked.clear()
@@ -273,8 +276,7 @@ class KvtiersManager(OffloadingManager):
     @never_raises(lambda: None)
     def rest(self, *, computes: bool) -> None:
         """Pause in a step that computes nothing, so that the awaited copies get the interpreter and the processor."""
-        passed_over = self._limit.pass_ends()  # requests that the next pass is to look up at once
-        idle = self._alone and not computes and not passed_over
+        idle = self._alone and not computes and not self._passed_over
         waits = self._plans.are_running() or self._manager.has_pending_work() or self._first_report_is_due()
         self._rest.step(idle=idle and waits, watched=WAKEUP.watched > 0)
 
