@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvtiers.tiering.estimates import PrefillCost
+from kvtiers.tiering.prefill_price import PrefillPrice
 
 __all__ = ["PrefillRate"]
 
@@ -30,14 +31,17 @@ class _Step:
 
     waiting: set[str]
     tokens: int = 0
+    position: float = 0.0
+    """How many tokens are before each of them in its prompt, on average."""
     intervals: list[float] = field(default_factory=list)
 
 
 class PrefillRate:
-    """Reports steps to ``cost``. Runs on the engine's thread."""
+    """Reports steps to ``cost`` and ``price``. Runs on the engine's thread."""
 
-    def __init__(self, cost: PrefillCost) -> None:
+    def __init__(self, cost: PrefillCost, price: PrefillPrice) -> None:
         self._cost = cost
+        self._price = price
         self._open: deque[_Step] = deque(maxlen=_MOST_OPEN)
         self._step_of: dict[str, _Step] = {}
         self._last_end: float | None = None
@@ -56,11 +60,16 @@ class PrefillRate:
             self._open.remove(step)
             self._take(step)
 
-    def computed(self, request: str, tokens: int) -> None:
-        """Record computed chunks of a request. Only the first report counts: it is of the request's first step."""
+    def computed(self, request: str, tokens: int, before: int = 0) -> None:
+        """Record computed chunks of a request. Only the first report counts: it is of the request's first step.
+
+        ``before``: the tokens of its prompt that were loaded, and not computed.
+        """
         step = self._step_of.pop(request, None)
         if step is not None:
             step.tokens += tokens
+            if tokens:
+                step.position += (before + tokens / 2 - step.position) * tokens / step.tokens
             step.waiting.discard(request)
 
     def finished(self, request: str) -> None:
@@ -74,3 +83,4 @@ class PrefillRate:
     def _take(self, step: _Step) -> None:
         if step.tokens:
             self._cost.observe(step.tokens, max(step.intervals))
+            self._price.observe(step.tokens, max(step.intervals), step.position)

@@ -28,6 +28,7 @@ _MOST_EXPECTED = 4096  # requests that arrive and are never announced: the oldes
 class Prompt:
     """One request's, in tokens. ``queue``: those of others before it and behind it when its loads began.
 
+    ``loaded``: since it was last begun; ``before``: those that were loaded when it was.
     ``decided_in``: which step. ``promised``: chunks that it is to load, and of which no load has begun.
     ``trial``: how many chunks are loaded only to measure the tier; ``tried``: those of them that were asked for.
     """
@@ -41,6 +42,7 @@ class Prompt:
     queue: tuple[float, int] | None = None
     loading: int = 0
     loaded: int = 0
+    before: int = 0
     trial: int = 0
     tried: set[OffloadKey] = field(default_factory=set)
 
@@ -97,6 +99,7 @@ class Prompts:
         self.taken_up(prompt)
         self._gpu.computes(max(0, prompt.tokens - prompt.loaded))
         prompt.is_loaded, prompt.decided_in, prompt.queue = False, -1, None
+        prompt.before = prompt.loaded
         prompt.loading = prompt.loaded = prompt.trial = 0
         prompt.tried.clear()
 
