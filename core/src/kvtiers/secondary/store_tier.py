@@ -70,6 +70,8 @@ class ChunkStoreTier(EventTier):
         self._dropped: dict[int, TransferJob] = {}
         """Jobs dropped at the engine's shutdown: nothing more of them is begun."""
         self._dropped_results: list[JobResult] = []
+        self._is_ending = False
+        """Jobs have been dropped: a host that is killed over them is no news."""
 
     # -- the contract
 
@@ -122,6 +124,7 @@ class ChunkStoreTier(EventTier):
 
     def drop_jobs(self, job_ids: Sequence[int]) -> None:
         """Begin nothing more of these jobs, since the engine ends; not a failure of the store. ``drain`` logs them."""
+        self._is_ending = self._is_ending or bool(job_ids)
         for job_id in job_ids:
             job = self._hosts.job(job_id)
             if job is not None and not job.failed_in_use:
@@ -173,7 +176,7 @@ class ChunkStoreTier(EventTier):
         """Log that the tier is out of use and why, once until it is open. From any thread."""
         with self._warning:
             warned, self._warned_of = self._warned_of, error
-        if not warned:
+        if not warned and not self._is_ending:
             # A bumped namespace stays bumped: no later try opens it for this engine.
             outlook = "its lookups miss" if error == BUMPED else _TRIED_AGAIN
             self.log(logging.WARNING, f"{self._name}: out of use: {error}; {outlook}")
