@@ -71,7 +71,7 @@ class ChunkStoreTier(EventTier):
         """Jobs dropped at the engine's shutdown: nothing more of them is begun."""
         self._dropped_results: list[JobResult] = []
         self._is_ending = False
-        """Jobs have been dropped: a host that is killed over them is no news."""
+        """Jobs have been dropped: a host that is killed over them is none to warn of."""
 
     # -- the contract
 

@@ -122,6 +122,8 @@ def test_with_lora_the_tier_is_off_for_the_whole_engine_and_says_so_once(start, 
     assert right(engine, *PROMPTS) == [0, 0]
     (line,) = engine.lines("fs: off: ")
     assert "LoRA is enabled" in line
+    (start_line,) = engine.lines(" is off, under vLLM's own tiering")
+    assert "tiers: fs (fs) off; namespace" in start_line
     assert engine.metrics()["kvtiers_tier_off{fs}"] == 1
     assert engine.hosts() == []
     assert not (tmp_path / "store").exists()
