@@ -1,8 +1,9 @@
 """Chaos over all tier kinds: processes killed and stopped, the engine's too, servers gone, a disk full, lying replies.
 
 ``python tests/soak/soak.py --minutes 5``. Every byte is compared. Exit status 1: a wrong byte, a stall of the engine's
-thread of more than 50 ms over its control's (an engine without tiers, beside it), something left behind, nothing
-compared, or nothing loaded from a tier.
+thread of more than 50 ms over its control's (an engine without tiers, beside it), a call of it that does not return,
+something left behind, nothing compared, a tier kind from which nothing was loaded in minutes, or a part that cannot run
+here and was not left out by name (``--without``).
 """
 
 import argparse
@@ -25,8 +26,15 @@ HERE = Path(__file__).parent
 S3_SERVER = HERE.parents[1] / "plugins/s3_tier/tests/trivial.py"
 MARK = "KVTIERS_SOAK"
 STALL = 0.050
+SILENCE = 30.0
+"""Seconds without a line of an engine, which makes one a second: a call of its thread does not return."""
+PARTS = {"redis": "no redis-server here", "full-disk": "no file system may be mounted here"}
+LONG = 120.0
+"""Seconds of a soak after which each tier kind must have been loaded from."""
 PRIMARY = {"capacity": "8MiB", "prefault": False}
 WAITS = {"lookup_wait": "50ms", "load_wait": "300ms"}
+KINDS = {"memory", "fs", "liar", "managed-liar", "redis", "s3"}
+MANAGED = {"deadline": "2s"}
 QUICK = {"deadline": "2s", "grace": "500ms", "breaker": {"delay": "100ms", "max_delay": "1s"}}
 
 
@@ -97,6 +105,8 @@ class Engine:
 
     def __init__(self, config, seconds, environment):
         self.lines, self.wrong = [], []
+        self.heard = time.monotonic()
+        self.hangs = False
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by ``end``
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "engine.py"), str(seconds), json.dumps(config)],
@@ -111,12 +121,20 @@ class Engine:
     def _read(self):
         for line in self.process.stdout:
             if line.endswith("\n"):
+                self.heard = time.monotonic()
                 said = json.loads(line)
                 (self.wrong if "row" in said else self.lines).append(said)
 
     @property
     def last(self):
         return self.lines[-1] if self.lines else {}
+
+    def look(self):
+        """End the engine, with the stacks of its threads in its log, if it has been silent for too long."""
+        if self.process.poll() is None and time.monotonic() - self.heard > SILENCE and not self.hangs:
+            self.hangs = True
+            self.process.send_signal(signal.SIGCONT)
+            self.process.send_signal(signal.SIGABRT)  # see engine.py
 
     def hosts(self):
         found = []
@@ -144,6 +162,7 @@ class Soak:
         self.wrong, self.stuck = [], []
         self.mark = f"{os.getpid()}-{time.time_ns()}"
         self.disk = Disk(folder)
+        self.seconds = 60 * minutes
         self.redis = Redis(folder) if shutil.which("redis-server") else None
         self.servers = [server for server in (self.redis, S3(folder)) if server]
         self.environment = os.environ | {MARK: self.mark, "PYTHONPATH": self._install_liar()}
@@ -153,8 +172,11 @@ class Soak:
         info = site / "kvtiers_soak-1.0.dist-info"
         info.mkdir(parents=True)
         shutil.copy(HERE / "liar.py", site / "kvtiers_soak_liar.py")
+        shutil.copy(HERE / "managed_liar.py", site / "kvtiers_soak_managed_liar.py")
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvtiers-soak\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text("[kvtiers.tiers]\nliar = kvtiers_soak_liar\n")
+        (info / "entry_points.txt").write_text(
+            "[kvtiers.tiers]\nliar = kvtiers_soak_liar\nmanaged-liar = kvtiers_soak_managed_liar\n"
+        )
         return os.pathsep.join([str(site), *filter(None, sys.path)])
 
     def tiers(self):
@@ -164,10 +186,11 @@ class Soak:
             {"type": "memory", "capacity": "8MiB", "io": "process"},
             {"type": "fs", "path": str(self.disk.path / "values"), "capacity": "1GiB", "min_free": 0},
             {"type": "liar", "root": str(liar)},
+            {"type": "managed-liar", "max_blocks": 200},
         ]
         tiers += [server.tier() for server in self.servers]
         self.random.shuffle(tiers)
-        return [tier | QUICK for tier in tiers]
+        return [(MANAGED if tier["type"] == "managed-liar" else QUICK) | tier for tier in tiers]
 
     # -- what is done to it
 
@@ -228,6 +251,7 @@ class Soak:
         try:
             while (left := self.until - time.monotonic()) > 0:
                 self.round(min(left, self.random.uniform(15, 40)), config)
+                self.look_at(control)
             self.control_worst = control.last.get("stall", 0.0)
         finally:
             control.end()
@@ -241,6 +265,7 @@ class Soak:
             action = self.random.choice(self.actions())
             action(engine)
             self.did[action.__name__] += 1
+            self.look_at(engine)
         if self.random.random() < 0.5:
             self.did["kill_the_engine"] += 1
         else:
@@ -250,9 +275,16 @@ class Soak:
                 self.stuck.append("an engine did not end within 60 s of its shutdown")
         status = engine.process.poll()
         engine.end()
+        if engine.hangs:
+            print(engine.said[-5000:], file=sys.stderr)
         if status not in {None, 0}:
             self.stuck.append(f"an engine ended by itself with status {status}: {engine.said[-500:]}")
         self.note(engine)
+
+    def look_at(self, engine):
+        engine.look()
+        if engine.hangs:
+            self.stuck.append(f"a call of the engine's thread has not returned for {SILENCE:g} s; its stack is below")
 
     def note(self, engine):
         last = engine.last
@@ -299,6 +331,7 @@ class Soak:
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--without", action="append", default=[], choices=PARTS, help="a part that may be left out")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 100_000)
     options = parser.parse_args()
     print(f"soak of {options.minutes:g} minutes, --seed {options.seed}")
@@ -309,29 +342,31 @@ def main():
         finally:
             soak.end()
         left = soak.leftovers()
-    return report(soak, left)
+    return report(soak, left, options.without)
 
 
-def report(soak, left):
+def report(soak, left, without=()):
     stall, call = soak.worst
     allowed = soak.control_worst + STALL
     print(f"did: {dict(soak.did)}")
-    print(f"not done: {', '.join(not_done(soak)) or 'nothing'}")
+    missing = not_done(soak)
+    print(f"not done: {', '.join(f'{part} ({PARTS[part]})' for part in missing) or 'nothing'}")
+    unloaded = sorted(name for name in KINDS - set(missing) if not soak.totals[f"landed {name}"])
+    print(f"not loaded from: {', '.join(unloaded) or 'none'}")
     print(f"compared {soak.totals['compared']} chunks, {len(soak.wrong)} with a wrong byte {soak.wrong[:3]}")
     print(
         f"worst call of the engine's thread: {stall * 1e3:.1f} ms ({call}); control: {soak.control_worst * 1e3:.1f} ms"
     )
     print(f"left behind: {left or 'nothing'}; other trouble: {soak.stuck or 'none'}")
-    loaded = any(count for name, count in soak.totals.items() if name.startswith("landed "))
-    is_idle = not (soak.totals["compared"] and loaded)
-    failed = bool(soak.wrong or left or soak.stuck) or stall > allowed or is_idle
+    is_idle = not soak.totals["compared"] or len(unloaded) == len(KINDS) or bool(unloaded and soak.seconds >= LONG)
+    failed = bool(soak.wrong or left or soak.stuck or set(missing) - set(without)) or stall > allowed or is_idle
     print("FAILED" if failed else "ok")
     return int(failed)
 
 
 def not_done(soak):
-    missing = [] if soak.redis else ["redis (no redis-server here)"]
-    return missing + ([] if soak.disk.is_mounted else ["a full disk (no file system may be mounted here)"])
+    """Return the parts that could not run here."""
+    return [part for part, ran in (("redis", soak.redis), ("full-disk", soak.disk.is_mounted)) if not ran]
 
 
 if __name__ == "__main__":

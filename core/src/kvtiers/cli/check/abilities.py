@@ -109,9 +109,8 @@ def _batch_reads(store: ChunkStore, batched: SupportsBatch, bench: Bench) -> Ite
         raise ProbeError(f"read_many_into() gave {[there, absent]}, though a value that was asked for is not there")
     if there and bytes(bench.view(1)[: len(value)]) != value and _is_unchanged(store, bench):
         raise ProbeError("read_many_into() and read_into() of one value give different bytes")
-    yield Finding(
-        "ok", "several values in one call: read " + ("one and compared it" if there else "none, as there are")
-    )
+    how = "read one and compared it" if there else "read none, as there are"
+    yield Finding("ok", f"several values in one call: {how}")
 
 
 def _pieces_reads(store: ChunkStore, in_pieces: SupportsPieces, bench: Bench) -> Iterator[Finding]:
@@ -130,7 +129,7 @@ def _pieces_reads(store: ChunkStore, in_pieces: SupportsPieces, bench: Bench) ->
 
 
 def _is_unchanged(store: ChunkStore, bench: Bench) -> bool:
-    """Return whether the known value is still the same: nobody else has replaced it."""
+    """Return whether the known value is still the same: no other writer has replaced it."""
     assert bench.known is not None
     name, value = bench.known
     again = bench.view(1)[: len(value)]
