@@ -8,6 +8,7 @@ here and was not left out by name (``--without``).
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import random
@@ -24,16 +25,21 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 S3_SERVER = HERE.parents[1] / "plugins/s3_tier/tests/trivial.py"
+REDIS_SERVERS = HERE.parents[1] / "plugins/redis_tier/tests/servers.py"
 MARK = "KVTIERS_SOAK"
 STALL = 0.050
 SILENCE = 30.0
 """Seconds without a line of an engine, which makes one a second: a call of its thread does not return."""
-PARTS = {"redis": "no redis-server here", "full-disk": "no file system may be mounted here"}
+PARTS = {
+    "redis": "no redis-server here",
+    "sentinel": "no redis-sentinel here",
+    "full-disk": "no file system may be mounted here",
+}
 LONG = 120.0
 """Seconds of a soak after which each tier kind must have been loaded from."""
 PRIMARY = {"capacity": "8MiB", "prefault": False}
 WAITS = {"lookup_wait": "50ms", "load_wait": "300ms"}
-KINDS = {"memory", "fs", "liar", "managed-liar", "redis", "s3"}
+KINDS = {"memory", "fs", "liar", "managed-liar", "redis", "sentinel", "s3"}
 MANAGED = {"deadline": "2s"}
 QUICK = {"deadline": "2s", "grace": "500ms", "breaker": {"delay": "100ms", "max_delay": "1s"}}
 
@@ -57,6 +63,8 @@ class Server:
         self.process.kill()
         self.process.wait()
 
+    close = end
+
 
 class Redis(Server):
     def command(self):
@@ -66,6 +74,36 @@ class Redis(Server):
 
     def tier(self):
         return {"type": "redis", "url": f"redis://127.0.0.1:{self.port}", "timeout": "1s"}
+
+
+class Sentinel:
+    """A master, a replica, and Sentinels that replace a master which is gone for long enough; ``process`` is the first.
+
+    It is the Redis tier's tests' own.
+    """
+
+    def __init__(self, folder):
+        spec = importlib.util.spec_from_file_location("redis_servers", REDIS_SERVERS)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        self._all = module.Sentinels(folder / "sentinel").start()
+
+    @property
+    def process(self):
+        return self._all.master._process
+
+    def start(self):
+        self._all.master.start()
+
+    def end(self):
+        self._all.master.kill()
+
+    def close(self):
+        self._all.stop()
+
+    def tier(self):
+        where = {"url": self._all.url, "topology": "sentinel", "master": self._all.name}
+        return {"type": "redis", "name": "sentinel", **where, "timeout": "1s"}
 
 
 class S3(Server):
@@ -164,7 +202,8 @@ class Soak:
         self.disk = Disk(folder)
         self.seconds = 60 * minutes
         self.redis = Redis(folder) if shutil.which("redis-server") else None
-        self.servers = [server for server in (self.redis, S3(folder)) if server]
+        self.sentinel = Sentinel(folder) if self.redis and shutil.which("redis-sentinel") else None
+        self.servers = [server for server in (self.redis, self.sentinel, S3(folder)) if server]
         self.environment = os.environ | {MARK: self.mark, "PYTHONPATH": self._install_liar()}
 
     def _install_liar(self):
@@ -299,7 +338,7 @@ class Soak:
     def end(self):
         self.disk.end()
         for server in self.servers:
-            server.end()
+            server.close()
 
     # -- what is left
 
@@ -366,7 +405,8 @@ def report(soak, left, without=()):
 
 def not_done(soak):
     """Return the parts that could not run here."""
-    return [part for part, ran in (("redis", soak.redis), ("full-disk", soak.disk.is_mounted)) if not ran]
+    ran = {"redis": soak.redis, "sentinel": soak.sentinel, "full-disk": soak.disk.is_mounted}
+    return [part for part, it in ran.items() if not it]
 
 
 if __name__ == "__main__":

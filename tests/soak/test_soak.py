@@ -33,6 +33,7 @@ def run(**changed):
         "wrong": [],
         "stuck": [],
         "redis": True,
+        "sentinel": True,
         "disk": SimpleNamespace(is_mounted=True),
     }
     return SimpleNamespace(**ran | changed)
@@ -60,6 +61,7 @@ def test_a_soak_without_a_complaint_says_what_it_did_and_what_it_did_not(capsys)
         ({"totals": Counter({"compared": 10} | {f"landed {kind}": 5 for kind in soak.KINDS - {"s3"}})}, []),
         ({}, ["process 7"]),
         ({"redis": None}, []),
+        ({"sentinel": None}, []),
         ({"disk": NO_DISK}, []),
     ],
     ids=[
@@ -72,6 +74,7 @@ def test_a_soak_without_a_complaint_says_what_it_did_and_what_it_did_not(capsys)
         "a kind not loaded from",
         "leftover",
         "no Redis",
+        "no Sentinel",
         "no full disk",
     ],
 )
