@@ -102,12 +102,9 @@ def open_tier(
             "use it with the whole stack (KvtiersConnector)"
         )
     if off := _why_off(engine):
-        _log.warning("%s: off: %s", name, off)
-        tier = OffTier()
-        driver = TierDriver(TierSlot(0, tier, _options(config)), settings.lookup_wait, lambda _seconds: None)
-        facts = _start_facts(view, version, settings.namespace)
-        model = str(offloading.model.name)
-        return OpenedTier(driver, name, model, shared=False, off=off, kind=config.type, announced=tier, facts=facts)
+        return _off_tier(
+            config, settings, str(offloading.model.name), _start_facts(view, version, settings.namespace), off
+        )
     identity = identity_of(engine, offloading, version, settings.weights)
     for warning in identity.warnings:
         _log.warning("%s: %s", name, warning)
@@ -117,22 +114,7 @@ def open_tier(
     parts = _Parts(config, settings, plugin, layout, view.cast("B"), f"vLLM {version}" if shared else "")
     with contextlib.ExitStack() as undo:
         undo.callback(parts.close, 0.0)
-        slot = TierSlot(0, parts.tier, _options(config))
-        tokens = [layout.tokens_per_chunk(group) for group in range(len(layout.groups))]
-        load_wait = None if settings.load_wait == "auto" else settings.load_wait
-        slot.rate.prior = layout.payload_bytes(0) / PRIOR_BYTES_PER_SECOND
-        idle = core.is_idle if engine.is_alone else lambda: False
-        driver = TierDriver(
-            slot,
-            settings.lookup_wait,
-            parts.close,
-            tokens,
-            load_wait,
-            is_idle=idle,
-            is_ending=core.is_ending,
-            drain=settings.drain,
-            prior=prior_seconds_per_token(layout),
-        )
+        driver = _driver_of(parts, config, settings, layout, engine, core)
         if config.required and (error := parts.tier.wait_open(config.deadline)):
             raise StartError(f"{name}: required, but cannot be opened: {error}")
         undo.pop_all()
@@ -146,6 +128,33 @@ def open_tier(
         kind=config.type,
         announced=parts.tier,
         facts=_start_facts(view, version, settings.namespace, parts.fingerprint, shared=shared),
+    )
+
+
+def _driver_of(
+    parts: "_Parts", config: TierConfig, settings: TierSettings, layout: CacheLayout, engine: Engine, core: CoreLink
+) -> TierDriver:
+    slot = TierSlot(0, parts.tier, _options(config))
+    slot.rate.prior = layout.payload_bytes(0) / PRIOR_BYTES_PER_SECOND
+    return TierDriver(
+        slot,
+        settings.lookup_wait,
+        parts.close,
+        [layout.tokens_per_chunk(group) for group in range(len(layout.groups))],
+        None if settings.load_wait == "auto" else settings.load_wait,
+        is_idle=core.is_idle if engine.is_alone else lambda: False,
+        is_ending=core.is_ending,
+        drain=settings.drain,
+        prior=prior_seconds_per_token(layout),
+    )
+
+
+def _off_tier(config: TierConfig, settings: TierSettings, model: str, facts: StartFacts, why: str) -> OpenedTier:
+    _log.warning("%s: off: %s", config.tier_name, why)
+    tier = OffTier()
+    driver = TierDriver(TierSlot(0, tier, _options(config)), settings.lookup_wait, lambda _seconds: None)
+    return OpenedTier(
+        driver, config.tier_name, model, shared=False, off=why, kind=config.type, announced=tier, facts=facts
     )
 
 
