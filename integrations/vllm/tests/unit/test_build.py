@@ -57,7 +57,8 @@ def test_a_value_goes_down_and_comes_back_in_a_helper_or_with_one_line_in_this_p
     before = file.stat()
     view = memoryview(rows).cast("B", (ROWS, ROW))
     options = {"capacity": "1MiB", "required": True}
-    config, settings = load_tier_options("kvtiers-memory", options, {"kvtiers": {"weights": "v1"}})
+    patient = {"weights": "v1", "load_wait": "60s"}  # a busy machine is to cost time here, not the load
+    config, settings = load_tier_options("kvtiers-memory", options, {"kvtiers": patient})
     opened = open_tier(config, settings, offloading(), view, engine(), CoreLink(), "0.32.0")
     driver = opened.driver
     driver.request_started("request", None)
