@@ -119,7 +119,8 @@ def take_turns(io: str, bytes_per_tier: int, seconds: float) -> dict[str, Any]:
     traffic.fill()
     gc.freeze()  # as vLLM's engine does when it has started
     flat_out = beside_both(traffic, seconds / 2)
-    traffic.pace = PACE * min(flat_out[f"{where}, busy"]["bytes_per_second"] for where in ("inside", "outside"))
+    rate = min(flat_out[f"{where}, busy"]["bytes_per_second"] for where in ("inside", "outside"))
+    traffic.pace = max(1.0, PACE * rate)  # 0 is no pace
     figures = {"flat out": flat_out, "paced": beside_both(traffic, seconds / 2)}
     worker.shutdown()
     manager.shutdown(5.0)
@@ -228,14 +229,24 @@ def comparison(sides: dict[str, dict[str, Any]]) -> dict[str, float]:
         for where in busy
     }
     return {
-        "throughput_share": busy["inside"]["bytes_per_second"] / busy["outside"]["bytes_per_second"],
-        "kept_inside": median(inside for inside, _ in kept),
-        "kept_outside": median(outside for _, outside in kept),
-        "speed_share": median(inside / outside for inside, outside in kept),
-        "processor_share": median(inside / outside for inside, outside in of_processor),
+        "throughput_share": share_of(busy["inside"]["bytes_per_second"], busy["outside"]["bytes_per_second"]),
+        "kept_inside": middle([inside for inside, _ in kept]),
+        "kept_outside": middle([outside for _, outside in kept]),
+        "speed_share": middle([inside / outside for inside, outside in kept]),
+        "processor_share": middle([inside / outside for inside, outside in of_processor]),
         "added_p999_ms": added["inside"] - added["outside"],
         "share_of_time_in_steps": sum(busy["inside"]["step_us"]) / 1e6 / (len(busy["inside"]["speeds"]) * TURN_SECONDS),
     }
+
+
+def share_of(part: float, whole: float) -> float:
+    """Return the share; of nothing there is none, which meets no goal."""
+    return part / whole if whole else math.nan
+
+
+def middle(values: Sequence[float]) -> float:
+    """Return the median; none of no values, which meets no goal."""
+    return median(values) if values else math.nan
 
 
 def kept_speeds(sides: dict[str, dict[str, Any]], kind: str) -> list[tuple[float, float]]:

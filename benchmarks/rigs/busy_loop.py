@@ -52,7 +52,8 @@ class Loop:
                 step()
                 next_step = now + STEP_SECONDS
         self.speeds.append(units / (now - begin) if now > begin else 0.0)
-        self.processor_speeds.append(units / (time.thread_time() - processor_begin))
+        processor = time.thread_time() - processor_begin
+        self.processor_speeds.append(units / processor if processor > 0 else 0.0)
         self.late_us.append([round(seconds * 1e6) for seconds in late])
 
     def figures(self) -> dict[str, Any]:

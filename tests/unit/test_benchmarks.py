@@ -54,3 +54,18 @@ def test_a_python_that_cannot_run_the_connector_leaves_it_out_and_says_why(modul
         lmcache.LMCacheS3(python, "http://127.0.0.1:1", ("key", "secret"), 64 << 10, 2),
     ):
         pass
+
+
+@pytest.mark.parametrize("moved", [(0.0, 0.0), (5.0, 0.0)], ids=["neither", "not the control"])
+def test_turns_in_which_no_byte_moves_meet_no_goal_and_break_nothing(module_of, moved) -> None:
+    stall = module_of("engine_stall")
+    sides = {
+        f"{where}, {turn}": {"bytes_per_second": rate, "speeds": [0.0], "processor_speeds": [0.0], "late_us": [[1, 2]]}
+        for where, rate in zip(("inside", "outside"), moved, strict=True)
+        for turn in ("alone", "busy")
+    }
+    sides["inside, busy"]["step_us"] = [10]
+    compared = stall.comparison(sides)
+    flat = {"process, flat out": compared, "process, paced": compared}
+    found = stall.goals(flat | {"idle_host": {"private_mb": 1.0, "cpu_percent": 0.1}})
+    assert [goal["met"] for goal in found] == [False, False, False, True, True, True, True]

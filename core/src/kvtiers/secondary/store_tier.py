@@ -21,7 +21,11 @@ from kvtiers.secondary.tier_jobs import EventTier, InflightJob, TierEvent, not_d
 
 __all__ = ["ChunkStoreTier"]
 
-_PROBE_KEY = b"\x00" * 8  # any key will do: the breaker's probe asks whether the store answers, not what
+_PROBE_KEY = b"\x00" * 8
+"""Any key will do: the breaker's probe asks whether the store answers, not what.
+
+Another one each time: a store of several servers may have lost the one that has this key, and answer for the others.
+"""
 _FIRST_PROBE_ID = 1 << 62  # apart from those of the lookups
 _CLOSE_SECONDS = 3.0
 _TRIED_AGAIN = (
@@ -70,6 +74,8 @@ class ChunkStoreTier(EventTier):
         self._dropped: dict[int, TransferJob] = {}
         """Jobs dropped at the engine's shutdown: nothing more of them is begun."""
         self._dropped_results: list[JobResult] = []
+        self._is_ending = False
+        """Jobs have been dropped: a host that is killed over them is none to warn of."""
 
     # -- the contract
 
@@ -122,6 +128,7 @@ class ChunkStoreTier(EventTier):
 
     def drop_jobs(self, job_ids: Sequence[int]) -> None:
         """Begin nothing more of these jobs, since the engine ends; not a failure of the store. ``drain`` logs them."""
+        self._is_ending = self._is_ending or bool(job_ids)
         for job_id in job_ids:
             job = self._hosts.job(job_id)
             if job is not None and not job.failed_in_use:
@@ -173,7 +180,7 @@ class ChunkStoreTier(EventTier):
         """Log that the tier is out of use and why, once until it is open. From any thread."""
         with self._warning:
             warned, self._warned_of = self._warned_of, error
-        if not warned:
+        if not warned and not self._is_ending:
             # A bumped namespace stays bumped: no later try opens it for this engine.
             outlook = "its lookups miss" if error == BUMPED else _TRIED_AGAIN
             self.log(logging.WARNING, f"{self._name}: out of use: {error}; {outlook}")
@@ -234,7 +241,8 @@ class ChunkStoreTier(EventTier):
         if self._open and self._breaker.wants_probe():
             self._probe_id = next(self._probe_ids)
             self._probe_until = now + self._deadline
-            if not self._hosts.send_probe(self._probe_id, [_PROBE_KEY], is_prefix=False):
+            key = _PROBE_KEY + self._probe_id.to_bytes(8, "big")
+            if not self._hosts.send_probe(self._probe_id, [key], is_prefix=False):
                 self._end_probe(ok=False)
         elif self._probe_until is not None and now > self._probe_until:
             self._end_probe(ok=False)

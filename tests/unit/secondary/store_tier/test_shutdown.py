@@ -1,8 +1,8 @@
 """What a store's tier says of its shutdown."""
 
-from tests.unit.secondary.store_tier.hand_backend import job, result_of
+from tests.unit.secondary.store_tier.hand_backend import job, result_of, step
 
-from kvtiers.host.messages import Status
+from kvtiers.host.messages import Opened, Status
 
 
 def test_a_drain_says_how_much_was_dropped_and_still_reports_it(tier, backend, keys):
@@ -51,3 +51,23 @@ def test_results_that_take_several_polls_are_all_counted(tier, backend, keys, mo
     monkeypatch.setattr(backend, "poll", poll_one)
     assert tier.drain(2.0)
     assert backend.logged == []
+
+
+def test_a_host_that_is_killed_over_dropped_jobs_is_not_called_out_of_use(tier, backend, keys):
+    tier.submit_store(job(1, keys))
+    tier.drop_jobs([1])
+    assert backend.abandoned == [1]
+    backend.say(Opened("its host ended"))
+    result_of(backend, 1, *[Status.FAILED] * 6, error="its host ended")
+    step(tier)
+    assert backend.logged == []
+    assert tier.drain(0.0)
+    assert backend.logged == ["t: shutdown within 0s dropped 1 jobs with 6 chunks"]
+
+
+def test_a_host_that_ends_with_no_jobs_dropped_is_called_out_of_use(tier, backend):
+    tier.drop_jobs([])
+    backend.say(Opened("its host ended"))
+    step(tier)
+    (line,) = backend.logged
+    assert line.startswith("t: out of use: its host ended")
