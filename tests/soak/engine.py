@@ -3,6 +3,7 @@
 ``python engine.py SECONDS CONFIG``: prints a JSON line a second, and a last one with ``"end": true``.
 """
 
+import faulthandler
 import json
 import random
 import signal
@@ -149,4 +150,5 @@ class Soak:
 
 
 if __name__ == "__main__":
+    faulthandler.enable()  # a SIGABRT: a call does not return, and here is the stack of it
     Soak(json.loads(sys.argv[2])).run(float(sys.argv[1]))

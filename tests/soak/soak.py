@@ -1,12 +1,14 @@
 """Chaos over all tier kinds: processes killed and stopped, the engine's too, servers gone, a disk full, lying replies.
 
 ``python tests/soak/soak.py --minutes 5``. Every byte is compared. Exit status 1: a wrong byte, a stall of the engine's
-thread of more than 50 ms over its control's (an engine without tiers, beside it), something left behind, nothing
-compared, or nothing loaded from a tier.
+thread of more than 50 ms over its control's (an engine without tiers, beside it), a call of it that does not return,
+something left behind, nothing compared, a tier kind from which nothing was loaded in minutes, or a part that cannot run
+here and was not left out by name (``--without``).
 """
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import random
@@ -23,10 +25,22 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 S3_SERVER = HERE.parents[1] / "plugins/s3_tier/tests/trivial.py"
+REDIS_SERVERS = HERE.parents[1] / "plugins/redis_tier/tests/servers.py"
 MARK = "KVTIERS_SOAK"
 STALL = 0.050
+SILENCE = 30.0
+"""Seconds without a line of an engine, which makes one a second: a call of its thread does not return."""
+PARTS = {
+    "redis": "no redis-server here",
+    "sentinel": "no redis-sentinel here",
+    "full-disk": "no file system may be mounted here",
+}
+LONG = 120.0
+"""Seconds of a soak after which each tier kind must have been loaded from."""
 PRIMARY = {"capacity": "8MiB", "prefault": False}
 WAITS = {"lookup_wait": "50ms", "load_wait": "300ms"}
+KINDS = {"memory", "fs", "liar", "managed-liar", "redis", "sentinel", "s3"}
+MANAGED = {"deadline": "2s"}
 QUICK = {"deadline": "2s", "grace": "500ms", "breaker": {"delay": "100ms", "max_delay": "1s"}}
 
 
@@ -49,6 +63,8 @@ class Server:
         self.process.kill()
         self.process.wait()
 
+    close = end
+
 
 class Redis(Server):
     def command(self):
@@ -58,6 +74,36 @@ class Redis(Server):
 
     def tier(self):
         return {"type": "redis", "url": f"redis://127.0.0.1:{self.port}", "timeout": "1s"}
+
+
+class Sentinel:
+    """A master, a replica, and Sentinels that replace a master which is gone for long enough; ``process`` is the first.
+
+    It is the Redis tier's tests' own.
+    """
+
+    def __init__(self, folder):
+        spec = importlib.util.spec_from_file_location("redis_servers", REDIS_SERVERS)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        self._all = module.Sentinels(folder / "sentinel").start()
+
+    @property
+    def process(self):
+        return self._all.master._process
+
+    def start(self):
+        self._all.master.start()
+
+    def end(self):
+        self._all.master.kill()
+
+    def close(self):
+        self._all.stop()
+
+    def tier(self):
+        where = {"url": self._all.url, "topology": "sentinel", "master": self._all.name}
+        return {"type": "redis", "name": "sentinel", **where, "timeout": "1s"}
 
 
 class S3(Server):
@@ -97,6 +143,8 @@ class Engine:
 
     def __init__(self, config, seconds, environment):
         self.lines, self.wrong = [], []
+        self.heard = time.monotonic()
+        self.hangs = False
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by ``end``
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "engine.py"), str(seconds), json.dumps(config)],
@@ -111,12 +159,20 @@ class Engine:
     def _read(self):
         for line in self.process.stdout:
             if line.endswith("\n"):
+                self.heard = time.monotonic()
                 said = json.loads(line)
                 (self.wrong if "row" in said else self.lines).append(said)
 
     @property
     def last(self):
         return self.lines[-1] if self.lines else {}
+
+    def look(self):
+        """End the engine, with the stacks of its threads in its log, if it has been silent for too long."""
+        if self.process.poll() is None and time.monotonic() - self.heard > SILENCE and not self.hangs:
+            self.hangs = True
+            self.process.send_signal(signal.SIGCONT)
+            self.process.send_signal(signal.SIGABRT)  # see engine.py
 
     def hosts(self):
         found = []
@@ -144,8 +200,10 @@ class Soak:
         self.wrong, self.stuck = [], []
         self.mark = f"{os.getpid()}-{time.time_ns()}"
         self.disk = Disk(folder)
+        self.seconds = 60 * minutes
         self.redis = Redis(folder) if shutil.which("redis-server") else None
-        self.servers = [server for server in (self.redis, S3(folder)) if server]
+        self.sentinel = Sentinel(folder) if self.redis and shutil.which("redis-sentinel") else None
+        self.servers = [server for server in (self.redis, self.sentinel, S3(folder)) if server]
         self.environment = os.environ | {MARK: self.mark, "PYTHONPATH": self._install_liar()}
 
     def _install_liar(self):
@@ -153,8 +211,11 @@ class Soak:
         info = site / "kvtiers_soak-1.0.dist-info"
         info.mkdir(parents=True)
         shutil.copy(HERE / "liar.py", site / "kvtiers_soak_liar.py")
+        shutil.copy(HERE / "managed_liar.py", site / "kvtiers_soak_managed_liar.py")
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvtiers-soak\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text("[kvtiers.tiers]\nliar = kvtiers_soak_liar\n")
+        (info / "entry_points.txt").write_text(
+            "[kvtiers.tiers]\nliar = kvtiers_soak_liar\nmanaged-liar = kvtiers_soak_managed_liar\n"
+        )
         return os.pathsep.join([str(site), *filter(None, sys.path)])
 
     def tiers(self):
@@ -164,10 +225,11 @@ class Soak:
             {"type": "memory", "capacity": "8MiB", "io": "process"},
             {"type": "fs", "path": str(self.disk.path / "values"), "capacity": "1GiB", "min_free": 0},
             {"type": "liar", "root": str(liar)},
+            {"type": "managed-liar", "max_blocks": 200},
         ]
         tiers += [server.tier() for server in self.servers]
         self.random.shuffle(tiers)
-        return [tier | QUICK for tier in tiers]
+        return [(MANAGED if tier["type"] == "managed-liar" else QUICK) | tier for tier in tiers]
 
     # -- what is done to it
 
@@ -228,6 +290,7 @@ class Soak:
         try:
             while (left := self.until - time.monotonic()) > 0:
                 self.round(min(left, self.random.uniform(15, 40)), config)
+                self.look_at(control)
             self.control_worst = control.last.get("stall", 0.0)
         finally:
             control.end()
@@ -241,6 +304,7 @@ class Soak:
             action = self.random.choice(self.actions())
             action(engine)
             self.did[action.__name__] += 1
+            self.look_at(engine)
         if self.random.random() < 0.5:
             self.did["kill_the_engine"] += 1
         else:
@@ -250,9 +314,16 @@ class Soak:
                 self.stuck.append("an engine did not end within 60 s of its shutdown")
         status = engine.process.poll()
         engine.end()
+        if engine.hangs:
+            print(engine.said[-5000:], file=sys.stderr)
         if status not in {None, 0}:
             self.stuck.append(f"an engine ended by itself with status {status}: {engine.said[-500:]}")
         self.note(engine)
+
+    def look_at(self, engine):
+        engine.look()
+        if engine.hangs:
+            self.stuck.append(f"a call of the engine's thread has not returned for {SILENCE:g} s; its stack is below")
 
     def note(self, engine):
         last = engine.last
@@ -267,7 +338,7 @@ class Soak:
     def end(self):
         self.disk.end()
         for server in self.servers:
-            server.end()
+            server.close()
 
     # -- what is left
 
@@ -299,6 +370,7 @@ class Soak:
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--without", action="append", default=[], choices=PARTS, help="a part that may be left out")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 100_000)
     options = parser.parse_args()
     print(f"soak of {options.minutes:g} minutes, --seed {options.seed}")
@@ -309,29 +381,32 @@ def main():
         finally:
             soak.end()
         left = soak.leftovers()
-    return report(soak, left)
+    return report(soak, left, options.without)
 
 
-def report(soak, left):
+def report(soak, left, without=()):
     stall, call = soak.worst
     allowed = soak.control_worst + STALL
     print(f"did: {dict(soak.did)}")
-    print(f"not done: {', '.join(not_done(soak)) or 'nothing'}")
+    missing = not_done(soak)
+    print(f"not done: {', '.join(f'{part} ({PARTS[part]})' for part in missing) or 'nothing'}")
+    unloaded = sorted(name for name in KINDS - set(missing) if not soak.totals[f"landed {name}"])
+    print(f"not loaded from: {', '.join(unloaded) or 'none'}")
     print(f"compared {soak.totals['compared']} chunks, {len(soak.wrong)} with a wrong byte {soak.wrong[:3]}")
     print(
         f"worst call of the engine's thread: {stall * 1e3:.1f} ms ({call}); control: {soak.control_worst * 1e3:.1f} ms"
     )
     print(f"left behind: {left or 'nothing'}; other trouble: {soak.stuck or 'none'}")
-    loaded = any(count for name, count in soak.totals.items() if name.startswith("landed "))
-    is_idle = not (soak.totals["compared"] and loaded)
-    failed = bool(soak.wrong or left or soak.stuck) or stall > allowed or is_idle
+    is_idle = not soak.totals["compared"] or len(unloaded) == len(KINDS) or bool(unloaded and soak.seconds >= LONG)
+    failed = bool(soak.wrong or left or soak.stuck or set(missing) - set(without)) or stall > allowed or is_idle
     print("FAILED" if failed else "ok")
     return int(failed)
 
 
 def not_done(soak):
-    missing = [] if soak.redis else ["redis (no redis-server here)"]
-    return missing + ([] if soak.disk.is_mounted else ["a full disk (no file system may be mounted here)"])
+    """Return the parts that could not run here."""
+    ran = {"redis": soak.redis, "sentinel": soak.sentinel, "full-disk": soak.disk.is_mounted}
+    return [part for part, it in ran.items() if not it]
 
 
 if __name__ == "__main__":

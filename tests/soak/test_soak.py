@@ -20,16 +20,21 @@ engine = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(engine)
 
 
+NO_DISK = SimpleNamespace(is_mounted=False)
+
+
 def run(**changed):
     ran = {
         "did": Counter(kill_a_host=1),
-        "totals": Counter({"compared": 10, "landed fs": 5}),
+        "totals": Counter({"compared": 10} | {f"landed {kind}": 5 for kind in soak.KINDS}),
+        "seconds": 300.0,
         "worst": (0.060, "lookup_prefix"),
         "control_worst": 0.020,
         "wrong": [],
         "stuck": [],
-        "redis": None,
-        "disk": SimpleNamespace(is_mounted=False),
+        "redis": True,
+        "sentinel": True,
+        "disk": SimpleNamespace(is_mounted=True),
     }
     return SimpleNamespace(**ran | changed)
 
@@ -38,7 +43,10 @@ def test_a_soak_without_a_complaint_says_what_it_did_and_what_it_did_not(capsys)
     assert soak.report(run(), []) == 0
     said = capsys.readouterr().out
     assert "did: {'kill_a_host': 1}" in said
-    assert "not done: redis (no redis-server here), a full disk" in said
+    assert "not done: nothing" in said
+    assert soak.report(run(redis=None, disk=NO_DISK), [], ["redis", "full-disk"]) == 0, "left out by name"
+    assert "not done: redis (no redis-server here), full-disk (no file system may" in capsys.readouterr().out
+    assert soak.report(run(seconds=20.0, totals=Counter({"compared": 10, "landed fs": 5})), []) == 0, "a short one"
 
 
 @pytest.mark.parametrize(
@@ -49,9 +57,26 @@ def test_a_soak_without_a_complaint_says_what_it_did_and_what_it_did_not(capsys)
         ({"stuck": ["an engine did not end"]}, []),
         ({"totals": Counter()}, []),
         ({"totals": Counter(compared=10)}, []),
+        ({"totals": Counter(compared=10), "seconds": 20.0}, []),
+        ({"totals": Counter({"compared": 10} | {f"landed {kind}": 5 for kind in soak.KINDS - {"s3"}})}, []),
         ({}, ["process 7"]),
+        ({"redis": None}, []),
+        ({"sentinel": None}, []),
+        ({"disk": NO_DISK}, []),
     ],
-    ids=["wrong byte", "stall", "stuck", "nothing compared", "no tier loaded from", "leftover"],
+    ids=[
+        "wrong byte",
+        "stall",
+        "stuck",
+        "nothing compared",
+        "no tier loaded from",
+        "nor for a short time",
+        "a kind not loaded from",
+        "leftover",
+        "no Redis",
+        "no Sentinel",
+        "no full disk",
+    ],
 )
 def test_each_complaint_is_a_failure(changed, left):
     assert soak.report(run(**changed), left) == 1
@@ -98,3 +123,41 @@ def test_a_row_with_another_byte_is_counted_and_reported(capsys):
     finally:
         run.worker.shutdown()
         run.manager.shutdown(5.0)
+
+
+def test_a_call_that_never_returns_is_noticed_and_its_stack_is_shown(monkeypatch, tmp_path):
+    """Also where no Python of the engine's runs any more."""
+    (tmp_path / "engine.py").write_text(
+        "import faulthandler, os, signal\n"
+        "faulthandler.enable()\n"
+        "def lookup_prefix():\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "print('{}', flush=True)\n"
+        "lookup_prefix()\n"
+    )
+    monkeypatch.setattr(soak, "HERE", tmp_path)
+    monkeypatch.setattr(soak, "SILENCE", 0.5)
+    hung = soak.Engine({}, 60, os.environ)
+    looker = SimpleNamespace(stuck=[])
+    until = time.monotonic() + 60
+    while not looker.stuck and time.monotonic() < until:
+        time.sleep(0.05)
+        soak.Soak.look_at(looker, hung)
+    assert looker.stuck == ["a call of the engine's thread has not returned for 0.5 s; its stack is below"]
+    hung.process.wait(60)
+    hung.end()
+    assert "in lookup_prefix" in hung.said
+
+
+def test_a_mutated_load_of_a_tier_of_the_third_rung_is_a_miss_and_counted(tmp_path):
+    chaos = soak.Soak.__new__(soak.Soak)
+    chaos.folder = tmp_path
+    environment = os.environ | {"PYTHONPATH": chaos._install_liar()}
+    tier = {"type": "managed-liar", "max_blocks": 200, **soak.MANAGED}
+    config = {"version": 1, "primary": soak.PRIMARY, **soak.WAITS, "secondary": [tier]}
+    ran = soak.Engine(config, 8, environment)
+    assert ran.process.wait(60) == 0
+    ran.end()
+    assert not ran.wrong
+    assert ran.last["landed"]["managed-liar"] > 0
+    assert ran.last["damaged"]["managed-liar"] > 0

@@ -12,6 +12,7 @@ from tests.unit.test_runtime import LAYOUT, MEMORY, config, running
 import kvtiers
 from kvtiers.layout.cache_layout import ModelIdentity
 from kvtiers.layout.storage_name import StorageNames
+from kvtiers.start_line import OFF, StartFacts, StartLine
 
 WRONG = {**MEMORY, "capacity": "1KiB", "name": "wrong", "breaker": {"delay": "60s"}}
 
@@ -97,3 +98,28 @@ def test_no_line_says_that_it_is_on_before_all_ranks_have_joined(lines, caplog):
     finally:
         manager.shutdown(1)
     assert "is on" not in caplog.text
+
+
+class Announced:
+    """A tier in this state."""
+
+    def __init__(self, state):
+        self.state, self.warned = state, []
+
+    def open_state(self):
+        return self.state
+
+    def warn_unusable(self, error):
+        self.warned.append(error)
+
+
+def test_an_engine_whose_tiers_are_off_says_so_in_its_start_line(lines):
+    tier = Announced(OFF)
+    line = StartLine(StartFacts("by a test", "1MiB", "prod", "", False), {"near": ("fs", tier)})
+    (said,) = [text for _, text in lines("is off")]
+    line.close()
+    assert said == (
+        f"kvtiers {kvtiers.__version__} is off, by a test; primary 1MiB; tiers: near (fs) off; "
+        "namespace 'prod': nothing is stored or loaded"
+    )
+    assert not tier.warned, "the reason has been logged where it was found"

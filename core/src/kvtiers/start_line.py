@@ -14,7 +14,10 @@ from typing import Protocol
 from kvtiers import __version__
 from kvtiers._failures import logged_boundary
 
-__all__ = ["Announced", "StartFacts", "StartLine"]
+__all__ = ["OFF", "Announced", "StartFacts", "StartLine"]
+
+OFF = "off"
+"""The state of a tier that is off in this engine, for a reason that has been logged."""
 
 _log = logging.getLogger("kvtiers")
 _LOOK_SECONDS = 0.05
@@ -27,7 +30,7 @@ class Announced(Protocol):
     """The state of a tier while it is opened. Any thread; no method waits for a store."""
 
     def open_state(self) -> str | None:
-        """Return "" if it is open, why it cannot be opened, or None while it has said neither."""
+        """Return "" if it is open, why it cannot be opened, or None before either; ``OFF``: it is never opened."""
 
     def warn_unusable(self, error: str) -> None:
         """Log that it is out of use and why, unless that has been logged already."""
@@ -35,7 +38,10 @@ class Announced(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StartFacts:
-    """The line's contents besides the tiers. ``way_in``: how kvtiers was started; ``shared``: others may use the KV."""
+    """The line's contents besides the tiers. ``way_in``: how kvtiers was started; ``shared``: others may use the KV.
+
+    ``fingerprint``: empty where all tiers are off.
+    """
 
     way_in: str
     primary: str
@@ -53,6 +59,11 @@ class StartFacts:
         else:
             whose = f"shared since {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime(since))} {others}"
         named = ", ".join(f"{name} {state}" for name, state in tiers.items()) or "none"
+        if not self.fingerprint:
+            return (
+                f"kvtiers {__version__} is off, {self.way_in}; primary {self.primary}; tiers: {named}; "
+                f"namespace {self.namespace!r}: nothing is stored or loaded"
+            )
         return (
             f"kvtiers {__version__} is on, {self.way_in}; primary {self.primary}; tiers: {named}; "
             f"namespace {self.namespace!r}, fingerprint {self.fingerprint}: {whose}"
@@ -110,7 +121,7 @@ class StartLine:
                 continue
             _, tier = self._tiers[name]
             state = self._states[name] = tier.open_state()
-            if state:
+            if state and state != OFF:
                 tier.warn_unusable(state)
             elif state is not None:
                 self._since = self._since or time.time()
@@ -120,4 +131,6 @@ class StartLine:
     def _words(self, name: str) -> str:
         kind, _ = self._tiers[name]
         state = self._states[name]
-        return f"({kind}) " + ("still being opened" if state is None else "not usable" if state else "in use")
+        if state is None:
+            return f"({kind}) still being opened"
+        return f"({kind}) " + {"": "in use", OFF: OFF}.get(state, "not usable")

@@ -4,7 +4,7 @@ import contextlib
 import os
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from redis_servers import PATIENCE
 
@@ -36,11 +36,20 @@ class Hosted:
 
     def store(self, count: int) -> None:
         """Begin a job with so many new values, from rows that none of the jobs before has used."""
+        self.store_keys([make_offload_key(os.urandom(32), 0) for _ in range(count)])
+
+    def store_keys(self, keys: Sequence[bytes]) -> None:
+        """The same with these keys."""
+        count = len(keys)
         first = self._jobs * count
         self._jobs += 1
-        keys = [make_offload_key(os.urandom(32), 0) for _ in range(count)]
         rows = memoryview(array("i", range(first, first + count)))
         self._tier.submit_store(TransferJob(self._jobs, keys, rows, is_promotion=False, context=_REQUEST))
+
+    @staticmethod
+    def name_of(key: bytes) -> str:
+        """Return the name of a key's value."""
+        return _NAMES.name(key)
 
     def ask(self) -> None:
         """Ask for a value that was never stored."""
@@ -58,7 +67,10 @@ class Hosted:
             time.sleep(0.005)
 
     def figure(self, name: str) -> float:
-        return self._tier.stats()[name]
+        return self._tier.stats().get(name, 0)
+
+    def is_in_use(self) -> bool:
+        return self._tier.is_available()
 
     def all_ended(self) -> bool:
         return self._ended == self._jobs

@@ -1,11 +1,17 @@
 """A Cluster: batches split by node, slots that move, nodes that fail."""
 
+import os
 import threading
 import time
 
 import pytest
+from redis_hosted import hosted
 from redis_servers import Cluster, wait_until
 from redis_traffic import content_of, read_all, under_load, works, write_all
+
+from kvtiers.api import make_offload_key
+from kvtiers.secondary.store_tier import _PROBE_KEY
+from kvtiers_redis.config import RedisConfig
 
 
 def slot_of(cluster, name: str) -> int:
@@ -186,3 +192,23 @@ def test_a_list_after_a_takeover_leaves_nothing_out_silently(tier, start, names)
     connects = store.stats()["connects"]
     assert sorted(entry.name for entry in store.list("ns/")) == sorted(many)
     assert store.stats()["connects"] > connects, "the old master's are counted still"
+
+
+def test_a_tier_comes_back_into_use_with_the_nodes_that_are_left(start):
+    """Its probe may not stick to a key of the node that is gone: all other values would be misses until it is back."""
+    cluster = start(Cluster)
+    for node in cluster.masters:
+        node.call("CONFIG SET", "cluster-require-full-coverage", "no")
+    breaker = {"failures": 1, "delay": "50ms", "max_delay": "100ms"}
+    with hosted(RedisConfig(type="redis", url=cluster.url, topology="cluster", retries=0, breaker=breaker)) as tier:
+        tier.wait_open()
+        tier.step_until(tier.is_in_use, "in use")
+        lost = cluster.owner(tier.name_of(_PROBE_KEY).encode())
+        keys = (make_offload_key(os.urandom(32), 0) for _ in range(1000))
+        of_lost = next(key for key in keys if cluster.owner(tier.name_of(key).encode()) is lost)
+        lost.kill()
+        tier.store_keys([of_lost])
+        tier.step_until(lambda: tier.figure("breaker_opened") == 1, "the breaker opens")
+        tier.step_until(tier.is_in_use, "back in use")
+        tier.store(30)
+        tier.step_until(tier.all_ended, "the others store")

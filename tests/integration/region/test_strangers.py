@@ -150,3 +150,41 @@ def test_a_hello_larger_than_any_of_this_layout_is_refused_before_anything_is_ma
     )
     assert "expected at most" in peer.do("next(MessageReader().feed(sock.recv(1000))).body.decode()")
     assert manager.do("made") == []
+
+
+@pytest.mark.parametrize("words", ["b''", "b'garbage' * 10"], ids=["says nothing", "says garbage"])
+def test_a_process_of_the_same_user_that_connects_in_a_loop_costs_the_engine_next_to_nothing(machine, words):
+    manager = machine.manager()
+    rank = machine.rank()
+    manager.do("region.wait_ready(PATIENCE)")
+    manager.do(
+        "import time\n"
+        "accepted, accept = [], region._server._accept\n"
+        "def counted():\n"
+        "    accepted.append(1)\n"
+        "    accept()\n"
+        "region._server._accept = counted\n"
+        "clock = time.pthread_getcpuclockid(region._server._thread.ident)\n"
+        "began, work = time.monotonic(), time.clock_gettime(clock)"
+    )
+    other = machine.party()
+    tries = other.do(
+        "import time\n"
+        "tries, until = 0, time.monotonic() + 1\n"
+        "while time.monotonic() < until:\n"
+        "    with socket.socket(socket.AF_UNIX) as sock:\n"
+        "        sock.setblocking(False)\n"
+        "        try:\n"
+        "            sock.connect(socket_name(engine_id, os.geteuid()))\n"
+        f"            sock.send({words})\n"
+        "        except BlockingIOError:\n"
+        "            time.sleep(0.0005)\n"
+        "        tries += 1\n"
+        "tries"
+    )
+    seconds, work, accepted = manager.do("[time.monotonic() - began, time.clock_gettime(clock) - work, len(accepted)]")
+    assert tries > 1000
+    assert accepted <= 1000 * seconds + 200
+    assert work < 0.1 * seconds, "processor time of the engine's side"
+    rank.do("join.close()")
+    machine.rank()  # whoever has waited meanwhile comes in

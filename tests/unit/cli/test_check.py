@@ -151,6 +151,52 @@ def test_a_read_only_store_is_only_listed_and_read(run, config, store, body, val
     assert re.search(said, result.stdout)
 
 
+BATCH = """
+def read_many_into(self, names, dsts): return [self.read_into(n, d) for n, d in zip(names, dsts)]
+def write_many(self, names, srcs): raise AssertionError("written")
+"""
+PIECES = """
+def reads_in_pieces(self, nbytes): return True
+def read_pieces(self, name, nbytes):
+    value = self.values.get(name)
+    return None if value is None else [value[:1], value[1:]]
+"""
+
+
+@pytest.mark.parametrize("values", ["", "('prod/a', b'x' * 4096)"], ids=["empty", "a value"])
+def test_every_ability_of_a_read_only_store_is_tried_and_nothing_is_written(run, config, store, values):
+    name = store(READ_ONLY + LISTING + BATCH + PIECES, opened=f"return Mine({values})")
+    result = run("check", config(f"{{type: {name}, read_only: true}}", more="namespace: prod\n"))
+    assert result.exit_code == 0, result.output
+    read = "read one and compared it"
+    assert f"several values in one call: {read if values else 'read none, as there are'}" in result.stdout
+    assert f"values in pieces: {read if values else 'gives none of an absent value'}" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (BATCH + "\ndef read_many_into(self, names, dsts): return [True, True]", "a value that was asked for is not there"),
+        (BATCH + "\ndef read_many_into(self, names, dsts): raise OSError('no pipe')", "no pipe"),
+        (BATCH + "\ndef read_many_into(self, names, dsts): dsts[0][:] = bytes(len(dsts[0])); return [True, False]",
+         "read_many_into() and read_into() of one value give different bytes"),
+        (BATCH + "\nkept = []\ndef read_many_into(self, names, dsts): self.kept += dsts; return [False, False]", "kept the buffer"),
+        (PIECES + "\ndef read_pieces(self, name, nbytes): return [b'x']", "gave pieces of a value that is not there"),
+        (PIECES + "\ndef read_pieces(self, name, nbytes): return [b'y'] if name in self.values else None", "not the bytes of"),
+        ("def list(self, prefix): return iter(['prod/a'])", "expected a StoreEntry"),
+        ("def list(self, prefix): return (StoreEntry(n, len(v)) for n, v in [*self.values.items(), ('x', b'x')])", "yielded 'x'"),
+        ("def exists(self, names): return [True] * len(names)", "exists() of a value that is not there"),
+    ],
+    ids=["batch of all", "batch raises", "batch of other bytes", "batch keeps", "pieces of none", "other pieces",
+         "list of texts", "list of others", "exists"],
+)  # fmt: skip
+def test_an_ability_of_a_read_only_store_that_fails_is_an_error(run, config, store, body, said):
+    name = store(READ_ONLY + LISTING + body, opened="return Mine(('prod/a', b'x' * 4096))")
+    result = run("check", config(f"{{type: {name}, read_only: true}}", more="namespace: prod\n"))
+    assert result.exit_code == 1, result.output
+    assert said in errors(result)[0]
+
+
 def test_a_read_only_store_that_fails_is_an_error(run, config, store):
     name = store(READ_ONLY + "def list(self, prefix): raise PermissionError('listing forbidden')")
     result = run("check", config(f"{{type: {name}, read_only: true}}"))

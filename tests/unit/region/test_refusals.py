@@ -1,6 +1,8 @@
 """Many refusals are few lines and few events, and leave the socket alone for moments only."""
 
-from kvtiers.region.connection import Refusals
+import pytest
+
+from kvtiers.region.connection import AcceptRate, Refusals
 from kvtiers.region.ranks import RankTable
 
 
@@ -39,3 +41,15 @@ def test_refusals_that_are_not_taken_do_not_fill_the_memory_and_the_first_one_of
     assert len(events) == 1001
     assert events[-1].rank == 0, "what is not a refusal is never left out"
     assert table._setback == "a rank was refused: reason 4000"
+
+
+@pytest.mark.parametrize(("at_start", "most"), [(False, 100), (True, 400)])
+def test_connections_are_accepted_at_a_bounded_rate_whoever_makes_them(at_start, most):
+    clock = Clock()
+    rate = AcceptRate(clock)
+    for _ in range(3):
+        assert [rate.accepted(at_start=at_start) for _ in range(most - 1)] == [0.0] * (most - 1)
+        clock.now += 0.04
+        pause = rate.accepted(at_start=at_start)
+        assert pause == pytest.approx(0.06)
+        clock.now += pause

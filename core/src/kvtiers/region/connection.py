@@ -1,4 +1,4 @@
-"""One end of the connection between a rank and the region's owner, the watch over its peer, and the limit of refusals.
+"""One end of the connection between a rank and the region's owner, the watch over its peer, and the rate limits.
 
 Used by one thread, with that thread's selector; nothing here blocks. The selector's data are callbacks that take the
 ready events.
@@ -13,13 +13,16 @@ from collections.abc import Callable
 
 from kvtiers.region.handshake import Message, MessageReader, peer_credentials, peer_pidfd
 
-__all__ = ["Connection", "Refusals"]
+__all__ = ["AcceptRate", "Connection", "Refusals"]
 
 _RECEIVE_BYTES = 1 << 16
 _REFUSALS_LOGGED = 20
 _REFUSAL_SECONDS = 1.0
 _REFUSALS_IN_A_ROW = 50
 _REFUSAL_PAUSE_SECONDS = 0.05
+_WINDOW_SECONDS = 0.1
+_IN_A_WINDOW = 100  # 1,000 a second: 2 % of a processor; a full backlog of 1,024 is through in a second
+_IN_A_WINDOW_AT_THE_START = 400
 
 
 class Connection:
@@ -161,3 +164,28 @@ class Refusals:
             return 0.0
         self._since_pause = 0
         return _REFUSAL_PAUSE_SECONDS
+
+
+class AcceptRate:
+    """Bounds how many connections are accepted. For one thread.
+
+    What hangs up without a word is no refusal, and costs as much: all connections are accepted at a bounded rate. While
+    ranks are missing, it is high enough for all of them at once.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._ends = 0.0
+        self._left = 0
+
+    def accepted(self, *, at_start: bool) -> float:
+        """Count a connection; return for how many seconds no other is to be accepted, 0: for none.
+
+        ``at_start``: ranks are missing.
+        """
+        now = self._clock()
+        if now >= self._ends:
+            self._ends = now + _WINDOW_SECONDS
+            self._left = _IN_A_WINDOW_AT_THE_START if at_start else _IN_A_WINDOW
+        self._left -= 1
+        return self._ends - now if self._left <= 0 else 0.0

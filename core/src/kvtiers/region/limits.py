@@ -96,8 +96,11 @@ def free_huge_pages(page_bytes: int, root: Path = _ROOT) -> int | None:
         return None
 
 
-def memory_problem(nbytes: int, root: Path = _ROOT) -> str | None:
-    """Explain in one line why ``nbytes`` of memory cannot be had, and what to do; None if they can."""
+def memory_problem(nbytes: int, root: Path = _ROOT, option: str = "primary.capacity") -> str | None:
+    """Explain in one line why ``nbytes`` of memory cannot be had, and what to do; None if they can.
+
+    ``option``: where their number stands.
+    """
     available, cgroup = available_memory(root), cgroup_limit(root)
     have = min(available if available is not None else nbytes, cgroup.headroom if cgroup else nbytes)
     if nbytes <= have:
@@ -112,7 +115,7 @@ def memory_problem(nbytes: int, root: Path = _ROOT) -> str | None:
         )
     return (
         f"{format_size(nbytes)} of memory are wanted, but {' and '.join(facts)}; "
-        f"lower primary.capacity below {format_size(have)}, or make room"
+        f"lower {option} below {format_size(have)}, or make room"
     )
 
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 
 from kvtiers._failures import logged_boundary
 from kvtiers.layout.cache_layout import CacheLayout, ModelIdentity
-from kvtiers.region.connection import Connection, Refusals
+from kvtiers.region.connection import AcceptRate, Connection, Refusals
 from kvtiers.region.handshake import (
     HANDSHAKE_VERSION,
     OTHER_RELEASE,
@@ -69,6 +69,7 @@ class AcceptThread:
         self._warned = False
         self._stopping = False
         self._refusals = Refusals()
+        self._accept_rate = AcceptRate()
         self._listen_again: float | None = None
         self._longest_hello = 2 * len(layout.to_json()) + _HELLO_BYTES
         self._connections: set[Connection] = set()
@@ -186,6 +187,7 @@ class AcceptThread:
                     _log.warning("cannot accept a rank's connection: %s%s", error, self._refusals.take_unlogged())
                 self._pause_listening(_PAUSE_SECONDS)  # the listener stays readable: this thread would spin
             return
+        self._pause_listening(self._accept_rate.accepted(at_start=not self._ranks.all_joined))
         connection = Connection(sock, self._selector, lambda events: self._on_socket(connection, events))
         self._connections.add(connection)
         if connection.uid != os.geteuid():
@@ -232,6 +234,8 @@ class AcceptThread:
             _log.info("rank %d (process %d) has left", connection.rank, connection.pid)
             self._lose(connection)
             self._forget(connection)
+        elif connection.rank is None:  # it could go on like this for ever
+            self._refuse(connection, f"it does not begin with a HELLO, but with a message of kind {message.kind}")
 
     def _admit(self, connection: Connection, body: bytes) -> None:
         if len(body) > self._longest_hello:  # before anything is made of it, which takes time of the engine's

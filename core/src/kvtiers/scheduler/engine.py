@@ -23,7 +23,7 @@ class OffloadManager(Protocol):
     def lookup(self, key: OffloadKey, ctx: RequestContext) -> LookupResult:
         """Look one chunk up."""
 
-    def lookup_prefix(self, keys: Sequence[OffloadKey], ctx: RequestContext) -> PrefixHits:
+    def lookup_prefix(self, keys: Sequence[OffloadKey], ctx: RequestContext, first: int = 0) -> PrefixHits:
         """Return the leading run of one group's keys that is present."""
 
     def prepare_store(self, keys: Sequence[OffloadKey], ctx: RequestContext) -> StorePlan | None:
@@ -46,7 +46,9 @@ class OffloadManager(Protocol):
     ) -> None:
         """Record what a request was."""
 
-    def on_schedule_end(self, prefill_tokens: int = 0, prefill_seconds: float = 0.0) -> None:
+    def on_schedule_end(
+        self, prefill_tokens: int = 0, prefill_seconds: float = 0.0, prefill_position: float = 0.0
+    ) -> None:
         """End the step."""
 
     def take_lost_ranks(self) -> Collection[int]:

@@ -151,16 +151,19 @@ class OffloadScheduler:
 
     # -- steps
 
-    def end_step(self, prefill_tokens: int = 0, prefill_seconds: float = 0.0) -> StepTransfers:
+    def end_step(
+        self, prefill_tokens: int = 0, prefill_seconds: float = 0.0, prefill_position: float = 0.0
+    ) -> StepTransfers:
         """End the step and return its transfers, for every worker. The last call of every step, also of an idle one.
 
-        ``prefill_tokens``, ``prefill_seconds``: what the engine computed since the last step.
+        ``prefill_tokens``, ``prefill_seconds``, ``prefill_position``: what the engine computed since the last step, and
+        how many tokens were before each of those in its prompt, on average.
         """
         self._begin_step()
         try:
             self._loads.end_step()
             self._stores.end_step()
-            self._manager.on_schedule_end(prefill_tokens, prefill_seconds)
+            self._manager.on_schedule_end(prefill_tokens, prefill_seconds, prefill_position)
         finally:
             self._in_step = False
             self._manager.lock.release()

@@ -81,7 +81,7 @@ class PrefixSearch:
             keys = self._keys(request, tracked, group)[first : -(-end // group.tokens_per_chunk)]
             if not keys:
                 return Found(start, wait=False), False
-            hits = self._manager.lookup_prefix(keys, request.context)
+            hits = self._manager.lookup_prefix(keys, request.context, first)
             end = max(start, min(end, self._geometry.floor((first + hits.chunks) * group.tokens_per_chunk)))
             wait = wait or hits.pending > 0
             if hits.unresolved:

@@ -21,7 +21,11 @@ from kvtiers.secondary.tier_jobs import EventTier, InflightJob, TierEvent, not_d
 
 __all__ = ["ChunkStoreTier"]
 
-_PROBE_KEY = b"\x00" * 8  # any key will do: the breaker's probe asks whether the store answers, not what
+_PROBE_KEY = b"\x00" * 8
+"""Any key will do: the breaker's probe asks whether the store answers, not what.
+
+Another one each time: a store of several servers may have lost the one that has this key, and answer for the others.
+"""
 _FIRST_PROBE_ID = 1 << 62  # apart from those of the lookups
 _CLOSE_SECONDS = 3.0
 _TRIED_AGAIN = (
@@ -245,7 +249,8 @@ class ChunkStoreTier(EventTier):
         if self._open and self._breaker.wants_probe():
             self._probe_id = next(self._probe_ids)
             self._probe_until = now + self._deadline
-            if not self._hosts.send_probe(self._probe_id, [_PROBE_KEY], is_prefix=False):
+            key = _PROBE_KEY + self._probe_id.to_bytes(8, "big")
+            if not self._hosts.send_probe(self._probe_id, [key], is_prefix=False):
                 self._end_probe(ok=False)
         elif self._probe_until is not None and now > self._probe_until:
             self._end_probe(ok=False)

@@ -28,10 +28,10 @@ Measured from the loads that there are, in stretches that each begin and end wit
 A job that had the tier to itself counts with its own seconds, which the tier has measured: the engine may see its end a
 step later, which is 0.25 s later while it computes prompts. Of several jobs the shorter of the sum of their seconds and
 of the engine's clock counts: a tier host reports only the time in which any load ran, and each moment of it once, but
-the seconds of other tiers' jobs may overlap. A stretch that is an outlier changes a weighted median little; one that is some seconds old weighs little, so
-a tier that becomes slower or faster is recognised within seconds. Latency and rate come apart where stretches were
-seen that went on from one before, or that have several lengths (Theil-Sen: the median slope between two of them);
-before, all is taken as the rate.
+the seconds of other tiers' jobs may overlap. A stretch that is an outlier changes a weighted median little; one that is
+some seconds old weighs little, so a tier that becomes slower or faster is recognised within seconds. Latency and rate
+come apart where stretches were seen that went on from one before, or that have several lengths (Theil-Sen: the median
+slope between two of them); before, all is taken as the rate.
 """
 
 import itertools

@@ -34,6 +34,7 @@ from kvtiers.secondary.tier_jobs import (
     moved,
     without,
 )
+from kvtiers.tiering.prefill_price import LoadPrices
 from kvtiers.tiering.provenance import Origins
 from kvtiers.tiering.requests import RequestState
 from kvtiers.tiering.tier_slot import Reservation, TierSlot
@@ -82,6 +83,8 @@ class _Running:
     submitted: float
     ticket: int = 0
     """Of a promotion, in its tier's ``rate``."""
+    positions: Sequence[int] = ()
+    """Of a promotion, each chunk's first token in its prompt."""
     started: float | None = None
     failed_in_use: bool = False
 
@@ -96,8 +99,10 @@ class JobTable:
         origins: Origins,
         options: TieringOptions,
         clock: Callable[[], float],
+        prices: LoadPrices,
     ) -> None:
         self._primary = primary
+        self._prices = prices
         self._slots = slots
         self._origins = origins
         self._clock = clock
@@ -124,10 +129,12 @@ class JobTable:
         on_end: OnEnd,
         *,
         promotion: bool,
+        positions: Sequence[int] = (),
     ) -> None:
         """Hand chunks to the tier that their rows are reserved for, in jobs of bounded size.
 
-        ``on_end``: called as each of them ends or fails, unless the cache was reset since.
+        ``positions``: of a promotion, each chunk's first token in its prompt. ``on_end``: called as each job ends or
+        fails, unless the cache was reset since.
         """
         slot, now = reserved.slot, self._clock()
         for start in range(0, len(keys), self._job_rows):
@@ -139,6 +146,7 @@ class JobTable:
             ticket = slot.rate.begins(now) if promotion else 0
             own = reserved if len(some_rows) == len(rows) else reserved.split(len(some_rows))
             running = _Running(job, slot, some_rows, own, state, on_end, self._generation, now, ticket)
+            running.positions = positions[start : start + self._job_rows]
             self._jobs[job.job_id] = running
             slot.metrics.running_jobs += 1
             if not slot.submit(job):
@@ -258,12 +266,20 @@ class JobTable:
             metrics.load_seconds += seconds
             metrics.loads += 1
             self._origins.read(slot, good)
+            self._price(running, good, seconds)
             running.on_end(slot, landed, ())
         if not complete:
             lost = without(job.keys, good)
             metrics.failed_loads += len(lost)
             self._origins.forget(lost)
             running.state.lose(slot, lost)
+
+    def _price(self, running: _Running, good: Sequence[OffloadKey], seconds: float) -> None:
+        """Count what a load saves; nothing for a request that is over, or has gone over to computing."""
+        state = running.state
+        if not (state.finished or state.load_over):
+            had = good if len(good) == len(running.job.keys) else set(good)
+            self._prices.landed(running.slot, running.job.keys, running.positions, had, seconds)
 
     def _stored(self, running: _Running, result: JobResult, good: Sequence[OffloadKey], *, overtaken: bool) -> None:
         job, slot, metrics = running.job, running.slot, running.slot.metrics

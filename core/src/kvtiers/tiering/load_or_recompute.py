@@ -32,6 +32,7 @@ from collections.abc import Callable
 
 from kvtiers.tiering.estimates import PrefillCost
 from kvtiers.tiering.jobs import TieringOptions
+from kvtiers.tiering.prefill_price import PrefillPrice
 from kvtiers.tiering.requests import RequestState
 from kvtiers.tiering.tier_slot import TierSlot
 
@@ -88,8 +89,9 @@ class GpuQueue:
 class Waits:
     """Weighs tiers against computing; runs on the engine's thread."""
 
-    def __init__(self, options: TieringOptions, clock: Callable[[], float]) -> None:
+    def __init__(self, options: TieringOptions, clock: Callable[[], float], price: PrefillPrice) -> None:
         self._options = options
+        self._price = price
         self._clock = clock
         self.cost = PrefillCost(options.prior_seconds_per_token)
         self.gpu = GpuQueue(self.cost, clock)
@@ -107,10 +109,11 @@ class Waits:
 
     # -- what the GPU has to do
 
-    def step_ends(self, tokens: int, seconds: float) -> None:
-        """Record how many tokens the engine has computed since the last step, and in how many seconds."""
+    def step_ends(self, tokens: int, seconds: float, position: float = 0.0) -> None:
+        """Record how many tokens the engine has computed since the last step, in how many seconds, and where."""
         if tokens > 0 and 0 < seconds < math.inf:
             self.cost.observe(tokens, seconds)
+            self._price.observe(tokens, seconds, position if 0 < position < math.inf else 0.0)
         if not self.gpu.is_empty:
             self.gpu.step_ends(max(0, tokens))
 

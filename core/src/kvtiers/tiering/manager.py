@@ -28,6 +28,7 @@ from kvtiers.tiering.estimates import PRIOR_BYTES_PER_SECOND
 from kvtiers.tiering.jobs import JobTable, TieringOptions
 from kvtiers.tiering.load_or_recompute import Waits
 from kvtiers.tiering.plans import Plans
+from kvtiers.tiering.prefill_price import LoadPrices, PrefillPrice
 from kvtiers.tiering.prefix_lookup import Lookups
 from kvtiers.tiering.promotion import Promotions
 from kvtiers.tiering.provenance import Origins
@@ -102,25 +103,17 @@ class TieringManager:
         for slot in self._slots:
             slot.rate.prior = primary.row_stride / PRIOR_BYTES_PER_SECOND
         self._origins = Origins(self._slots)
-        self._jobs = JobTable(primary, self._slots, self._origins, options, clock)
+        price = PrefillPrice()
+        prices = LoadPrices(price, prefix_group, tokens_per_chunk[prefix_group])
+        self._jobs = JobTable(primary, self._slots, self._origins, options, clock, prices)
         budget = PinBudget(primary.num_rows, options.all_tiers, options.one_tier)
         self._cascades = Cascades(primary, self._jobs, budget, self._slots, options, metrics)
         self._promotions = Promotions(primary, self._jobs, budget, self._origins, options, self._cascades)
-        self._waits = Waits(options, clock)
+        self._waits = Waits(options, clock, price)
         self._lookups = Lookups(
             primary, budget, self._promotions, self._origins, self._waits, tokens_per_chunk, metrics
         )
-        prefix_tokens = tokens_per_chunk[prefix_group]
-        self._plans = Plans(
-            primary,
-            self._cascades,
-            self._origins,
-            engine,
-            metrics,
-            prefix_group,
-            prefix_tokens,
-            self._waits.cost,
-        )
+        self._plans = Plans(primary, self._cascades, self._origins, engine, metrics, prefix_group)
         self._requests = RequestTable(self._slots, self._count_misuse)
         self._events = EventLog()
         self._look_at = -math.inf
@@ -180,14 +173,15 @@ class TieringManager:
         return LookupResult.MISS if state is None else self._lookups.single(key, state)
 
     @_timed
-    def lookup_prefix(self, keys: Sequence[OffloadKey], ctx: RequestContext) -> PrefixHits:
+    def lookup_prefix(self, keys: Sequence[OffloadKey], ctx: RequestContext, first: int = 0) -> PrefixHits:
         """Return the leading run of one full-attention group's keys that is present, in chunks.
 
         Pending chunks come into the primary by themselves: ask again in the next step until none is pending and the
         answer is not ``unresolved``. With several groups pass each next one only keys up to the shortest run so far.
+        ``first``: the number of ``keys[0]`` among the request's chunks of the group, where the engine has those before.
         """
         state = self._requests.get(ctx) if self._begin() and keys else None
-        return _NO_HITS if state is None else self._lookups.prefix(keys, state)
+        return _NO_HITS if state is None else self._lookups.prefix(keys, state, first)
 
     @_timed
     def ask_ahead(self, keys: Sequence[OffloadKey]) -> None:
@@ -245,16 +239,19 @@ class TieringManager:
     # -- steps
 
     @_timed
-    def on_schedule_end(self, prefill_tokens: int = 0, prefill_seconds: float = 0.0) -> None:
+    def on_schedule_end(
+        self, prefill_tokens: int = 0, prefill_seconds: float = 0.0, prefill_position: float = 0.0
+    ) -> None:
         """End the step: poll the tiers, submit what the step has collected. The last call of every step.
 
         ``prefill_tokens``, ``prefill_seconds``: what the engine computed since the last step, for ``load_wait: auto``.
+        ``prefill_position``: how many tokens were before each of those in its prompt, on average, for what loads save.
         """
         if self._closed:
             return
         begin = time.perf_counter()
         self._begin()
-        self._waits.step_ends(prefill_tokens, prefill_seconds)
+        self._waits.step_ends(prefill_tokens, prefill_seconds, prefill_position)
         if self._plans.orphans or self._requests.parked:
             self._plans.release_orphans()
             self._retry_parked()

@@ -15,7 +15,6 @@ from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.cascade import Cascades
 from kvtiers.tiering.engine_side import EngineSide
-from kvtiers.tiering.estimates import PrefillCost
 from kvtiers.tiering.provenance import Origins
 from kvtiers.tiering.requests import RequestState
 from kvtiers.types import LoadPlan, StorePlan
@@ -43,8 +42,6 @@ class Plans:
         engine: EngineSide,
         metrics: EngineMetrics,
         prefix_group: int,
-        prefix_tokens: int,
-        cost: PrefillCost,
     ) -> None:
         self._primary = primary
         self._cascades = cascades
@@ -52,8 +49,6 @@ class Plans:
         self._engine = engine
         self._metrics = metrics
         self._prefix_group = prefix_group
-        self._prefix_tokens = prefix_tokens
-        self._cost = cost
         self._ids = itertools.count(1)
         self._stores: dict[int, _Open] = {}
         self._loads: dict[int, _Open] = {}
@@ -156,8 +151,6 @@ class Plans:
         for slot, chunks in self._origins.served(fresh).items():
             brought += len(chunks)
             slot.metrics.hits += len(chunks)
-            prefix = count_in_group(chunks, self._prefix_group)
-            slot.metrics.prefix_hits += prefix
-            slot.price(len(chunks), prefix * self._prefix_tokens, self._cost)
+            slot.metrics.prefix_hits += count_in_group(chunks, self._prefix_group)
         self._metrics.primary_hits += len(fresh) - brought
         counted.update(fresh)

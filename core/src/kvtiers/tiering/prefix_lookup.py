@@ -97,9 +97,10 @@ class Lookups:
         self.asking: list[RequestState] = []
         """The requests of this step."""
 
-    def prefix(self, keys: Sequence[OffloadKey], state: RequestState) -> PrefixHits:
-        """Return the leading run of ``keys`` (one group's, head first) that is present."""
+    def prefix(self, keys: Sequence[OffloadKey], state: RequestState, first: int) -> PrefixHits:
+        """Return the leading run of ``keys`` (one group's, head first, from its chunk ``first`` on) that is present."""
         group = group_of(keys[0])
+        state.firsts[group] = first
         tokens = self._tokens_in_a_chunk(group)
         counted = state.counted.get(group, 0)
         if len(keys) > counted:

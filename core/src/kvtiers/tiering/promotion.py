@@ -8,6 +8,7 @@ groups are dropped then, unless another request shares them.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import NamedTuple
 
 from kvtiers.api import OffloadKey, group_of
@@ -30,7 +31,10 @@ class Found(NamedTuple):
 
 @dataclass(slots=True)
 class _Batch:
-    """The chunks that a request found in one tier; ``starts[i]``: the first token of ``keys[i]`` in the run."""
+    """The chunks that a request found in one tier.
+
+    ``starts[i]``: the first token of ``keys[i]`` in the run; ``positions[i]``: in the prompt.
+    """
 
     slot: TierSlot
     state: RequestState
@@ -38,6 +42,7 @@ class _Batch:
     keys: list[OffloadKey] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
 
 
 class Promotions:
@@ -115,7 +120,9 @@ class Promotions:
             end = taken + len(places)
             keys, rows = got.keys[taken:end], got.rows[taken:end]
             if keys:
-                self._add(slot, state, keys, rows, [place * tokens_per_chunk for place in places[: len(keys)]])
+                starts = [place * tokens_per_chunk for place in places[: len(keys)]]
+                before = state.firsts.get(group_of(run[0]), 0) * tokens_per_chunk
+                self._add(slot, state, keys, rows, starts, before)
             if len(keys) < len(places):
                 state.drop(slot, [run[place] for place in places[len(keys) :]])
                 reached = min(reached, places[len(keys)])
@@ -137,7 +144,13 @@ class Promotions:
             self._drop_unused(batch)
             if batch.keys:
                 self._jobs.submit(
-                    batch.reserved, batch.keys, batch.rows, batch.state, self._cascades.promoted, promotion=True
+                    batch.reserved,
+                    batch.keys,
+                    batch.rows,
+                    batch.state,
+                    self._cascades.promoted,
+                    promotion=True,
+                    positions=batch.positions,
                 )
         self._reserved.clear()
         self._shared.clear()
@@ -159,7 +172,7 @@ class Promotions:
         for name in [name for name, batch in self._batches.items() if batch.state is state]:
             batch = self._batches.pop(name)
             unwanted: list[tuple[OffloadKey, int]] = []
-            for key, row in zip(batch.keys, batch.rows, strict=True):
+            for key, row, position in zip(batch.keys, batch.rows, batch.positions, strict=True):
                 sharer = self._shared.pop(key, None)
                 if sharer is None or sharer.finished:
                     del self._reserved[key]
@@ -170,16 +183,25 @@ class Promotions:
                 target.keys.append(key)
                 target.rows.append(row)
                 target.starts.append(-1)  # the sharer found it inside its run
+                target.positions.append(position)
                 self._reserved[key] = sharer
             self._forget(batch, [key for key, _ in unwanted], [row for _, row in unwanted])
 
     def _add(
-        self, slot: TierSlot, state: RequestState, keys: list[OffloadKey], rows: list[int], starts: list[int]
+        self,
+        slot: TierSlot,
+        state: RequestState,
+        keys: list[OffloadKey],
+        rows: list[int],
+        starts: list[int],
+        before: int,
     ) -> None:
+        """Add chunks to the request's batch; ``before``: tokens of its prompt before the run."""
         batch = self._batch(slot, state)
         batch.keys += keys
         batch.rows += rows
         batch.starts += starts
+        batch.positions += [before + start for start in starts]
         batch.reserved.add(len(rows))
         slot.metrics.loading_chunks += len(rows)
         slot.reserved_chunks += len(rows)
@@ -202,8 +224,9 @@ class Promotions:
         keep = [start < shortest or key in shared for key, start in zip(batch.keys, batch.starts, strict=True)]
         unwanted = [i for i, kept in enumerate(keep) if not kept]
         self._forget(batch, [batch.keys[i] for i in unwanted], [batch.rows[i] for i in unwanted])
-        batch.keys = [key for key, kept in zip(batch.keys, keep, strict=True) if kept]
-        batch.rows = [row for row, kept in zip(batch.rows, keep, strict=True) if kept]
+        batch.keys = list(compress(batch.keys, keep))
+        batch.rows = list(compress(batch.rows, keep))
+        batch.positions = list(compress(batch.positions, keep))
 
     def _forget(self, batch: _Batch, keys: Sequence[OffloadKey], rows: Sequence[int]) -> None:
         self._primary.complete_write(rows, success=False)

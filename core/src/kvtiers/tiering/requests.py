@@ -96,6 +96,8 @@ class RequestState:
     """By group, if a tier has more of it that gets no row until other loads have ended."""
     reached: dict[int, int] = field(default_factory=dict)
     """By group: how far the run reached when it was last asked about in this step, in tokens."""
+    firsts: dict[int, int] = field(default_factory=dict)
+    """By group: the number of its first chunk that was asked about; the engine has those before."""
     counted: dict[int, int] = field(default_factory=dict)
     """Chunks already counted as looked up, by group."""
     counted_single: set[OffloadKey] = field(default_factory=set)

@@ -16,7 +16,7 @@ from kvtiers._failures import log_with_backoff
 from kvtiers.api import LookupResult, OffloadKey, SecondaryTierManager, TierRequest, TransferJob
 from kvtiers.metrics import TierMetrics
 from kvtiers.secondary.tier_jobs import EventTier, TierEvent, poll_getters
-from kvtiers.tiering.estimates import LoadRate, PrefillCost
+from kvtiers.tiering.estimates import LoadRate
 
 __all__ = ["PinBudget", "Reservation", "SlowWatch", "TierOptions", "TierSlot"]
 
@@ -181,17 +181,15 @@ class TierSlot:
         """Reserved chunks that are no longer in flight: they landed, or never will."""
         return self.reserved_chunks - self.metrics.loading_chunks
 
-    def price(self, chunks: int, tokens: int, cost: PrefillCost, seconds: float = 0.0) -> None:
-        """Count the time saved by loading these chunks, with the KV of so many tokens, instead of computing them.
+    def count_saved(self, chunks: int, computing: float, seconds: float) -> None:
+        """Count the time saved by a load of so many chunks instead of ``computing`` seconds: once, when it lands.
 
-        ``seconds``: that they took, where no load was measured yet; jobs that run side by side all count with theirs.
+        ``seconds``: that it took, where no load was measured yet; jobs that run side by side all count with theirs.
         """
-        if cost.is_measured:
-            per_chunk = self.rate.seconds_per_chunk
-            computing = tokens * cost.seconds_per_token
-            loading = seconds if per_chunk is None else chunks * per_chunk
-            self.metrics.computing_seconds += computing
-            self.metrics.saved_seconds += max(0.0, computing - loading)
+        per_chunk = self.rate.seconds_per_chunk
+        loading = seconds if per_chunk is None else chunks * per_chunk
+        self.metrics.computing_seconds += computing
+        self.metrics.saved_seconds += max(0.0, computing - loading)
 
     def trial(self, now: float) -> int:
         """Return how many chunks may be loaded only to measure the tier again: a few every 5 s, else none."""

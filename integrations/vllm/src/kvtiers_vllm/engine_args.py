@@ -16,6 +16,7 @@ there.
 import logging
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,31 +54,42 @@ def prepare_engine_args(args: Any, version: str) -> None:
 
 
 def refuse_large_primary(vllm_config: Any, problem_with: Callable[[int], str | None] | None = None) -> None:
-    """Raise StartError, and log it in one line, if the whole stack's primaries do not fit this machine.
+    """Raise StartError, and log it in one line, if the primaries do not fit this machine.
 
-    ``vllm_config``: vLLM's. Problems of kvtiers' own config are reported where it is read for use.
+    That is the whole stack's, and vLLM's own with kvtiers' tiers below it. ``vllm_config``: vLLM's. Problems of the
+    config are reported where it is read for use.
     """
     transfer = getattr(vllm_config, "kv_transfer_config", None)
     extra = getattr(transfer, "kv_connector_extra_config", None)
-    given = extra.get(CONFIG_KEY) if isinstance(extra, Mapping) else None
-    if not given:
+    if not isinstance(extra, Mapping):
+        return
+    with plugin_boundary() as reading:
+        option, nbytes = _primary_of(extra)
+    if reading.error or not nbytes:
         return
     # Imported here: every process of every vLLM has this module, and few get as far as this.
-    from kvtiers.config import load_config
     from kvtiers.region.limits import memory_problem
 
-    with plugin_boundary() as reading:
-        primary = load_config(given).primary
-    if reading.error:
-        return
-    if primary.huge_pages != "off":  # these are counted apart
-        return
     engines = max(1, int(getattr(vllm_config.parallel_config, "data_parallel_size_local", 1) or 1))
-    if problem := (problem_with or memory_problem)(primary.capacity * engines):
+    problem_with = problem_with or partial(memory_problem, option=option)
+    if problem := problem_with(nbytes * engines):
         of = "" if engines == 1 else f", for {engines} engines on this machine"
-        text = f"primary.capacity{of}: {problem}"
+        text = f"{option}{of}: {problem}"
         _log.error("kvtiers: %s", text)
         raise StartError(text)
+
+
+def _primary_of(extra: Mapping[str, Any]) -> tuple[str, int]:
+    """Return the option that gives the size of an engine's primary, and its bytes; 0: none that is ours to check."""
+    if given := extra.get(CONFIG_KEY):
+        from kvtiers.config import load_config
+
+        primary = load_config(given).primary
+        # Huge pages are counted apart.
+        return "primary.capacity", primary.capacity if primary.huge_pages == "off" else 0
+    from kvtiers_vllm.own_tiering.options import tier_names
+
+    return "cpu_bytes_to_use", int(extra.get("cpu_bytes_to_use") or 0) if tier_names(extra) else 0
 
 
 def _transfer_config(extra: dict[str, Any]) -> Any:

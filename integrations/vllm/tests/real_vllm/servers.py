@@ -127,6 +127,38 @@ class Redis:
     close = kill
 
 
+class SmallS3:
+    """The S3 tier's own small server: all of S3 that the tier uses, in the memory of a process."""
+
+    def __init__(self) -> None:
+        file = Path(__file__).parents[4] / "plugins" / "s3_tier" / "tests" / "trivial.py"
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+        command = ["setpriv", "--pdeathsig", "KILL", sys.executable, str(file), str(self._port)]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        until = time.monotonic() + PATIENCE
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self._port), timeout=1).close()
+            except OSError:
+                assert self._process.poll() is None, "the S3 server has ended"
+                assert time.monotonic() < until, "no S3 server"
+                time.sleep(0.01)
+            else:
+                return
+
+    def tier(self, **options: Any) -> dict[str, Any]:
+        """Return a tier on this server."""
+        where = {"endpoint": f"http://127.0.0.1:{self._port}", "bucket": "bucket", "region": "us-east-1"}
+        return {"type": "s3", **where, "access_key": "a", "secret_key": "b"} | options
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait(PATIENCE)
+
+
 class Gateway:
     """Ceph's S3 gateway, as the S3 tier's own tests run it; what it holds outlives its being killed."""
 

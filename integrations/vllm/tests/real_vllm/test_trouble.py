@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import PROMPTS, WHOLE
-from .engines import wait_until
-from .servers import VALUE_BYTES
+from .conftest import CHUNKS, PROMPTS, WHOLE
+from .engines import BLOCK, wait_until
+from .servers import ENDING, VALUE_BYTES
 from .ways import fs, tiers, whole_stack
 
 DEADLINE, GRACE, BUSY = 10.0, 2.0, 30.0
@@ -98,6 +98,37 @@ def test_an_engine_that_is_killed_leaves_nothing_of_ours_and_the_next_one_hits(e
     assert not again.lines("ERROR")
 
 
+def test_an_engine_that_is_killed_in_the_middle_of_stores_leaves_whole_values_and_no_process(
+    start, model, tmp_path, right, way
+):
+    store, before = tmp_path / "store", set(Path("/dev/shm").iterdir())
+
+    def values():
+        return [path for path in store.rglob(f"*{ENDING}") if path.is_file()]
+
+    engine = start(model, way(options(store, rate_limit={"bytes_per_second": "256KiB"})))
+    assert right(engine, *PROMPTS) == [0, 0]
+    wait_until(lambda: len(values()) >= 3, "nothing is stored")
+    assert engine.hosts()
+    engine.crash()
+    wait_until(lambda: not engine.family(), f"processes outlive their engine: {engine.family()}")
+    assert 3 <= len(values()) < CHUNKS, "it was to be in the middle"
+    ours = {path for path in set(Path("/dev/shm").iterdir()) - before if "kvtiers" in path.name}
+    assert {path for path in ours if not path.name.startswith("vllm_offload")} == set(), "what is vLLM's is vLLM's"
+
+    again = start(model, way(options(store)))
+    hits = right(again, *PROMPTS)
+    figures = again.metrics()
+    assert figures.get("kvtiers_tier_seal_failures{fs}", 0) == 0, "a value is whole, or not there"
+    assert sum(hits) <= BLOCK * len(values())
+    again.forget()
+    assert right(again, *PROMPTS) == WHOLE, "what was lost is stored now"
+    again.shutdown()
+    assert not again.lines("ERROR")
+    left = [path.name for path in store.rglob("*") if path.is_file() and not path.name.endswith(ENDING)]
+    assert not [name for name in left if "tmp" in name], "halves of values"
+
+
 def test_a_tier_that_is_down_at_the_start_comes_into_use_when_it_is_there(start, model, tmp_path, right, way):
     store = tmp_path / "store"
     store.write_text("in the folder's place")
@@ -122,6 +153,8 @@ def test_with_lora_the_tier_is_off_for_the_whole_engine_and_says_so_once(start, 
     assert right(engine, *PROMPTS) == [0, 0]
     (line,) = engine.lines("fs: off: ")
     assert "LoRA is enabled" in line
+    (start_line,) = engine.lines(" is off, under vLLM's own tiering")
+    assert "tiers: fs (fs) off; namespace" in start_line
     assert engine.metrics()["kvtiers_tier_off{fs}"] == 1
     assert engine.hosts() == []
     assert not (tmp_path / "store").exists()

@@ -14,7 +14,7 @@ from kvtiers._log_queue import LOGGERS, flush_logs
 from kvtiers.api import make_offload_key
 from kvtiers.testing.running import descriptors_left_since, open_descriptors, threads_left_since
 from kvtiers_vllm.engine import CoreLink
-from kvtiers_vllm.own_tiering.build import open_tier
+from kvtiers_vllm.own_tiering.build import begin_start_line, open_tier
 from kvtiers_vllm.own_tiering.options import load_tier_options
 
 from .test_identity import engine, offloading
@@ -97,13 +97,19 @@ def test_a_tier_that_cannot_have_a_thread_leaves_nothing_behind(memory, monkeypa
 
     def open_one():
         config, settings = load_tier_options("kvtiers-memory", {"capacity": "1MiB"}, {"kvtiers": {"weights": "v1"}})
-        return open_tier(config, settings, offloading(), view, engine(), CoreLink(), "0.32.0")
+        opened = open_tier(config, settings, offloading(), view, engine(), CoreLink(), "0.32.0")
+        try:
+            return opened, begin_start_line([opened])
+        except RuntimeError:
+            opened.driver.close(10.0)  # as the engine's end does
+            raise
 
     monkeypatch.setattr("kvtiers_vllm.identity._device", lambda: {"name": "some GPU"})
     monkeypatch.setattr(threading.Thread, "start", counted)
     rows, _ = memory
     with memoryview(rows).cast("B", (ROWS, ROW)) as view:
-        opened, needed = open_one(), started
+        (opened, line), needed = open_one(), started
+        line.close()
         opened.driver.close(10.0)
         assert needed >= 3
         threads, descriptors = set(threading.enumerate()), open_descriptors()

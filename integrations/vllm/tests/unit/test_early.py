@@ -67,3 +67,26 @@ def test_huge_pages_are_not_counted_as_other_memory():
     config = made()
     config.kv_transfer_config.kv_connector_extra_config["kvtiers_config"]["primary"]["huge_pages"] = "2MiB"
     refuse_large_primary(config)
+
+
+def own_tiering(nbytes, *types, engines=1):
+    """vLLM's config of its own tiering, with secondary tiers of these types."""
+    extra = {"cpu_bytes_to_use": nbytes, "secondary_tiers": [{"type": name} for name in types]}
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
+        parallel_config=SimpleNamespace(data_parallel_size_local=engines),
+    )
+
+
+def test_vllms_own_primary_larger_than_the_machine_stops_the_config_in_one_line(engine_args, caplog):
+    with pytest.raises(StartError, match=r"cpu_bytes_to_use, for 2 engines on this machine: 2PiB of memory are wanted"):
+        engine_args(own_tiering(1 << 50, "fs", "kvtiers-fs", engines=2)).create_engine_config()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "\n" not in line
+    assert "lower cpu_bytes_to_use below" in line
+
+
+def test_vllms_own_primary_is_not_ours_to_check_without_a_tier_of_ours(engine_args):
+    for config in (own_tiering(1 << 50, "fs"), own_tiering(1 << 50), own_tiering(1 << 20, "kvtiers-fs")):
+        assert engine_args(config).create_engine_config() is config
+    refuse_large_primary(own_tiering("a word", "kvtiers-fs"))

@@ -3,6 +3,7 @@
 import pytest
 
 from kvtiers.tiering.estimates import PrefillCost
+from kvtiers.tiering.prefill_price import PrefillPrice
 from kvtiers_vllm.own_tiering.prompts import PrefillRate
 
 
@@ -11,7 +12,8 @@ class Engine:
 
     def __init__(self, ahead=0):
         self.cost = PrefillCost()
-        self.rate = PrefillRate(self.cost)
+        self.price = PrefillPrice()
+        self.rate = PrefillRate(self.cost, self.price)
         self.now = 100.0
         self.scheduled = []
         self.ahead = ahead
@@ -85,3 +87,16 @@ def test_what_never_ends_is_forgotten():
     for number in range(1000):
         engine.step(0.01, f"r{number}")
     assert len(engine.rate._open) < 1000
+
+
+def test_tokens_after_loaded_ones_are_further_into_their_prompt():
+    engine = Engine()
+    for number in range(8):
+        engine.step(1.0 + number, f"r{number}")
+        engine.step(0.01)
+        engine.rate.computed(f"r{number}", 1000, before=1000 * number)
+        engine.step(0.01)
+        engine.step(0.01)
+        engine.rate.finished(f"r{number}")
+    assert engine.price.seconds(1000, 500) == pytest.approx(1.0)
+    assert engine.price.seconds(1000, 4500) == pytest.approx(5.0)

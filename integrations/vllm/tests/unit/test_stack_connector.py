@@ -73,3 +73,22 @@ def test_under_vllms_own_connector_the_spec_is_refused_with_the_spelling_of_now(
     ):
         spec(SimpleNamespace())
     assert len(str(refused.value).splitlines()) == 1
+
+
+def test_a_step_is_recorded_with_the_mean_position_of_what_it_computes(module):
+    begun = []
+    manager = SimpleNamespace(
+        steps=SimpleNamespace(begins=lambda *step: begun.append(step)),
+        computes=lambda: None,
+        rest=lambda computes: None,
+    )
+    connector = module.KvtiersConnector(engine_config(kvtiers_config="tiers.yaml"), "role", "cache")
+    connector.connector_scheduler = SimpleNamespace(manager=manager)
+    step = SimpleNamespace(
+        total_num_scheduled_tokens=300,
+        num_scheduled_tokens={"new": 200, "in parts": 100},
+        scheduled_new_reqs=[SimpleNamespace(req_id="new", num_computed_tokens=64)],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=["in parts"], num_computed_tokens=[4000]),
+    )
+    connector._step_begins(step)
+    assert begun == [(300, 2, (200 * (64 + 100) + 100 * (4000 + 50)) / 300)]

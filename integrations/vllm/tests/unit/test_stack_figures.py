@@ -105,8 +105,8 @@ def test_a_step_with_a_prompt_is_measured_once(steps, clock):
     steps.begins(1000, 2)
     clock.now += 2.0
     steps.ends()
-    assert steps.take_computed() == (1000, 2.0)
-    assert steps.take_computed() == (0, 0.0)
+    assert steps.take_computed()[:2] == (1000, 2.0)
+    assert steps.take_computed() == (0, 0.0, 0.0)
 
 
 def test_a_decoding_step_measures_nothing(steps, clock):
@@ -114,7 +114,7 @@ def test_a_decoding_step_measures_nothing(steps, clock):
     clock.now += 2.0
     steps.ends()
     steps.ends()
-    assert steps.take_computed() == (0, 0.0)
+    assert steps.take_computed() == (0, 0.0, 0.0)
 
 
 def test_a_step_that_was_scheduled_ahead_is_computed_when_the_one_before_has_been(steps, clock):
@@ -122,10 +122,10 @@ def test_a_step_that_was_scheduled_ahead_is_computed_when_the_one_before_has_bee
     steps.begins(500, 1)
     clock.now += 2.0
     steps.ends()
-    assert steps.take_computed() == (1000, 2.0)
+    assert steps.take_computed()[:2] == (1000, 2.0)
     clock.now += 1.0
     steps.ends()
-    assert steps.take_computed() == (500, 1.0)
+    assert steps.take_computed()[:2] == (500, 1.0)
 
 
 def test_steps_that_end_between_two_looks_are_taken_together(steps, clock):
@@ -133,7 +133,15 @@ def test_steps_that_end_between_two_looks_are_taken_together(steps, clock):
         steps.begins(tokens, 1)
         clock.now += seconds
         steps.ends()
-    assert steps.take_computed() == (4000, 3.0)
+    assert steps.take_computed()[:2] == (4000, 3.0)
+
+
+def test_steps_that_are_taken_together_have_the_mean_position_of_their_tokens(steps, clock):
+    for tokens, position in ((1000, 500.0), (4, 90_000.0), (3000, 2500.0)):
+        steps.begins(tokens, 1, position)
+        clock.now += 1.0
+        steps.ends()
+    assert steps.take_computed() == (4000, 2.0, pytest.approx(2000.0))
 
 
 def test_a_pass_that_has_found_loads_ends_so_that_they_begin(clock):

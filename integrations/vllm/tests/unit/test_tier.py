@@ -1,5 +1,6 @@
 """The class that vLLM calls for a tier: whatever goes wrong in a call, vLLM gets an answer that does no harm."""
 
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -190,3 +191,22 @@ def test_an_end_that_fails_ends_no_engine(make, caplog):
 
     make(offloading_spec(), fail).shutdown()
     assert "a bug of kvtiers" in caplog.text
+
+
+def test_the_tiers_of_an_engine_have_one_start_line(make, monkeypatch):
+    begun = []
+    line = SimpleNamespace(closed=0)
+    line.close = lambda: setattr(line, "closed", line.closed + 1)
+    spec = offloading_spec()
+    spec.extra_config = {"secondary_tiers": [{"type": "kvtiers-near"}, {"type": "vllms-own"}, {"type": "kvtiers-far"}]}
+    other = make(offloading_spec())
+    module = sys.modules[type(other).__module__]
+    monkeypatch.setattr(module, "begin_start_line", lambda tiers: begun.append(list(tiers)) or line)
+    first = make(spec)
+    assert not begun, "there is one to come"
+    second = make(spec)
+    assert [set(map(id, tiers)) for tiers in begun] == [{id(first.opened), id(second.opened)}]
+    first.shutdown()
+    assert line.closed == 1, "before a tier is closed"
+    other.shutdown()
+    assert line.closed == 1

@@ -27,12 +27,15 @@ Probe = Callable[[], Iterator[Finding]]
 
 
 def probe_abilities(store: ChunkStore, bench: Bench) -> list[Probe]:
-    """Return a probe for each of the store's abilities; a read-only one is probed for its figures alone."""
+    """Return a probe for each of the store's abilities; those of a read-only one write nothing.
+
+    That one's listing belongs to its round trip.
+    """
     probes: list[Probe] = []
-    if isinstance(store, SupportsBatch) and not bench.read_only:
-        probes.append(partial(_batch, store, store, bench))
-    if isinstance(store, SupportsPieces) and not bench.read_only:
-        probes.append(partial(_pieces, store, store, bench))
+    if isinstance(store, SupportsBatch):
+        probes.append(partial(_batch_reads if bench.read_only else _batch, store, store, bench))
+    if isinstance(store, SupportsPieces):
+        probes.append(partial(_pieces_reads if bench.read_only else _pieces, store, store, bench))
     if isinstance(store, SupportsParts) and not bench.read_only:
         probes.append(partial(_parts, store, store, bench))
     if isinstance(store, SupportsStats):
@@ -107,6 +110,52 @@ def _parts(store: ChunkStore, in_parts: SupportsParts, bench: Bench) -> Iterator
         store.delete([name])
         bench.stage = before
     yield Finding("ok", "values in parts: wrote one, read it back and compared it")
+
+
+def _batch_reads(store: ChunkStore, batched: SupportsBatch, bench: Bench) -> Iterator[Finding]:
+    """Read a value that there is, if one is known, and one that there is not."""
+    bench.stage = "reading several values in one call"
+    name, value = bench.known or (probe_name(), bytes(bench.value_bytes))
+    names = [name, probe_name()]
+    bench.forget()
+    got = bench.borrow(
+        store,
+        "read_many_into",
+        [1, 2],
+        readonly=False,
+        call=lambda views: batched.read_many_into(names, views),
+        lengths=[len(value), bench.value_bytes],
+    )
+    there, absent = found_each(store, "read_many_into", names, got)
+    if absent or (there and bench.known is None):
+        raise ProbeError(f"read_many_into() gave {[there, absent]}, though a value that was asked for is not there")
+    if there and bytes(bench.view(1)[: len(value)]) != value and _is_unchanged(store, bench):
+        raise ProbeError("read_many_into() and read_into() of one value give different bytes")
+    how = "read one and compared it" if there else "read none, as there are"
+    yield Finding("ok", f"several values in one call: {how}")
+
+
+def _pieces_reads(store: ChunkStore, in_pieces: SupportsPieces, bench: Bench) -> Iterator[Finding]:
+    bench.stage = "reading a value in pieces"
+    if in_pieces.reads_in_pieces(bench.value_bytes):
+        if in_pieces.read_pieces(probe_name(), bench.value_bytes) is not None:
+            raise ProbeError("read_pieces() gave pieces of a value that is not there")
+        yield Finding("ok", "values in pieces: gives none of an absent value")
+    if bench.known is None or not in_pieces.reads_in_pieces(len(bench.known[1])):
+        return
+    name, value = bench.known
+    pieces = in_pieces.read_pieces(name, len(value))
+    if pieces is not None and b"".join(map(bytes, pieces)) != value and _is_unchanged(store, bench):
+        raise ProbeError("the pieces of read_pieces() are not the bytes of read_into()")
+    yield Finding("ok", "values in pieces: read one and compared it")
+
+
+def _is_unchanged(store: ChunkStore, bench: Bench) -> bool:
+    """Return whether the known value is still the same: no other writer has replaced it."""
+    assert bench.known is not None
+    name, value = bench.known
+    again = bench.view(1)[: len(value)]
+    return store.read_into(name, again) and bytes(again) == value
 
 
 def _stats(store: SupportsStats, bench: Bench) -> Iterator[Finding]:

@@ -18,6 +18,7 @@ from kvtiers.api import (
     JobResult,
     LookupResult,
     SecondaryTierManager,
+    StoreEntry,
     StoreFull,
     SupportsListing,
     TransferJob,
@@ -67,6 +68,8 @@ class Bench:
         self.view(0)[:] = self.payload
         self._report = report
         self.stage = "being opened"
+        self.known: tuple[str, bytes] | None = None
+        """A value of a read-only tier, no longer than ``value_bytes``, by its name."""
 
     @property
     def stage(self) -> str:
@@ -90,9 +93,15 @@ class Bench:
         *,
         readonly: bool,
         call: Callable[[Sequence[memoryview]], _T],
+        lengths: Sequence[int] = (),
     ) -> _T:
-        """Make a call of a store that gets views of these rows; ProbeError if it keeps one."""
-        loan = Loan(self.region, [(row * self.value_bytes, self.value_bytes) for row in rows], readonly=readonly)
+        """Make a call of a store that gets views of these rows; ProbeError if it keeps one.
+
+        ``lengths``: of the views; all of the row where there are none.
+        """
+        lengths = lengths or [self.value_bytes] * len(rows)
+        spans = [(row * self.value_bytes, length) for row, length in zip(rows, lengths, strict=True)]
+        loan = Loan(self.region, spans, readonly=readonly)
         answer = call([*loan.views])
         if not loan.take_back():
             raise ProbeError(f"{type(store).__name__}.{method} kept the buffer that it was given, after its return")
@@ -169,15 +178,21 @@ def _times(write: float, read: float) -> str:
 
 
 def _read_only(store: ChunkStore, bench: Bench) -> Finding:
+    bench.stage = "looking for a value that is not there"
+    absent = probe_name()
+    _expect(list(store.exists([absent])), [False], "exists() of a value that is not there")
+    found = bench.borrow(store, "read_into", [1], readonly=False, call=lambda views: store.read_into(absent, views[0]))
+    _expect(found, False, "read_into() of an absent value")
     if not isinstance(store, SupportsListing):
-        bench.stage = "looking for a value that is not there"
-        absent = probe_name()
-        _expect(list(store.exists([absent])), [False], "exists() of a value that is not there")
-        _expect(store.read_into(absent, bench.view(1)), False, "read_into() of an absent value")
         return Finding("ok", "read-only: it answers; it cannot list its values, so none was read")
     bench.stage = "listing its values"
     prefix = f"{bench.namespace}/"
     entries = list(islice(store.list(prefix), _LISTED))
+    for entry in entries:
+        if not isinstance(entry, StoreEntry):
+            raise ProbeError(f"list() yielded {entry!r:.80}, expected a StoreEntry")
+        if not entry.name.startswith(prefix):
+            raise ProbeError(f"list() of what begins with {prefix!r} yielded {entry.name!r:.80}")
     if not entries:
         fix = "correct 'namespace' and the tier's options if it should have some"
         return Finding("warning", f"read-only, and it has no value under {prefix!r}", fix)
@@ -189,6 +204,8 @@ def _read_only(store: ChunkStore, bench: Bench) -> Finding:
     bench.stage = f"reading {fitting.name!r}"
     begin = time.monotonic()
     found = store.read_into(fitting.name, bench.region[: fitting.nbytes])
+    if found and fitting.nbytes <= bench.value_bytes:
+        bench.known = fitting.name, bytes(bench.region[: fitting.nbytes])
     # Another writer may have deleted or replaced it since it was listed, so that absence is no fault.
     how = f"one of {format_size(fitting.nbytes)} read in {format_duration(time.monotonic() - begin)}"
     return Finding("ok", f"read-only: {count} listed, {how if found else 'the first one gone before it was read'}")

@@ -37,7 +37,7 @@ from kvtiers.secondary.host_pool import HostPool, PooledHost
 from kvtiers.secondary.in_process import InProcessBackend
 from kvtiers.secondary.placement import HostedRegion, TierHosts
 from kvtiers.secondary.store_tier import ChunkStoreTier
-from kvtiers.start_line import StartFacts, StartLine
+from kvtiers.start_line import OFF, Announced, StartFacts, StartLine
 from kvtiers.tiering.estimates import PRIOR_BYTES_PER_SECOND, prior_seconds_per_token
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 from kvtiers_vllm.engine import CoreLink, Engine
@@ -48,7 +48,7 @@ from kvtiers_vllm.own_tiering.tier_driver import TierDriver
 from kvtiers_vllm.own_tiering.topology_check import refuse_several_hosts
 from kvtiers_vllm.weights import is_random
 
-__all__ = ["OffTier", "OpenedTier", "open_tier"]
+__all__ = ["OffTier", "OpenedTier", "begin_start_line", "open_tier"]
 
 _log = logging.getLogger("kvtiers.vllm")
 _CLOSE_SECONDS = 4.0  # for a host to close its store, also when draining took all the time there was
@@ -58,7 +58,8 @@ _CLOSE_SECONDS = 4.0  # for a host to close its store, also when draining took a
 class OpenedTier:
     """A driver, and facts for its metrics. ``off``: why the tier is off in this engine; empty if it is on.
 
-    ``shared``: another process can reproduce the keys and the weights' name.
+    ``shared``: another process can reproduce the keys and the weights' name. ``announced`` and ``facts``: for the start
+    line, which all tiers of an engine have in common.
     """
 
     driver: TierDriver
@@ -68,6 +69,17 @@ class OpenedTier:
     off: str = ""
     namespace: str = ""
     fingerprint: str = ""
+    kind: str = ""
+    announced: Announced | None = None
+    facts: StartFacts | None = None
+
+
+def begin_start_line(tiers: Sequence[OpenedTier]) -> StartLine | None:
+    """Begin to write the start line of an engine with these tiers; None if there is nothing to say of one."""
+    facts = next((tier.facts for tier in tiers if tier.facts is not None), None)
+    if facts is None:
+        return None
+    return StartLine(facts, {tier.name: (tier.kind, tier.announced) for tier in tiers if tier.announced is not None})
 
 
 def open_tier(
@@ -90,9 +102,9 @@ def open_tier(
             "use it with the whole stack (KvtiersConnector)"
         )
     if off := _why_off(engine):
-        _log.warning("%s: off: %s", name, off)
-        driver = TierDriver(TierSlot(0, OffTier(), _options(config)), settings.lookup_wait, lambda _seconds: None)
-        return OpenedTier(driver, name, str(offloading.model.name), shared=False, off=off)
+        return _off_tier(
+            config, settings, str(offloading.model.name), _start_facts(view, version, settings.namespace), off
+        )
     identity = identity_of(engine, offloading, version, settings.weights)
     for warning in identity.warnings:
         _log.warning("%s: %s", name, warning)
@@ -102,31 +114,55 @@ def open_tier(
     parts = _Parts(config, settings, plugin, layout, view.cast("B"), f"vLLM {version}" if shared else "")
     with contextlib.ExitStack() as undo:
         undo.callback(parts.close, 0.0)
-        slot = TierSlot(0, parts.tier, _options(config))
-        tokens = [layout.tokens_per_chunk(group) for group in range(len(layout.groups))]
-        load_wait = None if settings.load_wait == "auto" else settings.load_wait
-        slot.rate.prior = layout.payload_bytes(0) / PRIOR_BYTES_PER_SECOND
-        idle = core.is_idle if engine.is_alone else lambda: False
-        driver = TierDriver(
-            slot,
-            settings.lookup_wait,
-            parts.close,
-            tokens,
-            load_wait,
-            is_idle=idle,
-            is_ending=core.is_ending,
-            drain=settings.drain,
-            prior=prior_seconds_per_token(layout),
-        )
+        driver = _driver_of(parts, config, settings, layout, engine, core)
         if config.required and (error := parts.tier.wait_open(config.deadline)):
             raise StartError(f"{name}: required, but cannot be opened: {error}")
-        way_in, primary = f"under vLLM's own tiering in vLLM {version}", f"vLLM's, {format_size(view.nbytes)}"
-        facts = StartFacts(way_in, primary, settings.namespace, parts.fingerprint, shared)
-        parts.start_line = StartLine(facts, {name: (config.type, parts.tier)})
         undo.pop_all()
     return OpenedTier(
-        driver, name, identity.model.name, shared, namespace=settings.namespace, fingerprint=parts.fingerprint
+        driver,
+        name,
+        identity.model.name,
+        shared,
+        namespace=settings.namespace,
+        fingerprint=parts.fingerprint,
+        kind=config.type,
+        announced=parts.tier,
+        facts=_start_facts(view, version, settings.namespace, parts.fingerprint, shared=shared),
     )
+
+
+def _driver_of(
+    parts: "_Parts", config: TierConfig, settings: TierSettings, layout: CacheLayout, engine: Engine, core: CoreLink
+) -> TierDriver:
+    slot = TierSlot(0, parts.tier, _options(config))
+    slot.rate.prior = layout.payload_bytes(0) / PRIOR_BYTES_PER_SECOND
+    return TierDriver(
+        slot,
+        settings.lookup_wait,
+        parts.close,
+        [layout.tokens_per_chunk(group) for group in range(len(layout.groups))],
+        None if settings.load_wait == "auto" else settings.load_wait,
+        is_idle=core.is_idle if engine.is_alone else lambda: False,
+        is_ending=core.is_ending,
+        drain=settings.drain,
+        prior=prior_seconds_per_token(layout),
+    )
+
+
+def _off_tier(config: TierConfig, settings: TierSettings, model: str, facts: StartFacts, why: str) -> OpenedTier:
+    _log.warning("%s: off: %s", config.tier_name, why)
+    tier = OffTier()
+    driver = TierDriver(TierSlot(0, tier, _options(config)), settings.lookup_wait, lambda _seconds: None)
+    return OpenedTier(
+        driver, config.tier_name, model, shared=False, off=why, kind=config.type, announced=tier, facts=facts
+    )
+
+
+def _start_facts(
+    view: memoryview, version: str, namespace: str, fingerprint: str = "", *, shared: bool = False
+) -> StartFacts:
+    way_in, primary = f"under vLLM's own tiering in vLLM {version}", f"vLLM's, {format_size(view.nbytes)}"
+    return StartFacts(way_in, primary, namespace, fingerprint, shared)
 
 
 def _why_off(engine: Engine) -> str:
@@ -165,6 +201,13 @@ class OffTier(SecondaryTierManager):
         """Return False."""
         return False
 
+    def open_state(self) -> str:
+        """Return that it is off."""
+        return OFF
+
+    def warn_unusable(self, error: str) -> None:
+        """Do nothing: why it is off has been logged."""
+
 
 def _options(config: TierConfig) -> TierOptions:
     return TierOptions(config.tier_name, config.read_only, config.admission, config.deadline)
@@ -192,7 +235,6 @@ class _Parts:
         self._sizes = [(layout.payload_bytes(g), layout.value_bytes(g)) for g in range(len(layout.groups))]
         self._row_bytes = layout.payload_bytes(0)
         self._fd = -1
-        self.start_line: StartLine | None = None
         self._rows: memoryview | None = None
         with contextlib.ExitStack() as undo:
             self._logs = queue_logs()  # first: what follows logs, too
@@ -217,8 +259,6 @@ class _Parts:
 
     def close(self, seconds: float) -> None:
         """Close the tier, which has been drained, within this many seconds, and release vLLM's memory."""
-        if self.start_line is not None:
-            self.start_line.close()
         self.tier.close()
         if self._hosts is not None:
             self._hosts.close(max(_CLOSE_SECONDS, seconds))

@@ -10,7 +10,7 @@ from kvtiers.config import load_config
 from kvtiers.config.models import LoadWait
 from kvtiers.config.problems import problems_in
 
-__all__ = ["OPTIONS_KEY", "PREFIX", "TierSettings", "load_tier_options"]
+__all__ = ["OPTIONS_KEY", "PREFIX", "TierSettings", "load_tier_options", "tier_names"]
 
 PREFIX = "kvtiers-"
 """In front of a tier's type, in vLLM's names for tiers."""
@@ -67,7 +67,7 @@ def _placed(problem: str, tier_type: str) -> str:
 def _not_here(config: TierConfig, extra_config: Mapping[str, Any]) -> list[str]:
     """Return the options that vLLM's own primary does not allow, and a duplicate tier name."""
     problems = []
-    if _tier_names(extra_config).count(config.tier_name) > 1:
+    if tier_names(extra_config).count(config.tier_name) > 1:
         problems.append(f"the name {config.tier_name!r} is that of another tier, too; give one of them another 'name'")
     if config.admission != "all":
         problems.append(
@@ -78,7 +78,7 @@ def _not_here(config: TierConfig, extra_config: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _tier_names(extra_config: Mapping[str, Any]) -> list[str]:
+def tier_names(extra_config: Mapping[str, Any]) -> list[str]:
     """Return the names of all kvtiers tiers of the engine, by which metrics and reports name them."""
     entries = [entry for entry in extra_config.get("secondary_tiers", ()) if isinstance(entry, Mapping)]
     types = [str(entry.get("type", "")) for entry in entries]

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from kvtiers.api import OffloadKey
 from kvtiers.tiering.estimates import PrefillCost
 from kvtiers.tiering.load_or_recompute import LATE, GpuQueue
+from kvtiers.tiering.prefill_price import PrefillPrice
 from kvtiers.tiering.tier_slot import TierSlot
 
 __all__ = ["PrefillRate", "Prompt", "Prompts"]
@@ -31,6 +32,7 @@ _INTERVALS = 2
 class Prompt:
     """One request's, in tokens. ``queue``: those of others before it and behind it when its loads began.
 
+    ``loaded``: since it was last begun; ``before``: those that were loaded when it was.
     ``decided_in``: which step. ``promised``: chunks that it is to load, and of which no load has begun.
     ``trial``: how many chunks are loaded only to measure the tier; ``tried``: those of them that were asked for.
     """
@@ -44,6 +46,7 @@ class Prompt:
     queue: tuple[float, int] | None = None
     loading: int = 0
     loaded: int = 0
+    before: int = 0
     trial: int = 0
     tried: set[OffloadKey] = field(default_factory=set)
 
@@ -100,6 +103,7 @@ class Prompts:
         self.taken_up(prompt)
         self._gpu.computes(max(0, prompt.tokens - prompt.loaded))
         prompt.is_loaded, prompt.decided_in, prompt.queue = False, -1, None
+        prompt.before = prompt.loaded
         prompt.loading = prompt.loaded = prompt.trial = 0
         prompt.tried.clear()
 
@@ -171,11 +175,13 @@ class _Step:
 
     waiting: set[str]
     tokens: int = 0
+    position: float = 0.0
+    """How many tokens are before each of them in its prompt, on average."""
     intervals: list[float] = field(default_factory=list)
 
 
 class PrefillRate:
-    """The estimator of prefill speed, seconds a token; reports to ``cost``. Runs on the engine's thread.
+    """The estimator of prefill speed, seconds a token; reports to ``cost`` and ``price``. Runs on the engine's thread.
 
     At each step's end vLLM reports to a tier which requests are scheduled for the first time, and later which of their
     chunks were computed: the first chunks of a request are those of its first step. How long that step took is the time
@@ -190,8 +196,9 @@ class PrefillRate:
     does not count.
     """
 
-    def __init__(self, cost: PrefillCost) -> None:
+    def __init__(self, cost: PrefillCost, price: PrefillPrice) -> None:
         self._cost = cost
+        self._price = price
         self._open: deque[_Step] = deque(maxlen=_MOST_OPEN)
         self._step_of: dict[str, _Step] = {}
         self._last_end: float | None = None
@@ -210,11 +217,16 @@ class PrefillRate:
             self._open.remove(step)
             self._take(step)
 
-    def computed(self, request: str, tokens: int) -> None:
-        """Record computed chunks of a request. Only the first report counts: it is of the request's first step."""
+    def computed(self, request: str, tokens: int, before: int = 0) -> None:
+        """Record computed chunks of a request. Only the first report counts: it is of the request's first step.
+
+        ``before``: the tokens of its prompt that were loaded, and not computed.
+        """
         step = self._step_of.pop(request, None)
         if step is not None:
             step.tokens += tokens
+            if tokens:
+                step.position += (before + tokens / 2 - step.position) * tokens / step.tokens
             step.waiting.discard(request)
 
     def finished(self, request: str) -> None:
@@ -228,3 +240,4 @@ class PrefillRate:
     def _take(self, step: _Step) -> None:
         if step.tokens:
             self._cost.observe(step.tokens, max(step.intervals))
+            self._price.observe(step.tokens, max(step.intervals), step.position)

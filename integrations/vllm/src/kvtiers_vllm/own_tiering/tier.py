@@ -7,7 +7,7 @@ step: an exception is logged and counted, and the call returns a safe answer: a 
 import threading
 import weakref
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm import __version__ as vllm_version
 
@@ -17,11 +17,14 @@ from kvtiers_vllm.compat import follow_core
 from kvtiers_vllm.engine import engine_being_built
 from kvtiers_vllm.life import FirstReport
 from kvtiers_vllm.never_raise import BugCount, never_raises
-from kvtiers_vllm.own_tiering.build import open_tier
+from kvtiers_vllm.own_tiering.build import begin_start_line, open_tier
 from kvtiers_vllm.own_tiering.locked_tier import prefix_keys
 from kvtiers_vllm.own_tiering.metrics import COUNTERS, GAUGES, TierFigures, open_status, tier_definitions
-from kvtiers_vllm.own_tiering.options import load_tier_options
+from kvtiers_vllm.own_tiering.options import load_tier_options, tier_names
 from kvtiers_vllm.releases import release_of
+
+if TYPE_CHECKING:
+    from kvtiers.start_line import StartLine
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -76,7 +79,16 @@ class KvtiersTier(SecondaryTierManager):
         self._first_report = FirstReport(opened.driver.has_spoken) if getattr(engine, "is_alone", False) else None
         self._status = open_status(opened, troubles, f"vLLM {vllm_version}")
         self._end: threading.Thread | None = None
+        self.opened = opened
+        self.start_line: StartLine | None = None
         _running[self] = self._offloading
+        mine = self._of_this_engine()
+        if len(mine) >= len(tier_names(offloading_spec.extra_config)):  # vLLM makes one after another: the last one
+            try:
+                self.start_line = begin_start_line([tier.opened for tier in mine])
+            except RuntimeError:  # no thread can be started
+                self.shutdown()
+                raise
 
     # -- requests
 
@@ -152,10 +164,17 @@ class KvtiersTier(SecondaryTierManager):
 
         vLLM ends its tiers one after another. Closing the first one starts closing all: they share one bound.
         """
-        for tier in [tier for tier, offloading in _running.items() if offloading is self._offloading]:
+        mine = self._of_this_engine()
+        for tier in mine:
+            if tier.start_line is not None:
+                tier.start_line.close()
+        for tier in mine:
             tier.begin_end()
         if self._end is not None:
             self._end.join()
+
+    def _of_this_engine(self) -> "list[KvtiersTier]":
+        return [tier for tier, offloading in list(_running.items()) if offloading is self._offloading]
 
     def begin_end(self) -> None:
         """Start to close on a thread; in this call if no thread can be started, as while the interpreter ends."""

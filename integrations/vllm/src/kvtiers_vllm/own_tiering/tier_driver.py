@@ -35,6 +35,7 @@ from kvtiers.metrics import TierMetrics
 from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.secondary.tier_jobs import JobFailed, JobReleased, JobStarted, good_keys, moved
 from kvtiers.tiering.estimates import PrefillCost
+from kvtiers.tiering.prefill_price import PrefillPrice
 from kvtiers.tiering.provenance import Origins
 from kvtiers.tiering.tier_slot import TierSlot
 from kvtiers.types import RequestContext
@@ -121,7 +122,8 @@ class TierDriver:
         self._close = close
         self._tokens_per_chunk = tokens_per_chunk
         self._clock = clock
-        self._prefill = PrefillRate(self._prompts.cost)
+        self._price = PrefillPrice()
+        self._prefill = PrefillRate(self._prompts.cost, self._price)
         self._jobs: dict[int, _Running] = {}
         self._requests: dict[str, _Request] = {}
         self._to_leave_out: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
@@ -213,7 +215,7 @@ class TierDriver:
         keys = tuple(keys)
         request, now = self._request(request_id), self._clock()
         if not is_promotion:
-            self._prefill.computed(request_id, self._tokens(keys))
+            self._prefill.computed(request_id, self._tokens(keys), request.prompt.before)
         if not is_promotion and (self._slot.options.read_only or request.left_out):
             self._results.append(JobResult(job_id, success=True))  # intended: it must not count as a failure
             return
@@ -440,8 +442,11 @@ class TierDriver:
             tokens = self._tokens(good)
             self.metrics.loads += 1
             self.loaded_tokens += tokens
+            # What vLLM's own prefix cache had of the prompt is not seen here: then it is further in, and dearer.
+            computing = self._price.seconds(tokens, request.prompt.loaded + tokens / 2)
             request.prompt.loaded += tokens
-            self._slot.price(len(good), tokens, self._prompts.cost, seconds)
+            if computing is not None:
+                self._slot.count_saved(len(good), computing, seconds)
 
     def _note_lost(self, job: TransferJob, good: Sequence[OffloadKey]) -> None:
         """Make a chunk whose load failed a miss for its request, which would retry for ever otherwise."""

@@ -119,10 +119,21 @@ class KvtiersConnector(OffloadingConnector):
     @never_raises(lambda: None)
     def _step_begins(self, scheduler_output: Any) -> None:
         manager, tokens = self.connector_scheduler.manager, scheduler_output.total_num_scheduled_tokens
-        manager.steps.begins(tokens, len(scheduler_output.num_scheduled_tokens))
+        scheduled = scheduler_output.num_scheduled_tokens
+        manager.steps.begins(tokens, len(scheduled), self._mean_position(scheduler_output) or 0.0)
         if tokens:
             manager.computes()
         manager.rest(computes=bool(tokens))
+
+    @never_raises(lambda: 0.0)
+    def _mean_position(self, scheduler_output: Any) -> float:
+        """Return how many tokens are before each of a step's in its request, on average."""
+        cached = scheduler_output.scheduled_cached_reqs
+        before: dict[str, int] = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+        before |= zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        scheduled: dict[str, int] = scheduler_output.num_scheduled_tokens
+        positions = sum(tokens * (before.get(name, 0) + tokens / 2) for name, tokens in scheduled.items())
+        return positions / max(1, sum(scheduled.values()))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Pass the results of copies to the manager."""

@@ -164,7 +164,7 @@ class KvtiersManager(OffloadingManager):
         if run is None or place < run.first:
             wanted = keys.following(key, place)
             with self._manager.lock:
-                hits = self._manager.lookup_prefix(wanted, request.context)
+                hits = self._manager.lookup_prefix(wanted, request.context, place)
             while hits.unresolved and not hits.pending and self._began_idle:
                 with self._manager.lock:
                     self._manager.ask_ahead(wanted)
@@ -172,7 +172,7 @@ class KvtiersManager(OffloadingManager):
                     break
                 with self._manager.lock:
                     self._manager.look_again()
-                    hits = self._manager.lookup_prefix(wanted, request.context)
+                    hits = self._manager.lookup_prefix(wanted, request.context, place)
             run = request.runs[group] = Run(place, hits)
             self._asked.add(request)
         return run

@@ -26,30 +26,34 @@ class StepClock:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._running: deque[tuple[int, float]] = deque(maxlen=_STEPS_IN_FLIGHT)
+        self._running: deque[tuple[int, float, float]] = deque(maxlen=_STEPS_IN_FLIGHT)
         self._ended = 0.0
-        self._computed = (0, 0.0)
+        self._computed = (0, 0.0, 0.0)
         self.computes_prompts = False
         """The step that began last computes mostly prompts."""
 
-    def begins(self, tokens: int, requests: int) -> None:
-        """Record a step that computes this many tokens for this many requests."""
+    def begins(self, tokens: int, requests: int, position: float = 0.0) -> None:
+        """Record a step that computes this many tokens for this many requests.
+
+        ``position``: how many tokens are before each of them in its request, on average.
+        """
         self.computes_prompts = tokens > 0 and tokens >= _PREFILL_TOKENS * requests
-        self._running.append((tokens if self.computes_prompts else 0, self._clock()))
+        self._running.append((tokens if self.computes_prompts else 0, position, self._clock()))
 
     def ends(self) -> None:
         """Record the end of the oldest step."""
         if not self._running:
             return
-        tokens, began = self._running.popleft()
+        tokens, position, began = self._running.popleft()
         before_it, self._ended = self._ended, self._clock()
         if tokens:
-            computed, seconds = self._computed
-            self._computed = (computed + tokens, seconds + self._ended - max(began, before_it))
+            computed, seconds, where = self._computed
+            where += (position - where) * tokens / (computed + tokens)
+            self._computed = (computed + tokens, seconds + self._ended - max(began, before_it), where)
 
-    def take_computed(self) -> tuple[int, float]:
-        """Return tokens and seconds of the steps that count and were not taken yet."""
-        computed, self._computed = self._computed, (0, 0.0)
+    def take_computed(self) -> tuple[int, float, float]:
+        """Return tokens, seconds and mean position of the steps that count and were not taken yet."""
+        computed, self._computed = self._computed, (0, 0.0, 0.0)
         return computed
 
 
