@@ -109,12 +109,12 @@ def test_a_forked_child_holds_nothing_of_the_region(machine, wait_until_gone):
     rank = machine.rank()
     manager.do("region.wait_ready()\ngather(region, 'PrefaultEnded')\nregion.view[0] = 9")
     code = (
-        "is_free, has_let_go = os.pipe()\n"
+        "is_free, has_detached = os.pipe()\n"
         "child = os.fork()\n"
         "if child == 0:\n"  # here the child has run what it runs after a fork
         "    value = {owner}.view[0] if {mapped} else None\n"  # its memory is its own now, and empty
         "    os.set_blocking(0, True)\n"
-        "    os.write(has_let_go, b'.')\n"
+        "    os.write(has_detached, b'.')\n"
         "    signal.pause()\n"
         "os.read(is_free, 1)\n"
         "child"

@@ -187,4 +187,4 @@ def test_a_process_of_the_same_user_that_connects_in_a_loop_costs_the_engine_nex
     assert accepted <= 1000 * seconds + 200
     assert work < 0.1 * seconds, "processor time of the engine's side"
     rank.do("join.close()")
-    machine.rank()  # whoever has waited meanwhile comes in
+    machine.rank()  # a rank that has waited meanwhile comes in

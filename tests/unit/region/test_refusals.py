@@ -44,7 +44,7 @@ def test_refusals_that_are_not_taken_do_not_fill_the_memory_and_the_first_one_of
 
 
 @pytest.mark.parametrize(("at_start", "most"), [(False, 100), (True, 400)])
-def test_connections_are_accepted_at_a_bounded_rate_whoever_makes_them(at_start, most):
+def test_connections_are_accepted_at_a_bounded_rate_from_ranks_and_strangers(at_start, most):
     clock = Clock()
     rate = AcceptRate(clock)
     for _ in range(3):
