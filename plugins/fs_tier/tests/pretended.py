@@ -27,7 +27,7 @@ class PretendedMount:
         self._point = point
         self._used = 0
         self._lock = threading.Lock()
-        self._os = {name: getattr(os, name) for name in ("open", "write", "unlink", "rename", "fstatvfs")}
+        self._os = {name: getattr(os, name) for name in ("open", "write", "writev", "unlink", "rename", "fstatvfs")}
         size = options.get("size")
         self._size = int(size[:-1]) * _UNITS[size[-1]] if size else 0
         self._inodes = int(options.get("nr_inodes", 0))
@@ -64,6 +64,9 @@ class PretendedMount:
                 written = self._os["write"](fd, fits)
             self._used += written
             return written
+
+    def _writev(self, fd, parts):
+        return self._write(fd, parts[0] if len(parts) == 1 else b"".join(parts))
 
     def _unlink(self, path, *, dir_fd=None):
         with self._lock:

@@ -262,7 +262,7 @@ def test_an_error_of_the_disk_is_an_error_and_not_a_full_store(folder, value, na
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "write", broken)
+        patch.setattr(os, "writev", broken)
         with pytest.raises(OSError, match="Input/output error"):
             store.write(names(1)[0], value(1))
     assert not folder.temps()

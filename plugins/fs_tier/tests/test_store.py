@@ -208,3 +208,11 @@ def test_with_fsync_each_value_and_its_folder_is_synced_before_the_write_returns
     place = folder.file(name)
     assert [path.startswith(f"{place.parent}/.tmp-") for path in synced] == [True, False]
     assert synced[1] == str(place.parent)
+
+
+def test_a_value_of_more_parts_than_one_call_takes_is_written_whole(folder, names, read):
+    whole = bytes(range(256)) * 32  # two pages
+    view, [name] = memoryview(whole), names(1)
+    folder.open().write_parts(name, [view[at : at + 3] for at in range(0, len(view), 3)])
+    assert read(folder.open(), name, pages=2) == whole
+    assert not folder.temps()

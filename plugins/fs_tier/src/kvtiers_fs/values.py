@@ -32,6 +32,7 @@ _PAGE = 4096
 _REFRESH_SECONDS = 3600.0  # each use as a write of its own would cost more than the order is worth
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _LEAST_COLD = 1 << 20  # of less, asking what the page cache has costs as much as copying it
+_MOST_PARTS = 1024  # of one call (IOV_MAX of Linux and macOS)
 _READ = os.O_RDONLY | os.O_NONBLOCK  # without it, opening a pipe at this path would wait for a writer
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _HERE = b"\x01"
@@ -165,10 +166,11 @@ def _fill(fd: int, dst: memoryview) -> bool:
 
 
 def _pour(fd: int, parts: Sequence[memoryview]) -> None:
-    done, total = _write_some(fd, parts), sum(map(len, parts))
+    done, total = _write_some(fd, parts[:_MOST_PARTS]), sum(map(len, parts))
     while done < total:
         with contextlib.ExitStack() as cut:
-            done += _write_some(fd, [cut.enter_context(part) for part in _behind(parts, done)])
+            behind = itertools.islice(_behind(parts, done), _MOST_PARTS)
+            done += _write_some(fd, [cut.enter_context(part) for part in behind])
 
 
 def _behind(parts: Sequence[memoryview], done: int) -> Iterator[memoryview]:
