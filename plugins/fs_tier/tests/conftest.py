@@ -77,7 +77,7 @@ class Folder:
     @contextlib.contextmanager
     def index_of(store) -> Iterator[Index]:
         """Give the index to be changed; the store's own evictor waits meanwhile."""
-        with store._evictor._turn, store._usage.locked() as is_mine:
+        with store._evictor.turn, store._usage.locked() as is_mine:
             assert is_mine
             index = store._usage.load()
             yield index

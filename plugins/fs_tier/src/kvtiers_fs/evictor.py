@@ -72,7 +72,8 @@ class Evictor:
         self._woken = threading.Event()
         self._stopping = False
         self._disk_is_full = False
-        self._turn = threading.Lock()
+        self.turn = threading.Lock()
+        """Held for the length of a round."""
         self._next_warning = self._next_floor = 0.0
         self._counts = Counter(dict.fromkeys(_COUNTED, 0))
         self._figures: dict[str, float] = {}
@@ -124,7 +125,7 @@ class Evictor:
 
     def round(self) -> float:
         """Report, and do a part of the work if it is this process's turn; return the seconds until the next round."""
-        with self._turn, self._usage.locked() as is_mine:
+        with self.turn, self._usage.locked() as is_mine:
             if not is_mine:
                 return _BUSY_SECONDS
             index = self._usage.load()

@@ -264,6 +264,11 @@ class Ledger:
             self._net = self._written = 0
             return taken
 
+    def restart(self) -> None:
+        """Begin again with a directory that is empty: what was not reported of the one before it is gone with it."""
+        self.take()
+        self.publish(0)
+
     def publish(self, known: int) -> None:
         """Record how much the directory holds, reports of all processes included."""
         with self._changed:

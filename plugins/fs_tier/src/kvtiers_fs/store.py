@@ -116,8 +116,11 @@ class FsStore(ChunkStore):
             if not self._directory.is_removed():
                 return  # another thread was sooner
             root = open_root(self._config, read_only=False)
-            self._usage.replace(UsageFile(root, read_only=False))
-            self._directory.replace(root)
+            evictor, ledger = self._writable()
+            with evictor.turn:  # a round must not save what it has loaded from the old file
+                self._usage.replace(UsageFile(root, read_only=False))
+                ledger.restart()
+                self._directory.replace(root)
         _log.warning("%s was removed while it was in use; it was made again, and is empty", self._config.path)
 
     def _writable(self) -> tuple[Evictor, Ledger]:
