@@ -78,6 +78,7 @@ class Engine:
             model=model, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True,
             max_model_len=most_tokens + 64, gpu_memory_utilization=0.6, max_num_batched_tokens=8192,
             enable_prefix_caching=True, kv_transfer_config=config, disable_log_stats=False, seed=0,
+            tensor_parallel_size=int(os.environ.get("RANKS", "1")), disable_custom_all_reduce=True,
         )  # fmt: skip
         self.start_seconds = time.perf_counter() - begun
 
