@@ -110,6 +110,27 @@ def test_one_line_exports_everything():
         assert name in exported or f"{name}_seconds" in exported
 
 
+def test_the_shadow_caches_are_exported_by_policy_and_size():
+    report = {
+        "hit_rates": {"lru": {"0.25": 0.1, "1": 0.3}},
+        "adds": {"s3": 0.002},
+        "infinite": 0.5,
+        "sampled": 0.01,
+        "chunks": 7,
+        "dropped": 2,
+        "seconds": 0.25,
+    }
+    registry = CollectorRegistry()
+    metrics.export(lambda: figures() | {"what_if": report}, registry)
+    text = generate_latest(registry).decode()
+    assert 'kvtiers_what_if_hit_rate{policy="lru",times="0.25"} 0.1' in text
+    assert 'kvtiers_what_if_adds{tier="s3"} 0.002' in text
+    assert "kvtiers_what_if_dropped_total 2.0" in text
+    registry = CollectorRegistry()
+    metrics.export(lambda: figures() | {"what_if": {}}, registry)
+    assert "what_if" not in generate_latest(registry).decode()
+
+
 def test_the_newest_figures_are_exported_each_time():
     current = figures(steps=1)
     registry = CollectorRegistry()

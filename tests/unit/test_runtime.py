@@ -202,9 +202,28 @@ def test_a_tier_that_cannot_be_opened_does_not_stop_an_engine_that_does_not_requ
         assert manager.lookup_prefix(KEYS[:1], RequestContext("s")).chunks == 1
 
 
+def test_an_engine_says_what_other_sizes_would_hit(monkeypatch):
+    monkeypatch.setattr("kvtiers.what_if.live._REPORT_SECONDS", 0.01)
+    with running(config(secondary=[MEMORY], what_if=True)) as (manager, _, _):
+        assert manager.takes_requests
+        assert manager.stats()["what_if"] == {}
+        hashes = [bytes([number]) * 32 for number in range(64)]
+        for _ in range(4):
+            manager.record_request(0.0, 64 * 16 + 1, 64 * 16 + 9, [hashes])
+        step_until(manager, lambda: manager.stats()["what_if"].get("chunks") == 256)
+        report = manager.stats()["what_if"]
+    assert report["hit_rates"]["lru"]["1"] == pytest.approx(0.75, abs=0.02)
+    assert set(report["hit_rates"]) == {"lru", "arc", "turn-hazard"}
+    assert (report["rows"], report["capacity"]) == (256, 2**20)
+    assert set(report["adds"]) == {"memory"}
+    with running(config()) as (manager, _, _):
+        assert not manager.takes_requests
+        assert "what_if" not in manager.stats()
+
+
 def test_after_shutdown_no_thread_is_left():
     before = set(threading.enumerate())
-    with running(config(secondary=[MEMORY, {**MEMORY, "io": "process", "name": "helped"}])):
+    with running(config(secondary=[MEMORY, {**MEMORY, "io": "process", "name": "helped"}], what_if=True)):
         pass
     left = [thread for thread in threading.enumerate() if thread not in before]
     assert not left, left
@@ -219,7 +238,7 @@ EVERYTHING = config(
 def test_a_start_that_fails_for_want_of_a_thread_leaves_nothing_behind(platform, tmp_path, monkeypatch):
     """Once for each thread that the caller's starts: it is refused, those before it are not."""
     monkeypatch.setattr(runtime.sys, "platform", platform)
-    settings = {**EVERYTHING, "record": {"path": str(tmp_path / "trace.jsonl")}}
+    settings = {**EVERYTHING, "record": {"path": str(tmp_path / "trace.jsonl")}, "what_if": True}
     started = StartedThreads(monkeypatch)
     manager = kvtiers.open_manager(settings, LAYOUT)
     needed = started.by_the_caller

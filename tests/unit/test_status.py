@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvtiers.cli.main import cli
-from kvtiers.cli.status import verdict
+from kvtiers.cli.status import verdict, what_if_sentence
 from kvtiers.metrics import TierMetrics
 from kvtiers.status import LastTrouble, StatusSocket, Troubles, answer_status, ask, running, troubles_from_the_start
 
@@ -312,3 +312,49 @@ def test_a_tiers_last_trouble_is_its_own_last_warning():
         assert trouble.text == "the second"
     finally:
         logging.getLogger("kvtiers").removeHandler(trouble)
+
+
+def report(**more):
+    rates = {"0.25": 0.1, "0.5": 0.2, "1": 0.3, "2": 0.334, "4": 0.35, "8": 0.351}
+    learnt = {times: rate + 0.061 for times, rate in rates.items()}
+    return {
+        "policy": "lru",
+        "rows": 16384,
+        "sampled": 0.0625,
+        "chunks": 250_000,
+        "infinite": 0.36,
+        "capacity": 64 * 2**30,
+        "dropped": 3,
+        "seconds": 1.5,
+        "hit_rates": {"lru": rates, "turn-hazard": learnt},
+        "adds": {"fs": 0.08, "s3": 0.002},
+    } | more
+
+
+def test_what_if_is_a_table_and_one_sentence(serve):
+    serve(answer(fs=TIER) | {"what_if": report()})
+    shown = CliRunner().invoke(cli, ["status", "--what-if"]).output
+    assert "16GiB" in shown
+    assert "512GiB" in shown
+    assert "39.5 %" in shown
+    assert "250,000 chunks asked for, 6.2 % of them in the sample, 3 requests left out" in shown
+    sentence = "with turn-hazard +6.1 points; with 128GiB +3.4; the fs tier adds 8.0; the s3 tier adds 0.2: drop it"
+    assert f"what if: {sentence}\n" in shown
+    assert "what if" not in CliRunner().invoke(cli, ["status"]).output
+
+
+def test_what_if_says_when_nothing_would_help_and_when_it_is_too_early():
+    flat = {"0.25": 0.3, "0.5": 0.3, "1": 0.3, "2": 0.3, "4": 0.301, "8": 0.302}
+    assert what_if_sentence(report(hit_rates={"lru": flat, "arc": flat}, adds={})) == (
+        "lru is the best policy; more memory, up to 512GiB, adds nothing"
+    )
+    assert (
+        what_if_sentence(report(chunks=500))
+        == "nothing can be said yet: 500 chunks were asked for, 10,000 say something"
+    )
+
+
+def test_an_engine_without_shadow_caches_says_how_to_have_them(serve):
+    serve(answer(fs=TIER))
+    shown = CliRunner().invoke(cli, ["status", "--what-if"]).output
+    assert "'what_if: true' in the engine's config" in shown

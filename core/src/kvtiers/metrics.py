@@ -223,6 +223,17 @@ PRIMARY_HELP: Mapping[str, str] = {
 }
 """The help texts of the primary's figures."""
 
+WHAT_IF_HELP: Mapping[str, str] = {
+    "hit_rate": "Hit rate that this policy would have with so many times the primary, tiers included (0 to 1).",
+    "adds": "Hit rate that would be lost without the tier (0 to 1).",
+    "infinite": "Hit rate of a cache without bounds (0 to 1).",
+    "sampled": "Share of the chunks that the shadow caches see (0 to 1).",
+    "chunks": "Full chunks that requests have asked for since the shadow caches began.",
+    "dropped": "Requests that the shadow caches left out, since they were behind.",
+    "seconds": "Processor seconds of the shadow caches.",
+}
+"""The help texts of the shadow caches' figures."""
+
 _GAUGES = {
     "unread_bytes",
     "pinned_rows",
@@ -240,6 +251,7 @@ _EXPORTED_HELP = {
     "kvtiers_client_free_bounce_rows": "Bounce rows that no call and no job uses.",
     **{f"kvtiers_primary_{name}": text for name, text in PRIMARY_HELP.items()},
     **{f"kvtiers_tier_{name}": text for name, text in TIER_HELP.items()},
+    **{f"kvtiers_what_if_{name}": text for name, text in WHAT_IF_HELP.items()},
 }
 _ENDINGS = ("", "_total", "_created", "_seconds", "_seconds_bucket", "_seconds_count", "_seconds_sum")
 _CORE_NAMES = frozenset(name + ending for name in TierMetrics.__slots__ for ending in _ENDINGS)
@@ -284,6 +296,7 @@ def _flatten(
         yield f"kvtiers_{name}", {}, value, name in _GAUGES
     for name, value in stats["primary"].items():
         yield f"kvtiers_primary_{name}", {}, value, True
+    yield from _flatten_what_if(stats.get("what_if"))
     for tier, figures in stats["tiers"].items():
         label = {"tier": tier}
         for name, value in figures.items():
@@ -291,6 +304,20 @@ def _flatten(
                 yield f"kvtiers_tier_{name}", label, value, name in _GAUGES
         for name, value in _own(figures["own"]).items():
             yield f"kvtiers_tier_{name}", label, value, True
+
+
+def _flatten_what_if(
+    report: Mapping[str, Any] | None,
+) -> Iterator[tuple[str, dict[str, str], float | Mapping[str, Any], bool]]:
+    if not report:
+        return
+    for policy, rates in report["hit_rates"].items():
+        for times, rate in rates.items():
+            yield "kvtiers_what_if_hit_rate", {"policy": policy, "times": times}, rate, True
+    for tier, rate in report["adds"].items():
+        yield "kvtiers_what_if_adds", {"tier": tier}, rate, True
+    for name in ("infinite", "sampled", "chunks", "dropped", "seconds"):
+        yield f"kvtiers_what_if_{name}", {}, report[name], name in {"infinite", "sampled", "chunks"}
 
 
 def _flatten_client(

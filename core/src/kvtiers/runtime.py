@@ -17,7 +17,7 @@ from typing import Any
 
 from kvtiers._log_queue import QueuedLogs, queue_logs
 from kvtiers._process import hold_standard_descriptors
-from kvtiers.api import StartError
+from kvtiers.api import StartError, TierConfig
 from kvtiers.api.units import format_size
 from kvtiers.config import OffloadConfig, load_config
 from kvtiers.gpu.settings import CopySettings
@@ -26,6 +26,7 @@ from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.layout.rank_map import RankMap
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.model_identity import described, is_shared, with_model, with_weights
+from kvtiers.primary.eviction import BUILT_IN
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.region.client import RegionJoin
 from kvtiers.region.early_memory import EarlyMemory
@@ -37,10 +38,13 @@ from kvtiers.tiering.estimates import prior_seconds_per_token
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.manager import TieringManager
 from kvtiers.tiering.recorder import Recorder
+from kvtiers.what_if.keys_only import Case, CaseTier
+from kvtiers.what_if.live import WhatIf
 
 __all__ = ["begin_memory", "open_manager", "open_worker"]
 
 _log = logging.getLogger("kvtiers")
+_MOST_PRIMARIES = 32  # the largest tier of a shadow cache, so that its keys are bounded
 _START_PIECE_SECONDS = 0.05  # of pinning at a time, where the start waits for it
 _anonymous_regions: dict[str, AnonymousRegion] = {}
 """By engine id, where the region cannot be shared with other processes: its ranks are in this one."""
@@ -105,17 +109,20 @@ def open_manager(
         undo.callback(engine.close_region)
         undo.callback(engine.close_tiers, 0.0)
         engine.write_start_line(way_in)
-        recorder = _recorder(config, layout)  # last: nothing below starts a thread, which can fail
-        tokens_per_chunk = [layout.tokens_per_chunk(group) for group in range(len(layout.groups))]
+        recorder = _recorder(config, layout)
+        if recorder is not None:
+            undo.callback(recorder.close, 0.0)
+        what_if = _what_if(config, layout, region)  # last: nothing below starts a thread, which can fail
         manager = TieringManager(
             engine_id,
             primary,
             engine.slots,
-            tokens_per_chunk,
+            [layout.tokens_per_chunk(group) for group in range(len(layout.groups))],
             engine,
             _tiering_options(config, prior_seconds_per_token(layout)),
             recorder=recorder,
             prefix_group=layout.prefix_group,
+            what_if=what_if,
         )
         undo.pop_all()
     return manager
@@ -220,6 +227,29 @@ def _recorder(config: OffloadConfig, layout: CacheLayout) -> Recorder | None:
         return None
     group = layout.prefix_group
     return Recorder(config.record.path, config.record.max_bytes, layout.groups[group].tokens_per_block, group)
+
+
+def _what_if(config: OffloadConfig, layout: CacheLayout, region: OffloadRegion) -> WhatIf | None:
+    """Return shadow caches of the group by which prompts are measured; the groups have equal parts of the rows."""
+    if not config.what_if:
+        return None
+    groups = range(len(layout.groups))
+    values = sum(layout.value_bytes(group) for group in groups)
+    rows, capacity = max(1, region.num_rows // len(groups)), region.num_rows * region.row_stride
+    tiers = tuple(
+        CaseTier(tier.tier_name, _chunks_of(tier, values, rows), tier.admission, tier.read_only)
+        for tier in config.secondary
+    )
+    now = Case(rows, config.primary.eviction, tiers, config.budgets, config.clean_reserve)
+    group = layout.prefix_group
+    return WhatIf(now, list(BUILT_IN), capacity, layout.tokens_per_chunk(group), layout.blocks_per_chunk, group)
+
+
+def _chunks_of(tier: TierConfig, value_bytes: int, rows: int) -> int:
+    """Return what a tier holds; one whose capacity is not known here counts as the largest that is simulated."""
+    capacity = getattr(tier, "capacity", None)
+    most = _MOST_PRIMARIES * rows
+    return min(most, max(1, capacity // value_bytes)) if isinstance(capacity, int) else most
 
 
 def _tiering_options(config: OffloadConfig, prior: float = 0.0) -> TieringOptions:

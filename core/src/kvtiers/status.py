@@ -155,11 +155,13 @@ def answer_status(
     *,
     namespace: str = "",
     fingerprint: Callable[[], str] = lambda: "",
+    what_if: Callable[[], Mapping[str, Any]] = dict,
 ) -> StatusSocket:
     """Answer questions about an engine's tiers from now on. ``troubles``: closed with the answer.
 
     ``figures()``: by tier, the fields of ``TierMetrics``; ``own``: the tier's own figures; ``off``: why it is not used
     here, or ""; ``shared``, ``tokens``, ``saved_seconds``; and ``left_out_requests`` where there can be any.
+    ``what_if()``: the report of the shadow caches, empty where there are none.
     """
 
     def status() -> dict[str, Any]:
@@ -172,6 +174,7 @@ def answer_status(
             "fingerprint": fingerprint(),
             "orphaned": is_orphaned(),
             "tiers": found,
+            "what_if": dict(what_if()),
         }
 
     return StatusSocket(status, troubles.close)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -13,6 +14,7 @@ from kvtiers.api import OffloadKey
 
 __all__ = [
     "NO_HINTS",
+    "NO_PARAMS",
     "BlockSpec",
     "ChunkIds",
     "LoadPlan",
@@ -28,6 +30,9 @@ __all__ = [
 
 ChunkIds: TypeAlias = npt.NDArray[np.int32]
 """Row indexes of the primary region, one a chunk."""
+
+
+NO_PARAMS: Mapping[str, object] = MappingProxyType({})
 
 
 class OffloadPolicy(Enum):

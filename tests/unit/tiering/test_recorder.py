@@ -139,3 +139,22 @@ def test_recordings_side_by_side_have_files_of_their_own(path) -> None:
     files = sorted(path.parent.iterdir())
     assert len(files) == 4
     assert [len(lines(file)) for file in files] == [20] * 4
+
+
+def test_hints_are_columns_and_a_session_has_an_id_of_the_recordings_own(path) -> None:
+    recorder = Recorder(path, 1 << 20, 512)
+    said = {"session": "alice-1", "session_ends": True, "expects_turn_in": 2.5, "kv_load_tiers": ["s3"]}
+    recorder.request(0.0, 512, 530, [BLOCKS[:1]], {"session": "alice-1"})
+    recorder.request(1.0, 1024, 1030, [BLOCKS[:2]], said)
+    recorder.request(2.0, 512, 512, [BLOCKS[5:6]], {"session": 7, "session_ends": "yes"})
+    recorder.close(60)
+    first, second, third = lines(path)
+    assert set(first) - {"session"} == set(third) == {"timestamp", "input_length", "output_length", "hash_ids"}
+    assert first["session"] == second["session"]
+    assert (second["session_ends"], second["expects_turn_in"]) == (True, 2.5)
+    assert "alice" not in path.read_text()
+    assert "s3" not in path.read_text()
+    requests = read_trace(path).requests
+    assert [request.params.get("session") for request in requests] == [first["session"], first["session"], None]
+    assert requests[1].params == {"session": first["session"], "session_ends": True, "expects_turn_in": 2.5}
+    assert [request.output_tokens for request in requests] == [18, 6, 0]

@@ -10,11 +10,13 @@ from kvtiers.api.units import format_size
 from kvtiers.cli.output import print_heading, print_table
 from kvtiers.status import ask, process_of, running
 
-__all__ = ["status", "verdict"]
+__all__ = ["status", "verdict", "what_if_sentence"]
 
 _BREAKER = {0: "in use", 1: "out of use", 2: "being tried"}
 _FEW_LOADS = 8  # jobs; with fewer a slow tier looks like a slow start
 _WORTH = 0.05  # of what computing had taken, to be saved at least
+_FEW_ASKED = 10_000  # chunks: with fewer the shadow caches have hardly begun
+_FEW_POINTS = 0.5  # a change of less is no reason for one
 _FEW_CHUNKS = 100  # with fewer written it is unclear whether that pays
 
 
@@ -22,14 +24,16 @@ _FEW_CHUNKS = 100  # with fewer written it is unclear whether that pays
     epilog="""\b
 Examples:
   kvtiers status
+  kvtiers status --what-if
   kvtiers status --json | jq '.[].tiers'
 
 Asks every engine on this machine that runs as the same user (root asks all), by a local socket, and changes nothing.
 Exit status: 0, or 1 if there is no engine that answers."""
 )
+@click.option("--what-if", "asks_what_if", is_flag=True, help="Show what other sizes, policies and tiers would hit.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list, one object an engine.")
 @click.pass_context
-def status(ctx: click.Context, as_json: bool) -> None:
+def status(ctx: click.Context, asks_what_if: bool, as_json: bool) -> None:
     """Show each tier of each running engine, and whether it pays."""
     engines: dict[str, dict[str, Any]] = {}
     for name in running():
@@ -47,6 +51,8 @@ def status(ctx: click.Context, as_json: bool) -> None:
         click.echo("no engine with kvtiers runs here as this user", err=True)
     for answer in [] if as_json else answers:
         _print(answer)
+        if asks_what_if:
+            _print_what_if(answer.get("what_if") or {})
     ctx.exit(0 if answers else 1)
 
 
@@ -61,6 +67,45 @@ def _print(answer: Mapping[str, Any]) -> None:
     print_table(columns, [_row(name, tier) for name, tier in answer["tiers"].items()])
     for name, tier in answer["tiers"].items():
         click.echo(f"  {name}: {verdict(tier)}")
+
+
+def _print_what_if(report: Mapping[str, Any]) -> None:
+    """Print the shadow caches' hit rates, and what they suggest in one sentence."""
+    if not report:
+        click.echo("  what if: nothing to say; it takes 'what_if: true' in the engine's config, and requests")
+        return
+    sizes = list(next(iter(report["hit_rates"].values())))
+    columns = ("hits with", *(format_size(int(report["capacity"] * float(times))) for times in sizes))
+    print_table(columns, [(name, *map(_percent, rates.values())) for name, rates in report["hit_rates"].items()])
+    click.echo(
+        f"  {report['chunks']:,} chunks asked for, {_percent(report['sampled'])} of them in the sample, "
+        f"{report['dropped']:,} requests left out; an infinite cache hits {_percent(report['infinite'])}"
+    )
+    click.echo(f"  what if: {what_if_sentence(report)}")
+
+
+def what_if_sentence(report: Mapping[str, Any]) -> str:
+    """Return what another policy, more memory and each tier change, in points of hits, in one sentence."""
+    if report["chunks"] < _FEW_ASKED:
+        return f"nothing can be said yet: {report['chunks']:,} chunks were asked for, {_FEW_ASKED:,} say something"
+    rates, policy = report["hit_rates"], report["policy"]
+    points = {name: 100 * (of["1"] - rates[policy]["1"]) for name, of in rates.items() if name != policy}
+    best = max(points, key=lambda name: points[name])
+    parts = [
+        f"with {best} {points[best]:+.1f} points" if points[best] >= _FEW_POINTS else f"{policy} is the best policy"
+    ]
+    more = {times: 100 * (rate - rates[policy]["1"]) for times, rate in rates[policy].items() if float(times) > 1}
+    times = next((times for times, gain in more.items() if gain >= _FEW_POINTS), "")
+    size = format_size(int(report["capacity"] * float(times or 8)))
+    parts.append(f"with {size} {more[times]:+.1f}" if times else f"more memory, up to {size}, adds nothing")
+    for name, share in report["adds"].items():
+        drop = ": drop it" if 100 * share < _FEW_POINTS else ""
+        parts.append(f"the {name} tier adds {100 * share:.1f}{drop}")
+    return "; ".join(parts)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
 def _row(name: str, tier: Mapping[str, Any]) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """The offload scheduler's interfaces: what it calls of the tiering manager, and what it needs of its engine."""
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from kvtiers.api import LookupResult, OffloadKey
@@ -42,7 +42,12 @@ class OffloadManager(Protocol):
         """Record that the engine is done with a request, which has so many tokens of output."""
 
     def record_request(
-        self, arrival: float, prompt_tokens: int, tokens: int, block_hashes: Sequence[Sequence[bytes]]
+        self,
+        arrival: float,
+        prompt_tokens: int,
+        tokens: int,
+        block_hashes: Sequence[Sequence[bytes]],
+        params: Mapping[str, object],
     ) -> None:
         """Record what a request was."""
 

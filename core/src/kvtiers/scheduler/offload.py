@@ -102,7 +102,11 @@ class OffloadScheduler:
             self._loads.unpin(tracked)
             self._stores.on_finished(request, tracked)
             self._manager.record_request(
-                tracked.arrival, tracked.prompt_tokens, request.num_tokens, request.block_hashes
+                tracked.arrival,
+                tracked.prompt_tokens,
+                request.num_tokens,
+                request.block_hashes,
+                request.context.params,
             )
             output = max(0, request.num_tokens - tracked.prompt_tokens)
             self._manager.on_request_finished(request.context, output)

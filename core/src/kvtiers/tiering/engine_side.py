@@ -1,9 +1,9 @@
-"""The ``EngineSide`` interface: what the manager needs of the composition root (``runtime.py``)."""
+"""The interfaces of what the composition root (``runtime.py``) gives the manager: an engine's side, its shadows."""
 
-from collections.abc import Collection
-from typing import Protocol
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
 
-__all__ = ["EngineSide"]
+__all__ = ["EngineSide", "ShadowSide"]
 
 
 class EngineSide(Protocol):
@@ -35,3 +35,23 @@ class EngineSide(Protocol):
 
     def close_region(self) -> None:
         """Release the region, after all its users."""
+
+
+class ShadowSide(Protocol):
+    """The shadow caches beside an engine. Nothing blocks but ``close``."""
+
+    def request(
+        self,
+        arrival: float,
+        prompt_tokens: int,
+        output_tokens: int,
+        block_hashes: Sequence[Sequence[bytes]],
+        params: Mapping[str, object],
+    ) -> None:
+        """Take a request that has ended."""
+
+    def report(self) -> dict[str, Any]:
+        """Return the last figures as plain data; empty while there are none. From any thread."""
+
+    def close(self, timeout: float) -> None:
+        """End within ``timeout`` seconds."""

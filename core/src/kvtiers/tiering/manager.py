@@ -15,7 +15,7 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvtiers.api import LookupResult, OffloadKey
@@ -23,7 +23,7 @@ from kvtiers.api.keys import first_misfit
 from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.cascade import Cascades
-from kvtiers.tiering.engine_side import EngineSide
+from kvtiers.tiering.engine_side import EngineSide, ShadowSide
 from kvtiers.tiering.estimates import PRIOR_BYTES_PER_SECOND
 from kvtiers.tiering.jobs import JobTable, TieringOptions
 from kvtiers.tiering.load_or_recompute import Waits
@@ -38,6 +38,7 @@ from kvtiers.tiering.requests import RequestTable
 from kvtiers.tiering.tier_slot import PinBudget, TierSlot
 from kvtiers.types import (
     NO_HINTS,
+    NO_PARAMS,
     LoadPlan,
     OffloadEvent,
     OffloadPolicy,
@@ -52,6 +53,7 @@ __all__ = ["EngineSide", "TieringManager"]
 _NO_HITS = PrefixHits(0, 0, unresolved=False)
 _STEP_SECONDS = 1.0  # how long a shutdown waits for a step that is under way on another thread
 _LOOK_SECONDS = 0.1  # how often it is looked for promotions that have waited too long to be read
+_WHAT_IF_SECONDS = 0.5  # what a shutdown waits for the end of the shadow caches, which sleep most of the time
 _RECORD_SECONDS = 5.0  # what a shutdown gives the recording to write what is waiting
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -89,6 +91,7 @@ class TieringManager:
         clock: Callable[[], float] = time.monotonic,
         recorder: Recorder | None = None,
         prefix_group: int = 0,
+        what_if: ShadowSide | None = None,
     ) -> None:
         options = options or TieringOptions()
         metrics = EngineMetrics()
@@ -100,6 +103,7 @@ class TieringManager:
         self._metrics = metrics
         self._clock = clock
         self._recorder = recorder
+        self._what_if = what_if
         for slot in self._slots:
             slot.rate.prior = primary.row_stride / PRIOR_BYTES_PER_SECOND
         self._origins = Origins(self._slots)
@@ -120,7 +124,7 @@ class TieringManager:
         self._polled = False
         self._ready = False
         self._closed = False
-        self._snapshots = Snapshots(metrics, primary, self._slots, engine.tier_stats)
+        self._snapshots = Snapshots(metrics, primary, self._slots, engine.tier_stats, what_if)
 
     # -- requests
 
@@ -152,17 +156,30 @@ class TieringManager:
             self._promotions.request_finished(state)
             self._requests.close_if_done(state)
 
+    @property
+    def takes_requests(self) -> bool:
+        """Return whether ``record_request`` does anything."""
+        return self._recorder is not None or self._what_if is not None
+
     @_timed
     def record_request(
-        self, arrival: float, prompt_tokens: int, tokens: int, block_hashes: Sequence[Sequence[bytes]]
+        self,
+        arrival: float,
+        prompt_tokens: int,
+        tokens: int,
+        block_hashes: Sequence[Sequence[bytes]],
+        params: Mapping[str, object] = NO_PARAMS,
     ) -> None:
-        """Record a request that ends now in the trace (``record`` in the config); without it nothing happens.
+        """Take a request that ends now, for the trace and the shadow caches (``record``, ``what_if`` in the config).
 
         ``arrival``: by ``time.time``. ``tokens``: prompt and output. ``block_hashes``: chained, by KV group.
+        ``params``: the request's, hints among them.
         """
         if self._recorder is not None:
-            self._recorder.request(arrival, prompt_tokens, tokens, block_hashes)
+            self._recorder.request(arrival, prompt_tokens, tokens, block_hashes, params)
             self._metrics.dropped_records = self._recorder.dropped
+        if self._what_if is not None:
+            self._what_if.request(arrival, prompt_tokens, max(0, tokens - prompt_tokens), block_hashes, params)
 
     # -- lookups
 
@@ -322,7 +339,7 @@ class TieringManager:
     def stats(self) -> dict[str, Any]:
         """Return all figures of one moment between two calls: ``engine``, ``primary``, ``tiers`` by name.
 
-        A tier's ``own`` figures are asked for after it.
+        A tier's ``own`` figures are asked for after it. With shadow caches also ``what_if``, at most some seconds old.
         """
         return self._snapshots.data()
 
@@ -365,6 +382,8 @@ class TieringManager:
                 began = time.monotonic()
                 self._recorder.close(min(timeout, _RECORD_SECONDS))
                 timeout = max(0.0, timeout - (time.monotonic() - began))
+            if self._what_if is not None:
+                self._what_if.close(_WHAT_IF_SECONDS)
             self._engine.close_tiers(timeout)
             self._primary.close()
             self._engine.close_region()

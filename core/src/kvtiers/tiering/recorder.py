@@ -2,10 +2,12 @@
 
 One JSON object a line: ``timestamp`` (ms since the recording began), ``input_length`` and ``output_length`` (tokens),
 ``hash_ids`` (one for each block of the prompt, the last of which may not be full), and ``tokens_per_block`` where that
-is not the format's own 512. Lines stand in the order in which requests ended.
+is not the format's own 512. What the client has said of the request stands in ``session``, ``session_ends`` and
+``expects_turn_in``. Lines stand in the order in which requests ended.
 
-An id is a keyed hash of the block's chained hash. The key is random, is for this recording alone and is never written:
-equal ids mean equal prefixes within the recording, and known prompts cannot be tested against it.
+An id is a keyed hash of the block's chained hash, or of the session's own id. The key is random, is for this recording
+alone and is never written: equal ids mean equal prefixes within the recording, and known prompts cannot be tested
+against it.
 
     the engine's thread    request: copies the list of hashes, or drops the request where too many wait
     the recorder's thread  hashes, writes whole lines, stops for good at ``max_bytes`` or at an error, and logs it
@@ -19,10 +21,12 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
+
+from kvtiers.types import NO_PARAMS, request_hints
 
 __all__ = ["Recorder"]
 
@@ -38,6 +42,7 @@ class _Ended(NamedTuple):
     prompt_tokens: int
     output_tokens: int
     hashes: Sequence[bytes]
+    params: Mapping[str, object]
 
 
 class Recorder:
@@ -72,10 +77,17 @@ class Recorder:
         self._thread = threading.Thread(target=self._run, name="kvtiers-record", daemon=True)
         self._thread.start()
 
-    def request(self, arrival: float, prompt_tokens: int, tokens: int, block_hashes: Sequence[Sequence[bytes]]) -> None:
+    def request(
+        self,
+        arrival: float,
+        prompt_tokens: int,
+        tokens: int,
+        block_hashes: Sequence[Sequence[bytes]],
+        params: Mapping[str, object] = NO_PARAMS,
+    ) -> None:
         """Record a request that has ended, with ``tokens`` in all; ``block_hashes`` by group, ``arrival`` by the clock.
 
-        Dropped, and counted, where too much is waiting to be written.
+        ``params``: the request's; only its hints are recorded. Dropped, and counted, where too much is waiting.
         """
         if self._stopped:
             return
@@ -85,7 +97,7 @@ class Recorder:
             self.dropped += 1
             return
         self._put += blocks
-        self._queue.put(_Ended(arrival, prompt_tokens, max(0, tokens - prompt_tokens), list(hashes)))
+        self._queue.put(_Ended(arrival, prompt_tokens, max(0, tokens - prompt_tokens), list(hashes), params))
 
     def close(self, timeout: float) -> None:
         """Write what is waiting, for ``timeout`` seconds at most, and end."""
@@ -116,7 +128,20 @@ class Recorder:
         }
         if self._tokens_per_block != _MOONCAKE_BLOCK:
             fields["tokens_per_block"] = self._tokens_per_block
+        fields |= self._hints(ended.params)
         return json.dumps(fields, separators=(", ", ": ")).encode() + b"\n"
+
+    def _hints(self, params: Mapping[str, object]) -> dict[str, object]:
+        """Return the columns of what a client has said of the request, its session by an id of this recording's."""
+        hints = request_hints(params)
+        columns: dict[str, object] = {}
+        if hints.session:
+            columns["session"] = f"{self._id(b'session ' + hints.session.encode(errors='replace')):x}"
+        if hints.session_ends:
+            columns["session_ends"] = True
+        if hints.expects_turn_in is not None:
+            columns["expects_turn_in"] = hints.expects_turn_in
+        return columns
 
     def _ids(self, ended: _Ended) -> list[int]:
         ids: list[int] = []

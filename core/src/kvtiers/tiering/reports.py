@@ -12,6 +12,7 @@ from typing import Any
 from kvtiers._log_queue import dropped_lines
 from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
+from kvtiers.tiering.engine_side import ShadowSide
 from kvtiers.tiering.tier_slot import TierSlot
 from kvtiers.types import OffloadEvent
 
@@ -34,18 +35,21 @@ class Snapshots:
         primary: CPUPrimaryTier,
         slots: Sequence[TierSlot],
         own_stats: Callable[[str], dict[str, float]],
+        what_if: ShadowSide | None = None,
     ) -> None:
         self._metrics = metrics
         self._primary = primary
         self._slots = slots
         self._own_stats = own_stats
+        self._what_if = what_if
         self.turns = 0
 
     def data(self) -> dict[str, Any]:
-        """Return the current figures as plain data: ``engine``, ``primary``, ``tiers`` by name."""
+        """Return the current figures as plain data: ``engine``, ``primary``, ``tiers`` by name, ``what_if``."""
         engine, primary, tiers = self._moment()
         named = zip(self._slots, tiers, strict=True)
-        return {
+        what_if = {} if self._what_if is None else {"what_if": self._what_if.report()}
+        return what_if | {
             "engine": engine,
             "primary": primary,
             "tiers": {slot.name: figures | {"own": slot.own_stats(self._own_stats)} for slot, figures in named},

@@ -422,3 +422,13 @@ def test_the_keys_that_are_asked_ahead_are_those_of_the_lookup(book):
 def test_nothing_is_asked_ahead_for_a_request_whose_adapter_is_to_be_looked_at_first(book, tmp_path):
     request = SimpleNamespace(request_id="one", block_hashes=[HASH], lora_request=adapter(tmp_path), cache_salt=None)
     assert not list(book.prefixes(request))
+
+
+def test_what_is_recorded_of_a_request_are_vllms_hashes_one_a_block_by_group(versions, looks):
+    groups = {1: GroupKeys(0, 4, whole_prefix=True, hashes_per_block=2), 0: GroupKeys(1, 2, whole_prefix=False)}
+    book = RequestBook(groups, Weights("w", versions, versions.resets), looks, 0.02)
+    hashes = [bytes([number]) * 32 for number in range(7)]
+    book.show(SimpleNamespace(request_id="r", block_hashes=hashes, cache_salt=None, lora_request=None))
+    request = book.open("r", {})
+    assert book.block_hashes(request) == [[hashes[1], hashes[3], hashes[5]], hashes]
+    assert book.block_hashes(book.open("unseen", {})) == [[], []]

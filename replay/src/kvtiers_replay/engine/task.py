@@ -138,7 +138,13 @@ def _answered_status(task: EngineTask, troubles: Troubles, manager: TieringManag
     def figures() -> dict[str, dict[str, Any]]:
         return {name: _for_status(task, tier) for name, tier in manager.stats()["tiers"].items()}
 
-    answering = answer_status(f"kvtiers replay {kvtiers.__version__}", task.layout.model.name, troubles, figures)
+    answering = answer_status(
+        f"kvtiers replay {kvtiers.__version__}",
+        task.layout.model.name,
+        troubles,
+        figures,
+        what_if=lambda: manager.stats().get("what_if", {}),
+    )
     try:
         yield
     finally:

@@ -110,8 +110,15 @@ def open_stack_status(
     def figures() -> dict[str, dict[str, Any]]:
         return {name: _with_facts(facts, known) for name, known in facts.stats()["tiers"].items()}
 
-    model = facts.layout.model.name
-    return answer_status(engine, model, troubles, figures, namespace=namespace, fingerprint=fingerprint)
+    return answer_status(
+        engine,
+        facts.layout.model.name,
+        troubles,
+        figures,
+        namespace=namespace,
+        fingerprint=fingerprint,
+        what_if=lambda: facts.stats().get("what_if", {}),
+    )
 
 
 def _with_facts(facts: StackFacts, figures: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ class GroupKeys:
     index: int
     hashes_per_chunk: int
     whole_prefix: bool
+    hashes_per_block: int = 1
 
 
 def derive_hash(block_hash: bytes, adapter: bytes, salt: str) -> bytes:

@@ -46,6 +46,7 @@ def group_keys(layout: CacheLayout, offloading: Any) -> Mapping[int, GroupKeys]:
             index,
             layout.tokens_per_chunk(index) // tokens_per_hash,
             whole_prefix=layout.groups[index].kind == "full_attention",
+            hashes_per_block=layout.groups[index].tokens_per_block // tokens_per_hash,
         )
         for index, group in enumerate(offloading.groups)
     }

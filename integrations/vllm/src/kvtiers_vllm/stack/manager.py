@@ -9,6 +9,7 @@ so that vLLM computes it.
 """
 
 import logging
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -129,8 +130,17 @@ class KvtiersManager(OffloadingManager):
         if request is not None:
             self._asked.discard(request)
             self.pipelined.drop(request)
+            output = request.output_tokens()
             with self._manager.lock:
-                self._manager.on_request_finished(request.context, request.output_tokens())
+                if self._manager.takes_requests:
+                    self._manager.record_request(
+                        float(getattr(request.shown, "arrival_time", None) or time.time()),
+                        request.prompt_tokens,
+                        request.prompt_tokens + output,
+                        self.requests.block_hashes(request),
+                        request.context.params,
+                    )
+                self._manager.on_request_finished(request.context, output)
 
     # -- lookups and loads
 

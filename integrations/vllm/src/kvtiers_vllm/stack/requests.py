@@ -166,6 +166,12 @@ class RequestBook:
         """Forget a request, and return it."""
         return self._open.pop(request_id, None)
 
+    def block_hashes(self, request: OpenRequest) -> list[Sequence[bytes]]:
+        """Return vLLM's hash of each block of a request so far, by the layout's groups."""
+        hashes = list(request.shown.block_hashes) if request.shown is not None else []
+        groups = sorted(self._groups.values(), key=lambda group: group.index)
+        return [hashes[group.hashes_per_block - 1 :: group.hashes_per_block] for group in groups]
+
     def __iter__(self) -> Iterator[OpenRequest]:
         return iter(self._open.values())
 

@@ -1,0 +1,198 @@
+"""A keys-only stack: the real manager, primary and policy serve requests one after the other, and no byte is moved.
+
+The primary has rows of no bytes. Each secondary tier is an LRU of keys that answers at once. So admission, budgets,
+promotion and eviction are those of an engine; what is left out is time: a tier that is slow, full queues, values that
+grow too old.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from kvtiers.api import JobResult, LookupResult, OffloadKey, SecondaryTierManager, TierRequest, TransferJob
+from kvtiers.config import BudgetConfig
+from kvtiers.primary.tier import CPUPrimaryTier
+from kvtiers.tiering.jobs import TieringOptions
+from kvtiers.tiering.manager import TieringManager
+from kvtiers.tiering.tier_slot import TierOptions, TierSlot
+from kvtiers.types import RequestContext
+
+__all__ = ["Case", "CaseTier", "KeysOnlyStack", "ServedRequest"]
+
+
+@dataclass(frozen=True, slots=True)
+class CaseTier:
+    """A secondary tier of a case. ``chunks``: the most that it holds; None: no limit."""
+
+    name: str
+    chunks: int | None = None
+    admission: Literal["all", "second_access", "on_eviction"] = "all"
+    read_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """The sizes and rules of one stack; ``primary`` in chunks, tiers in the order of lookup."""
+
+    primary: int
+    policy: str = "lru"
+    tiers: tuple[CaseTier, ...] = ()
+    budgets: BudgetConfig = field(default_factory=BudgetConfig)
+    clean_reserve: float = 0.05
+
+
+class ServedRequest(NamedTuple):
+    """A request: arrival (seconds), keys, how many of them may be hits, parameters, tokens of its answer."""
+
+    arrival: float
+    keys: Sequence[OffloadKey]
+    usable: int
+    params: Mapping[str, object]
+    output_tokens: int
+
+
+class KeysOnlyStack:
+    """The stack of one case. One thread at a time."""
+
+    def __init__(self, case: Case) -> None:
+        self._now = 0.0
+        self._served = 0
+        self.stores = {tier.name: _KeyStore(tier.chunks) for tier in case.tiers}
+        self._manager = self._open(case)
+
+    def serve(self, request: ServedRequest) -> int:
+        """Do what an engine's scheduler does for one request: look up, load what is there, store the rest.
+
+        Return how many of the leading keys were hits. Requests come in the order of their arrival, or nearly so.
+        """
+        self._now = max(self._now, request.arrival)
+        self._served += 1
+        manager, keys = self._manager, request.keys
+        context = RequestContext(str(self._served), request.params)
+        with manager.lock:
+            manager.on_new_request(context)
+            wanted = keys[: request.usable]
+            hits = manager.lookup_prefix(wanted, context)
+            while hits.pending or hits.unresolved:
+                manager.on_schedule_end()
+                hits = manager.lookup_prefix(wanted, context)
+            loading = manager.prepare_load(wanted[: hits.ready], context) if hits.ready else None
+            if loading is not None:
+                manager.complete_load(loading)
+            rest = keys[hits.ready :]
+            while rest:
+                storing = manager.prepare_store(rest, context)
+                if storing is not None:
+                    manager.complete_store(storing)
+                    break
+                rest = rest[: len(rest) // 2]  # no room for all: the head of a prefix is worth more than its tail
+            manager.on_request_finished(context, request.output_tokens)
+            manager.on_schedule_end()
+        return hits.ready
+
+    def stats(self) -> dict[str, Any]:
+        """Return the manager's figures."""
+        return self._manager.stats()
+
+    def _open(self, case: Case) -> TieringManager:
+        budgets = case.budgets
+        primary = CPUPrimaryTier(
+            case.primary,
+            0,
+            memoryview(b""),
+            policy=case.policy,
+            protected_share=budgets.protected,
+            protect_seconds=budgets.protect_for,
+            record_events=False,
+            clock=self._clock,
+        )
+        options = TieringOptions(
+            store_reserve=budgets.store_reserve,
+            all_tiers=budgets.all_tiers,
+            one_tier=budgets.one_tier,
+            clean_reserve=case.clean_reserve,
+        )
+        slots = [
+            TierSlot(index, self.stores[tier.name], TierOptions(tier.name, tier.read_only, tier.admission))
+            for index, tier in enumerate(case.tiers)
+        ]
+        return TieringManager("keys only", primary, slots, [1], _NoEngine(), options, self._clock)
+
+    def _clock(self) -> float:
+        return self._now
+
+
+class _KeyStore(SecondaryTierManager):
+    """A tier of keys alone: an LRU of at most ``capacity`` chunks, whose jobs have ended when they are submitted."""
+
+    def __init__(self, capacity: int | None) -> None:
+        self._capacity = capacity
+        self._keys: OrderedDict[OffloadKey, None] = OrderedDict()  # the least recently used first
+        self._results: list[JobResult] = []
+        self.written = 0
+
+    def lookup_many(self, keys: Sequence[OffloadKey], context: TierRequest) -> Sequence[LookupResult]:  # noqa: ARG002 -- the contract's signature
+        """Answer at once; being asked for is no use."""
+        held = self._keys
+        hits = next((i for i, key in enumerate(keys) if key not in held), len(keys))
+        return [LookupResult.HIT] * hits + [LookupResult.MISS] * (hits < len(keys))
+
+    def submit_store(self, job: TransferJob) -> None:
+        """Store the absent chunks; a host writes nothing that its store has, so that is no use either."""
+        held = self._keys
+        new = [key for key in job.keys if key not in held]
+        held.update(dict.fromkeys(new))
+        self.written += len(new)
+        if self._capacity is not None:
+            for _ in range(len(held) - self._capacity):
+                held.popitem(last=False)
+        self._results.append(JobResult(job.job_id, success=True))
+
+    def submit_load(self, job: TransferJob) -> None:
+        """Read the chunks: they become the most recently used."""
+        there = [key for key in job.keys if key in self._keys]
+        for key in there:
+            self._keys.move_to_end(key)
+        self._results.append(JobResult(job.job_id, success=len(there) == len(job.keys), successful_keys=there))
+
+    def get_finished_jobs(self) -> Sequence[JobResult]:
+        """Return the results of all jobs since the last call."""
+        results, self._results = self._results, []
+        return results
+
+    def drain(self, timeout: float) -> bool:  # noqa: ARG002 -- the contract's signature
+        """Do nothing: no job is ever in flight."""
+        return True
+
+
+class _NoEngine:
+    """The engine's side of a manager that has neither ranks nor a region."""
+
+    def ready(self) -> bool:
+        return True
+
+    def take_lost_ranks(self) -> Collection[int]:
+        return ()
+
+    def dma_may_run(self) -> bool:
+        return False
+
+    def wait_ready(self, timeout: float) -> None:
+        pass
+
+    def new_weights(self, version: str) -> None:
+        pass
+
+    def fingerprint(self) -> str:
+        """Nothing is stored under any."""
+        return ""
+
+    def tier_stats(self, name: str) -> dict[str, float]:  # noqa: ARG002 -- the protocol's signature
+        return {}
+
+    def close_tiers(self, timeout: float) -> None:
+        pass
+
+    def close_region(self) -> None:
+        pass

@@ -1,0 +1,139 @@
+"""The what-if thread: shadow caches in a running engine, beside it and never in its way.
+
+    the engine's thread   request: copies the list of hashes, or drops the request where too many wait
+    the what-if thread    serves the shadows, a fraction of a millisecond at a time, and sleeps so long in between that
+                          it takes ``CORE_SHARE`` of a core at most
+
+Where requests come faster than that, the shadows begin again with half the sample. Their rows, and so their memory, are
+bounded: an engine with more rows has a smaller sample from the start.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvtiers._failures import logged_boundary
+from kvtiers.what_if.keys_only import Case
+from kvtiers.what_if.shadows import Asked, Shadows
+
+__all__ = ["CORE_SHARE", "WhatIf"]
+
+_log = logging.getLogger("kvtiers.what_if")
+CORE_SHARE = 0.005
+_CREDIT_SECONDS = 10.0  # unused time that may be caught up on
+_MOST_ROWS = 1024  # of the shadow with the engine's own size
+_FEWEST_ROWS = 64  # of the same: with fewer the smallest shadow has no more than a request takes
+_MOST_WAITING = 1 << 16  # chunks of requests that are not served yet
+_REPORT_SECONDS = 5.0
+
+
+class WhatIf:
+    """The shadows of one engine. ``request``: any one thread, never waits. ``report``: any thread.
+
+    ``now``: the engine's own primary, policy and tiers. ``policies``: to be compared. ``capacity``: bytes of the
+    primary, for the report. ``group``: the KV group whose chunks are looked at, of ``blocks_per_chunk`` blocks and
+    ``tokens_per_chunk`` tokens each. ``core_share``: of a core, the most that the thread takes.
+    """
+
+    def __init__(
+        self,
+        now: Case,
+        policies: Sequence[str],
+        capacity: int,
+        tokens_per_chunk: int,
+        blocks_per_chunk: int = 1,
+        group: int = 0,
+        core_share: float = CORE_SHARE,
+    ) -> None:
+        self._now = now
+        self._capacity = capacity
+        self._policies = list(dict.fromkeys([now.policy, *policies]))
+        self._tokens_per_chunk = tokens_per_chunk
+        self._blocks_per_chunk = blocks_per_chunk
+        self._group = group
+        self._core_share = core_share
+        self._shadows = Shadows(now, self._policies, min(1.0, _MOST_ROWS / now.primary))
+        self._queue: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
+        self._put = 0  # chunks handed over, counted by the engine's thread alone
+        self._taken = 0  # chunks dealt with, counted by the what-if thread alone
+        self._closing = threading.Event()
+        self._free_at = self._report_at = 0.0
+        self._report: dict[str, Any] = {}
+        self.dropped = 0
+        """Requests that were left out, since the thread was behind."""
+        self.seconds = 0.0
+        """Processor time of the thread."""
+        self._thread = threading.Thread(target=self._run, name="kvtiers-what-if", daemon=True)
+        self._thread.start()
+
+    def request(
+        self,
+        arrival: float,
+        prompt_tokens: int,
+        output_tokens: int,
+        block_hashes: Sequence[Sequence[bytes]],
+        params: Mapping[str, object],
+    ) -> None:
+        """Take a request that has ended; ``block_hashes`` by group. Dropped, and counted, where too much waits."""
+        every = self._blocks_per_chunk
+        chunks = prompt_tokens // self._tokens_per_chunk
+        if self._closing.is_set() or self._put - self._taken + chunks > _MOST_WAITING:
+            self.dropped += 1
+            return
+        hashes = block_hashes[self._group][every - 1 : chunks * every : every]
+        usable = max(0, prompt_tokens - 1) // self._tokens_per_chunk
+        self._put += len(hashes)
+        self._queue.put(Asked(arrival, hashes, usable, params, output_tokens))
+
+    def report(self) -> dict[str, Any]:
+        """Return the last figures, at most some seconds old, as plain data; empty while nothing has been served."""
+        ours = {"capacity": self._capacity, "dropped": self.dropped, "seconds": self.seconds}
+        return self._report and self._report | ours
+
+    def close(self, timeout: float) -> None:
+        """End the thread, within ``timeout`` seconds; what waits is not served."""
+        self._closing.set()
+        self._queue.put(None)
+        self._thread.join(timeout)
+
+    # -- the what-if thread
+
+    def _run(self) -> None:
+        with logged_boundary(_log, "what if: the shadow caches have ended; a bug of kvtiers"):
+            unreported = False
+            while not self._closing.is_set():
+                begin = time.thread_time()
+                try:
+                    asked = self._queue.get(timeout=_REPORT_SECONDS)
+                except queue.Empty:
+                    asked = None
+                if asked is not None:
+                    self._serve(asked)
+                    unreported = True
+                if unreported and (asked is None or time.monotonic() >= self._report_at):
+                    self._report = self._shadows.report()
+                    self._report_at = time.monotonic() + _REPORT_SECONDS
+                    unreported = False
+                self._rest(time.thread_time() - begin)
+        self._closing.set()
+
+    def _serve(self, asked: Asked) -> None:
+        self._taken += len(asked.hashes)
+        if self._put - self._taken > _MOST_WAITING // 2 and self._shadows.share * self._now.primary >= 2 * _FEWEST_ROWS:
+            self._shadows = Shadows(self._now, self._policies, self._shadows.share / 2)
+        sampled = self._shadows.take(asked)
+        if sampled is None:
+            return
+        for name in self._shadows.names():
+            self._shadows.serve(name, sampled)
+            time.sleep(0)  # the engine's thread may be waiting for the interpreter
+
+    def _rest(self, spent: float) -> None:
+        self.seconds += spent
+        now = time.monotonic()
+        self._free_at = max(self._free_at, now - _CREDIT_SECONDS) + spent / self._core_share
+        if self._free_at > now:
+            self._closing.wait(self._free_at - now)
