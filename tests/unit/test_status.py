@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvtiers.cli.main import cli
-from kvtiers.cli.status import verdict, what_if_sentence
+from kvtiers.cli.status import verdict, what_if_sentence, writes_per_hit
 from kvtiers.metrics import TierMetrics
 from kvtiers.status import LastTrouble, StatusSocket, Troubles, answer_status, ask, running, troubles_from_the_start
 
@@ -358,3 +358,29 @@ def test_an_engine_without_shadow_caches_says_how_to_have_them(serve):
     serve(answer(fs=TIER))
     shown = CliRunner().invoke(cli, ["status", "--what-if"]).output
     assert "'what_if: true' in the engine's config" in shown
+
+
+def test_writes_per_hit_are_said_once_there_are_enough(serve):
+    assert writes_per_hit(TIER | {"written_chunks": 99, "hits": 9}) == ""
+    assert writes_per_hit(TIER | {"written_chunks": 5000}) == "5,000 chunks written, no hit so far"
+    said = "4.0 writes per hit: 5,000 chunks written, 1,250 hits"
+    assert writes_per_hit(TIER | {"written_chunks": 5000, "hits": 1250}) == said
+    serve(answer(fs=TIER | {"written_chunks": 5000, "hits": 1250}))
+    assert f"  fs: {said}\n" in CliRunner().invoke(cli, ["status"]).output
+
+
+def test_the_budget_that_costs_hits_is_named_with_what_to_change(serve):
+    figures = TierMetrics(lookups=1000, stored_chunks=500, over_one_tier=100, over_all_tiers=20).as_data()
+    figures |= {"own": {"already_present": 100}, "off": "", "shared": True, "tokens": 0}
+    engine = answer_status("vLLM 0.32.0", "some-org/model", Troubles(["fs"]), lambda: {"fs": figures})
+    try:
+        said_of_it = ask(engine.name)["tiers"]["fs"]
+        shown = CliRunner().invoke(cli, ["status"]).output
+    finally:
+        engine.close()
+    assert said_of_it["written_chunks"] == 400
+    assert said_of_it["budget"] == (
+        "'budgets.one_tier' costs hits: 100 chunks got no row or were not sent; raise 'budgets.one_tier' (at most to "
+        "'all_tiers'), or raise 'primary.capacity'"
+    )
+    assert f"  fs: {said_of_it['budget']}\n" in shown

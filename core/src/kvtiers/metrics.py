@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 __all__ = [
+    "BUDGET_FIGURES",
     "CLIENT_TIER_FIGURES",
     "PRIMARY_HELP",
     "TIER_HELP",
@@ -17,6 +18,7 @@ __all__ = [
     "EngineMetrics",
     "Histogram",
     "TierMetrics",
+    "budget_advice",
     "export",
     "help_texts",
     "name_of_own",
@@ -100,6 +102,11 @@ class TierMetrics(_Metrics):
     dropped_promotions: int = _figure("Chunks that the tier has but that got no row in the primary.")
     """Because a pin budget, or all rows outside the stores' reserve, were used up. Once a request and chunk."""
     budget_misses: int = _figure("Lookups that skipped the tier, since its pin budget was used up.")
+    over_one_tier: int = _figure("Chunks that got no row or were not sent, since 'budgets.one_tier' was used up.")
+    over_all_tiers: int = _figure("Chunks that got no row or were not sent, since 'budgets.all_tiers' was used up.")
+    over_store_reserve: int = _figure(
+        "Chunks that got no row, since all rows but those of 'budgets.store_reserve' were in use."
+    )
     wait_expired: int = _figure("Chunks recomputed because the lookup or load wait budget expired.")
     recomputed_cheaper: int = _figure("Chunks recomputed because computing them was faster than loading them.")
     expired_jobs: int = _figure("Jobs of the tier that did not end within the deadline.")
@@ -167,6 +174,31 @@ class ClientMetrics(_Metrics):
     refused_values: int = _figure("Values and keys that did not fit the client, and were not used.")
     expired_calls: int = _figure("Parts of calls that did not end in time.")
     failed_calls: int = _figure("Calls that failed by a mistake of the caller, or of kvtiers; the log says which.")
+
+
+_ADVICE = {
+    "over_one_tier": "raise 'budgets.one_tier' (at most to 'all_tiers')",
+    "over_all_tiers": "raise 'budgets.all_tiers' (and lower 'protected', if they exceed 100% together)",
+    "over_store_reserve": "lower 'budgets.store_reserve'",
+}
+BUDGET_FIGURES = tuple(_ADVICE)
+"""Those of a tier's figures that name a budget."""
+_COSTS_HITS = 0.01  # of the chunks asked for: fewer are no reason to change anything
+
+
+def budget_advice(figures: Mapping[str, Any], asked: float) -> str:
+    """Return which budget of the primary's rows costs a tier hits, and what to change, in one line; "": none does.
+
+    ``figures``: of ``TierMetrics``, those that are missing count as 0. ``asked``: chunks that requests have asked for.
+    """
+    over = {name: figures.get(name, 0) for name in _ADVICE}
+    most = max(over, key=lambda name: over[name])
+    if over[most] <= _COSTS_HITS * asked:
+        return ""
+    return (
+        f"'budgets.{most.removeprefix('over_')}' costs hits: {over[most]:,.0f} chunks got no row or were not sent; "
+        f"{_ADVICE[most]}, or raise 'primary.capacity'"
+    )
 
 
 CLIENT_TIER_FIGURES = (

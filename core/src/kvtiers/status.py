@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvtiers._failures import logged_boundary
+from kvtiers.metrics import budget_advice
 from kvtiers.region.handshake import peer_credentials
 
 __all__ = [
@@ -226,6 +227,7 @@ def _received(connection: socket.socket) -> Iterator[bytes]:
 
 def _tier_status(figures: Mapping[str, Any], trouble: str) -> dict[str, Any]:
     own = figures["own"]
+    asked = figures.get("lookups", 0) + figures["stored_chunks"]
     status = {name: figures[name] for name in _AS_THEY_ARE} | {
         "open": bool(own.get("open", 0)),
         "breaker_state": int(own.get("breaker_state", 0)),
@@ -234,6 +236,8 @@ def _tier_status(figures: Mapping[str, Any], trouble: str) -> dict[str, Any]:
         "too_slow": bool(figures.get("too_slow", 0)),
         "seal_failures": own.get("seal_failures", 0),
         "trouble": trouble,
+        "written_chunks": max(0, figures["stored_chunks"] - own.get("already_present", 0)),
+        "budget": budget_advice(figures, asked),
     }
     if "left_out_requests" in figures:
         status["left_out_requests"] = figures["left_out_requests"]

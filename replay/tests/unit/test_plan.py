@@ -8,9 +8,20 @@ from pathlib import Path
 import pytest
 
 from kvtiers.api import ConfigError
+from kvtiers.config import BudgetConfig
 from kvtiers.primary.eviction import BUILT_IN
-from kvtiers_replay.plan import PlanCase, PlanTier, PlanTrace, cases_of_interest, change_line, changes, simulate
-from kvtiers_replay.trace import read_trace
+from kvtiers_replay.plan import (
+    Plan,
+    PlanCase,
+    PlanSizes,
+    PlanTier,
+    PlanTrace,
+    cases_of_interest,
+    change_line,
+    changes,
+    simulate,
+)
+from kvtiers_replay.trace import chain_hashes, read_trace
 from kvtiers_replay.workload import ReplayRequest, Workload
 
 from .made_up import WIDE
@@ -195,3 +206,22 @@ if TRACES:
         tiers = (PlanTier("tier", int(secondary * conversations.unique)),) if secondary else ()
         point = simulate(conversations, PlanCase(int(primary * conversations.unique), tiers=tiers))
         assert 100 * point.rate == pytest.approx(percent, abs=0.3)
+
+
+@pytest.mark.parametrize(("budgets", "named"), [({}, "one_tier"), ({"one_tier": 0.5, "all_tiers": 0.5}, "")])
+def test_the_budget_that_costs_hits_is_named(budgets, named):
+    """Prompts of 400 chunks over a primary of 868: a quarter of it is less than one prompt."""
+    prompts = [[f"{prompt} {block}" for block in range(400)] for prompt in range(4)]
+    requests = [ReplayRequest(401 * 16, chain_hashes(prompts[turn % 4]), turn) for turn in range(12)]
+    trace = PlanTrace(Workload("w", 16, requests))
+    point = simulate(trace, PlanCase(868, tiers=(PlanTier("fs"),), budgets=BudgetConfig(**budgets)))
+    plan = Plan("w", trace, PlanSizes(trace.unique), points=[point])
+    if not named:
+        assert point.rate == pytest.approx(8 / 12)
+        assert plan.budget_lines() == []
+        return
+    assert point.rate < 0.55
+    (line,) = plan.budget_lines()
+    assert line.startswith(f"fs, with a primary of 54.2 % (868): 'budgets.{named}' costs hits: ")
+    assert line.endswith("raise 'budgets.one_tier' (at most to 'all_tiers'), or raise 'primary.capacity'.")
+    assert plan.as_data()["points"][0]["budgets"]["fs"]

@@ -10,7 +10,7 @@ from kvtiers.api.units import format_size
 from kvtiers.cli.output import print_heading, print_table
 from kvtiers.status import ask, process_of, running
 
-__all__ = ["status", "verdict", "what_if_sentence"]
+__all__ = ["status", "verdict", "what_if_sentence", "writes_per_hit"]
 
 _BREAKER = {0: "in use", 1: "out of use", 2: "being tried"}
 _FEW_LOADS = 8  # jobs; with fewer a slow tier looks like a slow start
@@ -67,6 +67,9 @@ def _print(answer: Mapping[str, Any]) -> None:
     print_table(columns, [_row(name, tier) for name, tier in answer["tiers"].items()])
     for name, tier in answer["tiers"].items():
         click.echo(f"  {name}: {verdict(tier)}")
+        for line in (tier.get("budget"), writes_per_hit(tier)):
+            if line:
+                click.echo(f"  {name}: {line}")
 
 
 def _print_what_if(report: Mapping[str, Any]) -> None:
@@ -181,6 +184,16 @@ def verdict(tier: Mapping[str, Any]) -> str:
         (True, "nothing can be said yet: little was written, and nothing read"),
     )
     return next(sentence for holds, sentence in sentences if holds)
+
+
+def writes_per_hit(tier: Mapping[str, Any]) -> str:
+    """Return how many chunks were written for each that was read, in one line; "" while that says nothing yet."""
+    written, hits = tier.get("written_chunks", 0), tier["hits"]  # an engine from before an upgrade does not say
+    if written < _FEW_CHUNKS:
+        return ""
+    if not hits:
+        return f"{written:,.0f} chunks written, no hit so far"
+    return f"{written / hits:,.1f} writes per hit: {written:,.0f} chunks written, {hits:,.0f} hits"
 
 
 def _said(tier: Mapping[str, Any], state: str) -> str:

@@ -148,8 +148,11 @@ class Cascades:
         """Send as many of these readable chunks as there is room for, the first ones; drop and count the others."""
         if not keys:
             return
-        some = keys[: self._budget.room(slot)] if slot.available() else ()
+        available = slot.available()
+        some = keys[: self._budget.room(slot)] if available else ()
         slot.metrics.dropped_cascades += len(keys) - len(some)
+        if available:
+            self._budget.count_over(slot, len(keys) - len(some))
         if not some:
             return
         rows = self._primary.prepare_read(some)

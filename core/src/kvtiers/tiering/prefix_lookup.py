@@ -348,7 +348,11 @@ class Lookups:
         allowed = min(len(wanted), tier.room, search.room)
         search.may_wait = search.may_wait or (allowed > 0 and self._waits.decides)
         if allowed < len(wanted) and not search.may_wait:
-            state.drop(tier.slot, wanted[allowed:])
+            dropped = state.drop(tier.slot, wanted[allowed:])
+            if tier.room <= search.room:
+                tier.slot.metrics.over_one_tier += dropped
+            else:
+                tier.slot.metrics.over_all_tiers += dropped
         elif not allowed and search.no_room is None:
             search.no_room = _NoRoom(tier.slot, len(wanted))
         take = min(allowed, search.left)

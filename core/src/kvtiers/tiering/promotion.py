@@ -92,7 +92,7 @@ class Promotions:
         )
         if got is None:
             for slot, places in found:
-                state.drop(slot, [run[place] for place in places])
+                slot.metrics.over_store_reserve += state.drop(slot, [run[place] for place in places])
             return first
         self._origins.forget(got.evicted)
         self._cascades.allocated(len(got.keys), got.evicted, clean_before)
@@ -124,7 +124,8 @@ class Promotions:
                 before = state.firsts.get(group_of(run[0]), 0) * tokens_per_chunk
                 self._add(slot, state, keys, rows, starts, before)
             if len(keys) < len(places):
-                state.drop(slot, [run[place] for place in places[len(keys) :]])
+                dropped = state.drop(slot, [run[place] for place in places[len(keys) :]])
+                slot.metrics.over_store_reserve += dropped
                 reached = min(reached, places[len(keys)])
             taken = end
         return reached

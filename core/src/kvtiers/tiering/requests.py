@@ -115,12 +115,16 @@ class RequestState:
         for key in keys:
             lost[key] = lost.get(key, 0) | bit
 
-    def drop(self, slot: TierSlot, keys: Sequence[OffloadKey]) -> None:
-        """Count those of these chunks, which this tier has and which got no row, that were not counted before."""
+    def drop(self, slot: TierSlot, keys: Sequence[OffloadKey]) -> int:
+        """Count those of these chunks, which this tier has and which got no row, that were not counted before.
+
+        Return how many those are, for the budget that was used up.
+        """
         dropped = self.dropped.setdefault(slot.index, set())
         before = len(dropped)
         dropped.update(keys)
         slot.metrics.dropped_promotions += len(dropped) - before
+        return len(dropped) - before
 
     def not_lost(self, slot: TierSlot, keys: Sequence[OffloadKey]) -> int:
         """Return how many of the leading keys this tier has not lost for the request."""

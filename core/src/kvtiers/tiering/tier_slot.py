@@ -260,6 +260,13 @@ class PinBudget:
         """Rows that this tier may still hold, by its own budget and that of all tiers."""
         return max(0, min(self._tier_rows - slot.metrics.pinned_rows, self._all_rows - self.held))
 
+    def count_over(self, slot: TierSlot, chunks: int) -> None:
+        """Count chunks for which this tier had no room, for the budget that has the least left."""
+        if self._tier_rows - slot.metrics.pinned_rows <= self._all_rows - self.held:
+            slot.metrics.over_one_tier += chunks
+        else:
+            slot.metrics.over_all_tiers += chunks
+
     def reserve(self, slot: TierSlot, rows: int = 0) -> "Reservation":
         """Set aside so many rows for a tier; the caller has checked that there is room for them."""
         slot.metrics.pinned_rows += rows

@@ -220,6 +220,8 @@ def _print(plan: Plan) -> None:
     print_heading(plan.heading())
     if plan.points:
         print_table(plan.columns(), plan.rows(plan.points))
+        for line in plan.budget_lines():
+            click.echo(line)
         _print_bars(plan)
     if verdict := plan.verdict():
         click.echo(verdict)

@@ -87,6 +87,15 @@ class Plan:
         """Return whether the learning eviction policy would pay, in one line; empty: it was not tried."""
         return change_line(self.changes, self.trace, self.prefill_speed)
 
+    def budget_lines(self) -> list[str]:
+        """Return, for each tier, the largest primary at which a budget of its rows costs hits, and what to change."""
+        found: dict[str, str] = {}
+        for point in sorted(self.points, key=lambda point: point.case.primary):
+            for tier, advice in point.budgets.items():
+                if advice:
+                    found[tier] = f"{tier}, with a primary of {self.sizes.shown(point.case.primary)}: {advice}."
+        return list(found.values())
+
     def as_data(self) -> dict[str, Any]:
         """Return everything as plain data."""
         return {
@@ -133,6 +142,7 @@ class Plan:
             "hit_rate": point.rate,
             "hits": dict(point.hits),
             "written": {name: self._size(chunks) for name, chunks in point.written.items()},
+            "budgets": dict(point.budgets),
             "promoted": {name: self._size(chunks) for name, chunks in point.promoted.items()},
         }
 

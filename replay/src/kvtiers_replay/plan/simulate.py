@@ -4,10 +4,11 @@ Admission, budgets, promotion and eviction are those of an engine (``kvtiers.wha
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvtiers.api import OffloadKey
 from kvtiers.api.keys import make_offload_key
+from kvtiers.metrics import budget_advice
 from kvtiers.what_if.keys_only import Case as PlanCase
 from kvtiers.what_if.keys_only import CaseTier as PlanTier
 from kvtiers.what_if.keys_only import KeysOnlyStack, ServedRequest
@@ -22,7 +23,8 @@ _REPORT_EVERY = 64  # requests
 class PlanPoint:
     """The result of a case, in chunks. ``hits``: of prompts' prefixes, by where they were (``primary`` or a tier).
 
-    ``written``: what the tiers did not have yet and took; ``promoted``: what came back from them.
+    ``written``: what the tiers did not have yet and took; ``promoted``: what came back from them. ``budgets``: by tier,
+    which budget of the primary's rows has cost it hits (``kvtiers.metrics.budget_advice``); "": none.
     """
 
     case: PlanCase
@@ -30,6 +32,7 @@ class PlanPoint:
     hits: Mapping[str, int]
     written: Mapping[str, int]
     promoted: Mapping[str, int]
+    budgets: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def rate(self) -> float:
@@ -85,4 +88,5 @@ def simulate(
         {"primary": stats["engine"]["primary_hits"]} | {name: stats["tiers"][name]["hits"] for name in names},
         {name: store.written for name, store in stack.stores.items()},
         {name: stats["tiers"][name]["loaded_chunks"] for name in names},
+        {name: budget_advice(stats["tiers"][name], trace.references) for name in names},
     )

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvtiers.api.units import format_size
 from kvtiers.config import OffloadConfig
+from kvtiers.metrics import BUDGET_FIGURES, budget_advice
 from kvtiers_replay.engine.measures import Curve, Measures
 from kvtiers_replay.options import ReplayOptions, replay_layout
 from kvtiers_replay.results import Latencies, Link, OverTime, ReplayResults, TimeToFirstToken, config_as_data
@@ -26,7 +27,7 @@ _DROPPED = {
 }  # of a tier's own figures
 _TIER_ERRORS = {
     "failed_loads": "chunks not loaded, since they were not there, damaged or late",
-    "dropped_promotions": "chunks that got no row",
+    "dropped_promotions": "chunks that got no row (raise primary.capacity, or see budgets)",
     "expired_jobs": "jobs that took too long",
     "refused_results": "results that fit no job",
     "raised": "calls that raised",
@@ -73,7 +74,19 @@ def summarize(
     results.verdict = _verdict(results)
     if advice := _primary_advice(workload, config, options, measures):
         results.verdict.append(advice)
+    results.verdict += _budget_advice(measures)
     return results
+
+
+def _budget_advice(measures: Sequence[Measures]) -> list[str]:
+    """Return one line for each tier that a budget of the primary's rows costs hits."""
+    asked = sum(each.stats["engine"]["lookups"] for each in measures)
+    lines = []
+    for tier in measures[0].stats["tiers"]:
+        over = {name: sum(each.stats["tiers"][tier][name] for each in measures) for name in BUDGET_FIGURES}
+        if advice := budget_advice(over, asked):
+            lines.append(f"{tier}: {advice}.")
+    return lines
 
 
 def _sums(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
@@ -161,7 +174,8 @@ def _errors(measures: Sequence[Measures]) -> dict[str, int]:
             counts[f"{tier}: chunks not sent down, since {_why_not_sent(own)}"] = figures["dropped_cascades"]
             counts[f"{tier}: breaker opened"] = int(own.get("breaker_opened", 0))
         engine = each.stats["engine"]
-        counts["engine: chunks without room in the primary"] = engine["refused_stores"]
+        refused = "chunks without room in the primary (raise primary.capacity, or have fewer requests in flight)"
+        counts[f"engine: {refused}"] = engine["refused_stores"]
         counts["engine: calls that did not fit"] = engine["misuse"]
         found = _sums([found, counts])
     return {name: count for name, count in found.items() if count}

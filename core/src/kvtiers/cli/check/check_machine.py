@@ -42,6 +42,7 @@ def examine(config: OffloadConfig, machine: Machine) -> list[Finding]:
         _descriptors,
         _clock,
         _eviction,
+        _budgets,
     ]
     return [finding for check in checks for finding in check(config, machine)]
 
@@ -85,6 +86,18 @@ def _eviction(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:  # 
             "up to 7 points of hits on a chat: 'record' the requests, and 'kvtiers plan --trace' says how many points "
             "and GPU seconds",
         )
+
+
+def _budgets(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:  # noqa: ARG001 -- a check like the others
+    if not config.secondary:
+        return
+    capacity, budgets = config.primary.capacity, config.budgets
+    one, every = (format_size(int(capacity * share)) for share in (budgets.one_tier, budgets.all_tiers))
+    yield Finding(
+        "ok",
+        f"budgets: {one} of the primary for each tier's transfers, {every} for all tiers together; prompts with more "
+        "KV lose hits, and 'kvtiers plan', 'kvtiers replay' and 'kvtiers status' name the budget then",
+    )
 
 
 def _memory(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:
