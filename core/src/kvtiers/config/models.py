@@ -157,7 +157,7 @@ class OffloadConfig(StrictModel):
     record: RecordConfig | None = Field(default=None, description="record the engine's requests, without their tokens")
     what_if: bool = Field(
         default=False,
-        description="shadow caches of keys alone, for 'kvtiers status --what-if'; at most 0.5% of a core, some 60 MiB",
+        description="shadow caches of keys alone, for 'kvtiers status --what-if'; at most 0.5% of a core, some 90 MiB",
     )
 
     @field_validator("namespace")
