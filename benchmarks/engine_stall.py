@@ -168,7 +168,7 @@ def beside_both(traffic: Traffic, seconds: float) -> dict[str, Any]:
 
 
 def _nothing() -> None:
-    """A step of an engine without tiers."""
+    """Do nothing: the step of an engine without tiers."""
 
 
 def idle_host(seconds: float) -> dict[str, float]:

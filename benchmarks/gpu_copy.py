@@ -130,7 +130,7 @@ def alone(page: int, peak: dict[str, float], repeats: int, *, canonical: bool = 
 def beside(made: Setup, products: Products, way: str, batches: int) -> dict[str, Any]:
     """Return GB/s of a stream of batches beside the products, and the share of their speed that they keep.
 
-    The rate is that of a stream that is under way: the slope of the batches' ends, without the first two.
+    The rate is that of a stream in full run: the slope of the batches' ends, without the first two.
     """
     seconds = batches * BATCH / 50e9  # about as long as the batches take: a GPU that works for longer gets slower
     products.rate(while_for(0.5))
@@ -177,7 +177,7 @@ def expedited_ms(made: Setup) -> float:
     found = []
     for _ in range(5):
         bulk = [made.batch("load") for _ in range(3)]
-        time.sleep(0.015)  # it is well under way
+        time.sleep(0.015)  # it runs by then
         begin = time.perf_counter()
         job = made.submit("expedited", blocks, rows)
         made.worker.wait([job])

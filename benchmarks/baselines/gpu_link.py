@@ -60,7 +60,7 @@ class Products:
         self.count = 0
 
     def step(self) -> None:
-        """Launch one, once no more than two are under way."""
+        """Launch one, once no more than two are in flight."""
         event = self.events[self.count % 3]
         event.synchronize()
         torch.matmul(self.a, self.b, out=self.out)

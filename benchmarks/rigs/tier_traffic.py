@@ -95,7 +95,7 @@ class Traffic:
             time.sleep(STEP_SECONDS / 10)
 
     def settle(self) -> None:
-        """Let what is under way end, and begin nothing new: the tiers are at rest then."""
+        """Let what is in flight end, and begin nothing new: the tiers are at rest then."""
         self.paused = True
         while any(self._loading.values()) or self.manager.has_pending_work():
             self.step()

@@ -13,7 +13,7 @@ from kvtiers_replay.plan import PlanCase, PlanTier, PlanTrace, cases_of_interest
 from kvtiers_replay.trace import read_trace
 from kvtiers_replay.workload import ReplayRequest, Workload
 
-from .made_up import WIDE
+from .synthetic import WIDE
 
 POINTS = 0.003
 TRACES = os.environ.get("KVTIERS_TRACES")

@@ -72,7 +72,7 @@ class Client:
         tier_stats: Callable[[], dict[str, Any]],
         close: Callable[[float], None],
     ) -> None:
-        """``groups``: the KV group of values of each length. ``value_bytes``: the length where a call names none."""
+        """Take the parts. ``groups``: the KV group of each length of values. ``value_bytes``: the default length."""
         self._driver = driver
         self._rows = rows
         self._groups = groups

@@ -1,4 +1,4 @@
-"""What a tier host sends to its engine: events as they come, log lines, and once a second the stores' figures.
+"""The sender of a tier host, to its engine: events as they come, log lines, and once a second the stores' figures.
 
 The start of a job is sent after a moment, and not at all if the job has ended by then: the engine needs it for the
 deadline of long jobs only, and each message costs the engine's thread time. A log line goes to the engine's log, with

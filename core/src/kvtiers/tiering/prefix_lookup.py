@@ -15,7 +15,7 @@ from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.load_or_recompute import Waits
 from kvtiers.tiering.promotion import Found, Promotions
-from kvtiers.tiering.provenance import Origins
+from kvtiers.tiering.provenance import Provenance
 from kvtiers.tiering.requests import LastAnswer, RequestState, RoomWait
 from kvtiers.tiering.tier_slot import PinBudget, TierSlot
 from kvtiers.types import PrefixHits
@@ -82,7 +82,7 @@ class Lookups:
         primary: CPUPrimaryTier,
         budget: PinBudget,
         promotions: Promotions,
-        origins: Origins,
+        provenance: Provenance,
         waits: Waits,
         tokens_per_chunk: Sequence[int],
         metrics: EngineMetrics,
@@ -90,7 +90,7 @@ class Lookups:
         self._primary = primary
         self._budget = budget
         self._promotions = promotions
-        self._origins = origins
+        self._provenance = provenance
         self._waits = waits
         self._tokens_per_chunk = tokens_per_chunk
         self._metrics = metrics
@@ -230,7 +230,7 @@ class Lookups:
             self._metrics.recomputed_cheaper += len(waiting)
         else:
             self._metrics.wait_expired += len(waiting)
-        self._origins.expired(waiting, overtaken=state.is_overtaken)
+        self._provenance.expired(waiting, overtaken=state.is_overtaken)
         state.given_up.update(waiting)
         if length < len(keys):
             state.given_up.add(keys[length])

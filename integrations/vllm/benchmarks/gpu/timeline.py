@@ -36,7 +36,7 @@ PLACES = {
     "kvtiers.gpu.worker:GpuWorker": ("_submit", "_advance", "_harvest", "wait"),
     "kvtiers.gpu.cuda.copy:CudaCopies": ("copy",),
     "kvtiers.tiering.manager:TieringManager": ("lookup_prefix", "prepare_load", "on_schedule_end", "prepare_store"),
-    "kvtiers_vllm.stack.manager:KvtiersManager": ("rest",),
+    "kvtiers_vllm.stack.manager:KvtiersManager": ("back_off",),
 }  # fmt: skip
 
 
@@ -110,9 +110,9 @@ def main() -> None:
 
     install()
     if os.environ.get("NOREST"):
-        from kvtiers_vllm.own_tiering.idle_backoff import Rest
+        from kvtiers_vllm.own_tiering.idle_backoff import IdleBackoff
 
-        Rest.step = lambda *_args, **_options: None
+        IdleBackoff.step = lambda *_args, **_options: None
     config = connector_config(mode, primary_gib=float(os.environ.get("PRIM", "24")), store="")
     llm = LLM(
         model=model, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=tokens + 64,

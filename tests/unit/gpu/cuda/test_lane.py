@@ -209,7 +209,7 @@ class Rig:
     def finish(self, begin, end):
         while not self.lane.has_ended(end):
             self.device.run_one()
-        assert self.lane.take_back(begin, end) == 1.0
+        assert self.lane.recycle(begin, end) == 1.0
 
     def row_bytes(self, chunk, place):
         """Return the bytes at a place of a row, tensor by tensor."""
@@ -298,7 +298,7 @@ def test_staged_pieces_are_launched_far_ahead_of_the_device_and_no_further(monke
 
 @pytest.mark.parametrize("to_rows", [True, False])
 @pytest.mark.parametrize("method", ["staged", "pages"])
-def test_only_a_load_may_be_read_ahead_of_what_is_under_way(monkeypatch, method, to_rows):
+def test_only_a_load_may_be_read_ahead_of_what_is_in_flight(monkeypatch, method, to_rows):
     rig = Rig(monkeypatch, 0, to_rows=to_rows)
     rig.finish(*rig.job(method, range(20), range(5)))
     assert rig.device.settled_sources == {not to_rows}

@@ -36,11 +36,11 @@ from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.secondary.tier_jobs import JobFailed, JobReleased, JobStarted, good_keys, moved
 from kvtiers.tiering.estimates import PrefillCost
 from kvtiers.tiering.prefill_price import PrefillPrice
-from kvtiers.tiering.provenance import Origins
+from kvtiers.tiering.provenance import Provenance
 from kvtiers.tiering.tier_slot import TierSlot
 from kvtiers.types import RequestContext
-from kvtiers_vllm.own_tiering.idle_backoff import Rest
-from kvtiers_vllm.own_tiering.locked_tier import AskedTier
+from kvtiers_vllm.own_tiering.idle_backoff import IdleBackoff
+from kvtiers_vllm.own_tiering.locked_tier import LockedTier
 from kvtiers_vllm.own_tiering.prompts import PrefillRate, Prompt, Prompts
 
 __all__ = ["TierDriver"]
@@ -67,8 +67,8 @@ class _Running:
 class _Request:
     """The state of a request: since when it waits, and which chunks are misses for it.
 
-    ``loads``: under way, since ``loads_since``; ``loads_waited``: seconds in which those before were; ``loads_over``:
-    when it has waited enough for those under way.
+    ``loads``: in flight, since ``loads_since``; ``loads_waited``: seconds in which those before were; ``loads_over``:
+    when it has waited enough for those in flight.
     """
 
     context: RequestContext
@@ -107,12 +107,12 @@ class TierDriver:
         prior: float = 0.0,
     ) -> None:
         self._slot = slot
-        self._tier = AskedTier(slot)
+        self._tier = LockedTier(slot)
         self._is_idle = is_idle
         self._is_ending = is_ending
         self._drain = drain
         self._drop_at: float | None = None  # known once the engine ends
-        self._rest = Rest(clock, sleep)
+        self._backoff = IdleBackoff(clock, sleep)
         self._began: float | None = None  # a step, with its first question
         self._began_idle = False
         self._ended = 0.0  # the one before
@@ -131,7 +131,7 @@ class TierDriver:
         self._results: list[JobResult] = []
         self._next_scan = 0.0
         self._closed = False
-        self._origins = Origins([slot])
+        self._provenance = Provenance([slot])
         self.loaded_tokens = 0
         """Tokens whose KV was loaded from the tier."""
         self.left_out_requests = 0
@@ -256,7 +256,7 @@ class TierDriver:
         self._prompts.end_step()
         self._prefill.step_ended(new_requests, now)
         computed = (self._began if self._began is not None else now) - self._ended >= _STEP_SECONDS
-        self._rest.step(idle=not computed and self.metrics.loading_chunks > 0)
+        self._backoff.step(idle=not computed and self.metrics.loading_chunks > 0)
         self._began, self._ended = None, self._clock()
 
     def has_jobs(self) -> bool:
@@ -295,7 +295,7 @@ class TierDriver:
     def _rest_for_answer(self, keys: Sequence[OffloadKey]) -> bool:
         """Send the probe, and pause for the answer; False if this step has paused long enough."""
         self._tier.ask_ahead(keys)
-        if not self._rest.for_answer():
+        if not self._backoff.for_answer():
             return False
         self._poll()
         return True
@@ -425,14 +425,14 @@ class TierDriver:
             metrics.loaded_bytes += nbytes
             metrics.load_seconds += seconds
             self._count_loaded(running.request, good, seconds)
-            self._origins.read(self._slot, good)
+            self._provenance.read(self._slot, good)
             self._note_lost(job, good)
         else:
             metrics.stored_chunks += len(good)
             metrics.stored_bytes += nbytes
             metrics.store_seconds += seconds
             metrics.failed_stores += len(job.keys) - len(good)
-            self._origins.written(self._slot, good, nbytes)
+            self._provenance.written(self._slot, good, nbytes)
         complete = len(good) == len(job.keys)
         partly = None if complete or not job.is_promotion else good
         self._results.append(JobResult(job.job_id, complete, partly, nbytes, seconds))
