@@ -10,10 +10,10 @@ Besides: a look-up of a long prefix, an idle step, and the same life with real t
 in two host processes.
 
 A look-up of a long prefix is all calls of ``lookup_prefix`` that one request makes until its answer is not
-``unresolved``: one call reserves 448 chunks at most, so a prefix that the tiers have is walked in several steps. Its
-loads are in flight meanwhile, as those of a real tier are for a few steps. The engine's thread waits for one call at a
-time, so the goal is about the longest of them; beside it stand the sum of all calls, without the steps between, and how
-many there are.
+``unresolved``: one call reserves 448 chunks at most, or 1,536 while there are other prompts to compute, as here; so a
+prefix that the tiers have is walked in several steps. Its loads are in flight meanwhile, as those of a real tier are
+for a few steps. The engine's thread waits for one call at a time, so the goal is about the longest of them; beside it
+stand the sum of all calls, without the steps between, and how many there are.
 """
 
 import argparse
