@@ -101,6 +101,7 @@ from statistics import median
 from typing import Any
 
 from lib.processes import private_mb, processor_seconds, tier_hosts
+from lib.results import options_of, say
 from rigs.busy_loop import STEP_SECONDS, Loop, OtherLoop
 from rigs.tier_traffic import VALUE_BYTES, Traffic, open_engine
 
@@ -330,15 +331,10 @@ def report(results: dict[str, Any]) -> None:
                 f"{found['processor_share']:.3f} by processor time; steps take {found['share_of_time_in_steps']:.1%}; "
                 f"the tiers move {found['throughput_share']:.3f} of the bytes"
             )
-    print()
-    for goal in results["goals"]:
-        print(f"{goal['name']}: {goal['value']:.3f}; goal {goal['goal']:g}: {'met' if goal['met'] else 'MISSED'}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a fifth of the time, and a quarter of the bytes")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = options_of(__doc__, "a fifth of the time, and a quarter of the bytes")
     for part, values in (("--turns", 3), ("--idle", 1)):
         parser.add_argument(part, nargs=values, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -350,10 +346,7 @@ def main() -> None:
     else:
         results = measure(quick=options.quick)
         results["goals"] = goals(results)
-        if options.json:
-            print(json.dumps(results))
-        else:
-            report(results)
+        say(results, report, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ runs pure Python. `--explore` adds the curves of the settings: ring, slots, prog
 says so and states no goals.
 """
 
-import argparse
 import json
 import statistics
 import time
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from baselines.gpu_link import BATCH, IN_FLIGHT, MATRIX, Products, link_beside, peaks, timed, while_for
+from lib.results import options_of
 from rigs.gpu_rows import LAYERS, rows_of
 
 from kvtiers.gpu.settings import CopySettings
@@ -328,9 +328,7 @@ def explore(say: Callable[[str], None]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer repeats")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = options_of(__doc__, "fewer repeats")
     parser.add_argument("--explore", action="store_true", help="the curves of the settings instead")
     options = parser.parse_args()
     say: Callable[[str], None] = (lambda _line: None) if options.json else (lambda line: print(line, flush=True))

@@ -18,7 +18,6 @@ stand the sum of all calls, without the steps between, and how many there are.
 
 import argparse
 import contextlib
-import json
 import os
 import statistics
 import time
@@ -27,6 +26,7 @@ from typing import Any
 
 import numpy as np
 from baselines import vllm_tiering
+from lib.results import options_of, say
 from rigs.chunk_life import BATCH, PHASES, Life, OurLife, measure, new_keys, with_sum
 
 import kvtiers
@@ -290,15 +290,10 @@ def report(results: dict[str, Any]) -> None:
         )
         if taken["sum_ms"] > GOAL_PREFIX_MS:
             print(f"    ALL CALLS TOGETHER TAKE MORE THAN {GOAL_PREFIX_MS:g} ms; the goal counts the longest one")
-    print()
-    for one in results["goals"]:
-        print(f"{'met   ' if one['met'] else 'MISSED'} {one['name']}: {one['value']:.3g} (goal {one['goal']:.3g})")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = options_of(__doc__, "fewer rounds")
     parser.add_argument("--policy", default="lru", help="the primary's eviction policy")
     parser.add_argument(
         "--vllm",
@@ -307,10 +302,7 @@ def main() -> None:
         help="the unpacked Python files of its wheel",
     )
     results = run(options := parser.parse_args())
-    if options.json:
-        print(json.dumps(results))
-    else:
-        report(results)
+    say(results, report, as_json=options.json)
 
 
 if __name__ == "__main__":
