@@ -202,7 +202,7 @@ def test_a_job_that_hangs_is_reported_only_when_its_rows_are_free(bench):
     bench.store_rows([KEYS[0]], [0])
     bench.store.gate.clear()
     bench.driver.submit(2, [KEYS[0]], [5], "a", is_promotion=True)
-    bench.until(lambda: bench.driver._jobs[2].started is not None)
+    bench.until(lambda: bench.driver._ledger.jobs[2].started is not None)
     bench.clock.now += 31
     bench.until(lambda: bench.driver.metrics.quarantined_rows == 1)
     bench.clock.now += 300
