@@ -1,4 +1,4 @@
-"""What a client moves between a caller's memory and a store, beside the stack and a plain loop over the same store.
+"""Throughput of a client between a caller's memory and a store, beside the stack and a plain loop over the same store.
 
 Lanes take turns, a round after the other, each on new values: `stack` is an engine's: a manager and one rank, whose KV
 tensors lie in host memory: each value is copied into a row, stored, forgotten, loaded into a row, and copied back.

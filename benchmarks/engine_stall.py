@@ -1,4 +1,4 @@
-"""Whether tiers are in the engine's way, and the engine in theirs: a thread of pure Python beside two busy tiers.
+"""The stall of an engine by its tiers, and of the tiers by the engine: a thread of pure Python beside two busy tiers.
 
 An engine's thread runs Python flat out, ends a step every 10 ms, and so drives two `memory` tiers, each of which stores
 1 GiB and then loads it, again and again. In the control the same loop runs in an unrelated process and the engine's

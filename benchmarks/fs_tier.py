@@ -1,4 +1,4 @@
-"""What the directory tier moves, beside a plain Python loop, dd and fio on the same disk in the same run.
+"""Throughput of the directory tier, beside a plain Python loop, dd and fio on the same disk in the same run.
 
 Lanes take turns, a round after the other, each on new values, which it removes again: `tier` calls the store in one
 thread; `host` is the whole contract with `io: process`: 4 threads in a tier host, with seal, check and jobs of 128 MiB;

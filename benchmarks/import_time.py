@@ -1,4 +1,4 @@
-"""What it costs to import kvtiers: milliseconds of a whole interpreter, beside `import numpy` and an empty one.
+"""The cost of importing kvtiers: milliseconds of a whole interpreter, beside `import numpy` and an empty one.
 
 Each start is a process of its own; the statements take turns, so that a busy machine slows all of them alike. The
 first round warms the page cache and the compiled files, and is not counted. Medians.

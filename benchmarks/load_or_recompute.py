@@ -1,4 +1,4 @@
-"""What deciding between a tier and computing costs beside the better of always loading and always computing.
+"""The cost of deciding between a tier and computing, beside the better of always loading and always computing.
 
 Fourteen scenes of an engine of one GPU and its tiers are played by the clock against the real ``TieringManager``
 (``rigs/simulated_engine.py``). Regret: all requests' seconds to the first token together, over those of the better of

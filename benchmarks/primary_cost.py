@@ -1,4 +1,4 @@
-"""What the primary tier costs on the engine's thread: microseconds a chunk for each operation of a chunk's life.
+"""The cost of the primary tier on the engine's thread: microseconds a chunk for each operation of a chunk's life.
 
 The tier is full, with 1,000 or 100,000 resident chunks, so that each store evicts. A chunk is looked up and missed,
 stored, cascaded to two tiers, touched, hit and loaded by a later request; both requests end. The later request's

@@ -1,4 +1,4 @@
-"""What the Redis tier moves, beside redis-benchmark with 1, 4 and 16 connections to the same server in the same run.
+"""Throughput of the Redis tier, beside redis-benchmark with 1, 4 and 16 connections to the same server in the same run.
 
 `tier` is the whole contract with `io: process`: tier hosts, as many as the tier has by itself or `--processes` says,
 which seal what they write and check what they read, in jobs of 128 MiB. `bare sockets` move the same rows in three

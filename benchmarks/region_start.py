@@ -1,4 +1,4 @@
-"""What the start of a region costs its engine: the calls' own time, pre-faulting's rate, and how long it stalls.
+"""The cost of a region's start for its engine: the calls' own time, pre-faulting's rate, and how long it stalls.
 
 An engine's thread ticks every millisecond while the region is populated: by the pre-fault program, as kvtiers does
 it, and by `mmap.madvise` in a thread of the engine's process, which holds the interpreter for the whole call. Between

@@ -1,4 +1,4 @@
-"""What the S3 tier moves, beside the clients that it stands on and their peers, against the same servers in one run.
+"""Throughput of the S3 tier, beside the clients that it stands on and their peers, against the same servers in one run.
 
 Servers: Ceph's gateway, which is a real one and mostly measures itself, and a trivial one, which costs next to nothing
 and is the ceiling; ``--only trivial`` needs nothing but Python's packages. Lanes take turns, a round after the other,

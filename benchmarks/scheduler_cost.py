@@ -1,4 +1,4 @@
-"""What the tiering manager costs on the engine's thread, beside vLLM's.
+"""The cost of the tiering manager on the engine's thread, beside vLLM's.
 
 The life of a chunk, in microseconds a chunk: it is looked up and missed, stored, cascaded to two tiers (which answer at
 once), touched; a later request, whose chunks are chosen at random among the resident ones, hits and loads it; both

@@ -1,4 +1,4 @@
-"""What sealing and checking add to a value, beside a plain memory copy (numpy.copyto) of the same bytes.
+"""The cost of sealing and checking a value, beside a plain memory copy (numpy.copyto) of the same bytes.
 
 The three take turns over the values of a region much larger than the processor's caches, as a tier's threads would
 find them: first sealed or copied after it has left the cache. Medians over the rounds, one thread.

@@ -1,4 +1,4 @@
-"""What copies to and from a GPU are held against: the link's own rate, and a model's work beside them."""
+"""The baselines of copies to and from a GPU: the link's own rate, and a model's work beside them."""
 
 import statistics
 import time

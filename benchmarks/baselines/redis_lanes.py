@@ -1,4 +1,4 @@
-"""What the Redis tier is measured beside: redis-benchmark, redis-py, LMCache's connector."""
+"""The baselines of the Redis tier: redis-benchmark, redis-py, LMCache's connector."""
 
 import contextlib
 import csv

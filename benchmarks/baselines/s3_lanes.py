@@ -1,4 +1,4 @@
-"""What the S3 tier is measured beside: its clients and their peers, as lanes that write and read values."""
+"""The baselines of the S3 tier: its clients and their peers, as lanes that write and read values."""
 
 import importlib.util
 import io

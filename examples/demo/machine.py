@@ -1,4 +1,4 @@
-"""What the machine says about an engine: its processes, and who has its memory."""
+"""The machine's view of an engine: its processes, and which of them map its memory."""
 
 import contextlib
 import time

@@ -39,7 +39,7 @@ class _Step(NamedTuple):
 
 
 class PrefillPrice:
-    """Observed and asked on the engine's thread."""
+    """The seconds that the engine takes to compute a prompt's tokens, by their position. For the engine's thread."""
 
     def __init__(self) -> None:
         self._steps: deque[_Step] = deque(maxlen=_STEPS)

@@ -116,7 +116,7 @@ class RequestState:
             lost[key] = lost.get(key, 0) | bit
 
     def drop(self, slot: TierSlot, keys: Sequence[OffloadKey]) -> None:
-        """Count those of these chunks, which this tier has and which got no row, that were not counted before."""
+        """Count chunks that this tier has and that got no row, each once a request."""
         dropped = self.dropped.setdefault(slot.index, set())
         before = len(dropped)
         dropped.update(keys)

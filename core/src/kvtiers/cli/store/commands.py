@@ -214,7 +214,7 @@ def prune(
     value_bytes: int,
     as_json: bool,
 ) -> None:
-    """Delete the values in TIER that fit everything that is given; at least one option must say which."""
+    """Delete the values in TIER that match all of the given options; at least one is required."""
     if selection.is_all and to_size is None and not other_formats:
         raise click.UsageError(
             "say which values: --older-than, --larger-than, --to-size, --model, --fingerprint, --namespace, --prefix, "
