@@ -34,7 +34,7 @@ from kvtiers.secondary.tier_jobs import (
     moved,
     without,
 )
-from kvtiers.tiering.prefill_price import LoadPrices
+from kvtiers.tiering.load_prices import LoadPrices
 from kvtiers.tiering.provenance import Provenance
 from kvtiers.tiering.requests import RequestState
 from kvtiers.tiering.tier_slot import Reservation, TierSlot

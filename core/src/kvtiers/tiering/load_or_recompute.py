@@ -32,7 +32,6 @@ from collections.abc import Callable
 
 from kvtiers.tiering.estimates import PrefillCost
 from kvtiers.tiering.jobs import TieringOptions
-from kvtiers.tiering.prefill_price import PrefillPrice
 from kvtiers.tiering.requests import RequestState
 from kvtiers.tiering.tier_slot import TierSlot
 
@@ -89,11 +88,10 @@ class GpuQueue:
 class Waits:
     """Weighs tiers against computing; runs on the engine's thread."""
 
-    def __init__(self, options: TieringOptions, clock: Callable[[], float], price: PrefillPrice) -> None:
+    def __init__(self, options: TieringOptions, clock: Callable[[], float], cost: PrefillCost) -> None:
         self._options = options
-        self._price = price
         self._clock = clock
-        self.cost = PrefillCost(options.prior_seconds_per_token)
+        self.cost = cost
         self.gpu = GpuQueue(self.cost, clock)
         self.decides = options.load_wait is None
         """By the model; False: ``load_wait`` is given."""
@@ -112,8 +110,7 @@ class Waits:
     def step_ends(self, tokens: int, seconds: float, position: float = 0.0) -> None:
         """Record how many tokens the engine has computed since the last step, in how many seconds, and where."""
         if tokens > 0 and 0 < seconds < math.inf:
-            self.cost.observe(tokens, seconds)
-            self._price.observe(tokens, seconds, position if 0 < position < math.inf else 0.0)
+            self.cost.observe(tokens, seconds, position if 0 < position < math.inf else 0.0)
         if not self.gpu.is_empty:
             self.gpu.step_ends(max(0, tokens))
 

@@ -24,11 +24,11 @@ from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.cascade import Cascades
 from kvtiers.tiering.engine_side import EngineSide
-from kvtiers.tiering.estimates import PRIOR_BYTES_PER_SECOND
+from kvtiers.tiering.estimates import PRIOR_BYTES_PER_SECOND, PrefillCost
 from kvtiers.tiering.jobs import JobTable, TieringOptions
 from kvtiers.tiering.load_or_recompute import Waits
+from kvtiers.tiering.load_prices import LoadPrices
 from kvtiers.tiering.plans import Plans
-from kvtiers.tiering.prefill_price import LoadPrices, PrefillPrice
 from kvtiers.tiering.prefix_lookup import Lookups
 from kvtiers.tiering.promotion import Promotions
 from kvtiers.tiering.provenance import Provenance
@@ -103,13 +103,13 @@ class TieringManager:
         for slot in self._slots:
             slot.rate.prior = primary.row_stride / PRIOR_BYTES_PER_SECOND
         self._provenance = Provenance(self._slots)
-        price = PrefillPrice()
-        prices = LoadPrices(price, prefix_group, tokens_per_chunk[prefix_group])
+        cost = PrefillCost(options.prior_seconds_per_token)
+        prices = LoadPrices(cost, prefix_group, tokens_per_chunk[prefix_group])
         self._jobs = JobTable(primary, self._slots, self._provenance, options, clock, prices)
         budget = PinBudget(primary.num_rows, options.all_tiers, options.one_tier)
         self._cascades = Cascades(primary, self._jobs, budget, self._slots, options, metrics)
         self._promotions = Promotions(primary, self._jobs, budget, self._provenance, options, self._cascades)
-        self._waits = Waits(options, clock, price)
+        self._waits = Waits(options, clock, cost)
         self._lookups = Lookups(
             primary, budget, self._promotions, self._provenance, self._waits, tokens_per_chunk, metrics
         )

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 
 from kvtiers.api import JobResult, OffloadKey, TransferJob, group_of
 from kvtiers.secondary.tier_jobs import JobFailed, JobReleased, JobStarted, good_keys, moved
-from kvtiers.tiering.prefill_price import PrefillPrice
 from kvtiers.tiering.provenance import Provenance
 from kvtiers.tiering.tier_slot import TierSlot
 from kvtiers.types import RequestContext
@@ -65,7 +64,7 @@ class Running:
 class JobLedger:
     """The jobs of ``tier``, which stands in ``slot``. ``prompts``: how long a request waits for a load.
 
-    ``price``: what a prompt's tokens cost to compute. ``tokens_per_chunk[g]``: tokens of a chunk of group g.
+    ``tokens_per_chunk[g]``: tokens of a chunk of group g.
     ``drops_stores``: stores that have not ended are dropped, and none begins.
     """
 
@@ -74,7 +73,6 @@ class JobLedger:
         slot: TierSlot,
         tier: LockedTier,
         prompts: Prompts,
-        price: PrefillPrice,
         tokens_per_chunk: Sequence[int],
         drops_stores: Callable[[], bool],
         clock: Callable[[], float],
@@ -83,7 +81,6 @@ class JobLedger:
         self._slot = slot
         self._tier = tier
         self._prompts = prompts
-        self._price = price
         self._tokens_per_chunk = tokens_per_chunk
         self._drops_stores = drops_stores
         self._clock = clock
@@ -259,7 +256,7 @@ class JobLedger:
             self.metrics.loads += 1
             self.loaded_tokens += tokens
             # What vLLM's own prefix cache had of the prompt is not seen here: then it is further in, and dearer.
-            computing = self._price.seconds(tokens, request.prompt.loaded + tokens / 2)
+            computing = self._prompts.cost.seconds(tokens, request.prompt.loaded + tokens / 2)
             request.prompt.loaded += tokens
             if computing is not None:
                 self._slot.count_saved(len(good), computing, seconds)

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from kvtiers.api import OffloadKey
 from kvtiers.tiering.estimates import PrefillCost
 from kvtiers.tiering.load_or_recompute import LATE, GpuQueue
-from kvtiers.tiering.prefill_price import PrefillPrice
 from kvtiers.tiering.tier_slot import TierSlot
 
 __all__ = ["PrefillRate", "Prompt", "Prompts"]
@@ -181,7 +180,7 @@ class _Step:
 
 
 class PrefillRate:
-    """The estimator of prefill speed, seconds a token; reports to ``cost`` and ``price``. Runs on the engine's thread.
+    """The estimator of prefill speed, seconds a token; reports to ``cost``. Runs on the engine's thread.
 
     At the end of each step vLLM reports to a tier which requests are scheduled for the first time, and in a later step
     which of their chunks were computed. A request's first chunks are those that its first step has computed. A step
@@ -196,9 +195,8 @@ class PrefillRate:
     steps; a step that was followed by idleness does not count.
     """
 
-    def __init__(self, cost: PrefillCost, price: PrefillPrice) -> None:
+    def __init__(self, cost: PrefillCost) -> None:
         self._cost = cost
-        self._price = price
         self._open: deque[_Step] = deque(maxlen=_MOST_OPEN)
         self._step_of: dict[str, _Step] = {}
         self._last_end: float | None = None
@@ -239,5 +237,4 @@ class PrefillRate:
 
     def _take(self, step: _Step) -> None:
         if step.tokens:
-            self._cost.observe(step.tokens, max(step.intervals))
-            self._price.observe(step.tokens, max(step.intervals), step.position)
+            self._cost.observe(step.tokens, max(step.intervals), step.position)

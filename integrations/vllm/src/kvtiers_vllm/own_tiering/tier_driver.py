@@ -24,7 +24,6 @@ from kvtiers.api import JobResult, LookupResult, OffloadKey
 from kvtiers.metrics import TierMetrics
 from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.tiering.estimates import PrefillCost
-from kvtiers.tiering.prefill_price import PrefillPrice
 from kvtiers.tiering.tier_slot import TierSlot
 from kvtiers.types import RequestContext
 from kvtiers_vllm.own_tiering.idle_backoff import IdleBackoff
@@ -76,9 +75,8 @@ class TierDriver:
         self._prompts = Prompts(slot, PrefillCost(prior), tokens_per_chunk, lookup_wait, load_wait, clock)
         self._close = close
         self._clock = clock
-        price = PrefillPrice()
-        self._prefill = PrefillRate(self._prompts.cost, price)
-        self._ledger = JobLedger(slot, self._tier, self._prompts, price, tokens_per_chunk, self._drops_stores, clock)
+        self._prefill = PrefillRate(self._prompts.cost)
+        self._ledger = JobLedger(slot, self._tier, self._prompts, tokens_per_chunk, self._drops_stores, clock)
         self._requests: dict[str, Request] = {}
         self._to_leave_out: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
         """By id, requests that ``request_started`` may still announce; others expire with their object."""
