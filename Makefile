@@ -177,6 +177,8 @@ $(SGLANG_VENV)/.made: integrations/sglang/tests/requirements.txt $(PROJECTS)
 	$(SGLANG_INSTALL) --no-deps sglang==$(SGLANG_VERSION)
 	$(SGLANG_INSTALL) --no-build-isolation --editable core --editable plugins/example_tier --editable plugins/fs_tier \
 		--editable plugins/redis_tier --editable integrations/sglang
+	@touch $@
+
 $(TRANSFORMERS_VENV)/.made: integrations/transformers/tests/requirements.txt $(PROJECTS)
 	@[ -x $(TRANSFORMERS_VENV)/bin/pip ] || { python=$$(tools/system.sh python) && "$$python" -m venv --clear $(TRANSFORMERS_VENV); }
 	$(TRANSFORMERS_PYTHON) -m pip --disable-pip-version-check install --quiet --no-compile \
