@@ -28,7 +28,7 @@ def test_a_view_is_flat_bytes_of_exactly_one_value(views, memory):
     assert bytes(memory[2 * STRIDE : 2 * STRIDE + 4096]) == b"\x07" * 4096
     assert not any(memory[2 * STRIDE + 4096 : 3 * STRIDE])
     del view
-    assert loan.end()
+    assert loan.take_back()
 
 
 def test_a_view_for_a_write_is_read_only(views):
@@ -37,7 +37,7 @@ def test_a_view_for_a_write_is_read_only(views):
         loan.views[0][0] = 1
     with pytest.raises(TypeError):
         loan.views[0][1:3][0] = 1
-    assert loan.end()
+    assert loan.take_back()
 
 
 @pytest.mark.parametrize(("row", "nbytes"), [(4, 4096), (-1, 4096), (0, STRIDE + 1), (0, 0), (0, -1), (2**40, 4096)])
@@ -51,7 +51,7 @@ def test_there_is_no_view_beyond_a_row(views, row, nbytes):
 def test_a_view_that_is_kept_is_found_and_released_so_that_it_cannot_be_used_any_more(views):
     loan = views.borrow([1], [4096], readonly=False)
     view = loan.views[0]
-    assert not loan.end()
+    assert not loan.take_back()
     assert loan.is_free()
     with pytest.raises(ValueError, match="released"):
         view[0] = 1
@@ -60,7 +60,7 @@ def test_a_view_that_is_kept_is_found_and_released_so_that_it_cannot_be_used_any
 def test_one_view_of_many_that_is_kept_is_found(views):
     loan = views.borrow([0, 1, 2], [4096, 4096, 4096], readonly=True)
     last = loan.views[-1]
-    assert not loan.end()
+    assert not loan.take_back()
     with pytest.raises(ValueError, match="released"):
         bytes(last)
 
@@ -78,7 +78,7 @@ KEEPERS = {
 def test_a_buffer_that_was_kept_is_found_and_found_again_when_it_is_released(views, keep, readonly):
     loan = views.borrow([1], [4096], readonly=readonly)
     kept = keep(loan.views[0])
-    assert not loan.end()
+    assert not loan.take_back()
     assert not loan.is_free()
     del kept
     assert loan.is_free()
@@ -88,7 +88,7 @@ def test_a_view_that_is_in_use_right_now_counts_as_kept_until_it_is_not(views):
     loan = views.borrow([1], [4096], readonly=False)
     using = memoryview(loan.views[0]).cast("B")
     exported = np.asarray(using)
-    assert not loan.end()
+    assert not loan.take_back()
     del using
     assert not loan.is_free()
     del exported
@@ -100,7 +100,7 @@ def test_an_export_that_forbids_the_release_is_no_error(views):
     exported = pickle.PickleBuffer(loan.views[0])
     with pytest.raises(BufferError):
         loan.views[0].release()
-    assert not loan.end()
+    assert not loan.take_back()
     del exported
     assert loan.is_free()
 
@@ -116,7 +116,7 @@ def test_an_unreachable_cycle_is_not_a_kept_buffer(views):
     try:
         loan = views.borrow([1], [4096], readonly=False)
         use(loan.views[0])
-        assert loan.end()
+        assert loan.take_back()
     finally:
         gc.enable()
 
@@ -130,7 +130,7 @@ def test_many_threads_whose_cycles_are_collected_at_once_are_not_accused(views):
             cycle = [loan.views[0][1:2]]
             cycle.append(cycle)
             del cycle
-            if not loan.end():
+            if not loan.take_back():
                 accused.append(row)
 
     threads = [threading.Thread(target=borrow, args=(row,)) for row in range(4)]

@@ -203,8 +203,8 @@ class TierConfig(StrictModel):
     then may the tier have more than one tier host: ``processes``."""
 
     shared_figures: ClassVar[frozenset[str]] = frozenset()
-    """Those of the store's own figures (``SupportsStats``) that describe the store itself, and not what one
-    tier host has done: each has the same, so they are not added up."""
+    """Those of the store's own figures (``SupportsStats``) that say how the store is, not what one tier host has
+    done: each has the same, so they are not added up."""
 
     figures: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """The store's own figures (``SupportsStats``) and their help texts, for exporters that need them beforehand, such
@@ -218,15 +218,15 @@ class TierConfig(StrictModel):
     io: Literal["process", "thread"] = Field(
         default="process", description="where its I/O runs; process: a tier host of its own"
     )
-    host: str = Field(default="", description="tiers that name the same host share it; default: one for each tier")
+    host: str = Field(default="", description="tiers with the same name here share a tier host; default: one each")
     processes: int | Literal["auto"] = Field(
-        default="auto", description="tier hosts that share the work; auto: by the processors there are, at most 8"
+        default="auto", description="tier hosts that share the tier's work; auto: by the processors there are, up to 8"
     )
     cpus: tuple[Annotated[int, Field(ge=0, lt=_MOST_PROCESSORS)], ...] = Field(
         default=(), description="processors that the tier's hosts may use; default: all"
     )
     nice: int = Field(
-        default=5, ge=0, le=19, description="the hosts' niceness: how far they give way to the engine; 0: not at all"
+        default=5, ge=0, le=19, description="how far the tier's host gives way to the engine; 0: not at all"
     )
     required: bool = Field(default=False, description="a tier that cannot be reached at start stops the engine")
     read_only: bool = Field(default=False, description="never write or delete")

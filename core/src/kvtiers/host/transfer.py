@@ -349,7 +349,7 @@ class ValueMover:
 
     def _taken_back(self, moved: Moved, loans: Sequence[Loan], method: str) -> bool:
         """End the loans of a call; False, and the values have failed, if the store has kept a buffer."""
-        kept = [loan for loan in loans if not loan.end()]
+        kept = [loan for loan in loans if not loan.take_back()]
         if kept:
             moved.kept += kept
             error = StoreContractError(self._store, method, _KEPT)

@@ -41,7 +41,7 @@ class RowFence:
         return True
 
     def detach(self, notify: Callable[[], None]) -> None:
-        """Copy nothing from now on; ``notify``, which must not block, is called when the last copy has ended.
+        """Copy nothing from now on; ``notify``, which must not block, is called when no copy is in flight any more.
 
         It is not called if the load is over, or was detached before.
         """

@@ -43,7 +43,7 @@ class Loan:
         self.views = [whole[offset : offset + nbytes] for offset, nbytes in places]
         self._borrowed = [weakref.ref(view) for view in self.views]
 
-    def end(self) -> bool:
+    def take_back(self) -> bool:
         """End the loan; False if the store kept a view, or a buffer made from one.
 
         A view that was kept is released, so that it is of no use to the store any more; what was made from it cannot

@@ -103,7 +103,7 @@ class Bench:
         spans = [(row * self.value_bytes, length) for row, length in zip(rows, lengths, strict=True)]
         loan = Loan(self.region, spans, readonly=readonly)
         answer = call([*loan.views])
-        if not loan.end():
+        if not loan.take_back():
             raise ProbeError(f"{type(store).__name__}.{method} kept the buffer that it was given, after its return")
         return answer
 
