@@ -195,7 +195,7 @@ class TierConfig(StrictModel):
 
     A ``SecondaryTierManager`` has no tier host and none of core's threads: options about those (``host``,
     ``processes``, ``cpus``, ``nice``, ``threads``, ``grace``, ``retries``, ``store_queue``, ``rate_limit``,
-    ``exists_ttl``, ``io: process``) is refused for it; an option that the subclass declares itself is the tier's own.
+    ``exists_ttl``, ``io: process``) are refused for it; an option that the subclass declares itself is the tier's own.
     """
 
     shareable: ClassVar[bool] = False
