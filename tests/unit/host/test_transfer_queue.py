@@ -30,6 +30,21 @@ def test_the_busy_seconds_of_jobs_that_overlap_add_up_to_the_time_in_which_any_r
     assert queue.busy_seconds(never, 22.0) == 0.0
 
 
+def test_stores_take_no_more_threads_than_they_may_and_leave_one_to_loads():
+    for threads, store_threads, expected in ((4, None, 3), (4, 1, 1), (4, 2, 2), (2, 2, 1), (1, 1, 1)):
+        queue = TransferQueue(threads, store_threads)
+        assert queue.add(job_of(0, is_load=False), 1)
+        taken = 0
+        while queue._storing < queue._most_stores:
+            assert queue.next() is not None
+            taken += 1
+        assert taken == expected
+        assert queue.add(job_of(1, is_load=True), 1)
+        assert queue.next().of.job.is_load
+    queue.set_threads(1)
+    assert queue._most_stores == 1
+
+
 def test_no_slice_is_left_lying_while_a_thread_waits():
     queue = TransferQueue(3)
     jobs = [job_of(number, is_load=number % 2 == 1) for number in range(8)]

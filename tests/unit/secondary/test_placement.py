@@ -3,7 +3,7 @@
 import pytest
 
 from kvtiers.api import RateLimit, TierConfig
-from kvtiers.secondary.placement import host_count, share_of
+from kvtiers.secondary.placement import host_count, share_of, store_threads
 
 
 class SharedConfig(TierConfig):
@@ -42,6 +42,37 @@ def test_hosts_share_the_rate_limits(count):
     assert share_of(SharedConfig(type="t"), count).rate_limit == RateLimit()
     least = share_of(SharedConfig(type="t", rate_limit=RateLimit(bytes_per_second=1)), count).rate_limit
     assert least.bytes_per_second == 1
+
+
+class LocalConfig(SharedConfig):
+    writes_locally = True
+
+
+@pytest.mark.parametrize(
+    ("processors", "options", "here", "elsewhere"),
+    [
+        (16, {}, 1, 3),
+        (16, {"processes": 2}, 3, 3),
+        (16, {"processes": 2, "threads": 9}, 4, 8),
+        (2, {}, 1, 3),
+        (1, {}, 1, 3),
+        (64, {"cpus": [0, 1, 2, 3], "processes": 1, "threads": 8}, 2, 7),
+        (64, {"threads": 1}, 1, 1),
+        (16, {"threads": 6, "store_threads": 5}, 5, 5),
+    ],
+)
+def test_all_hosts_of_a_tier_write_on_half_of_the_processors_at_most(monkeypatch, processors, options, here, elsewhere):
+    monkeypatch.setattr("kvtiers.secondary.placement.usable_processors", lambda: processors)
+    for kind, expected in ((LocalConfig, here), (SharedConfig, elsewhere)):
+        config = kind(type="t", **options)
+        assert store_threads(config, host_count(config)) == expected
+        assert share_of(config, host_count(config)).store_threads == expected, "what each host is given"
+
+
+@pytest.mark.parametrize(("threads", "store_threads"), [(4, 4), (4, 0), (1, 2)])
+def test_a_thread_is_kept_for_loads(threads, store_threads):
+    with pytest.raises(ValueError, match="expected 1 to"):
+        SharedConfig(type="t", threads=threads, store_threads=store_threads)
 
 
 def test_each_of_several_hosts_is_one_with_all_the_threads():

@@ -40,7 +40,8 @@ _VARIABLE = re.compile(r"\$\{([^}]*)(\}?)")
 _MOST_PROCESSES = 16
 HOST_OPTIONS = frozenset(
     {
-        "cpus", "exists_ttl", "grace", "host", "nice", "processes", "rate_limit", "retries", "store_queue", "threads",
+        "cpus", "exists_ttl", "grace", "host", "nice", "processes", "rate_limit", "retries", "store_queue",
+        "store_threads", "threads",
     }
 )  # fmt: skip
 """Options that apply to a store only: a tier that moves its rows by itself has no tier host and none of these."""
@@ -194,13 +195,18 @@ class TierConfig(StrictModel):
     """The options that every tier has. Subclass it and add the tier's own, flat, with defaults and descriptions.
 
     A ``SecondaryTierManager`` has no tier host and none of core's threads: options about those (``host``,
-    ``processes``, ``cpus``, ``nice``, ``threads``, ``grace``, ``retries``, ``store_queue``, ``rate_limit``,
-    ``exists_ttl``, ``io: process``) are refused for it; an option that the subclass declares itself is the tier's own.
+    ``processes``, ``cpus``, ``nice``, ``threads``, ``store_threads``, ``grace``, ``retries``, ``store_queue``,
+    ``rate_limit``, ``exists_ttl``, ``io: process``) are refused for it; an option that the subclass declares itself is
+    the tier's own.
     """
 
     shareable: ClassVar[bool] = False
     """Several processes may have the store open at the same time, and each finds what the others have written. Only
     then may the tier have more than one tier host: ``processes``."""
+
+    writes_locally: ClassVar[bool] = False
+    """Writing a value takes this machine's processors for as long as it lasts, as copying into a file does, and does
+    not wait for another machine. Only some of the threads write at the same time then: ``store_threads``."""
 
     shared_figures: ClassVar[frozenset[str]] = frozenset()
     """Those of the store's own figures (``SupportsStats``) that say how the store is, not what one tier host has
@@ -231,6 +237,11 @@ class TierConfig(StrictModel):
     required: bool = Field(default=False, description="a tier that cannot be reached at start stops the engine")
     read_only: bool = Field(default=False, description="never write or delete")
     threads: int = Field(default=4, ge=1, le=256, description="transfers at the same time, in each tier host")
+    store_threads: int | Literal["auto"] = Field(
+        default="auto",
+        description="of these, how many may write at the same time; auto: all but one, or, where a write takes this "
+        "machine's processors, as many as leave half of those to the engine",
+    )
     deadline: Duration = Field(default=30.0, gt=0, description="longest time of a transfer until it counts as failed")
     grace: Duration = Field(
         default=5.0, ge=0, description="time that a failed transfer has to end before its host is killed"
@@ -259,6 +270,16 @@ class TierConfig(StrictModel):
         if isinstance(processes, int) and not 1 <= processes <= _MOST_PROCESSES:
             raise ValueError(f"expected 1 to {_MOST_PROCESSES} or 'auto', got {processes}")
         return processes
+
+    @model_validator(mode="after")
+    def _leaves_a_thread_for_loads(self) -> "TierConfig":
+        most = max(1, self.threads - 1)
+        if self.store_threads != "auto" and not 1 <= self.store_threads <= most:
+            raise ValueError(
+                f"'store_threads: {self.store_threads}' beside 'threads: {self.threads}': expected 1 to {most} or "
+                "'auto', since one thread at least is kept for loads"
+            )
+        return self
 
     @model_validator(mode="after")
     def _may_have_several_hosts(self) -> "TierConfig":

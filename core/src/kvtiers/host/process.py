@@ -150,6 +150,7 @@ class TierHost:
                 *([os.sched_yield] if nice else []),
             ),
             threads=common.threads,
+            store_threads=None if common.store_threads == "auto" else common.store_threads,
             deadline=common.deadline,
             reopen=(common.breaker.delay, common.breaker.max_delay),
             emit=partial(self._emit, index),

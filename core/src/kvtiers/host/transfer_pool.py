@@ -4,7 +4,7 @@
 thread             does
 =================  ==========================================================================================
 caller's           ``submit``, ``probe``, ``set_names``, ``abandon``: queue work; never waits for a store
-transfer (N)       opens the store (one of them), then slices of jobs: loads first; at most N - 1 at stores
+transfer (N)       opens the store (one of them), then slices of jobs: loads first; N - 1 or fewer at stores
 lookup (1)         probes (``prober.py``), so that they do not stand behind transfers
 =================  ==========================================================================================
 
@@ -41,6 +41,7 @@ class TransferPool:
     """Runs a store's I/O. All events go to ``emit``, which may be called from any thread and must not block.
 
     ``described``: what the fingerprint in the names was made from, written to the store with the first value.
+    ``store_threads``: how many of the threads may write at the same time; None: all but one.
     ``reopen``: seconds until a store that could not be opened is tried again, doubling from the first to the second.
     """
 
@@ -57,6 +58,7 @@ class TransferPool:
         emit: Callable[[Event], None],
         label: str,
         described: Described | None = None,
+        store_threads: int | None = None,
     ) -> None:
         self._views = views
         self._names = names
@@ -69,7 +71,7 @@ class TransferPool:
         self._described = described
         self._epoch = ""
         self._stop = threading.Event()
-        self._queue = TransferQueue(threads)
+        self._queue = TransferQueue(threads, store_threads)
         self._prober = Prober(deadline, emit, label)
         self._kept: list[PoolJob] = []
         self._kept_lock = threading.Lock()

@@ -95,10 +95,9 @@ class Slice:
 
 
 class TransferQueue:
-    """A pool's queued slices, and its jobs that are not reported yet."""
+    """A pool's queued slices, and its jobs that are not reported yet. ``store_threads``: how many at most store."""
 
-    def __init__(self, threads: int) -> None:
-        self._most_stores = max(1, threads - 1)  # one thread at least is always there for loads
+    def __init__(self, threads: int, store_threads: int | None = None) -> None:
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._idle = threading.Condition(self._lock)
@@ -109,11 +108,13 @@ class TransferQueue:
         self._counted_until = {True: 0.0, False: 0.0}  # loads, stores
         self._in_flight = {True: 0, False: 0}
         self._closed = False
+        self._store_threads = store_threads or threads
+        self.set_threads(threads)
 
     def set_threads(self, threads: int) -> None:
         """Count on this many threads from now on."""
         with self._lock:
-            self._most_stores = max(1, threads - 1)
+            self._most_stores = max(1, min(self._store_threads, threads - 1))  # one thread at least is kept for loads
 
     @property
     def loads(self) -> int:

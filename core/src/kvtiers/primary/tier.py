@@ -211,6 +211,14 @@ class CPUPrimaryTier:
             step *= 8
         return len(rows), self._rows.count_pending(rows)
 
+    def ready_run(self, keys: Sequence[OffloadKey]) -> int:
+        """Return how many of the leading keys are readable."""
+        state = self._rows.state
+        for number, row in enumerate(map(self._row_of.get, keys)):
+            if row is None or state[row] < 0:
+                return number
+        return len(keys)
+
     # The engine's leases
 
     def prepare_store(self, keys: Sequence[OffloadKey], request_id: str) -> Allocation | None:

@@ -45,6 +45,7 @@ class InProcessBackend:
             names,
             mover_options(config, sizes),
             threads=config.threads,
+            store_threads=None if config.store_threads == "auto" else config.store_threads,
             deadline=config.deadline,
             reopen=(config.breaker.delay, config.breaker.max_delay),
             emit=self._emit,

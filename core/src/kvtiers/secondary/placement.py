@@ -20,13 +20,14 @@ from kvtiers.secondary.host_pool import HostPool, PooledHost
 from kvtiers.secondary.log_thread import LogThread
 from kvtiers.secondary.supervisor import HostLauncher, HostProcess
 
-__all__ = ["HostedRegion", "TierHosts", "host_count", "share_of"]
+__all__ = ["HostedRegion", "TierHosts", "host_count", "share_of", "store_threads"]
 
 _log = logging.getLogger("kvtiers.secondary")
 _POLL_SECONDS = 0.005
 _LOG_SECONDS = 1.0
 _MOST_BY_ITSELF = 8  # each takes 20 to 60 MB of memory
 _PROCESSORS_A_HOST = 2  # the engine, its workers and the store's server need some, too
+_PROCESSORS_A_WRITER = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +76,10 @@ class TierHosts:
     def pool(self, config: TierConfig) -> HostPool:
         """Return the hosts of one tier: one, which it may share with other tiers, or several for itself."""
         count = host_count(config)
-        if count == 1:
-            names, share = [config.host or config.tier_name], config
-        else:
+        share = share_of(config, count)
+        names = [config.host or config.tier_name]
+        if count > 1:
             names = [f"{config.tier_name} ({number} of {count})" for number in range(1, count + 1)]
-            share = share_of(config, count)
         hosts = [PooledHost(name, self._in_host(share, name)) for name in names]
         return HostPool(hosts, max(value for _, value in self._region.sizes), config.shared_figures, self._is_awaited)
 
@@ -178,15 +178,33 @@ def host_count(config: TierConfig) -> int:
         return config.processes
     if config.host or not config.shareable:
         return 1
-    processors = min(usable_processors(), len(config.cpus) or math.inf)
-    return max(1, min(_MOST_BY_ITSELF, int(processors // _PROCESSORS_A_HOST)))
+    return max(1, min(_MOST_BY_ITSELF, int(_processors_of(config) // _PROCESSORS_A_HOST)))
+
+
+def store_threads(config: TierConfig, count: int) -> int:
+    """Return how many threads of each of a tier's ``count`` hosts may write at the same time.
+
+    ``auto``: all but one. Where writing takes this machine's processors, at most half of those in all: 24 threads that
+    wrote to files in memory on 16 processors made short requests of a GPU take .076 s instead of .053, 8 made it .055.
+    """
+    if config.store_threads != "auto":
+        return config.store_threads
+    most = config.threads - 1
+    if config.writes_locally:
+        most = min(most, int(_processors_of(config) // _PROCESSORS_A_WRITER // count))
+    return max(1, most)
+
+
+def _processors_of(config: TierConfig) -> float:
+    return min(usable_processors(), len(config.cpus) or math.inf)
 
 
 def share_of(config: TierConfig, count: int) -> TierConfig:
-    """Return the config for each of a tier's ``count`` hosts, with its share of the rate limits."""
+    """Return the config for each of a tier's ``count`` hosts, with its share of the rate limits and of the writers."""
     limit = config.rate_limit
     share = {
         "bytes_per_second": limit.bytes_per_second and max(1, limit.bytes_per_second // count),
         "requests_per_second": limit.requests_per_second and limit.requests_per_second / count,
     }
-    return config.model_copy(update={"processes": 1, "rate_limit": limit.model_copy(update=share)})
+    own = {"processes": 1, "store_threads": store_threads(config, count)}
+    return config.model_copy(update={**own, "rate_limit": limit.model_copy(update=share)})

@@ -184,6 +184,11 @@ class TieringManager:
         return _NO_HITS if state is None else self._lookups.prefix(keys, state, first)
 
     @_timed
+    def ready_run(self, keys: Sequence[OffloadKey]) -> int:
+        """Return how many of these chunks, from the first on, ``prepare_load`` would pin now. No side effect."""
+        return self._primary.ready_run(keys) if self._begin() else 0
+
+    @_timed
     def ask_ahead(self, keys: Sequence[OffloadKey]) -> None:
         """Ask the tiers at once about a prefix that will be looked up soon; between any two other calls."""
         if self._ready and not self._closed:

@@ -38,7 +38,7 @@ def connector_config(mode: str, primary_gib: float, store: str) -> dict[str, Any
         return {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
     def fs(name: str) -> dict[str, Any]:
-        return {"type": name, "path": store, "capacity": "60GiB"}
+        return {"type": name, "path": store, "capacity": "60GiB", **json.loads(os.environ.get("TIER", "{}"))}
 
     def stack(tiers: list[dict[str, Any]]) -> dict[str, Any]:
         config: dict[str, Any] = {
@@ -78,6 +78,7 @@ class Engine:
             model=model, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True,
             max_model_len=most_tokens + 64, gpu_memory_utilization=0.6, max_num_batched_tokens=8192,
             enable_prefix_caching=True, kv_transfer_config=config, disable_log_stats=False, seed=0,
+            tensor_parallel_size=int(os.environ.get("RANKS", "1")), disable_custom_all_reduce=True,
         )  # fmt: skip
         self.start_seconds = time.perf_counter() - begun
 
@@ -162,6 +163,27 @@ def primary(engine: Engine) -> dict[str, Any]:
         found[str(tokens)] = {"cold": cold, "gpu_hit": hit, "primary": again}
         engine.forget()
     return found
+
+
+def beside_stores(engine: Engine) -> dict[str, Any]:
+    """Ask short new prompts one after the other, and each at once again: what requests feel of stores in flight."""
+    cold, hit, before = [], [], processor_ticks()
+    begun = time.perf_counter()
+    for prompt in engine.prompts(2_048, 24, 2_048):
+        cold.append(engine.ask([prompt])["s"])
+        hit.append(engine.ask([prompt])["s"])
+    seconds = time.perf_counter() - begun
+    return {
+        "cold": cold, "cold_median_s": statistics.median(cold), "cold_worst_s": max(cold[1:]), "hit": hit,
+        "hit_median_s": statistics.median(hit), "hit_worst_s": max(hit[1:]),
+        "processors": round((processor_ticks() - before) / os.sysconf("SC_CLK_TCK") / seconds, 2),
+    }  # fmt: skip
+
+
+def processor_ticks() -> int:
+    """Return the ticks in which any processor of the machine has worked since it was started."""
+    user, nice, system, _idle, _wait, *more = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:])
+    return user + nice + system + sum(more[:2])
 
 
 def burst(engine: Engine) -> dict[str, Any]:
@@ -254,7 +276,8 @@ def mixed(engine: Engine) -> dict[str, Any]:
 
 
 SCENES = {
-    scene.__name__: scene for scene in (warm_up, startup, primary, burst, fill, restart, store, throughput, mixed)
+    scene.__name__: scene
+    for scene in (warm_up, startup, beside_stores, primary, burst, fill, restart, store, throughput, mixed)
 }
 
 

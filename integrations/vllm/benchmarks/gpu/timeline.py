@@ -2,7 +2,7 @@
 
 The engine runs in this process. Calls of vLLM and of kvtiers that lie on a load's way are timed; what one prompt costs
 is printed as a table of calls, and as the gaps between them, for a prompt in the GPU's own cache and for the same
-prompt in the primary. Usage: timeline.py MODEL [TOKENS] [MODE]
+prompt in the primary; with MODE `stack_fs` also for one in the store alone. Usage: timeline.py MODEL [TOKENS] [MODE]
 """
 
 import functools
@@ -36,6 +36,7 @@ PLACES = {
     "kvtiers.gpu.worker:GpuWorker": ("_submit", "_advance", "_harvest", "wait"),
     "kvtiers.gpu.cuda.copy:CudaCopies": ("copy",),
     "kvtiers.tiering.manager:TieringManager": ("lookup_prefix", "prepare_load", "on_schedule_end", "prepare_store"),
+    "kvtiers.tiering.jobs:JobTable": ("submit", "poll"),
     "kvtiers_vllm.stack.manager:KvtiersManager": ("back_off",),
 }  # fmt: skip
 
@@ -98,27 +99,34 @@ def show(title: str, begun: float, ended: float, *, least: float = 0.0008) -> No
         print(f"  {sum(seconds) * 1e3:8.2f} ms in {len(seconds):5d}  {thread:12s} {label}")
 
 
-def main() -> None:
-    """Run the engine and print its timelines."""
+def open_engine(model: str, tokens: int, mode: str) -> Any:
+    """Return vLLM with an engine that is watched."""
     from engine_run import connector_config, load_libraries
 
-    model, tokens = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 16_384
-    mode = sys.argv[3] if len(sys.argv) > 3 else "stack"
     load_libraries()
-    from vllm import LLM, SamplingParams
-    from vllm.inputs import TokensPrompt
+    from vllm import LLM
 
     install()
     if os.environ.get("NOREST"):
         from kvtiers_vllm.own_tiering.idle_backoff import IdleBackoff
 
         IdleBackoff.step = lambda *_args, **_options: None
-    config = connector_config(mode, primary_gib=float(os.environ.get("PRIM", "24")), store="")
-    llm = LLM(
+    config = connector_config(mode, float(os.environ.get("PRIM", "24")), os.environ.get("STORE", ""))
+    return LLM(
         model=model, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=tokens + 64,
         enforce_eager=True, gpu_memory_utilization=0.6, max_num_batched_tokens=8192, kv_transfer_config=config,
         enable_prefix_caching=True, disable_log_stats=False, seed=0,
     )  # fmt: skip
+
+
+def main() -> None:
+    """Run the engine and print its timelines."""
+    model, tokens = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 16_384
+    mode = sys.argv[3] if len(sys.argv) > 3 else "stack"
+    llm = open_engine(model, tokens, mode)
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
     sampling = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
 
     def ask(prompt: list[int] | list[list[int]]) -> tuple[float, float]:
@@ -146,6 +154,14 @@ def main() -> None:
             print(json.dumps({"scene": name, "ms": round((ended - begun) * 1e3, 2)}))
         show(name, begun, ended)
         print("processor ms by thread:", {name: ms for name, ms in used.items() if ms >= 0.1})
+    if "fs" in mode:
+        for prompt in prompts:
+            llm.reset_prefix_cache(reset_connector=True)
+            SPANS.clear()
+            time.sleep(0.5)
+            begun, ended = ask(prompt)
+            print(json.dumps({"scene": "from the store", "ms": round((ended - begun) * 1e3, 2)}))
+        show("from the store", begun, ended)
     half = tokens // 2
     burst = [[(104_729 * (n + 1) + 17 * i) % 120_000 + 10 for i in range(half)] for n in range(24)]
     ask(burst)

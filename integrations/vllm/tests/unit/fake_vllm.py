@@ -96,6 +96,10 @@ class OffloadingConnector:
         self.calls.append("get_transfer_results")
         return Results()
 
+    def get_block_ids_with_load_errors(self):
+        self.calls.append("get_block_ids_with_load_errors")
+        return set()
+
 
 class OffloadingConnectorScheduler:
     def __init__(self, spec):

@@ -67,6 +67,7 @@ def connector(connector_module):
         ("get_num_new_matched_tokens", [SimpleNamespace(request_id="a"), 16], (16, True)),
         ("build_connector_meta", [SimpleNamespace(num_scheduled_tokens={})], fake_vllm.OffloadingConnectorMetadata()),
         ("get_transfer_results", [set()], fake_vllm.Results()),
+        ("get_block_ids_with_load_errors", [], set()),
         ("bind_connector_metadata", ["metadata"], None),
     ],
 )

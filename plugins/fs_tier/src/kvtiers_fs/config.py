@@ -25,6 +25,7 @@ class FsConfig(TierConfig):
     """The options of an ``fs`` tier."""
 
     shareable = True
+    writes_locally = True
     figures = MappingProxyType(
         {
             "bytes": "Bytes of the values in the directory.",

@@ -5,9 +5,11 @@
     scheduler's side   a request, with its adapter and salt, is shown to the manager before vLLM names it
                        the results of copies go to the manager, also of those that vLLM has forgotten in a reset
     worker's side      the results of copies travel with vLLM's own report
-                       a request whose load failed is reported in vLLM's own way for requests to compute
+                       a request whose load failed is reported in vLLM's own way for requests to compute, and
+                       the blocks that a pipelined load has ended without in its own way for blocks
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +22,7 @@ from kvtiers_vllm.never_raise import BugCount, never_raises
 from kvtiers_vllm.releases import require_whole_stack
 from kvtiers_vllm.stack.options import CONNECTOR_NAME, SPEC_NAME
 from kvtiers_vllm.stack.plans import CopyReport
+from kvtiers_vllm.stack.worker import LoadPart
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -38,9 +41,13 @@ __all__ = ["KvtiersConnector"]
 
 @dataclass
 class StepMetadata(OffloadingConnectorMetadata):
-    """vLLM's orders to the workers for one step. ``computes``: the step computes tokens, and does not only move KV."""
+    """vLLM's orders to the workers for one step. ``computes``: the step computes tokens, and does not only move KV.
+
+    ``parts``: rows for pipelined loads that began in an earlier step.
+    """
 
     computes: bool = True
+    parts: list[LoadPart] = field(default_factory=list)
 
 
 @dataclass
@@ -114,7 +121,13 @@ class KvtiersConnector(OffloadingConnector):
 
     @never_raises(lambda: None)
     def _with_step(self, meta: Any, scheduler_output: Any) -> StepMetadata:
-        return StepMetadata(**vars(meta), computes=bool(scheduler_output.total_num_scheduled_tokens))
+        computes = bool(scheduler_output.total_num_scheduled_tokens)
+        return StepMetadata(**vars(meta), computes=computes, parts=self._take_parts())
+
+    @never_raises(list)
+    def _take_parts(self) -> list[LoadPart]:
+        parts: list[LoadPart] = self.connector_scheduler.manager.pipelined.take_parts()
+        return parts
 
     @never_raises(lambda: None)
     def _step_begins(self, scheduler_output: Any) -> None:
@@ -151,11 +164,16 @@ class KvtiersConnector(OffloadingConnector):
         vLLM calls this before it launches anything of the step; ``start_load_kv`` may come after the model.
         """
         self._note_step(computes=getattr(connector_metadata, "computes", True))
+        self._continue_loads(getattr(connector_metadata, "parts", ()))
         super().bind_connector_metadata(connector_metadata)
 
     @never_raises(lambda: None)
     def _note_step(self, *, computes: bool) -> None:
         self.connector_worker.worker.note_step(computes=computes)
+
+    @never_raises(lambda: None)
+    def _continue_loads(self, parts: Iterable[LoadPart]) -> None:
+        self.connector_worker.worker.continue_loads(parts)
 
     def build_connector_worker_meta(self) -> Any:
         """Return vLLM's report of this worker, with ours."""
@@ -178,6 +196,15 @@ class KvtiersConnector(OffloadingConnector):
     @never_raises(lambda: None)
     def _add_failed_loads(self, results: Any) -> None:
         results.failed_recving |= self.connector_worker.worker.take_failed_loads()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks that pipelined loads have ended without: vLLM computes them."""
+        return set(super().get_block_ids_with_load_errors()) | self._missing_blocks()
+
+    @never_raises(set)
+    def _missing_blocks(self) -> set[int]:
+        missing: set[int] = self.connector_worker.worker.take_missing_blocks()
+        return missing
 
 
 def _name_spec(vllm_config: Any) -> None:

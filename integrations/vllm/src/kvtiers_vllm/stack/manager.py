@@ -9,7 +9,7 @@ so that vLLM computes it.
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from kvtiers_vllm.life import FirstReport
 from kvtiers_vllm.never_raise import BugCount, never_raises
 from kvtiers_vllm.own_tiering.idle_backoff import IdleBackoff
 from kvtiers_vllm.stack.keys import RequestKeys
+from kvtiers_vllm.stack.pipelined_loads import PipelinedLoads
 from kvtiers_vllm.stack.plans import CopyReport, RunningPlans
 from kvtiers_vllm.stack.requests import OpenRequest, RequestBook, Run
 from kvtiers_vllm.stack.steps import PassLimit, StepClock
@@ -76,6 +77,7 @@ class KvtiersManager(OffloadingManager):
         self.steps = steps
         self._manager = manager
         self._plans = RunningPlans(manager, ranks)
+        self.pipelined = PipelinedLoads(manager, self._start, is_possible=requests.groups == 1)
         self._figures = figures
         self._on_shutdown = on_shutdown
         self._asked: set[OpenRequest] = set()
@@ -126,6 +128,7 @@ class KvtiersManager(OffloadingManager):
             self._forget_answers()
         if request is not None:
             self._asked.discard(request)
+            self.pipelined.drop(request)
             with self._manager.lock:
                 self._manager.on_request_finished(request.context, request.output_tokens())
 
@@ -150,7 +153,8 @@ class KvtiersManager(OffloadingManager):
         run = self._run(key, place, request, keys)
         place -= run.first
         if place < run.hits.chunks:  # vLLM defers a request of whose run any chunk is pending, whichever it is
-            answer = LookupResult.HIT_PENDING if run.hits.pending else LookupResult.HIT
+            waits = run.hits.pending and not self._can_begin(run, keys.following(key, run.first))
+            answer = LookupResult.HIT_PENDING if waits else LookupResult.HIT
             if req_context is not self._answered_for:
                 self._answered_for, self._answers = req_context, {}
             self._answers.update(dict.fromkeys(keys.shown(key, run.first, run.hits.chunks), answer))
@@ -188,6 +192,10 @@ class KvtiersManager(OffloadingManager):
                 finally:
                     self._manager.lock.release()
 
+    def _can_begin(self, run: Run, keys: Sequence[bytes]) -> bool:
+        """Return whether the rows of a run that is partly pending can follow its load in parts."""
+        return not run.hits.unresolved and self.pipelined.can_begin(keys[: run.hits.chunks])
+
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> Any:
         """Pin chunks; if that is impossible, the load fails and vLLM computes them."""
         rows = self._pin(keys, req_context.req_id)
@@ -201,17 +209,22 @@ class KvtiersManager(OffloadingManager):
         if request is None:
             return None
         own = request.keys
-        plan = None
+        rows = None
         if own is not None:
+            named = own.of_all(keys)
             with self._manager.lock:
-                plan = self._manager.prepare_load(own.of_all(keys), request.context)
-        if plan is None:
+                plan = self._manager.prepare_load(named, request.context)
+            if plan is not None:
+                rows = self._start(plan, request)
+            else:
+                rows = self.pipelined.begin(request, named, own.place(next(iter(keys))) or 0)
+        if rows is None:
             request.load_failed = True
             self._forget_answers()
             return None
         self.requests.computes()
         self._limit.load_found()
-        return self._start(plan, request)
+        return rows
 
     def pass_is_over(self) -> bool:
         """Return whether this scheduling pass is to leave its other requests to the next one: loads are to begin."""
@@ -270,15 +283,20 @@ class KvtiersManager(OffloadingManager):
         self._forget_answers()
         self._began_idle = None
         self._plans.confirm()
+        self._continue_loads()
         with self._manager.lock:
             self._manager.on_schedule_end(*self.steps.take_computed())
+
+    @never_raises(lambda: None)
+    def _continue_loads(self) -> None:
+        self.pipelined.advance()
 
     @never_raises(lambda: None)
     def back_off(self, *, computes: bool) -> None:
         """Pause in a step that computes nothing, so that the awaited copies get the interpreter and the processor."""
         idle = self._alone and not computes and not self._passed_over
         waits = self._plans.are_running() or self._manager.has_pending_work() or self._first_report_is_due()
-        self._backoff.step(idle=idle and waits, watched=WAKEUP.watched > 0)
+        self._backoff.step(idle=idle and waits, watched=WAKEUP.watched > 0 and not self.pipelined.are_open())
 
     @never_raises(lambda: None)
     def computes(self) -> None:
@@ -302,7 +320,9 @@ class KvtiersManager(OffloadingManager):
         """Return whether steps are needed without a request."""
         if self._core.is_ending():  # what tiers still have to write is the shutdown's, which has a bound
             return self._plans.are_running() or self._plans.has_unconfirmed()
-        return self._manager.has_pending_work() or self._plans.has_unconfirmed() or self._first_report_is_due()
+        if self._plans.has_unconfirmed() or self.pipelined.are_open():
+            return True
+        return self._manager.has_pending_work() or self._first_report_is_due()
 
     def _first_report_is_due(self) -> bool:
         return self._first_report is not None and self._first_report.is_due()

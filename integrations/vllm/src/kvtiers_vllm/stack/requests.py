@@ -112,6 +112,8 @@ class RequestBook:
         lookup_wait: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.groups = len(groups)
+        """KV groups of the model."""
         self._groups = groups
         self._weights = weights
         self._lookup_wait = lookup_wait

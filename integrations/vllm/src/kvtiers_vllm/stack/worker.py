@@ -2,9 +2,11 @@
 
 vLLM's worker asserts that every copy succeeded, so every copy is reported to it as done. Its real result is kept
 for the connector, which reports a failed store to the manager, and a request whose load failed to the scheduler. A job
-that cannot be submitted has failed.
+that cannot be submitted has failed. A pipelined load (``pipelined_loads.py``) is one job of vLLM's and a copy for each
+part; what it lacks at its end are blocks that the connector reports as not loaded.
 """
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +21,7 @@ from kvtiers_vllm.never_raise import BugCount, never_raises
 from kvtiers_vllm.own_tiering.idle_backoff import LoadWatch, Wakeup
 from kvtiers_vllm.stack.plans import CopyReport
 
-__all__ = ["NO_PLAN", "WAKEUP", "KvtiersWorker", "PlannedRows"]
+__all__ = ["NO_PLAN", "WAKEUP", "KvtiersWorker", "LoadPart", "PlannedRows"]
 
 WAKEUP = Wakeup()
 """Shared by the two halves of vLLM's connector, which vLLM makes apart, where they are in one process."""
@@ -35,6 +37,51 @@ class PlannedRows(LoadStoreSpec):
     plan_id: int
     request_id: str
     chunk_ids: ChunkIds
+    load_id: int = 0
+    """Of a pipelined load, of which these are the first rows; others follow as ``LoadPart``. 0: these are all."""
+    chunks: int = 0
+    """Of the whole pipelined load."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPart:
+    """The next rows of a pipelined load; None: there are none. ``is_last``: no more will come, all else is missing."""
+
+    load_id: int
+    rows: PlannedRows | None
+    is_last: bool
+
+
+@dataclass(slots=True, eq=False)
+class _PipelinedJob:
+    """A job of vLLM's whose rows come in parts.
+
+    ``given``: chunks whose rows have come; ``good``: chunks before the first copy that failed; ``copies``: in flight.
+    """
+
+    job_id: int
+    blocks: BlockSpec
+    blocks_per_chunk: int
+    chunks: int
+    good: int
+    given: int = 0
+    copies: int = 0
+    is_closed: bool = False
+    """No more rows will come."""
+    nbytes: int = 0
+    seconds: float = 0.0
+
+    def blocks_of(self, first: int, end: int) -> BlockSpec:
+        """Return the blocks of these of its chunks; the first chunk may begin in its middle."""
+        begin = self.blocks.block_indices[0]
+        lead = begin % self.blocks_per_chunk
+        at = max(0, first * self.blocks_per_chunk - lead)
+        to = min(len(self.blocks.block_ids), end * self.blocks_per_chunk - lead)
+        return BlockSpec(self.blocks.block_ids[at:to], (max(0, to - at),), (begin + at,))
+
+    def has_ended(self) -> bool:
+        """Return whether nothing more comes and nothing of it is in flight."""
+        return not self.copies and (self.is_closed or self.given == self.chunks)
 
 
 class KvtiersWorker(OffloadingWorker):
@@ -46,6 +93,12 @@ class KvtiersWorker(OffloadingWorker):
         self._blocks_per_chunk = blocks_per_chunk
         self._jobs: dict[int, tuple[PlannedRows, bool]] = {}
         self._refused: list[int] = []
+        self._pipelined: dict[int, _PipelinedJob] = {}
+        """By load id."""
+        self._part_of: dict[int, tuple[_PipelinedJob, int]] = {}
+        """The load of a part's copy, and its first chunk, by the copy's id, which is no job's of vLLM."""
+        self._part_ids = itertools.count(-1, -1)
+        self._missing_blocks: set[int] = set()
         self._spoilt: set[int] = set()
         """Jobs that vLLM wanted to wait for and could not."""
         self._report = CopyReport()
@@ -69,8 +122,11 @@ class KvtiersWorker(OffloadingWorker):
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
         """Start to copy rows into blocks."""
+        in_parts = bool(getattr(src_spec, "load_id", 0))
+        if in_parts and self._begin_parts(job_id, src_spec, dst_spec):
+            return True
         self._jobs[job_id] = (src_spec, False)
-        if not self._load(job_id, src_spec, dst_spec, expedited=expedited):
+        if in_parts or not self._load(job_id, src_spec, dst_spec, expedited=expedited):
             self._refused.append(job_id)
         return True
 
@@ -79,9 +135,40 @@ class KvtiersWorker(OffloadingWorker):
         """Submit a load; False: it is refused."""
         if rows.plan_id == NO_PLAN:
             return False
-        self._worker.submit_load(job_id, rows.chunk_ids, _blocks(blocks), expedited)
+        blocks = blocks if isinstance(blocks, BlockSpec) else _blocks(blocks)
+        self._worker.submit_load(job_id, rows.chunk_ids, blocks, expedited)
         self._watch.watch(job_id)
         return True
+
+    @never_raises(lambda: False)
+    def _begin_parts(self, job_id: int, rows: PlannedRows, blocks: Any) -> bool:
+        """Begin a pipelined load; False: it is refused."""
+        job = _PipelinedJob(job_id, _blocks(blocks), self._blocks_per_chunk, rows.chunks, rows.chunks)
+        self._pipelined[rows.load_id] = job
+        if rows.plan_id != NO_PLAN:
+            self._copy_part(job, rows)
+        return True
+
+    def continue_loads(self, parts: Iterable[LoadPart]) -> None:
+        """Start to copy the next rows of pipelined loads."""
+        for part in parts:
+            job = self._pipelined.get(part.load_id)
+            if job is not None:
+                job.is_closed |= part.is_last
+            if part.rows is not None and job is not None:
+                self._copy_part(job, part.rows)
+            elif part.rows is not None:  # of a load that was refused
+                self._report.ended[part.rows.plan_id] += 1
+                self._report.failed.add(part.rows.plan_id)
+
+    def _copy_part(self, job: _PipelinedJob, rows: PlannedRows) -> None:
+        part_id, first = next(self._part_ids), job.given
+        job.given += len(rows.chunk_ids)
+        job.copies += 1
+        self._jobs[part_id] = (rows, False)
+        self._part_of[part_id] = (job, first)
+        if not self._load(part_id, rows, job.blocks_of(first, job.given), expedited=False):
+            self._refused.append(part_id)
 
     def note_step(self, *, computes: bool) -> None:
         """Record that vLLM begins a step on this rank."""
@@ -90,12 +177,29 @@ class KvtiersWorker(OffloadingWorker):
     def get_finished(self) -> list[TransferResult]:
         """Return the copies that have ended, each as done."""
         refused, self._refused = self._refused, []
-        done = [self._ended(job_id, 0, 0.0, success=False) for job_id in refused]
-        done += [
-            self._ended(result.job_id, result.nbytes, result.seconds, success=result.success)
-            for result in self._copied()
-        ]
-        return done
+        done = []
+        for copied in [*(Copied(job_id, False) for job_id in refused), *self._copied()]:
+            part = self._part_of.pop(copied.job_id, None)
+            success = copied.success and copied.job_id not in self._spoilt
+            self._spoilt.discard(copied.job_id)
+            self._note_end(copied.job_id, success=success, is_part=part is not None)
+            if part is None:
+                done.append(TransferResult(copied.job_id, True, copied.nbytes, copied.seconds))
+            else:
+                self._part_ended(*part, copied, success=success)
+        return done + [self._end(load_id) for load_id, job in list(self._pipelined.items()) if job.has_ended()]
+
+    def _part_ended(self, job: _PipelinedJob, first: int, copied: Copied, *, success: bool) -> None:
+        job.copies -= 1
+        job.nbytes += copied.nbytes
+        job.seconds += copied.seconds
+        if not success:
+            job.good = min(job.good, first)
+
+    def _end(self, load_id: int) -> TransferResult:
+        job = self._pipelined.pop(load_id)
+        self._missing_blocks.update(job.blocks_of(min(job.good, job.given), job.chunks).block_ids.tolist())
+        return TransferResult(job.job_id, True, job.nbytes, job.seconds)
 
     @never_raises(tuple)
     def _copied(self) -> Iterable[Copied]:
@@ -130,6 +234,11 @@ class KvtiersWorker(OffloadingWorker):
         failed, self._failed_loads = self._failed_loads, set()
         return failed
 
+    def take_missing_blocks(self) -> set[int]:
+        """Return the blocks of pipelined loads that have ended since the last call without them."""
+        missing, self._missing_blocks = self._missing_blocks, set()
+        return missing
+
     def _has_whole_chunks(self, blocks: Any) -> bool:
         """Return whether no chunk lacks a block (a sliding window has moved on): such a chunk would hold old bytes."""
         per_chunk = self._blocks_per_chunk
@@ -139,18 +248,13 @@ class KvtiersWorker(OffloadingWorker):
             if size
         )
 
-    def _ended(self, job_id: int, nbytes: int, seconds: float, *, success: bool) -> TransferResult:
-        self._note_end(job_id, success=success and job_id not in self._spoilt)
-        self._spoilt.discard(job_id)
-        return TransferResult(job_id, True, nbytes, seconds)
-
     @never_raises(lambda: None)
-    def _note_end(self, job_id: int, *, success: bool) -> None:
+    def _note_end(self, job_id: int, *, success: bool, is_part: bool) -> None:
         rows, is_store = self._jobs.pop(job_id)
         self._report.ended[rows.plan_id] += 1
         if not success:
             self._report.failed.add(rows.plan_id)
-            if not is_store:
+            if not (is_store or is_part):
                 self._failed_loads.add(rows.request_id)
 
 

@@ -264,6 +264,26 @@ class Engine:
         GpuWorker._advance = fail
         return {"ok": True}
 
+    def cut_jobs(self, chunks: int) -> dict[str, Any]:
+        """Have a tier asked for this many chunks a job from now on."""
+        self._stack_manager()._manager._jobs._job_rows = chunks
+        return {"ok": True}
+
+    def hide_missing_blocks(self) -> dict[str, Any]:
+        """Have vLLM take all blocks of pipelined loads as loaded from now on."""
+        from kvtiers_vllm.stack.worker import KvtiersWorker
+
+        KvtiersWorker.take_missing_blocks = lambda _: set()
+        return {"ok": True}
+
+    def pipelined_loads(self) -> dict[str, Any]:
+        """Return how many loads have been pipelined so far, and whether some are now."""
+        loads = self._stack_manager().pipelined
+        return {"begun": loads.begun, "open": loads.are_open()}
+
+    def _stack_manager(self) -> Any:
+        return self._llm.llm_engine.engine_core.engine_core.scheduler.connector.connector_scheduler.manager
+
     def shutdown(self, finalize: bool) -> dict[str, Any]:
         self._llm.llm_engine.engine_core.shutdown()
         return {"ok": True}
