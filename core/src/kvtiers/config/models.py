@@ -110,7 +110,7 @@ class BudgetConfig(StrictModel):
     store_reserve: Share = Field(default=0.10, description="rows kept for stores, which promotions may not take")
     all_tiers: Share = Field(default=0.50, description="most rows that all tiers together may pin")
     one_tier: Share = Field(default=0.25, description="most rows that one tier may pin")
-    protected: Share = Field(default=0.40, description="promoted rows that have not been read yet and are kept")
+    protected: Share = Field(default=0.40, description="most promoted rows that are kept until they are read")
     protect_for: Duration = Field(default=10.0, description="longest time that such a row is kept")
 
     @model_validator(mode="after")

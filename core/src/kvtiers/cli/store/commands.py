@@ -196,7 +196,7 @@ Examples:
     "--to-size",
     metavar="SIZE",
     callback=with_unit(parse_size),
-    help="The oldest, until so much is left of those that are meant.",
+    help="Delete the oldest of the selected values until at most this much is left.",
 )
 @click.option(
     "--other-formats", is_flag=True, help="Only values of another format of names or seals; reads each value."
