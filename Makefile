@@ -65,7 +65,7 @@ vllm_releases = for wanted in $(1); do \
 .PHONY: environment environment-sglang environment-transformers environment-vllm lock system clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-24s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo  ## Show that it pays, is shared, is safe and stays out of the way, in two minutes (no GPU, no torch)
 	PYTHONPATH=examples $(PYTHON) -m demo $(DEMO_ARGS)
