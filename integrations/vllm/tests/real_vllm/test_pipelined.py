@@ -64,6 +64,16 @@ def test_rows_follow_in_parts_and_every_token_is_right(engine, right):
     assert begun(engine) == before + 2
 
 
+def test_rows_that_come_in_the_step_in_which_a_load_begins_are_not_lost(start, model, store, right):
+    """vLLM's worker sees them before the load that they belong to."""
+    engine = start(model, whole_stack(slow(store)))
+    engine.do("cut_jobs", chunks=2)
+    engine.do("hurry_parts", seconds=0.6)
+    assert right(engine, FIRST) == WHOLE[:1]
+    assert begun(engine) == 1
+    engine.shutdown()
+
+
 def test_copies_that_fail_are_computed(engine, right):
     before, failed = begun(engine), engine.metrics().get("kvtiers_failed_gpu_loads", 0)
     engine.do("fail_copies", lane="load")

@@ -195,6 +195,17 @@ def test_each_part_is_copied_into_its_own_blocks_and_the_job_ends_with_the_last(
     assert worker.get_finished() == []
 
 
+def test_parts_that_come_before_their_load_wait_for_it(rank):
+    """vLLM binds a step's metadata before it starts the loads of that step."""
+    worker, gpu = rank.worker, rank.gpu
+    worker.continue_loads([rank.part(6, 1, 2, load_id=2), rank.part(7, 2, 4, is_last=True, load_id=2)])
+    assert worker.submit_load(10, rank.rows(8, 0, 1, load_id=2, chunks=4), rank.blocks)
+    assert gpu.end() == ([0], [30], (1,), (1,)), "that of the other load"
+    assert [gpu.end()[0] for _ in range(3)] == [[0], [1], [2, 3]]
+    assert [done.job_id for done in worker.get_finished()] == [10]
+    assert worker.take_missing_blocks() == set()
+
+
 def test_what_never_came_is_missing(rank):
     rank.worker.continue_loads([rank.part(6, 1, 2), rank.part(0, 0, 0, is_last=True)])
     rank.gpu.end()
@@ -216,11 +227,15 @@ def test_from_the_first_copy_that_failed_on_everything_is_missing(rank):
     assert rank.worker.take_failed_loads() == set(), "vLLM keeps what came before"
 
 
-def test_rows_for_a_load_that_was_refused_are_given_back(rank, caplog):
+@pytest.mark.parametrize("early", [False, True])
+def test_rows_for_a_load_that_was_refused_are_given_back(rank, caplog, early):
     worker = rank.worker
+    if early:
+        worker.continue_loads([rank.part(9, 1, 2, is_last=True, load_id=2)])
     bad = SimpleNamespace(block_ids=object(), group_sizes=[1], block_indices=[0])
     assert worker.submit_load(10, rank.rows(8, 0, 1, load_id=2, chunks=2), bad)
-    worker.continue_loads([rank.part(9, 1, 2, is_last=True, load_id=2)])
+    if not early:
+        worker.continue_loads([rank.part(9, 1, 2, is_last=True, load_id=2)])
     assert [done.job_id for done in worker.get_finished()] == [10]
     report = worker.take_report()
     assert (dict(report.ended), report.failed) == ({8: 1, 9: 1}, {8, 9})

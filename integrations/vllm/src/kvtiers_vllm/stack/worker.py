@@ -95,6 +95,9 @@ class KvtiersWorker(OffloadingWorker):
         self._refused: list[int] = []
         self._pipelined: dict[int, _PipelinedJob] = {}
         """By load id."""
+        self._early: dict[int, list[LoadPart]] = {}
+        """Parts that came in the step of their load: vLLM binds the metadata of a step before it starts its loads."""
+        self._refused_loads: set[int] = set()
         self._part_of: dict[int, tuple[_PipelinedJob, int]] = {}
         """The load of a part's copy, and its first chunk, by the copy's id, which is no job's of vLLM."""
         self._part_ids = itertools.count(-1, -1)
@@ -126,6 +129,9 @@ class KvtiersWorker(OffloadingWorker):
         if in_parts and self._begin_parts(job_id, src_spec, dst_spec):
             return True
         self._jobs[job_id] = (src_spec, False)
+        if in_parts:
+            self._refused_loads.add(src_spec.load_id)
+            self.continue_loads(self._early.pop(src_spec.load_id, ()))
         if in_parts or not self._load(job_id, src_spec, dst_spec, expedited=expedited):
             self._refused.append(job_id)
         return True
@@ -147,6 +153,7 @@ class KvtiersWorker(OffloadingWorker):
         self._pipelined[rows.load_id] = job
         if rows.plan_id != NO_PLAN:
             self._copy_part(job, rows)
+        self.continue_loads(self._early.pop(rows.load_id, ()))
         return True
 
     def continue_loads(self, parts: Iterable[LoadPart]) -> None:
@@ -155,11 +162,19 @@ class KvtiersWorker(OffloadingWorker):
             job = self._pipelined.get(part.load_id)
             if job is not None:
                 job.is_closed |= part.is_last
-            if part.rows is not None and job is not None:
-                self._copy_part(job, part.rows)
-            elif part.rows is not None:  # of a load that was refused
-                self._report.ended[part.rows.plan_id] += 1
-                self._report.failed.add(part.rows.plan_id)
+                if part.rows is not None:
+                    self._copy_part(job, part.rows)
+            elif part.load_id in self._refused_loads:
+                self._refuse_part(part)
+            else:
+                self._early.setdefault(part.load_id, []).append(part)
+
+    def _refuse_part(self, part: LoadPart) -> None:
+        if part.rows is not None:
+            self._report.ended[part.rows.plan_id] += 1
+            self._report.failed.add(part.rows.plan_id)
+        if part.is_last:
+            self._refused_loads.discard(part.load_id)
 
     def _copy_part(self, job: _PipelinedJob, rows: PlannedRows) -> None:
         part_id, first = next(self._part_ids), job.given

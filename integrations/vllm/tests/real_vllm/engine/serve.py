@@ -269,6 +269,20 @@ class Engine:
         self._stack_manager()._manager._jobs._job_rows = chunks
         return {"ok": True}
 
+    def hurry_parts(self, seconds: float) -> dict[str, Any]:
+        """Have every pipelined load wait this long in the step in which it begins, and look for further rows then."""
+        loads = type(self._stack_manager().pipelined)
+        begin = loads.begin
+
+        def begin_late(self: Any, *arguments: Any) -> Any:
+            rows = begin(self, *arguments)
+            time.sleep(seconds)
+            self._manager.look_again()
+            return rows
+
+        loads.begin = begin_late
+        return {"ok": True}
+
     def hide_missing_blocks(self) -> dict[str, Any]:
         """Have vLLM take all blocks of pipelined loads as loaded from now on."""
         from kvtiers_vllm.stack.worker import KvtiersWorker
