@@ -45,7 +45,7 @@ ALLOWED = (
     (r"docs/glossary\.md", ".*"),
 )
 # The glossary explains the tier host as a helper process; only there, and with both words.
-EXPLAINED = re.compile(r"helper process(es)?\b")
+EXPLAINED = re.compile(r"helper[ _]process(es)?(?![a-z])")
 # As their authors wrote them; and what is no source of ours.
 SKIPPED = re.compile(r"tests/compat/api_|(^|/)(build|dist|\.[^/]+|[^/]+\.egg-info)/")
 # Parts of identifiers count as words, and a line's end or an underscore as a space.
