@@ -65,7 +65,7 @@ vllm_releases = for wanted in $(1); do \
 .PHONY: environment environment-sglang environment-transformers environment-vllm lock system clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-24s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo  ## Show that it pays, is shared, is safe and stays out of the way, in two minutes (no GPU, no torch)
 	PYTHONPATH=examples $(PYTHON) -m demo $(DEMO_ARGS)
@@ -177,6 +177,8 @@ $(SGLANG_VENV)/.made: integrations/sglang/tests/requirements.txt $(PROJECTS)
 	$(SGLANG_INSTALL) --no-deps sglang==$(SGLANG_VERSION)
 	$(SGLANG_INSTALL) --no-build-isolation --editable core --editable plugins/example_tier --editable plugins/fs_tier \
 		--editable plugins/redis_tier --editable integrations/sglang
+	@touch $@
+
 $(TRANSFORMERS_VENV)/.made: integrations/transformers/tests/requirements.txt $(PROJECTS)
 	@[ -x $(TRANSFORMERS_VENV)/bin/pip ] || { python=$$(tools/system.sh python) && "$$python" -m venv --clear $(TRANSFORMERS_VENV); }
 	$(TRANSFORMERS_PYTHON) -m pip --disable-pip-version-check install --quiet --no-compile \

@@ -1,4 +1,4 @@
-"""What a client moves between a caller's memory and a store, beside the stack and a plain loop over the same store.
+"""Throughput of a client between a caller's memory and a store, beside the stack and a plain loop over the same store.
 
 Lanes take turns, a round after the other, each on new values: `stack` is an engine's: a manager and one rank, whose KV
 tensors lie in host memory: each value is copied into a row, stored, forgotten, loaded into a row, and copied back.
@@ -8,7 +8,6 @@ this process, without a seal. Both ways with tier hosts (`io: process`) and jobs
 by turn, since turns beside each other differ less than rounds.
 """
 
-import argparse
 import gc
 import os
 import shutil
@@ -25,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from lib.results import WAYS, at_least, middle_share, say
+from lib.results import WAYS, at_least, middle_share, options_of, say
 
 import kvtiers
 from kvtiers import BlockSpec, CacheLayout, KVGroup, KVTensor, ModelIdentity, RequestContext, open_client
@@ -336,10 +335,8 @@ def report(found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options_of(__doc__, "fewer bytes and rounds")
     parser.add_argument("--path", type=Path, help="a folder on the disk for fs (the one for temporary files)")
-    parser.add_argument("--quick", action="store_true", help="fewer bytes and rounds")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     if not sys.platform.startswith("linux"):
         sys.exit("error: tier hosts need Linux")

@@ -1,4 +1,4 @@
-"""Whether tiers are in the engine's way, and the engine in theirs: a thread of pure Python beside two busy tiers.
+"""The stall of an engine by its tiers, and of the tiers by the engine: a thread of pure Python beside two busy tiers.
 
 An engine's thread runs Python flat out, ends a step every 10 ms, and so drives two `memory` tiers, each of which stores
 1 GiB and then loads it, again and again. In the control the same loop runs in an unrelated process and the engine's
@@ -101,6 +101,7 @@ from statistics import median
 from typing import Any
 
 from lib.processes import private_mb, processor_seconds, tier_hosts
+from lib.results import options_of, say
 from rigs.busy_loop import STEP_SECONDS, Loop, OtherLoop
 from rigs.tier_traffic import VALUE_BYTES, Traffic, open_engine
 
@@ -168,7 +169,7 @@ def beside_both(traffic: Traffic, seconds: float) -> dict[str, Any]:
 
 
 def _nothing() -> None:
-    """A step of an engine without tiers."""
+    """Do nothing: the step of an engine without tiers."""
 
 
 def idle_host(seconds: float) -> dict[str, float]:
@@ -330,15 +331,10 @@ def report(results: dict[str, Any]) -> None:
                 f"{found['processor_share']:.3f} by processor time; steps take {found['share_of_time_in_steps']:.1%}; "
                 f"the tiers move {found['throughput_share']:.3f} of the bytes"
             )
-    print()
-    for goal in results["goals"]:
-        print(f"{goal['name']}: {goal['value']:.3f}; goal {goal['goal']:g}: {'met' if goal['met'] else 'MISSED'}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a fifth of the time, and a quarter of the bytes")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = options_of(__doc__, "a fifth of the time, and a quarter of the bytes")
     for part, values in (("--turns", 3), ("--idle", 1)):
         parser.add_argument(part, nargs=values, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -350,10 +346,7 @@ def main() -> None:
     else:
         results = measure(quick=options.quick)
         results["goals"] = goals(results)
-        if options.json:
-            print(json.dumps(results))
-        else:
-            report(results)
+        say(results, report, as_json=options.json)
 
 
 if __name__ == "__main__":

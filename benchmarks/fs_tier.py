@@ -1,4 +1,4 @@
-"""What the directory tier moves, beside a plain Python loop, dd and fio on the same disk in the same run.
+"""Throughput of the directory tier, beside a plain Python loop, dd and fio on the same disk in the same run.
 
 Lanes take turns, a round after the other, each on new values, which it removes again: `tier` calls the store in one
 thread; `host` is the whole contract with `io: process`: 4 threads in a tier host, with seal, check and jobs of 128 MiB;
@@ -10,7 +10,6 @@ Last: what it takes to open a directory of a million values (``--quick``: 100,00
 it.
 """
 
-import argparse
 import json
 import os
 import re
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lib.results import options_of, say
 
 from kvtiers.api import JobResult, OffloadKey, TransferJob, make_offload_key
 from kvtiers.api.units import format_size
@@ -283,15 +283,11 @@ def report(found: dict[str, Any]) -> None:
         f"  {start['values']:,} values: opened in {start['open_s'] * 1e3:.1f} ms (an empty directory in "
         f"{start['open_empty_s'] * 1e3:.1f} ms), counted in {start['count_s']:.1f} s"
     )
-    for goal in found["goals"]:
-        print(f"{goal['name']}: {goal['value']:.2f}; goal {goal['goal']:g}: {'met' if goal['met'] else 'MISSED'}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options_of(__doc__, "fewer bytes and rounds")
     parser.add_argument("--path", type=Path, help="a folder on the disk to measure (the one for temporary files)")
-    parser.add_argument("--quick", action="store_true", help="fewer bytes and rounds")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     if not sys.platform.startswith("linux"):
         sys.exit("error: tier hosts need Linux")
@@ -307,10 +303,7 @@ def main() -> None:
     name = f"ms to open a directory of {start['values']:,} values"
     goals.append({"name": name, "value": opened, "goal": GOAL_OPEN_MS, "met": opened <= GOAL_OPEN_MS})
     found = {**where, "sizes": sizes, "start": start, "goals": goals}
-    if options.json:
-        print(json.dumps(found))
-    else:
-        report(found)
+    say(found, report, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ runs pure Python. `--explore` adds the curves of the settings: ring, slots, prog
 says so and states no goals.
 """
 
-import argparse
 import json
 import statistics
 import time
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from baselines.gpu_link import BATCH, IN_FLIGHT, MATRIX, Products, link_beside, peaks, timed, while_for
+from lib.results import options_of
 from rigs.gpu_rows import LAYERS, rows_of
 
 from kvtiers.gpu.settings import CopySettings
@@ -130,7 +130,7 @@ def alone(page: int, peak: dict[str, float], repeats: int, *, canonical: bool = 
 def beside(made: Setup, products: Products, way: str, batches: int) -> dict[str, Any]:
     """Return GB/s of a stream of batches beside the products, and the share of their speed that they keep.
 
-    The rate is that of a stream that is under way: the slope of the batches' ends, without the first two.
+    The rate is that of a stream in full run: the slope of the batches' ends, without the first two.
     """
     seconds = batches * BATCH / 50e9  # about as long as the batches take: a GPU that works for longer gets slower
     products.rate(while_for(0.5))
@@ -177,7 +177,7 @@ def expedited_ms(made: Setup) -> float:
     found = []
     for _ in range(5):
         bulk = [made.batch("load") for _ in range(3)]
-        time.sleep(0.015)  # it is well under way
+        time.sleep(0.015)  # it runs by then
         begin = time.perf_counter()
         job = made.submit("expedited", blocks, rows)
         made.worker.wait([job])
@@ -328,9 +328,7 @@ def explore(say: Callable[[str], None]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer repeats")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = options_of(__doc__, "fewer repeats")
     parser.add_argument("--explore", action="store_true", help="the curves of the settings instead")
     options = parser.parse_args()
     say: Callable[[str], None] = (lambda _line: None) if options.json else (lambda line: print(line, flush=True))

@@ -1,16 +1,16 @@
-"""What it costs to import kvtiers: milliseconds of a whole interpreter, beside `import numpy` and an empty one.
+"""The cost of importing kvtiers: milliseconds of a whole interpreter, beside `import numpy` and an empty one.
 
 Each start is a process of its own; the statements take turns, so that a busy machine slows all of them alike. The
 first round warms the page cache and the compiled files, and is not counted. Medians.
 """
 
-import argparse
-import json
 import statistics
 import subprocess
 import sys
 import time
 from typing import Any
+
+from lib.results import options_of, say
 
 STATEMENTS = ("pass", "import kvtiers", "import kvtiers.api", "import numpy")
 # Every plugin's entry module imports kvtiers: what it adds must vanish beside what any engine imports anyway.
@@ -54,20 +54,12 @@ def report(found: dict[str, Any]) -> None:
     print(f"  {'statement':22}{'ms':>8}{'above empty':>14}")
     for statement, milliseconds in found["ms"].items():
         print(f"  {statement:22}{milliseconds:8.1f}{found['ms_above_empty'].get(statement, 0.0):14.1f}")
-    for goal in found["goals"]:
-        print(f"{goal['name']}: {goal['value']:.2f}; goal {goal['goal']:g}: {'met' if goal['met'] else 'MISSED'}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args()
+    options = options_of(__doc__, "fewer rounds").parse_args()
     found = results(rounds=5 if options.quick else 40)
-    if options.json:
-        print(json.dumps(found))
-    else:
-        report(found)
+    say(found, report, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What deciding between a tier and computing costs beside the better of always loading and always computing.
+"""The cost of deciding between a tier and computing, beside the better of always loading and always computing.
 
 Fourteen scenes of an engine of one GPU and its tiers are played by the clock against the real ``TieringManager``
 (``rigs/simulated_engine.py``). Regret: all requests' seconds to the first token together, over those of the better of
@@ -7,12 +7,11 @@ the two ways that do not decide. Below 1 the decision is better than both: GPU a
 Figures do not depend on the machine.
 """
 
-import argparse
 import json
 import random
 from collections.abc import Callable, Sequence
 
-from lib.results import at_most
+from lib.results import at_most, options_of
 from rigs.simulated_engine import CHUNK_BYTES, Arrival, Outcome, Scene, Tier, play
 
 GOAL_REGRET = 1.05
@@ -111,10 +110,7 @@ def regret(found: dict[str, Outcome]) -> float:
 
 def main() -> None:
     """Play all scenes, and print what came of them."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer requests")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    args = parser.parse_args()
+    args = options_of(__doc__, "fewer requests").parse_args()
     played = {name: {way: play(scene, way) for way in WAYS} for name, scene in scenes(quick=args.quick).items()}
     goals = [at_most(f"regret, {name}", regret(found), GOAL_REGRET) for name, found in played.items()]
     if args.json:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lib.results import at_least, at_most, say
+from lib.results import at_least, at_most, options_of, say
 
 from kvtiers.primary.eviction import BUILT_IN, EvictionPolicy, make_policy
 from kvtiers.primary.tier import CPUPrimaryTier
@@ -289,10 +289,8 @@ def as_svg(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer requests and sizes")
+    parser = options_of(__doc__, "fewer requests and sizes")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the hits as .svg")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--policy", action="append", metavar="NAME", help="an installed policy besides ours")
     options = parser.parse_args()
     if "KVTIERS_TRACES" not in os.environ:

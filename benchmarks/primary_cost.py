@@ -1,4 +1,4 @@
-"""What the primary tier costs on the engine's thread: microseconds a chunk for each operation of a chunk's life.
+"""The cost of the primary tier on the engine's thread: microseconds a chunk for each operation of a chunk's life.
 
 The tier is full, with 1,000 or 100,000 resident chunks, so that each store evicts. A chunk is looked up and missed,
 stored, cascaded to two tiers, touched, hit and loaded by a later request; both requests end. The later request's
@@ -6,14 +6,15 @@ chunks are chosen at random among the resident ones, so that the cache misses of
 Median over the rounds; the garbage collector runs as it would in an engine.
 """
 
-import argparse
-import json
 import os
 import random
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+
+from lib.results import options_of, say
 
 from kvtiers.primary.tier import CPUPrimaryTier
 
@@ -141,16 +142,10 @@ def report(results: dict[str, Any], sizes: list[int]) -> None:
             print(f"  {'operation':26}" + "".join(f"{size:>12,}" for size in sizes))
             for name in (*OPERATIONS, "sum"):
                 print(f"  {name:26}" + "".join(f"{by_size[str(size)][name]:12.3f}" for size in sizes))
-    print()
-    for goal in results["goals"]:
-        print(f"{goal['name']}: {goal['value']:.2f}; goal {goal['goal']:g}: {'met' if goal['met'] else 'MISSED'}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args()
+    options = options_of(__doc__, "fewer rounds").parse_args()
     lives = 100 if options.quick else 1000
     sizes = [1_000, 100_000]
     figures: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
@@ -163,10 +158,7 @@ def main() -> None:
                 figures.setdefault(policy, {}).setdefault(str(batch), {})[str(size)] = rounds.medians()
     results: dict[str, Any] = {"us_per_chunk": figures, "prefix_lookup_ms": prefix_lookup_ms(100_000, 8192)}
     results["goals"] = goals(results, sizes)
-    if options.json:
-        print(json.dumps(results))
-    else:
-        report(results, sizes)
+    say(results, partial(report, sizes=sizes), as_json=options.json)
 
 
 if __name__ == "__main__":

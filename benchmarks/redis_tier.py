@@ -1,4 +1,4 @@
-"""What the Redis tier moves, beside redis-benchmark with 1, 4 and 16 connections to the same server in the same run.
+"""Throughput of the Redis tier, beside redis-benchmark with 1, 4 and 16 connections to the same server in the same run.
 
 `tier` is the whole contract with `io: process`: tier hosts, as many as the tier has by itself or `--processes` says,
 which seal what they write and check what they read, in jobs of 128 MiB. `bare sockets` move the same rows in three
@@ -32,7 +32,6 @@ its keys, core writes each key once, and neither is to pay for new pages that th
 priority, except beside the busy thread, where the host gives way to the engine as it does by default.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -46,7 +45,7 @@ from typing import Any
 from baselines import redis_lanes as lanes
 from baselines import redis_sockets as sockets
 from lib.processes import processor_seconds
-from lib.results import WAYS, at_least, middle_share, say
+from lib.results import WAYS, at_least, middle_share, options_of, say
 from rigs import slow_network as network
 from rigs.busy_loop import busy_driver, busy_process
 from rigs.redis_tier_lane import TierLane
@@ -295,9 +294,7 @@ def report(found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer bytes, sizes and rounds")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = options_of(__doc__, "fewer bytes, sizes and rounds")
     parser.add_argument(
         "--only", choices=[*KINDS], action="append", help="only these parts; states no goals without all that have some"
     )

@@ -1,4 +1,4 @@
-"""What the start of a region costs its engine: the calls' own time, pre-faulting's rate, and how long it stalls.
+"""The cost of a region's start for its engine: the calls' own time, pre-faulting's rate, and how long it stalls.
 
 An engine's thread ticks every millisecond while the region is populated: by the pre-fault program, as kvtiers does
 it, and by `mmap.madvise` in a thread of the engine's process, which holds the interpreter for the whole call. Between
@@ -14,9 +14,7 @@ where the machine gives them to shared memory (`/sys/kernel/mm/transparent_hugep
 memory, which says what there is to gain.
 """
 
-import argparse
 import contextlib
-import json
 import mmap
 import os
 import statistics
@@ -28,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lib.results import options_of, say
 
 import kvtiers
 from kvtiers.gpu.pin_pace import PinPace
@@ -380,20 +379,12 @@ def report(found: dict[str, Any]) -> None:
                 f"  {found['cuda']['bytes'] >> 30} GiB for a GPU, {name:18} first row {cuda['first_row_s']:.3f} s, "
                 f"all pinned {cuda['all_pinned_s']:.2f} s"
             )
-    for goal in found["goals"]:
-        print(f"{goal['name']}: {goal['value']:.3g}; goal {goal['goal']:g}: {'met' if goal['met'] else 'MISSED'}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a smaller region")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args()
+    options = options_of(__doc__, "a smaller region").parse_args()
     found = results(quick=options.quick)
-    if options.json:
-        print(json.dumps(found))
-    else:
-        report(found)
+    say(found, report, as_json=options.json)
 
 
 if __name__ == "__main__":

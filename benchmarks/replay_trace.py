@@ -6,13 +6,14 @@ unique blocks). ``--quick`` replays the first 3,000 requests, whose truth was co
 the trace is named by KVTIERS_TRACES.
 """
 
-import argparse
 import json
 import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from lib.results import options_of
 
 from kvtiers.config import OffloadConfig, load_config
 from kvtiers_replay.results import ReplayResults
@@ -130,10 +131,7 @@ def show(found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help=f"only the first {QUICK_REQUESTS:,} requests")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args()
+    options = options_of(__doc__, f"only the first {QUICK_REQUESTS:,} requests").parse_args()
     folder = os.environ.get("KVTIERS_TRACES")
     if not folder:
         print(f"not run: set KVTIERS_TRACES to the folder that holds {TRACE}", file=sys.stderr)

@@ -1,8 +1,8 @@
-"""What the S3 tier moves, beside the clients that it stands on and their peers, against the same servers in one run.
+"""Throughput of the S3 tier, beside the clients that it stands on and their peers, against the same servers in one run.
 
 Servers: Ceph's gateway, which is a real one and mostly measures itself, and a trivial one, which costs next to nothing
 and is the ceiling; ``--only trivial`` needs nothing but Python's packages. Lanes take turns, a round after the other,
-each on new values, with as many requests under way as the tier has threads for loads and for stores, in all its hosts:
+each on new values, with as many requests in flight as the tier has threads for loads and for stores, in all its hosts:
 
 boto3        as users write it: a default client, put_object and get_object()["Body"].read()
 boto3-tuned  the tier's own fallback client, without the tier

@@ -1,4 +1,4 @@
-"""What the tiering manager costs on the engine's thread, beside vLLM's.
+"""The cost of the tiering manager on the engine's thread, beside vLLM's.
 
 The life of a chunk, in microseconds a chunk: it is looked up and missed, stored, cascaded to two tiers (which answer at
 once), touched; a later request, whose chunks are chosen at random among the resident ones, hits and loads it; both
@@ -10,15 +10,14 @@ Besides: a look-up of a long prefix, an idle step, and the same life with real t
 in two host processes.
 
 A look-up of a long prefix is all calls of ``lookup_prefix`` that one request makes until its answer is not
-``unresolved``: one call reserves 448 chunks at most, so a prefix that the tiers have is walked in several steps. Its
-loads are under way meanwhile, as those of a real tier are for a few steps. The engine's thread waits for one call at a
-time, so the goal is about the longest of them; beside it stand the sum of all calls, without the steps between, and how
-many there are.
+``unresolved``: one call reserves 448 chunks at most, or 1,536 while there are other prompts to compute, as here; so a
+prefix that the tiers have is walked in several steps. Its loads are in flight meanwhile, as those of a real tier are
+for a few steps. The engine's thread waits for one call at a time, so the goal is about the longest of them; beside it
+stand the sum of all calls, without the steps between, and how many there are.
 """
 
 import argparse
 import contextlib
-import json
 import os
 import statistics
 import time
@@ -27,6 +26,7 @@ from typing import Any
 
 import numpy as np
 from baselines import vllm_tiering
+from lib.results import options_of, say
 from rigs.chunk_life import BATCH, PHASES, Life, OurLife, measure, new_keys, with_sum
 
 import kvtiers
@@ -290,15 +290,10 @@ def report(results: dict[str, Any]) -> None:
         )
         if taken["sum_ms"] > GOAL_PREFIX_MS:
             print(f"    ALL CALLS TOGETHER TAKE MORE THAN {GOAL_PREFIX_MS:g} ms; the goal counts the longest one")
-    print()
-    for one in results["goals"]:
-        print(f"{'met   ' if one['met'] else 'MISSED'} {one['name']}: {one['value']:.3g} (goal {one['goal']:.3g})")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = options_of(__doc__, "fewer rounds")
     parser.add_argument("--policy", default="lru", help="the primary's eviction policy")
     parser.add_argument(
         "--vllm",
@@ -307,10 +302,7 @@ def main() -> None:
         help="the unpacked Python files of its wheel",
     )
     results = run(options := parser.parse_args())
-    if options.json:
-        print(json.dumps(results))
-    else:
-        report(results)
+    say(results, report, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,16 @@
-"""What sealing and checking add to a value, beside a plain memory copy (numpy.copyto) of the same bytes.
+"""The cost of sealing and checking a value, beside a plain memory copy (numpy.copyto) of the same bytes.
 
 The three take turns over the values of a region much larger than the processor's caches, as a tier's threads would
 find them: first sealed or copied after it has left the cache. Medians over the rounds, one thread.
 """
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from lib.results import options_of, say
 
 from kvtiers.api.units import format_size
 from kvtiers.layout.seal import SealVerdict, check_value, seal_value
@@ -92,20 +91,12 @@ def report(found: dict[str, Any]) -> None:
             f"        {rate['copy']:8.1f}{rate['seal']:8.1f}{rate['check']:8.1f}"
             f"{share['seal']:12.2f}{share['check']:12.2f}"
         )
-    for goal in found["goals"]:
-        print(f"{goal['name']}: {goal['value']:.2f}; goal {goal['goal']:g}: {'met' if goal['met'] else 'MISSED'}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a smaller region and fewer rounds")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args()
+    options = options_of(__doc__, "a smaller region and fewer rounds").parse_args()
     found = results(quick=options.quick)
-    if options.json:
-        print(json.dumps(found))
-    else:
-        report(found)
+    say(found, report, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Check that every link between the documents leads somewhere: to a file or folder, and to a heading in it.
 
 Looks at each Markdown file of the project. Links to other sites are not followed: a build must not fail because
-someone else's server does.
+a server that is not ours does.
 """
 
 import re

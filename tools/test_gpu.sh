@@ -2,7 +2,7 @@
 # Everything that needs a CUDA device: tests, the kernel under compute-sanitizer where there is one, benchmarks.
 # Usage: tools/test_gpu.sh PYTHON [FOLDER for the outputs]
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit
 python=${1:-python3} folder=${2:-out/gpu}
 mkdir -p "$folder"
 status=0

@@ -67,7 +67,7 @@ def least_disk_seconds(files: Sequence[Path]) -> float:
 
 
 def _disk_seconds(sizes: dict[Path, int], pieces: Sequence[tuple[Path, int]], view: memoryview, depth: int) -> float:
-    """The same for so many reads at a time."""
+    """Return the same for so many reads at a time."""
     drop_pages([*sizes])
     opened = {file: _open_past_cache(file) for file in sizes}
 

@@ -1,4 +1,4 @@
-"""What copies to and from a GPU are held against: the link's own rate, and a model's work beside them."""
+"""The baselines of copies to and from a GPU: the link's own rate, and a model's work beside them."""
 
 import statistics
 import time
@@ -60,7 +60,7 @@ class Products:
         self.count = 0
 
     def step(self) -> None:
-        """Launch one, once no more than two are under way."""
+        """Launch one, once no more than two are in flight."""
         event = self.events[self.count % 3]
         event.synchronize()
         torch.matmul(self.a, self.b, out=self.out)

@@ -1,7 +1,7 @@
 """LMCache's S3 connector, driven as LMCache's engine drives it; ``lmcache_s3.py`` runs this, with a Python that has it.
 
 LMCache's own adapter makes it, with the adapter's defaults but for TLS. Each value written is a call of `put`, of which
-it has four under way at a time; all that is read is one `batched_get`, which starts everything. The memory for both is
+it has four in flight at a time; all that is read is one `batched_get`, which starts everything. The memory for both is
 taken once and used in turn, so that what LMCache's allocator takes is in no figure.
 
 A line of stdin is what to move, a line of stdout what went wrong, or null.

@@ -1,4 +1,4 @@
-"""What the Redis tier is measured beside: redis-benchmark, redis-py, LMCache's connector."""
+"""The baselines of the Redis tier: redis-benchmark, redis-py, LMCache's connector."""
 
 import contextlib
 import csv
@@ -102,8 +102,8 @@ def counted_rate(command: Sequence[str], port: int, word: str, number: int) -> f
         while process.poll() is None:
             counts.append((time.perf_counter(), calls() - before))
             time.sleep(COUNT_SECONDS)
-    under_way = [(now, done) for now, done in counts if 0 < done < number]
-    (begin, at_first), (end, at_last) = under_way[0], under_way[-1]
+    in_flight = [(now, done) for now, done in counts if 0 < done < number]
+    (begin, at_first), (end, at_last) = in_flight[0], in_flight[-1]
     return (at_last - at_first) / (end - begin)
 
 

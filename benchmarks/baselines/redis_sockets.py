@@ -1,4 +1,4 @@
-"""What bare Python sockets move to and from a Redis server: the least that a tier has to do, with no checks."""
+"""Bare Python sockets to and from a Redis server: the least that a tier has to do, with no checks."""
 
 import socket
 import ssl

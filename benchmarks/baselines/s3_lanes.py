@@ -1,4 +1,4 @@
-"""What the S3 tier is measured beside: its clients and their peers, as lanes that write and read values."""
+"""The baselines of the S3 tier: its clients and their peers, as lanes that write and read values."""
 
 import importlib.util
 import io
@@ -154,7 +154,7 @@ def tier_lane(tier: Any) -> Lane:
 
 
 def awscrt_lane(options: S3Config, rows: Rows) -> Lane:
-    """Keep as many requests under way as there are threads; its own threads do the work."""
+    """Keep as many requests in flight as there are threads; its own threads do the work."""
     from awscrt.auth import AwsCredentialsProvider
     from awscrt.http import HttpHeaders, HttpRequest
     from awscrt.io import ClientBootstrap, DefaultHostResolver, EventLoopGroup

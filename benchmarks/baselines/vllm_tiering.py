@@ -77,7 +77,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _StandIn(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """A stand-in is complete as it is."""
+        """Return at once: a stand-in is complete as it is."""
 
 
 def prepare(folder: str | None) -> str:

@@ -1,4 +1,4 @@
-"""What processes take, as the kernel counts it."""
+"""Processor time and memory of processes, as the kernel counts them."""
 
 import contextlib
 from collections.abc import Iterator

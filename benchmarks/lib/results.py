@@ -1,11 +1,20 @@
-"""What the benchmarks of tiers make of their figures: shares of turns beside each other, goals, what they print."""
+"""The results of benchmarks: common options, shares of turns beside each other, goals, and how they are printed."""
 
+import argparse
 import json
 import statistics
 from collections.abc import Callable, Iterable
 from typing import Any
 
 WAYS = ("write", "read")
+
+
+def options_of(doc: str | None, quick: str) -> argparse.ArgumentParser:
+    """Return a parser with the options of every benchmark. ``doc``: its docstring. ``quick``: what is less then."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
 
 
 def middle_share(ones: Iterable[float], others: Iterable[float]) -> float:
@@ -29,5 +38,8 @@ def say(found: dict[str, Any], report: Callable[[dict[str, Any]], None], *, as_j
     report(found)
     for goal in found["goals"]:
         each = ", ".join(f"{size} {value:.2f}" for size, value in goal.get("by_size", {}).items())
-        found_it = f"{goal['value']:.2f}{f' ({each})' if each else ''}"
-        print(f"{goal['name']}: {found_it}; goal {goal['goal']:g}: {'met' if goal['met'] else 'MISSED'}")
+        value = f"{goal['value']:.2f}" if goal["value"] >= 1 else f"{goal['value']:.3g}"
+        print(
+            f"{goal['name']}: {value}{f' ({each})' if each else ''}; goal {goal['goal']:g}: "
+            f"{'met' if goal['met'] else 'MISSED'}"
+        )

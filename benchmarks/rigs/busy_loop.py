@@ -1,4 +1,4 @@
-"""What engines are measured with, and beside: a loop of pure Python, here or in an unrelated process."""
+"""The busy loop that engines are measured with and beside: pure Python, here or in an unrelated process."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""What an engine's thread does in a step besides tiers: it schedules, notifies its workers, and notes figures."""
+"""A step of an engine's thread, without tiers: it schedules, notifies its workers, and notes figures."""
 
 import json
 import pickle

@@ -182,23 +182,8 @@ class _Engine:
 
     def run(self) -> Outcome:
         scene, clock = self.scene, self.clock
-        options = TieringOptions(
-            load_wait=self.load_wait,
-            one_tier=0.25 if self.load_wait is None else 0.9,
-            all_tiers=0.5 if self.load_wait is None else 0.9,
-            store_reserve=0.05,
-            job_bytes=_JOB_CHUNKS * _ROW_BYTES,
-            prior_seconds_per_token=CHUNK_BYTES / CHUNK_TOKENS / 1e9,
-        )
-        view = memoryview(bytearray(scene.rows * _ROW_BYTES))
-        primary = CPUPrimaryTier(scene.rows, _ROW_BYTES, view, clock=clock)
         tiers = [_PlayedTier(tier, clock) for tier in scene.tiers] if self.loads else []
-        slots = [
-            TierSlot(place, tier, TierOptions(f"tier{place}", deadline=math.inf)) for place, tier in enumerate(tiers)
-        ]
-        manager = TieringManager("played", primary, slots, [CHUNK_TOKENS], _Ready(), options, clock)  # type: ignore[arg-type]
-        for slot in slots:
-            slot.rate.prior = CHUNK_BYTES / PRIOR_BYTES_PER_SECOND  # the rows here are small
+        manager = self._manager(tiers)
         coming = [self._request(number, arrival, tiers) for number, arrival in enumerate(scene.arrivals)]
         waiting: list[_Request] = []
         ended: dict[int, float] = {}
@@ -240,6 +225,26 @@ class _Engine:
                 ended[request.number] = clock.now - request.arrival.at
                 loaded += request.loaded
         return Outcome([ended[number] for number in range(len(ended))], loaded, clock.now)
+
+    def _manager(self, tiers: Sequence[_PlayedTier]) -> TieringManager:
+        scene, clock = self.scene, self.clock
+        options = TieringOptions(
+            load_wait=self.load_wait,
+            one_tier=0.25 if self.load_wait is None else 0.9,
+            all_tiers=0.5 if self.load_wait is None else 0.9,
+            store_reserve=0.05,
+            job_bytes=_JOB_CHUNKS * _ROW_BYTES,
+            prior_seconds_per_token=CHUNK_BYTES / CHUNK_TOKENS / 1e9,
+        )
+        view = memoryview(bytearray(scene.rows * _ROW_BYTES))
+        primary = CPUPrimaryTier(scene.rows, _ROW_BYTES, view, clock=clock)
+        slots = [
+            TierSlot(place, tier, TierOptions(f"tier{place}", deadline=math.inf)) for place, tier in enumerate(tiers)
+        ]
+        manager = TieringManager("played", primary, slots, [CHUNK_TOKENS], _Ready(), options, clock)  # type: ignore[arg-type]
+        for slot in slots:
+            slot.rate.prior = CHUNK_BYTES / PRIOR_BYTES_PER_SECOND  # the rows here are small
+        return manager
 
     @staticmethod
     def _request(number: int, arrival: Arrival, tiers: Sequence[_PlayedTier]) -> _Request:

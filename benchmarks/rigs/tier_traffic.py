@@ -1,4 +1,4 @@
-"""What an engine has two `memory` tiers do, endlessly: store and load values of 2 MiB, flat out or at a pace.
+"""Endless traffic between an engine and two `memory` tiers: store and load values of 2 MiB, flat out or at a pace.
 
 A value is 16 tokens of an 8B model in 16 bits. A request has 1,024 tokens: in the conversation trace of Mooncake (FAST
 '25), 12,031 requests, a tenth of the prompts have less than 964, half of them less than 6,909. With shorter requests
@@ -95,7 +95,7 @@ class Traffic:
             time.sleep(STEP_SECONDS / 10)
 
     def settle(self) -> None:
-        """Let what is under way end, and begin nothing new: the tiers are at rest then."""
+        """Let what is in flight end, and begin nothing new: the tiers are at rest then."""
         self.paused = True
         while any(self._loading.values()) or self.manager.has_pending_work():
             self.step()

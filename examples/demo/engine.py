@@ -129,7 +129,7 @@ class Engine:
         """End the engine."""
 
     def _admit(self, request: Request) -> bool:
-        """Give a request its blocks, filled as far as anybody has them; False: not now."""
+        """Give a request its blocks, filled as far as any request has them; False: not now."""
         # The last token is always computed, so a block that ends with it is of no use.
         usable = request.block_hashes[0][: (request.num_tokens - 1) // TOKENS_PER_BLOCK]
         in_pool = self.pool.match(usable)

@@ -1,4 +1,4 @@
-"""What the machine says about an engine: its processes, and who has its memory."""
+"""The machine's view of an engine: its processes, and which of them map its memory."""
 
 import contextlib
 import time
@@ -19,10 +19,10 @@ class Process(NamedTuple):
 
 def children(pid: int) -> list[Process]:
     """Return the processes that this one has started, and those that they have."""
-    everybody = list(_processes())
-    found = [process for parent, process in everybody if parent == pid]
+    processes = list(_processes())
+    found = [process for parent, process in processes if parent == pid]
     for one in found:  # grows while it is walked
-        found += [process for parent, process in everybody if parent == one.pid]
+        found += [process for parent, process in processes if parent == one.pid]
     return found
 
 

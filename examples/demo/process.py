@@ -88,7 +88,7 @@ class EngineProcess:
         return Answer(**heard, steps=steps)
 
     def settle(self, seconds: float = 30.0) -> bool:
-        """Let it step until nothing is under way; False: it still is, after so many seconds."""
+        """Let it step until nothing is in flight; False: it still is, after so many seconds."""
         self._send({"settle": seconds})
         return bool(self._hear()["settled"])
 

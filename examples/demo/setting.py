@@ -1,4 +1,4 @@
-"""How large everything is: the model, the documents, the tiers. Two sizes: the demo's, and one that takes seconds."""
+"""The sizes of the model, the documents and the tiers. Two settings: the demo's, and one that takes seconds."""
 
 import math
 from collections.abc import Mapping

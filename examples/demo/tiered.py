@@ -1,4 +1,4 @@
-"""What kvtiers adds to the engine: a lookup before a prompt is computed, a store afterwards, and copies in between."""
+"""The engine with kvtiers: a lookup before a prompt is computed, a store afterwards, and copies in between."""
 
 from collections.abc import Mapping
 from typing import Any

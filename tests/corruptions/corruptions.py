@@ -132,7 +132,7 @@ INTACT = {"left alone", "written again"}
 # -- stores, from behind
 
 
-class Held:
+class StoredValue:
     """The values of a store in an engine's own process."""
 
     def __init__(self, store):
@@ -332,7 +332,7 @@ def tier_of(kind, folder, s3):
         # In the engine's own process, where its values can be got at.
         yield (
             {"capacity": "64MiB", "io": "thread"},
-            lambda engine: Held(engine.tier._hosts._hosts[0].backend._pool._store),
+            lambda engine: StoredValue(engine.tier._hosts._hosts[0].backend._pool._store),
         )
     elif kind == "memory-async":
         yield {"max_blocks": 4_096}, lambda engine: HeldByManager(engine.tier._sealer.tier)

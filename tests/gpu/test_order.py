@@ -79,7 +79,7 @@ def test_a_store_takes_what_the_compute_before_it_wrote(place, open_worker, rows
             assert set(row[PAGE:]) == {step + 100 + layer}
 
 
-def test_a_load_comes_after_the_writes_to_its_blocks_that_were_under_way(place, open_worker, rows_of) -> None:
+def test_a_load_comes_after_the_writes_to_its_blocks_that_were_in_flight(place, open_worker, rows_of) -> None:
     kv = [place.put(np.zeros((BLOCKS, PAGE), np.uint8)) for _ in range(LAYERS)]
     worker, region = open_worker(LAYOUT, kv, place, num_rows=32)
     rng = np.random.default_rng(5)

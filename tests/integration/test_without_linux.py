@@ -51,7 +51,7 @@ def test_replay_works_and_says_in_a_line_what_does_not(tmp_path, io, fallen_back
     no_region, *others = done.stderr.splitlines()
     assert no_region.startswith("no shared region on darwin: ranks must run in this process")
     assert len(others) == fallen_back
-    assert all(line.startswith("memory: no helper process") for line in others)
+    assert all(line.startswith("memory: no tier host") for line in others)
 
 
 def test_ranks_in_processes_are_refused_in_a_line():

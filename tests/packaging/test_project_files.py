@@ -58,6 +58,21 @@ def test_what_workflows_and_guides_have_made_is_a_target():
         assert targets <= TARGETS, name
 
 
+def test_the_tests_that_the_guide_runs_are_there():
+    guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    commands = re.findall(r"-m pytest (\S+\.py|-k \"(\w+)\")", guide) + re.findall(r"PYTEST_ARGS=(\"-k (\w+)\")", guide)
+    assert len(commands) == 3
+    folders = ("tests", "plugins", "replay/tests", "integrations")
+    names = " ".join(
+        name
+        for folder in folders
+        for path in (ROOT / folder).rglob("test_*.py")
+        for name in (path.stem, *re.findall(r"^ *def (test_\w+)", path.read_text("utf-8"), re.MULTILINE))
+    )
+    for text, name in commands:
+        assert name in names if name else (ROOT / text).is_file(), text
+
+
 def test_the_budgets_of_the_whole_run_are_its_limit_and_at_most_45_minutes():
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     steps = re.findall(r"^step ([\w-]+) (\d+)", script, re.MULTILINE)

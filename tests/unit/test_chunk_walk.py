@@ -1,12 +1,14 @@
 """A chunk's store passes the files that ARCHITECTURE.md counts: the store is made, and the calls are recorded."""
 
 import hashlib
+import importlib.util
 import math
+import os
 import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -22,6 +24,7 @@ from kvtiers.scheduler import OffloadScheduler
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
 CORE = ROOT / "core/src/kvtiers"
+S3 = "plugins/s3_tier/src/kvtiers_s3/"
 ROOMS = ("scheduler", "tiering", "primary", "gpu", "secondary", "host", "layout")
 BLOCKS, PAGE = 4, 4096
 MOST_FILES = 44
@@ -42,8 +45,27 @@ NOT_COUNTED = {
     "tiering/promotion.py": "of each step: reservations",
     "tiering/reports.py": "figures and events",
 }
-# Of a GPU, of S3 and of the tier host's own process: these need the device, the server and the process.
-NOT_RUN_HERE = re.compile(r"gpu/cuda/|host/(process|sender)\.py|kvtiers_s3/")
+# Of the S3 tier.
+NOT_COUNTED_OF_S3 = {
+    "bucket.py": "of the fingerprint record, written once, beside the first value",
+    "connection.py": "of the fingerprint record, too",
+    "requests.py": "figures: requests by kind",
+}
+# A GPU's need a device; tests/unit/gpu/cuda/test_lane.py makes the same of a played one.
+NOT_RUN_HERE = re.compile(r"gpu/cuda/")
+# Imported by each interpreter before anything else: writes the file of each call into a file that the test empties.
+RECORDER = """
+import os, sys, threading
+fd, last = os.open({path!r}, os.O_WRONLY | os.O_APPEND), ""
+def note(frame, event, _):
+    global last
+    name = frame.f_code.co_filename
+    if event == "call" and name != last and frame.f_code.co_name != "<module>":
+        last = name
+        os.write(fd, name.encode() + b"\\n")
+threading.setprofile(note)
+sys.setprofile(note)
+"""
 
 
 def listed() -> tuple[list[str], int]:
@@ -115,11 +137,13 @@ def calls_recorded() -> Iterator[set[str]]:
         sys.setprofile(None)
 
 
-def files_of_a_store(io: str) -> set[str]:
-    """Store a request's chunks down to the memory tier; return the files of the calls that this took."""
+def files_of_a_store(tier: dict[str, Any], begin: Callable[[], None] = lambda: None) -> set[str]:
+    """Store a request's chunks down to this tier; return the files of the calls that this took in this process.
+
+    ``begin`` is called before. Files of core are named by their path in it, others by that in the repository.
+    """
     layout = CacheLayout(ModelIdentity("m", weights="w"), (KVGroup("all", 16),), (KVTensor("layer", 0, PAGE),))
-    tier = {"type": "memory", "capacity": "1MiB", "io": io, "required": True}
-    config = {"version": 1, "primary": {"capacity": "1MiB"}, "secondary": [tier]}
+    config = {"version": 1, "primary": {"capacity": "1MiB"}, "secondary": [{**tier, "required": True}]}
     until = time.monotonic() + SECONDS
     with calls_recorded() as all_files:
         manager = kvtiers.open_manager(config, layout)
@@ -130,8 +154,11 @@ def files_of_a_store(io: str) -> set[str]:
             scheduler = OffloadScheduler(manager, layout, Blocks())
             request = Request()
             scheduler.add_request(request)
-            scheduler.end_step()
+            while not manager.stats()["tiers"][tier["type"]]["own"]["open"]:
+                assert time.monotonic() < until, "the tier does not open"
+                scheduler.end_step()
             manager._look_at = math.inf  # its periodic work is no part of a store, and is due on a slow machine
+            begin()
             all_files.clear()
             scheduler.on_computed(request, request.num_tokens)
             transfers = scheduler.end_step()
@@ -139,27 +166,64 @@ def files_of_a_store(io: str) -> set[str]:
                 worker.submit_store(job.job_id, job.blocks, job.chunk_ids)
             worker.wait([job.job_id for job in transfers.stores])
             scheduler.report(worker.get_finished(), 0)
-            while manager.stats()["tiers"]["memory"]["stored_chunks"] < BLOCKS:
+            while manager.stats()["tiers"][tier["type"]]["stored_chunks"] < BLOCKS:
                 assert time.monotonic() < until, "the tier has not stored the chunks"
                 scheduler.end_step()
-            return {
-                Path(file).relative_to(CORE).as_posix() for file in all_files.copy() if Path(file).is_relative_to(CORE)
-            }
+            return {name for file in all_files.copy() if (name := named(file))}
         finally:
             worker.shutdown()
             manager.shutdown(SECONDS)
 
 
+def named(file: str) -> str:
+    """The name of a file as the document has it; none if it is not of the rooms of core, nor of the S3 tier."""
+    path = Path(file)
+    if path.name == "__init__.py":
+        return ""
+    if path.is_relative_to(CORE):
+        inside = path.relative_to(CORE)
+        return inside.as_posix() if inside.parts[0] in ROOMS else ""
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT / S3) else ""
+
+
 @pytest.fixture(scope="module")
-def passed() -> set[str]:
+def passed(tmp_path_factory) -> set[str]:
     """The files of the rooms that a store passes, in the engine's process and in a tier host's."""
-    files = files_of_a_store("process") | files_of_a_store("thread")
-    return {file for file in files if file.split("/")[0] in ROOMS and not file.endswith("__init__.py")}
+    folder = tmp_path_factory.mktemp("recorder")
+    calls = folder / "calls"
+    calls.touch()
+    (folder / "sitecustomize.py").write_text(RECORDER.format(path=str(calls)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        files = files_of_a_store({"type": "memory", "capacity": "1MiB"}, begin=lambda: os.truncate(calls, 0))
+        in_the_host = {name for file in calls.read_text().splitlines() if (name := named(file))}
+    return files | in_the_host | files_of_a_store({"type": "memory", "capacity": "1MiB", "io": "thread"})
+
+
+@pytest.fixture(scope="module")
+def passed_to_s3() -> set[str]:
+    """The files of the S3 tier that a store passes, with a real server."""
+    spec = importlib.util.spec_from_file_location("walk_servers", ROOT / "plugins/s3_tier/tests/servers.py")
+    assert spec is not None
+    assert spec.loader is not None
+    servers = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(servers)
+    with servers.moto_server() as endpoint:
+        bucket = {"endpoint": endpoint, "bucket": servers.new_bucket(endpoint), "region": "us-east-1"}
+        keys = {"access_key": servers.ACCESS_KEY, "secret_key": servers.SECRET_KEY}
+        files = files_of_a_store({"type": "s3", **bucket, **keys, "io": "thread"})
+    return {file for file in files if file.startswith(S3)}
 
 
 def test_a_store_calls_every_file_that_the_document_lists(passed):
-    assert {file for file in listed()[0] if not NOT_RUN_HERE.search(file)} - passed == set()
+    of_core = {file for file in listed()[0] if not file.startswith(S3)}
+    assert {file for file in of_core if not NOT_RUN_HERE.search(file)} - passed == set()
 
 
 def test_a_store_calls_no_file_that_the_document_does_not_list(passed):
     assert passed - set(listed()[0]) - set(NOT_COUNTED) == set()
+
+
+def test_a_store_to_s3_calls_the_files_of_its_tier_that_the_document_lists(passed_to_s3):
+    beside = {S3 + name for name in NOT_COUNTED_OF_S3}
+    assert passed_to_s3 - beside == {file for file in listed()[0] if file.startswith(S3)}

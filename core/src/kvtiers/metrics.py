@@ -81,7 +81,7 @@ class TierMetrics(_Metrics):
 
     lookups: int = _figure("Chunks for which the tier has answered a lookup.")
     hits: int = _figure("Chunks loaded from the tier, counted at their first read by each request.")
-    prefix_hits: int = _figure("Hits of the KV group by which prompts are measured.")
+    prefix_hits: int = _figure("Hits in the prefix group, the KV group by which tokens are counted.")
     loaded_chunks: int = _figure("Chunks loaded from the tier, each checked.")
     loaded_bytes: int = _figure("Bytes of the chunks loaded from the tier.")
     load_seconds: float = _figure("Seconds that loading chunks from the tier took.", 0.0)

@@ -141,7 +141,7 @@ class TierSet:
             return self._hosts.pool(config)
         if config.io == "process":
             name = config.tier_name
-            _log.warning("%s: no helper process, since none could map this region: its io is 'thread'", name)
+            _log.warning("%s: no tier host, since none could map this region: its io is 'thread'", name)
         opener = self._opener(plugin, config, ChunkStore)
         backend = InProcessBackend(config, opener, self._views, self._names, self._rows.sizes, self._described)
         return HostPool([PooledHost(config.tier_name, backend)])

@@ -181,7 +181,7 @@ def _values(store: os.PathLike[str]) -> Iterator[str]:
 
 
 def _ask_restarted(setting: Setting, plain: EngineProcess, engine: EngineProcess) -> None:
-    """Ask the restarted engine for what it knew, and for what it was storing when it was killed."""
+    """Ask the restarted engine for what it had stored, and for what it was storing when it was killed."""
     for document in (1, _NEW_DOCUMENT):
         prompt = setting.prompt(document, 0)
         answer = engine.ask(prompt, setting.new_tokens)

@@ -64,7 +64,7 @@ class _Act:
         return found
 
     def control(self) -> None:
-        """The same without the check: the tokens do depend on the bytes, so it is the check that has saved them."""
+        """Do the same without the check: the tokens do depend on the bytes, so it is the check that has saved them."""
         answer, _ = self._load("bits flipped", "control", check=False, good=True)
         changed = answer.tokens != self._tokens
         expect(changed, "the control: without the check, damaged values changed no token, so the act shows nothing")

@@ -6,8 +6,6 @@ through a cache that finds nothing, and hands the prompt's values over; `stored`
 is the prompt again, up to its first token, of which all but the last chunk is loaded. Medians.
 """
 
-import argparse
-import json
 import logging
 import statistics
 import sys
@@ -21,6 +19,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvtiers_transformers import PrefixCache
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
+from lib.results import at_least, at_most, options_of, say
 
 CHUNK = 256
 LENGTHS = [512, 1024, 2048, 4096, 8192, 16_384]
@@ -102,9 +103,9 @@ def goals_of(sizes: list[dict[str, Any]], device: str) -> list[dict[str, Any]]:
             least = min(one["recompute"] / one["load"] for one in own)
             cold = max(one["cold"] / one["recompute"] for one in own)
             name = f"{tier}: first token, recomputed over loaded, from {GOAL_LENGTH} tokens on"
-            goals.append({"name": name, "value": least, "goal": GOALS[device], "met": least >= GOALS[device]})
+            goals.append(at_least(name, least, GOALS[device]))
             name = f"{tier}: first token of a new prompt over the model's alone"
-            goals.append({"name": name, "value": cold, "goal": GOAL_COLD, "met": cold <= GOAL_COLD})
+            goals.append(at_most(name, cold, GOAL_COLD))
     return goals
 
 
@@ -116,16 +117,12 @@ def report(found: dict[str, Any]) -> None:
             f"{one['tier']:7}{one['tokens']:7}{at['recompute']:10.3f} {at['cold']:9.3f} {at['stored']:9.3f}"
             f" {at['load']:9.3f} {at['recompute'] / at['load']:7.1f}x {one['nbytes'] / at['load'] / 1e9:9.2f}"
         )
-    for goal in found["goals"]:
-        print(f"{goal['name']}: {goal['value']:.2f}; goal {goal['goal']:g}: {'met' if goal['met'] else 'MISSED'}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options_of(__doc__, "short prompts and few rounds")
     parser.add_argument("--device", choices=sorted(SHAPES), default="cpu")
     parser.add_argument("--path", type=Path, help="a folder on the disk for fs (the one for temporary files)")
-    parser.add_argument("--quick", action="store_true", help="short prompts and few rounds")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("error: no CUDA device here")
@@ -136,10 +133,7 @@ def main() -> None:
         sizes = [one for tier in TIERS for one in measure(model, tier, lengths, rounds, options.device, top)]
     device = torch.cuda.get_device_name() if options.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     found = {"device": device, "sizes": sizes, "goals": goals_of(sizes, options.device)}
-    if options.json:
-        print(json.dumps(found))
-    else:
-        report(found)
+    say(found, report, as_json=options.json)
 
 
 if __name__ == "__main__":

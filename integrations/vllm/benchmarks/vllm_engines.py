@@ -191,7 +191,7 @@ class Bench:
         return time.perf_counter() - begin, cached
 
     def cold_seconds(self, name: str, prompt: int) -> float:
-        """The same for a prompt that the engine has not seen, and whose values land in its tier then."""
+        """Return the same for a prompt that the engine has not seen, and whose values land in its tier then."""
         before = self._files_of(name)
         seconds, cached = self.first_token_seconds(name, prompt)
         assert cached == 0, f"{name} has seen prompt {prompt}"
@@ -201,7 +201,7 @@ class Bench:
         return seconds
 
     def warm_seconds(self, name: str, prompt: int, state: str = "") -> float:
-        """The same for a prompt that is in the tier alone; ``state``: where its files are to lie, "" for wherever."""
+        """Return the same for a prompt that is in the tier alone; ``state``: where its files lie, "" for anywhere."""
         if state:
             self._prepare(name, prompt, state)
         seconds, cached = self.first_token_seconds(name, prompt)

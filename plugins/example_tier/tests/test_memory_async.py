@@ -153,5 +153,5 @@ def test_close_releases_the_region(engine):
     engine.run("store", [0], [0])
     engine.run("load", [0], [1])
     engine.tier.close()
-    engine.memory.clear()  # BufferError while anybody holds a view
+    engine.memory.clear()  # BufferError while a view is held
     engine.tier = Engine(simulate_async=False).tier

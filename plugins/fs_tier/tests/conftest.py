@@ -152,7 +152,7 @@ def _may_mount() -> bool:
 
 @pytest.fixture(params=["real", "pretended"] if _may_mount() else ["pretended"])
 def mounted(request, tmp_path, folder, monkeypatch):
-    """Return a function that mounts a small file system for ``folder``, or pretends to: that anybody may do."""
+    """Return a function that mounts a small file system for ``folder``, or pretends to: that needs no rights."""
     points = []
 
     def mount(kind: str, options: str) -> None:

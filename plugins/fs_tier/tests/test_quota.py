@@ -69,7 +69,7 @@ def test_one_value_is_always_written_however_large_beside_the_step():
         made.claim(1)
 
 
-def test_writes_that_are_under_way_count():
+def test_writes_that_are_in_flight_count():
     made, _ = ledger()
     made.claim(MIB - 1)
     with pytest.raises(StoreFull):

@@ -44,7 +44,7 @@ def test_a_directory_of_another_format_is_refused(folder):
 
 
 def test_a_foreign_owner_is_refused_unless_his_group_is_trusted(folder, monkeypatch):
-    """Who we are is changed, not whose the directory is: anybody can do that."""
+    """Who we are is changed, not whose the directory is: any user can do that."""
     folder.path.mkdir(0o700)
     owner, gid = os.geteuid(), folder.path.stat().st_gid
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
@@ -55,7 +55,7 @@ def test_a_foreign_owner_is_refused_unless_his_group_is_trusted(folder, monkeypa
 
 
 @pytest.mark.parametrize(("mode", "said"), [(0o777, "all users may write"), (0o1777, "all users may write")])
-def test_a_directory_that_anybody_may_write_to_is_refused(folder, mode, said):
+def test_a_directory_that_any_user_may_write_to_is_refused(folder, mode, said):
     folder.path.mkdir()
     folder.path.chmod(mode)
     assert said in refusal(folder)

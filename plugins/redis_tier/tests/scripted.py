@@ -9,7 +9,7 @@ _QUESTIONS = (b"GET\r\n", b"SET\r\n", b"EXISTS\r\n")
 
 
 class Scripted:
-    """Lets everybody in; the first question about a value gets the next script's pieces, a send each.
+    """Accepts every client; the first question about a value gets the next script's pieces, a send each.
 
     Then the connection is closed, or kept in silence. The last script is for all further connections.
     """

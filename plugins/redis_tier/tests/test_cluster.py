@@ -153,7 +153,7 @@ def test_a_failover_under_load_yields_no_wrong_byte_and_ends(tier, start, names)
         rest = [node for node in cluster.nodes if node is not cluster.masters[0]]
         wait_until(lambda: cluster.replicas[0].has_role("master"), "the replica takes over")
         wait_until(lambda: cluster.is_whole(rest), "the cluster is whole again")
-        # While others load, too: everybody finds the new master.
+        # While others load, too: every client finds the new master.
         wait_until(lambda: works(store, many), "all values are back")
 
 

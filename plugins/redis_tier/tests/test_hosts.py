@@ -58,7 +58,7 @@ def test_a_host_has_no_more_connections_than_threads_and_one_for_questions(start
             tier.ask()  # each time: a question that is answered before the stores begin leaves them its connection
             return connections() >= threads
 
-        tier.step_until(all_are_in_use, "stores and questions are under way")
+        tier.step_until(all_are_in_use, "stores and questions are in flight")
         until = time.monotonic() + 0.3
         tier.step_until(lambda: time.monotonic() > until, "more connections have had time to come")
         assert connections() <= threads + 1

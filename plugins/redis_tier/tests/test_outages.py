@@ -199,7 +199,7 @@ def test_a_process_that_is_killed_in_the_middle_of_a_write_leaves_no_half_value(
             server.pause()
             writer.stdin.write("go on\n")
             writer.stdin.flush()
-            wait_until(lambda: unsent_bytes(server.port), "a part of the value is under way")
+            wait_until(lambda: unsent_bytes(server.port), "a part of the value is in flight")
         finally:
             writer.kill()
     server.resume()

@@ -240,12 +240,12 @@ def test_the_rule_that_the_command_prints_is_the_one_that_is_wanted(config, rado
     assert any("grows for ever" in warning for warning in found)
 
 
-def test_uploads_under_way_are_reported(config):
+def test_uploads_in_flight_are_reported(config):
     options = config()
     client = client_of(options.endpoint)
     where = {"Bucket": options.bucket, "Key": f"{options.prefix}/a"}
     upload = client.create_multipart_upload(**where)["UploadId"]
-    assert any(finding.text.startswith("1 uploads under way, or left") for finding in check(options))
+    assert any(finding.text.startswith("1 uploads in flight, or left") for finding in check(options))
     client.abort_multipart_upload(**where, UploadId=upload)
 
 

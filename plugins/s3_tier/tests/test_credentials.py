@@ -93,7 +93,7 @@ def test_a_session_token_goes_with_each_request(empty, client):
 
 @pytest.fixture
 def empty():
-    """A server that has nothing and takes everybody, and a function that gives options on it."""
+    """A server that has nothing and takes every client, and a function that gives options on it."""
     with Proxy() as proxy:
         yield proxy, lambda **options: S3Config(type="s3", bucket="some-bucket", endpoint=proxy.endpoint, **options)
 
@@ -141,7 +141,7 @@ def test_a_role_is_assumed_and_its_keys_are_used(moto, moto_bucket, client):
 def test_a_role_that_cannot_be_assumed_is_one_clear_line(empty):
     _, make = empty
     nowhere = {"role": "arn:aws:iam::123456789012:role/kv", "sts_endpoint": "http://127.0.0.1:1"}
-    with pytest.raises(ConfigError, match=r"credentials cannot be had: .*127\.0\.0\.1:1"):
+    with pytest.raises(ConfigError, match=r"credentials cannot be obtained: .*127\.0\.0\.1:1"):
         S3Store(make(**nowhere, access_key="A", secret_key="S"))
 
 

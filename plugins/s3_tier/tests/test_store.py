@@ -222,7 +222,7 @@ def test_uploads_that_a_killed_process_left_are_aborted_when_they_are_old(opened
     elsewhere = client.create_multipart_upload(Bucket=options.bucket, Key="elsewhere")
     store = opened(options, value_bytes=2 * PART)  # it looks for old ones at its start
     store.close()
-    assert len(uploads(options)) == 1, "an upload that may be under way was aborted"
+    assert len(uploads(options)) == 1, "an upload that may be in flight was aborted"
     store = opened(options)
     store._parts.start_clean_up(f"{options.prefix}/", timedelta(seconds=-60))
     store.close()

@@ -5,12 +5,12 @@ import pytest
 from kvtiers_replay.plan import PlanTrace
 from kvtiers_replay.workload import Workload
 
-from .made_up import made_up
+from .synthetic import synthetic
 
 
 @pytest.fixture(scope="session")
 def workload() -> Workload:
-    return made_up()
+    return synthetic()
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ from kvtiers_replay.plan import (
 from kvtiers_replay.trace import chain_hashes, read_trace
 from kvtiers_replay.workload import ReplayRequest, Workload
 
-from .made_up import WIDE
+from .synthetic import WIDE
 
 POINTS = 0.003
 TRACES = os.environ.get("KVTIERS_TRACES")

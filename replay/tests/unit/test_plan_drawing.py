@@ -8,7 +8,7 @@ from kvtiers_replay.plan import Plan, PlanCase, PlanSizes, PlanTier, PlanTrace, 
 from kvtiers_replay.plan.page import as_html, as_svg
 from kvtiers_replay.workload import ReplayRequest, Workload
 
-from .made_up import WIDE
+from .synthetic import WIDE
 
 
 def finished(trace: PlanTrace, cases: list[PlanCase], sizes: PlanSizes | None = None, **more) -> Plan:

@@ -61,7 +61,7 @@ import sys
 sys.path.insert(0, {folder!r})
 from pathlib import Path
 import kvtiers_replay.plan as plan
-from made_up import made_up
+from synthetic import synthetic
 
 if __name__ == "__main__":
     sys.modules[plan.sweep.__module__]._SMALL = 0
@@ -73,7 +73,7 @@ if __name__ == "__main__":
             warned = True
             print(*Path("/proc/thread-self/children").read_text().split(), flush=True)
 
-    trace = plan.PlanTrace(made_up())
+    trace = plan.PlanTrace(synthetic())
     list(plan.sweep(trace, [plan.PlanCase(100)] * 100_000, processes=2, progress=report))
 """
 

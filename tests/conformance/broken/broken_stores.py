@@ -268,7 +268,7 @@ class RaisesOnDeletingTwice(Memory):
 
 
 @caught_by("test_a_deleted_name_can_be_written_again", "test_a_reader_beside_a_delete_sees_all_or_nothing")
-class BuriesDeletedNames(Memory):
+class RefusesDeletedNames(Memory):
     def __init__(self):
         super().__init__()
         self.deleted = set()

@@ -85,7 +85,7 @@ def gates_of(tmp_path):
 
 
 def release(fifo):
-    """Let everybody who waits at the FIFO go on; say whether there was anybody."""
+    """Let all that wait at the FIFO go on; return whether there were any."""
     try:
         os.close(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
     except OSError:  # without a reader

@@ -10,7 +10,7 @@ HOUR = 3600.0  # a wait of the allowed length would never end here
 
 
 @BOTH
-def test_a_shutdown_brings_down_what_is_under_way_and_closes_the_store(
+def test_a_shutdown_brings_down_what_is_in_flight_and_closes_the_store(
     start, faulty, gates, machine, log, unhurried, io
 ):
     engine = start(faulty(io=io))

@@ -1,4 +1,4 @@
-"""One tier in several hosts: what happens to one of them costs what it had under way, and the tier goes on."""
+"""One tier in several hosts: what happens to one of them costs what it had in flight, and the tier goes on."""
 
 import itertools
 import os
@@ -88,7 +88,7 @@ def test_of_a_load_in_parts_only_what_a_killed_host_had_is_lost(several, gates, 
     victim = engine.each_host()["faulty (2 of 2)"]
     os.kill(victim, signal.SIGKILL)
     killed = engine.group()._hosts[1]
-    engine.until(lambda: not killed.values, "its burial")
+    engine.until(lambda: not killed.values, "it is reaped")
     assert engine.waits(wanted, ctx), "the other part is on its way"
     gates.lift("read")
     with machine.releasing(gates.root.parent):
@@ -129,7 +129,7 @@ def test_rows_of_a_killed_host_are_held_until_it_is_reaped_and_the_others_go_on(
     assert engine.load(wanted) == 1
 
 
-def test_a_death_with_many_jobs_under_way_does_not_keep_the_tier_out_of_use(several, gates, machine):
+def test_a_death_with_many_jobs_in_flight_does_not_keep_the_tier_out_of_use(several, gates, machine):
     """More failures in a row than open the breaker, which would stay open for an hour."""
     engine = several(2)
     wanted = stored(engine, machine.keys(0, 24))
@@ -296,7 +296,7 @@ def test_all_hosts_have_the_names_of_the_weights(several, gates, machine):
     assert len(gates.values()) == 128
 
 
-def test_a_shutdown_brings_down_what_is_under_way_in_all_hosts(several, gates, machine, log, unhurried):
+def test_a_shutdown_brings_down_what_is_in_flight_in_all_hosts(several, gates, machine, log, unhurried):
     engine = several(2)
     gates.set("write", "always sleep 0.02")
     engine.put(machine.keys(0, 64))

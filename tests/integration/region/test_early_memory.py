@@ -43,7 +43,7 @@ def test_memory_without_a_region_is_given_back(machine, wait_until_gone):
     manager.do("memory.close()\nmemory.close()")
     wait_until_gone(pid)
     assert not machine.leftovers()
-    with pytest.raises(AssertionError, match="has been given back or used"):
+    with pytest.raises(AssertionError, match="has been released or used"):
         manager.do(CREATE)
     assert not machine.leftovers()
 

@@ -227,7 +227,7 @@ def test_on_macos_one_line_says_what_does_not_apply(machine, distributions):
     assert findings[1].text == "capacity 1GiB of 16GiB of memory"
 
 
-def test_on_macos_a_store_meant_for_a_helper_is_a_warning_and_too_much_capacity_an_error(machine, distributions):
+def test_on_macos_a_store_meant_for_a_tier_host_is_a_warning_and_too_much_capacity_an_error(machine, distributions):
     distributions.tier("shelf")
     distributions.tier("peers", kind="manager")
     mac = machine(system="darwin", sysconf=sysconf)

@@ -315,7 +315,7 @@ def test_pruning_and_verifying_while_an_engine_writes_and_reads(kvtiers, disk):
             number = number % 250 + 1
             try:
                 disk.put(number)
-            except FileNotFoundError:  # pruned before its age was set: the test's own helper
+            except FileNotFoundError:  # pruned before its age was set: the test's own thread
                 continue
             except OSError as error:
                 errors.append(error)

@@ -127,12 +127,19 @@ def test_a_tier_that_does_not_answer_uses_up_its_share_of_the_time_and_no_more(b
     assert set(get.found) == set(keys)
 
 
-def test_a_load_that_hangs_keeps_its_rows_and_the_next_tier_fills_others(bench, played, keys, clock):
+@pytest.fixture
+def late(bench, played, keys, clock):
+    """Two tiers with the same values, and a get whose load from the first one takes longer than its share."""
     one, two = played(*keys), played(*keys)
     bench.drive(one, two)
     get = bench.begin(Get, keys, clock.now + 10)
     clock.now += 5.1
     bench.step()
+    return one, two, get
+
+
+def test_a_load_that_hangs_keeps_its_rows_and_the_next_tier_fills_others(bench, late, keys):
+    one, two, get = late
     (hung,), (second,) = one.jobs.values(), two.jobs.values()
     assert set(hung.chunk_ids).isdisjoint(second.chunk_ids)
     two.end(success=True)
@@ -146,12 +153,8 @@ def test_a_load_that_hangs_keeps_its_rows_and_the_next_tier_fills_others(bench, 
     assert bench.free == 8
 
 
-def test_a_late_load_that_is_first_after_all_is_taken_and_the_other_tier_is_not_waited_for(bench, played, keys, clock):
-    one, two = played(*keys), played(*keys)
-    bench.drive(one, two)
-    get = bench.begin(Get, keys, clock.now + 10)
-    clock.now += 5.1
-    bench.step()
+def test_a_late_load_that_is_first_after_all_is_taken_and_the_other_tier_is_not_waited_for(bench, late, keys):
+    one, two, get = late
     hung = one.end(*keys[:3])
     bench.step()
     assert not get.over.is_set()

@@ -1,4 +1,4 @@
-"""How many helpers a tier may have, and what cannot be together with several."""
+"""How many tier hosts a tier may have, and what cannot be together with several."""
 
 import pytest
 
@@ -18,7 +18,7 @@ PLACE = "secondary[0] (shelf): "
         ("cpus: [100000000000000000000]", "cpus[0]: expected less than 65536, got 100000000000000000000"),
         ("processes: 2\nio: thread", "'processes: 2' needs 'io: process'"),
         ("processes: 2\nhost: both", "'processes: 2' and 'host: both' exclude each other; give one"),
-        ("processes: 2", "'processes: 2': a store of this type belongs to one helper; leave the option out"),
+        ("processes: 2", "'processes: 2': a store of this type belongs to one tier host; leave the option out"),
     ],
 )
 def test_what_cannot_be_is_one_line(wrong, with_tier, options, line):
@@ -27,7 +27,7 @@ def test_what_cannot_be_is_one_line(wrong, with_tier, options, line):
 
 @pytest.mark.parametrize("processes", ["1", "auto"])
 @pytest.mark.parametrize("more", ["io: thread", "host: both"])
-def test_one_helper_is_asked_for_anywhere(shelf, tiers_yaml, with_tier, processes, more):
+def test_one_host_is_asked_for_anywhere(shelf, tiers_yaml, with_tier, processes, more):
     tiers_yaml.write_text(with_tier(f"processes: {processes}\n{more}"))
     (tier,) = load_config(tiers_yaml).secondary
     assert str(tier.processes) == processes
@@ -35,7 +35,7 @@ def test_one_helper_is_asked_for_anywhere(shelf, tiers_yaml, with_tier, processe
 
 def test_a_store_that_says_that_it_can_be_shared_may_have_several(distributions, tiers_yaml, with_tier, monkeypatch):
     distributions.tier("shelf", options="shareable = True\npath: str")
-    monkeypatch.setenv("HELPERS", "3")
-    tiers_yaml.write_text(with_tier("processes: ${HELPERS}"))
+    monkeypatch.setenv("HOSTS", "3")
+    tiers_yaml.write_text(with_tier("processes: ${HOSTS}"))
     (tier,) = load_config(tiers_yaml).secondary
     assert tier.processes == 3

@@ -3,7 +3,7 @@
 import pytest
 
 from kvtiers.api import TierConfig
-from kvtiers.api.config import HELPER_OPTIONS
+from kvtiers.api.config import HOST_OPTIONS
 from kvtiers.config import load_config
 
 OF_EVERY_TIER = """
@@ -79,5 +79,5 @@ def test_a_store_takes_them_all(shelf, tiers_yaml, with_tier):
 def test_every_option_is_one_of_every_tier_or_of_a_store():
     """A new one is to be sorted into one of the two."""
     every = {"type", *(line.partition(":")[0] for line in OF_EVERY_TIER.strip().splitlines())}
-    assert every | HELPER_OPTIONS == set(TierConfig.model_fields)
-    assert not every & HELPER_OPTIONS
+    assert every | HOST_OPTIONS == set(TierConfig.model_fields)
+    assert not every & HOST_OPTIONS

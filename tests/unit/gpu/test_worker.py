@@ -130,7 +130,7 @@ def test_each_direction_is_first_in_first_out_and_an_expedited_load_overtakes(wo
     region.answer.set()
     worker.wait([1, 2, 3, 4, 5])
     order = [result.job_id for result in worker.get_finished()]
-    assert order.index(5) <= 1  # only what was under way is ahead of it
+    assert order.index(5) <= 1  # only what was in flight is ahead of it
     assert order.index(1) < order.index(4)
     assert order.index(2) < order.index(3)
 

@@ -19,7 +19,7 @@ def test_released_rows_are_copied_into_no_more(calls):
     assert copied == [1]
 
 
-def test_a_copy_that_is_under_way_ends_before_the_rows_are_free(calls):
+def test_a_copy_that_is_in_flight_ends_before_the_rows_are_free(calls):
     guard, begun, go_on = RowFence(), threading.Event(), threading.Event()
 
     def copy():

@@ -33,7 +33,7 @@ class Sending:
     def __init__(self):
         self.engine, self.host = socket.socketpair()
         self.engine.settimeout(30)
-        self.writer = HostSender(self.host, figures=lambda: (), check_kept=lambda: False, rest=lambda: None)
+        self.writer = HostSender(self.host, figures=lambda: (), check_kept=lambda: False, idle=lambda: None)
         self.writer.start()
 
     def receive(self, length):
@@ -63,7 +63,7 @@ def sending(clock):
 def test_log_lines_for_an_engine_that_does_not_read_do_not_pile_up():
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        writer = HostSender(theirs, figures=lambda: (), check_kept=lambda: False, rest=lambda: None)
+        writer = HostSender(theirs, figures=lambda: (), check_kept=lambda: False, idle=lambda: None)
         taken = sum(writer.post_line(b"line") for _ in range(5000))
         assert 0 < taken <= 1000
         writer.post_end(0, 1, b"what a job came to is never dropped")

@@ -63,7 +63,7 @@ class Diagnoze(DictStore):
 
 
 class Status(DictStore):
-    """A helper with a name of its own is no near miss."""
+    """A method with a name of its own is no near miss."""
 
     def status(self):
         return "fine"

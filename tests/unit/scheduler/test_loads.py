@@ -144,13 +144,19 @@ def test_a_load_of_a_rank_that_is_lost_has_failed_and_the_next_report_says_so() 
     assert bench.primary.evictable == 2
 
 
-def test_a_load_whose_tier_fails_is_computed_and_not_tried_for_ever() -> None:
+def with_four_chunks_in_a_tier() -> tuple[Bench, Shelf]:
+    """A bench with a tier that has four chunks, of which the primary has none any more."""
     layout = layout_of()
     shelf = Shelf(layout.row_stride)
     bench = Bench(layout, tier=shelf)
     bench.serve(bench.request("a", 4 * TOKENS))
     bench.scheduler.end_step()
     bench.scheduler.reset_cache()
+    return bench, shelf
+
+
+def test_a_load_whose_tier_fails_is_computed_and_not_tried_for_ever() -> None:
+    bench, shelf = with_four_chunks_in_a_tier()
     shelf.fails = True
     request = bench.request("b", 5 * TOKENS, first_block=20)
     assert bench.lookup(request) is None
@@ -166,12 +172,7 @@ def test_a_load_whose_tier_fails_is_computed_and_not_tried_for_ever() -> None:
 
 
 def test_a_chunk_that_two_requests_wait_for_is_brought_by_the_tier_once() -> None:
-    layout = layout_of()
-    shelf = Shelf(layout.row_stride)
-    bench = Bench(layout, tier=shelf)
-    bench.serve(bench.request("a", 4 * TOKENS))
-    bench.scheduler.end_step()
-    bench.scheduler.reset_cache()
+    bench, shelf = with_four_chunks_in_a_tier()
     requests = [bench.request(name, 5 * TOKENS, first_block=40 * n) for n, name in enumerate("bcd", 1)]
     for _ in range(3):
         assert [bench.scheduler.lookup(request, 0) for request in requests] == [None] * 3

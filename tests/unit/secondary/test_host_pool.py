@@ -75,7 +75,7 @@ def load(job_id, keys):
 # -- who is given what
 
 
-def test_jobs_go_to_the_host_with_the_fewest_values_under_way(keys):
+def test_jobs_go_to_the_host_with_the_fewest_values_in_flight(keys):
     tier = Group(3)
     for job_id, count in ((1, 8), (2, 2), (3, 4), (4, 1), (5, 4)):
         assert tier.send(load(job_id, keys[:count]))
@@ -135,7 +135,7 @@ def test_a_job_is_cut_only_into_parts_that_are_worth_it(keys, count, value_bytes
     assert sum(bool(backend.jobs) for backend in tier.played) == parts
 
 
-def test_hosts_that_share_a_job_have_equally_many_values_under_way_afterwards(keys):
+def test_hosts_that_share_a_job_have_equally_many_values_in_flight_afterwards(keys):
     tier = Group(3)
     tier.send(load(1, keys[:6]))
     tier.send(load(2, keys[:66]))
@@ -181,7 +181,7 @@ def test_nothing_is_sent_to_a_host_that_is_not_open(keys):
     assert not tier.send(load(9, keys))
 
 
-def test_what_is_sent_before_anybody_has_listened_reaches_hosts_that_may_be_open(keys):
+def test_what_is_sent_before_any_host_has_listened_reaches_hosts_that_may_be_open(keys):
     """After ``wait_open``, which listens on another thread, the engine has not taken their words yet."""
     tier = Group(2, opened=False)
     assert tier.send(load(1, keys[:1]))
@@ -290,7 +290,7 @@ def test_a_load_has_released_its_rows_when_all_its_parts_have_or_have_ended(keys
     assert isinstance(done, JobDone)
 
 
-def test_giving_up_and_letting_go_reach_those_that_still_have_a_part(keys):
+def test_giving_up_and_releasing_reach_those_that_still_have_a_part(keys):
     tier = Group(2)
     tier.send(load(1, keys[:64]))
     tier.played[0].end(1)

@@ -221,7 +221,7 @@ class GroupMachine(RuleBasedStateMachine):
         assert self.is_open == ("open" in self.states.values())
 
     @invariant()
-    def what_is_under_way_is_known(self):
+    def what_is_in_flight_is_known(self):
         for number, host in enumerate(self.group._hosts):
             assert host.values == sum(len(job.keys) for job in self.played[number].jobs.values())
             assert host.questions == list(self.asked.values()).count(number)

@@ -114,11 +114,11 @@ class LookupMachine(RuleBasedStateMachine):
         self.sent.clear()
 
     @invariant()
-    def only_what_is_under_way_counts_as_asked(self):
+    def only_what_is_in_flight_counts_as_asked(self):
         assert self.tier.open_probes == len(self.sent)
-        under_way = {key for keys, _, _ in self.sent.values() for key in keys}
+        in_flight = {key for keys, _, _ in self.sent.values() for key in keys}
         queued = {key for run in self.tier._runs for key in run}
-        assert set(self.tier._asked) <= under_way | queued
+        assert set(self.tier._asked) <= in_flight | queued
 
     def teardown(self):
         """No livelock: once everything is answered, a repeated question gets its answer."""

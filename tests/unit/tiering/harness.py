@@ -81,7 +81,7 @@ class Engine:
 
 
 @dataclass(eq=False)
-class Held:
+class Submitted:
     """A job that the tier has and has not ended; ``version``: of the weights when it was submitted."""
 
     job: object
@@ -244,7 +244,7 @@ class FaultyTier(SecondaryTierManager):
         self._demand(job.is_promotion == (method == "submit_load"), f"{method} with the other kind of job")
         self._demand(not self.submitted or job.job_id > self.submitted[-1].job_id, "a job id that does not grow")
         self.submitted.append(job)
-        self.held[job.job_id] = Held(job, self.version, job.chunk_ids.tolist())
+        self.held[job.job_id] = Submitted(job, self.version, job.chunk_ids.tolist())
         if not self.hold:
             self.end(job.job_id)
 
@@ -330,7 +330,7 @@ class Bench:
         return plan
 
     def store(self, keys, ctx=None):
-        """Store chunks for a request of their own, which ends; steps until nothing is under way."""
+        """Store chunks for a request of their own, which ends; steps until nothing is in flight."""
         own = ctx is None
         ctx = ctx or self.request()
         plan = self.begin_store(keys, ctx)

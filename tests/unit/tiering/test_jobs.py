@@ -79,7 +79,7 @@ def test_a_job_that_a_reset_overtook_and_that_is_overdue_then_says_nothing_about
     assert bench.lookup(KEYS, ctx) == (0, 4, False)
 
 
-def test_rows_of_a_load_that_was_given_up_are_nobodys_until_the_tier_reports():
+def test_rows_of_a_load_that_was_given_up_are_not_used_until_the_tier_reports():
     bench, _ = loading(rows=8)
     bench.step(31.0)
     assert bench.figures("a")["quarantined_rows"] == bench.figures("a")["pinned_rows"] == 4

@@ -388,7 +388,7 @@ def test_unread_keys_are_bounded_and_what_stands_for_many_is_about_right(monkeyp
     assert bench.figures("a")["unread_bytes"] == 20 * 8 * 16, "exact while there are few"
     for number in range(20, 1000):
         bench.store(chain(f"n{number:04}", 8))
-    assert 300 < len(bench.manager._origins._unread[0]) <= 400
+    assert 300 < len(bench.manager._provenance._unread[0]) <= 400
     assert bench.figures("a")["unread_bytes"] == pytest.approx(1000 * 8 * 16, rel=0.02)
     before = bench.figures("a")["unread_bytes"]
     for number in range(900, 1000):

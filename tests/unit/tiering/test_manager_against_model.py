@@ -178,7 +178,7 @@ class ManagerAgainstModel(RuleBasedStateMachine):
         rows = plan.chunk_ids.tolist()
         self.claim(rows)
         for row in rows:
-            self.bench.row(row)[:] = GARBAGE  # the copy is under way
+            self.bench.row(row)[:] = GARBAGE  # the copy is in flight
         self.open_stores.append((plan, self.bench.engine.version, rows))
 
     @rule(index=some, success=st.sampled_from([True, True, True, False]), twice=st.sampled_from([False, False, True]))
@@ -488,7 +488,7 @@ class ManagerAgainstModel(RuleBasedStateMachine):
 
     @invariant()
     def origins_are_of_chunks_that_are_here(self):
-        assert self.manager._origins._tier_of.keys() <= self.primary._chunks.row_of.keys()
+        assert self.manager._provenance._tier_of.keys() <= self.primary._chunks.row_of.keys()
 
     def teardown(self):
         """Let everything come to rest: all rows but those of a lying tier's jobs are to be had again."""

@@ -1,4 +1,4 @@
-"""Plans: leave to copy between the GPU and rows, and rows that a lost rank may still touch."""
+"""Transfer plans between the GPU and rows, and rows that a lost rank may still touch."""
 
 import pytest
 
@@ -66,7 +66,7 @@ def test_loaded_chunks_stay_while_they_are_being_copied():
     assert bench.figures()["failed_gpu_loads"] == 3
 
 
-def test_the_rows_of_a_lost_ranks_store_are_nobodys_until_it_is_gone():
+def test_the_rows_of_a_lost_ranks_store_are_not_used_until_it_is_gone():
     bench = Bench(rows=4, options=WIDE, tiers={})
     plan = bench.begin_store(KEYS)
     bench.engine.dma = True
@@ -157,7 +157,7 @@ def test_a_chunk_that_left_and_was_computed_again_is_the_primarys():
     assert bench.load(KEYS, bench.request())
     assert bench.figures("a")["hits"] == 0
     assert bench.figures()["primary_hits"] == 4
-    assert len(bench.manager._origins._tier_of) == 0
+    assert len(bench.manager._provenance._tier_of) == 0
 
 
 def test_a_chunk_that_left_for_a_promotion_is_not_the_tiers_any_more():
@@ -168,7 +168,7 @@ def test_a_chunk_that_left_for_a_promotion_is_not_the_tiers_any_more():
     bench.step(20.0)
     bench.tier["a"].put(chain("other", 7))
     assert bench.lookup(chain("other", 7), bench.request()) == (0, 7, False)
-    assert len(bench.manager._origins._tier_of) == 7 + bench.primary.find(KEYS).count(HIT)
+    assert len(bench.manager._provenance._tier_of) == 7 + bench.primary.find(KEYS).count(HIT)
 
 
 @pytest.mark.parametrize("end", ["failed", "overdue", "reset"])

@@ -187,6 +187,22 @@ def test_beside_other_prompts_a_long_prefix_is_reserved_at_once_since_the_next_s
     bench.manager.on_request_finished(other)
 
 
+def test_a_prefix_in_many_pieces_is_reserved_over_several_steps_also_beside_other_prompts():
+    bench = Bench(rows=5000, options=WIDE)
+    keys = long_prefix(bench)
+    other = RequestContext("other")
+    bench.manager.on_new_request(other, 8192)
+    ctx = bench.request()
+    ready, pending, unresolved = bench.lookup(keys, ctx)
+    assert unresolved
+    assert pending == 16 * 20  # each piece has 16 chunks, and the question about it counts as 64
+    while unresolved:
+        bench.step()
+        ready, pending, unresolved = bench.lookup(keys, ctx)
+    assert ready + pending == 3200
+    bench.manager.on_request_finished(other)
+
+
 def test_several_full_attention_groups_of_a_long_prefix_come_side_by_side():
     groups = [chain("long", 1000, group=group) for group in (0, 1)]
     options = TieringOptions(lookup_wait=0.0, load_wait=10.0, one_tier=0.8, all_tiers=0.8)

@@ -26,7 +26,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from kvtiers.api.units import RESOLVED, Duration, Share, Size
 
 __all__ = [
-    "HELPER_OPTIONS",
+    "HOST_OPTIONS",
     "BreakerConfig",
     "RateLimit",
     "Secret",
@@ -38,13 +38,13 @@ __all__ = [
 
 _VARIABLE = re.compile(r"\$\{([^}]*)(\}?)")
 _MOST_PROCESSES = 16
-HELPER_OPTIONS = frozenset(
+HOST_OPTIONS = frozenset(
     {
         "cpus", "exists_ttl", "grace", "host", "nice", "processes", "rate_limit", "retries", "store_queue",
         "store_threads", "threads",
     }
 )  # fmt: skip
-"""Options that apply to a store only: a tier that moves its rows by itself has no helper process and none of these."""
+"""Options that apply to a store only: a tier that moves its rows by itself has no tier host and none of these."""
 _MOST_PROCESSORS = 65_536  # more than any kernel numbers
 _TierConfig = TypeVar("_TierConfig", bound="TierConfig")
 
@@ -185,32 +185,32 @@ class BreakerConfig(StrictModel):
 
 
 class RateLimit(StrictModel):
-    """The most that a tier may be asked for; nothing set means no limit."""
+    """The most that a tier is asked for in a second; an option that is not set is no limit."""
 
-    bytes_per_second: Size | None = Field(default=None, gt=0, description="values' bytes, both ways together")
-    requests_per_second: float | None = Field(default=None, gt=0, description="calls of the store")
+    bytes_per_second: Size | None = Field(default=None, gt=0, description="most bytes of values, read or written")
+    requests_per_second: float | None = Field(default=None, gt=0, description="most calls of the store")
 
 
 class TierConfig(StrictModel):
     """The options that every tier has. Subclass it and add the tier's own, flat, with defaults and descriptions.
 
-    A ``SecondaryTierManager`` has no helper process and none of core's threads: what is said of those (``host``,
+    A ``SecondaryTierManager`` has no tier host and none of core's threads: options about those (``host``,
     ``processes``, ``cpus``, ``nice``, ``threads``, ``store_threads``, ``grace``, ``retries``, ``store_queue``,
-    ``rate_limit``, ``exists_ttl``, ``io: process``) is refused for it; an option that the subclass declares itself is
+    ``rate_limit``, ``exists_ttl``, ``io: process``) are refused for it; an option that the subclass declares itself is
     the tier's own.
     """
 
     shareable: ClassVar[bool] = False
     """Several processes may have the store open at the same time, and each finds what the others have written. Only
-    then may the tier have more than one helper: ``processes``."""
+    then may the tier have more than one tier host: ``processes``."""
 
     writes_locally: ClassVar[bool] = False
     """Writing a value takes this machine's processors for as long as it lasts, as copying into a file does, and does
     not wait for another machine. Only some of the threads write at the same time then: ``store_threads``."""
 
     shared_figures: ClassVar[frozenset[str]] = frozenset()
-    """Those of the store's own figures (``SupportsStats``) that say how the store is, not what one helper has done:
-    each helper has the same, so they are not added up."""
+    """Those of the store's own figures (``SupportsStats``) that say how the store is, not what one tier host has
+    done: each has the same, so they are not added up."""
 
     figures: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """The store's own figures (``SupportsStats``) and their help texts, for exporters that need them beforehand, such
@@ -222,17 +222,17 @@ class TierConfig(StrictModel):
     type: str = Field(description="the installed tier plugin's name")
     name: str = Field(default="", description="this tier's name in logs and metrics; default: its type")
     io: Literal["process", "thread"] = Field(
-        default="process", description="where its I/O runs; process: a helper of its own"
+        default="process", description="where its I/O runs; process: a tier host of its own"
     )
-    host: str = Field(default="", description="helpers of the same name are one process; default: one for each tier")
+    host: str = Field(default="", description="tiers with the same name here share a tier host; default: one each")
     processes: int | Literal["auto"] = Field(
-        default="auto", description="helpers that share the tier's work; auto: by the processors there are, at most 8"
+        default="auto", description="tier hosts that share the tier's work; auto: by the processors there are, up to 8"
     )
     cpus: tuple[Annotated[int, Field(ge=0, lt=_MOST_PROCESSORS)], ...] = Field(
-        default=(), description="processors that the tier's helpers may use; default: all"
+        default=(), description="processors that the tier's hosts may use; default: all"
     )
     nice: int = Field(
-        default=5, ge=0, le=19, description="how far the tier's helper gives way to the engine; 0: not at all"
+        default=5, ge=0, le=19, description="how far the tier's host gives way to the engine; 0: not at all"
     )
     required: bool = Field(default=False, description="a tier that cannot be reached at start stops the engine")
     read_only: bool = Field(default=False, description="never write or delete")
@@ -282,7 +282,7 @@ class TierConfig(StrictModel):
         return self
 
     @model_validator(mode="after")
-    def _may_have_several_helpers(self) -> "TierConfig":
+    def _may_have_several_hosts(self) -> "TierConfig":
         if self.processes in {"auto", 1}:
             return self
         if self.io == "thread":
@@ -291,7 +291,7 @@ class TierConfig(StrictModel):
             raise ValueError(f"'processes: {self.processes}' and 'host: {self.host}' exclude each other; give one")
         if not self.shareable:
             raise ValueError(
-                f"'processes: {self.processes}': a store of this type belongs to one helper; leave the option out"
+                f"'processes: {self.processes}': a store of this type belongs to one tier host; leave the option out"
             )
         return self
 

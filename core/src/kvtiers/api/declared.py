@@ -10,7 +10,7 @@ from abc import ABC
 from collections.abc import Iterator
 from typing import Any
 
-from kvtiers.api.config import HELPER_OPTIONS, TierConfig
+from kvtiers.api.config import HOST_OPTIONS, TierConfig
 from kvtiers.api.store import (
     ChunkStore,
     SupportsBatch,
@@ -45,10 +45,10 @@ def option_problems(config: type[TierConfig], kind: str) -> list[str]:
     """Return what is wrong with the options of a tier of this kind that every tier has, a line each.
 
     A subclass may change a default, but must keep the option's type and description: core would apply the old meaning.
-    A "manager" may reuse the names of options that concern a store's helper process.
+    A "manager" may reuse the names of options that concern a store's tier host.
     """
     own = {name for part in _above(config, TierConfig) for name in inspect.get_annotations(part)}
-    common = own & set(TierConfig.model_fields) - {"type"} - (HELPER_OPTIONS if kind == "manager" else frozenset())
+    common = own & set(TierConfig.model_fields) - {"type"} - (HOST_OPTIONS if kind == "manager" else frozenset())
     return [_redeclared(config, name) for name in sorted(common) if _means_something_else(config, name)]
 
 

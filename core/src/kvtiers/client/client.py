@@ -72,7 +72,7 @@ class Client:
         tier_stats: Callable[[], dict[str, Any]],
         close: Callable[[float], None],
     ) -> None:
-        """``groups``: the KV group of values of each length. ``value_bytes``: the length where a call names none."""
+        """Take the parts. ``groups``: the KV group of each length of values. ``value_bytes``: the default length."""
         self._driver = driver
         self._rows = rows
         self._groups = groups
@@ -105,7 +105,7 @@ class Client:
         return found if found is not None else [False] * _count(keys)
 
     def exists_prefix(self, keys: Sequence[bytes], value_bytes: int | None = None, timeout: float | None = None) -> int:
-        """Return how many of the leading keys the tiers have, all of values of this length.
+        """Return how many of the leading keys the tiers have with values of this length.
 
         ``value_bytes``: by default the first one that the client was opened with. An answer of the tiers is reused for
         ``exists_ttl``, an absence for a second at most.

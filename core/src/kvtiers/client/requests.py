@@ -103,7 +103,7 @@ class Transfer(Request):
             self._in_flight -= 1
 
     def add(self, spare: RowLease) -> bool:
-        """Add rows, which have one holder; False, and they are released, if the caller has released its own."""
+        """Add rows with one holder; if the caller has released its own, release these and return False."""
         with self._lock:
             if not self._is_released:
                 spare.hold()
@@ -270,7 +270,7 @@ class Get(Transfer):
         self._wanted = []
 
     def job_ended(self, jobs: Jobs, slot: TierSlot, job: TransferJob, good: Collection[OffloadKey]) -> None:
-        """Take what has been loaded; the next tier is asked for the rest."""
+        """Record what has been loaded; ask the next tier for the other keys."""
         rows = dict(zip(job.keys, job.chunk_ids, strict=True))
         for key in good:
             self.found.setdefault(key, rows[key])

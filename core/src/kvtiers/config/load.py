@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from pydantic import ValidationError
 
 from kvtiers.api import ConfigError, TierConfig, TierPluginError
-from kvtiers.api.config import HELPER_OPTIONS, expand_variables
+from kvtiers.api.config import HOST_OPTIONS, expand_variables
 from kvtiers.config.models import OffloadConfig
 from kvtiers.config.problems import one_line, problems_in, shown
 from kvtiers.config.yaml_text import parse_yaml
@@ -141,7 +141,7 @@ def _without_effect(tier: TierConfig) -> list[str]:
     """Return those of the options that were set which core obeys for stores alone, unless the type has its own."""
     model = type(tier)
     own = {name for part in model.__mro__[: model.__mro__.index(TierConfig)] for name in inspect.get_annotations(part)}
-    names = sorted((tier.model_fields_set & HELPER_OPTIONS) - own)
+    names = sorted((tier.model_fields_set & HOST_OPTIONS) - own)
     return [*names, "io: process"] if "io" in tier.model_fields_set and tier.io == "process" else names
 
 

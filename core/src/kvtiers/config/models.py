@@ -80,7 +80,7 @@ class PrimaryConfig(StrictModel):
         default="off", description="huge pages, which the administrator has to reserve"
     )
     numa_node: int | None = Field(
-        default=None, ge=0, lt=MOST_NODES, description="memory of this NUMA node, best the GPU's"
+        default=None, ge=0, lt=MOST_NODES, description="NUMA node whose memory is preferred; best the GPU's"
     )
     prefault: Annotated[PrefaultMode, BeforeValidator(_prefault)] = Field(
         default="ahead",
@@ -107,10 +107,10 @@ class PrimaryConfig(StrictModel):
 class BudgetConfig(StrictModel):
     """Shares of the primary's rows that may be held for one purpose; each is rounded up to at least one row."""
 
-    store_reserve: Share = Field(default=0.10, description="rows that promotions may not take from stores")
-    all_tiers: Share = Field(default=0.50, description="rows that all tiers together may pin")
-    one_tier: Share = Field(default=0.25, description="rows that one tier may pin")
-    protected: Share = Field(default=0.40, description="promoted rows that have not been read yet and are kept")
+    store_reserve: Share = Field(default=0.10, description="rows kept for stores, which promotions may not take")
+    all_tiers: Share = Field(default=0.50, description="most rows that all tiers together may pin")
+    one_tier: Share = Field(default=0.25, description="most rows that one tier may pin")
+    protected: Share = Field(default=0.40, description="most promoted rows that are kept until they are read")
     protect_for: Duration = Field(default=10.0, description="longest time that such a row is kept")
 
     @model_validator(mode="after")

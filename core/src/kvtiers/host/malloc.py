@@ -14,7 +14,7 @@ _SETTINGS = ((_M_ARENA_MAX, 2), (_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOL
 
 
 def keep_little() -> None:
-    """Let all threads share a few arenas, which keep what was freed until ``give_back``. Before there are threads."""
+    """Make all threads share a few arenas, which keep freed memory until ``give_back``. Before any thread starts."""
     with contextlib.suppress(AttributeError):  # another C library than glibc
         for setting, value in _SETTINGS:
             ctypes.CDLL(None).mallopt(setting, value)

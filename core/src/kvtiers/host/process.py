@@ -60,7 +60,7 @@ class TierHost:
         self._writer = HostSender(self._connection, self._figures, self._check_kept, give_back)
 
     def run(self) -> None:
-        """Serve until the engine says CLOSE or is gone."""
+        """Serve until the engine sends CLOSE, or its process has ended."""
         reader = FrameReader()
         self._writer.start()
         while data := self._receive():

@@ -1,4 +1,4 @@
-"""What a tier host sends to its engine: events as they come, log lines, and once a second the stores' figures.
+"""The sender of a tier host, to its engine: events as they come, log lines, and once a second the stores' figures.
 
 The start of a job is sent after a moment, and not at all if the job has ended by then: the engine needs it for the
 deadline of long jobs only, and each message costs the engine's thread time. A log line goes to the engine's log, with
@@ -30,8 +30,8 @@ _LONGEST_LINE = 4_000
 class HostSender:
     """The sending thread: messages in order.
 
-    ``figures`` is asked for messages once a second; ``check_kept`` more often, as long as it says True; ``rest`` is
-    called once when messages have been sent, and for a second none.
+    ``figures`` is asked for messages once a second; ``check_kept`` is called more often, as long as it returns
+    True; ``idle`` once, a second after the last message.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class HostSender:
         connection: socket.socket,
         figures: Callable[[], Iterable[bytes]],
         check_kept: Callable[[], bool],
-        rest: Callable[[], None],
+        idle: Callable[[], None],
     ) -> None:
         self._connection = connection
         self._figures = figures
         self._check_kept = check_kept
-        self._rest = rest
+        self._idle = idle
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._starts: dict[tuple[int, int], tuple[float, bytes]] = {}
         self._thread = threading.Thread(target=self._run, name="kvtiers-host-writer", daemon=True)
@@ -94,7 +94,7 @@ class HostSender:
                     tick_at = time.monotonic() + _TICK_SECONDS
                     data += b"".join(self._figures())
                     if has_sent and not sent:
-                        self._rest()
+                        self._idle()
                     has_sent, sent = sent, False
                 if data:
                     self._connection.sendall(data)

@@ -309,7 +309,7 @@ class ValueMover:
                 self._worked(payload)
         loan = views.borrow(rows, sizes, readonly=not is_load)
         call = self._calls.read if is_load else self._calls.write
-        # The views are in no variable here: it would keep the exporter when the borrower has dropped it.
+        # The views are in no variable here: it would keep the exporter when the store has dropped it.
         answers = self._call(moved, run, values, call(names, [*loan.views]), is_load=is_load)
         if not self._taken_back(moved, [loan], self._calls.method(is_load=is_load)) or answers is None:
             return False

@@ -41,7 +41,7 @@ class RowFence:
         return True
 
     def detach(self, notify: Callable[[], None]) -> None:
-        """Copy nothing from now on; ``notify``, which must not block, is called when no copy is under way any more.
+        """Copy nothing from now on; ``notify``, which must not block, is called when no copy is in flight any more.
 
         It is not called if the load is over, or was detached before.
         """
@@ -106,7 +106,7 @@ class TransferQueue:
         self._storing = 0
         self._jobs: dict[int, PoolJob] = {}
         self._counted_until = {True: 0.0, False: 0.0}  # loads, stores
-        self._under_way = {True: 0, False: 0}
+        self._in_flight = {True: 0, False: 0}
         self._closed = False
         self._store_threads = store_threads or threads
         self.set_threads(threads)
@@ -157,9 +157,9 @@ class TransferQueue:
             if job.started:
                 return False
             job.started = now
-            if not self._under_way[job.job.is_load]:
+            if not self._in_flight[job.job.is_load]:
                 self._counted_until[job.job.is_load] = now
-            self._under_way[job.job.is_load] += 1
+            self._in_flight[job.job.is_load] += 1
         return True
 
     def finish(self, piece: Slice, moved: Moved) -> bool:
@@ -177,14 +177,14 @@ class TransferQueue:
     def busy_seconds(self, job: PoolJob, now: float) -> float:
         """Return the seconds that an ended job has kept the pool busy, without those counted for jobs before it.
 
-        Jobs overlap, and the sum of these is the time in which any load, or any store, was under way.
+        Jobs overlap, and the sum of these is the time in which any load, or any store, was in flight.
         """
         if not job.started:
             return 0.0
         with self._lock:
             since = self._counted_until[job.job.is_load]
             self._counted_until[job.job.is_load] = max(since, now)
-            self._under_way[job.job.is_load] -= 1
+            self._in_flight[job.job.is_load] -= 1
         return max(0.0, now - since)
 
     def store_done(self) -> None:

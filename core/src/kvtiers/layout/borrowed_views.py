@@ -44,13 +44,13 @@ class Loan:
         self._borrowed = [weakref.ref(view) for view in self.views]
 
     def take_back(self) -> bool:
-        """End the loan; False if the borrower kept a view, or a buffer made from one.
+        """End the loan; False if the store kept a view, or a buffer made from one.
 
-        A view that was kept is released, so that it is of no use to the borrower any more; what was made from it cannot
+        A view that was kept is released, so that it is of no use to the store any more; what was made from it cannot
         be taken away, and holds the memory until it is gone (``is_free``). May wait for some hundredths of a second
         where something is still held: another thread may be about to drop it, or a cycle has to be collected.
         """
-        self.views = []  # else our own references would keep the exporter when the borrower has dropped it
+        self.views = []  # else our own references would keep the exporter when the store has dropped it
         if self.is_free():
             return True
         for borrowed in self._borrowed:

@@ -299,7 +299,7 @@ class CPUPrimaryTier:
 
         At most ``max_rows``, and so that ``reserve_rows`` rows stay free or evictable; None, and no change, if that
         leaves none. Keys that are here are treated as in ``prepare_store``: give the whole run that was found, so
-        that its ready chunks do not leave for its others. ``used``: the length of the prefix that
+        that its ready chunks are not evicted for the others. ``used``: the length of the prefix that
         was passed for this request before; its recency is not updated again, which saves time.
         """
         return self._allocate(keys, request_id, len(keys) if max_rows is None else max_rows, reserve_rows, used)

@@ -169,8 +169,8 @@ class Refusals:
 class AcceptRate:
     """Bounds how many connections are accepted. For one thread.
 
-    What hangs up without a word is no refusal, and costs as much: all connections are accepted at a bounded rate. While
-    ranks are missing, it is high enough for all of them at once.
+    A connection that is closed without a message is not refused, and costs as much as one that is: so all of them are
+    accepted at a bounded rate. While ranks are missing, it is high enough for all ranks at once.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -41,7 +41,7 @@ class EarlyMemory:
     def take(self) -> tuple[int, Prefault | None]:
         """Hand the memfd and the program over to a region, once; StartError if they are gone."""
         if not self._is_ours:
-            raise StartError("the memory that was prepared has been given back or used")
+            raise StartError("the memory that was prepared has been released or used")
         self._is_ours = False
         return self.fd, self.prefault
 

@@ -53,13 +53,13 @@ def _fields(text: str) -> dict[str, int]:
 
 
 def available_memory(root: Path = _ROOT) -> int | None:
-    """Bytes that can be taken without swapping: MemAvailable of /proc/meminfo."""
+    """Return the bytes that can be taken without swapping: MemAvailable of /proc/meminfo."""
     kibibytes = _fields(read_text(root / "proc/meminfo")).get("MemAvailable")
     return None if kibibytes is None else kibibytes * 1024
 
 
 def cgroup_limit(root: Path = _ROOT) -> CgroupMemory | None:
-    """The tightest memory limit among this process's control groups, version 1 or 2; None: there is no limit."""
+    """Return the tightest memory limit among this process's control groups, version 1 or 2; None: there is no limit."""
     found = [
         limit
         for folder, version in control_groups("memory", root)

@@ -152,7 +152,7 @@ class Mapping:
         return self._exporter() is None
 
     def detach(self) -> None:
-        """Put private, empty memory in this mapping's place in a forked child, for buffers that were made from it."""
+        """Replace this mapping by private, empty memory, in a forked child: buffers made from it stay usable there."""
         if self._exporter() is None or self._is_private:
             return
         if self._in_children:  # the kernel does not support the advice

@@ -5,9 +5,9 @@ engine's interpreter for seconds. It imports little, so that it starts in a few 
 
 It gets the region's descriptor and nothing else, and populates as far as it is asked to: its arguments say how far at
 first, each line ``want BYTES`` on standard input how far from then on. What is asked for later is far ahead of use, and
-tier hosts may be loading meanwhile: fewer threads do it, which give way to others. On standard output it says how far
-it came (``populated BYTES``, then ``done METHOD`` or ``failed TEXT``). It ends when standard input does: with the
-process that started it, and with that process also if it is stopped, when it could not see that.
+tier hosts may be loading meanwhile: fewer threads do it, at a lower priority. On standard output it reports how far it
+has come (``populated BYTES``, then ``done METHOD`` or ``failed TEXT``). It ends at the end of standard input, which
+comes when the process that started it has ended.
 """
 
 import ctypes
@@ -174,7 +174,7 @@ def say(line: str) -> None:
 
 
 def end_with_parent(want: Callable[[int], None]) -> None:
-    """Pass on what standard input asks for; at its end, end this process, whatever its other threads do."""
+    """Call ``want`` for each request on standard input; at its end, end this process, whatever its other threads do."""
     unread = b""
     while data := os.read(0, 4096):
         *lines, unread = (unread + data).split(b"\n")

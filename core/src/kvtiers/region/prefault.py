@@ -56,7 +56,7 @@ class Prefault:
         return self._process.pid
 
     def fileno(self) -> int:
-        """The descriptor that becomes readable when there is progress to read."""
+        """Return the descriptor that becomes readable when there is progress to read."""
         return self._output.fileno()
 
     def want(self, nbytes: int) -> None:
@@ -70,7 +70,7 @@ class Prefault:
             self.wanted = nbytes
 
     def read(self) -> None:
-        """Take in what the program said. Never blocks, except at its end, to reap it."""
+        """Read what the program has reported. Never blocks, except at its end, to reap it."""
         try:
             data = os.read(self.fileno(), 65536)
         except BlockingIOError:

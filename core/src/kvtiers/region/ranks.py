@@ -113,7 +113,7 @@ class RankTable:
             self.least_pinned = min(self._pinned.values(), default=None)
 
     def occupant(self, rank: int) -> int | None:
-        """The process that is this rank, or was and may still touch its rows."""
+        """Return the process that is this rank, or was and may still touch its rows."""
         with self._changed:
             return self._joined.get(rank, self._lost.get(rank))
 

@@ -259,7 +259,8 @@ class AcceptThread:
             self._lose(connection)
             return
         if not watched:
-            _log.warning("rank %d: process %d cannot be watched; if it dies, its rows stay taken", rank, connection.pid)
+            unwatched = "rank %d: process %d cannot be watched; if it dies, its rows stay leased"
+            _log.warning(unwatched, rank, connection.pid)
         connection.rank = rank
         if self._ranks.missing == [rank]:
             self._note_all_joined()  # first: ``timings`` has the time once ``wait_all`` returns

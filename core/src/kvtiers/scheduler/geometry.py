@@ -74,7 +74,7 @@ class Geometry:
         return chunk_ids[np.argsort([group_of(key) for key in keys], kind="stable")]
 
     def spec(self, blocks: Sequence[Sequence[int]], firsts: Sequence[int]) -> BlockSpec:
-        """Return the blocks of a transfer: by group their ids, and the index in its request of the first one."""
+        """Return the blocks of a transfer: for each group their ids, and the index of the first one in the request."""
         ids = np.fromiter((block for of_group in blocks for block in of_group), np.int64)
         return BlockSpec(ids, tuple(len(of_group) for of_group in blocks), tuple(firsts))
 

@@ -233,7 +233,7 @@ class HostPool:
         self._hosts[0].backend.log(level, text)
 
     def stats(self) -> dict[str, float]:
-        """Return the hosts' figures, added up, but for those of the store itself: these are of a host that is open."""
+        """Return the sums of the hosts' figures. Those of the store itself (``shared_figures``) are one open host's."""
         if self._only is not None:
             return self._only.stats()
         total: dict[str, float] = {}

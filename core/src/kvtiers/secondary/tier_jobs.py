@@ -83,11 +83,11 @@ def poll_getters(
     try:
         for job_id in tier.get_failed_jobs() or ():
             yield JobFailed(job_id, "")
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:  # noqa: BLE001 -- as above
         raised = raised or error
     try:
         yield from (tier.get_finished_jobs() if finished is None else finished(tier)) or ()
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:  # noqa: BLE001 -- as above
         raised = raised or error
     if raised is not None:
         raise raised

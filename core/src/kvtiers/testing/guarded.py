@@ -90,7 +90,7 @@ class Row:
 
     def _borrow(self, *, readonly: bool) -> memoryview:
         loan = Loan(self._region, [(self._offset, self._nbytes)], readonly=readonly)
-        view = loan.views.pop()  # the borrower alone holds it now, so that the view itself is found, too, if it is kept
+        view = loan.views.pop()  # the store alone holds it now, so that the view itself is found, too, if it is kept
         viewed = np.frombuffer(view, np.uint8)
         # By address: a view of anything but this row would make nonsense of every other check.
         assert (viewed.ctypes.data, viewed.nbytes) == (self._array.ctypes.data, self._nbytes)

@@ -1,4 +1,4 @@
-"""Helpers that run code in threads and find what it leaves behind; a hang is a failure with a name."""
+"""Functions that run code in threads and find what it leaves behind; a hang is a failure with a name."""
 
 import os
 import sys

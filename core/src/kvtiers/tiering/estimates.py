@@ -12,6 +12,16 @@ ones, and follows an engine that has become slower within seven. A step's fixed 
 of a short one dear: one with less than a quarter of the tokens of the largest remembered says nothing. After a hit few
 tokens are computed, and with hits alone there are only such steps; the longer ones before them stay remembered.
 
+What a load has saved depends on where its tokens are in the prompt, since attention reads all tokens before the one
+that is computed. So the same steps are also fitted by position (``seconds``)::
+
+    seconds a token = seconds at the beginning + slope x position
+
+A step's seconds are linear in the mean position of its tokens, however many prompts it has. The slope is the median of
+those between any two of the last 16 steps that are far enough apart (Theil-Sen), the beginning the lower third of what
+is left. No token is priced as further into its prompt than those that were computed: the saving is never guessed too
+high. The decision whether to load takes all tokens to cost the same.
+
 Before the first step a prior stands: an engine that makes so much KV a second. GPUs make 1 GB/s (a small one) to
 7 GB/s (an H100 with a model of 1 billion parameters; 4 GB/s with one of 8 billion: 128 KiB a token in 30 us). The prior
 is the low end: it takes computing to be dear, so that the first request that hits in a tier is loaded.
@@ -36,6 +46,7 @@ slope between two of them); before, all is taken as the rate.
 
 import itertools
 import math
+import statistics
 from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -49,6 +60,9 @@ _PRIOR_KV_BYTES_PER_SECOND = 1e9
 _STEPS = 9
 _SHARE = 1 / 3
 _SMALLEST = 1 / 4  # of the largest step's tokens
+_POSITIONED_STEPS = 16
+_APART = 1 / 4  # of the furthest position: steps that are nearer to each other say nothing of the slope
+_FEWEST_PAIRS = 3
 
 PRIOR_BYTES_PER_SECOND = 2e9
 """Of a tier that has brought nothing yet."""
@@ -60,22 +74,56 @@ _LEAST_SECONDS = 0.005  # shorter looks are put together: a result may be seen s
 _LEAST_RATIO = 1.5  # of two lengths that say something of the slope between them
 
 
+class _Step(NamedTuple):
+    tokens: int
+    per_token: float
+    position: float
+
+
 class PrefillCost:
     """Observed on the engine's thread; ``seconds_per_token`` may be read on any. ``prior``: until a step was seen."""
 
     def __init__(self, prior: float = 0.0) -> None:
         self.seconds_per_token = prior
         self.is_measured = False
-        self._steps: deque[tuple[int, float]] = deque(maxlen=_STEPS)
+        self._steps: deque[_Step] = deque(maxlen=_POSITIONED_STEPS)
+        self._fit: tuple[float, float] | None = None
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        """Take a step into account that has computed so many tokens of prompts, more than none, in so many seconds."""
-        steps = self._steps
-        if steps and tokens < _SMALLEST * max(steps)[0]:
+    def observe(self, tokens: int, seconds: float, position: float = 0.0) -> None:
+        """Take a step into account that has computed so many tokens of prompts, more than none, in so many seconds.
+
+        ``position``: the mean number of tokens before each of them in its prompt; 0 for each step: not known.
+        """
+        last = list(self._steps)[-_STEPS:]
+        if last and tokens < _SMALLEST * max(last).tokens:
             return
-        steps.append((tokens, seconds))
-        self.seconds_per_token = _weighted_quantile([(took / some, some) for some, took in steps], _SHARE)
+        step = _Step(tokens, seconds / tokens, position)
+        self._steps.append(step)
+        self._fit = None
+        recent = [*last, step][-_STEPS:]
+        self.seconds_per_token = _weighted_quantile([(it.per_token, it.tokens) for it in recent], _SHARE)
         self.is_measured = True
+
+    def seconds(self, tokens: int, position: float) -> float | None:
+        """Return what computing so many tokens of this mean position takes; None: nothing was computed yet."""
+        if not self._steps:
+            return None
+        if self._fit is None:
+            self._fit = self._fitted()
+        begin, slope = self._fit
+        return tokens * (begin + slope * min(position, max(step.position for step in self._steps)))
+
+    def _fitted(self) -> tuple[float, float]:
+        """Return the seconds of a prompt's first token, and how many more each position adds."""
+        apart = _APART * max(step.position for step in self._steps)
+        slopes = [
+            (b.per_token - a.per_token) / (b.position - a.position)
+            for a, b in itertools.combinations(self._steps, 2)
+            if abs(b.position - a.position) > apart
+        ]
+        slope = max(0.0, statistics.median(slopes)) if len(slopes) >= _FEWEST_PAIRS else 0.0
+        begins = [(step.per_token - slope * step.position, step.tokens) for step in self._steps]
+        return max(0.0, _weighted_quantile(begins, _SHARE)), slope
 
 
 def prior_seconds_per_token(layout: CacheLayout) -> float:

@@ -34,8 +34,8 @@ from kvtiers.secondary.tier_jobs import (
     moved,
     without,
 )
-from kvtiers.tiering.prefill_price import LoadPrices
-from kvtiers.tiering.provenance import Origins
+from kvtiers.tiering.load_prices import LoadPrices
+from kvtiers.tiering.provenance import Provenance
 from kvtiers.tiering.requests import RequestState
 from kvtiers.tiering.tier_slot import Reservation, TierSlot
 from kvtiers.types import OffloadEvent
@@ -96,7 +96,7 @@ class JobTable:
         self,
         primary: CPUPrimaryTier,
         slots: Sequence[TierSlot],
-        origins: Origins,
+        provenance: Provenance,
         options: TieringOptions,
         clock: Callable[[], float],
         prices: LoadPrices,
@@ -104,7 +104,7 @@ class JobTable:
         self._primary = primary
         self._prices = prices
         self._slots = slots
-        self._origins = origins
+        self._provenance = provenance
         self._clock = clock
         self._jobs: dict[int, _Running] = {}
         self.events: list[OffloadEvent] = []
@@ -265,13 +265,13 @@ class JobTable:
             metrics.loaded_bytes += nbytes
             metrics.load_seconds += seconds
             metrics.loads += 1
-            self._origins.read(slot, good)
+            self._provenance.read(slot, good)
             self._price(running, good, seconds)
             running.on_end(slot, landed, ())
         if not complete:
             lost = without(job.keys, good)
             metrics.failed_loads += len(lost)
-            self._origins.forget(lost)
+            self._provenance.forget(lost)
             running.state.lose(slot, lost)
 
     def _price(self, running: _Running, good: Sequence[OffloadKey], seconds: float) -> None:
@@ -292,7 +292,7 @@ class JobTable:
             metrics.stored_bytes += nbytes
             metrics.store_seconds += seconds
             if not overtaken:
-                self._origins.written(slot, good, nbytes)
+                self._provenance.written(slot, good, nbytes)
                 if self._primary.records_events:
                     self.events.append(OffloadEvent(good, removed=False, tier=slot.name))
         if not overtaken:
@@ -330,7 +330,7 @@ class JobTable:
                 continue
             if job.is_promotion:
                 self._primary.abandon(rows)
-                self._origins.forget(job.keys)
+                self._provenance.forget(job.keys)
                 running.state.lose(slot, job.keys)
             else:
                 running.on_end(slot, (), job.keys)

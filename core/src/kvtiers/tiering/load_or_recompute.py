@@ -8,21 +8,21 @@ time. For a request of which a tier has chunks (seconds, tokens, chunks)::
 
 ``seconds a token`` is the engine's own, ``latency`` and ``seconds a chunk`` are the tier's (``estimates.py``). Before
 it are the prompts of requests that a lookup has left to be computed; they are worked off by the tokens that the engine
-reports, or by the clock. Behind it are requests that have come and whose lookup has no answer yet: where there are some
-the GPU will not be idle whichever request is loaded, so a load may take as long as computing this request and the next
-one; more of them count no further than the request's own tokens.
+reports, or by the clock. Behind it are requests that have come and whose lookup has no answer yet. Where there are some
+the GPU has work while this request is loaded, so the load may take longer: their tokens count, up to as many as the
+request's own.
 
 **The decision.** At the lookup the request is loaded if the tier has it sooner, else it is computed. While it waits the
-two are compared again, with the rest of the load: it goes over to computing if that is sooner by a quarter at least.
-It waits no longer than 1.1 times what computing had taken when it began to wait: the load has that much to be late.
-Where the tier's budget of rows is used up by other loads, it waits its turn by the same rule. For the tier's answer it
-waits 0.15 times what computing takes, or ``lookup_wait``: the hosts of a tier that loads a burst answer late.
+two are compared again, with the rest of the load: the request is computed after all if that is sooner by a quarter at
+least. It waits at most 1.1 times as long as computing would have taken when it began to wait. Where other loads have
+used up the tier's budget of rows, it waits for its turn by the same rule. For the tier's answer it waits 0.15 times as
+long as computing takes, or ``lookup_wait``: the hosts of a tier that loads a burst answer late.
 
-**Not yet measured.** What a tier takes that has brought nothing is known by a load: the first request is loaded, and
-the bound above is what that can cost it; those behind it go by a prior. As long as a tier brings nothing of what is
-in flight it counts as at least so slow, so that later requests compute. Once it was too slow it is tried again every
-5 s, by 16 or 64 chunks in turn. Before the engine has computed anything a prior of its speed stands, and a request
-waits ``lookup_wait`` at least.
+**Not yet measured.** A tier that has loaded nothing yet is measured by its first load: the first request is loaded, and
+the bound above limits what that can cost it; the requests behind it are decided by a prior. While a first load is in
+flight, the tier counts as at least as slow as that load's time so far, so that later requests are computed. A tier that
+was too slow is tried again every 5 s, with 16 or 64 chunks in turn. Before the engine has computed anything, its speed
+is a prior too, and a request waits at least ``lookup_wait``.
 
 ``load_wait`` in seconds replaces all of this: what a tier has is loaded, and waited for so long.
 """
@@ -32,7 +32,6 @@ from collections.abc import Callable
 
 from kvtiers.tiering.estimates import PrefillCost
 from kvtiers.tiering.jobs import TieringOptions
-from kvtiers.tiering.prefill_price import PrefillPrice
 from kvtiers.tiering.requests import RequestState
 from kvtiers.tiering.tier_slot import TierSlot
 
@@ -89,11 +88,10 @@ class GpuQueue:
 class Waits:
     """Weighs tiers against computing; runs on the engine's thread."""
 
-    def __init__(self, options: TieringOptions, clock: Callable[[], float], price: PrefillPrice) -> None:
+    def __init__(self, options: TieringOptions, clock: Callable[[], float], cost: PrefillCost) -> None:
         self._options = options
-        self._price = price
         self._clock = clock
-        self.cost = PrefillCost(options.prior_seconds_per_token)
+        self.cost = cost
         self.gpu = GpuQueue(self.cost, clock)
         self.decides = options.load_wait is None
         """By the model; False: ``load_wait`` is given."""
@@ -112,8 +110,7 @@ class Waits:
     def step_ends(self, tokens: int, seconds: float, position: float = 0.0) -> None:
         """Record how many tokens the engine has computed since the last step, in how many seconds, and where."""
         if tokens > 0 and 0 < seconds < math.inf:
-            self.cost.observe(tokens, seconds)
-            self._price.observe(tokens, seconds, position if 0 < position < math.inf else 0.0)
+            self.cost.observe(tokens, seconds, position if 0 < position < math.inf else 0.0)
         if not self.gpu.is_empty:
             self.gpu.step_ends(max(0, tokens))
 
@@ -157,9 +154,9 @@ class Waits:
         now = self._clock()
         tokens = max(state.load_tokens, (waited + chunks) * tokens_per_chunk)
         left = self._seconds_by_gpu(tokens, state) - (0.0 if state.load_since is None else now - state.load_since)
-        under_way = slot.metrics.loading_chunks
-        own = 0 if slot.rate.seconds_per_chunk is not None else min(under_way, state.loading.get(slot, (0, 0))[1])
-        soon = slot.rate.expected(chunks, under_way - own, now)
+        in_flight = slot.metrics.loading_chunks
+        own = 0 if slot.rate.seconds_per_chunk is not None else min(in_flight, state.loading.get(slot, (0, 0))[1])
+        soon = slot.rate.expected(chunks, in_flight - own, now)
         return soon <= left and self._is_cheaper(slot, tokens_per_chunk, state)
 
     def _is_cheaper(self, slot: TierSlot, tokens_per_chunk: int, state: RequestState) -> bool:

@@ -24,14 +24,14 @@ from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.cascade import Cascades
 from kvtiers.tiering.engine_side import EngineSide, ShadowSide
-from kvtiers.tiering.estimates import PRIOR_BYTES_PER_SECOND
+from kvtiers.tiering.estimates import PRIOR_BYTES_PER_SECOND, PrefillCost
 from kvtiers.tiering.jobs import JobTable, TieringOptions
 from kvtiers.tiering.load_or_recompute import Waits
+from kvtiers.tiering.load_prices import LoadPrices
 from kvtiers.tiering.plans import Plans
-from kvtiers.tiering.prefill_price import LoadPrices, PrefillPrice
 from kvtiers.tiering.prefix_lookup import Lookups
 from kvtiers.tiering.promotion import Promotions
-from kvtiers.tiering.provenance import Origins
+from kvtiers.tiering.provenance import Provenance
 from kvtiers.tiering.recorder import Recorder
 from kvtiers.tiering.reports import EventLog, Snapshots
 from kvtiers.tiering.requests import RequestTable
@@ -51,7 +51,7 @@ from kvtiers.types import (
 __all__ = ["EngineSide", "TieringManager"]
 
 _NO_HITS = PrefixHits(0, 0, unresolved=False)
-_STEP_SECONDS = 1.0  # how long a shutdown waits for a step that is under way on another thread
+_STEP_SECONDS = 1.0  # how long a shutdown waits for a step that another thread is in
 _LOOK_SECONDS = 0.1  # how often it is looked for promotions that have waited too long to be read
 _WHAT_IF_SECONDS = 0.5  # what a shutdown waits for the end of the shadow caches, which sleep most of the time
 _RECORD_SECONDS = 5.0  # what a shutdown gives the recording to write what is waiting
@@ -106,18 +106,18 @@ class TieringManager:
         self._what_if = what_if
         for slot in self._slots:
             slot.rate.prior = primary.row_stride / PRIOR_BYTES_PER_SECOND
-        self._origins = Origins(self._slots)
-        price = PrefillPrice()
-        prices = LoadPrices(price, prefix_group, tokens_per_chunk[prefix_group])
-        self._jobs = JobTable(primary, self._slots, self._origins, options, clock, prices)
+        self._provenance = Provenance(self._slots)
+        cost = PrefillCost(options.prior_seconds_per_token)
+        prices = LoadPrices(cost, prefix_group, tokens_per_chunk[prefix_group])
+        self._jobs = JobTable(primary, self._slots, self._provenance, options, clock, prices)
         budget = PinBudget(primary.num_rows, options.all_tiers, options.one_tier)
         self._cascades = Cascades(primary, self._jobs, budget, self._slots, options, metrics)
-        self._promotions = Promotions(primary, self._jobs, budget, self._origins, options, self._cascades)
-        self._waits = Waits(options, clock, price)
+        self._promotions = Promotions(primary, self._jobs, budget, self._provenance, options, self._cascades)
+        self._waits = Waits(options, clock, cost)
         self._lookups = Lookups(
-            primary, budget, self._promotions, self._origins, self._waits, tokens_per_chunk, metrics
+            primary, budget, self._promotions, self._provenance, self._waits, tokens_per_chunk, metrics
         )
-        self._plans = Plans(primary, self._cascades, self._origins, engine, metrics, prefix_group)
+        self._plans = Plans(primary, self._cascades, self._provenance, engine, metrics, prefix_group)
         self._requests = RequestTable(self._slots, self._count_misuse)
         self._events = EventLog()
         self._look_at = -math.inf
@@ -358,7 +358,7 @@ class TieringManager:
             return
         self._reset()
         self._cascades.retire_keys()
-        self._origins.retire_keys()
+        self._provenance.retire_keys()
         self._requests.retire_keys()
         self._engine.new_weights(version)
 
@@ -411,7 +411,7 @@ class TieringManager:
         self._promotions.drop()
         self._primary.reset_cache()
         self._jobs.reset()
-        self._origins.reset()
+        self._provenance.reset()
         for state in self._requests.parked:
             state.parked.clear()
             self._requests.close_if_done(state)

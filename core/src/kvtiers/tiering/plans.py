@@ -15,7 +15,7 @@ from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.cascade import Cascades
 from kvtiers.tiering.engine_side import EngineSide
-from kvtiers.tiering.provenance import Origins
+from kvtiers.tiering.provenance import Provenance
 from kvtiers.tiering.requests import RequestState
 from kvtiers.types import LoadPlan, StorePlan
 
@@ -38,14 +38,14 @@ class Plans:
         self,
         primary: CPUPrimaryTier,
         cascades: Cascades,
-        origins: Origins,
+        provenance: Provenance,
         engine: EngineSide,
         metrics: EngineMetrics,
         prefix_group: int,
     ) -> None:
         self._primary = primary
         self._cascades = cascades
-        self._origins = origins
+        self._provenance = provenance
         self._engine = engine
         self._metrics = metrics
         self._prefix_group = prefix_group
@@ -67,7 +67,7 @@ class Plans:
             return None
         new, rows, evicted = prepared
         self._metrics.declined_stores = self._primary.declined
-        self._origins.forget(evicted)
+        self._provenance.forget(evicted)
         self._cascades.allocated(len(new), evicted, clean_before)
         if state.whole and len(new) < len(keys):
             fresh = set(new)
@@ -148,7 +148,7 @@ class Plans:
         counted = state.counted_hits
         fresh = keys if counted.isdisjoint(keys) else [key for key in keys if key not in counted]
         brought = 0
-        for slot, chunks in self._origins.served(fresh).items():
+        for slot, chunks in self._provenance.served(fresh).items():
             brought += len(chunks)
             slot.metrics.hits += len(chunks)
             slot.metrics.prefix_hits += count_in_group(chunks, self._prefix_group)

@@ -15,7 +15,7 @@ from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.load_or_recompute import Waits
 from kvtiers.tiering.promotion import Found, Promotions
-from kvtiers.tiering.provenance import Origins
+from kvtiers.tiering.provenance import Provenance
 from kvtiers.tiering.requests import LastAnswer, RequestState, RoomWait
 from kvtiers.tiering.tier_slot import PinBudget, TierSlot
 from kvtiers.types import PrefixHits
@@ -28,7 +28,8 @@ _SMALLEST_QUESTION = 64  # chunks, once a tier was asked about the whole rest
 # is by then: about 20 chunks of it are walked in the time that one takes to reserve.
 _MOST_RESERVED, _FEWEST_RESERVED, _WALKED_FOR_ONE = 448, 128, 20
 # With other prompts to compute the next step may be a long one, and what is reserved only then comes a step later.
-_MOST_RESERVED_BESIDE_PROMPTS = 2048
+_MOST_RESERVED_BESIDE_PROMPTS = 1536
+_QUESTION_BESIDE_PROMPTS = 64  # chunks: each further question to a tier takes about as long as reserving so many
 _WORTH_A_WALK = 64  # chunks: for fewer rows a request that waits for room is not looked up again
 
 
@@ -61,14 +62,15 @@ class _Asked:
 class _Search:
     """One lookup among the tiers: rows that all of them may still get, and chunks that this call may still reserve.
 
-    ``most``: those of one answer. ``waited``: chunks that the request has waited for before. ``may_wait``: loads in
-    flight will give rows back.
+    ``most``: those of one answer. ``per_question``: what a further question counts in ``left``. ``waited``: chunks that
+    the request has waited for before. ``may_wait``: loads in flight will give rows back.
     """
 
     tiers: list[_Asked]
     room: int
     left: int
     most: int
+    per_question: int
     waited: int
     may_wait: bool
     no_room: _NoRoom | None = None
@@ -82,7 +84,7 @@ class Lookups:
         primary: CPUPrimaryTier,
         budget: PinBudget,
         promotions: Promotions,
-        origins: Origins,
+        provenance: Provenance,
         waits: Waits,
         tokens_per_chunk: Sequence[int],
         metrics: EngineMetrics,
@@ -90,7 +92,7 @@ class Lookups:
         self._primary = primary
         self._budget = budget
         self._promotions = promotions
-        self._origins = origins
+        self._provenance = provenance
         self._waits = waits
         self._tokens_per_chunk = tokens_per_chunk
         self._metrics = metrics
@@ -230,7 +232,7 @@ class Lookups:
             self._metrics.recomputed_cheaper += len(waiting)
         else:
             self._metrics.wait_expired += len(waiting)
-        self._origins.expired(waiting, overtaken=state.is_overtaken)
+        self._provenance.expired(waiting, overtaken=state.is_overtaken)
         state.given_up.update(waiting)
         if length < len(keys):
             state.given_up.add(keys[length])
@@ -290,10 +292,12 @@ class Lookups:
                     tiers.append(_Asked(slot, room, len(keys)))
                 else:
                     slot.metrics.budget_misses += 1
-        most = _MOST_RESERVED_BESIDE_PROMPTS if self._waits.has_prompts_beside(state) else _MOST_RESERVED
+        beside = self._waits.has_prompts_beside(state)
+        most = _MOST_RESERVED_BESIDE_PROMPTS if beside else _MOST_RESERVED
+        per_question = _QUESTION_BESIDE_PROMPTS if beside else 0
         left = max(_FEWEST_RESERVED, most - at // _WALKED_FOR_ONE)
         waited = len(state.window_waits) if window else state.awaited.get(group_of(keys[0]), (0, 0))[1]
-        search = _Search(tiers, self._budget.room_in_all, left, most, waited, may_wait)
+        search = _Search(tiers, self._budget.room_in_all, left, most, per_question, waited, may_wait)
         found: list[Found] = []
         silent: Sequence[TierSlot] = ()
         while at < len(keys) and tiers and (search.room or search.may_wait) and search.left:
@@ -301,6 +305,7 @@ class Lookups:
             if share is None:
                 break
             found.append(share)
+            search.left = max(0, search.left - search.per_question)
             at = self._resident_until(keys, end)
         if found:
             reached = self._promotions.reserve(keys[:at], found, state, tokens)

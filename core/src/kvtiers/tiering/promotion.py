@@ -15,7 +15,7 @@ from kvtiers.api import OffloadKey, group_of
 from kvtiers.primary.tier import Allocation, CPUPrimaryTier
 from kvtiers.tiering.cascade import Cascades
 from kvtiers.tiering.jobs import JobTable, TieringOptions
-from kvtiers.tiering.provenance import Origins
+from kvtiers.tiering.provenance import Provenance
 from kvtiers.tiering.requests import RequestState
 from kvtiers.tiering.tier_slot import PinBudget, Reservation, TierSlot
 
@@ -53,7 +53,7 @@ class Promotions:
         primary: CPUPrimaryTier,
         jobs: JobTable,
         budget: PinBudget,
-        origins: Origins,
+        provenance: Provenance,
         options: TieringOptions,
         cascades: Cascades,
     ) -> None:
@@ -61,7 +61,7 @@ class Promotions:
         self._jobs = jobs
         self._budget = budget
         self._cascades = cascades
-        self._origins = origins
+        self._provenance = provenance
         self._store_reserve = options.store_reserve
         self._batches: dict[tuple[int, str], _Batch] = {}
         self._reserved: dict[OffloadKey, RequestState] = {}
@@ -94,7 +94,7 @@ class Promotions:
             for slot, places in found:
                 slot.metrics.over_store_reserve += state.drop(slot, [run[place] for place in places])
             return first
-        self._origins.forget(got.evicted)
+        self._provenance.forget(got.evicted)
         self._cascades.allocated(len(got.keys), got.evicted, clean_before)
         self._reserved.update(dict.fromkeys(got.keys, state))
         reached = self._share_out(got, run, found, state, tokens_per_chunk)
@@ -207,7 +207,7 @@ class Promotions:
         slot.metrics.loading_chunks += len(rows)
         slot.reserved_chunks += len(rows)
         state.loading[slot] = slot.reserved_chunks, state.loading.get(slot, (0, 0))[1] + len(rows)
-        self._origins.expect(slot, keys)
+        self._provenance.expect(slot, keys)
 
     def _batch(self, slot: TierSlot, state: RequestState) -> _Batch:
         name = slot.index, state.context.request_id
@@ -231,6 +231,6 @@ class Promotions:
 
     def _forget(self, batch: _Batch, keys: Sequence[OffloadKey], rows: Sequence[int]) -> None:
         self._primary.complete_write(rows, success=False)
-        self._origins.forget(keys)
+        self._provenance.forget(keys)
         batch.reserved.release(len(rows))
         batch.slot.metrics.loading_chunks -= len(rows)

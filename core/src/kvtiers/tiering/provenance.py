@@ -9,14 +9,14 @@ from itertools import compress, islice, repeat
 from kvtiers.api import OffloadKey
 from kvtiers.tiering.tier_slot import TierSlot
 
-__all__ = ["Origins"]
+__all__ = ["Provenance"]
 
 _EXACT_KEYS = 4096  # unread keys of a tier of which each is remembered
 _SAMPLE = 16
 _UNREAD_KEYS = 1 << 16  # most keys remembered a tier; the oldest are forgotten, and stay counted as unread
 
 
-class Origins:
+class Provenance:
     """The tier of each chunk that is resident or pending, and unread. Never more entries than rows."""
 
     def __init__(self, slots: Sequence[TierSlot]) -> None:

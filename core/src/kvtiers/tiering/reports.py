@@ -26,7 +26,7 @@ _MOST_LOOKS = 100
 class Snapshots:
     """All figures at one moment between two of the manager's calls. ``data``: any thread.
 
-    ``turns`` counts on when a call begins and when it ends, so that it is odd while one is under way.
+    ``turns`` counts on when a call begins and when it ends, so that it is odd during one.
     """
 
     def __init__(

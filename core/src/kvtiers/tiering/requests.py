@@ -116,9 +116,9 @@ class RequestState:
             lost[key] = lost.get(key, 0) | bit
 
     def drop(self, slot: TierSlot, keys: Sequence[OffloadKey]) -> int:
-        """Count those of these chunks, which this tier has and which got no row, that were not counted before.
+        """Count chunks that this tier has and that got no row, each once a request.
 
-        Return how many those are, for the budget that was used up.
+        Return how many were counted for the first time, for the budget that was used up.
         """
         dropped = self.dropped.setdefault(slot.index, set())
         before = len(dropped)

@@ -37,7 +37,7 @@ PLACES = {
     "kvtiers.gpu.cuda.copy:CudaCopies": ("copy",),
     "kvtiers.tiering.manager:TieringManager": ("lookup_prefix", "prepare_load", "on_schedule_end", "prepare_store"),
     "kvtiers.tiering.jobs:JobTable": ("submit", "poll"),
-    "kvtiers_vllm.stack.manager:KvtiersManager": ("rest",),
+    "kvtiers_vllm.stack.manager:KvtiersManager": ("back_off",),
 }  # fmt: skip
 
 
@@ -99,27 +99,34 @@ def show(title: str, begun: float, ended: float, *, least: float = 0.0008) -> No
         print(f"  {sum(seconds) * 1e3:8.2f} ms in {len(seconds):5d}  {thread:12s} {label}")
 
 
-def main() -> None:
-    """Run the engine and print its timelines."""
+def open_engine(model: str, tokens: int, mode: str) -> Any:
+    """Return vLLM with an engine that is watched."""
     from engine_run import connector_config, load_libraries
 
-    model, tokens = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 16_384
-    mode = sys.argv[3] if len(sys.argv) > 3 else "stack"
     load_libraries()
-    from vllm import LLM, SamplingParams
-    from vllm.inputs import TokensPrompt
+    from vllm import LLM
 
     install()
     if os.environ.get("NOREST"):
-        from kvtiers_vllm.own_tiering.idle_backoff import Rest
+        from kvtiers_vllm.own_tiering.idle_backoff import IdleBackoff
 
-        Rest.step = lambda *_args, **_options: None
+        IdleBackoff.step = lambda *_args, **_options: None
     config = connector_config(mode, float(os.environ.get("PRIM", "24")), os.environ.get("STORE", ""))
-    llm = LLM(
+    return LLM(
         model=model, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=tokens + 64,
         enforce_eager=True, gpu_memory_utilization=0.6, max_num_batched_tokens=8192, kv_transfer_config=config,
         enable_prefix_caching=True, disable_log_stats=False, seed=0,
     )  # fmt: skip
+
+
+def main() -> None:
+    """Run the engine and print its timelines."""
+    model, tokens = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 16_384
+    mode = sys.argv[3] if len(sys.argv) > 3 else "stack"
+    llm = open_engine(model, tokens, mode)
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
     sampling = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
 
     def ask(prompt: list[int] | list[list[int]]) -> tuple[float, float]:

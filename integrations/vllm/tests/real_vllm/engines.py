@@ -24,7 +24,7 @@ BLOCK = 32
 """Tokens in a block: the smallest that vLLM's CPU backend has."""
 TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 _numbers = itertools.count()
-_UNDER_WAY = re.compile("active_cascade|kvtiers_tier_(running_jobs|storing_chunks)|kvtiers_primary_pending_rows")
+_IN_FLIGHT = re.compile("active_cascade|kvtiers_tier_(running_jobs|storing_chunks)|kvtiers_primary_pending_rows")
 
 
 RELEASE = os.environ.get("VLLM_RELEASE", "")
@@ -224,7 +224,7 @@ class Engine:
     def forget(self) -> None:
         """Wipe the engine's own prefix cache and its primary tier, after what is on its way to tiers has landed."""
         self.generate([1, 2, 3], tokens=2)  # the last stores begin in the next step
-        self.wait_for(lambda figures: not any(value for name, value in figures.items() if _UNDER_WAY.search(name)))
+        self.wait_for(lambda figures: not any(value for name, value in figures.items() if _IN_FLIGHT.search(name)))
         assert self.do("reset_prefix_cache", connector=True)["ok"]
 
     def wait_for(self, condition: Callable[[dict[str, float]], object]) -> dict[str, float]:

@@ -44,7 +44,7 @@ def spoil(server, tier, damage):
 
 @pytest.fixture(scope="module")
 def tier(server, way):
-    """A tier of each engine in turn: of either way in, over each store; what one helper reads another may write."""
+    """A tier of each engine in turn: of either way in, over each store; what one tier host reads another may write."""
     return server.tier(required=True, processes=4)
 
 

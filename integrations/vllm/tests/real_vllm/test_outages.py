@@ -99,7 +99,7 @@ def test_a_store_that_hangs_or_dies_in_the_middle_of_loads_costs_what_it_had_not
 
 @pytest.mark.parametrize("hung", ["store", "host"])
 def test_with_the_default_waits_no_request_waits_for_a_tier_that_hangs(start, model, right, way, redis, hung):
-    # Under vLLM's own tiering a helper that hangs cannot release vLLM's rows, and is waited for until it is killed.
+    # Under vLLM's own tiering a tier host that hangs cannot release vLLM's rows, and is waited for until it is killed.
     is_killed = (way, hung) == (tiers, "host")
     never = f"{2 * PATIENCE}s"
     ends = {"deadline": f"{DEADLINE}s", "grace": f"{GRACE}s"} if is_killed else {"deadline": never}

@@ -236,7 +236,7 @@ def test_a_scrape_shows_which_tier_served_status_what_that_saved_and_the_end_lea
     served.process.wait(PATIENCE)
     wait_until(lambda: not family(served.process.pid), "processes outlive their server")
     written = (served.log.parent / "store").rglob("*00000000")
-    assert len(list(written)) == CHUNKS + 6, "what was under way was still written"
+    assert len(list(written)) == CHUNKS + 6, "what was in flight was still written"
     assert not list(Path("/dev/shm").glob(f"*{ENGINE_ID}*"))
 
 

@@ -1,4 +1,4 @@
-"""A tier over vLLM's memory: in a helper that maps its file, or in the engine's process where there is none to map."""
+"""A tier over vLLM's memory: in a tier host that maps its file, or in the engine's where there is none to map."""
 
 import logging
 import mmap
@@ -49,7 +49,7 @@ def end_of(driver, job_id):
     assert (result.job_id, result.success) == (job_id, True)
 
 
-def test_a_value_goes_down_and_comes_back_in_a_helper_or_with_one_line_in_this_process(
+def test_a_value_goes_down_and_comes_back_in_a_tier_host_or_with_one_line_in_this_process(
     memory, file, caplog, monkeypatch
 ):
     monkeypatch.setattr("kvtiers_vllm.identity._device", lambda: {"name": "some GPU"})

@@ -111,7 +111,7 @@ def test_the_stack_reports_a_stores_own_figures_by_name_and_unknown_ones_by_labe
 
 
 def test_a_figure_that_falls_takes_nothing_from_a_counter(facts, stats, clock):  # noqa: F811
-    """As where helpers that counted it were killed."""
+    """As where tier hosts that counted it were killed."""
     report = StackFigures(facts, Collection, clock)  # noqa: F811
     stats["tiers"]["near"]["own"] |= {"retries": 5, "connects": 5}
     report()

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from kvtiers_vllm.own_tiering.idle_backoff import LoadWatch, Rest, Wakeup
+from kvtiers_vllm.own_tiering.idle_backoff import IdleBackoff, LoadWatch, Wakeup
 
 
 class Time:
@@ -22,46 +22,46 @@ class Time:
 
 def test_a_rest_is_a_twentieth_of_what_was_waited_and_at_most_a_millisecond():
     time = Time()
-    rest = Rest(time, time.sleep)
-    rest.step(idle=True)
+    backoff = IdleBackoff(time, time.sleep)
+    backoff.step(idle=True)
     assert time.rests == [0.0001]
     time.now = 1000.01
-    rest.step(idle=True)
+    backoff.step(idle=True)
     assert time.rests[1:] == [pytest.approx(0.0005)]
     time.now = 1003.0
-    rest.step(idle=True)
+    backoff.step(idle=True)
     assert time.rests[2:] == [0.001]
 
 
 def test_a_step_that_computes_does_not_rest_and_resets_the_time_waited():
     time = Time()
-    rest = Rest(time, time.sleep)
-    rest.step(idle=True)
+    backoff = IdleBackoff(time, time.sleep)
+    backoff.step(idle=True)
     time.now += 1.0
-    rest.step(idle=False)
+    backoff.step(idle=False)
     assert len(time.rests) == 1
-    rest.step(idle=True)
+    backoff.step(idle=True)
     assert time.rests[1:] == [0.0001]
 
 
 def test_a_pass_rests_for_answers_at_most_two_milliseconds_in_all():
     time = Time()
-    rest = Rest(time, time.sleep)
-    while rest.for_answer():
+    backoff = IdleBackoff(time, time.sleep)
+    while backoff.for_answer():
         assert len(time.rests) < 100
     assert time.now == pytest.approx(1000.002)
     assert max(time.rests) == 0.0001
     rests = len(time.rests)
-    assert not rest.for_answer()
+    assert not backoff.for_answer()
     assert len(time.rests) == rests
-    rest.step(idle=False)
-    assert rest.for_answer(), "another step"
+    backoff.step(idle=False)
+    assert backoff.for_answer(), "another step"
 
 
 def test_a_rest_may_be_longer_where_the_end_of_a_load_ends_it():
     time = Time()
-    rest = Rest(time, time.sleep)
-    rest.step(idle=True, watched=True)
+    backoff = IdleBackoff(time, time.sleep)
+    backoff.step(idle=True, watched=True)
     assert time.rests == [0.005]
 
 

@@ -9,7 +9,7 @@ from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 from kvtiers.types import RequestContext
 from kvtiers_vllm.own_tiering.build import OffTier
-from kvtiers_vllm.own_tiering.locked_tier import AskedTier
+from kvtiers_vllm.own_tiering.locked_tier import LockedTier
 
 KEY = bytes(36)
 JOB = SimpleNamespace(is_promotion=True)
@@ -66,7 +66,7 @@ for _name, _answer in ANSWERS.items():
 )
 def test_no_probe_is_sent_while_the_tier_is_in_a_call_and_any_after_it(call, calls):
     tier = CalledTier()
-    tier.asked = AskedTier(TierSlot(0, tier, TierOptions("near")))
+    tier.asked = LockedTier(TierSlot(0, tier, TierOptions("near")))
     call(tier.asked)
     assert tier.calls == calls
     tier.asked.ask_ahead([KEY])
@@ -74,7 +74,7 @@ def test_no_probe_is_sent_while_the_tier_is_in_a_call_and_any_after_it(call, cal
 
 
 def test_a_tier_whose_loads_cannot_release_their_rows_is_not_asked_to():
-    asked = AskedTier(TierSlot(0, OffTier(), TierOptions("near")))
+    asked = LockedTier(TierSlot(0, OffTier(), TierOptions("near")))
     asked.release(1)
     assert list(asked.poll()) == []
 
@@ -90,7 +90,7 @@ def test_a_tier_is_left_after_its_last_question():
 
     tier.ask_ahead = ask_ahead
     slot = TierSlot(0, tier, TierOptions("near"))
-    asked = AskedTier(slot)
+    asked = LockedTier(slot)
     asker = threading.Thread(target=asked.ask_ahead, args=([KEY],))
     leaver = threading.Thread(target=lambda: (asked.leave(), order.append("left")))
     asker.start()

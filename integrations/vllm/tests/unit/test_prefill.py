@@ -3,7 +3,6 @@
 import pytest
 
 from kvtiers.tiering.estimates import PrefillCost
-from kvtiers.tiering.prefill_price import PrefillPrice
 from kvtiers_vllm.own_tiering.prompts import PrefillRate
 
 
@@ -12,8 +11,7 @@ class Engine:
 
     def __init__(self, ahead=0):
         self.cost = PrefillCost()
-        self.price = PrefillPrice()
-        self.rate = PrefillRate(self.cost, self.price)
+        self.rate = PrefillRate(self.cost)
         self.now = 100.0
         self.scheduled = []
         self.ahead = ahead
@@ -98,5 +96,5 @@ def test_tokens_after_loaded_ones_are_further_into_their_prompt():
         engine.step(0.01)
         engine.step(0.01)
         engine.rate.finished(f"r{number}")
-    assert engine.price.seconds(1000, 500) == pytest.approx(1.0)
-    assert engine.price.seconds(1000, 4500) == pytest.approx(5.0)
+    assert engine.cost.seconds(1000, 500) == pytest.approx(1.0)
+    assert engine.cost.seconds(1000, 4500) == pytest.approx(5.0)

@@ -80,7 +80,7 @@ def test_a_step_is_recorded_with_the_mean_position_of_what_it_computes(module):
     manager = SimpleNamespace(
         steps=SimpleNamespace(begins=lambda *step: begun.append(step)),
         computes=lambda: None,
-        rest=lambda computes: None,
+        back_off=lambda computes: None,
     )
     connector = module.KvtiersConnector(engine_config(kvtiers_config="tiers.yaml"), "role", "cache")
     connector.connector_scheduler = SimpleNamespace(manager=manager)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvtiers.types import TransferResult
-from kvtiers_vllm.stack.adapter_digests import AdapterLooks
+from kvtiers_vllm.stack.adapter_digests import AdapterDigests
 from kvtiers_vllm.stack.plans import CopyReport
 
 from . import fake_vllm
@@ -203,5 +203,5 @@ def test_an_adapter_is_loaded_also_where_no_thread_can_look_at_its_files(monkeyp
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr("kvtiers_vllm.stack.adapter_digests.threading.Thread", no_thread)
-    AdapterLooks().look_before_loading(SimpleNamespace(lora_int_id=1, load_inplace=True))
+    AdapterDigests().digest_before_loading(SimpleNamespace(lora_int_id=1, load_inplace=True))
     assert "a bug of kvtiers" in caplog.text

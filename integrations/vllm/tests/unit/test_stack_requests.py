@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvtiers.types import LoadPlan, StorePlan
-from kvtiers_vllm.stack.adapter_digests import AdapterLooks
+from kvtiers_vllm.stack.adapter_digests import AdapterDigests
 from kvtiers_vllm.stack.keys import GroupKeys
 from kvtiers_vllm.stack.plans import CopyReport, RunningPlans
 from kvtiers_vllm.stack.requests import RequestBook, Weights
@@ -47,11 +47,11 @@ def versions():
 
 
 class Gate:
-    """A look that takes until the gate is opened, and those after it wait behind it."""
+    """A question that takes until the gate is opened, and those after it wait behind it."""
 
-    def __init__(self, looks):
+    def __init__(self, digests):
         self.opened = Event()
-        looks.ask(self)
+        digests.ask(self)
 
     def answer(self, adapters):
         del adapters
@@ -59,11 +59,11 @@ class Gate:
 
 
 class Answered:
-    """The last look of those that have been asked for."""
+    """The last question of those that have been asked for."""
 
-    def __init__(self, looks):
+    def __init__(self, digests):
         self.reached = Event()
-        looks.ask(self)
+        digests.ask(self)
 
     def answer(self, adapters):
         del adapters
@@ -71,10 +71,10 @@ class Answered:
 
 
 @pytest.fixture
-def looks():
-    looks = AdapterLooks()
-    yield looks
-    looks.close()
+def digests():
+    digests = AdapterDigests()
+    yield digests
+    digests.close()
 
 
 @pytest.fixture
@@ -83,12 +83,12 @@ def clock():
 
 
 @pytest.fixture
-def book(versions, looks, clock):
-    return RequestBook(GROUPS, Weights("commit-1", versions, versions.resets), looks, lookup_wait=0.02, clock=clock)
+def book(versions, digests, clock):
+    return RequestBook(GROUPS, Weights("commit-1", versions, versions.resets), digests, lookup_wait=0.02, clock=clock)
 
 
-def all_answered(looks):
-    assert Answered(looks).reached.wait(PATIENCE)
+def all_answered(digests):
+    assert Answered(digests).reached.wait(PATIENCE)
 
 
 def opened(book, request_id, lora=None, salt=None):
@@ -104,18 +104,18 @@ def test_a_request_that_was_not_shown_has_nothing_to_do_with_tiers(book):
     assert book.open("two", None).keys is None, "what was shown counts for the next name alone"
 
 
-def test_a_request_has_the_keys_of_its_adapter_and_its_salt(book, looks, tmp_path):
+def test_a_request_has_the_keys_of_its_adapter_and_its_salt(book, digests, tmp_path):
     plain, salted = opened(book, "plain"), opened(book, "salted", salt="mine")
     adapted = opened(book, "adapted", adapter(tmp_path / "one"))
-    all_answered(looks)
+    all_answered(digests)
     assert plain.keys.of(KEY) == KEY
     assert len({request.keys.of(KEY) for request in (plain, salted, adapted)}) == 3
 
 
 def test_a_request_has_no_keys_and_waits_no_longer_than_lookup_wait_until_its_adapter_was_looked_at(
-    book, looks, clock, tmp_path
+    book, digests, clock, tmp_path
 ):
-    gate = Gate(looks)
+    gate = Gate(digests)
     request = opened(book, "one", adapter(tmp_path / "one"))
     assert request.keys is None
     assert book.holds_back("one")
@@ -129,34 +129,34 @@ def test_a_request_has_no_keys_and_waits_no_longer_than_lookup_wait_until_its_ad
     gate.opened.set()
 
 
-def test_a_file_system_that_hangs_costs_its_requests_the_tiers(book, looks, clock, tmp_path):
-    gate = Gate(looks)
+def test_a_file_system_that_hangs_costs_its_requests_the_tiers(book, digests, clock, tmp_path):
+    gate = Gate(digests)
     request = opened(book, "one", adapter(tmp_path / "one"))
     assert book.stores_wait(request)
     clock.now += 5.1
     assert not book.stores_wait(request)
     gate.opened.set()
-    all_answered(looks)
+    all_answered(digests)
     assert request.keys is None, "for good"
 
 
-def test_an_adapter_without_files_costs_its_requests_the_tiers(book, looks, tmp_path):
+def test_an_adapter_without_files_costs_its_requests_the_tiers(book, digests, tmp_path):
     lora = adapter(tmp_path / "one")
     lora.lora_path = "some-org/adapter-on-a-hub"
     request = opened(book, "one", lora)
-    all_answered(looks)
+    all_answered(digests)
     assert not book.holds_back("one")
     assert request.keys is None
     assert not book.stores_wait(request)
 
 
-def test_an_adapter_that_changes_takes_the_requests_out_that_began_with_it(book, looks, tmp_path):
+def test_an_adapter_that_changes_takes_the_requests_out_that_began_with_it(book, digests, tmp_path):
     before = opened(book, "before", adapter(tmp_path / "one", b"before"))
     other = opened(book, "other")
-    all_answered(looks)
+    all_answered(digests)
     assert before.keys is not None
     after = opened(book, "after", adapter(tmp_path / "one", b"after!", inplace=True))
-    all_answered(looks)
+    all_answered(digests)
     assert before.keys is None
     assert not book.holds_back("before")
     assert other.keys is not None
@@ -167,9 +167,9 @@ def test_an_adapter_that_changes_takes_the_requests_out_that_began_with_it(book,
     assert after.keys is None, "part of it may be the adapter's that was"
 
 
-def test_files_that_were_looked_at_when_vllm_may_have_loaded_others_are_nobodys(book, looks, clock, tmp_path):
+def test_files_examined_when_vllm_may_have_loaded_others_count_for_no_request(book, digests, clock, tmp_path):
     lora = adapter(tmp_path / "one", b"before")
-    gate = Gate(looks)
+    gate = Gate(digests)
     early = opened(book, "early", lora)
     assert book.holds_back("early")
     clock.now += 0.021
@@ -177,84 +177,84 @@ def test_files_that_were_looked_at_when_vllm_may_have_loaded_others_are_nobodys(
     adapter(tmp_path / "one", b"after!")
     later = opened(book, "later", lora)
     gate.opened.set()
-    all_answered(looks)
+    all_answered(digests)
     assert early.keys is None
     assert later.keys is None
 
 
 def test_files_that_were_old_when_the_request_came_may_be_looked_at_late(versions, tmp_path):
     lora = adapter(tmp_path / "one")
-    looks = AdapterLooks(clock=lambda: time.time_ns() + 3_000_000_000)
-    book = RequestBook(GROUPS, Weights("commit-1", versions, versions.resets), looks, lookup_wait=0.0)
-    gate = Gate(looks)
+    digests = AdapterDigests(clock=lambda: time.time_ns() + 3_000_000_000)
+    book = RequestBook(GROUPS, Weights("commit-1", versions, versions.resets), digests, lookup_wait=0.0)
+    gate = Gate(digests)
     request = opened(book, "one", lora)
     assert not book.holds_back("one")
     assert book.stores_wait(request), "what it computes may be stored later"
     gate.opened.set()
-    all_answered(looks)
+    all_answered(digests)
     assert request.keys is not None
-    looks.close()
+    digests.close()
 
 
-def test_an_adapter_that_is_not_there_is_looked_at_all_the_same(book, looks, tmp_path):
+def test_an_adapter_that_is_not_there_is_looked_at_all_the_same(book, digests, tmp_path):
     lora = adapter(tmp_path / "one")
     shutil.rmtree(tmp_path / "one")
     request = opened(book, "one", lora)
-    all_answered(looks)
-    assert request.look.looked.is_set(), "a load of it would wait for a look that has ended"
+    all_answered(digests)
+    assert request.digesting.examined.is_set(), "a load of it would wait for files that have been examined"
     assert request.keys is None
 
 
-def test_an_adapter_that_vllm_loads_without_a_request_is_known_by_what_it_was_then(book, looks, tmp_path):
+def test_an_adapter_that_vllm_loads_without_a_request_is_known_by_what_it_was_then(book, digests, tmp_path):
     lora = adapter(tmp_path / "one", b"before")
-    looks.look_before_loading(lora)
+    digests.digest_before_loading(lora)
     adapter(tmp_path / "one", b"after!")
     request = opened(book, "one", lora)
-    all_answered(looks)
+    all_answered(digests)
     assert request.keys is None, "vLLM has not loaded what the files are now"
     lora.load_inplace = True
-    looks.look_before_loading(lora)
+    digests.digest_before_loading(lora)
     again = opened(book, "again", lora)
-    all_answered(looks)
+    all_answered(digests)
     assert again.keys is not None
 
 
 def test_an_adapter_that_vllm_loads_without_a_request_is_looked_at_before_while_others_are_digested(
-    book, looks, tmp_path
+    book, digests, tmp_path
 ):
     lora = adapter(tmp_path / "one")
-    gate = Gate(looks)
-    looks.look_before_loading(lora)
+    gate = Gate(digests)
+    digests.digest_before_loading(lora)
     request = opened(book, "one", lora)
     gate.opened.set()
-    all_answered(looks)
-    assert request.keys is not None, "its files are new, and were looked at in time all the same"
+    all_answered(digests)
+    assert request.keys is not None, "its files are new, and were examined in time all the same"
 
 
-def test_while_a_reloaded_adapter_is_digested_no_request_uses_the_one_before(book, looks, tmp_path):
+def test_while_a_reloaded_adapter_is_digested_no_request_uses_the_one_before(book, digests, tmp_path):
     before = opened(book, "before", adapter(tmp_path / "one", b"before"))
-    all_answered(looks)
+    all_answered(digests)
     assert before.keys is not None
-    gate = Gate(looks)
+    gate = Gate(digests)
     again = opened(book, "again", adapter(tmp_path / "one", b"after!", inplace=True))
     assert before.keys is None, "vLLM may load it in the very next step"
     assert book.holds_back("before")
     gate.opened.set()
-    all_answered(looks)
+    all_answered(digests)
     assert before.keys is None
     assert not book.holds_back("before")
     assert again.keys is not None
 
 
-def test_a_reloaded_adapter_that_is_the_same_keeps_the_keys_of_open_requests(book, looks, tmp_path):
+def test_a_reloaded_adapter_that_is_the_same_keeps_the_keys_of_open_requests(book, digests, tmp_path):
     lora = adapter(tmp_path / "one", inplace=True)
     before = opened(book, "before", lora)
-    all_answered(looks)
-    gate = Gate(looks)
+    all_answered(digests)
+    gate = Gate(digests)
     after = opened(book, "after", lora)
     assert before.keys is None
     gate.opened.set()
-    all_answered(looks)
+    all_answered(digests)
     assert before.keys.of(KEY) == after.keys.of(KEY)
 
 
@@ -354,52 +354,52 @@ def test_reports_of_ranks_add_up():
     assert (report.ended, report.failed) == (Counter({1: 2, 2: 1}), {1, 2})
 
 
-def stored_under_an_adapter(book, looks, clock, tmp_path):
+def stored_under_an_adapter(book, digests, clock, tmp_path):
     """Return the manager, the plans, and the adapter's folder, when a store of a request with an adapter was copied."""
     manager = Manager()
     plans = RunningPlans(manager, ranks=1, clock=clock)
     request = opened(book, "one", adapter(tmp_path / "one", b"before"))
-    all_answered(looks)
+    all_answered(digests)
     assert request.keys is not None
     plans.start(StorePlan(1, [], NO_ROWS), request)
     return manager, plans, tmp_path / "one"
 
 
-def test_a_store_under_an_adapter_ends_when_its_files_were_looked_at_again(book, looks, clock, tmp_path):
-    manager, plans, _ = stored_under_an_adapter(book, looks, clock, tmp_path)
-    gate = Gate(looks)
+def test_a_store_under_an_adapter_ends_when_its_files_were_looked_at_again(book, digests, clock, tmp_path):
+    manager, plans, _ = stored_under_an_adapter(book, digests, clock, tmp_path)
+    gate = Gate(digests)
     plans.copies_ended(CopyReport(Counter({1: 1})))
     plans.confirm()
     assert manager.done == []
     assert plans.has_unconfirmed()
     gate.opened.set()
-    all_answered(looks)
+    all_answered(digests)
     plans.confirm()
     assert manager.done == [("store", 1, True)]
     assert not plans.has_unconfirmed()
 
 
-def test_what_was_stored_while_the_adapters_files_changed_is_not_kept(book, looks, clock, tmp_path):
-    manager, plans, folder = stored_under_an_adapter(book, looks, clock, tmp_path)
+def test_what_was_stored_while_the_adapters_files_changed_is_not_kept(book, digests, clock, tmp_path):
+    manager, plans, folder = stored_under_an_adapter(book, digests, clock, tmp_path)
     (folder / "adapter_model.bin").write_bytes(b"vLLM may have loaded these")
     plans.copies_ended(CopyReport(Counter({1: 1})))
-    all_answered(looks)
+    all_answered(digests)
     plans.confirm()
     assert manager.done == [("store", 1, False)]
 
 
-def test_what_was_stored_while_the_adapter_was_reloaded_is_not_kept(book, looks, clock, tmp_path):
-    manager, plans, folder = stored_under_an_adapter(book, looks, clock, tmp_path)
+def test_what_was_stored_while_the_adapter_was_reloaded_is_not_kept(book, digests, clock, tmp_path):
+    manager, plans, folder = stored_under_an_adapter(book, digests, clock, tmp_path)
     plans.copies_ended(CopyReport(Counter({1: 1})))
-    all_answered(looks)
+    all_answered(digests)
     opened(book, "two", adapter(folder, b"after!", inplace=True))
     plans.confirm()
     assert manager.done == [("store", 1, False)]
 
 
-def test_a_store_holds_its_rows_no_longer_than_a_bound_for_a_file_system_that_hangs(book, looks, clock, tmp_path):
-    manager, plans, _ = stored_under_an_adapter(book, looks, clock, tmp_path)
-    gate = Gate(looks)
+def test_a_store_holds_its_rows_no_longer_than_a_bound_for_a_file_system_that_hangs(book, digests, clock, tmp_path):
+    manager, plans, _ = stored_under_an_adapter(book, digests, clock, tmp_path)
+    gate = Gate(digests)
     plans.copies_ended(CopyReport(Counter({1: 1})))
     clock.now += 5.1
     plans.confirm()

@@ -91,7 +91,7 @@ def test_a_job_that_fails_while_it_is_handed_over_has_failed_once(tier, call, mo
     def fail(*_arguments):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(tier._driver, "_tokens", fail)
+    monkeypatch.setattr(tier._driver._ledger, "tokens", fail)
     getattr(tier, call)(job())
     assert ended(tier) == [(7, False)]
     assert ended(tier) == []

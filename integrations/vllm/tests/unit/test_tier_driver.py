@@ -15,7 +15,7 @@ from kvtiers.secondary.in_process import InProcessBackend
 from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.tiering.load_or_recompute import LATE
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
-from kvtiers_vllm.own_tiering.idle_backoff import Rest
+from kvtiers_vllm.own_tiering.idle_backoff import IdleBackoff
 from kvtiers_vllm.own_tiering.tier_driver import TierDriver
 
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
@@ -202,7 +202,7 @@ def test_a_job_that_hangs_is_reported_only_when_its_rows_are_free(bench):
     bench.store_rows([KEYS[0]], [0])
     bench.store.gate.clear()
     bench.driver.submit(2, [KEYS[0]], [5], "a", is_promotion=True)
-    bench.until(lambda: bench.driver._jobs[2].started is not None)
+    bench.until(lambda: bench.driver._ledger.jobs[2].started is not None)
     bench.clock.now += 31
     bench.until(lambda: bench.driver.metrics.quarantined_rows == 1)
     bench.clock.now += 300
@@ -364,7 +364,7 @@ def test_steps_in_which_nothing_is_computed_leave_loads_some_time_and_others_do_
 def idle(bench):
     """An engine that has nothing else to do, and whose rests pass real time."""
     bench.driver._is_idle = lambda: True
-    bench.driver._rest = Rest(bench.clock, lambda seconds: (bench.rests.append(seconds), time.sleep(0.002)))
+    bench.driver._backoff = IdleBackoff(bench.clock, lambda seconds: (bench.rests.append(seconds), time.sleep(0.002)))
     return bench
 
 
@@ -380,7 +380,7 @@ def test_an_engine_with_others_to_compute_does_not_rest_for_an_answer(bench):
 
 def test_an_idle_engine_rests_no_longer_for_a_tier_that_is_slow(idle):
     idle.store.gate.clear()
-    idle.driver._rest = Rest(idle.clock, lambda seconds: setattr(idle.clock, "now", idle.clock.now + seconds))
+    idle.driver._backoff = IdleBackoff(idle.clock, lambda seconds: setattr(idle.clock, "now", idle.clock.now + seconds))
     began = idle.clock.now
     for key in KEYS:
         assert idle.driver.lookup(key, "a") is RETRY

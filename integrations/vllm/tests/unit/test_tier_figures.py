@@ -48,7 +48,7 @@ def test_counters_are_what_was_added_and_a_moment_later_all_of_it(driver, report
 def test_status_says_what_the_tier_brought_which_requests_it_left_out_and_its_last_trouble(driver):
     driver.metrics.loaded_chunks, driver.metrics.hits = 3, 0
     driver.metrics.loading_chunks = 4
-    driver.loaded_tokens, driver.left_out_requests = 192, 2
+    driver._ledger.loaded_tokens, driver.left_out_requests = 192, 2
     driver.metrics.unread_bytes = 8192
     socket = open_status(OpenedTier(driver, "near", "model", shared=True), Troubles(["near"]), "vLLM 0.32.0")
     logging.getLogger("kvtiers.test_tier_figures").warning("near: the store is gone")

@@ -159,8 +159,8 @@ class UsageFile:
 class Ledger:
     """The writes and removals of this process since its last report, and the check whether a write fits.
 
-    ``wake`` asks the evictor to report, and to make room. Safe to use from several threads; nothing waits here for
-    I/O of another thread but a write that does not fit.
+    ``wake`` asks the evictor to report, and to make room. Safe to use from several threads. Only a write that does not
+    fit waits here: for the evictor's I/O.
     """
 
     def __init__(self, capacity: int, known: int, wake: Callable[[], None]) -> None:

@@ -91,14 +91,14 @@ def ask(link: Link, requests: Sequence[bytes], *, asking: bool = False) -> Excha
 def to_the_end(exchanges: Sequence[Exchange]) -> list[list[Answer]]:
     """Run all exchanges to the end, each in its turn; return the answers of each."""
     answers: list[list[Answer]] = [[] for _ in exchanges]
-    under_way = [*enumerate(exchanges)]
-    while under_way:
-        for index, exchange in under_way[:]:
+    in_flight = [*enumerate(exchanges)]
+    while in_flight:
+        for index, exchange in in_flight[:]:
             try:
                 next(exchange)
             except StopIteration as end:
                 answers[index] = end.value
-                under_way.remove((index, exchange))
+                in_flight.remove((index, exchange))
     return answers
 
 

@@ -63,7 +63,7 @@ def open_session(config: S3Config) -> Any:
         if credentials is not None:
             credentials.get_frozen_credentials()  # a role is assumed now, so that what is wrong is said now
     except (BotoCoreError, ClientError, OSError) as error:
-        raise ConfigError(f"credentials cannot be had: {error}") from None
+        raise ConfigError(f"credentials cannot be obtained: {error}") from None
     if credentials is None:
         raise ConfigError(
             "no credentials were found; give access_key and secret_key, a profile, or set up what AWS's usual chain "

@@ -60,7 +60,7 @@ def _uploads(bucket: Bucket, prefix: str) -> Iterator[Finding]:
     begun = [upload.started for upload in islice(bucket.uploads(prefix), _MOST_COUNTED)]
     if begun:
         count = f"{len(begun)}{' or more' if len(begun) == _MOST_COUNTED else ''} uploads"
-        yield Finding("ok", f"{count} under way, or left behind; the oldest was begun {min(begun):%F %T} UTC")
+        yield Finding("ok", f"{count} in flight, or left behind; the oldest was begun {min(begun):%F %T} UTC")
 
 
 def _versions(bucket: Bucket, _prefix: str) -> Iterator[Finding]:

@@ -59,7 +59,7 @@ of the replay ended early, 130 stopped by Ctrl-C (the report of what was done is
 )
 @click.option("--config", "config_file", metavar="FILE", type=click.Path(), help="The tiers, as YAML.")
 @click.option("--trace", metavar="FILE", type=click.Path(), help="Requests in Mooncake's format, plain or gzip.")
-@click.option("--workload", type=click.Choice(["code"]), help="Requests made up on the spot: talks about source code.")
+@click.option("--workload", type=click.Choice(["code"]), help="A synthetic workload: conversations about source code.")
 @click.option(
     "--requests",
     metavar="N",

@@ -73,7 +73,7 @@ class _Request:
 
 
 class ReplayEngine:
-    """Serves requests and counts into ``measures``. ``stop``: set by anyone to end within a step."""
+    """Serves requests and counts into ``measures``. ``stop``: set by another thread to end it within a step."""
 
     def __init__(
         self,

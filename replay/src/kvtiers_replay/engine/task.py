@@ -115,7 +115,7 @@ def _opening(stats: Mapping[str, Any]) -> bool:
 def _troubles(config: OffloadConfig) -> Iterator[Troubles]:
     """Keep the last warning of each tier, for the report and for ``kvtiers status``."""
     logger = logging.getLogger("kvtiers")
-    # Python writes warnings to stderr only while no one else handles them; they must stay visible.
+    # Python writes warnings to stderr only while nothing else handles them; they must stay visible.
     last_resort = logging.lastResort if not logger.hasHandlers() else None
     if last_resort is not None:
         logger.addHandler(last_resort)

@@ -1,4 +1,4 @@
-"""What another eviction policy would change: points of hits and GPU seconds, where the primary is scarce.
+"""The comparison with another eviction policy: points of hits and GPU seconds, where the primary is scarce.
 
 A policy that learns pays where a primary holds 1 to 10 % of the chunks that are asked for. With less, nearly everything
 leaves before it comes back, whatever is kept; with more, nearly nothing that comes back has left.

@@ -14,7 +14,7 @@ from kvtiers_replay.workload import Workload
 TRACES = "KVTIERS_TRACES"
 
 
-def made_up_trace(requests: int, seed: int) -> list[dict]:
+def synthetic_trace(requests: int, seed: int) -> list[dict]:
     """Conversations that grow and sometimes branch, over a few shared beginnings: lines of a Mooncake trace."""
     chance = random.Random(seed)
     talks = [[f"system {number}", f"system {number}.1"] for number in range(4)]
@@ -39,8 +39,8 @@ def made_up_trace(requests: int, seed: int) -> list[dict]:
 
 @pytest.fixture(scope="session")
 def trace_file(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("trace") / "made_up.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in made_up_trace(400, seed=5)), encoding="utf-8")
+    path = tmp_path_factory.mktemp("trace") / "synthetic.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in synthetic_trace(400, seed=5)), encoding="utf-8")
     return path
 
 

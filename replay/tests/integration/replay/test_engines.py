@@ -190,7 +190,7 @@ def send_all(processes: Iterable[int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-def everybody(process: subprocess.Popen) -> list[int]:
+def all_processes(process: subprocess.Popen) -> list[int]:
     """Two engines, each with two ranks and a tier's host."""
     wait_until(lambda: len(named(process.pid, "rank 1")) == len(named(process.pid, "fs")) == 2)
     found = list(descendants(process.pid))
@@ -218,7 +218,7 @@ def catches(pid: int, number: signal.Signals) -> bool:
 def test_ctrl_c_gives_the_report_so_far_and_leaves_no_process(long_replay) -> None:
     assert long_replay.stderr is not None
     long_replay.stderr.readline()  # the first line of progress: requests are being served
-    processes = everybody(long_replay)
+    processes = all_processes(long_replay)
     long_replay.send_signal(signal.SIGINT)
     out, err = long_replay.communicate(timeout=500)
     assert long_replay.returncode == 130, err
@@ -232,10 +232,10 @@ def test_ctrl_c_gives_the_report_so_far_and_leaves_no_process(long_replay) -> No
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["running", "stopped"])
 def test_a_replay_that_is_killed_takes_all_its_processes_with_it(long_replay, stopped) -> None:
-    processes = everybody(long_replay)
+    processes = all_processes(long_replay)
     if stopped:
         wait_until(lambda: all_end_with_their_parents(long_replay))
-        processes = everybody(long_replay)
+        processes = all_processes(long_replay)
         send_all(processes, signal.SIGSTOP)
         wait_until(lambda: not any(is_running(pid) and not is_stopped(pid) for pid in processes))
     long_replay.kill()

@@ -88,13 +88,13 @@ def test_who_loses_its_blocks_is_served_again_and_nothing_is_left(
 
 
 def test_without_a_prefix_cache_a_preempted_request_loads_again_what_it_had_stored(workload, monkeypatch) -> None:
-    # All blocks that there are, so that they run out though none is kept for anybody.
+    # All blocks that there are, so that they run out though none is kept.
     monkeypatch.setattr(task, "BlockPool", lambda _blocks, *, caching: BlockPool(workload.longest, caching=caching))
     results = replay(config(), workload, ReplayOptions(concurrency=8, primary_chunks=5000))
     assert results.preemptions > 0
     assert results.wrong_bytes == 0
     loaded = results.links["primary -> gpu"].nbytes // 4032
-    assert loaded > results.prefix_hits  # the rest was loaded by requests that had been preempted: no hits of anybody's
+    assert loaded > results.prefix_hits  # the rest was loaded by requests that had been preempted: no request's hits
     assert results.prefix_hits <= results.infinite_hits
 
 

@@ -2,10 +2,13 @@
 
 import ctypes
 import random
+import re
+import sys
 import weakref
 from collections import deque
 from contextlib import nullcontext
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +18,7 @@ import torch
 from kvtiers.gpu.copier import CudaError
 from kvtiers.gpu.copy_plan import plan_copy
 from kvtiers.gpu.cuda.copy import _CudaCopy
+from kvtiers.gpu.cuda.driver import CudaDriver
 from kvtiers.gpu.cuda.geometry import group_geometry
 from kvtiers.gpu.cuda.lane import CudaLane, KernelGroup, UnitTable
 from kvtiers.gpu.cuda.pieces import page_pieces, staged_pieces
@@ -39,6 +43,8 @@ class Device:
 
     Then the next stream is any that can go on, or, with every other seed, the one that is the favourite of those.
     """
+
+    OF_THE_PLAY = frozenset({"OF_THE_PLAY", "end_maybe", "refuse_maybe", "give", "run_some", "run_one"})
 
     def __init__(self, seed):
         self.random, self.favours = random.Random(seed), seed % 2
@@ -209,7 +215,7 @@ class Rig:
     def finish(self, begin, end):
         while not self.lane.has_ended(end):
             self.device.run_one()
-        assert self.lane.take_back(begin, end) == 1.0
+        assert self.lane.recycle(begin, end) == 1.0
 
     def row_bytes(self, chunk, place):
         """Return the bytes at a place of a row, tensor by tensor."""
@@ -298,10 +304,42 @@ def test_staged_pieces_are_launched_far_ahead_of_the_device_and_no_further(monke
 
 @pytest.mark.parametrize("to_rows", [True, False])
 @pytest.mark.parametrize("method", ["staged", "pages"])
-def test_only_a_load_may_be_read_ahead_of_what_is_under_way(monkeypatch, method, to_rows):
+def test_only_a_load_may_be_read_ahead_of_what_is_in_flight(monkeypatch, method, to_rows):
     rig = Rig(monkeypatch, 0, to_rows=to_rows)
     rig.finish(*rig.job(method, range(20), range(5)))
     assert rig.device.settled_sources == {not to_rows}
+
+
+def test_a_store_calls_the_files_of_cuda_that_the_walk_in_the_architecture_lists(monkeypatch):
+    text = Path(__file__).parents[4].joinpath("ARCHITECTURE.md").read_text(encoding="utf-8")
+    (line,) = [line for line in text.splitlines() if line.startswith("| files |")]
+    listed = set(re.findall(r"`cuda/(\w+)`", line))
+    rig = Rig(monkeypatch, 0, to_rows=True)
+    spec = BlockSpec(np.arange(8), (8,), (0,))
+    (part,) = plan_copy(LAYOUT, spec, np.arange(2), num_blocks=[BLOCKS], num_rows=ROWS, into_rows=True)
+    mark, files = rig.mark(), set()
+
+    def pieces():
+        for piece in staged_pieces(part, rig.group.geometry, 3 * 80 * 4, 8):
+            yield rig.lane.staged(rig.group, piece, mark, pinned=True)
+
+    def note(frame, event, _):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.parent.name == "cuda" and path != Path(__file__):
+            files.add(path.stem)
+
+    copy = _CudaCopy(SimpleNamespace(raise_if_lost=lambda: None), rig.lane, pieces(), None)
+    sys.setprofile(note)
+    try:
+        while copy.advance():
+            pass
+        while not copy.ended():
+            pass
+    finally:
+        sys.setprofile(None)
+    assert files | {"driver"} == listed  # the played device stands in for the driver, and has its methods
+    played = {name for name in vars(Device) if not name.startswith("_")} - Device.OF_THE_PLAY
+    assert played <= set(dir(CudaDriver))
 
 
 @pytest.mark.parametrize("launched", [0, 1])

@@ -21,7 +21,7 @@ def test_jobs_fail_at_once_and_are_done_only_when_the_process_has_been_reaped(en
     ends.hosts[0].socket.close()
     events = ends.poll(until=JobFailed)
     assert [type(event) for event in events] == [Opened, JobFailed, Probed]
-    assert ends.process.lives == type(ends.process.lives)(), "its successor waits for the burial"
+    assert ends.process.lives == type(ends.process.lives)(), "its successor waits until it is reaped"
     assert ends.processes[0].returncode is None
     assert not ends.tiers[0].send_job(load(2, keys))
     ends.link.launcher.kill_after(ends.link.life, "it has closed its connection", 0.0)
@@ -192,7 +192,7 @@ def test_a_host_that_cannot_be_waited_for_is_not_kept(ends, kit, monkeypatch, lo
     monkeypatch.setattr(threading.Thread, "start", start)
     ends.processes[0].kill()
     assert "its host cannot be started: RuntimeError" in log_lines("cannot be started")
-    kit.wait_until(lambda: ends.processes[1].returncode is not None, "its burial")
+    kit.wait_until(lambda: ends.processes[1].returncode is not None, "it is reaped")
     monkeypatch.undo()
 
 
@@ -227,7 +227,7 @@ def test_a_host_that_has_not_said_a_word_is_ended_without_one(ends, kit, was_con
         ends.processes[0].kill()
         kit.wait_until(lambda: ends.process.lives, "the next life")
     ends.link.end(1.5)
-    kit.wait_until(lambda: ends.tiers[0].poll() is None or ends.process.life is None, "its burial")
+    kit.wait_until(lambda: ends.tiers[0].poll() is None or ends.process.life is None, "it is reaped")
     assert len(ends.processes) == (1 if was_connected else 2)
     assert not [message for message in ends.hosts[-1].heard() if message.kind == Kind.CLOSE]
 
@@ -236,7 +236,7 @@ def test_a_host_that_was_asked_to_end_is_not_started_again(ends, kit):
     ends.link.end(1.5)
     ends.processes[0].kill()
     ends.poll(until=Opened)
-    kit.wait_until(lambda: ends.tiers[0].poll() is None or ends.link.life is None, "its burial")
+    kit.wait_until(lambda: ends.tiers[0].poll() is None or ends.link.life is None, "it is reaped")
     ends.process.start_at = 0.0
     for _ in range(2):  # the launcher looks at its hosts after each request
         looked = threading.Event()

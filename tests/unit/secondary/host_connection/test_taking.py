@@ -175,7 +175,7 @@ ABOUT_NOTHING = {
 def is_killed(ends, kit, log_lines):
     """The host is killed for what it said, and reaped; what was in flight is reported as failed."""
     assert "it does not keep to the protocol" in log_lines("its host is killed")
-    kit.wait_until(lambda: ends.processes[0].returncode is not None, "its burial")
+    kit.wait_until(lambda: ends.processes[0].returncode is not None, "it is reaped")
 
 
 @pytest.mark.parametrize("message", ABOUT_NOTHING.values(), ids=ABOUT_NOTHING.keys())

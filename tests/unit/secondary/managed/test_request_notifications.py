@@ -67,7 +67,7 @@ def test_an_end_that_is_kept_back_is_notified_within_a_drain(kit, sealed, keys):
     assert inner.heard == [("new", mine), ("store", mine), ("finished", mine)]
 
 
-def test_a_request_whose_id_is_used_again_ends_first_and_what_it_still_stores_is_nobodys(kit, sealed, keys):
+def test_a_request_whose_id_is_used_again_ends_first_and_what_it_still_stores_is_no_requests(kit, sealed, keys):
     tier, inner = sealed()
     before, after = RequestContext("r"), RequestContext("r")
     tier.on_new_request(before)

@@ -57,9 +57,9 @@ def _platform(config: OffloadConfig, machine: Machine) -> Iterator[Finding]:
     )
     # A tier manager runs in the engine's process, with any 'io'.
     stores = [tier for tier in config.secondary if load_tier(tier.type).kind == "store"]
-    helpers = [tier.tier_name for tier in stores if tier.io == "process"]
-    if helpers:
-        names = ", ".join(helpers)
+    hosts = [tier.tier_name for tier in stores if tier.io == "process"]
+    if hosts:
+        names = ", ".join(hosts)
         yield Finding(
             "warning",
             f"'io: process' needs Linux: these tiers run on threads of the engine's process: {names}",

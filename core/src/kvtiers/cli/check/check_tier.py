@@ -1,4 +1,4 @@
-"""The trial of one tier, in a helper process: also a crash or a hang is a line of the report.
+"""The trial of one tier, in a process of its own: a crash or a hang, too, is a line of the report.
 
 The process (``trial_process.py``) reports each stage before it begins, each finding, and its end. One that exits
 before it has reported its end has failed, with any exit status: a tier's library may crash or end the process.

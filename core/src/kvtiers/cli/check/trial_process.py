@@ -1,4 +1,4 @@
-"""The helper process of ``kvtiers check``: opens one tier, probes it, runs its diagnosis, closes it.
+"""The trial process of ``kvtiers check``: opens one tier, probes it, runs its diagnosis, closes it.
 
 It reports to the command by a pipe, a JSON object a line: each stage, each finding, and its end. The tier's own
 output goes elsewhere.

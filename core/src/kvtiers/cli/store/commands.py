@@ -10,7 +10,7 @@ import click
 
 from kvtiers.api.units import format_size, parse_duration, parse_size
 from kvtiers.cli.output import print_table, value_bytes_option, with_unit
-from kvtiers.cli.store.inventory import Held, Selection, Share, modified
+from kvtiers.cli.store.inventory import Selection, StoredValue, Totals, modified
 from kvtiers.cli.store.report import count, inventory_json, print_inventory, print_value, sum_of, value_json
 from kvtiers.cli.store.retire import bump
 from kvtiers.cli.store.session import StoreSession, open_session
@@ -105,16 +105,16 @@ def ls(
 ) -> None:
     """List the values in TIER, a line each: size, age, name. In the store's own order."""
     with open_session(file, tier, value_bytes, writes=False) as session:
-        found = Share()
+        found = Totals()
         listed: list[dict[str, Any]] = []
-        for held in session.values(selection):
+        for value in session.values(selection):
             if limit is not None and found.values == limit:
                 break
-            found.add(held.entry)
+            found.add(value.entry)
             if as_json:
-                listed.append(value_json(held))
+                listed.append(value_json(value))
             else:
-                print_value(held, selection.now)
+                print_value(value, selection.now)
         if as_json:
             click.echo(json.dumps({"tier": tier, "values": listed, "complete": not session.is_over}, indent=2))
         else:
@@ -156,30 +156,30 @@ def verify(
     damaged: other bytes. gone: evicted or deleted before it was read. unreadable: the store failed.
     """
     with open_session(file, tier, value_bytes, writes=delete_damaged) as session:
-        shares = {verdict: Share() for verdict in Verdict}
-        damaged: list[Held] = []
-        for held, verdict in session.check(session.values(selection)):
-            shares[verdict].add(held.entry)
+        totals = {verdict: Totals() for verdict in Verdict}
+        damaged: list[StoredValue] = []
+        for value, verdict in session.check(session.values(selection)):
+            totals[verdict].add(value.entry)
             if verdict in {Verdict.DAMAGED, Verdict.UNREADABLE} and not as_json:
-                click.echo(f"{verdict.value}: {held.entry.name}")
+                click.echo(f"{verdict.value}: {value.entry.name}")
             if verdict is Verdict.DAMAGED:
-                damaged.append(held)
+                damaged.append(value)
         deleted = sum(1 for _ in session.delete(damaged)) if delete_damaged else 0
         if as_json:
-            counts = {verdict.value: {"values": s.values, "bytes": s.nbytes} for verdict, s in shares.items()}
-            names = [held.entry.name for held in damaged]
+            counts = {verdict.value: {"values": s.values, "bytes": s.nbytes} for verdict, s in totals.items()}
+            names = [value.entry.name for value in damaged]
             report = {"tier": tier, **counts, "damaged_names": names, "deleted": deleted}
             click.echo(json.dumps({**report, "complete": not session.is_over}, indent=2))
         else:
             rows = [
                 [v.value, str(s.values), format_size(s.nbytes)]
-                for v, s in shares.items()
+                for v, s in totals.items()
                 if s.values or v is Verdict.OK
             ]
             print_table(["verdict", "values", "bytes"], rows)
             if delete_damaged:
                 click.echo(f"{deleted} damaged values deleted")
-        session.finish(ctx, 1 if shares[Verdict.DAMAGED].values or shares[Verdict.UNREADABLE].values else 0)
+        session.finish(ctx, 1 if totals[Verdict.DAMAGED].values or totals[Verdict.UNREADABLE].values else 0)
 
 
 @store.command(
@@ -196,7 +196,7 @@ Examples:
     "--to-size",
     metavar="SIZE",
     callback=with_unit(parse_size),
-    help="The oldest, until so much is left of those that are meant.",
+    help="Delete the oldest of the selected values until at most this much is left.",
 )
 @click.option(
     "--other-formats", is_flag=True, help="Only values of another format of names or seals; reads each value."
@@ -214,7 +214,7 @@ def prune(
     value_bytes: int,
     as_json: bool,
 ) -> None:
-    """Delete the values in TIER that fit everything that is given; at least one option must say which."""
+    """Delete the values in TIER that match all of the given options; at least one is required."""
     if selection.is_all and to_size is None and not other_formats:
         raise click.UsageError(
             "say which values: --older-than, --larger-than, --to-size, --model, --fingerprint, --namespace, --prefix, "
@@ -233,25 +233,27 @@ def prune(
         session.finish(ctx)
 
 
-def _chosen(session: StoreSession, selection: Selection, to_size: int | None, *, other_formats: bool) -> Iterator[Held]:
-    values: Iterable[Held] = session.values(selection)
+def _chosen(
+    session: StoreSession, selection: Selection, to_size: int | None, *, other_formats: bool
+) -> Iterator[StoredValue]:
+    values: Iterable[StoredValue] = session.values(selection)
     if other_formats:
-        values = (held for held, verdict in session.check(values) if verdict is Verdict.FOREIGN)
+        values = (value for value, verdict in session.check(values) if verdict is Verdict.FOREIGN)
     if to_size is None:
         yield from values
         return
-    everything = sorted(values, key=lambda held: modified(held.entry, session.name))
-    excess = sum(held.entry.nbytes for held in everything) - to_size
-    for held in everything:
+    everything = sorted(values, key=lambda value: modified(value.entry, session.name))
+    excess = sum(value.entry.nbytes for value in everything) - to_size
+    for value in everything:
         # An incomplete listing must not decide which values are the oldest.
         if excess <= 0 or session.is_over:
             return
-        excess -= held.entry.nbytes
-        yield held
+        excess -= value.entry.nbytes
+        yield value
 
 
-def _shown(values: Iterable[Held], now: float, *, show: bool) -> Iterator[Held]:
-    for held in values:
+def _shown(values: Iterable[StoredValue], now: float, *, show: bool) -> Iterator[StoredValue]:
+    for value in values:
         if show:
-            print_value(held, now)
-        yield held
+            print_value(value, now)
+        yield value

@@ -22,7 +22,7 @@ from kvtiers.layout.namespace_epoch import is_record
 from kvtiers.layout.storage_name import ParsedName, model_slug, parse_name
 from kvtiers.plugins import did_you_mean, load_tier
 
-__all__ = ["Held", "Inventory", "Origin", "Selection", "Share", "find_tier", "open_listable"]
+__all__ = ["Inventory", "Origin", "Selection", "StoredValue", "Totals", "find_tier", "open_listable"]
 
 _AGES = ((3600.0, "1h"), (86400.0, "1d"), (7 * 86400.0, "7d"), (30 * 86400.0, "30d"))
 
@@ -70,7 +70,7 @@ def unavailable(tier: str, what: str, error: str) -> TierUnavailable:
     return TierUnavailable(f"tier {tier!r} {what}: {error}")
 
 
-class Held(NamedTuple):
+class StoredValue(NamedTuple):
     """One value; ``parsed`` is its name taken apart, None if the name is not of our format."""
 
     entry: StoreEntry
@@ -110,7 +110,7 @@ class Selection:
         ages_and_sizes = self.older_than is None and self.larger_than is None
         return ages_and_sizes and not (self.prefix or self.namespace or self.model or self.fingerprint)
 
-    def of(self, store: SupportsListing, tier: str) -> Iterator[Held]:
+    def of(self, store: SupportsListing, tier: str) -> Iterator[StoredValue]:
         """Yield the selected values in the store."""
         prefix = self.prefix or (f"{self.namespace}/" if self.namespace else "")
         entries = iter(store.list(prefix))
@@ -123,12 +123,12 @@ class Selection:
                 return
             if is_record(entry.name) or is_layout_record(entry.name):
                 continue  # no value, and never to be deleted by its age or its format
-            held = Held(entry, parse_name(entry.name))
-            if self._fits(held, tier):
-                yield held
+            value = StoredValue(entry, parse_name(entry.name))
+            if self._fits(value, tier):
+                yield value
 
-    def _fits(self, held: Held, tier: str) -> bool:
-        entry, parsed = held
+    def _fits(self, value: StoredValue, tier: str) -> bool:
+        entry, parsed = value
         if self.namespace and entry.name.partition("/")[0] != self.namespace:
             return False
         if self.model and not (parsed and self._is_model(parsed)):
@@ -155,7 +155,7 @@ def modified(entry: StoreEntry, tier: str) -> float:
 
 
 @dataclass
-class Share:
+class Totals:
     """Totals of some values: number, bytes, oldest and newest time (Unix; None: not known)."""
 
     values: int = 0
@@ -177,17 +177,17 @@ class Inventory:
 
     def __init__(self, now: float) -> None:
         self.now = now
-        self.total = Share()
-        self.by_origin: dict[Origin, Share] = {}
-        self.by_age: dict[str, Share] = {}
+        self.total = Totals()
+        self.by_origin: dict[Origin, Totals] = {}
+        self.by_age: dict[str, Totals] = {}
         self.releases: dict[Origin, str] = {}
         """Of which release of which engine values are, where the store has a record of it."""
 
-    def add(self, held: Held) -> None:
+    def add(self, value: StoredValue) -> None:
         """Count one value."""
-        self.total.add(held.entry)
-        self.by_origin.setdefault(held.origin, Share()).add(held.entry)
-        self.by_age.setdefault(self._age(held.entry), Share()).add(held.entry)
+        self.total.add(value.entry)
+        self.by_origin.setdefault(value.origin, Totals()).add(value.entry)
+        self.by_age.setdefault(self._age(value.entry), Totals()).add(value.entry)
 
     def _age(self, entry: StoreEntry) -> str:
         if entry.modified is None:
@@ -195,11 +195,11 @@ class Inventory:
         age = self.now - entry.modified
         return next((f"under {label}" for limit, label in _AGES if age < limit), f"{_AGES[-1][1]} and more")
 
-    def origins(self) -> Iterable[tuple[Origin, Share]]:
+    def origins(self) -> Iterable[tuple[Origin, Totals]]:
         """Return the origins, in order of their names."""
         return sorted(self.by_origin.items())
 
-    def ages(self) -> Iterable[tuple[str, Share]]:
+    def ages(self) -> Iterable[tuple[str, Totals]]:
         """Return the ages, the youngest first."""
         order = [*(f"under {label}" for _, label in _AGES), f"{_AGES[-1][1]} and more", "unknown"]
         return [(label, self.by_age[label]) for label in order if label in self.by_age]

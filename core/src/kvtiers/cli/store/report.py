@@ -7,29 +7,29 @@ import click
 
 from kvtiers.api.units import format_size
 from kvtiers.cli.output import print_table
-from kvtiers.cli.store.inventory import Held, Inventory, Share
+from kvtiers.cli.store.inventory import Inventory, StoredValue, Totals
 
 __all__ = ["count", "inventory_json", "print_inventory", "print_value", "sum_of", "value_json"]
 
 _AGE_UNITS = ((86400, "d"), (3600, "h"), (60, "m"))
 
 
-def count(values: Iterable[Held], now: float) -> Inventory:
+def count(values: Iterable[StoredValue], now: float) -> Inventory:
     """Count the values, by everything that a report has."""
     inventory = Inventory(now)
-    for held in values:
-        inventory.add(held)
+    for value in values:
+        inventory.add(value)
     return inventory
 
 
-def value_json(held: Held) -> dict[str, Any]:
+def value_json(value: StoredValue) -> dict[str, Any]:
     """Return one value as it stands in a JSON report."""
-    return {"name": held.entry.name, "bytes": held.entry.nbytes, "modified": held.entry.modified}
+    return {"name": value.entry.name, "bytes": value.entry.nbytes, "modified": value.entry.modified}
 
 
-def print_value(held: Held, now: float) -> None:
+def print_value(value: StoredValue, now: float) -> None:
     """Print one line: size, age, name."""
-    click.echo(f"{format_size(held.entry.nbytes):>9}  {_age(held.entry.modified, now):>5}  {held.entry.name}")
+    click.echo(f"{format_size(value.entry.nbytes):>9}  {_age(value.entry.modified, now):>5}  {value.entry.name}")
 
 
 def _age(modified: float | None, now: float) -> str:
@@ -39,9 +39,9 @@ def _age(modified: float | None, now: float) -> str:
     return next((f"{age // seconds}{unit}" for seconds, unit in _AGE_UNITS if age >= 2 * seconds), f"{age}s")
 
 
-def sum_of(share: Share) -> str:
+def sum_of(totals: Totals) -> str:
     """Return the number of these values and their bytes."""
-    return f"{share.values} {'value' if share.values == 1 else 'values'}, {format_size(share.nbytes)}"
+    return f"{totals.values} {'value' if totals.values == 1 else 'values'}, {format_size(totals.nbytes)}"
 
 
 def print_inventory(inventory: Inventory) -> None:
@@ -53,12 +53,12 @@ def print_inventory(inventory: Inventory) -> None:
             origin.model or "-",
             inventory.releases.get(origin) or "-",
             origin.fingerprint or "-",
-            str(share.values),
-            format_size(share.nbytes),
-            _age(share.oldest, now),
-            _age(share.newest, now),
+            str(totals.values),
+            format_size(totals.nbytes),
+            _age(totals.oldest, now),
+            _age(totals.newest, now),
         ]
-        for origin, share in inventory.origins()
+        for origin, totals in inventory.origins()
     ]
     if len(rows) > 1:
         total = inventory.total
@@ -76,21 +76,21 @@ def print_inventory(inventory: Inventory) -> None:
         )
     print_table(["namespace", "model", "release", "fingerprint", "values", "bytes", "oldest", "newest"], rows)
     if inventory.total.values:
-        ages = [[label, str(share.values), format_size(share.nbytes)] for label, share in inventory.ages()]
+        ages = [[label, str(totals.values), format_size(totals.nbytes)] for label, totals in inventory.ages()]
         print_table(["age", "values", "bytes"], ages)
 
 
 def inventory_json(inventory: Inventory) -> dict[str, Any]:
     """Return the same as JSON values; times are Unix seconds."""
 
-    def share_json(share: Share) -> dict[str, Any]:
-        return {"values": share.values, "bytes": share.nbytes, "oldest": share.oldest, "newest": share.newest}
+    def totals_json(totals: Totals) -> dict[str, Any]:
+        return {"values": totals.values, "bytes": totals.nbytes, "oldest": totals.oldest, "newest": totals.newest}
 
     return {
-        "total": share_json(inventory.total),
+        "total": totals_json(inventory.total),
         "models": [
-            {**origin._asdict(), "release": inventory.releases.get(origin, ""), **share_json(share)}
-            for origin, share in inventory.origins()
+            {**origin._asdict(), "release": inventory.releases.get(origin, ""), **totals_json(totals)}
+            for origin, totals in inventory.origins()
         ],
-        "ages": {label: {"values": share.values, "bytes": share.nbytes} for label, share in inventory.ages()},
+        "ages": {label: {"values": totals.values, "bytes": totals.nbytes} for label, totals in inventory.ages()},
     }

@@ -8,7 +8,7 @@ import click
 
 from kvtiers._failures import plugin_boundary
 from kvtiers.api import ConfigError, KvtiersError, TierConfig
-from kvtiers.cli.store.inventory import Selection, Share, open_listable, unavailable
+from kvtiers.cli.store.inventory import Selection, Totals, open_listable, unavailable
 from kvtiers.cli.store.report import sum_of
 from kvtiers.config import load_config
 from kvtiers.layout.namespace_epoch import new_epoch, write_epoch
@@ -61,20 +61,20 @@ def bump(ctx: click.Context, file: str, namespace: str | None, as_json: bool) ->
     ctx.exit(1 if any("error" in outcome for outcome in outcomes.values()) else 0)
 
 
-def _bump(tier: TierConfig, namespace: str) -> Share:
+def _bump(tier: TierConfig, namespace: str) -> Totals:
     """Write the record of a bump first, then delete the retired values: an engine that starts in between finds none."""
     name = tier.tier_name
     if load_tier(tier.type).kind != "store":
         raise ConfigError(f"tier {name!r} is a tier manager (type {tier.type!r}), whose values cannot be retired")
     store, listing, _ = open_listable(tier, namespace, _VALUE_BYTES, 1)
-    deleted = Share()
+    deleted = Totals()
     with contextlib.closing(store):
         with plugin_boundary(KvtiersError) as bumping:
             write_epoch(store, namespace, new_epoch())
             batch: list[str] = []
-            for held in Selection(namespace=namespace).of(listing, name):
-                batch.append(held.entry.name)
-                deleted.add(held.entry)
+            for value in Selection(namespace=namespace).of(listing, name):
+                batch.append(value.entry.name)
+                deleted.add(value.entry)
                 if len(batch) == _DELETED_AT_ONCE:
                     store.delete(batch)
                     batch = []

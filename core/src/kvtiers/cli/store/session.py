@@ -16,7 +16,7 @@ from kvtiers.api import ChunkStore, ConfigError, SupportsListing, TierConfig, Ti
 from kvtiers.api.units import format_size
 from kvtiers.cli.main import LateExitError
 from kvtiers.cli.progress import Report, show_progress, stop_on_interrupt
-from kvtiers.cli.store.inventory import Held, Origin, Selection, Share, find_tier, open_listable, unavailable
+from kvtiers.cli.store.inventory import Origin, Selection, StoredValue, Totals, find_tier, open_listable, unavailable
 from kvtiers.cli.store.verify import SealCheck, Verdict
 from kvtiers.config import load_config
 from kvtiers.layout.fingerprint_record import read_layout
@@ -57,16 +57,16 @@ class StoreSession:
         """Return whether the run was stopped, or has failed."""
         return self._stop.is_set() or bool(self.failure)
 
-    def values(self, selection: Selection) -> Iterator[Held]:
+    def values(self, selection: Selection) -> Iterator[StoredValue]:
         """Yield the selected values."""
-        seen = Share()
+        seen = Totals()
         with self._failing():
-            for held in selection.of(self._listing, self.name):
+            for value in selection.of(self._listing, self.name):
                 if self._stop.is_set():
                     return
-                seen.add(held.entry)
+                seen.add(value.entry)
                 self._report(lambda: f"{seen.values} values of {format_size(seen.nbytes)} found")
-                yield held
+                yield value
 
     def releases(self, origins: Iterable[Origin]) -> dict[Origin, str]:
         """Return of which release of which engine values are, where the store has a record of that."""
@@ -78,15 +78,15 @@ class StoreSession:
                     found[origin] = str(record.get("release", ""))
         return found
 
-    def check(self, values: Iterable[Held]) -> Iterator[tuple[Held, Verdict]]:
+    def check(self, values: Iterable[StoredValue]) -> Iterator[tuple[StoredValue, Verdict]]:
         """Read the values and yield each with its verdict."""
-        read, bad = Share(), 0
+        read, bad = Totals(), 0
         checks = SealCheck(self._store_for, self._tier.threads)
-        for held, verdict in checks.run(values, self._stop):
-            read.add(held.entry)
+        for value, verdict in checks.run(values, self._stop):
+            read.add(value.entry)
             bad += verdict in {Verdict.DAMAGED, Verdict.UNREADABLE}
             self._report(lambda: f"{read.values} values of {format_size(read.nbytes)} read, {bad} damaged")  # noqa: B023 -- asked at once, if at all
-            yield held, verdict
+            yield value, verdict
         if checks.error:
             click.echo(f"warning: {checks.error}", err=True)
 
@@ -96,21 +96,21 @@ class StoreSession:
             self._store, _, self._region = self._open(-(-nbytes // _ALIGN) * _ALIGN)
         return self._store, self._region
 
-    def delete(self, values: Iterable[Held]) -> Iterator[Held]:
+    def delete(self, values: Iterable[StoredValue]) -> Iterator[StoredValue]:
         """Delete the values in batches, and yield the deleted ones. An absent value is no error."""
-        deleted = Share()
+        deleted = Totals()
         values = iter(values)
         while batch := list(islice(values, _DELETED_AT_ONCE)):
             if self._stop.is_set():
                 return
             with plugin_boundary() as deleting:
-                self._store.delete([held.entry.name for held in batch])
+                self._store.delete([value.entry.name for value in batch])
             if deleting.error:
                 self.failure = str(unavailable(self.name, "cannot delete", deleting.error))
                 return
-            for held in batch:
-                deleted.add(held.entry)
-                yield held
+            for value in batch:
+                deleted.add(value.entry)
+                yield value
             self._report(lambda: f"{deleted.values} values of {format_size(deleted.nbytes)} deleted")
 
     def finish(self, ctx: click.Context, status: int = 0) -> None:

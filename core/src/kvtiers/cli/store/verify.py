@@ -9,7 +9,7 @@ from threading import Event
 
 from kvtiers._failures import plugin_boundary
 from kvtiers.api import ChunkStore
-from kvtiers.cli.store.inventory import Held
+from kvtiers.cli.store.inventory import StoredValue
 from kvtiers.layout.cache_layout import SEAL_BYTES
 from kvtiers.layout.seal import SealVerdict, check_value, read_seal
 from kvtiers.layout.storage_name import ParsedName
@@ -62,20 +62,20 @@ class SealCheck:
         self.error = ""
         """The error of the first value that could not be read."""
 
-    def run(self, values: Iterable[Held], stop: Event) -> Iterator[tuple[Held, Verdict]]:
+    def run(self, values: Iterable[StoredValue], stop: Event) -> Iterator[tuple[StoredValue, Verdict]]:
         """Yield each value with its verdict, in order, until ``stop`` is set."""
-        window: deque[tuple[Held, Future[Verdict]]] = deque()
+        window: deque[tuple[StoredValue, Future[Verdict]]] = deque()
         store, rows = self._open(0)
         pool = ThreadPoolExecutor(self._threads, thread_name_prefix="kvtiers-verify")
         try:
-            for held in values:
+            for value in values:
                 if stop.is_set():
                     break
-                if held.entry.nbytes > self._row_bytes:
+                if value.entry.nbytes > self._row_bytes:
                     while window:
                         yield self._result(window)
-                    store, rows = self._open(held.entry.nbytes)
-                window.append((held, pool.submit(self._check, store, rows, held)))
+                    store, rows = self._open(value.entry.nbytes)
+                window.append((value, pool.submit(self._check, store, rows, value)))
                 if len(window) >= 2 * self._threads:
                     yield self._result(window)
             while window:
@@ -91,25 +91,25 @@ class SealCheck:
             rows.put(region[start : start + self._row_bytes])
         return store, rows
 
-    def _result(self, window: "deque[tuple[Held, Future[Verdict]]]") -> tuple[Held, Verdict]:
-        held, future = window.popleft()
+    def _result(self, window: "deque[tuple[StoredValue, Future[Verdict]]]") -> tuple[StoredValue, Verdict]:
+        value, future = window.popleft()
         with plugin_boundary() as reading:
-            return held, future.result()
-        self.error = self.error or f"{held.entry.name}: {reading.error}"
-        return held, Verdict.UNREADABLE
+            return value, future.result()
+        self.error = self.error or f"{value.entry.name}: {reading.error}"
+        return value, Verdict.UNREADABLE
 
     @staticmethod
-    def _check(store: ChunkStore, rows: "queue.SimpleQueue[memoryview]", held: Held) -> Verdict:
-        entry, parsed = held
+    def _check(store: ChunkStore, rows: "queue.SimpleQueue[memoryview]", value: StoredValue) -> Verdict:
+        entry, parsed = value
         if parsed is None:
             return Verdict.FOREIGN
         if entry.nbytes < SEAL_BYTES:
             return Verdict.DAMAGED
         row = rows.get()
         try:
-            with row[: entry.nbytes] as value:
-                if not store.read_into(entry.name, value):
+            with row[: entry.nbytes] as read:
+                if not store.read_into(entry.name, read):
                     return Verdict.GONE
-                return check_seal(value, entry.name, parsed)
+                return check_seal(read, entry.name, parsed)
         finally:
             rows.put(row)

@@ -337,7 +337,7 @@ class _CudaCopy:
             try:
                 if not self._lane.has_ended(self._end):
                     return False
-                self.seconds = self._lane.take_back(self._begin, self._end)
+                self.seconds = self._lane.recycle(self._begin, self._end)
             except Exception as error:  # noqa: BLE001 -- raised when nothing of this copy runs on
                 self._copies.raise_if_lost()
                 self._failure = error

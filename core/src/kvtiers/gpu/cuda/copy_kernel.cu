@@ -34,7 +34,7 @@ struct Params {
 template <typename Word>
 __device__ __forceinline__ u32 move_words(char* to, const char* from, u32 nbytes, u32 lane)
 {
-    constexpr u32 DEPTH = 8;  // loads under way before the first store
+    constexpr u32 DEPTH = 8;  // loads in flight before the first store
     const u32 count = nbytes / sizeof(Word);
     Word* out = reinterpret_cast<Word*>(to);
     const Word* in = reinterpret_cast<const Word*>(from);

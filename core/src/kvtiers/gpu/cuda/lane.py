@@ -180,7 +180,7 @@ class CudaLane:
         """Wait for all before this event. Any thread."""
         self._driver.wait(event)
 
-    def take_back(self, begin: int, end: int) -> float:
+    def recycle(self, begin: int, end: int) -> float:
         """Return the seconds between a job's two events, and recycle the events. Any thread."""
         seconds = self._driver.seconds_between(begin, end)
         self._spare_timed += (begin, end)

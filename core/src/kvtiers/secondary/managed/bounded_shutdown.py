@@ -42,28 +42,28 @@ class ShutdownProxy(SecondaryTierManager):
             self._thread.join()
 
     def on_new_request(self, context: TierRequest) -> bool:
-        """Pass on."""
+        """Make this call of the tier's, on the drain's thread."""
         return self._call(lambda: self._tier.on_new_request(context), "on_new_request", otherwise=False)
 
     def on_request_finished(self, context: TierRequest) -> None:
-        """Pass on."""
+        """Make this call of the tier's, on the drain's thread."""
         self._call(lambda: self._tier.on_request_finished(context), "on_request_finished", otherwise=None)
 
     def submit_store(self, job: TransferJob) -> None:
-        """Pass on."""
+        """Make this call of the tier's, on the drain's thread."""
         self._call(lambda: self._tier.submit_store(job), "submit_store", otherwise=None)
 
     def submit_load(self, job: TransferJob) -> None:
-        """Pass on."""
+        """Make this call of the tier's, on the drain's thread."""
         self._call(lambda: self._tier.submit_load(job), "submit_load", otherwise=None)
 
     def get_finished_jobs(self) -> Sequence[JobResult]:
-        """Pass on."""
+        """Make this call of the tier's, on the drain's thread."""
         nothing: list[JobResult] = []
         return self._call(lambda: list(self._tier.get_finished_jobs()), "get_finished_jobs", otherwise=nothing)
 
     def drain(self, timeout: float) -> bool:
-        """Pass on."""
+        """Make this call of the tier's, on the drain's thread."""
         return self._call(lambda: self._tier.drain(timeout), "drain", otherwise=False)
 
     def _call(self, call: Callable[[], _T], name: str, *, otherwise: _T) -> _T:

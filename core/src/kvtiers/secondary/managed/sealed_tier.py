@@ -116,15 +116,15 @@ class SealedTier(EventTier):
             self._in_use.abandon_job(job_id)
 
     def on_new_request(self, context: TierRequest) -> bool:
-        """Pass on; a tier that is not open yet is notified when it opens, if the request is still running then."""
+        """Notify the tier; one that is not open yet is notified when it opens, if the request still runs then."""
         return self._requests.begin(context, self._opened())
 
     def on_request_finished(self, context: TierRequest) -> None:
-        """Pass on, as soon as the tier has the request's last store."""
+        """Notify the tier as soon as it has the request's last store."""
         self._requests.finish(context, self._opened())
 
     def on_schedule_end(self) -> None:
-        """Hand over what has been sealed; the breaker's probe is the next job."""
+        """Submit the jobs that have been sealed. While the breaker tries the tier, the next job is its probe."""
         tier = self._opened()
         if tier is not None:
             self._breaker.wants_probe()
@@ -135,7 +135,7 @@ class SealedTier(EventTier):
                 self._sealer.read_figures()
 
     def has_pending_work(self) -> bool:
-        """Pass on."""
+        """Return whether the tier has work left to do in a step."""
         tier = self._opened()
         return False if tier is None else tier.has_pending_work()
 

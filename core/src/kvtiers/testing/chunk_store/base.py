@@ -132,7 +132,7 @@ class StoreTestBase:
 
     @pytest.fixture
     def stores(self, open_store: OpenStore, names: Names) -> Iterator[Stores]:
-        """Stores for this test, closed at its end."""
+        """Open stores for this test, and close them at its end."""
         stores = Stores(open_store, persistent=self.persistent)
         yield stores
         stores.end(names.made, patience=self.patience)

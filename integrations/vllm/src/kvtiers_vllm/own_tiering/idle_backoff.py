@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["LoadWatch", "Rest", "Wakeup"]
+__all__ = ["IdleBackoff", "LoadWatch", "Wakeup"]
 
 _log = logging.getLogger("kvtiers.vllm")
 
@@ -81,7 +81,7 @@ class LoadWatch:
             self._wakeup.announce()
 
 
-class Rest:
+class IdleBackoff:
     """The idle backoff of one engine: decides on and makes its pauses, on its thread."""
 
     def __init__(

@@ -15,7 +15,7 @@ from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.secondary.tier_jobs import TierEvent
 from kvtiers.tiering.tier_slot import TierSlot
 
-__all__ = ["AskedTier", "prefix_keys"]
+__all__ = ["LockedTier", "prefix_keys"]
 
 
 def prefix_keys(offloading: Any, request: Any) -> Iterator[Sequence[OffloadKey]]:
@@ -31,7 +31,7 @@ def prefix_keys(offloading: Any, request: Any) -> Iterator[Sequence[OffloadKey]]
         yield [make_offload_key(bytes(end), number) for end in request.block_hashes[every - 1 :: every]]
 
 
-class AskedTier:
+class LockedTier:
     """Calls the tier in ``slot``, one call at a time. All but ``ask_ahead`` is for the engine's thread."""
 
     def __init__(self, slot: TierSlot) -> None:

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from kvtiers.api import OffloadKey
 from kvtiers.tiering.estimates import PrefillCost
 from kvtiers.tiering.load_or_recompute import LATE, GpuQueue
-from kvtiers.tiering.prefill_price import PrefillPrice
 from kvtiers.tiering.tier_slot import TierSlot
 
 __all__ = ["PrefillRate", "Prompt", "Prompts"]
@@ -52,7 +51,7 @@ class Prompt:
 
 
 class Prompts:
-    """Compares the tier in ``slot`` with computing. Engine's thread, except for ``expect``."""
+    """Decides which prompts to load from the tier in ``slot``. On the engine's thread, except for ``expect``."""
 
     def __init__(
         self,
@@ -181,24 +180,23 @@ class _Step:
 
 
 class PrefillRate:
-    """The estimator of prefill speed, seconds a token; reports to ``cost`` and ``price``. Runs on the engine's thread.
+    """The estimator of prefill speed, seconds a token; reports to ``cost``. Runs on the engine's thread.
 
-    At each step's end vLLM reports to a tier which requests are scheduled for the first time, and later which of their
-    chunks were computed: the first chunks of a request are those of its first step. How long that step took is the time
-    from one step's end to the next::
+    At the end of each step vLLM reports to a tier which requests are scheduled for the first time, and in a later step
+    which of their chunks were computed. A request's first chunks are those that its first step has computed. A step
+    lasts from the end of the one before to its own::
 
         seconds a token = seconds of a step / tokens in the first chunks of the requests that were new in it
 
-    vLLM may schedule a step ahead: then a step's time is the next one's. The longer of the two is taken, since a
-    prompt's takes longer than a decoding step. Decoding requests in the same step, and what of a prompt is no whole
-    chunk, are in the seconds and not in the tokens: it is the engine's speed under the load that it has. The estimate
-    from the steps is computed as everywhere (``kvtiers/tiering/estimates.py``), so that a step that ended in idleness
-    does not count.
+    vLLM may schedule a step ahead; the prompts are then computed in the interval after it. Of the two intervals the
+    longer one counts, since a step with prompts takes longer than one that only decodes. Requests that decode in the
+    same step, and the last tokens of a prompt that fill no chunk, add to the seconds and not to the tokens: the result
+    is the speed of prefill under the engine's current load. ``kvtiers/tiering/estimates.py`` makes one estimate of all
+    steps; a step that was followed by idleness does not count.
     """
 
-    def __init__(self, cost: PrefillCost, price: PrefillPrice) -> None:
+    def __init__(self, cost: PrefillCost) -> None:
         self._cost = cost
-        self._price = price
         self._open: deque[_Step] = deque(maxlen=_MOST_OPEN)
         self._step_of: dict[str, _Step] = {}
         self._last_end: float | None = None
@@ -239,5 +237,4 @@ class PrefillRate:
 
     def _take(self, step: _Step) -> None:
         if step.tokens:
-            self._cost.observe(step.tokens, max(step.intervals))
-            self._price.observe(step.tokens, max(step.intervals), step.position)
+            self._cost.observe(step.tokens, max(step.intervals), step.position)

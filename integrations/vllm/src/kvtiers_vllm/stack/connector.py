@@ -136,7 +136,7 @@ class KvtiersConnector(OffloadingConnector):
         manager.steps.begins(tokens, len(scheduled), self._mean_position(scheduler_output) or 0.0)
         if tokens:
             manager.computes()
-        manager.rest(computes=bool(tokens))
+        manager.back_off(computes=bool(tokens))
 
     @never_raises(lambda: 0.0)
     def _mean_position(self, scheduler_output: Any) -> float:

@@ -29,7 +29,7 @@ from kvtiers.types import OffloadPolicy as Policy
 from kvtiers_vllm.engine import CoreLink
 from kvtiers_vllm.life import FirstReport
 from kvtiers_vllm.never_raise import BugCount, never_raises
-from kvtiers_vllm.own_tiering.idle_backoff import Rest
+from kvtiers_vllm.own_tiering.idle_backoff import IdleBackoff
 from kvtiers_vllm.stack.keys import RequestKeys
 from kvtiers_vllm.stack.pipelined_loads import PipelinedLoads
 from kvtiers_vllm.stack.plans import CopyReport, RunningPlans
@@ -82,7 +82,7 @@ class KvtiersManager(OffloadingManager):
         self._figures = figures
         self._on_shutdown = on_shutdown
         self._asked: set[OpenRequest] = set()
-        self._rest = Rest(sleep=WAKEUP.wait)
+        self._backoff = IdleBackoff(sleep=WAKEUP.wait)
         self._limit = PassLimit()
         self._passed_over = False
         """The last pass has left requests to the next one, which is to come at once."""
@@ -182,7 +182,7 @@ class KvtiersManager(OffloadingManager):
             while hits.unresolved and not hits.pending and self._began_idle:
                 with self._manager.lock:
                     self._manager.ask_ahead(wanted)
-                if not self._rest.for_answer():
+                if not self._backoff.for_answer():
                     break
                 with self._manager.lock:
                     self._manager.look_again()
@@ -302,11 +302,11 @@ class KvtiersManager(OffloadingManager):
         self.pipelined.advance()
 
     @never_raises(lambda: None)
-    def rest(self, *, computes: bool) -> None:
+    def back_off(self, *, computes: bool) -> None:
         """Pause in a step that computes nothing, so that the awaited copies get the interpreter and the processor."""
         idle = self._alone and not computes and not self._passed_over
         waits = self._plans.are_running() or self._manager.has_pending_work() or self._first_report_is_due()
-        self._rest.step(idle=idle and waits, watched=WAKEUP.watched > 0 and not self.pipelined.are_open())
+        self._backoff.step(idle=idle and waits, watched=WAKEUP.watched > 0 and not self.pipelined.are_open())
 
     @never_raises(lambda: None)
     def computes(self) -> None:

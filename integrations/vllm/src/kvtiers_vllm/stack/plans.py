@@ -16,7 +16,7 @@ from kvtiers_vllm.stack.requests import OpenRequest
 
 __all__ = ["CopyReport", "RunningPlans"]
 
-_CONFIRM_SECONDS = 5.0  # for a look at an adapter's files; its rows are held meanwhile
+_CONFIRM_SECONDS = 5.0  # for the check of an adapter's files; its rows are held meanwhile
 
 
 @dataclass
@@ -80,7 +80,7 @@ class RunningPlans:
         return bool(self._unconfirmed)
 
     def confirm(self) -> None:
-        """End the stores whose adapters have been looked at, and those that have waited for that too long."""
+        """End the stores whose adapters have been examined again, and those that have waited for that too long."""
         for running in self._unconfirmed:
             found = running.confirmation
             assert found is not None
@@ -90,11 +90,11 @@ class RunningPlans:
         self._unconfirmed = [running for running in self._unconfirmed if not running.ended]
 
     def _copied(self, running: _Running) -> None:
-        look = running.request.look
-        if look is None or running.failed or isinstance(running.plan, LoadPlan):
+        digesting = running.request.digesting
+        if digesting is None or running.failed or isinstance(running.plan, LoadPlan):
             self._end(running)
             return
-        running.confirmation = look.confirm()
+        running.confirmation = digesting.confirm()
         running.confirm_until = self._clock() + _CONFIRM_SECONDS
         self._unconfirmed.append(running)
 

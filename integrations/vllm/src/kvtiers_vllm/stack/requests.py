@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from kvtiers.api import OffloadKey
 from kvtiers.types import PrefixHits, RequestContext
 from kvtiers_vllm.engine import CoreLink
-from kvtiers_vllm.stack.adapter_digests import AdapterLook, AdapterLooks, Standing
+from kvtiers_vllm.stack.adapter_digests import AdapterDigests, DigestRequest, Standing
 from kvtiers_vllm.stack.keys import GroupKeys, RequestKeys
 
 __all__ = ["OpenRequest", "RequestBook", "Run", "WeightUpdates", "Weights"]
@@ -48,7 +48,7 @@ class OpenRequest:
 
     context: RequestContext
     make_keys: Callable[[bytes], RequestKeys]
-    look: AdapterLook | None = None
+    digesting: DigestRequest | None = None
     """At its adapter; None: it has none."""
     out: bool = False
     has_local_prefix: bool = False
@@ -66,10 +66,10 @@ class OpenRequest:
     @property
     def keys(self) -> RequestKeys | None:
         """Its keys; None where they are uncertain, or not made yet."""
-        if self.look is not None and not self._follow_adapter(self.look):
+        if self.digesting is not None and not self._follow_adapter(self.digesting):
             return None
         if self._keys is None and not self.out:
-            self._keys = self.make_keys(self.look.digest if self.look is not None else b"")
+            self._keys = self.make_keys(self.digesting.digest if self.digesting is not None else b"")
         return None if self.out else self._keys
 
     def output_tokens(self) -> int:
@@ -80,9 +80,9 @@ class OpenRequest:
         """Use keys that were made ahead."""
         self._keys = keys
 
-    def _follow_adapter(self, look: AdapterLook) -> bool:
-        standing = look.standing
-        self.out |= standing is Standing.CHANGED or (self.has_local_prefix and look.was_another)
+    def _follow_adapter(self, digesting: DigestRequest) -> bool:
+        standing = digesting.standing
+        self.out |= standing is Standing.CHANGED or (self.has_local_prefix and digesting.was_another)
         return standing is Standing.KNOWN
 
 
@@ -101,14 +101,14 @@ class Weights:
 class RequestBook:
     """The open requests. ``groups``: how keys come about. ``lookup_wait``: seconds for an answer, once a request.
 
-    The caller ends ``looks``.
+    The caller ends ``digests``.
     """
 
     def __init__(
         self,
         groups: Mapping[int, GroupKeys],
         weights: Weights,
-        looks: AdapterLooks,
+        digests: AdapterDigests,
         lookup_wait: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -124,7 +124,7 @@ class RequestBook:
         """Since vLLM has emptied its own prefix cache, which may hold what was computed."""
         self._cache_is_old = False
         """vLLM's own prefix cache may hold KV of other weights than those of now."""
-        self._looks = looks
+        self._digests = digests
         self._shown: Any = None
         self._open: dict[str, OpenRequest] = {}
         self._ahead: dict[str, tuple[Any, RequestKeys]] = {}
@@ -146,7 +146,7 @@ class RequestBook:
         request.shown = shown
         request.prompt_tokens = int(getattr(shown, "num_prompt_tokens", None) or 0)
         if shown is not None and shown.lora_request is not None:
-            request.look = self._looks.begin(shown.lora_request)
+            request.digesting = self._digests.begin(shown.lora_request)
         self._open[request_id] = request
         return request
 
@@ -189,11 +189,11 @@ class RequestBook:
     def holds_back(self, request_id: str) -> bool:
         """Return whether vLLM has to defer a request, since its adapter has no digest yet; not for long."""
         request = self._open.get(request_id)
-        if request is None or request.look is None:
+        if request is None or request.digesting is None:
             return False
         if request.keys is None and self._waits(request, self._lookup_wait):
             return True
-        request.look.vllm_may_load()
+        request.digesting.vllm_may_load()
         return False
 
     def stores_wait(self, request: OpenRequest) -> bool:

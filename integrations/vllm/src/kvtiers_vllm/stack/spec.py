@@ -23,7 +23,7 @@ from kvtiers_vllm.engine import engine_being_built
 from kvtiers_vllm.identity import identity_of
 from kvtiers_vllm.own_tiering.topology_check import refuse_several_hosts
 from kvtiers_vllm.releases import require_whole_stack
-from kvtiers_vllm.stack.adapter_digests import AdapterLooks
+from kvtiers_vllm.stack.adapter_digests import AdapterDigests
 from kvtiers_vllm.stack.figures import StackFacts, StackFigures, definitions, open_stack_status
 from kvtiers_vllm.stack.layout import cache_layout, group_keys, layer_tensors, rank_map
 from kvtiers_vllm.stack.memory import take_memory_of
@@ -126,16 +126,16 @@ class KvtiersOffloadingSpec(OffloadingSpec):
         facts = StackFacts(manager.stats, layout, shared)
         engine = f"vLLM {vllm_version}"
         status = open_stack_status(facts, troubles, engine, self._config.namespace, manager.fingerprint)
-        looks = AdapterLooks()
-        core.adapter_loads.append(looks.look_before_loading)
+        digests = AdapterDigests()
+        core.adapter_loads.append(digests.digest_before_loading)
 
         def close() -> None:
-            looks.close()
+            digests.close()
             status.close()
 
         return KvtiersManager(
             manager,
-            RequestBook(group_keys(layout, self.config), weights, looks, self._config.lookup_wait),
+            RequestBook(group_keys(layout, self.config), weights, digests, self._config.lookup_wait),
             layout.world_size,
             steps,
             StackFigures(facts, OffloadingConnectorStats),

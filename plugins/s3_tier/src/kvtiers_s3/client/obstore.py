@@ -90,7 +90,7 @@ class ObstoreClient:
         except (BaseError, FileNotFoundError) as error:
             raise self._failed("PUT", key, error) from None
         finally:
-            _take_back(exported)
+            _release(exported)
         self._requests.count_bytes(written=len(src))
         return True
 
@@ -128,7 +128,7 @@ def _translated(what: str, text: str) -> Exception:
     return failure(what, 0, cause, text.partition("\n")[0])
 
 
-def _take_back(exported: memoryview) -> None:
+def _release(exported: memoryview) -> None:
     """Wait until obstore's own thread has released a value whose request was answered or aborted half-way."""
     until = time.monotonic() + _RELEASE_SECONDS
     while True:

@@ -67,7 +67,7 @@ class TurnHazardPolicy(EvictionPolicy):
         self._forget()
 
     def request_finished(self, request_id: str) -> None:
-        """Let the ages of what the request used begin."""
+        """Start the ages of the runs that the request used."""
         way = self._ways.pop(request_id, None)
         if way is not None:
             self._finish(way)

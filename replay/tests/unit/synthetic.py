@@ -10,7 +10,7 @@ from kvtiers_replay.workload import ReplayRequest, Workload
 WIDE = BudgetConfig(store_reserve=0.0, one_tier=0.6, all_tiers=0.6, protected=0.4)
 
 
-def made_up(requests: int = 500, seed: int = 3, tokens_per_block: int = 16) -> Workload:
+def synthetic(requests: int = 500, seed: int = 3, tokens_per_block: int = 16) -> Workload:
     """Prompts that go on from some point of an earlier one; the last token never ends a block."""
     chance = random.Random(seed)
     names = (number.to_bytes(8, "big") for number in itertools.count())

@@ -1,21 +1,21 @@
-"""The price of prefill is fitted to the engine's own steps, by their position, and is never a wild guess."""
+"""The cost of prefill is fitted to the engine's own steps, by their position, and is never a wild guess."""
 
 import random
 
 import pytest
 
-from kvtiers.tiering.prefill_price import PrefillPrice
+from kvtiers.tiering.estimates import PrefillCost
 
 
 def observed(steps):
-    price = PrefillPrice()
+    price = PrefillCost()
     for tokens, seconds, position in steps:
         price.observe(tokens, seconds, position)
     return price
 
 
 def test_nothing_is_priced_before_anything_was_computed():
-    assert PrefillPrice().seconds(100, 0) is None
+    assert PrefillCost().seconds(100, 0) is None
 
 
 def test_a_token_is_dearer_the_further_into_its_prompt_it_is():

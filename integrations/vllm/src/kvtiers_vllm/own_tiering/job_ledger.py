@@ -1,0 +1,268 @@
+"""The ledger of vLLM's jobs in one tier: each job's deadline, its request's wait for loads, and its one result.
+
+vLLM frees a job's rows when the job's result is reported: so a result is reported only when nothing can touch the rows
+any more, also that of a job which has failed. A load that has taken ``load_wait`` is made to release its rows, which it
+does at once where values are read into bounce buffers, and is reported then, even if its calls still run.
+
+The whole stack's ledger (``kvtiers.tiering.jobs``) owns rows of a primary, their pin budget and job ids. Here rows and
+ids are vLLM's, and an engine has the one ledger or the other.
+
+Runs on the engine's thread. Nothing raises.
+"""
+
+import math
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvtiers.api import JobResult, OffloadKey, TransferJob, group_of
+from kvtiers.secondary.tier_jobs import JobFailed, JobReleased, JobStarted, good_keys, moved
+from kvtiers.tiering.provenance import Provenance
+from kvtiers.tiering.tier_slot import TierSlot
+from kvtiers.types import RequestContext
+from kvtiers_vllm.own_tiering.locked_tier import LockedTier
+from kvtiers_vllm.own_tiering.prompts import Prompt, Prompts
+
+__all__ = ["JobLedger", "Request", "Running"]
+
+_SCAN_SECONDS = 0.05  # how often deadlines are looked at
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """The state of a request: since when it waits, and which chunks are misses for it.
+
+    ``loads``: in flight, since ``loads_since``; ``loads_waited``: seconds in which those before were; ``loads_over``:
+    when it has waited enough for those in flight.
+    """
+
+    context: RequestContext
+    prompt: Prompt
+    waits_since: float | None = None
+    loads: int = 0
+    loads_since: float = 0.0
+    loads_waited: float = 0.0
+    loads_over: float = math.inf
+    left_out: bool = False
+    lost: set[OffloadKey] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A job of vLLM's that is not reported yet, ids its own. ``ticket``: of a load, in the tier's rate."""
+
+    job: TransferJob
+    request: "Request"
+    submitted: float
+    ticket: int = 0
+    started: float | None = None
+    failed_in_use: bool = False
+    released: bool = False
+
+
+class JobLedger:
+    """The jobs of ``tier``, which stands in ``slot``. ``prompts``: how long a request waits for a load.
+
+    ``tokens_per_chunk[g]``: tokens of a chunk of group g.
+    ``drops_stores``: stores that have not ended are dropped, and none begins.
+    """
+
+    def __init__(
+        self,
+        slot: TierSlot,
+        tier: LockedTier,
+        prompts: Prompts,
+        tokens_per_chunk: Sequence[int],
+        drops_stores: Callable[[], bool],
+        clock: Callable[[], float],
+    ) -> None:
+        self.metrics = slot.metrics
+        self._slot = slot
+        self._tier = tier
+        self._prompts = prompts
+        self._tokens_per_chunk = tokens_per_chunk
+        self._drops_stores = drops_stores
+        self._clock = clock
+        self.jobs: dict[int, Running] = {}
+        """Those without a result, by vLLM's id."""
+        self._late: dict[int, Running] = {}
+        self._results: list[JobResult] = []
+        self._next_scan = 0.0
+        self._provenance = Provenance([slot])
+        self.loaded_tokens = 0
+        """Tokens whose KV was loaded from the tier."""
+
+    def __bool__(self) -> bool:
+        return bool(self.jobs or self._results)
+
+    def submit(
+        self, job_id: int, keys: tuple[OffloadKey, ...], rows: Sequence[int], request: Request, *, is_promotion: bool
+    ) -> None:
+        """Submit a job to the tier; its one result always comes by ``take_results``."""
+        now = self._clock()
+        job = TransferJob(job_id, keys, memoryview(array("i", rows)), is_promotion, request.context)
+        ticket = self._load_begins(request, keys, now) if is_promotion else 0
+        running = self.jobs[job_id] = Running(job, request, now, ticket)
+        self.metrics.running_jobs += 1
+        self.metrics.loading_chunks += len(job.keys) if is_promotion else 0
+        usable = self._slot.available() and (is_promotion or not self._drops_stores())
+        self.metrics.dropped_cascades += len(job.keys) if not usable and not is_promotion else 0
+        if not usable or not self._tier.submit(job):
+            self._finish(running, JobResult(job_id, success=False))
+
+    def report(self, job_id: int, *, success: bool) -> None:
+        """Report a job that was not submitted; one that was has a result of its own."""
+        if job_id not in self.jobs:
+            self._results.append(JobResult(job_id, success=success))
+
+    def take_results(self) -> list[JobResult]:
+        """Return the results since the last call."""
+        results, self._results = self._results, []
+        return results
+
+    def close(self) -> None:
+        """Report all jobs without a result as failed."""
+        for running in list(self.jobs.values()):
+            self._finish(running, JobResult(running.job.job_id, success=False))
+
+    def tokens(self, keys: Sequence[OffloadKey]) -> int:
+        """Return the tokens whose KV these chunks hold: of a hybrid model, those of the group with the most."""
+        groups = Counter(map(group_of, keys)) if len(self._tokens_per_chunk) > 1 else {0: len(keys)}
+        return max((groups.get(group, 0) * tokens for group, tokens in enumerate(self._tokens_per_chunk)), default=0)
+
+    def poll(self) -> None:
+        """Handle what the tier has reported, and the deadlines of jobs and waits."""
+        released: list[int] = []
+        results: list[JobResult] = []
+        for event in self._tier.poll():
+            if isinstance(event, JobStarted):
+                if (started := self.jobs.get(event.job_id)) is not None and started.started is None:
+                    started.started = self._clock()
+            elif isinstance(event, JobFailed):
+                if (failed := self.jobs.get(event.job_id)) is not None:
+                    self._give_up(failed, abandon=False)
+            elif isinstance(event, JobReleased):
+                released.append(event.job_id)
+            else:
+                results.append(event)
+        self._take_results(results)
+        self._release_late(released)
+        if self._drops_stores():
+            self._tier.drop([job_id for job_id, running in self.jobs.items() if not running.job.is_promotion])
+        now = self._clock()
+        if (self.jobs or self._late) and now >= self._next_scan:
+            self._next_scan = now + _SCAN_SECONDS
+            self._expire(now)
+
+    def _take_results(self, results: Sequence[JobResult]) -> None:
+        for result in results:
+            if (late := self._late.pop(result.job_id, None)) is not None:
+                self._load_measured(late, result)
+            if (ended := self.jobs.get(result.job_id)) is not None:
+                self._finish(ended, result)
+        if results:
+            self._slot.rate.look_ends(self._clock())
+
+    def _load_begins(self, request: Request, keys: Sequence[OffloadKey], now: float) -> int:
+        """Record a load, and until when its request waits; return the load's ticket.
+
+        Between loads it does not wait: vLLM may compute it, preempt it, and load it again much later.
+        """
+        if not request.loads:
+            request.loads_since = now
+        request.loads += 1
+        wait = self._prompts.loads(request.prompt, self.tokens(keys))
+        request.loads_over = request.loads_since + wait - request.loads_waited
+        return self._slot.rate.begins(now)
+
+    def _load_ended(self, request: Request) -> None:
+        request.loads -= 1
+        if not request.loads:
+            request.loads_waited += self._clock() - request.loads_since
+
+    def _load_measured(self, running: Running, result: JobResult) -> None:
+        """Record the tier's speed from a load, also if its request no longer waited for it."""
+        good = good_keys(running.job, result)
+        seconds = moved(result)[1] if good else 0.0
+        self._slot.rate.ends(running.ticket, len(good), seconds, self._clock())
+
+    def _release_late(self, released: Sequence[int]) -> None:
+        """Make loads past their requests' wait budget release their rows; report those that have."""
+        for job_id in released:
+            if (running := self.jobs.get(job_id)) is not None:
+                self._late[job_id] = running
+                self._finish(running, JobResult(job_id, success=False))
+        now = self._clock() if self.jobs else 0.0
+        for running in self.jobs.values():
+            is_over = running.job.is_promotion and now >= running.request.loads_over
+            if is_over and not (running.released or running.failed_in_use):
+                running.released = True
+                self.metrics.wait_expired += len(running.job.keys)
+                self._tier.release(running.job.job_id)
+
+    def _expire(self, now: float) -> None:
+        for running in (*self.jobs.values(), *self._late.values()):
+            begun = running.submitted if running.started is None else running.started
+            if now - begun > self._slot.options.deadline and not running.failed_in_use:
+                self.metrics.expired_jobs += 1
+                self._give_up(running, abandon=True)
+
+    def _give_up(self, running: Running, *, abandon: bool) -> None:
+        """Mark a job as failed with its rows in use: vLLM gets the result when they are released."""
+        if running.failed_in_use:
+            return
+        running.failed_in_use = True
+        if running.job.is_promotion:  # at least that slow: it must not look fast to the next request
+            now = self._clock()
+            self._slot.rate.drop(running.ticket)
+            self._slot.rate.add(len(running.job.keys), now - running.submitted, now)
+        self.metrics.quarantined_rows += len(running.job.keys) if running.job.job_id in self.jobs else 0
+        if abandon:
+            self._tier.abandon(running.job.job_id)
+
+    def _finish(self, running: Running, result: JobResult) -> None:
+        job, metrics = running.job, self.metrics
+        del self.jobs[job.job_id]
+        metrics.running_jobs -= 1
+        if running.failed_in_use:
+            metrics.quarantined_rows -= len(job.keys)
+        good = good_keys(job, result)
+        nbytes, seconds = moved(result)
+        if job.is_promotion:
+            self._load_ended(running.request)
+            if job.job_id not in self._late:
+                self._load_measured(running, result)
+            metrics.loading_chunks -= len(job.keys)
+            metrics.loaded_chunks += len(good)
+            metrics.loaded_bytes += nbytes
+            metrics.load_seconds += seconds
+            self._count_loaded(running.request, good, seconds)
+            self._provenance.read(self._slot, good)
+            self._note_lost(running.request, job, good)
+        else:
+            metrics.stored_chunks += len(good)
+            metrics.stored_bytes += nbytes
+            metrics.store_seconds += seconds
+            metrics.failed_stores += len(job.keys) - len(good)
+            self._provenance.written(self._slot, good, nbytes)
+        complete = len(good) == len(job.keys)
+        partly = None if complete or not job.is_promotion else good
+        self._results.append(JobResult(job.job_id, complete, partly, nbytes, seconds))
+
+    def _count_loaded(self, request: Request, good: Sequence[OffloadKey], seconds: float) -> None:
+        if good:
+            tokens = self.tokens(good)
+            self.metrics.loads += 1
+            self.loaded_tokens += tokens
+            # What vLLM's own prefix cache had of the prompt is not seen here: then it is further in, and dearer.
+            computing = self._prompts.cost.seconds(tokens, request.prompt.loaded + tokens / 2)
+            request.prompt.loaded += tokens
+            if computing is not None:
+                self._slot.count_saved(len(good), computing, seconds)
+
+    def _note_lost(self, request: Request, job: TransferJob, good: Sequence[OffloadKey]) -> None:
+        """Make a chunk whose load failed a miss for its request, which would retry for ever otherwise."""
+        lost = set(job.keys).difference(good)
+        self.metrics.failed_loads += len(lost)
+        request.lost |= lost

@@ -1,0 +1,171 @@
+"""A request waits for answers and for loads no longer than the options say."""
+
+import pytest
+
+from kvtiers.tiering.jobs import TieringOptions
+from kvtiers.types import RequestContext
+
+from .harness import PENDING, RETRY, Bench, chain
+from .load_benches import KEYS, bench_with, by_tier, prefill, waited
+
+
+def test_an_answer_that_does_not_come_is_a_miss_after_lookup_wait_and_for_good():
+    bench = bench_with(load_wait=1.0)
+    tier = bench.tier["a"]
+    tier.answer = RETRY
+    ctx = bench.request()
+    ready, seconds = waited(bench, KEYS, ctx)
+    assert ready == 0
+    assert 0.02 <= seconds <= 0.02 + 0.005 + 1e-9
+    assert bench.figures()["wait_expired"] == 1
+    tier.answer = None
+    tier.put(KEYS)
+    assert bench.lookup(KEYS, ctx) == (0, 0, False)
+    assert bench.lookup(KEYS, bench.request()) == (0, 8, False)
+
+
+@pytest.mark.parametrize(("tokens", "longest"), [(64, 0.02), (1_000, 0.15)], ids=["short", "long"])
+def test_an_answer_may_take_a_share_of_what_computing_the_prompt_takes(tokens, longest):
+    """Hosts that load a burst answer later than in 20 ms; a long prompt that is computed for that costs far more."""
+    options = TieringOptions(lookup_wait=0.02, load_wait=None)
+    bench = Bench(rows=64, options=options, hold=True)
+    prefill(bench)  # a millisecond a token
+    bench.tier["a"].answer = RETRY
+    ctx = RequestContext("long")
+    bench.manager.on_new_request(ctx, tokens)
+    ready, seconds = waited(bench, KEYS, ctx)
+    assert ready == 0
+    assert seconds == pytest.approx(longest, abs=0.006)
+
+
+def test_waiting_is_counted_from_the_first_answer_once_a_request():
+    bench = bench_with(load_wait=1.0)
+    tier = bench.tier["a"]
+    tier.answer = RETRY
+    ctx = bench.request()
+    bench.lookup(KEYS[:4], ctx)
+    bench.step(0.015)
+    tier.answer = None
+    assert bench.lookup(KEYS[:4], ctx) == (0, 0, False)
+    tier.answer = RETRY
+    assert bench.lookup(KEYS, ctx) == (0, 0, True)
+    bench.step(0.006)
+    assert bench.lookup(KEYS, ctx) == (0, 0, False)
+
+
+def test_a_promotion_that_does_not_come_is_a_miss_after_load_wait_for_good_but_lands_for_others():
+    bench = bench_with(load_wait=0.5)
+    bench.tier["a"].put(KEYS)
+    ctx = bench.request()
+    ready, seconds = waited(bench, KEYS, ctx)
+    assert ready == 0
+    assert 0.5 <= seconds <= 0.5 + 0.005 + 1e-9
+    assert bench.figures()["wait_expired"] == 8
+    bench.tier["a"].end_all()
+    bench.step()
+    assert bench.lookup(KEYS, ctx) == (0, 0, False)
+    assert bench.lookup(KEYS, bench.request()) == (8, 0, False)
+
+
+def test_chunks_that_a_request_has_given_up_may_be_there_under_other_weights():
+    bench = bench_with(load_wait=0.5)
+    bench.tier["a"].put(KEYS)
+    ctx = bench.request()
+    assert waited(bench, KEYS, ctx)[0] == 0
+    bench.manager.set_weights_version("new")
+    bench.manager.complete_store(bench.begin_store(KEYS))
+    assert bench.lookup(KEYS, ctx) == (8, 0, False)
+
+
+def test_other_weights_make_no_request_wait_for_longer():
+    bench = bench_with(load_wait=0.5)
+    bench.tier["a"].put(KEYS)
+    ctx = bench.request()
+    assert waited(bench, KEYS, ctx)[0] == 0
+    bench.manager.set_weights_version("new")
+    bench.tier["a"].put(KEYS)
+    assert bench.lookup(KEYS, ctx) == (0, 0, False), "it has waited as long as it may"
+    bench.tier["a"].answer = RETRY
+    assert bench.lookup(KEYS, bench.request()) == (0, 0, True)
+
+
+def test_chunks_whose_load_failed_for_a_request_are_loaded_under_other_weights_if_it_has_time_to_wait():
+    bench = bench_with(load_wait=5.0)
+    tier = bench.tier["a"]
+    tier.put(KEYS)
+    ctx = bench.request()
+    bench.lookup(KEYS, ctx)
+    bench.step()
+    tier.values.clear()
+    tier.end_all()
+    bench.step()
+    tier.put(KEYS)
+    assert bench.lookup(KEYS, ctx) == (0, 0, False)
+    bench.manager.set_weights_version("new")
+    tier.put(KEYS)
+    assert bench.lookup(KEYS, ctx) == (0, 8, False)
+
+
+def test_what_came_in_time_counts_though_the_rest_did_not():
+    bench = bench_with(load_wait=0.5)
+    bench.tier["a"].put(KEYS)
+    ctx = bench.request()
+    bench.lookup(KEYS[:3], ctx)
+    bench.step(0.1)
+    bench.lookup(KEYS, ctx)
+    bench.step(0.1)
+    bench.tier["a"].end(min(bench.tier["a"].held))
+    assert waited(bench, KEYS, ctx)[0] == 3
+
+
+def test_a_request_that_has_waited_enough_waits_no_more_whatever_it_asks():
+    bench = bench_with(load_wait=0.5)
+    bench.tier["a"].put(KEYS)
+    ctx = bench.request()
+    waited(bench, KEYS[:2], ctx)
+    asked = len(bench.tier["a"].asked)
+    assert bench.lookup(chain("other", 3), ctx) == (0, 0, False)
+    assert len(bench.tier["a"].asked) == asked
+    bench.store_plan = bench.begin_store(chain("mine", 2))
+    assert bench.lookup(chain("mine", 2), ctx) == (0, 0, False)
+
+
+def test_a_chunk_that_another_request_is_storing_is_not_waited_for_without_end():
+    bench = bench_with(load_wait=0.5)
+    plan = bench.begin_store(KEYS[:2])
+    ctx = bench.request()
+    assert bench.manager.lookup(KEYS[0], ctx) is PENDING
+    ready, seconds = waited(bench, KEYS, ctx)
+    assert (ready, round(seconds, 2)) == (0, 0.5)
+    bench.manager.complete_store(plan)
+    assert bench.lookup(KEYS, ctx) == (0, 0, False)
+    assert bench.lookup(KEYS, bench.request()) == (2, 0, False)
+
+
+def test_a_tier_that_never_answers_and_one_that_never_loads_cost_at_most_both_waits_and_a_step():
+    bench = bench_with(load_wait=0.5, tiers=("silent", "stuck"))
+    bench.tier["silent"].answer = RETRY
+    bench.tier["stuck"].put(KEYS[:4])
+    ready, seconds = waited(bench, KEYS, bench.request(), tick=0.01)
+    assert ready == 0
+    assert seconds <= 0.02 + 0.5 + 0.01 + 1e-9
+
+
+def test_what_was_not_waited_for_counts_for_the_tier_that_was_late():
+    bench = bench_with(load_wait=0.5, tiers=("a", "b", "other"))
+    bench.tier["a"].put(KEYS[:4])
+    bench.tier["b"].put(KEYS[4:7])
+    plan = bench.begin_store(KEYS[7:])
+    assert waited(bench, KEYS, bench.request())[0] == 0
+    assert by_tier(bench, "wait_expired") == {"a": 4, "b": 3, "other": 0}
+    assert bench.figures()["wait_expired"] == 8, "and the chunk that the engine writes"
+    bench.manager.complete_store(plan)
+
+
+def test_an_answer_that_was_not_waited_for_counts_for_each_tier_that_has_it_in_flight():
+    bench = bench_with(load_wait=0.5, tiers=("silent", "has", "deaf"))
+    bench.tier["silent"].answer = bench.tier["deaf"].answer = RETRY
+    bench.tier["has"].put(KEYS[1:])
+    assert waited(bench, KEYS, bench.request())[0] == 0
+    assert by_tier(bench, "wait_expired") == {"silent": 1, "has": 0, "deaf": 1}
+    assert bench.figures()["wait_expired"] == 1
