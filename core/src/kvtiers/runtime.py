@@ -39,7 +39,7 @@ from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.manager import TieringManager
 from kvtiers.tiering.recorder import Recorder
 from kvtiers.what_if.keys_only import Case, CaseTier
-from kvtiers.what_if.live import WhatIf
+from kvtiers.what_if.what_if_thread import WhatIf
 
 __all__ = ["begin_memory", "open_manager", "open_worker"]
 

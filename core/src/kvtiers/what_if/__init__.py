@@ -1,1 +1,1 @@
-"""What if: the hit rates that other sizes, policies and tiers would have, found with keys alone."""
+"""Shadow caches: the hit rates that other sizes, policies and tiers would have, found with keys alone."""

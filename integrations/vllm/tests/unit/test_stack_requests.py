@@ -424,9 +424,9 @@ def test_nothing_is_asked_ahead_for_a_request_whose_adapter_is_to_be_looked_at_f
     assert not list(book.prefixes(request))
 
 
-def test_what_is_recorded_of_a_request_are_vllms_hashes_one_a_block_by_group(versions, looks):
+def test_what_is_recorded_of_a_request_are_vllms_hashes_one_a_block_by_group(versions, digests):
     groups = {1: GroupKeys(0, 4, whole_prefix=True, hashes_per_block=2), 0: GroupKeys(1, 2, whole_prefix=False)}
-    book = RequestBook(groups, Weights("w", versions, versions.resets), looks, 0.02)
+    book = RequestBook(groups, Weights("w", versions, versions.resets), digests, 0.02)
     hashes = [bytes([number]) * 32 for number in range(7)]
     book.show(SimpleNamespace(request_id="r", block_hashes=hashes, cache_salt=None, lora_request=None))
     request = book.open("r", {})
