@@ -44,6 +44,19 @@ def test_what_one_engine_stored_another_one_loads_and_its_tokens_are_the_same(
     second.shutdown(finalize=own_python)
 
 
+def test_what_is_loaded_behind_a_hit_of_vllms_own_prefix_cache_is_priced_by_its_position(start, model, right, way):
+    engine = start(model, way({"type": "memory", "capacity": "64MiB", "required": True}))
+    assert right(engine, FIRST) == [0]
+    engine.forget()
+    half = WHOLE[0] // 2 // BLOCK * BLOCK
+    engine.do("note_prices")
+    assert engine.generate(FIRST[: half + 1])[1] == [half], "from the tier"
+    assert engine.do("note_prices")["priced"] == [(half, half / 2)]
+    assert right(engine, FIRST) == [WHOLE[0]], "one half by vLLM's own prefix cache, the other one from the tier"
+    assert engine.do("note_prices")["priced"] == [(WHOLE[0] - half, (half + WHOLE[0]) / 2)]
+    engine.shutdown()
+
+
 @pytest.mark.parametrize(
     ("way", "kind", "options"),
     [

@@ -92,7 +92,7 @@ def test_tokens_after_loaded_ones_are_further_into_their_prompt():
     for number in range(8):
         engine.step(1.0 + number, f"r{number}")
         engine.step(0.01)
-        engine.rate.computed(f"r{number}", 1000, before=1000 * number)
+        engine.rate.computed(f"r{number}", 1000, 1000 * number + 500)
         engine.step(0.01)
         engine.step(0.01)
         engine.rate.finished(f"r{number}")

@@ -91,11 +91,22 @@ def test_a_job_that_fails_while_it_is_handed_over_has_failed_once(tier, call, mo
     def fail(*_arguments):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(tier._driver._ledger, "tokens", fail)
+    monkeypatch.setattr(tier._driver._ledger, "extent", fail)
     getattr(tier, call)(job())
     assert ended(tier) == [(7, False)]
     assert ended(tier) == []
     tier.drain_jobs()
+
+
+@pytest.mark.parametrize(("said", "taken"), [({"get_offload_key_position": {KEY: 96}.get}, 96), ({}, None)])
+def test_a_job_is_handed_over_with_the_positions_of_its_chunks_where_vllm_says_them(tier, monkeypatch, said, taken):
+    ends = []
+    monkeypatch.setattr(tier._driver, "submit", lambda *_job, **more: ends.append(more["ends"](KEY)))
+    given = job()
+    given.req_context = SimpleNamespace(req_id="a", **said)
+    tier.submit_load(given)
+    tier.submit_store(given)
+    assert ends == [taken, taken]
 
 
 def test_a_job_that_was_handed_over_has_the_result_that_it_gets_there(tier, monkeypatch):

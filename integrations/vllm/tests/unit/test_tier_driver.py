@@ -169,6 +169,35 @@ def test_seconds_saved_are_those_that_computing_takes_less_those_of_loading(benc
     assert metrics.computing_seconds == pytest.approx(64 * 0.01), "priced once, when it came"
 
 
+def test_what_a_load_saved_is_priced_where_its_tokens_are_in_the_prompt(bench):
+    """vLLM's own prefix cache and its primary may have had what is before them."""
+    driver, clock = bench.driver, bench.clock
+    bench.store_rows(KEYS[:4], range(4))
+    ends = dict(zip(KEYS, range(2032, 2032 + 8 * 32, 32), strict=True)).get
+    for number, start in enumerate([0, 500, 1000, 1500, 2000]):  # computed: the further in, the dearer
+        driver.end_step([f"p{number}"])
+        clock.now += 32 * (0.01 + start * 0.00001)
+        driver.end_step()
+        driver.submit(10 + number, KEYS[:1], [9], f"p{number}", is_promotion=False, ends=lambda _, end=start + 16: end)
+        bench.result(10 + number)
+        driver.end_step()
+    driver.submit(2, KEYS[:2], [7, 8], "a", is_promotion=True, ends=ends)
+    assert bench.result(2).success
+    first = driver.metrics.computing_seconds
+    assert first == pytest.approx(64 * (0.01 + 2000 * 0.00001), rel=0.05), "by position 2000, and not 32"
+    driver.submit(3, [KEYS[3]], [7], "a", is_promotion=True, ends=lambda _key: 1016)
+    assert bench.result(3).success
+    assert driver.metrics.computing_seconds - first == pytest.approx(32 * (0.01 + 1000 * 0.00001), rel=0.05)
+
+
+def test_of_several_groups_the_position_is_that_of_the_group_with_the_most_tokens(bench):
+    bench.driver._ledger._tokens_per_chunk = [32, 64]
+    keys = [make_offload_key(bytes([number]) * 32, group) for number in range(3) for group in (0, 1)]
+    ends = {key: 64 * (1 + number // 2) if number % 2 else 7 for number, key in enumerate(keys)}.get
+    assert bench.driver._ledger.extent(keys, ends) == (192, 64 * 2 - 32)
+    assert bench.driver._ledger.extent(keys, before=100) == (192, 100 + 96), "where vLLM does not say it"
+
+
 def test_a_load_that_failed_in_part_says_which_chunks_landed_and_the_others_are_misses_for_their_request(bench):
     bench.store_rows(KEYS[:3], [0, 1, 2])
     name = NAMES.name(KEYS[1])

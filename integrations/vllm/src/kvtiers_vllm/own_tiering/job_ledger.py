@@ -24,9 +24,11 @@ from kvtiers.types import RequestContext
 from kvtiers_vllm.own_tiering.locked_tier import LockedTier
 from kvtiers_vllm.own_tiering.prompts import Prompt, Prompts
 
-__all__ = ["JobLedger", "Request", "Running"]
+__all__ = ["Ends", "JobLedger", "Request", "Running"]
 
 _SCAN_SECONDS = 0.05  # how often deadlines are looked at
+Ends = Callable[[OffloadKey], int | None]
+"""Returns the token of its prompt at which a chunk ends; None: vLLM does not say it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +57,7 @@ class Running:
     job: TransferJob
     request: "Request"
     submitted: float
+    ends: Ends
     ticket: int = 0
     started: float | None = None
     failed_in_use: bool = False
@@ -97,13 +100,20 @@ class JobLedger:
         return bool(self.jobs or self._results)
 
     def submit(
-        self, job_id: int, keys: tuple[OffloadKey, ...], rows: Sequence[int], request: Request, *, is_promotion: bool
+        self,
+        job_id: int,
+        keys: tuple[OffloadKey, ...],
+        rows: Sequence[int],
+        request: Request,
+        *,
+        is_promotion: bool,
+        ends: Ends,
     ) -> None:
         """Submit a job to the tier; its one result always comes by ``take_results``."""
         now = self._clock()
         job = TransferJob(job_id, keys, memoryview(array("i", rows)), is_promotion, request.context)
         ticket = self._load_begins(request, keys, now) if is_promotion else 0
-        running = self.jobs[job_id] = Running(job, request, now, ticket)
+        running = self.jobs[job_id] = Running(job, request, now, ends, ticket)
         self.metrics.running_jobs += 1
         self.metrics.loading_chunks += len(job.keys) if is_promotion else 0
         usable = self._slot.available() and (is_promotion or not self._drops_stores())
@@ -126,10 +136,20 @@ class JobLedger:
         for running in list(self.jobs.values()):
             self._finish(running, JobResult(running.job.job_id, success=False))
 
-    def tokens(self, keys: Sequence[OffloadKey]) -> int:
-        """Return the tokens whose KV these chunks hold: of a hybrid model, those of the group with the most."""
-        groups = Counter(map(group_of, keys)) if len(self._tokens_per_chunk) > 1 else {0: len(keys)}
-        return max((groups.get(group, 0) * tokens for group, tokens in enumerate(self._tokens_per_chunk)), default=0)
+    def extent(self, keys: Sequence[OffloadKey], ends: Ends = lambda _key: None, before: int = 0) -> tuple[int, float]:
+        """Return how many tokens' KV these chunks hold, and how many tokens are before each of those on average.
+
+        Of a hybrid model they are those of the group with the most. ``before``: tokens before the first one, for
+        releases of vLLM that do not say where a chunk ends.
+        """
+        counts = Counter(map(group_of, keys)) if len(self._tokens_per_chunk) > 1 else {0: len(keys)}
+        sizes = [(counts.get(group, 0) * tokens, group) for group, tokens in enumerate(self._tokens_per_chunk)]
+        tokens, group = max(sizes, default=(0, 0))
+        mine = keys if len(counts) < 2 else [key for key in keys if group_of(key) == group]
+        known = [end for end in map(ends, mine) if end is not None]
+        if not known:
+            return tokens, before + tokens / 2
+        return tokens, sum(known) / len(known) - self._tokens_per_chunk[group] / 2
 
     def poll(self) -> None:
         """Handle what the tier has reported, and the deadlines of jobs and waits."""
@@ -172,7 +192,7 @@ class JobLedger:
         if not request.loads:
             request.loads_since = now
         request.loads += 1
-        wait = self._prompts.loads(request.prompt, self.tokens(keys))
+        wait = self._prompts.loads(request.prompt, self.extent(keys)[0])
         request.loads_over = request.loads_since + wait - request.loads_waited
         return self._slot.rate.begins(now)
 
@@ -237,7 +257,7 @@ class JobLedger:
             metrics.loaded_chunks += len(good)
             metrics.loaded_bytes += nbytes
             metrics.load_seconds += seconds
-            self._count_loaded(running.request, good, seconds)
+            self._count_loaded(running, good, seconds)
             self._provenance.read(self._slot, good)
             self._note_lost(running.request, job, good)
         else:
@@ -250,14 +270,14 @@ class JobLedger:
         partly = None if complete or not job.is_promotion else good
         self._results.append(JobResult(job.job_id, complete, partly, nbytes, seconds))
 
-    def _count_loaded(self, request: Request, good: Sequence[OffloadKey], seconds: float) -> None:
+    def _count_loaded(self, running: Running, good: Sequence[OffloadKey], seconds: float) -> None:
         if good:
-            tokens = self.tokens(good)
+            prompt = running.request.prompt
+            tokens, position = self.extent(good, running.ends, prompt.loaded)
             self.metrics.loads += 1
             self.loaded_tokens += tokens
-            # What vLLM's own prefix cache had of the prompt is not seen here: then it is further in, and dearer.
-            computing = self._prompts.cost.seconds(tokens, request.prompt.loaded + tokens / 2)
-            request.prompt.loaded += tokens
+            computing = self._prompts.cost.seconds(tokens, position)
+            prompt.loaded += tokens
             if computing is not None:
                 self._slot.count_saved(len(good), computing, seconds)
 

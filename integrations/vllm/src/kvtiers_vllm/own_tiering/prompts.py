@@ -215,16 +215,16 @@ class PrefillRate:
             self._open.remove(step)
             self._take(step)
 
-    def computed(self, request: str, tokens: int, before: int = 0) -> None:
+    def computed(self, request: str, tokens: int, position: float = 0.0) -> None:
         """Record computed chunks of a request. Only the first report counts: it is of the request's first step.
 
-        ``before``: the tokens of its prompt that were loaded, and not computed.
+        ``position``: how many tokens are before each of those in its prompt, on average.
         """
         step = self._step_of.pop(request, None)
         if step is not None:
             step.tokens += tokens
             if tokens:
-                step.position += (before + tokens / 2 - step.position) * tokens / step.tokens
+                step.position += (position - step.position) * tokens / step.tokens
             step.waiting.discard(request)
 
     def finished(self, request: str) -> None:

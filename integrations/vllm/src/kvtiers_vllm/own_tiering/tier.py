@@ -132,7 +132,9 @@ class KvtiersTier(SecondaryTierManager):
         try:
             rows: Any = getattr(job, _RELEASE.rows_attribute)
             keys: Collection[bytes] = job.keys
-            self._driver.submit(job.job_id, keys, rows.tolist(), job.req_context.req_id, is_promotion=is_promotion)
+            context = job.req_context
+            ends = getattr(context, "get_offload_key_position", lambda _key: None)  # not in every release
+            self._driver.submit(job.job_id, keys, rows.tolist(), context.req_id, is_promotion=is_promotion, ends=ends)
         except Exception:  # noqa: BLE001 -- see never_raises; vLLM's request and rows wait for the job's result
             self.bugs.note("submit_load" if is_promotion else "submit_store")
             self._driver.refuse(job.job_id)

@@ -27,7 +27,7 @@ from kvtiers.tiering.estimates import PrefillCost
 from kvtiers.tiering.tier_slot import TierSlot
 from kvtiers.types import RequestContext
 from kvtiers_vllm.own_tiering.idle_backoff import IdleBackoff
-from kvtiers_vllm.own_tiering.job_ledger import JobLedger, Request
+from kvtiers_vllm.own_tiering.job_ledger import Ends, JobLedger, Request
 from kvtiers_vllm.own_tiering.locked_tier import LockedTier
 from kvtiers_vllm.own_tiering.prompts import PrefillRate, Prompts
 
@@ -161,17 +161,27 @@ class TierDriver:
     # -- jobs
 
     def submit(
-        self, job_id: int, keys: Iterable[OffloadKey], rows: Sequence[int], request_id: str, *, is_promotion: bool
+        self,
+        job_id: int,
+        keys: Iterable[OffloadKey],
+        rows: Sequence[int],
+        request_id: str,
+        *,
+        is_promotion: bool,
+        ends: Ends = lambda _key: None,
     ) -> None:
-        """Submit a job to the tier; its one result always comes by ``finished``."""
+        """Submit a job to the tier; its one result always comes by ``finished``.
+
+        ``ends``: the token of the prompt at which a chunk ends.
+        """
         keys = tuple(keys)
         request = self._request(request_id)
         if not is_promotion:
-            self._prefill.computed(request_id, self._ledger.tokens(keys), request.prompt.before)
+            self._prefill.computed(request_id, *self._ledger.extent(keys, ends, request.prompt.before))
         if not is_promotion and (self._slot.options.read_only or request.left_out):
             self._ledger.report(job_id, success=True)  # intended: it must not count as a failure
             return
-        self._ledger.submit(job_id, keys, rows, request, is_promotion=is_promotion)
+        self._ledger.submit(job_id, keys, rows, request, is_promotion=is_promotion, ends=ends)
 
     def refuse(self, job_id: int) -> None:
         """Report a job that could not be submitted as failed; one that was submitted has a result of its own."""

@@ -242,6 +242,20 @@ class Engine:
         compat._by_core.clear()
         return {"ok": True}
 
+    def note_prices(self) -> dict[str, Any]:
+        """Have the positions noted at which tokens are priced from now on, and return those since the last call."""
+        from kvtiers.tiering.estimates import PrefillCost
+
+        noted, self._prices = getattr(self, "_prices", []), []
+        seconds = self._seconds = getattr(self, "_seconds", PrefillCost.seconds)
+
+        def note(price: Any, tokens: int, position: float) -> Any:
+            self._prices.append((tokens, position))
+            return seconds(price, tokens, position)
+
+        PrefillCost.seconds = note
+        return {"priced": noted}
+
     def ignore_adapters(self) -> dict[str, Any]:
         """Have adapters and salts decide nothing but what vLLM's own hashes say of them."""
         from kvtiers_vllm.stack import keys
