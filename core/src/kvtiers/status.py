@@ -233,6 +233,7 @@ def _tier_status(figures: Mapping[str, Any], trouble: str) -> dict[str, Any]:
         "breaker_state": int(own.get("breaker_state", 0)),
         "queue": figures["loading_chunks"] + own.get("storing_chunks", 0),
         "full": bool(own.get("full", 0)),
+        "refusing": bool(own.get("refusing", 0)),
         "too_slow": bool(figures.get("too_slow", 0)),
         "seal_failures": own.get("seal_failures", 0),
         "trouble": trouble,

@@ -116,6 +116,39 @@ def test_a_lost_node_costs_its_share_of_the_values_and_the_others_are_there(tier
         read_all(store, lost)
 
 
+def lost_slots(node) -> int:
+    return int(node.call("CLUSTER INFO")["cluster_slots_fail"])
+
+
+@pytest.mark.parametrize("covers_all", ["yes", "no"])
+def test_a_lost_node_is_named_and_no_remedy_for_a_full_server(start, caplog, covers_all):
+    """Where the others go on without it, and where they answer CLUSTERDOWN once its loss is noticed."""
+    cluster = start(Cluster)
+    for node in cluster.masters:
+        node.call("CONFIG SET", "cluster-require-full-coverage", covers_all)
+    breaker = {"failures": 10_000, "min_calls": 10_000}
+    with hosted(RedisConfig(type="redis", url=cluster.url, topology="cluster", retries=0, breaker=breaker)) as tier:
+        tier.wait_open()
+        tier.step_until(tier.is_in_use, "in use")
+        cluster.masters[2].kill()
+        tier.store(20)
+        tier.step_until(lambda: tier.figure("refusing") == 1, "it says that a part is missing")
+        tier.step_until(tier.all_ended, "the job ends")
+        [line] = [text for text in caplog.messages if "refusing: " in text]
+        assert f"127.0.0.1:{cluster.masters[2].port}: " in line, "the node, and what is the matter with it"
+        assert 0 < tier.figure("dropped_refused") < 20
+        others = [node for node in cluster.masters if node is not cluster.masters[2]]
+        wait_until(lambda: all(lost_slots(node) for node in others), "the others notice the loss")
+        stores = 0
+        while tier.figure("errors") == 0 and stores < 2:
+            tier.store(20)
+            tier.step_until(tier.all_ended, "these end")
+            stores += 1
+        assert bool(tier.figure("errors")) == (covers_all == "yes"), "with no node that answers, the calls fail"
+        assert tier.figure("dropped_full") == tier.figure("full") == 0
+        assert "maxmemory" not in caplog.text
+
+
 def test_all_nodes_are_asked_at_the_same_time(tier, start, names):
     cluster = start(Cluster)
     for node in cluster.masters:

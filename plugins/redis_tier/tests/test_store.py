@@ -294,6 +294,10 @@ def test_a_server_that_takes_no_writes_drops_them_and_is_read(tier, start, names
     refuses_writes(server)
     with pytest.raises(StoreFull):
         store.write(other, value(1))
+    [refused] = store.write_many([other], [value(1)])
+    assert not refused
+    assert refused.reason.startswith("MISCONF " if refuses_writes is cannot_save else "NOREPLICAS "), "and not: full"
+    assert store.stats()["dropped_values"] == 2
     assert read(store, one) == bytes(value(1))
     assert read(store, other) is None
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from kvtiers.api import RateLimit, StoreContractError, StoreFull
+from kvtiers.api import RateLimit, Refused, StoreContractError, StoreFull
 from kvtiers.host.messages import Status
 from kvtiers.host.store_calls import RateLimiter
 
@@ -69,6 +69,34 @@ def test_a_batch_that_was_full_in_part_drops_that_part(kit, keys):
     mover = kit.mover(HalfFull())
     assert list(mover.store(kit.run(keys)).statuses) == [DONE] * 3 + [DROPPED] * 3
     assert list(mover.store(kit.run(keys)).statuses) == [PRESENT] * 3 + [DROPPED] * 3
+
+
+def test_what_a_store_refuses_for_a_reason_is_dropped_without_a_retry_and_is_not_full(kit, keys, caplog):
+    class OneNodeDown(kit.BatchStore):
+        def write_many(self, names, srcs):
+            super().write_many(names[:2], srcs[:2])
+            return [True, True, False, *[Refused("node 3:\n connection refused " + "!" * 1000)] * (len(names) - 3)]
+
+    store = OneNodeDown()
+    mover = kit.mover(store)
+    moved = mover.store(kit.run(keys))
+    assert list(moved.statuses) == [DONE, DONE, DROPPED, *[Status.REFUSED] * (len(keys) - 3)]
+    assert moved.error.startswith("node 3: connection refused !!!")
+    assert len(moved.error) <= 500
+    assert moved.retries == 0
+    assert not any("node 3" in line for line in caplog.messages), "the engine's side says it"
+    assert not Refused("why"), "to whom it is no answer of its own, it is no"
+
+
+@pytest.mark.parametrize(("answer", "said"), [(None, "None"), (OSError("down"), "a OSError")])
+def test_a_batch_whose_answer_is_an_error_or_nothing_breaks_the_contract(kit, keys, caplog, answer, said):
+    class Odd(kit.BatchStore):
+        def write_many(self, names, srcs):
+            return [True] * (len(names) - 1) + [answer]
+
+    moved = kit.mover(Odd()).store(kit.run(keys))
+    assert set(moved.statuses) == {FAILED}
+    assert f"Odd.write_many answered {said} for a value; each answer must be True, False or a Refused" in moved.error
 
 
 def test_a_transient_error_is_retried_and_counted(kit, keys):

@@ -21,6 +21,7 @@ from kvtiers.api.plugin import API_VERSION, TierContext, TierPlugin, hookimpl, h
 from kvtiers.api.store import (
     ChunkStore,
     Finding,
+    Refused,
     StoreEntry,
     SupportsBatch,
     SupportsDiagnosis,
@@ -45,6 +46,7 @@ __all__ = [
     "LookupResult",
     "OffloadKey",
     "RateLimit",
+    "Refused",
     "SecondaryTierManager",
     "Secret",
     "Share",

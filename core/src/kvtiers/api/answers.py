@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Sequence
 
 from kvtiers.api.errors import StoreContractError
+from kvtiers.api.store import Refused
 
-__all__ = ["found", "found_each", "present_each"]
+__all__ = ["found", "found_each", "kept_each", "present_each"]
 
 
 def found(store: object, method: str, answer: object) -> bool:
@@ -20,6 +21,20 @@ def found_each(store: object, method: str, names: Sequence[str], answers: object
     if any(answer is None for answer in each):
         raise StoreContractError(store, method, "answered None for a value; each answer must be True or False")
     return [bool(answer) for answer in each]
+
+
+def kept_each(store: object, names: Sequence[str], answers: object) -> "list[bool | Refused]":
+    """Return the answers of ``write_many``, one a name; StoreContractError if there are more or fewer, or one is None.
+
+    Nor may one be an exception, which would be true.
+    """
+    each = _one_each(store, "write_many", names, answers)
+    for answer in each:
+        if answer is None or isinstance(answer, BaseException):
+            what = "None" if answer is None else f"a {type(answer).__name__}"
+            text = f"answered {what} for a value; each answer must be True, False or a Refused"
+            raise StoreContractError(store, "write_many", text)
+    return [answer if isinstance(answer, Refused) else bool(answer) for answer in each]
 
 
 def present_each(store: object, names: Sequence[str], answers: object) -> list[bool]:

@@ -13,6 +13,7 @@ from typing import ClassVar, Literal, Protocol, runtime_checkable
 __all__ = [
     "ChunkStore",
     "Finding",
+    "Refused",
     "StoreEntry",
     "SupportsBatch",
     "SupportsDiagnosis",
@@ -21,6 +22,17 @@ __all__ = [
     "SupportsPieces",
     "SupportsStats",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """An answer of ``write_many``, false as False is: the store takes values, but not this one now, and says why."""
+
+    reason: str
+    """One line: which part of the store, and what is the matter with it."""
+
+    def __bool__(self) -> bool:
+        return False
 
 
 class ChunkStore(ABC):
@@ -38,7 +50,8 @@ class ChunkStore(ABC):
 
     An absent value is a return value, a failure is an exception, and a full store raises ``StoreFull``. A store of
     several servers of which one is lost raises if it can do nothing of what a call asks for; else it answers for the
-    others, and False for what lies on the lost one, at once and not after a timeout each, and counts it in ``stats``.
+    others, and False (``write_many``: ``Refused``) for what lies on the lost one, at once and not after a timeout each,
+    and counts it in ``stats``.
     Five failures in a row, or half of all calls in 30 s, take the whole tier out of use for a while (``breaker``).
     """
 
@@ -108,10 +121,14 @@ class SupportsBatch(Protocol):
         threads at once, also for the same names. An answer of None is a mistake, and fails all of them.
         """
 
-    def write_many(self, names: Sequence[str], srcs: Sequence[memoryview]) -> Sequence[bool]:
+    def write_many(self, names: Sequence[str], srcs: Sequence[memoryview]) -> "Sequence[bool | Refused]":
         """Do ``write`` for each pair; one answer each, in order: False where the store was full.
 
         As many as ``read_many_into`` gets. Each value is atomic, the call is not. ``StoreFull`` is False for all.
+
+        ``Refused(reason)``: the store cannot take this value now for another reason, as where its server of many is
+        down. It is dropped and counted (``dropped_refused``), the reason is said once, and it is no failure of the
+        tier. An exception fails all of them.
         """
 
 

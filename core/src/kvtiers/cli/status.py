@@ -134,7 +134,8 @@ def _state(tier: Mapping[str, Any]) -> str:
     if tier["breaker_state"]:
         return _BREAKER.get(int(tier["breaker_state"]), "?")
     # An engine that started before an upgrade does not say these.
-    words = [word for word, holds in (("full", tier.get("full")), ("too slow", tier.get("too_slow"))) if holds]
+    states = {"full": tier.get("full"), "refusing": tier.get("refusing"), "too slow": tier.get("too_slow")}
+    words = [word for word, holds in states.items() if holds]
     return ", ".join(words) or _BREAKER[0]
 
 
@@ -158,6 +159,7 @@ def verdict(tier: Mapping[str, Any]) -> str:
         ),
         (tier.get("too_slow"), f"it brings next to nothing: {_said(tier, 'too slow')}"),
         (tier.get("full"), f"it takes nothing new: {_said(tier, 'full')}"),
+        (tier.get("refusing"), f"it takes only some of what is new: {_said(tier, 'refusing')}"),
         (tier["hits"] and _does_not_pay(tier) and not _few_loads(tier), f"it does not pay: {_brought(tier)}"),
         (tier["hits"] and _does_not_pay(tier), f"nothing can be said yet: {_brought(tier)}"),
         (tier["hits"], f"it pays: {_brought(tier)}"),

@@ -50,6 +50,8 @@ class Status(IntEnum):
     """The store was full."""
     PRESENT = 5
     """Nothing to write: the store has it already."""
+    REFUSED = 6
+    """The store could not take this value now, and takes others; the job's error says why."""
 
 
 class StoreJob(NamedTuple):

@@ -23,14 +23,15 @@ from kvtiers._failures import error_text
 from kvtiers.api import (
     ChunkStore,
     RateLimit,
+    Refused,
     StoreContractError,
     StoreFull,
     SupportsBatch,
     SupportsParts,
     SupportsPieces,
 )
-from kvtiers.api.answers import found, found_each
-from kvtiers.host.messages import drop_oldest
+from kvtiers.api.answers import found, found_each, kept_each
+from kvtiers.host.messages import Status, drop_oldest
 from kvtiers.layout.seal import PayloadHash
 
 __all__ = ["Attempts", "KnownNames", "NoTimeLeft", "RateLimiter", "StoreCalls"]
@@ -38,6 +39,7 @@ __all__ = ["Attempts", "KnownNames", "NoTimeLeft", "RateLimiter", "StoreCalls"]
 # Fits into a processor's own cache together with what it is copied from, and is hashed without releasing the GIL, as
 # more than 100 kB would be: the next copy would have to wait for the GIL.
 _STEP_BYTES = 64 << 10
+_LONGEST_REASON = 500
 _FIRST_PAUSE = 0.02
 _LONGEST_PAUSE = 2.0
 _BURST_SECONDS = 1.0  # so much of an unused rate is kept
@@ -53,6 +55,8 @@ class StoreCalls:
         self._store = store
         self.full_because = ""
         """What the store's last ``StoreFull`` said."""
+        self.refused_because = ""
+        """Why the store last could not take a value, while it took others."""
         # Looked at once: what a runtime Protocol is asked costs as much as moving a small value.
         self._batched = store if isinstance(store, SupportsBatch) else None
         self._pieces = store if isinstance(store, SupportsPieces) and self._batched is None else None
@@ -113,35 +117,45 @@ class StoreCalls:
 
         return read
 
-    def write(self, names: Sequence[str], views: Sequence[memoryview]) -> Callable[[], list[bool]]:
-        """Return the call that writes the views, and says for each whether there was room."""
+    def write(self, names: Sequence[str], views: Sequence[memoryview]) -> Callable[[], list[Status]]:
+        """Return the call that writes the views, and says of each whether it was taken."""
         store, batched = self._store, self._batched
         if batched is not None:
             return self._if_room(
-                len(names), lambda: found_each(store, "write_many", names, batched.write_many(names, views))
+                len(names), lambda: self._taken(kept_each(store, names, batched.write_many(names, views)))
             )
         return self._if_room(1, partial(_write_one, store.write, names[0], views[0]))
 
-    def write_parts(self, name: str, parts: Sequence[memoryview]) -> Callable[[], list[bool]]:
-        """Return the call that writes one value out of its parts, and says whether there was room."""
+    def write_parts(self, name: str, parts: Sequence[memoryview]) -> Callable[[], list[Status]]:
+        """Return the call that writes one value out of its parts, and says whether it was taken."""
         store = self._parts
         assert store is not None, "ask takes_parts first"
         return self._if_room(1, partial(_write_one, store.write_parts, name, parts))
 
-    def _if_room(self, count: int, call: Callable[[], list[bool]]) -> Callable[[], list[bool]]:
-        def write() -> list[bool]:
+    def _if_room(self, count: int, call: Callable[[], list[Status]]) -> Callable[[], list[Status]]:
+        def write() -> list[Status]:
             try:
                 return call()
             except StoreFull as error:  # here, so that no definition of a transient error can have it retried
                 self.full_because = error_text(error)
-                return [False] * count
+                return [Status.DROPPED] * count
 
         return write
 
+    def _taken(self, answers: Sequence[bool | Refused]) -> list[Status]:
+        taken = []
+        for answer in answers:
+            if isinstance(answer, Refused):
+                self.refused_because = " ".join(str(answer.reason).split())[:_LONGEST_REASON]
+                taken.append(Status.REFUSED)
+            else:
+                taken.append(Status.DONE if answer else Status.DROPPED)
+        return taken
 
-def _write_one(write: Callable[[str, _Source], None], name: str, source: _Source) -> list[bool]:
+
+def _write_one(write: Callable[[str, _Source], None], name: str, source: _Source) -> list[Status]:
     write(name, source)
-    return [True]
+    return [Status.DONE]
 
 
 class NoTimeLeft(Exception):  # noqa: N818 -- the deadline's doing, not the store's

@@ -308,19 +308,25 @@ class ValueMover:
                 seal_value(value, payload, name, run.names.layout_id)
                 self._worked(payload)
         loan = views.borrow(rows, sizes, readonly=not is_load)
-        call = self._calls.read if is_load else self._calls.write
         # The views are in no variable here: it would keep the exporter when the store has dropped it.
-        answers = self._call(moved, run, values, call(names, [*loan.views]), is_load=is_load)
-        if not self._taken_back(moved, [loan], self._calls.method(is_load=is_load)) or answers is None:
-            return False
+        found: list[bool] | None = None
+        taken: list[Status] | None = None
         if is_load:
-            judged = zip(names, rows, views.own(rows, sizes), payloads, answers, strict=True)
+            found = self._call(moved, run, values, self._calls.read(names, [*loan.views]), is_load=True)
+        else:
+            taken = self._call(moved, run, values, self._calls.write(names, [*loan.views]), is_load=False)
+        if not self._taken_back(moved, [loan], self._calls.method(is_load=is_load)):
+            return False
+        if found is not None:
+            judged = zip(names, rows, views.own(rows, sizes), payloads, found, strict=True)
             statuses = [
                 self._judge(run, name, row, value, payload) if there else self._missing(name)
                 for name, row, value, payload, there in judged
             ]
+        elif taken is not None:
+            statuses = self._written(moved, taken, max(sizes))
         else:
-            statuses = self._written(answers, max(sizes))
+            return False
         for place, nbytes, status in zip(places, sizes, statuses, strict=True):
             moved.statuses[place] = status
             moved.nbytes += nbytes if status is Status.DONE else 0
@@ -337,15 +343,17 @@ class ValueMover:
         del call
         if not self._taken_back(moved, loans, "write_parts") or answers is None:
             return False
-        [status] = self._written(answers, value.nbytes)
+        [status] = self._written(moved, answers, value.nbytes)
         moved.statuses[value.place] = status
         moved.nbytes += value.nbytes if status is Status.DONE else 0
         return True
 
-    def _written(self, answers: Sequence[bool], nbytes: int) -> list[Status]:
-        if not all(answers):
+    def _written(self, moved: Moved, statuses: list[Status], nbytes: int) -> list[Status]:
+        if Status.DROPPED in statuses:
             self._log_full(nbytes)
-        return [Status.DONE if there else Status.DROPPED for there in answers]
+        if Status.REFUSED in statuses:
+            moved.error = self._calls.refused_because
+        return statuses
 
     def _taken_back(self, moved: Moved, loans: Sequence[Loan], method: str) -> bool:
         """End the loans of a call; False, and the values have failed, if the store has kept a buffer."""

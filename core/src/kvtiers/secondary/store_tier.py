@@ -37,6 +37,7 @@ _FIGURES = (
     "seal_failures",
     "retries",
     "dropped_full",
+    "dropped_refused",
     "dropped_queue",
     "dropped_shutdown",
     "already_present",
@@ -59,7 +60,9 @@ class ChunkStoreTier(EventTier):
         self._generation = 0
         """Of the names: that of a job in flight may be an earlier one."""
         self._suspects = SuspectKeys()
-        self._full = _FullWatch(self._name, config.when_full, clock)
+        self._full = _DropWatch(self._name, "full", "it was full", clock)
+        self._refusing = _DropWatch(self._name, "refusing", "it refused some", clock)
+        self._when_full = config.when_full
         self._open = False
         self._has_heard = False
         """The hosts' first report has been handled: until then ``open_state`` asks the hosts themselves."""
@@ -217,7 +220,8 @@ class ChunkStoreTier(EventTier):
                 "breaker_state": int(self._breaker.state),
                 "breaker_opened": self._breaker.opened,
                 "open": int(self._open if self._has_heard else self._hosts.open_state() == ""),
-                "full": int(self._full.is_full),
+                "full": int(self._full.holds),
+                "refusing": int(self._refusing.holds),
                 "open_probes": self._lookups.open_probes,
                 "lookup_questions": self._lookups.questions,
                 "lookup_seconds": self._lookups.seconds,
@@ -323,10 +327,8 @@ class ChunkStoreTier(EventTier):
         if damaged:
             text = f"{self._name}: {damaged} of {len(job.keys)} values are damaged; counted as misses"
             self.log(logging.WARNING, text)
-        if inflight.is_store and (
-            line := self._full.stored(statuses.count(Status.DONE), statuses.count(Status.DROPPED))
-        ):
-            self.log(logging.WARNING, line)
+        if inflight.is_store:
+            self._watch_drops(statuses, inflight.error)
         # A job reported as failed is counted already, whatever became of it later.
         if not (inflight.failed_in_use or inflight.to_release):
             if not result.success and Status.FAILED in statuses:
@@ -340,6 +342,15 @@ class ChunkStoreTier(EventTier):
                 self._suspects.note(job.keys, statuses, is_load=job.is_promotion)
             self._learn(job, result)
         self._events.append(result)
+
+    def _watch_drops(self, statuses: bytes | bytearray, error: str) -> None:
+        written = statuses.count(Status.DONE)
+        for line in (
+            self._full.stored(written, statuses.count(Status.DROPPED), self._when_full),
+            self._refusing.stored(written, statuses.count(Status.REFUSED), error),
+        ):
+            if line:
+                self.log(logging.WARNING, line)
 
     def _forget(self, keys: Sequence[OffloadKey]) -> None:
         self._lookups.lost(keys)
@@ -401,36 +412,40 @@ class _Counts:
         figures["seal_failures"] += damaged
         figures["missing"] += statuses.count(Status.MISSING)
         figures["dropped_full"] += statuses.count(Status.DROPPED)
+        figures["dropped_refused"] += statuses.count(Status.REFUSED)
         return damaged
 
 
-class _FullWatch:
-    """The watch over a full store: one log line when it stops taking values, with what to do, and one when it resumes.
+class _DropWatch:
+    """The watch over a store that does not take values: one log line when that begins, and one when it resumes.
 
-    A full store is no failure: it is still read, its breaker stays closed, and what is dropped is counted. Without the
-    line an operator would see a healthy engine and a tier that gets nothing new. ``advice``: what to do.
+    It is full, or a part of it is down: neither is a failure. It is still read, its breaker stays closed, and what is
+    dropped is counted. Without the line an operator would see a healthy engine and a tier that gets nothing new.
+    ``state``: the word for it; ``was``: the same of what is over.
     """
 
-    def __init__(self, name: str, advice: str, clock: Callable[[], float]) -> None:
-        self._name = name
-        self._advice = advice
+    def __init__(self, name: str, state: str, was: str, clock: Callable[[], float]) -> None:
+        self._name, self._state, self._was = name, state, was
         self._clock = clock
         self._dropped = 0
         self._last = 0.0
-        self.is_full = False
+        self.holds = False
 
-    def stored(self, written: int, dropped: int) -> str:
-        """Record how many of a job's values were written and dropped; return a line for the log, or "" for none."""
+    def stored(self, written: int, dropped: int, why: str) -> str:
+        """Record how many of a job's values were written and dropped; return a line for the log, or "" for none.
+
+        ``why``: the reason, or what to do.
+        """
         if dropped:
             self._last = self._clock()
-            self._dropped = self._dropped + dropped if self.is_full else dropped
-            began, self.is_full = not self.is_full, True
+            self._dropped = self._dropped + dropped if self.holds else dropped
+            began, self.holds = not self.holds, True
             if began:
                 return (
-                    f"{self._name}: full: its store has not taken {dropped} values; what it holds is read as before; "
-                    f"{self._advice}"
+                    f"{self._name}: {self._state}: its store has not taken {dropped} values; what it holds is read as "
+                    f"before; {why}"
                 )
-        elif self.is_full and written and self._clock() - self._last >= _QUIET_SECONDS:
-            self.is_full = False
-            return f"{self._name}: takes values again; {self._dropped} were dropped while it was full"
+        elif self.holds and written and self._clock() - self._last >= _QUIET_SECONDS:
+            self.holds = False
+            return f"{self._name}: takes values again; {self._dropped} were dropped while {self._was}"
         return ""

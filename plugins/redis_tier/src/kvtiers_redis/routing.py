@@ -2,12 +2,12 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeAlias
 
 from redis.exceptions import RedisError
 
-from kvtiers.api import TierUnavailable
+from kvtiers.api import Refused, TierUnavailable
 from kvtiers_redis.link import Link, ReplyError
 from kvtiers_redis.places import Address
 from kvtiers_redis.servers import Server
@@ -39,19 +39,26 @@ class Router:
         """Values that count as absent, or were not kept, because their server, one of several, does not answer."""
 
     def ask(
-        self, keys: Sequence[bytes], talk: Talk, *, instead: Mapping[str, Answer] | None = None, partial: bool = True
+        self,
+        keys: Sequence[bytes],
+        talk: Talk,
+        *,
+        instead: Mapping[str, Answer] | None = None,
+        partial: bool = True,
+        refusals: Collection[str] | None = None,
     ) -> list[Answer]:
         """Return an answer for each key.
 
         ``instead``: what to return for an error with this code. Other errors are raised. With ``partial``, False stands
-        for the keys of a server of many that cannot be reached, unless no server can.
+        for the keys of a server of many that cannot be reached, unless no server can. ``refusals``: if given, not False
+        but a Refused that says why, and the same for an error with one of these codes.
         """
         answers = self._run(keys, talk)
         if _has_results_alone(answers):
             return answers
         for i, answer in enumerate(answers):
-            if isinstance(answer, ReplyError) and instead is not None and answer.code in instead:
-                answers[i] = instead[answer.code]
+            if isinstance(answer, ReplyError):
+                answers[i] = _instead_of(answer, instead or {}, refusals or ())
         failed = [i for i, answer in enumerate(answers) if isinstance(answer, Exception)]
         if not failed:
             return answers
@@ -62,7 +69,7 @@ class Router:
             raise as_error(answers[failed[0]])
         self.unreachable += len(failed)
         for i in failed:
-            answers[i] = False
+            answers[i] = False if refusals is None else Refused(str(answers[i]))
         return answers
 
     def _run(self, keys: Sequence[bytes], talk: Talk) -> list[Answer]:
@@ -158,6 +165,11 @@ def _address_in(text: str, server: Server) -> Address | None:
     if not colon or not port.isdecimal():
         return None
     return host or server.host, int(port)
+
+
+def _instead_of(error: ReplyError, instead: Mapping[str, Answer], refusals: Collection[str]) -> Answer:
+    """Return what an error stands for where it is an answer of one key, or the error."""
+    return Refused(str(error)) if error.code in refusals else instead.get(error.code, error)
 
 
 def _is_passing(answer: Answer) -> bool:

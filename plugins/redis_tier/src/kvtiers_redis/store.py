@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from redis import exceptions as client_errors
 
-from kvtiers.api import ChunkStore, Finding, StoreEntry, StoreFull, TierUnavailable
+from kvtiers.api import ChunkStore, Finding, Refused, StoreEntry, StoreFull, TierUnavailable
 from kvtiers_redis.config import RedisConfig
 from kvtiers_redis.link import Link, ReplyError
 from kvtiers_redis.places import is_loopback
@@ -19,7 +19,9 @@ from kvtiers_redis.windows import Answer, Exchange, ask, command, commands, read
 __all__ = ["RedisStore"]
 
 _PAGE_KEYS = 1000
-_NOT_KEPT = dict.fromkeys(("OOM", "MISCONF", "NOREPLICAS"), False)  # the server takes no writes now, and answers reads
+_FULL = "OOM"
+_NO_WRITES = frozenset({"MISCONF", "NOREPLICAS"})
+"""Error codes of a server that takes no writes now, and answers reads: it cannot save, or has lost its replicas."""
 
 
 class RedisStore(ChunkStore):
@@ -82,23 +84,24 @@ class RedisStore(ChunkStore):
                 asking=asking,
             )
 
-        not_refreshed = dict.fromkeys(_NOT_KEPT) if refresh else {}
+        not_refreshed = dict.fromkeys((_FULL, *_NO_WRITES)) if refresh else {}
         return self._router.ask(keys, talk, instead={"WRONGTYPE": False, **not_refreshed})
 
     def write(self, name: str, src: memoryview) -> None:
         """Set the value. StoreFull if the server takes none now."""
-        if not self.write_many([name], [src])[0]:
-            raise StoreFull("the server has no room, or takes no writes now")
+        [kept] = self.write_many([name], [src])
+        if not kept:
+            raise StoreFull(kept.reason if isinstance(kept, Refused) else "the server has no room")
 
-    def write_many(self, names: Sequence[str], srcs: Sequence[memoryview]) -> Sequence[bool]:
+    def write_many(self, names: Sequence[str], srcs: Sequence[memoryview]) -> Sequence[bool | Refused]:
         """Send all values, then read the result of each."""
         keys = [self._key(name) for name in names]
         done = self._set(keys, srcs, self._set_options)
         if None in done:  # a value is there already, and NX has left it
             self._replace_others(keys, srcs, done)
-        dropped = done.count(False)
-        self._dropped += dropped
-        return [answer is not False for answer in done]
+        kept = [answer if isinstance(answer, Refused) else answer is not False for answer in done]
+        self._dropped += sum(not answer for answer in kept)
+        return kept
 
     def _set(self, keys: Sequence[bytes], srcs: Sequence[memoryview], options: Sequence[bytes]) -> list[Answer]:
         def talk(link: Link, indexes: Sequence[int], asking: bool) -> Exchange:
@@ -111,7 +114,7 @@ class RedisStore(ChunkStore):
                 asking=asking,
             )
 
-        return self._router.ask(keys, talk, instead=_NOT_KEPT)
+        return self._router.ask(keys, talk, instead={_FULL: False}, refusals=_NO_WRITES)
 
     def _replace_others(self, keys: Sequence[bytes], srcs: Sequence[memoryview], done: list[Answer]) -> None:
         """Of the values that NX has left, write those that had another length."""

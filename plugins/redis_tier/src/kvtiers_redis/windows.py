@@ -9,11 +9,12 @@ With several servers, the exchanges take turns, so that all servers have work.
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeAlias
 
+from kvtiers.api import Refused
 from kvtiers_redis.link import SHORTEST_STATUS, Link, ReplyError
 
 __all__ = ["Answer", "Exchange", "ask", "command", "commands", "read_values", "to_the_end", "write_values"]
 
-Answer: TypeAlias = bool | int | str | Exception | None
+Answer: TypeAlias = bool | int | str | Exception | Refused | None
 """The result of one key: the server's reply, or the error instead of it."""
 
 Exchange: TypeAlias = Generator[None, None, list[Answer]]

@@ -22,6 +22,7 @@ __all__ = ["chunks_in_flight", "summarize"]
 _INTERVALS = 60
 _DROPPED = {
     "dropped_full": "chunks not stored, since the store is full",
+    "dropped_refused": "chunks not stored, since a part of the store did not answer, or took no writes",
     "dropped_queue": "chunks not stored, since its queue was full",
     "dropped_shutdown": "chunks not stored, since the replay ended before their turn",
 }  # of a tier's own figures

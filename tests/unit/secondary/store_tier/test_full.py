@@ -1,4 +1,4 @@
-"""A store that takes no more values: said once with what to do, and once when it does again."""
+"""A store that does not take values: said once with the reason or what to do, and once when it does again."""
 
 import pytest
 from tests.unit.secondary.store_tier.hand_backend import job, result_of, step
@@ -13,10 +13,10 @@ def store(tier, backend, kit):
     """Store so many new chunks, of which so many are dropped."""
     numbers = iter(range(1, 1000))
 
-    def store(count, dropped):
+    def store(count, dropped, status=Status.DROPPED, why=""):
         number = next(numbers)
         tier.submit_store(job(number, [kit.key(100 * number + place) for place in range(count)]))
-        result_of(backend, number, *[Status.DROPPED] * dropped, *[Status.DONE] * (count - dropped))
+        result_of(backend, number, *[status] * dropped, *[Status.DONE] * (count - dropped), error=why)
         step(tier)
 
     return store
@@ -53,3 +53,20 @@ def test_a_store_that_has_all_of_it_already_has_not_taken_anything(tier, backend
     result_of(backend, 2000, Status.PRESENT, Status.PRESENT)
     step(tier)
     assert tier.stats()["full"] == 1
+
+
+def test_a_store_that_refuses_some_is_said_once_with_its_reason_and_is_neither_full_nor_a_failure(
+    tier, backend, store, clock
+):
+    for _ in range(20):
+        store(6, 2, Status.REFUSED, "node 3: connection refused")
+    assert backend.logged == [
+        "t: refusing: its store has not taken 2 values; what it holds is read as before; node 3: connection refused"
+    ]
+    figures = tier.stats()
+    assert (figures["refusing"], figures["full"], figures["breaker_state"]) == (1, 0, 0)
+    assert (figures["dropped_refused"], figures["dropped_full"], figures["errors"]) == (40, 0, 0)
+    clock.now += 31.0
+    store(6, 0)
+    assert backend.logged[1:] == ["t: takes values again; 40 were dropped while it refused some"]
+    assert tier.stats()["refusing"] == 0

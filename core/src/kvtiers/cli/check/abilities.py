@@ -8,6 +8,7 @@ from kvtiers._failures import CallThread
 from kvtiers.api import (
     ChunkStore,
     Finding,
+    Refused,
     StoreEntry,
     SupportsBatch,
     SupportsListing,
@@ -15,7 +16,7 @@ from kvtiers.api import (
     SupportsPieces,
     SupportsStats,
 )
-from kvtiers.api.answers import found_each
+from kvtiers.api.answers import found_each, kept_each
 from kvtiers.api.units import format_duration
 from kvtiers.cli.check.round_trip import Bench, ProbeError, probe_name
 
@@ -52,8 +53,11 @@ def _batch(store: ChunkStore, batched: SupportsBatch, bench: Bench) -> Iterator[
         wrote = bench.borrow(
             store, "write_many", [0, 0], readonly=True, call=lambda views: batched.write_many(names, views)
         )
-        if not all(found_each(store, "write_many", names, wrote)):
-            raise ProbeError("write_many() says that the store is full", "give the store more room")
+        for answer in kept_each(store, names, wrote):
+            if isinstance(answer, Refused):
+                raise ProbeError(f"write_many() says that the store cannot take a value now: {answer.reason}")
+            if not answer:
+                raise ProbeError("write_many() says that the store is full", "give the store more room")
         bench.stage = "reading two probe values in one call"
         for asked, expected in ((names, [True, True]), ([names[0], absent], [True, False])):
             bench.forget()
