@@ -38,6 +38,26 @@ def test_a_shutdown_says_how_many_jobs_and_chunks_it_dropped(start, faulty, gate
         machine.wait_until(lambda: not machine.holders(engine.manager.engine_id), "its very end")
 
 
+def test_that_hosts_are_killed_for_jobs_dropped_at_the_end_is_not_said_again(start, faulty, gates, machine, log):
+    engine = start(faulty(threads=1, grace="50ms"))
+    engine.until_available()
+    pid = engine.host()
+    gates.set("write", "hang")
+    engine.put(machine.keys(0, 4))
+    machine.wait_until(lambda: gates.reached("write"), "the store")
+    tier = next(slot.tier for slot in engine.manager._slots)
+    tier.drop_jobs(list(tier._hosts.jobs()))
+    engine.until(lambda: engine.own()["host_starts"] == 2, "another host in the place of the one that was killed")
+    assert machine.state_of(pid) == ""
+    engine.until_available()
+    gates.set("write", "hang")
+    engine.put(machine.keys(10, 4))
+    machine.wait_until(lambda: gates.reached("write") == 2, "the next store")
+    engine.close(0.3)
+    assert log("dropped") == ["faulty: shutdown within 0.3s dropped 2 jobs with 8 chunks"]
+    assert not log.lines("its host")
+
+
 @pytest.mark.parametrize(
     ("stage", "order"),
     [

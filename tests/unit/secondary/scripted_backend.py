@@ -38,6 +38,9 @@ class ScriptedBackend:
     def set_names(self, names):
         self.calls.append(("names", names))
 
+    def expect_end(self):
+        pass
+
     def abandon(self, job_id):
         self.calls.append(("abandon", job_id))
 

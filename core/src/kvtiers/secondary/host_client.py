@@ -133,6 +133,10 @@ class HostClient:
             self._link.send(wire.encode_abandon(self._index, job_id))
             self._kill_unless_done(job_id)
 
+    def expect_end(self) -> None:
+        """Log nothing of the host's being killed from now on."""
+        self._link.host.expected_to_end = True
+
     def release(self, job_id: int) -> None:
         """Detach a load from its rows, if the host can."""
         with self._link.lock:

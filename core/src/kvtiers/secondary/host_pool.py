@@ -66,6 +66,9 @@ class StoreBackend(Protocol):
     def abandon(self, job_id: int) -> None:
         """Give this job up: no request waits for it any more. Its JobDone must still follow."""
 
+    def expect_end(self) -> None:
+        """Log nothing of a host that has to be killed from now on: jobs were dropped, since the engine ends."""
+
     def release(self, job_id: int) -> None:
         """Detach a load from its rows, if possible: its JobReleased then comes although its calls are still running."""
 
@@ -156,6 +159,11 @@ class HostPool:
     def jobs(self) -> dict[int, TransferJob]:
         """Return all jobs in flight by id."""
         return {job_id: part.of.job for host in self._hosts for job_id, part in host.backend.parts.items()}
+
+    def expect_end(self) -> None:
+        """Log nothing of hosts that have to be killed from now on: jobs were dropped, since the engine ends."""
+        for host in self._hosts:
+            host.backend.expect_end()
 
     def abandon(self, job_id: int) -> None:
         """Give up the job in each host that still has a part; one that does not end its part in time is killed."""

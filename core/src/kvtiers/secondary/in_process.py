@@ -81,6 +81,9 @@ class InProcessBackend:
         """Begin nothing more for this job."""
         self._pool.abandon(job_id)
 
+    def expect_end(self) -> None:
+        """Do nothing: there is no process to be killed."""
+
     def release(self, job_id: int) -> None:
         """Detach a load from its rows, if it uses bounce buffers."""
         self._pool.release(job_id)

@@ -136,7 +136,9 @@ class ChunkStoreTier(EventTier):
 
     def drop_jobs(self, job_ids: Sequence[int]) -> None:
         """Begin nothing more of these jobs, since the engine ends; not a failure of the store. ``drain`` logs them."""
-        self._is_ending = self._is_ending or bool(job_ids)
+        if job_ids:
+            self._is_ending = True
+            self._hosts.expect_end()
         for job_id in job_ids:
             job = self._hosts.job(job_id)
             if job is not None and not job.failed_in_use:
@@ -166,6 +168,7 @@ class ChunkStoreTier(EventTier):
         jobs, chunks = not_done(unfinished, results.values())
         self._counts.figures["dropped_shutdown"] += chunks
         if jobs:
+            self._hosts.expect_end()
             text = f"{self._name}: shutdown within {timeout:.3g}s dropped {jobs} jobs with {chunks} chunks"
             self.log(logging.WARNING, text)
         return not self._hosts.in_flight

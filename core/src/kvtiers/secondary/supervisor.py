@@ -78,6 +78,8 @@ class HostProcess:
     """Why it could not be started, the last time that it could not."""
     ending: bool = False
     """It is to end, and is not started again."""
+    expected_to_end: bool = False
+    """Jobs of it were dropped at the engine's end, which was logged: that it is killed for them is not worth a line."""
 
 
 class HostLauncher:
@@ -209,7 +211,7 @@ class HostLauncher:
         self._back_off(host, time.monotonic() - life.started)
         if not host.ending:
             how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
-            self._log(logging.WARNING, f"{host.name}: its host ended ({how}); a new one starts in {host.delay:g}s")
+            self._log(_level(host), f"{host.name}: its host ended ({how}); a new one starts in {host.delay:g}s")
         life.status = status  # last: from now on its rows may be leased again
 
     @staticmethod
@@ -221,7 +223,7 @@ class HostLauncher:
         life.being_killed = True
         life.kill_at.clear()
         if _kill_if_running(life):
-            self._log(logging.WARNING, f"{host.name}: its host is killed: {reason}")
+            self._log(_level(host), f"{host.name}: its host is killed: {reason}")
 
     def _end(self, until: float) -> None:
         self._closing = True
@@ -237,6 +239,10 @@ def _close_unused(host: HostProcess) -> None:
     with contextlib.suppress(IndexError):
         while True:
             host.lives.popleft().connection.close()
+
+
+def _level(host: HostProcess) -> int:
+    return logging.DEBUG if host.expected_to_end else logging.WARNING
 
 
 def _kill_if_running(life: HostLife) -> bool:
