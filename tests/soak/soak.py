@@ -39,7 +39,7 @@ LONG = 120.0
 """Seconds of a soak after which each tier kind must have been loaded from."""
 PRIMARY = {"capacity": "8MiB", "prefault": False}
 WAITS = {"lookup_wait": "50ms", "load_wait": "300ms"}
-KINDS = {"memory", "fs", "liar", "managed-liar", "redis", "sentinel", "s3"}
+KINDS = {"memory", "fs", "liar", "managed-liar", "redis", "sentinel", "cluster", "s3"}
 MANAGED = {"deadline": "2s"}
 QUICK = {"deadline": "2s", "grace": "500ms", "breaker": {"delay": "100ms", "max_delay": "1s"}}
 
@@ -76,6 +76,14 @@ class Redis(Server):
         return {"type": "redis", "url": f"redis://127.0.0.1:{self.port}", "timeout": "1s"}
 
 
+def redis_servers():
+    """Return the module of the Redis tier's own tests that starts its servers."""
+    spec = importlib.util.spec_from_file_location("redis_servers", REDIS_SERVERS)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 class Sentinel:
     """A master, a replica, and Sentinels that replace a master which is gone for long enough; ``process`` is the first.
 
@@ -83,10 +91,7 @@ class Sentinel:
     """
 
     def __init__(self, folder):
-        spec = importlib.util.spec_from_file_location("redis_servers", REDIS_SERVERS)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        self._all = module.Sentinels(folder / "sentinel").start()
+        self._all = redis_servers().Sentinels(folder / "sentinel").start()
 
     @property
     def process(self):
@@ -104,6 +109,35 @@ class Sentinel:
     def tier(self):
         where = {"url": self._all.url, "topology": "sentinel", "master": self._all.name}
         return {"type": "redis", "name": "sentinel", **where, "timeout": "1s"}
+
+
+class Cluster:
+    """Three masters of a Redis Cluster, each with a replica that takes over; ``process``: a node's, another each time.
+
+    It is the Redis tier's tests' own.
+    """
+
+    def __init__(self, folder):
+        self._all = redis_servers().Cluster(folder / "cluster", replicas=1).start()
+        self._ended = self._all.nodes[0]
+
+    @property
+    def process(self):
+        return random.choice(self._all.nodes)._process
+
+    def start(self):
+        self._ended.start()
+
+    def end(self):
+        self._ended = random.choice(self._all.nodes)
+        self._ended.kill()
+
+    def close(self):
+        for node in self._all.nodes:
+            node.kill()
+
+    def tier(self):
+        return {"type": "redis", "name": "cluster", "url": self._all.url, "topology": "cluster", "timeout": "1s"}
 
 
 class S3(Server):
@@ -203,7 +237,8 @@ class Soak:
         self.seconds = 60 * minutes
         self.redis = Redis(folder) if shutil.which("redis-server") else None
         self.sentinel = Sentinel(folder) if self.redis and shutil.which("redis-sentinel") else None
-        self.servers = [server for server in (self.redis, self.sentinel, S3(folder)) if server]
+        self.cluster = Cluster(folder) if self.redis else None
+        self.servers = [server for server in (self.redis, self.sentinel, self.cluster, S3(folder)) if server]
         self.environment = os.environ | {MARK: self.mark, "PYTHONPATH": self._install_liar()}
 
     def _install_liar(self):
@@ -255,10 +290,10 @@ class Soak:
         server.start()
 
     def stop_a_server(self, _engine):
-        server = self.random.choice(self.servers)
-        server.process.send_signal(signal.SIGSTOP)
+        process = self.random.choice(self.servers).process
+        process.send_signal(signal.SIGSTOP)
         time.sleep(self.random.uniform(0.1, 3.0))
-        server.process.send_signal(signal.SIGCONT)
+        process.send_signal(signal.SIGCONT)
 
     def fill_the_disk(self, _engine):
         self.disk.fill()
@@ -390,7 +425,8 @@ def report(soak, left, without=()):
     print(f"did: {dict(soak.did)}")
     missing = not_done(soak)
     print(f"not done: {', '.join(f'{part} ({PARTS[part]})' for part in missing) or 'nothing'}")
-    unloaded = sorted(name for name in KINDS - set(missing) if not soak.totals[f"landed {name}"])
+    without_redis = {"cluster"} if "redis" in missing else set()
+    unloaded = sorted(name for name in KINDS - set(missing) - without_redis if not soak.totals[f"landed {name}"])
     print(f"not loaded from: {', '.join(unloaded) or 'none'}")
     print(f"compared {soak.totals['compared']} chunks, {len(soak.wrong)} with a wrong byte {soak.wrong[:3]}")
     print(

@@ -161,3 +161,18 @@ def test_a_mutated_load_of_a_tier_of_the_third_rung_is_a_miss_and_counted(tmp_pa
     assert not ran.wrong
     assert ran.last["landed"]["managed-liar"] > 0
     assert ran.last["damaged"]["managed-liar"] > 0
+
+
+def test_a_node_of_the_cluster_is_killed_and_comes_back_and_the_end_leaves_none(tmp_path):
+    chaos = soak.Cluster(tmp_path)
+    nodes = chaos._all.nodes
+    try:
+        assert chaos.tier()["name"] in soak.KINDS
+        assert chaos.process in {node._process for node in nodes}
+        chaos.end()
+        assert [node._process for node in nodes].count(None) == 1
+        chaos.start()
+        assert all(node.answers() for node in nodes)
+    finally:
+        chaos.close()
+    assert not any(node._process for node in nodes)
