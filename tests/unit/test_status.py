@@ -182,6 +182,15 @@ def test_a_question_that_cannot_be_taken_is_not_the_last(monkeypatch):
         served.close()
 
 
+def test_questions_are_taken_at_a_bounded_rate_from_any_user(serve):
+    """A process that asks in a loop, of any user, would have the engine's interpreter for half of the time."""
+    name = serve({"tiers": {}}).name
+    began = time.monotonic()
+    for _ in range(1_000):
+        assert ask(name, 60.0) == {"tiers": {}}
+    assert time.monotonic() - began > 0.8, "100 in each tenth of a second"
+
+
 def test_an_engine_that_has_ended_listens_to_the_log_no_longer():
     logger = logging.getLogger("kvtiers")
     before = list(logger.handlers)

@@ -24,6 +24,7 @@ from typing import Any
 
 from kvtiers._failures import logged_boundary
 from kvtiers.metrics import budget_advice
+from kvtiers.region.connection import AcceptRate
 from kvtiers.region.handshake import peer_credentials
 
 __all__ = [
@@ -85,6 +86,7 @@ class StatusSocket:
         self._on_close()
 
     def _serve(self) -> None:
+        rate = AcceptRate()  # any user can connect in a loop, and this thread has the engine's interpreter meanwhile
         while True:
             try:
                 connection, _ = self._socket.accept()
@@ -97,6 +99,8 @@ class StatusSocket:
                 _, uid = peer_credentials(connection)
                 if uid in {0, os.getuid()}:
                     connection.sendall(self._answer())
+            if (pause := rate.accepted(at_start=False)) and self._closed.wait(pause):
+                return
 
     def _answer(self) -> bytes:
         with logged_boundary(_log, "kvtiers status cannot be answered; a bug of kvtiers") as answering:
