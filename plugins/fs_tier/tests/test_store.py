@@ -1,3 +1,4 @@
+import errno
 import os
 import stat
 import threading
@@ -6,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtiers.api import StoreFull
+from kvtiers.api import ConfigError, StoreFull, WritesRefused
 
 HOUR = 3600.0
 
@@ -167,6 +168,42 @@ def test_a_value_larger_than_the_capacity_is_dropped_at_once(folder, value, name
         store.write(names(1)[0], value(1, pages=4))
     assert not waits
     assert store.stats()["dropped_values"] == 1
+
+
+@pytest.fixture
+def read_only_disk(monkeypatch):
+    """Return a function that makes the file system read-only, as the kernel does after an error of the disk."""
+    original = os.open
+
+    def read_only(path, flags, *args, **options):
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+        return original(path, flags, *args, **options)
+
+    return lambda: monkeypatch.setattr(os, "open", read_only)
+
+
+def test_a_disk_that_becomes_read_only_refuses_what_is_new_and_is_read_all_the_same(
+    folder, value, names, read, read_only_disk
+):
+    store = folder.open()
+    first, second = names(2)
+    store.write(first, value(1))
+    read_only_disk()
+    with pytest.raises(WritesRefused, match="has become read-only"):  # an error would take the tier out of use
+        store.write(second, value(2))
+    assert read(store, first) == bytes(value(1))
+    assert list(store.exists([first, second])) == [True, False]
+    assert store.stats()["dropped_values"] == 1
+
+
+def test_a_disk_that_is_read_only_at_the_start_says_what_to_set(folder, read_only_disk):
+    folder.open()
+    folder.close()
+    read_only_disk()
+    with pytest.raises(ConfigError, match=r"cannot be written by .*Read-only file system.*set 'read_only: true'"):
+        folder.open()
+    assert folder.open(read_only=True)
 
 
 def test_direct_io_falls_back_where_the_file_system_refuses_it(folder, mounted, caplog, value, names, read):

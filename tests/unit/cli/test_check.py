@@ -66,6 +66,7 @@ def close(self):
         ("def exists(self, names): return []", "gave [], expected [True, False]"),
         ("def delete(self, names): pass", "exists() of the deleted probe value gave [True], expected [False]"),
         ("def write(self, name, src): raise StoreFull('0 bytes left')", "the store is full: 0 bytes left"),
+        ("def write(self, name, src): raise WritesRefused('the disk is read-only')", "takes no values: the disk is read-"),
         ("def write(self, name, src): raise OSError('disk on fire')", "failed while writing the probe value: disk on fire (OSError)"),
         ("def read_into(self, name, dst): raise ValueError('a\\nb')", "failed while reading the probe value back: a b (ValueError)"),
         ("def close(self): raise OSError('stuck')", "failed while being closed: stuck (OSError)"),

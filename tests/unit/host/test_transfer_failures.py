@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from kvtiers.api import RateLimit, Refused, StoreContractError, StoreFull
+from kvtiers.api import RateLimit, Refused, StoreContractError, StoreFull, WritesRefused
 from kvtiers.host.messages import Status
 from kvtiers.host.store_calls import RateLimiter
 
@@ -86,6 +86,21 @@ def test_what_a_store_refuses_for_a_reason_is_dropped_without_a_retry_and_is_not
     assert moved.retries == 0
     assert not any("node 3" in line for line in caplog.messages), "the engine's side says it"
     assert not Refused("why"), "to whom it is no answer of its own, it is no"
+
+
+def test_a_store_that_is_read_and_takes_nothing_says_why_without_a_retry_or_a_failure(kit, keys, caplog):
+    class ReadOnly(kit.DictStore):
+        transient_errors = (Exception,)
+
+        def write(self, name, src):
+            self.calls.append(("write", name))
+            raise WritesRefused("the disk has become\nread-only")
+
+    store = ReadOnly()
+    moved = kit.mover(store).store(kit.run(keys))
+    assert set(moved.statuses) == {Status.REFUSED}
+    assert (moved.error, moved.retries) == ("the disk has become read-only", 0)
+    assert "no room" not in caplog.text
 
 
 @pytest.mark.parametrize(("answer", "said"), [(None, "None"), (OSError("down"), "a OSError")])

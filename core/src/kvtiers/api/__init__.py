@@ -15,6 +15,7 @@ from kvtiers.api.errors import (
     StoreFull,
     TierPluginError,
     TierUnavailable,
+    WritesRefused,
 )
 from kvtiers.api.keys import OffloadKey, block_hash_of, group_of, make_offload_key
 from kvtiers.api.plugin import API_VERSION, TierContext, TierPlugin, hookimpl, hookspec
@@ -69,6 +70,7 @@ __all__ = [
     "TierRequest",
     "TierUnavailable",
     "TransferJob",
+    "WritesRefused",
     "block_hash_of",
     "group_of",
     "hookimpl",

@@ -9,6 +9,7 @@
     ├── TierUnavailable    a tier's backend cannot be reached; counts towards its breaker
     ├── ChunkCorrupt       bytes came back that are not the ones stored for this key; a miss
     ├── StoreFull          the store has no room; the write is dropped, without retry or breaker
+    │   └── WritesRefused  the same of a store that takes nothing for another reason, which the text says
     └── StoreContractError a store answered, or kept, what the contract does not allow: a bug of its plugin
 """
 
@@ -21,6 +22,7 @@ __all__ = [
     "StoreFull",
     "TierPluginError",
     "TierUnavailable",
+    "WritesRefused",
 ]
 
 
@@ -54,6 +56,13 @@ class ChunkCorrupt(KvtiersError):  # noqa: N818 -- a state of the chunk, named a
 
 class StoreFull(KvtiersError):  # noqa: N818 -- not an error of the tier: the write is simply dropped
     """A store has no room for a value. Raised by ``ChunkStore.write``; drops this write and nothing else."""
+
+
+class WritesRefused(StoreFull):
+    """A store that has room takes no values now, and is read as before: its disk has become read-only, for example.
+
+    Raised by ``ChunkStore.write``; drops this write and nothing else. Its text is the reason, which the log says.
+    """
 
 
 class StoreContractError(KvtiersError):

@@ -77,7 +77,7 @@ class ChunkStore(ABC):
         Atomic: another reader, also one in another process, sees the old value, the new one or none, never a mix;
         and so it stays if this process is killed in the middle. Raise ``StoreFull`` to drop the write, also of a value
         that can never fit, with the limit in its text: it is logged once, counted (``dropped_full``), and is no
-        failure of the tier.
+        failure of the tier. ``WritesRefused`` does the same for another reason than room (``dropped_refused``).
         """
 
     @abstractmethod

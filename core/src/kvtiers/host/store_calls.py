@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from kvtiers._failures import error_text
+from kvtiers._failures import error_message, error_text
 from kvtiers.api import (
     ChunkStore,
     RateLimit,
@@ -29,6 +29,7 @@ from kvtiers.api import (
     SupportsBatch,
     SupportsParts,
     SupportsPieces,
+    WritesRefused,
 )
 from kvtiers.api.answers import found, found_each, kept_each
 from kvtiers.host.messages import Status, drop_oldest
@@ -136,17 +137,23 @@ class StoreCalls:
         def write() -> list[Status]:
             try:
                 return call()
+            except WritesRefused as error:
+                self._note_refused(error_message(error))
+                return [Status.REFUSED] * count
             except StoreFull as error:  # here, so that no definition of a transient error can have it retried
                 self.full_because = error_text(error)
                 return [Status.DROPPED] * count
 
         return write
 
+    def _note_refused(self, reason: str) -> None:
+        self.refused_because = " ".join(reason.split())[:_LONGEST_REASON] or "it does not say why"
+
     def _taken(self, answers: Sequence[bool | Refused]) -> list[Status]:
         taken = []
         for answer in answers:
             if isinstance(answer, Refused):
-                self.refused_because = " ".join(str(answer.reason).split())[:_LONGEST_REASON]
+                self._note_refused(str(answer.reason))
                 taken.append(Status.REFUSED)
             else:
                 taken.append(Status.DONE if answer else Status.DROPPED)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from kvtiers.api import ChunkStore, ConfigError, Finding, StoreEntry, StoreFull
+from kvtiers.api import ChunkStore, ConfigError, Finding, StoreEntry, StoreFull, WritesRefused
 from kvtiers.api.units import format_size
 from kvtiers_fs.config import FsConfig
 from kvtiers_fs.directory import RootRemovedError
@@ -49,15 +49,14 @@ class FsStore(ChunkStore):
                 refresh=not read_only,
             )
             self._usage = UsageFile(self._directory, read_only=read_only)
-        except PermissionError as error:
+        except BaseException as error:
             self._directory.close()
+            if not (isinstance(error, PermissionError) or getattr(error, "errno", 0) == errno.EROFS):
+                raise
             raise ConfigError(
                 f"path {str(config.path)!r} cannot be written by uid {os.geteuid()}: {error}; give it the right to, or "
                 "set 'read_only: true'"
             ) from None
-        except BaseException:
-            self._directory.close()
-            raise
         known, values = self._usage.load().total()
         self._figures: Mapping[str, float] = {"bytes": known, "values": values}
         if not read_only:
@@ -76,7 +75,10 @@ class FsStore(ChunkStore):
         return self._files.read(place_of(name), dst)
 
     def write(self, name: str, src: memoryview) -> None:
-        """Write the value's file aside and rename it. StoreFull beyond the capacity or the free-space floor."""
+        """Write the value's file aside and rename it. StoreFull beyond the capacity or the free-space floor.
+
+        WritesRefused where the file system has become read-only.
+        """
         self.write_parts(name, [src])
 
     def write_parts(self, name: str, parts: Sequence[memoryview]) -> None:
@@ -94,9 +96,11 @@ class FsStore(ChunkStore):
                 before = self._write(place, parts)
                 ledger.count(place.shard, nbytes - (before or 0), before is None)
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in _FULL and error.errno != errno.EROFS:
                 raise
             self._dropped += 1
+            if error.errno == errno.EROFS:  # as ext4 makes itself after an error of the disk: it is read all the same
+                raise WritesRefused(f"the file system of {str(self._config.path)!r} has become read-only") from None
             if error.errno != errno.EFBIG:  # a limit on one file's size: removing others would not help
                 evictor.disk_is_full()
             raise StoreFull(f"the disk has no room: {error.strerror}") from None

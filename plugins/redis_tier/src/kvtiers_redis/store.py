@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from redis import exceptions as client_errors
 
-from kvtiers.api import ChunkStore, Finding, Refused, StoreEntry, StoreFull, TierUnavailable
+from kvtiers.api import ChunkStore, Finding, Refused, StoreEntry, StoreFull, TierUnavailable, WritesRefused
 from kvtiers_redis.config import RedisConfig
 from kvtiers_redis.link import Link, ReplyError
 from kvtiers_redis.places import is_loopback
@@ -88,10 +88,12 @@ class RedisStore(ChunkStore):
         return self._router.ask(keys, talk, instead={"WRONGTYPE": False, **not_refreshed})
 
     def write(self, name: str, src: memoryview) -> None:
-        """Set the value. StoreFull if the server takes none now."""
+        """Set the value. StoreFull if the server has no room, or (``WritesRefused``) takes no writes now."""
         [kept] = self.write_many([name], [src])
+        if isinstance(kept, Refused):
+            raise WritesRefused(kept.reason)
         if not kept:
-            raise StoreFull(kept.reason if isinstance(kept, Refused) else "the server has no room")
+            raise StoreFull("the server has no room")
 
     def write_many(self, names: Sequence[str], srcs: Sequence[memoryview]) -> Sequence[bool | Refused]:
         """Send all values, then read the result of each."""

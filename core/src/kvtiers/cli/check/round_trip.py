@@ -22,6 +22,7 @@ from kvtiers.api import (
     StoreFull,
     SupportsListing,
     TransferJob,
+    WritesRefused,
     make_offload_key,
 )
 from kvtiers.api.units import format_duration, format_size
@@ -136,6 +137,8 @@ def probe_store(store: ChunkStore, bench: Bench) -> Iterator[Finding]:
     begin = time.monotonic()
     try:
         bench.borrow(store, "write", [0], readonly=True, call=lambda views: store.write(name, views[0]))
+    except WritesRefused as error:
+        raise ProbeError(f"the store takes no values: {error}", "let it be written, or set 'read_only: true'") from None
     except StoreFull as error:
         fix = "give the store more room, or delete from it; a full store drops what it should keep"
         raise ProbeError(f"the store is full: {error}", fix) from None
