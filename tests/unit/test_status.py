@@ -257,6 +257,98 @@ def test_engines_of_one_pid_stand_apart(serve, monkeypatch):
     assert len(engines) == 2
 
 
+_FAKE = """
+import json, os, socket, sys, time
+if os.geteuid() == 0:
+    os.setgid(65534)
+    os.setuid(int(sys.argv[2]))
+listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+listener.bind("\\0" + sys.argv[1])
+listener.listen(8)
+says = sys.stdin.buffer.read()
+print(flush=True)
+while True:
+    connection, _ = listener.accept()
+    if sys.argv[3] == "slow":
+        while True:
+            try:
+                connection.sendall(b" ")
+            except OSError:
+                break
+            time.sleep(0.01)
+    connection.sendall(says)
+    connection.close()
+"""
+
+
+@pytest.fixture
+def fake(serve):
+    """Say this where an engine of this process, which answers too, would."""
+    name = serve(answer(fs=TIER)).name
+    processes = []
+
+    def start(says, uid=None):
+        arguments = [name.rpartition("-")[0] + "-999", str(os.geteuid() if uid is None else uid), says[:4]]
+        processes.append(subprocess.Popen([sys.executable, "-c", _FAKE, *arguments], stdin=PIPE, stdout=PIPE))
+        processes[-1].stdin.write(says.encode())
+        processes[-1].stdin.close()
+        processes[-1].stdout.readline()
+        return arguments[0]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+_NO_ANSWERS = {
+    "list": "[1, 2]",
+    "text": '"text"',
+    "half": "{",
+    "deep": "[" * 200_000,
+    "empty": "{}",
+    "no tier": json.dumps(answer(t=5)),
+    "half a tier": json.dumps(answer(t={"off": "", "open": 1})),
+    "no number": json.dumps(answer(t=TIER | {"hits": "many"})),
+    "not plain": json.dumps(answer(t=TIER | {"model": ["x"]})),
+}
+
+
+@pytest.mark.parametrize("says", _NO_ANSWERS.values(), ids=_NO_ANSWERS)
+def test_what_is_no_engine_s_answer_is_one_line_and_hides_no_engine(fake, says):
+    name = fake(says)
+    result = run()
+    assert result.exit_code == 0
+    assert f"{name}: no answer: what it says is no engine's answer" in result.stderr
+    assert f"process {os.getpid()}: some-org/model" in result.stdout
+
+
+def test_an_answer_that_never_ends_is_waited_for_no_longer_than_others(fake):
+    name = fake("slow")
+    with pytest.raises(TimeoutError, match="has not ended its answer in time"):
+        ask(name, 0.3)
+
+
+def test_an_answer_moves_no_cursor(fake):
+    fake(
+        json.dumps(answer(t=TIER | {"trouble": "\x1b[2J\x1b]0;mine\x07\n"}) | {"pid": 7, "model": "\x1b[31mred\u202e"})
+    )
+    said = run().stdout
+    assert "?[2J?]0;mine??" in said
+    assert not set(said) & set("\x1b\x07\u202e")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs another user")
+def test_another_user_s_answer_is_added_to_no_engine_of_ours(fake, monkeypatch):
+    name = fake(json.dumps(answer(theirs=TIER)), uid=65534)
+    engines = [engine for engine in json.loads(run("--json").stdout) if engine["pid"] == os.getpid()]
+    assert {engine["uid"]: list(engine["tiers"]) for engine in engines} == {0: ["fs"], 65534: ["theirs"]}
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(OSError, match="it is of user id 65534; an engine answers only to its own user"):
+        ask(name)
+
+
 @pytest.mark.parametrize(
     ("figures", "sentence"),
     [

@@ -19,6 +19,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ __all__ = [
     "Troubles",
     "answer_status",
     "ask",
+    "ask_engine",
     "is_orphaned",
     "process_of",
     "running",
@@ -60,6 +62,13 @@ _AS_THEY_ARE = (
     "wait_expired",
     "recomputed_cheaper",
 )
+_NO_ANSWER = "what it says is no engine's answer"
+_TEXTS = ("engine", "model")
+_TIER_TEXTS = ("off", "trouble")
+_TIER_NUMBERS = (
+    "open", "breaker_state", "shared", "hits", "tokens", "loaded_bytes", "stored_bytes", "unread_bytes", "queue",
+    "seal_failures", "wait_expired", "stored_chunks", "load_seconds",
+)  # fmt: skip
 _process = secrets.token_hex(4)
 _numbers = iter(range(1 << 62))
 
@@ -207,26 +216,72 @@ def process_of(name: str) -> str:
 
 
 def ask(name: str, seconds: float = 2.0) -> dict[str, Any]:
-    """Return an engine's answer; OSError or ValueError, with the reason, if there is none, or no good one."""
+    """Return what the process at this socket says; OSError or ValueError, with the reason, if it is nothing good."""
+    return _ask(name, seconds)[0]
+
+
+def ask_engine(name: str) -> dict[str, Any]:
+    """Return an engine's answer, and whose it is (``uid``, from the kernel); OSError or ValueError as for ``ask``.
+
+    Any user may have a socket of such a name: the answer has all that ``answer_status`` says, each of its kind.
+    """
+    status, uid = _ask(name, 2.0)
+    if not _is_answer(status):
+        raise ValueError(_NO_ANSWER)
+    return status | {"uid": uid}
+
+
+def _ask(name: str, seconds: float) -> tuple[dict[str, Any], int]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(seconds)
         connection.connect(f"\0{name}")
-        answer = b"".join(_received(connection))
+        _, uid = peer_credentials(connection)
+        if os.geteuid() not in {0, uid}:
+            raise OSError(f"it is of user id {uid}; an engine answers only to its own user and to root")
+        answer = b"".join(_received(connection, time.monotonic() + seconds))
     if not answer:
         raise OSError("it answers only to its own user and to root")
-    status: dict[str, Any] = json.loads(answer)
-    if "error" in status:
-        raise ValueError(status["error"])
-    return status
+    try:
+        status = _printable(json.loads(answer))
+    except (ValueError, RecursionError):
+        raise ValueError(_NO_ANSWER) from None
+    if not isinstance(status, dict) or "error" in status:
+        raise ValueError(status["error"] if isinstance(status, dict) else _NO_ANSWER)
+    return status, uid
 
 
-def _received(connection: socket.socket) -> Iterator[bytes]:
+def _received(connection: socket.socket, until: float) -> Iterator[bytes]:
     size = 0
     while data := connection.recv(1 << 16):
         size += len(data)
         if size > _LARGEST_ANSWER:
             raise ValueError(f"more than {_LARGEST_ANSWER} bytes")
         yield data
+        if time.monotonic() >= until:
+            raise TimeoutError("it has not ended its answer in time")
+
+
+def _printable(value: Any) -> Any:
+    """Return plain data with nothing in its texts that a terminal would act on."""
+    if isinstance(value, str):
+        return "".join(letter if letter.isprintable() else "?" for letter in value)
+    if isinstance(value, dict):
+        return {_printable(name): _printable(inner) for name, inner in value.items()}
+    return [_printable(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _is_answer(status: Mapping[str, Any]) -> bool:
+    if not (isinstance(status.get("tiers"), dict) and isinstance(status.get("pid"), int)):
+        return False
+    if not all(isinstance(status.get(name), str) for name in _TEXTS):
+        return False
+    return all(
+        isinstance(tier, dict)
+        and all(isinstance(tier.get(name), str) for name in _TIER_TEXTS)
+        and all(isinstance(tier.get(name), int | float) for name in _TIER_NUMBERS)
+        and all(isinstance(value, str | int | float | None) for value in tier.values())
+        for tier in status["tiers"].values()
+    )
 
 
 def _tier_status(figures: Mapping[str, Any], trouble: str) -> dict[str, Any]:

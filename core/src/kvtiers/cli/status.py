@@ -8,7 +8,7 @@ import click
 
 from kvtiers.api.units import format_size
 from kvtiers.cli.output import print_heading, print_table
-from kvtiers.status import ask, process_of, running
+from kvtiers.status import ask_engine, process_of, running
 
 __all__ = ["status", "verdict", "what_if_sentence", "writes_per_hit"]
 
@@ -35,14 +35,14 @@ Exit status: 0, or 1 if there is no engine that answers."""
 @click.pass_context
 def status(ctx: click.Context, asks_what_if: bool, as_json: bool) -> None:
     """Show each tier of each running engine, and whether it pays."""
-    engines: dict[str, dict[str, Any]] = {}
+    engines: dict[tuple[str, int], dict[str, Any]] = {}
     for name in running():
         try:
-            answer = ask(name)
+            answer = ask_engine(name)
         except (OSError, ValueError) as error:
             click.echo(f"{name}: no answer: {error}", err=True)
             continue
-        known = engines.setdefault(process_of(name), answer)
+        known = engines.setdefault((process_of(name), answer["uid"]), answer)
         known["tiers"] |= answer["tiers"]  # each tier of an engine has a socket of its own
     answers = list(engines.values())
     if as_json:
