@@ -1,8 +1,11 @@
 """Hints among a request's parameters: what is understood, and that nothing else is an error."""
 
+import numpy as np
 import pytest
+from tests.unit.test_runtime import KEYS, LAYOUT
 
-from kvtiers.types import NO_HINTS, RequestHints, request_hints
+import kvtiers
+from kvtiers.types import NO_HINTS, RequestContext, RequestHints, request_hints
 
 
 def test_each_hint_is_read_by_its_name():
@@ -19,7 +22,43 @@ def test_each_hint_is_read_by_its_name():
         {"expects_turn_in": float("nan"), "output_tokens": -1},
         {"expects_turn_in": float("inf"), "session": None},
         {"expects_turn_in": -1.0},
+        {"expects_turn_in": 10**400},  # JSON has such numbers
+        {"expects_turn_in": 1e300, "output_tokens": 10**400},
+        {"session": "s" * 257},  # a policy would keep it with each run
     ],
 )
 def test_what_is_of_another_kind_is_absent(params):
     assert request_hints(params) is NO_HINTS
+
+
+def test_of_a_list_of_tiers_no_more_is_read_than_there_can_be():
+    """A million names took the engine's thread a second for each tier."""
+    assert RequestContext("r", {"kv_load_tiers": ["x"] * 255 + ["FS"]}).may_load_from("fs")
+    assert not RequestContext("r", {"kv_load_tiers": ["x"] * 256 + ["fs"]}).may_load_from("fs")
+    assert not RequestContext("r", {"kv_load_tiers": ["x" * 10_000_000, "disk"]}).may_load_from("fs")
+
+
+@pytest.mark.parametrize("eviction", ["lru", "turn-hazard"])
+def test_whatever_numbers_a_client_sends_its_request_begins_and_ends(eviction):
+    """One that raises at its begin would be one that never ends for the tiers."""
+    primary = {"capacity": "1MiB", "prefault": False, "eviction": eviction}
+    config = {"version": 1, "primary": primary}
+    manager = kvtiers.open_manager(config, LAYOUT)
+    worker = kvtiers.open_worker(config, LAYOUT, [np.zeros((8, 4000), np.uint8)], engine_id=manager.engine_id)
+    try:
+        manager.wait_ready(60)
+        for number, params in enumerate(
+            ({"expects_turn_in": 10**400}, {"output_tokens": 10**400}, {"session": "s" * 10_000_000, "session_ends": 1})
+        ):
+            ctx = RequestContext(f"r{number}", params)
+            manager.on_new_request(ctx, 100)
+            plan = manager.prepare_store(KEYS[number : number + 2], ctx)
+            manager.complete_store(plan)
+            manager.on_request_finished(ctx, 7)
+            manager.on_schedule_end()
+        assert not manager._requests._open
+        assert not manager._requests._closing
+        assert manager._waits.gpu.waiting == 0
+    finally:
+        worker.shutdown()
+        manager.shutdown(1.0)

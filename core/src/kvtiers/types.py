@@ -1,6 +1,5 @@
 """The value types of the engine's side, shared by an engine, its scheduler, its workers and the tiering manager."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -33,6 +32,9 @@ ChunkIds: TypeAlias = npt.NDArray[np.int32]
 
 
 NO_PARAMS: Mapping[str, object] = MappingProxyType({})
+_MOST_NAMES = _LONGEST_NAME = 256
+_LONGEST_TURN = 1e9
+_MOST_TOKENS = 1 << 40
 
 
 class OffloadPolicy(Enum):
@@ -50,8 +52,9 @@ class RequestContext:
 
     ``params``: the request's free-form transfer parameters. ``kv_load_tiers`` in them, a list of tier names in any
     case, limits which secondary tiers this request may load from; an empty list allows none. What is no name is
-    skipped; a list without any name, or anything else than a list, is no limit. ``session``, ``session_ends`` and
-    ``expects_turn_in`` are hints (``RequestHints``).
+    skipped; a list without any name, or anything else than a list, is no limit. No more than 256 entries are read: a
+    client writes them, and the engine waits. ``session``, ``session_ends`` and ``expects_turn_in`` are hints
+    (``RequestHints``).
     """
 
     request_id: str
@@ -62,7 +65,7 @@ class RequestContext:
         allowed = self.params.get("kv_load_tiers")
         if not isinstance(allowed, list):
             return True
-        names = [name.lower() for name in allowed if isinstance(name, str)]
+        names = [name.lower() for name in allowed[:_MOST_NAMES] if isinstance(name, str) and len(name) <= _LONGEST_NAME]
         return tier_name.lower() in names or (bool(allowed) and not names)
 
 
@@ -84,13 +87,16 @@ NO_HINTS = RequestHints()
 
 
 def request_hints(params: Mapping[str, object]) -> RequestHints:
-    """Return the hints among a request's parameters; what is not of the right kind counts as absent."""
+    """Return the hints among a request's parameters; what is not of the right kind or size counts as absent.
+
+    A client writes them. A policy keeps a session's id with each run, and JSON has numbers that no float can hold.
+    """
     session, ends, turn = params.get("session"), params.get("session_ends"), params.get("expects_turn_in")
     output = params.get("output_tokens")
-    is_number = isinstance(turn, int | float) and not isinstance(turn, bool) and math.isfinite(turn) and turn >= 0
-    is_count = isinstance(output, int) and not isinstance(output, bool) and output > 0
+    is_number = isinstance(turn, int | float) and not isinstance(turn, bool) and 0 <= turn <= _LONGEST_TURN
+    is_count = isinstance(output, int) and not isinstance(output, bool) and 0 < output <= _MOST_TOKENS
     found = RequestHints(
-        session if isinstance(session, str) else "",
+        session if isinstance(session, str) and len(session) <= _LONGEST_NAME else "",
         ends is True,
         float(turn) if is_number else None,  # type: ignore[arg-type]  # a number
         output if is_count else 0,  # type: ignore[arg-type]  # an int
