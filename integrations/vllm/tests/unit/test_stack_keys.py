@@ -1,5 +1,6 @@
 """Keys of the whole stack: what an adapter or a salt changes, and in which order a prefix is looked up."""
 
+import hashlib
 import json
 from itertools import combinations
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtiers.api import make_offload_key
-from kvtiers_vllm.stack.keys import REQUEST_KEY_FORMAT, GroupKeys, RequestKeys, derive_hash
+from kvtiers_vllm.stack.keys import REQUEST_KEY_FORMAT, GroupKeys, RequestKeys, derive_hash, digest_of
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "vllm-request-key-1.json").read_text(encoding="utf-8"))
 HASHES = [bytes([number]) * 32 for number in range(6)]
@@ -43,7 +44,28 @@ def test_adapters_salts_and_what_is_called_like_either_never_collide():
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: f"{case['adapter']}-{case['salt']}")
 def test_keys_of_this_format_never_change(case):
     assert REQUEST_KEY_FORMAT == 1, "another format needs a golden file of its own, beside this"
-    assert derive_hash(bytes.fromhex(case["block_hash"]), case["adapter"].encode(), case["salt"]).hex() == case["hash"]
+    adapter, salt = digest_of(case["adapter"].encode()), digest_of(case["salt"])
+    assert derive_hash(bytes.fromhex(case["block_hash"]), adapter, salt).hex() == case["hash"]
+
+
+def test_a_salt_is_read_once_a_request_however_long_it_is(monkeypatch):
+    """One of ten megabytes took a prompt of a thousand chunks a minute, on the engine's thread."""
+    hashed = []
+
+    class Counted:
+        @staticmethod
+        def sha256(data):
+            hashed.append(len(data))
+            return hashlib.sha256(data)
+
+    monkeypatch.setattr("kvtiers_vllm.stack.keys.hashlib", Counted)
+    salted = keys(salt="s" * 1_000_000)
+    assert len({salted.of(vllm_key(place)) for place in range(len(HASHES))}) == len(HASHES)
+    assert [nbytes for nbytes in hashed if nbytes > 1_000] == [1_000_000]
+
+
+def test_a_salt_may_have_half_a_surrogate_pair():
+    assert keys(salt="\ud800").of(vllm_key(0)) != keys(salt="\udfff").of(vllm_key(0))
 
 
 def test_groups_are_named_by_their_place_in_the_layout():

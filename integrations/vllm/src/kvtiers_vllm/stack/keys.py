@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvtiers.api import OffloadKey, make_offload_key
 
-__all__ = ["REQUEST_KEY_FORMAT", "GroupKeys", "RequestKeys", "derive_hash"]
+__all__ = ["REQUEST_KEY_FORMAT", "GroupKeys", "RequestKeys", "derive_hash", "digest_of"]
 
 REQUEST_KEY_FORMAT = 1
 """Another number is another key: stored under an adapter or a salt, a value of another format is a miss."""
@@ -29,13 +29,22 @@ class GroupKeys:
     hashes_per_block: int = 1
 
 
-def derive_hash(block_hash: bytes, adapter: bytes, salt: str) -> bytes:
-    """Return the hash for a request with this adapter (a digest of its files) and salt; empty: it has none."""
+def derive_hash(block_hash: bytes, adapter: bytes, salt: bytes) -> bytes:
+    """Return the hash for a request with this adapter and salt, each by its ``digest_of``; empty: it has none."""
     if adapter:
-        block_hash = hashlib.sha256(_ADAPTER + hashlib.sha256(adapter).digest() + block_hash).digest()
+        block_hash = hashlib.sha256(_ADAPTER + adapter + block_hash).digest()
     if salt:
-        block_hash = hashlib.sha256(_SALT + hashlib.sha256(salt.encode()).digest() + block_hash).digest()
+        block_hash = hashlib.sha256(_SALT + salt + block_hash).digest()
     return block_hash
+
+
+def digest_of(what: bytes | str) -> bytes:
+    """Return what stands for an adapter (a digest of its files) or a salt in each hash; empty: there is none.
+
+    Of a salt once a request: a client writes it, and it may have megabytes, and halves of surrogate pairs.
+    """
+    data = what if isinstance(what, bytes) else what.encode("utf-8", "surrogatepass")
+    return hashlib.sha256(data).digest() if data else b""
 
 
 class RequestKeys:
@@ -48,8 +57,8 @@ class RequestKeys:
     def __init__(self, groups: Mapping[int, GroupKeys], hashes: Sequence[bytes], adapter: bytes, salt: str) -> None:
         self._groups = groups
         self._hashes = hashes
-        self._adapter = adapter
-        self._salt = salt
+        self._adapter = digest_of(adapter)
+        self._salt = digest_of(salt)
         self._is_plain = not (adapter or salt) and all(number == group.index for number, group in groups.items())
         self._own: dict[bytes, OffloadKey] = {}
         self._prefixes: dict[int, list[OffloadKey]] = {
