@@ -1,6 +1,8 @@
 """What happens to a tier is in its figures, and one line exports all that the documentation names."""
 
+import os
 import re
+import signal
 from pathlib import Path
 
 import prometheus_client
@@ -84,3 +86,47 @@ def test_what_waits_what_hangs_and_what_fails_is_counted_by_its_kind(start, faul
     for number in range(50, 53):
         assert engine.resolve(machine.keys(number, 1)) == 0
     assert (engine.own()["breaker_state"], engine.own()["breaker_opened"]) == (1, opened + 1)
+
+
+def test_what_is_exported_as_a_counter_only_grows_whatever_happens(start, faulty, gates, machine):
+    engine = start(faulty(deadline="1h", grace="200ms", threads=1, breaker={"failures": 3, "delay": "50ms"}))
+    engine.until_available()
+    registry = prometheus_client.CollectorRegistry()
+    metrics.export(engine.manager.stats, registry)
+    seen = {}
+
+    def look():
+        for family in registry.collect():
+            for sample in family.samples:
+                if sample.name.endswith(("_total", "_count", "_sum", "_bucket")):
+                    key = (sample.name, *sorted(sample.labels.items()))
+                    assert sample.value >= seen.get(key, 0.0), key
+                    seen[key] = sample.value
+
+    def stores(first):
+        engine.store(machine.keys(first, 8))
+        look()
+        engine.forget()
+        look()
+
+    stores(0)
+    assert engine.load(machine.keys(0, 8)) == 8
+    look()
+    engine.forget()
+    os.kill(engine.host(), signal.SIGKILL)
+    engine.until(lambda: not engine.manager._slots[0].available(), "its end")
+    look()
+    engine.until_available()
+    stores(100)
+    gates.set("write", "always fail")
+    for number in range(4):
+        engine.put(machine.keys(200 + 10 * number, 4))
+        engine.until_idle()
+        look()
+    gates.lift("write")
+    engine.until_available()
+    engine.new_weights("w2")
+    stores(300)
+    assert engine.load(machine.keys(300, 8)) == 8
+    look()
+    assert len(seen) > 60
