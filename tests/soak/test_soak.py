@@ -136,10 +136,12 @@ def test_a_call_that_never_returns_is_noticed_and_its_stack_is_shown(monkeypatch
         "lookup_prefix()\n"
     )
     monkeypatch.setattr(soak, "HERE", tmp_path)
-    monkeypatch.setattr(soak, "SILENCE", 0.5)
     hung = soak.Engine({}, 60, os.environ)
     looker = SimpleNamespace(stuck=[])
     until = time.monotonic() + 60
+    while not hung.lines and time.monotonic() < until:
+        time.sleep(0.05)
+    monkeypatch.setattr(soak, "SILENCE", 0.5)  # from now on: a busy machine starts it slowly
     while not looker.stuck and time.monotonic() < until:
         time.sleep(0.05)
         soak.Soak.look_at(looker, hung)
