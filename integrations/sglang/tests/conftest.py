@@ -6,49 +6,62 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from .parts import Server, mha_pool
+from . import without_torchvision  # noqa: F401 -- before anything of SGLang
 
-WEIGHTS = "0" * 40
+if TYPE_CHECKING:  # SGLang takes long to import, and pytest loads this in the process that runs no test, too
+    from .parts import Server
+
+
+@pytest.fixture(scope="session")
+def hooks_applied() -> None:
+    """Have SGLang load its plugins and apply their hooks, as each of its processes does at its start."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+
+
+@pytest.fixture(autouse=True)
+def unchanged_weights(hooks_applied: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have each test begin as a process does, in which no update of the weights has come."""
+    monkeypatch.setattr("kvtiers_sglang.weight_updates._begun", "")
 
 
 @pytest.fixture
-def arguments(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What SGLang publishes of a server's arguments; change a field to have another server."""
-    published = SimpleNamespace(
-        model_path="test/model",
-        revision=WEIGHTS,
-        load_format="auto",
-        kv_cache_dtype="auto",
-        quantization=None,
-        quantization_param_path=None,
-        json_model_override_args="{}",
-        speculative_algorithm=None,
-        speculative_draft_model_path=None,
-        speculative_draft_model_revision=None,
-    )
-    monkeypatch.setattr("kvtiers_sglang.backend.server_arguments", lambda: published)
-    return published
+def publish() -> Iterator[Callable[..., Any]]:
+    """Publish a server's arguments as SGLang does, real ones; call it again with other fields for another server."""
+    from .parts import published
+
+    with ExitStack() as stack:
+
+        def publish(**fields: Any) -> None:
+            stack.close()
+            stack.enter_context(published(**fields))
+
+        publish()
+        yield publish
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> dict[str, Any]:
     """A config with one tier, a directory."""
-    tier = {"type": "fs", "path": str(tmp_path / "fs"), "capacity": "1GiB", "min_free": 0}
+    tier = {"type": "fs", "path": str(tmp_path / "fs"), "capacity": "1GiB", "min_free": 0, "processes": 1}
     return {"version": 1, "primary": {"capacity": "1MiB"}, "start_wait": "60s", "secondary": [tier]}
 
 
 @pytest.fixture
-def serve(arguments: SimpleNamespace, config: dict[str, Any]) -> Iterator[Callable[..., Server]]:
-    """Start a server: SGLang's factory makes the backend for a pool, as its cache controller does."""
+def serve(publish: Callable[..., Any], config: dict[str, Any]) -> Iterator["Callable[..., Server]"]:
+    """Start a server: SGLang's factory makes the backend for a pool, as its cache controller does. Options by name."""
+    from .parts import Server, mha_pool
+
     with ExitStack() as stack:
 
         def serve(pool: Any = None, **more: Any) -> Server:
-            extra = {"config": config, "bounce_bytes": "4MiB", "deadline": more.pop("deadline", "20s")}
+            extra = {"config": config, "bounce_bytes": "4MiB", "deadline": "20s"}
+            extra |= {name: more.pop(name) for name in ("deadline", "weights", "draft_weights") if name in more}
             server = Server(pool if pool is not None else mha_pool(), extra, **more)
             stack.callback(server.close)
             return server

@@ -18,10 +18,24 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 from sglang.srt.mem_cache.utils import get_hash_str
+from sglang.srt.runtime_context import get_context
 
+ARGUMENTS = {"model_path": "test/model", "revision": "0" * 40, "load_format": "auto", "kv_cache_dtype": "auto"}
 TOKENS = 256
+ON_CPU: Any = {
+    "pin_memory": False,
+    "device": "cpu",
+    "device_capacity_tokens": TOKENS,
+    "host_token_capacity": 2 * TOKENS,
+    "start_layer": 0,
+}
 MHA_LAYOUTS = ("page_first", "page_first_direct", "page_head", "layer_first")
 MLA_LAYOUTS = ("page_first", "page_first_direct", "layer_first")
+
+
+def published(**fields: Any) -> Any:
+    """Return a context in which SGLang has published a server's arguments: real ones, resolved to these fields."""
+    return get_context().override_server_args(**(ARGUMENTS | fields))
 
 
 def _pointers(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -29,12 +43,18 @@ def _pointers(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def mha_pool(
-    layout: str = "page_first", *, dtype: torch.dtype = torch.bfloat16, page: int = 16, heads: int = 2, layers: int = 3
+    layout: str = "page_first",
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    page: int = 16,
+    heads: int = 2,
+    layers: int = 3,
+    on_device: KVBufferLayout = KVBufferLayout.NHD,
 ) -> MHATokenToKVPoolHost:
     shape = (TOKENS, heads, 32)
     k = tuple(torch.zeros(shape, dtype=dtype) for _ in range(layers))
     v = tuple(torch.zeros(shape, dtype=dtype) for _ in range(layers))
-    buffers = KVBuffers(k=k, v=v, k_data_ptrs=_pointers(k), v_data_ptrs=_pointers(v), layout=KVBufferLayout.NHD)
+    buffers = KVBuffers(k=k, v=v, k_data_ptrs=_pointers(k), v_data_ptrs=_pointers(v), layout=on_device)
     info = MHABufferInfo(
         buffers=buffers,
         page_size=page,
@@ -50,12 +70,8 @@ def mha_pool(
         0,
         page,
         layout,
-        pin_memory=False,
-        device="cpu",
-        device_capacity_tokens=TOKENS,
-        start_layer=0,
+        **ON_CPU,
         end_layer=layers - 1,
-        host_token_capacity=2 * TOKENS,
     )
 
 
@@ -180,13 +196,9 @@ def mla_pool(layout: str = "page_first", *, page: int = 16, layers: int = 3) -> 
         0,
         page,
         layout,
-        pin_memory=False,
-        device="cpu",
-        device_capacity_tokens=TOKENS,
-        start_layer=0,
+        **ON_CPU,
         end_layer=layers - 1,
         target_layer_num=layers,
-        host_token_capacity=2 * TOKENS,
     )
 
 

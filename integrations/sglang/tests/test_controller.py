@@ -20,7 +20,7 @@ PATIENCE = 60.0
 
 
 @pytest.fixture
-def controller(tmp_path, arguments, monkeypatch):
+def controller(tmp_path, publish, monkeypatch):
     """Controllers of servers without a GPU: the device's side is never called, since nothing is computed."""
     store = torch.distributed.FileStore(str(tmp_path / "ranks"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
