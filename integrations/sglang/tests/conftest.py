@@ -1,4 +1,4 @@
-"""The real SGLang on CPU tensors: its host pools of every kind and layout, its factory, its hashes, over real tiers."""
+"""The real SGLang on CPU tensors: its pools of every kind and layout, its factory, its hashes, over real tiers."""
 
 import socket
 import subprocess

@@ -1,4 +1,4 @@
-"""Real host pools on CPU tensors, and a server's use of them: what SGLang's cache controller does with a backend."""
+"""Real pools of SGLang's on CPU tensors, and a server's use of them: what SGLang's cache controller does with a backend."""
 
 from collections.abc import Sequence
 from typing import Any

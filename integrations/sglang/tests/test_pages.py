@@ -1,4 +1,4 @@
-"""Pages of the real host pools: every byte comes back, in every layout, and only under the same identity."""
+"""Pages of SGLang's real pools: every byte comes back, in every layout, and only under the same identity."""
 
 import threading
 

@@ -64,7 +64,7 @@ def release() -> str:
 
 
 def identity_of(pool_name: str, pool: Any, sizes: list[int], storage: Any, options: Options) -> ModelIdentity:
-    """Return the identity of one host pool's pages. ConfigError, in one line, if it cannot be established.
+    """Return the identity of one pool's pages. ConfigError, in one line, if it cannot be established.
 
     ``sizes``: bytes of the parts of a page. ``storage``: SGLang's ``HiCacheStorageConfig``.
     """
