@@ -76,22 +76,39 @@ def unanswered() -> Iterator[int]:
         yield listening.getsockname()[1]
 
 
+class RedisServer:
+    """A Redis server that can be killed and started again, with nothing kept."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        command = ["redis-server", "--port", str(self.port), "--save", "", "--dir", str(self._folder)]
+        self._process = subprocess.Popen([*command, "--bind", "127.0.0.1"], stdout=subprocess.DEVNULL)
+        until = time.monotonic() + 60
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), 1).close()
+                break
+            except OSError:
+                assert self._process.poll() is None, "redis-server has ended"
+                assert time.monotonic() < until, "redis-server does not listen"
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(60)
+            self._process = None
+
+
 @pytest.fixture
-def redis_url(tmp_path: Path) -> Iterator[str]:
+def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
     """A Redis server of the test's own."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = ["redis-server", "--port", str(port), "--save", "", "--dir", str(tmp_path), "--bind", "127.0.0.1"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        try:
-            until = time.monotonic() + 30
-            while True:
-                try:
-                    socket.create_connection(("127.0.0.1", port), 1).close()
-                    break
-                except OSError:
-                    assert process.poll() is None, "redis-server has ended"
-                    assert time.monotonic() < until, "redis-server does not listen"
-            yield f"redis://127.0.0.1:{port}/0"
-        finally:
-            process.kill()
+    server = RedisServer(tmp_path)
+    server.start()
+    yield server
+    server.kill()

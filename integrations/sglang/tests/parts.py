@@ -1,6 +1,6 @@
-"""Real pools of SGLang's on CPU tensors, and a server's use of them: what SGLang's cache controller does with a backend."""
+"""SGLang's real pools on CPU tensors, and a server's use of them: what its cache controller does with a backend."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -96,20 +96,24 @@ class Server:
     """A server's backend with its pools. Pages are SGLang's: keys by its hash chain, slots by its allocator."""
 
     def __init__(
-        self, pool: Any, extra: dict[str, Any], sidecars: dict[str, Any] | None = None, **storage: Any
+        self,
+        pool: Any,
+        extra: dict[str, Any],
+        sidecars: dict[str, Any] | None = None,
+        made: Callable[[Any], object] = lambda _: None,
+        **storage: Any,
     ) -> None:
+        """``made``: called with the backend before pools are registered."""
         self.pool = pool
         self.pools = {"kv": pool, **(sidecars or {})}
         config = storage_config(extra, **storage)
         self.backend = StorageBackendFactory.create_backend("dynamic", config, pool)
-        try:
-            self.backend.register_mem_pool_host(pool)
-            for name, sidecar in self.pools.items() if sidecars else ():
-                self.backend.register_mem_host_pool_v2(sidecar, name)
-            self.backend.on_host_pools_registered()
-        except BaseException:
-            self.backend.close()
-            raise
+        made(self.backend)
+        # As SGLang does: it closes no backend that refuses a further pool.
+        self.backend.register_mem_pool_host(pool)
+        for name, sidecar in self.pools.items() if sidecars else ():
+            self.backend.register_mem_host_pool_v2(sidecar, name)
+        self.backend.on_host_pools_registered()
 
     def close(self) -> None:
         self.backend.close()

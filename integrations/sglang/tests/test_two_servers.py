@@ -45,9 +45,9 @@ def run_elsewhere(*servers):
 
 
 def test_each_server_finds_what_another_process_has_stored_and_one_of_another_layout_does_not(
-    publish, config, redis_url
+    publish, config, redis_server
 ):
-    configs = [config, {**config, "secondary": [{"type": "redis", "url": redis_url}]}]
+    configs = [config, {**config, "secondary": [{"type": "redis", "url": redis_server.url}]}]
     todo, stored = [], []
     for options in ({"config": one, **OPTIONS} for one in configs):
         server = Server(mha_pool(), options)
