@@ -1,10 +1,11 @@
 """The real SGLang on CPU tensors: its pools of every kind and layout, its factory, its hashes, over real tiers."""
 
+import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +98,16 @@ class RedisServer:
             except OSError:
                 assert self._process.poll() is None, "redis-server has ended"
                 assert time.monotonic() < until, "redis-server does not listen"
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Keep the server from answering: its connections stay open."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         if self._process is not None:
