@@ -48,6 +48,8 @@ VLLM_PYTEST += --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 SGLANG_VENV := .venv-sglang
 SGLANG_PYTHON := $(SGLANG_VENV)/bin/python
 SGLANG_VERSION := 0.5.23
+# Without what they depend on: the requirements of the tests have what of that is imported.
+SGLANG_ALONE := sglang==$(SGLANG_VERSION) xgrammar==0.2.7
 SGLANG_INSTALL := $(SGLANG_PYTHON) -m pip --disable-pip-version-check install --quiet --no-compile
 SGLANG_PYTEST := $(SGLANG_PYTHON) -m pytest integrations/sglang/tests --durations=10 --numprocesses=$(WORKERS)
 SGLANG_PYTEST += --dist=loadfile --no-loadscope-reorder --override-ini=filterwarnings=default
@@ -62,7 +64,7 @@ TRANSFORMERS_PYTEST += --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-
 vllm_releases = for wanted in $(1); do \
 	$(VLLM_INSTALL) --no-deps --upgrade --target $(VLLM_VENV)/releases/$${wanted\#\#*=} $$wanted || exit 1; done
 
-.PHONY: help demo test test-sglang test-transformers test-transformers-all test-engines-all test-vllm test-vllm-all test-gpu lint types lint-workflows docs changelog-draft bench soak corruptions
+.PHONY: help demo test test-sglang test-sglang-all test-transformers test-transformers-all test-engines-all test-vllm test-vllm-all test-gpu lint types lint-workflows docs changelog-draft bench soak corruptions
 .PHONY: environment environment-sglang environment-transformers environment-vllm lock system clean
 
 help:  ## Show this list
@@ -85,6 +87,10 @@ test-vllm-all: $(VLLM_VENV)/.all system  ## The same, with every supported relea
 
 test-sglang: environment-sglang system  ## Run the tests with the real SGLang, on the CPU
 	@echo "== pytest integrations/sglang/tests"
+	$(SGLANG_PYTEST) -m "not whole_server" $(PYTEST_ARGS)
+
+test-sglang-all: environment-sglang system  ## The same, with whole servers
+	@echo "== pytest integrations/sglang/tests"
 	$(SGLANG_PYTEST) $(PYTEST_ARGS)
 
 test-transformers: environment-transformers  ## Run the tests with the real transformers, on the CPU
@@ -95,7 +101,7 @@ test-transformers-all: environment-transformers  ## The same, with every model a
 	@echo "== pytest integrations/transformers/tests"
 	$(TRANSFORMERS_PYTEST) $(PYTEST_ARGS)
 
-test-engines-all: test-vllm-all test-sglang test-transformers-all  ## All tests of all integrations: each release, each model
+test-engines-all: test-vllm-all test-sglang-all test-transformers-all  ## All tests of all integrations: each release, each model
 
 lint: environment  ## ruff, mypy --strict, and who may import whom
 	$(call step,ruff check,$(PYTHON) -m ruff check .)
@@ -178,7 +184,7 @@ $(VENV)/.workflows: $(VENV)/.made
 $(SGLANG_VENV)/.made: integrations/sglang/tests/requirements.txt $(PROJECTS)
 	@[ -x $(SGLANG_VENV)/bin/pip ] || { python=$$(tools/system.sh python) && "$$python" -m venv --clear $(SGLANG_VENV); }
 	$(SGLANG_INSTALL) --requirement integrations/sglang/tests/requirements.txt
-	$(SGLANG_INSTALL) --no-deps sglang==$(SGLANG_VERSION)
+	$(SGLANG_INSTALL) --no-deps $(SGLANG_ALONE)
 	$(SGLANG_INSTALL) --no-build-isolation --editable core --editable plugins/example_tier --editable plugins/fs_tier \
 		--editable plugins/redis_tier --editable integrations/sglang
 	@touch $@

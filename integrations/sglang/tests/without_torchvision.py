@@ -10,10 +10,12 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
+STANDS_IN_FOR = {"torchvision"}
+
 
 class _Hook:
     def find_spec(self, name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
-        is_its = name.partition(".")[0] == "torchvision"
+        is_its = name.partition(".")[0] in STANDS_IN_FOR
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if is_its else None  # type: ignore[arg-type]
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
