@@ -44,14 +44,17 @@ VLLM_PYTEST += --override-ini=timeout=900 --override-ini=faulthandler_timeout=60
 # A file's tests share engines and servers. By name the files that take longest come first, by their number of tests not.
 VLLM_PYTEST += --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 
-# SGLang has one, too: without what it needs on a GPU alone.
+# SGLang has an environment of its own, without what it needs on a GPU alone.
 SGLANG_VENV := .venv-sglang
 SGLANG_PYTHON := $(SGLANG_VENV)/bin/python
 SGLANG_VERSION := 0.5.23
+# Without what they depend on: the requirements of the tests have what of that is imported.
+SGLANG_ALONE := sglang==$(SGLANG_VERSION) xgrammar==0.2.7
 SGLANG_INSTALL := $(SGLANG_PYTHON) -m pip --disable-pip-version-check install --quiet --no-compile
 SGLANG_PYTEST := $(SGLANG_PYTHON) -m pytest integrations/sglang/tests --durations=10 --numprocesses=$(WORKERS)
 SGLANG_PYTEST += --dist=loadfile --no-loadscope-reorder --override-ini=filterwarnings=default
-# transformers has one, too: a few large packages, for one integration alone.
+
+# transformers has an environment of its own: a few large packages, for one integration alone.
 TRANSFORMERS_VENV := .venv-transformers
 TRANSFORMERS_PYTHON := $(TRANSFORMERS_VENV)/bin/python
 TRANSFORMERS_PYTEST := $(TRANSFORMERS_PYTHON) -m pytest integrations/transformers/tests --durations=10
@@ -61,7 +64,7 @@ TRANSFORMERS_PYTEST += --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-
 vllm_releases = for wanted in $(1); do \
 	$(VLLM_INSTALL) --no-deps --upgrade --target $(VLLM_VENV)/releases/$${wanted\#\#*=} $$wanted || exit 1; done
 
-.PHONY: help demo test test-sglang test-transformers test-engines-all test-vllm test-vllm-all test-gpu lint types lint-workflows docs changelog-draft bench soak corruptions
+.PHONY: help demo test test-sglang test-sglang-all test-transformers test-transformers-all test-engines-all test-vllm test-vllm-all test-gpu lint types lint-workflows docs changelog-draft bench soak corruptions
 .PHONY: environment environment-sglang environment-transformers environment-vllm lock system clean
 
 help:  ## Show this list
@@ -82,7 +85,11 @@ test-vllm-all: $(VLLM_VENV)/.all system  ## The same, with every supported relea
 	@echo "== pytest integrations/vllm/tests/real_vllm"
 	$(VLLM_PYTEST) $(PYTEST_ARGS)
 
-test-sglang: environment-sglang system  ## Run the tests with the real SGLang, on the CPU: about a minute
+test-sglang: environment-sglang system  ## Run the tests with the real SGLang, on the CPU
+	@echo "== pytest integrations/sglang/tests"
+	$(SGLANG_PYTEST) -m "not whole_server" $(PYTEST_ARGS)
+
+test-sglang-all: environment-sglang system  ## The same, with whole servers
 	@echo "== pytest integrations/sglang/tests"
 	$(SGLANG_PYTEST) $(PYTEST_ARGS)
 
@@ -90,9 +97,11 @@ test-transformers: environment-transformers  ## Run the tests with the real tran
 	@echo "== pytest integrations/transformers/tests"
 	$(TRANSFORMERS_PYTEST) -m "not every_model" $(PYTEST_ARGS)
 
-test-engines-all: test-sglang environment-transformers  ## The slow matrices of the integrations: every model, every kind of layer
+test-transformers-all: environment-transformers  ## The same, with every model and every kind of layer
 	@echo "== pytest integrations/transformers/tests"
 	$(TRANSFORMERS_PYTEST) $(PYTEST_ARGS)
+
+test-engines-all: test-vllm-all test-sglang-all test-transformers-all  ## All tests of all integrations: each release, each model
 
 lint: environment  ## ruff, mypy --strict, and who may import whom
 	$(call step,ruff check,$(PYTHON) -m ruff check .)
@@ -136,6 +145,7 @@ lock:  ## Write uv.lock again, with the newest versions of everything (needs uv)
 	uv lock --upgrade --default-index https://pypi.org/simple
 
 environment-sglang: $(SGLANG_VENV)/.made  ## Make .venv-sglang, with the real SGLang
+
 environment-transformers: $(TRANSFORMERS_VENV)/.made  ## Make .venv-transformers, with the real transformers
 
 environment-vllm: $(VLLM_VENV)/.made  ## Make .venv-vllm, with the real vLLM
@@ -174,7 +184,7 @@ $(VENV)/.workflows: $(VENV)/.made
 $(SGLANG_VENV)/.made: integrations/sglang/tests/requirements.txt $(PROJECTS)
 	@[ -x $(SGLANG_VENV)/bin/pip ] || { python=$$(tools/system.sh python) && "$$python" -m venv --clear $(SGLANG_VENV); }
 	$(SGLANG_INSTALL) --requirement integrations/sglang/tests/requirements.txt
-	$(SGLANG_INSTALL) --no-deps sglang==$(SGLANG_VERSION)
+	$(SGLANG_INSTALL) --no-deps $(SGLANG_ALONE)
 	$(SGLANG_INSTALL) --no-build-isolation --editable core --editable plugins/example_tier --editable plugins/fs_tier \
 		--editable plugins/redis_tier --editable integrations/sglang
 	@touch $@

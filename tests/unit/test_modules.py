@@ -14,13 +14,6 @@ OF_ITS_OWN = {
     "kvtiers.testing.killed_writer": "a program of its own, which the kit kills",
     "kvtiers_example.memory_store": "the template for a store: the entry point imports it late, in the tier host alone",
     "kvtiers_replay.run": "what programs import to replay, as benchmarks do; the command line imports it late",
-    # To be merged: written beside this rule, in distributions that are not released yet.
-    "kvtiers_sglang.hit_policies": "SGLang's rules for several pools",
-    "kvtiers_sglang.never_raise": "the boundary to SGLang",
-    "kvtiers_sglang.pages": "the views of a page",
-    "kvtiers_sglang.server": "what SGLang's arguments say",
-    "kvtiers_sglang.weights": "weights that change",
-    "kvtiers_transformers.guards": "calls that are refused",
     "kvtiers_s3.client.boto3": "needs an optional library, so it is imported where that is chosen",
 }
 

@@ -171,6 +171,7 @@ class ClientMetrics(_Metrics):
     lookups: int = _figure("Calls of exists and exists_prefix.")
     deletes: int = _figure("Calls of delete.")
     deleted_values: int = _figure("Keys that delete has removed from all tiers that take stores.")
+    undeleted_values: int = _figure("Names of values that delete may not have removed from all of them.")
     refused_values: int = _figure("Values and keys that did not fit the client, and were not used.")
     expired_calls: int = _figure("Parts of calls that did not end in time.")
     failed_calls: int = _figure("Calls that failed by a mistake of the caller, or of kvtiers; the log says which.")

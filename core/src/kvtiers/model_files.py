@@ -1,16 +1,19 @@
-"""The digest of a model's files: the identity of weights that are no commit of a hub.
+"""The identity of weights that a model's files give: a digest of them, or the commit of a hub that they are of.
 
-It reads every configuration file, every tensor's header, and a sample of every tensor: 1 ms a tensor, not minutes
+A digest reads every configuration file, every tensor's header, and a sample of every tensor: 1 ms a tensor, not minutes
 for a large model. Two fine-tunes of one model differ in every tensor that was trained.
 """
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["digest_of_file", "digest_of_folder"]
+__all__ = ["commit_of", "digest_of", "digest_of_file", "digest_of_folder"]
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 _SAMPLE_BYTES = 4096
 _SAMPLES = 4  # spread over a tensor
@@ -19,6 +22,34 @@ _WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 _CONFIGS = {"config.json", "adapter_config.json"}
 _READ_WHOLE = {".json", ".py"}  # a folder may bring the model's own code
 _LARGEST_HEADER = 1 << 28
+
+
+def commit_of(model: str, revision: str | None, cache_dir: str | None = None) -> str:
+    """Return the commit of a model of the hub, or "" if none is known here. No network.
+
+    ``revision``: a commit is taken as it is; a branch or a tag stands for the commit that the local cache of the hub
+    has it at. ``cache_dir``: that cache, where it is not the default one.
+    """
+    if revision and _COMMIT.fullmatch(revision):
+        return revision
+    try:
+        from huggingface_hub import try_to_load_from_cache  # engines depend on it; kvtiers does not
+    except ImportError:
+        return ""
+    cached = try_to_load_from_cache(model, "config.json", cache_dir=cache_dir, revision=revision)
+    found = Path(cached).parent.name if isinstance(cached, str) else ""
+    return found if _COMMIT.fullmatch(found) else ""
+
+
+def digest_of(model: str) -> str:
+    """Return the digest of a model in a folder or a file, "" if it is neither; OSError or ValueError if unreadable."""
+    path = Path(model)
+    try:
+        if path.is_dir():
+            return digest_of_folder(path)
+        return digest_of_file(path) if path.is_file() else ""
+    except KeyError as error:
+        raise ValueError(f"a tensor's header lacks {error}") from None
 
 
 def digest_of_file(path: Path) -> str:

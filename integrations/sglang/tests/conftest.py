@@ -1,54 +1,68 @@
-"""The real SGLang on CPU tensors: its host pools of every kind and layout, its factory, its hashes, over real tiers."""
+"""The real SGLang on CPU tensors: its pools of every kind and layout, its factory, its hashes, over real tiers."""
 
+import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from .parts import Server, mha_pool
+from . import without_torchvision  # noqa: F401 -- before anything of SGLang
 
-WEIGHTS = "0" * 40
+if TYPE_CHECKING:  # SGLang takes long to import, and pytest loads this in the process that runs no test, too
+    from .parts import Server
+
+
+@pytest.fixture(scope="session")
+def hooks_applied() -> None:
+    """Have SGLang load its plugins and apply their hooks, as each of its processes does at its start."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+
+
+@pytest.fixture(autouse=True)
+def unchanged_weights(hooks_applied: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have each test begin as a process does, in which no update of the weights has come."""
+    monkeypatch.setattr("kvtiers_sglang.weight_updates._begun", "")
 
 
 @pytest.fixture
-def arguments(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What SGLang publishes of a server's arguments; change a field to have another server."""
-    published = SimpleNamespace(
-        model_path="test/model",
-        revision=WEIGHTS,
-        load_format="auto",
-        kv_cache_dtype="auto",
-        quantization=None,
-        quantization_param_path=None,
-        json_model_override_args="{}",
-        speculative_algorithm=None,
-        speculative_draft_model_path=None,
-        speculative_draft_model_revision=None,
-    )
-    monkeypatch.setattr("kvtiers_sglang.backend.server_arguments", lambda: published)
-    return published
+def publish() -> Iterator[Callable[..., Any]]:
+    """Publish a server's arguments as SGLang does, real ones; call it again with other fields for another server."""
+    from .parts import published
+
+    with ExitStack() as stack:
+
+        def publish(**fields: Any) -> None:
+            stack.close()
+            stack.enter_context(published(**fields))
+
+        publish()
+        yield publish
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> dict[str, Any]:
     """A config with one tier, a directory."""
-    tier = {"type": "fs", "path": str(tmp_path / "fs"), "capacity": "1GiB", "min_free": 0}
+    tier = {"type": "fs", "path": str(tmp_path / "fs"), "capacity": "1GiB", "min_free": 0, "processes": 1}
     return {"version": 1, "primary": {"capacity": "1MiB"}, "start_wait": "60s", "secondary": [tier]}
 
 
 @pytest.fixture
-def serve(arguments: SimpleNamespace, config: dict[str, Any]) -> Iterator[Callable[..., Server]]:
-    """Start a server: SGLang's factory makes the backend for a pool, as its cache controller does."""
+def serve(publish: Callable[..., Any], config: dict[str, Any]) -> Iterator["Callable[..., Server]"]:
+    """Start a server: SGLang's factory makes the backend for a pool, as its cache controller does. Options by name."""
+    from .parts import Server, mha_pool
+
     with ExitStack() as stack:
 
         def serve(pool: Any = None, **more: Any) -> Server:
-            extra = {"config": config, "bounce_bytes": "4MiB", "deadline": more.pop("deadline", "20s")}
+            extra = {"config": config, "bounce_bytes": "4MiB", "deadline": "20s"}
+            extra |= {name: more.pop(name) for name in ("deadline", "weights", "draft_weights") if name in more}
             server = Server(pool if pool is not None else mha_pool(), extra, **more)
             stack.callback(server.close)
             return server
@@ -63,22 +77,49 @@ def unanswered() -> Iterator[int]:
         yield listening.getsockname()[1]
 
 
-@pytest.fixture
-def redis_url(tmp_path: Path) -> Iterator[str]:
-    """A Redis server of the test's own."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = ["redis-server", "--port", str(port), "--save", "", "--dir", str(tmp_path), "--bind", "127.0.0.1"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+class RedisServer:
+    """A Redis server that can be killed and started again, with nothing kept."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        command = ["redis-server", "--port", str(self.port), "--save", "", "--dir", str(self._folder)]
+        self._process = subprocess.Popen([*command, "--bind", "127.0.0.1"], stdout=subprocess.DEVNULL)
+        until = time.monotonic() + 60
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), 1).close()
+                break
+            except OSError:
+                assert self._process.poll() is None, "redis-server has ended"
+                assert time.monotonic() < until, "redis-server does not listen"
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Keep the server from answering: its connections stay open."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
         try:
-            until = time.monotonic() + 30
-            while True:
-                try:
-                    socket.create_connection(("127.0.0.1", port), 1).close()
-                    break
-                except OSError:
-                    assert process.poll() is None, "redis-server has ended"
-                    assert time.monotonic() < until, "redis-server does not listen"
-            yield f"redis://127.0.0.1:{port}/0"
+            yield
         finally:
-            process.kill()
+            self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(60)
+            self._process = None
+
+
+@pytest.fixture
+def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+    """A Redis server of the test's own."""
+    server = RedisServer(tmp_path)
+    server.start()
+    yield server
+    server.kill()

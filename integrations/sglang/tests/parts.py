@@ -1,6 +1,6 @@
-"""Real host pools on CPU tensors, and a server's use of them: what SGLang's cache controller does with a backend."""
+"""SGLang's real pools on CPU tensors, and a server's use of them: what its cache controller does with a backend."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,24 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 from sglang.srt.mem_cache.utils import get_hash_str
+from sglang.srt.runtime_context import get_context
 
+ARGUMENTS = {"model_path": "test/model", "revision": "0" * 40, "load_format": "auto", "kv_cache_dtype": "auto"}
 TOKENS = 256
+ON_CPU: Any = {
+    "pin_memory": False,
+    "device": "cpu",
+    "device_capacity_tokens": TOKENS,
+    "host_token_capacity": 2 * TOKENS,
+    "start_layer": 0,
+}
 MHA_LAYOUTS = ("page_first", "page_first_direct", "page_head", "layer_first")
 MLA_LAYOUTS = ("page_first", "page_first_direct", "layer_first")
+
+
+def published(**fields: Any) -> Any:
+    """Return a context in which SGLang has published a server's arguments: real ones, resolved to these fields."""
+    return get_context().override_server_args(**(ARGUMENTS | fields))
 
 
 def _pointers(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -29,12 +43,18 @@ def _pointers(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def mha_pool(
-    layout: str = "page_first", *, dtype: torch.dtype = torch.bfloat16, page: int = 16, heads: int = 2, layers: int = 3
+    layout: str = "page_first",
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    page: int = 16,
+    heads: int = 2,
+    layers: int = 3,
+    on_device: KVBufferLayout = KVBufferLayout.NHD,
 ) -> MHATokenToKVPoolHost:
     shape = (TOKENS, heads, 32)
     k = tuple(torch.zeros(shape, dtype=dtype) for _ in range(layers))
     v = tuple(torch.zeros(shape, dtype=dtype) for _ in range(layers))
-    buffers = KVBuffers(k=k, v=v, k_data_ptrs=_pointers(k), v_data_ptrs=_pointers(v), layout=KVBufferLayout.NHD)
+    buffers = KVBuffers(k=k, v=v, k_data_ptrs=_pointers(k), v_data_ptrs=_pointers(v), layout=on_device)
     info = MHABufferInfo(
         buffers=buffers,
         page_size=page,
@@ -50,12 +70,8 @@ def mha_pool(
         0,
         page,
         layout,
-        pin_memory=False,
-        device="cpu",
-        device_capacity_tokens=TOKENS,
-        start_layer=0,
+        **ON_CPU,
         end_layer=layers - 1,
-        host_token_capacity=2 * TOKENS,
     )
 
 
@@ -80,20 +96,24 @@ class Server:
     """A server's backend with its pools. Pages are SGLang's: keys by its hash chain, slots by its allocator."""
 
     def __init__(
-        self, pool: Any, extra: dict[str, Any], sidecars: dict[str, Any] | None = None, **storage: Any
+        self,
+        pool: Any,
+        extra: dict[str, Any],
+        sidecars: dict[str, Any] | None = None,
+        made: Callable[[Any], object] = lambda _: None,
+        **storage: Any,
     ) -> None:
+        """``made``: called with the backend before pools are registered."""
         self.pool = pool
         self.pools = {"kv": pool, **(sidecars or {})}
         config = storage_config(extra, **storage)
         self.backend = StorageBackendFactory.create_backend("dynamic", config, pool)
-        try:
-            self.backend.register_mem_pool_host(pool)
-            for name, sidecar in self.pools.items() if sidecars else ():
-                self.backend.register_mem_host_pool_v2(sidecar, name)
-            self.backend.on_host_pools_registered()
-        except BaseException:
-            self.backend.close()
-            raise
+        made(self.backend)
+        # As SGLang does: it closes no backend that refuses a further pool.
+        self.backend.register_mem_pool_host(pool)
+        for name, sidecar in self.pools.items() if sidecars else ():
+            self.backend.register_mem_host_pool_v2(sidecar, name)
+        self.backend.on_host_pools_registered()
 
     def close(self) -> None:
         self.backend.close()
@@ -180,13 +200,9 @@ def mla_pool(layout: str = "page_first", *, page: int = 16, layers: int = 3) -> 
         0,
         page,
         layout,
-        pin_memory=False,
-        device="cpu",
-        device_capacity_tokens=TOKENS,
-        start_layer=0,
+        **ON_CPU,
         end_layer=layers - 1,
         target_layer_num=layers,
-        host_token_capacity=2 * TOKENS,
     )
 
 

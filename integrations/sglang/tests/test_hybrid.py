@@ -3,7 +3,7 @@
 import pytest
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
-from kvtiers_sglang.hit_policies import ALL, TRAILING, restorable
+from kvtiers_sglang.backend import ALL, TRAILING, restorable
 
 from .parts import mamba_pool, mha_pool
 

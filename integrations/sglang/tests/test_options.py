@@ -9,8 +9,9 @@ OURS = {"interface_v1": 1, "config": "tiers.yaml"}
 
 
 def test_sglangs_own_keys_are_no_options_of_ours_and_defaults_are_stated():
-    options = options_of({**OURS, "backend_name": "x", "module_path": "y", "class_name": "z"})
-    assert (options.config, options.weights, options.deadline) == ("tiers.yaml", "", 5.0)
+    sglangs = {"backend_name": "x", "module_path": "y", "class_name": "z", "allocator": "shm", "file_storage_path": "f"}
+    options = options_of({**OURS, **sglangs})
+    assert (options.config, options.weights, options.draft_weights, options.deadline) == ("tiers.yaml", "", "", 5.0)
 
 
 def test_quantities_are_written_as_in_a_config():

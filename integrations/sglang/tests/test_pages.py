@@ -1,27 +1,13 @@
-"""Pages of the real host pools: every byte comes back, in every layout, and only under the same identity."""
+"""Pages of SGLang's real pools: every byte comes back, in every layout, and only under the same identity."""
 
 import threading
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
-import torch
 
 from kvtiers.api import ConfigError
-from kvtiers_sglang.backend import forget_weights
+from kvtiers_sglang.weight_updates import begin_update
 
 from .parts import MHA_LAYOUTS, MLA_LAYOUTS, mha_pool, mla_pool
-
-
-@dataclass
-class Other:
-    """A server that differs in one thing."""
-
-    name: str
-    pool: Any = None
-    storage: Any = None
-    arguments: Any = None
-
 
 POOLS = [*[(mha_pool, layout) for layout in MHA_LAYOUTS], *[(mla_pool, layout) for layout in MLA_LAYOUTS]]
 
@@ -67,44 +53,6 @@ def test_a_batch_of_128_pages_with_fewer_bounce_rows_than_pages(serve):
     assert server.load(keys) == ([True] * 128, content)
 
 
-OTHERS = [
-    Other("dtype", pool=lambda: mha_pool(dtype=torch.float16)),
-    Other("layout", pool=lambda: mha_pool("page_first_direct")),
-    Other("heads", pool=lambda: mha_pool(heads=4)),
-    Other("layers", pool=lambda: mha_pool(layers=2)),
-    Other("page size, with the same bytes", pool=lambda: mha_pool(page=32, layers=3)),
-    Other("page size against heads", pool=lambda: mha_pool(page=8, heads=4)),
-    Other("revision", arguments={"revision": "1" * 40}),
-    Other("quantization", arguments={"quantization": "fp8"}),
-    Other("kv-cache-dtype", arguments={"kv_cache_dtype": "fp8_e4m3"}),
-    Other("scales", arguments={"quantization_param_path": "/scales.json"}),
-    Other("overrides", arguments={"json_model_override_args": '{"rope_theta": 1}'}),
-    Other("speculation", arguments={"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "test/model"}),
-    Other("model", storage={"model_name": "another"}),
-    Other("TP size", storage={"tp_size": 2}),
-    Other("TP rank", storage={"tp_size": 2, "tp_rank": 1}),
-    Other("PP rank", storage={"pp_size": 2, "pp_rank": 1}),
-    Other("CP rank", storage={"attn_cp_size": 2, "attn_cp_rank": 1}),
-]
-
-
-@pytest.mark.parametrize("other", OTHERS, ids=lambda other: other.name)
-def test_a_server_that_differs_in_what_decides_the_bytes_finds_nothing(serve, arguments, other):
-    first = serve()
-    keys, _ = first.store(pages=2)
-    for name, value in (other.arguments or {}).items():
-        setattr(arguments, name, value)
-    second = serve(other.pool() if other.pool else None, **(other.storage or {}))
-    assert second.backend.batch_exists(keys) == 0
-    slots = second.take(2)
-    before = second.fill(slots, 3)
-    assert second.backend.batch_get_v1(keys, slots) == [False, False]
-    assert second.content(slots) == before
-    own, content = second.store(pages=2)
-    assert second.load(own) == ([True, True], content)
-    assert first.load(keys)[0] == [True, True]
-
-
 @pytest.mark.parametrize(("rank", "size"), [(1, 2), (3, 4), (0, 1)])
 def test_what_is_replicated_has_one_writer_and_readers_on_every_rank_of_any_number(serve, rank, size):
     writer = serve(mla_pool(), is_mla_model=True, tp_size=2)
@@ -113,17 +61,28 @@ def test_what_is_replicated_has_one_writer_and_readers_on_every_rank_of_any_numb
     assert reader.load(keys) == ([True] * 3, content)
 
 
-def test_pages_of_other_weights_are_neither_stored_nor_found(serve):
+def test_pages_of_other_weights_are_neither_stored_nor_found_and_no_backend_is_attached_after(serve, caplog):
     server = serve()
     keys, _ = server.store(pages=2)
-    forget_weights("update_weights_from_disk")
+    begin_update("update_weights_from_disk")
     assert server.backend.batch_exists(keys) == 0
+    assert server.backend.batch_exists_v2(keys).kv_hit_pages == 0
     assert server.load(keys)[0] == [False, False]
     slots = server.take(2)
     assert server.backend.batch_set_v1(server.keys(2, seed=3), slots) == [False, False]
+    with pytest.raises(ConfigError, match="update_weights_from_disk has changed the weights of this server"):
+        serve()
+
+
+def test_the_next_process_finds_the_pages_of_before_and_none_of_after_an_update(serve, monkeypatch):
+    server = serve()
+    keys, content = server.store(pages=2)
+    begin_update("update_weights_from_tensor")
+    assert server.backend.batch_set_v1(server.keys(2, seed=3), server.take(2)) == [False, False]
+    monkeypatch.setattr("kvtiers_sglang.weight_updates._begun", "")
     fresh = serve()
     assert fresh.backend.batch_exists(server.keys(2, seed=3)) == 0
-    assert fresh.backend.batch_exists(keys) == 2
+    assert fresh.load(keys) == ([True, True], content)
 
 
 def test_many_threads_back_up_and_prefetch_and_every_byte_is_right(serve):
@@ -149,38 +108,3 @@ def test_many_threads_back_up_and_prefetch_and_every_byte_is_right(serve):
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
     assert failures == []
-
-
-# -- what cannot be established is refused
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"arguments": {"revision": None}}, "its commit is not in the cache of the hub"),
-        ({"arguments": {"load_format": "dummy"}}, "load format 'dummy'"),
-        ({"arguments": {"model_path": None}}, "the weights are not; set 'weights'"),
-        ({"arguments": {"model_path": "/tmp"}}, "cannot be identified"),
-        ({"pool": lambda: mha_pool(dtype=torch.uint8)}, "--kv-cache-dtype does not say of what"),
-        ({"storage": {"model_name": None}}, "names no model"),
-        ({"storage": {"tp_lcm_size": 4, "should_split_heads": True}}, "'tp_lcm_size' has no effect"),
-    ],
-)
-def test_what_cannot_be_established_is_refused_in_one_line(serve, arguments, changed, said):
-    for name, value in changed.get("arguments", {}).items():
-        setattr(arguments, name, value)
-    with pytest.raises(ConfigError, match=said) as error:
-        serve(changed["pool"]() if "pool" in changed else None, **changed.get("storage", {}))
-    assert len(str(error.value).splitlines()) == 1
-
-
-def test_a_folder_with_weights_is_their_digest_and_other_weights_are_another(serve, arguments, tmp_path):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    (folder / "model.bin").write_bytes(bytes(10_000))
-    arguments.model_path, arguments.revision = str(folder), None
-    keys, content = serve().store(pages=1)
-    assert serve().load(keys) == ([True], content)
-    (folder / "model.bin").write_bytes(bytes(9_999) + b"x")
-    assert serve().backend.batch_exists(keys) == 0

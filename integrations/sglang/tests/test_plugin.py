@@ -2,6 +2,8 @@
 
 import json
 import pkgutil
+import subprocess
+import sys
 from importlib.metadata import entry_points
 
 import pytest
@@ -9,8 +11,9 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs
 
 from kvtiers.api import ConfigError
-from kvtiers_sglang import backend, plugin
+from kvtiers_sglang import plugin
 from kvtiers_sglang.options import options_of
+from kvtiers_sglang.weight_updates import UPDATER, UPDATES, update_begun
 
 CONFIG = "version: 1\nprimary: {capacity: 1MiB}\nsecondary: []\n"
 
@@ -30,17 +33,24 @@ def hooks(monkeypatch):
     monkeypatch.setattr(HookRegistry, "_patched", set())
     # The rest of it reads the config of a model, of which there is none.
     monkeypatch.setattr(ServerArgs, "resolve_once", lambda arguments: None)
-    updater = pkgutil.resolve_name(plugin._UPDATER)
-    for name in plugin._UPDATES:
-        monkeypatch.setattr(updater, name, getattr(updater, name))
+    updater = pkgutil.resolve_name(UPDATER)
+    for name in UPDATES:
+        monkeypatch.setattr(updater, name, getattr(updater, name).__wrapped__)
     plugin.register()
     HookRegistry.apply_hooks()
-    return updater
 
 
 def test_sglang_finds_the_plugin():
     (found,) = [entry for entry in entry_points(group="sglang.srt.plugins") if entry.name == "kvtiers"]
     assert found.load() is plugin.register
+
+
+def test_what_sglang_loads_in_all_of_its_processes_brings_no_backend_and_no_torch():
+    """The detokenizer and the tokenizers have no cache."""
+    program = "import sys; from kvtiers_sglang import plugin; print('torch' in sys.modules, 'sglang' in sys.modules)"
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=120, check=True)
+    assert done.stdout == b"False False\n"
 
 
 def test_the_variable_alone_turns_the_hierarchical_cache_on(config_file, hooks):
@@ -72,13 +82,17 @@ def test_a_wrong_config_stops_the_start_before_a_model_is_loaded(config_file, ho
         ServerArgs(model_path="test/model").resolve_once()
 
 
-def test_every_way_to_change_the_weights_ends_the_use_of_the_tiers_first(monkeypatch, hooks):
-    """Whatever becomes of the change: the real methods, on an object that has nothing, fail after the hook."""
-    reported = []
-    monkeypatch.setattr(backend, "forget_weights", reported.append)
-    for name in plugin._UPDATES:
-        with pytest.raises(AttributeError):
-            getattr(hooks, name)(object(), object())
-    assert reported == list(plugin._UPDATES)
-    known = {name for name in vars(hooks) if "update_weight" in name or name.startswith("begin_weight")}
-    assert {name for name in known if not name.startswith(("flush", "record", "_", "init", "destroy"))} == set(reported)
+@pytest.mark.parametrize("name", UPDATES)
+def test_every_way_to_change_the_weights_ends_the_use_of_the_tiers_first(name):
+    """Whatever becomes of the change: the real method, on an object that has nothing, fails after the hook."""
+    assert update_begun() == ""
+    with pytest.raises(AttributeError):
+        getattr(pkgutil.resolve_name(UPDATER), name)(object(), object())
+    assert update_begun() == name
+
+
+def test_sglang_has_no_further_way_to_change_the_weights():
+    updater = pkgutil.resolve_name(UPDATER)
+    known = {name for name in vars(updater) if "update_weight" in name or name.startswith("begin_weight")}
+    others = ("flush", "record", "_", "init", "destroy")
+    assert {name for name in known if not name.startswith(others)} == set(UPDATES)

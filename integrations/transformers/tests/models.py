@@ -48,7 +48,7 @@ MODELS = {
         | STATES,
     ),
     "deepseek_v3": ("DeepseekV3", "", LATENT),
-    # those that `make test-engines-all` adds
+    # those that `make test-transformers-all` adds
     "deepseek_v32": ("DeepseekV32", "", LATENT | {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 64}),
     "nemotron_h": (
         "NemotronH",

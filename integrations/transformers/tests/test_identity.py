@@ -5,7 +5,7 @@ import torch
 
 from kvtiers_transformers import PrefixCache
 from kvtiers_transformers.identity import identity_of, text_config
-from kvtiers_transformers.probe import probe
+from kvtiers_transformers.model_checks import probe
 from kvtiers_transformers.weights import weights_identity
 
 from .conftest import OPTIONS, greedy, loaded, tiers

@@ -135,6 +135,33 @@ def test_what_was_deleted_is_absent_in_every_length_and_can_be_put_again(client)
     assert client.stats()["deleted_values"] == 5
 
 
+def test_values_of_a_tier_that_cannot_delete_are_not_deleted_and_the_log_says_which_tier(caplog):
+    managed = {"type": "memory-async", "max_blocks": 64, "name": "mine"}
+    with open_client(config(MEMORY, managed), IDENTITY, 1000, bounce_bytes=1 << 16) as client:
+        assert client.put(KEYS[:2], [value(0), value(1)]).tiers == {"memory": 2, "mine": 2}
+        assert client.delete(KEYS[:2]) == [False, False]
+        assert client.exists(KEYS[:2]) == [True, True], "it is still there, so it is found"
+        assert (client.stats()["deleted_values"], client.stats()["undeleted_values"]) == (0, 2)
+    assert "2 values may not be deleted: mine moves rows by itself" in caplog.text
+
+
+MISTAKES = [["k"], [7], [b""], [b"k" * 65_532], [["no", "hash"]]]
+
+
+@pytest.mark.parametrize("call", ["exists_prefix", "exists", "delete"])
+def test_each_call_refuses_the_same_mistakes_and_answers_for_the_rest(client, call, caplog):
+    client.put(KEYS[:1], [value(0)])
+    ask = getattr(client, call)
+    assert ask(KEYS[:1], 7) == (0 if call == "exists_prefix" else [False])
+    for (mistake,) in MISTAKES:
+        assert ask([KEYS[0], mistake]) == (1 if call == "exists_prefix" else [True, False])
+    assert client.stats()["refused_values"] == len(MISTAKES) + 1
+    assert client.stats()["failed_calls"] == 0
+    client.close()  # lines are written by a thread
+    assert "client: refused a key that is not 1 to 65,531 bytes" in caplog.text
+    assert "client: refused values of 7 bytes; this client's have 1000, 5000 bytes" in caplog.text
+
+
 def test_each_key_is_looked_up_by_itself(client):
     client.put([KEYS[1], KEYS[3]], [value(1), value(3)])
     client.put(KEYS[:1], [value(0, 5000)])

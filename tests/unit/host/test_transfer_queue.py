@@ -45,6 +45,19 @@ def test_stores_take_no_more_threads_than_they_may_and_leave_one_to_loads():
     assert queue._most_stores == 1
 
 
+def test_a_removal_keeps_neither_loads_nor_stores_busy():
+    queue = TransferQueue(2)
+    store, other = (job_of(number, is_load=False) for number in range(2))
+    removal = PoolJob.of(StoreJob(2, is_load=False, keys=store.job.keys, rows=(), is_delete=True), NAMES)
+    assert queue.begin(removal, 10.0)
+    assert not queue.begin(removal, 11.0)
+    assert queue.begin(store, 12.0)
+    assert queue.busy_seconds(store, 13.0) == 1.0, "the removal before it is no store"
+    assert queue.busy_seconds(removal, 20.0) == 0.0
+    assert queue.begin(other, 20.0)
+    assert queue.busy_seconds(other, 21.0) == 1.0
+
+
 def test_no_slice_is_left_lying_while_a_thread_waits():
     queue = TransferQueue(3)
     jobs = [job_of(number, is_load=number % 2 == 1) for number in range(8)]

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 
 from kvtiers._failures import error_text, log_with_backoff
@@ -121,7 +122,9 @@ class Client:
         """Remove the values of these keys; return for each whether every tier that takes stores is without it now.
 
         ``value_bytes``: of this length alone; by default of all the client's lengths. A key that is nowhere is True. A
-        value in a read-only tier stays, and is found. A ``put`` of the same key at the same time may win or lose.
+        value in a read-only tier stays, and is found. A tier that moves rows by itself (``SecondaryTierManager``) has
+        no way to remove one: with such a tier all are False, and the log says so. A ``put`` of the same key at the same
+        time may win or lose.
         """
         gone = self._never_raises(self._delete, keys, value_bytes, timeout)
         return gone if gone is not None else [False] * _count(keys)
@@ -243,13 +246,8 @@ class Client:
     def _prefix(self, keys: Sequence[bytes], value_bytes: int | None, timeout: float | None) -> int:
         until = self._until(timeout)
         self._count(lookups=1)
-        group = self._groups.get(self._value_bytes if value_bytes is None else value_bytes)
-        leading: list[OffloadKey] = []
-        for key in keys:
-            if group is None or not _is_key(key):
-                self._refuse(f"a key of {type(key).__name__}, or values of {value_bytes} bytes")
-                break
-            leading.append(make_offload_key(key, group))
+        named = self._named(keys, self._value_bytes if value_bytes is None else value_bytes)
+        leading = [key for [key] in takewhile(bool, named)]
         if not leading or not self._is_usable():
             return 0
         request = Prefix(leading, until)
@@ -260,32 +258,45 @@ class Client:
     def _exists(self, keys: Sequence[bytes], value_bytes: int | None, timeout: float | None) -> list[bool]:
         until = self._until(timeout)
         self._count(lookups=1)
-        group = self._groups[self._value_bytes if value_bytes is None else value_bytes]
-        wanted = {key: make_offload_key(key, group) for key in keys if _is_key(key)}
-        if not wanted or not self._is_usable():
+        named = self._named(keys, self._value_bytes if value_bytes is None else value_bytes)
+        if not any(named) or not self._is_usable():
             return [False] * len(keys)
-        request = Present([*wanted.values()], until)
+        request = Present([key for names in named for key in names], until)
         self._driver.send(request)
         self._await(request, until)
-        return [key in wanted and wanted[key] in request.there for key in keys]
+        return [bool(names) and request.there.issuperset(names) for names in named]
 
     def _delete(self, keys: Sequence[bytes], value_bytes: int | None, timeout: float | None) -> list[bool]:
         until = self._until(timeout)
         self._count(deletes=1)
-        groups = [*self._groups.values()] if value_bytes is None else [self._groups[value_bytes]]
-        wanted = {key: [make_offload_key(key, group) for group in groups] for key in keys if _is_key(key)}
-        if len(wanted) < len(set(keys)):
-            self._refuse("a key that is not 1 to 65,531 bytes", len(set(keys)) - len(wanted))
+        named = self._named(keys, value_bytes)
+        wanted = list(dict.fromkeys(key for names in named for key in names))
         gone: set[OffloadKey] = set()
-        named = [named for each in wanted.values() for named in each]
-        for start in range(0, len(named) if self._is_usable() else 0, _DELETED_AT_ONCE):
-            request = Delete(named[start : start + _DELETED_AT_ONCE], self._rows.none(), until)
+        error = "" if self._is_usable() else CLOSED
+        for start in range(0, len(wanted) if not error else 0, _DELETED_AT_ONCE):
+            request = Delete(wanted[start : start + _DELETED_AT_ONCE], self._rows.none(), until)
             self._driver.send(request)
             self._await(request, until)
             gone |= request.gone
-        found = [key in wanted and gone.issuperset(wanted[key]) for key in keys]
+            error = error or request.error
+        found = [bool(names) and gone.issuperset(names) for names in named]
         self._count(deleted_values=sum(found))
+        if kept := len(wanted) - len(gone):
+            times = self._count(undeleted_values=kept)
+            text = "client: %d values may not be deleted: %s (%d so far)"
+            log_with_backoff(times, _log.warning, text, kept, error or "a store has failed; see its log", times)
         return found
+
+    def _named(self, keys: Sequence[bytes], value_bytes: int | None) -> list[list[OffloadKey]]:
+        """Return the names of each key for values of this length, or of all lengths; none for a mistake: refused."""
+        groups = [*self._groups.values()] if value_bytes is None else [self._groups.get(value_bytes, -1)]
+        if -1 in groups:
+            self._refuse(f"values of {value_bytes!r} bytes; this client's have {self._lengths()}", len(keys))
+            return [[] for _ in keys]
+        named = [[make_offload_key(key, group) for group in groups] if _is_key(key) else [] for key in keys]
+        if wrong := named.count([]):
+            self._refuse("a key that is not 1 to 65,531 bytes", wrong)
+        return named
 
     def _values(self, keys: Sequence[bytes], views: Sequence[Views], *, writable: bool) -> list[_Value]:
         """Return the values of a call, each key once; those that do not fit are refused."""
@@ -302,7 +313,7 @@ class Client:
                 continue
             if group is None or not _is_key(key):
                 what = f"of {length_of(parts)} bytes" if group is None else f"with a key of {type(key).__name__}"
-                self._refuse(f"a value {what}; this client's have {', '.join(map(str, self._groups))} bytes")
+                self._refuse(f"a value {what}; this client's have {self._lengths()}")
                 continue
             offload_key = make_offload_key(key, group)
             if (known := values.get(offload_key)) is None:
@@ -326,6 +337,9 @@ class Client:
 
     def _is_usable(self) -> bool:
         return not self._is_closed and os.getpid() == self._process
+
+    def _lengths(self) -> str:
+        return f"{', '.join(map(str, self._groups))} bytes"
 
     def _count(self, **more: int) -> int:
         """Add to these counts; return the last one."""

@@ -169,7 +169,9 @@ class Delete(Transfer):
         takers = [slot for slot in jobs.slots if not slot.options.read_only]
         self._tiers = len(takers)
         for slot in takers:
-            if slot.available() and jobs.delete(slot, self, self._keys):
+            if not slot.can_delete:
+                self.error = self.error or f"{slot.name} moves rows by itself, and has no way to remove a value"
+            elif slot.available() and jobs.delete(slot, self, self._keys):
                 self._running += 1
             else:
                 self.error = self.error or f"{slot.name} removes nothing now"

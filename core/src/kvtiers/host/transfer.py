@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 from kvtiers._failures import plugin_boundary
 from kvtiers.api import ChunkStore, OffloadKey, RateLimit, StoreContractError, TierConfig, group_of
@@ -150,6 +150,8 @@ class ValueMover:
         # An epoch is one store's own and enters the seal: in the row it would collide with the seal that another tier's
         # host is writing, and one of the two would store the other's.
         self._store_views = beside_rows(views, largest) if epoch else views
+        takes_parts = self._calls.takes_parts and isinstance(self._store_views, BounceBufferViews)
+        self._part_views = cast("BounceBufferViews", self._store_views) if takes_parts else None
         self.batch_values = max(1, min(_BATCH_VALUES, _BATCH_BYTES // largest)) if self._calls.in_batches else 1
 
     def load(self, run: ValueRun) -> Moved:
@@ -289,9 +291,11 @@ class ValueMover:
     def _move(self, moved: Moved, run: ValueRun, values: Sequence[_Value], *, is_load: bool) -> bool:
         """Move one batch; False ends the run: the store failed, or there is no time left."""
         views = self._views if is_load else self._store_views
-        in_parts = not is_load and self._calls.takes_parts and isinstance(views, BounceBufferViews)
-        views.begin([value.row for value in values], filled=not (is_load or in_parts))
+        in_parts = None if is_load else self._part_views
+        views.begin([value.row for value in values], filled=not is_load and in_parts is None)
         try:
+            if in_parts is not None:
+                return self._store_in_parts(moved, run, values[0], in_parts)
             return self._move_begun(moved, run, values, is_load=is_load)
         finally:
             views.end(kept=bool(moved.kept))
@@ -299,8 +303,6 @@ class ValueMover:
     def _move_begun(self, moved: Moved, run: ValueRun, values: Sequence[_Value], *, is_load: bool) -> bool:
         if is_load and self._calls.in_pieces(values[0].nbytes):
             return self._load_in_pieces(moved, run, values[0])
-        if not is_load and self._calls.takes_parts and isinstance(self._store_views, BounceBufferViews):
-            return self._store_in_parts(moved, run, values[0], self._store_views)
         places, names, rows, payloads, sizes = zip(*values, strict=True)
         views = self._views if is_load else self._store_views
         if not is_load:

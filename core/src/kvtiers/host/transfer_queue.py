@@ -157,6 +157,8 @@ class TransferQueue:
             if job.started:
                 return False
             job.started = now
+            if job.job.is_delete:
+                return True
             if not self._in_flight[job.job.is_load]:
                 self._counted_until[job.job.is_load] = now
             self._in_flight[job.job.is_load] += 1
@@ -177,9 +179,10 @@ class TransferQueue:
     def busy_seconds(self, job: PoolJob, now: float) -> float:
         """Return the seconds that an ended job has kept the pool busy, without those counted for jobs before it.
 
-        Jobs overlap, and the sum of these is the time in which any load, or any store, was in flight.
+        Jobs overlap, and the sum of these is the time in which any load, or any store, was in flight. A removal moves
+        no bytes, so that its time is none of these.
         """
-        if not job.started:
+        if not job.started or job.job.is_delete:
             return 0.0
         with self._lock:
             since = self._counted_until[job.job.is_load]

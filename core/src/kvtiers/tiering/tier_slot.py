@@ -102,6 +102,11 @@ class TierSlot:
         """Hand the job over; False if the tier did not take it, so that nothing has started."""
         return self._do(self.tier.submit_load if job.is_promotion else self.tier.submit_store, job)
 
+    @property
+    def can_delete(self) -> bool:
+        """Whether the tier can remove chunks."""
+        return isinstance(self.tier, CanDelete)
+
     def delete(self, job: TransferJob) -> bool:
         """Hand over a job that removes chunks; False if nothing has started, as with a tier that cannot do that."""
         return isinstance(self.tier, CanDelete) and self._do(self.tier.submit_delete, job)

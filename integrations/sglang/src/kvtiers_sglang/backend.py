@@ -1,4 +1,4 @@
-"""The storage backend of HiCache: SGLang's host pools over kvtiers' tiers, one client a pool.
+"""The storage backend of HiCache: SGLang's pools over kvtiers' tiers, one client a pool.
 
 =======================  ======================================================================================
 SGLang's thread          calls
@@ -9,32 +9,77 @@ backup                   ``batch_set_v1``, ``batch_set_v2``
 =======================  ======================================================================================
 
 A pool's client is opened when SGLang registers the pool: only then it is known what its pages are. What cannot be used
-is refused there, in one line. After that no call raises, and each ends within ``deadline``. No page is on the engine's
-thread, and no I/O in its process: the tiers run in their hosts.
+is refused there, in one line, and nothing stays open. After that no call raises, and each ends within ``deadline``,
+however many pools it is about. No page is on the engine's thread, and no I/O in its process: the tiers run in their
+hosts.
+
+A hybrid model resumes at a prefix only if each of its pools has there what its hit policy asks for:
+
+==================  ==========================================================================================
+hit policy          a prefix of n pages can be restored if the pool has
+==================  ==========================================================================================
+``all_pages``       each of the n pages (an indexer)
+``trailing_pages``  the last pages before n, as many as the transfer names (a sliding window, a recurrent state)
+==================  ==========================================================================================
+
+Such a set has gaps: with states at 512 and 1,024 tokens, nothing between them can be resumed. SGLang intersects the
+sets of all ranks, so the set is reported, and not its largest member alone.
 """
 
+import functools
 import logging
 import threading
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
-import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName, PoolTransferResult
 
-from kvtiers import Client, open_client
+from kvtiers._failures import log_with_backoff
 from kvtiers.api import ConfigError
-from kvtiers_sglang.hit_policies import ALL, TRAILING, restorable
-from kvtiers_sglang.identity import identity_of
-from kvtiers_sglang.never_raise import never_raises
 from kvtiers_sglang.options import options_of
-from kvtiers_sglang.pages import Pages, keys_of
-from kvtiers_sglang.server import release, server_arguments
+from kvtiers_sglang.pools import Pool, open_pool
+from kvtiers_sglang.weight_updates import unhooked_updates, update_begun
 
-__all__ = ["KvtiersHiCache", "forget_weights"]
+__all__ = ["ALL", "TRAILING", "KvtiersHiCache", "never_raises", "restorable"]
 
 _log = logging.getLogger("kvtiers.sglang")
 _KV = str(PoolName.KV)
-_open: "set[KvtiersHiCache]" = set()
+_CLOSE_SECONDS = 5.0
+ALL, TRAILING = "all_pages", "trailing_pages"
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def never_raises(default: Callable[..., Any]) -> Callable[[_Method], _Method]:
+    """Make a method answer ``default(*its arguments)`` where it would raise. Its object has a count ``bugs``."""
+
+    def decorate(method: _Method) -> _Method:
+        @functools.wraps(method)
+        def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception:  # noqa: BLE001 -- it is a miss for SGLang
+                self.bugs += 1
+                message = "%s failed (%d times so far); SGLang goes on without"
+                log_with_backoff(self.bugs, _log.exception, message, method.__name__, self.bugs)
+                return default(*args, **kwargs)
+
+        return cast("_Method", guarded)
+
+    return decorate
+
+
+def restorable(policy: str, there: Sequence[bool], trailing: int) -> set[int]:
+    """Return the lengths, in pages, of the prefixes that a pool can serve. ``there[i]``: it has page i.
+
+    None for a policy that is not of the table above: then SGLang computes.
+    """
+    if policy == ALL:
+        run = next((place for place, answer in enumerate(there) if not answer), len(there))
+        return set(range(1, run + 1))
+    if policy == TRAILING:
+        return {n for n in range(1, len(there) + 1) if all(there[max(0, n - trailing) : n])}
+    return set()
 
 
 def _misses(keys: Sequence[str], *_: object, **__: object) -> list[bool]:
@@ -43,14 +88,6 @@ def _misses(keys: Sequence[str], *_: object, **__: object) -> list[bool]:
 
 def _misses_of(transfers: Sequence[Any], *_: object, **__: object) -> dict[str, list[bool]]:
     return {str(transfer.name): [False] * len(transfer.keys or ()) for transfer in transfers}
-
-
-class _Pool(NamedTuple):
-    """A registered host pool."""
-
-    host_pool: Any
-    pages: Pages
-    client: Client
 
 
 class KvtiersHiCache(HiCacheStorage):
@@ -64,11 +101,9 @@ class KvtiersHiCache(HiCacheStorage):
             raise ConfigError(
                 "kvtiers: 'tp_lcm_size' has no effect: pages are stored as each rank has them; leave it out"
             )
-        self._pools: dict[str, _Pool] = {}
+        self._pools: dict[str, Pool] = {}
         self._opening = threading.Lock()
         self.bugs = 0
-        self.weights_changed = ""
-        """Why no page is stored or found any more; "" while the weights are those of the start."""
 
     # -- pools
 
@@ -78,30 +113,22 @@ class KvtiersHiCache(HiCacheStorage):
         self._register(_KV, mem_pool_host)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Take a further pool of a hybrid model."""
+        """Take a further pool of a hybrid model; as above."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         self._register(str(host_pool_name), host_pool)
 
-    def _register(self, name: str, host_pool: Any) -> None:
-        with self._opening:
-            known = self._pools.get(name)
-            if known is not None and known.host_pool is host_pool:
-                return
-            pages = Pages(host_pool, torch.arange(int(getattr(host_pool, "page_size", 1) or 1)))
-            identity = identity_of(
-                name, host_pool, pages.sizes, self._storage, server_arguments(), self._options.weights, release()
-            )
-            client = open_client(
-                self._options.config,
-                identity,
-                pages.nbytes,
-                bounce_bytes=self._options.bounce_bytes,
-                deadline=self._options.deadline,
-                way_in=f"in SGLang {release()}, pool {name}",
-                release=f"sglang {release()}",
-            )
-            self._pools[name] = _Pool(host_pool, pages, client)
-            _open.add(self)
+    def _register(self, name: str, memory: Any) -> None:
+        try:
+            _refuse_changed_weights()
+            with self._opening:
+                known = self._pools.get(name)
+                if known is not None and known.memory is memory:
+                    return
+                self._pools[name] = open_pool(name, memory, self._storage, self._options)
+        except BaseException:
+            # SGLang does not close a backend that has refused a further pool, and would go on with half of it.
+            self.close()
+            raise
         if known is not None:
             known.client.close()
 
@@ -110,7 +137,7 @@ class KvtiersHiCache(HiCacheStorage):
     @never_raises(lambda *_, **__: 0)
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:  # noqa: ARG002 -- SGLang's
         """Return how many of the leading pages of KV there are."""
-        return self._pools[_KV].client.exists_prefix(keys_of(keys)) if self._is_usable else 0
+        return self._prefix(keys, self._until())
 
     @never_raises(lambda *_, **__: False)
     def exists(self, key: str) -> bool:
@@ -119,62 +146,72 @@ class KvtiersHiCache(HiCacheStorage):
 
     @never_raises(lambda *_, **__: PoolTransferResult.empty())
     def batch_exists_v2(
-        self, keys: Sequence[str], pool_transfers: Sequence[Any] | None = None, extra_info: Any = None
+        self,
+        keys: Sequence[str],
+        pool_transfers: Sequence[Any] | None = None,
+        extra_info: Any = None,  # noqa: ARG002
     ) -> Any:
         """Return the prefixes at which every pool of the model has what its hit policy asks for."""
-        kv_pages = self.batch_exists(keys, extra_info)
+        until = self._until()
+        kv_pages = self._prefix(keys, until)
         found = {_KV: kv_pages} if kv_pages else {}
         usable = set(range(1, kv_pages + 1))
         for transfer in pool_transfers or ():
             name, policy = str(transfer.name), str(transfer.hit_policy.value)
             if policy not in {ALL, TRAILING}:
                 continue  # it never limits the KV, and without a verdict nothing is believed of it
-            there = self._there(name, keys[:kv_pages]) if usable else []
+            pool = self._pools.get(name)
+            there = pool.there(keys[:kv_pages], until) if usable and pool is not None else []
             lengths = restorable(policy, there, max(1, len(transfer.keys or ())))
             if lengths:
                 found[name] = max(lengths)
             usable &= lengths
         return PoolTransferResult(max(usable, default=0), found, sorted(usable))
 
-    def _there(self, name: str, keys: Sequence[str]) -> list[bool]:
-        pool = self._pools.get(name)
-        return pool.client.exists(keys_of(keys)) if pool is not None else [False] * len(keys)
+    def _prefix(self, keys: Sequence[str], until: float) -> int:
+        return self._pools[_KV].prefix(keys, until) if not update_begun() else 0
 
     # -- pages
 
     @never_raises(_misses)
     def batch_get_v1(self, keys: Sequence[str], host_indices: Any, extra_info: Any = None) -> list[bool]:  # noqa: ARG002
         """Fill pages of KV; return for each whether it was found."""
-        return self._get(_KV, keys, host_indices)
+        return self._get(_KV, keys, host_indices, self._until())
 
     @never_raises(_misses)
     def batch_set_v1(self, keys: Sequence[str], host_indices: Any, extra_info: Any = None) -> list[bool]:  # noqa: ARG002
         """Store pages of KV; return for each whether a tier has it."""
-        return self._set(_KV, keys, host_indices)
+        return self._set(_KV, keys, host_indices, self._until())
 
     @never_raises(_misses_of)
     def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:  # noqa: ARG002
-        """Fill pages of several pools."""
-        return {str(it.name): self._get(str(it.name), it.keys or (), it.host_indices) for it in transfers}
+        """Fill pages of several pools, in one deadline."""
+        until = self._until()
+        return {str(it.name): self._get(str(it.name), it.keys or (), it.host_indices, until) for it in transfers}
 
     @never_raises(_misses_of)
     def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:  # noqa: ARG002
-        """Store pages of several pools."""
-        return {str(it.name): self._set(str(it.name), it.keys or (), it.host_indices) for it in transfers}
+        """Store pages of several pools, in one deadline."""
+        until = self._until()
+        return {str(it.name): self._set(str(it.name), it.keys or (), it.host_indices, until) for it in transfers}
 
-    @never_raises(lambda _, keys, __: [False] * len(keys))
-    def _get(self, name: str, keys: Sequence[str], slots: Any) -> list[bool]:
+    @never_raises(lambda _, keys, *__: [False] * len(keys))
+    def _get(self, name: str, keys: Sequence[str], slots: Any, until: float) -> list[bool]:
         pool = self._pools.get(name)
-        if pool is None or not self._is_usable:
+        if pool is None or update_begun():
             return [False] * len(keys)
-        return pool.client.get_into(keys_of(keys), pool.pages.views(slots, len(keys)))
+        found = pool.load(keys, slots, until)
+        return found if not update_begun() else [False] * len(keys)
 
-    @never_raises(lambda _, keys, __: [False] * len(keys))
-    def _set(self, name: str, keys: Sequence[str], slots: Any) -> list[bool]:
+    @never_raises(lambda _, keys, *__: [False] * len(keys))
+    def _set(self, name: str, keys: Sequence[str], slots: Any, until: float) -> list[bool]:
         pool = self._pools.get(name)
-        if pool is None or not self._is_usable:
+        if pool is None or update_begun():
             return [False] * len(keys)
-        return list(pool.client.put(keys_of(keys), pool.pages.views(slots, len(keys))).stored)
+        return pool.store(keys, slots, until)
+
+    def _until(self) -> float:
+        return time.monotonic() + self._options.deadline
 
     # -- what is left of the interface
 
@@ -203,19 +240,20 @@ class KvtiersHiCache(HiCacheStorage):
 
     @never_raises(lambda *_, **__: None)
     def close(self) -> None:
-        """Close the tiers. SGLang's threads have ended by then; calls after it miss."""
-        _open.discard(self)
+        """Close the tiers of all pools, within some seconds. SGLang's threads have ended by then; later calls miss."""
+        until = time.monotonic() + _CLOSE_SECONDS
         for pool in self._pools.values():
-            pool.client.close()
-
-    @property
-    def _is_usable(self) -> bool:
-        return not self.weights_changed
+            pool.client.close(max(0.0, until - time.monotonic()))
 
 
-def forget_weights(why: str) -> None:
-    """Let all backends of this process store and find nothing more: their identity is of other weights now."""
-    for backend in list(_open):
-        if not backend.weights_changed:
-            backend.weights_changed = why
-            _log.warning("%s: pages are of other weights now; nothing is stored or found until a restart", why)
+def _refuse_changed_weights() -> None:
+    if update := update_begun():
+        raise ConfigError(
+            f"kvtiers: {update} has changed the weights of this server, and the identity of its pages is that of those "
+            "before; start the server again"
+        )
+    if unhooked := unhooked_updates():
+        raise ConfigError(
+            f"kvtiers: SGLang has not applied the hooks of kvtiers' plugin before {', '.join(unhooked)}, so that pages "
+            "would outlive their weights; let SGLANG_PLUGINS name 'kvtiers' too, or leave it out"
+        )

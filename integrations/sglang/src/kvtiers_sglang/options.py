@@ -12,7 +12,9 @@ from kvtiers.api import ConfigError, Duration, Size, StrictModel
 __all__ = ["VARIABLE", "Options", "extra_config", "options_of"]
 
 VARIABLE = "KVTIERS_CONFIG"
-_SGLANGS = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
+_SGLANGS = frozenset(
+    {"backend_name", "module_path", "class_name", "interface_v1", "allocator", "file_storage_path"}  # the last: added
+)
 _WHERE = "--hicache-storage-backend-extra-config"
 
 
@@ -21,9 +23,10 @@ class Options(StrictModel):
 
     config: str | dict[str, Any] = Field(description="file of the tiers, or what would stand in it")
     weights: str = Field(default="", description="commit or digest of the model's weights; found out where it can be")
-    deadline: Duration = Field(default=5.0, gt=0, description="time in which each call of SGLang's ends")
+    draft_weights: str = Field(default="", description="the same of a draft model's weights")
+    deadline: Duration = Field(default=5.0, gt=0, description="time in which a call of SGLang's ends, over all pools")
     bounce_bytes: Size = Field(
-        default=128 << 20, gt=0, description="shared memory of each pool, for pages on their way"
+        default=128 << 20, gt=0, description="shared memory of each pool's client, for pages on their way"
     )
 
 

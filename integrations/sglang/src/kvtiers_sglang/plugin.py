@@ -5,8 +5,7 @@
     KVTIERS_CONFIG=tiers.yaml python -m sglang.launch_server --model-path MODEL
 
 SGLang calls ``register`` in each of its processes before it reads arguments. Arguments that say where pages go
-(``--hicache-storage-backend``) win. Weights that change while the server runs end the use of its tiers: the identity of
-its pages is that of the first ones.
+(``--hicache-storage-backend``) win.
 """
 
 import json
@@ -16,19 +15,12 @@ from typing import Any
 
 from kvtiers.config import load_config
 from kvtiers_sglang.options import VARIABLE, extra_config
+from kvtiers_sglang.weight_updates import register_hooks
 
 __all__ = ["prepare_arguments", "register"]
 
 _log = logging.getLogger("kvtiers.sglang")
 _ARGUMENTS = "sglang.srt.server_args.ServerArgs.resolve_once"  # its class calls no __post_init__ that is set later
-_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-_UPDATES = (
-    "begin_weight_update",
-    "update_weights_from_disk",
-    "update_weights_from_distributed",
-    "update_weights_from_tensor",
-    "update_weights_from_ipc",
-)
 
 
 def register() -> None:
@@ -37,8 +29,7 @@ def register() -> None:
 
     if os.environ.get(VARIABLE):
         HookRegistry.register(_ARGUMENTS, prepare_arguments, HookType.BEFORE)
-    for update in _UPDATES:
-        HookRegistry.register(f"{_UPDATER}.{update}", _before_update(update), HookType.BEFORE)
+    register_hooks()
 
 
 def prepare_arguments(arguments: Any, *_: Any, **__: Any) -> None:
@@ -56,12 +47,3 @@ def prepare_arguments(arguments: Any, *_: Any, **__: Any) -> None:
     arguments.enable_hierarchical_cache = True
     arguments.hicache_storage_backend = "dynamic"
     arguments.hicache_storage_backend_extra_config = json.dumps(extra_config(path))
-
-
-def _before_update(name: str) -> Any:
-    def before(*_: Any, **__: Any) -> None:
-        from kvtiers_sglang.backend import forget_weights
-
-        forget_weights(name)
-
-    return before

@@ -1,7 +1,7 @@
 """The identity of a model in transformers: everything but the tokens that decides what its KV is, and how it lies.
 
 Two processes share values only where all of it is equal. What may change from one call to the next is not here: it is
-in the keys (``adapters.py``), or keeps a call away from the cache (``guards.py``).
+in the keys (``adapters.py``), or keeps a call away from the cache (``model_checks.py``).
 """
 
 import hashlib

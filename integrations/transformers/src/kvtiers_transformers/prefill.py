@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, cache_utils
 
 from kvtiers_transformers.geometry import Geometry
-from kvtiers_transformers.probe import base_model
+from kvtiers_transformers.model_checks import base_model
 from kvtiers_transformers.values import set_length, set_tensor
 
 __all__ = ["Prefill", "stack"]

@@ -28,10 +28,9 @@ from kvtiers.api import ConfigError
 from kvtiers_transformers.adapters import active_adapters
 from kvtiers_transformers.arguments import left_padding, problem_of
 from kvtiers_transformers.geometry import ValueKind
-from kvtiers_transformers.guards import ModelGuard
 from kvtiers_transformers.identity import identity_of, refuse_model, text_config
+from kvtiers_transformers.model_checks import ModelGuard, probe
 from kvtiers_transformers.prefill import Prefill, stack
-from kvtiers_transformers.probe import probe
 from kvtiers_transformers.reader import Reader, key_of
 from kvtiers_transformers.values import freeze, held
 from kvtiers_transformers.writer import Writer

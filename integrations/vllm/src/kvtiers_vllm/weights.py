@@ -1,15 +1,12 @@
 """The identity of an engine's weights, without a user's help: a commit, a digest of the files, or random."""
 
-import re
 import secrets
-from pathlib import Path
 from typing import Any
 
-from kvtiers.model_files import digest_of_file, digest_of_folder
+from kvtiers.model_files import commit_of, digest_of
 
-__all__ = ["digest_of_folder", "is_random", "random_weights", "weights_of"]
+__all__ = ["is_random", "random_weights", "weights_of"]
 
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 _RANDOM = "random-"
 _FROM_FILES = {
     "auto",
@@ -42,32 +39,14 @@ def weights_of(model_config: Any, load_format: str) -> tuple[str, str]:
     """
     if load_format not in _FROM_FILES:
         return random_weights(), f"the load format {load_format!r} is not known to read the model's own files"
-    path = Path(model_config.model)
     try:
-        if path.is_dir():
-            return digest_of_folder(path), ""
-        if path.is_file():
-            return digest_of_file(path), ""
-    except (OSError, ValueError, KeyError) as error:
-        return random_weights(), f"{path} cannot be read: {error}"
-    commit = _commit(model_config)
-    if commit:
-        return f"commit-{commit}", ""
+        if digest := digest_of(model_config.model):
+            return digest, ""
+    except (OSError, ValueError) as error:
+        return random_weights(), f"{model_config.model} cannot be read: {error}"
+    # The commit that vLLM has resolved the revision to, or that the local cache of the hub has.
+    resolved = getattr(model_config.hf_config, "_commit_hash", None)
+    for revision in (resolved, model_config.revision) if resolved else (model_config.revision,):
+        if commit := commit_of(model_config.model, revision):
+            return f"commit-{commit}", ""
     return random_weights(), f"no commit of {model_config.model!r} is known"
-
-
-def _commit(model_config: Any) -> str:
-    """Return the commit that vLLM has resolved the model's revision to, never a branch; "" if it is not known."""
-    for found in (getattr(model_config.hf_config, "_commit_hash", None), _cached_commit(model_config)):
-        if isinstance(found, str) and _COMMIT.fullmatch(found):
-            return found
-    return ""
-
-
-def _cached_commit(model_config: Any) -> str:
-    try:
-        from huggingface_hub import try_to_load_from_cache  # vLLM depends on it; kvtiers does not
-    except ImportError:
-        return ""
-    cached = try_to_load_from_cache(model_config.model, "config.json", revision=model_config.revision)
-    return Path(cached).parent.name if isinstance(cached, str) else ""

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtiers_vllm.weights import digest_of_folder, is_random, weights_of
+from kvtiers.model_files import digest_of_folder
+from kvtiers_vllm.weights import is_random, weights_of
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -99,10 +99,9 @@ def _pieces(store: ChunkStore, in_pieces: SupportsPieces, bench: Bench) -> Itera
 
 def _parts(store: ChunkStore, in_parts: SupportsParts, bench: Bench) -> Iterator[Finding]:
     name = probe_name()
-    whole = bench.view(0).toreadonly()
     bench.stage = "writing the probe value in two parts"
     try:
-        in_parts.write_parts(name, [whole[:-64], whole[-64:]])
+        bench.borrow_parts(store, "write_parts", 64, call=lambda parts: in_parts.write_parts(name, parts))
         bench.stage = "reading what was written in two parts"
         bench.forget()
         got = bench.borrow(store, "read_into", [1], readonly=False, call=lambda views: store.read_into(name, views[0]))

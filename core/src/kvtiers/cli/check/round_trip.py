@@ -105,8 +105,21 @@ class Bench:
         loan = Loan(self.region, spans, readonly=readonly)
         answer = call([*loan.views])
         if not loan.take_back():
-            raise ProbeError(f"{type(store).__name__}.{method} kept the buffer that it was given, after its return")
+            raise ProbeError(_kept(store, method))
         return answer
+
+    def borrow_parts(
+        self, store: object, method: str, last: int, call: Callable[[Sequence[memoryview]], object]
+    ) -> None:
+        """Make a call of a store that gets the probe value in two parts, the second of ``last`` bytes.
+
+        As in a transfer, each is a loan of its own: ProbeError if the store keeps one.
+        """
+        begin = self.value_bytes - last
+        loans = [Loan(self.region, [span], readonly=True) for span in ((0, begin), (begin, last))]
+        call([view for loan in loans for view in loan.views])
+        if [loan for loan in loans if not loan.take_back()]:
+            raise ProbeError(_kept(store, method))
 
     def forget(self) -> None:
         """Overwrite the rows that tiers read into, so that they do not hold the probe value."""
@@ -119,6 +132,10 @@ class Bench:
             raise ProbeError("the value read back is not the value written")
         if bytes(self.view(0)) != self.payload:
             raise ProbeError("the tier changed the memory that it was to write from")
+
+
+def _kept(store: object, method: str) -> str:
+    return f"{type(store).__name__}.{method} kept the buffer that it was given, after its return"
 
 
 def probe_name() -> str:

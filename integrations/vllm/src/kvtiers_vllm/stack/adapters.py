@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvtiers_vllm.weights import digest_of_folder
+from kvtiers.model_files import digest_of_folder
 
 __all__ = ["Adapters", "Files"]
 
