@@ -1,5 +1,7 @@
 """Locks, deletion, lists and usage: what LMCache's eviction, quotas and administration see of the adapter."""
 
+import time
+
 import pytest
 
 from .conftest import config_of
@@ -112,10 +114,11 @@ def test_a_value_that_its_tier_has_evicted_is_counted_no_more(serve):
     server = serve(config=config_of({"type": "memory", "capacity": "150KiB", "exists_ttl": "1ms"}))
     for place in range(8):
         server.store(keys_of(1, first=place))
-    there = server.lookup(keys_of(8))
+    until = time.monotonic() + 60
+    while sum(there := server.lookup(keys_of(8))) > 4:  # what was found is believed for a while
+        server.adapter.submit_unlock([key for key, is_there in zip(keys_of(8), there, strict=True) if is_there])
+        assert time.monotonic() < until
     assert there[-1]
-    assert not there[0]
-    server.adapter.submit_unlock([key for key, is_there in zip(keys_of(8), there, strict=True) if is_there])
     assert server.adapter.get_usage().total_bytes_used == sum(there) * NBYTES
     assert len(server.events.deleted) == 8 - sum(there)
 

@@ -24,20 +24,19 @@ def values(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size == 36_864)
 
 
-def flip(path: Path) -> None:
+def flip(path: Path, _: Path) -> None:
     damaged = bytearray(path.read_bytes())
     damaged[1234] ^= 1
     path.write_bytes(damaged)
 
 
-def cut(path: Path) -> None:
+def cut(path: Path, _: Path) -> None:
     os.truncate(path, 20_000)
 
 
-def swap(path: Path) -> None:
+def swap(path: Path, other: Path) -> None:
     """Another key's sound value under this name."""
-    others = [other for other in values(path.parents[5]) if other != path]
-    path.write_bytes(others[0].read_bytes())
+    path.write_bytes(other.read_bytes())
 
 
 @pytest.mark.parametrize("damage", [flip, cut, swap], ids=["a bit", "the end", "another value"])
@@ -47,7 +46,7 @@ def test_a_damaged_value_is_a_miss_and_is_stored_again(serve, tmp_path, damage):
     stored = server.store(keys)
     files = values(tmp_path)
     assert len(files) == 4
-    damage(files[0])
+    damage(*files[:2])
     assert server.lookup(keys) == [True] * 4
     objects = server.memory.filled(4, server.layout, 9)
     before = content(objects)

@@ -39,6 +39,7 @@ _log = logging.getLogger("kvtiers.lmcache")
 _WHERE = "kvtiers: adapter_params of --l2-adapter"
 _FORM = "multi-process object"
 _CLOSE_SECONDS = 5.0
+_DOUBT_SECONDS = 2.0  # after a failure of a tier: what it did not answer counts as absent for a second
 _LAST_SECONDS = 1.0  # for tasks to take in that their client is closed
 
 
@@ -69,6 +70,8 @@ class KvtiersL2Adapter(L2AdapterInterface):
         super().__init__(max_capacity_bytes=options.capacity)
         self._options = options
         self._ledger = Ledger()
+        self._troubles: dict[ObjectKind, tuple[float, float]] = {}
+        """Of the tiers of each kind, as last counted, and when that changed."""
         self._stores: Lane[L2StoreResult] = Lane("store", 2)
         self._lookups: Lane[Any] = Lane("lookup", 2)
         self._loads: Lane[Any] = Lane("load", 4)
@@ -219,7 +222,13 @@ class KvtiersL2Adapter(L2AdapterInterface):
         An answer that did not come in time, or from a tier that is out of use, says nothing of what is there.
         """
         ours = [key for key in keys if self._ledger.kinds(key) == (kind,)]
-        if ours and time.monotonic() < until and _all_usable(client.stats()):
+        if not ours or time.monotonic() >= until:
+            return
+        now, troubles = time.monotonic(), _troubles(client.stats())
+        before, since = self._troubles.get(kind, (0.0, 0.0))
+        if troubles != before or troubles == float("inf"):
+            self._troubles[kind] = troubles, now
+        elif now - since > _DOUBT_SECONDS:
             self._say_removed(self._ledger.remove(ours))
 
     def _say_removed(self, removed: Sequence[tuple[Any, int]]) -> None:
@@ -312,9 +321,12 @@ def _bitmap(found: Sequence[bool]) -> Any:
     return bitmap
 
 
-def _all_usable(stats: Mapping[str, Any]) -> bool:
+def _troubles(stats: Mapping[str, Any]) -> float:
+    """Return a count that is another one after each failure of a tier; infinite while one is out of use."""
     tiers = stats["tiers"].values()
-    return bool(tiers) and all(tier.get("open", 1) and not tier.get("breaker_state", 0) for tier in tiers)
+    if not tiers or any(not tier.get("open", 1) or tier.get("breaker_state", 0) for tier in tiers):
+        return float("inf")
+    return sum(float(tier.get("errors", 0) + tier.get("breaker_opened", 0)) for tier in tiers)
 
 
 def _left(until: float) -> float:
