@@ -14,7 +14,7 @@ import pytest
 os.environ["LMCACHE_TRACK_USAGE"] = "false"  # before LMCache is imported: it reports where it runs
 os.environ["LMCACHE_DISABLE_BANNER"] = "1"
 
-from .parts import WEIGHTS, Memory, Server  # noqa: E402
+from .parts import WEIGHTS, Memory, Server
 
 
 @pytest.fixture

@@ -152,7 +152,7 @@ def test_keys_are_listed_page_by_page(serve):
 
 
 def test_the_status_is_plain_data(serve):
-    import json  # noqa: PLC0415
+    import json
 
     server = serve()
     server.store(keys_of(2))

@@ -29,7 +29,9 @@ PLUGIN = "remote_storage_plugin.kvtiers"
 class Engine:
     """The parts of an engine's LMCache that have to do with remote storage."""
 
-    def __init__(self, options: dict[str, Any], *, dtype: Any = torch.bfloat16, heads: int = HEADS, **more: Any) -> None:
+    def __init__(
+        self, options: dict[str, Any], *, dtype: Any = torch.bfloat16, heads: int = HEADS, **more: Any
+    ) -> None:
         extra = {f"{PLUGIN}.module_path": "kvtiers_lmcache", f"{PLUGIN}.class_name": "KvtiersConnectorAdapter"}
         extra |= {f"{PLUGIN}.{name}": value for name, value in options.items()}
         self.config = LMCacheEngineConfig.from_defaults(
@@ -43,7 +45,14 @@ class Engine:
         self.model, self.dtype = more.pop("model", "test/model"), dtype
         assert not more
         self.metadata = LMCacheMetadata(
-            self.model, self.world, self.world, self.rank, self.rank, dtype, (LAYERS, 2, CHUNK, heads, DIM), chunk_size=CHUNK
+            self.model,
+            self.world,
+            self.world,
+            self.rank,
+            self.rank,
+            dtype,
+            (LAYERS, 2, CHUNK, heads, DIM),
+            chunk_size=CHUNK,
         )
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever)
@@ -73,7 +82,9 @@ class Engine:
 
     def objects(self, count: int, seed: int, tokens: int = CHUNK) -> list[Any]:
         rng = np.random.default_rng(seed)
-        found = [self.local.allocate(self.metadata.get_shapes(tokens), self.metadata.get_dtypes()) for _ in range(count)]
+        found = [
+            self.local.allocate(self.metadata.get_shapes(tokens), self.metadata.get_dtypes()) for _ in range(count)
+        ]
         for it in found:
             it.byte_array.cast("B")[:] = rng.integers(0, 256, it.get_size(), np.uint8).tobytes()
         return found
@@ -174,7 +185,12 @@ def test_tags_are_a_part_of_the_key(start):
     engine = start()
     tagged = engine.keys(1, request_configs={"lmcache.tag.user": "a"})
     engine.store(tagged)
-    for other in ({}, {"lmcache.tag.user": "b"}, {"lmcache.tag.use": "ra"}, {"lmcache.tag.user": "a", "lmcache.tag.x": ""}):
+    for other in (
+        {},
+        {"lmcache.tag.user": "b"},
+        {"lmcache.tag.use": "ra"},
+        {"lmcache.tag.user": "a", "lmcache.tag.x": ""},
+    ):
         assert engine.load(engine.keys(1, request_configs=other)) == [None]
     assert engine.load(tagged) != [None]
 
@@ -233,9 +249,7 @@ def test_a_call_that_lmcache_gives_up_leaves_no_memory_behind(start):
 
 def test_a_tier_that_hangs_costs_an_engine_its_deadline(start, unanswered):
     tier = {"type": "redis", "url": f"redis://127.0.0.1:{unanswered}/0"}
-    engine = start(
-        config={**config_of(tier), "start_wait": "0s"}, lookup_deadline="200ms", deadline="200ms"
-    )
+    engine = start(config={**config_of(tier), "start_wait": "0s"}, lookup_deadline="200ms", deadline="200ms")
     begin = time.monotonic()
     assert engine.load(engine.keys(2)) == [None, None]
     engine.store(engine.keys(2))

@@ -1,4 +1,4 @@
-"""Objects through LMCache's factory: every byte comes back, and what differs in anything that decides them is a miss."""
+"""Objects through LMCache's factory: every byte comes back, and what differs in anything that matters is a miss."""
 
 import pytest
 import torch
@@ -168,5 +168,3 @@ def test_a_packed_cache_that_does_not_say_of_what_is_refused(serve, caplog):
     stored = serve(layout, kv_dtype="fp8_e4m3").store(keys_of(1))
     assert serve(layout, kv_dtype="fp8_e4m3").fetch(keys_of(1)) == stored
     assert serve(layout, kv_dtype="fp8_e5m2").fetch(keys_of(1)) == [None]
-
-

@@ -1,4 +1,4 @@
-"""Trouble: damage, tiers that are gone or hang, a close in the middle, many at once: results always come, and are right."""
+"""Trouble: damage, tiers that are gone or hang, a close in the middle, many at once: results always come."""
 
 import os
 import select
@@ -169,7 +169,7 @@ def test_every_queued_task_has_its_result_after_a_close(serve, config, unanswere
 
 
 def test_many_threads_store_look_up_load_and_delete_the_same_keys(serve, tier):
-    """Whoever wins, what is loaded is what belongs to its key."""
+    """Whichever thread is first, what is loaded is what belongs to its key."""
     server = serve(Layout((1, 2, 16, 32)), config=config_of(tier))
     keys = keys_of(12)
     right = {}
@@ -234,7 +234,7 @@ def test_more_kinds_than_there_can_be_are_refused(serve, config, caplog, monkeyp
 
 
 def test_the_ledger_forgets_the_oldest_keys_when_it_is_full(serve):
-    from kvtiers_lmcache.ledger import Ledger  # noqa: PLC0415
+    from kvtiers_lmcache.ledger import Ledger
 
     server = serve()
     server.adapter._ledger = Ledger(most=3)
@@ -257,7 +257,7 @@ def test_the_ledger_forgets_the_oldest_keys_when_it_is_full(serve):
     ],
 )
 def test_wrong_options_stop_the_start_with_their_line(memory, params, line):
-    from .parts import Server  # noqa: PLC0415
+    from .parts import Server
 
     with pytest.raises(ConfigError, match=line):
         Server(params, memory)
@@ -278,7 +278,7 @@ while True:
 
 
 def test_after_a_kill_nothing_is_left_behind_and_the_values_are_there(serve, config):
-    import json  # noqa: PLC0415
+    import json
 
     folder = Path(__file__).parents[1]
     command = [sys.executable, "-W", "ignore", "-c", KILLED, json.dumps(config)]
@@ -320,7 +320,7 @@ for what, config, options in json.loads(sys.stdin.read()):
 
 def run(*servers):
     """Run servers, one after the other, in a process; return digests of what each has stored or found."""
-    import json  # noqa: PLC0415
+    import json
 
     folder = Path(__file__).parents[1]
     done = subprocess.run(

@@ -1,8 +1,8 @@
 """The clients: one for each kind of objects, opened when the first object of its kind is seen.
 
 LMCache's server starts before any engine has said which model it runs, and serves several. So a client is opened late,
-by a thread of its own: a task that needs it waits as long as its deadline lets it, and what comes before it is open is a
-miss. A kind that cannot be opened is refused with one line, and tried again after a while.
+by a thread of its own: a task that needs it waits as long as its deadline lets it, and is a miss if it is not open by
+then. A kind that cannot be opened is refused with one line, and tried again after a while.
 """
 
 import logging

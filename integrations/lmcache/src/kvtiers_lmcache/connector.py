@@ -41,7 +41,7 @@ _MOST_LISTED = 100_000
 T = TypeVar("T")
 
 
-class KvtiersConnectorAdapter(ConnectorAdapter):  # type: ignore[misc] -- LMCache's own
+class KvtiersConnectorAdapter(ConnectorAdapter):
     """Makes the connector, for a plugin named ``kvtiers`` or ``kvtiers.NAME``."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class KvtiersConnectorAdapter(ConnectorAdapter):  # type: ignore[misc] -- LMCach
         return url.startswith(_URL) and extract_plugin_type(url.removeprefix(_URL)) == _TYPE
 
     def create_connector(self, context: Any) -> "KvtiersConnector":
-        """Return a connector. ConfigError or StartError, a line for each problem: LMCache logs it, and goes on without."""
+        """Return a connector. ConfigError or StartError, which LMCache logs: it goes on without."""
         name = context.plugin_name or _TYPE
         where = f"remote_storage_plugin.{name}"
         extra = context.config.extra_config or {}
@@ -61,7 +61,7 @@ class KvtiersConnectorAdapter(ConnectorAdapter):  # type: ignore[misc] -- LMCach
         return KvtiersConnector(options, context.config, context.metadata, context.local_cpu_backend)
 
 
-class KvtiersConnector(RemoteConnector):  # type: ignore[misc] -- LMCache's own
+class KvtiersConnector(RemoteConnector):
     """kvtiers as remote storage. No method raises, but for what LMCache asks for; what was not done is a miss."""
 
     def __init__(self, options: Options, config: Any, metadata: Any, local_cpu: Any) -> None:
@@ -136,7 +136,7 @@ class KvtiersConnector(RemoteConnector):  # type: ignore[misc] -- LMCache's own
         names = [_name_of(key) for key in keys]
         there = self._client.exists(names, timeout=self._options.lookup_deadline)
         # No memory for what is not there: LMCache would evict other chunks to make room.
-        objects = [self._allocate() if is_there else None for is_there in there]
+        objects: list[Any] = [self._allocate() if is_there else None for is_there in there]
         wanted = [place for place, it in enumerate(objects) if it is not None]
         loaded: list[bool] = []
         try:
@@ -200,7 +200,7 @@ class KvtiersConnector(RemoteConnector):  # type: ignore[misc] -- LMCache's own
         shapes = meta.shapes if meta.shapes is not None else [meta.shape]
         dtypes = meta.dtypes if meta.dtypes is not None else [meta.dtype]
         is_alike = [*shapes] == self.meta_shapes and [*dtypes] == self.meta_dtypes and meta.fmt == self.meta_fmt
-        return is_alike and memory.get_size() == self._kind.nbytes
+        return bool(is_alike and memory.get_size() == self._kind.nbytes)
 
     # -- the rest
 

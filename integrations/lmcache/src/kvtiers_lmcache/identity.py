@@ -1,8 +1,8 @@
-"""What a value means, beside its key: all that LMCache's keys lack, from its objects, the options and the model's files.
+"""What a value means, beside its key: all that LMCache's keys lack, from its objects, the options, the model's files.
 
-An ``ObjectKey`` has a hash over tokens, a model's name, a rank, an object group and a salt. It has no shape, no type and
-no weights: a server that is started again with another dtype, or with new weights under the same name, finds the old
-values. Here they are a part of what is asked for: another kind is another fingerprint, and a miss. What decides the
+An ``ObjectKey`` has a hash over tokens, a model's name, a rank, an object group and a salt. It has no shape, no type
+and no weights: a server that is started again with another dtype, or with new weights under the same name, finds the
+old values. Here they are a part of what is asked for: another kind is another fingerprint, and a miss. What decides the
 bytes and cannot be established is refused, in one line.
 """
 
@@ -81,7 +81,7 @@ def release() -> str:
 
 
 def _weights(model: str, given: str | dict[str, str]) -> str:
-    """Return the identity of a model's weights. A hub's name alone has none: which revision an engine runs, is unknown."""
+    """Return the identity of a model's weights. A hub's name has none: it does not say which revision runs."""
     named = given.get(model, "") if isinstance(given, dict) else given
     if named:
         return named

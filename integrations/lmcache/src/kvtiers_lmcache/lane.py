@@ -1,7 +1,7 @@
 """A lane: tasks of one kind, the threads that run them, their results, and the descriptor that says so.
 
-Every task has exactly one result, whatever becomes of it: what its work returns, or, if it raises, or the lane is closed
-before it has ended, the task's own ``otherwise``. The descriptor becomes readable with each result.
+Every task has exactly one result, whatever becomes of it: what its work returns, or, if that raises or the lane is
+closed before, the task's own ``otherwise``. The descriptor becomes readable with each result.
 """
 
 import contextlib

@@ -38,10 +38,12 @@ def options_of(given: Mapping[str, Any], where: str) -> Options:
         return Options.model_validate(dict(given))
     except ValidationError as error:
         names = ", ".join(Options.model_fields)
-        raise ConfigError([
-            f"{where}: {'.'.join(map(str, problem['loc'][:1]))!r}: {problem['msg']}; it has {names}"
-            for problem in error.errors()
-        ]) from None
+        raise ConfigError(
+            [
+                f"{where}: {'.'.join(map(str, problem['loc'][:1]))!r}: {problem['msg']}; it has {names}"
+                for problem in error.errors()
+            ]
+        ) from None
 
 
 def describe_options() -> str:
