@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from kvtiers._log_queue import flush_logs
+
 os.environ["LMCACHE_TRACK_USAGE"] = "false"  # before LMCache is imported: it reports where it runs
 os.environ["LMCACHE_DISABLE_BANNER"] = "1"
 
@@ -19,8 +21,8 @@ from .parts import WEIGHTS, Memory, Server
 
 @pytest.fixture
 def config(tmp_path: Path) -> dict[str, Any]:
-    """A config with one tier, a directory."""
-    return config_of({"type": "fs", "path": str(tmp_path / "fs"), "capacity": "1GiB", "min_free": 0})
+    """A config with one tier, a directory; its I/O is in this process, which starts sooner."""
+    return config_of({"type": "fs", "path": str(tmp_path / "fs"), "capacity": "1GiB", "min_free": 0, "io": "thread"})
 
 
 def config_of(*tiers: dict[str, Any]) -> dict[str, Any]:
@@ -61,6 +63,17 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     if request.param == "memory":
         return {"type": "memory", "capacity": "256MiB"}
     return {"type": "fs", "path": str(tmp_path / "fs"), "capacity": "1GiB", "min_free": 0}
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """Return what kvtiers has logged in LMCache, line by line."""
+
+    def said() -> list[str]:
+        flush_logs(30.0)  # another thread handles them
+        return [it.getMessage() for it in caplog.records if it.name == "kvtiers.lmcache"]
+
+    return said
 
 
 @pytest.fixture

@@ -113,8 +113,8 @@ class Clients:
                 opening.again_at = self._clock() + _AGAIN_SECONDS
             elif not is_late:
                 opening.client = client
-        opening.over.set()
         if client is None:
             _log.warning("nothing is stored or found for this kind of objects: %s", opening.error)
-        elif is_late:
+        opening.over.set()
+        if client is not None and is_late:
             client.close(0.0)
