@@ -67,19 +67,23 @@ def test_objects_of_several_groups_in_one_task(serve):
 OTHER_KEYS = {
     "model": {"model_name": "test/other"},
     "rank": {"kv_rank": 1},
-    "group": {"object_group_id": 1},
-    "salt": {"cache_salt": "tenant"},
-    "salt and rank that read alike": {"cache_salt": "0", "kv_rank": 0},
+    "group": {"object_group_id": 2},
+    "rank and group swapped": {"kv_rank": 1, "object_group_id": 0},
+    "no salt": {"cache_salt": ""},
+    "salt of the same length": {"cache_salt": "tenant b"},
+    "longer salt": {"cache_salt": "tenant aa"},
 }
 
 
 def test_another_key_is_a_miss(serve):
     server = serve()
-    stored = server.store(keys_of(2))
+    own = {"kv_rank": 0, "object_group_id": 1, "cache_salt": "tenant a"}
+    stored = server.store(keys_of(2, **own))
     for what, other in OTHER_KEYS.items():
-        assert server.fetch(keys_of(2, **other)) == [None, None], what
-        assert server.load(keys_of(2, **other), server.memory.take(2, server.layout)) == [False, False], what
-    assert server.fetch(keys_of(2)) == stored
+        keys = keys_of(2, **{**own, **other})
+        assert server.fetch(keys) == [None, None], what
+        assert server.load(keys, server.memory.take(2, server.layout)) == [False, False], what
+    assert server.fetch(keys_of(2, **own)) == stored
 
 
 OTHER_SERVERS = {
