@@ -60,12 +60,20 @@ TRANSFORMERS_PYTHON := $(TRANSFORMERS_VENV)/bin/python
 TRANSFORMERS_PYTEST := $(TRANSFORMERS_PYTHON) -m pytest integrations/transformers/tests --durations=10
 TRANSFORMERS_PYTEST += --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 
+# LMCache has one, too: it pins what it uses, and brings what a GPU needs.
+LMCACHE_VENV := .venv-lmcache
+LMCACHE_PYTHON := $(LMCACHE_VENV)/bin/python
+LMCACHE_VERSION := 0.5.6
+LMCACHE_INSTALL := $(LMCACHE_PYTHON) -m pip --disable-pip-version-check install --quiet --no-compile
+LMCACHE_PYTEST := $(LMCACHE_PYTHON) -m pytest integrations/lmcache/tests --durations=10 --numprocesses=$(WORKERS)
+LMCACHE_PYTEST += --no-loadscope-reorder --override-ini=filterwarnings=default
+
 # $(call vllm_releases,REQUIREMENTS): each in a folder of its own, by its version.
 vllm_releases = for wanted in $(1); do \
 	$(VLLM_INSTALL) --no-deps --upgrade --target $(VLLM_VENV)/releases/$${wanted\#\#*=} $$wanted || exit 1; done
 
-.PHONY: help demo test test-sglang test-sglang-all test-transformers test-transformers-all test-engines-all test-vllm test-vllm-all test-gpu lint types lint-workflows docs changelog-draft bench soak corruptions
-.PHONY: environment environment-sglang environment-transformers environment-vllm lock system clean
+.PHONY: help demo test test-sglang test-sglang-all test-transformers test-transformers-all test-lmcache test-engines-all test-vllm test-vllm-all test-gpu lint types lint-workflows docs changelog-draft bench soak corruptions
+.PHONY: environment environment-sglang environment-transformers environment-lmcache environment-vllm lock system clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-24s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -97,11 +105,15 @@ test-transformers: environment-transformers  ## Run the tests with the real tran
 	@echo "== pytest integrations/transformers/tests"
 	$(TRANSFORMERS_PYTEST) -m "not every_model" $(PYTEST_ARGS)
 
+test-lmcache: environment-lmcache system  ## Run the tests with the real LMCache and its server, on the CPU
+	@echo "== pytest integrations/lmcache/tests"
+	$(LMCACHE_PYTEST) $(PYTEST_ARGS)
+
 test-transformers-all: environment-transformers  ## The same, with every model and every kind of layer
 	@echo "== pytest integrations/transformers/tests"
 	$(TRANSFORMERS_PYTEST) $(PYTEST_ARGS)
 
-test-engines-all: test-vllm-all test-sglang-all test-transformers-all  ## All tests of all integrations: each release, each model
+test-engines-all: test-vllm-all test-sglang-all test-transformers-all test-lmcache  ## All tests of all integrations: each release, each model
 
 lint: environment  ## ruff, mypy --strict, and who may import whom
 	$(call step,ruff check,$(PYTHON) -m ruff check .)
@@ -148,13 +160,15 @@ environment-sglang: $(SGLANG_VENV)/.made  ## Make .venv-sglang, with the real SG
 
 environment-transformers: $(TRANSFORMERS_VENV)/.made  ## Make .venv-transformers, with the real transformers
 
+environment-lmcache: $(LMCACHE_VENV)/.made  ## Make .venv-lmcache, with the real LMCache
+
 environment-vllm: $(VLLM_VENV)/.made  ## Make .venv-vllm, with the real vLLM
 
 system:  ## Install the servers that the tests start, where they are missing
 	@tools/system.sh commands $(TEST_COMMANDS)
 
 clean:  ## Remove the environment and everything built
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(TRANSFORMERS_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-report.html site
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(TRANSFORMERS_VENV) $(LMCACHE_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-report.html site
 	rm -rf $(addsuffix /dist,$(DISTRIBUTIONS)) $(addsuffix /build,$(DISTRIBUTIONS))
 	find core replay integrations plugins tests benchmarks examples tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -195,6 +209,14 @@ $(TRANSFORMERS_VENV)/.made: integrations/transformers/tests/requirements.txt $(P
 		--requirement integrations/transformers/tests/requirements.txt
 	$(TRANSFORMERS_PYTHON) -m pip --disable-pip-version-check install --quiet --no-compile --no-build-isolation \
 		--editable core --editable plugins/example_tier --editable plugins/fs_tier --editable integrations/transformers
+	@touch $@
+
+$(LMCACHE_VENV)/.made: integrations/lmcache/tests/requirements.txt $(PROJECTS)
+	@[ -x $(LMCACHE_VENV)/bin/pip ] || { python=$$(tools/system.sh python) && "$$python" -m venv --clear $(LMCACHE_VENV); }
+	$(LMCACHE_INSTALL) --requirement integrations/lmcache/tests/requirements.txt
+	$(LMCACHE_INSTALL) --no-deps lmcache==$(LMCACHE_VERSION)
+	$(LMCACHE_INSTALL) --no-build-isolation --editable core --editable plugins/example_tier --editable plugins/fs_tier \
+		--editable plugins/redis_tier --editable integrations/lmcache
 	@touch $@
 
 $(VLLM_VENV)/.made: integrations/vllm/tests/real_vllm/requirements.txt $(PROJECTS)

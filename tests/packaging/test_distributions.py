@@ -17,6 +17,7 @@ TIERS = {
     "kvtiers-fs": {"fs": "path: /nowhere, capacity: 1GiB"},
     "kvtiers-redis": {"redis": "url: 'redis://nowhere:6379/0'"},
     "kvtiers-s3": {"s3": "bucket: somewhere"},
+    "kvtiers-lmcache": {},
     "kvtiers-replay": {},
     "kvtiers-sglang": {},
     "kvtiers-transformers": {},
