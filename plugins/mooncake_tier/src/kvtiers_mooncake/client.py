@@ -1,0 +1,137 @@
+"""The opening of Mooncake's client in this process: its environment, its start, and a probe of the master of our own.
+
+The library's own ``health_check`` says that all is well after the master is gone; its start then takes 90 s and each
+call 4 s. So the master's port is tried first: at the start, and after a failed call before each next one. What the
+library reads from the environment (timeouts, its log) is set before it is loaded, where the user has not.
+"""
+
+import ctypes.util
+import errno
+import os
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvtiers.api import ConfigError, TierUnavailable
+from kvtiers_mooncake.config import MooncakeConfig
+
+__all__ = ["MasterWatch", "load_library", "own_address", "start_client"]
+
+_PACKAGES = "mooncake-transfer-engine-non-cuda (or mooncake-transfer-engine where its CUDA is installed)"
+_START_ATTEMPTS = 3  # each on another port of the client's own
+
+
+def _environment(config: MooncakeConfig) -> Mapping[str, str]:
+    patience = max(1, round(config.patience))
+    settings = {
+        "MC_RPC_TIMEOUT_MS": f"{patience * 1000}",
+        "MC_RPC_CONNECT_TIMEOUT_MS": f"{round(config.connect_timeout * 1000)}",
+        "MC_HANDSHAKE_CONNECT_TIMEOUT": f"{patience}",
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": f"{patience}",
+        "MC_TCP_STATUS_TIMEOUT_SEC": f"{patience}",
+        "MC_STORE_CLIENT_SETUP_RETRIES": f"{_START_ATTEMPTS}",
+        "MC_STORE_CLIENT_METRIC": "0",
+        "MC_LOG_LEVEL": "ERROR",
+        "MC_YLT_LOG_LEVEL": "ERROR",
+        "GLOG_minloglevel": "3",  # a failed call is counted by core, and would be several lines each time
+    }
+    if config.connection_pool:
+        settings["MC_TCP_ENABLE_CONNECTION_POOL"] = "1"
+    return settings
+
+
+def load_library(config: MooncakeConfig) -> Any:
+    """Import the client library, with its settings in the environment. ConfigError says what to install."""
+    for name, value in _environment(config).items():
+        os.environ.setdefault(name, value)
+    try:
+        from mooncake import store  # it starts no thread before a client does
+    except ImportError as error:
+        missing = str(error)
+        if "ibverbs" in missing or (not ctypes.util.find_library("ibverbs") and "No module" not in missing):
+            raise ConfigError("Mooncake's client needs libibverbs, also for TCP; apt-get install libibverbs1") from None
+        raise ConfigError(f"Mooncake's client cannot be loaded ({missing}); pip install {_PACKAGES}") from None
+    return store
+
+
+def own_address(config: MooncakeConfig) -> str:
+    """Return the address by which others reach this machine: as configured, or the one on the way to the master."""
+    if config.hostname:
+        return config.hostname
+    if config.address is None:
+        raise ConfigError(f"'hostname' is needed with 'master: {config.master}': the address that other machines reach")
+    try:
+        [(family, kind, protocol, _, target), *_] = socket.getaddrinfo(*config.address, type=socket.SOCK_DGRAM)
+        with socket.socket(family, kind, protocol) as way:
+            way.connect(target)  # sends nothing
+            return str(way.getsockname()[0])
+    except OSError as error:
+        raise TierUnavailable(
+            f"no way to the master {config.master}: {error}; mend 'master', or set 'hostname'"
+        ) from None
+
+
+def start_client(config: MooncakeConfig, library: Any, hostname: str) -> Any:
+    """Start a client in this process, which joins the pool. TierUnavailable if it cannot."""
+    client = library.MooncakeDistributedStore()
+    code = client.setup(
+        f"[{hostname}]" if ":" in hostname else hostname,
+        config.metadata,
+        config.segment,
+        config.local_buffer,
+        config.protocol,
+        ",".join(config.devices),
+        config.master_address,
+        enable_ssd_offload=config.offload is not None,
+        ssd_offload_path=str(config.offload or ""),
+        tenant_id=config.tenant,
+    )
+    if code:
+        client.close()
+        raise TierUnavailable(
+            f"Mooncake's client does not start with protocol {config.protocol!r}, hostname {hostname!r}, segment "
+            f"{config.segment}: {code}; its own reason is on stderr with GLOG_minloglevel=0 in the environment"
+        )
+    return client
+
+
+class MasterWatch:
+    """What was last seen of the master: after a failed call its port is tried before the next one.
+
+    ``probe`` tries it, and raises OSError.
+    """
+
+    def __init__(self, config: MooncakeConfig, probe: Callable[[tuple[str, int], float], None] | None = None) -> None:
+        self._config = config
+        self._probe = probe or _connect
+        self._failed = False
+
+    def before_call(self) -> None:
+        """Raise TierUnavailable, at once, if the master was lost and is still away."""
+        if self._failed:
+            self.reach()
+
+    def reach(self) -> None:
+        """Try the master's port. TierUnavailable if nothing listens there."""
+        address = self._config.address
+        if address is None:
+            return  # the library finds out who it is
+        try:
+            self._probe(address, self._config.connect_timeout)
+        except OSError as error:
+            why = "refused" if error.errno == errno.ECONNREFUSED else str(error)
+            raise TierUnavailable(
+                f"no mooncake_master at {self._config.master_address}: {why}; start it, or mend 'master'"
+            ) from None
+
+    def succeeded(self) -> None:
+        """Record an answer of the master's."""
+        self._failed = False
+
+    def failed(self) -> None:
+        """Record that a call did not reach the master."""
+        self._failed = True
+
+
+def _connect(address: tuple[str, int], timeout: float) -> None:
+    socket.create_connection(address, timeout=timeout).close()

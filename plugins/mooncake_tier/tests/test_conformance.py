@@ -1,0 +1,25 @@
+from functools import partial
+
+import pytest
+
+from kvtiers.testing import ChunkStoreTests, TierPluginTests
+from kvtiers_mooncake.config import MooncakeConfig
+from kvtiers_mooncake.store import MooncakeStore
+
+
+def open_mooncake(master: str, **options: object) -> MooncakeStore:
+    return MooncakeStore(MooncakeConfig(type="mooncake", master=master, **options), region=memoryview(b""))
+
+
+class TestMooncakeStore(ChunkStoreTests):
+    store_class = MooncakeStore
+
+    @pytest.fixture
+    def open_store(self, shared_master):
+        return partial(open_mooncake, shared_master.address)
+
+
+class TestMooncakePlugin(TierPluginTests):
+    @pytest.fixture
+    def tier_options(self, shared_master):
+        return {"type": "mooncake", "master": shared_master.address, "segment": "64MiB"}
