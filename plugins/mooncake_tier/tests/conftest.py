@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kvtiers_mooncake.config import MooncakeConfig
+
 
 def _load(name):
     """Import a module of this folder as ``mooncake_NAME``, so that tests can import it by that name."""
@@ -27,3 +29,45 @@ def shared_master(tmp_path_factory) -> Iterator[pool.Master]:
     yield master
     owner.kill()
     master.kill()
+
+
+_load("hosted")
+
+
+@pytest.fixture
+def master(tmp_path) -> Iterator[pool.Master]:
+    """A master of the test's own, that notices within seconds what is gone."""
+    master = pool.Master(tmp_path, "--client_ttl=2", "--default_kv_lease_ttl=1000").start()
+    yield master
+    master.kill()
+
+
+@pytest.fixture
+def contribute(master):
+    """Start a process with a segment in the test's own pool."""
+    owners = []
+
+    def start(segment: int = 64 << 20) -> pool.SegmentOwner:
+        owners.append(pool.SegmentOwner(master.address, segment))
+        return owners[-1]
+
+    yield start
+    for owner in owners:
+        owner.kill()
+
+
+@pytest.fixture
+def open_store():
+    """Open stores that are closed at the end."""
+    from kvtiers_mooncake.store import MooncakeStore
+
+    stores = []
+
+    def start(master: str, *, region: memoryview = memoryview(b""), **options: object) -> MooncakeStore:  # noqa: B008
+        config = MooncakeConfig(type="mooncake", master=master, **options)
+        stores.append(MooncakeStore(config, region=region))
+        return stores[-1]
+
+    yield start
+    for store in stores:
+        store.close()

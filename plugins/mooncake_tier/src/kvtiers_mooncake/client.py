@@ -13,11 +13,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvtiers.api import ConfigError, TierUnavailable
+from kvtiers_mooncake.codes import Code
 from kvtiers_mooncake.config import MooncakeConfig
 
 __all__ = ["MasterWatch", "load_library", "own_address", "start_client"]
 
 _PACKAGES = "mooncake-transfer-engine-non-cuda (or mooncake-transfer-engine where its CUDA is installed)"
+# To one machine. A machine that hangs holds up a call for a timeout for each value that has to wait for a connection.
+_CONNECTIONS = 16
 _START_ATTEMPTS = 3  # each on another port of the client's own
 
 
@@ -37,6 +40,7 @@ def _environment(config: MooncakeConfig) -> Mapping[str, str]:
     }
     if config.connection_pool:
         settings["MC_TCP_ENABLE_CONNECTION_POOL"] = "1"
+        settings["MC_TCP_LANES_PER_PEER"] = f"{_CONNECTIONS}"
     return settings
 
 
@@ -88,6 +92,8 @@ def start_client(config: MooncakeConfig, library: Any, hostname: str) -> Any:
     )
     if code:
         client.close()
+        if code == Code.NO_OFFLOAD:
+            raise ConfigError(f"'offload': the master {config.master} runs without --enable_offload=true; start it so")
         raise TierUnavailable(
             f"Mooncake's client does not start with protocol {config.protocol!r}, hostname {hostname!r}, segment "
             f"{config.segment}: {code}; its own reason is on stderr with GLOG_minloglevel=0 in the environment"

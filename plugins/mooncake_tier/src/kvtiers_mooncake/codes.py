@@ -32,6 +32,7 @@ class Code(IntEnum):
     CHECKSUM = -801
     RPC_FAILED = -900
     RPC_TIMEOUT = -901
+    NO_OFFLOAD = -1300
 
 
 ABSENT = frozenset(

@@ -81,7 +81,9 @@ class MooncakeConfig(TierConfig):
     )
     connect_timeout: Duration = Field(default=2.0, ge=0.1, description="longest time to reach the master")
     timeout: Duration = Field(
-        default=5.0, ge=1, description="longest silence of the master or of a segment; never more than the deadline"
+        default=3.0,
+        ge=1,
+        description="longest silence of the master or of a segment; a third of the master's lease or less",
     )
 
     @field_validator("master")
