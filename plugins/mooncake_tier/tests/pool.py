@@ -48,6 +48,16 @@ def free_ports(count: int) -> list[int]:
             probe.close()
 
 
+def pause(pid: int) -> None:
+    """Stop a process, all of its threads."""
+    os.kill(pid, signal.SIGSTOP)
+
+    def is_stopped(task: Path) -> bool:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+    wait_until(lambda: all(map(is_stopped, Path(f"/proc/{pid}/task").iterdir())), f"process {pid} is stopped")
+
+
 class Master:
     """One ``mooncake_master``. It can be killed, stopped for a while, and started again on the same port."""
 
@@ -87,7 +97,7 @@ class Master:
 
     def pause(self) -> None:
         assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+        pause(self._process.pid)
 
     def resume(self) -> None:
         assert self._process is not None
@@ -115,7 +125,7 @@ class SegmentOwner:
         return self._process.pid
 
     def pause(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
+        pause(self.pid)
 
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)

@@ -82,8 +82,8 @@ def test_after_a_failed_call_the_masters_port_is_tried_before_the_next_one():
     assert len(tried) == 3
 
 
-def test_values_may_be_pinned_copied_and_kept_near(shared_master, open_store):
-    options = {"soft_pin": "10m", "replicas": 3, "segment": "64MiB", "prefer_local": True, "tenant": "team-a"}
+def test_values_may_be_pinned_and_copied(shared_master, open_store):
+    options = {"soft_pin": "10m", "replicas": 3, "segment": "64MiB", "tenant": "team-a"}
     store = open_store(shared_master.address, **options)
     row = bytearray(4096)
     store.write("ns/pinned", memoryview(b"p" * 4096))
@@ -102,3 +102,14 @@ def test_a_diagnosis_names_what_is_to_be_mended(shared_master, open_store):
         [finding] = [finding for text, finding in texts.items() if text.startswith(start)]
         assert finding.level == "warning"
         assert finding.fix
+
+
+def test_values_may_be_kept_on_the_own_machine(shared_master, open_store):
+    store = open_store(shared_master.address, segment="64MiB", prefer_local=True)
+    names = [f"ns/near/{i}" for i in range(16)]
+    assert all(store.write_many(names, [memoryview(bytes(4096))] * 16))
+    places = {
+        store._client.get_replica_desc(name)[0].get_memory_descriptor().buffer_descriptor.transport_endpoint
+        for name in names
+    }
+    assert len(places) == 1, "the other process's segment has room, too"

@@ -58,7 +58,7 @@ class MooncakeStore(ChunkStore):
         except BaseException:
             self._release_directory()
             raise
-        self._written_as = _replicate(config, library)
+        self._written_as = _replicate(config, library, self._client.get_hostname())
         try:
             self._memory = RegisteredMemory(
                 region, self._client.register_buffer, self._client.unregister_buffer, direct=config.protocol == "tcp"
@@ -240,11 +240,12 @@ class MooncakeStore(ChunkStore):
                 del self._unreachable[next(iter(self._unreachable))]
 
 
-def _replicate(config: MooncakeConfig, library: Any) -> Any:
-    """Return how values are written: copies, pins and places."""
+def _replicate(config: MooncakeConfig, library: Any, segment: str) -> Any:
+    """Return how values are written: copies, pins and places. ``segment``: the name of this process's own."""
     replicate = library.ReplicateConfig()
     replicate.replica_num = config.replicas
-    replicate.prefer_alloc_in_same_node = config.prefer_local
+    if config.prefer_local:
+        replicate.preferred_segment = segment
     replicate.data_type = library.ObjectDataType.KVCACHE
     if config.soft_pin is not None:
         replicate.soft_pin_action = library.SoftPinAction.ENABLE
