@@ -15,6 +15,7 @@ TIERS = {
     "kvtiers": {},
     "kvtiers-example": {"memory": "capacity: 64MiB", "memory-async": "max_blocks: 16"},
     "kvtiers-fs": {"fs": "path: /nowhere, capacity: 1GiB"},
+    "kvtiers-mooncake": {"mooncake": "master: nowhere"},
     "kvtiers-redis": {"redis": "url: 'redis://nowhere:6379/0'"},
     "kvtiers-s3": {"s3": "bucket: somewhere"},
     "kvtiers-replay": {},

@@ -130,7 +130,7 @@ def test_the_address_of_a_view_is_where_its_bytes_are():
 
 
 @pytest.fixture
-def ssd(tmp_path, monkeypatch):
+def ssd(client_library, tmp_path, monkeypatch):
     """A master that lets values go down to an SSD, and the options of a process with a directory for them."""
     monkeypatch.setenv("MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS", "1")  # a close waits for one
     master = Master(tmp_path / "master", "--enable_offload=true").start()

@@ -5,22 +5,29 @@ call 4 s. So the master's port is tried first: at the start, and after a failed 
 library reads from the environment (timeouts, its log) is set before it is loaded, where the user has not.
 """
 
+import contextlib
+import ctypes
 import ctypes.util
 import errno
+import fcntl
 import os
 import socket
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from kvtiers.api import ConfigError, TierUnavailable
 from kvtiers_mooncake.codes import Code
 from kvtiers_mooncake.config import MooncakeConfig
 
-__all__ = ["MasterWatch", "load_library", "own_address", "start_client"]
+__all__ = ["DirectoryLock", "MasterWatch", "load_library", "own_address", "start_client"]
 
 _PACKAGES = "mooncake-transfer-engine-non-cuda (or mooncake-transfer-engine where its CUDA is installed)"
 # To one machine. A machine that hangs holds up a call for a timeout for each value that has to wait for a connection.
 _CONNECTIONS = 16
+_LOCK_FILE = "kvtiers.lock"
+_ERRORS = "ERROR"
+_MUTE = 3  # the log level above that, which the environment cannot set
 _START_ATTEMPTS = 3  # each on another port of the client's own
 
 
@@ -34,9 +41,8 @@ def _environment(config: MooncakeConfig) -> Mapping[str, str]:
         "MC_TCP_STATUS_TIMEOUT_SEC": f"{patience}",
         "MC_STORE_CLIENT_SETUP_RETRIES": f"{_START_ATTEMPTS}",
         "MC_STORE_CLIENT_METRIC": "0",
-        "MC_LOG_LEVEL": "ERROR",
-        "MC_YLT_LOG_LEVEL": "ERROR",
-        "GLOG_minloglevel": "3",  # a failed call is counted by core, and would be several lines each time
+        "MC_LOG_LEVEL": _ERRORS,
+        "MC_YLT_LOG_LEVEL": _ERRORS,
     }
     if config.connection_pool:
         settings["MC_TCP_ENABLE_CONNECTION_POOL"] = "1"
@@ -96,9 +102,55 @@ def start_client(config: MooncakeConfig, library: Any, hostname: str) -> Any:
             raise ConfigError(f"'offload': the master {config.master} runs without --enable_offload=true; start it so")
         raise TierUnavailable(
             f"Mooncake's client does not start with protocol {config.protocol!r}, hostname {hostname!r}, segment "
-            f"{config.segment}: {code}; its own reason is on stderr with GLOG_minloglevel=0 in the environment"
+            f"{config.segment}: {code}; its own reason is on stderr with MC_LOG_LEVEL=INFO in the environment"
         )
+    _mute()
     return client
+
+
+def _mute() -> None:
+    """Have the library write no more lines, unless the user has asked for some (``GLOG_minloglevel=2``: errors).
+
+    Core counts each value that cannot be moved, and says once why. The library writes three lines for each, to stderr.
+    """
+    if os.environ["MC_LOG_LEVEL"] != _ERRORS or "GLOG_minloglevel" in os.environ:
+        return
+    with contextlib.suppress(OSError, ValueError):  # another build of it, without this logger
+        mapped = Path("/proc/self/maps").read_text("utf-8").split()
+        [path] = {word for word in mapped if word.startswith("/") and "/libglog" in word}
+        ctypes.c_int.in_dll(ctypes.CDLL(path), "_ZN3fLI17FLAGS_minloglevelE").value = _MUTE
+
+
+class DirectoryLock:
+    """One process's right to a directory for values on its SSD, until ``release`` or its end, a kill included.
+
+    The library takes any directory. Two clients in one truncate each other's files, and values come back as bytes of
+    other values, without an error.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        if not directory.is_dir():
+            raise ConfigError(f"'offload': no directory {str(directory)!r}; make it, on a disk of this machine")
+        path = directory / _LOCK_FILE
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(f"'offload': {error}; expected a directory that this process may write to") from None
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            owner = os.pread(self._fd, 32, 0).decode("ascii", "replace").strip()
+            os.close(self._fd)
+            raise ConfigError(
+                f"'offload': {str(directory)!r} is used by process {owner or '?'}; each process needs a directory of "
+                "its own, or values would be damaged"
+            ) from None
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Give the directory back."""
+        os.close(self._fd)
 
 
 class MasterWatch:

@@ -7,11 +7,11 @@ from enum import IntEnum
 
 from kvtiers.api import TierUnavailable
 
-__all__ = ["ABSENT", "NO_ROOM", "SUPERSEDED", "UNREACHABLE", "Code", "MooncakeError", "failure"]
+__all__ = ["ABSENT", "NO_ROOM", "SUPERSEDED", "UNREACHABLE", "Code", "MooncakeError", "failure", "unavailable"]
 
 
 class Code(IntEnum):
-    """The codes that are told apart."""
+    """The codes that mean something to a tier."""
 
     NO_SEGMENT = -101
     NO_ROOM = -200
@@ -54,10 +54,13 @@ class MooncakeError(Exception):
     """The client library refused a call, for a reason that another attempt does not change."""
 
 
-def failure(call: str, code: int, master: str) -> Exception:
+def failure(call: str, code: int) -> MooncakeError:
     """Return the exception for a code that says nothing about a value."""
-    name = Code(code).name if code in Code.__members__.values() else "?"
-    if code in {Code.RPC_FAILED, Code.RPC_TIMEOUT}:
-        why = "does not answer" if code == Code.RPC_FAILED else "did not answer in time"
-        return TierUnavailable(f"the master {master} {why} ({call}: {code}); see that mooncake_master runs")
+    name = Code(code).name if code in Code.__members__.values() else "see Mooncake's ErrorCode"
     return MooncakeError(f"{call}: the client library answered {code} ({name})")
+
+
+def unavailable(call: str, code: int, master: str) -> TierUnavailable:
+    """Return the exception for a call that did not reach the master."""
+    why = "did not answer in time" if code == Code.RPC_TIMEOUT else "does not answer"
+    return TierUnavailable(f"the master {master} {why} ({call}: {code}); see that mooncake_master runs")

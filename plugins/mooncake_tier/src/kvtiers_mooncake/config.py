@@ -34,7 +34,10 @@ class MooncakeConfig(TierConfig):
         }
     )
     shared_figures = frozenset[str]()
-    when_full = "contribute larger segments ('segment'), or more processes; the master evicts what was not read lately"
+    when_full = (
+        "contribute more memory ('segment'), and see that each machine of the pool can be reached from all others; the "
+        "master evicts what was not read lately"
+    )
 
     processes: int | Literal["auto"] = Field(  # each is a client, with a segment of its own
         default=1, description="helpers that share the tier's work; auto: by the processors there are, at most 8"

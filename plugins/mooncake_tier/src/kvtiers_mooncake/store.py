@@ -3,7 +3,6 @@
 Values move between the registered rows and the segments without a copy, several in a call.
 """
 
-import mmap
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,19 +10,17 @@ from threading import Lock
 from typing import Any, ClassVar
 
 from kvtiers.api import ChunkStore, Finding, StoreFull, TierUnavailable
-from kvtiers_mooncake.client import MasterWatch, load_library, own_address, start_client
-from kvtiers_mooncake.codes import ABSENT, NO_ROOM, SUPERSEDED, UNREACHABLE, Code, failure
+from kvtiers_mooncake.changes import Changes
+from kvtiers_mooncake.client import DirectoryLock, MasterWatch, load_library, own_address, start_client
+from kvtiers_mooncake.codes import ABSENT, NO_ROOM, SUPERSEDED, UNREACHABLE, Code, failure, unavailable
 from kvtiers_mooncake.config import MooncakeConfig
-from kvtiers_mooncake.memory import RegisteredMemory, address_of
-from kvtiers_mooncake.offload import DirectoryLock
-from kvtiers_mooncake.removal import Changes, remove_safely
+from kvtiers_mooncake.memory import RegisteredMemory
 
 __all__ = ["MooncakeStore"]
 
 # The master goes on listing what lay on a lost machine for its client_ttl (10 s); a heartbeat and a margin beside that.
 _UNREACHABLE_SECONDS = 15.0
 _MOST_UNREACHABLE = 65_536
-_PAGE = 4096
 
 
 class MooncakeStore(ChunkStore):
@@ -46,7 +43,6 @@ class MooncakeStore(ChunkStore):
         self._lock = Lock()
         self._counts: Counter[str] = Counter()
         self._unreachable: dict[str, float] = {}
-        self._changes = Changes()
         self._watch = MasterWatch(config)
         library = load_library(config)
         self.hostname = own_address(config)
@@ -58,13 +54,12 @@ class MooncakeStore(ChunkStore):
         except BaseException:
             self._release_directory()
             raise
-        self._written_as = _replicate(config, library, self._client.get_hostname())
         try:
             self._memory = RegisteredMemory(
                 region, self._client.register_buffer, self._client.unregister_buffer, direct=config.protocol == "tcp"
             )
-            self._page = mmap.mmap(-1, _PAGE)
-            self._memory.add(address_of(memoryview(self._page)), _PAGE)
+            replicate = _replicate(config, library, self._client.get_hostname())
+            self._changes = Changes(self._client, self._memory, replicate, self._answers)
         except BaseException:
             self._client.close()
             self._release_directory()
@@ -108,7 +103,7 @@ class MooncakeStore(ChunkStore):
         elif code == Code.LEASE_EXPIRED:
             self._count("expired_reads")  # what was read may be another value's by now
         elif code not in ABSENT:
-            raise failure("get", code, self._config.master_address)
+            raise failure("get", code)
         return False
 
     def write(self, name: str, src: memoryview) -> None:
@@ -121,7 +116,7 @@ class MooncakeStore(ChunkStore):
     def write_many(self, names: Sequence[str], srcs: Sequence[memoryview]) -> Sequence[bool]:
         """Put all values with one call of the library, each in place of an older one.
 
-        A put of a name that exists changes nothing and reports success, so older values are removed before it.
+        False where the pool had no room, or where no machine that the master chose could be reached.
         """
         if len(set(names)) < len(names):  # the later one is to stay
             return [self.write_many([name], [src])[0] for name, src in zip(names, srcs, strict=True)]
@@ -129,23 +124,12 @@ class MooncakeStore(ChunkStore):
             return []
         self._watch.before_call()
         addresses, _ = self._memory.places(srcs, filled=True)
-        sizes = [len(src) for src in srcs]
-        with self._changes.of(names):
-            answers = self._put([*names], addresses, sizes)
-            lost = [i for i, answer in enumerate(answers) if answer in UNREACHABLE]
-            if lost:  # the master takes a segment at random: another one this time, if there is one
-                again = self._put([names[i] for i in lost], [addresses[i] for i in lost], [sizes[i] for i in lost])
-                for i, answer in zip(lost, again, strict=True):
-                    answers[i] = answer
-        unreachable = sum(answer in UNREACHABLE for answer in answers)
+        codes = self._changes.put([*names], addresses, [len(src) for src in srcs])
+        unreachable = sum(code in UNREACHABLE for code in codes)
         self._count("unreachable_values", unreachable)
         if unreachable == len(names):
             raise ConnectionError("no segment of the pool that the master chose can be reached")
-        return [self._is_kept(name, answer) for name, answer in zip(names, answers, strict=True)]
-
-    def _put(self, names: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
-        self._remove(names)
-        return self._answers("put", self._client.batch_put_from(names, addresses, sizes, self._written_as))
+        return [self._is_kept(name, code) for name, code in zip(names, codes, strict=True)]
 
     def _is_kept(self, name: str, code: int) -> bool:
         if code in NO_ROOM:
@@ -154,7 +138,7 @@ class MooncakeStore(ChunkStore):
         if code in UNREACHABLE:
             return False
         if code and code not in SUPERSEDED:
-            raise failure("put", code, self._config.master_address)
+            raise failure("put", code)
         with self._lock:
             self._unreachable.pop(name, None)
         return True
@@ -176,7 +160,7 @@ class MooncakeStore(ChunkStore):
 
     def _is_listed(self, code: int) -> bool:
         if code < 0 and code not in ABSENT:
-            raise failure("exists", code, self._config.master_address)
+            raise failure("exists", code)
         return code == 1
 
     def delete(self, names: Sequence[str]) -> None:
@@ -184,12 +168,7 @@ class MooncakeStore(ChunkStore):
         if not names:
             return
         self._watch.before_call()
-        with self._changes.of(names):
-            self._remove([*names])
-
-    def _remove(self, names: list[str]) -> None:
-        in_use = remove_safely(self._client, names, address_of(memoryview(self._page)), self._answers)
-        self._count("removed_in_use", in_use)
+        self._changes.remove([*names])
 
     # -- the rest
 
@@ -205,7 +184,11 @@ class MooncakeStore(ChunkStore):
         names = (*self._config.figures,)
         with self._lock:
             counts = {name: float(self._counts[name]) for name in names}
-        return counts | {"segment_bytes": float(self._config.segment), "copied_values": float(self._memory.copied)}
+        return counts | {
+            "segment_bytes": float(self._config.segment),
+            "copied_values": float(self._memory.copied),
+            "removed_in_use": float(self._changes.removed_in_use),
+        }
 
     def close(self) -> None:
         """Leave the pool: what lay in this process's own segment is lost."""
@@ -223,7 +206,7 @@ class MooncakeStore(ChunkStore):
         if any(code in {Code.RPC_FAILED, Code.RPC_TIMEOUT} for code in codes):
             self._watch.failed()
             lost = next(code for code in codes if code in {Code.RPC_FAILED, Code.RPC_TIMEOUT})
-            raise failure(call, lost, self._config.master_address)
+            raise unavailable(call, lost, self._config.master_address)
         self._watch.succeeded()
         return [*codes]
 
