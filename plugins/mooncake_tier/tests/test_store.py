@@ -8,7 +8,7 @@ import sys
 import threading
 
 import pytest
-from mooncake_pool import PATIENCE, Master
+from mooncake_pool import PATIENCE, Master, wait_until
 
 from kvtiers.api import ConfigError
 from kvtiers_mooncake.config import MooncakeConfig
@@ -133,7 +133,8 @@ def test_the_address_of_a_view_is_where_its_bytes_are():
 def ssd(client_library, tmp_path, monkeypatch):
     """A master that lets values go down to an SSD, and the options of a process with a directory for them."""
     monkeypatch.setenv("MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS", "1")  # a close waits for one
-    master = Master(tmp_path / "master", "--enable_offload=true").start()
+    monkeypatch.setenv("MOONCAKE_OFFLOAD_LOCAL_BUFFER_SIZE_BYTES", str(16 << 20))  # 1.25 GiB otherwise
+    master = Master(tmp_path / "master", "--enable_offload=true", "--default_kv_lease_ttl=200").start()
     directory = tmp_path / "ssd"
     directory.mkdir()
     yield MooncakeConfig(type="mooncake", master=master.address, segment="16MiB", offload=directory)
@@ -145,6 +146,21 @@ def test_a_directory_for_the_ssd_belongs_to_one_process(ssd):
         first = MooncakeStore(ssd, region=memoryview(b""))
         with contextlib.closing(first), pytest.raises(ConfigError, match=f"is used by process {os.getpid()}"):
             MooncakeStore(ssd, region=memoryview(b""))
+
+
+def test_what_memory_has_no_room_for_comes_back_from_the_ssd(ssd, monkeypatch):
+    monkeypatch.setenv("MOONCAKE_OFFLOAD_STORAGE_BACKEND_DESCRIPTOR", "file_per_key_storage_backend")
+    with contextlib.closing(MooncakeStore(ssd, region=memoryview(b""))) as store:
+        names, mib = [f"ns/ssd/{number}" for number in range(24)], 1 << 20  # in 16 MiB of memory
+        values = [memoryview(bytes([number + 1]) * mib) for number in range(24)]
+
+        for name, value in zip(names, values, strict=True):
+            wait_until(lambda name=name, value=value: store.write_many([name], [value]) == [True], "there is room")
+        wait_until(lambda: sum(store.exists(names)) > 16, "more is there than memory has room for", 20)
+        found = [bytearray(mib) for _ in names]
+        answers = [store.read_into(name, memoryview(row)) for name, row in zip(names, found, strict=True)]
+        assert sum(answers) > 16
+        assert all(found[i] == values[i] for i in range(24) if answers[i])
 
 
 def test_an_ssd_that_the_master_does_not_use_is_named(shared_master, ssd):
