@@ -92,7 +92,9 @@ def _rows(start: int, count: int) -> memoryview:
 
 def configs(folder: Path, stack: ExitStack) -> dict[str, TierConfig]:
     """Start what the stores need; return each tier's config."""
-    master = Master(folder / "mooncake").start()
+    # What is deleted while it is leased keeps its memory for ten minutes by default; each turn deletes the last one's.
+    released = ("--put_start_discard_timeout_sec=2", "--put_start_release_timeout_sec=4")
+    master = Master(folder / "mooncake", *released).start()
     stack.callback(master.kill)
     stack.callback(SegmentOwner(master.address, 2 << 30).kill)
     redis = Server(folder / "redis", "--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru").start()

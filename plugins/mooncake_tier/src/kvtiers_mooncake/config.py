@@ -42,6 +42,8 @@ class MooncakeConfig(TierConfig):
     processes: int | Literal["auto"] = Field(  # each is a client, with a segment of its own
         default=1, description="helpers that share the tier's work; auto: by the processors there are, at most 8"
     )
+    # The library has threads of its own. On two cores four of ours move half of what one moves.
+    threads: int = Field(default=2, ge=1, le=256, description="transfers at the same time, in each tier host")
     master: str = Field(
         description="HOST:PORT of mooncake_master (port 50051 by default), or etcd://..., redis://... where several "
         "masters elect one"
