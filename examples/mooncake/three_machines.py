@@ -117,7 +117,7 @@ def master_process() -> Any:
         sys.exit("error: no mooncake_master; pip install mooncake-transfer-engine-non-cuda")
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            [program, f"--rpc_port={port}", f"--metrics_port={metrics}", "--rpc_address=127.0.0.1", "--client_ttl=5"],
+            [program, f"--rpc_port={port}", f"--metrics_port={metrics}", "--rpc_address=127.0.0.1", "--client_ttl=3"],
             stdout=log,
             stderr=log,
         )
