@@ -15,6 +15,7 @@ __all__ = ["MooncakeConfig"]
 _DEFAULT_PORT = 50051
 _ELECTED = ("etcd://", "redis://", "k8s://")  # where several masters elect one, and clients ask for its address
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:(?P<port>[0-9]{1,5}))?")
+_COMMON = TierConfig.model_fields
 _SMALLEST_SEGMENT = 16 << 20  # of which Mooncake makes a slab each
 
 
@@ -39,11 +40,10 @@ class MooncakeConfig(TierConfig):
         "master evicts what was not read lately"
     )
 
-    processes: int | Literal["auto"] = Field(  # each is a client, with a segment of its own
-        default=1, description="helpers that share the tier's work; auto: by the processors there are, at most 8"
-    )
+    # Each process is a client, with a segment of its own.
+    processes: int | Literal["auto"] = Field(default=1, description=_COMMON["processes"].description)
     # The library has threads of its own. On two cores four of ours move half of what one moves.
-    threads: int = Field(default=2, ge=1, le=256, description="transfers at the same time, in each tier host")
+    threads: int = Field(default=2, ge=1, le=256, description=_COMMON["threads"].description)
     master: str = Field(
         description="HOST:PORT of mooncake_master (port 50051 by default), or etcd://..., redis://... where several "
         "masters elect one"
