@@ -1,4 +1,4 @@
-"""What the Mooncake tier moves, beside a plain loop over the same client and beside the Redis tier, in one run.
+"""The rates of the Mooncake tier, beside a plain loop over the same client and beside the Redis tier, in one run.
 
 `tier` is the whole contract with `io: process`: a tier host, which seals what it writes and checks what it reads, in
 jobs of 128 MiB. `plain loop` moves the same rows with the same calls of the same client library in a process of its

@@ -1,4 +1,4 @@
-"""What each store gives one engine on this machine: seconds of a small load, GB/s of large ones, side by side.
+"""The stores side by side, as one engine on this machine has them: seconds of a small load, GB/s of large ones.
 
 The figures behind docs/which-store.md. Every tier is the whole contract with its defaults, but one host each
 (`processes: 1`), driven as an engine drives it: `memory` in its host's memory, `fs` in a folder (`--folder`: on the

@@ -18,7 +18,7 @@ def config(**options):
         ({"master": "http://10.0.0.1"}, "expected HOST:PORT or one of etcd://"),
         ({"master": "10.0.0.1:70000"}, "expected HOST:PORT"),
         ({"master": ""}, "expected HOST:PORT"),
-        ({"io": "thread"}, "leave it in a helper: 'io: process'"),
+        ({"io": "thread"}, "give it a tier host: 'io: process'"),
         ({"devices": ["mlx5_0"]}, "'devices' needs 'protocol: rdma'"),
         ({"segment": "1MiB"}, "'segment' is 0 or at least 16MiB"),
         ({"offload": "/mnt/ssd"}, "'offload' needs 'segment'"),
