@@ -110,9 +110,7 @@ class MooncakeConfig(TierConfig):
     @model_validator(mode="after")
     def _fits_together(self) -> "MooncakeConfig":
         if self.io == "thread":
-            raise ValueError(
-                "'io: thread': Mooncake's client may end its process; give it a tier host: 'io: process'"
-            )
+            raise ValueError("'io: thread': Mooncake's client may end its process; give it a tier host: 'io: process'")
         if self.devices and self.protocol != "rdma":
             raise ValueError("'devices' needs 'protocol: rdma'")
         if 0 < self.segment < _SMALLEST_SEGMENT:
