@@ -14,9 +14,11 @@ WITH_UV ?=
 NEWEST ?=
 LOCKED := $(if $(NEWEST),,--constraint $(VENV)/constraints.txt)
 
-# Programs that the tests run, each as command:package; installed with apt-get where they are missing.
+# Programs that the tests run, each as command:package, and libraries, each as soname:package; installed with apt-get
+# where they are missing. The libraries are Mooncake's.
 TEST_COMMANDS := redis-server:redis-server redis-sentinel:redis-sentinel redis-benchmark:redis-tools openssl:openssl
 TEST_COMMANDS += chromium:chromium
+TEST_COMMANDS += libibverbs.so.1:libibverbs1 libcurl.so.4:libcurl4 libnuma.so.1:libnuma1
 TEST_COMMANDS += ceph-mon:ceph-mon ceph-osd:ceph-osd radosgw:radosgw setpriv:util-linux
 
 # Azure's emulator, which npm has; that of Google's bucket is among the Python packages.

@@ -48,7 +48,7 @@ from lib.processes import processor_seconds
 from lib.results import WAYS, at_least, middle_share, options_of, say
 from rigs import slow_network as network
 from rigs.busy_loop import busy_driver, busy_process
-from rigs.redis_tier_lane import TierLane
+from rigs.store_tier_lane import TierLane
 
 from kvtiers.api.units import format_size, parse_size
 from kvtiers.secondary.placement import host_count

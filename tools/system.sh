@@ -2,7 +2,8 @@
 # What the Makefile needs from the system, installed with apt-get where it is missing and that is allowed.
 #
 #   tools/system.sh python                     print a Python that can make virtual environments
-#   tools/system.sh commands NAME:PACKAGE...   see that each command NAME is there; PACKAGE is what has it
+#   tools/system.sh commands NAME:PACKAGE...   see that each command NAME is there, or each library, of which NAME is
+#                                              the soname (libz.so.1); PACKAGE is what has it
 set -euo pipefail
 
 # Debian and Ubuntu ship ensurepip, which `python -m venv` needs, in the package python3-venv.
@@ -50,10 +51,18 @@ python() {
     find_python || { echo "error: no Python 3.11 or newer with venv was found" >&2; return 1; }
 }
 
+is_there() {
+    case "$1" in
+        # Read to its end: where grep stopped at a match, ldconfig's broken pipe would fail the line.
+        lib*.so.*) { ldconfig -p 2>/dev/null || /sbin/ldconfig -p; } | grep -F "$1 " >/dev/null ;;
+        *) command -v "$1" >/dev/null ;;
+    esac
+}
+
 commands() {
     local pair missing=()
     for pair in "$@"; do
-        command -v "${pair%%:*}" >/dev/null || missing+=("${pair#*:}")
+        is_there "${pair%%:*}" || missing+=("${pair#*:}")
     done
     if [ ${#missing[@]} -gt 0 ]; then install_packages "${missing[@]}"; fi
 }

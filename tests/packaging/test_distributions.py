@@ -15,6 +15,7 @@ TIERS = {
     "kvtiers": {},
     "kvtiers-example": {"memory": "capacity: 64MiB", "memory-async": "max_blocks: 16"},
     "kvtiers-fs": {"fs": "path: /nowhere, capacity: 1GiB"},
+    "kvtiers-mooncake": {"mooncake": "master: nowhere"},
     "kvtiers-redis": {"redis": "url: 'redis://nowhere:6379/0'"},
     "kvtiers-s3": {"s3": "bucket: somewhere"},
     "kvtiers-lmcache": {},
@@ -26,6 +27,8 @@ TIERS = {
     "kvtiers-transformers": {},
     "kvtiers-vllm": {},
 }
+CLIENTS = {"kvtiers-mooncake": "client"}
+"""The extra with a tier's client library, where that is no dependency."""
 COMMANDS = {"kvtiers-replay": {"plan", "replay", "size"}, "kvtiers-vllm": {"vllm-config"}}
 
 
@@ -102,6 +105,8 @@ def test_a_tier_type_that_is_not_installed_is_one_line_that_names_it(alone):
 @pytest.mark.parametrize("distribution", sorted(ROOT.glob("plugins/*/")), ids=lambda path: path.name, indirect=True)
 def test_the_kit_of_the_testing_extra_runs_on_an_installed_plugin(distribution, wheels, alone):
     alone.install(f"{wheels['kvtiers']}[testing]")
+    if extra := CLIENTS.get(distribution.name):
+        alone.install(f"{wheels[distribution.name]}[{extra}]")
     shutil.copytree(distribution.folder / "tests", alone.folder / "tests", dirs_exist_ok=True)
     said = alone.run("python", "-m", "pytest", "-q", "-k", "Plugin", "tests/test_conformance.py")
     assert re.search(r"^[1-9]\d* passed", said, re.MULTILINE), said

@@ -1,4 +1,4 @@
-"""The Redis tier as a lane: its hosts map the rows, and it is driven as an engine drives it."""
+"""A store's tier as a lane, Redis or Mooncake: its hosts map the rows, and it is driven as an engine drives it."""
 
 import os
 import time
@@ -10,13 +10,12 @@ from typing import Any
 
 from lib.processes import tier_hosts
 
-from kvtiers.api import OffloadKey, TransferJob, make_offload_key
+from kvtiers.api import OffloadKey, TierConfig, TransferJob, make_offload_key
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.secondary.placement import HostedRegion, TierHosts
 from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.types import RequestContext
-from kvtiers_redis.config import RedisConfig
 
 JOB_BYTES = TieringOptions().job_bytes
 NAMES = StorageNames("bench/model-0123456789abcdef01234567/", bytes.fromhex("0123456789abcdef"))
@@ -25,10 +24,13 @@ PATIENCE = 120.0
 
 
 class TierLane:
-    """One tier. ``step_seconds``: how often it is asked for events; ``rest``: what is done for so long in between."""
+    """One tier. ``client``: opens what deletes values by name.
+
+    ``step_seconds``: how often it is asked for events; ``rest``: what is done for so long in between.
+    """
 
     def __init__(
-        self, client: Callable[[], Any], fd: int, rows: memoryview, nbytes: int, config: RedisConfig, stack: ExitStack
+        self, client: Callable[[], Any], fd: int, rows: memoryview, nbytes: int, config: TierConfig, stack: ExitStack
     ) -> None:
         self._client = client
         region = HostedRegion(fd, len(rows), len(rows), nbytes, [(nbytes - 64, nbytes)])

@@ -1,0 +1,150 @@
+"""A real pool for tests: a master and processes that contribute segments, on free ports."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PATIENCE = 60.0
+_SEGMENT_OWNER = """
+import sys
+from kvtiers_mooncake.config import MooncakeConfig
+from kvtiers_mooncake.store import MooncakeStore
+config = MooncakeConfig(type="mooncake", master=sys.argv[1], segment=int(sys.argv[2]))
+store = MooncakeStore(config, region=memoryview(b""))
+print("ready", flush=True)
+sys.stdin.read()
+store.close()
+"""
+
+
+def program(name: str) -> str:
+    """Return a program of the client's distribution, beside the interpreter."""
+    found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
+    assert found, f"{name!r} is missing: pip install mooncake-transfer-engine-non-cuda"
+    return found
+
+
+def wait_until(true, what: str, patience: float = PATIENCE) -> None:
+    until = time.monotonic() + patience
+    while not true():
+        assert time.monotonic() < until, f"{what}: not within {patience:g} s"
+        time.sleep(0.01)
+
+
+def free_ports(count: int) -> list[int]:
+    """Return free ports; held together, so that they differ."""
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+def pause(pid: int) -> None:
+    """Stop a process, all of its threads."""
+    os.kill(pid, signal.SIGSTOP)
+
+    def is_stopped(task: Path) -> bool:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+    wait_until(lambda: all(map(is_stopped, Path(f"/proc/{pid}/task").iterdir())), f"process {pid} is stopped")
+
+
+class Master:
+    """One ``mooncake_master``. It can be killed, stopped for a while, and started again on the same port."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._log = folder / "master.log"
+        self.port, metrics = free_ports(2)
+        self._command = [
+            program("mooncake_master"),
+            f"--rpc_port={self.port}",
+            f"--metrics_port={metrics}",
+            "--rpc_address=127.0.0.1",
+            "--metrics_host=127.0.0.1",
+            "--enable_metric_reporting=false",
+            *options,
+        ]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> "Master":
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
+        wait_until(self._answers, f"the master on port {self.port}")
+        return self
+
+    def _answers(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, f"it has ended: {self._log.read_text()[-2000:]}"
+        try:
+            socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+        except OSError:
+            return False
+        return True
+
+    def pause(self) -> None:
+        assert self._process is not None
+        pause(self._process.pid)
+
+    def resume(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+class SegmentOwner:
+    """A process that contributes memory and does nothing else: another machine of the pool."""
+
+    def __init__(self, master: str, segment: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _SEGMENT_OWNER, master, str(segment)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == b"ready\n", "a process with a segment did not start"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def pause(self) -> None:
+        pause(self.pid)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._end()
+
+    def stop(self) -> None:
+        """Leave the pool in order."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(PATIENCE)
+        finally:
+            self.kill()
+
+    def _end(self) -> None:
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
