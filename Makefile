@@ -5,7 +5,7 @@ SHELL := /bin/bash
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 PIP := $(PYTHON) -m pip --disable-pip-version-check
-PROJECTS := $(wildcard core/pyproject.toml replay/pyproject.toml integrations/*/pyproject.toml plugins/*/pyproject.toml)
+PROJECTS := $(wildcard core/pyproject.toml replay/pyproject.toml integrations/*/pyproject.toml libraries/*/pyproject.toml plugins/*/pyproject.toml)
 DISTRIBUTIONS := $(patsubst %/pyproject.toml,%,$(PROJECTS))
 SOURCES := $(addsuffix /src,$(DISTRIBUTIONS))
 
@@ -146,7 +146,7 @@ system:  ## Install the servers that the tests start, where they are missing
 clean:  ## Remove the environment and everything built
 	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(TRANSFORMERS_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-report.html site
 	rm -rf $(addsuffix /dist,$(DISTRIBUTIONS)) $(addsuffix /build,$(DISTRIBUTIONS))
-	find core replay integrations plugins tests benchmarks examples tools -name __pycache__ -type d -prune -exec rm -rf {} +
+	find core replay integrations libraries plugins tests benchmarks examples tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An environment that a failed attempt left without pip is made again.
 $(VENV)/.made:

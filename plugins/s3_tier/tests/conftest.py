@@ -8,23 +8,25 @@ from pathlib import Path
 
 import pytest
 
+from kvtiers_objectstore.testing import proxy
 from kvtiers_s3.config import S3Config
 
 PAGE = 4096
 HERE = Path(__file__).parent
 
 
-def _load(name):
-    """Import a module of this folder as ``s3_NAME``, so that tests can import it by that name."""
-    spec = importlib.util.spec_from_file_location(f"s3_{name}", HERE / f"{name}.py")
+def _load(name, file):
+    """Import a file as a module of this name, so that tests can import it by that name."""
+    spec = importlib.util.spec_from_file_location(name, file)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-servers = _load("servers")
-proxy = _load("proxy")
-service = _load("service")
+servers = _load("s3_servers", HERE / "servers.py")
+SHARED = HERE.parents[2] / "libraries" / "objectstore" / "tests"
+if SHARED.is_dir():  # not beside an installed plugin, where the tests of the plugin alone are run
+    _load("objectstore_service", SHARED / "service.py")
 KEYS = {"access_key": servers.ACCESS_KEY, "secret_key": servers.SECRET_KEY, "region": "us-east-1"}
 
 
@@ -81,7 +83,9 @@ def proxied(request, radosgw, ceph_bucket):
             retries=1,
             breaker={"failures": 10_000, "min_calls": 100_000},
         )
-        with service.service(config, 16 * PAGE, 8) as tier:
+        from objectstore_service import service
+
+        with service(config, 16 * PAGE, 8) as tier:
             yield tier, between
             between.script = lambda _request: None
 

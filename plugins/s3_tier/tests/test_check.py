@@ -4,11 +4,11 @@ import ssl
 
 import pytest
 import trustme
-from s3_proxy import Fault, Proxy, refusal
 from s3_servers import client_of, free_ports, new_bucket
 
 from kvtiers.api import Finding
 from kvtiers.cli.check.check_tier import try_tiers
+from kvtiers_objectstore.testing.proxy import Fault, Proxy, refusal
 from kvtiers_s3.store import S3Store
 
 MIB = 1 << 20

@@ -3,14 +3,14 @@
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from s3_proxy import Proxy
 from s3_servers import ACCESS_KEY, SECRET_KEY
 
 from kvtiers.api import ConfigError
+from kvtiers_objectstore.failures import ObjectStoreBusyError, ObjectStoreError
+from kvtiers_objectstore.requests import Requests
+from kvtiers_objectstore.testing.proxy import Proxy
 from kvtiers_s3.config import S3Config
 from kvtiers_s3.connection import Connection
-from kvtiers_s3.failures import S3BusyError, S3Error
-from kvtiers_s3.requests import Requests
 from kvtiers_s3.store import S3Store, open_client
 
 CLIENTS = ["obstore", "boto3"]
@@ -200,7 +200,7 @@ def test_the_endpoint_of_the_options_comes_before_the_environment(empty, monkeyp
     monkeypatch.setenv(name, environment)
     store = S3Store(make(client=client, access_key="A", secret_key="S"))
     assert not store.read_into("absent", memoryview(bytearray(8)))
-    with pytest.raises(S3Error, match="404 NoSuchKey"):
+    with pytest.raises(ObjectStoreError, match="404 NoSuchKey"):
         list(store.list(""))
     store.close()
     assert any("list-type=2" in request.path for request in proxy.log)
@@ -238,7 +238,7 @@ def test_keys_whose_file_is_gone_are_said_and_not_asked_for_again(empty, tmp_pat
     file.write_text("FIRST")
     connection = Connection(make(client=client, access_key={"file": str(file)}, secret_key="S"), Requests(0, 0))
     file.unlink()
-    with pytest.raises(S3Error, match=str(file)) as raised:
+    with pytest.raises(ObjectStoreError, match=str(file)) as raised:
         open_client(connection).size("a")
-    assert not isinstance(raised.value, S3BusyError)
+    assert not isinstance(raised.value, ObjectStoreBusyError)
     connection.close()

@@ -11,9 +11,9 @@ from pydantic import ValidationError
 
 from kvtiers.api import ConfigError, TierConfig, TierUnavailable
 from kvtiers.config.options import options_of
+from kvtiers_objectstore.requests import Requests
 from kvtiers_s3.config import S3Config
 from kvtiers_s3.connection import Connection
-from kvtiers_s3.requests import Requests
 from kvtiers_s3.store import S3Store, open_client
 
 README = Path(__file__).parents[1] / "README.md"

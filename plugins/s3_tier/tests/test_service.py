@@ -5,9 +5,10 @@ import ssl
 import numpy as np
 import pytest
 import trustme
-from s3_proxy import Fault, Proxy, refusal
+from objectstore_service import NAMES, new_keys, service
 from s3_servers import client_of
-from s3_service import NAMES, new_keys, service
+
+from kvtiers_objectstore.testing.proxy import Fault, Proxy, refusal
 
 COUNT = 4
 POISON = 0xDB

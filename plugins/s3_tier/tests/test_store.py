@@ -11,7 +11,6 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 import trustme
-from s3_proxy import Fault, Proxy, refusal
 from s3_servers import client_of
 
 from kvtiers.api import StoreFull, make_offload_key
@@ -20,7 +19,8 @@ from kvtiers.host.transfer import MoverOptions, ValueMover, ValueRun
 from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.testing.guarded import GuardedMemory
-from kvtiers_s3.failures import S3BusyError, S3Error, S3ThrottledError
+from kvtiers_objectstore.failures import ObjectStoreBusyError, ObjectStoreError, ObjectStoreThrottledError
+from kvtiers_objectstore.testing.proxy import Fault, Proxy, refusal
 from kvtiers_s3.plugin import S3Config
 from kvtiers_s3.store import S3Store
 
@@ -91,7 +91,7 @@ def test_a_body_that_does_not_come_whole_is_a_failure_and_its_row_is_released(
     store.write("a/b", value(5, pages))
     row = memoryview(bytearray(pages * PAGE))
     between.script = lambda request: fault if request.method == "GET" else None
-    with pytest.raises(S3BusyError):
+    with pytest.raises(ObjectStoreBusyError):
         store.read_into("a/b", row)
     row.release()  # BufferError if it is still in use
     between.script = lambda _request: None
@@ -104,7 +104,7 @@ def test_a_body_whose_pieces_come_late_is_given_up_in_time(opened, config, betwe
     store.write("a/b", value(5, 1))
     between.script = lambda request: Fault(drip=1.9) if request.method == "GET" else None
     begin = time.monotonic()
-    with pytest.raises(S3BusyError, match="Timeout"):
+    with pytest.raises(ObjectStoreBusyError, match="Timeout"):
         read(store, "a/b", PAGE)
     assert time.monotonic() - begin < 3.5  # that is before the third piece
 
@@ -147,7 +147,7 @@ def test_a_server_that_sends_all_where_a_part_was_asked_for_is_a_failure(opened,
     whole = Fault(b"HTTP/1.1 200 OK\r\nETag: x\r\nLast-Modified: Sun, 01 Nov 2026 00:00:00 GMT\r\n"
                   b"Content-Length: %d\r\n\r\n" % (2 * PART) + bytes(2 * PART))  # fmt: skip
     between.script = lambda request: whole if "range" in request.headers else None
-    with pytest.raises(S3Error, match="NoLength: the answer does not say"):
+    with pytest.raises(ObjectStoreError, match="NoLength: the answer does not say"):
         read(store, "a/b", 2 * PART)
     assert store.stats()["failed_requests"] == 2
     gc.collect()  # a connection that is not closed is an error of this test
@@ -161,7 +161,7 @@ def test_a_part_of_an_object_whose_length_is_not_said_is_a_failure(opened, confi
     unknown = Fault(b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 0-%d/*\r\n"
                     b"Content-Length: %d\r\n\r\n" % (PART - 1, PART) + bytes(PART))  # fmt: skip
     between.script = lambda request: unknown if "range" in request.headers else None
-    with pytest.raises(S3Error, match="NoLength: the answer does not say"):
+    with pytest.raises(ObjectStoreError, match="NoLength: the answer does not say"):
         read(store, "a/b", 2 * PART)
     assert store.stats()["failed_requests"] == 2
 
@@ -196,7 +196,7 @@ def test_a_large_object_that_is_replaced_while_it_is_read_is_read_again(opened, 
             other.write(name, value(2, pages))
 
     between.script = replace
-    with pytest.raises(S3BusyError, match="Replaced"):
+    with pytest.raises(ObjectStoreBusyError, match="Replaced"):
         read(store, name, 2 * PART)
     between.script = lambda _request: None
     assert read(store, name, 2 * PART) == bytes([2]) * 2 * PART
@@ -207,7 +207,7 @@ def test_an_upload_that_fails_is_aborted(opened, config, between, value, fails):
     store = opened(config(endpoint=between.endpoint, part_size=PART))
     fault = Fault(refusal(500, "InternalError"))
     between.script = lambda r: fault if r.method in {"PUT", "POST"} and fails in r.path else None
-    with pytest.raises(S3BusyError):
+    with pytest.raises(ObjectStoreBusyError):
         store.write("a/b", value(1, 3 * PART // PAGE))
     between.script = lambda _request: None
     assert uploads(config()) == []
@@ -278,7 +278,7 @@ def test_a_value_that_is_refused_before_it_is_sent_is_released(opened, config, b
     between.script = lambda r: fault if r.method == "PUT" else None
     row = GuardedMemory().row(bytes(8 * MIB))
     for _ in range(3):
-        with contextlib.suppress(S3Error):
+        with contextlib.suppress(ObjectStoreError):
             store.write("a/b", row.source())
         assert not row.is_kept()
 
@@ -350,7 +350,7 @@ def test_a_read_only_store_writes_nothing(opened, config, value, client):
 def test_a_bucket_that_is_gone_is_a_failure_and_not_a_miss(opened, config, between, client):
     store = opened(config(client=client, endpoint=between.endpoint))
     between.script = lambda r: Fault(refusal(404, "NoSuchBucket")) if r.method == "GET" else None
-    with pytest.raises(S3Error, match="NoSuchBucket: there is no such bucket"):
+    with pytest.raises(ObjectStoreError, match="NoSuchBucket: there is no such bucket"):
         read(store, "a/b", PAGE)
 
 
@@ -436,7 +436,7 @@ def test_failed_and_throttled_requests_are_counted(opened, config, between, clie
     for status, code in ((503, "SlowDown"), (429, "TooManyRequests"), (403, "AccessDenied"), (500, "InternalError")):
         fault = Fault(refusal(status, code))
         between.script = lambda _request, fault=fault: fault
-        with pytest.raises(S3Error, match=code):
+        with pytest.raises(ObjectStoreError, match=code):
             read(store, "a", PAGE)
     assert store.stats()["throttled_requests"] == 2
     assert store.stats()["failed_requests"] == 4
@@ -446,9 +446,9 @@ def test_failed_and_throttled_requests_are_counted(opened, config, between, clie
 def test_what_boto3_does_on_the_bucket_is_counted_when_it_fails(opened, config, between, value, client):
     store = opened(config(client=client, endpoint=between.endpoint, part_size=PART))
     between.script = lambda request: None if request.method == "HEAD" else Fault(refusal(503, "SlowDown"))
-    with pytest.raises(S3ThrottledError):
+    with pytest.raises(ObjectStoreThrottledError):
         store.write("a", value(1, 2 * PART // PAGE))
-    with pytest.raises(S3ThrottledError):
+    with pytest.raises(ObjectStoreThrottledError):
         list(store.list(""))
     assert store.stats()["throttled_requests"] == 2
 
@@ -464,5 +464,5 @@ def test_a_conditional_put_that_collides_with_another_may_be_made_again(opened, 
         return Fault(refusal(409, "ConditionalRequestConflict")) if is_last else None
 
     between.script = script
-    with pytest.raises(S3BusyError, match="409 ConditionalRequestConflict"):
+    with pytest.raises(ObjectStoreBusyError, match="409 ConditionalRequestConflict"):
         store.write("a", value(1, length // PAGE))

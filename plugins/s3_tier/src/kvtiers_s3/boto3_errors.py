@@ -12,7 +12,7 @@ from botocore.exceptions import (
     SSLError,
 )
 
-from kvtiers_s3.failures import failure
+from kvtiers_s3.failures import FAILURES
 
 __all__ = ["ABSENT", "translated"]
 
@@ -26,8 +26,8 @@ def translated(what: str, error: Exception) -> Exception:
         answer = error.response.get("Error", {})
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         code = str(answer.get("Code") or "")
-        return failure(what, status, "" if code.isdigit() else code, str(answer.get("Message") or ""))
-    return failure(what, 0, _cause(error), f"{type(error).__name__}: {error}")
+        return FAILURES.failure(what, status, "" if code.isdigit() else code, str(answer.get("Message") or ""))
+    return FAILURES.failure(what, 0, _cause(error), f"{type(error).__name__}: {error}")
 
 
 def _cause(error: Exception) -> str:

@@ -9,10 +9,10 @@ from urllib.parse import urlsplit
 from botocore.config import Config
 from botocore.configprovider import ConfiguredEndpointProvider
 
-from kvtiers.api import ConfigError
+from kvtiers_objectstore.connecting import NO_RETRIES, client_options, read_certificates
+from kvtiers_objectstore.requests import Requests
 from kvtiers_s3.config import S3Config
 from kvtiers_s3.credentials import open_session
-from kvtiers_s3.requests import Requests
 
 if TYPE_CHECKING:
     from obstore.store import S3Config as ObstoreConfig
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Connection"]
 
+_CONTROL = ("list-type=", "uploads", "lifecycle", "versioning")  # a GET with one of these is paid for as a LIST
 _ENCRYPTION = {"sse-s3": "AES256", "sse-kms": "aws:kms"}
 # obstore asks again when five minutes or less are left, so that what it holds is never older than one.
 _ACCEPTED_FOR = timedelta(minutes=6)
@@ -34,7 +35,7 @@ class Connection:
         self._session = open_session(config)
         self.endpoint = config.endpoint or _configured_endpoint(self._session)
         self.region: str = config.region or self._session.get_config_variable("region") or "us-east-1"
-        self._certificates = _read_certificates(config)
+        self._certificates = read_certificates(config.ca_file)
         self._lock = threading.RLock()
         self._clients: dict[int, Any] = {}
 
@@ -102,8 +103,13 @@ class Connection:
             config=options,
         )
         client.meta.events.register("before-call.s3", _follow_no_redirect)
-        client.meta.events.register("before-send.s3", self.requests.count_sent)
+        client.meta.events.register("before-send.s3", self._count_sent)
         return client
+
+    def _count_sent(self, request: Any, **_: Any) -> None:
+        """Count what boto3 sends, retries included."""
+        kind, query = request.method.lower(), str(request.url).partition("?")[2]
+        self.requests.count("list" if kind == "get" and any(word in query for word in _CONTROL) else kind)
 
     def obstore(self) -> "S3Store":
         """Return obstore's store for the bucket; it never retries by itself."""
@@ -130,15 +136,8 @@ class Connection:
         return S3Store(
             config.bucket,
             config=options,
-            client_options={
-                "allow_http": self.endpoint.startswith("http://"),
-                "connect_timeout": timedelta(seconds=config.connect_timeout),
-                "timeout": timedelta(seconds=config.timeout),
-                "pool_max_idle_per_host": str(config.connections),
-                "user_agent": "kvtiers-s3",
-                **({"root_certificate": self._certificates} if self._certificates else {}),
-            },
-            retry_config={"max_retries": 0, "retry_timeout": timedelta(0)},
+            client_options=client_options(config, self.endpoint, "kvtiers-s3", self._certificates),
+            retry_config=NO_RETRIES,
             credential_provider=self._issue_credentials,
         )
 
@@ -174,15 +173,3 @@ def _aws_domain(region: str) -> str:
 def _follow_no_redirect(params: Any, **_: Any) -> None:
     """Make boto3 report a redirect, as obstore does; it would ask for the bucket's region and be redirected again."""
     params["context"].setdefault("s3_redirect", {})["redirected"] = True
-
-
-def _read_certificates(config: S3Config) -> bytes:
-    if config.ca_file is None:
-        return b""
-    try:
-        certificates = config.ca_file.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"ca_file {str(config.ca_file)!r} cannot be read: {error.strerror}") from None
-    if b"-----BEGIN CERTIFICATE-----" not in certificates:
-        raise ConfigError(f"ca_file {str(config.ca_file)!r} has no certificate in it; expected PEM")
-    return certificates

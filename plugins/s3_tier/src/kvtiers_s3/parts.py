@@ -1,54 +1,38 @@
-"""Large values in parts: written as one upload, read as ranges, several parts at a time.
+"""Large values in parts: uploads by boto3, which can abort what a killed process left.
 
 An upload that fails is aborted, so that its parts are not paid for. Those of a process that was killed are aborted by a
 later one, when they are a day old, and by the bucket's lifecycle rule if it has one.
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 from botocore.exceptions import ClientError
 
+from kvtiers_objectstore.failures import ObjectStoreError
+from kvtiers_objectstore.parts import Parts
+from kvtiers_objectstore.values import ValueClient
 from kvtiers_s3.bucket import Bucket
-from kvtiers_s3.client.base import ValueClient, read_into
 from kvtiers_s3.connection import Connection
-from kvtiers_s3.failures import S3Error, failure
+from kvtiers_s3.failures import FAILURES
 
-__all__ = ["Parts"]
+__all__ = ["UploadParts"]
 
 _log = logging.getLogger("kvtiers.s3")
 _ABANDONED = timedelta(days=1)
-_T = TypeVar("_T")
 
 
-class Parts:
-    """Moves values that are larger than a part, by threads of its own, for which the caller's thread waits."""
+class UploadParts(Parts):
+    """Large values, by boto3's requests for uploads and either client's for ranges."""
 
     def __init__(self, connection: Connection, client: ValueClient, bucket: Bucket) -> None:
+        config = connection.config
+        super().__init__(client, FAILURES, part_size=config.part_size, connections=config.connections, label="s3")
         self._connection = connection
-        self._client = client
         self._bucket = bucket
-        self._size = connection.config.part_size
-        self._pool = ThreadPoolExecutor(connection.config.connections, thread_name_prefix="kvtiers-s3-part")
-
-    def read(self, key: str, dst: memoryview) -> bool:
-        """Fill ``dst`` from an object of its length; False: there is none."""
-        total = len(dst)
-
-        def read_part(start: int) -> str | None:
-            with dst[start : start + self._size] as part:
-                return read_into(self._client, key, part, start, total)
-
-        etags = self._each(read_part, range(0, total, self._size))
-        if None in etags:
-            return False
-        if len(set(etags)) > 1:
-            raise failure(f"GET {key}", 0, "Replaced")
-        return True
 
     def write(self, key: str, src: memoryview, *, only_new: bool) -> bool:
         """Write an object in one upload. False, and nothing is changed, if ``only_new`` and there is one already."""
@@ -64,7 +48,7 @@ class Parts:
             done = self._complete(where, parts, only_new=only_new)
         finally:
             if not done:
-                with suppress(S3Error):  # what it failed with is said already
+                with suppress(ObjectStoreError):  # what it failed with is said already
                     self._bucket.abort(key, where["UploadId"])
         self._connection.requests.count_bytes(written=len(src) if done else 0)
         return done
@@ -78,12 +62,8 @@ class Parts:
             for upload in self._bucket.uploads(prefix):
                 if upload.started <= before:
                     self._bucket.abort(upload.key, upload.upload_id)
-        except S3Error as error:
+        except ObjectStoreError as error:
             _log.info("uploads that killed processes left are not cleaned up: %s", error)
-
-    def close(self) -> None:
-        """End the threads."""
-        self._pool.shutdown()
 
     @property
     def _s3(self) -> Any:
@@ -98,7 +78,7 @@ class Parts:
             checksums.pop("ChecksumType", None)
             return {"PartNumber": number, "ETag": answer["ETag"], **checksums}
 
-        return self._each(send, range(0, len(src), self._size))
+        return self.each(send, range(0, len(src), self._size))
 
     def _complete(self, where: dict[str, str], parts: Sequence[dict[str, Any]], *, only_new: bool) -> bool:
         condition = {"IfNoneMatch": "*"} if only_new else {}
@@ -110,14 +90,3 @@ class Parts:
                     return False
                 raise
         return True
-
-    def _each(self, work: Callable[[int], _T], starts: Sequence[int]) -> list[_T]:
-        """Do the work for each part; when all have ended, return their results or raise the first error.
-
-        The parts' threads use the caller's buffer, so none may be left running.
-        """
-        futures = [self._pool.submit(work, start) for start in starts]
-        errors = [error for future in futures if (error := future.exception()) is not None]
-        if errors:
-            raise errors[0]
-        return [future.result() for future in futures]

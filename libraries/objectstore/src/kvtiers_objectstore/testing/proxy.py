@@ -1,4 +1,4 @@
-"""A proxy before an S3 server that does, request by request, what a test wants: refuse, delay, cut off, drip, reset."""
+"""A proxy before an object store that does, request by request, what a test wants: refuse, delay, cut off, drip."""
 
 import contextlib
 import socket
@@ -44,7 +44,7 @@ class Fault:
 
 
 def refusal(status: int, code: str, headers: str = "") -> bytes:
-    """Return an answer as S3 refuses."""
+    """Return an answer as object stores refuse."""
     body = f'<?xml version="1.0" encoding="UTF-8"?><Error><Code>{code}</Code><Message>no</Message></Error>'
     return f"HTTP/1.1 {status} No\r\n{headers}Content-Length: {len(body)}\r\n\r\n{body}".encode()
 
@@ -84,6 +84,7 @@ class Proxy:
 
     @property
     def endpoint(self) -> str:
+        """Return its URL."""
         return f"http{'s' if self.tls else ''}://127.0.0.1:{self._listener.getsockname()[1]}"
 
     def hang_up(self) -> None:
@@ -95,6 +96,7 @@ class Proxy:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def methods(self) -> list[str]:
+        """Return the methods of all requests, in order."""
         return [request.method for request in self.log]
 
     def _accept(self) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 from botocore.exceptions import BotoCoreError, ClientError
 from urllib3.exceptions import HTTPError
 
+from kvtiers_objectstore.values import Body
 from kvtiers_s3.boto3_errors import ABSENT, translated
-from kvtiers_s3.client.base import Body
 from kvtiers_s3.connection import Connection
 
 __all__ = ["Boto3Client"]

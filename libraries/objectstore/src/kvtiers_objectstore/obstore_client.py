@@ -2,15 +2,15 @@
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 
-from kvtiers_s3.client.base import Body
-from kvtiers_s3.connection import Connection
-from kvtiers_s3.failures import failure
+from kvtiers_objectstore.failures import Failures
+from kvtiers_objectstore.requests import Requests
+from kvtiers_objectstore.values import Body
 
 if TYPE_CHECKING:
     from obstore import GetOptions, GetResult, PutMode
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["ObstoreClient"]
 
 _STATUS = re.compile(r"status code: (\d{3})")
-_CODE = re.compile(r"<Code>\s*([\w.]+)\s*</Code>")
+_NO_TOKEN = re.compile(r"token request")
 # Without an answer: obstore's debug text says how the connection failed. The first that matches.
 _CAUSES = (
     (re.compile(r"non-partial response|Content-Range header not present"), "NoLength"),
@@ -37,15 +37,20 @@ _PIECE_BYTES = 256 << 10
 
 
 class ObstoreClient:
-    """The data path of choice."""
+    """The data path of choice.
+
+    ``store``: obstore's, which never retries by itself. ``attributes``: of each new object.
+    """
 
     name = "obstore"
 
-    def __init__(self, connection: Connection) -> None:
-        self._store: Any = connection.obstore()
-        self._requests = connection.requests
-        storage_class = connection.config.storage_class
-        self._attributes = {"Storage-Class": storage_class} if storage_class else None
+    def __init__(
+        self, store: Any, requests: Requests, failures: Failures, attributes: Mapping[str, str] | None = None
+    ) -> None:
+        self._store = store
+        self._requests = requests
+        self._failures = failures
+        self._attributes: Any = attributes or None
 
     def get(self, key: str, start: int, nbytes: int, total: int) -> Body | None:
         """Request a part of an object. The headers say the object's length: with another one, no body is read."""
@@ -53,14 +58,11 @@ class ObstoreClient:
         self._requests.count("get")
         try:
             found = obstore.get(self._store, key, options=part)
-        except FileNotFoundError as error:
-            if "<Code>NoSuchBucket<" not in str(error):
+        except (BaseError, FileNotFoundError) as error:
+            # 416: the object ends before this part begins.
+            if self.says_absent(error) or _status(str(error)) == "416":
                 return None
-            raise self._failed("GET", key, error) from None  # it would be a miss for ever
-        except BaseError as error:
-            if _status(str(error)) == "416":  # the object ends before this part begins
-                return None
-            raise self._failed("GET", key, error) from None
+            raise self.failed(f"GET {key}", error) from None
         meta = found.meta
         return Body(meta["e_tag"] or "", self._pieces(key, found, nbytes)) if meta["size"] == total else None
 
@@ -73,24 +75,33 @@ class ObstoreClient:
                     break
                 yield piece
         except BaseError as error:
-            raise self._failed("GET", key, error) from None
+            raise self.failed(f"GET {key}", error) from None
         if left:
-            raise failure(f"GET {key}", 0, "CutOff")
+            raise self._failures.failure(f"GET {key}", 0, "CutOff")
         self._requests.count_bytes(read=nbytes)
 
     def write(self, key: str, src: memoryview, *, only_new: bool) -> bool:
         """Put the object from ``src`` itself; nothing is copied."""
-        exported = memoryview(src)
         mode: PutMode = "create" if only_new else "overwrite"
         self._requests.count("put")
+        return self._put(key, src, mode=mode, use_multipart=False)
+
+    def write_parts(self, key: str, src: memoryview, part_size: int, at_a_time: int) -> bool:
+        """Put the object in one upload of parts of this size, several at a time; as a whole it is there or not."""
+        self._requests.count("put", -(-len(src) // part_size))
+        self._requests.count("post", 2)  # that begin and end it
+        return self._put(key, src, use_multipart=True, chunk_size=part_size, max_concurrency=at_a_time)
+
+    def _put(self, key: str, src: memoryview, **how: Any) -> bool:
+        exported = memoryview(src)
         try:
-            obstore.put(self._store, key, exported, mode=mode, use_multipart=False, attributes=self._attributes)
+            obstore.put(self._store, key, exported, attributes=self._attributes, **how)
         except AlreadyExistsError:
             return False
         except (BaseError, FileNotFoundError) as error:
-            raise self._failed("PUT", key, error) from None
+            raise self.failed(f"PUT {key}", error) from None
         finally:
-            _release(exported)
+            _take_back(exported)
         self._requests.count_bytes(written=len(src))
         return True
 
@@ -102,16 +113,35 @@ class ObstoreClient:
         except FileNotFoundError:
             return None
         except BaseError as error:
-            raise self._failed("HEAD", key, error) from None
+            raise self.failed(f"HEAD {key}", error) from None
 
     def close(self) -> None:
         """Release the store; its connections end with it."""
         self._store = None
 
-    def _failed(self, method: str, key: str, error: Exception) -> Exception:
-        raised = _translated(f"{method} {key}", str(error))
+    def says_absent(self, error: Exception) -> bool:
+        """Return whether an error of obstore's says that there is no such object, and not that there is no bucket."""
+        # Of a missing bucket every object would be a miss for ever.
+        return isinstance(error, FileNotFoundError) and (
+            self._failures.code_of(str(error)) not in self._failures.absent_place
+        )
+
+    def failed(self, what: str, error: Exception) -> Exception:
+        """Count an error of obstore's; return it in the words of ``failures``."""
+        raised = self._translated(what, str(error))
         self._requests.count_failed(raised)
         return raised
+
+    def _translated(self, what: str, text: str) -> Exception:
+        failure, status = self._failures.failure, _status(text)
+        first = text.partition("\n")[0]
+        cause = next((code for pattern, code in _CAUSES if pattern.search(text)), "")
+        if _NO_TOKEN.search(first):  # refused for good, or for now, by who gives out tokens
+            refused = status.startswith("4") and status != "429"
+            return failure(what, 0, "Credentials" if refused else "NoToken", first)
+        if status:
+            return failure(what, int(status), self._failures.code_of(text))
+        return failure(what, 0, cause, first)
 
 
 def _status(text: str) -> str:
@@ -119,16 +149,7 @@ def _status(text: str) -> str:
     return found[1] if found else ""
 
 
-def _translated(what: str, text: str) -> Exception:
-    status = _status(text)
-    if status:
-        code = _CODE.search(text)
-        return failure(what, int(status), code[1] if code else "")
-    cause = next((code for pattern, code in _CAUSES if pattern.search(text)), "")
-    return failure(what, 0, cause, text.partition("\n")[0])
-
-
-def _release(exported: memoryview) -> None:
+def _take_back(exported: memoryview) -> None:
     """Wait until obstore's own thread has released a value whose request was answered or aborted half-way."""
     until = time.monotonic() + _RELEASE_SECONDS
     while True:

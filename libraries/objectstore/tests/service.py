@@ -6,6 +6,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,6 @@ from kvtiers.region.memfd import create_memfd, map_memory
 from kvtiers.secondary.placement import HostedRegion, TierHosts
 from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.types import RequestContext
-from kvtiers_s3.config import S3Config
 
 __all__ = ["NAMES", "Service", "new_keys", "service"]
 
@@ -36,7 +36,7 @@ class Service:
     """
 
     def __init__(
-        self, tier: ChunkStoreTier, config: S3Config, rows: "np.ndarray[tuple[int, int], np.dtype[np.uint8]]"
+        self, tier: ChunkStoreTier, config: Any, rows: "np.ndarray[tuple[int, int], np.dtype[np.uint8]]"
     ) -> None:
         self.tier = tier
         self.config = config
@@ -130,10 +130,10 @@ class Service:
 
 
 @contextlib.contextmanager
-def service(config: S3Config, value_bytes: int, rows: int) -> Iterator[Service]:
+def service(config: Any, value_bytes: int, rows: int) -> Iterator[Service]:
     """Start a host with this tier and wait until it is open."""
     total = rows * value_bytes
-    fd = create_memfd("kvtiers-s3-test", total)
+    fd = create_memfd("kvtiers-objects-test", total)
     mapping = map_memory(fd, total, total)
     hosts = TierHosts(
         HostedRegion(fd, total, total, value_bytes, [(value_bytes - _SEAL, value_bytes)]), "bench", lambda: NAMES

@@ -1,4 +1,4 @@
-"""The interface that both clients implement, in four calls."""
+"""The interface of the clients that move values, in four calls."""
 
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol

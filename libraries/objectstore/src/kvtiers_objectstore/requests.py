@@ -2,14 +2,12 @@
 
 import threading
 from collections.abc import Mapping
-from typing import Any
 
-from kvtiers_s3.failures import S3Error, S3ThrottledError
+from kvtiers_objectstore.failures import ObjectStoreError, ObjectStoreThrottledError
 
 __all__ = ["Requests"]
 
 _KINDS = ("get", "head", "put", "post", "list", "delete")
-_CONTROL = ("list-type=", "uploads", "lifecycle", "versioning")  # a GET with one of these is paid for as a LIST
 
 
 class Requests:
@@ -25,22 +23,16 @@ class Requests:
         self._failed = self._throttled = 0
         self._read = self._written = 0
 
-    def count(self, kind: str) -> None:
-        """Count one request before it is sent. ``kind``: get, head, put, post, list or delete."""
+    def count(self, kind: str, number: int = 1) -> None:
+        """Count requests before they are sent. ``kind``: get, head, put, post, list or delete."""
         with self._lock:
-            self._counts[kind] += 1
-
-    def count_sent(self, request: Any, **_: Any) -> None:
-        """Count what boto3 sends, retries included; a handler of its event ``before-send``."""
-        kind = request.method.lower()
-        url = str(request.url)
-        self.count("list" if kind == "get" and any(word in url.partition("?")[2] for word in _CONTROL) else kind)
+            self._counts[kind] += number
 
     def count_failed(self, error: Exception) -> None:
         """Count a failed request."""
         with self._lock:
-            self._failed += isinstance(error, S3Error)
-            self._throttled += isinstance(error, S3ThrottledError)
+            self._failed += isinstance(error, ObjectStoreError)
+            self._throttled += isinstance(error, ObjectStoreThrottledError)
 
     def count_bytes(self, *, read: int = 0, written: int = 0) -> None:
         """Count bytes of values that arrived."""

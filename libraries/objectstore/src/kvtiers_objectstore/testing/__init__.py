@@ -1,0 +1,1 @@
+"""Servers for tests of tiers over object stores."""
