@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from datetime import datetime
-from typing import Any
 
 import obstore
 from obstore.exceptions import BaseError
@@ -40,9 +39,8 @@ class ObstoreBucket:
     """
 
     def __init__(
-        self, store: Any, client: ObstoreClient, parts: Parts, requests: Requests, *, page: int, deleted_at_once: int
+        self, client: ObstoreClient, parts: Parts, requests: Requests, *, page: int, deleted_at_once: int
     ) -> None:
-        self._store = store
         self._client = client
         self._parts = parts
         self._requests = requests
@@ -54,7 +52,7 @@ class ObstoreBucket:
         # obstore lists what lies in a folder; the rest of the prefix is ours to compare.
         folder = prefix.rpartition("/")[0]
         try:
-            for page in obstore.list(self._store, folder or None, chunk_size=self._page):
+            for page in obstore.list(self._client.store, folder or None, chunk_size=self._page):
                 self._requests.count("list")
                 for entry in page:
                     if entry["path"].startswith(prefix):
@@ -72,17 +70,20 @@ class ObstoreBucket:
             return
         for key in keys:
             self._requests.count("delete")
-            try:
-                obstore.delete(self._store, key)
-            except (BaseError, FileNotFoundError) as error:
-                if not self._client.says_absent(error):
-                    raise self._client.failed(f"DELETE {key}", error) from None
+            self._delete_one(key)
+
+    def _delete_one(self, key: str) -> None:
+        try:
+            obstore.delete(self._client.store, key)
+        except (BaseError, FileNotFoundError) as error:
+            if not self._client.says_absent(error):
+                raise self._client.failed(f"DELETE {key}", error) from None
 
     def _are_deleted_at_once(self, keys: Sequence[str]) -> bool:
         """Return whether one request has deleted all. What it says of one hides the others: then each is asked for."""
         self._requests.count("post")
         try:
-            obstore.delete(self._store, list(keys))
+            obstore.delete(self._client.store, list(keys))
         except (BaseError, FileNotFoundError):
             return False
         return True

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ObstoreClient"]
 
-_STATUS = re.compile(r"status code: (\d{3})")
+_STATUS = re.compile(r"status code: (\d{3})|\(code: (\d{3})\)")  # of an answer, and in one to a batch
 _NO_TOKEN = re.compile(r"token request")
 # Without an answer: obstore's debug text says how the connection failed. The first that matches.
 _CAUSES = (
@@ -47,7 +47,7 @@ class ObstoreClient:
     def __init__(
         self, store: Any, requests: Requests, failures: Failures, attributes: Mapping[str, str] | None = None
     ) -> None:
-        self._store = store
+        self.store = store
         self._requests = requests
         self._failures = failures
         self._attributes: Any = attributes or None
@@ -57,7 +57,7 @@ class ObstoreClient:
         part: GetOptions | None = {"range": (start, start + nbytes)} if nbytes != total else None
         self._requests.count("get")
         try:
-            found = obstore.get(self._store, key, options=part)
+            found = obstore.get(self.store, key, options=part)
         except (BaseError, FileNotFoundError) as error:
             # 416: the object ends before this part begins.
             if self.says_absent(error) or _status(str(error)) == "416":
@@ -95,7 +95,7 @@ class ObstoreClient:
     def _put(self, key: str, src: memoryview, **how: Any) -> bool:
         exported = memoryview(src)
         try:
-            obstore.put(self._store, key, exported, attributes=self._attributes, **how)
+            obstore.put(self.store, key, exported, attributes=self._attributes, **how)
         except AlreadyExistsError:
             return False
         except (BaseError, FileNotFoundError) as error:
@@ -109,7 +109,7 @@ class ObstoreClient:
         """Request the headers alone."""
         self._requests.count("head")
         try:
-            return obstore.head(self._store, key)["size"]
+            return obstore.head(self.store, key)["size"]
         except FileNotFoundError:
             return None
         except BaseError as error:
@@ -117,7 +117,7 @@ class ObstoreClient:
 
     def close(self) -> None:
         """Release the store; its connections end with it."""
-        self._store = None
+        self.store = None
 
     def says_absent(self, error: Exception) -> bool:
         """Return whether an error of obstore's says that there is no such object, and not that there is no bucket."""
@@ -128,9 +128,12 @@ class ObstoreClient:
 
     def failed(self, what: str, error: Exception) -> Exception:
         """Count an error of obstore's; return it in the words of ``failures``."""
-        raised = self._translated(what, str(error))
-        self._requests.count_failed(raised)
-        return raised
+        return self.count(self._translated(what, str(error)))
+
+    def count(self, error: Exception) -> Exception:
+        """Count a failed request; return the error."""
+        self._requests.count_failed(error)
+        return error
 
     def _translated(self, what: str, text: str) -> Exception:
         failure, status = self._failures.failure, _status(text)
@@ -146,7 +149,7 @@ class ObstoreClient:
 
 def _status(text: str) -> str:
     found = _STATUS.search(text)
-    return found[1] if found else ""
+    return (found[1] or found[2]) if found else ""
 
 
 def _take_back(exported: memoryview) -> None:

@@ -1,0 +1,103 @@
+"""``kvtiers check`` of a bucket: what the tests of the tiers by obstore alone share.
+
+A subclass gives the fixtures ``config``, ``between`` and ``through``, as in ``stores``.
+"""
+
+import re
+import ssl
+
+import pytest
+import trustme
+
+from kvtiers.api import TierConfig
+from kvtiers.cli.check.check_tier import try_tiers
+from kvtiers.config.options import options_of
+from kvtiers_objectstore.testing.proxy import Fault, Proxy, refusal
+
+__all__ = ["CheckTests", "check", "documented", "own_options", "the_error"]
+
+
+def check(config, value_bytes=1 << 18):
+    """Return the findings."""
+    [trial] = try_tiers([config], "ns", value_bytes, 60.0)
+    return trial.findings
+
+
+def the_error(config) -> str:
+    """Return the one error of the check; it is one line, and says what to do."""
+    [error] = [finding for finding in check(config) if finding.level == "error"]
+    assert "\n" not in error.text
+    assert error.fix
+    return error.text
+
+
+class CheckTests:
+    """The tests."""
+
+    def test_a_healthy_bucket_has_no_error_and_a_check_leaves_nothing(self, config, opened):
+        found = check(config())
+        assert [finding for finding in found if finding.level == "error"] == []
+        assert any("values by obstore" in finding.text for finding in found)
+        assert any("is read in" in finding.text for finding in found)
+        assert list(opened(config()).list("")) == []
+
+    @pytest.mark.parametrize(
+        ("fault", "expected"),
+        [
+            (Fault(cut=0, reset=True), "CutOff: the connection ended in the middle of an answer"),
+            (Fault(first_byte=3.0), "Timeout: no answer in time"),
+            (Fault(refusal(500, "InternalError")), "500 InternalError"),
+        ],
+        ids=["reset", "slow", "500"],
+    )
+    def test_a_connection_that_fails_at_the_start(self, config, between, through, fault, expected):
+        between.script = lambda _: fault
+        assert expected in the_error(config(**through(between), timeout="1s"))
+
+    def test_an_endpoint_without_an_address(self, config):
+        assert "NoAddress" in the_error(config(endpoint="http://nowhere.invalid"))
+
+    def test_no_tls_where_it_is_expected(self, config):
+        endpoint = config().endpoint.replace("http:", "https:")
+        assert "NotTls: the server does not speak TLS there" in the_error(config(endpoint=endpoint))
+
+    def test_a_private_authority_has_to_be_given(self, config, between, through, tmp_path):
+        authority = trustme.CA()
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        authority.issue_cert("127.0.0.1").configure_cert(tls)
+        authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+        with Proxy(between.upstream, tls=tls) as proxy:
+            said = the_error(config(**through(proxy)))
+            assert "Certificate: the server's certificate is not trusted; give its authority's certificate" in said
+            found = check(config(**through(proxy), ca_file=tmp_path / "ca.pem"))
+        assert [finding for finding in found if finding.level == "error"] == []
+
+    @pytest.mark.parametrize("method", ["PUT", "LIST", "DELETE"])
+    def test_a_right_that_is_missing_is_named(self, config, between, through, method):
+        def is_meant(request):
+            if method == "LIST":
+                return request.method == "GET" and ("comp=list" in request.path or "list-type=" in request.path)
+            return request.method == method or (method == "DELETE" and request.method == "POST")
+
+        between.script = lambda request: Fault(refusal(403, "AccessDenied")) if is_meant(request) else None
+        errors = [finding.text for finding in check(config(**through(between))) if finding.level == "error"]
+        assert any(f"{method} " in text and "403 AccessDenied: not allowed; grant" in text for text in errors), errors
+
+
+def documented(readme):
+    """Yield name, type and default of each option in the README's table."""
+    table = readme.read_text(encoding="utf-8").partition("## Options")[2].partition("\n\n|")[2].partition("\n\n")[0]
+    for line in table.splitlines()[2:]:
+        names, kind, default, meaning = (cell.strip() for cell in line.strip("|").split("|"))
+        assert meaning
+        names, defaults = re.findall(r"`(.+?)`", names), re.findall(r"`(.+?)`", default) or [default]
+        for name, text in zip(names, defaults * (len(names) // len(defaults)), strict=True):
+            yield name, "boolean" if kind == "true or false" else kind.replace("`", "").replace(", ", " | "), text
+
+
+def own_options(config_class):
+    """Return name, type and default of each option that not every tier has."""
+    common = options_of(TierConfig)
+    own = [option for option in options_of(config_class) if option not in common]
+    assert all(option.description for option in own)
+    return {(o.name, o.type, "required" if o.required else "" if o.default == "none" else o.default) for o in own}

@@ -1,0 +1,136 @@
+"""The store itself, on Azurite: what all tiers by obstore promise, and what is Azure's own."""
+
+import pytest
+from azure_servers import ACCOUNT_KEY, Azurite, account_sas, delete_container, new_container, put_blob
+from objectstore_stores import StoreTests, read, value
+
+from kvtiers.api import ConfigError, TierUnavailable
+from kvtiers_azure.config import AzureConfig
+from kvtiers_azure.store import AzureStore
+from kvtiers_objectstore.failures import ObjectStoreBusyError, ObjectStoreError
+
+
+class TestAzureStore(StoreTests):
+    store_class = AzureStore
+    part = 1 << 20
+    deletes_many = True
+
+    def test_blobs_get_the_access_tier_that_is_wanted(self, opened, config, between, through):
+        store = opened(config(**through(between), access_tier="Cool", part_size=self.part))
+        store.write("a", value(1))
+        store.write("large", value(1, self.part + 4096))
+        tiers = [request.headers.get("x-ms-access-tier") for request in between.log if request.method == "PUT"]
+        assert tiers == ["Cool", None, None, "Cool"]  # of parts, the list that ends them has it
+
+    def test_a_container_that_is_gone_is_a_failure_and_not_a_miss(self, opened, azurite, config):
+        container = new_container(azurite.endpoint)
+        store = opened(config(container=container))
+        store.write("a", value(1))
+        delete_container(azurite.endpoint, container)
+        for work in (
+            lambda: read(store, "a"),
+            lambda: store.write("b", value(1)),
+            lambda: store.delete(["a"]),
+            lambda: list(store.list("")),
+        ):
+            with pytest.raises(ObjectStoreError, match="404 ContainerNotFound: there is no such container here"):
+                work()
+
+    def test_a_server_that_is_killed_and_comes_back_has_what_it_had(self, opened):
+        with Azurite(keeps=True) as server:
+            where = {"account": "devstoreaccount1", "endpoint": server.endpoint, "account_key": ACCOUNT_KEY}
+            config = AzureConfig(type="azure", container=new_container(server.endpoint), **where)
+            store = opened(config)
+            store.write("a", value(7))
+            server.stop()
+            with pytest.raises(ObjectStoreBusyError, match="NoConnection|CutOff"):
+                read(store, "a")
+            with pytest.raises(TierUnavailable, match="NoConnection: no server answers there; check endpoint"):
+                AzureStore(config)
+            server.start()
+            assert read(store, "a") == bytes([7]) * 4096
+
+
+# -- who asks
+
+
+def works(config) -> bool:
+    store = AzureStore(config)
+    try:
+        store.write("credentials", value(9))
+        return read(store, "credentials") == bytes([9]) * 4096
+    finally:
+        store.close()
+
+
+def test_a_shared_access_signature_is_enough(config):
+    assert works(config(sas="?" + account_sas()))
+    assert works(config(sas=account_sas()))
+
+
+def test_values_are_deleted_one_by_one_by_a_shared_access_signature(config):
+    store = AzureStore(config(sas=account_sas()))
+    for name in ("a", "b", "c"):
+        store.write(name, value(1))
+    store.delete(["a", "c", "absent"])
+    assert store.exists(["a", "b", "c"]) == [False, True, False]
+    assert store.stats()["delete_requests"] == 3
+    store.close()
+    store = AzureStore(config(sas=account_sas("rwlac")))
+    with pytest.raises(ObjectStoreError, match="DELETE .*/b: 403 Authorization.*: not allowed; grant the role"):
+        store.delete(["b"])
+    assert store.stats()["failed_requests"] == 1
+    store.close()
+
+
+def test_a_connection_string_says_account_key_and_endpoint(azurite, container):
+    text = f"DefaultEndpointsProtocol=http;AccountName=devstoreaccount1;AccountKey={ACCOUNT_KEY};"
+    text += f"BlobEndpoint={azurite.endpoint};"
+    assert works(AzureConfig(type="azure", container=container, connection_string=text))
+    text = f"BlobEndpoint={azurite.endpoint}/;SharedAccessSignature={account_sas()}"
+    assert works(AzureConfig(type="azure", container=container, account="devstoreaccount1", connection_string=text))
+
+
+def test_the_emulator_needs_no_credentials(azurite, container):
+    assert works(AzureConfig(type="azure", container=container, emulator=True, endpoint=azurite.endpoint))
+
+
+def test_what_the_environment_says_of_another_account_does_not_count(config, monkeypatch):
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "another")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "YW5vdGhlcg==")
+    monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "sig=another")
+    monkeypatch.setenv("AZURE_SKIP_SIGNATURE", "true")
+    monkeypatch.setenv("AZURE_STORAGE_USE_EMULATOR", "true")
+    assert works(config())
+
+
+def test_a_key_in_a_file_is_read_again(config, tmp_path):
+    file = tmp_path / "key"
+    file.write_text("bm90IHRoZSBrZXk=")
+    with pytest.raises(ConfigError, match="403"):
+        AzureStore(config(account_key={"file": str(file)}))
+    file.write_text(ACCOUNT_KEY)
+    assert works(config(account_key={"file": str(file)}))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("AccountKey=a2V5", "neither AccountName nor BlobEndpoint"),
+        ("AccountName=a;AccountKey=not base64!", "not base64; copy it as the portal shows it"),
+    ],
+)
+def test_a_connection_string_that_cannot_be_used_is_one_clear_line(container, text, said):
+    with pytest.raises(ConfigError, match=said):
+        AzureStore(AzureConfig(type="azure", container=container, connection_string=text))
+
+
+def test_another_program_sees_what_is_written_and_its_writes_are_seen(azurite, container, config, objects):
+    options = config()
+    store = AzureStore(options)
+    store.write("a", value(3))
+    assert objects.get(f"{options.prefix}/a") == bytes([3]) * 4096
+    put_blob(azurite.endpoint, container, f"{options.prefix}/b", bytes([4]) * 4096)
+    assert read(store, "b") == bytes([4]) * 4096
+    store.close()
