@@ -19,6 +19,10 @@ TEST_COMMANDS := redis-server:redis-server redis-sentinel:redis-sentinel redis-b
 TEST_COMMANDS += chromium:chromium
 TEST_COMMANDS += ceph-mon:ceph-mon ceph-osd:ceph-osd radosgw:radosgw setpriv:util-linux
 
+# Azure's emulator, which npm has; that of Google's bucket is among the Python packages.
+AZURITE := .azurite
+AZURITE_VERSION := 3.37.0
+
 # Processes that run the tests side by side: many of these wait for servers, hosts and deadlines.
 WORKERS ?= 2
 
@@ -62,7 +66,7 @@ vllm_releases = for wanted in $(1); do \
 	$(VLLM_INSTALL) --no-deps --upgrade --target $(VLLM_VENV)/releases/$${wanted\#\#*=} $$wanted || exit 1; done
 
 .PHONY: help demo test test-sglang test-transformers test-engines-all test-vllm test-vllm-all test-gpu lint types lint-workflows docs changelog-draft bench soak corruptions
-.PHONY: environment environment-sglang environment-transformers environment-vllm lock system clean
+.PHONY: emulators environment environment-sglang environment-transformers environment-vllm lock system clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-24s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,7 +74,7 @@ help:  ## Show this list
 demo: $(VENV)/.demo  ## Show that it pays, is shared, is safe and stays out of the way, in two minutes (no GPU, no torch)
 	PYTHONPATH=examples $(PYTHON) -m demo $(DEMO_ARGS)
 
-test: lint docs system  ## Lint, check the docs, run all tests (WORKERS=0: in one process, as --pdb needs it)
+test: lint docs system emulators  ## Lint, check the docs, run all tests (WORKERS=0: in one process, as --pdb needs it)
 	@echo "== pytest"
 	$(PYTHON) -m pytest --numprocesses=$(WORKERS) --durations=15 $(PYTEST_ARGS)
 
@@ -143,8 +147,10 @@ environment-vllm: $(VLLM_VENV)/.made  ## Make .venv-vllm, with the real vLLM
 system:  ## Install the servers that the tests start, where they are missing
 	@tools/system.sh commands $(TEST_COMMANDS)
 
+emulators: $(AZURITE)/.made  ## Install Azure's emulator, which the tests start, from npm
+
 clean:  ## Remove the environment and everything built
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(TRANSFORMERS_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-report.html site
+	rm -rf $(AZURITE) $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(TRANSFORMERS_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache demo-report.html site
 	rm -rf $(addsuffix /dist,$(DISTRIBUTIONS)) $(addsuffix /build,$(DISTRIBUTIONS))
 	find core replay integrations libraries plugins tests benchmarks examples tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -153,6 +159,11 @@ $(VENV)/.made:
 	$(if $(WITH_UV),uv venv --seed --allow-existing --quiet $(VENV))
 	@[ -x $(VENV)/bin/pip ] || { python=$$(tools/system.sh python) && "$$python" -m venv --clear $(VENV); }
 	$(PIP) install --quiet --upgrade 'pip>=25.1'
+	@touch $@
+
+$(AZURITE)/.made:
+	@tools/system.sh commands npm:npm
+	npm install --silent --no-audit --no-fund --prefix $(AZURITE) azurite@$(AZURITE_VERSION)
 	@touch $@
 
 $(VENV)/constraints.txt: $(VENV)/.made uv.lock tools/lock_constraints.py

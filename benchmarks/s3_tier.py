@@ -47,7 +47,6 @@ import numpy as np
 from baselines.lmcache_s3 import INSTALL, LeftOutError
 from baselines.s3_lanes import (
     STEP_SECONDS,
-    TESTS,
     THREADS,
     Keyed,
     Lane,
@@ -69,7 +68,9 @@ from rigs.busy_loop import busy_driver, busy_process
 from kvtiers.api import OffloadKey
 from kvtiers.api.units import format_size
 from kvtiers.secondary.placement import host_count
+from kvtiers_objectstore.requests import Requests
 from kvtiers_s3.config import S3Config
+from kvtiers_s3.connection import Connection
 
 SIZES = [64 << 10, 512 << 10, 2 << 20, 8 << 20]
 # Bytes and values of a pass, at most, and passes of a turn. The trivial server keeps more: two passes overlap. The
@@ -121,6 +122,7 @@ class Way(NamedTuple):
 def lanes_of(options: S3Config, nbytes: int, count: int, stack: ExitStack) -> dict[str, Way]:
     """Return the lanes, but for LMCache's."""
     rows = Rows(nbytes, count, stack)
+    alone = Connection(options, Requests(0, 0)).obstore()
 
     def tier(client: str) -> Any:
         service = stack.enter_context(services.service(options.model_copy(update={"client": client}), nbytes, count))
@@ -134,8 +136,8 @@ def lanes_of(options: S3Config, nbytes: int, count: int, stack: ExitStack) -> di
         "boto3": Way(boto3_lane(options, rows)),
         "boto3-tuned": Way(boto3_tuned_lane(options, rows)),
         "awscrt": Way(awscrt_lane(options, rows)),
-        "obstore-hash": Way(obstore_lane(options, rows, hashes=True)),
-        "obstore": Way(obstore_lane(options, rows)),
+        "obstore-hash": Way(obstore_lane(alone, rows, hashes=True)),
+        "obstore": Way(obstore_lane(alone, rows)),
         "tier": Way(by_obstore, cpu_seconds=hosts_cpu),
         "tier-busy": Way(by_obstore, lambda: busy_driver(service, STEP_SECONDS), hosts_cpu),
         "tier-beside": Way(by_obstore, busy_process, hosts_cpu),
@@ -259,7 +261,7 @@ def far_away(endpoint: str, bucket: str, rounds: int) -> dict[str, Any]:
 def far_proxy(port: int) -> Iterator[str]:
     """Run the tests' proxy in a process of its own."""
     with subprocess.Popen(
-        [sys.executable, str(TESTS / "proxy.py"), str(port), str(FIRST_BYTE), str(LINK)],
+        [sys.executable, "-m", "kvtiers_objectstore.testing.proxy", str(port), str(FIRST_BYTE), str(LINK)],
         stdout=subprocess.PIPE,
         text=True,
     ) as process:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 TRACES = "KVTIERS_TRACES"
-SHARED_SERVERS = ("plugins/redis_tier/", "plugins/s3_tier/")
+SHARED_SERVERS = ("plugins/azure_tier/", "plugins/gcs_tier/", "plugins/redis_tier/", "plugins/s3_tier/")
 """Folders whose files share servers that are started once in a process."""
 
 

@@ -27,7 +27,7 @@ HOME = ROOT / "README.md"
 LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".sh": "sh"}
 # In the navigation, and so pages whether a document links to them or not.
 ALWAYS = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
-READMES = ("plugins/*/README.md", "integrations/*/README.md", "replay/README.md")
+READMES = ("plugins/*/README.md", "libraries/*/README.md", "integrations/*/README.md", "replay/README.md")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -21,29 +21,30 @@ from botocore.config import Config
 from kvtiers.api import OffloadKey
 from kvtiers.region.memfd import create_memfd, map_memory
 from kvtiers.tiering.jobs import TieringOptions
-from kvtiers_s3.client.base import read_into
-from kvtiers_s3.client.boto3 import Boto3Client
+from kvtiers_objectstore.requests import Requests
+from kvtiers_objectstore.values import read_into
+from kvtiers_s3.boto3_client import Boto3Client
 from kvtiers_s3.config import S3Config
 from kvtiers_s3.connection import Connection
-from kvtiers_s3.requests import Requests
 
-TESTS = Path(__file__).resolve().parents[2] / "plugins" / "s3_tier" / "tests"
+ROOT = Path(__file__).resolve().parents[2]
 JOB_BYTES = TieringOptions().job_bytes
 THREADS = 9
 STEP_SECONDS = 0.005  # between two questions to a tier
 
 
-def load(name: str) -> Any:
-    """Import a module of the plugin's tests."""
-    spec = importlib.util.spec_from_file_location(f"s3_{name}", TESTS / f"{name}.py")
+def load(name: str, file: str) -> Any:
+    """Import a module of tests."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / file)
     assert spec is not None
     assert spec.loader is not None
-    module = sys.modules[f"s3_{name}"] = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-servers, proxies, services = load("servers"), load("proxy"), load("service")
+servers = load("s3_servers", "plugins/s3_tier/tests/servers.py")
+services = load("objectstore_service", "libraries/objectstore/tests/service.py")
 
 Keyed = Callable[[Sequence[OffloadKey]], None]
 Lane = tuple[Keyed, Keyed]
@@ -111,8 +112,8 @@ def boto3_tuned_lane(options: S3Config, rows: Rows) -> Lane:
     )
 
 
-def obstore_lane(options: S3Config, rows: Rows, *, hashes: bool = False) -> Lane:
-    store = Connection(options, Requests(0, 0)).obstore()
+def obstore_lane(store: Any, rows: Rows, *, hashes: bool = False) -> Lane:
+    """Move values by obstore alone. ``store``: its store for the bucket."""
 
     def read(key: str, view: memoryview) -> None:
         view[:] = obstore.get(store, key).bytes()

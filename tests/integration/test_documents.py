@@ -19,7 +19,7 @@ EXAMPLES = sorted(ROOT.glob("examples/*.py"))
 # The guide for authors has a config of a tier that it builds first: its own test runs it.
 DOCUMENTS = [
     path
-    for pattern in ("*.md", "core/*.md", "plugins/*/*.md", "docs/*.md")
+    for pattern in ("*.md", "core/*.md", "libraries/*/*.md", "plugins/*/*.md", "docs/*.md")
     for path in sorted(ROOT.glob(pattern))
     if path.name != "write-a-tier.md"
 ]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PATTERNS = ("core/", "replay/", "integrations/*/", "plugins/*/")
+PATTERNS = ("core/", "replay/", "integrations/*/", "libraries/*/", "plugins/*/")
 PROJECTS = sorted(path.parent for pattern in PATTERNS for path in ROOT.glob(f"{pattern}pyproject.toml"))
 
 
@@ -95,7 +96,10 @@ def distribution(request: pytest.FixtureRequest) -> Distribution:
 
 @pytest.fixture(scope="session")
 def alone(distribution: Distribution, wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """A clean environment with this distribution and what it needs; the kvtiers that a plugin needs is our wheel."""
+    """A clean environment with this distribution and what it needs; what it needs of ours are our wheels."""
     environment = Environment(tmp_path_factory.mktemp(distribution.name))
-    environment.create(*{wheels[distribution.name], wheels["kvtiers"]})
+    needed = {re.match(r"[\w-]+", requirement)[0] for requirement in distribution.metadata.get("dependencies", ())}
+    environment.create(
+        *{wheels[distribution.name], wheels["kvtiers"], *(wheels[name] for name in needed & wheels.keys())}
+    )
     return environment

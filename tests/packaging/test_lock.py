@@ -18,7 +18,7 @@ LOCK = tomllib.loads(TEXT)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 MEMBERS = {
     tomllib.loads(path.read_text(encoding="utf-8"))["project"]["name"]: path
-    for pattern in ("core", "replay", "integrations/*", "plugins/*")
+    for pattern in ("core", "replay", "integrations/*", "libraries/*", "plugins/*")
     for path in ROOT.glob(f"{pattern}/pyproject.toml")
 }
 PACKAGES = {package["name"]: package for package in LOCK["package"]}

@@ -16,7 +16,7 @@ WORKFLOWS = {
 }
 DISTRIBUTIONS = sorted(
     path
-    for pattern in ("core", "replay", "integrations/*", "plugins/*")
+    for pattern in ("core", "replay", "integrations/*", "libraries/*", "plugins/*")
     for path in ROOT.glob(f"{pattern}/pyproject.toml")
 )
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, re.MULTILINE))

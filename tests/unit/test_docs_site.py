@@ -26,7 +26,7 @@ def tool(name):
 @pytest.fixture
 def build(tmp_path):
     """Return a function that builds the site of a copy of the project, after one document got these lines."""
-    copied = ("docs", "tools", "core", "plugins", "integrations", "replay", "examples", "benchmarks")
+    copied = ("docs", "tools", "core", "libraries", "plugins", "integrations", "replay", "examples", "benchmarks")
     for name in copied:
         ignored = shutil.ignore_patterns("__pycache__", "tests", "baselines")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)

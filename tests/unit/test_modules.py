@@ -21,14 +21,14 @@ OF_ITS_OWN = {
     "kvtiers_sglang.server": "what SGLang's arguments say",
     "kvtiers_sglang.weights": "weights that change",
     "kvtiers_transformers.guards": "calls that are refused",
-    "kvtiers_s3.client.boto3": "needs an optional library, so it is imported where that is chosen",
+    "kvtiers_s3.boto3_client": "needs an optional library, so it is imported where that is chosen",
 }
 
 
 def modules() -> dict[str, Path]:
     """Every module of every distribution, by its dotted name; a package by its own."""
     found = {}
-    for place in ("core", "replay", "integrations/*", "plugins/*"):
+    for place in ("core", "replay", "integrations/*", "libraries/*", "plugins/*"):
         for source in ROOT.glob(f"{place}/src"):
             for path in source.rglob("*.py"):
                 parts = path.relative_to(source).with_suffix("").parts

@@ -128,7 +128,9 @@ def test_a_child_does_not_load_what_only_a_parent_needs():
 
 
 SOURCES = [
-    path for place in ("core", "replay", "integrations", "plugins") for path in ROOT.glob(f"{place}/**/src/**/*.py")
+    path
+    for place in ("core", "replay", "integrations", "libraries", "plugins")
+    for path in ROOT.glob(f"{place}/**/src/**/*.py")
 ]
 STARTERS = {
     "Popen",

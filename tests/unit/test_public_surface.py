@@ -21,7 +21,15 @@ PUBLIC = {
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 DOCUMENTS = sorted(
     path
-    for pattern in ("*.md", "docs/**/*.md", "core/*.md", "replay/*.md", "plugins/*/*.md", "integrations/*/*.md")
+    for pattern in (
+        "*.md",
+        "docs/**/*.md",
+        "core/*.md",
+        "replay/*.md",
+        "libraries/*/*.md",
+        "plugins/*/*.md",
+        "integrations/*/*.md",
+    )
     for path in ROOT.glob(pattern)
 )
 PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -240,7 +240,7 @@ class StoreTests:
             Fault(refusal(403, "AccessDenied")) if request.method in {"DELETE", "POST"} else None
         )
         for names in (["a"], ["a", "b"]):
-            with pytest.raises(ObjectStoreError, match="DELETE .*403 AccessDenied"):
+            with pytest.raises(ObjectStoreError, match=r"DELETE .*403 AccessDenied"):
                 store.delete(names)
         between.script = lambda _request: None
         assert store.exists(["a"]) == [True]

@@ -1,4 +1,4 @@
-"""Azurite for tests and the benchmark: Microsoft's emulator of the Blob service, and requests as its account's owner."""
+"""Azurite for tests and the benchmark: Microsoft's emulator of the Blob service, and requests as its owner."""
 
 import base64
 import contextlib
@@ -15,6 +15,7 @@ import urllib.request
 import uuid
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Self
 
 __all__ = ["ACCOUNT", "ACCOUNT_KEY", "Azurite", "account_sas", "new_container", "put_blob"]
 
@@ -47,7 +48,7 @@ class Azurite:
         self.endpoint = f"http://127.0.0.1:{self.port}/{ACCOUNT}"
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> "Azurite":
+    def __enter__(self) -> Self:
         try:
             self.start()
         except BaseException:

@@ -43,7 +43,7 @@ class TestAzureStore(StoreTests):
             store = opened(config)
             store.write("a", value(7))
             server.stop()
-            with pytest.raises(ObjectStoreBusyError, match="NoConnection|CutOff"):
+            with pytest.raises(ObjectStoreBusyError, match=r"NoConnection|CutOff"):
                 read(store, "a")
             with pytest.raises(TierUnavailable, match="NoConnection: no server answers there; check endpoint"):
                 AzureStore(config)
@@ -77,7 +77,7 @@ def test_values_are_deleted_one_by_one_by_a_shared_access_signature(config):
     assert store.stats()["delete_requests"] == 3
     store.close()
     store = AzureStore(config(sas=account_sas("rwlac")))
-    with pytest.raises(ObjectStoreError, match="DELETE .*/b: 403 Authorization.*: not allowed; grant the role"):
+    with pytest.raises(ObjectStoreError, match=r"DELETE .*/b: 403 Authorization.*: not allowed; grant the role"):
         store.delete(["b"])
     assert store.stats()["failed_requests"] == 1
     store.close()

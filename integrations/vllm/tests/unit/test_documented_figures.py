@@ -17,7 +17,7 @@ from .test_tier_figures import driver, report  # noqa: F401 -- fixtures
 
 ROOT = Path(__file__).parents[4]
 READMES = sorted(ROOT.glob("plugins/*/README.md"))
-TYPES = {"example_tier": "memory", "fs_tier": "fs", "redis_tier": "redis", "s3_tier": "s3"}
+TYPES = {path.parent.name: path.parent.name.removesuffix("_tier").replace("example", "memory") for path in READMES}
 
 
 def documented(text):

@@ -1,0 +1,173 @@
+"""Buckets on fake-gcs-server, stores over them, and a proxy between them that does what networks and servers do."""
+
+import importlib.util
+import sys
+import threading
+import uuid
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from kvtiers_gcs.config import GcsConfig
+from kvtiers_objectstore.testing.proxy import Proxy
+
+HERE = Path(__file__).parent
+SHARED = HERE.parents[2] / "libraries" / "objectstore" / "tests"
+
+
+def _load(name, file):
+    """Import a file as a module of this name, so that tests can import it by that name."""
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+servers = _load("gcs_servers", HERE / "servers.py")
+if SHARED.is_dir():  # not beside an installed plugin, where the tests of the plugin alone are run
+    for name in ("service", "faults", "stores", "commands", "checks"):
+        _load(f"objectstore_{name}", SHARED / f"{name}.py")
+
+
+def configs(endpoint, bucket):
+    """Return a function that gives the options of a tier there, under a prefix of its own."""
+    prefix = uuid.uuid4().hex
+
+    def make(**options):
+        where = {"endpoint": endpoint, "bucket": bucket, "prefix": prefix}
+        who = {} if {"credentials", "credentials_file"} & options.keys() else {"anonymous": True}
+        return GcsConfig(**{"type": "gcs", **where, **who, **options})
+
+    return make
+
+
+class Objects:
+    """The objects of a bucket, as another program sees them."""
+
+    def __init__(self, endpoint, bucket):
+        self.where = endpoint, bucket
+
+    def put(self, name, body):
+        servers.put_object(*self.where, name, body)
+
+    def get(self, name):
+        return servers.get_object(*self.where, name)
+
+
+@pytest.fixture(scope="session")
+def fake_gcs():
+    """fake-gcs-server and its gateway: one of each for the whole session."""
+    with servers.FakeGcs() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def bucket(fake_gcs):
+    return servers.new_bucket(fake_gcs.endpoint)
+
+
+@pytest.fixture
+def config(fake_gcs, bucket):
+    """Return a function that gives the options of a tier on fake-gcs-server."""
+    return configs(fake_gcs.endpoint, bucket)
+
+
+@pytest.fixture
+def objects(fake_gcs, bucket):
+    return Objects(fake_gcs.endpoint, bucket)
+
+
+@pytest.fixture
+def between(fake_gcs):
+    with Proxy(fake_gcs.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def through():
+    """Return a function that gives the options of a tier behind a proxy."""
+    return lambda proxy: {"endpoint": proxy.endpoint}
+
+
+@pytest.fixture(scope="module")
+def proxied(fake_gcs, bucket):
+    """A tier whose server lies behind a proxy, and the proxy. Its breaker is out of the way of the faults."""
+    from objectstore_service import service
+
+    with Proxy(fake_gcs.port) as proxy:
+        config = configs(proxy.endpoint, bucket)(
+            threads=4,
+            timeout="700ms",
+            deadline="30s",
+            retries=1,
+            breaker={"failures": 10_000, "min_calls": 100_000},
+        )
+        with service(config, 16 * 4096, 8) as tier:
+            yield tier, proxy
+            proxy.script = lambda _request: None
+
+
+class _Answers(BaseHTTPRequestHandler):
+    """Answers what its server gives; ``asked``: path, headers and body of each request."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
+        self.server.asked.append((self.path, self.headers, body))
+        status, text = self.server.answer(self.path)
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Metadata-Flavor", "Google")  # by which a machine's metadata service is recognised
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def do_POST(self):
+        self.do_GET()
+
+    def log_message(self, *_):
+        pass
+
+
+class Answering(ThreadingHTTPServer):
+    """A server that answers by a function of the path: status and body."""
+
+    def __init__(self, answer):
+        super().__init__(("127.0.0.1", 0), _Answers)
+        self.answer, self.asked = answer, []
+        self.endpoint = f"http://127.0.0.1:{self.server_port}"
+
+    def __enter__(self):
+        self.thread = threading.Thread(target=self.serve_forever)
+        self.thread.start()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.shutdown()
+        self.thread.join()
+        super().__exit__(*error)
+
+
+@pytest.fixture
+def empty_server():
+    """The URL of a server that has nothing."""
+    with Answering(lambda _path: (404, b"<Error><Code>NoSuchKey</Code></Error>")) as server:
+        yield server.endpoint
+
+
+TOKEN = f'{{"access_token": "{servers.TOKEN}", "expires_in": 3600, "token_type": "Bearer"}}'.encode()
+
+
+@pytest.fixture
+def token_server():
+    """A server that gives out tokens, as Google's do, and a machine's metadata service."""
+
+    def answer(path):
+        if path.startswith("/computeMetadata/v1/instance/service-accounts/") and "token" not in path:
+            return 200, b'{"email": "of-the-machine", "scopes": [], "aliases": ["default"]}'
+        return 200, TOKEN
+
+    with Answering(answer) as server:
+        yield server
