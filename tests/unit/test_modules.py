@@ -21,6 +21,11 @@ OF_ITS_OWN = {
     "kvtiers_sglang.server": "what SGLang's arguments say",
     "kvtiers_sglang.weights": "weights that change",
     "kvtiers_transformers.guards": "calls that are refused",
+    "kvtiers_azure.failures": "what Azure says, as the other services' failures",
+    "kvtiers_gcs.store": "the entry point imports it late, in the tier host alone",
+    "kvtiers_objectstore.speed": "`kvtiers check` alone imports it, late",
+    "kvtiers_s3.diagnosis": "`kvtiers check` alone imports it, late",
+    "kvtiers_s3.store": "the entry point imports it late, in the tier host alone",
     "kvtiers_s3.boto3_client": "needs an optional library, so it is imported where that is chosen",
 }
 

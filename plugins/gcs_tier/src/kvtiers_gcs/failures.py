@@ -28,7 +28,6 @@ _HINTS = {
     "TemporaryRedirect": _REGION,
     "NotImplemented": "the server cannot do that; an emulator needs the XML API with uploads",
     "ObjectUnderActiveHold": "the bucket keeps objects from being replaced; use one without holds",
-    "RetentionPolicyNotMet": "the bucket keeps objects from being replaced; use one without a retention policy",
     "Credentials": NO_CREDENTIALS,
     "NoToken": "no answer from the service that gives out tokens; check the network",
 }
