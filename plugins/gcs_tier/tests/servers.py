@@ -38,10 +38,12 @@ def _binary() -> str:
 class FakeGcs:
     """fake-gcs-server and the gateway, on free ports, killed with their owner.
 
-    What it keeps is in a folder of its own, gone at the end. ``stop`` kills both, and ``start`` starts them again.
+    ``keeps``: in a folder of its own, gone at the end, and not in memory; then a reader beside a delete may get an
+    error. ``stop`` kills both, and ``start`` starts them again, with what it has kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps: bool = False) -> None:
+        self._keeps = keeps
         self._folder = tempfile.mkdtemp(prefix="kvgcs")
         listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
         self.port, self._upstream = (listener.getsockname()[1] for listener in listeners)
@@ -65,7 +67,7 @@ class FakeGcs:
     def start(self) -> None:
         """Start both, and wait until they answer."""
         where = ["-scheme", "http", "-host", "127.0.0.1", "-port", str(self._upstream)]
-        kept = ["-backend", "filesystem", "-filesystem-root", f"{self._folder}/objects"]
+        kept = ["-backend", "filesystem" if self._keeps else "memory", "-filesystem-root", f"{self._folder}/objects"]
         names = ["-public-host", f"127.0.0.1:{self._upstream}", "-external-url", f"http://127.0.0.1:{self._upstream}"]
         self._run(_binary(), *where, *kept, *names, "-log-level", "error")
         gateway = Path(__file__).with_name("gateway.py")

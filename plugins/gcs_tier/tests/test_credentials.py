@@ -58,6 +58,18 @@ def test_a_service_accounts_key_file_is_exchanged_for_a_token(config, between, t
     assert "assertion=" in body
 
 
+@pytest.mark.parametrize(("seconds", "requested"), [(240, 1), (200, 2)])
+def test_a_token_is_used_until_it_has_less_than_some_minutes_left(
+    config, token_server, service_account, seconds, requested
+):
+    token = json.dumps({"access_token": TOKEN, "expires_in": seconds}).encode()
+    token_server.answer = lambda _path: (200, token)
+    store = GcsStore(config(credentials=service_account))
+    store.exists(["absent"])  # obstore asks for another one at most every 100 ms
+    store.close()
+    assert len(token_server.asked) == requested
+
+
 def test_the_text_of_a_key_may_be_in_the_environment_and_is_never_printed(
     config, token_server, service_account, monkeypatch
 ):

@@ -48,7 +48,7 @@ class TestGcsStore(StoreTests):
                 work()
 
     def test_a_server_that_is_killed_and_comes_back_has_what_it_had(self, opened):
-        with FakeGcs() as server:
+        with FakeGcs(keeps=True) as server:
             config = GcsConfig(type="gcs", bucket=new_bucket(server.endpoint), endpoint=server.endpoint, anonymous=True)
             store = opened(config)
             store.write("a", value(7))

@@ -5,7 +5,7 @@ obstore has a chain of its own, which lacks workload identity federation.
 
 import json
 import threading
-from datetime import UTC
+from datetime import UTC, timedelta
 from typing import TYPE_CHECKING, Any
 
 import google.auth
@@ -34,6 +34,9 @@ class Tokens:
     there is no answer.
     """
 
+    refresh_threshold = timedelta(minutes=3, seconds=45)
+    """With this much left obstore asks again. A machine's metadata service gives out no new token much sooner."""
+
     def __init__(self, config: GcsConfig) -> None:
         self._lock = threading.Lock()
         self._credentials = None if config.anonymous else _load(config)
@@ -50,7 +53,8 @@ class Tokens:
             return {"token": "anonymous", "expires_at": None}
         with self._lock:
             try:
-                self._credentials.refresh(Request())
+                if not self._credentials.valid:  # by google-auth's own threshold, which is the same
+                    self._credentials.refresh(Request())
             except (TransportError, RefreshError) as error:
                 if isinstance(error, TransportError) or error.retryable:
                     raise TransportError(f"token request: {_text(error)}") from None  # type: ignore[no-untyped-call]  # obstore's word: it may pass
