@@ -156,13 +156,13 @@ def main() -> None:
         description=__doc__.splitlines()[0],
         epilog="What is found of a service is on stderr at once; everything is on stdout at the end.",
     )
-    parser.add_argument("--quick", action="store_true", help="3 rounds instead of 9, and not all sizes")
+    parser.add_argument("--quick", action="store_true", help="3 rounds instead of 7, and not all sizes")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--only", choices=list(SERVICES), help="one of the services, default: all")
     options = parser.parse_args()
     if not sys.platform.startswith("linux"):
         sys.exit("error: tier hosts need Linux")
-    rounds, sizes = (3, QUICK_SIZES) if options.quick else (9, SIZES)
+    rounds, sizes = (3, QUICK_SIZES) if options.quick else (7, SIZES)
     found: dict[str, Any] = {"services": {}, "rounds": rounds}
     with servers.trivial_server() as endpoint:
         for name, open_service in SERVICES.items():

@@ -1,6 +1,9 @@
 """The store itself, on Azurite: what all tiers by obstore promise, and what is Azure's own."""
 
+import ssl
+
 import pytest
+import trustme
 from azure_servers import ACCOUNT_KEY, Azurite, account_sas, delete_container, new_container, put_blob
 from objectstore_stores import StoreTests, read, value
 
@@ -8,6 +11,7 @@ from kvtiers.api import ConfigError, TierUnavailable
 from kvtiers_azure.config import AzureConfig
 from kvtiers_azure.store import AzureStore
 from kvtiers_objectstore.failures import ObjectStoreBusyError, ObjectStoreError
+from kvtiers_objectstore.testing.proxy import Fault, Proxy
 
 
 class TestAzureStore(StoreTests):
@@ -81,6 +85,23 @@ def test_values_are_deleted_one_by_one_by_a_shared_access_signature(config):
         store.delete(["b"])
     assert store.stats()["failed_requests"] == 1
     store.close()
+
+
+def test_a_delete_by_a_signature_uses_the_same_authority_and_time_out(config, azurite, tmp_path):
+    authority = trustme.CA()
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(tls)
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    with Proxy(azurite.port, tls=tls) as proxy:
+        where = {"endpoint": f"{proxy.endpoint}/devstoreaccount1", "ca_file": tmp_path / "ca.pem"}
+        store = AzureStore(config(sas=account_sas(), timeout="500ms", **where))
+        store.write("a", value(1))
+        store.delete(["a"])
+        assert store.exists(["a"]) == [False]
+        proxy.script = lambda _request: Fault(first_byte=1.0)
+        with pytest.raises(ObjectStoreBusyError, match="Timeout: no answer in time"):
+            store.delete(["a"])
+        store.close()
 
 
 def test_a_connection_string_says_account_key_and_endpoint(azurite, container):

@@ -3,7 +3,7 @@
 import urllib.error
 import urllib.request
 from collections.abc import Iterable
-from ssl import SSLContext, create_default_context
+from ssl import SSLError, create_default_context
 from urllib.parse import quote
 
 from kvtiers.api import Finding
@@ -61,21 +61,28 @@ class SignedContainer(ObstoreBucket):
     def __init__(self, config: AzureConfig, client: ObstoreClient, parts: Parts, requests: Requests) -> None:
         super().__init__(client, parts, requests, page=_PAGE, deleted_at_once=1)
         self._config = config
+        uses_tls = account_of(config).endpoint.startswith("https://")
+        self._tls = create_default_context(cafile=config.ca_file) if uses_tls else None
 
     def _delete_one(self, key: str) -> None:
         account = account_of(self._config)
         url = f"{account.endpoint}/{self._config.container}/{quote(key)}?{account.sas}"
         request = urllib.request.Request(url, method="DELETE")  # noqa: S310 -- http or https, as the options are checked
         try:
-            urllib.request.urlopen(request, timeout=self._config.timeout, context=self._tls(url)).close()  # noqa: S310
+            urllib.request.urlopen(request, timeout=self._config.timeout, context=self._tls).close()  # noqa: S310
         except urllib.error.HTTPError as error:
             with error:
                 code = FAILURES.code_of(error.read().decode("utf-8", "replace"))
             if error.code != 404 or code in FAILURES.absent_place:
                 raise self._client.count(FAILURES.failure(f"DELETE {key}", error.code, code)) from None
         except OSError as error:
-            cause = "Timeout" if isinstance(error, TimeoutError) else "NoConnection"
-            raise self._client.count(FAILURES.failure(f"DELETE {key}", 0, cause)) from None
+            raise self._client.count(FAILURES.failure(f"DELETE {key}", 0, _cause(error))) from None
 
-    def _tls(self, url: str) -> SSLContext | None:
-        return create_default_context(cafile=self._config.ca_file) if url.startswith("https://") else None
+
+def _cause(error: OSError) -> str:
+    match getattr(error, "reason", error):
+        case TimeoutError():
+            return "Timeout"
+        case SSLError():
+            return "Certificate"
+    return "NoConnection"
