@@ -9,12 +9,12 @@ import ssl
 import pytest
 import trustme
 
-from kvtiers.api import TierConfig
+from kvtiers.api import ConfigError, TierConfig, TierUnavailable
 from kvtiers.cli.check.check_tier import try_tiers
 from kvtiers.config.options import options_of
 from kvtiers_objectstore.testing.proxy import Fault, Proxy, refusal
 
-__all__ = ["CheckTests", "check", "documented", "own_options", "the_error"]
+__all__ = ["CheckTests", "check", "documented", "own_options", "refused", "the_error"]
 
 
 def check(config, value_bytes=1 << 18):
@@ -29,6 +29,14 @@ def the_error(config) -> str:
     assert "\n" not in error.text
     assert error.fix
     return error.text
+
+
+def refused(store_class, config) -> str:
+    """Return what opening the store raises, which is what the check says; without a process for it."""
+    with pytest.raises((ConfigError, TierUnavailable)) as raised:
+        store_class(config)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
 
 
 class CheckTests:

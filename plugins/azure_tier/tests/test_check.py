@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 from azure_servers import ACCOUNT, ACCOUNT_KEY, account_sas
-from objectstore_checks import CheckTests, check, the_error
+from objectstore_checks import CheckTests, check, refused, the_error
 from objectstore_commands import CommandTests, run, write_file
 
 from kvtiers_azure.store import AzureStore
@@ -74,7 +74,7 @@ class TestAzureCheck(CheckTests):
         first = head.split(b"Content-Length")[0]
         answer = first + b"Content-Length: %d\r\n\r\n" % len(body) + body
         between.script = lambda _: Fault(answer)
-        assert expected in the_error(config(**through(between)))
+        assert expected in refused(AzureStore, config(**through(between)))
 
 
 # -- identities, whose tokens are given out by a server of this test
@@ -127,7 +127,7 @@ def test_a_managed_identitys_token_is_used(config, between, through, token_serve
 )
 def test_a_token_that_is_refused_is_named(config, between, through, token_server, status, expected):
     token_server.status = status
-    said = the_error(principal(config, token_server.endpoint, **through(between)))
+    said = refused(AzureStore, principal(config, token_server.endpoint, **through(between)))
     assert expected in said
     assert "canary" not in said
 

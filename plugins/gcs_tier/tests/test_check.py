@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from objectstore_checks import CheckTests, check, the_error
+from objectstore_checks import CheckTests, check, refused, the_error
 from objectstore_commands import CommandTests, run, write_file
 
 from kvtiers_gcs.store import GcsStore
@@ -54,7 +54,7 @@ class TestGcsCheck(CheckTests):
     )
     def test_a_refusal_is_named_with_its_cure(self, config, between, through, status, code, expected):
         between.script = lambda _: Fault(refusal(status, code, "Retry-After: 1\r\n"))
-        assert expected in the_error(config(**through(between)))
+        assert expected in refused(GcsStore, config(**through(between)))
 
     def test_a_bucket_without_rules_gets_warnings_with_the_command(self, config, between, through):
         between.script = with_settings(

@@ -6,7 +6,7 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from gcs_servers import TOKEN
-from objectstore_checks import check, the_error
+from objectstore_checks import check, refused
 
 from kvtiers.api import ConfigError, TierUnavailable
 from kvtiers_gcs.store import GcsStore
@@ -123,7 +123,7 @@ def test_no_credentials_are_one_clear_line(config):
 
 def test_a_token_that_is_not_taken(config, token_server, service_account):
     token_server.answer = lambda _path: (200, b'{"access_token": "another", "expires_in": 3600}')
-    said = the_error(config(credentials=service_account))
+    said = refused(GcsStore, config(credentials=service_account))
     assert "401 AuthenticationRequired: the token is not taken; check credentials_file" in said
 
 
