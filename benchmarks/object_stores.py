@@ -1,8 +1,8 @@
-"""What the tiers over object stores move, S3, Google's and Azure's, beside obstore alone against the same server.
+"""Throughput of the tiers over object stores, S3, Google's and Azure's, beside obstore alone at the same server.
 
 The server is the trivial one of the S3 tier's tests: it keeps objects in memory and looks at nothing, so that it takes
 the requests of all three, and is the ceiling. Emulators would measure themselves. For each service four lanes take
-turns, one way and back in each round, each on new values, with as many requests under way as the tier has threads:
+turns, one way and back in each round, each on new values, with as many requests in flight as the tier has threads:
 
 obstore      the library that moves the tier's values, alone in this process, which is idle; copied out of its buffer
 again        the same once more, a control: how far two turns of one thing are apart here

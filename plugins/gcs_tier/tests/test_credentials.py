@@ -117,7 +117,9 @@ def test_a_machines_or_pods_own_service_account_is_used(config, between, token_s
 
 
 def test_no_credentials_are_one_clear_line(config):
-    with pytest.raises(ConfigError, match=r"credentials cannot be had: .*; give credentials_file, run 'gcloud auth"):
+    with pytest.raises(
+        ConfigError, match=r"credentials cannot be obtained: .*; give credentials_file, run 'gcloud auth"
+    ):
         GcsStore(config().model_copy(update={"anonymous": False}))
 
 
@@ -137,13 +139,13 @@ def test_a_token_that_is_not_taken(config, token_server, service_account):
 def test_a_key_that_is_refused_is_named_with_its_cure(config, token_server, service_account, answer, said):
     body = json.dumps({"error": "invalid_grant", "error_description": answer}).encode()
     token_server.answer = lambda _path: (400, body)
-    with pytest.raises(ConfigError, match=f"credentials cannot be had: .*{said}"):
+    with pytest.raises(ConfigError, match=f"credentials cannot be obtained: .*{said}"):
         GcsStore(config(credentials=service_account))
 
 
 def test_a_token_server_that_does_not_answer_may_be_asked_again(config, token_server, service_account, private_key):
     gone = json.loads(service_account) | {"token_uri": "http://127.0.0.1:1/token"}
-    with pytest.raises(TierUnavailable, match="no token can be had"):
+    with pytest.raises(TierUnavailable, match="no token can be obtained"):
         GcsStore(config(credentials=json.dumps(gone)))
 
 
@@ -151,8 +153,8 @@ def test_a_token_server_that_does_not_answer_may_be_asked_again(config, token_se
     ("text", "said"),
     [
         ("not JSON", "the credentials are not JSON"),
-        ("{}", "credentials cannot be had"),
-        ('{"type": "x"}', "cannot be had"),
+        ("{}", "credentials cannot be obtained"),
+        ('{"type": "x"}', "cannot be obtained"),
     ],
 )
 def test_credentials_that_are_none_are_one_clear_line(config, text, said):

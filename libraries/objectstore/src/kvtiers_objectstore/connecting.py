@@ -20,7 +20,7 @@ class ConnectionOptions(Protocol):
 
     @property
     def connect_timeout(self) -> float:
-        """The longest time until a connection stands."""
+        """The longest time to establish a connection."""
 
     @property
     def timeout(self) -> float:

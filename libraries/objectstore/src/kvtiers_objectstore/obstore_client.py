@@ -101,7 +101,7 @@ class ObstoreClient:
         except (BaseError, FileNotFoundError) as error:
             raise self.failed(f"PUT {key}", error) from None
         finally:
-            _take_back(exported)
+            _release(exported)
         self._requests.count_bytes(written=len(src))
         return True
 
@@ -152,7 +152,7 @@ def _status(text: str) -> str:
     return (found[1] or found[2]) if found else ""
 
 
-def _take_back(exported: memoryview) -> None:
+def _release(exported: memoryview) -> None:
     """Wait until obstore's own thread has released a value whose request was answered or aborted half-way."""
     until = time.monotonic() + _RELEASE_SECONDS
     while True:

@@ -97,7 +97,7 @@ class ObjectStore(ChunkStore):
         return read_into(self._client, key, dst, 0, len(dst)) is not None
 
     def reads_in_pieces(self, nbytes: int) -> bool:
-        """Large values come in ranges at the same time, straight into the row."""
+        """Return whether a value is read in pieces: large ones are read in parallel ranges, straight into the row."""
         return nbytes <= self._options.part_size
 
     def read_pieces(self, name: str, nbytes: int) -> Iterable[bytes | memoryview] | None:

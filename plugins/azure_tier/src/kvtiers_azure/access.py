@@ -90,7 +90,7 @@ def open_obstore(config: AzureConfig) -> Any:
             credential_provider=(lambda: _issue(config)) if has_keys else None,
         )
     except BaseError as error:
-        raise ConfigError(f"credentials cannot be had: {str(error).partition(chr(10))[0]}") from None
+        raise ConfigError(f"credentials cannot be obtained: {str(error).partition(chr(10))[0]}") from None
 
 
 def _identity(config: AzureConfig, account: Account, *, has_keys: bool) -> "ObstoreConfig":

@@ -59,7 +59,7 @@ class GcsConfig(TierConfig):
         default=32, ge=1, le=1024, description="connections kept, and parts moved at a time, in each tier host"
     )
     timeout: Duration = Field(default=10.0, gt=0, description="longest time of one request, body included")
-    connect_timeout: Duration = Field(default=3.0, gt=0, description="longest time until a connection stands")
+    connect_timeout: Duration = Field(default=3.0, gt=0, description="longest time to establish a connection")
     part_size: Size = Field(
         default=16 << 20, ge=_LEAST_PART, description="larger values are written and read in parts of this size"
     )

@@ -43,9 +43,9 @@ class Tokens:
         try:
             self()
         except RefreshError as error:
-            raise ConfigError(f"credentials cannot be had: {_text(error)}{_cure(error)}") from None
+            raise ConfigError(f"credentials cannot be obtained: {_text(error)}{_cure(error)}") from None
         except GoogleAuthError as error:
-            raise TierUnavailable(f"no token can be had: {_text(error)}") from None
+            raise TierUnavailable(f"no token can be obtained: {_text(error)}") from None
 
     def __call__(self) -> "GCSCredential":
         """Return a token that is valid for some minutes."""
@@ -77,7 +77,7 @@ def _load(config: GcsConfig) -> Any:
             f"credentials_file {str(config.credentials_file)!r} cannot be read: {error.strerror}"
         ) from None
     except (DefaultCredentialsError, ValueError, KeyError) as error:
-        raise ConfigError(f"credentials cannot be had: {_text(error)}; {NO_CREDENTIALS}") from None
+        raise ConfigError(f"credentials cannot be obtained: {_text(error)}; {NO_CREDENTIALS}") from None
 
 
 def _of_type(info: Any) -> Any:
