@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from .conftest import PROMPTS, WHOLE
-from .engines import BLOCK, Engine
+from .engines import BLOCK, TWO_RANKS, Engine
 from .ways import PATIENT, fs, whole_stack
 
 FIRST = PROMPTS[0]
@@ -101,6 +101,19 @@ def test_what_has_not_come_in_time_is_computed_after_what_has(start, model, stor
     assert figures.get("kvtiers_failed_gpu_loads", 0) == 0, "a copy that has begun is ended"
     engine.forget()
     right(engine, FIRST)
+    engine.shutdown()
+
+
+def test_two_ranks_copy_the_same_parts_and_miss_the_same_blocks(start, model, tmp_path, right):
+    path = tmp_path / "store"
+    first = start(model, whole_stack(fs(path)), **TWO_RANKS)
+    assert right(first, FIRST) == [0]
+    first.shutdown()
+    engine = start(model, whole_stack(slow(path), waits=PATIENT | {"load_wait": "0.5s"}), **TWO_RANKS)
+    engine.do("cut_jobs", chunks=2)
+    right(engine, FIRST)
+    assert begun(engine) == 1
+    assert 0 < engine.metrics()["kvtiers_wait_expired"] < WHOLE[0] // BLOCK
     engine.shutdown()
 
 
