@@ -22,6 +22,8 @@ def test_one_line_exports_every_figure_that_the_documentation_names(start, fault
     metrics.export(engine.manager.stats, registry)
     exported = {sample.name for family in registry.collect() for sample in family.samples}
     named = re.findall(r"`((?:kvtiers)?_[a-z_]+)`", OPERATE.read_text())
+    # Those of the shadow caches are there with them alone: tests/unit/test_metrics.py.
+    named = [name for name in named if not name.startswith("kvtiers_what_if_")]
     full = {name if name.startswith("kvtiers") else f"kvtiers_tier{name}" for name in named}
     assert len(full) > 25
     assert {name for name in full if not {name, f"{name}_total", f"{name}_count"} & exported} == set()

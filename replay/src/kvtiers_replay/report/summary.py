@@ -74,8 +74,9 @@ def summarize(
     )
     results.verdict = _verdict(results)
     if advice := _primary_advice(workload, config, options, measures):
-        results.verdict.append(advice)
-    results.verdict += _budget_advice(measures)
+        results.verdict.append(advice)  # its budgets are shares of a primary that is too small
+    else:
+        results.verdict += _budget_advice(measures)
     return results
 
 

@@ -50,4 +50,6 @@ def test_with_as_few_requests_in_flight_as_it_says_the_hits_are_there(small) -> 
     hits, advice = small
     fewer, lines = rate(ReplayOptions(concurrency=int(advice[3]), primary_chunks=150))
     assert fewer > hits + 0.3
-    assert lines == []
+    # Those 150 rows are few: what a tier may pin of them is what the report names next.
+    assert not [line for line in lines if "The primary is too small" in line]
+    assert len(lines) <= 1, lines

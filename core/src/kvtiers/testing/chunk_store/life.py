@@ -75,8 +75,11 @@ class LifeTests(StoreTestBase):
         store = stores.open()
         for name in written:
             found = read(memory, store, name, _BYTES)
+            (is_there,) = store.exists([name])
+            if is_there and found is None:  # a server may finish what a killed writer had sent, between the two calls
+                found = read(memory, store, name, _BYTES)
             assert found is None or is_one_version(found), "a killed writer left a value that is neither old nor new"
-            assert list(store.exists([name])) == [found is not None], (
+            assert is_there == (found is not None), (
                 "a killed writer left a half value: exists says that it is there, read_into does not find it"
             )
 
