@@ -205,8 +205,9 @@ class Engine:
         """End the engine, with the stacks of its threads in its log, if it has been silent for too long."""
         if self.process.poll() is None and time.monotonic() - self.heard > SILENCE and not self.hangs:
             self.hangs = True
-            self.process.send_signal(signal.SIGCONT)
+            # In this order: one that goes on first may have come to its end when the second arrives.
             self.process.send_signal(signal.SIGABRT)  # see engine.py
+            self.process.send_signal(signal.SIGCONT)
 
     def hosts(self):
         found = []
