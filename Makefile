@@ -79,7 +79,7 @@ vllm_releases = for wanted in $(1); do \
 	$(VLLM_INSTALL) --no-deps --upgrade --target $(VLLM_VENV)/releases/$${wanted\#\#*=} $$wanted || exit 1; done
 
 .PHONY: help demo test test-sglang test-sglang-all test-transformers test-transformers-all test-lmcache test-engines-all test-vllm test-vllm-all test-gpu lint types lint-workflows docs changelog-draft bench soak corruptions
-.PHONY: emulators environment environment-sglang environment-transformers environment-lmcache environment-vllm lock system clean
+.PHONY: emulators environment environment-engines environment-sglang environment-transformers environment-lmcache environment-vllm lock system clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-24s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -169,6 +169,8 @@ environment-transformers: $(TRANSFORMERS_VENV)/.made  ## Make .venv-transformers
 environment-lmcache: $(LMCACHE_VENV)/.made  ## Make .venv-lmcache, with the real LMCache
 
 environment-vllm: $(VLLM_VENV)/.made  ## Make .venv-vllm, with the real vLLM
+
+environment-engines: environment-vllm environment-sglang environment-transformers environment-lmcache  ## Make all of these
 
 system:  ## Install the servers that the tests start, where they are missing
 	@tools/system.sh commands $(TEST_COMMANDS)

@@ -138,6 +138,8 @@ def test_a_lost_node_is_named_and_no_remedy_for_a_full_server(start, caplog, cov
         assert f"127.0.0.1:{cluster.masters[2].port}: " in line, "the node, and what is the matter with it"
         assert 0 < tier.figure("dropped_refused") < 20
         others = [node for node in cluster.masters if node is not cluster.masters[2]]
+        for node in others:
+            node.call("CONFIG SET", "cluster-node-timeout", "3000")
         wait_until(lambda: all(lost_slots(node) for node in others), "the others notice the loss")
         stores = 0
         while tier.figure("errors") == 0 and stores < 2:
