@@ -25,13 +25,13 @@ from typing import Literal
 from kvtiers_fs.directory import GONE, TEMP_PREFIX, Directory
 from kvtiers_fs.paths import Place
 
-__all__ = ["ValueFiles", "is_cached", "try_direct"]
+__all__ = ["LEAST_COLD", "ValueFiles", "behind", "is_cached", "try_direct"]
 
 _log = logging.getLogger("kvtiers_fs")
 _PAGE = 4096
 _REFRESH_SECONDS = 3600.0  # each use as a write of its own would cost more than the order is worth
 _DIRECT = getattr(os, "O_DIRECT", 0)
-_LEAST_COLD = 1 << 20  # of less, asking what the page cache has costs as much as copying it
+LEAST_COLD = 1 << 20  # of less, asking what the page cache has costs as much as copying it
 _MOST_PARTS = 1024  # of one call (IOV_MAX of Linux and macOS)
 _READ = os.O_RDONLY | os.O_NONBLOCK  # without it, opening a pipe at this path would wait for a writer
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -56,7 +56,7 @@ class ValueFiles:
         self._directory = directory
         self._fsync = fsync
         self._direct = _DIRECT if direct is True else 0
-        self._least_cold = _LEAST_COLD if direct == "cold" and _DIRECT else sys.maxsize
+        self._least_cold = LEAST_COLD if direct == "cold" and _DIRECT else sys.maxsize
         self._max_age = max_age
         self._refresh = refresh
         self._token = secrets.token_hex(8)
@@ -169,11 +169,11 @@ def _pour(fd: int, parts: Sequence[memoryview]) -> None:
     done, total = _write_some(fd, parts[:_MOST_PARTS]), sum(map(len, parts))
     while done < total:
         with contextlib.ExitStack() as cut:
-            behind = itertools.islice(_behind(parts, done), _MOST_PARTS)
-            done += _write_some(fd, [cut.enter_context(part) for part in behind])
+            rest = itertools.islice(behind(parts, done), _MOST_PARTS)
+            done += _write_some(fd, [cut.enter_context(part) for part in rest])
 
 
-def _behind(parts: Sequence[memoryview], done: int) -> Iterator[memoryview]:
+def behind(parts: Sequence[memoryview], done: int) -> Iterator[memoryview]:
     """Yield views of what lies behind the first ``done`` bytes."""
     for part in parts:
         if done < len(part):
@@ -221,15 +221,15 @@ def _length(leaf: str, folder: int) -> int | None:
         return None
 
 
-def is_cached(fd: int, nbytes: int) -> bool:
-    """Return whether at least half of the first ``nbytes`` is in the page cache; True where the system does not say.
+def is_cached(fd: int, nbytes: int, at: int = 0) -> bool:
+    """Return whether at least half of the ``nbytes`` from ``at`` on is in the page cache; True where no one can say.
 
     The system answers only those who may write the file, and reports to others that everything is cached.
     """
     if not hasattr(_libc, "mincore"):
         return True
     # Mapped and never touched: nothing is read. A read that must not wait (RWF_NOWAIT) would begin to read ahead.
-    address = _libc.mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+    address = _libc.mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, at)
     if address == _MAP_FAILED:
         return True
     try:
