@@ -131,13 +131,13 @@ class Entry(NamedTuple):
 class Row(NamedTuple):
     """One segment. ``birth``: the generation that its files were made with; 0: it has none.
 
-    ``is_full``: no value comes any more; ``values`` and ``nbytes`` were stored in this generation; ``pages`` and
-    ``names_bytes``: the ends of what is taken of both files.
+    ``filled``: 0 while values may come, then a number that is higher the later that ended; ``values`` and ``nbytes``
+    were stored in this generation; ``pages`` and ``names_bytes``: the ends of what is taken of both files.
     """
 
     generation: int = 0
     birth: int = 0
-    is_full: int = 0
+    filled: int = 0
     values: int = 0
     pages: int = 0
     names_bytes: int = 0
@@ -146,6 +146,11 @@ class Row(NamedTuple):
     def encode(self) -> bytes:
         """Return the record."""
         return _sealed(_ROW.pack(*self))
+
+    @property
+    def age(self) -> tuple[bool, int]:
+        """Return what puts rows in order: the one that was full first is the first, those to be filled are the last."""
+        return not self.filled, self.filled or self.generation
 
     @classmethod
     def decode(cls, data: bytes, at: int) -> "Row":

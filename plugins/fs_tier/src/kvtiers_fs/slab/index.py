@@ -9,6 +9,7 @@ process that holds it. A record that was being changed fails its checksum: then 
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import secrets
 import threading
@@ -21,6 +22,7 @@ from kvtiers_fs.slab.format import BUCKET_ENTRIES, DEAD_BYTES, ENTRY_BYTES, PAGE
 __all__ = ["INDEX_FILE", "Index", "LockBusyError", "OwnedFd", "allocate", "open_index"]
 
 INDEX_FILE = "slab-index"
+_log = logging.getLogger("kvtiers_fs")
 _EMPTY = bytes(ENTRY_BYTES)
 _TRIES = 3  # a record that fails its checksum may be one that is just being written
 _FIRST_PAUSE, _LONGEST_PAUSE = 20e-6, 2e-3
@@ -28,6 +30,7 @@ _SEGMENT_LEAST, _SEGMENT_MOST = 16 << 20, 1 << 30
 _SEGMENTS = 256  # of a capacity between these two
 _FEWEST_SEGMENTS = 8
 _BYTES_PER_ENTRY = 64 << 10  # the index has room for values of this length on average
+_FEWEST_BUCKETS = 16
 _LOAD = 0.63  # of a bucket; one in some 100,000 has more than it can hold then
 
 
@@ -81,7 +84,8 @@ def open_index(directory: Directory, *, read_only: bool, capacity: int, value_by
             return Index(fd, header)
         if read_only:
             return None
-        # Damaged, or of another format: the values behind it cannot be found any more.
+        # The values behind it cannot be found any more.
+        _log.warning("the index of the slab was damaged, or of another format: the cache is cold")
         with contextlib.suppress(FileNotFoundError):
             os.unlink(INDEX_FILE, dir_fd=directory.fd)
 
@@ -89,7 +93,7 @@ def open_index(directory: Directory, *, read_only: bool, capacity: int, value_by
 def _make(directory: Directory, capacity: int, value_bytes: int) -> None:
     segment_bytes = segment_bytes_of(capacity, value_bytes)
     rows = min(2 * (capacity // segment_bytes) + 64, 0xFFFF)
-    buckets = max(1, int(capacity / _BYTES_PER_ENTRY / (BUCKET_ENTRIES * _LOAD)))
+    buckets = max(_FEWEST_BUCKETS, int(capacity / _BYTES_PER_ENTRY / (BUCKET_ENTRIES * _LOAD)))
     header = Header(secrets.randbits(32), segment_bytes, rows, buckets)
     temp = f"{TEMP_PREFIX}index-{secrets.token_hex(8)}"
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

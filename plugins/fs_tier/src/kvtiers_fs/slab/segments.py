@@ -202,23 +202,28 @@ class Segments:
                 claimed.release()
 
     def _next(self, pages: int) -> Claimed:
-        before, self._claimed = self._claimed, None
-        if before is not None:
-            self._set(before, is_full=1)
-            if not before.in_use:
-                before.release()
         with self._index.locked(LOCK_SECONDS):
+            before, self._claimed = self._claimed, None
+            if before is not None:
+                self._fill(before)
+                if not before.in_use:
+                    before.release()
             self._claimed = self._begun(pages) or self._empty() or self._new() or self._oldest()
         self._woken()
         if self._claimed is None:
             raise StoreFull("no room: the disk has none for another segment, and others write to all that there are")
         return self._claimed
 
+    def _fill(self, claimed: Claimed) -> None:
+        self._set(claimed, filled=self.next_generation(self._index.rows()))
+
     def _begun(self, pages: int) -> Claimed | None:
         for segment, row in enumerate(self._index.rows()):
-            if row.birth and not row.is_full and self._fits(row, pages) and (claimed := self.claim(segment, row)):
-                if not claimed.row.is_full and self._fits(claimed.row, pages):
+            if row.birth and not row.filled and (claimed := self.claim(segment, row)):
+                if not claimed.row.filled and self._fits(claimed.row, pages):
                     return claimed
+                if not claimed.row.filled:  # of a process that has ended, and too full for such a value
+                    self._fill(claimed)
                 claimed.release()
         return None
 
@@ -277,9 +282,9 @@ class Segments:
     # -- what the evictor does, too; all of it within the index's lock
 
     def by_age(self) -> Iterator[Claimed]:
-        """Claim one full segment after the other, the oldest first; the caller releases it."""
+        """Claim one segment after the other, the one that was full first; the caller releases it."""
         rows = self._index.rows()
-        for segment in sorted(range(len(rows)), key=lambda segment: rows[segment].generation):
+        for segment in sorted(range(len(rows)), key=lambda segment: rows[segment].age):
             if rows[segment].birth and (claimed := self.claim(segment, rows[segment])):
                 yield claimed
 
@@ -304,7 +309,7 @@ class Segments:
 
     def next_generation(self, rows: list[Row]) -> int:
         """Return a number that no segment had, also if a power cut took the newest rows: the time counts on."""
-        return max(max(row.generation for row in rows) + 1, int(time.time())) & 0xFFFFFFFF
+        return max(max(max(row.generation, row.filled) for row in rows) + 1, int(time.time())) & 0xFFFFFFFF
 
     def renew(self, claimed: Claimed) -> None:
         """Forget all values of a segment: one write."""
@@ -322,8 +327,14 @@ class Segments:
         """Give a claimed segment's room back to the disk. Its row keeps a generation: the next one is higher."""
         birth = claimed.row.birth
         self._index.set_row(claimed.segment, Row(self.next_generation(self._index.rows())))
+        os.ftruncate(claimed.file.fd, 0)  # now, whatever processes still have it open
         claimed.release()
         self.unlink(self.stem(birth))
+
+    def forget(self, segment: int, row: Row) -> None:
+        """Take a segment out of the index whose files are gone, as by ``rm``."""
+        if self._index.row(segment) == row:
+            self._index.set_row(segment, Row(self.next_generation(self._index.rows())))
 
     def living(self, segment: int, row: Row) -> Iterator[tuple[NameRecord, Entry]]:
         """Yield the values of a segment that its list names and the index still has there."""
@@ -346,7 +357,7 @@ class Segments:
             sum(max(0, row.nbytes - dead.nbytes) for row, dead in pairs),
             sum(max(0, row.values - dead.values) for row, dead in pairs),
             sum(1 for row in rows if row.birth),
-            sum(1 for row, dead in pairs if row.birth and row.values <= dead.values and (row.is_full or not row.pages)),
+            sum(1 for row, dead in pairs if row.birth and row.values <= dead.values and (row.filled or not row.pages)),
         )
 
     def close(self) -> None:
@@ -362,8 +373,19 @@ class Segments:
 class Slab:
     """What is open of one slab: its directory, index and segments, which end together."""
 
-    def __init__(self, config: FsConfig, value_bytes: int, *, read_only: bool, woken: threading.Event) -> None:
-        self.directory = open_root(config, read_only=read_only)
+    def __init__(
+        self,
+        config: FsConfig,
+        value_bytes: int,
+        *,
+        read_only: bool,
+        woken: threading.Event,
+        directory: Directory | None = None,
+    ) -> None:
+        root = open_root(config, read_only=read_only)
+        if directory is not None:  # calls that use it end in the one or the other
+            directory.replace(root)
+        self.directory = directory or root
         self._min_free = config.min_free
         try:
             self.index = open_index(
@@ -374,7 +396,8 @@ class Slab:
                     self.directory, self.index, config.capacity, self._has_room, woken.set, writable=not read_only
                 )
         except BaseException:
-            self.directory.close()
+            if directory is None:
+                root.close()
             raise
 
     @property

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from kvtiers.api import ChunkStore, ConfigError, Finding, StoreEntry, StoreFull, TierUnavailable, WritesRefused
 from kvtiers_fs.config import FsConfig
-from kvtiers_fs.directory import GONE
+from kvtiers_fs.directory import GONE, Directory
 from kvtiers_fs.slab.diagnosis import diagnose_slab, expect_local
 from kvtiers_fs.slab.evictor import SlabEvictor
 from kvtiers_fs.slab.format import PAGE, Entry, NameRecord, digest_of
@@ -59,8 +59,8 @@ class SlabStore(ChunkStore):
             self._evictor = SlabEvictor(lambda: self.slab, self.move, config, self._woken)
             self._evictor.start()
 
-    def _open(self) -> Slab:
-        return Slab(self._config, self._value_bytes, read_only=self._read_only, woken=self._woken)
+    def _open(self, directory: Directory | None = None) -> Slab:
+        return Slab(self._config, self._value_bytes, read_only=self._read_only, woken=self._woken, directory=directory)
 
     @property
     def slab(self) -> Slab:
@@ -75,7 +75,7 @@ class SlabStore(ChunkStore):
             if slab is not self._slab or self._closed:
                 return self._slab
             try:
-                self._slab = self._open()
+                self._slab = self._open(slab.directory)
             except (ConfigError, TierUnavailable):
                 if not self._read_only:
                     raise
@@ -85,7 +85,6 @@ class SlabStore(ChunkStore):
                 if self._slab.index is not None:
                     path = self._config.path
                     _log.warning("%s was removed while it was in use; it was made again, and is empty", path)
-        slab.directory.close()
         return self._slab
 
     # -- reads
@@ -103,11 +102,16 @@ class SlabStore(ChunkStore):
             file = self._file_of(slab, entry)
             if file is None:
                 return False
-            if self._fill(file, entry, dst) and slab.index.row(entry.segment).generation == entry.generation:
-                self._note_use(slab.index, entry)
-                return True
-            if slab.index.find(digest) == entry:
-                return False  # it is cut short, or its segment is used for others
+            is_whole = self._fill(file, entry, dst)
+            if slab.index.row(entry.segment).generation == entry.generation:
+                if is_whole:
+                    self._note_use(slab.index, entry)
+                    return True
+                if not self._read_only:  # the file was cut short
+                    with contextlib.suppress(LockBusyError), slab.index.locked(LOCK_SECONDS):
+                        slab.index.remove(digest)
+                return False
+            # Its segment is used for others. What was moved before is in another place now.
         return False
 
     def _file_of(self, slab: Slab, entry: Entry) -> SegmentFile | None:
@@ -117,9 +121,12 @@ class SlabStore(ChunkStore):
         try:
             return slab.segments.file(entry.segment, row.birth)
         except OSError as error:
-            if error.errno in GONE:
-                return None
-            raise
+            if error.errno not in GONE:
+                raise
+        if not self._read_only:
+            with contextlib.suppress(LockBusyError), slab.opened_index.locked(LOCK_SECONDS):
+                slab.segments.forget(entry.segment, row)
+        return None
 
     def _fill(self, file: SegmentFile, entry: Entry, dst: memoryview) -> bool:
         fd = file.fd
@@ -168,11 +175,13 @@ class SlabStore(ChunkStore):
         slab = self.slab
         if slab.index is None:
             return
-        listed = 0
-        # What is replaced or moved meanwhile is in a younger segment than before: so none is missed.
-        while rest := [pair for pair in enumerate(slab.index.rows()) if pair[1].birth and pair[1].generation > listed]:
-            segment, row = min(rest, key=lambda pair: pair[1].generation)
-            listed = row.generation
+        listed: set[int] = set()
+        # What is replaced or moved meanwhile is in a segment that was not full before, or is begun: so none is missed.
+        while rest := [
+            pair for pair in enumerate(slab.index.rows()) if pair[1].birth and pair[1].generation not in listed
+        ]:
+            segment, row = min(rest, key=lambda pair: pair[1].age)
+            listed.add(row.generation)
             for record, entry in slab.segments.living(segment, row):
                 if record.name.startswith(prefix):
                     yield StoreEntry(record.name, entry.nbytes, float(entry.time))
