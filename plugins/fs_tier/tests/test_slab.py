@@ -4,6 +4,8 @@ import json
 import os
 import random
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -117,7 +119,8 @@ def test_a_segment_whose_values_are_all_deleted_is_used_again_before_others_go(s
     gone = fill(store, value, 32, first=32)
     rest = fill(store, value, 5 * 32, first=64)
     store.delete(gone)
-    fill(store, value, 2 * 32, first=1000)
+    fill(store, value, 32, first=1000)
+    assert slab_folder.segments() == 7
     assert all(store.exists(first + rest))
     assert store.stats()["evicted_values"] == 0
 
@@ -204,6 +207,42 @@ def test_a_disk_without_room_for_the_first_segment_drops_writes(slab_folder, val
 
 def _no_space(*_args):
     raise OSError(28, "No space left on device")
+
+
+def test_values_of_a_batch_lie_behind_each_other_and_are_read_so(slab_folder, value, monkeypatch):
+    store = slab_folder.open(CAPACITY)
+    names, calls = [f"ns/{number}" for number in range(48)], []
+    for name in ("preadv", "pwritev"):
+        real = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda fd, views, at, real=real, name=name: (calls.append(name), real(fd, views, at))[1]
+        )
+    assert store.write_many(names, [value(number) for number in range(48)]) == [True] * 48
+    back = [value(0) for _ in names]
+    assert store.read_many_into(names, back) == [True] * 48
+    assert [bytes(view) for view in back] == [bytes(value(number)) for number in range(48)]
+    # 32 values fill a segment.
+    assert calls == ["pwritev", "pwritev", "preadv", "preadv"]
+
+
+def test_a_value_of_a_batch_that_is_too_large_is_refused_alone(slab_folder, value):
+    store = slab_folder.open(CAPACITY)
+    assert store.write_many(["ns/a", "ns/b", "ns/c"], [value(1), value(2, pages=33), value(3)]) == [True, False, True]
+    assert store.exists(["ns/a", "ns/b", "ns/c"]) == [True, False, True]
+
+
+def test_threads_that_open_a_segment_past_the_page_cache_at_once_use_one_descriptor(slab_folder, value):
+    """Or one of them would go on with a number that is closed, and soon another file's."""
+    store = slab_folder.open(CAPACITY)
+    store.write("ns/a", value(1))
+    row = store.slab.index.row(0)
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(50):
+            store.slab.segments._files.clear()
+            file, start = store.slab.segments.file(0, row.birth), threading.Barrier(8)
+            found = list(pool.map(lambda _, file=file, start=start: (start.wait(), file.direct)[1], range(8)))
+            assert len(set(found)) == 1
+            os.fstat(found[0])
 
 
 # -- damage, and other hands

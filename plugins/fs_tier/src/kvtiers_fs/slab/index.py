@@ -14,7 +14,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from kvtiers_fs.directory import TEMP_PREFIX, Directory
 from kvtiers_fs.slab.format import BUCKET_ENTRIES, DEAD_BYTES, ENTRY_BYTES, PAGE, ROW_BYTES, Dead, Entry, Header, Row
@@ -24,10 +24,11 @@ __all__ = ["INDEX_FILE", "Index", "LockBusyError", "OwnedFd", "allocate", "open_
 INDEX_FILE = "slab-index"
 _log = logging.getLogger("kvtiers_fs")
 _EMPTY = bytes(ENTRY_BYTES)
+_FEW = 8
 _TRIES = 3  # a record that fails its checksum may be one that is just being written
 _FIRST_PAUSE, _LONGEST_PAUSE = 20e-6, 2e-3
 _SEGMENT_LEAST, _SEGMENT_MOST = 16 << 20, 1 << 30
-_SEGMENTS = 256  # of a capacity between these two
+_SEGMENTS = 64  # of a capacity between these two
 _FEWEST_SEGMENTS = 8
 _BYTES_PER_ENTRY = 64 << 10  # the index has room for values of this length on average
 _FEWEST_BUCKETS = 16
@@ -64,7 +65,7 @@ def allocate(fd: int, nbytes: int) -> None:
 
 
 def segment_bytes_of(capacity: int, value_bytes: int) -> int:
-    """Return how long a segment is: a 256th of the capacity within 16 MiB and 1 GiB, and room for some values."""
+    """Return how long a segment is: a 64th of the capacity within 16 MiB and 1 GiB, and room for some values."""
     wanted = min(max(capacity // _SEGMENTS, _SEGMENT_LEAST, 4 * value_bytes), _SEGMENT_MOST)
     return max(1, min(wanted, capacity // _FEWEST_SEGMENTS) // PAGE) * PAGE
 
@@ -184,6 +185,13 @@ class Index:
             Row.decode(table, at) if table[at : at + 4] != b"\0\0\0\0" else Row()
             for at in range(0, len(table), ROW_BYTES)
         ]
+
+    def rows_of(self, segments: Collection[int]) -> dict[int, Row]:
+        """Return the rows of these segments."""
+        if len(segments) <= _FEW:
+            return {segment: self.row(segment) for segment in segments}
+        rows = self.rows()
+        return {segment: rows[segment] for segment in segments if segment < len(rows)}
 
     def generations(self) -> "Generations":
         """Return the present generations, for asking about many entries."""

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvtiers.api import StoreFull
@@ -45,6 +45,7 @@ class SegmentFile:
         self._mode = os.O_RDWR if writable else os.O_RDONLY
         self._values = self._open(".values", self._mode)
         self._direct: OwnedFd | None = None
+        self._opening = threading.Lock()
 
     def _open(self, suffix: str, flags: int) -> OwnedFd:
         return OwnedFd(self._directory.open(self._stem + suffix, flags | _FLAGS))
@@ -57,14 +58,15 @@ class SegmentFile:
     @property
     def direct(self) -> int:
         """Return the values' descriptor past the page cache, or the other one where the file system has no such."""
-        if self._direct is None:
-            try:
-                self._direct = self._open(".values", self._mode | _DIRECT) if _DIRECT else self._values
-            except OSError as error:
-                if error.errno not in GONE and error.errno != errno.EINVAL:
-                    raise
-                self._direct = self._values  # also of a file that was removed: what is open is still there
-        return self._direct.fd
+        with self._opening:  # one descriptor: a second one would end the first, which a call may be using
+            if self._direct is None:
+                try:
+                    self._direct = self._open(".values", self._mode | _DIRECT) if _DIRECT else self._values
+                except OSError as error:
+                    if error.errno not in GONE and error.errno != errno.EINVAL:
+                        raise
+                    self._direct = self._values  # also of a file that was removed: what is open is still there
+            return self._direct.fd
 
     def open_names(self) -> OwnedFd:
         """Open the list of names."""
@@ -88,11 +90,18 @@ class Claimed:
 
 
 class Taken(NamedTuple):
-    """Room for one value."""
+    """Room for values one behind the other, of these lengths."""
 
     claimed: Claimed
     page: int
-    nbytes: int
+    lengths: Sequence[int]
+
+    def pages(self) -> Iterator[int]:
+        """Yield the page at which each value begins."""
+        page = self.page
+        for nbytes in self.lengths:
+            yield page
+            page += pages_of(nbytes)
 
 
 class Totals(NamedTuple):
@@ -158,20 +167,27 @@ class Segments:
 
     # -- this store's writes
 
-    def take(self, nbytes: int) -> Taken:
-        """Take room for one value, which ``finish`` or ``give_back`` ends. StoreFull: there is none."""
-        pages = pages_of(nbytes)
+    def take(self, lengths: Sequence[int]) -> Taken:
+        """Take room for as many of these values as one segment has it, which ``give_back`` ends.
+
+        StoreFull: there is none for the first one.
+        """
+        pages = pages_of(lengths[0])
         if pages * PAGE > self._index.header.segment_bytes:
             segment = format_size(self._index.header.segment_bytes)
-            raise StoreFull(f"a value of {format_size(nbytes)} is larger than a segment, which has {segment}")
+            raise StoreFull(f"a value of {format_size(lengths[0])} is larger than a segment, which has {segment}")
         with self._writing:
             claimed = self._claimed
             if claimed is None or not self._fits(claimed.row, pages):
                 claimed = self._next(pages)
+            count = 1
+            while count < len(lengths) and self._fits(claimed.row, pages + pages_of(lengths[count])):
+                pages += pages_of(lengths[count])
+                count += 1
             page = claimed.row.pages
             self._set(claimed, pages=page + pages)
             claimed.in_use += 1
-            return Taken(claimed, page, nbytes)
+            return Taken(claimed, page, lengths[:count])
 
     def _fits(self, row: Row, pages: int) -> bool:
         return (row.pages + pages) * PAGE <= self._index.header.segment_bytes
@@ -180,17 +196,22 @@ class Segments:
         claimed.row = claimed.row._replace(**fields)
         self._index.set_row(claimed.segment, claimed.row)
 
-    def finish(self, taken: Taken, record: NameRecord, insert: Callable[[], None]) -> None:
-        """Record a value whose bytes are in place: its name, then its entry, by ``insert``."""
+    def finish(self, taken: Taken, records: Sequence[NameRecord], insert: Callable[[], None]) -> None:
+        """Record values whose bytes are in place: their names, then their entries, by ``insert``."""
         claimed = taken.claimed
         with self._writing:
-            data = record.encode()
+            data = b"".join(record.encode() for record in records)
             at = claimed.row.names_bytes
             if os.pwrite(claimed.names.fd, data, at) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             row = claimed.row
             # First the counts: a value is never counted as dead before it was counted.
-            self._set(claimed, names_bytes=at + len(data), values=row.values + 1, nbytes=row.nbytes + taken.nbytes)
+            self._set(
+                claimed,
+                names_bytes=at + len(data),
+                values=row.values + len(records),
+                nbytes=row.nbytes + sum(taken.lengths),
+            )
             insert()
 
     def give_back(self, taken: Taken) -> None:

@@ -6,14 +6,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvtiers.api import ChunkStore, ConfigError, Finding, StoreEntry, StoreFull, TierUnavailable, WritesRefused
 from kvtiers_fs.config import FsConfig
 from kvtiers_fs.directory import GONE, Directory
 from kvtiers_fs.slab.diagnosis import diagnose_slab, expect_local
 from kvtiers_fs.slab.evictor import SlabEvictor
-from kvtiers_fs.slab.format import PAGE, Entry, NameRecord, digest_of
+from kvtiers_fs.slab.format import PAGE, Entry, NameRecord, Row, digest_of
 from kvtiers_fs.slab.index import Index, LockBusyError
 from kvtiers_fs.slab.segments import LOCK_SECONDS, SegmentFile, Slab, Taken
 from kvtiers_fs.values import LEAST_COLD, behind, is_cached, try_direct
@@ -91,31 +91,56 @@ class SlabStore(ChunkStore):
 
     def read_into(self, name: str, dst: memoryview) -> bool:
         """Fill ``dst`` from its place in a segment, if that was not used again meanwhile."""
-        digest = _digest(name)
-        slab = self.slab
-        if slab.index is None:
-            return False
-        for _ in range(_TRIES):
-            entry = slab.index.find(digest)
-            if entry is None or entry.nbytes != len(dst) or self._is_expired(entry):
-                return False
-            file = self._file_of(slab, entry)
-            if file is None:
-                return False
-            is_whole = self._fill(file, entry, dst)
-            if slab.index.row(entry.segment).generation == entry.generation:
-                if is_whole:
-                    self._note_use(slab.index, entry)
-                    return True
-                if not self._read_only:  # the file was cut short
-                    with contextlib.suppress(LockBusyError), slab.index.locked(LOCK_SECONDS):
-                        slab.index.remove(digest)
-                return False
-            # Its segment is used for others. What was moved before is in another place now.
-        return False
+        return self.read_many_into([name], [dst])[0]
 
-    def _file_of(self, slab: Slab, entry: Entry) -> SegmentFile | None:
-        row = slab.index.row(entry.segment) if slab.index is not None else None
+    def read_many_into(self, names: Sequence[str], dsts: Sequence[memoryview]) -> Sequence[bool]:
+        """Fill each from its place; what lies one behind the other is read in one call."""
+        slab, found = self.slab, [False] * len(names)
+        if slab.index is None:
+            for name in names:
+                _digest(name)
+            return found
+        wanted = {number: _digest(name) for number, name in enumerate(names)}
+        for _ in range(_TRIES):
+            if not wanted:
+                break
+            used_again = self._read_some(slab, slab.index, wanted, dsts, found)
+            wanted = {number: wanted[number] for number in used_again}
+        return found
+
+    def _read_some(
+        self, slab: Slab, index: Index, wanted: Mapping[int, bytes], dsts: Sequence[memoryview], found: list[bool]
+    ) -> list[int]:
+        """Read what the index has; return those whose segments were used for others meanwhile.
+
+        What was moved before that is in another place now.
+        """
+        entries: dict[int, Entry] = {}
+        for number, digest in wanted.items():
+            entry = index.find(digest)
+            if entry is not None and entry.nbytes == len(dsts[number]) and not self._is_expired(entry):
+                entries[number] = entry
+        segments = {entry.segment for entry in entries.values()}
+        rows = index.rows_of(segments)
+        read: list[int] = []
+        cut_short: list[int] = []
+        for run in runs_of(entries):
+            first = entries[run[0]]
+            file = self._file_of(slab, first, rows.get(first.segment))
+            if file is not None:
+                done = self._fill(file, first.at, [dsts[number] for number in run])
+                for number in run:
+                    done -= len(dsts[number])
+                    (read if done >= 0 else cut_short).append(number)
+        rows = index.rows_of(segments)
+        current = {number for number, e in entries.items() if rows[e.segment].generation == e.generation}
+        for number in read:
+            found[number] = number in current
+        self._note_uses(index, [entries[number] for number in read if number in current])
+        self._drop(index, [entries[number] for number in cut_short if number in current])
+        return [number for number in (*read, *cut_short) if number not in current]
+
+    def _file_of(self, slab: Slab, entry: Entry, row: Row | None) -> SegmentFile | None:
         if row is None or row.generation != entry.generation or not row.birth:
             return None
         try:
@@ -128,37 +153,47 @@ class SlabStore(ChunkStore):
                 slab.segments.forget(entry.segment, row)
         return None
 
-    def _fill(self, file: SegmentFile, entry: Entry, dst: memoryview) -> bool:
-        fd = file.fd
-        if self._direct is True or (
-            self._direct == "cold" and len(dst) >= LEAST_COLD and not is_cached(fd, len(dst), entry.at)
-        ):
+    def _drop(self, index: Index, entries: Sequence[Entry]) -> None:
+        """Forget values whose file was cut short."""
+        if entries and not self._read_only:
+            with contextlib.suppress(LockBusyError), index.locked(LOCK_SECONDS):
+                for entry in entries:
+                    index.remove(entry.digest)
+
+    def _fill(self, file: SegmentFile, at: int, dsts: Sequence[memoryview]) -> int:
+        """Read into these views what begins there; return how many bytes there were."""
+        fd, nbytes = file.fd, sum(map(len, dsts))
+        if self._direct is True or (self._direct == "cold" and nbytes >= LEAST_COLD and not is_cached(fd, nbytes, at)):
             fd = file.direct
         done = 0
-        while done < len(dst):
-            with dst[done:] as rest:
-                try:
-                    more = os.preadv(fd, [rest], entry.at + done)
-                except OSError as error:
-                    if error.errno != errno.EINVAL or fd == file.fd:
-                        raise
-                    fd = file.fd  # memory or lengths that are not aligned
-                    continue
+        while done < nbytes:
+            views = list(behind(dsts, done))[:_MOST_PARTS]
+            try:
+                more = os.preadv(fd, views, at + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL or fd == file.fd:
+                    raise
+                fd = file.fd  # memory or lengths that are not aligned
+                continue
+            finally:
+                for view in views:
+                    view.release()
             if not more:
-                return False
+                break
             done += more
-        return True
+        return done
 
     def _is_expired(self, entry: Entry) -> bool:
         return self._config.max_age is not None and entry.time < time.time() - self._config.max_age
 
-    def _note_use(self, index: Index, entry: Entry) -> None:
-        """Mark a value as used, once, and each hour: a lock that is not free at once is not waited for."""
+    def _note_uses(self, index: Index, entries: Sequence[Entry]) -> None:
+        """Mark values as used, once, and each hour: a lock that is not free at once is not waited for."""
         now = int(time.time())
-        if self._read_only or (entry.used and abs(now - entry.time) < _REFRESH_SECONDS):
-            return
-        with contextlib.suppress(OSError), index.locked(0):  # LockBusyError is one, too
-            index.change(entry, entry._replace(used=1, time=now))
+        unmarked = [entry for entry in entries if not entry.used or abs(now - entry.time) >= _REFRESH_SECONDS]
+        if unmarked and not self._read_only:
+            with contextlib.suppress(OSError), index.locked(0):  # LockBusyError is one, too
+                for entry in unmarked:
+                    index.change(entry, entry._replace(used=1, time=now))
 
     def exists(self, names: Sequence[str]) -> Sequence[bool]:
         """Ask the index."""
@@ -193,14 +228,29 @@ class SlabStore(ChunkStore):
 
         WritesRefused where the file system has become read-only.
         """
-        self.write_parts(name, [src])
+        slab, digest = self._writable(), _digest(name)
+        with self._refusing():
+            self._write_run(slab, [(name, digest)], [src])
 
-    def write_parts(self, name: str, parts: Sequence[memoryview]) -> None:
-        """Write the value out of its parts, which the system gathers."""
-        digest = _digest(name)
-        slab = self._writable()
+    def write_many(self, names: Sequence[str], srcs: Sequence[memoryview]) -> Sequence[bool]:
+        """Write the values, as many as there is room for one behind the other in one call. False: no room."""
+        slab, kept = self._writable(), list[bool]()
+        pairs = [(name, _digest(name)) for name in names]
+        while len(kept) < len(pairs):
+            at = len(kept)
+            try:
+                with self._refusing():
+                    kept += [True] * self._write_run(slab, pairs[at:], srcs[at:])
+            except StoreFull as error:
+                # A value may be too large by itself; a lock or a disk is the same for all.
+                kept += [False] * (1 if "segment" in str(error) else len(pairs) - at)
+        return kept
+
+    @contextlib.contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Raise what says that a write is dropped, in the place of the system's errors that mean it."""
         try:
-            self._write(slab, name, digest, parts)
+            yield
         except LockBusyError as error:
             self._dropped += 1
             raise StoreFull(str(error)) from None
@@ -216,43 +266,52 @@ class SlabStore(ChunkStore):
                 raise WritesRefused(f"the file system of {path!r} has become read-only") from None
             raise StoreFull(f"the disk has no room: {error.strerror}") from None
 
-    def _write(self, slab: Slab, name: str, digest: bytes, parts: Sequence[memoryview]) -> None:
-        nbytes = sum(map(len, parts))
-        taken = slab.segments.take(nbytes)
+    def _write_run(self, slab: Slab, names: Sequence[tuple[str, bytes]], srcs: Sequence[memoryview]) -> int:
+        """Write the first of these values, as many as fit behind each other; return how many."""
+        lengths = list(map(len, srcs))
+        uneven = next((number for number, nbytes in enumerate(lengths) if nbytes % PAGE), len(lengths))
+        taken = slab.segments.take(lengths[: max(1, uneven)])
+        count = len(taken.lengths)
         try:
-            self._pour(taken.claimed.file, parts, taken)
-            self._finish(slab, taken, name, digest)
+            self._pour(taken, srcs[:count])
+            now = int(time.time())
+            entries = [
+                Entry(digest, taken.claimed.row.generation, taken.claimed.segment, 0, page, nbytes, now)
+                for (_, digest), page, nbytes in zip(names, taken.pages(), taken.lengths, strict=False)
+            ]
+
+            def insert() -> None:
+                with slab.opened_index.locked(LOCK_SECONDS):
+                    for entry in entries:
+                        slab.opened_index.insert(entry)
+
+            self._finish(slab, taken, [name for name, _ in names[:count]], entries, insert)
         finally:
             slab.segments.give_back(taken)
+        return count
 
     def _finish(
-        self, slab: Slab, taken: Taken, name: str, digest: bytes, instead_of: Entry | None = None, when: int = 0
+        self, slab: Slab, taken: Taken, names: Sequence[str], entries: Sequence[Entry], insert: Callable[[], None]
     ) -> None:
-        """Make a value whose bytes are in place one that is found; with ``instead_of``, if that is still there."""
-        index, claimed = slab.index, taken.claimed
-        assert index is not None
+        """Make values whose bytes are in place values that are found."""
+        claimed = taken.claimed
         if self._config.fsync:
             os.fdatasync(claimed.file.fd)
-        now, generation = when or int(time.time()), claimed.row.generation
-        entry = Entry(digest, generation, claimed.segment, 0, taken.page, taken.nbytes, now)
-
-        def insert() -> None:
-            with index.locked(LOCK_SECONDS):
-                if instead_of is None:
-                    index.insert(entry)
-                elif not index.change(instead_of, entry):
-                    index.count_dead(entry)
-
-        slab.segments.finish(taken, NameRecord(generation, taken.page, taken.nbytes, now, name), insert)
+        records = [
+            NameRecord(entry.generation, entry.page, entry.nbytes, entry.time, name)
+            for name, entry in zip(names, entries, strict=True)
+        ]
+        slab.segments.finish(taken, records, insert)
         if self._config.fsync:
             os.fdatasync(claimed.names.fd)
-            index.sync()
+            slab.opened_index.sync()
 
-    def _pour(self, file: SegmentFile, parts: Sequence[memoryview], taken: Taken) -> None:
+    def _pour(self, taken: Taken, srcs: Sequence[memoryview]) -> None:
+        file = taken.claimed.file
         fd = file.direct if self._direct is True else file.fd
-        at, done = taken.page * PAGE, 0
-        while done < taken.nbytes:
-            views = list(behind(parts, done))[:_MOST_PARTS]
+        at, nbytes, done = taken.page * PAGE, sum(taken.lengths), 0
+        while done < nbytes:
+            views = list(behind(srcs, done))[:_MOST_PARTS]
             try:
                 done += os.pwritev(fd, views, at + done)
             except OSError as error:
@@ -265,10 +324,18 @@ class SlabStore(ChunkStore):
 
     def move(self, slab: Slab, name: str, entry: Entry, value: memoryview) -> None:
         """Write a value again, in a younger segment, in the place of an entry that still leads to it."""
-        taken = slab.segments.take(entry.nbytes)
+        taken = slab.segments.take([entry.nbytes])
+        claimed, index = taken.claimed, slab.opened_index
+        moved = entry._replace(generation=claimed.row.generation, segment=claimed.segment, page=taken.page, used=0)
+
+        def insert() -> None:
+            with index.locked(LOCK_SECONDS):
+                if not index.change(entry, moved):
+                    index.count_dead(moved)
+
         try:
-            self._pour(taken.claimed.file, [value], taken)
-            self._finish(slab, taken, name, entry.digest, entry, entry.time)
+            self._pour(taken, [value])
+            self._finish(slab, taken, [name], [moved], insert)
         finally:
             slab.segments.give_back(taken)
 
@@ -314,3 +381,19 @@ def _digest(name: str) -> bytes:
     if len(name) > _LONGEST_NAME or not all(name.split("/")):
         raise ValueError(f"not a storage name (at most {_LONGEST_NAME} characters, no empty parts): {name!r}")
     return digest_of(name)
+
+
+def runs_of(entries: Mapping[int, Entry]) -> Iterator[list[int]]:
+    """Yield the numbers of entries whose values lie one behind the other, in that order."""
+    run: list[int] = []
+    for number in sorted(entries, key=lambda number: (*entries[number][1:3], entries[number].page)):
+        entry = entries[number]
+        if run:
+            before = entries[run[-1]]
+            is_next = (entry.generation, entry.segment, entry.page * PAGE) == (*before[1:3], before.at + before.nbytes)
+            if not is_next or len(run) == _MOST_PARTS:
+                yield run
+                run = []
+        run.append(number)
+    if run:
+        yield run
