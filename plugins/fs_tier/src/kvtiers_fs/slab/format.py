@@ -19,8 +19,8 @@ from typing import NamedTuple
 from zlib import crc32
 
 __all__ = [
-    "BUCKET_ENTRIES", "DEAD_BYTES", "ENTRY_BYTES", "PAGE", "ROW_BYTES", "SLAB_FORMAT", "Dead", "Entry", "Header",
-    "NameRecord", "Row", "digest_of", "name_records", "pages_of",
+    "BUCKET_BYTES", "BUCKET_ENTRIES", "DEAD_BYTES", "ENTRY_BYTES", "PAGE", "PLACES", "ROW_BYTES", "SLAB_FORMAT",
+    "Dead", "Entry", "Header", "NameRecord", "Row", "digest_of", "name_records", "pages_of",
 ]  # fmt: skip
 
 SLAB_FORMAT = 1
@@ -34,6 +34,10 @@ _DEAD = struct.Struct("<IIQ")
 _NAME = struct.Struct("<IIIIHH")
 ENTRY_BYTES = _ENTRY.size + _CRC.size
 BUCKET_ENTRIES = PAGE // ENTRY_BYTES
+BUCKET_BYTES = BUCKET_ENTRIES * ENTRY_BYTES
+PLACES = struct.Struct("<16xIH18x")
+"""Of each entry of a bucket its generation and its segment, unchecked."""
+assert PLACES.size == ENTRY_BYTES
 ROW_BYTES, DEAD_BYTES = 64, 32  # with room for more; none of them crosses a page
 _ALIGN = 8
 

@@ -12,17 +12,31 @@ import fcntl
 import logging
 import os
 import secrets
+import struct
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from kvtiers_fs.directory import TEMP_PREFIX, Directory
-from kvtiers_fs.slab.format import BUCKET_ENTRIES, DEAD_BYTES, ENTRY_BYTES, PAGE, ROW_BYTES, Dead, Entry, Header, Row
+from kvtiers_fs.slab.format import (
+    BUCKET_BYTES,
+    BUCKET_ENTRIES,
+    DEAD_BYTES,
+    ENTRY_BYTES,
+    PAGE,
+    PLACES,
+    ROW_BYTES,
+    Dead,
+    Entry,
+    Header,
+    Row,
+)
 
 __all__ = ["INDEX_FILE", "Index", "LockBusyError", "OwnedFd", "allocate", "open_index"]
 
 INDEX_FILE = "slab-index"
 _log = logging.getLogger("kvtiers_fs")
+_GENERATIONS = struct.Struct(f"<I{ROW_BYTES - 4}x")
 _EMPTY = bytes(ENTRY_BYTES)
 _FEW = 8
 _TRIES = 3  # a record that fails its checksum may be one that is just being written
@@ -180,7 +194,7 @@ class Index:
 
     def rows(self) -> list[Row]:
         """Return the rows of all segments."""
-        table = os.pread(self._fd.fd, self.header.rows * ROW_BYTES, PAGE)
+        table = self._table()
         return [
             Row.decode(table, at) if table[at : at + 4] != b"\0\0\0\0" else Row()
             for at in range(0, len(table), ROW_BYTES)
@@ -195,7 +209,10 @@ class Index:
 
     def generations(self) -> "Generations":
         """Return the present generations, for asking about many entries."""
-        return Generations(os.pread(self._fd.fd, self.header.rows * ROW_BYTES, PAGE))
+        return Generations(self._table())
+
+    def _table(self) -> bytes:
+        return os.pread(self._fd.fd, self.header.rows * ROW_BYTES, PAGE)
 
     def set_row(self, segment: int, row: Row) -> None:
         """Write a segment's row."""
@@ -213,35 +230,22 @@ class Index:
         pairs = zip(rows, found, strict=True)
         return [dead if dead.generation == row.generation else Dead(row.generation) for row, dead in pairs]
 
-    def insert(self, entry: Entry) -> Entry | None:
-        """Put an entry into its bucket; return the one whose value is lost by that.
+    def insert(self, entries: Iterable[Entry]) -> None:
+        """Put each entry into its bucket.
 
-        It takes the place of the name's older entry, or an empty or dead one, or that of the oldest in the bucket.
+        It takes the place of the name's older entry, or one that is empty or dead, or that of the oldest in the bucket.
         """
-        at = self._bucket_at(entry.digest)
-        bucket = os.pread(self._fd.fd, PAGE, at)
-        place, lost = _place_in(bucket, entry.digest), None
-        if place >= 0:
-            lost = Entry.decode(bucket, place)
-        else:
-            place = bucket.find(_EMPTY)
-            while place >= 0 and place % ENTRY_BYTES:
-                place = bucket.find(_EMPTY, place + 1)
-            if not 0 <= place < BUCKET_ENTRIES * ENTRY_BYTES:
-                place, lost = self._least_in(bucket)
-        os.pwrite(self._fd.fd, entry.encode(), at + place)
-        return self.count_dead(lost)
-
-    def _least_in(self, bucket: bytes) -> tuple[int, Entry | None]:
-        generations = self.generations()
-        oldest: tuple[int, int, Entry | None] = (1 << 32, 0, None)
-        for place in range(0, BUCKET_ENTRIES * ENTRY_BYTES, ENTRY_BYTES):
-            entry = Entry.decode(bucket, place)
-            if entry is None or not generations.has(entry):
-                return place, None
-            if entry.generation < oldest[0]:
-                oldest = (entry.generation, place, entry)
-        return oldest[1], oldest[2]
+        generations = [number for (number,) in _GENERATIONS.iter_unpack(self._table())]
+        for entry in entries:
+            at = self._bucket_at(entry.digest)
+            bucket = os.pread(self._fd.fd, PAGE, at)
+            place, lost = _place_in(bucket, entry.digest), None
+            if place >= 0:
+                lost = Entry.decode(bucket, place)
+            else:
+                place, lost = _place_for(entry, bucket, generations)
+            os.pwrite(self._fd.fd, entry.encode(), at + place)
+            self.count_dead(lost)
 
     def remove(self, digest: bytes) -> Entry | None:
         """Remove the entry of a name; return the one whose value is lost by that."""
@@ -282,15 +286,32 @@ class Generations:
 
     def __init__(self, table: bytes) -> None:
         self._table = table
-        self._known: dict[int, int] = {}
+        self._found: dict[int, int] = {}
 
     def has(self, entry: Entry) -> bool:
         """Return whether an entry's segment is of the entry's generation."""
         segment = entry.segment
-        if segment not in self._known:
+        if segment not in self._found:
             at = segment * ROW_BYTES
-            self._known[segment] = Row.decode(self._table, at).generation if at < len(self._table) else 0
-        return self._known[segment] == entry.generation
+            self._found[segment] = Row.decode(self._table, at).generation if at < len(self._table) else 0
+        return self._found[segment] == entry.generation
+
+
+def _place_for(entry: Entry, bucket: bytes, generations: Sequence[int]) -> tuple[int, Entry | None]:
+    """Return a place whose entry is empty or dead, or the place and the entry of the oldest value.
+
+    The search begins anywhere, so that it does not pass over those that were found by it last time.
+    """
+    start = entry.digest[-1] % BUCKET_ENTRIES
+    oldest, found = 1 << 32, 0
+    turned = bucket[start * ENTRY_BYTES : BUCKET_BYTES] + bucket[: start * ENTRY_BYTES]
+    for number, (generation, segment) in enumerate(PLACES.iter_unpack(turned), start):
+        if not generation or segment >= len(generations) or generations[segment] != generation:
+            return number % BUCKET_ENTRIES * ENTRY_BYTES, None
+        if generation < oldest:
+            oldest, found = generation, number
+    place = found % BUCKET_ENTRIES * ENTRY_BYTES
+    return place, Entry.decode(bucket, place)
 
 
 def _place_in(bucket: bytes, digest: bytes) -> int:

@@ -282,8 +282,7 @@ class SlabStore(ChunkStore):
 
             def insert() -> None:
                 with slab.opened_index.locked(LOCK_SECONDS):
-                    for entry in entries:
-                        slab.opened_index.insert(entry)
+                    slab.opened_index.insert(entries)
 
             self._finish(slab, taken, [name for name, _ in names[:count]], entries, insert)
         finally:
