@@ -40,6 +40,7 @@ _SWEEP_SECONDS = 60.0  # between two looks for expired values and for files of k
 _ORPHAN_SECONDS = 600.0
 _KEPT_SHARE = 4  # a quarter of a segment's bytes
 _BATCH = 64
+_PAUSE_SECONDS = 0.001
 _FILE = re.compile(r"(slab-[0-9a-f]{8}-[0-9a-f]{8})\.(values|names)")
 
 Move = Callable[[Slab, str, Entry, memoryview], None]
@@ -145,7 +146,12 @@ class SlabEvictor:
 
     def _save_used(self, slab: Slab, claimed: Claimed) -> None:
         """Copy what was read since it was written, the last used first, up to the share of the segment."""
-        used = [pair for pair in slab.segments.living(claimed.segment, claimed.row) if pair[1].used]
+        used = []
+        for number, pair in enumerate(slab.segments.living(claimed.segment, claimed.row), start=1):
+            if pair[1].used:
+                used.append(pair)
+            if not number % _BATCH:
+                time.sleep(_PAUSE_SECONDS)  # reads in this process want the interpreter, too
         room = slab.opened_index.header.segment_bytes // _KEPT_SHARE
         for record, entry in sorted(used, key=lambda pair: -pair[1].time):
             if self._is_expired(entry) or self._stopping:

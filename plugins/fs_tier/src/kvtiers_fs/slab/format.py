@@ -14,6 +14,7 @@ Every record ends in a CRC32 of its own, so that one that was torn or damaged is
 """
 
 import struct
+from collections.abc import Iterator
 from hashlib import blake2b
 from typing import NamedTuple
 from zlib import crc32
@@ -196,16 +197,14 @@ class NameRecord(NamedTuple):
         return record + bytes(-len(record) % _ALIGN)
 
 
-def name_records(data: bytes, generation: int) -> list[NameRecord]:
-    """Return the records of this generation, up to the first one that is damaged."""
-    found: list[NameRecord] = []
+def name_records(data: bytes, generation: int) -> Iterator[NameRecord]:
+    """Yield the records of this generation, up to the first one that is damaged."""
     at = 0
     while at + _NAME.size <= len(data):
         found_generation, page, nbytes, when, length, _ = _NAME.unpack_from(data, at)
         size = _NAME.size + length
         if found_generation != generation or not _is_whole(data, at, size):
-            break
-        found.append(NameRecord(generation, page, nbytes, when, data[at + _NAME.size : at + size].decode()))
+            return
+        yield NameRecord(generation, page, nbytes, when, data[at + _NAME.size : at + size].decode())
         at += size + _CRC.size
         at += -at % _ALIGN
-    return found

@@ -44,7 +44,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 20e-6, 2e-3
 _SEGMENT_LEAST, _SEGMENT_MOST = 16 << 20, 1 << 30
 _SEGMENTS = 64  # of a capacity between these two
 _FEWEST_SEGMENTS = 8
-_BYTES_PER_ENTRY = 64 << 10  # the index has room for values of this length on average
+_BYTES_PER_ENTRY = 64 << 10  # the index has room for values of this length, or of the longest one if that is less
 _FEWEST_BUCKETS = 16
 _LOAD = 0.63  # of a bucket; one in some 100,000 has more than it can hold then
 
@@ -108,7 +108,8 @@ def open_index(directory: Directory, *, read_only: bool, capacity: int, value_by
 def _make(directory: Directory, capacity: int, value_bytes: int) -> None:
     segment_bytes = segment_bytes_of(capacity, value_bytes)
     rows = min(2 * (capacity // segment_bytes) + 64, 0xFFFF)
-    buckets = max(_FEWEST_BUCKETS, int(capacity / _BYTES_PER_ENTRY / (BUCKET_ENTRIES * _LOAD)))
+    per_entry = min(max(value_bytes, PAGE), _BYTES_PER_ENTRY)
+    buckets = max(_FEWEST_BUCKETS, int(capacity / per_entry / (BUCKET_ENTRIES * _LOAD)))
     header = Header(secrets.randbits(32), segment_bytes, rows, buckets)
     temp = f"{TEMP_PREFIX}index-{secrets.token_hex(8)}"
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -26,6 +26,7 @@ _REFRESH_SECONDS = 3600  # as each first use, this writes to the index
 _CLOSE_SECONDS = 5.0
 _LONGEST_NAME = 512
 _TRIES = 3
+_DELETED_AT_ONCE = 64
 _MOST_PARTS = 1024  # of one call (IOV_MAX)
 
 
@@ -347,10 +348,10 @@ class SlabStore(ChunkStore):
         """Remove the values' entries; their room is used again when their segment is."""
         slab = self._writable()
         assert slab.index is not None
-        for name in names:
-            digest = _digest(name)
-            if slab.index.find(digest) is not None:
-                with slab.index.locked(LOCK_SECONDS):
+        there = [digest for digest in map(_digest, names) if slab.index.find(digest) is not None]
+        for start in range(0, len(there), _DELETED_AT_ONCE):  # others write in between
+            with slab.index.locked(LOCK_SECONDS):
+                for digest in there[start : start + _DELETED_AT_ONCE]:
                     slab.index.remove(digest)
 
     # -- figures, and the end
