@@ -54,7 +54,7 @@ def test_every_byte_of_the_format_is_as_it_was():
     assert [header.dead_at, header.buckets_at, header.index_bytes] == GOLDEN["places"]
     assert Header.decode(bytes.fromhex(GOLDEN["records"]["header"])) == header
     assert Entry.decode(bytes.fromhex(GOLDEN["records"]["entry"]), 0) == entry
-    assert list(name_records(bytes.fromhex(GOLDEN["records"]["name_record"]) * 2, record.generation)) == [record] * 2
+    assert list(name_records(bytes.fromhex(GOLDEN["records"]["name_record"]) * 2, record.edition)) == [record] * 2
 
 
 def test_a_value_lies_in_its_segment_byte_for_byte(slab_folder, value):

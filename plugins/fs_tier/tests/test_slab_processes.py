@@ -124,7 +124,7 @@ def test_the_segment_of_a_killed_process_is_written_on_where_it_ended(slab_folde
     store.write("ns/a", value(7))
     (number,) = begun
     row = store.slab.index.row(number)
-    assert (row.generation, row.pages) == (begun[number].generation, begun[number].pages + 1)
+    assert (row.edition, row.pages) == (begun[number].edition, begun[number].pages + 1)
     assert sum(entry.name != "ns/a" for entry in store.list("")) == before
     assert read(store, "ns/a") == bytes(value(7))
 

@@ -178,8 +178,8 @@ class SlabEvictor:
         if self._config.max_age is None:
             return
         for segment, row in enumerate(slab.opened_index.rows()):
-            # A generation is at least the time at which its segment was begun.
-            if not row.birth or row.generation > time.time() - self._config.max_age:
+            # An edition is at least the time at which its segment was begun.
+            if not row.birth or row.edition > time.time() - self._config.max_age:
                 continue
             old = [entry for _, entry in slab.segments.living(segment, row) if self._is_expired(entry)]
             for start in range(0, len(old), _BATCH):

@@ -7,7 +7,7 @@
     slab-{id}-{birth}.names        its list of names: a record for each value, in the order in which they were complete
 
 A *bucket* is one page of entries; the hash of a name says which. An *entry* states where a value lies: the segment, the
-segment's *generation*, the page in it, the length. A generation is a number that no segment ever had before: it is
+segment's *edition*, the page in it, the length. An edition is a number that no segment ever had before: it is
 raised when a segment is used again, and by that alone all entries that still point there are dead, however many.
 
 Every record ends in a CRC32 of its own, so that one that was torn or damaged is none. All numbers are little endian.
@@ -37,7 +37,7 @@ ENTRY_BYTES = _ENTRY.size + _CRC.size
 BUCKET_ENTRIES = PAGE // ENTRY_BYTES
 BUCKET_BYTES = BUCKET_ENTRIES * ENTRY_BYTES
 PLACES = struct.Struct("<16xIH18x")
-"""Of each entry of a bucket its generation and its segment, unchecked."""
+"""Of each entry of a bucket its edition and its segment, unchecked."""
 assert PLACES.size == ENTRY_BYTES
 ROW_BYTES, DEAD_BYTES = 64, 32  # with room for more; none of them crosses a page
 _ALIGN = 8
@@ -106,7 +106,7 @@ class Entry(NamedTuple):
     """One value in the index. ``used``: it was read since it was written. ``time``: its last use, in Unix seconds."""
 
     digest: bytes
-    generation: int
+    edition: int
     segment: int
     used: int
     page: int
@@ -121,7 +121,7 @@ class Entry(NamedTuple):
     def decode(cls, data: bytes, at: int) -> "Entry | None":
         """Return the entry at this place of a bucket; None: there is none, or it is torn."""
         entry = cls(*_ENTRY.unpack_from(data, at))
-        return entry if entry.generation and _is_whole(data, at, _ENTRY.size) else None
+        return entry if entry.edition and _is_whole(data, at, _ENTRY.size) else None
 
     def is_at(self, other: "Entry") -> bool:
         """Return whether both mean the same bytes."""
@@ -134,13 +134,13 @@ class Entry(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One segment. ``birth``: the generation that its files were made with; 0: it has none.
+    """One segment. ``birth``: the edition that its files were made with; 0: it has none.
 
     ``filled``: 0 while values may come, then a number that is higher the later that ended; ``values`` and ``nbytes``
-    were stored in this generation; ``pages`` and ``names_bytes``: the ends of what is taken of both files.
+    were stored in this edition; ``pages`` and ``names_bytes``: the ends of what is taken of both files.
     """
 
-    generation: int = 0
+    edition: int = 0
     birth: int = 0
     filled: int = 0
     values: int = 0
@@ -155,18 +155,18 @@ class Row(NamedTuple):
     @property
     def age(self) -> tuple[bool, int]:
         """Return what puts rows in order: the one that was full first is the first, those to be filled are the last."""
-        return not self.filled, self.filled or self.generation
+        return not self.filled, self.filled or self.edition
 
     @classmethod
     def decode(cls, data: bytes, at: int) -> "Row":
-        """Return the row at this place; one that was never used, or is torn or damaged, has no generation."""
+        """Return the row at this place; one that was never used, or is torn or damaged, has no edition."""
         return cls(*_ROW.unpack_from(data, at)) if _is_whole(data, at, _ROW.size) else cls()
 
 
 class Dead(NamedTuple):
-    """The values of a segment that were deleted or replaced, if the segment is still of this generation."""
+    """The values of a segment that were deleted or replaced, if the segment is still of this edition."""
 
-    generation: int = 0
+    edition: int = 0
     values: int = 0
     nbytes: int = 0
 
@@ -183,7 +183,7 @@ class Dead(NamedTuple):
 class NameRecord(NamedTuple):
     """One value of a segment, with its name."""
 
-    generation: int
+    edition: int
     page: int
     nbytes: int
     time: int
@@ -192,19 +192,19 @@ class NameRecord(NamedTuple):
     def encode(self) -> bytes:
         """Return the record, padded so that the next one is aligned."""
         name = self.name.encode()
-        head = _NAME.pack(self.generation, self.page, self.nbytes, self.time, len(name), 0)
+        head = _NAME.pack(self.edition, self.page, self.nbytes, self.time, len(name), 0)
         record = _sealed(head + name)
         return record + bytes(-len(record) % _ALIGN)
 
 
-def name_records(data: bytes, generation: int) -> Iterator[NameRecord]:
-    """Yield the records of this generation, up to the first one that is damaged."""
+def name_records(data: bytes, edition: int) -> Iterator[NameRecord]:
+    """Yield the records of this edition, up to the first one that is damaged."""
     at = 0
     while at + _NAME.size <= len(data):
-        found_generation, page, nbytes, when, length, _ = _NAME.unpack_from(data, at)
+        found_edition, page, nbytes, when, length, _ = _NAME.unpack_from(data, at)
         size = _NAME.size + length
-        if found_generation != generation or not _is_whole(data, at, size):
+        if found_edition != edition or not _is_whole(data, at, size):
             return
-        yield NameRecord(generation, page, nbytes, when, data[at + _NAME.size : at + size].decode())
+        yield NameRecord(edition, page, nbytes, when, data[at + _NAME.size : at + size].decode())
         at += size + _CRC.size
         at += -at % _ALIGN

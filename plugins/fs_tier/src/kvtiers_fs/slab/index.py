@@ -36,7 +36,7 @@ __all__ = ["INDEX_FILE", "Index", "LockBusyError", "OwnedFd", "allocate", "open_
 
 INDEX_FILE = "slab-index"
 _log = logging.getLogger("kvtiers_fs")
-_GENERATIONS = struct.Struct(f"<I{ROW_BYTES - 4}x")
+_EDITIONS = struct.Struct(f"<I{ROW_BYTES - 4}x")
 _EMPTY = bytes(ENTRY_BYTES)
 _FEW = 8
 _TRIES = 3  # a record that fails its checksum may be one that is just being written
@@ -173,7 +173,7 @@ class Index:
         return self.header.buckets_at + number * PAGE
 
     def find(self, digest: bytes) -> Entry | None:
-        """Return the entry of this name, whether its segment is still of that generation or not."""
+        """Return the entry of this name, whether its segment is still of that edition or not."""
         at = self._bucket_at(digest)
         for _ in range(_TRIES):
             bucket = os.pread(self._fd.fd, PAGE, at)
@@ -189,7 +189,7 @@ class Index:
         row = Row()
         for _ in range(_TRIES):
             row = Row.decode(os.pread(self._fd.fd, ROW_BYTES, PAGE + segment * ROW_BYTES), 0)
-            if row.generation:
+            if row.edition:
                 break
         return row
 
@@ -206,11 +206,11 @@ class Index:
         if len(segments) <= _FEW:
             return {segment: self.row(segment) for segment in segments}
         rows = self.rows()
-        return {segment: rows[segment] for segment in segments if segment < len(rows)}
+        return {segment: rows[segment] if segment < len(rows) else Row() for segment in segments}
 
-    def generations(self) -> "Generations":
-        """Return the present generations, for asking about many entries."""
-        return Generations(self._table())
+    def editions(self) -> "Editions":
+        """Return the present editions, for asking about many entries."""
+        return Editions(self._table())
 
     def _table(self) -> bytes:
         return os.pread(self._fd.fd, self.header.rows * ROW_BYTES, PAGE)
@@ -219,24 +219,24 @@ class Index:
         """Write a segment's row."""
         os.pwrite(self._fd.fd, row.encode(), PAGE + segment * ROW_BYTES)
 
-    def dead(self, segment: int, generation: int) -> Dead:
+    def dead(self, segment: int, edition: int) -> Dead:
         """Return what died in a segment."""
         found = Dead.decode(os.pread(self._fd.fd, DEAD_BYTES, self.header.dead_at + segment * DEAD_BYTES), 0)
-        return found if found.generation == generation else Dead(generation)
+        return found if found.edition == edition else Dead(edition)
 
     def deads(self, rows: list[Row]) -> list[Dead]:
         """Return what died in each segment."""
         table = os.pread(self._fd.fd, self.header.rows * DEAD_BYTES, self.header.dead_at)
         found = [Dead.decode(table, at) for at in range(0, len(table), DEAD_BYTES)]
         pairs = zip(rows, found, strict=True)
-        return [dead if dead.generation == row.generation else Dead(row.generation) for row, dead in pairs]
+        return [dead if dead.edition == row.edition else Dead(row.edition) for row, dead in pairs]
 
     def insert(self, entries: Iterable[Entry]) -> None:
         """Put each entry into its bucket.
 
         It takes the place of the name's older entry, or one that is empty or dead, or that of the oldest in the bucket.
         """
-        generations = [number for (number,) in _GENERATIONS.iter_unpack(self._table())]
+        editions = [number for (number,) in _EDITIONS.iter_unpack(self._table())]
         for entry in entries:
             at = self._bucket_at(entry.digest)
             bucket = os.pread(self._fd.fd, PAGE, at)
@@ -244,7 +244,7 @@ class Index:
             if place >= 0:
                 lost = Entry.decode(bucket, place)
             else:
-                place, lost = _place_for(entry, bucket, generations)
+                place, lost = _place_for(entry, bucket, editions)
             os.pwrite(self._fd.fd, entry.encode(), at + place)
             self.count_dead(lost)
 
@@ -274,31 +274,31 @@ class Index:
 
     def count_dead(self, entry: Entry | None) -> Entry | None:
         """Count a value as dead whose entry is gone; None if it was not alive."""
-        if entry is None or self.row(entry.segment).generation != entry.generation:
+        if entry is None or self.row(entry.segment).edition != entry.edition:
             return None
-        dead = self.dead(entry.segment, entry.generation)
+        dead = self.dead(entry.segment, entry.edition)
         dead = dead._replace(values=dead.values + 1, nbytes=dead.nbytes + entry.nbytes)
         os.pwrite(self._fd.fd, dead.encode(), self.header.dead_at + entry.segment * DEAD_BYTES)
         return entry
 
 
-class Generations:
-    """The generations of all segments, as they were a moment ago."""
+class Editions:
+    """The editions of all segments, as they were a moment ago."""
 
     def __init__(self, table: bytes) -> None:
         self._table = table
         self._found: dict[int, int] = {}
 
     def has(self, entry: Entry) -> bool:
-        """Return whether an entry's segment is of the entry's generation."""
+        """Return whether an entry's segment is of the entry's edition."""
         segment = entry.segment
         if segment not in self._found:
             at = segment * ROW_BYTES
-            self._found[segment] = Row.decode(self._table, at).generation if at < len(self._table) else 0
-        return self._found[segment] == entry.generation
+            self._found[segment] = Row.decode(self._table, at).edition if at < len(self._table) else 0
+        return self._found[segment] == entry.edition
 
 
-def _place_for(entry: Entry, bucket: bytes, generations: Sequence[int]) -> tuple[int, Entry | None]:
+def _place_for(entry: Entry, bucket: bytes, editions: Sequence[int]) -> tuple[int, Entry | None]:
     """Return a place whose entry is empty or dead, or the place and the entry of the oldest value.
 
     The search begins anywhere, so that it does not pass over those that were found by it last time.
@@ -306,11 +306,11 @@ def _place_for(entry: Entry, bucket: bytes, generations: Sequence[int]) -> tuple
     start = entry.digest[-1] % BUCKET_ENTRIES
     oldest, found = 1 << 32, 0
     turned = bucket[start * ENTRY_BYTES : BUCKET_BYTES] + bucket[: start * ENTRY_BYTES]
-    for number, (generation, segment) in enumerate(PLACES.iter_unpack(turned), start):
-        if not generation or segment >= len(generations) or generations[segment] != generation:
+    for number, (edition, segment) in enumerate(PLACES.iter_unpack(turned), start):
+        if not edition or segment >= len(editions) or editions[segment] != edition:
             return number % BUCKET_ENTRIES * ENTRY_BYTES, None
-        if generation < oldest:
-            oldest, found = generation, number
+        if edition < oldest:
+            oldest, found = edition, number
     place = found % BUCKET_ENTRIES * ENTRY_BYTES
     return place, Entry.decode(bucket, place)
 

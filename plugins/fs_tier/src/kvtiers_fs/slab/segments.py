@@ -5,7 +5,7 @@ side into one, and the system ends the claim of a process that was killed. What 
 again where it ended: its row in the index has the end, and nothing writes to it any more.
 
 When a segment is full, the next one is, in this order: one that was begun and is unclaimed, one without living values,
-a new one while the capacity allows it, the oldest. To use it again takes one write: of a new generation into its row.
+a new one while the capacity allows it, the oldest. To use it again takes one write: of a new edition into its row.
 """
 
 import contextlib
@@ -236,7 +236,7 @@ class Segments:
         return self._claimed
 
     def _fill(self, claimed: Claimed) -> None:
-        self._set(claimed, filled=self.next_generation(self._index.rows()))
+        self._set(claimed, filled=self.next_edition(self._index.rows()))
 
     def _begun(self, pages: int) -> Claimed | None:
         for segment, row in enumerate(self._index.rows()):
@@ -252,7 +252,7 @@ class Segments:
         rows = self._index.rows()
         for segment, (row, dead) in enumerate(zip(rows, self._index.deads(rows), strict=True)):
             if row.birth and row.values <= dead.values and (claimed := self.claim(segment, row)):
-                if claimed.row.values <= self._index.dead(segment, claimed.row.generation).values:
+                if claimed.row.values <= self._index.dead(segment, claimed.row.edition).values:
                     self.renew(claimed)
                     return claimed
                 claimed.release()
@@ -264,7 +264,7 @@ class Segments:
         nbytes = self._index.header.segment_bytes
         if unused is None or sum(1 for row in rows if row.birth) >= self.most or not self._has_room(nbytes):
             return None
-        birth = self.next_generation(rows)
+        birth = self.next_edition(rows)
         try:
             self._make_files(self.stem(birth), nbytes)
         except OSError as error:
@@ -328,26 +328,26 @@ class Segments:
         row = self._index.row(segment)
         return Claimed(segment, row, file, names, lock) if row.birth else None
 
-    def next_generation(self, rows: list[Row]) -> int:
+    def next_edition(self, rows: list[Row]) -> int:
         """Return a number that no segment had, also if a power cut took the newest rows: the time counts on."""
-        return max(max(max(row.generation, row.filled) for row in rows) + 1, int(time.time())) & 0xFFFFFFFF
+        return max(max(max(row.edition, row.filled) for row in rows) + 1, int(time.time())) & 0xFFFFFFFF
 
     def renew(self, claimed: Claimed) -> None:
         """Forget all values of a segment: one write."""
-        claimed.row = Row(self.next_generation(self._index.rows()), claimed.row.birth)
+        claimed.row = Row(self.next_edition(self._index.rows()), claimed.row.birth)
         self._index.set_row(claimed.segment, claimed.row)
 
     def evict(self, claimed: Claimed) -> None:
         """Forget all values of a segment for room, and count them."""
-        row, dead = claimed.row, self._index.dead(claimed.segment, claimed.row.generation)
+        row, dead = claimed.row, self._index.dead(claimed.segment, claimed.row.edition)
         self.evicted_values += max(0, row.values - dead.values)
         self.evicted_bytes += max(0, row.nbytes - dead.nbytes)
         self.renew(claimed)
 
     def discard(self, claimed: Claimed) -> None:
-        """Give a claimed segment's room back to the disk. Its row keeps a generation: the next one is higher."""
+        """Give a claimed segment's room back to the disk. Its row keeps an edition: the next one is higher."""
         birth = claimed.row.birth
-        self._index.set_row(claimed.segment, Row(self.next_generation(self._index.rows())))
+        self._index.set_row(claimed.segment, Row(self.next_edition(self._index.rows())))
         os.ftruncate(claimed.file.fd, 0)  # now, whatever processes still have it open
         claimed.release()
         self.unlink(self.stem(birth))
@@ -355,7 +355,7 @@ class Segments:
     def forget(self, segment: int, row: Row) -> None:
         """Take a segment out of the index whose files are gone, as by ``rm``."""
         if self._index.row(segment) == row:
-            self._index.set_row(segment, Row(self.next_generation(self._index.rows())))
+            self._index.set_row(segment, Row(self.next_edition(self._index.rows())))
 
     def living(self, segment: int, row: Row) -> Iterator[tuple[NameRecord, Entry]]:
         """Yield the values of a segment that its list names and the index still has there."""
@@ -365,9 +365,9 @@ class Segments:
             if error.errno in GONE:
                 return
             raise
-        for record in name_records(os.pread(names.fd, row.names_bytes, 0), row.generation):
+        for record in name_records(os.pread(names.fd, row.names_bytes, 0), row.edition):
             entry = self._index.find(digest_of(record.name))
-            if entry and entry[1:3] == (record.generation, segment) and entry.page == record.page:
+            if entry and entry[1:3] == (record.edition, segment) and entry.page == record.page:
                 yield record, entry
 
     def totals(self) -> "Totals":

@@ -134,7 +134,7 @@ class SlabStore(ChunkStore):
                     done -= len(dsts[number])
                     (read if done >= 0 else cut_short).append(number)
         rows = index.rows_of(segments)
-        current = {number for number, e in entries.items() if rows[e.segment].generation == e.generation}
+        current = {number for number, e in entries.items() if rows[e.segment].edition == e.edition}
         for number in read:
             found[number] = number in current
         self._note_uses(index, [entries[number] for number in read if number in current])
@@ -142,7 +142,7 @@ class SlabStore(ChunkStore):
         return [number for number in (*read, *cut_short) if number not in current]
 
     def _file_of(self, slab: Slab, entry: Entry, row: Row | None) -> SegmentFile | None:
-        if row is None or row.generation != entry.generation or not row.birth:
+        if row is None or row.edition != entry.edition or not row.birth:
             return None
         try:
             return slab.segments.file(entry.segment, row.birth)
@@ -203,8 +203,8 @@ class SlabStore(ChunkStore):
         if index is None:
             return [False] * len(digests)
         entries = list(map(index.find, digests))
-        generations = index.generations()
-        return [entry is not None and generations.has(entry) and not self._is_expired(entry) for entry in entries]
+        editions = index.editions()
+        return [entry is not None and editions.has(entry) and not self._is_expired(entry) for entry in entries]
 
     def list(self, prefix: str) -> Iterator[StoreEntry]:
         """Read the segments' lists of names, the oldest first; ``modified`` is a value's last use."""
@@ -214,10 +214,10 @@ class SlabStore(ChunkStore):
         listed: set[int] = set()
         # What is replaced or moved meanwhile is in a segment that was not full before, or is begun: so none is missed.
         while rest := [
-            pair for pair in enumerate(slab.index.rows()) if pair[1].birth and pair[1].generation not in listed
+            pair for pair in enumerate(slab.index.rows()) if pair[1].birth and pair[1].edition not in listed
         ]:
             segment, row = min(rest, key=lambda pair: pair[1].age)
-            listed.add(row.generation)
+            listed.add(row.edition)
             for record, entry in slab.segments.living(segment, row):
                 if record.name.startswith(prefix):
                     yield StoreEntry(record.name, entry.nbytes, float(entry.time))
@@ -277,7 +277,7 @@ class SlabStore(ChunkStore):
             self._pour(taken, srcs[:count])
             now = int(time.time())
             entries = [
-                Entry(digest, taken.claimed.row.generation, taken.claimed.segment, 0, page, nbytes, now)
+                Entry(digest, taken.claimed.row.edition, taken.claimed.segment, 0, page, nbytes, now)
                 for (_, digest), page, nbytes in zip(names, taken.pages(), taken.lengths, strict=False)
             ]
 
@@ -298,7 +298,7 @@ class SlabStore(ChunkStore):
         if self._config.fsync:
             os.fdatasync(claimed.file.fd)
         records = [
-            NameRecord(entry.generation, entry.page, entry.nbytes, entry.time, name)
+            NameRecord(entry.edition, entry.page, entry.nbytes, entry.time, name)
             for name, entry in zip(names, entries, strict=True)
         ]
         slab.segments.finish(taken, records, insert)
@@ -326,7 +326,7 @@ class SlabStore(ChunkStore):
         """Write a value again, in a younger segment, in the place of an entry that still leads to it."""
         taken = slab.segments.take([entry.nbytes])
         claimed, index = taken.claimed, slab.opened_index
-        moved = entry._replace(generation=claimed.row.generation, segment=claimed.segment, page=taken.page, used=0)
+        moved = entry._replace(edition=claimed.row.edition, segment=claimed.segment, page=taken.page, used=0)
 
         def insert() -> None:
             with index.locked(LOCK_SECONDS):
@@ -390,7 +390,7 @@ def runs_of(entries: Mapping[int, Entry]) -> Iterator[list[int]]:
         entry = entries[number]
         if run:
             before = entries[run[-1]]
-            is_next = (entry.generation, entry.segment, entry.page * PAGE) == (*before[1:3], before.at + before.nbytes)
+            is_next = (entry.edition, entry.segment, entry.page * PAGE) == (*before[1:3], before.at + before.nbytes)
             if not is_next or len(run) == _MOST_PARTS:
                 yield run
                 run = []
