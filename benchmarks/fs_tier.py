@@ -6,8 +6,12 @@ thread; `host` is the whole contract with `io: process`: 4 threads in a tier hos
 into one file with one block a value, which is a ceiling: no file is made, no name looked up. These go through the page
 cache, both ways; `tier-direct` and `dd-direct` do not, and show the disk. Medians.
 
-Last: what it takes to open a directory of a million values (``--quick``: 100,000) beside an empty one, and to count
+Then what it takes to open a directory of a million values (``--quick``: 100,000) beside an empty one, and to count
 it.
+
+Last the layout `slab` (``rigs/slab_lanes.py``; alone with ``--slab``): beside fio with O_DIRECT at its best depth,
+beside `preadv`, and how long a reader waits while another process evicts and deletes a million values (``--quick``:
+20,000).
 """
 
 import json
@@ -27,7 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lib.results import options_of, say
+from lib.results import at_least, at_most, options_of, say
+from rigs.slab_lanes import measure_delays, measure_slab
 
 from kvtiers.api import JobResult, OffloadKey, TransferJob, make_offload_key
 from kvtiers.api.units import format_size
@@ -50,6 +55,11 @@ GOAL_SHARE_OF_PLAIN = 0.8
 GOAL_FROM_BYTES = 1 << 20
 GOAL_OPEN_MS = 100.0
 OPENINGS = 7
+SLAB_SIZES = [1 << 20, 4 << 20]
+GOAL_SHARE_OF_DRIVE = 0.95
+GOAL_SHARE_OF_PREADV = 0.9
+# Of the same reader beside a process that writes as much and evicts nothing: what that costs is the machine's.
+GOAL_DELAY = 1.5
 DD_SECONDS = re.compile(r"copied, ([0-9.e-]+) s")
 
 Keyed = Callable[[Sequence[OffloadKey]], None]
@@ -268,6 +278,37 @@ def goals_of(sizes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return goals
 
 
+def slab_goals(slab: dict[str, Any]) -> list[dict[str, Any]]:
+    goals = []
+    for what, goal, peer in (
+        ("write_cold", GOAL_SHARE_OF_DRIVE, "the drive, by fio"),
+        ("read_cold", GOAL_SHARE_OF_DRIVE, "the drive, by fio"),
+        ("read_hot", GOAL_SHARE_OF_PREADV, "preadv"),
+    ):
+        shares = {format_size(size["value_bytes"]): size["shares"][what] for size in slab["sizes"]}
+        found = at_least(f"slab, {what.replace('_', ', ')}, as a share of {peer}", min(shares.values()), goal)
+        goals.append(found | {"by_size": shares})
+    delays = slab["delays"]["slab"]
+    for what in ("evicts", "deletes"):
+        times = delays[what]["p99_us"] / delays["writes"]["p99_us"]
+        name = f"slab, a reader's p99 while another {what}, times that while it writes and evicts nothing"
+        goals.append(at_most(name, times, GOAL_DELAY))
+    return goals
+
+
+def report_slab(slab: dict[str, Any]) -> None:
+    print("layout slab; GB/s past the page cache (cold) and in it (hot), beside the drive and preadv")
+    for size in slab["sizes"]:
+        rates = ", ".join(f"{name} {rate:.2f}" for name, rate in size["gb_per_s"].items())
+        print(f"  {format_size(size['value_bytes'])}: {rates}; {size['peers']}")
+    for layout, delays in slab["delays"].items():
+        parts = [
+            f"{what} {part['p50_us']:.0f}/{part['p99_us']:.0f} ({part['misses']} of {part['reads']} missed)"
+            for what, part in delays.items()
+        ]
+        print(f"  {layout}, {slab['values']:,} values: a reader's p50/p99 in us, alone and beside: {'; '.join(parts)}")
+
+
 def report(found: dict[str, Any]) -> None:
     """Print the rates as a table, each with its share of the plain loop's."""
     print(f"{found['file_system']} at {found['path']}; GB/s (share of the plain loop's)")
@@ -283,27 +324,42 @@ def report(found: dict[str, Any]) -> None:
         f"  {start['values']:,} values: opened in {start['open_s'] * 1e3:.1f} ms (an empty directory in "
         f"{start['open_empty_s'] * 1e3:.1f} ms), counted in {start['count_s']:.1f} s"
     )
+    report_slab(found["slab"])
 
 
 def main() -> None:
     parser = options_of(__doc__, "fewer bytes and rounds")
     parser.add_argument("--path", type=Path, help="a folder on the disk to measure (the one for temporary files)")
+    parser.add_argument("--slab", action="store_true", help="only the layout slab")
     options = parser.parse_args()
     if not sys.platform.startswith("linux"):
         sys.exit("error: tier hosts need Linux")
     total, rounds = (64 << 20, 3) if options.quick else (128 << 20, 5)
+    values = 20_000 if options.quick else 1_000_000
     with tempfile.TemporaryDirectory(dir=options.path, prefix="kvtiers-bench-") as top:
         kind = subprocess.run(["stat", "-f", "-c", "%T", top], capture_output=True, text=True, check=True).stdout
         folder = Path(top, "disk")
         folder.mkdir()
-        sizes = [measure(folder, nbytes, total, rounds) for nbytes in SIZES]
-        start = start_cost(folder, 100_000 if options.quick else 1_000_000)
-        where = {"path": str(Path(top).parent), "file_system": kind.strip()}
-    opened, goals = 1e3 * start["open_s"], goals_of(sizes)
-    name = f"ms to open a directory of {start['values']:,} values"
-    goals.append({"name": name, "value": opened, "goal": GOAL_OPEN_MS, "met": opened <= GOAL_OPEN_MS})
-    found = {**where, "sizes": sizes, "start": start, "goals": goals}
-    say(found, report, as_json=options.json)
+        found: dict[str, Any] = {"path": str(Path(top).parent), "file_system": kind.strip(), "goals": []}
+        if not options.slab:
+            found["sizes"] = [measure(folder, nbytes, total, rounds) for nbytes in SIZES]
+            start = found["start"] = start_cost(folder, 100_000 if options.quick else 1_000_000)
+            found["goals"] = goals_of(found["sizes"])
+            name = f"ms to open a directory of {start['values']:,} values"
+            found["goals"].append(at_most(name, 1e3 * start["open_s"], GOAL_OPEN_MS))
+        layouts = ("slab",) if options.quick else ("slab", "files")
+        slab = found["slab"] = {
+            "sizes": [measure_slab(folder, nbytes, 2 * total, 2 * rounds) for nbytes in SLAB_SIZES],
+            "delays": {layout: measure_delays(folder, layout, values) for layout in layouts},
+            "values": values,
+        }
+        found["goals"] += slab_goals(slab)
+    say(found, report_slab_alone if options.slab else report, as_json=options.json)
+
+
+def report_slab_alone(found: dict[str, Any]) -> None:
+    print(f"{found['file_system']} at {found['path']}")
+    report_slab(found["slab"])
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import importlib.util
 import logging
+import os
 import random
 import shutil
 import socket
@@ -30,7 +31,7 @@ from kvtiers.layout.storage_name import StorageNames
 from kvtiers.types import RequestContext
 
 ROOT = Path(__file__).parents[2]
-KINDS = ("memory", "memory-async", "fs", "redis", "s3")
+KINDS = ("memory", "memory-async", "fs", "fs-slab", "redis", "s3")
 PAYLOAD, PAGE, SEAL = 9_000, 4_096, 64
 BATCH, ROWS = 96, 512
 PATIENCE = 60.0
@@ -180,6 +181,38 @@ class Files:
             self._path(names, key).unlink()
         else:
             self._path(names, key).write_bytes(value)
+
+
+class SlabValues:
+    """The values of a slab: damaged in their segment, where they keep their length."""
+
+    def __init__(self, root):
+        from kvtiers_fs.config import FsConfig
+        from kvtiers_fs.slab.format import digest_of
+        from kvtiers_fs.slab.store import SlabStore
+
+        self._store = SlabStore(FsConfig(type="fs", path=root, capacity="1GiB", min_free=0, layout="slab"))
+        self._digest = digest_of
+        self.close = self._store.close
+
+    def _found(self, names, key):
+        slab = self._store.slab
+        entry = slab.index.find(self._digest(names.name(key)))
+        return entry, slab.segments.file(entry.segment, slab.index.row(entry.segment).birth).fd
+
+    def get(self, names, key):
+        entry, fd = self._found(names, key)
+        return os.pread(fd, entry.nbytes, entry.at)
+
+    def put(self, names, key, value):
+        if value is None:
+            self._store.delete([names.name(key)])
+            return
+        entry, fd = self._found(names, key)
+        if len(value) == entry.nbytes:
+            os.pwrite(fd, value, entry.at)
+        else:
+            self._store.write(names.name(key), memoryview(value))
 
 
 class RedisKeys:
@@ -339,6 +372,10 @@ def tier_of(kind, folder, s3):
     elif kind == "fs":
         files = Files(folder / "values")
         yield {"path": str(folder / "values"), "capacity": "1GiB", "min_free": 0}, lambda _: files
+    elif kind == "fs-slab":
+        with contextlib.closing(SlabValues(folder / "values")) as values:
+            options = {"path": str(folder / "values"), "capacity": "1GiB", "min_free": 0, "layout": "slab"}
+            yield options, lambda _: values
     elif kind == "redis":
         port = free_port()
         command = ["redis-server", "--port", str(port), "--save", "", "--dir", str(folder)]
@@ -382,7 +419,7 @@ class Run:
 
     def run(self, folder, s3, progress):
         with tier_of(self.kind, folder, s3) as (options, behind), contextlib.ExitStack() as stack:
-            tier = {"type": self.kind, "name": self.kind, **STRICT, **options}
+            tier = {"type": self.kind.removesuffix("-slab"), "name": self.kind, **STRICT, **options}
             if self.kind == "memory-async":
                 tier = {name: tier[name] for name in tier if name != "retries"}
             engines = [Engine(tier), Engine(tier, weights="older"), Engine(tier, namespace="elsewhere")]

@@ -10,6 +10,7 @@ from kvtiers.layout.storage_name import NAME_FORMAT
 from kvtiers.region.handshake import HANDSHAKE_VERSION
 from kvtiers.scheduler.block_hash import BLOCK_HASH_ALGORITHM
 from kvtiers_fs.root import FORMAT as DIRECTORY_FORMAT
+from kvtiers_fs.slab.format import SLAB_FORMAT
 from kvtiers_vllm.stack.keys import REQUEST_KEY_FORMAT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,6 +23,7 @@ NUMBERS = {
     "handshake of the region": HANDSHAKE_VERSION,
     "host protocol": PROTOCOL_FORMAT,
     "directory of the `fs` tier": int(DIRECTORY_FORMAT.split()[1]),
+    "slab of the `fs` tier": SLAB_FORMAT,
     "API for tiers": API_VERSION,
 }
 

@@ -15,6 +15,7 @@ import pytest
 from kvtiers_fs.config import FsConfig
 from kvtiers_fs.paths import place_of
 from kvtiers_fs.quota import Index
+from kvtiers_fs.slab.store import SlabStore
 from kvtiers_fs.store import FsStore
 
 PAGE = 4096
@@ -95,6 +96,43 @@ class Folder:
         until = time.monotonic() + PATIENCE
         while store._evictor.round() < 1:
             assert time.monotonic() < until, "the evictor does not come to rest"
+
+
+class SlabFolder:
+    """One root with a slab, and its stores."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.stores: list[SlabStore] = []
+
+    def open(self, capacity="1GiB", *, read_only=False, **options) -> SlabStore:
+        options = {"min_free": 0, "layout": "slab", **options}
+        config = FsConfig(type="fs", path=self.path, capacity=capacity, **options)
+        self.stores.append(SlabStore(config, read_only=read_only))
+        return self.stores[-1]
+
+    def close(self) -> None:
+        while self.stores:
+            self.stores.pop().close()
+
+    def segments(self) -> int:
+        return len(list(self.path.glob("slab-*.values")))
+
+    @staticmethod
+    def settle(store) -> None:
+        """Let the evictor do what is due, and publish its figures."""
+        store._evictor.round()
+
+
+@pytest.fixture
+def slab_folder(tmp_path, monkeypatch):
+    """A folder for slabs; its stores wait for each other's lock, and for their evictors, as long as it takes."""
+    for place in ("store", "segments", "evictor"):
+        monkeypatch.setattr(f"kvtiers_fs.slab.{place}.LOCK_SECONDS", PATIENCE)
+    monkeypatch.setattr("kvtiers_fs.slab.store._CLOSE_SECONDS", PATIENCE)
+    folder = SlabFolder(tmp_path / "values")
+    yield folder
+    folder.close()
 
 
 @pytest.fixture

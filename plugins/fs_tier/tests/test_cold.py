@@ -32,7 +32,9 @@ def answer(monkeypatch):
     return lambda cached: monkeypatch.setattr("kvtiers_fs.values.is_cached", lambda *_: cached)
 
 
-@pytest.mark.parametrize(("kept", "of_pages"), [(0, 16), (7, 16), (8, 16), (16, 16)])
+@pytest.mark.parametrize(
+    ("kept", "of_pages"), [(0, 16), (7, 16), (8, 16), (16, 16), (0, 4096), (1400, 4096), (2700, 4096), (4096, 4096)]
+)
 def test_half_of_a_file_in_the_page_cache_is_enough(tmp_path, kept, of_pages):
     file = tmp_path / "file"
     with file.open("wb") as out:

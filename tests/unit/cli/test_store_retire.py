@@ -6,21 +6,28 @@ import pytest
 
 from kvtiers.layout.namespace_epoch import read_epoch
 from kvtiers_fs.config import FsConfig
+from kvtiers_fs.slab.store import SlabStore
 from kvtiers_fs.store import FsStore
 
 MODEL = "llama-" + "5f" * 12
 
 
+@pytest.fixture(params=["files", "slab"])
+def layout(request):
+    return request.param
+
+
 @pytest.fixture
-def store(tmp_path):
-    store = FsStore(FsConfig(type="fs", path=tmp_path / "values", capacity="1GiB", min_free=0))
+def store(tmp_path, layout):
+    config = FsConfig(type="fs", path=tmp_path / "values", capacity="1GiB", min_free=0, layout=layout)
+    store = FsStore(config) if layout == "files" else SlabStore(config)
     yield store
     store.close()
 
 
 @pytest.fixture
-def fs(tmp_path):
-    return f"{{type: fs, name: disk, path: {tmp_path}/values, capacity: 1GiB, min_free: 0}}"
+def fs(tmp_path, layout):
+    return f"{{type: fs, name: disk, path: {tmp_path}/values, capacity: 1GiB, min_free: 0, layout: {layout}}}"
 
 
 def fill(store):

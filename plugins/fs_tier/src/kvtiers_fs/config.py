@@ -36,14 +36,20 @@ class FsConfig(TierConfig):
             "expired_values": "Values that were deleted for their age.",
             "reclaimed_files": "Files of killed writers that were deleted.",
             "dropped_values": "Values that found no room.",
+            "segments": "Segment files, of the layout 'slab'.",
+            "kept_values": "Values that were in use and were copied instead of evicted, in the layout 'slab'.",
             "direct": "1: values are read and written past the page cache.",
         }
     )
     when_full = "make room on the disk, or lower 'capacity': then it evicts before the disk is full"
-    shared_figures = frozenset({"bytes", "values", "free_bytes", "direct"})
+    shared_figures = frozenset({"bytes", "values", "free_bytes", "segments", "direct"})
 
     path: Path = Field(description="the directory, absolute; made if only its last part is missing")
     capacity: Size = Field(gt=0, description="most bytes of values; the least recently used are evicted first")
+    layout: Literal["files", "slab"] = Field(
+        default="files",
+        description="files: a file a value, also on shared file systems; slab: large files, of a local disk alone",
+    )
     max_age: Duration | None = Field(
         default=None, gt=0, description="a value that was not written or read for this long is deleted"
     )

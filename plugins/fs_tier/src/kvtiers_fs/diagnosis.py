@@ -14,7 +14,7 @@ from kvtiers_fs.directory import Directory
 from kvtiers_fs.quota import UsageFile
 from kvtiers_fs.values import try_direct
 
-__all__ = ["diagnose"]
+__all__ = ["Mount", "diagnose", "examine_access", "examine_direct", "examine_file_system", "mount_of"]
 
 _MOUNTS = Path("/proc/self/mountinfo")
 _VOLATILE = {"tmpfs", "ramfs"}
@@ -23,7 +23,9 @@ _CLOCK_SECONDS = 60.0
 _DIRECT = {True: "on", False: "off", "cold": "for reads of what the page cache does not have"}
 
 
-class _Mount(NamedTuple):
+class Mount(NamedTuple):
+    """A mounted file system: where, and its type."""
+
     point: str
     kind: str
 
@@ -33,17 +35,18 @@ def diagnose(
 ) -> Sequence[Finding]:
     """Return the findings."""
     findings = [
-        *_file_system(config.path),
-        *_access(config, directory),
+        *examine_file_system(config.path),
+        *examine_access(config, directory),
         *_room(config, directory, usage),
         *_inodes(config, directory, value_bytes),
     ]
     if not read_only:
-        findings += [*_direct(config, directory), *_locks(usage), *_clock(usage)]
+        findings += [*examine_direct(config, directory), *_locks(usage), *_clock(usage)]
     return findings
 
 
-def _mount(path: Path) -> _Mount | None:
+def mount_of(path: Path) -> Mount | None:
+    """Return the mounted file system that a path is on; None if the machine does not say."""
     try:
         lines = _MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -54,12 +57,13 @@ def _mount(path: Path) -> _Mount | None:
         point = mount.split()[4].replace("\\040", " ")
         # The last of those that are as near as possible: a later mount covers an earlier one.
         if path.is_relative_to(point) and (found is None or len(point) >= len(found.point)):
-            found = _Mount(point, kind.split()[0])
+            found = Mount(point, kind.split()[0])
     return found
 
 
-def _file_system(path: Path) -> Iterator[Finding]:
-    mount = _mount(path.resolve())
+def examine_file_system(path: Path) -> Iterator[Finding]:
+    """Yield what there is to say about the file system."""
+    mount = mount_of(path.resolve())
     if mount is None:
         return
     what = f"{mount.kind}, mounted at {mount.point}"
@@ -75,7 +79,8 @@ def _file_system(path: Path) -> Iterator[Finding]:
         yield Finding("ok", f"file system: {what}")
 
 
-def _access(config: FsConfig, directory: Directory) -> Iterator[Finding]:
+def examine_access(config: FsConfig, directory: Directory) -> Iterator[Finding]:
+    """Yield what there is to say about who may look into the directory."""
     about = os.fstat(directory.fd)
     mode = stat.S_IMODE(about.st_mode)
     who = f"owner uid {about.st_uid}, group {about.st_gid}, mode {mode:04o}"
@@ -123,7 +128,8 @@ def _inodes(config: FsConfig, directory: Directory, value_bytes: int) -> Iterato
         yield Finding("ok", f"{about.f_favail} more files can be made, {need} are needed")
 
 
-def _direct(config: FsConfig, directory: Directory) -> Iterator[Finding]:
+def examine_direct(config: FsConfig, directory: Directory) -> Iterator[Finding]:
+    """Yield whether O_DIRECT works there."""
     problem = try_direct(directory)
     if not problem:
         yield Finding("ok", f"O_DIRECT works; direct is {_DIRECT[config.direct]}")

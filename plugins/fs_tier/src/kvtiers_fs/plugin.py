@@ -7,14 +7,18 @@ __all__ = ["kvtiers_tier"]
 
 
 def _open(config: FsConfig, context: TierContext) -> ChunkStore:
-    # Imported here, so that the engine's process, which wants the options alone, stays small.
-    from kvtiers_fs.store import FsStore
-
     if config.capacity < context.value_bytes:
         raise ConfigError(
             f"{context.tier_name}: capacity {config.capacity} bytes has no room for one value of "
             f"{context.value_bytes} bytes; set it to many values"
         )
+    # Imported here, so that the engine's process, which wants the options alone, stays small.
+    if config.layout == "slab":
+        from kvtiers_fs.slab.store import SlabStore
+
+        return SlabStore(config, context.value_bytes, read_only=context.read_only)
+    from kvtiers_fs.store import FsStore
+
     return FsStore(config, read_only=context.read_only)
 
 

@@ -11,10 +11,12 @@ from kvtiers.api import ConfigError, TierUnavailable
 from kvtiers_fs.config import FsConfig
 from kvtiers_fs.directory import TEMP_PREFIX, Directory, Permissions
 
-__all__ = ["FORMAT", "FORMAT_FILE", "open_root"]
+__all__ = ["FORMAT", "FORMAT_FILE", "SLAB_DIRECTORY", "open_root"]
 
 FORMAT_FILE = ".kvtiers-fs"
 FORMAT = b"kvtiers-fs 1\n"
+SLAB_DIRECTORY = b"kvtiers-fs-slab 1\n"
+_LAYOUTS = {"files": FORMAT, "slab": SLAB_DIRECTORY}
 _INNOCENT = {"lost+found", ".snapshot", ".snapshots"}  # what file systems put into a new top directory
 
 
@@ -36,7 +38,7 @@ def open_root(config: FsConfig, *, read_only: bool) -> Directory:
         if made:
             permissions.apply(fd, permissions.folder)
         _check_owner(config, os.fstat(fd), permissions.gid)
-        _check_format(config.path, directory, read_only=read_only)
+        _check_format(config, directory, read_only=read_only)
     except BaseException:
         directory.close()
         raise
@@ -96,12 +98,13 @@ def _check_owner(config: FsConfig, about: os.stat_result, gid: int) -> None:
         )
 
 
-def _check_format(path: Path, directory: Directory, *, read_only: bool) -> None:
+def _check_format(config: FsConfig, directory: Directory, *, read_only: bool) -> None:
+    path, expected = config.path, _LAYOUTS[config.layout]
     found = _format(directory)
     if found is None and _is_empty(directory):
         if read_only:
             return
-        _write_format(directory)
+        _write_format(directory, expected)
     # Asked again: another process may have been making the directory just now.
     found = found or _format(directory)
     if found is None:
@@ -109,9 +112,15 @@ def _check_format(path: Path, directory: Directory, *, read_only: bool) -> None:
             f"path {str(path)!r} is neither empty nor a directory of this tier (there is no {FORMAT_FILE}); "
             "use an empty or a new one"
         )
-    if found != FORMAT:
+    for layout, content in _LAYOUTS.items():
+        if found == content != expected:
+            raise ConfigError(
+                f"path {str(path)!r} has the layout {layout!r}, the config has {config.layout!r}: set "
+                f"'layout: {layout}' to go on with what is there, or use another directory: its cache is cold at first"
+            )
+    if found != expected:
         raise ConfigError(
-            f"path {str(path)!r} was made by another version of this tier ({found[:40]!r}, expected {FORMAT!r}); "
+            f"path {str(path)!r} was made by another version of this tier ({found[:40]!r}, expected {expected!r}); "
             "use another directory"
         )
 
@@ -134,7 +143,7 @@ def _format(directory: Directory) -> bytes | None:
         os.close(fd)
 
 
-def _write_format(directory: Directory) -> None:
+def _write_format(directory: Directory, content: bytes) -> None:
     # Written aside and renamed: another process that starts at the same time sees it whole or not at all.
     temp = f"{TEMP_PREFIX}format-{secrets.token_hex(8)}"
     fd = os.open(
@@ -142,7 +151,7 @@ def _write_format(directory: Directory) -> None:
     )
     try:
         directory.permissions.apply(fd, directory.permissions.file)
-        os.write(fd, FORMAT)
+        os.write(fd, content)
     finally:
         os.close(fd)
     os.rename(temp, FORMAT_FILE, src_dir_fd=directory.fd, dst_dir_fd=directory.fd)

@@ -25,15 +25,17 @@ from typing import Literal
 from kvtiers_fs.directory import GONE, TEMP_PREFIX, Directory
 from kvtiers_fs.paths import Place
 
-__all__ = ["ValueFiles", "is_cached", "try_direct"]
+__all__ = ["LEAST_COLD", "ValueFiles", "behind", "is_cached", "try_direct"]
 
 _log = logging.getLogger("kvtiers_fs")
 _PAGE = 4096
 _REFRESH_SECONDS = 3600.0  # each use as a write of its own would cost more than the order is worth
 _DIRECT = getattr(os, "O_DIRECT", 0)
-_LEAST_COLD = 1 << 20  # of less, asking what the page cache has costs as much as copying it
+LEAST_COLD = 1 << 20  # of less, asking what the page cache has costs as much as copying it
 _MOST_PARTS = 1024  # of one call (IOV_MAX of Linux and macOS)
 _READ = os.O_RDONLY | os.O_NONBLOCK  # without it, opening a pipe at this path would wait for a writer
+_MOST_PAGES = 256  # that are all asked about
+_SAMPLES, _SAMPLE_PAGES = 8, 8  # of more than that: so many places, and pages side by side in each
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _HERE = b"\x01"
 
@@ -56,7 +58,7 @@ class ValueFiles:
         self._directory = directory
         self._fsync = fsync
         self._direct = _DIRECT if direct is True else 0
-        self._least_cold = _LEAST_COLD if direct == "cold" and _DIRECT else sys.maxsize
+        self._least_cold = LEAST_COLD if direct == "cold" and _DIRECT else sys.maxsize
         self._max_age = max_age
         self._refresh = refresh
         self._token = secrets.token_hex(8)
@@ -169,11 +171,11 @@ def _pour(fd: int, parts: Sequence[memoryview]) -> None:
     done, total = _write_some(fd, parts[:_MOST_PARTS]), sum(map(len, parts))
     while done < total:
         with contextlib.ExitStack() as cut:
-            behind = itertools.islice(_behind(parts, done), _MOST_PARTS)
-            done += _write_some(fd, [cut.enter_context(part) for part in behind])
+            rest = itertools.islice(behind(parts, done), _MOST_PARTS)
+            done += _write_some(fd, [cut.enter_context(part) for part in rest])
 
 
-def _behind(parts: Sequence[memoryview], done: int) -> Iterator[memoryview]:
+def behind(parts: Sequence[memoryview], done: int) -> Iterator[memoryview]:
     """Yield views of what lies behind the first ``done`` bytes."""
     for part in parts:
         if done < len(part):
@@ -221,22 +223,29 @@ def _length(leaf: str, folder: int) -> int | None:
         return None
 
 
-def is_cached(fd: int, nbytes: int) -> bool:
-    """Return whether at least half of the first ``nbytes`` is in the page cache; True where the system does not say.
+def is_cached(fd: int, nbytes: int, at: int = 0) -> bool:
+    """Return whether at least half of the ``nbytes`` from ``at`` on is in the page cache; True where no one can say.
 
-    The system answers only those who may write the file, and reports to others that everything is cached.
+    The system answers only those who may write the file, and reports to others that everything is cached. Of many pages
+    some are asked about: to ask about each takes half as long as to copy them.
     """
     if not hasattr(_libc, "mincore"):
         return True
     # Mapped and never touched: nothing is read. A read that must not wait (RWF_NOWAIT) would begin to read ahead.
-    address = _libc.mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+    address = _libc.mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, at)
     if address == _MAP_FAILED:
         return True
     try:
-        pages = ctypes.create_string_buffer(-(-nbytes // mmap.PAGESIZE))
-        if _libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), pages):
-            return True
-        return 2 * pages.raw.count(_HERE) >= len(pages)
+        count = -(-nbytes // mmap.PAGESIZE)
+        asked = count if count <= _MOST_PAGES else _SAMPLE_PAGES
+        starts = [0] if asked == count else [number * (count - asked) // (_SAMPLES - 1) for number in range(_SAMPLES)]
+        pages, here = ctypes.create_string_buffer(asked), 0
+        for start in starts:
+            place = ctypes.c_void_p(address + start * mmap.PAGESIZE)
+            if _libc.mincore(place, ctypes.c_size_t(min(asked * mmap.PAGESIZE, nbytes)), pages):
+                return True
+            here += pages.raw.count(_HERE)
+        return 2 * here >= asked * len(starts)
     finally:
         _libc.munmap(address, nbytes)
 
