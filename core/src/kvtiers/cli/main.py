@@ -29,6 +29,7 @@ class Lazy(NamedTuple):
 
 COMMANDS = {
     "check": Lazy("kvtiers.cli.check.commands:check", "Validate a config, try every tier, and examine this machine."),
+    "new-tier": Lazy("kvtiers.cli.new_tier.command:new_tier", "Write a new tier type's distribution to start from."),
     "status": Lazy("kvtiers.cli.status:status", "Show the tiers of running engines, and whether they pay."),
     "store": Lazy(
         "kvtiers.cli.store.commands:store", "List, count, check, delete and retire the values in a tier's store."
