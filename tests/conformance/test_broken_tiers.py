@@ -1,5 +1,6 @@
 """A promise that a tier of the third rung breaks is named by the kit's test for it."""
 
+import re
 import runpy
 from pathlib import Path
 
@@ -29,3 +30,19 @@ def test_only_a_tier_that_can_be_held_is_tested_for_it(report):
     held = set().union(*report.tests["TestHealthyAsync"].values())
     assert held - simple == {"test_submit_returns_while_the_backend_is_held"}
     assert simple <= held
+
+
+@pytest.mark.parametrize(
+    ("tier", "method", "said", "stands_in"),
+    [
+        ("SleepsInItsLookup", "lookup", r"(sleeps \(time.sleep|waits: [3-9])", "time.sleep(0.003)"),
+        ("ReadsAFileInItsPoll", "get_finished_jobs", r"opens a file \(open\('.*broken_tiers", "with open(__file__"),
+        ("AsksAServerInItsLookup", "lookup", r"waits: \d+\.\d ms and more in each of 24 calls", "self.client.recv(1)"),
+        ("WaitsForItsLoopInTheSubmit", "submit_load", r"waits: \d+\.\d ms and more in each of 24 calls", ".result()"),
+    ],
+)
+def test_what_waits_on_the_engine_s_thread_is_named_with_the_place_where_it_does(report, tier, method, said, stands_in):
+    message = report.messages[f"Test{tier}", "test_no_call_on_the_engine_s_thread_sleeps_or_waits"]
+    assert re.search(rf"{tier}\.{method} {said}", message), message
+    assert "on the engine's thread, in every step, where nothing may wait" in message
+    assert stands_in in message

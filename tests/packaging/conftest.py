@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 import venv
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -76,6 +77,16 @@ class Environment:
 
     def run(self, program: str, *arguments: str | Path, status: int = 0) -> str:
         return run(self.folder / "venv/bin" / program, *arguments, cwd=self.folder, status=status)
+
+
+@pytest.fixture(scope="session")
+def command() -> Callable[..., str]:
+    return run
+
+
+@pytest.fixture(scope="session")
+def environment() -> type[Environment]:
+    return Environment
 
 
 @pytest.fixture(scope="session")

@@ -59,7 +59,9 @@ def test_a_wheel_holds_the_package_its_types_and_the_licence_and_no_tests(distri
 
 def test_a_distribution_runs_alone_in_a_clean_environment(distribution, alone):
     assert not alone.packages & {"torch", "pytest", "prometheus-client", "prometheus_client"}
-    assert alone.run("kvtiers", "--version").split()[-1] == __version__
+    listed = alone.run("kvtiers", "--version").splitlines()
+    assert listed[0] == f"kvtiers {__version__}"
+    assert any(line.startswith(distribution.name) for line in listed)
     installed = json.loads(alone.run("kvtiers", "tiers", "--json"))
     assert installed["broken"] == []
     assert {tier["name"] for tier in installed["tiers"]} == distribution.tier_types

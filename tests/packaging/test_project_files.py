@@ -104,6 +104,16 @@ def test_the_workspace_has_every_distribution():
     assert set(PROJECT["tool"]["uv"]["sources"]) == {name_of(path) for path in DISTRIBUTIONS}
 
 
+def test_the_extra_all_has_every_other_but_that_of_authors_and_every_tier_but_the_example():
+    extras = tomllib.loads((ROOT / "core/pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
+    (everything,) = extras["all"]
+    assert everything == f"kvtiers[{','.join(sorted(set(extras) - {'all', 'testing'}))}]"
+    tiers = {name_of(path) for path in ROOT.glob("plugins/*/pyproject.toml")}
+    assert set(extras["tiers"]) == tiers - {"kvtiers-example"}
+
+
 def test_every_fragment_of_the_changelog_is_of_a_kind_that_its_guide_names():
     kinds = {kind["directory"] for kind in PROJECT["tool"]["towncrier"]["type"]}
     folder = ROOT / PROJECT["tool"]["towncrier"]["directory"]

@@ -26,7 +26,7 @@ FOLDERS = (
     "changelog.d",
     ".github",
 )
-KINDS = (".py", ".md", ".toml", ".yml", ".yaml", ".sh", ".html", ".css", ".cu")
+KINDS = (".py", ".md", ".toml", ".yml", ".yaml", ".sh", ".html", ".css", ".cu", ".in")
 PLACES = (*FOLDERS, *PAGES, *SETTINGS)
 FORBIDDEN = (
     *("nobody", "nobodys", "somebody", "somebodys", "someone", "anybody", "anybodys", "everybody", "everybodys"),

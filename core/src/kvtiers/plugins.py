@@ -19,7 +19,7 @@ from kvtiers._failures import error_text, plugin_boundary
 from kvtiers.api import API_VERSION, TierConfig, TierContext, TierPlugin, TierPluginError
 from kvtiers.api.command import COMMAND_API_VERSION, COMMAND_GROUP, CommandPlugin
 from kvtiers.api.declared import class_problems, option_problems
-from kvtiers.api.plugin import ENTRY_POINT_GROUP, TierHookSpec
+from kvtiers.api.plugin import ENTRY_POINT_GROUP, OLD_API_VERSIONS, TierHookSpec
 
 __all__ = [
     "EVICTION_GROUP",
@@ -37,6 +37,7 @@ EVICTION_GROUP = "kvtiers.eviction"
 
 _HOOK = "kvtiers_tier"
 _log = logging.getLogger("kvtiers.plugins")
+_warned: set[str] = set()
 
 
 def installed_tiers() -> list[EntryPoint]:
@@ -174,7 +175,7 @@ def _call_hook(module: Any, where: str) -> TierPlugin:
 
 def _check(plugin: TierPlugin, entry: EntryPoint, where: str) -> None:
     # The number comes first: with another contract, the other fields may mean something else.
-    if plugin.api_version != API_VERSION or isinstance(plugin.api_version, bool):
+    if plugin.api_version not in {API_VERSION, *OLD_API_VERSIONS} or isinstance(plugin.api_version, bool):
         raise TierPluginError(f"{where}: {_other_api(plugin.api_version, entry, 'tier', API_VERSION)}")
     if plugin.name != entry.name:
         problem = f"its TierPlugin is named {plugin.name!r}, expected {entry.name!r} as its entry point"
@@ -187,6 +188,10 @@ def _check(plugin: TierPlugin, entry: EntryPoint, where: str) -> None:
     elif problems := option_problems(plugin.config, plugin.kind):
         problem = "; ".join(problems)
     else:
+        if plugin.api_version != API_VERSION and where not in _warned:
+            _warned.add(where)  # it is loaded for its options and to be opened, but this is one fact
+            text = _other_api(plugin.api_version, entry, "tier", API_VERSION)
+            _log.warning("%s: %s; until kvtiers drops that number it works as it is", where, text)
         return
     raise TierPluginError(f"{where}: {problem}")
 

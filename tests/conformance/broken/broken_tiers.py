@@ -3,8 +3,11 @@
 Not collected by itself: ``test_broken_tiers.py`` runs pytest on this file and compares.
 """
 
+import asyncio
 import os
+import socket
 import threading
+import time
 from collections import OrderedDict
 
 import pytest
@@ -338,6 +341,68 @@ class WaitsForItsBackend(ExampleSecondaryTier):
 
 
 # Rows.
+
+
+NOT_ON_ITS_THREAD = "test_no_call_on_the_engine_s_thread_sleeps_or_waits"
+
+
+@caught_by(NOT_ON_ITS_THREAD)
+class SleepsInItsLookup(Simple):
+    def lookup(self, key, context):
+        time.sleep(0.003)
+        return super().lookup(key, context)
+
+
+@caught_by(NOT_ON_ITS_THREAD)
+class ReadsAFileInItsPoll(Simple):
+    def get_finished_jobs(self):
+        with open(__file__, "rb") as file:  # noqa: PTH123
+            file.read(1)
+        return super().get_finished_jobs()
+
+
+@caught_by(NOT_ON_ITS_THREAD)
+class AsksAServerInItsLookup(Simple):
+    """On a connection that is open already, and by a library that waits for the answer."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.client, self.server = socket.socketpair()
+        self.thread = threading.Thread(target=self.serve)
+        self.thread.start()
+
+    def serve(self):
+        while question := self.server.recv(1):
+            time.sleep(0.003)
+            self.server.send(question)
+
+    def lookup(self, key, context):
+        self.client.send(b"?")
+        self.client.recv(1)
+        return super().lookup(key, context)
+
+    def close(self):
+        self.client.close()
+        self.thread.join()
+        self.server.close()
+
+
+@caught_by(NOT_ON_ITS_THREAD)
+class WaitsForItsLoopInTheSubmit(Simple):
+    def __init__(self, context):
+        super().__init__(context)
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever)
+        self.thread.start()
+
+    def submit_load(self, job):
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0.003), self.loop).result()
+        super().submit_load(job)
+
+    def close(self):
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
 
 
 @caught_by("test_a_load_changes_its_own_values_alone")

@@ -1,5 +1,6 @@
 """The command itself: help without imports, errors as lines, exit statuses."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -55,12 +56,17 @@ def test_each_commands_help_has_examples_and_exit_statuses(run, command):
 
 
 def test_the_version_is_printed(run):
-    assert run("--version").output == f"kvtiers {__version__}\n"
+    first, *others = run("--version").output.splitlines()
+    assert first == f"kvtiers {__version__}"
+    assert re.search(r"^kvtiers-example \S+: tier memory, memory-async$", "\n".join(others), re.MULTILINE)
+    assert re.search(r"^kvtiers-replay \S+: command plan, replay, size$", "\n".join(others), re.MULTILINE)
+    assert others == sorted(others)
 
 
 def test_the_installed_command_runs(process):
     done = process("--version")
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"kvtiers {__version__}\n", "")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"kvtiers {__version__}\n")
 
 
 def test_an_unknown_command_is_refused_with_status_2(run):

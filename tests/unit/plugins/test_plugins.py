@@ -1,6 +1,7 @@
 """Tier plugins and other entry points: found, loaded one at a time, and refused with one clear line."""
 
 import sys
+import uuid
 
 import pytest
 from click.testing import CliRunner
@@ -139,6 +140,29 @@ def test_another_api_number_names_both_and_what_to_install(distributions, number
         f"tier type 'good' (kvtiers-good 1.0): it was written for tier API {number}, this kvtiers has tier API 1; "
         f"install a {install} for tier API {max(number, 1)} (pip install --upgrade {install})"
     )
+
+
+def test_a_plugin_for_an_old_number_that_core_still_has_is_loaded_with_one_warning(distributions, monkeypatch, caplog):
+    monkeypatch.setattr(plugins, "API_VERSION", 2)
+    monkeypatch.setattr(plugins, "OLD_API_VERSIONS", frozenset({1}))
+    distributions.install_tier("good", GOOD, name="kvtiers-good", version=uuid.uuid4().hex)
+    assert [plugins.load_tier("good").api_version for _ in range(3)] == [1, 1, 1]
+    (line,) = [record for record in caplog.records if record.name == "kvtiers.plugins"]
+    assert line.levelname == "WARNING"
+    for said in (
+        "was written for tier API 1",
+        "kvtiers has tier API 2",
+        "pip install --upgrade kvtiers-good",
+        "works as",
+    ):
+        assert said in line.getMessage()
+
+
+def test_a_plugin_for_an_older_number_than_those_is_refused(distributions, monkeypatch):
+    monkeypatch.setattr(plugins, "API_VERSION", 3)
+    monkeypatch.setattr(plugins, "OLD_API_VERSIONS", frozenset({2}))
+    distributions.install_tier("good", GOOD)
+    assert "was written for tier API 1, this kvtiers has tier API 3" in refusal("good")
 
 
 def test_an_unknown_type_is_refused_with_the_closest_and_all_that_are_installed(distributions):

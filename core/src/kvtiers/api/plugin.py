@@ -20,10 +20,13 @@ from kvtiers.api.config import TierConfig
 from kvtiers.api.store import ChunkStore
 from kvtiers.api.tier import SecondaryTierManager
 
-__all__ = ["API_VERSION", "ENTRY_POINT_GROUP", "TierContext", "TierPlugin", "hookimpl", "hookspec"]
+__all__ = ["API_VERSION", "ENTRY_POINT_GROUP", "OLD_API_VERSIONS", "TierContext", "TierPlugin", "hookimpl", "hookspec"]
 
 API_VERSION = 1
 """The number of the contract in this package. A plugin states, as a literal, the one it was written for."""
+
+OLD_API_VERSIONS: frozenset[int] = frozenset()
+"""Older numbers whose plugins still work as they are: each is loaded with a warning. There is none so far."""
 
 ENTRY_POINT_GROUP = "kvtiers.tiers"
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import click
+from click.shell_completion import CompletionItem
 
-from kvtiers._version import __version__
 from kvtiers.api import ConfigError, KvtiersError, TierPluginError
 from kvtiers.api.command import COMMAND_GROUP
 from kvtiers.plugins import installed_names, load_command
@@ -29,6 +29,9 @@ class Lazy(NamedTuple):
 
 COMMANDS = {
     "check": Lazy("kvtiers.cli.check.commands:check", "Validate a config, try every tier, and examine this machine."),
+    "completion": Lazy("kvtiers.cli.completion:completion", "Print a shell's completion script."),
+    "new-tier": Lazy("kvtiers.cli.new_tier.command:new_tier", "Write a new tier type's distribution to start from."),
+    "report": Lazy("kvtiers.cli.report:report", "Gather what a bug report needs, without secrets."),
     "status": Lazy("kvtiers.cli.status:status", "Show the tiers of running engines, and whether they pay."),
     "store": Lazy(
         "kvtiers.cli.store.commands:store", "List, count, check, delete and retire the values in a tier's store."
@@ -74,6 +77,12 @@ class LazyGroup(click.Group):
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Return the names of commands for a shell, without importing them, and the group's own options."""
+        names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
+        found = [CompletionItem(name, help=self._help_of(name)) for name in names]
+        return found + click.Command.shell_complete(self, ctx, incomplete)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands without importing them."""
         with formatter.section("Commands"):
@@ -101,6 +110,15 @@ class LazyGroup(click.Group):
             ctx.exit(130)
 
 
+def _print_versions(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:  # noqa: ARG001 -- click's
+    if wanted and not ctx.resilient_parsing:
+        # Imported here: it looks through every installed distribution.
+        from kvtiers.cli.versions import version_lines
+
+        click.echo("\n".join(version_lines()))
+        ctx.exit()
+
+
 @click.command(
     cls=LazyGroup,
     lazy=COMMANDS,
@@ -113,7 +131,14 @@ Examples:
 
 Exit status: 0 all is well, 1 a check found an error, 2 the config or the command line is wrong.""",
 )
-@click.version_option(__version__, message="%(prog)s %(version)s")
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_print_versions,
+    help="Show the versions of kvtiers and of all that belongs to it.",
+)
 def cli() -> None:
     """Move an LLM engine's KV cache out of GPU memory, through tiers, and back."""
 

@@ -100,7 +100,9 @@ class TierPluginTests:
         assert all(isinstance(value, ast.Constant) for value in given), (
             "api_version is computed or imported, so it would claim any contract; write the number itself"
         )
-        assert plugin.api_version == API_VERSION
+        assert plugin.api_version == API_VERSION, (
+            f"the plugin is for tier API {plugin.api_version}, this kvtiers has tier API {API_VERSION}"
+        )
 
     def test_the_entry_module_imports_no_client_library(self, entry: EntryPoint) -> None:
         task = json.dumps([entry.module, sys.path])

@@ -13,12 +13,19 @@ which the backend moves nothing.
 """
 
 from kvtiers.testing.secondary_tier.engine import SmallEngine
-from kvtiers.testing.secondary_tier.promises import ChunkTests, LifeTests, ResultTests, RowTests, TierTestBase
+from kvtiers.testing.secondary_tier.promises import (
+    ChunkTests,
+    EngineThreadTests,
+    LifeTests,
+    ResultTests,
+    RowTests,
+    TierTestBase,
+)
 
 __all__ = ["SecondaryTierTests", "SmallEngine", "TierTestBase"]
 
 
-class SecondaryTierTests(ChunkTests, ResultTests, RowTests, LifeTests):
+class SecondaryTierTests(ChunkTests, ResultTests, RowTests, EngineThreadTests, LifeTests):
     """Subclass it and give the fixture ``open_tier``.
 
     ``open_tier`` returns a function that opens a tier from a ``TierContext``; the kit closes it. The tier needs room

@@ -89,7 +89,15 @@ class SmallEngine:
     def step(self) -> None:
         """Do what an engine does to a tier at the end of each step."""
         self.tier.on_schedule_end()
-        self._note(self.tier.get_finished_jobs())
+        self.note(self.tier.get_finished_jobs())
+
+    def note(self, results: Sequence[JobResult]) -> None:
+        """Record what the tier has reported; fail if it cannot be."""
+        for result in results:
+            assert result.job_id in self._jobs, f"the tier reported job {result.job_id}, which was never submitted"
+            landed = set(result.successful_keys or ())
+            assert landed <= set(self._jobs[result.job_id].keys), "successful_keys has keys that are not of the job"
+            self.results.append(result)
 
     def finish(self, *job_ids: int) -> list[JobResult]:
         """Step until these jobs are reported; return their results."""
@@ -142,7 +150,7 @@ class SmallEngine:
         self._is_drained = True  # core calls it once, at the end
         assert self.tier.drain(self._patience), f"drain did not bring all jobs to an end in {self._patience:g} s"
         for _ in range(2):  # with no step before it: the last one is over
-            self._note(self.tier.get_finished_jobs())
+            self.note(self.tier.get_finished_jobs())
 
     def _ask(self, key: OffloadKey) -> LookupResult:
         for _ in self._patiently("lookup answered RETRY"):
@@ -172,10 +180,3 @@ class SmallEngine:
         assert times == dict.fromkeys(self._jobs, 1), (
             f"each job is reported exactly once; reported: {dict(sorted(times.items()))}, submitted: {list(self._jobs)}"
         )
-
-    def _note(self, results: Sequence[JobResult]) -> None:
-        for result in results:
-            assert result.job_id in self._jobs, f"the tier reported job {result.job_id}, which was never submitted"
-            landed = set(result.successful_keys or ())
-            assert landed <= set(self._jobs[result.job_id].keys), "successful_keys has keys that are not of the job"
-            self.results.append(result)

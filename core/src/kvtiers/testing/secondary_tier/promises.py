@@ -14,9 +14,12 @@ from kvtiers.testing.applies import applies_to
 from kvtiers.testing.backend import require_backend
 from kvtiers.testing.guarded import POISON, same_bytes
 from kvtiers.testing.running import call_within, descriptors_left_since, open_descriptors, threads_left_since
+from kvtiers.testing.secondary_tier.call_watch import CallWatch
 from kvtiers.testing.secondary_tier.engine import SmallEngine, new_keys
 
-__all__ = ["ChunkTests", "LifeTests", "ResultTests", "RowTests", "TierTestBase"]
+__all__ = ["ChunkTests", "EngineThreadTests", "LifeTests", "ResultTests", "RowTests", "TierTestBase"]
+
+_TURNS = 25  # calls of each method that are watched: one of them, on a busy machine, is not kept waiting by others
 
 OpenTier = Callable[[TierContext], SecondaryTierManager]
 
@@ -288,6 +291,40 @@ class ResultTests(TierTestBase):
         assert not where, f"a call on the engine's thread waited for the backend, which was held meanwhile{where}"
         engine.finish_all()
         same_bytes(engine.value_in(2), content, "the chunk that was loaded while the backend was held")
+
+
+class EngineThreadTests(TierTestBase):
+    """The engine's thread, which no call keeps waiting."""
+
+    def test_no_call_on_the_engine_s_thread_sleeps_or_waits(self, engine: SmallEngine) -> None:
+        watch = CallWatch()
+        with suppress(Exception):  # whatever else is wrong with it: there are tests for that
+            for _ in range(_TURNS):
+                self._turn(engine, watch)
+        troubles = watch.troubles(engine.tier)
+        assert not troubles, "\n".join(troubles)
+
+    def _turn(self, engine: SmallEngine, watch: CallWatch) -> None:
+        stored, *unknown = new_keys(4)
+        engine.fill(0, 1)
+        tier, request = engine.tier, engine.request
+        watch.call(tier.on_new_request, request)
+        watch.call(tier.is_available)
+        watch.call(tier.lookup, unknown[0], request)
+        watch.call(tier.lookup_many, unknown[1:], request)
+        store = engine.new_job([stored], [0], is_promotion=False)
+        watch.call(tier.submit_store, store)
+        self._finish(engine, watch, store.job_id)
+        load = engine.new_job([stored], [1], is_promotion=True)
+        watch.call(tier.submit_load, load)
+        watch.call(tier.on_request_finished, request)
+        self._finish(engine, watch, load.job_id)
+
+    def _finish(self, engine: SmallEngine, watch: CallWatch, job_id: int) -> None:
+        engine.finish(job_id)  # so that the tier is idle when the next call is watched
+        watch.call(engine.tier.has_pending_work)
+        watch.call(engine.tier.on_schedule_end)
+        engine.note(watch.call(engine.tier.get_finished_jobs))
 
 
 class LifeTests(TierTestBase):

@@ -1,0 +1,1 @@
+"""The command ``kvtiers new-tier`` and the templates that it fills in."""

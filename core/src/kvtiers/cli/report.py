@@ -1,0 +1,116 @@
+"""``kvtiers report``: what a bug report needs, in one text that its writer sees first, and without secrets."""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from kvtiers.api.units import format_size
+from kvtiers.cli.machine import Machine
+from kvtiers.cli.output import file_to_write, write_file
+from kvtiers.cli.redaction import Redaction
+from kvtiers.cli.versions import library_versions, version_lines
+from kvtiers.status import ask_engine, running
+
+__all__ = ["report"]
+
+_TAIL_BYTES = 8 << 20
+_SECONDS = 60.0
+_RUN_KVTIERS = "from kvtiers.cli.main import main; main()"
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  kvtiers report tiers.yaml
+  kvtiers report tiers.yaml --log vllm.log --output report.txt
+
+It shows all of it, and asks, before it writes a file; nothing is sent anywhere. Passwords, keys and tokens are taken
+out wherever they stand. Names of hosts, buckets and folders are not: look at it before you post it.
+Exit status: 0, or 1 if the answer was no."""
+)
+@click.argument("config", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "--log",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="The engine's log: its last lines that name kvtiers.",
+)
+@click.option("--lines", type=click.IntRange(1), default=200, show_default=True, help="How many lines of the log.")
+@click.option(
+    "--output",
+    metavar="FILE",
+    default="kvtiers-report.txt",
+    show_default=True,
+    callback=file_to_write(".txt", ".md"),
+    help="The file to write, .txt or .md.",
+)
+@click.option("--yes", is_flag=True, help="Write it without asking.")
+@click.pass_context
+def report(ctx: click.Context, config: Path | None, log: Path | None, lines: int, output: Path, yes: bool) -> None:
+    """Gather what a bug report needs: versions, machine, CONFIG without its secrets, running engines, the log."""
+    secrets = Redaction()
+    parts = {"versions": [*version_lines(), f"Python {platform.python_version()}", *library_versions()]}
+    parts["machine"] = [*_machine()]
+    if config is not None:
+        parts[f"config {config.name}"] = secrets.config(config.read_text(encoding="utf-8", errors="replace"))
+        parts["kvtiers check --offline"] = _checked(config)
+    parts["running engines"] = [*_engines()]
+    if log is not None:
+        parts[f"log {log.name}"] = _last_lines(log, lines)
+    text = secrets.apply("\n".join(line for title, found in parts.items() for line in _section(title, found)))
+    click.echo(text)
+    if not yes and not click.confirm(f"Write this to {output}?", default=False):
+        ctx.exit(1)
+    write_file(output, text)
+    click.echo(f"{output} is written; it is sent nowhere.")
+
+
+def _section(title: str, lines: list[str]) -> list[str]:
+    return [f"== {title}", *(lines or ["nothing"]), ""]
+
+
+def _machine() -> Iterator[str]:
+    here = Machine()
+    yield platform.platform()
+    yield f"{os.cpu_count()} processors, {len(here.numa_nodes())} NUMA nodes"
+    memory = here.total_memory()
+    yield f"{format_size(memory)} of memory" if memory else "memory: not known"
+    if command := shutil.which("nvidia-smi"):
+        query = "--query-gpu=name,driver_version,memory.total"
+        yield from _output([command, query, "--format=csv,noheader"])
+
+
+def _checked(config: Path) -> list[str]:
+    return _output([sys.executable, "-c", _RUN_KVTIERS, "check", "--offline", str(config)])
+
+
+def _output(command: list[str]) -> list[str]:
+    try:
+        done = subprocess.run(  # noqa: S603 -- our own interpreter, or a program by its full path
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [f"{Path(command[0]).name}: {error}"]
+    return (done.stdout + done.stderr).rstrip().splitlines()
+
+
+def _engines() -> Iterator[str]:
+    for name in running():
+        try:
+            yield from json.dumps(ask_engine(name), indent=1).splitlines()
+        except (OSError, ValueError) as error:
+            yield f"{name}: no answer: {error}"
+
+
+def _last_lines(log: Path, lines: int) -> list[str]:
+    """Return the last lines that name kvtiers, out of the last megabytes."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+        text = file.read().decode("utf-8", errors="replace")
+    return [line for line in text.splitlines() if "kvtiers" in line.lower()][-lines:]

@@ -1,0 +1,86 @@
+"""A tier of another author's, with kvtiers from wheels: written by ``kvtiers new-tier``, built, installed, used.
+
+Also what becomes of it when the API for tiers has another number.
+"""
+
+import re
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+TODAY = "API_VERSION = 1\n", "OLD_API_VERSIONS: frozenset[int] = frozenset()\n"
+TOMORROW = "API_VERSION = 2\n", "OLD_API_VERSIONS: frozenset[int] = frozenset({1})\n"
+WITH_ERRORS = "import subprocess, sys; subprocess.run(sys.argv[1:], stderr=subprocess.STDOUT, check=True)"
+
+
+@pytest.fixture(scope="module")
+def author(wheels, environment, command, tmp_path_factory):
+    """An environment with kvtiers, its kit, the replay, and the author's wheel; the author's tests beside it."""
+    author = environment(tmp_path_factory.mktemp("author"))
+    author.create(f"{wheels['kvtiers']}[testing]", wheels["kvtiers-replay"])
+    author.run("kvtiers", "new-tier", "shelf", "--batch", "--listing")
+    source = author.folder / "kvtiers-shelf"
+    command(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", author.folder, source, cwd=source)
+    author.install(*author.folder.glob("kvtiers_shelf-*.whl"))
+    (source / "src").rename(author.folder / "not-imported")
+    config = (source / "tiers.yaml").read_text().replace("/tmp/kvtiers-shelf", str(author.folder / "values"))
+    (author.folder / "tiers.yaml").write_text(config)
+    return author
+
+
+@contextmanager
+def changed(author, place, before, after):
+    """Another text in a file of the installed packages, for as long as this lasts."""
+    (path,) = (author.folder / "venv").glob(f"lib/*/site-packages/{place}")
+    text = path.read_text()
+    assert all(part in text for part in before)
+    other = text
+    for old, new in zip(before, after, strict=True):
+        other = other.replace(old, new)
+    path.write_text(other)
+    try:
+        yield
+    finally:
+        path.write_text(text)
+
+
+def test_it_comes_from_its_wheel_and_is_listed_with_its_own_options(author):
+    listed = author.run("kvtiers", "tiers")
+    assert "shelf: a store from kvtiers-shelf 0.1.0, API 1" in listed
+    where = author.run("python", "-c", "import kvtiers_shelf; print(kvtiers_shelf.__file__)")
+    assert Path(where.strip()).is_relative_to(author.folder / "venv")
+
+
+def test_the_kit_passes_on_the_installed_tier(author):
+    said = author.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "kvtiers-shelf")
+    assert re.search(r"^[1-9]\d* passed in ", said, re.MULTILINE), said
+
+
+def test_a_replay_gets_back_what_an_earlier_one_stored_in_it(author):
+    arguments = ("kvtiers", "replay", "--config", "tiers.yaml", "--workload", "code", "--requests", "6")
+    first, second = author.run(*arguments), author.run(*arguments)
+    for said in (first, second):
+        assert "all bytes are right" in said
+    hits = [int(re.search(r"from shelf\W+([\d,]+)", said)[1].replace(",", "")) for said in (first, second)]
+    assert hits[1] > hits[0]
+
+
+def test_a_tier_for_the_number_before_still_works_and_core_warns_of_it(author):
+    """In the core that comes when the number rises: all that it needs for that is here today."""
+    with changed(author, "kvtiers/api/plugin.py", TODAY, TOMORROW):
+        said = author.run("python", "-c", WITH_ERRORS, author.folder / "venv/bin/kvtiers", "check", "tiers.yaml")
+    assert "wrote, read back" in said
+    (line,) = {line for line in said.splitlines() if "API 1" in line}
+    assert "kvtiers-shelf 0.1.0" in line
+    assert "pip install --upgrade kvtiers-shelf" in line
+
+
+def test_a_tier_for_the_next_number_is_refused_in_one_line(author):
+    with changed(author, "kvtiers_shelf/plugin.py", ["api_version=1"], ["api_version=2"]):
+        (line,) = author.run("kvtiers", "check", "tiers.yaml", status=2).splitlines()
+        listed = author.run("kvtiers", "tiers", status=1)
+    assert "was written for tier API 2, this kvtiers has tier API 1" in line
+    assert "pip install --upgrade kvtiers" in line
+    assert "options of every tier" in listed  # the others are not touched

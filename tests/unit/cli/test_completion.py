@@ -1,0 +1,46 @@
+"""``kvtiers completion``: the scripts, and the answers that they get."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from kvtiers.cli.main import COMMANDS, cli
+
+RUN = "from kvtiers.cli.main import main; main()"
+
+
+def answers(*words):
+    """What kvtiers answers a shell that completes the last word."""
+    asked = {"_KVTIERS_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+    done = CliRunner().invoke(cli, prog_name="kvtiers", env=asked)
+    assert done.exit_code == 0, done.output
+    return {line.partition(",")[2] for line in done.output.splitlines()}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_script_is_of_its_shell_and_asks_kvtiers(shell):
+    done = CliRunner().invoke(cli, ["completion", shell])
+    assert done.exit_code == 0, done.output
+    assert f"_KVTIERS_COMPLETE={shell}_complete" in done.output
+    if shell == "bash" and (bash := shutil.which("bash")):
+        subprocess.run([bash, "--norc", "-c", f"{done.output}\ncomplete -p kvtiers"], check=True, timeout=100)
+
+
+def test_commands_are_completed_those_of_companions_too_without_an_import_of_them():
+    assert {*COMMANDS, "plan", "replay", "size"} <= answers("kvtiers", "")  # an empty word is left out of the words
+    assert answers("kvtiers", "st") == {"status", "store"}
+    code = f"import sys\ntry:\n    {RUN}\nfinally:\n    print('kvtiers_replay.cli' in sys.modules)"
+    asked = {"_KVTIERS_COMPLETE": "bash_complete", "COMP_WORDS": "kvtiers r", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | asked, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.stdout.split() == ["plain,replay", "plain,report", "False"], done.stderr
+
+
+def test_options_and_their_choices_are_completed():
+    assert "--kind" in answers("kvtiers", "new-tier", "--")
+    assert answers("kvtiers", "new-tier", "x", "--kind", "m") == {"manager"}
