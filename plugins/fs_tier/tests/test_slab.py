@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtiers.api import ConfigError, StoreFull, TierUnavailable
+from kvtiers.api import ConfigError, StoreFull, TierContext, TierUnavailable, WritesRefused
+from kvtiers.plugins import load_tier
 from kvtiers_fs.config import FsConfig
 from kvtiers_fs.slab.format import PAGE, SLAB_FORMAT, Dead, Entry, Header, NameRecord, Row, digest_of, name_records
 from kvtiers_fs.slab.index import INDEX_FILE
@@ -205,6 +206,20 @@ def test_a_disk_without_room_for_the_first_segment_drops_writes(slab_folder, val
     store.write("ns/a", value(1))
 
 
+def test_a_file_system_that_has_become_read_only_refuses_writes_and_is_read(slab_folder, read, value, monkeypatch):
+    store = slab_folder.open(CAPACITY)
+    store.write("ns/a", value(1))
+
+    def refuse(*_args):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "pwritev", refuse)
+    with pytest.raises(WritesRefused, match="has become read-only"):
+        store.write("ns/b", value(2))
+    assert read(store, "ns/a") == bytes(value(1))
+    assert store.stats()["dropped_values"] == 1
+
+
 def _no_space(*_args):
     raise OSError(28, "No space left on device")
 
@@ -359,6 +374,18 @@ def test_a_directory_of_the_other_layout_is_refused_with_what_to_do(folder, slab
     line = f"has the layout '{there}', the config has '{wanted}': set 'layout: {there}' .* cold"
     with pytest.raises(ConfigError, match=line):
         {"files": folder, "slab": slab_folder}[wanted].open()
+
+
+def test_a_capacity_of_too_few_values_is_refused(tmp_path):
+    plugin = load_tier("fs")
+    config = FsConfig(type="fs", path=tmp_path / "values", capacity="15MiB", layout="slab")
+    region = memoryview(bytearray(PAGE))
+    context = TierContext(
+        tier_name="disk", value_bytes=2 << 20, row_stride=2 << 20, namespace="ns", read_only=False, region=region
+    )
+    with pytest.raises(ConfigError, match=r"no room for 8 segments .* or 'layout: files'"):
+        plugin.open(config, context)
+    assert not (tmp_path / "values").exists()
 
 
 def test_a_network_file_system_is_refused(slab_folder, tmp_path, monkeypatch):

@@ -8,7 +8,10 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from kvtiers.api import Duration, Size, TierConfig
 
-__all__ = ["FsConfig"]
+__all__ = ["FEWEST_SEGMENTS", "FsConfig"]
+
+FEWEST_SEGMENTS = 8
+"""Segments of a slab at least, whatever the capacity."""
 
 _MODES = {0o600: "0600", 0o640: "0640", 0o660: "0660"}
 

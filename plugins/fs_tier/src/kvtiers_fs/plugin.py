@@ -1,7 +1,7 @@
 """Entry point of the tier type ``fs``: its plugin record, and how to open a store."""
 
 from kvtiers.api import ChunkStore, ConfigError, TierContext, TierPlugin, hookimpl
-from kvtiers_fs.config import FsConfig
+from kvtiers_fs.config import FEWEST_SEGMENTS, FsConfig
 
 __all__ = ["kvtiers_tier"]
 
@@ -11,6 +11,11 @@ def _open(config: FsConfig, context: TierContext) -> ChunkStore:
         raise ConfigError(
             f"{context.tier_name}: capacity {config.capacity} bytes has no room for one value of "
             f"{context.value_bytes} bytes; set it to many values"
+        )
+    if config.layout == "slab" and config.capacity < FEWEST_SEGMENTS * context.value_bytes:
+        raise ConfigError(
+            f"{context.tier_name}: capacity {config.capacity} bytes has no room for {FEWEST_SEGMENTS} segments with "
+            f"one value of {context.value_bytes} bytes each; set it to many values, or 'layout: files'"
         )
     # Imported here, so that the engine's process, which wants the options alone, stays small.
     if config.layout == "slab":

@@ -28,7 +28,7 @@ from kvtiers_fs.directory import TEMP_PREFIX, Directory
 from kvtiers_fs.evictor import free_bytes
 from kvtiers_fs.slab.format import Entry, NameRecord
 from kvtiers_fs.slab.index import LockBusyError, OwnedFd
-from kvtiers_fs.slab.segments import LOCK_SECONDS, Claimed, Slab
+from kvtiers_fs.slab.segments import LOCK_SECONDS, Claimed, Slab, Totals
 
 __all__ = ["SlabEvictor"]
 
@@ -36,6 +36,7 @@ _log = logging.getLogger("kvtiers_fs")
 _TICK_SECONDS = 1.0
 _WARN_SECONDS = 60.0
 _FLOOR_SECONDS = 5.0  # some file systems take a while to give back what was removed
+_IDLE_SECONDS = 10.0  # between two rounds while nothing changes
 _SWEEP_SECONDS = 60.0  # between two looks for expired values and for files of killed processes
 _ORPHAN_SECONDS = 600.0
 _KEPT_SHARE = 4  # a quarter of a segment's bytes
@@ -56,7 +57,8 @@ class SlabEvictor:
         self._config = config
         self._woken = woken
         self._stopping = False
-        self._next_warning = self._next_floor = self._next_sweep = 0.0
+        self._next_warning = self._next_floor = self._next_sweep = self._next_round = 0.0
+        self._changed_at = -1
         self._counts = Counter(
             dict.fromkeys(
                 ("evicted_values", "evicted_bytes", "expired_values", "reclaimed_files", "kept_values"),
@@ -83,10 +85,13 @@ class SlabEvictor:
 
     def _run(self) -> None:
         while not self._stopping:
-            self._woken.wait(_TICK_SECONDS)
+            woken = self._woken.wait(_TICK_SECONDS)
             self._woken.clear()
             try:
-                self.round()
+                changed_at = self._slab().opened_index.changed_at()
+                if woken or changed_at != self._changed_at or time.monotonic() >= self._next_round:
+                    self._changed_at, self._next_round = changed_at, time.monotonic() + _IDLE_SECONDS
+                    self.round()
             except Exception as error:  # noqa: BLE001 -- without this thread the limits would never hold again
                 if time.monotonic() >= self._next_warning:
                     self._next_warning = time.monotonic() + _WARN_SECONDS
@@ -95,8 +100,9 @@ class SlabEvictor:
     def round(self) -> None:
         """Do what is due. Of several processes each does it; what one has in hand is locked for the others."""
         slab = self._slab()
-        self._shrink(slab)
-        self._keep_spare(slab)
+        totals = slab.segments.totals()
+        self._shrink(slab, totals)
+        self._keep_spare(slab, totals)
         if time.monotonic() >= self._next_sweep:
             self._next_sweep = time.monotonic() + _SWEEP_SECONDS
             self._remove_orphans(slab)
@@ -112,9 +118,9 @@ class SlabEvictor:
         self._figures["evicted_values"] += slab.segments.evicted_values
         self._figures["evicted_bytes"] += slab.segments.evicted_bytes
 
-    def _shrink(self, slab: Slab) -> None:
+    def _shrink(self, slab: Slab, totals: Totals) -> None:
         """Give segments back to the disk that are beyond the capacity, or that the free-space floor needs."""
-        surplus = slab.segments.totals().segments - slab.segments.most
+        surplus = totals.segments - slab.segments.most
         short = self._config.min_free - free_bytes(slab.directory.fd)
         if short > 0 and time.monotonic() >= self._next_floor:
             self._next_floor = time.monotonic() + _FLOOR_SECONDS
@@ -128,9 +134,8 @@ class SlabEvictor:
                 slab.segments.discard(claimed)
             surplus -= 1
 
-    def _keep_spare(self, slab: Slab) -> None:
+    def _keep_spare(self, slab: Slab, totals: Totals) -> None:
         """See to it that a segment is ready when the one that is written to is full."""
-        totals = slab.segments.totals()
         if totals.spare or totals.segments < slab.segments.most or totals.segments < _KEPT_SHARE:
             return
         with slab.opened_index.locked(LOCK_SECONDS):

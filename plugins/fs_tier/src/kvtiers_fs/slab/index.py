@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
+from kvtiers_fs.config import FEWEST_SEGMENTS
 from kvtiers_fs.directory import TEMP_PREFIX, Directory
 from kvtiers_fs.slab.format import (
     BUCKET_BYTES,
@@ -43,7 +44,6 @@ _TRIES = 3  # a record that fails its checksum may be one that is just being wri
 _FIRST_PAUSE, _LONGEST_PAUSE = 20e-6, 2e-3
 _SEGMENT_LEAST, _SEGMENT_MOST = 16 << 20, 1 << 30
 _SEGMENTS = 64  # of a capacity between these two
-_FEWEST_SEGMENTS = 8
 _BYTES_PER_ENTRY = 64 << 10  # the index has room for values of this length, or of the longest one if that is less
 _FEWEST_BUCKETS = 16
 _LOAD = 0.63  # of a bucket; one in some 100,000 has more than it can hold then
@@ -81,7 +81,7 @@ def allocate(fd: int, nbytes: int) -> None:
 def segment_bytes_of(capacity: int, value_bytes: int) -> int:
     """Return how long a segment is: a 64th of the capacity within 16 MiB and 1 GiB, and room for some values."""
     wanted = min(max(capacity // _SEGMENTS, _SEGMENT_LEAST, 4 * value_bytes), _SEGMENT_MOST)
-    return max(1, min(wanted, capacity // _FEWEST_SEGMENTS) // PAGE) * PAGE
+    return max(1, min(wanted, capacity // FEWEST_SEGMENTS) // PAGE) * PAGE
 
 
 def open_index(directory: Directory, *, read_only: bool, capacity: int, value_bytes: int) -> "Index | None":
@@ -139,6 +139,10 @@ class Index:
     def close(self) -> None:
         """Close the file."""
         self._fd.close()
+
+    def changed_at(self) -> int:
+        """Return when the file was changed last, in ns by the system's clock for files."""
+        return os.fstat(self._fd.fd).st_mtime_ns
 
     def sync(self) -> None:
         """Wait until what was changed would survive a power cut."""
@@ -227,7 +231,10 @@ class Index:
     def deads(self, rows: list[Row]) -> list[Dead]:
         """Return what died in each segment."""
         table = os.pread(self._fd.fd, self.header.rows * DEAD_BYTES, self.header.dead_at)
-        found = [Dead.decode(table, at) for at in range(0, len(table), DEAD_BYTES)]
+        found = [
+            Dead.decode(table, at) if table[at : at + 4] != b"\0\0\0\0" else Dead()
+            for at in range(0, len(table), DEAD_BYTES)
+        ]
         pairs = zip(rows, found, strict=True)
         return [dead if dead.edition == row.edition else Dead(row.edition) for row, dead in pairs]
 
