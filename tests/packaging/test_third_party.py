@@ -17,16 +17,20 @@ WITH_ERRORS = "import subprocess, sys; subprocess.run(sys.argv[1:], stderr=subpr
 
 @pytest.fixture(scope="module")
 def author(wheels, environment, command, tmp_path_factory):
-    """An environment with kvtiers, its kit, the replay, and the author's wheel; the author's tests beside it."""
+    """An environment with kvtiers, its kit, the replay, and the author's two wheels; the author's tests beside it."""
     author = environment(tmp_path_factory.mktemp("author"))
     author.create(f"{wheels['kvtiers']}[testing]", wheels["kvtiers-replay"])
     author.run("kvtiers", "new-tier", "shelf", "--batch", "--listing")
-    source = author.folder / "kvtiers-shelf"
-    command(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", author.folder, source, cwd=source)
-    author.install(*author.folder.glob("kvtiers_shelf-*.whl"))
-    (source / "src").rename(author.folder / "not-imported")
-    config = (source / "tiers.yaml").read_text().replace("/tmp/kvtiers-shelf", str(author.folder / "values"))
-    (author.folder / "tiers.yaml").write_text(config)
+    author.run("kvtiers", "new-tier", "lake", "--kind", "manager")
+    for name in ("shelf", "lake"):
+        source = author.folder / f"kvtiers-{name}"
+        command(
+            sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", author.folder, source, cwd=source
+        )
+        (source / "src").rename(author.folder / f"not-imported-{name}")
+        config = (source / "tiers.yaml").read_text().replace(f"/tmp/kvtiers-{name}", str(author.folder / f"in-{name}"))
+        (author.folder / f"{name}.yaml").write_text(config)
+    author.install(*author.folder.glob("kvtiers_*.whl"))
     return author
 
 
@@ -49,28 +53,31 @@ def changed(author, place, before, after):
 def test_it_comes_from_its_wheel_and_is_listed_with_its_own_options(author):
     listed = author.run("kvtiers", "tiers")
     assert "shelf: a store from kvtiers-shelf 0.1.0, API 1" in listed
+    assert "lake: a tier manager from kvtiers-lake 0.1.0, API 1" in listed
     where = author.run("python", "-c", "import kvtiers_shelf; print(kvtiers_shelf.__file__)")
     assert Path(where.strip()).is_relative_to(author.folder / "venv")
 
 
-def test_the_kit_passes_on_the_installed_tier(author):
-    said = author.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "kvtiers-shelf")
+def test_the_kit_passes_on_the_installed_tiers(author):
+    options = ("-q", "-p", "no:cacheprovider", "--import-mode=importlib")
+    said = author.run("python", "-m", "pytest", *options, "kvtiers-shelf", "kvtiers-lake")
     assert re.search(r"^[1-9]\d* passed in ", said, re.MULTILINE), said
 
 
-def test_a_replay_gets_back_what_an_earlier_one_stored_in_it(author):
-    arguments = ("kvtiers", "replay", "--config", "tiers.yaml", "--workload", "code", "--requests", "6")
+@pytest.mark.parametrize("name", ["shelf", "lake"])
+def test_a_replay_gets_back_what_an_earlier_one_stored_in_it(author, name):
+    arguments = ("kvtiers", "replay", "--config", f"{name}.yaml", "--workload", "code", "--requests", "6")
     first, second = author.run(*arguments), author.run(*arguments)
     for said in (first, second):
         assert "all bytes are right" in said
-    hits = [int(re.search(r"from shelf\W+([\d,]+)", said)[1].replace(",", "")) for said in (first, second)]
+    hits = [int(re.search(rf"from {name}\W+([\d,]+)", said)[1].replace(",", "")) for said in (first, second)]
     assert hits[1] > hits[0]
 
 
 def test_a_tier_for_the_number_before_still_works_and_core_warns_of_it(author):
     """In the core that comes when the number rises: all that it needs for that is here today."""
     with changed(author, "kvtiers/api/plugin.py", TODAY, TOMORROW):
-        said = author.run("python", "-c", WITH_ERRORS, author.folder / "venv/bin/kvtiers", "check", "tiers.yaml")
+        said = author.run("python", "-c", WITH_ERRORS, author.folder / "venv/bin/kvtiers", "check", "shelf.yaml")
     assert "wrote, read back" in said
     (line,) = {line for line in said.splitlines() if "API 1" in line}
     assert "kvtiers-shelf 0.1.0" in line
@@ -79,7 +86,7 @@ def test_a_tier_for_the_number_before_still_works_and_core_warns_of_it(author):
 
 def test_a_tier_for_the_next_number_is_refused_in_one_line(author):
     with changed(author, "kvtiers_shelf/plugin.py", ["api_version=1"], ["api_version=2"]):
-        (line,) = author.run("kvtiers", "check", "tiers.yaml", status=2).splitlines()
+        (line,) = author.run("kvtiers", "check", "shelf.yaml", status=2).splitlines()
         listed = author.run("kvtiers", "tiers", status=1)
     assert "was written for tier API 2, this kvtiers has tier API 1" in line
     assert "pip install --upgrade kvtiers" in line

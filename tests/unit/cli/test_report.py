@@ -90,6 +90,25 @@ def test_every_secret_option_of_an_installed_tier_is_taken_out(tier_type, option
     assert redaction.apply(f"the log has {CANARY}") == "the log has ***"
 
 
+def test_an_option_is_a_secret_by_its_type_whatever_its_name(distributions):
+    source = """
+from pydantic import Field
+from kvtiers.api import Secret, TierConfig, TierPlugin, hookimpl
+
+class Config(TierConfig):
+    plate: Secret | None = Field(default=None, description="x")
+    place: str = Field(default="", description="x")
+
+@hookimpl
+def kvtiers_tier():
+    return TierPlugin(name="car", kind="store", config=Config, open=print, api_version=1)
+"""
+    distributions.install_tier("car", source)
+    text = "\n".join(Redaction().config(f"secondary: [{{type: car, plate: {CANARY}, place: here}}]"))
+    assert CANARY not in text
+    assert "place: here" in text
+
+
 def test_there_are_secret_options():
     assert {"redis", "s3", "azure"} <= {tier_type for tier_type, _ in SECRET_OPTIONS}
 

@@ -110,7 +110,7 @@ def tier_files(name: str, kind: str, *, batch: bool, listing: bool) -> dict[str,
         f"src/{package}/config.py": "common/config.py",
         f"src/{package}/plugin.py": f"{kind}/plugin.py",
         **{f"src/{package}/{module}.py": f"{kind}/{module}.py" for module in modules},
-        "tests/test_conformance.py": f"{kind}/test_conformance.py",
+        "tests/test_conformance.py": f"{kind}/conformance.py",
     }
     return {place: _filled(template, values) for place, template in places.items()}
 
