@@ -37,6 +37,7 @@ def open_client(
     value_bytes: int | Sequence[int],
     *,
     bounce_bytes: int = _BOUNCE_BYTES,
+    region_bytes: int = 0,
     deadline: float | None = None,
     way_in: str = "as a client",
     release: str = "",
@@ -50,8 +51,10 @@ def open_client(
     ``value_bytes``: the lengths that values have, in bytes, 64 at most; a value of another length is refused, and one
     that is asked for is a miss. They are fixed here since a value's seal and fingerprint state its length, as they do
     for an engine's. ``bounce_bytes``: shared memory through which values pass; a value of any length takes as much of
-    it as the longest. ``deadline``: seconds in which a call ends, by default the longest ``deadline`` among the tiers.
-    ``way_in``, ``release``: what uses the client, for the log and for what is recorded beside the values.
+    it as the longest. ``region_bytes``: of memory for the caller (``Client.region``), which tier hosts map, so that
+    values in it are not copied through the rows. ``deadline``: seconds in which a call ends, by default the longest
+    ``deadline`` among the tiers. ``way_in``, ``release``: what uses the client, for the log and for what is recorded
+    beside the values.
 
     Of the config, ``primary`` and what belongs to it has no effect. Waits up to ``start_wait`` for the tiers to open;
     one that is not open by then is used when it is. ConfigError or StartError, in one line each, if it cannot start.
@@ -68,10 +71,11 @@ def open_client(
     with contextlib.ExitStack() as undo:
         logs = queue_logs()  # first: what follows logs, too
         undo.callback(logs.close)
-        queues = [tier.store_queue for tier in config.secondary if not tier.read_only]
-        rows = BounceRows(min(bounce_bytes // layout.row_stride, *queues, 1 << 20), layout.row_stride)
+        rows = _bounce_rows(config, layout.row_stride, bounce_bytes, region_bytes)
         undo.callback(rows.close)
-        hosted = TierRows(rows.view, rows.row_stride, sizes, rows.fd, len(rows.view), config.primary.core_dumps)
+        claims = rows.claims.place if rows.claims is not None else None
+        core_dumps = config.primary.core_dumps
+        hosted = TierRows(rows.view, rows.row_stride, sizes, rows.fd, rows.map_bytes, core_dumps, claims)
         tiers = TierSet(
             config.secondary, hosted, config.namespace, names, described(names, layout, release), is_awaited=True
         )
@@ -83,7 +87,8 @@ def open_client(
         undo.callback(driver.close)
         driver.start()
         undo.callback(driver.stop, 0.0)
-        primary = f"none, but {format_size(len(rows.view))} of bounce rows"
+        primary = f"none, but {format_size(rows.nbytes)} of bounce rows"
+        primary += f" and {format_size(region_bytes)} of the caller's" if region_bytes else ""
         facts = StartFacts(way_in, primary, config.namespace, names.fingerprint, shared=is_shared(layout.model))
         line = StartLine(facts, {it.tier_name: (it.type, tiers.tiers[it.tier_name]) for it in config.secondary})
         undo.pop_all()
@@ -108,6 +113,18 @@ def client_layout(identity: ModelIdentity, lengths: Sequence[int]) -> CacheLayou
         # The name is a part of the fingerprint. Engines name their tensors after layers.
         tuple(KVTensor(f"kvtiers-client/{nbytes}", group, nbytes) for group, nbytes in enumerate(known)),
     )
+
+
+def _bounce_rows(config: OffloadConfig, row_stride: int, bounce_bytes: int, region_bytes: int) -> BounceRows:
+    """Return the memory of a client: so few rows and claims together that no store queue has to drop one.
+
+    No claims where a tier moves values in this process: it needs bounce rows.
+    """
+    queues = [tier.store_queue for tier in config.secondary if not tier.read_only]
+    most = min([*queues, 1 << 20]) // (2 if region_bytes else 1)
+    hosts_alone = all(tier.io == "process" and load_tier(tier.type).kind == "store" for tier in config.secondary)
+    claims = most if region_bytes and hosts_alone else 0
+    return BounceRows(min(bounce_bytes // row_stride, most), row_stride, region_bytes, claims)
 
 
 def _stats(tiers: TierSet) -> dict[str, dict[str, Any]]:

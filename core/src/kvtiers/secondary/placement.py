@@ -4,7 +4,7 @@ import logging
 import math
 import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvtiers._version import __version__
@@ -32,7 +32,10 @@ _PROCESSORS_A_WRITER = 2
 
 @dataclass(frozen=True, slots=True)
 class HostedRegion:
-    """The parameters with which a host maps the region; ``sizes[g]``: payload and value bytes of group g."""
+    """The parameters with which a host maps the region; ``sizes[g]``: payload and value bytes of group g.
+
+    ``claims``: where a client's claims lie in it (the arguments of ``ClaimTable``).
+    """
 
     fd: int
     map_bytes: int
@@ -40,6 +43,7 @@ class HostedRegion:
     row_stride: int
     sizes: Sequence[tuple[int, int]]
     core_dumps: bool = False
+    claims: Mapping[str, int] | None = None
 
 
 @dataclass(slots=True)
@@ -144,6 +148,8 @@ class TierHosts:
         }
         if region.core_dumps:
             mapped["core_dumps"] = True
+        if region.claims:
+            mapped["claims"] = dict(region.claims)
         tiers = [
             {
                 "name": config.tier_name,
