@@ -1,11 +1,12 @@
 """The client as its callers see it: blocking calls from any thread, which never raise and end within their deadline."""
 
 import logging
+import math
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -18,7 +19,7 @@ from kvtiers.client.driver import CLOSED, Driver
 from kvtiers.client.requests import Delete, Get, Prefix, Present, Put, Task
 from kvtiers.client.rows import BounceRows, RowLease
 from kvtiers.metrics import ClientMetrics
-from kvtiers.region.claims import ClaimState
+from kvtiers.region.claims import ClaimState, ClaimTable
 
 __all__ = ["Client", "PutResult"]
 
@@ -284,30 +285,34 @@ class Client:
         return some, request
 
     def _revoke(self, some: Sequence[_Value], request: Put | Get) -> None:
-        """End the claims of a piece that jobs still run on; wait for a host that writes into its memory just now."""
+        """End the claims of a piece, so that no host writes to its memory any more; learn what has landed there."""
         claims = self._rows.claims
-        if claims is None or some[0].claimed is None or not request.stop():
+        if claims is None or some[0].claimed is None:
             return
+        left = dict(zip(request.lease.rows, some, strict=True))
+        states = self._ended(request, claims.table, left) if request.stop() else {}
+        for row, value in left.items() if isinstance(request, Get) else ():
+            # Also what a job has done whose result came when the request was over.
+            if value.key not in request.found and states.get(row, claims.table.state(row)) is ClaimState.LANDED:
+                request.found[value.key] = row
+
+    def _ended(self, request: Put | Get, table: ClaimTable, rows: Collection[int]) -> dict[int, ClaimState]:
+        """Revoke these claims and return their last states; wait for a host that writes to their memory just now."""
         soon = Task(lambda: self._driver.release_jobs(request), time.monotonic() + self._deadline)
         if self._driver.send(soon):
             soon.over.wait(_RELEASE_SECONDS)
-        left = list(zip(some, request.lease.rows, strict=True))
-        kill_at: float | None = time.monotonic() + _COPYING_SECONDS
+        states: dict[int, ClaimState] = {}
+        kill_at = time.monotonic() + _COPYING_SECONDS
         while True:
-            in_use = []
-            for value, row in left:
-                if (state := claims.table.revoke(row)) is None:
-                    in_use.append((value, row))
-                elif state is ClaimState.LANDED and isinstance(request, Get):
-                    request.found.setdefault(value.key, row)
-            if not in_use:
-                return
-            left = in_use
-            if kill_at is not None and time.monotonic() >= kill_at:
-                kill_at = None
-                self._driver.send(
-                    Task(lambda: self._driver.kill_jobs(request, _IN_USE), time.monotonic() + self._deadline)
-                )
+            for row in rows:
+                if row not in states and (state := table.revoke(row)) is not None:
+                    states[row] = state
+            if len(states) == len(rows):
+                return states
+            if time.monotonic() >= kill_at:
+                kill_at = math.inf
+                end = Task(lambda: self._driver.kill_jobs(request, _IN_USE), time.monotonic() + self._deadline)
+                self._driver.send(end)
             time.sleep(_REVOKE_SECONDS)
 
     def _scatter(self, some: Sequence[_Value], request: Get, found: list[bool]) -> None:

@@ -83,6 +83,10 @@ class ClaimTable:
             self._unlock(at)
         return state
 
+    def state(self, row: int) -> ClaimState:
+        """Return a claim's state. No host is using it."""
+        return ClaimState.REVOKED if self._is_closed else self._state(self._record(row))
+
     def close(self) -> None:
         """Drop the memory, when there are no hosts any more: no claim can be used then."""
         self._is_closed = True
