@@ -97,7 +97,7 @@ def hosts_of(machine):
 
 @pytest.fixture
 def settled(machine):
-    """Wait until no job of a client is in flight any more, in a way that its hosts have told."""
+    """Wait until no job of a client is in flight any more, as its figures say."""
 
     def settled(pool):
         def is_idle():

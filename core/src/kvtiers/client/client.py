@@ -291,10 +291,11 @@ class Client:
             return
         left = dict(zip(request.lease.rows, some, strict=True))
         states = self._ended(request, claims.table, left) if request.stop() else {}
-        for row, value in left.items() if isinstance(request, Get) else ():
-            # Also what a job has done whose result came when the request was over.
-            if value.key not in request.found and states.get(row, claims.table.state(row)) is ClaimState.LANDED:
-                request.found[value.key] = row
+        if isinstance(request, Get):
+            for row, value in left.items():
+                # Also what a job has done whose result came when the request was over.
+                if value.key not in request.found and states.get(row, claims.table.state(row)) is ClaimState.LANDED:
+                    request.found[value.key] = row
 
     def _ended(self, request: Put | Get, table: ClaimTable, rows: Collection[int]) -> dict[int, ClaimState]:
         """Revoke these claims and return their last states; wait for a host that writes to their memory just now."""

@@ -11,7 +11,6 @@ from typing import Any
 from kvtiers._log_queue import QueuedLogs, queue_logs
 from kvtiers._process import hold_standard_descriptors
 from kvtiers.api import ConfigError, TierConfig
-from kvtiers.api.units import format_size
 from kvtiers.client.client import Client
 from kvtiers.client.driver import Driver
 from kvtiers.client.rows import BounceRows
@@ -23,7 +22,7 @@ from kvtiers.model_identity import described, is_shared, with_model, with_weight
 from kvtiers.plugins import load_tier
 from kvtiers.region.memfd import require_linux
 from kvtiers.start_line import StartFacts, StartLine
-from kvtiers.tier_set import TierRows, TierSet
+from kvtiers.tier_set import TierSet
 
 __all__ = ["client_layout", "open_client"]
 
@@ -73,12 +72,9 @@ def open_client(
         undo.callback(logs.close)
         rows = _bounce_rows(config, layout.row_stride, bounce_bytes, region_bytes)
         undo.callback(rows.close)
-        claims = rows.claims.place if rows.claims is not None else None
-        core_dumps = config.primary.core_dumps
-        hosted = TierRows(rows.view, rows.row_stride, sizes, rows.fd, rows.map_bytes, core_dumps, claims)
-        tiers = TierSet(
-            config.secondary, hosted, config.namespace, names, described(names, layout, release), is_awaited=True
-        )
+        record = described(names, layout, release)
+        hosted = rows.for_tiers(sizes, core_dumps=config.primary.core_dumps)
+        tiers = TierSet(config.secondary, hosted, config.namespace, names, record, is_awaited=True)
         undo.callback(tiers.release_rows)
         undo.callback(tiers.close, 0.0)
         soon = time.monotonic() + config.start_wait
@@ -87,9 +83,7 @@ def open_client(
         undo.callback(driver.close)
         driver.start()
         undo.callback(driver.stop, 0.0)
-        primary = f"none, but {format_size(rows.nbytes)} of bounce rows"
-        primary += f" and {format_size(region_bytes)} of the caller's" if region_bytes else ""
-        facts = StartFacts(way_in, primary, config.namespace, names.fingerprint, shared=is_shared(layout.model))
+        facts = StartFacts(way_in, rows.in_words(), config.namespace, names.fingerprint, shared=is_shared(layout.model))
         line = StartLine(facts, {it.tier_name: (it.type, tiers.tiers[it.tier_name]) for it in config.secondary})
         undo.pop_all()
     groups = {nbytes: group for group, (nbytes, _) in enumerate(sizes)}

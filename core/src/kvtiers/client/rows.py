@@ -17,10 +17,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvtiers.api import StartError
+from kvtiers.api.units import format_size
 from kvtiers.client.buffers import Bytes
 from kvtiers.region.claims import RECORD_BYTES, ClaimTable
 from kvtiers.region.limits import memory_problem
 from kvtiers.region.memfd import HUGE_PAGE_BYTES, create_memfd, detach_in_children, map_memory, prefer_huge_pages
+from kvtiers.tier_set import TierRows
 
 __all__ = ["BounceRows", "Claims", "RowLease", "RowNumbers"]
 
@@ -144,6 +146,16 @@ class BounceRows(RowNumbers):
     def row(self, number: int, nbytes: int) -> Bytes:
         """Return the first bytes of a row."""
         return np.frombuffer(self._mapping.view, np.uint8, nbytes, number * self.row_stride)
+
+    def for_tiers(self, sizes: Sequence[tuple[int, int]], *, core_dumps: bool) -> TierRows:
+        """Return the rows as tiers see them. ``sizes``, ``core_dumps``: as there."""
+        claims = self.claims.place if self.claims is not None else None
+        return TierRows(self.view, self.row_stride, sizes, self._fd, self.map_bytes, core_dumps, claims)
+
+    def in_words(self) -> str:
+        """Return what there is instead of a primary, for the start line."""
+        caller = f" and {format_size(len(self.region))} of the caller's" if len(self.region) else ""
+        return f"none, but {format_size(self.nbytes)} of bounce rows{caller}"
 
     def end(self) -> None:
         """Lease no further row, nor claim."""
