@@ -45,7 +45,7 @@ class TierRows:
     fd: int | None
     map_bytes: int
     core_dumps: bool = False
-    claims: Mapping[str, int] | None = None
+    claims: Mapping[str, Any] | None = None
 
 
 class TierSet:

@@ -1,5 +1,6 @@
 """Values in a client's own region: tier hosts read and write them there, and never after their call."""
 
+import mmap
 import os
 import random
 import signal
@@ -295,6 +296,30 @@ def test_a_client_whose_process_is_killed_leaves_no_memory_of_its_region(party, 
         lambda: not any(f"process {pid} " in line for line in machine.holders("client") for pid in (there.pid, *hosts)),
         "the end of the last mapping",
     )
+
+
+def test_memory_that_the_caller_has_shared_by_itself_is_used_as_the_clients_own(
+    opened, faulty, gates, machine, hosts_of, settled, tmp_path
+):
+    fd = os.memfd_create("callers")
+    os.ftruncate(fd, 3 << 20)
+    mapped = mmap.mmap(fd, 1 << 20, mmap.MAP_SHARED, offset=1 << 20)
+    breaker = {"delay": "10ms", "failures": 1000, "min_calls": 1000}
+    pool = opened(faulty(parts=True, deadline="60s", breaker=breaker), region_bytes=0, region=(fd, mapped))
+    os.close(fd)
+    assert all(pool.put(range(8)).stored)
+    assert pool.get(range(8)) == pool.get(range(8), in_place=True) == 8
+    assert np.shares_memory(np.frombuffer(mapped, np.uint8), pool.k)
+    assert pool.client.stats()["direct_values"] == 24
+    for pid in hosts_of():
+        os.kill(pid, signal.SIGKILL)
+    machine.wait_until(lambda: pool.get(range(8)) == 8, "the host's next life")
+    gates.set("read", "hang")
+    assert pool.get(range(4), first=8, timeout=0.5) < 4
+    pool.poison(*range(8, 12))
+    with machine.releasing(tmp_path):
+        settled(pool)
+    assert pool.is_poison(*range(8, 12))
 
 
 def test_with_a_tier_in_this_process_values_in_the_region_pass_bounce_rows(opened):

@@ -69,9 +69,10 @@ class Bench:
     def __init__(self, store, cuts):
         fd = create_memfd("kvtiers-test", NBYTES)
         self.mapping = map_memory(fd, NBYTES, NBYTES)
-        place = {"first": ROWS, "at": ROWS * VALUE, "count": COUNT, "parts_from": PARTS_FROM}
-        self.table = ClaimTable(fd, self.mapping.view, **place)
+        region = self.mapping.view[PARTS_FROM:]
+        self.table = ClaimTable(fd, self.mapping.view, region, first=ROWS, at=ROWS * VALUE, count=COUNT)
         self.memory = np.frombuffer(self.mapping.view, np.uint8)
+        self.region = np.frombuffer(region, np.uint8)
         self.close = lambda: os.close(fd)
         rows = ValueViews(self.mapping.view[: ROWS * VALUE], VALUE)
         claimed = ClaimedViews(self.table, VALUE)
@@ -81,7 +82,7 @@ class Bench:
         self.rows = range(ROWS, ROWS + COUNT)
 
     def parts(self, row):
-        at, found = PARTS_FROM + (row - ROWS) * 16_384 + 16_384, []
+        at, found = (row - ROWS + 1) * 16_384, []
         for length in self.cuts:
             at -= length + 1
             found.append((at, length))
@@ -95,11 +96,11 @@ class Bench:
         for row in self.rows:
             content, at = np.random.default_rng(seed + row).integers(0, 256, PAYLOAD, np.uint8), 0
             for offset, length in self.parts(row):
-                self.memory[offset : offset + length] = content[at : at + length]
+                self.region[offset : offset + length] = content[at : at + length]
                 at += length
 
     def content(self, row):
-        return b"".join(self.memory[offset : offset + length].tobytes() for offset, length in self.parts(row))
+        return b"".join(self.region[offset : offset + length].tobytes() for offset, length in self.parts(row))
 
     def revoke(self):
         return [self.table.revoke(row) for row in self.rows]
@@ -132,16 +133,16 @@ def bench(store, cuts):
 @pytest.mark.parametrize("in_place", [False, True])
 def test_values_come_back_to_the_same_places_and_nothing_beside_them_changes(bench, store, cuts, in_place):
     bench.fill(1)
-    before = bench.memory[PARTS_FROM:].copy()
+    before = bench.region.copy()
     bench.open()
     assert set(bench.mover.store(bench.run).statuses) == {Status.DONE}
-    assert (bench.memory[PARTS_FROM:] == before).all()
+    assert (bench.region == before).all()
     for row in bench.rows:
         for offset, length in bench.parts(row):
-            bench.memory[offset : offset + length] = 0
+            bench.region[offset : offset + length] = 0
     bench.open(in_place=in_place)
     assert set(bench.mover.load(bench.run).statuses) == {Status.DONE}
-    assert (bench.memory[PARTS_FROM:] == before).all()
+    assert (bench.region == before).all()
     assert set(bench.revoke()) == {ClaimState.LANDED}
     gathers = isinstance(store, Gathering) and store.write_parts is not None and len(cuts) <= 63
     assert store.parts == [[*cuts, VALUE - PAYLOAD]] * (COUNT * (1 + in_place) if gathers else 0)
@@ -156,12 +157,12 @@ def test_what_is_damaged_is_not_found_and_only_in_place_touches_the_memory(bench
         name = NAMES.name(key)
         store.values[name] = store.values[name][:500] + b"?" + store.values[name][501:]
     bench.fill(2)
-    before = bench.memory[PARTS_FROM:].copy()
+    before = bench.region.copy()
     bench.open(in_place=in_place)
     assert set(bench.mover.load(bench.run).statuses) == {Status.CORRUPT}
     assert set(bench.revoke()) == {ClaimState.OPEN}
     if not store.parts or not in_place:
-        assert (bench.memory[PARTS_FROM:] == before).all()
+        assert (bench.region == before).all()
     assert store.values == {}, "what is damaged is removed"
 
 
@@ -225,7 +226,7 @@ def test_what_is_read_when_the_call_is_over_does_not_land(bench, store):
     bench.open()
     bench.mover.store(bench.run)
     bench.fill(2)
-    before = bench.memory[PARTS_FROM:].copy()
+    before = bench.region.copy()
     bench.open()
 
     def take_back(method):
@@ -234,7 +235,7 @@ def test_what_is_read_when_the_call_is_over_does_not_land(bench, store):
     store.before = take_back
     moved = bench.mover.load(bench.run)
     assert set(moved.statuses) == {Status.FAILED}
-    assert (bench.memory[PARTS_FROM:] == before).all()
+    assert (bench.region == before).all()
 
 
 def test_a_store_that_keeps_a_part_that_it_read_into_fails_the_value():

@@ -13,15 +13,16 @@ from kvtiers.region.memfd import create_memfd, map_memory
 
 FIRST, COUNT = 7, 3
 PARTS_FROM = COUNT * RECORD_BYTES
-NBYTES = PARTS_FROM + 4 * 4096
-PLACE = {"first": FIRST, "at": 0, "count": COUNT, "parts_from": PARTS_FROM}
+REGION = 4 * 4096
+NBYTES = PARTS_FROM + REGION
+PLACE = {"first": FIRST, "at": 0, "count": COUNT}
 HOST = """
 import sys
 from kvtiers.region.claims import ClaimTable
 from kvtiers.region.memfd import map_memory
 fd, nbytes, row = map(int, sys.argv[1:4])
 mapping = map_memory(fd, nbytes, nbytes)
-table = ClaimTable(fd, mapping.view, **eval(sys.argv[4]))
+table = ClaimTable(fd, mapping.view, mapping.view, **eval(sys.argv[4]))
 with table.held(row) as held:
     print(held.is_open, flush=True)
     sys.stdin.readline()
@@ -41,7 +42,7 @@ def fd():
 @pytest.fixture
 def table(fd):
     mapping = map_memory(fd, NBYTES, NBYTES)
-    table = ClaimTable(fd, mapping.view, **PLACE)
+    table = ClaimTable(fd, mapping.view, mapping.view[PARTS_FROM:], **PLACE)
     yield table
     table.close()
     mapping.close()
@@ -58,7 +59,7 @@ def host(fd):
 
 
 def test_a_claim_says_where_the_parts_lie_until_it_is_revoked(table):
-    parts = [(PARTS_FROM + 8192, 5), (PARTS_FROM, 4096)]
+    parts = [(8192, 5), (0, 4096)]
     table.open(FIRST + 1, parts, in_place=True)
     assert table.parts(FIRST + 1, 4101) == (parts, True)
     assert table.revoke(FIRST + 1) is ClaimState.OPEN
@@ -70,7 +71,7 @@ def test_a_claim_says_where_the_parts_lie_until_it_is_revoked(table):
 
 
 @pytest.mark.parametrize(
-    "parts", [[(PARTS_FROM, 99)], [(PARTS_FROM - 1, 100)], [(NBYTES - 99, 100)], [(0, 100)], [(PARTS_FROM, 100)] * 2]
+    "parts", [[(0, 99)], [(REGION - 99, 100)], [(REGION, 100)], [(1 << 63, 100)], [(0, 100)] * 2, [(0, 0), (0, 100)]]
 )
 def test_parts_that_are_not_the_value_or_lie_elsewhere_are_refused(table, parts):
     table.open(FIRST, parts, in_place=False)
@@ -85,15 +86,15 @@ def test_a_row_that_is_no_claim_is_refused(table, row):
 
 
 def test_as_many_parts_as_a_record_has_room_for_come_back(table):
-    parts = [(PARTS_FROM + place, 1) for place in range(ClaimTable.MOST_PARTS)]
+    parts = [(place, 1) for place in range(ClaimTable.MOST_PARTS)]
     table.open(FIRST + COUNT - 1, parts, in_place=False)
     assert table.parts(FIRST + COUNT - 1, len(parts)) == (parts, False)
     assert RECORD_BYTES - 16 * ClaimTable.MOST_PARTS < 32
 
 
 def test_a_call_gets_its_memory_back_when_the_host_that_writes_to_it_has_done_so(table, host):
-    table.open(FIRST, [(PARTS_FROM, 8)], in_place=False)
-    table.open(FIRST + 1, [(PARTS_FROM, 8)], in_place=False)
+    table.open(FIRST, [(0, 8)], in_place=False)
+    table.open(FIRST + 1, [(0, 8)], in_place=False)
     host.stdin.write("")
     assert host.stdout.readline() == "True\n"
     assert table.revoke(FIRST) is None, "it may be writing"
@@ -106,7 +107,7 @@ def test_a_call_gets_its_memory_back_when_the_host_that_writes_to_it_has_done_so
 
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_a_call_gets_its_memory_back_from_a_host_that_is_killed(table, host, is_stopped):
-    table.open(FIRST, [(PARTS_FROM, 8)], in_place=False)
+    table.open(FIRST, [(0, 8)], in_place=False)
     assert host.stdout.readline() == "True\n"
     if is_stopped:
         host.send_signal(signal.SIGSTOP)
@@ -117,7 +118,7 @@ def test_a_call_gets_its_memory_back_from_a_host_that_is_killed(table, host, is_
 
 
 def test_a_host_that_comes_too_late_is_not_given_the_memory(table, fd):
-    table.open(FIRST, [(PARTS_FROM, 8)], in_place=False)
+    table.open(FIRST, [(0, 8)], in_place=False)
     table.revoke(FIRST)
     command = [sys.executable, "-c", HOST, str(fd), str(NBYTES), str(FIRST), repr(PLACE)]
     found = subprocess.run(command, pass_fds=[fd], input="\n\n", capture_output=True, text=True, check=True)

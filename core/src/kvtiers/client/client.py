@@ -96,10 +96,11 @@ class Client:
         self._metrics = ClientMetrics()
         self._is_closed = False
         self.region: memoryview = rows.region
-        """Memory for the caller, ``region_bytes`` of it, zeroed, that tier hosts map: values in it pass no bounce row.
+        """Memory for the caller that tier hosts map, so that values in it pass no bounce row.
 
-        It is the caller's to divide, for numpy or torch (``frombuffer``), also after ``close``: it is unmapped when the
-        client and all that was made from it are gone. A forked child has it not.
+        It is the caller's own, or ``region_bytes`` of zeros: to divide, for numpy or torch (``frombuffer``), also after
+        ``close``. These are unmapped when the client and all that was made from them are gone, and no forked child has
+        them.
         """
 
     # -- calls

@@ -13,7 +13,7 @@ from kvtiers._process import hold_standard_descriptors
 from kvtiers.api import ConfigError, TierConfig
 from kvtiers.client.client import Client
 from kvtiers.client.driver import Driver
-from kvtiers.client.rows import BounceRows
+from kvtiers.client.rows import BounceRows, CallersMemory
 from kvtiers.config import OffloadConfig, load_config
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.layout.storage_name import StorageNames
@@ -37,6 +37,7 @@ def open_client(
     *,
     bounce_bytes: int = _BOUNCE_BYTES,
     region_bytes: int = 0,
+    region: tuple[int, Any] | None = None,
     deadline: float | None = None,
     way_in: str = "as a client",
     release: str = "",
@@ -51,9 +52,10 @@ def open_client(
     that is asked for is a miss. They are fixed here since a value's seal and fingerprint state its length, as they do
     for an engine's. ``bounce_bytes``: shared memory through which values pass; a value of any length takes as much of
     it as the longest. ``region_bytes``: of memory for the caller (``Client.region``), which tier hosts map, so that
-    values in it are not copied through the rows. ``deadline``: seconds in which a call ends, by default the longest
-    ``deadline`` among the tiers. ``way_in``, ``release``: what uses the client, for the log and for what is recorded
-    beside the values.
+    values in it are not copied through the rows. ``region``: shared memory of the caller's own instead: a descriptor of
+    a memfd or of ``shm_open``, and the buffer that is mapped from it. ``deadline``: seconds in which a call ends, by
+    default the longest ``deadline`` among the tiers. ``way_in``, ``release``: what uses the client, for the log and for
+    what is recorded beside the values.
 
     Of the config, ``primary`` and what belongs to it has no effect. Waits up to ``start_wait`` for the tiers to open;
     one that is not open by then is used when it is. ConfigError or StartError, in one line each, if it cannot start.
@@ -70,7 +72,7 @@ def open_client(
     with contextlib.ExitStack() as undo:
         logs = queue_logs()  # first: what follows logs, too
         undo.callback(logs.close)
-        rows = _bounce_rows(config, layout.row_stride, bounce_bytes, region_bytes)
+        rows = _bounce_rows(config, layout.row_stride, bounce_bytes, _memory(region, region_bytes))
         undo.callback(rows.close)
         record = described(names, layout, release)
         hosted = rows.for_tiers(sizes, core_dumps=config.primary.core_dumps)
@@ -109,16 +111,22 @@ def client_layout(identity: ModelIdentity, lengths: Sequence[int]) -> CacheLayou
     )
 
 
-def _bounce_rows(config: OffloadConfig, row_stride: int, bounce_bytes: int, region_bytes: int) -> BounceRows:
+def _memory(region: tuple[int, Any] | None, region_bytes: int) -> int | CallersMemory:
+    if region_bytes < 0 or (region is not None and region_bytes):
+        raise ConfigError(f"region_bytes is {region_bytes!r}, expected a number of bytes, and none beside a region")
+    return CallersMemory(*region) if region is not None else region_bytes
+
+
+def _bounce_rows(config: OffloadConfig, row_stride: int, bounce_bytes: int, region: int | CallersMemory) -> BounceRows:
     """Return the memory of a client: so few rows and claims together that no store queue has to drop one.
 
     No claims where a tier moves values in this process: it needs bounce rows.
     """
     queues = [tier.store_queue for tier in config.secondary if not tier.read_only]
-    most = min([*queues, 1 << 20]) // (2 if region_bytes else 1)
+    most = min([*queues, 1 << 20]) // (2 if region else 1)
     hosts_alone = all(tier.io == "process" and load_tier(tier.type).kind == "store" for tier in config.secondary)
-    claims = most if region_bytes and hosts_alone else 0
-    return BounceRows(min(bounce_bytes // row_stride, most), row_stride, region_bytes, claims)
+    claims = most if region and hosts_alone else 0
+    return BounceRows(min(bounce_bytes // row_stride, most), row_stride, region, claims)
 
 
 def _stats(tiers: TierSet) -> dict[str, dict[str, Any]]:

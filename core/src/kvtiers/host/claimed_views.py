@@ -25,7 +25,7 @@ class ClaimedViews(BounceBufferViews):
         """Copy a value's parts into its bounce buffer; ClaimRevoked if they may be any bytes by now."""
         memory, [at] = self._places([row], [payload])
         for offset, nbytes in self.table.parts(row, payload)[0]:
-            copy_memory(self.table.memory, offset, memory, at, nbytes)
+            copy_memory(self.table.region, offset, memory, at, nbytes)
             at += nbytes
         if not self.is_given(row):
             raise ClaimRevoked
@@ -42,14 +42,14 @@ class ClaimedViews(BounceBufferViews):
         """Return core's own views of a value's parts, and of memory for the rest."""
         memory, [at] = self._places([row], [nbytes])
         parts, _ = self.table.parts(row, payload)
-        own = [self.table.memory[offset : offset + length] for offset, length in parts]
+        own = [self.table.region[offset : offset + length] for offset, length in parts]
         return own, memory[at + payload : at + nbytes]
 
     def borrow_parts(self, row: int, payload: int, nbytes: int, *, readonly: bool = True) -> tuple[Loan, Loan]:
         """Return loans of a value's parts and of the rest of it."""
         memory, [at] = self._places([row], [nbytes])
         return (
-            Loan(self.table.memory, self.table.parts(row, payload)[0], readonly=readonly),
+            Loan(self.table.region, self.table.parts(row, payload)[0], readonly=readonly),
             Loan(memory, [(at + payload, nbytes - payload)], readonly=readonly),
         )
 
@@ -65,7 +65,7 @@ class ClaimedViews(BounceBufferViews):
             if not held.is_open:
                 return False
             for offset, length in self.table.parts(row, nbytes)[0]:
-                copy_memory(memory, at, self.table.memory, offset, length)
+                copy_memory(memory, at, self.table.region, offset, length)
                 at += length
             held.has_landed = True
         return True

@@ -57,6 +57,7 @@ class TierHost:
         self._connection = socket.socket(fileno=socket_fd)
         self._region_fd = region_fd
         self._mapping: Mapping | None = None
+        self._callers_mapping: Mapping | None = None
         self._pools: list[TransferPool] = []
         self._reported: dict[int, dict[str, float]] = {}
         self._writer = HostSender(self._connection, self._figures, self._check_kept, give_back)
@@ -130,9 +131,20 @@ class TierHost:
         views = value_views(memory, region["row_stride"], largest)
         claimed = None
         if claims:
-            claimed = ClaimedViews(ClaimTable(self._region_fd, self._mapping.view, **claims), largest)
+            caller = self._callers_region(**claims.pop("region"))
+            claimed = ClaimedViews(ClaimTable(self._region_fd, self._mapping.view, caller, **claims), largest)
         for index, tier in enumerate(hello["tiers"]):
             self._pools.append(self._open(index, tier, views, claimed, memory, region["row_stride"], nice))
+
+    def _callers_region(self, fd: int | None, at: int, nbytes: int) -> memoryview:
+        """Return the memory of a client's caller: of the mapped region, or of a descriptor of the caller's own."""
+        assert self._mapping is not None
+        mapping = self._mapping
+        if fd is not None:
+            os.set_inheritable(fd, False)
+            mapping = self._callers_mapping = map_memory(fd, at + nbytes, at + nbytes)
+            os.close(fd)
+        return mapping.view[at : at + nbytes]
 
     def _open(
         self,

@@ -45,24 +45,24 @@ class ClaimState(IntEnum):
 class ClaimTable:
     """The records in ``memory``, which is all of the mapped ``fd``: ``count`` of them, from byte ``at`` on.
 
-    ``first``: the row number of the first one. Parts lie in ``memory[parts_from:]``.
+    ``first``: the row number of the first one. ``region``: the memory that parts lie in.
     """
 
     MOST_PARTS = (RECORD_BYTES - _PARTS_AT) // _PART.size
 
-    def __init__(self, fd: int, memory: memoryview, *, first: int, at: int, count: int, parts_from: int) -> None:
+    def __init__(self, fd: int, memory: memoryview, region: memoryview, *, first: int, at: int, count: int) -> None:
         self.memory = memory
+        self.region = region
         self.first = first
         self.count = count
         self._fd = fd
         self._at = at
-        self._parts_from = parts_from
         self._is_closed = False
 
     # -- the client's side
 
     def open(self, row: int, parts: Sequence[tuple[int, int]], *, in_place: bool) -> None:
-        """Open a claim on these parts of a value: (offset in the memory, length), at most ``MOST_PARTS``."""
+        """Open a claim on these parts of a value: (offset in the region, length), at most ``MOST_PARTS``."""
         at = self._record(row)
         _HEAD.pack_into(self.memory, at, ClaimState.REVOKED, len(parts), in_place)
         for place, part in enumerate(parts):
@@ -90,7 +90,7 @@ class ClaimTable:
     def close(self) -> None:
         """Drop the memory, when there are no hosts any more: no claim can be used then."""
         self._is_closed = True
-        self.memory = memoryview(b"")
+        self.memory = self.region = memoryview(b"")
         self._fd = -1
 
     # -- a host's side
@@ -104,13 +104,13 @@ class ClaimTable:
         state, count, in_place = _HEAD.unpack_from(self.memory, at)
         if state == ClaimState.REVOKED:
             raise ClaimRevoked
-        end = len(self.memory)
+        end = len(self.region)
         found = [
             _PART.unpack_from(self.memory, at + _PARTS_AT + place * _PART.size)
             for place in range(min(count, self.MOST_PARTS))
         ]
         if sum(length for _, length in found) != nbytes or not all(
-            self._parts_from <= offset and 0 < length <= end - offset for offset, length in found
+            0 < length <= end - offset for offset, length in found
         ):
             raise IndexError(f"claim {row} has no {nbytes} bytes")
         return found, bool(in_place)
