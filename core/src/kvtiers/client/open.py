@@ -61,9 +61,7 @@ def open_client(
     one that is not open by then is used when it is. ConfigError or StartError, in one line each, if it cannot start.
     """
     hold_standard_descriptors()
-    config = config if isinstance(config, OffloadConfig) else load_config(config)
-    _refuse_admissions(config.secondary)
-    require_linux()
+    config = _usable(config)
     lengths = [value_bytes] if isinstance(value_bytes, int) else list(value_bytes)
     layout = with_weights(with_model(config, client_layout(identity, lengths)))
     sizes = [(layout.payload_bytes(group), layout.value_bytes(group)) for group in range(len(layout.groups))]
@@ -140,6 +138,14 @@ def _stats(tiers: TierSet) -> dict[str, dict[str, Any]]:
 def _driver(config: OffloadConfig, tiers: TierSet) -> Driver:
     is_polled = any(tier.io == "thread" or load_tier(tier.type).kind == "manager" for tier in config.secondary)
     return Driver(tiers.slots, tiers.hosts.wait if tiers.hosts is not None else _wait, is_polled=is_polled)
+
+
+def _usable(given: OffloadConfig | str | os.PathLike[str] | Mapping[str, Any]) -> OffloadConfig:
+    """Return the config; ConfigError or StartError if a client cannot use it."""
+    config = given if isinstance(given, OffloadConfig) else load_config(given)
+    _refuse_admissions(config.secondary)
+    require_linux()
+    return config
 
 
 def _refuse_admissions(tiers: Sequence[TierConfig]) -> None:
