@@ -2,12 +2,15 @@
 
 Lanes take turns, a round after the other, each on new values: `stack` is an engine's: a manager and one rank, whose KV
 tensors lie in host memory: each value is copied into a row, stored, forgotten, loaded into a row, and copied back.
-`client` puts and gets the same values with one call each way, from one thread; `client x4` from four. `tier` has the
-values in rows already, and drives the hosts alone: a ceiling without the copy. `plain` calls the store in a loop, in
-this process, without a seal. Both ways with tier hosts (`io: process`) and jobs as they come. Medians; shares are turn
-by turn, since turns beside each other differ less than rounds.
+`client` puts and gets the same values with one call each way, from one thread; `client x4` from four; `2 parts` has
+each value in two places far apart. `region` and `region 2` are these two with the values in the client's own region,
+which the hosts map, `in place` and `in place 2` with reads straight into it. `tier` has the values in rows already, and
+drives the hosts alone: a ceiling without the copy. `plain` calls the store in a loop, in this process, without a seal.
+`control` is `client` once more: what its share of `client` differs from 1 is noise. All with tier hosts (`io: process`)
+and jobs as they come. Medians; shares are turn by turn, since turns beside each other differ less than rounds.
 """
 
+import contextlib
 import gc
 import os
 import shutil
@@ -20,7 +23,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +52,14 @@ STEP_SECONDS = 0.0002
 PATIENCE = 120.0
 JOB_BYTES = 128 << 20
 Values = npt.NDArray[np.uint8]
+WAYS_OF_MEMORY = {
+    "2 parts": (2, False, True),
+    "region": (1, False, False),
+    "region 2": (2, False, False),
+    "in place": (1, True, False),
+    "in place 2": (2, True, False),
+}
+"""Lanes of a client's: parts a value, whether they are read in place, whether they lie in the caller's own memory."""
 
 
 class StackLane:
@@ -161,6 +172,43 @@ class ClientLane:
         assert done == [True] * len(parts), self._client.stats()
 
 
+class RegionLane:
+    """A client whose caller's values lie in its region, or (``is_own``) in memory of the caller's, in so many parts."""
+
+    def __init__(
+        self, config: dict[str, Any], values: Values, stack: ExitStack, *, parts: int, in_place: bool, is_own: bool
+    ) -> None:
+        count, payload = values.shape
+        nbytes = 0 if is_own else 2 * values.nbytes
+        self._client = stack.enter_context(open_client(config, IDENTITY, payload, region_bytes=nbytes))
+        memory = np.empty(2 * values.nbytes, np.uint8) if is_own else np.frombuffer(self._client.region, np.uint8)
+        # One part of all values behind the other: those of one value lie far apart, as K and V do.
+        self._from, self._back = memory.reshape(2, parts, count, payload // parts)
+        self._values = values.reshape(count, parts, payload // parts).swapaxes(0, 1)
+        self._from[:] = self._values
+        self._in_place = in_place
+        self._is_own = is_own
+
+    def write(self, keys: Sequence[bytes]) -> None:
+        """Put all values."""
+        assert all(self._client.put(keys, self._views(self._from)).stored), self._client.stats()
+
+    def read(self, keys: Sequence[bytes]) -> None:
+        """Get all values."""
+        found = self._client.get_into(keys, self._views(self._back), in_place=self._in_place)
+        assert all(found), self._client.stats()
+
+    def check(self) -> None:
+        """Compare what was read, and make sure of the way that it took."""
+        assert np.array_equal(self._back, self._values)
+        self._back[:] = 0
+        stats = self._client.stats()
+        assert stats["direct_values"] == (0 if self._is_own else stats["put_values"] + stats["get_values"])
+
+    def _views(self, memory: Values) -> list[list[Values]]:
+        return [list(parts) for parts in memory.swapaxes(0, 1)]
+
+
 class TierLane:
     """Jobs on rows that hold the values, without an engine and without a copy."""
 
@@ -258,6 +306,18 @@ def clear(config: dict[str, Any]) -> None:
             store.delete([entry.name for entry in store.list("")])
 
 
+class Turn(NamedTuple):
+    """One turn of a lane: seconds, and the seconds that this process and the tier hosts had a processor."""
+
+    seconds: float
+    caller: float
+    hosts: float
+
+
+Samples: TypeAlias = dict[str, list[tuple[Turn, Turn]]]
+"""The turns of each lane: of writing and of reading."""
+
+
 def measure(kind: str, nbytes: int, total: int, rounds: int, top: Path) -> dict[str, Any]:
     """Return the rates of all lanes with values of this size in this store."""
     count = total // nbytes
@@ -274,15 +334,20 @@ def measure(kind: str, nbytes: int, total: int, rounds: int, top: Path) -> dict[
             "stack": StackLane(config("stack"), values, back, stack),
             "client": ClientLane(config("client"), values, back, stack, 1),
             "client x4": ClientLane(config("client x4"), values, back, stack, 4),
+            **{
+                name: RegionLane(config(name), values, stack, parts=parts, in_place=in_place, is_own=is_own)
+                for name, (parts, in_place, is_own) in WAYS_OF_MEMORY.items()
+            },
+            "control": ClientLane(config("control"), values, back, stack, 1),
             "tier": TierLane(config("tier"), values, stack),
             "plain": PlainLane(open_plain(kind, config("plain"), folder, stack), values, back),
         }
-        samples: dict[str, list[tuple[float, float]]] = {name: [] for name in lanes}
+        samples: Samples = {name: [] for name in lanes}
         order = [*lanes]
         for turn in range(rounds + 1):
             for name in order[turn % len(order) :] + order[: turn % len(order)]:
                 lane, keys = lanes[name], [os.urandom(32) for _ in range(count)]
-                pair = seconds_of(lane.write, keys), seconds_of(lane.read, keys)
+                pair = turn_of(lane.write, keys), turn_of(lane.read, keys)
                 lane.check()
                 clear(config(name))
                 if turn:  # the first one warms up
@@ -290,30 +355,61 @@ def measure(kind: str, nbytes: int, total: int, rounds: int, top: Path) -> dict[
         del lanes, lane
     gc.collect()
     shutil.rmtree(folder)
-    moved = values.nbytes / 1e9
-    rates = {
-        name: {way: moved / statistics.median(pair[i] for pair in pairs) for i, way in enumerate(WAYS)}
-        for name, pairs in samples.items()
-    }
-    shares = {
-        other: {
-            way: middle_share([pair[i] for pair in samples[other]], [pair[i] for pair in samples["client"]])
+    return {"store": kind, "value_bytes": nbytes} | figures_of(samples, values.nbytes / 1e9)
+
+
+def figures_of(samples: Samples, moved: float) -> dict[str, Any]:
+    """Return what the turns of all lanes say, each of which has moved so many GB."""
+
+    def shares(ones: str, others: str) -> dict[str, float]:
+        """How fast the second lane is, as a share of the first."""
+        return {
+            way: middle_share(
+                [pair[i].seconds for pair in samples[ones]], [pair[i].seconds for pair in samples[others]]
+            )
             for i, way in enumerate(WAYS)
         }
-        for other in ("stack", "tier", "plain")
+
+    return {
+        "gb_per_s": {
+            name: {way: moved / statistics.median(pair[i].seconds for pair in pairs) for i, way in enumerate(WAYS)}
+            for name, pairs in samples.items()
+        },
+        "processor_s_per_gb": {
+            name: {
+                way: [
+                    statistics.median(pair[i].caller for pair in pairs) / moved,
+                    statistics.median(pair[i].hosts for pair in pairs) / moved,
+                ]
+                for i, way in enumerate(WAYS)
+            }
+            for name, pairs in samples.items()
+        },
+        "client_of": {other: shares(other, "client") for other in ("stack", "tier", "plain")},
+        "of_client": {name: shares("client", name) for name in (*WAYS_OF_MEMORY, "control")},
     }
-    return {"store": kind, "value_bytes": nbytes, "gb_per_s": rates, "client_of": shares}
 
 
-def seconds_of(work: Callable[[Sequence[bytes]], None], keys: Sequence[bytes]) -> float:
-    begin = time.perf_counter()
+def turn_of(work: Callable[[Sequence[bytes]], None], keys: Sequence[bytes]) -> Turn:
+    hosts, caller, begin = hosts_seconds(), time.process_time(), time.perf_counter()
     work(keys)
-    return time.perf_counter() - begin
+    return Turn(time.perf_counter() - begin, time.process_time() - caller, hosts_seconds() - hosts)
+
+
+def hosts_seconds() -> float:
+    """Return the seconds that the child processes have had a processor. On a busy machine they say more than rates."""
+    total = 0
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a thread that has just ended
+            for child in (task / "children").read_text().split():
+                for thread in Path(f"/proc/{child}/task").iterdir():
+                    total += int((thread / "schedstat").read_text().split()[0])
+    return total / 1e9
 
 
 def goals_of(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     goals = []
-    for kind in STORES:
+    for kind in dict.fromkeys(one["store"] for one in found):
         for way in WAYS:
             by_size = {
                 format_size(one["value_bytes"]): one["client_of"]["stack"][way] for one in found if one["store"] == kind
@@ -332,17 +428,31 @@ def report(found: dict[str, Any]) -> None:
             rates = "".join(f"{one['gb_per_s'][name][way]:11.2f}" for name in names)
             shares = ", ".join(f"{one['client_of'][other][way]:.2f}" for other in one["client_of"])
             print(f"{one['store']:7}{format_size(one['value_bytes']):>6} {way:6}{rates}   {shares}")
+    print("processor seconds a GB, this process + tier hosts")
+    for one in found["sizes"]:
+        for way in WAYS:
+            spent = [one["processor_s_per_gb"][name][way] for name in names]
+            cells = "".join(f"{f'{caller:.2f}+{hosts:.2f}':>11}" for caller, hosts in spent)
+            print(f"{one['store']:7}{format_size(one['value_bytes']):>6} {way:6}{cells}")
+    names = list(found["sizes"][0]["of_client"])
+    print("as a share of client" + "".join(f"{name:>11}" for name in names))
+    for one in found["sizes"]:
+        for way in WAYS:
+            shares = "".join(f"{one['of_client'][name][way]:11.2f}" for name in names)
+            print(f"{one['store']:7}{format_size(one['value_bytes']):>6} {way:6}{shares}")
 
 
 def main() -> None:
     parser = options_of(__doc__, "fewer bytes and rounds")
+    parser.add_argument("--store", choices=STORES, help="this store alone (all)")
     parser.add_argument("--path", type=Path, help="a folder on the disk for fs (the one for temporary files)")
     options = parser.parse_args()
     if not sys.platform.startswith("linux"):
         sys.exit("error: tier hosts need Linux")
     total, rounds = (64 << 20, 3) if options.quick else (192 << 20, 7)
     with tempfile.TemporaryDirectory(dir=options.path, prefix="kvtiers-bench-") as top:
-        sizes = [measure(kind, nbytes, total, rounds, Path(top)) for kind in STORES for nbytes in SIZES]
+        stores = [options.store] if options.store else STORES
+        sizes = [measure(kind, nbytes, total, rounds, Path(top)) for kind in stores for nbytes in SIZES]
     say({"sizes": sizes, "goals": goals_of(sizes)}, report, as_json=options.json)
 
 

@@ -148,7 +148,7 @@ def test_the_readme_s_python_opens_an_engine_and_one_line_more_exports_its_figur
 
 def test_the_client_s_page_runs_as_it_is_shown(tmp_path):
     (config,) = blocks("docs/client.md", "yaml")
-    (code,) = blocks("docs/client.md", "python")
+    code = "\n".join(blocks("docs/client.md", "python"))
     (tmp_path / "tiers.yaml").write_text(config, encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False

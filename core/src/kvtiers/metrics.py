@@ -168,6 +168,9 @@ class ClientMetrics(_Metrics):
     get_values: int = _figure("Values that get_into was asked for.")
     found_values: int = _figure("Values that get_into has found.")
     found_bytes: int = _figure("Bytes of the values that get_into has found, each value once.")
+    direct_values: int = _figure(
+        "Values of put and get_into that passed no bounce row: they lie in the client's region."
+    )
     lookups: int = _figure("Calls of exists and exists_prefix.")
     deletes: int = _figure("Calls of delete.")
     deleted_values: int = _figure("Keys that delete has removed from all tiers that take stores.")

@@ -34,7 +34,10 @@ _CLOSE_SECONDS = 4.0  # for hosts to close their stores, also when draining took
 
 @dataclass(frozen=True, slots=True)
 class TierRows:
-    """The rows that tiers move. ``sizes[g]``: payload and value bytes of group g; ``fd``: None: no host can map it."""
+    """The rows that tiers move. ``sizes[g]``: payload and value bytes of group g; ``fd``: None: no host can map it.
+
+    ``claims``: where a client's claims lie in it (``region/claims.py``), if it has any.
+    """
 
     view: memoryview
     row_stride: int
@@ -42,6 +45,7 @@ class TierRows:
     fd: int | None
     map_bytes: int
     core_dumps: bool = False
+    claims: Mapping[str, Any] | None = None
 
 
 class TierSet:
@@ -120,7 +124,9 @@ class TierSet:
         rows = self._rows
         if rows.fd is None:
             return None
-        hosted = HostedRegion(rows.fd, rows.map_bytes, len(rows.view), rows.row_stride, rows.sizes, rows.core_dumps)
+        hosted = HostedRegion(
+            rows.fd, rows.map_bytes, len(rows.view), rows.row_stride, rows.sizes, rows.core_dumps, rows.claims
+        )
         return TierHosts(hosted, self._namespace, lambda: self._names, self._described, is_awaited=is_awaited)
 
     def _slot(self, index: int, config: TierConfig) -> TierSlot:

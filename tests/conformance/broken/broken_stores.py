@@ -101,6 +101,15 @@ class EveryAbility(Memory):
     def write_parts(self, name, parts):
         self.write(name, memoryview(b"".join(parts)))
 
+    def read_parts_into(self, name, parts):
+        value, at = self.values.get(name, b""), 0
+        if len(value) != sum(map(len, parts)):
+            return False
+        for part in parts:
+            part[:] = value[at : at + len(part)]
+            at += len(part)
+        return True
+
     def list(self, prefix):
         for name, value in self.values.copy().items():
             if name.startswith(prefix):
@@ -645,6 +654,30 @@ class KeepsAPart(EveryAbility):
     def write_parts(self, name, parts):
         super().write_parts(name, parts)
         self.last = parts[-1][:8]
+
+
+@caught_by("test_a_value_read_into_parts_fills_all_of_them_in_order")
+class ReadsTheFirstPartsAlone(EveryAbility):
+    """As one call of readv, which may read less than it is asked for."""
+
+    def read_parts_into(self, name, parts):
+        value = self.values.get(name, b"")
+        if len(value) != sum(map(len, parts)):
+            return False
+        return super().read_parts_into(name, parts) if len(parts) < 3 else True
+
+
+@caught_by("test_what_is_absent_or_of_another_length_is_not_read_into_parts")
+class ReadsPartsOfAnyLength(EveryAbility):
+    def read_parts_into(self, name, parts):
+        return super().read_parts_into(name, parts) or name in self.values
+
+
+@caught_by("test_no_part_that_was_read_into_is_kept")
+class KeepsAPartReadInto(EveryAbility):
+    def read_parts_into(self, name, parts):
+        self.last = parts[-1][:8]
+        return super().read_parts_into(name, parts)
 
 
 @caught_by("test_a_listing_has_each_value_once_with_its_length")

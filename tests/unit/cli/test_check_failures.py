@@ -82,6 +82,8 @@ def test_a_tier_that_ends_crashes_or_raises_anything_is_one_error(run, config, s
         ("def stats(self): return {'rate': float('nan')}", "stats() has nan for 'rate', expected a number"),
         ("kept = None\ndef write(self, name, src):\n    super().write(name, src)\n    self.kept = src", "Mine.write kept the buffer that it was given"),
         ("kept = None\ndef write_parts(self, name, parts):\n    self.values[name] = b''.join(parts)\n    self.kept = parts[1]", "Mine.write_parts kept the buffer that it was given"),
+        ("def read_parts_into(self, name, parts): return False", "read_parts_into() gave False, expected True"),
+        ("def read_parts_into(self, name, parts): return name in self.values", "the value read back is not the value written"),
         ("def write_parts(self, name, parts): self.values[name] = bytes(parts[0])", "what write_parts() has just written cannot be read back"),
         ("def diagnoze(self, n): return []", "'diagnoze', which is no part of the contract and is never used. Did you mean"),
     ],

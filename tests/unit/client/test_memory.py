@@ -1,13 +1,17 @@
 """Callers' memory and bounce rows: any parts, gathered and scattered; rows that are leased, held and free again."""
 
+import mmap
+import os
+import tempfile
 import threading
 import time
 
 import numpy as np
 import pytest
 
+from kvtiers.api import StartError
 from kvtiers.client.buffers import gather, length_of, parts_of, scatter
-from kvtiers.client.rows import BounceRows
+from kvtiers.client.rows import BounceRows, CallersMemory
 
 PATIENCE = 60.0
 
@@ -89,3 +93,75 @@ def test_who_waits_for_rows_goes_on_when_there_are_some_or_never_will_be(rows, w
     (lease.release if what == "release" else rows.end)()
     thread.join(PATIENCE)
     assert [one is None for one in got] == [what == "end"]
+
+
+PAGE = mmap.PAGESIZE
+
+
+@pytest.fixture
+def shared():
+    """A descriptor of shared memory of eight pages, and the caller's mapping of all but its first two."""
+    fd = os.memfd_create("kvtiers-test")
+    os.ftruncate(fd, 8 * PAGE)
+    yield fd, mmap.mmap(fd, 6 * PAGE, mmap.MAP_SHARED, offset=2 * PAGE)
+    os.close(fd)
+
+
+def test_shared_memory_of_a_callers_own_is_found_in_its_file_wherever_it_is_mapped(shared):
+    fd, mapped = shared
+    assert CallersMemory(fd, mapped).at == 2 * PAGE
+    part = memoryview(mapped)[PAGE + 24 : 5 * PAGE]
+    assert (CallersMemory(fd, part).at, len(CallersMemory(fd, part).view)) == (3 * PAGE + 24, 4 * PAGE - 24)
+    assert CallersMemory(fd, np.frombuffer(mapped, np.float32).reshape(-1, 8)).at == 2 * PAGE
+    mapped.madvise(mmap.MADV_DONTFORK, PAGE, 2 * PAGE)  # the kernel lists it in three parts now
+    assert CallersMemory(fd, mapped).at == 2 * PAGE
+
+
+def test_memory_that_is_not_of_the_descriptor_or_not_shared_is_refused_in_one_line(shared):
+    fd, mapped = shared
+    private = mmap.mmap(fd, 4 * PAGE, mmap.MAP_PRIVATE)
+    other = os.memfd_create("kvtiers-test-other")
+    os.ftruncate(other, 8 * PAGE)
+    elsewhere = mmap.mmap(other, 4 * PAGE, mmap.MAP_SHARED)
+    with tempfile.TemporaryFile() as file:
+        for what, memory in ((fd, private), (fd, elsewhere), (file.fileno(), mapped), (fd, bytearray(4 * PAGE))):
+            with pytest.raises(StartError, match="no shared mapping of descriptor") as refused:
+                CallersMemory(what, memory)
+            assert "\n" not in str(refused.value)
+    with pytest.raises(StartError, match="cannot be written"):
+        CallersMemory(fd, memoryview(mapped).toreadonly())
+    os.ftruncate(fd, 4 * PAGE)
+    with pytest.raises(StartError, match="no shared mapping"):
+        CallersMemory(fd, mapped)
+    os.close(other)
+
+
+def test_a_client_has_a_descriptor_of_the_callers_memory_until_it_is_closed(shared):
+    fd, mapped = shared
+    rows = BounceRows(4, 4096, CallersMemory(fd, mapped), 4)
+    assert (rows.claims.place["region"]["fd"] != fd, rows.claims.place["region"]["at"]) == (True, 2 * PAGE)
+    assert rows.region.nbytes == 6 * PAGE
+    assert rows.claims.table.region.nbytes == 6 * PAGE
+    mine = rows.claims.place["region"]["fd"]
+    assert os.fstat(mine).st_ino == os.fstat(fd).st_ino
+    rows.end()
+    rows.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(mine)
+
+
+def test_parts_that_follow_each_other_in_the_region_are_one_and_others_are_not_of_it(shared):
+    fd, mapped = shared
+    rows = BounceRows(4, 4096, CallersMemory(fd, mapped), 4)
+    region = np.frombuffer(mapped, np.uint8)
+    claims = rows.claims
+    assert claims.parts_of([region[8:20], region[:0], region[20:30], region[40:41], region[30:40]]) == [
+        (8, 22),
+        (40, 1),
+        (30, 10),
+    ]
+    assert claims.parts_of([region[:8], np.zeros(8, np.uint8)]) is None
+    assert claims.parts_of([region[at : at + 1] for at in range(0, 510, 2)]) is not None
+    assert claims.parts_of([region[at : at + 1] for at in range(0, 512, 2)]) is None, "more than a claim has room for"
+    rows.end()
+    rows.close()

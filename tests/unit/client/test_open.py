@@ -280,6 +280,28 @@ def test_lengths_that_cannot_be_are_refused(lengths):
         open_client(config(MEMORY), IDENTITY, lengths)
 
 
+@pytest.mark.parametrize("more", [{"region_bytes": -1}, {"region_bytes": 4096, "region": (0, bytearray(4096))}])
+def test_a_region_that_cannot_be_is_refused(more):
+    descriptors = open_descriptors()
+    with pytest.raises(ConfigError, match="expected a number of bytes, and none beside a region"):
+        open_client(config(MEMORY), IDENTITY, 1000, **more)
+    with pytest.raises(StartError, match="no shared mapping of descriptor 0"):
+        open_client(config(MEMORY), IDENTITY, 1000, region=(0, bytearray(4096)))
+    assert descriptors_left_since(descriptors, patience=30) == []
+
+
+def test_the_region_stays_the_callers_when_the_client_is_closed(client):
+    assert len(client.region) == 0
+    with open_client(config(MEMORY), IDENTITY, 1000, bounce_bytes=1 << 16, region_bytes=5000) as other:
+        mine = np.frombuffer(other.region, np.uint8)
+        assert (mine.nbytes, mine.max()) == (5000, 0)
+        mine[:1000] = value(1)
+        assert other.put(KEYS[:1], [mine[:1000]]).stored == [True]
+        assert other.get_into(KEYS[:1], [mine[2000:3000]]) == [True]
+    del other
+    assert (mine[2000:3000] == value(1)).all()
+
+
 def test_a_required_tier_that_cannot_be_opened_stops_the_client_and_nothing_is_left(tmp_path):
     threads, descriptors = set(threading.enumerate()), open_descriptors()
     file = tmp_path / "file"

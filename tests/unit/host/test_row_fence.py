@@ -12,7 +12,7 @@ def calls():
 
 def test_released_rows_are_copied_into_no_more(calls):
     guard, copied = RowFence(), []
-    assert guard.land(lambda: copied.append(1))
+    assert guard.land(lambda: copied.append(1) is None)
     guard.detach(lambda: calls.append("free"))
     assert calls == ["free"]
     assert not guard.land(lambda: copied.append(2))

@@ -1,7 +1,8 @@
 """The public contract for tier authors: every name that a plugin may import.
 
 Three rungs: a blocking ``ChunkStore``, the abilities that a store may add to it (``SupportsBatch``,
-``SupportsPieces``, ``SupportsParts``, ``SupportsListing``, ``SupportsDiagnosis``, ``SupportsStats``), and
+``SupportsPieces``, ``SupportsParts``, ``SupportsScatter``, ``SupportsListing``, ``SupportsDiagnosis``,
+``SupportsStats``), and
 ``SecondaryTierManager`` for tiers that bring their own asynchrony.
 """
 
@@ -29,6 +30,7 @@ from kvtiers.api.store import (
     SupportsListing,
     SupportsParts,
     SupportsPieces,
+    SupportsScatter,
     SupportsStats,
 )
 from kvtiers.api.tier import JobResult, LookupResult, SecondaryTierManager, TierRequest, TransferJob
@@ -62,6 +64,7 @@ __all__ = [
     "SupportsListing",
     "SupportsParts",
     "SupportsPieces",
+    "SupportsScatter",
     "SupportsStats",
     "TierConfig",
     "TierContext",

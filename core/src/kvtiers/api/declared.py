@@ -18,13 +18,22 @@ from kvtiers.api.store import (
     SupportsListing,
     SupportsParts,
     SupportsPieces,
+    SupportsScatter,
     SupportsStats,
 )
 from kvtiers.api.tier import SecondaryTierManager
 
 __all__ = ["ABILITIES", "class_problems", "option_problems"]
 
-ABILITIES = (SupportsBatch, SupportsPieces, SupportsParts, SupportsListing, SupportsDiagnosis, SupportsStats)
+ABILITIES = (
+    SupportsBatch,
+    SupportsPieces,
+    SupportsParts,
+    SupportsScatter,
+    SupportsListing,
+    SupportsDiagnosis,
+    SupportsStats,
+)
 """The optional abilities of a store, each a runtime Protocol."""
 
 _CLOSE = 0.85  # 'diagnoze' and 'stat' are; 'state' is not

@@ -20,6 +20,7 @@ __all__ = [
     "SupportsListing",
     "SupportsParts",
     "SupportsPieces",
+    "SupportsScatter",
     "SupportsStats",
 ]
 
@@ -156,8 +157,9 @@ class SupportsPieces(Protocol):
 class SupportsParts(Protocol):
     """A store that writes a value out of several places in memory by itself, as a file or a socket can.
 
-    Core has such values where a row has no room for the seal, or the seal is one store's own: it would have to
-    copy them together before ``write``. A store with ``SupportsBatch`` is not asked.
+    Core has such values where they lie in a caller's own shared memory (``kvtiers.open_client``), where a row has no
+    room for the seal, or the seal is one store's own: it would have to copy them together before ``write``. A store
+    with ``SupportsBatch`` is not asked.
     """
 
     def write_parts(self, name: str, parts: Sequence[memoryview]) -> None:
@@ -165,6 +167,23 @@ class SupportsParts(Protocol):
 
         1 to 64 flat, read-only views of bytes, each of any length but 0 and at any address, valid during the call
         alone. Atomic, and ``StoreFull``, as with ``write``: readers see all parts of one call, or none.
+        """
+
+
+@runtime_checkable
+class SupportsScatter(Protocol):
+    """A store that reads a value into several places in memory by itself, as a file or a socket can.
+
+    Core asks it for values that a client's caller wants read straight into its own shared memory
+    (``get_into(..., in_place=True)``): else each is read into one piece of memory, and copied from there. A store with
+    ``SupportsBatch`` is not asked.
+    """
+
+    def read_parts_into(self, name: str, parts: Sequence[memoryview]) -> bool:
+        """Do ``read_into`` for ``parts``, one behind the other: together they are as long as the value, and filled.
+
+        1 to 64 flat, writable views of bytes, each of any length but 0 and at any address, valid during the call
+        alone. False if there is no such value or it has another length; what the parts hold then does not matter.
         """
 
 

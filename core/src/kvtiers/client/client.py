@@ -1,11 +1,13 @@
 """The client as its callers see it: blocking calls from any thread, which never raise and end within their deadline."""
 
 import logging
+import math
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
@@ -15,14 +17,20 @@ from kvtiers.api import OffloadKey, make_offload_key
 from kvtiers.client.buffers import Bytes, Views, gather, length_of, parts_of, scatter
 from kvtiers.client.driver import CLOSED, Driver
 from kvtiers.client.requests import Delete, Get, Prefix, Present, Put, Task
-from kvtiers.client.rows import BounceRows
+from kvtiers.client.rows import BounceRows, RowLease
 from kvtiers.metrics import ClientMetrics
+from kvtiers.region.claims import ClaimState, ClaimTable
 
 __all__ = ["Client", "PutResult"]
 
 _log = logging.getLogger("kvtiers")
 _JOB_BYTES = 16 << 20  # of one piece of a call: the next one is gathered while its host works on it
-_MOST_PIECES = 3  # of one call whose rows wait to be scattered
+_CLAIMED_BYTES = 64 << 20  # of a piece that is not gathered: its host has enough to do
+_MOST_PIECES = {True: 3, False: 16}  # of one call at a time: of a get, whose rows wait to be scattered, and of a put
+_RELEASE_SECONDS = 0.05  # for the driver to drop what has not begun: nothing depends on it
+_REVOKE_SECONDS = 0.002  # how often a claim is tried again that a host is using
+_COPYING_SECONDS = 0.1  # for a host to end a copy into a caller's memory
+_IN_USE = "the time of a call is over, and it is still writing into the call's memory"
 _DELETED_AT_ONCE = 4_096
 _LONGEST_KEY = 65_531
 _P = ParamSpec("_P")
@@ -51,6 +59,8 @@ class _Value(NamedTuple):
     nbytes: int
     parts: list[list[Bytes]]
     places: list[int]
+    claimed: list[tuple[int, int]] | None = None
+    """Where its parts lie in the client's region; None: not all of them do."""
 
 
 class Client:
@@ -85,6 +95,13 @@ class Client:
         self._lock = threading.Lock()
         self._metrics = ClientMetrics()
         self._is_closed = False
+        self.region: memoryview = rows.region
+        """Memory for the caller that tier hosts map, so that values in it pass no bounce row.
+
+        It is the caller's own, or ``region_bytes`` of zeros: to divide, for numpy or torch (``frombuffer``), also after
+        ``close``. These are unmapped when the client and all that was made from them are gone, and no forked child has
+        them.
+        """
 
     # -- calls
 
@@ -96,13 +113,20 @@ class Client:
         result = self._never_raises(self._put, keys, views, timeout)
         return result if result is not None else PutResult([False] * _count(keys), error="not done; see the log")
 
-    def get_into(self, keys: Sequence[bytes], views: Sequence[Views], timeout: float | None = None) -> list[bool]:
+    def get_into(
+        self, keys: Sequence[bytes], views: Sequence[Views], timeout: float | None = None, *, in_place: bool = False
+    ) -> list[bool]:
         """Fill ``views[i]`` with the value of ``keys[i]``, where a tier has it; return for each whether it is there.
 
         The tiers are asked in the config's order. Views of values that were not found keep what they held; nothing is
         written to any of them after the call.
+
+        ``in_place``: values whose views lie in ``region`` may be read straight there, without a copy, by a store that
+        can (``SupportsScatter``); then views of values that were not found may hold anything. As the memory is the
+        caller's again when the call ends, a store that still reads into it then costs its tier host, which is killed:
+        for calls with time enough. The call ends when the kernel has ended that process.
         """
-        found = self._never_raises(self._get, keys, views, timeout)
+        found = self._never_raises(self._get, keys, views, timeout, in_place)
         return found if found is not None else [False] * _count(keys)
 
     def exists_prefix(self, keys: Sequence[bytes], value_bytes: int | None = None, timeout: float | None = None) -> int:
@@ -165,59 +189,81 @@ class Client:
         until = self._until(timeout)
         values = self._values(keys, views, writable=False)
         todo = self._pieces(values)
-        begun: list[tuple[Sequence[_Value], Put]] = []
-        while todo and (piece := self._begin(Put, todo, until, until)) is not None:
-            begun.append(piece)
-            piece[1].lease.release()  # the driver holds them; the next piece may need them
-        error = "" if not todo else CLOSED if self._is_closed else "no bounce row was free in time"
         stored = [False] * len(keys)
         tiers: dict[str, int] = {}
-        for some, request in begun:
-            self._await(request, until)
-            by_tier = {name: set(good) for name, good in list(request.stored.items())}
-            for name, good in by_tier.items():
-                tiers[name] = tiers.get(name, 0) + len(good)
-            for value in some:
-                for place in value.places:
-                    stored[place] = any(value.key in good for good in by_tier.values())
-            error = error or request.error
+        error = ""
+        with closing(self._moved(Put, todo, until)) as pieces:
+            for some, request in pieces:
+                by_tier = {name: set(good) for name, good in list(request.stored.items())}
+                for name, good in by_tier.items():
+                    tiers[name] = tiers.get(name, 0) + len(good)
+                for value in some:
+                    for place in value.places:
+                        stored[place] = any(value.key in good for good in by_tier.values())
+                error = error or request.error
+        if todo:
+            error = error or (CLOSED if self._is_closed else "no bounce row was free in time")
         if sum(len(value.places) for value in values) < len(keys):
             error = error or "some values were refused; see the log"
         nbytes = sum(value.nbytes for value in values)
         self._count(puts=1, put_values=len(keys), put_bytes=nbytes, stored_values=sum(stored))
         return PutResult(stored, tiers, error)
 
-    def _get(self, keys: Sequence[bytes], views: Sequence[Views], timeout: float | None) -> list[bool]:
+    def _get(self, keys: Sequence[bytes], views: Sequence[Views], timeout: float | None, in_place: bool) -> list[bool]:
         until = self._until(timeout)
         todo = self._pieces(self._values(keys, views, writable=True))
-        begun: deque[tuple[Sequence[_Value], Get]] = deque()
         found = [False] * len(keys)
+        with closing(self._moved(Get, todo, until, in_place=in_place)) as pieces:
+            for some, request in pieces:
+                self._scatter(some, request, found)
+        self._count(gets=1, get_values=len(keys), found_values=sum(found))
+        return found
+
+    def _moved(
+        self, kind: type[_Moving], todo: deque[Sequence[_Value]], until: float, *, in_place: bool = False
+    ) -> Generator[tuple[Sequence[_Value], _Moving], None, None]:
+        """Move values piece by piece; yield each when it is over, or its time is, and no host writes to it any more.
+
+        Its rows are the caller's until the next one is asked for. What is left in ``todo`` has got no rows in time.
+        """
+        begun: deque[tuple[Sequence[_Value], _Moving]] = deque()
         try:
             while todo or begun:
-                if todo and len(begun) < _MOST_PIECES:
-                    # Not waited for while rows of this call wait to be scattered: they may be all that there are.
-                    if (piece := self._begin(Get, todo, until, 0.0 if begun else until)) is not None:
+                if todo and len(begun) < _MOST_PIECES[kind is Get]:
+                    # Not waited for while this call has some rows: they may be all that there are.
+                    piece = self._begin(kind, todo, until, 0.0 if begun else until, in_place=in_place)
+                    if piece is not None:
                         begun.append(piece)
                         continue
                     if not begun:
                         break
-                self._await(begun[0][1], until)
-                self._scatter(*begun[0], found)
+                some, request = begun[0]
+                self._await(request, until)
+                self._revoke(some, request)
+                yield some, request
                 begun.popleft()[1].release()
         finally:
-            for _, request in begun:
+            for some, request in begun:
+                self._revoke(some, request)
                 request.release()
-        self._count(gets=1, get_values=len(keys), found_values=sum(found))
-        return found
 
     def _begin(
-        self, kind: type[_Moving], todo: deque[Sequence[_Value]], until: float, rows_until: float
+        self,
+        kind: type[_Moving],
+        todo: deque[Sequence[_Value]],
+        until: float,
+        rows_until: float,
+        *,
+        in_place: bool,
     ) -> tuple[Sequence[_Value], _Moving] | None:
         """Begin with the next piece, or as much of it as there are rows for; None if there is none until then.
 
         The caller holds the request's rows.
         """
-        lease = self._rows.take(len(todo[0]), rows_until) if self._is_usable() else None
+        claims = self._rows.claims if todo[0][0].claimed is not None else None
+        lease: RowLease | None = None
+        if self._is_usable():
+            lease = (self._rows if claims is None else claims).take(len(todo[0]), rows_until)
         if lease is None:
             return None
         piece = todo.popleft()
@@ -225,21 +271,58 @@ class Client:
         if rest:
             todo.appendleft(rest)
         try:
-            if kind is Put:
-                for row, value in zip(lease.rows, some, strict=True):
+            for row, value in zip(lease.rows, some, strict=True):
+                if claims is not None:
+                    claims.table.open(row, value.claimed or (), in_place=in_place)
+                elif kind is Put:
                     gather(value.parts[0], self._rows.row(row, value.nbytes))
             request = kind([value.key for value in some], lease, until)
         except BaseException:
             lease.release()
             raise
+        if claims is not None:
+            self._count(direct_values=len(some))
         self._driver.send(request)
         return some, request
+
+    def _revoke(self, some: Sequence[_Value], request: Put | Get) -> None:
+        """End the claims of a piece, so that no host writes to its memory any more; learn what has landed there."""
+        claims = self._rows.claims
+        if claims is None or some[0].claimed is None:
+            return
+        left = dict(zip(request.lease.rows, some, strict=True))
+        states = self._ended(request, claims.table, left) if request.stop() else {}
+        if isinstance(request, Get):
+            for row, value in left.items():
+                # Also what a job has done whose result came when the request was over.
+                if value.key not in request.found and states.get(row, claims.table.state(row)) is ClaimState.LANDED:
+                    request.found[value.key] = row
+
+    def _ended(self, request: Put | Get, table: ClaimTable, rows: Collection[int]) -> dict[int, ClaimState]:
+        """Revoke these claims and return their last states; wait for a host that writes to their memory just now."""
+        soon = Task(lambda: self._driver.release_jobs(request), time.monotonic() + self._deadline)
+        if self._driver.send(soon):
+            soon.over.wait(_RELEASE_SECONDS)
+        states: dict[int, ClaimState] = {}
+        kill_at = time.monotonic() + _COPYING_SECONDS
+        while True:
+            for row in rows:
+                if row not in states and (state := table.revoke(row)) is not None:
+                    states[row] = state
+            if len(states) == len(rows):
+                return states
+            if time.monotonic() >= kill_at:
+                kill_at = math.inf
+                end = Task(lambda: self._driver.kill_jobs(request, _IN_USE), time.monotonic() + self._deadline)
+                self._driver.send(end)
+            time.sleep(_REVOKE_SECONDS)
 
     def _scatter(self, some: Sequence[_Value], request: Get, found: list[bool]) -> None:
         for value in some:
             if (row := request.found.get(value.key)) is not None:
                 for place, parts in zip(value.places, value.parts, strict=True):
-                    scatter(self._rows.row(row, value.nbytes), parts)
+                    if row < self._rows.count:
+                        scatter(self._rows.row(row, value.nbytes), parts)
                     found[place] = True
                 self._count(found_bytes=value.nbytes)
 
@@ -321,11 +404,25 @@ class Client:
             else:
                 known.parts.append(parts)
                 known.places.append(place)
-        return list(values.values())
+        return [self._claimed(value) for value in values.values()]
+
+    def _claimed(self, value: _Value) -> _Value:
+        """Return a value with where it lies in the region, if it does, and has one place in its call."""
+        if self._rows.claims is None or len(value.places) > 1:
+            return value
+        return value._replace(claimed=self._rows.claims.parts_of(value.parts[0]))
 
     def _pieces(self, values: Sequence[_Value]) -> deque[Sequence[_Value]]:
-        most = max(1, min(_JOB_BYTES // self._rows.row_stride, self._rows.count // 2))
-        return deque(values[start : start + most] for start in range(0, len(values), most))
+        """Return the pieces of a call, in each of which all values are claimed or none is."""
+        pieces: deque[Sequence[_Value]] = deque()
+        claims = self._rows.claims
+        for rows, most_bytes in ((self._rows, _JOB_BYTES), (claims, _CLAIMED_BYTES)):
+            if rows is None:
+                continue
+            some = [value for value in values if (value.claimed is not None) == (rows is claims)]
+            most = max(1, min(most_bytes // self._rows.row_stride, rows.count // 2))
+            pieces.extend(some[start : start + most] for start in range(0, len(some), most))
+        return pieces
 
     def _await(self, request: Put | Get | Prefix | Present | Delete, until: float) -> None:
         if not request.over.wait(max(0.0, until - time.monotonic())):

@@ -152,6 +152,18 @@ class Driver:
         _release(leases)
         return False
 
+    def release_jobs(self, request: Transfer) -> None:
+        """Begin nothing more of the jobs of a request whose caller has gone on."""
+        for job_id, found in list(self._jobs.items()):
+            if found.request is request:
+                found.slot.release_job(job_id)
+
+    def kill_jobs(self, request: Transfer, reason: str) -> None:
+        """End whatever still touches the rows of a request, with the processes that do."""
+        for job_id, found in list(self._jobs.items()):
+            if found.request is request:
+                found.slot.kill_job(job_id, reason)
+
     def now(self) -> float:
         """Return the time by the driver's clock."""
         return self._clock()

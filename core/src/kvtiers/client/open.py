@@ -11,10 +11,9 @@ from typing import Any
 from kvtiers._log_queue import QueuedLogs, queue_logs
 from kvtiers._process import hold_standard_descriptors
 from kvtiers.api import ConfigError, TierConfig
-from kvtiers.api.units import format_size
 from kvtiers.client.client import Client
 from kvtiers.client.driver import Driver
-from kvtiers.client.rows import BounceRows
+from kvtiers.client.rows import BounceRows, CallersMemory
 from kvtiers.config import OffloadConfig, load_config
 from kvtiers.layout.cache_layout import CacheLayout, KVGroup, KVTensor, ModelIdentity
 from kvtiers.layout.storage_name import StorageNames
@@ -23,7 +22,7 @@ from kvtiers.model_identity import described, is_shared, with_model, with_weight
 from kvtiers.plugins import load_tier
 from kvtiers.region.memfd import require_linux
 from kvtiers.start_line import StartFacts, StartLine
-from kvtiers.tier_set import TierRows, TierSet
+from kvtiers.tier_set import TierSet
 
 __all__ = ["client_layout", "open_client"]
 
@@ -37,6 +36,8 @@ def open_client(
     value_bytes: int | Sequence[int],
     *,
     bounce_bytes: int = _BOUNCE_BYTES,
+    region_bytes: int = 0,
+    region: tuple[int, Any] | None = None,
     deadline: float | None = None,
     way_in: str = "as a client",
     release: str = "",
@@ -50,16 +51,17 @@ def open_client(
     ``value_bytes``: the lengths that values have, in bytes, 64 at most; a value of another length is refused, and one
     that is asked for is a miss. They are fixed here since a value's seal and fingerprint state its length, as they do
     for an engine's. ``bounce_bytes``: shared memory through which values pass; a value of any length takes as much of
-    it as the longest. ``deadline``: seconds in which a call ends, by default the longest ``deadline`` among the tiers.
-    ``way_in``, ``release``: what uses the client, for the log and for what is recorded beside the values.
+    it as the longest. ``region_bytes``: of memory for the caller (``Client.region``), which tier hosts map, so that
+    values in it are not copied through the rows. ``region``: shared memory of the caller's own instead: a descriptor of
+    a memfd or of ``shm_open``, and the buffer that is mapped from it. ``deadline``: seconds in which a call ends, by
+    default the longest ``deadline`` among the tiers. ``way_in``, ``release``: what uses the client, for the log and for
+    what is recorded beside the values.
 
     Of the config, ``primary`` and what belongs to it has no effect. Waits up to ``start_wait`` for the tiers to open;
     one that is not open by then is used when it is. ConfigError or StartError, in one line each, if it cannot start.
     """
     hold_standard_descriptors()
-    config = config if isinstance(config, OffloadConfig) else load_config(config)
-    _refuse_admissions(config.secondary)
-    require_linux()
+    config = _usable(config)
     lengths = [value_bytes] if isinstance(value_bytes, int) else list(value_bytes)
     layout = with_weights(with_model(config, client_layout(identity, lengths)))
     sizes = [(layout.payload_bytes(group), layout.value_bytes(group)) for group in range(len(layout.groups))]
@@ -68,13 +70,11 @@ def open_client(
     with contextlib.ExitStack() as undo:
         logs = queue_logs()  # first: what follows logs, too
         undo.callback(logs.close)
-        queues = [tier.store_queue for tier in config.secondary if not tier.read_only]
-        rows = BounceRows(min(bounce_bytes // layout.row_stride, *queues, 1 << 20), layout.row_stride)
+        rows = _bounce_rows(config, layout.row_stride, bounce_bytes, _memory(region, region_bytes))
         undo.callback(rows.close)
-        hosted = TierRows(rows.view, rows.row_stride, sizes, rows.fd, len(rows.view), config.primary.core_dumps)
-        tiers = TierSet(
-            config.secondary, hosted, config.namespace, names, described(names, layout, release), is_awaited=True
-        )
+        record = described(names, layout, release)
+        hosted = rows.for_tiers(sizes, core_dumps=config.primary.core_dumps)
+        tiers = TierSet(config.secondary, hosted, config.namespace, names, record, is_awaited=True)
         undo.callback(tiers.release_rows)
         undo.callback(tiers.close, 0.0)
         soon = time.monotonic() + config.start_wait
@@ -83,8 +83,7 @@ def open_client(
         undo.callback(driver.close)
         driver.start()
         undo.callback(driver.stop, 0.0)
-        primary = f"none, but {format_size(len(rows.view))} of bounce rows"
-        facts = StartFacts(way_in, primary, config.namespace, names.fingerprint, shared=is_shared(layout.model))
+        facts = StartFacts(way_in, rows.in_words(), config.namespace, names.fingerprint, shared=is_shared(layout.model))
         line = StartLine(facts, {it.tier_name: (it.type, tiers.tiers[it.tier_name]) for it in config.secondary})
         undo.pop_all()
     groups = {nbytes: group for group, (nbytes, _) in enumerate(sizes)}
@@ -110,6 +109,24 @@ def client_layout(identity: ModelIdentity, lengths: Sequence[int]) -> CacheLayou
     )
 
 
+def _memory(region: tuple[int, Any] | None, region_bytes: int) -> int | CallersMemory:
+    if region_bytes < 0 or (region is not None and region_bytes):
+        raise ConfigError(f"region_bytes is {region_bytes!r}, expected a number of bytes, and none beside a region")
+    return CallersMemory(*region) if region is not None else region_bytes
+
+
+def _bounce_rows(config: OffloadConfig, row_stride: int, bounce_bytes: int, region: int | CallersMemory) -> BounceRows:
+    """Return the memory of a client: so few rows and claims together that no store queue has to drop one.
+
+    No claims where a tier moves values in this process: it needs bounce rows.
+    """
+    queues = [tier.store_queue for tier in config.secondary if not tier.read_only]
+    most = min([*queues, 1 << 20]) // (2 if region else 1)
+    hosts_alone = all(tier.io == "process" and load_tier(tier.type).kind == "store" for tier in config.secondary)
+    claims = most if region and hosts_alone else 0
+    return BounceRows(min(bounce_bytes // row_stride, most), row_stride, region, claims)
+
+
 def _stats(tiers: TierSet) -> dict[str, dict[str, Any]]:
     moved = {slot.name: slot.metrics.as_data() for slot in tiers.slots}
     return {
@@ -121,6 +138,14 @@ def _stats(tiers: TierSet) -> dict[str, dict[str, Any]]:
 def _driver(config: OffloadConfig, tiers: TierSet) -> Driver:
     is_polled = any(tier.io == "thread" or load_tier(tier.type).kind == "manager" for tier in config.secondary)
     return Driver(tiers.slots, tiers.hosts.wait if tiers.hosts is not None else _wait, is_polled=is_polled)
+
+
+def _usable(given: OffloadConfig | str | os.PathLike[str] | Mapping[str, Any]) -> OffloadConfig:
+    """Return the config; ConfigError or StartError if a client cannot use it."""
+    config = given if isinstance(given, OffloadConfig) else load_config(given)
+    _refuse_admissions(config.secondary)
+    require_linux()
+    return config
 
 
 def _refuse_admissions(tiers: Sequence[TierConfig]) -> None:

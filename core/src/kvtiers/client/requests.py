@@ -83,13 +83,20 @@ class Transfer(Request):
         self.spares: list[RowLease] = []
         """Further rows, each lease held by the caller and by the driver."""
         self._in_flight = 0
+        self._is_stopped = False
         self._is_released = False
         self._lock = threading.Lock()
 
-    def job_began(self) -> list[RowLease] | None:
-        """Hold all rows for a job, and return their leases; None if the caller has released them."""
+    def stop(self) -> bool:
+        """Begin no further job; return whether one is still using the rows. The caller goes on holding them."""
         with self._lock:
-            if self._is_released:
+            self._is_stopped = True
+            return self._in_flight > 0
+
+    def job_began(self) -> list[RowLease] | None:
+        """Hold all rows for a job, and return their leases; None if the caller wants no more, or has released them."""
+        with self._lock:
+            if self._is_stopped or self._is_released:
                 return None
             self._in_flight += 1
             held = [self.lease, *self.spares]

@@ -1,20 +1,35 @@
-"""Bounce rows: a bounded number of rows in shared memory, between callers' memory and the tiers."""
+"""A client's shared memory: bounce rows, the claims on its caller's values, and the memory that these lie in.
 
+::
+
+    rows      a bounded number of bounce rows, through which values of any memory pass
+    claims    records of 4 KiB, each of a value in the caller's region, for one call (``region/claims.py``); their row
+              numbers follow those of the rows
+    region    the caller's, on a huge page's boundary; none where it was not asked for, or the caller has brought some
+"""
+
+import mmap
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from kvtiers.api import StartError
+from kvtiers.api.units import format_size
 from kvtiers.client.buffers import Bytes
+from kvtiers.region.claims import RECORD_BYTES, ClaimTable
 from kvtiers.region.limits import memory_problem
-from kvtiers.region.memfd import create_memfd, detach_in_children, map_memory, prefer_huge_pages
+from kvtiers.region.memfd import HUGE_PAGE_BYTES, create_memfd, detach_in_children, map_memory, prefer_huge_pages
+from kvtiers.tier_set import TierRows
 
-__all__ = ["BounceRows", "RowLease"]
+__all__ = ["BounceRows", "CallersMemory", "Claims", "RowLease", "RowNumbers"]
 
 _LEAST_ROWS = 2
+_MOST_CLAIMS = 4_096
 _SETTLE_SECONDS = 0.05  # for enough rows for a job of some size; after that, any number will do
 _WORTH_A_JOB = 8  # so many jobs use all rows
 
@@ -24,7 +39,7 @@ class RowLease:
 
     __slots__ = ("_holders", "_of", "rows")
 
-    def __init__(self, of: "BounceRows", rows: Sequence[int]) -> None:
+    def __init__(self, of: "RowNumbers", rows: Sequence[int]) -> None:
         self._of = of
         self._holders = 1
         self.rows = rows
@@ -36,7 +51,7 @@ class RowLease:
 
     def another(self, wanted: int) -> "RowLease | None":
         """Return a lease of ``wanted`` further rows, or of some, without waiting; None if none is free."""
-        return self._of.take(wanted, 0.0)
+        return self._of.spares.take(wanted, 0.0)
 
     def release(self) -> None:
         """Remove a holder; the rows are free with the last one."""
@@ -47,40 +62,17 @@ class RowLease:
                 self._of.changed.notify_all()
 
 
-class BounceRows:
-    """Rows of ``row_stride`` bytes in a memfd. They are in no core file."""
+class RowNumbers:
+    """A bounded number of rows, ``count`` from ``first`` on, that are leased."""
 
-    def __init__(self, count: int, row_stride: int) -> None:
-        self.count = max(_LEAST_ROWS, count)
-        self.row_stride = row_stride
-        nbytes = self.count * row_stride
-        if problem := memory_problem(nbytes):
-            raise StartError(f"client: {problem}")
-        self._fd = create_memfd("kvtiers-client", nbytes)
-        try:
-            self._mapping = map_memory(self._fd, nbytes, nbytes)
-        except StartError:
-            os.close(self._fd)
-            raise
-        prefer_huge_pages(self._mapping)
+    def __init__(self, first: int, count: int) -> None:
+        self.count = count
         self.changed = threading.Condition()
-        self.free = [*reversed(range(self.count))]  # the last one is used next: it is in the processor's cache
+        # The last one is used next: it is in the processor's cache.
+        self.free = [*reversed(range(first, first + count))]
+        self.spares = self
+        """The rows for another try while a late job still has its own."""
         self._closed = False
-        detach_in_children(self)
-
-    @property
-    def fd(self) -> int:
-        """The memfd, for tier hosts."""
-        return self._fd
-
-    @property
-    def view(self) -> memoryview:
-        """All rows. ValueError after ``close``."""
-        return self._mapping.view
-
-    def row(self, number: int, nbytes: int) -> Bytes:
-        """Return the first bytes of a row."""
-        return np.frombuffer(self._mapping.view, np.uint8, nbytes, number * self.row_stride)
 
     def take(self, wanted: int, until: float) -> RowLease | None:
         """Return a lease of ``wanted`` rows, or of some; None if there is none until then, or after ``end``."""
@@ -105,8 +97,149 @@ class BounceRows:
             self._closed = True
             self.changed.notify_all()
 
+
+class CallersMemory:
+    """Shared memory of a caller's own, as it has mapped it. StartError in one line if it is not what it seems.
+
+    Its view is kept, so that no other memory can come to lie at its addresses.
+    """
+
+    def __init__(self, fd: int, memory: Any) -> None:
+        self.view = memoryview(memory).cast("B")
+        array = np.frombuffer(self.view, np.uint8)
+        if not array.nbytes or not array.flags.writeable:
+            raise StartError("client: region: the caller's memory is empty, or cannot be written")
+        self.address = int(array.__array_interface__["data"][0])
+        self.at = _offset_in_file(fd, self.address, array.nbytes)
+        self._theirs = fd
+        self.fd = -1
+
+    def keep(self) -> None:
+        """Take a descriptor of our own: hosts may be started again when the caller has closed its own."""
+        self.fd = os.dup(self._theirs)
+        detach_in_children(self)
+
+    def close(self) -> None:
+        """Close the descriptor, when no host is started any more."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    detach = close
+
+
+def _offset_in_file(fd: int, address: int, nbytes: int) -> int:
+    """Return where in the file the memory begins that is mapped there; StartError if not all of it is shared."""
+    about, found, end = os.fstat(fd), None, address
+    device = f"{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}"
+    for line in Path("/proc/self/maps").read_text("utf-8", "replace").splitlines():
+        place, access, offset, where, inode, *_ = line.split()
+        start, stop = (int(number, 16) for number in place.split("-"))
+        if start <= end < stop:
+            if (access[3], where, int(inode)) != ("s", device, about.st_ino):
+                break
+            at = int(offset, 16) + end - start
+            found = at if found is None else found
+            if at != found + end - address:
+                break
+            end = stop
+            if end >= address + nbytes and found + nbytes <= about.st_size:
+                return found
+    raise StartError(
+        f"client: region: the {nbytes} bytes at {address:#x} are no shared mapping of descriptor {fd}; give that "
+        "of a memfd or of shm_open, and the memory that was mapped from it"
+    )
+
+
+class BounceRows(RowNumbers):
+    """Rows of ``row_stride`` bytes in a memfd, and ``region`` for the caller: so many bytes, or memory of its own.
+
+    They are in no core file. ``claims``: so many; None where there are none, or the caller has no such memory.
+    """
+
+    def __init__(self, count: int, row_stride: int, region: "int | CallersMemory" = 0, claims: int = 0) -> None:
+        count = max(_LEAST_ROWS, count)
+        super().__init__(0, count)
+        self.row_stride = row_stride
+        self.nbytes = count * row_stride
+        self._callers = region if isinstance(region, CallersMemory) else None
+        region_bytes = region if isinstance(region, int) else 0
+        claims = min(_MOST_CLAIMS, claims) if region else 0
+        at = _round_up(self.nbytes, RECORD_BYTES)
+        region_at = _round_up(at + claims * RECORD_BYTES, HUGE_PAGE_BYTES["2MiB"])
+        self.map_bytes = region_at + _round_up(region_bytes, mmap.PAGESIZE) if region else self.nbytes
+        if problem := memory_problem(self.map_bytes, option="bounce_bytes or region_bytes"):
+            raise StartError(f"client: {problem}")
+        self._fd = create_memfd("kvtiers-client", self.map_bytes)
+        try:
+            self._mapping = map_memory(self._fd, self.map_bytes, self.map_bytes)
+        except StartError:
+            os.close(self._fd)
+            raise
+        prefer_huge_pages(self._mapping)
+        if self._callers is not None:
+            self._callers.keep()
+        self._region = slice(region_at, region_at + region_bytes)
+        self.claims: Claims | None = None
+        if claims:
+            self.claims = self._claims(at, claims)
+        detach_in_children(self)
+
+    def _claims(self, at: int, count: int) -> "Claims":
+        memory, own, callers = self._mapping.view, self._region, self._callers
+        place: dict[str, Any] = {"first": self.count, "at": at, "count": count}
+        region = self.region
+        table = ClaimTable(self._fd, memory, region, **place)
+        if callers is None:
+            place["region"] = {"fd": None, "at": own.start, "nbytes": len(region)}
+            return Claims(self, table, self._mapping.address + own.start, place)
+        place["region"] = {"fd": callers.fd, "at": callers.at, "nbytes": len(region)}
+        return Claims(self, table, callers.address, place)
+
+    @property
+    def fd(self) -> int:
+        """The memfd, for tier hosts."""
+        return self._fd
+
+    @property
+    def view(self) -> memoryview:
+        """All rows. ValueError after ``close``."""
+        return self._mapping.view[: self.nbytes]
+
+    @property
+    def region(self) -> memoryview:
+        """The caller's memory. ValueError after ``close``."""
+        if self._callers is not None:
+            return self._callers.view
+        # An empty slice would keep the memory mapped as well.
+        return self._mapping.view[self._region] if self._region.start < self._region.stop else memoryview(b"")
+
+    def row(self, number: int, nbytes: int) -> Bytes:
+        """Return the first bytes of a row."""
+        return np.frombuffer(self._mapping.view, np.uint8, nbytes, number * self.row_stride)
+
+    def for_tiers(self, sizes: Sequence[tuple[int, int]], *, core_dumps: bool) -> TierRows:
+        """Return the rows as tiers see them. ``sizes``, ``core_dumps``: as there."""
+        claims = self.claims.place if self.claims is not None else None
+        return TierRows(self.view, self.row_stride, sizes, self._fd, self.map_bytes, core_dumps, claims)
+
+    def in_words(self) -> str:
+        """Return what there is instead of a primary, for the start line."""
+        caller = f" and {format_size(len(self.region))} of the caller's" if len(self.region) else ""
+        return f"none, but {format_size(self.nbytes)} of bounce rows{caller}"
+
+    def end(self) -> None:
+        """Lease no further row, nor claim."""
+        super().end()
+        if self.claims is not None:
+            self.claims.end()
+
     def close(self) -> None:
         """Release the memory, after ``end``; a call that is copying keeps it mapped until it has done so."""
+        if self.claims is not None:
+            self.claims.table.close()
+        if self._callers is not None:
+            self._callers.close()
         self._mapping.close()
         if self._fd >= 0:
             os.close(self._fd)
@@ -117,3 +250,39 @@ class BounceRows:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+class Claims(RowNumbers):
+    """The claims on values in a caller's region, which begins at ``address``. ``place``: of the table, for hosts."""
+
+    def __init__(self, rows: BounceRows, table: ClaimTable, address: int, place: Mapping[str, Any]) -> None:
+        super().__init__(table.first, table.count)
+        self.spares = rows
+        self.table = table
+        self.place = place
+        self._begin, self._end = address, address + len(table.region)
+
+    def parts_of(self, value: Sequence[Bytes]) -> list[tuple[int, int]] | None:
+        """Return where the parts of a value lie in the region; None unless all of them lie in the caller's region.
+
+        Parts that follow each other are one.
+        """
+        found: list[tuple[int, int]] = []
+        for part in value:
+            if not part.nbytes:
+                continue
+            start = part.__array_interface__["data"][0]
+            if not self._begin <= start <= self._end - part.nbytes:
+                return None
+            start -= self._begin
+            if found and sum(found[-1]) == start:
+                found[-1] = found[-1][0], found[-1][1] + part.nbytes
+            elif len(found) == ClaimTable.MOST_PARTS:
+                return None
+            else:
+                found.append((start, part.nbytes))
+        return found
+
+
+def _round_up(nbytes: int, to: int) -> int:
+    return -(-nbytes // to) * to

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from kvtiers.layout.borrowed_views import Loan, ValueViews
 from kvtiers.region.memfd import HUGE_PAGE_BYTES, Mapping, prefer_huge_pages
 
-__all__ = ["BounceBufferViews", "beside_rows", "value_views"]
+__all__ = ["BounceBufferViews", "beside_rows", "copy_memory", "value_views"]
 
 
 def value_views(region: memoryview, row_stride: int, value_bytes: int) -> ValueViews:
@@ -63,26 +63,35 @@ class BounceBufferViews(ValueViews):
         stage.places = {row: index * self._value_bytes for index, row in enumerate(rows)}
         filling = min(self._row_stride, self._value_bytes)
         for row, offset in stage.places.items() if filled else ():
-            _copy(self._region, self._offset(row, filling), stage.memory.view, offset, filling)
+            copy_memory(self._region, self._offset(row, filling), stage.memory.view, offset, filling)
 
-    def parts(self, row: int, payload: int, nbytes: int) -> tuple[memoryview, memoryview]:
+    def has_parts(self, row: int, payload: int, most: int) -> bool:  # noqa: ARG002 -- claimed values may have more
+        """Return whether a value lies in so many parts at most."""
+        return True
+
+    def parts(self, row: int, payload: int, nbytes: int) -> tuple[list[memoryview], memoryview]:
         """Return core's own views of a value that was not copied: its payload in the row, and memory for the rest."""
         memory, [offset] = self._places([row], [nbytes])
         at = self._offset(row, payload)
-        return self._region[at : at + payload], memory[offset + payload : offset + nbytes]
+        return [self._region[at : at + payload]], memory[offset + payload : offset + nbytes]
 
-    def borrow_parts(self, row: int, payload: int, nbytes: int) -> tuple[Loan, Loan]:
-        """Return loans, to be read, of a value's payload in its row and of the rest of it."""
+    def borrow_parts(self, row: int, payload: int, nbytes: int, *, readonly: bool = True) -> tuple[Loan, Loan]:
+        """Return loans of a value's payload in its row and of the rest of it."""
         memory, [offset] = self._places([row], [nbytes])
         return (
-            Loan(self._region, [(self._offset(row, payload), payload)], readonly=True),
-            Loan(memory, [(offset + payload, nbytes - payload)], readonly=True),
+            Loan(self._region, [(self._offset(row, payload), payload)], readonly=readonly),
+            Loan(memory, [(offset + payload, nbytes - payload)], readonly=readonly),
         )
 
-    def land(self, row: int, nbytes: int) -> None:
+    def is_given(self, row: int) -> bool:  # noqa: ARG002 -- a claim may be revoked
+        """Return whether the row is still the job's, so that what was read from it is its value."""
+        return True
+
+    def land(self, row: int, nbytes: int) -> bool:
         """Copy the first ``nbytes`` of the value into the row."""
         memory, [offset] = self._places([row], [nbytes])
-        _copy(memory, offset, self._region, self._offset(row, nbytes), nbytes)
+        copy_memory(memory, offset, self._region, self._offset(row, nbytes), nbytes)
+        return True
 
     def end(self, *, kept: bool) -> None:
         """Forget the places; memory that a store still holds stays allocated until it drops it."""
@@ -103,7 +112,7 @@ def _round_up(nbytes: int) -> int:
     return -(-nbytes // page) * page
 
 
-def _copy(source: memoryview, source_at: int, target: memoryview, target_at: int, nbytes: int) -> None:
+def copy_memory(source: memoryview, source_at: int, target: memoryview, target_at: int, nbytes: int) -> None:
     """Copy without holding the GIL: other threads are serving the store meanwhile."""
     array = ctypes.c_ubyte * nbytes
     ctypes.memmove(array.from_buffer(target, target_at), array.from_buffer(source, source_at), nbytes)

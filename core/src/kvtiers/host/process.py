@@ -26,6 +26,7 @@ from kvtiers.api import ChunkStore, TierConfig, TierContext
 from kvtiers.api.config import load_resolved
 from kvtiers.host import wire
 from kvtiers.host.bounce_buffers import value_views
+from kvtiers.host.claimed_views import ClaimedViews
 from kvtiers.host.malloc import give_back
 from kvtiers.host.messages import Event, JobDone, JobStarted, Opened
 from kvtiers.host.sender import HostSender, send_logs
@@ -36,6 +37,7 @@ from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.fingerprint_record import Described
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.plugins import load_tier, open_plugin
+from kvtiers.region.claims import ClaimTable
 from kvtiers.region.memfd import Mapping, map_memory
 
 __all__ = ["TierHost"]
@@ -55,6 +57,7 @@ class TierHost:
         self._connection = socket.socket(fileno=socket_fd)
         self._region_fd = region_fd
         self._mapping: Mapping | None = None
+        self._callers_mapping: Mapping | None = None
         self._pools: list[TransferPool] = []
         self._reported: dict[int, dict[str, float]] = {}
         self._writer = HostSender(self._connection, self._figures, self._check_kept, give_back)
@@ -117,18 +120,41 @@ class TierHost:
             )
         _use_processors(hello["cpus"])
         region = hello["region"]
-        nbytes, mapped = region["nbytes"], region["map_bytes"]
-        self._mapping = map_memory(self._region_fd, mapped, nbytes, core_dumps=region.get("core_dumps", False))
-        os.close(self._region_fd)
+        nbytes, mapped, claims = region["nbytes"], region["map_bytes"], region.get("claims")
+        self._mapping = map_memory(self._region_fd, mapped, mapped, core_dumps=region.get("core_dumps", False))
+        if not claims:  # else it stays: a claim's lock ends with the descriptor
+            os.close(self._region_fd)
+        memory = self._mapping.view[:nbytes]
         nice = min((tier["options"]["nice"] for tier in hello["tiers"]), default=0)
         _give_way(nice)
         largest = max((value for tier in hello["tiers"] for _, value in tier["sizes"]), default=0)
-        views = value_views(self._mapping.view, region["row_stride"], largest)
+        views = value_views(memory, region["row_stride"], largest)
+        claimed = None
+        if claims:
+            caller = self._callers_region(**claims.pop("region"))
+            claimed = ClaimedViews(ClaimTable(self._region_fd, self._mapping.view, caller, **claims), largest)
         for index, tier in enumerate(hello["tiers"]):
-            self._pools.append(self._open(index, tier, views, self._mapping.view, region["row_stride"], nice))
+            self._pools.append(self._open(index, tier, views, claimed, memory, region["row_stride"], nice))
+
+    def _callers_region(self, fd: int | None, at: int, nbytes: int) -> memoryview:
+        """Return the memory of a client's caller: of the mapped region, or of a descriptor of the caller's own."""
+        assert self._mapping is not None
+        mapping = self._mapping
+        if fd is not None:
+            os.set_inheritable(fd, False)
+            mapping = self._callers_mapping = map_memory(fd, at + nbytes, at + nbytes)
+            os.close(fd)
+        return mapping.view[at : at + nbytes]
 
     def _open(
-        self, index: int, tier: dict[str, Any], views: ValueViews, memory: memoryview, row_stride: int, nice: int
+        self,
+        index: int,
+        tier: dict[str, Any],
+        views: ValueViews,
+        claimed: ClaimedViews | None,
+        memory: memoryview,
+        row_stride: int,
+        nice: int,
     ) -> TransferPool:
         options = tier["options"]
         common = load_resolved(TierConfig, {name: options[name] for name in TierConfig.model_fields})
@@ -156,6 +182,7 @@ class TierHost:
             emit=partial(self._emit, index),
             label=tier["name"],
             described=Described(tier["prefix"], tier["layout"]) if tier["layout"] else None,
+            claimed=claimed,
         )
 
     def _emit(self, tier: int, event: Event) -> None:

@@ -29,6 +29,7 @@ from kvtiers.api import (
     SupportsBatch,
     SupportsParts,
     SupportsPieces,
+    SupportsScatter,
     WritesRefused,
 )
 from kvtiers.api.answers import found, found_each, kept_each
@@ -62,6 +63,7 @@ class StoreCalls:
         self._batched = store if isinstance(store, SupportsBatch) else None
         self._pieces = store if isinstance(store, SupportsPieces) and self._batched is None else None
         self._parts = store if isinstance(store, SupportsParts) and self._batched is None else None
+        self._scatter = store if isinstance(store, SupportsScatter) and self._batched is None else None
 
     @property
     def in_batches(self) -> bool:
@@ -72,6 +74,11 @@ class StoreCalls:
     def takes_parts(self) -> bool:
         """Return whether the store writes a value out of several places by itself."""
         return self._parts is not None
+
+    @property
+    def reads_parts(self) -> bool:
+        """Return whether the store reads a value into several places by itself."""
+        return self._scatter is not None
 
     def method(self, *, is_load: bool) -> str:
         """Return the name of the method that gets views of values to read or to write."""
@@ -117,6 +124,12 @@ class StoreCalls:
             return [hashed.digest()]
 
         return read
+
+    def read_parts(self, name: str, parts: Sequence[memoryview]) -> Callable[[], list[bool]]:
+        """Return the call that fills the parts with one value, and says whether it has."""
+        store = self._scatter
+        assert store is not None, "ask reads_parts first"
+        return lambda: [found(self._store, "read_parts_into", store.read_parts_into(name, parts))]
 
     def write(self, names: Sequence[str], views: Sequence[memoryview]) -> Callable[[], list[Status]]:
         """Return the call that writes the views, and says of each whether it was taken."""

@@ -17,11 +17,13 @@ from kvtiers._failures import plugin_boundary
 from kvtiers.api import ChunkStore, OffloadKey, RateLimit, StoreContractError, TierConfig, group_of
 from kvtiers.api.answers import present_each
 from kvtiers.host.bounce_buffers import BounceBufferViews, beside_rows
+from kvtiers.host.claimed_views import ClaimedViews
 from kvtiers.host.messages import Status
 from kvtiers.host.store_calls import Attempts, KnownNames, RateLimiter, StoreCalls
 from kvtiers.layout.borrowed_views import Loan, ValueViews
-from kvtiers.layout.seal import SealVerdict, check_value, seal_parts, seal_value
+from kvtiers.layout.seal import SealVerdict, check_parts, check_value, seal_parts, seal_value
 from kvtiers.layout.storage_name import StorageNames
+from kvtiers.region.claims import ClaimRevoked
 
 __all__ = ["Moved", "MoverOptions", "ValueMover", "ValueRun", "mover_options"]
 
@@ -30,9 +32,11 @@ _KEPT = (
     "kept the buffer that it was given, or something made of it (a slice, an array, an exception whose traceback has "
     "it), after its return; the row behind it is soon another value's. Copy what is kept: bytes(...)"
 )
+_CALL_OVER = "the call is over that its memory was given for"
 _BATCH_VALUES = 32
 _BATCH_BYTES = 16 * 2**20
 _DELETED_PER_CALL = 256
+_MOST_PARTS = 63  # of a payload: the rest of its value is another one
 _TURN_BYTES = 3 * 2**20  # hashed or moved in some tenths of a millisecond
 _Answer = TypeVar("_Answer")
 
@@ -64,10 +68,9 @@ def mover_options(
     return MoverOptions(sizes, config.retries, config.read_only, config.exists_ttl, config.rate_limit, give_way)
 
 
-def land_now(copy: Callable[[], None]) -> bool:
-    """Copy a value into its row, without a fence."""
-    copy()
-    return True
+def land_now(copy: Callable[[], bool]) -> bool:
+    """Copy a value into its row, without a fence; False: the row is not the job's any more."""
+    return copy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,7 @@ class ValueRun:
     rows: Sequence[int]
     give_up_at: float
     wanted: Callable[[], bool] = lambda: True
-    land: Callable[[Callable[[], None]], bool] = land_now
+    land: Callable[[Callable[[], bool]], bool] = land_now
     """Copies a value from its bounce buffer into its row, unless the rows have been detached (its ``RowFence``)."""
     overwrites: bytes = b""
     """Of a store, a byte a key, or none; 1: written though the tier seems to have it."""
@@ -121,7 +124,7 @@ class ValueMover:
     """The calls of one store, made safe. Used by several threads at once.
 
     ``epoch``: the namespace's, in this store. ``label``: the tier's name in log lines, which say once for each method
-    of the store that it does not keep the contract.
+    of the store that it does not keep the contract. ``claimed``: rows from its first one on are claims.
     """
 
     def __init__(
@@ -132,8 +135,10 @@ class ValueMover:
         stop: threading.Event,
         epoch: str = "",
         label: str = "",
+        claimed: ClaimedViews | None = None,
     ) -> None:
         self._store = store
+        self._claimed = claimed
         self._label = label or type(store).__name__
         self._logged_methods: set[str] = set()
         self._was_full = False
@@ -290,21 +295,47 @@ class ValueMover:
 
     def _move(self, moved: Moved, run: ValueRun, values: Sequence[_Value], *, is_load: bool) -> bool:
         """Move one batch; False ends the run: the store failed, or there is no time left."""
+        if self._claimed is not None and values[0].row >= self._claimed.table.first:
+            return self._move_claimed(moved, run, values, self._claimed, is_load=is_load)
         views = self._views if is_load else self._store_views
         in_parts = None if is_load else self._part_views
         views.begin([value.row for value in values], filled=not is_load and in_parts is None)
         try:
             if in_parts is not None:
                 return self._store_in_parts(moved, run, values[0], in_parts)
-            return self._move_begun(moved, run, values, is_load=is_load)
+            return self._move_begun(moved, run, values, views, is_load=is_load)
         finally:
             views.end(kept=bool(moved.kept))
 
-    def _move_begun(self, moved: Moved, run: ValueRun, values: Sequence[_Value], *, is_load: bool) -> bool:
+    def _move_claimed(
+        self, moved: Moved, run: ValueRun, values: Sequence[_Value], views: ClaimedViews, *, is_load: bool
+    ) -> bool:
+        """Move values that lie in a caller's memory, which may get it back at any time."""
+        first = values[0]
+        views.begin([value.row for value in values], filled=False)
+        try:
+            if is_load:
+                in_place = self._calls.reads_parts and views.is_in_place(first.row, first.payload)
+                if in_place and views.has_parts(first.row, first.payload, _MOST_PARTS):
+                    return self._load_in_place(moved, run, first, views)
+            elif self._calls.takes_parts and views.has_parts(first.row, first.payload, _MOST_PARTS):
+                return self._store_in_parts(moved, run, first, views)
+            else:
+                for value in values:
+                    views.fill(value.row, value.payload)
+            return self._move_begun(moved, run, values, views, is_load=is_load)
+        except ClaimRevoked:
+            moved.error = moved.error or _CALL_OVER
+            return False
+        finally:
+            views.end(kept=bool(moved.kept))
+
+    def _move_begun(
+        self, moved: Moved, run: ValueRun, values: Sequence[_Value], views: ValueViews, *, is_load: bool
+    ) -> bool:
         if is_load and self._calls.in_pieces(values[0].nbytes):
-            return self._load_in_pieces(moved, run, values[0])
+            return self._load_in_pieces(moved, run, values[0], views)
         places, names, rows, payloads, sizes = zip(*values, strict=True)
-        views = self._views if is_load else self._store_views
         if not is_load:
             for name, value, payload in zip(names, views.own(rows, sizes), payloads, strict=True):
                 seal_value(value, payload, name, run.names.layout_id)
@@ -322,7 +353,7 @@ class ValueMover:
         if found is not None:
             judged = zip(names, rows, views.own(rows, sizes), payloads, found, strict=True)
             statuses = [
-                self._judge(run, name, row, value, payload) if there else self._missing(name)
+                self._judge(run, views, name, row, value, payload) if there else self._missing(name)
                 for name, row, value, payload, there in judged
             ]
         elif taken is not None:
@@ -335,9 +366,11 @@ class ValueMover:
         return True
 
     def _store_in_parts(self, moved: Moved, run: ValueRun, value: _Value, views: BounceBufferViews) -> bool:
-        """Store one value whose payload stays in its row, with a seal that does not."""
+        """Store one value whose payload stays where it is, with a seal that does not."""
         place = value.row, value.payload, value.nbytes
         seal_parts(*views.parts(*place), value.name, run.names.layout_id)
+        if not views.is_given(value.row):
+            raise ClaimRevoked
         self._worked(value.payload)
         loans = views.borrow_parts(*place)
         call = self._calls.write_parts(value.name, [view for loan in loans for view in loan.views])
@@ -346,6 +379,11 @@ class ValueMover:
         if not self._taken_back(moved, loans, "write_parts") or answers is None:
             return False
         [status] = self._written(moved, answers, value.nbytes)
+        if status is Status.DONE and not views.is_given(value.row):
+            # Its parts may have changed after they were hashed: what was written would be found, and fail.
+            self._missing(value.name)
+            self._delete([value.name])
+            raise ClaimRevoked
         moved.statuses[value.place] = status
         moved.nbytes += value.nbytes if status is Status.DONE else 0
         return True
@@ -367,9 +405,34 @@ class ValueMover:
             moved.error = str(error)
         return not kept
 
-    def _load_in_pieces(self, moved: Moved, run: ValueRun, value: _Value) -> bool:
+    def _load_in_place(self, moved: Moved, run: ValueRun, value: _Value, views: ClaimedViews) -> bool:
+        """Load one value straight into its parts, whose call cannot end before this ends, or this process."""
+        place = value.row, value.payload, value.nbytes
+        with views.table.held(value.row) as held:
+            if not held.is_open:
+                raise ClaimRevoked
+            loans = views.borrow_parts(*place, readonly=False)
+            call = self._calls.read_parts(value.name, [view for loan in loans for view in loan.views])
+            answers = self._call(moved, run, [value], call, is_load=True)
+            del call
+            if not self._taken_back(moved, loans, "read_parts_into"):
+                held.is_kept = True
+                return False
+            if answers is None:
+                return False
+            status = self._missing(value.name)
+            if answers[0]:
+                verdict = check_parts(*views.parts(*place), value.name, run.names.layout_id)
+                status = self._judged(verdict, value.name)
+                held.has_landed = status is Status.DONE
+        moved.statuses[value.place] = status
+        moved.nbytes += value.nbytes if status is Status.DONE else 0
+        self._worked(value.payload)
+        return True
+
+    def _load_in_pieces(self, moved: Moved, run: ValueRun, value: _Value, views: ValueViews) -> bool:
         """Load one value that the store does not get a view for."""
-        [view] = self._views.own([value.row], [value.nbytes])
+        [view] = views.own([value.row], [value.nbytes])
         call = self._calls.read_pieces(value.name, view, value.payload)
         answers = self._call(moved, run, [value], call, is_load=True)
         if answers is None:
@@ -378,7 +441,7 @@ class ValueMover:
         if hashed is None:
             status = self._missing(value.name)
         else:
-            status = self._judge(run, value.name, value.row, view, value.payload, hashed)
+            status = self._judge(run, views, value.name, value.row, view, value.payload, hashed)
         moved.statuses[value.place] = status
         moved.nbytes += value.nbytes if status is Status.DONE else 0
         return True
@@ -430,12 +493,24 @@ class ValueMover:
             self._options.give_way()
 
     def _judge(
-        self, run: ValueRun, name: str, row: int, value: memoryview, payload: int, hashed: bytes | None = None
+        self,
+        run: ValueRun,
+        views: ValueViews,
+        name: str,
+        row: int,
+        value: memoryview,
+        payload: int,
+        hashed: bytes | None = None,
     ) -> Status:
-        verdict = check_value(value, payload, name, run.names.layout_id, hashed)
+        status = self._judged(check_value(value, payload, name, run.names.layout_id, hashed), name)
         self._worked(payload)
+        if status is Status.DONE and not run.land(lambda: views.land(row, payload)):
+            return Status.FAILED
+        return status
+
+    def _judged(self, verdict: SealVerdict, name: str) -> Status:
         if verdict is SealVerdict.OK:
-            return Status.DONE if run.land(lambda: self._views.land(row, payload)) else Status.FAILED
+            return Status.DONE
         if verdict is SealVerdict.CORRUPT and not self._options.read_only:
             self._delete([name])  # else it would be found, and fail, for ever
         missing = self._missing(name)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 
 from kvtiers._failures import logged_boundary, plugin_boundary
 from kvtiers.api import ChunkStore, OffloadKey
+from kvtiers.host.claimed_views import ClaimedViews
 from kvtiers.host.messages import Event, JobDone, JobFailed, JobReleased, JobStarted, Opened, Status, StoreJob
 from kvtiers.host.prober import Prober
 from kvtiers.host.transfer import Moved, MoverOptions, ValueMover, ValueRun, mover_options
@@ -42,6 +43,7 @@ class TransferPool:
 
     ``described``: what the fingerprint in the names was made from, written to the store with the first value.
     ``store_threads``: how many of the threads may write at the same time; None: all but one.
+    ``claimed``: views of the values in a client's caller's memory.
     ``reopen``: seconds until a store that could not be opened is tried again, doubling from the first to the second.
     """
 
@@ -59,8 +61,10 @@ class TransferPool:
         label: str,
         described: Described | None = None,
         store_threads: int | None = None,
+        claimed: ClaimedViews | None = None,
     ) -> None:
         self._views = views
+        self._claimed = claimed
         self._names = names
         self._options = options
         self._threads = threads
@@ -101,7 +105,13 @@ class TransferPool:
         self._drop(self._queue.abandon(job_id), "given up before it began")
 
     def release(self, job_id: int) -> None:
-        """Detach a load from its rows, if it uses bounce buffers; its JobReleased says from when on."""
+        """Detach a load from its rows, if it uses bounce buffers; its JobReleased says from when on.
+
+        Of a client's jobs, those whose call is over: nothing more of it is begun.
+        """
+        if self._claimed is not None:
+            self.abandon(job_id)
+            return
         job = self._queue.load(job_id)
         if job is not None and self._views.are_beside_rows:
             job.guard.detach(lambda: self._emit(JobReleased(job_id)))
@@ -188,7 +198,7 @@ class TransferPool:
         with plugin_boundary() as first_use:
             self._epoch = epoch = read_epoch(store, self._names.namespace)
             self._compare(store)
-            mover = ValueMover(store, self._views, self._options, self._stop, epoch, self._label)
+            mover = ValueMover(store, self._views, self._options, self._stop, epoch, self._label, self._claimed)
         if first_use.error:
             self._close_store(store)
             return first_use.error

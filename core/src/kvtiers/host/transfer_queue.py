@@ -26,19 +26,18 @@ class RowFence:
         self._notify: Callable[[], None] | None = None
         self._is_over = False
 
-    def land(self, copy: Callable[[], None]) -> bool:
-        """Copy a value into its row; False, with nothing copied, if the rows have been detached."""
+    def land(self, copy: Callable[[], bool]) -> bool:
+        """Copy a value into its row; False, with nothing copied, if the rows are detached, or ``copy`` says so."""
         with self._lock:
             if self._notify is not None:
                 return False
             self._landing += 1
         try:
-            copy()
+            return copy()
         finally:
             with self._lock:
                 self._landing -= 1
                 self._notify_when_free()
-        return True
 
     def detach(self, notify: Callable[[], None]) -> None:
         """Copy nothing from now on; ``notify``, which must not block, is called when no copy is in flight any more.

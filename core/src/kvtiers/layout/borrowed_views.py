@@ -122,8 +122,9 @@ class ValueViews:
     def begin(self, rows: Sequence[int], *, filled: bool) -> None:
         """Begin work on the values of these rows; ``filled``: with what the rows hold."""
 
-    def land(self, row: int, nbytes: int) -> None:
-        """Make sure that the first ``nbytes`` of this value are in its row."""
+    def land(self, row: int, nbytes: int) -> bool:  # noqa: ARG002 -- as those that do something
+        """Put the first ``nbytes`` of this value into its row, if they are not there; False: it is not the job's."""
+        return True
 
     def end(self, *, kept: bool) -> None:
         """End the work; ``kept``: a store still holds a borrowed view."""

@@ -16,13 +16,23 @@ accidents; it is no protection against an attacker who can write to the store.
 """
 
 import struct
+from collections.abc import Sequence
 from enum import Enum
 
 import xxhash
 
 from kvtiers.layout.cache_layout import SEAL_BYTES
 
-__all__ = ["SEAL_FORMAT", "PayloadHash", "SealVerdict", "check_value", "read_seal", "seal_parts", "seal_value"]
+__all__ = [
+    "SEAL_FORMAT",
+    "PayloadHash",
+    "SealVerdict",
+    "check_parts",
+    "check_value",
+    "read_seal",
+    "seal_parts",
+    "seal_value",
+]
 
 SEAL_FORMAT = 1
 _MAGIC = b"kvtSEAL\n"
@@ -55,25 +65,26 @@ class PayloadHash:
         return self._state.digest()
 
 
-def _digest(payload: memoryview, name: str) -> bytes:
+def _digest(payload: Sequence[memoryview], name: str) -> bytes:
     whole = PayloadHash(name)
-    whole.update(payload)
+    for part in payload:
+        whole.update(part)
     return whole.digest()
 
 
 def seal_value(value: memoryview, payload_bytes: int, name: str, layout_id: bytes) -> None:
     """Zero the gap behind the payload and write the seal into the last 64 bytes of ``value`` (1-D, writable, bytes)."""
-    seal_parts(value[:payload_bytes], value[payload_bytes:], name, layout_id)
+    seal_parts([value[:payload_bytes]], value[payload_bytes:], name, layout_id)
 
 
-def seal_parts(payload: memoryview, rest: memoryview, name: str, layout_id: bytes) -> None:
-    """Write zeros and the seal into ``rest``, which makes a value together with the payload wherever that lies."""
+def seal_parts(payload: Sequence[memoryview], rest: memoryview, name: str, layout_id: bytes) -> None:
+    """Write zeros and the seal into ``rest``, which makes a value behind the payload, wherever its parts lie."""
     seal_at = len(rest) - SEAL_BYTES
     if seal_at:
         rest[:seal_at] = bytes(seal_at)
-    length, digest = len(payload) + len(rest), _digest(payload, name)
+    payload_bytes, digest = sum(map(len, payload)), _digest(payload, name)
     # Not pack_into, which writes zeros first: another tier's host may be reading the seal that it has just written.
-    rest[seal_at:] = _SEAL.pack(_MAGIC, SEAL_FORMAT, length, len(payload), layout_id, digest)
+    rest[seal_at:] = _SEAL.pack(_MAGIC, SEAL_FORMAT, payload_bytes + len(rest), payload_bytes, layout_id, digest)
 
 
 def check_value(
@@ -83,14 +94,22 @@ def check_value(
 
     Reads the payload once, or not at all where ``hashed`` is its hash (``PayloadHash.digest``).
     """
-    magic, number, length, payload, layout, digest = _SEAL.unpack_from(value, len(value) - SEAL_BYTES)
+    return check_parts([value[:payload_bytes]], value[payload_bytes:], name, layout_id, hashed)
+
+
+def check_parts(
+    payload: Sequence[memoryview], rest: memoryview, name: str, layout_id: bytes, hashed: bytes | None = None
+) -> SealVerdict:
+    """Do ``check_value`` for a payload that lies in several parts, and what follows it in its value."""
+    magic, number, length, payload_bytes, layout, digest = _SEAL.unpack_from(rest, len(rest) - SEAL_BYTES)
     if magic != _MAGIC:
         return SealVerdict.CORRUPT
     if number != SEAL_FORMAT or layout != layout_id:
         return SealVerdict.FOREIGN
-    if length != len(value) or payload != payload_bytes:
+    found_bytes = sum(map(len, payload))
+    if length != found_bytes + len(rest) or payload_bytes != found_bytes:
         return SealVerdict.CORRUPT
-    found = _digest(value[:payload_bytes], name) if hashed is None else hashed
+    found = _digest(payload, name) if hashed is None else hashed
     return SealVerdict.OK if found == digest else SealVerdict.CORRUPT
 
 

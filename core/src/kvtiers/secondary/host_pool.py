@@ -177,6 +177,12 @@ class HostPool:
             if job_id in host.backend.parts:
                 host.backend.release(job_id)
 
+    def kill(self, job_id: int, reason: str) -> None:
+        """Kill each host that still has a part of the job, so that nothing touches its rows soon."""
+        for host in self._hosts:
+            if job_id in host.backend.parts:
+                host.backend.restart(reason)
+
     # -- questions, names, and the step
 
     def send_probe(self, probe_id: int, keys: Sequence[OffloadKey], *, is_prefix: bool) -> bool:

@@ -4,8 +4,9 @@ import logging
 import math
 import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvtiers._version import __version__
 from kvtiers.api import TierConfig
@@ -32,7 +33,11 @@ _PROCESSORS_A_WRITER = 2
 
 @dataclass(frozen=True, slots=True)
 class HostedRegion:
-    """The parameters with which a host maps the region; ``sizes[g]``: payload and value bytes of group g."""
+    """The parameters with which a host maps the region; ``sizes[g]``: payload and value bytes of group g.
+
+    ``claims``: where a client's claims lie in it (the arguments of ``ClaimTable``), and its ``region``: a descriptor,
+    or None for this one, and where in it.
+    """
 
     fd: int
     map_bytes: int
@@ -40,6 +45,7 @@ class HostedRegion:
     row_stride: int
     sizes: Sequence[tuple[int, int]]
     core_dumps: bool = False
+    claims: Mapping[str, Any] | None = None
 
 
 @dataclass(slots=True)
@@ -70,7 +76,8 @@ class TierHosts:
         self._namespace = namespace
         self._names = names
         self._logs = LogThread()
-        self._launcher = HostLauncher(region.fd, self._logs.post)
+        callers_fd = region.claims["region"]["fd"] if region.claims else None
+        self._launcher = HostLauncher(region.fd, self._logs.post, () if callers_fd is None else (callers_fd,))
         self._hosts: dict[tuple[bool, str], _Host] = {}
 
     def pool(self, config: TierConfig) -> HostPool:
@@ -144,6 +151,8 @@ class TierHosts:
         }
         if region.core_dumps:
             mapped["core_dumps"] = True
+        if region.claims:
+            mapped["claims"] = dict(region.claims)
         tiers = [
             {
                 "name": config.tier_name,

@@ -134,6 +134,10 @@ class ChunkStoreTier(EventTier):
             job.to_release = True
             self._hosts.release(job_id)
 
+    def kill_job(self, job_id: int, reason: str) -> None:
+        """End whatever still touches the rows of a job, by the end of its hosts; all their jobs fail."""
+        self._hosts.kill(job_id, reason)
+
     def drop_jobs(self, job_ids: Sequence[int]) -> None:
         """Begin nothing more of these jobs, since the engine ends; not a failure of the store. ``drain`` logs them."""
         if job_ids:

@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -83,10 +83,14 @@ class HostProcess:
 
 
 class HostLauncher:
-    """The thread. ``region_fd`` is handed to every host and stays the caller's; ``log`` takes lines and never waits."""
+    """The thread. ``region_fd`` is handed to every host and stays the caller's; ``log`` takes lines and never waits.
 
-    def __init__(self, region_fd: int, log: Callable[[int, str], None]) -> None:
+    ``more_fds``: others that hosts get, which the HELLO names.
+    """
+
+    def __init__(self, region_fd: int, log: Callable[[int, str], None], more_fds: Sequence[int] = ()) -> None:
         self._region_fd = region_fd
+        self._more_fds = more_fds
         self._log = log
         self._hosts: list[HostProcess] = []
         self._requests: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -199,7 +203,8 @@ class HostLauncher:
         descriptors = (theirs.fileno(), self._region_fd)
         arguments = [str(fd) for fd in descriptors]
         # A group of its own: a host that is stopped while it starts must end with the engine (host/__main__.py).
-        return spawn("kvtiers.host.__main__", arguments, name=host.name, pass_fds=descriptors, process_group=0)
+        passed = (*descriptors, *self._more_fds)
+        return spawn("kvtiers.host.__main__", arguments, name=host.name, pass_fds=passed, process_group=0)
 
     def _wait(self, host: HostProcess, life: HostLife) -> None:
         wait_unreaped(life.process)

@@ -58,6 +58,17 @@ class CanDelete(Protocol):
         """Start to remove the chunks of a job, which has no rows."""
 
 
+@runtime_checkable
+class CanDetach(Protocol):
+    """A tier whose jobs can be ended early."""
+
+    def release_job(self, job_id: int) -> None:
+        """Begin nothing more of a job whose request is over; not a failure of the tier."""
+
+    def kill_job(self, job_id: int, reason: str) -> None:
+        """End whatever still touches the rows of a job, and all that is in its process."""
+
+
 class TierSlot:
     """A tier in its place in the order, with the manager's state about it."""
 
@@ -124,6 +135,16 @@ class TierSlot:
     def abandon(self, job_id: int) -> None:
         """Notify the tier that one of its jobs was given up."""
         self._do(self.tier.abandon_job, job_id)
+
+    def release_job(self, job_id: int) -> None:
+        """Begin nothing more of a job whose request is over."""
+        if isinstance(self.tier, CanDetach):
+            self._do(self.tier.release_job, job_id)
+
+    def kill_job(self, job_id: int, reason: str) -> None:
+        """End whatever still touches the rows of a job, if the tier has processes for that."""
+        if isinstance(self.tier, CanDetach):
+            self._do(self.tier.kill_job, job_id, reason)
 
     def request_started(self, context: TierRequest) -> bool:
         """Notify the tier of a request; True if it wants all the request's chunks."""

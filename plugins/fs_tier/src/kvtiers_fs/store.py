@@ -72,7 +72,11 @@ class FsStore(ChunkStore):
 
     def read_into(self, name: str, dst: memoryview) -> bool:
         """Fill ``dst`` from the value's file."""
-        return self._files.read(place_of(name), dst)
+        return self._files.read(place_of(name), [dst])
+
+    def read_parts_into(self, name: str, parts: Sequence[memoryview]) -> bool:
+        """Fill the parts from the value's file, which the system scatters."""
+        return self._files.read(place_of(name), parts)
 
     def write(self, name: str, src: memoryview) -> None:
         """Write the value's file aside and rename it. StoreFull beyond the capacity or the free-space floor.

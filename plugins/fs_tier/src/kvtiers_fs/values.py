@@ -85,8 +85,9 @@ class ValueFiles:
     def _is_expired(self, about: os.stat_result) -> bool:
         return self._max_age is not None and about.st_mtime < time.time() - self._max_age
 
-    def read(self, place: Place, dst: memoryview) -> bool:
-        """Fill ``dst``; False if there is no value of this length."""
+    def read(self, place: Place, parts: Sequence[memoryview]) -> bool:
+        """Fill the parts, one behind the other; False if there is no value of their length."""
+        nbytes = sum(map(len, parts))
         try:
             fd = self._open(f"{place.folder}/{place.leaf}")
         except OSError as error:
@@ -95,11 +96,11 @@ class ValueFiles:
             raise
         try:
             about = os.fstat(fd)
-            if not stat.S_ISREG(about.st_mode) or about.st_size != len(dst) or self._is_expired(about):
+            if not stat.S_ISREG(about.st_mode) or about.st_size != nbytes or self._is_expired(about):
                 return False
-            if len(dst) >= self._least_cold and not is_cached(fd, len(dst)):
+            if nbytes >= self._least_cold and not is_cached(fd, nbytes):
                 _begin_direct(fd)
-            if not _fill(fd, dst):
+            if not _fill(fd, parts, nbytes):
                 return False
             # Also of a file that is from when a clock was ahead: it would seem to be in use until then.
             if self._refresh and abs(about.st_mtime - time.time()) > _REFRESH_SECONDS:
@@ -156,15 +157,16 @@ class ValueFiles:
                 os.close(fd)
 
 
-def _fill(fd: int, dst: memoryview) -> bool:
-    done = _read_some(fd, dst)
-    while 0 < done < len(dst):
-        with dst[done:] as rest:
-            more = _read_some(fd, rest)
+def _fill(fd: int, parts: Sequence[memoryview], nbytes: int) -> bool:
+    done = _read_some(fd, parts[:_MOST_PARTS])
+    while 0 < done < nbytes:
+        with contextlib.ExitStack() as cut:
+            behind = itertools.islice(_behind(parts, done), _MOST_PARTS)
+            more = _read_some(fd, [cut.enter_context(part) for part in behind])
         if not more:
             return False
         done += more
-    return done == len(dst)
+    return done == nbytes
 
 
 def _pour(fd: int, parts: Sequence[memoryview]) -> None:
@@ -183,13 +185,13 @@ def behind(parts: Sequence[memoryview], done: int) -> Iterator[memoryview]:
         done = max(0, done - len(part))
 
 
-def _read_some(fd: int, view: memoryview) -> int:
+def _read_some(fd: int, views: Sequence[memoryview]) -> int:
     try:
-        return os.readv(fd, [view])
+        return os.readv(fd, views)
     except OSError as error:
         if error.errno != errno.EINVAL or not _end_direct(fd):
             raise
-    return os.readv(fd, [view])
+    return os.readv(fd, views)
 
 
 def _write_some(fd: int, views: Sequence[memoryview]) -> int:

@@ -14,9 +14,10 @@ from kvtiers.api import (
     SupportsListing,
     SupportsParts,
     SupportsPieces,
+    SupportsScatter,
     SupportsStats,
 )
-from kvtiers.api.answers import found_each, kept_each
+from kvtiers.api.answers import found, found_each, kept_each
 from kvtiers.api.units import format_duration
 from kvtiers.cli.check.round_trip import Bench, ProbeError, probe_name
 
@@ -39,6 +40,8 @@ def probe_abilities(store: ChunkStore, bench: Bench) -> list[Probe]:
         probes.append(partial(_pieces_reads if bench.read_only else _pieces, store, store, bench))
     if isinstance(store, SupportsParts) and not bench.read_only:
         probes.append(partial(_parts, store, store, bench))
+    if isinstance(store, SupportsScatter) and not bench.read_only:
+        probes.append(partial(_scatter, store, store, bench))
     if isinstance(store, SupportsStats):
         probes.append(partial(_stats, store, bench))
     if isinstance(store, SupportsListing) and not bench.read_only:
@@ -101,7 +104,7 @@ def _parts(store: ChunkStore, in_parts: SupportsParts, bench: Bench) -> Iterator
     name = probe_name()
     bench.stage = "writing the probe value in two parts"
     try:
-        bench.borrow_parts(store, "write_parts", 64, call=lambda parts: in_parts.write_parts(name, parts))
+        bench.borrow_parts(store, "write_parts", 0, 64, call=lambda parts: in_parts.write_parts(name, parts))
         bench.stage = "reading what was written in two parts"
         bench.forget()
         got = bench.borrow(store, "read_into", [1], readonly=False, call=lambda views: store.read_into(name, views[0]))
@@ -113,6 +116,30 @@ def _parts(store: ChunkStore, in_parts: SupportsParts, bench: Bench) -> Iterator
         store.delete([name])
         bench.stage = before
     yield Finding("ok", "values in parts: wrote one, read it back and compared it")
+
+
+def _scatter(store: ChunkStore, scatter: SupportsScatter, bench: Bench) -> Iterator[Finding]:
+    name, absent = probe_name(), probe_name()
+    bench.stage = "reading the probe value into two parts"
+    store.write(name, bench.view(0).toreadonly())
+    try:
+        for asked, expected in ((name, True), (absent, False)):
+            bench.forget()
+            got = bench.borrow_parts(
+                store,
+                "read_parts_into",
+                1,
+                64,
+                call=lambda parts, asked=asked: scatter.read_parts_into(asked, parts),  # type: ignore[misc]
+            )
+            if found(store, "read_parts_into", got) != expected:
+                raise ProbeError(f"read_parts_into() gave {got!r:.80}, expected {expected}")
+            bench.compare(*[1] * expected)
+    finally:
+        bench.stage, before = "deleting the probe value", bench.stage
+        store.delete([name])
+        bench.stage = before
+    yield Finding("ok", "values into parts: read one and compared it")
 
 
 def _batch_reads(store: ChunkStore, batched: SupportsBatch, bench: Bench) -> Iterator[Finding]:

@@ -109,17 +109,18 @@ class Bench:
         return answer
 
     def borrow_parts(
-        self, store: object, method: str, last: int, call: Callable[[Sequence[memoryview]], object]
-    ) -> None:
-        """Make a call of a store that gets the probe value in two parts, the second of ``last`` bytes.
+        self, store: object, method: str, row: int, last: int, call: Callable[[Sequence[memoryview]], _T]
+    ) -> _T:
+        """Make a call of a store that gets a row in two parts, the second of ``last`` bytes; only row 0 is read-only.
 
         As in a transfer, each is a loan of its own: ProbeError if the store keeps one.
         """
-        begin = self.value_bytes - last
-        loans = [Loan(self.region, [span], readonly=True) for span in ((0, begin), (begin, last))]
-        call([view for loan in loans for view in loan.views])
+        begin, at = self.value_bytes - last, row * self.value_bytes
+        loans = [Loan(self.region, [span], readonly=row == 0) for span in ((at, begin), (at + begin, last))]
+        answer = call([view for loan in loans for view in loan.views])
         if [loan for loan in loans if not loan.take_back()]:
             raise ProbeError(_kept(store, method))
+        return answer
 
     def forget(self) -> None:
         """Overwrite the rows that tiers read into, so that they do not hold the probe value."""

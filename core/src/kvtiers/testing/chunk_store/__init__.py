@@ -9,11 +9,11 @@
         def open_store(self, tmp_path):
             return partial(MyStore, tmp_path / "values")
 
-The tests of ``SupportsBatch``, ``SupportsPieces``, ``SupportsParts``, ``SupportsListing``, ``SupportsDiagnosis`` and
-``SupportsStats`` are there if ``store_class`` has the ability. ``persistent = False`` (values end with the store)
-replaces the tests of reopening and of a killed writer by one that the store starts empty. A fixture ``break_backend``
-that returns a function ``break_backend(store)``, a context manager within which the backend fails (a server that is
-stopped, a folder that is away), brings the test that no error is swallowed.
+The tests of ``SupportsBatch``, ``SupportsPieces``, ``SupportsParts``, ``SupportsScatter``, ``SupportsListing``,
+``SupportsDiagnosis`` and ``SupportsStats`` are there if ``store_class`` has the ability. ``persistent = False`` (values
+end with the store) replaces the tests of reopening and of a killed writer by one that the store starts empty. A fixture
+``break_backend`` that returns a function ``break_backend(store)``, a context manager within which the backend fails (a
+server that is stopped, a folder that is away), brings the test that no error is swallowed.
 """
 
 from kvtiers.testing.chunk_store.abilities import (
@@ -22,6 +22,7 @@ from kvtiers.testing.chunk_store.abilities import (
     ListingTests,
     PartsTests,
     PiecesTests,
+    ScatterTests,
     StatsTests,
 )
 from kvtiers.testing.chunk_store.base import StoreTestBase
@@ -41,6 +42,7 @@ class ChunkStoreTests(
     BatchTests,
     PiecesTests,
     PartsTests,
+    ScatterTests,
     ListingTests,
     DiagnosisTests,
     StatsTests,

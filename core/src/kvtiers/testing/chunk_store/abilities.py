@@ -1,4 +1,4 @@
-"""Tests of a store's optional abilities: batches, pieces, parts, listing, diagnosis, figures."""
+"""Tests of a store's optional abilities: batches, pieces, parts, scattered reads, listing, diagnosis, figures."""
 
 import math
 import re
@@ -15,6 +15,7 @@ from kvtiers.api import (
     SupportsListing,
     SupportsParts,
     SupportsPieces,
+    SupportsScatter,
     SupportsStats,
 )
 from kvtiers.testing.applies import supports
@@ -22,7 +23,11 @@ from kvtiers.testing.chunk_store.base import LARGE, Names, StoreTestBase, read, 
 from kvtiers.testing.guarded import PAGE, GuardedMemory, pattern, same_bytes
 from kvtiers.testing.running import frequent_switches, run_together
 
-__all__ = ["BatchTests", "DiagnosisTests", "ListingTests", "PartsTests", "PiecesTests", "StatsTests"]
+__all__ = ["BatchTests", "DiagnosisTests", "ListingTests", "PartsTests", "PiecesTests", "ScatterTests", "StatsTests"]
+
+
+_CUTS = ([3 * PAGE], [2 * PAGE, PAGE], [PAGE - 64, 64], [1, 2 * PAGE - 8, 7], [PAGE // 16] * 64)
+"""Lengths of the parts of values: one part, pages, a seal, odd lengths at odd addresses, as many as there may be."""
 
 
 def _write_many(memory: GuardedMemory, store: SupportsBatch, names: Sequence[str], contents: Sequence[bytes]) -> None:
@@ -121,8 +126,7 @@ class PartsTests(StoreTestBase):
     def test_a_value_written_in_parts_is_all_of_them_in_order(
         self, store: Any, names: Names, memory: GuardedMemory
     ) -> None:
-        cuts = ([3 * PAGE], [2 * PAGE, PAGE], [PAGE - 64, 64], [1, 2 * PAGE - 8, 7], [PAGE // 16] * 64)
-        for seed, lengths in enumerate(cuts):
+        for seed, lengths in enumerate(_CUTS):
             [name] = names(1)
             content, rows, at = pattern(seed, sum(lengths)), [], 0
             for nbytes in lengths:
@@ -138,6 +142,44 @@ class PartsTests(StoreTestBase):
         rows = [memory.row(pattern(seed, PAGE)) for seed in range(2)]
         store.write_parts(names(1)[0], [row.source() for row in rows])
         assert not any(row.is_kept() for row in rows), f"{type(store).__name__}.write_parts kept a part"
+
+
+class ScatterTests(StoreTestBase):
+    """``read_parts_into``. ``store: Any``: it has the methods of a store and the ability's."""
+
+    @supports(SupportsScatter)
+    def test_a_value_read_into_parts_fills_all_of_them_in_order(
+        self, store: Any, names: Names, memory: GuardedMemory
+    ) -> None:
+        for seed, lengths in enumerate(_CUTS):
+            [name] = names(1)
+            content = pattern(seed, sum(lengths))
+            write(memory, store, name, content)
+            for _ in range(2):
+                rows = [memory.row(nbytes) for nbytes in lengths]
+                found = store.read_parts_into(name, [row.destination() for row in rows])
+                assert found is True, f"read_parts_into answered {found!r} for a value that was written"
+                same_bytes(b"".join(row.content() for row in rows), content, f"a value in {len(lengths)} parts")
+                assert all(row.is_guarded() for row in rows), "a part was written past its end: that is other memory"
+
+    @supports(SupportsScatter)
+    def test_what_is_absent_or_of_another_length_is_not_read_into_parts(
+        self, store: Any, names: Names, memory: GuardedMemory
+    ) -> None:
+        one, absent = names(2)
+        write(memory, store, one, pattern(1, 3 * PAGE))
+        for name, lengths in ((absent, [PAGE, 2 * PAGE]), (one, [PAGE, PAGE]), (one, [PAGE, 3 * PAGE])):
+            found = store.read_parts_into(name, [memory.row(nbytes).destination() for nbytes in lengths])
+            assert found is False, f"read_parts_into answered {found!r} for what is no value of {sum(lengths)} bytes"
+
+    @supports(SupportsScatter)
+    def test_no_part_that_was_read_into_is_kept(self, store: Any, names: Names, memory: GuardedMemory) -> None:
+        one, absent = names(2)
+        write(memory, store, one, pattern(1, 2 * PAGE))
+        for name in (one, absent):
+            rows = [memory.row(PAGE) for _ in range(2)]
+            store.read_parts_into(name, [row.destination() for row in rows])
+            assert not any(row.is_kept() for row in rows), f"{type(store).__name__}.read_parts_into kept a part"
 
 
 def _listed(store: SupportsListing, prefix: str) -> list[str]:

@@ -1,0 +1,71 @@
+"""Claimed views: views of values that lie in a client's caller's memory, which may get it back at any time.
+
+``region/claims.py`` says how a host finds out. A value's seal, and the value where it has to be in one piece, lie in
+bounce buffers.
+"""
+
+from kvtiers.host.bounce_buffers import BounceBufferViews, copy_memory
+from kvtiers.layout.borrowed_views import Loan
+from kvtiers.region.claims import ClaimRevoked, ClaimTable
+
+__all__ = ["ClaimedViews"]
+
+
+class ClaimedViews(BounceBufferViews):
+    """Views of claimed values: their payloads in a caller's memory, seals and whole values in memory of this thread.
+
+    ClaimRevoked where a method needs the parts of a value whose call is over.
+    """
+
+    def __init__(self, table: ClaimTable, value_bytes: int) -> None:
+        super().__init__(memoryview(b""), 1, value_bytes)
+        self.table = table
+
+    def fill(self, row: int, payload: int) -> None:
+        """Copy a value's parts into its bounce buffer; ClaimRevoked if they may be any bytes by now."""
+        memory, [at] = self._places([row], [payload])
+        for offset, nbytes in self.table.parts(row, payload)[0]:
+            copy_memory(self.table.region, offset, memory, at, nbytes)
+            at += nbytes
+        if not self.is_given(row):
+            raise ClaimRevoked
+
+    def is_in_place(self, row: int, payload: int) -> bool:
+        """Return whether a value may be read straight into its parts."""
+        return self.table.parts(row, payload)[1]
+
+    def has_parts(self, row: int, payload: int, most: int) -> bool:
+        """Return whether a value lies in so many parts at most."""
+        return len(self.table.parts(row, payload)[0]) <= most
+
+    def parts(self, row: int, payload: int, nbytes: int) -> tuple[list[memoryview], memoryview]:
+        """Return core's own views of a value's parts, and of memory for the rest."""
+        memory, [at] = self._places([row], [nbytes])
+        parts, _ = self.table.parts(row, payload)
+        own = [self.table.region[offset : offset + length] for offset, length in parts]
+        return own, memory[at + payload : at + nbytes]
+
+    def borrow_parts(self, row: int, payload: int, nbytes: int, *, readonly: bool = True) -> tuple[Loan, Loan]:
+        """Return loans of a value's parts and of the rest of it."""
+        memory, [at] = self._places([row], [nbytes])
+        return (
+            Loan(self.table.region, self.table.parts(row, payload)[0], readonly=readonly),
+            Loan(memory, [(at + payload, nbytes - payload)], readonly=readonly),
+        )
+
+    def is_given(self, row: int) -> bool:
+        """Return whether the call was not over when the parts had been read."""
+        with self.table.held(row) as held:
+            return held.is_open
+
+    def land(self, row: int, nbytes: int) -> bool:
+        """Copy the first ``nbytes`` of the value into its parts; False, with nothing copied, if its call is over."""
+        memory, [at] = self._places([row], [nbytes])
+        with self.table.held(row) as held:
+            if not held.is_open:
+                return False
+            for offset, length in self.table.parts(row, nbytes)[0]:
+                copy_memory(memory, at, self.table.region, offset, length)
+                at += length
+            held.has_landed = True
+        return True
