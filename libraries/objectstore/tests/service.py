@@ -130,14 +130,16 @@ class Service:
 
 
 @contextlib.contextmanager
-def service(config: Any, value_bytes: int, rows: int) -> Iterator[Service]:
-    """Start a host with this tier and wait until it is open."""
+def service(config: Any, value_bytes: int, rows: int, *, is_awaited: bool = False) -> Iterator[Service]:
+    """Start a host with this tier and wait until it is open.
+
+    ``is_awaited``: the end of a store is seen at the next poll, as for a client; an engine looks every 20 ms.
+    """
     total = rows * value_bytes
     fd = create_memfd("kvtiers-objects-test", total)
     mapping = map_memory(fd, total, total)
-    hosts = TierHosts(
-        HostedRegion(fd, total, total, value_bytes, [(value_bytes - _SEAL, value_bytes)]), "bench", lambda: NAMES
-    )
+    region = HostedRegion(fd, total, total, value_bytes, [(value_bytes - _SEAL, value_bytes)])
+    hosts = TierHosts(region, "bench", lambda: NAMES, is_awaited=is_awaited)
     tier = ChunkStoreTier(config, hosts.pool(config))
     try:
         hosts.start()
