@@ -154,7 +154,7 @@ bench: environment  ## Run every benchmark and print its goals (BENCH_ARGS=--qui
 soak: environment system  ## Chaos over all tier kinds, every byte compared, leftovers counted (MINUTES=5)
 	$(PYTHON) tests/soak/soak.py --minutes $(or $(MINUTES),5) $(SOAK_ARGS)
 
-corruptions: environment system  ## Damage stored values of each tier kind in every way, and load them (COUNT=10000)
+corruptions: environment system emulators  ## Damage stored values of each tier kind in every way, and load them (COUNT=10000)
 	$(PYTHON) tests/corruptions/corruptions.py --count $(or $(COUNT),10000) $(CORRUPTIONS_ARGS)
 
 environment: $(VENV)/.dev  ## Make .venv, with every distribution editable

@@ -124,7 +124,7 @@ def measure_plain(
             if 1 < io_threads <= c
         }
         moves["tier"] = tier.rate
-        bare = sockets.plain_sockets(server.port, rows, nbytes, count, SOCKETS)
+        bare = sockets.plain_sockets(lanes.connections(server.port, SOCKETS), rows, nbytes, count)
         moves[f"bare sockets, {SOCKETS}"] = lanes.timed(bare, total)
         few = -(-count // REDIS_PY_SHARE)
         moves["redis-py"] = lanes.timed(lanes.redis_py(server.port, rows, nbytes, few), few * nbytes)
@@ -223,7 +223,7 @@ def measure_delayed(
         options = config(f"redis://127.0.0.1:{to_server}", window=REMOTE_WINDOW, **tier_options)
         tier = TierLane(server.client, fd, rows, nbytes, options, stack)
         moves = {name: lanes.timed(network.raw_stream(raw, rows, n), total) for n, name in RAW.items()}
-        bare = sockets.plain_sockets(to_server, rows, nbytes, count, SOCKETS, window=REMOTE_WINDOW)
+        bare = sockets.plain_sockets(lanes.connections(to_server, SOCKETS), rows, nbytes, count, window=REMOTE_WINDOW)
         moves[f"bare sockets, {SOCKETS}"] = lanes.timed(bare, total)
         moves["tier"] = tier.rate
         if rate == float("inf"):

@@ -1,9 +1,10 @@
 """The stores side by side, as one engine on this machine has them: seconds of a small load, GB/s of large ones.
 
 The figures behind docs/which-store.md. Every tier is the whole contract with its defaults, but one host each
-(`processes: 1`), driven as an engine drives it: `memory` in its host's memory, `fs` in a folder (`--folder`: on the
-disk that is meant), `redis` and `mooncake` in another process behind a loopback socket, `s3` on a server that does no
-more than S3's protocol. `memory again` is the first one once more in the same turns: what differs is this machine.
+(`processes: 1`): `memory` in its host's memory, `fs` in a folder (`--folder`: on the disk that is meant), `redis` and
+`mooncake` in another process behind a loopback socket, `redis, UNIX` behind a UNIX socket, `s3`, `gcs` and `azure` on a
+server that does no more than their protocols. `memory again` is the first one once more in the same turns: what differs
+is this machine.
 
 A loopback socket is no network: over one, its link and round trip are added. All shares are of `memory` in the same
 turns.
@@ -43,6 +44,7 @@ LOADS = 100
 REQUEST = RequestContext("bench")
 STEP_SECONDS = 0.00005
 AGAIN = "memory again"
+BUCKETS = {"s3", "gcs", "azure"}
 
 
 class StoreLane(TierLane):
@@ -51,7 +53,7 @@ class StoreLane(TierLane):
     def __init__(self, fd: int, rows: memoryview, nbytes: int, config: TierConfig, stack: ExitStack) -> None:
         super().__init__(lambda: None, fd, rows, nbytes, config, stack)
         self.step_seconds = STEP_SECONDS
-        self._deletes = config.type != "s3"  # whose server here keeps the last GiB, and deletes nothing
+        self._deletes = config.type not in BUCKETS  # whose server here keeps the last GiB, and deletes nothing
 
     def forget(self) -> None:
         """Delete all values, and take new keys."""
@@ -103,15 +105,25 @@ def configs(folder: Path, stack: ExitStack) -> dict[str, TierConfig]:
     s3 = stack.enter_context(subprocess.Popen([sys.executable, str(S3_SERVER), str(port)]))
     stack.callback(s3.kill)
     wait_until(lambda: _listens(port), "the S3 server listens")
-    bucket = {"endpoint": f"http://127.0.0.1:{port}", "bucket": "bucket", "access_key": "a", "secret_key": "b"}
+    endpoint = f"http://127.0.0.1:{port}"
+    keys = {"access_key": "a", "secret_key": "b", "region": "us-east-1"}
     memory = {"type": "memory", "capacity": "1GiB"}
     options: dict[str, dict[str, Any]] = {
         "memory": memory,
         AGAIN: memory,
         "fs": {"type": "fs", "path": str(folder / "fs"), "capacity": "2GiB"},
         "redis": {"type": "redis", "url": redis.url, "processes": 1},
+        "redis, UNIX": {"type": "redis", "url": f"unix://{redis.socket}", "processes": 1, "prefix": "unix:"},
         "mooncake": {"type": "mooncake", "master": master.address},
-        "s3": {"type": "s3", "region": "us-east-1", "processes": 1, **bucket},
+        "s3": {"type": "s3", "endpoint": endpoint, "bucket": "bucket", "processes": 1, **keys},
+        "gcs": {"type": "gcs", "endpoint": endpoint, "bucket": "bucket-g", "processes": 1, "anonymous": True},
+        "azure": {
+            "type": "azure",
+            "endpoint": f"{endpoint}/devstoreaccount1",
+            "container": "bucket-a",
+            "processes": 1,
+            "emulator": True,
+        },
     }
     common = {"store_queue": 1 << 20, "deadline": "60s", "nice": 0}
     return {name: load_tier(of["type"]).config.model_validate({**of, **common}) for name, of in options.items()}

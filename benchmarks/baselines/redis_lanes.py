@@ -71,15 +71,20 @@ def memory(nbytes: int) -> Iterator[tuple[int, memoryview]]:
 
 
 def redis_benchmark(
-    port: int, connections: int, nbytes: int, count: int, way: str, *, threads: int = 1, tls: Any = None
+    address: int | str, connections: int, nbytes: int, count: int, way: str, *, threads: int = 1, tls: Any = None
 ) -> float:
-    """Return the values a second that redis-benchmark moves, over as many keys as the other lanes have."""
+    """Return the values a second that redis-benchmark moves, over as many keys as the other lanes have.
+
+    ``address``: a port of this machine, or the path of a UNIX socket.
+    """
     word = {"write": "set", "read": "get"}[way]
     number = max(count, COUNTED_BYTES // nbytes if threads > 1 else LEAST_REQUESTS)
-    command = ["redis-benchmark", "-p", str(port), "-c", str(connections), "-d", str(nbytes), "-n", str(number)]
+    where = ["-s", address] if isinstance(address, str) else ["-p", str(address)]
+    command = ["redis-benchmark", *where, "-c", str(connections), "-d", str(nbytes), "-n", str(number)]
     command += ["-r", str(count), "-t", word, "--csv"]
     if threads > 1:
-        return counted_rate([*command, "--threads", str(threads)], port, word, number)
+        assert isinstance(address, int)
+        return counted_rate([*command, "--threads", str(threads)], address, word, number)
     if tls is not None:
         command += ["--tls", "--cacert", str(tls.ca), "--cert", str(tls.cert), "--key", str(tls.key)]
         command += ["--user", "admin", "-a", "secret"]
@@ -156,12 +161,21 @@ def lmcache(port: int, rows: memoryview, nbytes: int, count: int) -> Lane:
     return move
 
 
-def connect(port: int) -> socket.socket:
-    """Connect to a port of this machine."""
-    connected = socket.socket()
-    send_at_once(connected)
-    connected.connect(("127.0.0.1", port))
+def connect(address: int | str, buffer_bytes: int = 0) -> socket.socket:
+    """Connect to a port of this machine, or to a UNIX socket by its path. ``buffer_bytes``: of both of its buffers."""
+    connected = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
+    if buffer_bytes:
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+    if isinstance(address, int):
+        send_at_once(connected)
+    connected.connect(address if isinstance(address, str) else ("127.0.0.1", address))
     return connected
+
+
+def connections(address: int | str, count: int, buffer_bytes: int = 0) -> list[socket.socket]:
+    """Connect so many times."""
+    return [connect(address, buffer_bytes) for _ in range(count)]
 
 
 def send_at_once(new: socket.socket) -> None:

@@ -3,18 +3,30 @@
 import socket
 import ssl
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 from baselines.redis_lanes import Lane, connect
 
+Send: TypeAlias = Callable[[socket.socket, list[bytes | memoryview]], None]
+
+
+def send_all(link: socket.socket, parts: list[bytes | memoryview]) -> None:
+    """Send the parts with one call."""
+    assert link.sendmsg(parts) == sum(map(len, parts))
+
 
 def plain_sockets(
-    port: int, rows: memoryview, nbytes: int, count: int, connections: int, *, window: int = 512 << 10
+    links: Sequence[socket.socket],
+    rows: memoryview,
+    nbytes: int,
+    count: int,
+    *,
+    window: int = 512 << 10,
+    send: Send = send_all,
 ) -> Lane:
     """Move the rows, each connection its share: a window of them with one call, then the replies."""
-    links = [connect(port) for _ in range(connections)]
-    most, share = max(1, window // nbytes), -(-count // connections)
+    most, share = max(1, window // nbytes), -(-count // len(links))
     views = [rows[number * nbytes : (number + 1) * nbytes] for number in range(count)]
     keys = [b"bare:%06d" % number for number in range(count)]
 
@@ -22,7 +34,7 @@ def plain_sockets(
         parts: list[bytes | memoryview] = []
         for number in numbers:
             parts += [b"*3\r\n$3\r\nSET\r\n$11\r\n%b\r\n$%d\r\n" % (keys[number], nbytes), views[number], b"\r\n"]
-        assert link.sendmsg(parts) == sum(map(len, parts))
+        send(link, parts)
         replies = link.recv(5 * len(numbers), socket.MSG_WAITALL)
         assert replies == b"+OK\r\n" * len(numbers), replies
 
@@ -30,9 +42,12 @@ def plain_sockets(
         link.sendall(b"".join([b"*2\r\n$3\r\nGET\r\n$11\r\n%b\r\n" % keys[number] for number in numbers]))
         around = memoryview(bytearray(len(b"$%d\r\n" % nbytes) + 2))
         for number in numbers:
-            buffers = [around[2:], views[number], around[:2]]
-            moved = link.recvmsg_into(buffers, 0, socket.MSG_WAITALL)[0]
-            assert moved == nbytes + len(around), "a reply stopped in the middle"
+            buffers, left = [around[2:], views[number], around[:2]], nbytes + len(around)
+            while left:
+                moved = link.recvmsg_into(buffers, 0, socket.MSG_WAITALL)[0]
+                assert moved, "the server is gone"
+                left -= moved
+                buffers = behind(buffers, moved)
 
     def move_share(index: int, way: str) -> None:
         work, mine = {"write": write, "read": read}[way], range(count)[index * share : (index + 1) * share]
@@ -40,13 +55,21 @@ def plain_sockets(
             work(links[index], mine[at : at + most])
 
     def move(way: str) -> None:
-        threads = [threading.Thread(target=move_share, args=(index, way)) for index in range(connections)]
+        threads = [threading.Thread(target=move_share, args=(index, way)) for index in range(len(links))]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
 
     return move
+
+
+def behind(buffers: Sequence[Any], moved: int) -> list[Any]:
+    """Return what is left of the buffers after so many bytes."""
+    rest = list(buffers)
+    while rest and moved >= len(rest[0]):
+        moved -= len(rest.pop(0))
+    return [memoryview(rest[0])[moved:], *rest[1:]] if rest else []
 
 
 def tls_socket(port: int, tls: Any, rows: memoryview, nbytes: int, count: int) -> Lane:

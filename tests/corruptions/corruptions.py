@@ -31,7 +31,6 @@ from kvtiers.layout.storage_name import StorageNames
 from kvtiers.types import RequestContext
 
 ROOT = Path(__file__).parents[2]
-KINDS = ("memory", "memory-async", "fs", "fs-slab", "redis", "s3")
 PAYLOAD, PAGE, SEAL = 9_000, 4_096, 64
 BATCH, ROWS = 96, 512
 PATIENCE = 60.0
@@ -245,6 +244,38 @@ class Objects:
             self._client.put_object(Bucket=self._bucket, Key=names.name(key), Body=value)
 
 
+class EmulatedObjects:
+    """The objects of a bucket or a container; ``where``: its endpoint and its name."""
+
+    def __init__(self, where, get, put, delete):
+        self._where, self._get, self._put, self._delete = where, get, put, delete
+
+    def get(self, names, key):
+        return self._get(*self._where, names.name(key))
+
+    def put(self, names, key, value):
+        if value is None:
+            self._delete(*self._where, names.name(key))
+        else:
+            self._put(*self._where, names.name(key), value)
+
+
+class PoolObjects:
+    """The objects of a Mooncake pool, by its own client; a key that is there would keep its old bytes."""
+
+    def __init__(self, store):
+        self._store, self._client = store, store._client
+
+    def get(self, names, key):
+        return self._client.get(names.name(key))
+
+    def put(self, names, key, value):
+        self._store.delete([names.name(key)])
+        if value:  # there are no empty ones
+            code = self._client.put(names.name(key), value)
+            assert not code, f"put: {code}"
+
+
 # -- engines
 
 
@@ -358,51 +389,123 @@ def store_of(tier):
     return host.backend._pool._store
 
 
+def module_of(path):
+    """Import a file of a plugin's tests."""
+    spec = importlib.util.spec_from_file_location(f"corruptions_{path.replace('/', '_')}", ROOT / "plugins" / path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# Each gives the options of a tier of its kind, and its values from behind: a function of the engine.
+
+
 @contextlib.contextmanager
-def tier_of(kind, folder, s3):
-    """Give the options of a tier of this kind, and its values from behind: a function of the engine."""
-    if kind == "memory":
-        # In the engine's own process, where its values can be got at.
-        yield (
-            {"capacity": "64MiB", "io": "thread"},
-            lambda engine: StoredValue(engine.tier._hosts._hosts[0].backend._pool._store),
-        )
-    elif kind == "memory-async":
-        yield {"max_blocks": 4_096}, lambda engine: HeldByManager(engine.tier._sealer.tier)
-    elif kind == "fs":
-        files = Files(folder / "values")
-        yield {"path": str(folder / "values"), "capacity": "1GiB", "min_free": 0}, lambda _: files
-    elif kind == "fs-slab":
-        with contextlib.closing(SlabValues(folder / "values")) as values:
-            options = {"path": str(folder / "values"), "capacity": "1GiB", "min_free": 0, "layout": "slab"}
-            yield options, lambda _: values
-    elif kind == "redis":
-        port = free_port()
-        command = ["redis-server", "--port", str(port), "--save", "", "--dir", str(folder)]
-        with served(command, lambda: listens(port)):
-            keys = RedisKeys(port)
-            yield {"url": f"redis://127.0.0.1:{port}"}, lambda _: keys
-    else:
-        with s3_server(s3) as (endpoint, servers):
-            bucket = servers.new_bucket(endpoint) if s3 != "trivial" else "bucket"
-            options = {"endpoint": endpoint, "bucket": bucket, "region": "us-east-1", "threads": 8}
-            keys = {"access_key": servers.ACCESS_KEY, "secret_key": servers.SECRET_KEY}
-            objects = Objects(bucket, servers.client_of(endpoint))
-            yield options | keys, lambda _: objects
+def memory_tier(_folder, _s3):
+    # In the engine's own process, where its values can be got at.
+    yield {"capacity": "64MiB", "io": "thread"}, lambda engine: StoredValue(store_of(engine.tier))
+
+
+@contextlib.contextmanager
+def memory_async_tier(_folder, _s3):
+    yield {"max_blocks": 4_096}, lambda engine: HeldByManager(engine.tier._sealer.tier)
+
+
+@contextlib.contextmanager
+def fs_tier(folder, _s3):
+    files = Files(folder / "values")
+    yield {"path": str(folder / "values"), "capacity": "1GiB", "min_free": 0}, lambda _: files
+
+
+@contextlib.contextmanager
+def fs_slab_tier(folder, _s3):
+    with contextlib.closing(SlabValues(folder / "values")) as values:
+        options = {"path": str(folder / "values"), "capacity": "1GiB", "min_free": 0, "layout": "slab"}
+        yield options, lambda _: values
+
+
+@contextlib.contextmanager
+def redis_tier(folder, _s3):
+    port = free_port()
+    command = ["redis-server", "--port", str(port), "--save", "", "--dir", str(folder)]
+    with served(command, lambda: listens(port)):
+        keys = RedisKeys(port)
+        yield {"url": f"redis://127.0.0.1:{port}"}, lambda _: keys
+
+
+@contextlib.contextmanager
+def s3_tier(_folder, s3):
+    with s3_server(s3) as (endpoint, servers):
+        bucket = servers.new_bucket(endpoint) if s3 != "trivial" else "bucket"
+        options = {"endpoint": endpoint, "bucket": bucket, "region": "us-east-1", "threads": 8}
+        keys = {"access_key": servers.ACCESS_KEY, "secret_key": servers.SECRET_KEY}
+        objects = Objects(bucket, servers.client_of(endpoint))
+        yield options | keys, lambda _: objects
 
 
 @contextlib.contextmanager
 def s3_server(which):
     """Run the S3 server of this name; give its URL, and the module of the S3 tier's own tests that starts it."""
-    spec = importlib.util.spec_from_file_location("s3_servers", ROOT / "plugins/s3_tier/tests/servers.py")
-    servers = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(servers)
+    servers = module_of("s3_tier/tests/servers.py")
     if which == "ceph":
         with servers.Radosgw() as gateway:
             yield gateway.endpoint, servers
     else:
         with (servers.moto_server if which == "moto" else servers.trivial_server)() as endpoint:
             yield endpoint, servers
+
+
+@contextlib.contextmanager
+def gcs_tier(_folder, _s3):
+    servers = module_of("gcs_tier/tests/servers.py")
+    with servers.FakeGcs() as server:
+        bucket = servers.new_bucket(server.endpoint)
+        calls = servers.get_object, servers.put_object, servers.delete_object
+        objects = EmulatedObjects((server.endpoint, bucket), *calls)
+        yield {"endpoint": server.endpoint, "bucket": bucket, "anonymous": True}, lambda _: objects
+
+
+@contextlib.contextmanager
+def azure_tier(_folder, _s3):
+    servers = module_of("azure_tier/tests/servers.py")
+    with servers.Azurite() as server:
+        container = servers.new_container(server.endpoint)
+        account = {"account": servers.ACCOUNT, "account_key": servers.ACCOUNT_KEY}
+        # On a busy machine Azurite fails a request now and then; a store that is not tried again would be missing.
+        account["retries"] = 2
+        calls = servers.get_blob, servers.put_blob, servers.delete_blob
+        blobs = EmulatedObjects((server.endpoint, container), *calls)
+        yield {"endpoint": server.endpoint, "container": container, **account}, lambda _: blobs
+
+
+@contextlib.contextmanager
+def mooncake_tier(folder, _s3):
+    from kvtiers_mooncake.config import MooncakeConfig
+    from kvtiers_mooncake.store import MooncakeStore
+
+    pool = module_of("mooncake_tier/tests/pool.py")
+    with contextlib.ExitStack() as stack:
+        master = pool.Master(folder / "master").start()
+        stack.callback(master.kill)
+        stack.callback(pool.SegmentOwner(master.address, 256 << 20).kill)
+        store = MooncakeStore(MooncakeConfig(type="mooncake", master=master.address), region=memoryview(b""))
+        stack.callback(store.close)
+        objects = PoolObjects(store)
+        yield {"master": master.address}, lambda _: objects
+
+
+TIERS = {
+    "memory": memory_tier,
+    "memory-async": memory_async_tier,
+    "fs": fs_tier,
+    "fs-slab": fs_slab_tier,
+    "redis": redis_tier,
+    "s3": s3_tier,
+    "gcs": gcs_tier,
+    "azure": azure_tier,
+    "mooncake": mooncake_tier,
+}
+KINDS = (*TIERS,)
 
 
 # -- the run
@@ -418,7 +521,7 @@ class Run:
         self.done = 0
 
     def run(self, folder, s3, progress):
-        with tier_of(self.kind, folder, s3) as (options, behind), contextlib.ExitStack() as stack:
+        with TIERS[self.kind](folder, s3) as (options, behind), contextlib.ExitStack() as stack:
             tier = {"type": self.kind.removesuffix("-slab"), "name": self.kind, **STRICT, **options}
             if self.kind == "memory-async":
                 tier = {name: tier[name] for name in tier if name != "retries"}
@@ -500,7 +603,13 @@ def _cells(counts):
 
 def missing(kind):
     """Return what a kind lacks on this machine, or ""."""
-    return "redis-server" if kind == "redis" and shutil.which("redis-server") is None else ""
+    if kind == "redis" and shutil.which("redis-server") is None:
+        return "redis-server"
+    if kind == "azure" and not (shutil.which("azurite-blob") or (ROOT / ".azurite" / "node_modules").is_dir()):
+        return "Azurite ('make emulators')"
+    if kind == "mooncake" and importlib.util.find_spec("mooncake") is None:
+        return "client of Mooncake"
+    return ""
 
 
 def chosen(text):

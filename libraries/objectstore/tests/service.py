@@ -16,8 +16,9 @@ from kvtiers.region.memfd import create_memfd, map_memory
 from kvtiers.secondary.placement import HostedRegion, TierHosts
 from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.types import RequestContext
+from kvtiers_objectstore.testing.proxy import Proxy
 
-__all__ = ["NAMES", "Service", "new_keys", "service"]
+__all__ = ["NAMES", "Service", "behind_proxy", "new_keys", "service"]
 
 NAMES = StorageNames("bench/model-0123456789abcdef01234567/", bytes.fromhex("0123456789abcdef"))
 _SEAL = 64
@@ -130,14 +131,16 @@ class Service:
 
 
 @contextlib.contextmanager
-def service(config: Any, value_bytes: int, rows: int) -> Iterator[Service]:
-    """Start a host with this tier and wait until it is open."""
+def service(config: Any, value_bytes: int, rows: int, *, is_awaited: bool = False) -> Iterator[Service]:
+    """Start a host with this tier and wait until it is open.
+
+    ``is_awaited``: the end of a store is seen at the next poll, as for a client; an engine looks every 20 ms.
+    """
     total = rows * value_bytes
     fd = create_memfd("kvtiers-objects-test", total)
     mapping = map_memory(fd, total, total)
-    hosts = TierHosts(
-        HostedRegion(fd, total, total, value_bytes, [(value_bytes - _SEAL, value_bytes)]), "bench", lambda: NAMES
-    )
+    region = HostedRegion(fd, total, total, value_bytes, [(value_bytes - _SEAL, value_bytes)])
+    hosts = TierHosts(region, "bench", lambda: NAMES, is_awaited=is_awaited)
     tier = ChunkStoreTier(config, hosts.pool(config))
     try:
         hosts.start()
@@ -148,3 +151,17 @@ def service(config: Any, value_bytes: int, rows: int) -> Iterator[Service]:
         tier.close()
         hosts.close(10.0)
         os.close(fd)
+
+
+@contextlib.contextmanager
+def behind_proxy(port: int, config_of: Callable[..., Any], **options: Any) -> Iterator[tuple[Service, Proxy]]:
+    """Start a tier whose server, at this port, lies behind a proxy; give both. No breaker hides the faults.
+
+    ``config_of``: the tier's options, given the proxy and more of them.
+    """
+    none = {"failures": 10_000, "min_calls": 100_000}
+    with Proxy(port) as proxy:
+        config = config_of(proxy, **{"threads": 4, "deadline": "30s", "retries": 1, "breaker": none, **options})
+        with service(config, 16 * 4096, 8) as tier:
+            yield tier, proxy
+            proxy.script = lambda _request: None

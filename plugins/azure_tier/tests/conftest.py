@@ -1,15 +1,15 @@
 """Containers on Azurite, stores over them, and a proxy between them that does what networks and servers do."""
 
 import importlib.util
+import json
 import sys
-import threading
 import uuid
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from kvtiers_azure.config import AzureConfig
+from kvtiers_objectstore.testing.answering import Answering
 from kvtiers_objectstore.testing.proxy import Proxy
 
 HERE = Path(__file__).parent
@@ -92,83 +92,31 @@ def through():
 
 @pytest.fixture(scope="module")
 def proxied(azurite, container):
-    """A tier whose server lies behind a proxy, and the proxy. Its breaker is out of the way of the faults."""
-    from objectstore_service import service
+    """A tier whose server lies behind a proxy, and the proxy."""
+    from objectstore_service import behind_proxy
 
-    with Proxy(azurite.port) as proxy:
-        config = configs(f"{proxy.endpoint}/{servers.ACCOUNT}", container)(
-            threads=4,
-            timeout="700ms",
-            deadline="30s",
-            retries=1,
-            breaker={"failures": 10_000, "min_calls": 100_000},
-        )
-        with service(config, 16 * 4096, 8) as tier:
-            yield tier, proxy
-            proxy.script = lambda _request: None
+    def config_of(proxy, **options):
+        return configs(f"{proxy.endpoint}/{servers.ACCOUNT}", container)(**options)
 
-
-class _Empty(BaseHTTPRequestHandler):
-    """Answers that there is no such blob."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self):
-        body = b"<Error><Code>BlobNotFound</Code></Error>"
-        self.send_response(404)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
+    with behind_proxy(azurite.port, config_of, timeout="700ms") as both:
+        yield both
 
 
 @pytest.fixture
 def empty_server():
     """The URL of a server that has nothing."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Empty) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/{servers.ACCOUNT}"
-        server.shutdown()
-        thread.join()
-
-
-class TokenServer(ThreadingHTTPServer):
-    """Gives out a token, or with ``status`` refuses. ``asked``: path and body of each request."""
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), _Tokens)
-        self.status, self.asked = 200, []
-        self.endpoint = f"http://127.0.0.1:{self.server_port}"
-
-
-class _Tokens(_Empty):
-    def do_GET(self):
-        length = int(self.headers.get("Content-Length", 0))
-        self.server.asked.append((self.path, self.rfile.read(length).decode()))
-        granted = b'{"access_token": "the-token", "expires_in": "3600", "expires_on": "4102444800", "resource": "r"'
-        granted += b', "token_type": "Bearer"}'
-        body = granted if self.server.status == 200 else b'{"error": "invalid_client"}'
-        if "oauth2/v2.0" in self.path:
-            body = body.replace(b'"3600"', b"3600")
-        self.send_response(self.server.status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def do_POST(self):
-        self.do_GET()
+    with Proxy() as server:
+        yield f"{server.endpoint}/{servers.ACCOUNT}"
 
 
 @pytest.fixture
 def token_server():
     """A server that gives out tokens, as Entra ID and a machine's metadata service do."""
-    with TokenServer() as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+
+    def answer(path):
+        seconds = 3600 if "oauth2/v2.0" in path else "3600"
+        token = {"access_token": "the-token", "expires_in": seconds, "token_type": "Bearer"}
+        return 200, json.dumps(token | {"expires_on": "4102444800", "resource": "r"}).encode()
+
+    with Answering(answer) as server:
         yield server
-        server.shutdown()
-        thread.join()

@@ -14,10 +14,21 @@ import urllib.parse
 import urllib.request
 import uuid
 from datetime import UTC, datetime, timedelta
+from http import HTTPStatus
 from pathlib import Path
 from typing import Self
 
-__all__ = ["ACCOUNT", "ACCOUNT_KEY", "Azurite", "account_sas", "new_container", "put_blob"]
+__all__ = [
+    "ACCOUNT",
+    "ACCOUNT_KEY",
+    "Azurite",
+    "account_sas",
+    "delete_blob",
+    "delete_container",
+    "get_blob",
+    "new_container",
+    "put_blob",
+]
 
 ACCOUNT = "devstoreaccount1"
 ACCOUNT_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
@@ -115,6 +126,16 @@ def put_blob(endpoint: str, container: str, name: str, body: bytes) -> None:
 def get_blob(endpoint: str, container: str, name: str) -> bytes:
     """Read a blob, as another program."""
     return _request("GET", endpoint, f"{container}/{name}", {})
+
+
+def delete_blob(endpoint: str, container: str, name: str) -> None:
+    """Delete a blob, as another program, if it is there."""
+    try:
+        _request("DELETE", endpoint, f"{container}/{name}", {})
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code != HTTPStatus.NOT_FOUND:
+            raise
 
 
 def delete_container(endpoint: str, container: str) -> None:

@@ -90,7 +90,7 @@ def test_a_service_principals_token_is_used(config, between, through, token_serv
     store = AzureStore(principal(config, token_server.endpoint, **through(between)))
     store.close()
     assert {request.headers["authorization"] for request in between.log} == {"Bearer the-token"}
-    [(path, body)] = token_server.asked
+    [(path, _, body)] = token_server.asked
     assert "/some-tenant/oauth2/v2.0/token" in path
     assert "client_secret=canary-secret" in body
 
@@ -102,7 +102,7 @@ def test_a_workloads_token_is_used(config, between, through, token_server, tmp_p
     monkeypatch.setenv("AZURE_TENANT_ID", "of-the-environment")
     who = {"identity": "workload", "token_file": tmp_path / "token", "client_id": "c", "tenant": "t"}
     AzureStore(config(authority=token_server.endpoint, **who, **through(between))).close()
-    [(path, body)] = token_server.asked
+    [(path, _, body)] = token_server.asked
     assert path.startswith("/t/")
     assert "client_assertion=of-the-pod" in body
     assert "client_id=c&" in body
@@ -112,7 +112,7 @@ def test_a_managed_identitys_token_is_used(config, between, through, token_serve
     between.script = lambda _: Fault(refusal(404, "BlobNotFound"))
     monkeypatch.setenv("AZURE_MSI_ENDPOINT", f"{token_server.endpoint}/metadata/identity/oauth2/token")
     AzureStore(config(identity="managed", client_id="of-the-machine", **through(between))).close()
-    [(path, _)] = token_server.asked
+    [(path, _, _)] = token_server.asked
     assert "resource=https%3A%2F%2Fstorage.azure.com" in path
     assert "client_id=of-the-machine" in path
     assert {request.headers["authorization"] for request in between.log} == {"Bearer the-token"}
@@ -126,7 +126,7 @@ def test_a_managed_identitys_token_is_used(config, between, through, token_serve
     ],
 )
 def test_a_token_that_is_refused_is_named(config, between, through, token_server, status, expected):
-    token_server.status = status
+    token_server.answer = lambda _path: (status, b'{"error": "invalid_client"}')
     said = refused(AzureStore, principal(config, token_server.endpoint, **through(between)))
     assert expected in said
     assert "canary" not in said

@@ -2,14 +2,13 @@
 
 import importlib.util
 import sys
-import threading
 import uuid
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from kvtiers_gcs.config import GcsConfig
+from kvtiers_objectstore.testing.answering import Answering
 from kvtiers_objectstore.testing.proxy import Proxy
 
 HERE = Path(__file__).parent
@@ -92,68 +91,20 @@ def through():
 
 @pytest.fixture(scope="module")
 def proxied(fake_gcs, bucket):
-    """A tier whose server lies behind a proxy, and the proxy. Its breaker is out of the way of the faults."""
-    from objectstore_service import service
+    """A tier whose server lies behind a proxy, and the proxy."""
+    from objectstore_service import behind_proxy
 
-    with Proxy(fake_gcs.port) as proxy:
-        config = configs(proxy.endpoint, bucket)(
-            threads=4,
-            timeout="700ms",
-            deadline="30s",
-            retries=1,
-            breaker={"failures": 10_000, "min_calls": 100_000},
-        )
-        with service(config, 16 * 4096, 8) as tier:
-            yield tier, proxy
-            proxy.script = lambda _request: None
+    def config_of(proxy, **options):
+        return configs(proxy.endpoint, bucket)(**options)
 
-
-class _Answers(BaseHTTPRequestHandler):
-    """Answers what its server gives; ``asked``: path, headers and body of each request."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self):
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
-        self.server.asked.append((self.path, self.headers, body))
-        status, text = self.server.answer(self.path)
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Metadata-Flavor", "Google")  # by which a machine's metadata service is recognised
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def do_POST(self):
-        self.do_GET()
-
-    def log_message(self, *_):
-        pass
-
-
-class Answering(ThreadingHTTPServer):
-    """A server that answers by a function of the path: status and body."""
-
-    def __init__(self, answer):
-        super().__init__(("127.0.0.1", 0), _Answers)
-        self.answer, self.asked = answer, []
-        self.endpoint = f"http://127.0.0.1:{self.server_port}"
-
-    def __enter__(self):
-        self.thread = threading.Thread(target=self.serve_forever)
-        self.thread.start()
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        self.shutdown()
-        self.thread.join()
-        super().__exit__(*error)
+    with behind_proxy(fake_gcs.port, config_of, timeout="700ms") as both:
+        yield both
 
 
 @pytest.fixture
 def empty_server():
     """The URL of a server that has nothing."""
-    with Answering(lambda _path: (404, b"<Error><Code>NoSuchKey</Code></Error>")) as server:
+    with Proxy() as server:
         yield server.endpoint
 
 

@@ -12,12 +12,13 @@ import time
 import urllib.error
 import urllib.request
 import uuid
+from http import HTTPStatus
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Self
 from urllib.parse import quote
 
-__all__ = ["TOKEN", "FakeGcs", "delete_bucket", "get_object", "new_bucket", "put_object"]
+__all__ = ["TOKEN", "FakeGcs", "delete_bucket", "delete_object", "get_object", "new_bucket", "put_object"]
 
 TOKEN = "the-token"
 _PATIENCE = 60.0
@@ -137,9 +138,19 @@ def get_object(endpoint: str, bucket: str, name: str) -> bytes:
     return _request("GET", f"{endpoint}/storage/v1/b/{bucket}/o/{quote(name, safe='')}?alt=media")
 
 
+def delete_object(endpoint: str, bucket: str, name: str) -> None:
+    """Delete an object, as another program, if it is there."""
+    try:
+        _request("DELETE", f"{endpoint}/storage/v1/b/{bucket}/o/{quote(name, safe='')}")
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code != HTTPStatus.NOT_FOUND:
+            raise
+
+
 def delete_bucket(endpoint: str, bucket: str) -> None:
     """Delete a bucket with all that is in it."""
     listed = json.loads(_request("GET", f"{endpoint}/storage/v1/b/{bucket}/o"))
     for item in listed.get("items", ()):
-        _request("DELETE", f"{endpoint}/storage/v1/b/{bucket}/o/{quote(item['name'], safe='')}")
+        delete_object(endpoint, bucket, item["name"])
     _request("DELETE", f"{endpoint}/storage/v1/b/{bucket}")

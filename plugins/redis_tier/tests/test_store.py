@@ -9,6 +9,7 @@ import time
 import tracemalloc
 from collections import deque
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -185,6 +186,17 @@ def test_an_idle_connection_is_probed_after_so_long(tier, single):
     assert connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     assert connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 45
     assert connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == 15
+
+
+def test_only_what_leaves_this_machine_is_paced_as_the_system_says(tier, single, monkeypatch):
+    def of_a_connection() -> str:
+        (master,) = tier.open(single.url)._topology.masters()
+        connected = master._idle[0].connection._sock
+        return connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
+
+    assert of_a_connection() == "reno"
+    monkeypatch.setattr("kvtiers_redis.servers.is_loopback", lambda _: False)
+    assert of_a_connection() == Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
 
 
 def test_a_batch_larger_than_all_windows_comes_back(tier, single, names, value):

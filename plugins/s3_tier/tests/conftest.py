@@ -73,21 +73,14 @@ def config(radosgw, ceph_bucket):
 
 @pytest.fixture(scope="module", params=["obstore", "boto3"])
 def proxied(request, radosgw, ceph_bucket):
-    """A tier whose server lies behind a proxy, and the proxy. Its breaker is out of the way of the faults."""
-    with proxy.Proxy(int(radosgw.endpoint.rpartition(":")[2])) as between:
-        config = configs(between.endpoint, ceph_bucket)(
-            client=request.param,
-            threads=4,
-            timeout="2s",
-            deadline="30s",
-            retries=1,
-            breaker={"failures": 10_000, "min_calls": 100_000},
-        )
-        from objectstore_service import service
+    """A tier whose server lies behind a proxy, and the proxy."""
+    from objectstore_service import behind_proxy
 
-        with service(config, 16 * PAGE, 8) as tier:
-            yield tier, between
-            between.script = lambda _request: None
+    def config_of(between, **options):
+        return configs(between.endpoint, ceph_bucket)(client=request.param, **options)
+
+    with behind_proxy(int(radosgw.endpoint.rpartition(":")[2]), config_of, timeout="2s") as both:
+        yield both
 
 
 @pytest.fixture

@@ -122,6 +122,8 @@ class Server:
             assert connected is not None
             # Sentinels and Clusters name servers that the url does not.
             self.is_local = connected.family == socket.AF_UNIX or is_loopback(connected.getpeername()[0])
+            if self.is_local and connected.family != socket.AF_UNIX:
+                _do_not_pace(connected)
         except BaseException as error:
             connection.disconnect()
             self._unreachable = (time.monotonic() + self._hold, str(error))
@@ -136,6 +138,16 @@ class Server:
             connection.send_command("CLIENT", "SETNAME", self._config.client_name)
             with contextlib.suppress(ResponseError):  # an ACL may forbid it; values move all the same
                 connection.read_response()
+
+
+def _do_not_pace(loopback: socket.socket) -> None:
+    """Have the kernel send at once what goes to this machine.
+
+    BBR, where it is the system's default, spaces packets by timers also there: values of 1 MiB took a third more of the
+    processors' time and arrived at 0.7 of the rate. Reno, which every Linux has, does not.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # not Linux, or an administrator has forbidden it
+        loopback.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 
 @cache  # a tier makes many connections, and one that cannot be opened is opened again and again
