@@ -2,8 +2,14 @@
 
 from kvtiers.api.command import CommandPlugin
 
-__all__ = ["PLAN", "REPLAY", "SIZE"]
+__all__ = ["EVALUATE", "PLAN", "REPLAY", "SIZE"]
 
+EVALUATE = CommandPlugin(
+    name="evaluate",
+    help="Find out what tiers would save on a request log, without a GPU, as one page.",
+    target="kvtiers_replay.cli.evaluate:evaluate_command",
+    api_version=1,
+)
 PLAN = CommandPlugin(
     name="plan",
     help="Find the sizes and policies that reach a hit rate on a trace, without moving bytes.",
