@@ -29,7 +29,7 @@ TIERS = {
 }
 CLIENTS = {"kvtiers-mooncake": "client"}
 """The extra with a tier's client library, where that is no dependency."""
-COMMANDS = {"kvtiers-replay": {"evaluate", "plan", "replay", "size"}, "kvtiers-vllm": {"vllm-config"}}
+COMMANDS = {"kvtiers-replay": {"bench", "evaluate", "plan", "replay", "size"}, "kvtiers-vllm": {"vllm-config"}}
 
 
 def config_with(folder: Path, tiers: dict[str, str]) -> Path:
