@@ -140,6 +140,7 @@ def bench(
             raise ConfigError(f"{twice!r} is measured twice; give the files or tiers different names")
         found = _run(tiers, options)
     if found is None:
+        click.echo("stopped; nothing was written", err=True)
         ctx.exit(130)
     if plot:
         from kvtiers_replay.bench.page import as_page  # slow, and only wanted here

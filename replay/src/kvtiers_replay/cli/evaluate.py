@@ -144,6 +144,7 @@ def evaluate_command(
     reading = Reading(given[0][0], tokens_per_chunk or _good_chunk(question), chars_per_token, requests)
     found = _run(given[0][1], reading, question, replays=not no_replay)
     if found is None:
+        click.echo("stopped; nothing was written", err=True)
         ctx.exit(130)
     from kvtiers_replay.evaluate.page import as_page  # slow, and only wanted here
 

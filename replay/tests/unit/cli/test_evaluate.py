@@ -1,6 +1,12 @@
 """``kvtiers evaluate``: what is printed for people, and what is refused before any work."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -71,3 +77,22 @@ def test_what_cannot_work_is_refused_in_one_line(run, log, arguments, said):
     result = run("evaluate", *arguments)
     assert result.exit_code == 2
     assert said in result.output
+
+
+def test_ctrl_c_ends_it_between_two_steps_and_writes_no_page(log):
+    lines = [{"prompt_token_ids": [n] * 4000, "timestamp": n} for n in range(3000)]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = [sys.executable, "-c", "from kvtiers.cli.main import main; main()", "evaluate", "--log", log]
+    process = subprocess.Popen(command, cwd=log.parent, stderr=subprocess.PIPE, text=True)
+    # The handler is set by the time that a file is read.
+    opened = Path(f"/proc/{process.pid}/fd")
+    until = time.monotonic() + 100
+    while not any(os.path.realpath(each) == str(log) for each in opened.iterdir()):
+        assert process.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 130
+    assert errors.endswith("stopped; nothing was written\n")
+    assert not list(log.parent.glob("*.html"))
