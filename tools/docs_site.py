@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # MkDocs loads a hook by its pat
 
 from check_links import CODE, FENCE, INLINE, ROOT, links
 from option_tables import options_page
+from run_notebook import as_markdown
 
 DOCS = ROOT / "docs"
 HOME = ROOT / "README.md"
@@ -33,6 +34,7 @@ READMES = ("plugins/*/README.md", "libraries/*/README.md", "integrations/*/READM
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages from outside of ``docs/``, and the generated one."""
     files.append(File.generated(config, "reference/options.md", content=options_page()))
+    files.append(File.generated(config, "notebook.md", content=as_markdown(DOCS / "notebook.ipynb")))
     for path in outside():
         add = partial(File.generated, config, page_of(path), inclusion=InclusionLevel.NOT_IN_NAV)
         files.append(add(abs_src_path=str(path)) if path.suffix == ".md" else add(content=shown(path)))

@@ -29,7 +29,7 @@ TIERS = {
 }
 CLIENTS = {"kvtiers-mooncake": "client"}
 """The extra with a tier's client library, where that is no dependency."""
-COMMANDS = {"kvtiers-replay": {"plan", "replay", "size"}, "kvtiers-vllm": {"vllm-config"}}
+COMMANDS = {"kvtiers-replay": {"bench", "evaluate", "plan", "replay", "size"}, "kvtiers-vllm": {"vllm-config"}}
 
 
 def config_with(folder: Path, tiers: dict[str, str]) -> Path:
@@ -87,6 +87,9 @@ def test_a_replay_of_code_needs_nothing_but_core_and_replay(distribution, alone)
     if distribution.name != "kvtiers-replay":
         pytest.skip("what kvtiers-replay promises")
     page = alone.folder / "page.html"
+    log = alone.folder / "requests.jsonl"
+    log.write_text("".join(f'{{"prompt_token_ids": {[n % 3] * 400}}}\n' for n in range(9)))
+    assert "GPU" in alone.run("kvtiers", "evaluate", "--log", log, "--output", log.with_name("evaluation.html"))
     said = alone.run("kvtiers", "replay", "--workload", "code", "--requests", "5", "--report", page)
     assert "all bytes are right" in said
     assert page.read_text().count("<svg") > 3

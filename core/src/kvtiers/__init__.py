@@ -7,6 +7,7 @@ says what the public ones promise.
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from kvtiers._version import __version__
@@ -116,6 +117,8 @@ _NAMES_BY_MODULE = {
         "TransferResult",
     ),
 }
+_OF_COMPANIONS = {"replay": ("kvtiers_replay.notebook", "kvtiers[replay]")}
+"""By name, the module of a companion that has it, and what to install for that."""
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
 
@@ -123,8 +126,13 @@ def __getattr__(name: str) -> Any:
     # Late, so that `import kvtiers`, which every plugin's entry module does, stays cheap.
     if name in _MODULE_OF:
         return getattr(import_module(_MODULE_OF[name]), name)
+    if name in _OF_COMPANIONS:
+        module, requirement = _OF_COMPANIONS[name]
+        if find_spec(module.partition(".")[0]) is None:
+            raise AttributeError(f"kvtiers.{name} comes with a companion: pip install {requirement!r}")
+        return getattr(import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_OF_COMPANIONS})

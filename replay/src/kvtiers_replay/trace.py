@@ -20,11 +20,11 @@ from typing import Any
 from kvtiers.api import ConfigError
 from kvtiers_replay.workload import ReplayRequest, Workload
 
-__all__ = ["TRACE_TOKENS_PER_BLOCK", "chain_hashes", "read_trace"]
+__all__ = ["GZIP_MAGIC", "TRACE_TOKENS_PER_BLOCK", "chain_hashes", "read_trace", "trace_request"]
 
 TRACE_TOKENS_PER_BLOCK = 512
 _HINTS = ("session", "session_ends", "expects_turn_in")
-_GZIP_MAGIC = b"\x1f\x8b"
+GZIP_MAGIC = b"\x1f\x8b"
 
 
 def read_trace(path: str | os.PathLike[str], limit: int | None = None) -> Workload:
@@ -47,7 +47,7 @@ def read_trace(path: str | os.PathLike[str], limit: int | None = None) -> Worklo
 
 
 def _requests(where: str, raw: io.BufferedReader) -> Iterator[tuple[ReplayRequest, int]]:
-    zipped = raw.peek(2)[:2] == _GZIP_MAGIC
+    zipped = raw.peek(2)[:2] == GZIP_MAGIC
     lines = gzip.GzipFile(fileobj=raw) if zipped else raw
     first: int | None = None
     for number, line in enumerate(lines, 1):
@@ -59,7 +59,7 @@ def _requests(where: str, raw: io.BufferedReader) -> Iterator[tuple[ReplayReques
             first = first or tokens_per_block
             if tokens_per_block != first or not first:
                 raise ValueError(f"'tokens_per_block' is {tokens_per_block}, expected that of the first line, {first}")  # noqa: TRY301
-            yield _request(fields, tokens_per_block), tokens_per_block
+            yield trace_request(fields, tokens_per_block), tokens_per_block
         except ValueError as error:
             if number > 1 and not line.endswith(b"\n") and not line.rstrip().endswith(b"}"):
                 return
@@ -76,7 +76,8 @@ def _fields(line: bytes) -> dict[str, Any]:
     return fields
 
 
-def _request(fields: dict[str, Any], tokens_per_block: int) -> ReplayRequest:
+def trace_request(fields: dict[str, Any], tokens_per_block: int) -> ReplayRequest:
+    """Return the request that a line of a trace stands for. ValueError says what is wrong with it."""
     tokens = _count(fields, "input_length")
     ids = fields.get("hash_ids")
     if not isinstance(ids, list) or not all(isinstance(block, int | str) for block in ids):

@@ -40,7 +40,10 @@ COMMANDS = {
 }
 """The commands of core. Companions add theirs through the entry-point group ``kvtiers.commands``."""
 
-COMPANIONS = {"plan": "replay", "replay": "replay", "size": "replay", "vllm-config": "vllm"}
+COMPANIONS = {
+    **dict.fromkeys(("bench", "evaluate", "plan", "replay", "size"), "replay"),
+    "vllm-config": "vllm",
+}
 """By the name of a companion's command, the extra of kvtiers that installs it."""
 
 

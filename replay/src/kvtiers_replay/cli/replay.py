@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvtiers_replay.options import ReplayOptions
     from kvtiers_replay.results import ReplayResults
 
-__all__ = ["replay"]
+__all__ = ["default_config", "options_of", "read_workload", "replay"]
 
 _CODE_REQUESTS = 400
 _SETTLE_SECONDS = 1.2  # the tiers' own figures come each second
@@ -188,13 +188,13 @@ def replay(
     if model and bytes_per_chunk:
         raise click.UsageError("--model and --bytes-per-chunk exclude each other")
     shape = read_model(model, kv_dtype=kv_dtype, ranks=tp) if model else None
-    config = load_config(config_file) if config_file else _default_config()
+    config = load_config(config_file) if config_file else default_config()
     # Imported here: a wrong command line is reported at once.
     from kvtiers_replay.report.text import show_progress
     from kvtiers_replay.run import replay as run
 
-    load = _read_workload(trace, requests, seed)
-    options = _options(load, bytes_per_chunk, shape, **chosen)
+    load = read_workload(trace, requests, seed)
+    options = options_of(load, bytes_per_chunk, shape, **chosen)
     with stop_on_interrupt() as stop, show_progress() as progress:
         results = run(config, load, options, stop=stop, progress=progress)
     if as_json:
@@ -211,9 +211,10 @@ def replay(
         ctx.exit(130)
 
 
-def _options(
+def options_of(
     load: Workload, bytes_per_chunk: int | None, shape: ModelShape | None, *, workers: int | None, **chosen: Any
 ) -> "ReplayOptions":
+    """Return the options of a replay, with chunks of a model's size where no other is given."""
     from kvtiers_replay.options import SMALL_MODEL, SMALL_MODEL_TOKEN_BYTES, ReplayOptions
 
     model = "" if bytes_per_chunk else SMALL_MODEL
@@ -239,7 +240,7 @@ def _print_report(results: "ReplayResults") -> None:
         click.echo(line)
 
 
-def _default_config() -> OffloadConfig:
+def default_config() -> OffloadConfig:
     """Return a primary alone, or with a memory tier below it where that is installed."""
     with contextlib.suppress(ConfigError):
         return load_config(DEFAULT_CONFIG | {"secondary": [MEMORY_TIER]})
@@ -247,7 +248,8 @@ def _default_config() -> OffloadConfig:
     return load_config(DEFAULT_CONFIG)
 
 
-def _read_workload(trace: str | None, requests: int | None, seed: int) -> Workload:
+def read_workload(trace: str | None, requests: int | None, seed: int) -> Workload:
+    """Return a trace's requests, or those of the synthetic workload."""
     if trace:
         from kvtiers_replay.trace import read_trace
 

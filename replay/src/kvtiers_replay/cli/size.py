@@ -10,9 +10,9 @@ import click
 from kvtiers.api.units import format_duration, format_size, parse_duration
 from kvtiers.cli.output import print_heading, print_table
 from kvtiers.plugins import did_you_mean
-from kvtiers_replay.sizing import DTYPE_BYTES, LINKS, ModelShape, TierSuggestion, read_model, suggest
+from kvtiers_replay.sizing import DTYPE_BYTES, LINKS, Link, ModelShape, TierSuggestion, read_model, suggest
 
-__all__ = ["model_options", "size"]
+__all__ = ["link_options", "links_of", "model_options", "size"]
 
 _GIB = 1 << 30
 
@@ -63,6 +63,31 @@ def _rate(text: str) -> float:
     return rate * 1e9
 
 
+def link_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that say how fast each type of tier is: ``--gbps`` and ``--rtt``."""
+    gbps = click.option(
+        "--gbps", metavar="TIER=N", multiple=True, callback=_by_tier(_rate, "GB/s"),
+        help="Speed of a type of tier in GB/s (10^9 bytes); may be given for each.",
+    )  # fmt: skip
+    rtt = click.option(
+        "--rtt", metavar="TIER=DURATION", multiple=True, callback=_by_tier(parse_duration, "DURATION"),
+        help="Round trip of a type of tier, such as network=500us; may be given for each.",
+    )  # fmt: skip
+    return gbps(rtt(command))
+
+
+def links_of(gbps: dict[str, float], rtt: dict[str, float]) -> list[Link]:
+    """Return the links with these speeds (bytes per second) and round trips (seconds) in place of the usual ones."""
+    return [
+        dataclasses.replace(
+            link,
+            bytes_per_second=gbps.get(link.name, link.bytes_per_second),
+            round_trip=rtt.get(link.name, link.round_trip),
+        )
+        for link in LINKS
+    ]
+
+
 @click.command(
     epilog="""\b
 Examples:
@@ -93,14 +118,7 @@ Exit status: 0, or 2 if the model's config or the command line is wrong."""
     "--tokens-per-block", metavar="N", type=click.IntRange(1, 4096), default=16, show_default=True,
     help="Tokens of one block of the engine.",
 )  # fmt: skip
-@click.option(
-    "--gbps", metavar="TIER=N", multiple=True, callback=_by_tier(_rate, "GB/s"),
-    help="Speed of a type of tier in GB/s (10^9 bytes); may be given for each.",
-)  # fmt: skip
-@click.option(
-    "--rtt", metavar="TIER=DURATION", multiple=True, callback=_by_tier(parse_duration, "DURATION"),
-    help="Round trip of a type of tier, such as network=500us; may be given for each.",
-)  # fmt: skip
+@link_options
 @click.option(
     "--prefill", metavar="N", type=click.IntRange(1, 10**9), default=10_000, show_default=True,
     help="Tokens that the engine prefills per second.",
@@ -118,14 +136,7 @@ def size(
 ) -> None:
     """Compute a model's KV cache size, good chunk sizes, and the prefix from which a load pays."""
     shape = read_model(model, kv_dtype=kv_dtype, ranks=tp)
-    links = [
-        dataclasses.replace(
-            link,
-            bytes_per_second=gbps.get(link.name, link.bytes_per_second),
-            round_trip=rtt.get(link.name, link.round_trip),
-        )
-        for link in LINKS
-    ]
+    links = links_of(gbps, rtt)
     suggestions = suggest(shape, tokens_per_block, links, prefill)
     if as_json:
         click.echo(json.dumps(_as_json(shape, tokens_per_block, prefill, suggestions), indent=2))

@@ -1,0 +1,33 @@
+"""The config to start with: the YAML that an evaluation leads to, and the line that starts vLLM with it."""
+
+from kvtiers_replay.evaluate.evaluation import Evaluation
+from kvtiers_replay.evaluate.offers import config_size, size_text
+
+__all__ = ["start_line", "starter_yaml"]
+
+_GIB = 1 << 30
+
+
+def starter_yaml(evaluation: Evaluation) -> str:
+    """Return a config with the chosen primary and tier; sizes are of one engine."""
+    engines, chosen = evaluation.pricing.engines, evaluation.chosen
+    own = max(1, -(-evaluation.bytes_of(evaluation.primary.case.primary) // engines))
+    whole = f"one of {engines} engines" if engines > 1 else "the engine"
+    lines = [
+        f"# tiers.yaml: from kvtiers evaluate, of {evaluation.log.workload.name}",
+        "version: 1",
+        "namespace: prod",
+        f"primary: {{capacity: {config_size(own)}}}   # memory of the machine of {whole}",
+    ]
+    if chosen is None:
+        return "\n".join([*lines, "secondary: []   # no tier behind it pays for this log"]) + "\n"
+    share = -(-chosen.size // engines) if chosen.tier.link == "disk" else chosen.size
+    tier = chosen.tier.yaml.format(size=config_size(share))
+    room = "" if chosen.tier.link == "disk" else f", {size_text(chosen.size)} of room"
+    return "\n".join([*lines, "secondary:", f"  - {{{tier}}}   # pip install {chosen.tier.install}{room}"]) + "\n"
+
+
+def start_line(evaluation: Evaluation) -> str:
+    """Return the commands that use the config in vLLM."""
+    plugin = f" {evaluation.chosen.tier.install}" if evaluation.chosen else ""
+    return f'pip install "kvtiers[vllm]"{plugin}\nkvtiers check tiers.yaml\nKVTIERS_CONFIG=tiers.yaml vllm serve MODEL'

@@ -1,0 +1,173 @@
+"""The sentences and tables of an evaluation, as the terminal and the page have them."""
+
+from collections.abc import Sequence
+
+from kvtiers_replay.evaluate.evaluation import Evaluation, hours_text
+from kvtiers_replay.evaluate.offers import DAY, Offer, size_text
+from kvtiers_replay.plan import PlanPoint, change_line
+from kvtiers_replay.report.units import percent, seconds
+
+__all__ = ["MEMORY_COLUMNS", "TIER_COLUMNS", "about", "assumptions", "memory_rows", "tier_rows", "verdict"]
+
+MEMORY_COLUMNS = ("memory", "tier behind it", "hits", "GPU time saved", "of all prefill", "saved a day")
+TIER_COLUMNS = ("tier", "size", "points", "pays from", "GPU time saved", "saved a day", "costs a day", "pays", "why")
+
+
+def about(evaluation: Evaluation) -> str:
+    """Return what was evaluated, in one line."""
+    log, trace, pricing = evaluation.log, evaluation.trace, evaluation.pricing
+    span = f" in {hours_text(pricing.seconds)}" if pricing.seconds else ""
+    return (
+        f"{len(log.workload.requests):,} requests{span}, {trace.references:,} full chunks of {trace.tokens_per_chunk} "
+        f"tokens, {trace.unique:,} of them different, {size_text(evaluation.bytes_of(None))} of KV. "
+        f"An infinite cache hits {percent(evaluation.infinite_rate)}."
+    )
+
+
+def verdict(evaluation: Evaluation) -> list[str]:
+    """Return what to do, the most important first."""
+    lines = [_worth(evaluation)]
+    chosen = evaluation.chosen
+    if chosen:
+        lines.append(f"Behind the memory, {chosen.tier.title} of {size_text(chosen.size)} pays: {chosen.why}.")
+    else:
+        lines.append("No tier behind the memory pays for this log; the table says why.")
+    if line := change_line(evaluation.changes, evaluation.trace, evaluation.question.prefill_speed):
+        lines.append(line)
+    if trial := evaluation.trial:
+        right = "all bytes right" if not trial.wrong_bytes else f"WRONG: {trial.wrong_bytes:,} bytes"
+        lines.append(
+            f"Tried: the first {trial.requests:,} requests through the whole stack"
+            f"{f' with a real {trial.tier} tier' if trial.tier else ''}: {right}, hits {percent(trial.rate)} where the "
+            f"plan says {percent(trial.planned)}, {seconds(trial.step_p99)} of a step on the engine's thread (p99)."
+        )
+    return lines
+
+
+def _worth(evaluation: Evaluation) -> str:
+    saved, whole = evaluation.total_saved(), evaluation.prefill_seconds()
+    if not evaluation.memory_pays and evaluation.chosen is None:
+        why = (
+            "nothing comes back in this log"
+            if evaluation.infinite_rate < 0.001
+            else f"the GPU's own cache hits {percent(evaluation.gpu.rate)} of the {percent(evaluation.infinite_rate)} "
+            "that an infinite one does, and no tier that could hold the rest pays"
+        )
+        return f"It does not pay: {why}."
+    size = size_text(evaluation.bytes_of(evaluation.primary.case.primary))
+    with_tier = f" and {evaluation.chosen.tier.title}" if evaluation.chosen else ""
+    by_day = evaluation.pricing.by_day(evaluation.pricing.money(saved))
+    worth = f", {_money(evaluation, by_day)} a day" if by_day is not None else ""
+    return (
+        f"It pays: {size} of memory{with_tier} would save {gpu_time(saved)} of {gpu_time(whole)} of GPU time for "
+        f"prefill ({percent(saved, whole)}){worth}, beyond what the GPU's own cache saves."
+    )
+
+
+def _money(evaluation: Evaluation, amount: float | None) -> str:
+    return "-" if amount is None else f"{evaluation.question.currency}{amount:,.2f}"
+
+
+def gpu_time(value: float) -> str:
+    """Return GPU seconds as people say them."""
+    return f"{value / 3600:,.1f} h" if value >= 2 * 3600 else f"{value:,.0f} s"
+
+
+def memory_rows(evaluation: Evaluation) -> list[list[str]]:
+    """Return one row for the GPU's own cache, each size of the primary, and each size of a tier behind it."""
+    cache = size_text(evaluation.question.gpu_cache * evaluation.pricing.engines)
+    rows = [[f"the GPU's own {cache}", "", percent(evaluation.gpu.rate), "", "", ""]]
+    rows += [_memory_row(evaluation, point, "") for point in evaluation.memory]
+    rows += [
+        _memory_row(evaluation, point, size_text(evaluation.bytes_of(point.case.tiers[0].chunks)))
+        for point in evaluation.behind
+    ]
+    return rows
+
+
+def _memory_row(evaluation: Evaluation, point: PlanPoint, behind: str) -> list[str]:
+    saved = evaluation.gpu_seconds(point)
+    size = size_text(evaluation.bytes_of(point.case.primary))
+    mark = " *" if point is evaluation.primary else ""
+    by_day = evaluation.pricing.by_day(evaluation.pricing.money(saved))
+    share = percent(saved, evaluation.prefill_seconds())
+    return [size + mark, behind, percent(evaluation.rate(point)), gpu_time(saved), share, _money(evaluation, by_day)]
+
+
+def tier_rows(evaluation: Evaluation) -> list[list[str]]:
+    """Return one row for each type of tier."""
+    return [_tier_row(evaluation, offer) for offer in evaluation.offers]
+
+
+def _tier_row(evaluation: Evaluation, offer: Offer) -> list[str]:
+    even = "never" if offer.break_even is None else f"{offer.break_even:,} tokens"
+    return [
+        offer.tier.title,
+        size_text(offer.size),
+        f"{offer.points:.1f}",
+        even,
+        gpu_time(offer.gpu_seconds),
+        _money(evaluation, offer.saved),
+        _money(evaluation, offer.cost),
+        "yes" if offer.pays else "no",
+        offer.why,
+    ]
+
+
+def assumptions(evaluation: Evaluation) -> list[tuple[str, str]]:
+    """Return what the figures stand on, and the option that changes it."""
+    question, pricing = evaluation.question, evaluation.pricing
+    shape = question.shape
+    busy = f" for {pricing.engines} engines" if pricing.engines > 1 else ""
+    return [
+        (f"{shape.name}: {size_text(shape.bytes_per_token)} of KV a token, in {shape.kv_dtype}", "--model, --kv-dtype"),
+        (f"{question.prefill_speed:,.0f} tokens/s of prefill an engine: the log keeps {pricing.engines} busy",
+         "--prefill-speed, --engines"),
+        (f"{_counted(question.gpus, 'GPU')} an engine, {question.currency}{question.gpu_hour:g} an hour each",
+         "--tp, --gpu-price"),
+        (f"{size_text(question.gpu_cache)} of KV on an engine's GPUs (vLLM prints its size at the start)",
+         "--gpu-cache"),
+        (f"at most {size_text(question.most_memory)} of memory an engine", "--most-memory, --memory"),
+        *((_link_text(evaluation, offer), "--gbps, --rtt, --tier-price") for offer in evaluation.offers),
+        (f"sizes are of all engines together{busy}: requests with one prefix go to one engine, or share the tier", ""),
+        ("a tier is an LRU that answers in time; a hit of it counts where loading it beats computing it", ""),
+        (_span_text(evaluation), "--hours"),
+    ]  # fmt: skip
+
+
+def _link_text(evaluation: Evaluation, offer: Offer) -> str:
+    question, tier = evaluation.question, offer.tier
+    link = evaluation.pricing.links[tier.link]
+    price = question.prices.get(tier.link, tier.gib_month)
+    calls = f", {question.currency}{tier.put * 1000:g} for 1,000 writes" if tier.put else ""
+    return (
+        f"{tier.title} ({tier.link}): {link.bytes_per_second / 1e9:g} GB/s, {seconds(link.round_trip)} a round trip, "
+        f"{question.currency}{price:.3g} a GiB and month{calls}"
+    )
+
+
+def _span_text(evaluation: Evaluation) -> str:
+    length = evaluation.pricing.seconds
+    if length is None:
+        return "the log has no times, so that nothing is said by the day"
+    if length >= DAY:
+        return f"the log is {hours_text(length)} long; a day is like that"
+    return (
+        f"the log is {hours_text(length)} long, and every hour is taken to be like it; with more of it, more comes "
+        "back and more room is needed"
+    )
+
+
+def suggestion_rows(evaluation: Evaluation) -> Sequence[tuple[str, str]]:
+    """Return the good ``blocks_per_chunk`` of each type of tier, as ``kvtiers size`` finds them."""
+    return [
+        (
+            each.link.name,
+            f"{_counted(each.layout.blocks_per_chunk, 'block')} of {evaluation.question.tokens_per_block} tokens",
+        )
+        for each in evaluation.suggestions
+    ]
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"

@@ -1,0 +1,106 @@
+"""Requests in the log of a vLLM server that was started with ``--enable-log-requests``.
+
+vLLM writes the prompt at the level DEBUG, in a line before the request's own, and the token ids beside it::
+
+    (APIServer pid=7) DEBUG 11-25 10:00:00 [...] Request ID details: prompt: '...', prompt_token_ids: [1, 2], prompt_...
+    (APIServer pid=7) INFO 11-25 10:00:00 [...] Received request ID: params: ..., lora_request: None.
+
+Older releases write one line, ``Received request ID: prompt: '...', params: ..., prompt_token_ids: [1, 2], ...``.
+All other lines are the server's own. The date has no year; where months go back, the next one has begun.
+"""
+
+import ast
+import json
+import re
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from kvtiers_replay.logs.prompts import LineError, Prompt
+
+__all__ = ["NO_PROMPT", "VllmLines"]
+
+NO_PROMPT = (
+    "have a request and not its prompt (start vLLM with --enable-log-requests and VLLM_LOGGING_LEVEL=DEBUG, and "
+    "without --max-log-len)"
+)
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_TEXT = r"""'[^'\\]*(?:\\.[^'\\]*)*'|"[^"\\]*(?:\\.[^"\\]*)*\""""
+_DETAILS = re.compile(
+    rf"Request (?P<id>\S+) details: prompt: (?P<prompt>None|{_TEXT}), prompt_token_ids: (?P<ids>None|\[[\d, ]*\])"
+)
+_BOTH = re.compile(rf"Received request (?P<id>\S+): prompt: (?P<prompt>None|{_TEXT}), (?:params|sampling)")
+_LATER_IDS = re.compile(r"prompt_token_ids: (?P<ids>None|\[[\d, ]*\])")
+_RECEIVED = re.compile(r"Received request (?P<id>\S+): ")
+_STARTS = ("Received request ", " details: prompt: ")
+_DATE = re.compile(r"\b(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)\b")
+_YEAR = 2024  # a leap year, so that each day is one
+_BACK = timedelta(days=180)
+
+
+class VllmLines:
+    """Reads one line after the other; ``other``: how many were not of a request."""
+
+    def __init__(self) -> None:
+        self.other = 0
+        self._last: datetime | None = None
+        self._year = _YEAR
+        self._with_prompt: set[str] = set()  # requests whose details came, and whose own line did not
+
+    def read(self, line: str) -> tuple[Prompt, float | None] | None:
+        """Return a line's prompt and its time in seconds; None: it has none. LineError: it should have one."""
+        if not any(start in line for start in _STARTS):
+            self.other += 1
+            return None
+        line, moment = self._message(_COLOUR.sub("", line))
+        if found := _DETAILS.search(line):
+            self._with_prompt.add(found["id"])
+            return self._prompt(found["prompt"], found["ids"]), moment
+        if found := _BOTH.search(line):
+            ids = _LATER_IDS.search(line, found.end())
+            return self._prompt(found["prompt"], ids["ids"] if ids else "None"), moment
+        received = _RECEIVED.search(line)
+        if received is None:
+            raise LineError("begin as a request's and go on otherwise (cut off, or of another release of vLLM)")
+        if received["id"] in self._with_prompt:
+            self._with_prompt.discard(received["id"])
+            return None
+        raise LineError(NO_PROMPT)
+
+    def _message(self, line: str) -> tuple[str, float | None]:
+        """Return a line's message, out of JSON if the log is that, and its time."""
+        if line.startswith("{"):
+            try:
+                fields: dict[str, Any] = json.loads(line)
+            except ValueError:
+                raise LineError("are no JSON, though they begin so") from None
+            return str(fields.get("message", "")), self._moment(str(fields.get("asctime", fields.get("timestamp", ""))))
+        start = min(at for at in (line.find(start) for start in _STARTS) if at >= 0)
+        return line, self._moment(line[:start])
+
+    def _moment(self, text: str) -> float | None:
+        found = list(_DATE.finditer(text))
+        if not found:
+            return None
+        month, day, hour, minute, second = map(int, found[-1].groups())
+        try:
+            moment = datetime(self._year, month, day, hour, minute, second, tzinfo=UTC)
+            if self._last is not None and self._last - moment > _BACK:
+                self._year += 1
+                moment = moment.replace(year=self._year)
+        except ValueError:
+            return None
+        self._last = moment
+        return moment.timestamp()
+
+    @staticmethod
+    def _prompt(text: str, ids: str) -> Prompt:
+        if ids not in ("None", "[]"):
+            found: list[int] = json.loads(ids)
+            return found
+        if text == "None":
+            raise LineError(NO_PROMPT)
+        try:
+            prompt: str = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            raise LineError("have a prompt that cannot be read") from None
+        return prompt

@@ -1,0 +1,115 @@
+"""``kvtiers bench``: every installed type through the client, what is printed, and what is refused."""
+
+import json
+
+import pytest
+
+from kvtiers_replay.bench import Case, Figures, advise
+
+QUICK = ("--sizes", "64KiB,256KiB", "--batches", "1,3", "--threads", "2", "--processes", "1", "--bytes", "1MiB")
+QUICK += ("--seconds", "0.02")
+
+
+def test_a_memory_tier_is_measured_by_size_batch_and_threads_beside_the_machine(run, tmp_path):
+    data = json.loads(run("bench", "memory", "--set", "io=thread", *QUICK, "--json", "--plot", "page.html").stdout)
+    assert data["limits"]["memory_copy"] > 1e8
+    assert data["limits"]["disk_read"] is None
+    (tier,) = data["tiers"].values()
+    assert [each["case"]["value_bytes"] >> 10 for each in tier["by_size"]] == [64, 256]
+    assert [each["case"]["batch"] for each in tier["by_batch"]] == [1, 3]
+    assert [each["case"]["threads"] for each in tier["by_threads"]] == [2]
+    assert tier["by_processes"] == []
+    for each in tier["by_size"]:
+        assert each["write"] > 0
+        assert each["hot"] > 0
+        assert each["cold"] is None  # its values end with its client
+        assert 0 < each["hot_seconds"][0] <= each["hot_seconds"][1]
+    assert tier["advice"]["value_bytes"] in (64 << 10, 256 << 10)
+    assert (tmp_path / "page.html").read_text().count("<svg") == 2
+
+
+def test_a_directory_is_read_cold_too_compared_in_turns_and_left_without_values(run, tmp_path):
+    for name in ("one", "two"):
+        tier = f"{{type: fs, io: thread, path: {tmp_path}/{name}, capacity: 64MiB}}"
+        (tmp_path / f"{name}.yaml").write_text(f"version: 1\nprimary: {{capacity: 1MiB}}\nsecondary: [{tier}]\n")
+    result = run("bench", "--compare", "one.yaml", "two.yaml", *QUICK)
+    assert result.exit_code == 0, result.output
+    assert "disk, reading past the page cache" in result.stdout
+    assert "Side by side, in turns" in result.stdout
+    assert "one: fs" in result.stdout
+    assert "two: fs: cold GB/s" in result.stdout
+    left = [path for path in (tmp_path / "one").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in left) < 32 << 10  # records of fingerprints
+    assert all("kvtiers-bench" in path.parts for path in left if "_layout" in path.parts)
+
+
+def test_a_third_partys_store_and_a_tier_of_the_third_rung_are_measured(run, store):
+    mine = store()
+    result = run("bench", mine, "--set", "io=thread", *QUICK)
+    assert result.exit_code == 0, result.output
+    assert f"{mine}: what suits is values of " in result.stdout
+    third = run("bench", "memory-async", "--set", "max_blocks=64", *QUICK, "--json")
+    assert "memory-async: it moves rows by itself" in third.stderr
+    (tier,) = json.loads(third.stdout)["tiers"].values()
+    assert tier["by_threads"] == []
+
+
+def test_with_a_model_sizes_are_those_of_its_chunks(run, tmp_path):
+    config = {
+        "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 2, "num_key_value_heads": 8,
+        "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = ("--model", "config.json", "--kv-dtype", "fp8", "--batches", "2", "--threads", "2", "--bytes", "1MiB")
+    data = json.loads(run("bench", "memory", "--set", "io=thread", *options, "--seconds", "0.01", "--json").stdout)
+    (tier,) = data["tiers"].values()
+    sizes = [each["case"]["value_bytes"] for each in tier["by_size"]]
+    assert sizes == [65_536 << power for power in range(5)]  # 16 tokens of 4 KiB a block
+    assert tier["advice"]["blocks_per_chunk"] == tier["advice"]["value_bytes"] // 65_536
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("def write(self, *_): raise WritesRefused('no room here')", "were not stored"),
+        ("def read_into(self, name, view): return False", "that were stored were not found again"),
+    ],
+)
+def test_a_tier_that_does_not_give_back_what_it_took_is_an_error_of_one_line(run, store, body, said):
+    result = run("bench", store(body), "--set", "io=thread", *QUICK)
+    assert result.exit_code == 2
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("memory", "fs"), "give one TYPE or file, or --compare and several"),
+        (("--compare", "memory"), "give one TYPE or file, or --compare and several"),
+        (("memory", "--set", "capacity"), "expected NAME=VALUE"),
+        (("memory", "--threads", "0"), "numbers from 1 to 256"),
+        (("memroy",), "memory"),
+        (("a.yaml", "--set", "a=1"), "--set is for a TYPE"),
+        (("read.yaml",), "memory is read_only, and a benchmark writes"),
+        (("none.yaml",), "there is no tier below 'secondary'"),
+        (("--compare", "memory", "memory"), "'memory' is measured twice"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_any_work(run, tmp_path, arguments, said):
+    head = "version: 1\nprimary: {capacity: 1MiB}\nsecondary: "
+    (tmp_path / "read.yaml").write_text(f"{head}[{{type: memory, capacity: 1MiB, read_only: true}}]\n")
+    (tmp_path / "none.yaml").write_text(f"{head}[]\n")
+    result = run("bench", *arguments)
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+def test_the_least_that_is_nearly_as_fast_as_the_best_is_advised():
+    def figures(value=1, batch=1, threads=1, processes=1, rate=1.0):
+        return Figures(Case(value, batch, threads, processes), 1, rate, rate, rate, (0, 0), (0, 0), 0)
+
+    sizes = [figures(value=size, rate=rate) for size, rate in ((1, 0.5), (2, 0.95), (4, 1.0))]
+    threads = [figures(threads=count, rate=rate) for count, rate in ((1, 0.89), (4, 0.91), (16, 1.0))]
+    advice = advise(sizes, [], threads, [], {1: 10, 2: 20, 4: 40})
+    assert (advice.value_bytes, advice.blocks_per_chunk, advice.threads, advice.processes) == (2, 20, 4, None)

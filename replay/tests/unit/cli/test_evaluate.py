@@ -1,0 +1,98 @@
+"""``kvtiers evaluate``: what is printed for people, and what is refused before any work."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def log(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = [
+        {"prompt_token_ids": [n % 5] * 400 + [n] * 100, "timestamp": 10 * n, "completion_tokens": 3} for n in range(60)
+    ]
+    (tmp_path / "requests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path / "requests.jsonl"
+
+
+def test_a_log_is_evaluated_and_the_terminal_says_what_pays_and_where_the_page_is(run, log):
+    options = (
+        "--gpu-cache",
+        "64MiB",
+        "--most-memory",
+        "1GiB",
+        "--no-replay",
+        "--currency",
+        "EUR ",
+        "--output",
+        "a.html",
+    )
+    result = run("evaluate", "--log", log, *options, "--output", "a.html")
+    assert result.exit_code == 0, result.output
+    assert "60 requests in 0.16 hours, 420 full chunks of 64 tokens, " in result.output
+    assert "It pays: " in result.output
+    assert "EUR " in result.output
+    assert "version: 1\nnamespace: prod\nprimary: {capacity: " in result.output
+    assert "computing is faster at any length" in result.output
+    assert result.output.rstrip().endswith("a.html")
+    assert (log.parent / "a.html").stat().st_size > 10_000
+
+
+def test_a_models_numbers_and_other_links_and_prices_are_taken(run, log):
+    config = {
+        "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (log.parent / "config.json").write_text(json.dumps(config))
+    options = ("--model", "config.json", "--tp", 2, "--kv-dtype", "fp8", "--gbps", "object=50", "--hours", 2, "--json")
+    prices = ("--tier-price", "disk=0.5", "--gpu-price", 4, "--no-replay", "--gpu-cache", "16MiB", "--memory", "32MiB")
+    data = json.loads(run("evaluate", "--log", log, *options, *prices).stdout)
+    assert data["bytes_per_token"] == 65_536
+    assert (data["gpus"], data["gpu_hour"], data["seconds"]) == (2, 4.0, 7200.0)
+    assert [each["primary_bytes"] >> 20 for each in data["memory"]] == [24]  # three chunks of 8 MiB, sealed
+    tiers = {tier["type"]: tier for tier in data["tiers"]}
+    assert tiers["object"]["break_even_tokens"] is not None
+    assert tiers["disk"]["cost_a_day"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "give one of --log, --vllm-log and --openai-log"),
+        (("--log", "requests.jsonl", "--vllm-log", "x"), "give one of"),
+        (("--log", "requests.jsonl", "--tp", "2"), "--tp and --kv-dtype need a --model"),
+        (("--log", "requests.jsonl", "--tier-price", "disc=1"), "expected one of disk, network, object"),
+        (("--log", "requests.jsonl", "--output", "a.txt"), "a name that ends in .html"),
+        (("--log", "absent.jsonl"), "absent.jsonl: cannot read the log: No such file"),
+        (("--vllm-log", "requests.jsonl"), "requests.jsonl: no request that can be used: it has no request"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(run, log, arguments, said):
+    result = run("evaluate", *arguments)
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+def test_ctrl_c_ends_it_between_two_steps_and_writes_no_page(log):
+    lines = [{"prompt_token_ids": [n] * 4000, "timestamp": n} for n in range(3000)]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = [sys.executable, "-c", "from kvtiers.cli.main import main; main()", "evaluate", "--log", log]
+    process = subprocess.Popen(command, cwd=log.parent, stderr=subprocess.PIPE, text=True)
+    # The handler is set by the time that a file is read.
+    opened = Path(f"/proc/{process.pid}/fd")
+    until = time.monotonic() + 100
+    while not any(os.path.realpath(each) == str(log) for each in opened.iterdir()):
+        assert process.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 130
+    assert errors.endswith("stopped; nothing was written\n")
+    assert not list(log.parent.glob("*.html"))

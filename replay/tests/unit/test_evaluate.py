@@ -1,0 +1,148 @@
+"""Evaluations: what pays and what does not, with the reason, on logs whose answers are clear beforehand."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvtiers.config import load_config
+from kvtiers_replay.evaluate import Evaluation, Question, evaluate
+from kvtiers_replay.evaluate.first_requests import try_it
+from kvtiers_replay.evaluate.starter import starter_yaml
+from kvtiers_replay.evaluate.text import about, assumptions, verdict
+from kvtiers_replay.logs import Reading, ReadLog, read_log
+from kvtiers_replay.sizing import LayerGroup, ModelShape
+from kvtiers_replay.workload import ReplayRequest
+
+from .synthetic import synthetic
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+SHAPE = ModelShape("eight", "GQA", "bfloat16", 1, (LayerGroup(32, 4096),))  # 128 KiB a token, 2 MiB a chunk
+TRACES = os.environ.get("KVTIERS_TRACES")
+
+
+def log_of(requests=400, seconds=3600.0) -> ReadLog:
+    workload = synthetic(requests)
+    return ReadLog(workload, lines=requests, seconds=seconds)
+
+
+def question(**given) -> Question:
+    return Question(SHAPE, **({"gpu_cache": 16 * MIB, "most_memory": 64 * MIB, "engines": 1} | given))
+
+
+@pytest.fixture(scope="module")
+def usual() -> Evaluation:
+    return evaluate(log_of(), question())
+
+
+def offer(evaluation: Evaluation, link: str):
+    return next(each for each in evaluation.offers if each.tier.link == link)
+
+
+def test_hits_grow_with_memory_and_a_tier_that_holds_all_reaches_the_infinite_cache(usual):
+    rates = [usual.rate(point) for point in usual.memory]
+    assert rates == sorted(rates)
+    assert usual.gpu.rate <= rates[0] < usual.infinite_rate
+    assert usual.rate(usual.behind[-1]) == pytest.approx(usual.infinite_rate, abs=0.05)  # budgets of so small a primary
+
+
+def test_what_is_saved_is_what_is_hit_beyond_the_gpus_own_cache_at_the_prefill_speed_and_price(usual):
+    point = usual.behind[-1]
+    chunks = sum(point.hits.values()) - sum(usual.gpu.hits.values())
+    assert usual.gpu_seconds(point) == pytest.approx(chunks * 16 / 10_000)
+    data = usual.as_data()
+    by_day = data["behind"][-1]["money_saved_a_day"]
+    assert by_day == pytest.approx(usual.gpu_seconds(point) / 3600 * 2.5 * 24)
+    assert json.loads(json.dumps(data)) == data
+    larger = evaluate(log_of(), question(gpu_cache=64 * GIB))
+    assert larger.total_saved() == 0
+    assert verdict(larger)[0].startswith("It does not pay: the GPU's own cache hits")
+
+
+def test_a_tier_that_pays_is_in_the_yaml_which_loads(usual):
+    assert usual.chosen is offer(usual, "disk")
+    assert usual.chosen.pays
+    text = starter_yaml(usual)
+    assert "type: fs" in text
+    assert "# pip install kvtiers-fs" in text
+    config = load_config(__import__("yaml").safe_load(text))
+    assert config.secondary[0].capacity >= usual.chosen.size
+
+
+@pytest.mark.parametrize(
+    ("given", "link", "why"),
+    [
+        ({}, "object", "computing is faster at any length: 10,000 tokens/s are 1.3 GB/s of KV, and it reads 1 GB/s"),
+        ({"prices": {"disk": 1e6}}, "disk", "a day and saves $"),
+        ({"most_memory": 64 * GIB}, "disk", "in the GPU's cache and the memory in front of it already"),
+    ],
+)
+def test_a_tier_that_does_not_pay_says_why(given, link, why):
+    found = offer(evaluate(log_of(), question(**given)), link)
+    assert not found.pays
+    assert why in found.why
+
+
+def test_a_link_that_the_log_overfills_does_not_pay():
+    found = offer(evaluate(log_of(seconds=0.5), question()), "disk")
+    assert not found.pays
+    assert "the log moves" in found.why
+    assert "than the 3 GB/s of 1 such links" in found.why
+
+
+def test_prompts_that_share_too_little_to_be_worth_a_load_do_not_pay(usual):
+    slow = [replace(link, round_trip=60.0) if link.name == "disk" else link for link in usual.question.links]
+    found = offer(evaluate(log_of(), question(links=slow)), "disk")
+    assert found.break_even > 60 * 16
+    assert found.gpu_seconds == 0
+    assert "no prompt has a prefix of" in found.why
+
+
+def test_a_log_without_times_is_evaluated_without_days_and_one_with_hours_by_them():
+    without = evaluate(log_of(seconds=None), question())
+    assert without.pricing.seconds is None
+    assert offer(without, "disk").saved is None
+    assert without.chosen is offer(without, "disk") or without.chosen is offer(without, "network")
+    assert any("no times" in text for text, _ in assumptions(without))
+    assert "a day" not in verdict(without)[0]
+    assert evaluate(log_of(seconds=None), question(hours=2.0)).pricing.seconds == 7200
+
+
+def test_a_log_with_nothing_that_comes_back_does_not_pay():
+    requests = [ReplayRequest(161, [f"{n}.{at}".encode() for at in range(10)], float(n)) for n in range(20)]
+    log = log_of()
+    found = evaluate(replace(log, workload=replace(log.workload, requests=requests)), question())
+    assert verdict(found)[0] == "It does not pay: nothing comes back in this log."
+    assert found.chosen is None
+    assert "secondary: []" in starter_yaml(found)
+
+
+def test_as_many_engines_are_taken_as_the_prompts_keep_busy():
+    log = log_of(seconds=2.0)
+    tokens = sum(request.num_tokens for request in log.workload.requests)
+    found = evaluate(log, question(engines=0))
+    assert found.pricing.engines == -(-tokens // 20_000) > 1
+    assert f"memory of the machine of one of {found.pricing.engines} engines" in starter_yaml(found)
+
+
+def test_the_first_requests_go_through_a_real_tier_and_hit_what_the_plan_says(usual):
+    few = replace(usual.log.workload, requests=usual.log.workload.requests[:110])
+    tried = try_it(replace(usual, log=replace(usual.log, workload=few)), lambda _doing, _share: None)
+    assert tried.tier == "fs"
+    assert tried.requests > 100
+    assert tried.wrong_bytes == 0
+    assert 0 < tried.rate == pytest.approx(tried.planned, abs=0.002)
+
+
+@pytest.mark.skipif(not TRACES, reason="KVTIERS_TRACES is not set")
+@pytest.mark.parametrize(("name", "low", "high"), [("conversation", 0.2, 0.4), ("synthetic", 0.2, 0.4)])
+def test_the_public_traces_are_logs(name, low, high):
+    log = read_log(Path(TRACES) / f"{name}_trace.jsonl.gz", Reading(limit=1500))
+    found = evaluate(log, Question(SHAPE))
+    assert log.problems == {}
+    assert low < found.infinite_rate < high
+    assert found.total_saved() > 0
+    assert "infinite cache hits" in about(found)
+    assert not offer(found, "object").pays

@@ -1,0 +1,214 @@
+"""Request logs of every kind: what is read from them, what is said of bad lines, and that no prompt is kept."""
+
+import gc
+import gzip
+import itertools
+import json
+
+import pytest
+
+from kvtiers.api import ConfigError
+from kvtiers_replay.logs import Reading, read_log
+
+IDS = list(range(1000, 1200))
+
+
+def read(folder, lines, kind="log", **reading):
+    path = folder / "a.log"
+    path.write_text("".join(line if line.endswith("\n") else f"{line}\n" for line in map(_text, lines)))
+    return read_log(path, Reading(kind, **reading))
+
+
+def _text(line):
+    return line if isinstance(line, str) else json.dumps(line)
+
+
+def shared(log, first=0, second=1) -> int:
+    """Return how many leading chunks two requests have in common."""
+    hashes = (log.workload.requests[each].block_hashes for each in (first, second))
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*hashes, strict=False))))
+
+
+@pytest.mark.parametrize("field", ["prompt_token_ids", "token_ids", "input_ids", "prompt"])
+def test_token_ids_are_cut_into_chunks_whose_hashes_stand_for_the_whole_prefix(tmp_path, field):
+    log = read(tmp_path, [{field: IDS}, {field: IDS[:128] + [7] * 72}, {field: [7, *IDS[1:]]}])
+    requests = log.workload.requests
+    assert [request.num_tokens for request in requests] == [200] * 3
+    assert [len(request.block_hashes) for request in requests] == [3] * 3
+    first, second, third = (request.block_hashes for request in requests)
+    assert first[:2] == second[:2]
+    assert first[2] != second[2]
+    assert not set(first) & set(third)
+    assert log.texts == 0
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda body: body,
+        lambda body: {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body},
+        lambda body: {"request": body, "response": {"usage": {"prompt_tokens": 999, "completion_tokens": 5}}},
+        lambda body: {"body": json.dumps(body)},
+    ],
+    ids=["a body", "a batch", "request and response", "a body as text"],
+)
+def test_conversations_that_go_on_share_their_beginning_however_they_are_wrapped(tmp_path, wrap):
+    turn = [{"role": "system", "content": "Be brief. " * 100}, {"role": "user", "content": "Why? " * 100}]
+    more = [*turn, {"role": "assistant", "content": [{"type": "text", "text": "So. " * 100}]}]
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    bodies = [{"messages": turn}, {"messages": more}, {"messages": turn, "tools": tools}]
+    log = read(tmp_path, [wrap(body) for body in bodies], kind="openai")
+    first, second, third = (request.block_hashes for request in log.workload.requests)
+    assert len(first) >= 5
+    assert second[: len(first)] == first
+    assert first[0] != third[0]  # tools stand before the messages
+    assert log.problems == {}
+
+
+def test_the_responses_api_and_completions_with_several_prompts_are_read(tmp_path):
+    text = "A question about a document. " * 40
+    message = {"role": "user", "content": text}
+    log = read(tmp_path, [
+        {"input": text, "instructions": "Be kind."},
+        {"input": [message], "instructions": "Be kind."},
+        {"prompt": [text, text + text]},
+        {"input": [{"type": "function_call_output", "output": "x" * 999}]},
+    ])  # fmt: skip
+    assert [len(request.block_hashes) for request in log.workload.requests] == [4, 4, 4, 9, 4]
+    assert log.workload.requests[0].block_hashes == log.workload.requests[1].block_hashes
+    assert shared(log, 2, 3) == 4
+
+
+def test_each_kind_of_bad_line_is_counted_with_the_number_of_its_first_line_and_the_rest_is_read(tmp_path):
+    good = {"prompt_token_ids": IDS}
+    log = read(tmp_path, [
+        good, "no json", "", "[1]", {"a": 1}, {"prompt": 5}, {"prompt": [1, "x"]}, {"messages": []},
+        {"prompt_token_ids": [1, -2]}, {"prompt_token_ids": [True, 2]}, {"prompt_token_ids": IDS, "time": "soon"},
+        {"custom_id": "1", "response": {"body": {}}}, {"hash_ids": [1], "input_length": 512}, "no json", {"body": "{"},
+        {"prompt": ""}, {"messages": "x"}, good, '{"prompt": "cut',
+    ])  # fmt: skip
+    assert len(log.workload.requests) == 3
+    assert log.lines == 19
+    said = log.problem_lines()
+    assert said[0] == "3 lines are no JSON; the first is line 2"
+    assert "1 line is JSON and no object; the first is line 4" in said
+    assert any(line.startswith("1 line has an answer and no request") for line in said)
+    assert any(line.endswith("; the first is line 9") and "token ids" in line for line in said)
+    assert any("is of another kind than the first request" in line for line in said)
+    # All lines but the blank one and the good ones, of which the one with a bad time was read and is counted too.
+    assert sum(count for count, _ in log.problems.values()) == 19 - 1 - 2
+
+
+def test_a_last_line_that_is_cut_off_is_said_to_be_that(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"prompt_token_ids": IDS}) + '\n{"prompt": "cut')
+    assert read_log(path, Reading()).problem_lines() == ["1 line is cut off at the end of the log; the first is line 2"]
+
+
+@pytest.mark.parametrize(
+    ("times", "arrivals", "seconds"),
+    [
+        ([1700000000, 1700000060.5], [0.0, 60.5], 60.5),
+        ([1700000000000, 1700000060500], [0.0, 60.5], 60.5),
+        (["2026-11-25T10:00:00Z", "2026-11-25T11:01:00+01:00"], [0.0, 60.0], 60.0),
+        ([30, 10], [0.0, 20.0], 20.0),
+        ([5, None, 7], [0.0, 0.0, 2.0], 2.0),
+        ([None, None], [0.0, 1.0], None),
+    ],
+)
+def test_times_are_seconds_milliseconds_or_iso(tmp_path, times, arrivals, seconds):
+    lines = [{"prompt_token_ids": IDS} | ({} if time is None else {"timestamp": time}) for time in times]
+    log = read(tmp_path, lines)
+    assert [request.arrival for request in log.workload.requests] == pytest.approx(arrivals)
+    assert log.seconds == (None if seconds is None else pytest.approx(seconds))
+
+
+def test_a_trace_of_block_hashes_is_a_log_too_and_may_be_gzipped(tmp_path):
+    path = tmp_path / "trace.gz"
+    lines = [{"timestamp": 1000 * at, "input_length": 1100, "hash_ids": [1, at, at]} for at in range(3)]
+    with gzip.open(path, "wt") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in [*lines, {"hash_ids": [1], "input_length": 9999}]))
+    log = read_log(path, Reading())
+    assert log.workload.tokens_per_block == 512
+    assert [len(request.block_hashes) for request in log.workload.requests] == [2] * 3
+    assert log.seconds == 2.0
+    assert shared(log) == 1
+    assert len(log.problems) == 1
+
+
+NEW = "(APIServer pid=7) DEBUG {time} [utils/request_logger.py:59] Request {id} details: prompt: {prompt!r}, "
+NEW += "prompt_token_ids: {ids}, prompt_embeds shape: None."
+RECEIVED = "(APIServer pid=7) INFO {time} [utils/request_logger.py:68] Received request {id}: "
+RECEIVED += "params: SamplingParams(n=1, stop=[]), lora_request: None."
+OLD = "INFO {time} [logger.py:43] Received request {id}: prompt: {prompt!r}, params: SamplingParams(n=1), "
+OLD += "prompt_token_ids: {ids}, prompt_embeds shape: None, lora_request: None, prompt_adapter_request: None."
+
+
+def test_vllms_log_is_read_as_its_releases_write_it(tmp_path):
+    tricky = 'it\'s "quoted", prompt_token_ids: [1], Received request x: \n details: prompt: ' * 20
+    values = [{"time": "11-25 10:00:00", "id": "cmpl-1", "prompt": tricky, "ids": IDS},
+              {"time": "11-25 10:00:30", "id": "cmpl-2", "prompt": None, "ids": IDS},
+              {"time": "11-25 10:01:00", "id": "cmpl-3", "prompt": tricky, "ids": None}]  # fmt: skip
+    lines = ["INFO 11-25 09:59:59 [api_server.py:1] Starting"]
+    for each in values:
+        lines += [NEW.format(**each), RECEIVED.format(**each)]
+    lines += [
+        OLD.format(**values[0] | {"time": "11-25 10:02:00"}),
+        OLD.format(**values[2] | {"time": "11-25 10:02:00"}),
+    ]
+    lines += [f"\x1b[32m{NEW.format(**values[0] | {'time': '11-25 10:03:00'})}\x1b[0m"]
+    lines += [json.dumps({"asctime": "2026-11-25 10:04:00,123", "message": NEW.format(**values[1]).partition("] ")[2]})]
+    log = read(tmp_path, lines, kind="vllm")
+    assert log.problems == {}
+    requests = log.workload.requests
+    assert [request.num_tokens for request in requests[:2]] == [200, 200]
+    assert [request.arrival for request in requests] == [0.0, 30.0, 60.0, 120.0, 120.0, 180.0, 240.0]
+    assert shared(log, 0, 1) == shared(log, 0, 3) == shared(log, 0, 5) == shared(log, 0, 6) == 3
+    assert requests[2].num_tokens == requests[4].num_tokens == round(len(tricky) / 4)
+    assert shared(log, 2, 4) == len(requests[2].block_hashes) > 0
+    assert log.texts == 2
+
+
+def test_a_vllm_log_without_prompts_says_how_to_start_the_server(tmp_path):
+    lines = [RECEIVED.format(time="11-25 10:00:00", id=f"cmpl-{number}") for number in range(3)]
+    with pytest.raises(ConfigError, match=r"3 lines have a request and not its prompt .*VLLM_LOGGING_LEVEL=DEBUG"):
+        read(tmp_path, lines, kind="vllm")
+
+
+def test_the_year_that_vllms_dates_do_not_have_may_end_in_a_log(tmp_path):
+    lines = [NEW.format(time=time, id="a", prompt=None, ids=IDS) for time in ("12-31 23:59:59", "01-01 00:00:01")]
+    assert read(tmp_path, lines, kind="vllm").seconds == 2.0
+
+
+def test_what_a_log_lets_one_suspect_is_noted(tmp_path):
+    text = {"prompt": "abcd efg " * 100, "usage": {"prompt_tokens": 300}}
+    log = read(tmp_path, [text, {"prompt": "short"}, *[{"prompt_token_ids": [n, *IDS]} for n in range(9)]])
+    assert any("the log's own counts say 3 letters a token: --chars-per-token 3" in note for note in log.notes)
+    assert any("1 prompts are shorter than one chunk" in note for note in log.notes)
+    cut = read(tmp_path, [{"prompt_token_ids": [n, *IDS[: 199 - n * (n > 8)]]} for n in range(12)])
+    assert any("9 prompts have 200 tokens, and none has more" in note for note in cut.notes)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("", "it has no request"), ('{"prompt": "hi"}\n', "none of its 1 requests has 64 tokens"), ("x\n", "no JSON")],
+)
+def test_a_log_without_a_request_to_use_is_an_error_of_one_line(tmp_path, content, said):
+    path = tmp_path / "a.jsonl"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=said) as error:
+        read_log(path, Reading())
+    assert str(error.value).startswith(f"{path}: ")
+    assert "\n" not in str(error.value)
+    with pytest.raises(ConfigError, match="cannot read the log: No such file"):
+        read_log(tmp_path / "absent", Reading())
+
+
+def test_no_prompt_is_kept_and_hashes_differ_from_reading_to_reading(tmp_path):
+    secret = "a secret of the user " * 50
+    first, second = (read(tmp_path, [{"prompt": secret}]) for _ in range(2))
+    assert first.workload.requests[0].block_hashes != second.workload.requests[0].block_hashes
+    del secret
+    gc.collect()
+    assert not any("a secret of the user" in each for each in gc.get_objects() if isinstance(each, str))
+    assert "secret" not in repr(first)
