@@ -99,6 +99,8 @@ class TierMetrics(_Metrics):
     dropped_cascades: int = _figure(
         "Chunks not sent to the tier, since its pin budget was used up or it was not available."
     )
+    declined_cascades: int = _figure("Chunks not sent, since they are unlikely to be used again ('expected-reuse').")
+    missed_cascades: int = _figure("Chunks asked for again that had been declined and were computed.")
     dropped_promotions: int = _figure("Chunks that the tier has but that got no row in the primary.")
     """Because a pin budget, or all rows outside the stores' reserve, were used up. Once a request and chunk."""
     budget_misses: int = _figure("Lookups that skipped the tier, since its pin budget was used up.")

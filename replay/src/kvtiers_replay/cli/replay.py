@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["replay"]
 
-_CODE_REQUESTS = 400
+_MADE_UP_REQUESTS = 400
 _SETTLE_SECONDS = 1.2  # the tiers' own figures come each second
 
 DEFAULT_CONFIG: dict[str, Any] = {
@@ -59,12 +59,16 @@ of the replay ended early, 130 stopped by Ctrl-C (the report of what was done is
 )
 @click.option("--config", "config_file", metavar="FILE", type=click.Path(), help="The tiers, as YAML.")
 @click.option("--trace", metavar="FILE", type=click.Path(), help="Requests in Mooncake's format, plain or gzip.")
-@click.option("--workload", type=click.Choice(["code"]), help="A synthetic workload: conversations about source code.")
+@click.option(
+    "--workload",
+    type=click.Choice(["code", "agent", "rag"]),
+    help="A synthetic workload: conversations about source code, coding agents, or questions with retrieved passages.",
+)
 @click.option(
     "--requests",
     metavar="N",
     type=click.IntRange(min=1),
-    help=f"Only this many requests.  [default: all of a trace, {_CODE_REQUESTS} of a workload]",
+    help=f"Only this many requests.  [default: all of a trace, {_MADE_UP_REQUESTS} of a workload]",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Another seed makes another workload.")
 @click.option(
@@ -182,7 +186,7 @@ def replay(
     and loads them through the real manager, memory and tiers. Loaded blocks are compared byte by byte.
     """
     if bool(trace) == bool(workload):
-        raise click.UsageError("give either --trace FILE or --workload code")
+        raise click.UsageError("give either --trace FILE or --workload NAME")
     if chosen["engines"] > 1 and not config_file:
         raise click.UsageError("--engines needs a --config with tiers that processes share; without one there are none")
     if model and bytes_per_chunk:
@@ -193,7 +197,7 @@ def replay(
     from kvtiers_replay.report.text import show_progress
     from kvtiers_replay.run import replay as run
 
-    load = _read_workload(trace, requests, seed)
+    load = _read_workload(trace, workload, requests, seed)
     options = _options(load, bytes_per_chunk, shape, **chosen)
     with stop_on_interrupt() as stop, show_progress() as progress:
         results = run(config, load, options, stop=stop, progress=progress)
@@ -247,11 +251,14 @@ def _default_config() -> OffloadConfig:
     return load_config(DEFAULT_CONFIG)
 
 
-def _read_workload(trace: str | None, requests: int | None, seed: int) -> Workload:
+def _read_workload(trace: str | None, workload: str | None, requests: int | None, seed: int) -> Workload:
     if trace:
         from kvtiers_replay.trace import read_trace
 
         return read_trace(trace, requests)
+    from kvtiers_replay.agent_workload import agent_workload
     from kvtiers_replay.code_workload import code_workload
+    from kvtiers_replay.rag_workload import rag_workload
 
-    return code_workload(requests or _CODE_REQUESTS, seed)
+    made_up = {"code": code_workload, "agent": agent_workload, "rag": rag_workload}
+    return made_up[workload or "code"](requests or _MADE_UP_REQUESTS, seed)
