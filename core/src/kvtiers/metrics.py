@@ -14,6 +14,9 @@ __all__ = [
     "CLIENT_TIER_FIGURES",
     "PRIMARY_HELP",
     "TIER_HELP",
+    "WHAT_IF_COUNTERS",
+    "WHAT_IF_HELP",
+    "WHAT_IF_LABELS",
     "ClientMetrics",
     "EngineMetrics",
     "Histogram",
@@ -22,6 +25,7 @@ __all__ = [
     "export",
     "help_texts",
     "name_of_own",
+    "what_if_figures",
 ]
 
 _SMALLEST = 2.0**-14  # 61 us
@@ -270,6 +274,8 @@ WHAT_IF_HELP: Mapping[str, str] = {
     "seconds": "Processor seconds of the shadow caches.",
 }
 """The help texts of the shadow caches' figures."""
+WHAT_IF_LABELS: Mapping[str, tuple[str, ...]] = {"hit_rate": ("policy", "times"), "adds": ("tier",)}
+WHAT_IF_COUNTERS = frozenset({"dropped", "seconds"})
 
 _GAUGES = {
     "unread_bytes",
@@ -333,7 +339,8 @@ def _flatten(
         yield f"kvtiers_{name}", {}, value, name in _GAUGES
     for name, value in stats["primary"].items():
         yield f"kvtiers_primary_{name}", {}, value, True
-    yield from _flatten_what_if(stats.get("what_if"))
+    for name, labels, figure in what_if_figures(stats.get("what_if")):
+        yield f"kvtiers_what_if_{name}", labels, figure, name not in WHAT_IF_COUNTERS
     for tier, figures in stats["tiers"].items():
         label = {"tier": tier}
         for name, value in figures.items():
@@ -343,18 +350,18 @@ def _flatten(
             yield f"kvtiers_tier_{name}", label, value, True
 
 
-def _flatten_what_if(
-    report: Mapping[str, Any] | None,
-) -> Iterator[tuple[str, dict[str, str], float | Mapping[str, Any], bool]]:
+def what_if_figures(report: Mapping[str, Any] | None) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Yield the figures of a report of the shadow caches: name, labels, value; none of an empty one."""
     if not report:
         return
     for policy, rates in report["hit_rates"].items():
         for times, rate in rates.items():
-            yield "kvtiers_what_if_hit_rate", {"policy": policy, "times": times}, rate, True
+            yield "hit_rate", {"policy": policy, "times": times}, rate
     for tier, rate in report["adds"].items():
-        yield "kvtiers_what_if_adds", {"tier": tier}, rate, True
-    for name in ("infinite", "sampled", "chunks", "dropped", "seconds"):
-        yield f"kvtiers_what_if_{name}", {}, report[name], name in {"infinite", "sampled", "chunks"}
+        yield "adds", {"tier": tier}, rate
+    for name in WHAT_IF_HELP:
+        if name not in WHAT_IF_LABELS:
+            yield name, {}, report[name]
 
 
 def _flatten_client(
