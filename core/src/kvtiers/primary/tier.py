@@ -336,8 +336,12 @@ class CPUPrimaryTier:
         """Never ask the policy what is worth storing: a tier below gets all chunks, by way of the primary."""
         self._chunks.may_decline = False
 
-    def forecast_reuse(self) -> None:
-        """Learn from now on when chunks are used again, whatever the eviction policy is, for ``expected_reuse``."""
+    def forecast_reuse(self, seen: Collection[OffloadKey]) -> None:
+        """Learn from now on when chunks are used again, whatever the eviction policy is, for ``expected_reuse``.
+
+        ``seen``: chunks that were looked at, which had better leave before others. It changes with time.
+        """
+        self._policy.evict_first(seen)
         if not self._policy.forecasts_reuse():
             self._policy = self._chunks.policy = WithForecast(self._policy, self.num_rows)
 

@@ -55,8 +55,8 @@ class Cascades:
         }
         if writable:
             primary.store_everything()
-        if self._chosen:
-            primary.forecast_reuse()
+        for admission in list(self._chosen.values())[:1]:
+            primary.forecast_reuse(admission.looked_at)
         self.works_ahead = bool(self._late or self._chosen)
         """There is a tier that takes chunks before their eviction."""
         self._reserve = max(1, math.ceil(options.clean_reserve * primary.num_rows - 1e-9))
@@ -187,7 +187,7 @@ class Cascades:
 
         The nearest ones after each store: what was just stored may rank lowest. All of the reserve once in a while.
         """
-        if not self._fresh:
+        if self._fresh * 4 < self._reserve:
             return
         self._fresh = 0
         ahead = int(self._ahead) - self._primary.free_rows
@@ -198,13 +198,13 @@ class Cascades:
         for slot, admission in self._chosen.items():
             most = min(self._budget.room(slot), _WORK_AHEAD_ROWS)
             if not most or not slot.available():
-                self._fresh = 1  # looked at again in the next step
+                self._fresh = self._reserve  # looked at again in the next step
                 continue
             undecided = self._primary.leaving(ahead, admission.looked_at)
             if not undecided:
                 continue
             if len(undecided) > most:
-                self._fresh = 1  # the rest in the next step
+                self._fresh = self._reserve  # the rest in the next step
                 del undecided[most:]
             worth = admission.choose(undecided, self._primary.expected_reuse(undecided), now)
             slot.metrics.declined_cascades += len(undecided) - len(worth)

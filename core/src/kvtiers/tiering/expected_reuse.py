@@ -22,7 +22,7 @@ from kvtiers.api import OffloadKey
 __all__ = ["ReuseAdmission", "WriteBudget"]
 
 _EDGES = [0.001 * 1.14**step for step in range(53)]  # of probabilities, up to 0.91
-_BRAKE_AT = 0.8  # of what may be lost: from there on less is declined, since what was declined is missed later
+_BRAKE_AT = 0.6  # of what may be lost: from there on less is declined, since what was declined is missed later
 _LEAST = 500  # chunks looked at before the first is declined
 _HALVED_AT = 20_000  # chunks looked at: then all sums are halved, so that what was long ago counts less
 _PRIOR_LOSS = 25.0  # misses, both expected and seen

@@ -96,6 +96,13 @@ class EvictionPolicy(ABC):
         """
         return False
 
+    def evict_first(self, seen: Collection[OffloadKey]) -> None:
+        """From now on evict chunks in ``seen`` before others that rank about as low: those are still to be looked at.
+
+        A wish, for policies whose ranks change without a use. Nothing by default. ``seen`` changes with time.
+        """
+        del seen
+
     def expected_reuse(self, keys: Sequence[OffloadKey]) -> Sequence[float]:
         """Return the probability (0 to 1) of each of these known chunks to be used again, from now on."""
         return [1.0] * len(keys)

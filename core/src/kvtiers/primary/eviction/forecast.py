@@ -30,6 +30,10 @@ class WithForecast(EvictionPolicy):
         """Return that it does."""
         return True
 
+    def evict_first(self, seen: Collection[OffloadKey]) -> None:
+        """Do what the policy does."""
+        self.policy.evict_first(seen)
+
     def access(self, keys: Sequence[OffloadKey], request_id: str, new: Sequence[OffloadKey] = ()) -> None:
         """Count the use, and learn from it."""
         self.policy.access(keys, request_id, new)

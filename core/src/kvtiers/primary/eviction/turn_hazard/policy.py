@@ -37,6 +37,7 @@ _KNOWN = 16  # known chunks, as a multiple of the capacity
 _SMALL = 64
 _LEARNT = 1000  # examples from which on what was learnt says more than the prior
 _SHARED_USES = 3
+_ASIDE = 64  # runs that stay, in one eviction, since they are to be looked at before
 
 
 class TurnHazardPolicy(EvictionPolicy):
@@ -48,6 +49,8 @@ class TurnHazardPolicy(EvictionPolicy):
         self._ages = Ages(self._ranked, self._may_leave)
         self._ways: dict[str, Way] = {}
         self._evictable = 0
+        self._first: Collection[OffloadKey] = ()
+        self._most_aside = 0
         self._loose: dict[Run, None] = {}  # runs with evictable chunks
         self._queue: list[tuple[float, float, int, int, int, Run]] = []
         self._queue_limit = _SMALL
@@ -185,6 +188,10 @@ class TurnHazardPolicy(EvictionPolicy):
             self._tree.reach = Reach()
         return True
 
+    def evict_first(self, seen: Collection[OffloadKey]) -> None:
+        """Put runs aside whose last chunk is not in ``seen``, a few at a time, for as long as there are others."""
+        self._first, self._most_aside = seen, _ASIDE
+
     def expected_reuse(self, keys: Sequence[OffloadKey]) -> list[float]:
         """Return the probability of each of these chunks to be used again, at its run's age; 1 while little is learnt.
 
@@ -304,6 +311,14 @@ class TurnHazardPolicy(EvictionPolicy):
 
     def _evict_ranked(self, count: int) -> list[OffloadKey]:
         victims: list[OffloadKey] = []
+        aside = []
+        while len(victims) < count and (run := self._lowest()) is not None:
+            if len(aside) < self._most_aside and next(reversed(run.put_in_order())) not in self._first:
+                aside.append(heapq.heappop(self._queue))
+            else:
+                self._take(run, count - len(victims), victims)
+        for entry in aside:
+            heapq.heappush(self._queue, entry)
         while len(victims) < count and (run := self._lowest()) is not None:
             self._take(run, count - len(victims), victims)
         return victims
