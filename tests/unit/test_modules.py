@@ -13,6 +13,7 @@ SHORT = 80
 OF_ITS_OWN = {
     "kvtiers.testing.killed_writer": "a program of its own, which the kit kills",
     "kvtiers_example.memory_store": "the template for a store: the entry point imports it late, in the tier host alone",
+    "kvtiers_replay.rag_workload": "a workload, as the others beside it; benchmarks import it, too",
     "kvtiers_azure.failures": "what Azure says, as the other services' failures",
     "kvtiers_gcs.store": "the entry point imports it late, in the tier host alone",
     "kvtiers_objectstore.speed": "`kvtiers check` alone imports it, late",

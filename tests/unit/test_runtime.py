@@ -121,6 +121,23 @@ def test_events_are_recorded_until_they_are_taken(record_events):
         assert [len(event.keys) for event in manager.take_events()] == ([8] if record_events else [])
 
 
+def test_admission_by_expected_reuse_reaches_the_tier_in_chunks():
+    tier = {**MEMORY, "admission": "expected-reuse", "may_lose": "2%", "writes_per_hour": "1MiB"}
+    with running(config(secondary=[tier])) as (manager, _, _):
+        (slot,) = manager._slots
+        value_bytes = LAYOUT.value_bytes(0)
+        assert (slot.options.admission, slot.options.may_lose) == ("expected-reuse", 0.02)
+        assert slot.options.writes_per_hour == 2**20 / value_bytes
+        assert slot.options.chunks == 2**24 // value_bytes
+
+
+@pytest.mark.parametrize("option", [{"may_lose": "2%"}, {"writes_per_hour": "1MiB"}])
+def test_options_of_expected_reuse_are_refused_with_another_admission(option):
+    (name,) = option
+    with pytest.raises(ConfigError, match=f"'{name}' is obeyed with 'admission: expected-reuse' only; leave it out"):
+        load_config(config(secondary=[MEMORY | option]))
+
+
 def test_what_the_config_says_of_tiering_reaches_the_parts_that_obey_it():
     budgets = {"store_reserve": "11%", "all_tiers": "41%", "one_tier": "21%", "protected": "12%", "protect_for": "7s"}
     tier = {**MEMORY, "read_only": True, "admission": "second_access", "deadline": "9s"}
@@ -128,7 +145,8 @@ def test_what_the_config_says_of_tiering_reaches_the_parts_that_obey_it():
     assert runtime._tiering_options(load_config(asked)) == TieringOptions(0.05, 2.0, 0.11, 0.41, 0.21, 0.06)
     assert runtime._tiering_options(load_config(asked | {"load_wait": "auto"})).load_wait is None
     with running(asked) as (manager, _, _):
-        assert [slot.options for slot in manager._slots] == [TierOptions("memory", True, "second_access", 9.0)]
+        (slot,) = manager._slots
+        assert slot.options == TierOptions("memory", True, "second_access", 9.0, chunks=slot.options.chunks)
         unread = manager._primary._unread
         assert (unread.limit, unread.seconds) == (int(0.12 * manager._primary.num_rows), 7.0)
 

@@ -14,6 +14,9 @@ __all__ = [
     "CLIENT_TIER_FIGURES",
     "PRIMARY_HELP",
     "TIER_HELP",
+    "WHAT_IF_COUNTERS",
+    "WHAT_IF_HELP",
+    "WHAT_IF_LABELS",
     "ClientMetrics",
     "EngineMetrics",
     "Histogram",
@@ -22,6 +25,7 @@ __all__ = [
     "export",
     "help_texts",
     "name_of_own",
+    "what_if_figures",
 ]
 
 _SMALLEST = 2.0**-14  # 61 us
@@ -99,6 +103,8 @@ class TierMetrics(_Metrics):
     dropped_cascades: int = _figure(
         "Chunks not sent to the tier, since its pin budget was used up or it was not available."
     )
+    declined_cascades: int = _figure("Chunks not sent, since they are unlikely to be used again ('expected-reuse').")
+    missed_cascades: int = _figure("Chunks asked for again that had been declined and were computed.")
     dropped_promotions: int = _figure("Chunks that the tier has but that got no row in the primary.")
     """Because a pin budget, or all rows outside the stores' reserve, were used up. Once a request and chunk."""
     budget_misses: int = _figure("Lookups that skipped the tier, since its pin budget was used up.")
@@ -271,6 +277,8 @@ WHAT_IF_HELP: Mapping[str, str] = {
     "seconds": "Processor seconds of the shadow caches.",
 }
 """The help texts of the shadow caches' figures."""
+WHAT_IF_LABELS: Mapping[str, tuple[str, ...]] = {"hit_rate": ("policy", "times"), "adds": ("tier",)}
+WHAT_IF_COUNTERS = frozenset({"dropped", "seconds"})
 
 _GAUGES = {
     "unread_bytes",
@@ -334,7 +342,8 @@ def _flatten(
         yield f"kvtiers_{name}", {}, value, name in _GAUGES
     for name, value in stats["primary"].items():
         yield f"kvtiers_primary_{name}", {}, value, True
-    yield from _flatten_what_if(stats.get("what_if"))
+    for name, labels, figure in what_if_figures(stats.get("what_if")):
+        yield f"kvtiers_what_if_{name}", labels, figure, name not in WHAT_IF_COUNTERS
     for tier, figures in stats["tiers"].items():
         label = {"tier": tier}
         for name, value in figures.items():
@@ -344,18 +353,18 @@ def _flatten(
             yield f"kvtiers_tier_{name}", label, value, True
 
 
-def _flatten_what_if(
-    report: Mapping[str, Any] | None,
-) -> Iterator[tuple[str, dict[str, str], float | Mapping[str, Any], bool]]:
+def what_if_figures(report: Mapping[str, Any] | None) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Yield the figures of a report of the shadow caches: name, labels, value; none of an empty one."""
     if not report:
         return
     for policy, rates in report["hit_rates"].items():
         for times, rate in rates.items():
-            yield "kvtiers_what_if_hit_rate", {"policy": policy, "times": times}, rate, True
+            yield "hit_rate", {"policy": policy, "times": times}, rate
     for tier, rate in report["adds"].items():
-        yield "kvtiers_what_if_adds", {"tier": tier}, rate, True
-    for name in ("infinite", "sampled", "chunks", "dropped", "seconds"):
-        yield f"kvtiers_what_if_{name}", {}, report[name], name in {"infinite", "sampled", "chunks"}
+        yield "adds", {"tier": tier}, rate
+    for name in WHAT_IF_HELP:
+        if name not in WHAT_IF_LABELS:
+            yield name, {}, report[name]
 
 
 def _flatten_client(

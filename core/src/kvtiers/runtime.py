@@ -237,7 +237,14 @@ def _what_if(config: OffloadConfig, layout: CacheLayout, region: OffloadRegion) 
     values = sum(layout.value_bytes(group) for group in groups)
     rows, capacity = max(1, region.num_rows // len(groups)), region.num_rows * region.row_stride
     tiers = tuple(
-        CaseTier(tier.tier_name, _chunks_of(tier, values, rows), tier.admission, tier.read_only)
+        CaseTier(
+            tier.tier_name,
+            _chunks_of(tier, values, rows),
+            tier.admission,
+            tier.read_only,
+            tier.may_lose,
+            None if tier.writes_per_hour is None else tier.writes_per_hour / values,
+        )
         for tier in config.secondary
     )
     now = Case(rows, config.primary.eviction, tiers, config.budgets, config.clean_reserve)

@@ -139,7 +139,16 @@ class TierSet:
         else:
             tier = ChunkStoreTier(config, self._pool(plugin, config))
         self.tiers[name] = tier
-        options = TierOptions(name, config.read_only, config.admission, config.deadline)
+        value_bytes, capacity = max(value for _, value in self._rows.sizes), getattr(config, "capacity", None)
+        options = TierOptions(
+            name,
+            config.read_only,
+            config.admission,
+            config.deadline,
+            config.may_lose,
+            None if config.writes_per_hour is None else config.writes_per_hour / value_bytes,
+            capacity // value_bytes if isinstance(capacity, int) else None,
+        )
         return TierSlot(index, tier, options)
 
     def _pool(self, plugin: TierPlugin, config: TierConfig) -> HostPool:

@@ -8,14 +8,11 @@ The documents are made of invented names. Python's standard library would be rea
 of Python, and may be missing; for a KV cache only equality matters.
 """
 
-import bisect
 import hashlib
-import itertools
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
+from kvtiers_replay.invented import Chance, zipf
 from kvtiers_replay.workload import ReplayRequest, Workload
 
 __all__ = ["CODE_TOKENS_PER_BLOCK", "code_workload"]
@@ -31,26 +28,6 @@ _TOKENS = range(40, 200)
 _ANSWER_TOKENS = range(60, 260)
 _TURNS = range(2, 9)
 _OPEN = 10  # conversations at the same time
-
-_T = TypeVar("_T")
-
-
-class _Chance:
-    """Choices that depend on the seed alone.
-
-    Of ``random.Random``, only what ``random()`` returns for a seed stays the same in all releases of Python.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed).random  # noqa: S311 -- a workload, not a secret
-
-    def of(self, choices: Sequence[_T]) -> _T:
-        """Return one of these, each as often as any other."""
-        return choices[int(self._random() * len(choices))]
-
-    def by_rank(self, choices: Sequence[_T], ends: Sequence[float]) -> _T:
-        """Return one of these, by the running sums of their weights."""
-        return choices[min(bisect.bisect(ends, self._random() * ends[-1]), len(choices) - 1)]
 
 
 @dataclass(slots=True, eq=False)
@@ -86,15 +63,15 @@ class _Conversation:
 
 def code_workload(requests: int, seed: int = 0) -> Workload:
     """Return that many requests, the same for the same seed in every release of Python."""
-    chance = _Chance(seed)
+    chance = Chance(seed)
     words = ["".join(chance.of(_SYLLABLES) for _ in range(3)) for _ in range(_WORDS)]
     documents = [_document(chance, words) for _ in range(_DOCUMENTS)]
     return Workload("code", CODE_TOKENS_PER_BLOCK, list(_talk(documents, requests, chance)))
 
 
-def _document(chance: _Chance, words: Sequence[str]) -> _Document:
+def _document(chance: Chance, words: Sequence[str]) -> _Document:
     document = _Document([], [])
-    ends = _zipf(len(words))
+    ends = zipf(len(words))
     for number in range(chance.of(_FUNCTIONS)):
         name = f"{chance.of(words)}_{number}"
         document.functions.append((name, len(document.tokens)))
@@ -103,13 +80,8 @@ def _document(chance: _Chance, words: Sequence[str]) -> _Document:
     return document
 
 
-def _zipf(count: int) -> list[float]:
-    """Return the running sums of weights of which that of rank r is 1/r."""
-    return list(itertools.accumulate(1 / rank for rank in range(1, count + 1)))
-
-
-def _talk(documents: Sequence[_Document], requests: int, chance: _Chance) -> Iterator[ReplayRequest]:
-    ends = _zipf(len(documents))
+def _talk(documents: Sequence[_Document], requests: int, chance: Chance) -> Iterator[ReplayRequest]:
+    ends = zipf(len(documents))
     talks: list[_Conversation] = []
     for number in range(requests):
         while len(talks) < _OPEN:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtiers.config import OffloadConfig, load_config
-from kvtiers_replay.cli.replay import default_config, options_of, read_workload
+from kvtiers_replay.cli.replay import MADE_UP, default_config, options_of, read_workload
 from kvtiers_replay.report.text import heading, tables
 from kvtiers_replay.results import Latencies, ReplayResults
 from kvtiers_replay.run import replay as run
@@ -107,7 +107,7 @@ def replay(
 ) -> Replayed:
     """Drive the whole stack from a workload, check every byte, and return what a notebook shows.
 
-    ``workload``: ``"code"``, conversations about source code; or the path of a trace; or one that was read.
+    ``workload``: ``"code"``, ``"agent"`` or ``"rag"``, made up; or the path of a trace; or one that was read.
     ``config``: a file, a mapping or a config; None: a small primary with memory below it. ``model``: a
     ``config.json``, whose bytes a chunk has; else ``bytes_per_chunk``, else those of a small model. ``options``: those
     of ``ReplayOptions``, such as ``concurrency`` and ``gpu_blocks``. ConfigError, one line, for what is wrong.
@@ -115,7 +115,11 @@ def replay(
     if isinstance(workload, Workload):
         load = workload
     else:
-        load = read_workload(None if workload == "code" else os.fspath(workload), requests, seed)
+        load = (
+            read_workload(None, str(workload), requests, seed)
+            if workload in MADE_UP
+            else read_workload(os.fspath(workload), None, requests, seed)
+        )
     shape = read_model(model, kv_dtype=kv_dtype, ranks=tp) if model else None
     chosen = config if isinstance(config, OffloadConfig) else load_config(config) if config else default_config()
     wanted = options_of(load, bytes_per_chunk, shape, workers=workers, **({"blocks_per_chunk": 1} | options))

@@ -119,6 +119,15 @@ def test_admission_decides_what_a_tier_gets(trace):
     assert never.rate <= second.rate < everything.rate
 
 
+def test_expected_reuse_writes_less_than_what_leaves(trace):
+    def with_admission(**options):
+        return simulate(trace, PlanCase(150, tiers=(PlanTier("tier", None, **options),), budgets=WIDE))
+
+    everything, likely = with_admission(), with_admission(admission="expected-reuse", may_lose=0.05)
+    assert 0 < likely.written["tier"] < 0.95 * everything.written["tier"]
+    assert likely.rate > 0.93 * everything.rate
+
+
 def test_the_policies_are_the_real_ones(trace):
     lru, arc = (simulate(trace, PlanCase(150, policy)) for policy in ("lru", "arc"))
     assert lru.hits != arc.hits

@@ -66,6 +66,15 @@ def test_without_lists_the_cases_are_the_configs_own_and_the_usual_shares():
     assert cases[0].budgets.one_tier == 0.3
 
 
+def test_admission_by_expected_reuse_is_simulated_as_configured():
+    tier = {"type": "memory", "capacity": "800KiB", "admission": "expected-reuse", "may_lose": "2%"}
+    config = load_config(CONFIG | {"secondary": [tier | {"writes_per_hour": "400KiB"}]})
+    (case,) = plan_cases(Wanted(["10%"]), PlanSizes(1000, 4096), config)
+    assert case.tiers == (PlanTier("memory", 200, "expected-reuse", may_lose=0.02, writes_per_hour=100),)
+    with pytest.raises(ConfigError, match="writes_per_hour: 400KiB is how many chunks"):
+        plan_cases(Wanted(["10%"], {"": ["50%"]}), PlanSizes(1000), config)
+
+
 def test_lists_are_combined_and_a_tier_of_size_0_is_not_there():
     sizes = PlanSizes(1000)
     wanted = Wanted(["20%", "10%", "10%"], {"": ["0", "50%"], "far": ["unlimited", "1%"]}, ["lru", "arc"])

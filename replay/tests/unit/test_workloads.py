@@ -8,7 +8,11 @@ import subprocess
 import sys
 from itertools import pairwise
 
+import pytest
+
+from kvtiers_replay.agent_workload import agent_workload
 from kvtiers_replay.code_workload import CODE_TOKENS_PER_BLOCK, code_workload
+from kvtiers_replay.rag_workload import rag_workload
 from kvtiers_replay.workload import Arrivals, ReplayRequest, Workload, infinite_hits
 
 
@@ -23,6 +27,46 @@ def test_the_same_seed_makes_the_same_requests_and_another_seed_others() -> None
 
 def test_more_requests_begin_with_the_same_ones() -> None:
     assert blocks_of(code_workload(30))[:20] == blocks_of(code_workload(20))
+
+
+MADE_UP = pytest.mark.parametrize(
+    ("made_up", "digest"),
+    [(agent_workload, "e5d3c7ea857952c6"), (rag_workload, "a2a65d2627400996")],
+)
+
+
+@MADE_UP
+def test_agents_and_retrieval_are_the_same_for_a_seed_and_begin_alike(made_up, digest) -> None:
+    workload = made_up(60, seed=7)
+    assert blocks_of(made_up(90, seed=7))[:60] == blocks_of(workload)
+    assert blocks_of(made_up(60, seed=8)) != blocks_of(workload)
+    content = [(request.arrival, request.num_tokens, request.output_tokens) for request in workload.requests]
+    made = hashlib.sha256(repr(content).encode())
+    for blocks in blocks_of(workload):
+        made.update(b"".join(blocks))
+    assert made.hexdigest()[:16] == digest
+
+
+@MADE_UP
+def test_their_requests_come_in_order_and_their_blocks_are_full(made_up, digest) -> None:
+    workload = made_up(400)
+    arrivals = [request.arrival for request in workload.requests]
+    assert arrivals == sorted(arrivals)
+    for request in workload.requests:
+        assert len(request.block_hashes) == request.num_tokens // workload.tokens_per_block
+        assert request.output_tokens > 0
+    before_of: dict[bytes, bytes] = {}
+    for blocks in blocks_of(workload):
+        for before, block in pairwise(blocks):
+            assert before_of.setdefault(block, before) == before
+
+
+def test_agents_come_back_to_nearly_all_and_retrieval_to_little_but_the_system_prompt() -> None:
+    def repeated(workload: Workload) -> float:
+        return sum(infinite_hits(workload)) / sum(map(len, blocks_of(workload)))
+
+    assert repeated(agent_workload(1500)) > 0.9
+    assert 0.3 < repeated(rag_workload(1500)) < 0.55
 
 
 def test_conversations_grow_turn_by_turn_and_share_documents() -> None:

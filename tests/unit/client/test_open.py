@@ -268,7 +268,7 @@ def test_the_start_line_says_what_uses_the_tiers(caplog):
 # -- what is refused at the opening
 
 
-@pytest.mark.parametrize("admission", ["second_access", "on_eviction"])
+@pytest.mark.parametrize("admission", ["second_access", "on_eviction", "expected-reuse"])
 def test_an_admission_that_needs_a_primary_is_refused(admission):
     with pytest.raises(ConfigError, match=f"^memory: admission '{admission}' needs a primary tier"):
         open_client(config({**MEMORY, "admission": admission}), IDENTITY, 1000)

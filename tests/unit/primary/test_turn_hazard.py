@@ -387,7 +387,10 @@ def test_a_hazard_that_is_learnt_is_the_share_of_uses_and_the_rank_of_one_run_is
     assert model.rank([(0, 2)], [0])[0] == pytest.approx(model.rank_one((0, 2)))
     low, high = model.rank([(0, 2), (1, 2)], [3, 3])
     assert low < high
-    assert model.reuse([(1, 2)], [3])[0] > model.reuse([(0, 2)], [3])[0] > 0
+    rare, often = model.next_uses([(0, 2), (1, 2)], [3, 3])
+    assert often.sum() > rare.sum() > 0
+    assert model.next_uses([(0, 2)], [4]).sum() == 0  # of later ages nothing was seen
+    assert model.examples == 400 * 40
 
 
 class CountedKey(bytes):

@@ -43,7 +43,7 @@ METHODS = [
 
 tier_options = st.fixed_dictionaries(
     {
-        "admission": st.sampled_from(["all", "all", "second_access", "on_eviction"]),
+        "admission": st.sampled_from(["all", "all", "second_access", "on_eviction", "expected-reuse"]),
         "read_only": st.sampled_from([False, False, False, True]),
     }
 )

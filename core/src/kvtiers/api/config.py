@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -27,6 +27,7 @@ from kvtiers.api.units import RESOLVED, Duration, Share, Size
 
 __all__ = [
     "HOST_OPTIONS",
+    "Admission",
     "BreakerConfig",
     "RateLimit",
     "Secret",
@@ -47,6 +48,9 @@ HOST_OPTIONS = frozenset(
 """Options that apply to a store only: a tier that moves its rows by itself has no tier host and none of these."""
 _MOST_PROCESSORS = 65_536  # more than any kernel numbers
 _TierConfig = TypeVar("_TierConfig", bound="TierConfig")
+
+Admission: TypeAlias = Literal["all", "second_access", "on_eviction", "expected-reuse"]
+"""Which chunks go down to a tier, and when."""
 
 
 def expand_variables(text: str) -> str:
@@ -252,10 +256,16 @@ class TierConfig(StrictModel):
     )
     breaker: BreakerConfig = Field(default_factory=BreakerConfig, description="when the tier is taken out of use")
     rate_limit: RateLimit = Field(default_factory=RateLimit, description="the most that the tier may be asked for")
-    admission: Literal["all", "second_access", "on_eviction"] = Field(
+    admission: Admission = Field(
         default="all",
         description="which chunks go down to this tier: all at once; second_access, when one is wanted again (fewest "
-        "writes, but 14 to 24% fewer hits on chats); or on_eviction",
+        "writes, but 14 to 24% fewer hits on chats); on_eviction; or expected-reuse, then, if likely to be used again",
+    )
+    may_lose: Share = Field(
+        default=0.01, gt=0, le=1, description="most of all hits that 'admission: expected-reuse' may cost, about"
+    )
+    writes_per_hour: Size | None = Field(
+        default=None, gt=0, description="most bytes an hour that 'admission: expected-reuse' writes; default: no bound"
     )
     exists_ttl: Duration = Field(default=60.0, ge=0, description="how long the answer of an existence check is reused")
 
@@ -279,6 +289,14 @@ class TierConfig(StrictModel):
                 f"'store_threads: {self.store_threads}' beside 'threads: {self.threads}': expected 1 to {most} or "
                 "'auto', since one thread at least is kept for loads"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _expects_reuse(self) -> "TierConfig":
+        defaults = {name: TierConfig.model_fields[name].default for name in ("may_lose", "writes_per_hour")}
+        given = [name for name, default in defaults.items() if getattr(self, name) != default]
+        if given and self.admission != "expected-reuse":
+            raise ValueError(f"'{given[0]}' is obeyed with 'admission: expected-reuse' only; leave it out")
         return self
 
     @model_validator(mode="after")

@@ -23,7 +23,7 @@ from itertools import filterfalse, islice
 from typing import NamedTuple
 
 from kvtiers.api import LookupResult, OffloadKey
-from kvtiers.primary.eviction import EvictionPolicy, make_policy
+from kvtiers.primary.eviction import EvictionPolicy, WithForecast, make_policy
 from kvtiers.primary.protection import Protection
 from kvtiers.primary.residents import Allocation, Residents
 from kvtiers.primary.row_table import RowTable
@@ -336,6 +336,23 @@ class CPUPrimaryTier:
         """Never ask the policy what is worth storing: a tier below gets all chunks, by way of the primary."""
         self._chunks.may_decline = False
 
+    def forecast_reuse(self, seen: Collection[OffloadKey]) -> None:
+        """Learn from now on when chunks are used again, whatever the eviction policy is, for ``expected_reuse``.
+
+        ``seen``: chunks that were looked at, which had better leave before others. It changes with time.
+        """
+        self._policy.evict_first(seen)
+        if not self._policy.forecasts_reuse():
+            self._policy = self._chunks.policy = WithForecast(self._policy, self.num_rows)
+
+    def expected_reuse(self, keys: Sequence[OffloadKey]) -> Sequence[float]:
+        """Return the probability of each of these chunks, which are here, to be used again from now on."""
+        return self._policy.expected_reuse(keys)
+
+    def shared_prefix(self, keys: Sequence[OffloadKey]) -> int:
+        """Return how many of the leading keys, which are here, several sessions have used."""
+        return self._policy.shared_prefix(keys)
+
     def mark_clean(self, keys: Sequence[OffloadKey]) -> None:
         """Record that these chunks are in a secondary tier too. Unknown keys are ignored."""
         self._chunks.clean.update(filter(self._row_of.__contains__, keys))
@@ -351,6 +368,10 @@ class CPUPrimaryTier:
         if not clean:
             keys = filterfalse(self._chunks.clean.__contains__, keys)
         return list(islice(filter(accept, keys) if accept else keys, count))
+
+    def leaving(self, count: int, seen: Collection[OffloadKey]) -> list[OffloadKey]:
+        """Return, of the ``count`` chunks that leave next, those not in ``seen``, or fewer. Changes nothing."""
+        return self._policy.leaving(count, seen)
 
     def dirty(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return the chunks among ``keys`` that are not marked clean."""

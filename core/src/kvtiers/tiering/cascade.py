@@ -1,18 +1,22 @@
 """Cascades: stores of chunks from the primary into the tiers, by each tier's admission rule.
 
-The rule is ``all`` (as soon as a chunk is in the primary), ``second_access`` (when it is wanted a second time) or
-``on_eviction`` (when it is among the coldest: stored ahead of its eviction, so that no request waits for it). A chunk
-that was loaded from a tier is not stored in others, unless a second access asks for it. A store that would exceed a pin
-budget, or whose tier is not available, is dropped and counted.
+The rule is ``all`` (as soon as a chunk is in the primary), ``second_access`` (when it is wanted a second time),
+``on_eviction`` (when it is among the coldest: stored ahead of its eviction, so that no request waits for it) or
+``expected-reuse`` (then, if it is likely enough to be used again; a prefix that several sessions use is stored at its
+first hit, since it may never leave, and other engines want it). A chunk that was loaded from a tier is not stored in
+others, unless a second access asks for it. A store that would exceed a pin budget, or whose tier is not available, is
+dropped and counted.
 """
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 from kvtiers.api import LookupResult, OffloadKey
 from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
+from kvtiers.tiering.expected_reuse import ReuseAdmission, WriteBudget
 from kvtiers.tiering.jobs import JobTable, TieringOptions
 from kvtiers.tiering.requests import RequestState
 from kvtiers.tiering.tier_slot import PinBudget, Reservation, TierSlot
@@ -35,6 +39,7 @@ class Cascades:
         slots: Sequence[TierSlot],
         options: TieringOptions,
         metrics: EngineMetrics,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._primary = primary
         self._jobs = jobs
@@ -44,12 +49,20 @@ class Cascades:
         self._at_once = [slot for slot in writable if slot.options.admission == "all"]
         self._second = {slot: _Wanted() for slot in writable if slot.options.admission == "second_access"}
         self._late = [slot for slot in writable if slot.options.admission == "on_eviction"]
+        self._clock = clock
+        self._chosen = {
+            slot: _admission(slot, clock()) for slot in writable if slot.options.admission == "expected-reuse"
+        }
         if writable:
             primary.store_everything()
-        self.works_ahead = bool(self._late)
+        for admission in list(self._chosen.values())[:1]:
+            primary.forecast_reuse(admission.looked_at)
+        self.works_ahead = bool(self._late or self._chosen)
         """There is a tier that takes chunks before their eviction."""
         self._reserve = max(1, math.ceil(options.clean_reserve * primary.num_rows - 1e-9))
         self._written_since_scan = self._reserve
+        self._fresh = 0  # rows leased since the chunks that leave next were looked at
+        self._ahead = float(self._reserve)  # how many of those are looked at
         self._no_request = RequestState(RequestContext(""), slots)
 
     def reserve(self, chunks: int) -> list[Reservation]:
@@ -74,14 +87,23 @@ class Cascades:
         for slot, wanted in self._second.items():
             again = wanted.note(keys, resend=True)
             self._send(slot, keys if slot in state.whole else again, state)
+        for slot, admission in self._chosen.items():
+            admission.computed(keys)
+            slot.metrics.missed_cascades = admission.missed
         for slot in state.whole:
-            if slot in self._late:
+            if slot in self._late or slot in self._chosen:
                 self._send(slot, keys, state)
 
     def read(self, keys: Sequence[OffloadKey], state: RequestState) -> None:
         """Handle chunks read by the engine: their second access, for the tiers that wait for one."""
         for slot, wanted in self._second.items():
             self._send(slot, wanted.note(keys, resend=False), state)
+        if self._chosen:
+            shared = keys[: self._primary.shared_prefix(keys)]
+            for slot, admission in self._chosen.items():
+                admission.read(keys)
+                if shared and (unsent := admission.unsent(shared)):
+                    self._send(slot, unsent, state)
 
     def offered_again(self, keys: Sequence[OffloadKey], state: RequestState) -> None:
         """Handle resident chunks that a tier of ``whole`` wants: send the readable ones, park the others."""
@@ -103,7 +125,9 @@ class Cascades:
         Of the next rows to be used, free or evicted, a reserve is kept clean. Looked at once in a while: each look
         costs as many chunks as the reserve has.
         """
-        if self._written_since_scan * 4 < self._reserve:
+        if self._chosen:
+            self._choose()
+        if not self._late or self._written_since_scan * 4 < self._reserve:
             return
         ahead = self._reserve - self._primary.free_rows
         rooms = [(slot, self._budget.room(slot)) for slot in self._late if slot.available()]
@@ -123,6 +147,11 @@ class Cascades:
     def allocated(self, rows: int, evicted: Sequence[OffloadKey], clean_before: int) -> None:
         """Account for rows leased to new chunks and for ``evicted``; ``clean_before``: clean chunks before that."""
         self._written_since_scan += rows
+        self._fresh += rows
+        for admission in self._chosen.values():
+            if evicted and (missed := admission.left(evicted)):
+                self._metrics.dropped_dirty += missed
+                self._ahead = min(0.25 * self._primary.num_rows, self._ahead + missed)
         if evicted and self._late:
             self._metrics.dropped_dirty += len(evicted) - (clean_before - self._primary.clean_rows)
 
@@ -132,6 +161,13 @@ class Cascades:
             self._primary.mark_clean(keys)
         if slot in self._second:
             self._second[slot].sent(keys)
+        for admission in self._chosen.values():
+            admission.sent(keys, written=False)
+
+    def reset(self) -> None:
+        """Handle a reset of the cache: no chunk is resident."""
+        for admission in self._chosen.values():
+            admission.reset()
 
     def retire_keys(self) -> None:
         """Forget all keys, which name other values from now on: no tier has them, no request has wanted them."""
@@ -143,6 +179,36 @@ class Cascades:
             self._primary.mark_clean(keys)
         elif failed and slot in self._second:
             self._second[slot].failed(failed)
+        elif failed and slot in self._chosen:
+            self._chosen[slot].failed(failed)
+
+    def _choose(self) -> None:
+        """Look at the chunks that leave next, for tiers that take what is likely to be used again.
+
+        The nearest ones after each store: what was just stored may rank lowest. All of the reserve once in a while.
+        """
+        if self._fresh * 4 < self._reserve:
+            return
+        self._fresh = 0
+        ahead = int(self._ahead) - self._primary.free_rows
+        self._ahead = max(self._reserve, 0.999 * self._ahead)
+        if ahead <= 0:
+            return
+        now = self._clock()
+        for slot, admission in self._chosen.items():
+            most = min(self._budget.room(slot), _WORK_AHEAD_ROWS)
+            if not most or not slot.available():
+                self._fresh = self._reserve  # looked at again in the next step
+                continue
+            undecided = self._primary.leaving(ahead, admission.looked_at)
+            if not undecided:
+                continue
+            if len(undecided) > most:
+                self._fresh = self._reserve  # the rest in the next step
+                del undecided[most:]
+            worth = admission.choose(undecided, self._primary.expected_reuse(undecided), now)
+            slot.metrics.declined_cascades += len(undecided) - len(worth)
+            self._send(slot, worth, self._no_request)
 
     def _send(self, slot: TierSlot, keys: Sequence[OffloadKey], state: RequestState) -> None:
         """Send as many of these readable chunks as there is room for, the first ones; drop and count the others."""
@@ -150,6 +216,9 @@ class Cascades:
             return
         available = slot.available()
         some = keys[: self._budget.room(slot)] if available else ()
+        admission = self._chosen.get(slot)
+        if admission is not None and (most := admission.room(self._clock())) is not None:
+            some = some[:most]
         slot.metrics.dropped_cascades += len(keys) - len(some)
         if available:
             self._budget.count_over(slot, len(keys) - len(some))
@@ -159,8 +228,16 @@ class Cascades:
         assert rows is not None, "only readable chunks are sent down"
         if slot in self._second:
             self._second[slot].sent(some)  # before the tier can say that it was not
+        if admission is not None:
+            admission.sent(some, written=True)
         reserved = self._budget.reserve(slot, len(rows))
         self._jobs.submit(reserved, some, rows, state, self._note_stored, promotion=False)
+
+
+def _admission(slot: TierSlot, now: float) -> ReuseAdmission:
+    options = slot.options
+    budget = None if options.writes_per_hour is None else WriteBudget(options.writes_per_hour, now)
+    return ReuseAdmission(options.may_lose, options.chunks, budget)
 
 
 class _Wanted:

@@ -111,7 +111,7 @@ class TieringManager:
         prices = LoadPrices(cost, prefix_group, tokens_per_chunk[prefix_group])
         self._jobs = JobTable(primary, self._slots, self._provenance, options, clock, prices)
         budget = PinBudget(primary.num_rows, options.all_tiers, options.one_tier)
-        self._cascades = Cascades(primary, self._jobs, budget, self._slots, options, metrics)
+        self._cascades = Cascades(primary, self._jobs, budget, self._slots, options, metrics, clock)
         self._promotions = Promotions(primary, self._jobs, budget, self._provenance, options, self._cascades)
         self._waits = Waits(options, clock, cost)
         self._lookups = Lookups(
@@ -410,6 +410,7 @@ class TieringManager:
     def _reset(self) -> None:
         self._promotions.drop()
         self._primary.reset_cache()
+        self._cascades.reset()
         self._jobs.reset()
         self._provenance.reset()
         for state in self._requests.parked:

@@ -10,10 +10,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from kvtiers._failures import log_with_backoff
 from kvtiers.api import LookupResult, OffloadKey, SecondaryTierManager, TierRequest, TransferJob
+from kvtiers.api.config import Admission
 from kvtiers.metrics import TierMetrics
 from kvtiers.secondary.tier_jobs import EventTier, TierEvent, poll_getters
 from kvtiers.tiering.estimates import LoadRate
@@ -34,12 +35,18 @@ _LATE_FOR_EACH = 10  # chunks that came too late, to each that came in time
 
 @dataclass(frozen=True, slots=True)
 class TierOptions:
-    """The options of a tier that the tiering code itself uses."""
+    """The options of a tier that the tiering code itself uses.
+
+    ``writes_per_hour``: chunks; None: as many as it takes. ``chunks``: that it holds; None: not known.
+    """
 
     name: str
     read_only: bool = False
-    admission: Literal["all", "second_access", "on_eviction"] = "all"
+    admission: Admission = "all"
     deadline: float = 30.0
+    may_lose: float = 0.01
+    writes_per_hour: float | None = None
+    chunks: int | None = None
 
 
 @runtime_checkable

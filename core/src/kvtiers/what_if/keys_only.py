@@ -8,9 +8,10 @@ grow too old.
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from kvtiers.api import JobResult, LookupResult, OffloadKey, SecondaryTierManager, TierRequest, TransferJob
+from kvtiers.api.config import Admission
 from kvtiers.config import BudgetConfig
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.jobs import TieringOptions
@@ -23,12 +24,14 @@ __all__ = ["Case", "CaseTier", "KeysOnlyStack", "ServedRequest"]
 
 @dataclass(frozen=True, slots=True)
 class CaseTier:
-    """A secondary tier of a case. ``chunks``: the most that it holds; None: no limit."""
+    """A secondary tier of a case. ``chunks``: the most that it holds; None: no limit, as for ``writes_per_hour``."""
 
     name: str
     chunks: int | None = None
-    admission: Literal["all", "second_access", "on_eviction"] = "all"
+    admission: Admission = "all"
     read_only: bool = False
+    may_lose: float = 0.01
+    writes_per_hour: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +116,22 @@ class KeysOnlyStack:
             one_tier=budgets.one_tier,
             clean_reserve=case.clean_reserve,
         )
-        slots = [
-            TierSlot(index, self.stores[tier.name], TierOptions(tier.name, tier.read_only, tier.admission))
-            for index, tier in enumerate(case.tiers)
-        ]
+        slots = [TierSlot(index, self.stores[tier.name], _options(tier)) for index, tier in enumerate(case.tiers)]
         return TieringManager("keys only", primary, slots, [1], _NoEngine(), options, self._clock)
 
     def _clock(self) -> float:
         return self._now
+
+
+def _options(tier: CaseTier) -> TierOptions:
+    return TierOptions(
+        tier.name,
+        tier.read_only,
+        tier.admission,
+        may_lose=tier.may_lose,
+        writes_per_hour=tier.writes_per_hour,
+        chunks=tier.chunks,
+    )
 
 
 class _KeyStore(SecondaryTierManager):

@@ -75,7 +75,11 @@ class Shadows:
     def _sized(self, case: Case) -> Case:
         """Return the case with the sample's share of all rows."""
         tiers = [
-            tier if tier.chunks is None else replace(tier, chunks=max(1, round(tier.chunks * self.share)))
+            replace(
+                tier,
+                chunks=None if tier.chunks is None else max(1, round(tier.chunks * self.share)),
+                writes_per_hour=None if tier.writes_per_hour is None else tier.writes_per_hour * self.share,
+            )
             for tier in case.tiers
         ]
         return replace(case, primary=max(1, round(case.primary * self.share)), tiers=tuple(tiers))

@@ -12,6 +12,11 @@ from kvtiers_vllm.stack.steps import PassLimit, StepClock
 LAYOUT = CacheLayout(ModelIdentity("model"), (KVGroup("full", 16),), (KVTensor("a", 0, 4096),), blocks_per_chunk=4)
 TIER = dict.fromkeys(("loaded_bytes", "stored_chunks", "stored_bytes", "unread_bytes", "loading_chunks"), 0)
 
+WHAT_IF = {
+    "policy": "lru", "rows": 8, "sampled": 0.5, "chunks": 100, "infinite": 0.5, "hit_rates": {"lru": {"0.25": 0.125}},
+    "adds": {"near": 0.25}, "capacity": 1, "dropped": 4, "seconds": 0.5,
+}  # fmt: skip
+
 
 class Collection:
     def __init__(self):
@@ -81,7 +86,20 @@ def test_counters_are_what_was_added_and_gauges_what_is(facts, stats, clock):
     assert second.gauges == {("kvtiers_primary_free_rows", ()): 0}
 
 
-def test_every_figure_that_is_reported_is_defined(facts):
+def test_the_shadow_caches_figures_are_reported_once_there_are_any(facts, stats, clock):
+    report = StackFigures(facts, Collection, clock)
+    stats["what_if"] = {}
+    assert not [name for name, _ in report().gauges if "what_if" in name]
+    stats["what_if"] = WHAT_IF
+    clock.now += 1.0
+    changes = report()
+    assert changes.gauges["kvtiers_what_if_hit_rate", ("lru", "0.25")] == 0.125
+    assert changes.gauges["kvtiers_what_if_adds", ("near",)] == 0.25
+    assert changes.counters["kvtiers_what_if_dropped", ()] == 4
+
+
+def test_every_figure_that_is_reported_is_defined(facts, stats):
+    stats["what_if"] = WHAT_IF
     report = StackFigures(facts, Collection)()
     reported = {name for name, _ in (*report.counters, *report.gauges)}
     known = definitions(lambda text, labels=(): (text, labels), lambda text, labels=(): (text, labels))

@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from kvtiers_replay.options import ReplayOptions
     from kvtiers_replay.results import ReplayResults
 
-__all__ = ["default_config", "options_of", "read_workload", "replay"]
+__all__ = ["MADE_UP", "default_config", "options_of", "read_workload", "replay"]
 
-_CODE_REQUESTS = 400
+MADE_UP = ("code", "agent", "rag")
+"""Workloads that need no trace."""
+_MADE_UP_REQUESTS = 400
 _SETTLE_SECONDS = 1.2  # the tiers' own figures come each second
 
 DEFAULT_CONFIG: dict[str, Any] = {
@@ -59,12 +61,16 @@ of the replay ended early, 130 stopped by Ctrl-C (the report of what was done is
 )
 @click.option("--config", "config_file", metavar="FILE", type=click.Path(), help="The tiers, as YAML.")
 @click.option("--trace", metavar="FILE", type=click.Path(), help="Requests in Mooncake's format, plain or gzip.")
-@click.option("--workload", type=click.Choice(["code"]), help="A synthetic workload: conversations about source code.")
+@click.option(
+    "--workload",
+    type=click.Choice(MADE_UP),
+    help="A synthetic workload: conversations about source code, coding agents, or questions with retrieved passages.",
+)
 @click.option(
     "--requests",
     metavar="N",
     type=click.IntRange(min=1),
-    help=f"Only this many requests.  [default: all of a trace, {_CODE_REQUESTS} of a workload]",
+    help=f"Only this many requests.  [default: all of a trace, {_MADE_UP_REQUESTS} of a workload]",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Another seed makes another workload.")
 @click.option(
@@ -182,7 +188,7 @@ def replay(
     and loads them through the real manager, memory and tiers. Loaded blocks are compared byte by byte.
     """
     if bool(trace) == bool(workload):
-        raise click.UsageError("give either --trace FILE or --workload code")
+        raise click.UsageError("give either --trace FILE or --workload NAME")
     if chosen["engines"] > 1 and not config_file:
         raise click.UsageError("--engines needs a --config with tiers that processes share; without one there are none")
     if model and bytes_per_chunk:
@@ -193,7 +199,7 @@ def replay(
     from kvtiers_replay.report.text import show_progress
     from kvtiers_replay.run import replay as run
 
-    load = read_workload(trace, requests, seed)
+    load = read_workload(trace, workload, requests, seed)
     options = options_of(load, bytes_per_chunk, shape, **chosen)
     with stop_on_interrupt() as stop, show_progress() as progress:
         results = run(config, load, options, stop=stop, progress=progress)
@@ -248,12 +254,15 @@ def default_config() -> OffloadConfig:
     return load_config(DEFAULT_CONFIG)
 
 
-def read_workload(trace: str | None, requests: int | None, seed: int) -> Workload:
-    """Return a trace's requests, or those of the synthetic workload."""
+def read_workload(trace: str | None, workload: str | None, requests: int | None, seed: int) -> Workload:
+    """Return a trace's requests, or those of a workload that is made up."""
     if trace:
         from kvtiers_replay.trace import read_trace
 
         return read_trace(trace, requests)
+    from kvtiers_replay.agent_workload import agent_workload
     from kvtiers_replay.code_workload import code_workload
+    from kvtiers_replay.rag_workload import rag_workload
 
-    return code_workload(requests or _CODE_REQUESTS, seed)
+    made_up = dict(zip(MADE_UP, (code_workload, agent_workload, rag_workload), strict=True))
+    return made_up[workload or "code"](requests or _MADE_UP_REQUESTS, seed)

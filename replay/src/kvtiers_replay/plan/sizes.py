@@ -146,10 +146,14 @@ def _tiers(
             found = [_capacity(tier, sizes)]
         # None stands behind all numbers.
         ordered = sorted(set(found), key=lambda chunks: (chunks is None, chunks or 0))
-        yield [
-            PlanTier(name, chunks, tier.admission, tier.read_only) if tier else PlanTier(name, chunks)
-            for chunks in ordered
-        ]
+        yield [_tier(tier, chunks, sizes) if tier else PlanTier(name, chunks) for chunks in ordered]
+
+
+def _tier(tier: TierConfig, chunks: int | None, sizes: PlanSizes) -> PlanTier:
+    name, writes = tier.tier_name, tier.writes_per_hour
+    if writes is not None:
+        writes = sizes.from_bytes(f"the config's tier {name!r}: writes_per_hour", writes)
+    return PlanTier(name, chunks, tier.admission, tier.read_only, tier.may_lose, writes)
 
 
 def _capacity(tier: TierConfig | None, sizes: PlanSizes) -> int | None:

@@ -161,8 +161,8 @@ def test_the_engines_prefix_cache_appears_among_the_hits(config_file, trace_file
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ((), "give either --trace FILE or --workload code"),
-        (("--workload", "code", "--trace", "x"), "give either --trace FILE or --workload code"),
+        ((), "give either --trace FILE or --workload NAME"),
+        (("--workload", "code", "--trace", "x"), "give either --trace FILE or --workload NAME"),
         (("--workload", "poems"), "'poems' is not 'code'"),
         (("--trace", "/no/such/trace"), "error: /no/such/trace: cannot read the trace: No such file or directory"),
         (("--workload", "code", "--config", "/no/such.yaml"), "error: /no/such.yaml: cannot read the file"),

@@ -6,10 +6,20 @@ from kvtiers._failures import error_text
 from kvtiers.api import ConfigError, TierPluginError
 from kvtiers.primary.eviction.arc import ARCPolicy
 from kvtiers.primary.eviction.base import EvictionPolicy
+from kvtiers.primary.eviction.forecast import WithForecast
 from kvtiers.primary.eviction.lru import LRUPolicy
 from kvtiers.primary.eviction.turn_hazard import TurnHazardPolicy
 
-__all__ = ["BUILT_IN", "ARCPolicy", "EvictionPolicy", "LRUPolicy", "TurnHazardPolicy", "make_policy", "policy_class"]
+__all__ = [
+    "BUILT_IN",
+    "ARCPolicy",
+    "EvictionPolicy",
+    "LRUPolicy",
+    "TurnHazardPolicy",
+    "WithForecast",
+    "make_policy",
+    "policy_class",
+]
 
 BUILT_IN: Mapping[str, type[EvictionPolicy]] = {"arc": ARCPolicy, "lru": LRUPolicy, "turn-hazard": TurnHazardPolicy}
 

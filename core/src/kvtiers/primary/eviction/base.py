@@ -6,7 +6,8 @@ To add one, subclass ``EvictionPolicy`` and declare an entry point in the group 
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import islice
 
 from kvtiers.api import OffloadKey
 from kvtiers.types import RequestHints
@@ -88,12 +89,42 @@ class EvictionPolicy(ABC):
         del request_id
         return len(keys)
 
+    def forecasts_reuse(self) -> bool:
+        """Begin to learn what ``expected_reuse`` answers; False, by default: this policy has no idea of it.
+
+        Then the primary keeps the model of turn-hazard beside the policy, for tiers with ``admission: expected-reuse``.
+        """
+        return False
+
+    def evict_first(self, seen: Collection[OffloadKey]) -> None:
+        """From now on evict chunks in ``seen`` before others that rank about as low: those are still to be looked at.
+
+        A wish, for policies whose ranks change without a use. Nothing by default. ``seen`` changes with time.
+        """
+        del seen
+
+    def expected_reuse(self, keys: Sequence[OffloadKey]) -> Sequence[float]:
+        """Return the probability (0 to 1) of each of these known chunks to be used again, from now on."""
+        return [1.0] * len(keys)
+
+    def shared_prefix(self, keys: Sequence[OffloadKey]) -> int:
+        """Return how many of the leading keys, all of one prefix, requests of several sessions have used."""
+        del keys
+        return 0
+
     @abstractmethod
     def coldest(self) -> Iterator[OffloadKey]:
         """Yield the evictable chunks in about the order in which they would be evicted. Changes nothing.
 
         The caller reads as many as it wants, before any other call.
         """
+
+    def leaving(self, count: int, seen: Collection[OffloadKey]) -> list[OffloadKey]:
+        """Return, of the ``count`` chunks that would be evicted next, those that are not in ``seen``. Changes nothing.
+
+        May leave out chunks that are evicted together with one that is in ``seen``, where that saves time.
+        """
+        return [key for key in islice(self.coldest(), count) if key not in seen]
 
     @abstractmethod
     def clear(self) -> None:

@@ -9,14 +9,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtiers.layout.cache_layout import CacheLayout
-from kvtiers.metrics import PRIMARY_HELP, TIER_HELP, EngineMetrics, help_texts
+from kvtiers.metrics import (
+    PRIMARY_HELP,
+    TIER_HELP,
+    WHAT_IF_COUNTERS,
+    WHAT_IF_HELP,
+    WHAT_IF_LABELS,
+    EngineMetrics,
+    help_texts,
+    what_if_figures,
+)
 from kvtiers.status import StatusSocket, Troubles, answer_status
 from kvtiers_vllm.own_tiering.metrics import COUNTERS, EVERY_SECONDS, GAUGES, described, tier_definitions
 from kvtiers_vllm.plugin_figures import plugin_values
 
 __all__ = ["StackFacts", "StackFigures", "definitions", "open_stack_status"]
 
-_TIER_COUNTERS = COUNTERS | described("kvtiers_tier_", TIER_HELP, "hits", "dropped_promotions", "budget_misses")
+_TIER_COUNTERS = COUNTERS | described(
+    "kvtiers_tier_", TIER_HELP, "hits", "dropped_promotions", "budget_misses", "declined_cascades", "missed_cascades"
+)
 _TIER_GAUGES = GAUGES | described("kvtiers_tier_", TIER_HELP, "pinned_rows", "out_of_use")
 _TIER_NAMES = dict.fromkeys((*_TIER_COUNTERS, *_TIER_GAUGES))
 _ENGINE_COUNTERS = described(
@@ -24,6 +35,7 @@ _ENGINE_COUNTERS = described(
     "lookups", "primary_hits", "stored_chunks", "refused_stores", "wait_expired", "recomputed_cheaper",
     "failed_gpu_stores", "failed_gpu_loads", "engine_seconds",
 )  # fmt: skip
+_COUNTERS = frozenset((*_TIER_COUNTERS, *_ENGINE_COUNTERS, *(f"kvtiers_what_if_{name}" for name in WHAT_IF_COUNTERS)))
 _PRIMARY_GAUGES = described(
     "kvtiers_primary_", PRIMARY_HELP,
     "rows", "free_rows", "pending_rows", "pinned_rows", "quarantined_rows", "closed_rows", "retired_rows",
@@ -34,7 +46,11 @@ def definitions(counter: Callable[..., Any], gauge: Callable[..., Any]) -> dict[
     """Return the figures' definitions. ``counter``, ``gauge``: vLLM's classes for them."""
     found = tier_definitions(counter, gauge, _TIER_COUNTERS, _TIER_GAUGES)
     found |= {name: counter(text) for name, text in _ENGINE_COUNTERS.items()}
-    return found | {name: gauge(text) for name, text in _PRIMARY_GAUGES.items()}
+    found |= {name: gauge(text) for name, text in _PRIMARY_GAUGES.items()}
+    for name, text in WHAT_IF_HELP.items():
+        kind = counter if name in WHAT_IF_COUNTERS else gauge
+        found[f"kvtiers_what_if_{name}"] = kind(text, WHAT_IF_LABELS.get(name, ()))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +90,7 @@ class StackFigures:
             if value == before:
                 continue
             self._reported[name, labels] = value
-            if name not in _TIER_COUNTERS and name not in _ENGINE_COUNTERS:
+            if name not in _COUNTERS:
                 changes.set_gauge(name, value, labels)
             elif value > (before or 0.0):
                 changes.increase_counter(name, value - (before or 0.0), labels)
@@ -91,6 +107,8 @@ class StackFigures:
                 yield name, (tier, *more), value
         yield from _numbers(_PRIMARY_GAUGES, "kvtiers_primary_", stats["primary"], ())
         yield from _numbers(_ENGINE_COUNTERS, "kvtiers_", stats["engine"], ())
+        for name, labels, value in what_if_figures(stats.get("what_if")):
+            yield f"kvtiers_what_if_{name}", tuple(labels.values()), float(value)
 
 
 def _numbers(

@@ -32,6 +32,7 @@ _WIDTHS = np.diff(np.array([0.0, *_ENDS]))
 _WIDTH_LIST: list[float] = _WIDTHS.tolist()
 _BIN_NUMBERS = np.arange(BINS)
 _PRIOR = 0.03
+_FEW = 100  # examples of a bin
 _RATE, _RATE_AT_ALL_AGES = 0.4, 0.2
 
 
@@ -75,6 +76,7 @@ class HazardModel:
         self._by_bin = self._weights[: self._flat].reshape(rows, BINS)
         self._at_all_ages = self._weights[self._flat : -BINS]
         self._of_bin = self._weights[-BINS:]
+        self._seen = np.zeros(BINS)
 
     @property
     def nbytes(self) -> int:
@@ -86,6 +88,7 @@ class HazardModel:
         row, column = self._table(rows), np.array(bins)[:, None]
         places = np.hstack((row * BINS + column, row + self._flat, column + (len(self._weights) - BINS)))
         error = 1 / (1 + np.exp(-self._weights[places].sum(1))) - np.array(used, float)
+        self._seen += np.bincount(bins, minlength=BINS)
         flat, each = places.ravel(), places.shape[1]
         size = len(self._weights)
         self._squares += np.bincount(flat, np.repeat(error * error, each), size)
@@ -126,6 +129,18 @@ class HazardModel:
             best = max(best, (1 - alive) / held)
         return best
 
-    def reuse(self, rows: Sequence[Rows], bins: Sequence[int]) -> list[float]:
-        """Return the probability of each run, in the bin of its age, to be used at all."""
-        return (1 - np.prod(1 - self.curves(rows, bins), 1)).tolist()  # type: ignore[no-any-return]  # floats
+    @property
+    def examples(self) -> int:
+        """Bins with and without a use that were learnt from so far."""
+        return int(self._seen.sum())
+
+    def next_uses(self, rows: Sequence[Rows], bins: Sequence[int]) -> Curves:
+        """Return the probability of each run, in the bin of its age, that its next use falls into each bin.
+
+        None at ages of which too little was seen: there the prior alone would speak, bin after bin.
+        """
+        hazards = self.curves(rows, bins)
+        few = np.cumsum(np.concatenate(([0], self._seen < _FEW)))
+        hazards[few[1:] > few[np.array(bins)][:, None]] = 0.0
+        uses: Curves = hazards * np.cumprod(np.hstack((np.ones((len(rows), 1)), 1 - hazards[:, :-1])), 1)
+        return uses

@@ -19,18 +19,25 @@ bytes for each known chunk, of which 70 are its key; with the 16 known for each 
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
+
+import numpy as np
 
 from kvtiers.api import OffloadKey
 from kvtiers.primary.eviction.base import EvictionPolicy
 from kvtiers.primary.eviction.turn_hazard.ages import Ages
 from kvtiers.primary.eviction.turn_hazard.prefix_tree import PrefixTree, Run, Way
+from kvtiers.primary.eviction.turn_hazard.reach import Reach, place_number
 from kvtiers.types import RequestHints
 
 __all__ = ["TurnHazardPolicy"]
 
 _KNOWN = 16  # known chunks, as a multiple of the capacity
 _SMALL = 64
+_LEARNT = 1000  # examples from which on what was learnt says more than the prior
+_SHARED_USES = 3
+_ASIDE = 64  # runs that stay, in one eviction, since they are to be looked at before
 
 
 class TurnHazardPolicy(EvictionPolicy):
@@ -42,6 +49,8 @@ class TurnHazardPolicy(EvictionPolicy):
         self._ages = Ages(self._ranked, self._may_leave)
         self._ways: dict[str, Way] = {}
         self._evictable = 0
+        self._first: Collection[OffloadKey] = ()
+        self._most_aside = 0
         self._loose: dict[Run, None] = {}  # runs with evictable chunks
         self._queue: list[tuple[float, float, int, int, int, Run]] = []
         self._queue_limit = _SMALL
@@ -140,19 +149,87 @@ class TurnHazardPolicy(EvictionPolicy):
 
     def coldest(self) -> Iterator[OffloadKey]:
         """Yield the evictable chunks: the queue's as they are ranked now, then the others by their last use."""
+        for run in self._coldest_runs():
+            yield from reversed(run.put_in_order())
+
+    def leaving(self, count: int, seen: Collection[OffloadKey]) -> list[OffloadKey]:
+        """Return the chunks of the runs that leave next, without those whose first and last chunk are in ``seen``."""
+        found: list[OffloadKey] = []
+        for run in self._coldest_runs():
+            evictable = run.put_in_order()
+            tail = islice(reversed(evictable), count)
+            if next(reversed(evictable)) not in seen or next(iter(evictable)) not in seen:
+                found += [key for key in tail if key not in seen]
+            count -= len(evictable)
+            if count <= 0:
+                break
+        return found
+
+    def _coldest_runs(self) -> Iterator[Run]:
         self._ages.settle()  # what was just stored may be the coldest of all
+        queue = self._queue
         seen: set[Run] = set()
-        for entry in sorted((*entry[:4], place) for place, entry in enumerate(self._queue) if self._valid(entry)):
-            run = self._queue[entry[4]][5]
-            if run not in seen:
+        ahead = [(queue[0], 0)] if queue else []
+        while ahead:  # the heap in its order, only as far as it is read
+            entry, place = heapq.heappop(ahead)
+            for child in range(2 * place + 1, min(2 * place + 3, len(queue))):
+                heapq.heappush(ahead, (queue[child], child))
+            run = entry[5]
+            if run not in seen and self._valid(entry):
                 seen.add(run)
-                yield from reversed(run.put_in_order())
+                yield run
         for run in self._by_last_use():
             if run not in seen:
-                yield from reversed(run.put_in_order())
+                yield run
+
+    def forecasts_reuse(self) -> bool:
+        """Learn from now on how far runs are used, too, for ``expected_reuse``."""
+        if self._tree.reach is None:
+            self._tree.reach = Reach()
+        return True
+
+    def evict_first(self, seen: Collection[OffloadKey]) -> None:
+        """Put runs aside whose last chunk is not in ``seen``, a few at a time, for as long as there are others."""
+        self._first, self._most_aside = seen, _ASIDE
+
+    def expected_reuse(self, keys: Sequence[OffloadKey]) -> list[float]:
+        """Return the probability of each of these chunks to be used again, at its run's age; 1 while little is learnt.
+
+        Chunks of one run differ by their place: a use may end before.
+        """
+        odds = [1.0] * len(keys)
+        reach = self._tree.reach
+        self._ages.settle()
+        if reach is None or self._ages.model.examples < _LEARNT:
+            return odds
+        found = list(map(self._tree.run_of.get, keys))
+        runs = [run for run in dict.fromkeys(found) if run is not None and run.features and not run.users]
+        if not runs:
+            return odds
+        uses = self._ages.model.next_uses([run.features for run in runs], [run.bin for run in runs])
+        again = np.array([run.uses > 1 for run in runs])
+        by_place = np.where(again[:, None], uses @ reach.shares(again=True), uses @ reach.shares(again=False))
+        by_place[[run.ended for run in runs]] = 0.0
+        of_run = dict(zip(runs, by_place.tolist(), strict=True))
+        places: dict[Run, dict[OffloadKey, int]] = {}
+        for number, (key, run) in enumerate(zip(keys, found, strict=True)):
+            if run in of_run:
+                if run not in places:
+                    places[run] = {each: place for place, each in enumerate(run.keys)}
+                odds[number] = of_run[run][place_number(places[run][key])]
+        return odds
+
+    def shared_prefix(self, keys: Sequence[OffloadKey]) -> int:
+        """Return how many of the leading keys requests that then went different ways have used a few times."""
+        run = self._tree.run_of.get(keys[-1]) if keys else None
+        while run is not None and (run.kids < 2 or run.uses < _SHARED_USES):
+            run = run.parent
+        return 0 if run is None else min(len(keys), run.depth + len(run.keys))
 
     def clear(self) -> None:
         """Forget all chunks, requests, and what was learnt."""
+        if self._tree.reach is not None:
+            self._tree.reach = Reach()
         self._tree.clear()
         self._ages.clear()
         self._ways.clear()
@@ -234,6 +311,14 @@ class TurnHazardPolicy(EvictionPolicy):
 
     def _evict_ranked(self, count: int) -> list[OffloadKey]:
         victims: list[OffloadKey] = []
+        aside = []
+        while len(victims) < count and (run := self._lowest()) is not None:
+            if len(aside) < self._most_aside and next(reversed(run.put_in_order())) not in self._first:
+                aside.append(heapq.heappop(self._queue))
+            else:
+                self._take(run, count - len(victims), victims)
+        for entry in aside:
+            heapq.heappush(self._queue, entry)
         while len(victims) < count and (run := self._lowest()) is not None:
             self._take(run, count - len(victims), victims)
         return victims

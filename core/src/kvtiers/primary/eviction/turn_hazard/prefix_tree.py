@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from kvtiers.api import OffloadKey
+from kvtiers.primary.eviction.turn_hazard.reach import Reach
 from kvtiers.types import NO_HINTS, RequestHints
 
 __all__ = ["PrefixTree", "Run", "Way"]
@@ -118,10 +119,12 @@ class Run:
 class Way:
     """The way of one running request: the runs that it uses, with what was known of each before, and its last chunk."""
 
-    __slots__ = ("begin", "end", "hints", "reach", "runs")
+    __slots__ = ("begin", "end", "hints", "left", "reach", "runs")
 
     def __init__(self, begin: float) -> None:
         self.begin = begin
+        self.left: set[Run] = set()
+        """The runs that were split where it left them."""
         self.runs: dict[Run, _Uses | None] = {}
         self.end: OffloadKey | None = None
         self.reach = 0
@@ -142,6 +145,8 @@ class PrefixTree:
         leaf: Callable[[Run], None],
         divided: Callable[[Run, Run], None],
     ) -> None:
+        self.reach: Reach | None = None
+        """Learns how far runs are used, once there is one."""
         self.run_of: dict[OffloadKey, Run] = {}
         self.resident: set[OffloadKey] = set()
         self.runs = 0
@@ -187,10 +192,18 @@ class PrefixTree:
         run = None if way.end is None else self.run_of.get(way.end)
         if run is not None and way.end is not None and (place := run.place(way.end) + 1) < len(run.keys):
             self._split(run, place, way)
+        if self.reach is not None:
+            for each, before in way.runs.items():
+                if before is not None and each not in way.left:
+                    self._note_reach(self.reach, way, before, len(each.keys), len(each.keys))
         for each in way.runs:
             each.users.discard(way)
             if not each.users:
                 self._idle(each)
+
+    @staticmethod
+    def _note_reach(reach: Reach, way: Way, before: _Uses, used: int, length: int) -> None:
+        reach.note(max(0.0, way.begin - before.last), used, length, again=before.uses > 1)
 
     def _reach(self, way: Way, key: OffloadKey) -> None:
         run = self.run_of[key]
@@ -262,6 +275,9 @@ class PrefixTree:
             user.runs[head] = user.runs[run]
         head.users = set(run.users)
         before = way.runs.pop(run, None)
+        if self.reach is not None and before is not None:
+            self._note_reach(self.reach, way, before, place, place + len(run.keys))
+            way.left.add(head)
         run.users.discard(way)
         if not run.users:
             if before is not None:
