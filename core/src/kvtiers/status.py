@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvtiers._failures import logged_boundary
+from kvtiers.control import ControlSocket
 from kvtiers.metrics import budget_advice
 from kvtiers.region.connection import AcceptRate
 from kvtiers.region.handshake import peer_credentials
@@ -170,12 +171,13 @@ def answer_status(
     namespace: str = "",
     fingerprint: Callable[[], str] = lambda: "",
     what_if: Callable[[], Mapping[str, Any]] = dict,
+    control: ControlSocket | None = None,
 ) -> StatusSocket:
     """Answer questions about an engine's tiers from now on. ``troubles``: closed with the answer.
 
     ``figures()``: by tier, the fields of ``TierMetrics``; ``own``: the tier's own figures; ``off``: why it is not used
     here, or ""; ``shared``, ``tokens``, ``saved_seconds``; and ``left_out_requests`` where there can be any.
-    ``what_if()``: the report of the shadow caches, empty where there are none.
+    ``what_if()``: the report of the shadow caches, empty where there are none. ``control``: closed with the answer.
     """
 
     def status() -> dict[str, Any]:
@@ -189,9 +191,16 @@ def answer_status(
             "orphaned": is_orphaned(),
             "tiers": found,
             "what_if": dict(what_if()),
+            "control": "" if control is None else control.name,
+            "commands": [] if control is None else list(control.latest),
         }
 
-    return StatusSocket(status, troubles.close)
+    def close() -> None:
+        troubles.close()
+        if control is not None:
+            control.close()
+
+    return StatusSocket(status, close)
 
 
 def is_orphaned() -> bool:
@@ -284,6 +293,12 @@ def _is_answer(status: Mapping[str, Any]) -> bool:
     )
 
 
+def _switch(figures: Mapping[str, Any]) -> str:
+    if figures.get("switched_off"):
+        return "off"
+    return "read-only" if figures.get("switched_read_only") else "on"
+
+
 def _tier_status(figures: Mapping[str, Any], trouble: str) -> dict[str, Any]:
     own = figures["own"]
     asked = figures.get("lookups", 0) + figures["stored_chunks"]
@@ -298,6 +313,7 @@ def _tier_status(figures: Mapping[str, Any], trouble: str) -> dict[str, Any]:
         "trouble": trouble,
         "written_chunks": max(0, figures["stored_chunks"] - own.get("already_present", 0)),
         "budget": budget_advice(figures, asked),
+        "switch": _switch(figures),
     }
     if "left_out_requests" in figures:
         status["left_out_requests"] = figures["left_out_requests"]

@@ -125,6 +125,13 @@ class ChunkStoreTier(EventTier):
             self._note_failed(job, "a job did not end in time")
             self._hosts.abandon(job_id)
 
+    def cancel_job(self, job_id: int) -> None:
+        """Begin nothing more of a job that is not wanted any more; its hosts make sure that its rows are released."""
+        job = self._hosts.job(job_id)
+        if job is not None and not job.failed_in_use:
+            job.failed_in_use = True
+            self._hosts.abandon(job_id)
+
     def release_job(self, job_id: int) -> None:
         """Detach a load that takes too long for its request from its rows; not a failure of the store.
 

@@ -57,7 +57,7 @@ class Cascades:
         return [  # in this order: each one's rows are missing from the room of the next
             self._budget.reserve(slot, chunks)
             for slot in self._at_once
-            if self._budget.room(slot) >= chunks and slot.available()
+            if not slot.read_only and self._budget.room(slot) >= chunks and slot.available()
         ]
 
     def stored(
@@ -106,7 +106,7 @@ class Cascades:
         if self._written_since_scan * 4 < self._reserve:
             return
         ahead = self._reserve - self._primary.free_rows
-        rooms = [(slot, self._budget.room(slot)) for slot in self._late if slot.available()]
+        rooms = [(slot, self._budget.room(slot)) for slot in self._late if not slot.read_only and slot.available()]
         most = min(max((room for _, room in rooms), default=0), _WORK_AHEAD_ROWS)
         if ahead > 0 and not most:
             return  # looked at again in the next step
@@ -146,7 +146,7 @@ class Cascades:
 
     def _send(self, slot: TierSlot, keys: Sequence[OffloadKey], state: RequestState) -> None:
         """Send as many of these readable chunks as there is room for, the first ones; drop and count the others."""
-        if not keys:
+        if not keys or slot.read_only:
             return
         available = slot.available()
         some = keys[: self._budget.room(slot)] if available else ()

@@ -152,6 +152,14 @@ class JobTable:
             if not slot.submit(job):
                 self._finish(running, JobResult(job.job_id, success=False))
 
+    def cancel_loads(self, slot: TierSlot) -> int:
+        """Make misses of all loads of a tier; their rows stay in quarantine until it releases them."""
+        loads = [running for running in self._of(slot) if running.job.is_promotion and not running.failed_in_use]
+        chunks = sum(len(running.rows) for running in loads)
+        slot.metrics.cancelled_loads += chunks
+        self._give_up(slot, loads, "are cancelled, since it is switched off", notify=slot.cancel)
+        return chunks
+
     def poll(self) -> None:
         """Handle all tiers' events, in their order; at last fail overdue jobs."""
         for slot in self._slots:
@@ -185,7 +193,7 @@ class JobTable:
                     failed[running] = None
                 continue
             if failed:
-                self._give_up(slot, list(failed), "failed", notify=False)
+                self._give_up(slot, list(failed), "failed")
                 failed.clear()
             if isinstance(event, JobStarted):
                 self._start(slot, event.job_id)
@@ -194,10 +202,10 @@ class JobTable:
                 self._accept(slot, event)
                 if slot.retired:
                     live = [job for job in self._of(slot) if not job.failed_in_use]
-                    self._give_up(slot, live, "were given up", notify=False)
+                    self._give_up(slot, live, "were given up")
                     break
         if failed:
-            self._give_up(slot, list(failed), "failed", notify=False)
+            self._give_up(slot, list(failed), "failed")
         if has_ended:
             slot.rate.look_ends(self._clock())
 
@@ -309,9 +317,11 @@ class JobTable:
             for running in jobs:
                 if running.job.is_promotion:  # at least that slow: it must not look fast to the next request
                     slot.rate.add(len(running.rows), now - running.submitted, now)
-            self._give_up(slot, jobs, f"did not end within {slot.options.deadline:g}s", notify=True)
+            self._give_up(slot, jobs, f"did not end within {slot.options.deadline:g}s", notify=slot.abandon)
 
-    def _give_up(self, slot: TierSlot, jobs: Sequence[_Running], why: str, *, notify: bool) -> None:
+    def _give_up(
+        self, slot: TierSlot, jobs: Sequence[_Running], why: str, *, notify: Callable[[int], object] | None = None
+    ) -> None:
         """Fail jobs for the requests that wait; their rows stay in quarantine until the tier releases them."""
         if not jobs:
             return
@@ -349,6 +359,6 @@ class JobTable:
             promoted,
             stored,
         )
-        if notify:
+        if notify is not None:
             for running in jobs:
-                slot.abandon(running.job.job_id)
+                notify(running.job.job_id)

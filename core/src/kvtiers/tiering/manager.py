@@ -23,6 +23,7 @@ from kvtiers.api.keys import first_misfit
 from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.cascade import Cascades
+from kvtiers.tiering.commands import CommandQueue, TierSwitches
 from kvtiers.tiering.engine_side import EngineSide, ShadowSide
 from kvtiers.tiering.estimates import PRIOR_BYTES_PER_SECOND, PrefillCost
 from kvtiers.tiering.jobs import JobTable, TieringOptions
@@ -119,6 +120,8 @@ class TieringManager:
         )
         self._plans = Plans(primary, self._cascades, self._provenance, engine, metrics, prefix_group)
         self._requests = RequestTable(self._slots, self._count_misuse)
+        self.commands = CommandQueue()
+        self.switches = TierSwitches(self._slots, [self._promotions, self._jobs])
         self._events = EventLog()
         self._look_at = -math.inf
         self._polled = False
@@ -306,8 +309,14 @@ class TieringManager:
             self._jobs.running
             or self._promotions
             or self._requests.parked
+            or self.commands.waiting
             or any(slot.has_pending_work() for slot in self._slots)
         )
+
+    @property
+    def steps(self) -> int:
+        """How many steps have ended so far. Any thread."""
+        return self._metrics.steps
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the current weights, as it stands in the names of values. Any thread."""
@@ -398,6 +407,8 @@ class TieringManager:
             self._polled = True
             self._ready = self._engine.ready()
             self._jobs.poll()
+            if self.commands.waiting:
+                self.commands.run()
         return self._ready
 
     def _look_around(self, now: float) -> None:

@@ -69,6 +69,14 @@ class CanDetach(Protocol):
         """End whatever still touches the rows of a job, and all that is in its process."""
 
 
+@runtime_checkable
+class CanCancel(Protocol):
+    """A tier that distinguishes a job that is not wanted any more from one that takes too long."""
+
+    def cancel_job(self, job_id: int) -> None:
+        """Begin nothing more of this job; its result must still follow."""
+
+
 class TierSlot:
     """A tier in its place in the order, with the manager's state about it."""
 
@@ -92,7 +100,19 @@ class TierSlot:
 
     def available(self) -> bool:
         """Return whether the tier may be asked and given jobs now."""
-        return self._is_yes(self.tier.is_available)
+        return not self.metrics.switched_off and self._is_yes(self.tier.is_available)
+
+    @property
+    def read_only(self) -> bool:
+        """Nothing is stored in the tier: by its config, or since an operator has said so."""
+        return self.options.read_only or self.metrics.switched_read_only > 0
+
+    @property
+    def switch(self) -> str:
+        """How an operator has switched the tier: "on", "off" or "read-only"; "on" leaves it to the config."""
+        if self.metrics.switched_off:
+            return "off"
+        return "read-only" if self.metrics.switched_read_only else "on"
 
     def ask(self, keys: Sequence[OffloadKey], context: TierRequest) -> tuple[int, bool]:
         """Return how many of the leading keys the tier has, and whether its answer about the next one is RETRY."""
@@ -145,6 +165,10 @@ class TierSlot:
         """End whatever still touches the rows of a job, if the tier has processes for that."""
         if isinstance(self.tier, CanDetach):
             self._do(self.tier.kill_job, job_id, reason)
+
+    def cancel(self, job_id: int) -> None:
+        """Notify the tier that one of its jobs is not wanted any more, through no fault of the tier's."""
+        self._do(self.tier.cancel_job if isinstance(self.tier, CanCancel) else self.tier.abandon_job, job_id)
 
     def request_started(self, context: TierRequest) -> bool:
         """Notify the tier of a request; True if it wants all the request's chunks."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import kvtiers
 from kvtiers.config import OffloadConfig
+from kvtiers.control import ControlSocket, EngineActions
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.scheduler import OffloadScheduler, SchedulerOptions
 from kvtiers.status import Troubles, answer_status
@@ -144,6 +145,7 @@ def _answered_status(task: EngineTask, troubles: Troubles, manager: TieringManag
         troubles,
         figures,
         what_if=lambda: manager.stats().get("what_if", {}),
+        control=ControlSocket(EngineActions(manager).actions()),
     )
     try:
         yield
