@@ -29,12 +29,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from kvtiers._failures import error_text
+from kvtiers.api.units import format_size
 from kvtiers.region.connection import AcceptRate
 from kvtiers.region.handshake import peer_credentials
 from kvtiers.tiering.commands import Command, CommandRefused
+from kvtiers.tiering.engine_side import LiveSide
 from kvtiers.tiering.manager import TieringManager
 
 __all__ = ["CONTROL_FORMAT", "Action", "CommandRefused", "ControlSocket", "EngineActions", "Request", "send_command"]
@@ -51,6 +54,8 @@ _BACKLOG = 256
 _PAUSE_SECONDS = 0.1
 _REMEMBERED = 20
 _LONGEST_NOTE = 500
+_FEWEST_DIGITS = 8  # of a fingerprint: fewer may be a slip
+_RATES = ("bytes_per_second", "requests_per_second")
 _process = secrets.token_hex(4)
 _numbers = iter(range(1 << 62))
 
@@ -86,6 +91,10 @@ class Request:
             raise CommandRefused(f"{name!r} is {value!r}; expected a number")
         return value
 
+    def has(self, name: str) -> bool:
+        """Return whether an argument is given."""
+        return name in self._arguments
+
     def end(self) -> None:
         """Refuse arguments that the action does not have, such as those of a later release."""
         if self._arguments:
@@ -95,18 +104,23 @@ class Request:
 class EngineActions:
     """The actions of an engine with a tiering manager."""
 
-    def __init__(self, manager: TieringManager) -> None:
+    def __init__(self, manager: TieringManager, model: str) -> None:
         self._manager = manager
+        self._model = model
         self._commands = manager.commands
 
     def actions(self) -> dict[str, Action]:
         """Return the actions by name."""
-        return {"switch": self._switch}
+        actions: dict[str, Action] = {"switch": self._switch, "drain": self._drain, "clear": self._clear}
+        if self._manager.live is not None:
+            live = _LiveActions(self._manager.live, self.in_step)
+            actions |= {"limit": live.limit, "reload": live.reload, "attach": live.attach, "detach": live.detach}
+        return actions
 
     def _switch(self, request: Request) -> tuple[str, Mapping[str, Any]]:
         tier, to = request.text("tier"), request.text("to")
         request.end()
-        done = self.in_step(request, lambda: self._manager.switches.switch(tier, to))
+        done = self.in_step(request, lambda: self._manager.operations.switch(tier, to))
         said = f"{tier}: {done['is']}, it was {done['was']}"
         if done["cancelled_chunks"]:
             said += f"; {done['cancelled_chunks']} chunks that it was to load are misses"
@@ -114,8 +128,40 @@ class EngineActions:
             said += f"; {done['running_jobs']} jobs run to their end"
         return said, done
 
-    def in_step(self, request: Request, work: Callable[[], Mapping[str, Any] | None]) -> Mapping[str, Any]:
-        """Have a step of the engine do this work, and wait for its answer as long as the client does."""
+    def _drain(self, request: Request) -> tuple[str, Mapping[str, Any]]:
+        request.end()
+        done = self.in_step(request, self._manager.operations.drain(), "its stores go on")
+        said = f"drained: {done['stored_chunks']} chunks were stored meanwhile, {done['failed_chunks']} were not"
+        if done["memory_only_chunks"]:
+            said += f"; {done['memory_only_chunks']} wait in memory for 'admission: on_eviction'"
+        return said, done
+
+    def _clear(self, request: Request) -> tuple[str, Mapping[str, Any]]:
+        of = {name: request.text(name) for name in ("fingerprint", "model", "tenant") if request.has(name)}
+        request.end()
+        if len(of) != 1:
+            raise CommandRefused("give one of fingerprint, model and tenant; nothing was changed")
+        ((what, wanted),) = of.items()
+        if what == "tenant":
+            raise CommandRefused("names have no tenants in this release, so no chunk is one's; nothing was changed")
+        done = self.in_step(request, partial(self._clear_if, what, wanted))
+        return f"{done['cleared_chunks']} chunks forgotten; what the tiers hold stays: 'kvtiers store' removes it", done
+
+    def _clear_if(self, what: str, wanted: str) -> dict[str, Any]:
+        """Clear the primary, if all that it has is of this fingerprint or model; engine's thread."""
+        names = {"fingerprint": self._manager.fingerprint(), "model": self._model}
+        has = names[what]
+        if has != wanted and not (what == "fingerprint" and len(wanted) >= _FEWEST_DIGITS and has.startswith(wanted)):
+            raise CommandRefused(f"this engine's {what} is {has!r}, not {wanted!r}; nothing was changed")
+        return {**names, **self._manager.operations.clear()}
+
+    def in_step(
+        self, request: Request, work: Callable[[], Mapping[str, Any] | None], unfinished: str = ""
+    ) -> Mapping[str, Any]:
+        """Have a step of the engine do this work, and wait for its answer as long as the client does.
+
+        ``unfinished``: of work of several steps, what becomes of it when its client waits no longer.
+        """
         command, steps, began = Command(work), self._manager.steps, time.monotonic()
         if not self._commands.post(command):
             raise CommandRefused("too many commands wait for the engine's next step; nothing was changed")
@@ -129,7 +175,57 @@ class EngineActions:
             raise CommandRefused(f"{why} {waited:.3g}s; nothing was changed{hint}")
         with contextlib.suppress(queue.Empty):
             return command.answer(_LATE_SECONDS)
-        raise CommandRefused(f"it has begun, and has not ended in {waited:.3g}s")
+        raise CommandRefused(f"it has begun, and has not ended in {waited:.3g}s; {unfinished or 'see the log'}")
+
+
+class _LiveActions:
+    """The actions that change a config's options and tiers. ``in_step``: as in ``EngineActions``."""
+
+    def __init__(self, live: LiveSide, in_step: Callable[..., Mapping[str, Any]]) -> None:
+        self._live = live
+        self._in_step = in_step
+
+    def limit(self, request: Request) -> tuple[str, Mapping[str, Any]]:
+        """Give a tier other threads, or another rate limit; one that is null is none."""
+        tier = request.text("tier")
+        changes: dict[str, Any] = {}
+        if request.has("threads"):
+            changes["threads"] = request.number("threads")
+        rate = {name: request.number(name) for name in _RATES if request.has(name)}
+        request.end()
+        if rate:
+            changes["rate_limit"] = rate
+        if not changes:
+            raise CommandRefused(f"give threads, {' or '.join(_RATES)}; nothing was changed")
+        done = self._live.limit(tier, changes, partial(self._in_step, request))
+        nbytes, calls = done["bytes_per_second"], done["requests_per_second"]
+        most = [f"{format_size(nbytes)} a second"] if nbytes else []
+        most += [f"{calls:g} calls a second"] if calls else []
+        threads = f"{done['threads']} thread{'s' if done['threads'] > 1 else ''}"
+        return f"{tier}: {threads} a host, {' and '.join(most) or 'no rate limit'}", done
+
+    def reload(self, request: Request) -> tuple[str, Mapping[str, Any]]:
+        """Apply what is live of the config's file."""
+        path = request.text("config") if request.has("config") else ""
+        request.end()
+        done = self._live.reload(path, partial(self._in_step, request))
+        lines = [f"applied: {', '.join(done['applied'])}" if done["applied"] else "nothing to apply"]
+        return "\n".join([*lines, *(f"not applied: {line}" for line in done["refused"])]), done
+
+    def attach(self, request: Request) -> tuple[str, Mapping[str, Any]]:
+        """Open a tier of the config's file."""
+        tier, path = request.text("tier"), request.text("config") if request.has("config") else ""
+        request.end()
+        done = self._live.attach(tier, path, partial(self._in_step, request))
+        return f"{tier}: attached, " + ("and open" if done["open"] else f"but not open yet: {done['error']}"), done
+
+    def detach(self, request: Request) -> tuple[str, Mapping[str, Any]]:
+        """Close a tier."""
+        tier = request.text("tier")
+        request.end()
+        unfinished = "it is off, and stays so: detach it again when its jobs have ended"
+        done = self._live.detach(tier, partial(self._in_step, request, unfinished=unfinished))
+        return f"{tier}: detached", done
 
 
 class ControlSocket:
@@ -222,7 +318,14 @@ class ControlSocket:
         now = time.time()
         self.latest.append({"at": now, "uid": uid, "pid": pid, "command": what, "outcome": said})
         stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now))
-        _log.warning("control: %s: uid %d, pid %d: %s: %s", stamp, uid, pid, _printable(what), _printable(said))
+        _log.warning(
+            "control: %s: uid %d, pid %d: %s: %s",
+            stamp,
+            uid,
+            pid,
+            _printable(what),
+            _printable(said.replace("\n", "; ")),
+        )
 
 
 def send_command(name: str, action: str, seconds: float, **arguments: Any) -> tuple[str, dict[str, Any]]:
@@ -258,7 +361,9 @@ def _read_answer(line: bytes, pid: int) -> tuple[str, dict[str, Any]]:
     if "error" in answer:
         raise CommandRefused(_printable(str(answer["error"])))
     result = answer.get("result")
-    return _printable(str(answer.get("text", ""))), result if isinstance(result, dict) else {}
+    return "\n".join(map(_printable, str(answer.get("text", "")).split("\n"))), result if isinstance(
+        result, dict
+    ) else {}
 
 
 def _read_command(connection: socket.socket) -> bytes:

@@ -13,6 +13,7 @@ import secrets
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from kvtiers._log_queue import QueuedLogs, queue_logs
@@ -25,6 +26,7 @@ from kvtiers.gpu.worker import GpuWorker
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.layout.rank_map import RankMap
 from kvtiers.layout.storage_name import StorageNames
+from kvtiers.live import LiveEngine
 from kvtiers.model_identity import described, is_shared, with_model, with_weights
 from kvtiers.primary.eviction import BUILT_IN
 from kvtiers.primary.tier import CPUPrimaryTier
@@ -124,6 +126,8 @@ def open_manager(
             prefix_group=layout.prefix_group,
             what_if=what_if,
         )
+        options = partial(_tiering_options, prior=prior_seconds_per_token(layout))
+        manager.live = LiveEngine(config, manager, engine.tiers, options)
         undo.pop_all()
     return manager
 
@@ -294,14 +298,14 @@ class _Engine:
         self._start_line: StartLine | None = None
         self._kinds = {tier.tier_name: tier.type for tier in config.secondary}
         sizes = [(layout.payload_bytes(g), layout.value_bytes(g)) for g in range(len(layout.groups))]
-        self._tiers = TierSet(
+        self.tiers = TierSet(
             config.secondary,
             TierRows(region.view, region.row_stride, sizes, region.fd, region.map_bytes, config.primary.core_dumps),
             self._namespace,
             self._names,
             described(self._names, self._layout, release),
         )
-        self.slots = self._tiers.slots
+        self.slots = self.tiers.slots
 
     def write_start_line(self, way_in: str) -> None:
         """Write the start line, on its own thread, when the ranks have joined and the tiers report their state."""
@@ -313,7 +317,7 @@ class _Engine:
             self._names.fingerprint,
             shared=is_shared(self._layout.model),
         )
-        tiers = {name: (self._kinds[name], tier) for name, tier in self._tiers.tiers.items()}
+        tiers = {name: (self._kinds[name], tier) for name, tier in self.tiers.tiers.items()}
         with contextlib.suppress(RuntimeError):  # no thread can be had: the line is for people, the engine starts
             self._start_line = StartLine(facts, tiers, lambda: region.all_joined)
 
@@ -359,13 +363,13 @@ class _Engine:
         soon = min(time.monotonic() + self._start_wait, until)
         if self._pins_ahead:
             self._region.wait_window(max(0.0, soon - time.monotonic()))
-        self._tiers.wait_open(soon, until)
+        self.tiers.wait_open(soon, until)
 
     def new_weights(self, version: str) -> None:
         """Give all later keys and values another fingerprint."""
         self._layout = dataclasses.replace(self._layout, model=dataclasses.replace(self._layout.model, weights=version))
         self._names = StorageNames.of_layout(self._namespace, self._layout)
-        self._tiers.set_names(self._names)
+        self.tiers.set_names(self._names)
 
     def fingerprint(self) -> str:
         """Return the fingerprint as it stands in the names of values that are stored from now on."""
@@ -373,16 +377,17 @@ class _Engine:
 
     def tier_stats(self, name: str) -> dict[str, float]:
         """Return a tier's own figures."""
-        return self._tiers.tiers[name].stats()
+        tier = self.tiers.tiers.get(name)
+        return {} if tier is None else tier.stats()  # one that was detached meanwhile has none
 
     def close_tiers(self, timeout: float) -> None:
         """Drain all tiers at the same time, each of which logs what it had to drop, and close them."""
         if self._start_line is not None:
             self._start_line.close()
-        self._tiers.close(timeout)
+        self.tiers.close(timeout)
 
     def close_region(self) -> None:
         """Release the region."""
-        self._tiers.release_rows()
+        self.tiers.release_rows()
         _release_region(self._region)
         self._logs.close()

@@ -143,6 +143,9 @@ class Troubles:
 
     def of(self, tier: str) -> str:
         """Return a tier's last trouble, or ""."""
+        if tier not in self._last:  # one that was attached later: from now on
+            self._last[tier] = LastTrouble(tier)
+            logging.getLogger("kvtiers").addHandler(self._last[tier])
         return self._last[tier].text
 
     def close(self) -> None:

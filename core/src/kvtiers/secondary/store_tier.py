@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvtiers.api import JobResult, LookupResult, OffloadKey, TierConfig, TierRequest, TransferJob
-from kvtiers.host.messages import JobDone, JobFailed, JobReleased, JobStarted, Opened, Probed, Status
+from kvtiers.host.messages import JobDone, JobFailed, JobReleased, JobStarted, Limits, Opened, Probed, Status
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.secondary.breaker import Breaker, BreakerState
 from kvtiers.secondary.host_client import BUMPED
@@ -225,6 +225,15 @@ class ChunkStoreTier(EventTier):
         self._generation += 1
         self._hosts.set_names(names)
 
+    def set_limits(self, limits: Limits) -> None:
+        """Use these limits in each host from now on."""
+        self._hosts.set_limits(limits)
+
+    def set_waits(self, exists_ttl: float, store_queue: int) -> None:
+        """Use these options from now on: how long an answer is reused, and how many values may wait to be written."""
+        self._lookups.set_ttl(exists_ttl)
+        self._counts.store_queue = store_queue
+
     def stats(self) -> dict[str, float]:
         """Return the tier's own figures."""
         return (
@@ -391,7 +400,7 @@ class _Counts:
     """One tier's counts. ``store_queue``: the most chunks that may be on their way into the store."""
 
     def __init__(self, store_queue: int) -> None:
-        self._store_queue = store_queue
+        self.store_queue = store_queue
         self.storing = 0
         """Chunks on their way into the store."""
         self.figures = dict.fromkeys(_FIGURES, 0)
@@ -399,7 +408,7 @@ class _Counts:
     @property
     def room(self) -> int:
         """Chunks that the store queue has room for."""
-        return max(0, self._store_queue - self.storing)
+        return max(0, self.store_queue - self.storing)
 
     def begin(self, job: InflightJob) -> None:
         """Count a job; those of its chunks that are not handed over are dropped."""

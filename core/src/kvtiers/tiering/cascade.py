@@ -40,17 +40,36 @@ class Cascades:
         self._jobs = jobs
         self._budget = budget
         self._metrics = metrics
-        writable = [slot for slot in slots if not slot.options.read_only]
-        self._at_once = [slot for slot in writable if slot.options.admission == "all"]
-        self._second = {slot: _Wanted() for slot in writable if slot.options.admission == "second_access"}
-        self._late = [slot for slot in writable if slot.options.admission == "on_eviction"]
-        if writable:
-            primary.store_everything()
-        self.works_ahead = bool(self._late)
+        self._at_once: list[TierSlot] = []
+        self._second: dict[TierSlot, _Wanted] = {}
+        self._late: list[TierSlot] = []
+        self.works_ahead = False
         """There is a tier that takes chunks before their eviction."""
+        for slot in slots:
+            self.add(slot)
         self._reserve = max(1, math.ceil(options.clean_reserve * primary.num_rows - 1e-9))
         self._written_since_scan = self._reserve
         self._no_request = RequestState(RequestContext(""), slots)
+
+    def add(self, slot: TierSlot) -> None:
+        """Take in a tier, after those that there are."""
+        if slot.options.read_only:
+            return
+        if slot.options.admission == "all":
+            self._at_once.append(slot)
+        elif slot.options.admission == "second_access":
+            self._second[slot] = _Wanted()
+        else:
+            self._late.append(slot)
+            self.works_ahead = True
+        self._primary.store_everything()
+
+    def remove(self, slot: TierSlot) -> None:
+        """Leave a tier out from now on."""
+        self._at_once = [other for other in self._at_once if other is not slot]
+        self._late = [other for other in self._late if other is not slot]
+        self.works_ahead = bool(self._late)
+        self._second.pop(slot, None)
 
     def reserve(self, chunks: int) -> list[Reservation]:
         """Reserve the rows of this many newly stored chunks for each tier that takes all of them at once."""

@@ -14,13 +14,22 @@ A command has begun or is withdrawn, never both: so an answer that says that not
 import queue
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from kvtiers._failures import error_text
 from kvtiers.api import KvtiersError
-from kvtiers.tiering.tier_slot import TierSlot
+from kvtiers.primary.tier import CPUPrimaryTier
+from kvtiers.tiering.cascade import Cascades
+from kvtiers.tiering.estimates import PRIOR_BYTES_PER_SECOND
+from kvtiers.tiering.jobs import JobTable, TieringOptions
+from kvtiers.tiering.load_or_recompute import Waits
+from kvtiers.tiering.plans import Plans
+from kvtiers.tiering.promotion import Promotions
+from kvtiers.tiering.provenance import Provenance
+from kvtiers.tiering.tier_slot import PinBudget, TierSlot
 
-__all__ = ["Command", "CommandQueue", "CommandRefused", "TierSwitches"]
+__all__ = ["Command", "CommandQueue", "CommandRefused", "Operations", "Parts"]
 
 _MOST_WAITING = 64
 _IN_ONE_STEP = 8
@@ -105,23 +114,43 @@ class CommandQueue:
                 self.waiting.append(command)
 
 
-class CancelsLoads(Protocol):
-    """What has loads of a tier that can be cancelled."""
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The manager's parts that commands reach. ``slots``: the manager's own list; ``reset``: its reset of the cache."""
 
-    def cancel_loads(self, slot: TierSlot) -> int:
-        """Make misses of the tier's loads that have not landed; return how many chunks they were to bring."""
+    primary: CPUPrimaryTier
+    slots: list[TierSlot]
+    jobs: JobTable
+    plans: Plans
+    promotions: Promotions
+    cascades: Cascades
+    provenance: Provenance
+    waits: Waits
+    budget: PinBudget
+    reset: Callable[[], None]
 
 
-class TierSwitches:
-    """Puts tiers in and out of use; engine's thread. ``loads``: what may have loads of a tier, in the order of a load.
+class _Changes(NamedTuple):
+    """How many chunks have been stored, and lost on their way, so far."""
+
+    stored: int
+    failed: int
+
+    @classmethod
+    def of(cls, slots: Sequence[TierSlot]) -> "_Changes":
+        return cls(sum(s.metrics.stored_chunks for s in slots), sum(s.metrics.failed_stores for s in slots))
+
+
+class Operations:
+    """What an operator's commands do to the manager's parts; engine's thread.
 
     A tier that is switched off is asked nothing and given nothing. Its loads are misses at once, and their rows come
     back when nothing of the tier can touch them any more, as with a load that fails. Its stores are written to the end.
     """
 
-    def __init__(self, slots: Sequence[TierSlot], loads: Sequence[CancelsLoads]) -> None:
-        self._slots = slots
-        self._loads = loads
+    def __init__(self, parts: Parts) -> None:
+        self._slots = parts.slots
+        self._parts = parts
 
     def slot(self, name: str) -> TierSlot:
         """Return the tier of this name; CommandRefused, with the names there are, if there is none."""
@@ -141,7 +170,7 @@ class TierSwitches:
         was, metrics = slot.switch, slot.metrics
         metrics.switched_off = int(to == "off")
         metrics.switched_read_only = int(to == "read-only")
-        cancelled = sum(loads.cancel_loads(slot) for loads in self._loads) if to == "off" != was else 0
+        cancelled = self._cancel_loads(slot) if to == "off" != was else 0
         return {
             "tier": name,
             "was": was,
@@ -149,3 +178,62 @@ class TierSwitches:
             "cancelled_chunks": cancelled,
             "running_jobs": metrics.running_jobs,
         }
+
+    def drain(self) -> Callable[[], dict[str, Any] | None]:
+        """Return the work of a drain: done when the stores that are in flight at its begin have ended.
+
+        First those to the primary, whose chunks then go down, then those to the tiers.
+        """
+        parts, before = self._parts, _Changes.of(self._slots)
+        plans, jobs = parts.plans.newest_store, -1
+
+        def drain() -> dict[str, Any] | None:
+            nonlocal jobs
+            if parts.plans.has_store_until(plans):
+                return None
+            if jobs < 0:
+                jobs = parts.jobs.newest
+            if parts.jobs.has_store_until(jobs):
+                return None
+            stored, failed = (now - then for now, then in zip(_Changes.of(self._slots), before, strict=True))
+            memory_only = parts.primary.evictable - parts.primary.clean_rows if parts.cascades.works_ahead else 0
+            return {"stored_chunks": stored, "failed_chunks": failed, "memory_only_chunks": max(0, memory_only)}
+
+        return drain
+
+    def clear(self) -> dict[str, Any]:
+        """Forget all chunks of the primary, and which chunks the tiers have: what those hold stays there."""
+        chunks = self._parts.primary.chunks
+        self._parts.reset()
+        return {"cleared_chunks": chunks}
+
+    def add(self, slot: TierSlot, place: int) -> None:
+        """Use another tier, asked after the first ``place`` of those that there are."""
+        parts = self._parts
+        slot.rate.prior = parts.primary.row_stride / PRIOR_BYTES_PER_SECOND
+        parts.provenance.add(slot)
+        parts.cascades.add(slot)
+        self._slots.insert(place, slot)
+
+    def remove(self, name: str) -> TierSlot | None:
+        """Switch a tier off; return it when it has no job in flight any more, and is not one of the tiers any more."""
+        slot = self.slot(name)
+        if not slot.metrics.switched_off:
+            slot.metrics.switched_off = 1
+            self._cancel_loads(slot)
+        if self._parts.jobs.has_jobs_of(slot):
+            return None
+        slot.leave()
+        self._slots.remove(slot)
+        self._parts.cascades.remove(slot)
+        return slot
+
+    def set_bounds(self, options: TieringOptions) -> None:
+        """Use other bounds of waits and of rows from now on."""
+        parts = self._parts
+        parts.waits.set_options(options)
+        parts.budget.set_shares(parts.primary.num_rows, options.all_tiers, options.one_tier)
+        parts.promotions.set_store_reserve(options.store_reserve)
+
+    def _cancel_loads(self, slot: TierSlot) -> int:
+        return self._parts.promotions.cancel_loads(slot) + self._parts.jobs.cancel_loads(slot)

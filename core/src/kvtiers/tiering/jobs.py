@@ -120,6 +120,20 @@ class JobTable:
         """Jobs in flight that have not failed in use."""
         return len(self._jobs) - self._failed_in_use
 
+    @property
+    def newest(self) -> int:
+        """The number of the newest job in flight, 0 if there is none."""
+        return next(reversed(self._jobs), 0)
+
+    def has_store_until(self, job_id: int) -> bool:
+        """Return whether a store with this number or a smaller one is in flight."""
+        jobs = itertools.takewhile(lambda running: running.job.job_id <= job_id, self._jobs.values())
+        return any(not running.job.is_promotion for running in jobs)
+
+    def has_jobs_of(self, slot: TierSlot) -> bool:
+        """Return whether the tier has a job in flight, or one that has failed in use."""
+        return any(True for _ in self._of(slot))
+
     def submit(
         self,
         reserved: Reservation,

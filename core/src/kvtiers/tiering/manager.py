@@ -23,8 +23,8 @@ from kvtiers.api.keys import first_misfit
 from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.cascade import Cascades
-from kvtiers.tiering.commands import CommandQueue, TierSwitches
-from kvtiers.tiering.engine_side import EngineSide, ShadowSide
+from kvtiers.tiering.commands import CommandQueue, Operations, Parts
+from kvtiers.tiering.engine_side import EngineSide, LiveSide, ShadowSide
 from kvtiers.tiering.estimates import PRIOR_BYTES_PER_SECOND, PrefillCost
 from kvtiers.tiering.jobs import JobTable, TieringOptions
 from kvtiers.tiering.load_or_recompute import Waits
@@ -121,7 +121,22 @@ class TieringManager:
         self._plans = Plans(primary, self._cascades, self._provenance, engine, metrics, prefix_group)
         self._requests = RequestTable(self._slots, self._count_misuse)
         self.commands = CommandQueue()
-        self.switches = TierSwitches(self._slots, [self._promotions, self._jobs])
+        self.live: LiveSide | None = None
+        """Of an engine with a config."""
+        self.operations = Operations(
+            Parts(
+                primary,
+                self._slots,
+                self._jobs,
+                self._plans,
+                self._promotions,
+                self._cascades,
+                self._provenance,
+                self._waits,
+                budget,
+                self._reset,
+            )
+        )
         self._events = EventLog()
         self._look_at = -math.inf
         self._polled = False

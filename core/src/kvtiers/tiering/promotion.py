@@ -69,6 +69,10 @@ class Promotions:
         self._walks: dict[RequestState, dict[int, tuple[int, OffloadKey]]] = {}
         """How long the run was that a request last reserved rows for, and its last key, by group."""
 
+    def set_store_reserve(self, store_reserve: float) -> None:
+        """Keep another share of the rows for stores from now on."""
+        self._store_reserve = store_reserve
+
     def __bool__(self) -> bool:
         return bool(self._batches)
 

@@ -295,11 +295,15 @@ class PinBudget:
     """
 
     def __init__(self, num_rows: int, all_tiers: float, one_tier: float) -> None:
+        self.set_shares(num_rows, all_tiers, one_tier)
+        self.held = 0
+        """Rows that all tiers together hold."""
+
+    def set_shares(self, num_rows: int, all_tiers: float, one_tier: float) -> None:
+        """Use other shares from now on; what is held above them is not taken back."""
         # Never above the share, but for the one row that each gets. The small number is floating point's.
         self._all_rows = max(1, int(all_tiers * num_rows + 1e-9))
         self._tier_rows = max(1, int(one_tier * num_rows + 1e-9))
-        self.held = 0
-        """Rows that all tiers together hold."""
 
     @property
     def room_in_all(self) -> int:

@@ -145,7 +145,7 @@ def _answered_status(task: EngineTask, troubles: Troubles, manager: TieringManag
         troubles,
         figures,
         what_if=lambda: manager.stats().get("what_if", {}),
-        control=ControlSocket(EngineActions(manager).actions()),
+        control=ControlSocket(EngineActions(manager, task.layout.model.name).actions()),
     )
     try:
         yield

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvtiers.control import ControlSocket
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.metrics import PRIMARY_HELP, TIER_HELP, EngineMetrics, help_texts
 from kvtiers.status import StatusSocket, Troubles, answer_status
@@ -103,9 +104,14 @@ def _numbers(
 
 
 def open_stack_status(
-    facts: StackFacts, troubles: Troubles, engine: str, namespace: str = "", fingerprint: Callable[[], str] = lambda: ""
+    facts: StackFacts,
+    troubles: Troubles,
+    engine: str,
+    namespace: str = "",
+    fingerprint: Callable[[], str] = lambda: "",
+    control: ControlSocket | None = None,
 ) -> StatusSocket:
-    """Answer questions about the stack's tiers from now on."""
+    """Answer questions about the stack's tiers from now on. ``control``: closed with the answer."""
 
     def figures() -> dict[str, dict[str, Any]]:
         return {name: _with_facts(facts, known) for name, known in facts.stats()["tiers"].items()}
@@ -118,6 +124,7 @@ def open_stack_status(
         namespace=namespace,
         fingerprint=fingerprint,
         what_if=lambda: facts.stats().get("what_if", {}),
+        control=control,
     )
 
 
