@@ -47,6 +47,7 @@ _log = logging.getLogger("kvtiers.control")
 _PREFIX = "kvtiers-control-"
 _LONGEST_LINE = 1 << 16
 _READ_SECONDS = 2.0  # for a client to send its command, and to take its answer
+_REST_SECONDS = 0.2  # for the rest of a line that is too long
 _LATE_SECONDS = 1.0  # for a command that has begun when its time is over: a step's work on it takes microseconds
 _MOST_SECONDS = 3600.0
 _AT_ONCE = 16  # commands; the others wait in the socket's backlog
@@ -368,9 +369,16 @@ def _read_answer(line: bytes, pid: int) -> tuple[str, dict[str, Any]]:
 
 def _read_command(connection: socket.socket) -> bytes:
     try:
-        return _read_line(connection, time.monotonic() + _READ_SECONDS)
+        line = _read_line(connection, time.monotonic() + _READ_SECONDS)
+        if len(line) >= _LONGEST_LINE and not line.endswith(b"\n"):
+            # What is left unread when the socket is closed would cost the client the answer.
+            with contextlib.suppress(TimeoutError):
+                until = time.monotonic() + _REST_SECONDS
+                while _read_line(connection, until) and time.monotonic() < until:
+                    pass
     except TimeoutError:
         raise CommandRefused(f"no command has come within {_READ_SECONDS:g}s") from None
+    return line
 
 
 def _parse(line: bytes) -> tuple[str, dict[str, Any], float]:
