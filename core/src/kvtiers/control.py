@@ -218,7 +218,8 @@ class _LiveActions:
         tier, path = request.text("tier"), request.text("config") if request.has("config") else ""
         request.end()
         done = self._live.attach(tier, path, partial(self._in_step, request))
-        return f"{tier}: attached, " + ("and open" if done["open"] else f"but not open yet: {done['error']}"), done
+        state = "and open" if done["open"] else f"not open so far ({done['error']}); it goes on trying"
+        return f"{tier}: attached, {state}", done
 
     def detach(self, request: Request) -> tuple[str, Mapping[str, Any]]:
         """Close a tier."""

@@ -78,7 +78,7 @@ class ChunkStoreTier(EventTier):
         """Jobs dropped at the engine's shutdown: nothing more of them is begun."""
         self._dropped_results: list[JobResult] = []
         self._is_ending = False
-        """Jobs have been dropped: a host that is killed over them is not worth a line."""
+        """It is being closed, or jobs have been dropped: a host that ends, or is killed for it, is not worth a line."""
 
     # -- the contract
 
@@ -186,6 +186,7 @@ class ChunkStoreTier(EventTier):
 
     def close(self) -> None:
         """Close the store."""
+        self._is_ending = True
         self._hosts.close(_CLOSE_SECONDS)
 
     # -- beyond the contract, for core

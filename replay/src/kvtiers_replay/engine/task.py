@@ -144,6 +144,8 @@ def _answered_status(task: EngineTask, troubles: Troubles, manager: TieringManag
         task.layout.model.name,
         troubles,
         figures,
+        namespace=task.config.namespace,
+        fingerprint=manager.fingerprint,
         what_if=lambda: manager.stats().get("what_if", {}),
         control=ControlSocket(EngineActions(manager, task.layout.model.name).actions()),
     )
