@@ -330,8 +330,12 @@ class ControlSocket:
         )
 
 
-def send_command(name: str, action: str, seconds: float, **arguments: Any) -> tuple[str, dict[str, Any]]:
+def send_command(
+    name: str, action: str, seconds: float, owner: int | None = None, **arguments: Any
+) -> tuple[str, dict[str, Any]]:
     """Send a command to the engine at this control socket; return a line for people and plain data.
+
+    ``owner``: whose the socket must be, as the one who has named it may be another user.
 
     CommandRefused, in one line, if the engine refuses, ends meanwhile, or does not answer within ``seconds``.
     """
@@ -342,7 +346,7 @@ def send_command(name: str, action: str, seconds: float, **arguments: Any) -> tu
         try:
             connection.connect(f"\0{name}")
             pid, uid = peer_credentials(connection)
-            if os.geteuid() not in {0, uid}:
+            if os.geteuid() not in {0, uid} or owner not in {None, uid}:
                 raise CommandRefused(f"it is of user id {uid}; an engine takes commands of its own user and of root")
             connection.sendall(_line(command))
             answer = _read_line(connection, until)

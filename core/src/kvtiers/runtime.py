@@ -26,7 +26,7 @@ from kvtiers.gpu.worker import GpuWorker
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.layout.rank_map import RankMap
 from kvtiers.layout.storage_name import StorageNames
-from kvtiers.live import LiveEngine
+from kvtiers.live_config import LiveEngine
 from kvtiers.model_identity import described, is_shared, with_model, with_weights
 from kvtiers.primary.eviction import BUILT_IN
 from kvtiers.primary.tier import CPUPrimaryTier
@@ -97,15 +97,7 @@ def open_manager(
             undo.callback(memory.close)
         region = _create_region(config, layout, engine_id, memory)
         undo.callback(_release_region, region)
-        primary = CPUPrimaryTier(
-            region.num_rows,
-            region.row_stride,
-            region.view,
-            policy=config.primary.eviction,
-            protected_share=config.budgets.protected,
-            protect_seconds=config.budgets.protect_for,
-            record_events=record_events,
-        )
+        primary = _primary(config, region, record_events=record_events)
         undo.callback(primary.close)  # it holds the rows' memory
         engine = _Engine(config, layout, region, primary, logs, release)
         undo.callback(engine.close_region)
@@ -114,6 +106,7 @@ def open_manager(
         recorder = _recorder(config, layout)
         if recorder is not None:
             undo.callback(recorder.close, 0.0)
+        prior = prior_seconds_per_token(layout)
         what_if = _what_if(config, layout, region)  # last: nothing below starts a thread, which can fail
         manager = TieringManager(
             engine_id,
@@ -121,13 +114,12 @@ def open_manager(
             engine.slots,
             [layout.tokens_per_chunk(group) for group in range(len(layout.groups))],
             engine,
-            _tiering_options(config, prior_seconds_per_token(layout)),
+            _tiering_options(config, prior),
             recorder=recorder,
             prefix_group=layout.prefix_group,
             what_if=what_if,
         )
-        options = partial(_tiering_options, prior=prior_seconds_per_token(layout))
-        manager.live = LiveEngine(config, manager, engine.tiers, options)
+        manager.live = LiveEngine(config, manager, engine.tiers, partial(_tiering_options, prior=prior))
         undo.pop_all()
     return manager
 
@@ -218,6 +210,18 @@ def _create_region(
         start_deadline=primary.start_deadline,
         core_dumps=primary.core_dumps,
         memory=memory,
+    )
+
+
+def _primary(config: OffloadConfig, region: OffloadRegion, *, record_events: bool) -> CPUPrimaryTier:
+    return CPUPrimaryTier(
+        region.num_rows,
+        region.row_stride,
+        region.view,
+        policy=config.primary.eviction,
+        protected_share=config.budgets.protected,
+        protect_seconds=config.budgets.protect_for,
+        record_events=record_events,
     )
 
 

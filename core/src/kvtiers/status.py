@@ -36,6 +36,7 @@ __all__ = [
     "answer_status",
     "ask",
     "ask_engine",
+    "figures_of_engine",
     "is_orphaned",
     "process_of",
     "running",
@@ -175,12 +176,14 @@ def answer_status(
     fingerprint: Callable[[], str] = lambda: "",
     what_if: Callable[[], Mapping[str, Any]] = dict,
     control: ControlSocket | None = None,
+    engine_figures: Callable[[], Mapping[str, float]] = dict,
 ) -> StatusSocket:
     """Answer questions about an engine's tiers from now on. ``troubles``: closed with the answer.
 
     ``figures()``: by tier, the fields of ``TierMetrics``; ``own``: the tier's own figures; ``off``: why it is not used
     here, or ""; ``shared``, ``tokens``, ``saved_seconds``; and ``left_out_requests`` where there can be any.
     ``what_if()``: the report of the shadow caches, empty where there are none. ``control``: closed with the answer.
+    ``engine_figures()``: of the engine itself, by ``figures_of_engine``, where there are any.
     """
 
     def status() -> dict[str, Any]:
@@ -194,6 +197,7 @@ def answer_status(
             "orphaned": is_orphaned(),
             "tiers": found,
             "what_if": dict(what_if()),
+            "figures": dict(engine_figures()),
             "control": "" if control is None else control.name,
             "commands": [] if control is None else list(control.latest),
         }
@@ -204,6 +208,13 @@ def answer_status(
             control.close()
 
     return StatusSocket(status, close)
+
+
+def figures_of_engine(stats: Mapping[str, Any]) -> dict[str, float]:
+    """Return, of all that a tiering manager counts, what a screen of an engine shows besides its tiers."""
+    engine, primary = stats["engine"], stats["primary"]
+    counted = {name: engine[name] for name in ("steps", "engine_seconds", "lookups", "primary_hits")}
+    return counted | {name: primary[name] for name in ("rows", "free_rows")}
 
 
 def is_orphaned() -> bool:
@@ -285,7 +296,10 @@ def _printable(value: Any) -> Any:
 def _is_answer(status: Mapping[str, Any]) -> bool:
     if not (isinstance(status.get("tiers"), dict) and isinstance(status.get("pid"), int)):
         return False
-    if not all(isinstance(status.get(name), str) for name in _TEXTS):
+    if not all(isinstance(status.get(name), str) for name in _TEXTS) or not isinstance(status.get("control", ""), str):
+        return False
+    figures = status.get("figures", {})  # an engine that started before an upgrade says neither of these
+    if not (isinstance(figures, dict) and all(isinstance(figure, int | float) for figure in figures.values())):
         return False
     return all(
         isinstance(tier, dict)

@@ -88,12 +88,12 @@ class _Ctl(click.Group):
     subcommand_metavar="TIER on|off|read-only  or  COMMAND ...",
     epilog="""\b
 Examples:
-  kvtiers ctl redis off              from now on its chunks are misses, and it gets none
-  kvtiers ctl redis on
-  kvtiers ctl redis rate-limit 200MiB
+  kvtiers ctl fs off                 from now on its chunks are misses, and it gets none
+  kvtiers ctl fs on
+  kvtiers ctl fs rate-limit 200MiB
   kvtiers ctl drain                  answers when all that is on its way has been stored
   kvtiers ctl reload                 applies what may change while the engine runs, and names the rest
-  kvtiers ctl redis --help           all commands to a tier
+  kvtiers ctl fs --help           all commands to a tier
 
 Commands the one engine that runs here as the same user (root: of any user), or those that --engine or --all say. The
 engine does it in its next step, and logs who has sent it. Exit status: 0 done, 1 refused or not answered.""",
@@ -203,7 +203,7 @@ def _send(ctx: click.Context, action: str, how: dict[str, Any], **arguments: Any
             answers.append({**answer, "error": f"{engine['engine']} {_NO_COMMANDS}"})
             continue
         try:
-            text, result = send_command(engine["control"], action, how["seconds"], **arguments)
+            text, result = send_command(engine["control"], action, how["seconds"], engine["uid"], **arguments)
             answers.append({**answer, "text": text, "result": result})
         except CommandRefused as refusal:
             answers.append({**answer, "error": str(refusal)})

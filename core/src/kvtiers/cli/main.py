@@ -37,6 +37,7 @@ COMMANDS = {
     "store": Lazy(
         "kvtiers.cli.store.commands:store", "List, count, check, delete and retire the values in a tier's store."
     ),
+    "top": Lazy("kvtiers.cli.top:top", "Show the tiers of running engines live: hits, GB/s, queues, seconds saved."),
     "tiers": Lazy("kvtiers.cli.tiers:tiers", "List the installed tier types and their options."),
 }
 """The commands of core. Companions add theirs through the entry-point group ``kvtiers.commands``."""

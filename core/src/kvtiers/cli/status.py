@@ -10,7 +10,7 @@ from kvtiers.api.units import format_size
 from kvtiers.cli.engines import engines
 from kvtiers.cli.output import print_heading, print_table
 
-__all__ = ["status", "verdict", "what_if_sentence", "writes_per_hit"]
+__all__ = ["state_of", "status", "verdict", "what_if_sentence", "writes_per_hit"]
 
 _BREAKER = {0: "in use", 1: "out of use", 2: "being tried"}
 _FEW_LOADS = 8  # jobs; with fewer a slow tier looks like a slow start
@@ -105,7 +105,7 @@ def _percent(share: float) -> str:
 def _row(name: str, tier: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         name,
-        _state(tier),
+        state_of(tier),
         f"{tier['hits']:.0f}",
         f"{tier['tokens']:.0f}",
         _saved(tier),
@@ -117,7 +117,8 @@ def _row(name: str, tier: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _state(tier: Mapping[str, Any]) -> str:
+def state_of(tier: Mapping[str, Any]) -> str:
+    """Return a word or two for the state of a tier, as its engine has answered."""
     if tier["off"]:
         return "off"
     if tier.get("switch", "on") != "on":  # an engine that started before an upgrade does not say

@@ -123,9 +123,18 @@ class TieringManager:
         self.commands = CommandQueue()
         self.live: LiveSide | None = None
         """Of an engine with a config."""
-        self.operations = Operations(
+        self.operations = self._operations_with(budget)
+        self._events = EventLog()
+        self._look_at = -math.inf
+        self._polled = False
+        self._ready = False
+        self._closed = False
+        self._snapshots = Snapshots(metrics, primary, self._slots, engine.tier_stats, what_if)
+
+    def _operations_with(self, budget: PinBudget) -> Operations:
+        return Operations(
             Parts(
-                primary,
+                self._primary,
                 self._slots,
                 self._jobs,
                 self._plans,
@@ -137,12 +146,6 @@ class TieringManager:
                 self._reset,
             )
         )
-        self._events = EventLog()
-        self._look_at = -math.inf
-        self._polled = False
-        self._ready = False
-        self._closed = False
-        self._snapshots = Snapshots(metrics, primary, self._slots, engine.tier_stats, what_if)
 
     # -- requests
 

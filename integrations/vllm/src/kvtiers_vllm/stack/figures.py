@@ -11,7 +11,7 @@ from typing import Any
 from kvtiers.control import ControlSocket
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.metrics import PRIMARY_HELP, TIER_HELP, EngineMetrics, help_texts
-from kvtiers.status import StatusSocket, Troubles, answer_status
+from kvtiers.status import StatusSocket, Troubles, answer_status, figures_of_engine
 from kvtiers_vllm.own_tiering.metrics import COUNTERS, EVERY_SECONDS, GAUGES, described, tier_definitions
 from kvtiers_vllm.plugin_figures import plugin_values
 
@@ -125,6 +125,7 @@ def open_stack_status(
         fingerprint=fingerprint,
         what_if=lambda: facts.stats().get("what_if", {}),
         control=control,
+        engine_figures=lambda: figures_of_engine(facts.stats()),
     )
 
 

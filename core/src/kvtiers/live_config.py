@@ -1,4 +1,4 @@
-"""What an operator may change of a running engine by its config: the options that are marked live, and its tiers.
+"""The live part of a running engine's config: the options that are marked live, and its tiers.
 
 Everything here runs on a command's own thread: it reads the config's file, builds tiers and ends them. What the engine
 itself uses changes in ``in_step`` alone, on the engine's thread.
