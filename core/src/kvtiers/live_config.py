@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from kvtiers.api import ConfigError, KvtiersError, TierConfig
 from kvtiers.api.config import dump_resolved, load_resolved
 from kvtiers.config import OffloadConfig, load_config
+from kvtiers.config.options import may_change
 from kvtiers.host.messages import Limits
 from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.tier_set import TierSet
@@ -21,7 +22,7 @@ from kvtiers.tiering.engine_side import InStep
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.manager import TieringManager
 
-__all__ = ["LiveEngine", "is_live"]
+__all__ = ["LiveEngine"]
 
 _OPEN_SECONDS = 5.0  # for an attached tier to open, before the answer says that it has not yet
 _END_SECONDS = 10.0
@@ -226,7 +227,7 @@ class LiveEngine:
         opened_read_only = self._operations.slot(name).options.read_only
         is_store = isinstance(self._operations.slot(name).tier, ChunkStoreTier)
         for option, _, _ in _differences(old, new):
-            can = is_store and is_live(TierConfig, option) and not (option == "read_only" and opened_read_only)
+            can = is_store and may_change(TierConfig, option) and not (option == "read_only" and opened_read_only)
             yield f"secondary.{name}.{option}", "" if can else again
 
     def _live_tiers(self, config: OffloadConfig, applied: Sequence[str]) -> Iterator[TierConfig]:
@@ -260,14 +261,8 @@ class _OneAtATime:
         self._lock.release()
 
 
-def is_live(model: type[BaseModel], option: str) -> bool:
-    """Return whether an option of a config model may be changed while the engine runs."""
-    field = model.model_fields.get(option)
-    return field is not None and isinstance(field.json_schema_extra, dict) and bool(field.json_schema_extra.get("live"))
-
-
 def _why_not(model: type[BaseModel], option: str) -> str:
-    return "" if is_live(model, option) else "it is read at the start only; restart the engine"
+    return "" if may_change(model, option) else "it is read at the start only; restart the engine"
 
 
 def _differences(old: BaseModel, new: BaseModel) -> Iterator[tuple[str, Any, Any]]:

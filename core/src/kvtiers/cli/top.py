@@ -135,7 +135,7 @@ def screen(found: Sequence[Mapping[str, Any]], clock: str = "") -> list[str]:
     for engine in found:
         lines.append(_headline(f"{engine['engine']}, process {engine['pid']}: {engine['model']}", clock))
         clock = ""
-        lines += [f"  {_summary(engine)}", _line(_COLUMNS)]
+        lines += [f"  {_summary(engine)}"[:_WIDTH], _line(_COLUMNS)]
         lines += [_line(_cells(name, tier)) for name, tier in engine["tiers"].items()] or ["  no tiers"]
         lines.append("")
     return lines[:-1]
@@ -179,7 +179,7 @@ def _short(number: float) -> str:
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if number >= size:
             return f"{number / (1e3 if letter == 'k' else size):.0f}{letter}"
-    return f"{number:.1f}" if 0 < number < 10 else f"{number:.0f}"
+    return f"{number:.1f}" if number < 10 and number != int(number) else f"{number:.0f}"
 
 
 def _line(cells: Sequence[str]) -> str:

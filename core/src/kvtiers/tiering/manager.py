@@ -121,6 +121,7 @@ class TieringManager:
         self._plans = Plans(primary, self._cascades, self._provenance, engine, metrics, prefix_group)
         self._requests = RequestTable(self._slots, self._count_misuse)
         self.commands = CommandQueue()
+        self._commanded = self.commands.waiting  # at hand: each step looks at it
         self.live: LiveSide | None = None
         """Of an engine with a config."""
         self.operations = self._operations_with(budget)
@@ -327,7 +328,7 @@ class TieringManager:
             self._jobs.running
             or self._promotions
             or self._requests.parked
-            or self.commands.waiting
+            or self._commanded
             or any(slot.has_pending_work() for slot in self._slots)
         )
 
@@ -425,7 +426,7 @@ class TieringManager:
             self._polled = True
             self._ready = self._engine.ready()
             self._jobs.poll()
-            if self.commands.waiting:
+            if self._commanded:
                 self.commands.run()
         return self._ready
 
