@@ -64,6 +64,7 @@ _AS_THEY_ARE = (
     "wait_expired",
     "recomputed_cheaper",
 )
+_OF_ENGINE = ("steps", "engine_seconds", "lookups", "primary_hits", "rows", "free_rows")
 _NO_ANSWER = "what it says is no engine's answer"
 _TEXTS = ("engine", "model")
 _TIER_TEXTS = ("off", "trouble")
@@ -212,9 +213,8 @@ def answer_status(
 
 def figures_of_engine(stats: Mapping[str, Any]) -> dict[str, float]:
     """Return, of all that a tiering manager counts, what a screen of an engine shows besides its tiers."""
-    engine, primary = stats["engine"], stats["primary"]
-    counted = {name: engine[name] for name in ("steps", "engine_seconds", "lookups", "primary_hits")}
-    return counted | {name: primary[name] for name in ("rows", "free_rows")}
+    found = {**stats["engine"], **stats["primary"]}
+    return {name: found[name] for name in _OF_ENGINE if name in found}
 
 
 def is_orphaned() -> bool:

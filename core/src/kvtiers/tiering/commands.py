@@ -94,16 +94,21 @@ class Command:
 
 
 class CommandQueue:
-    """The commands that wait for a step. ``waiting`` is what a step looks at."""
+    """The commands that wait for a step. ``waiting`` is what a step looks at.
+
+    ``wake``: called after each that is posted, by its thread, for an engine that may sleep while it has no request.
+    """
 
     def __init__(self) -> None:
         self.waiting: deque[Command] = deque()
+        self.wake: Callable[[], None] = lambda: None
 
     def post(self, command: Command) -> bool:
         """Queue a command; False if too many wait. From any thread."""
         if len(self.waiting) >= _MOST_WAITING:
             return False
         self.waiting.append(command)
+        self.wake()
         return True
 
     def run(self) -> None:

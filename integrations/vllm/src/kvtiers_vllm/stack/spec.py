@@ -126,6 +126,7 @@ class KvtiersOffloadingSpec(OffloadingSpec):
         steps = StepClock()
         facts = StackFacts(manager.stats, layout, shared)
         engine = f"vLLM {vllm_version}"
+        manager.commands.wake = core.wake
         control = ControlSocket(EngineActions(manager, layout.model.name).actions())
         status = open_stack_status(facts, troubles, engine, self._config.namespace, manager.fingerprint, control)
         digests = AdapterDigests()
