@@ -42,7 +42,7 @@ def table(options: Iterable[Option]) -> str:
     rows = ["| option | type | default | meaning |", "|---|---|---|---|"]
     for option in options:
         default = "**required**" if option.required else _code(option.default)
-        live = "; *live*" if option.is_live else ""
+        live = "; *live*" if option.live else ""
         rows.append(f"| {_code(option.name)} | {_text(option.type)} | {default} | {_text(option.description)}{live} |")
     return "\n".join(rows) + "\n"
 

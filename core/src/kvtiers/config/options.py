@@ -46,7 +46,7 @@ class Option:
     required: bool
     default: str
     description: str
-    is_live: bool = False
+    live: bool = False
     """``kvtiers ctl reload`` applies it to a running engine."""
 
 
