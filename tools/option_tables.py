@@ -17,6 +17,7 @@ INTRODUCTION = """# Options
 Every option of the configuration file with its type, default and meaning, generated from the models that validate it.
 `kvtiers tiers` prints the same for the tiers that are installed, `kvtiers tiers --json-schema` a schema for an editor.
 An option with a dot in its name lies within another: `primary.capacity` is `capacity` under `primary:`.
+*Live*: `kvtiers ctl reload` applies it to a running engine.
 """
 
 
@@ -41,7 +42,8 @@ def table(options: Iterable[Option]) -> str:
     rows = ["| option | type | default | meaning |", "|---|---|---|---|"]
     for option in options:
         default = "**required**" if option.required else _code(option.default)
-        rows.append(f"| {_code(option.name)} | {_text(option.type)} | {default} | {_text(option.description)} |")
+        live = "; *live*" if option.live else ""
+        rows.append(f"| {_code(option.name)} | {_text(option.type)} | {default} | {_text(option.description)}{live} |")
     return "\n".join(rows) + "\n"
 
 

@@ -3,6 +3,7 @@ from pathlib import Path
 
 from kvtiers import __version__
 from kvtiers.api import API_VERSION
+from kvtiers.control import CONTROL_FORMAT
 from kvtiers.host.wire import PROTOCOL_FORMAT
 from kvtiers.layout.cache_layout import FINGERPRINT_FORMAT
 from kvtiers.layout.seal import SEAL_FORMAT
@@ -22,6 +23,7 @@ NUMBERS = {
     "keys of requests with an adapter or a salt, in vLLM": REQUEST_KEY_FORMAT,
     "handshake of the region": HANDSHAKE_VERSION,
     "host protocol": PROTOCOL_FORMAT,
+    "commands to an engine": CONTROL_FORMAT,
     "directory of the `fs` tier": int(DIRECTORY_FORMAT.split()[1]),
     "slab of the `fs` tier": SLAB_FORMAT,
     "API for tiers": API_VERSION,

@@ -125,6 +125,9 @@ class TierMetrics(_Metrics):
     loading_chunks: int = _figure("Chunks being loaded, or reserved for a load: the tier's queue.")
     out_of_use: int = _figure("1: the tier reported jobs or chunks that it was never given, and is no longer used.")
     too_slow: int = _figure("1: the tier's loads would land too late, so the chunks are computed.")
+    switched_off: int = _figure("1: an operator has switched the tier off.")
+    switched_read_only: int = _figure("1: an operator has switched the tier to read-only.")
+    cancelled_loads: int = _figure("Chunks whose load was cancelled, since an operator has switched the tier off.")
     promotion_latency: Histogram = field(
         default_factory=Histogram, metadata={"help": "Seconds from a load job to its result, if it loaded something."}
     )
@@ -288,6 +291,8 @@ _GAUGES = {
     "loading_chunks",
     "out_of_use",
     "too_slow",
+    "switched_off",
+    "switched_read_only",
     "generation",
 }
 _EXPORTED_HELP = {

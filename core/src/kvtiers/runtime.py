@@ -13,6 +13,7 @@ import secrets
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from kvtiers._log_queue import QueuedLogs, queue_logs
@@ -25,6 +26,7 @@ from kvtiers.gpu.worker import GpuWorker
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.layout.rank_map import RankMap
 from kvtiers.layout.storage_name import StorageNames
+from kvtiers.live_config import LiveEngine
 from kvtiers.model_identity import described, is_shared, with_model, with_weights
 from kvtiers.primary.eviction import BUILT_IN
 from kvtiers.primary.tier import CPUPrimaryTier
@@ -95,15 +97,7 @@ def open_manager(
             undo.callback(memory.close)
         region = _create_region(config, layout, engine_id, memory)
         undo.callback(_release_region, region)
-        primary = CPUPrimaryTier(
-            region.num_rows,
-            region.row_stride,
-            region.view,
-            policy=config.primary.eviction,
-            protected_share=config.budgets.protected,
-            protect_seconds=config.budgets.protect_for,
-            record_events=record_events,
-        )
+        primary = _primary(config, region, record_events=record_events)
         undo.callback(primary.close)  # it holds the rows' memory
         engine = _Engine(config, layout, region, primary, logs, release)
         undo.callback(engine.close_region)
@@ -112,6 +106,7 @@ def open_manager(
         recorder = _recorder(config, layout)
         if recorder is not None:
             undo.callback(recorder.close, 0.0)
+        prior = prior_seconds_per_token(layout)
         what_if = _what_if(config, layout, region)  # last: nothing below starts a thread, which can fail
         manager = TieringManager(
             engine_id,
@@ -119,11 +114,12 @@ def open_manager(
             engine.slots,
             [layout.tokens_per_chunk(group) for group in range(len(layout.groups))],
             engine,
-            _tiering_options(config, prior_seconds_per_token(layout)),
+            _tiering_options(config, prior),
             recorder=recorder,
             prefix_group=layout.prefix_group,
             what_if=what_if,
         )
+        manager.live = LiveEngine(config, manager, engine.tiers, partial(_tiering_options, prior=prior))
         undo.pop_all()
     return manager
 
@@ -217,6 +213,18 @@ def _create_region(
     )
 
 
+def _primary(config: OffloadConfig, region: OffloadRegion, *, record_events: bool) -> CPUPrimaryTier:
+    return CPUPrimaryTier(
+        region.num_rows,
+        region.row_stride,
+        region.view,
+        policy=config.primary.eviction,
+        protected_share=config.budgets.protected,
+        protect_seconds=config.budgets.protect_for,
+        record_events=record_events,
+    )
+
+
 def _release_region(region: OffloadRegion) -> None:
     region.close()
     _anonymous_regions.pop(region.engine_id, None)
@@ -301,14 +309,14 @@ class _Engine:
         self._start_line: StartLine | None = None
         self._kinds = {tier.tier_name: tier.type for tier in config.secondary}
         sizes = [(layout.payload_bytes(g), layout.value_bytes(g)) for g in range(len(layout.groups))]
-        self._tiers = TierSet(
+        self.tiers = TierSet(
             config.secondary,
             TierRows(region.view, region.row_stride, sizes, region.fd, region.map_bytes, config.primary.core_dumps),
             self._namespace,
             self._names,
             described(self._names, self._layout, release),
         )
-        self.slots = self._tiers.slots
+        self.slots = self.tiers.slots
 
     def write_start_line(self, way_in: str) -> None:
         """Write the start line, on its own thread, when the ranks have joined and the tiers report their state."""
@@ -320,7 +328,7 @@ class _Engine:
             self._names.fingerprint,
             shared=is_shared(self._layout.model),
         )
-        tiers = {name: (self._kinds[name], tier) for name, tier in self._tiers.tiers.items()}
+        tiers = {name: (self._kinds[name], tier) for name, tier in self.tiers.tiers.items()}
         with contextlib.suppress(RuntimeError):  # no thread can be had: the line is for people, the engine starts
             self._start_line = StartLine(facts, tiers, lambda: region.all_joined)
 
@@ -366,13 +374,13 @@ class _Engine:
         soon = min(time.monotonic() + self._start_wait, until)
         if self._pins_ahead:
             self._region.wait_window(max(0.0, soon - time.monotonic()))
-        self._tiers.wait_open(soon, until)
+        self.tiers.wait_open(soon, until)
 
     def new_weights(self, version: str) -> None:
         """Give all later keys and values another fingerprint."""
         self._layout = dataclasses.replace(self._layout, model=dataclasses.replace(self._layout.model, weights=version))
         self._names = StorageNames.of_layout(self._namespace, self._layout)
-        self._tiers.set_names(self._names)
+        self.tiers.set_names(self._names)
 
     def fingerprint(self) -> str:
         """Return the fingerprint as it stands in the names of values that are stored from now on."""
@@ -380,16 +388,17 @@ class _Engine:
 
     def tier_stats(self, name: str) -> dict[str, float]:
         """Return a tier's own figures."""
-        return self._tiers.tiers[name].stats()
+        tier = self.tiers.tiers.get(name)
+        return {} if tier is None else tier.stats()  # one that was detached meanwhile has none
 
     def close_tiers(self, timeout: float) -> None:
         """Drain all tiers at the same time, each of which logs what it had to drop, and close them."""
         if self._start_line is not None:
             self._start_line.close()
-        self._tiers.close(timeout)
+        self.tiers.close(timeout)
 
     def close_region(self) -> None:
         """Release the region."""
-        self._tiers.release_rows()
+        self.tiers.release_rows()
         _release_region(self._region)
         self._logs.close()

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvtiers._failures import logged_boundary
+from kvtiers.control import ControlSocket
 from kvtiers.metrics import budget_advice
 from kvtiers.region.connection import AcceptRate
 from kvtiers.region.handshake import peer_credentials
@@ -35,6 +36,7 @@ __all__ = [
     "answer_status",
     "ask",
     "ask_engine",
+    "figures_of_engine",
     "is_orphaned",
     "process_of",
     "running",
@@ -62,6 +64,7 @@ _AS_THEY_ARE = (
     "wait_expired",
     "recomputed_cheaper",
 )
+_OF_ENGINE = ("steps", "engine_seconds", "lookups", "primary_hits", "rows", "free_rows")
 _NO_ANSWER = "what it says is no engine's answer"
 _TEXTS = ("engine", "model")
 _TIER_TEXTS = ("off", "trouble")
@@ -142,6 +145,9 @@ class Troubles:
 
     def of(self, tier: str) -> str:
         """Return a tier's last trouble, or ""."""
+        if tier not in self._last:  # one that was attached later: from now on
+            self._last[tier] = LastTrouble(tier)
+            logging.getLogger("kvtiers").addHandler(self._last[tier])
         return self._last[tier].text
 
     def close(self) -> None:
@@ -170,12 +176,15 @@ def answer_status(
     namespace: str = "",
     fingerprint: Callable[[], str] = lambda: "",
     what_if: Callable[[], Mapping[str, Any]] = dict,
+    control: ControlSocket | None = None,
+    engine_figures: Callable[[], Mapping[str, float]] = dict,
 ) -> StatusSocket:
     """Answer questions about an engine's tiers from now on. ``troubles``: closed with the answer.
 
     ``figures()``: by tier, the fields of ``TierMetrics``; ``own``: the tier's own figures; ``off``: why it is not used
     here, or ""; ``shared``, ``tokens``, ``saved_seconds``; and ``left_out_requests`` where there can be any.
-    ``what_if()``: the report of the shadow caches, empty where there are none.
+    ``what_if()``: the report of the shadow caches, empty where there are none. ``control``: closed with the answer.
+    ``engine_figures()``: of the engine itself, by ``figures_of_engine``, where there are any.
     """
 
     def status() -> dict[str, Any]:
@@ -189,9 +198,23 @@ def answer_status(
             "orphaned": is_orphaned(),
             "tiers": found,
             "what_if": dict(what_if()),
+            "figures": dict(engine_figures()),
+            "control": "" if control is None else control.name,
+            "commands": [] if control is None else list(control.latest),
         }
 
-    return StatusSocket(status, troubles.close)
+    def close() -> None:
+        troubles.close()
+        if control is not None:
+            control.close()
+
+    return StatusSocket(status, close)
+
+
+def figures_of_engine(stats: Mapping[str, Any]) -> dict[str, float]:
+    """Return, of all that a tiering manager counts, what a screen of an engine shows besides its tiers."""
+    found = {**stats["engine"], **stats["primary"]}
+    return {name: found[name] for name in _OF_ENGINE if name in found}
 
 
 def is_orphaned() -> bool:
@@ -273,7 +296,10 @@ def _printable(value: Any) -> Any:
 def _is_answer(status: Mapping[str, Any]) -> bool:
     if not (isinstance(status.get("tiers"), dict) and isinstance(status.get("pid"), int)):
         return False
-    if not all(isinstance(status.get(name), str) for name in _TEXTS):
+    if not all(isinstance(status.get(name), str) for name in _TEXTS) or not isinstance(status.get("control", ""), str):
+        return False
+    figures = status.get("figures", {})  # an engine that started before an upgrade says neither of these
+    if not (isinstance(figures, dict) and all(isinstance(figure, int | float) for figure in figures.values())):
         return False
     return all(
         isinstance(tier, dict)
@@ -282,6 +308,12 @@ def _is_answer(status: Mapping[str, Any]) -> bool:
         and all(isinstance(value, str | int | float | None) for value in tier.values())
         for tier in status["tiers"].values()
     )
+
+
+def _switch(figures: Mapping[str, Any]) -> str:
+    if figures.get("switched_off"):
+        return "off"
+    return "read-only" if figures.get("switched_read_only") else "on"
 
 
 def _tier_status(figures: Mapping[str, Any], trouble: str) -> dict[str, Any]:
@@ -298,6 +330,7 @@ def _tier_status(figures: Mapping[str, Any], trouble: str) -> dict[str, Any]:
         "trouble": trouble,
         "written_chunks": max(0, figures["stored_chunks"] - own.get("already_present", 0)),
         "budget": budget_advice(figures, asked),
+        "switch": _switch(figures),
     }
     if "left_out_requests" in figures:
         status["left_out_requests"] = figures["left_out_requests"]

@@ -15,6 +15,7 @@ from typing import Any
 
 from kvtiers._failures import logged_boundary
 from kvtiers.api import ChunkStore, SecondaryTierManager, StartError, TierConfig, TierContext, TierPlugin
+from kvtiers.host.messages import Limits
 from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.fingerprint_record import Described
 from kvtiers.layout.storage_name import StorageNames
@@ -22,7 +23,7 @@ from kvtiers.plugins import load_tier, open_plugin
 from kvtiers.secondary.host_pool import HostPool, PooledHost
 from kvtiers.secondary.in_process import InProcessBackend
 from kvtiers.secondary.managed.sealed_tier import SealedTier
-from kvtiers.secondary.placement import HostedRegion, TierHosts
+from kvtiers.secondary.placement import HostedRegion, TierHosts, host_count, share_of
 from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.tiering.tier_slot import TierOptions, TierSlot
 
@@ -94,6 +95,42 @@ class TierSet:
         for tier in self.tiers.values():
             tier.set_names(names)
 
+    def limits_of(self, config: TierConfig) -> Limits:
+        """Return the limits of each host of a tier with this config."""
+        share = share_of(config, host_count(config)) if config.io == "process" else config
+        writers = None if share.store_threads == "auto" else int(share.store_threads)
+        limit = share.rate_limit
+        return Limits(share.threads, writers, limit.bytes_per_second, limit.requests_per_second)
+
+    def build(self, config: TierConfig, index: int) -> TierSlot:
+        """Build another tier and start its hosts; it is none of the tiers before ``add``. Not the engine's thread.
+
+        ``index``: one that no other tier had. KvtiersError, in one line, if its plugin cannot be loaded.
+        """
+        if self._hosts is None and config.io == "process":
+            self._hosts = self._tier_hosts(is_awaited=False)
+        slot, _ = self._built(index, config)
+        if self._hosts is not None:
+            self._hosts.start()
+        return slot
+
+    def add(self, slot: TierSlot) -> None:
+        """Count a tier that was built among the tiers; engine's thread."""
+        tier = slot.tier
+        assert isinstance(tier, ChunkStoreTier)
+        tier.set_names(self._names)  # they may have changed since
+        self.tiers[slot.name] = tier
+
+    def take_out(self, name: str) -> ChunkStoreTier | SealedTier:
+        """Count a tier, which has no job in flight, among the tiers no longer; engine's thread. ``end`` ends it."""
+        return self.tiers.pop(name)
+
+    def end(self, name: str, tier: ChunkStoreTier | SealedTier, timeout: float) -> None:
+        """Close a tier that was taken out, and end its hosts. Waits; not the engine's thread."""
+        _quietly(name, tier.close)
+        if self._hosts is not None:
+            self._hosts.end(name, timeout)
+
     def wait_open(self, soon: float, until: float) -> None:
         """Wait for all tiers to open until ``soon``, for those that are required until ``until``; StartError for these.
 
@@ -130,6 +167,11 @@ class TierSet:
         return TierHosts(hosted, self._namespace, lambda: self._names, self._described, is_awaited=is_awaited)
 
     def _slot(self, index: int, config: TierConfig) -> TierSlot:
+        slot, tier = self._built(index, config)
+        self.tiers[slot.name] = tier
+        return slot
+
+    def _built(self, index: int, config: TierConfig) -> tuple[TierSlot, ChunkStoreTier | SealedTier]:
         plugin = load_tier(config.type)
         name = config.tier_name
         tier: ChunkStoreTier | SealedTier
@@ -138,7 +180,6 @@ class TierSet:
             tier = SealedTier(config, opener, self._views, self._names, self._rows.sizes)
         else:
             tier = ChunkStoreTier(config, self._pool(plugin, config))
-        self.tiers[name] = tier
         value_bytes, capacity = max(value for _, value in self._rows.sizes), getattr(config, "capacity", None)
         options = TierOptions(
             name,
@@ -149,7 +190,7 @@ class TierSet:
             None if config.writes_per_hour is None else config.writes_per_hour / value_bytes,
             capacity // value_bytes if isinstance(capacity, int) else None,
         )
-        return TierSlot(index, tier, options)
+        return TierSlot(index, tier, options), tier
 
     def _pool(self, plugin: TierPlugin, config: TierConfig) -> HostPool:
         if config.io == "process" and self._hosts is not None:

@@ -56,6 +56,18 @@ def test_blocks_of_larger_chunks_are_shared_out_in_proportion_and_none_is_lost()
     assert shared == {"primary": 203 - 78 - 27, "fs": 203 * 20 // 52, "far": 203 * 7 // 52}
 
 
+def test_tiers_that_are_attached_or_detached_meanwhile_are_in_the_curve_and_the_figures() -> None:
+    made = measured(references=10)
+    made.note(1.0, stats(1, fs=2), 0)
+    made.note(2.0, stats(1, far=3), 0)
+    made.note(3.0, stats(1, far=3, fs=1), 0)
+    assert made.curve.seconds == [1.0, 2.0, 3.0]
+    assert {len(column) for column in (*made.curve.counts.values(), *made.curve.depths.values())} == {3}
+    assert made.curve.depths["far: chunks to load"] == [0.0, 0, 0]
+    made.note(4.0, stats(1), 0)
+    assert set(made.stats["tiers"]) == {"fs", "far"}, "what a tier has done stays counted when it is detached"
+
+
 def test_nothing_loaded_is_no_hit_though_chunks_were_pinned() -> None:
     assert hits_by_origin(0, stats(5, fs=3)) == {"primary": 0, "fs": 0}
 

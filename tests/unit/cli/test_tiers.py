@@ -89,7 +89,7 @@ def test_json_has_everything_the_tables_have(run, shelf, broken):
     options = {option["name"]: option for option in tier["options"]}
     assert options["capacity"] == {
         "name": "capacity", "type": "size", "required": False, "default": "5GiB",
-        "description": "most bytes of values", "common": False,
+        "description": "most bytes of values", "live": False, "common": False,
     }  # fmt: skip
     assert options["deadline"]["common"]
     assert options["path"]["required"]

@@ -103,3 +103,17 @@ def test_loads_go_before_stores_that_have_waited_longer(clock):
     assert limit.wait(0, urgent=False, give_up_at=NEVER)
     assert waited["load"] == pytest.approx([0.05, 0.1, 0.15, 0.2])
     assert waited["store"] == pytest.approx([0.05, 0.2])
+
+
+def test_another_limit_holds_from_the_next_call_on_and_none_is_none(clock):
+    limit = limiter(clock, bytes_per_second="1MiB")
+    limit.wait(10 << 20, urgent=True, give_up_at=NEVER)
+    limit.set(RateLimit(bytes_per_second=10 << 20))
+    begin = clock.now
+    for _ in range(31):
+        assert limit.wait(10 << 20, urgent=False, give_up_at=NEVER)
+    assert clock.now - begin == pytest.approx(29.0)
+    limit.set(RateLimit())
+    clock.waits.clear()
+    assert limit.wait(1 << 40, urgent=False, give_up_at=clock.now)
+    assert clock.waits == []

@@ -41,7 +41,7 @@ def test_stores_take_no_more_threads_than_they_may_and_leave_one_to_loads():
         assert taken == expected
         assert queue.add(job_of(1, is_load=True), 1)
         assert queue.next().of.job.is_load
-    queue.set_threads(1)
+    queue.set_threads(1, None)
     assert queue._most_stores == 1
 
 

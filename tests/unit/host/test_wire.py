@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtiers.host import wire
-from kvtiers.host.messages import JobDone, JobFailed, JobReleased, JobStarted, Opened, Probed, StoreJob
+from kvtiers.host.messages import JobDone, JobFailed, JobReleased, JobStarted, Limits, Opened, Probed, StoreJob
 from kvtiers.host.wire import Frame, FrameReader, Kind, ProtocolError, frame
 from kvtiers.layout.storage_name import StorageNames
 
-GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "host_protocol-5.json").read_text(encoding="utf-8"))
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "host_protocol-6.json").read_text(encoding="utf-8"))
 
 u64 = st.integers(0, 2**64 - 1)
 rows = st.integers(-(2**31), 2**31 - 1)
@@ -105,6 +105,7 @@ ENCODERS = {
     "RELEASE": lambda tier, body: wire.encode_release(tier, body["job_id"]),
     "RELEASED": encode_event(JobReleased),
     "ABANDON": lambda tier, body: wire.encode_abandon(tier, body["job_id"]),
+    "LIMITS": lambda tier, body: wire.encode_limits(tier, Limits(**body)),
     "CLOSE": lambda tier, body: wire.encode_close(tier, body["seconds"]),
     "OPENED": encode_event(Opened),
     "STARTED": encode_event(JobStarted),
@@ -121,6 +122,7 @@ DECODERS = dict.fromkeys(("OPENED", "STARTED", "FAILED", "DONE", "PROBED", "RELE
     "PROBE": fields_of_probe,
     "RELEASE": lambda message: {"job_id": wire.decode_id(message.body)},
     "ABANDON": lambda message: {"job_id": wire.decode_id(message.body)},
+    "LIMITS": lambda message: wire.decode_limits(message.body)._asdict(),
     "CLOSE": lambda message: {"seconds": wire.decode_close(message.body)},
     "STATS": lambda message: {"figures": wire.decode_stats(message.body)},
     "LOG": lambda message: dict(zip(("level", "text"), wire.decode_log(message.body), strict=True)),
@@ -129,7 +131,7 @@ DECODERS = dict.fromkeys(("OPENED", "STARTED", "FAILED", "DONE", "PROBED", "RELE
 
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["title"])
 def test_messages_of_this_format_never_change(case):
-    assert wire.PROTOCOL_FORMAT == 5, "another format needs a golden file of its own, beside this"
+    assert wire.PROTOCOL_FORMAT == 6, "another format needs a golden file of its own, beside this"
     assert ENCODERS[case["kind"]](case["tier"], case["fields"]).hex() == case["message"]
     read = only_frame(bytes.fromhex(case["message"]))
     assert (Kind(read.kind).name, read.tier) == (case["kind"], case["tier"])

@@ -7,6 +7,7 @@ budgets' fairness or speed.
 import itertools
 import logging
 from collections import Counter
+from functools import partial
 
 import pytest
 from hypothesis import settings
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvtiers.api import JobResult
+from kvtiers.tiering.commands import Command
 from kvtiers.tiering.jobs import TieringOptions
 from kvtiers.tiering.load_or_recompute import LATE
 from kvtiers.types import RequestContext
@@ -351,6 +353,22 @@ class ManagerAgainstModel(RuleBasedStateMachine):
         self.step(0.0, 0)
         assert self.bench.slots[tier].retired
         assert self.bench.slots[tier].metrics.refused_results == 1
+
+    # -- an operator's commands
+
+    @rule(tier=tiers, to=st.sampled_from(["on", "off", "read-only"]))
+    def switch(self, tier, to):
+        name = self.bench.slots[tier].name
+        self.command(partial(self.manager.operations.switch, name, to))
+
+    @rule(what=st.sampled_from(["drain", "clear"]))
+    def drain_or_clear(self, what):
+        self.command(self.manager.operations.drain() if what == "drain" else self.manager.operations.clear)
+
+    def command(self, work):
+        """Done by one of the next steps, also by one that is in the midst of lookups."""
+        assert self.manager.commands.post(Command(work)) or len(self.manager.commands.waiting) == 64
+        self.manager.look_again()
 
     # -- resets, weights, ranks
 

@@ -16,6 +16,7 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
+    JsonValue,
     SerializationInfo,
     ValidationInfo,
     field_validator,
@@ -39,6 +40,8 @@ __all__ = [
 
 _VARIABLE = re.compile(r"\$\{([^}]*)(\}?)")
 _MOST_PROCESSES = 16
+LIVE: dict[str, JsonValue] = {"live": True}
+"""Marks an option that ``kvtiers ctl reload`` applies to a running engine (``json_schema_extra``)."""
 HOST_OPTIONS = frozenset(
     {
         "cpus", "exists_ttl", "grace", "host", "nice", "processes", "rate_limit", "retries", "store_queue",
@@ -239,12 +242,15 @@ class TierConfig(StrictModel):
         default=5, ge=0, le=19, description="how far the tier's host gives way to the engine; 0: not at all"
     )
     required: bool = Field(default=False, description="a tier that cannot be reached at start stops the engine")
-    read_only: bool = Field(default=False, description="never write or delete")
-    threads: int = Field(default=4, ge=1, le=256, description="transfers at the same time, in each tier host")
+    read_only: bool = Field(default=False, description="never write or delete", json_schema_extra=LIVE)
+    threads: int = Field(
+        default=4, ge=1, le=256, description="transfers at the same time, in each tier host", json_schema_extra=LIVE
+    )
     store_threads: int | Literal["auto"] = Field(
         default="auto",
         description="of these, how many may write at the same time; auto: all but one, or, where a write takes this "
         "machine's processors, as many as leave half of those to the engine",
+        json_schema_extra=LIVE,
     )
     deadline: Duration = Field(default=30.0, gt=0, description="longest time of a transfer until it counts as failed")
     grace: Duration = Field(
@@ -252,10 +258,15 @@ class TierConfig(StrictModel):
     )
     retries: int = Field(default=2, ge=0, description="further attempts after a transient error, inside the deadline")
     store_queue: int = Field(
-        default=1024, ge=1, description="values waiting to be written; more are dropped and counted"
+        default=1024,
+        ge=1,
+        description="values waiting to be written; more are dropped and counted",
+        json_schema_extra=LIVE,
     )
     breaker: BreakerConfig = Field(default_factory=BreakerConfig, description="when the tier is taken out of use")
-    rate_limit: RateLimit = Field(default_factory=RateLimit, description="the most that the tier may be asked for")
+    rate_limit: RateLimit = Field(
+        default_factory=RateLimit, description="the most that the tier may be asked for", json_schema_extra=LIVE
+    )
     admission: Admission = Field(
         default="all",
         description="which chunks go down to this tier: all at once; second_access, when one is wanted again (fewest "
@@ -267,7 +278,9 @@ class TierConfig(StrictModel):
     writes_per_hour: Size | None = Field(
         default=None, gt=0, description="most bytes an hour that 'admission: expected-reuse' writes; default: no bound"
     )
-    exists_ttl: Duration = Field(default=60.0, ge=0, description="how long the answer of an existence check is reused")
+    exists_ttl: Duration = Field(
+        default=60.0, ge=0, description="how long the answer of an existence check is reused", json_schema_extra=LIVE
+    )
 
     @property
     def tier_name(self) -> str:

@@ -32,10 +32,12 @@ COMMANDS = {
     "completion": Lazy("kvtiers.cli.completion:completion", "Print a shell's completion script."),
     "new-tier": Lazy("kvtiers.cli.new_tier.command:new_tier", "Write a new tier type's distribution to start from."),
     "report": Lazy("kvtiers.cli.report:report", "Gather what a bug report needs, without secrets."),
+    "ctl": Lazy("kvtiers.cli.ctl:ctl", "Command a running engine: switch, limit, attach, drain or clear its tiers."),
     "status": Lazy("kvtiers.cli.status:status", "Show the tiers of running engines, and whether they pay."),
     "store": Lazy(
         "kvtiers.cli.store.commands:store", "List, count, check, delete and retire the values in a tier's store."
     ),
+    "top": Lazy("kvtiers.cli.top:top", "Show the tiers of running engines live: hits, GB/s, queues, seconds saved."),
     "tiers": Lazy("kvtiers.cli.tiers:tiers", "List the installed tier types and their options."),
 }
 """The commands of core. Companions add theirs through the entry-point group ``kvtiers.commands``."""

@@ -7,10 +7,10 @@ from typing import Any
 import click
 
 from kvtiers.api.units import format_size
+from kvtiers.cli.engines import engines
 from kvtiers.cli.output import print_heading, print_table
-from kvtiers.status import ask_engine, process_of, running
 
-__all__ = ["status", "verdict", "what_if_sentence", "writes_per_hit"]
+__all__ = ["state_of", "status", "verdict", "what_if_sentence", "writes_per_hit"]
 
 _BREAKER = {0: "in use", 1: "out of use", 2: "being tried"}
 _FEW_LOADS = 8  # jobs; with fewer a slow tier looks like a slow start
@@ -35,16 +35,7 @@ Exit status: 0, or 1 if there is no engine that answers."""
 @click.pass_context
 def status(ctx: click.Context, asks_what_if: bool, as_json: bool) -> None:
     """Show each tier of each running engine, and whether it pays."""
-    engines: dict[tuple[str, int], dict[str, Any]] = {}
-    for name in running():
-        try:
-            answer = ask_engine(name)
-        except (OSError, ValueError) as error:
-            click.echo(f"{name}: no answer: {error}", err=True)
-            continue
-        known = engines.setdefault((process_of(name), answer["uid"]), answer)
-        known["tiers"] |= answer["tiers"]  # each tier of an engine has a socket of its own
-    answers = list(engines.values())
+    answers = engines()
     if as_json:
         click.echo(json.dumps(answers))
     elif not answers:
@@ -114,7 +105,7 @@ def _percent(share: float) -> str:
 def _row(name: str, tier: Mapping[str, Any]) -> tuple[str, ...]:
     return (
         name,
-        _state(tier),
+        state_of(tier),
         f"{tier['hits']:.0f}",
         f"{tier['tokens']:.0f}",
         _saved(tier),
@@ -126,9 +117,12 @@ def _row(name: str, tier: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _state(tier: Mapping[str, Any]) -> str:
+def state_of(tier: Mapping[str, Any]) -> str:
+    """Return a word or two for the state of a tier, as its engine has answered."""
     if tier["off"]:
         return "off"
+    if tier.get("switch", "on") != "on":  # an engine that started before an upgrade does not say
+        return f"{tier['switch']} (ctl)"
     if not tier["open"]:
         return "not open"
     if tier["breaker_state"]:
@@ -152,6 +146,7 @@ def verdict(tier: Mapping[str, Any]) -> str:
     left_out = tier.get("left_out_requests", 0)  # the whole stack leaves none out
     sentences = (
         (tier["off"], f"it does nothing here: {tier['off']}"),
+        (tier.get("switch") == "off", "it does nothing: an operator has switched it off; 'kvtiers ctl' switches it on"),
         (not tier["open"] or tier["breaker_state"], f"it brings nothing now, since it cannot be used: {trouble}"),
         (
             not tier["shared"],

@@ -34,9 +34,12 @@ def load_config(source: PathOrMapping) -> OffloadConfig:
     where = "config" if isinstance(source, Mapping) else os.fspath(source)
     try:
         document = source if isinstance(source, Mapping) else _read(where)
-        return _validate(document)
+        config = _validate(document)
     except ConfigError as error:
         raise ConfigError([one_line(f"{where}: {problem}") for problem in error.problems]) from None
+    if not isinstance(source, Mapping):
+        config._source = str(Path(where).absolute())  # noqa: SLF001 -- no option of the file's
+    return config
 
 
 def _read(path: str) -> Mapping[Any, Any]:

@@ -2,9 +2,10 @@
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, SerializeAsAny, field_validator, model_validator
 
 from kvtiers.api import ConfigError, Duration, Share, Size, StrictModel, TierConfig
+from kvtiers.api.config import LIVE
 from kvtiers.api.units import DURATION, parse_duration
 from kvtiers.layout.storage_name import check_namespace
 from kvtiers.region.memfd import DEFAULT_WINDOW, MOST_NODES, HugePages, PrefaultMode
@@ -107,9 +108,13 @@ class PrimaryConfig(StrictModel):
 class BudgetConfig(StrictModel):
     """Shares of the primary's rows that may be held for one purpose; each is rounded up to at least one row."""
 
-    store_reserve: Share = Field(default=0.10, description="rows kept for stores, which promotions may not take")
-    all_tiers: Share = Field(default=0.50, description="most rows that all tiers together may pin")
-    one_tier: Share = Field(default=0.25, description="most rows that one tier may pin")
+    store_reserve: Share = Field(
+        default=0.10, description="rows kept for stores, which promotions may not take", json_schema_extra=LIVE
+    )
+    all_tiers: Share = Field(
+        default=0.50, description="most rows that all tiers together may pin", json_schema_extra=LIVE
+    )
+    one_tier: Share = Field(default=0.25, description="most rows that one tier may pin", json_schema_extra=LIVE)
     protected: Share = Field(default=0.40, description="most promoted rows that are kept until they are read")
     protect_for: Duration = Field(default=10.0, description="longest time that such a row is kept")
 
@@ -143,9 +148,12 @@ class OffloadConfig(StrictModel):
         default=0.02,
         description="longest wait of a request for a tier's answer; with 'load_wait: auto' at least 15% of what "
         "computing its prompt takes",
+        json_schema_extra=LIVE,
     )
     load_wait: LoadWait = Field(
-        default="auto", description="longest wait of a request for a promotion; auto: as long as recomputing takes"
+        default="auto",
+        description="longest wait of a request for a promotion; auto: as long as recomputing takes",
+        json_schema_extra=LIVE,
     )
     start_wait: Duration = Field(
         default=1.0, ge=0, description="longest wait of the start for the first pinned memory and for tiers to open"
@@ -159,6 +167,13 @@ class OffloadConfig(StrictModel):
         default=False,
         description="shadow caches of keys alone, for 'kvtiers status --what-if'; at most 0.5% of a core, some 90 MiB",
     )
+
+    _source: str = PrivateAttr(default="")
+
+    @property
+    def source(self) -> str:
+        """The path of the file that this config was read from, "" if it was none."""
+        return self._source
 
     @field_validator("namespace")
     @classmethod

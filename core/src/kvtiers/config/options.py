@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from kvtiers.api import Secret
 from kvtiers.api.units import Unit
 
-__all__ = ["Option", "expected", "models_in", "options_of", "type_name", "written_default"]
+__all__ = ["Option", "expected", "may_change", "models_in", "options_of", "type_name", "written_default"]
 
 _NAMES: list[tuple[type, str]] = [
     (bool, "boolean"),
@@ -46,25 +46,34 @@ class Option:
     required: bool
     default: str
     description: str
+    live: bool = False
+    """``kvtiers ctl reload`` applies it to a running engine."""
 
 
 def options_of(model: type[BaseModel]) -> list[Option]:
     """Return the options of this model in order, with those of nested models in the place of each."""
-    return list(_options(model, None, ""))
+    return list(_options(model, None, "", is_live=False))
 
 
-def _options(model: type[BaseModel], values: BaseModel | None, prefix: str) -> Iterator[Option]:
+def may_change(model: type[BaseModel], option: str) -> bool:
+    """Return whether an option of a config model may be changed while the engine runs."""
+    field = model.model_fields.get(option)
+    return field is not None and isinstance(field.json_schema_extra, dict) and bool(field.json_schema_extra.get("live"))
+
+
+def _options(model: type[BaseModel], values: BaseModel | None, prefix: str, *, is_live: bool) -> Iterator[Option]:
     for name, field in model.model_fields.items():
         default = getattr(values, name) if values is not None else _default(field)
         nested = models_in(field.annotation)
+        live = is_live or may_change(model, name)
         if isinstance(default, BaseModel):
-            yield from _options(type(default), default, f"{prefix}{name}.")
+            yield from _options(type(default), default, f"{prefix}{name}.", is_live=live)
         elif nested and field.is_required():
-            yield from _options(nested[0], None, f"{prefix}{name}.")
+            yield from _options(nested[0], None, f"{prefix}{name}.", is_live=live)
         else:
             required = field.is_required() and values is None
             text = "" if required else _written(default, _unit(field.annotation, field.metadata))
-            yield Option(f"{prefix}{name}", type_name(field), required, text, field.description or "")
+            yield Option(f"{prefix}{name}", type_name(field), required, text, field.description or "", live)
 
 
 def _default(field: FieldInfo) -> Any:

@@ -19,6 +19,7 @@ __all__ = [
     "JobFailed",
     "JobReleased",
     "JobStarted",
+    "Limits",
     "Opened",
     "Probed",
     "Status",
@@ -67,6 +68,15 @@ class StoreJob(NamedTuple):
     rows: Sequence[int]
     overwrites: bytes = b""
     is_delete: bool = False
+
+
+class Limits(NamedTuple):
+    """The limits of one tier in one host that may change while it works; None: no limit, or ``threads`` less one."""
+
+    threads: int
+    store_threads: int | None = None
+    bytes_per_second: int | None = None
+    requests_per_second: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

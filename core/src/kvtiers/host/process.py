@@ -94,6 +94,8 @@ class TierHost:
                 self._pools[tier].abandon(wire.decode_id(body))
             case Kind.RELEASE:
                 self._pools[tier].release(wire.decode_id(body))
+            case Kind.LIMITS:
+                self._pools[tier].set_limits(wire.decode_limits(body))
             case Kind.CLOSE:
                 self._close(wire.decode_close(body))
             case _:

@@ -202,11 +202,15 @@ class RateLimiter:
     """Makes the tier's threads wait their turn. Unlimited where the config sets nothing."""
 
     def __init__(self, limit: RateLimit, stop: threading.Event, clock: Callable[[], float] = time.monotonic) -> None:
-        self._bytes = _Bucket(limit.bytes_per_second) if limit.bytes_per_second else None
-        self._calls = _Bucket(limit.requests_per_second) if limit.requests_per_second else None
+        self.set(limit)
         self._lock = threading.Lock()
         self._stop = stop
         self._clock = clock
+
+    def set(self, limit: RateLimit) -> None:
+        """Set another limit. A call that waits already still waits by the one before."""
+        self._bytes = _Bucket(limit.bytes_per_second) if limit.bytes_per_second else None
+        self._calls = _Bucket(limit.requests_per_second) if limit.requests_per_second else None
 
     def wait(self, nbytes: int, *, urgent: bool, give_up_at: float) -> bool:
         """Wait for the turn of one call that moves ``nbytes``.

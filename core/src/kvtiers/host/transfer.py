@@ -146,8 +146,8 @@ class ValueMover:
         self._views = views
         self._options = options
         self._turn = _Turn()
-        limiter = RateLimiter(options.rate_limit, stop)
-        self._attempts = Attempts(store.transient_errors, options.retries, limiter, stop)
+        self._limiter = RateLimiter(options.rate_limit, stop)
+        self._attempts = Attempts(store.transient_errors, options.retries, self._limiter, stop)
         self._known = KnownNames(options.exists_ttl)
         self._names_per_call = max(1, int(store.exists_per_call))
         self._calls = StoreCalls(store)
@@ -158,6 +158,10 @@ class ValueMover:
         takes_parts = self._calls.takes_parts and isinstance(self._store_views, BounceBufferViews)
         self._part_views = cast("BounceBufferViews", self._store_views) if takes_parts else None
         self.batch_values = max(1, min(_BATCH_VALUES, _BATCH_BYTES // largest)) if self._calls.in_batches else 1
+
+    def set_rate_limit(self, limit: RateLimit) -> None:
+        """Make calls under another rate limit from now on."""
+        self._limiter.set(limit)
 
     def load(self, run: ValueRun) -> Moved:
         """Fill the rows; a value that is absent, foreign or damaged is not DONE, whatever its row holds now."""

@@ -3,7 +3,7 @@
 =================  ==========================================================================================
 thread             does
 =================  ==========================================================================================
-caller's           ``submit``, ``probe``, ``set_names``, ``abandon``: queue work; never waits for a store
+caller's           ``submit``, ``probe``, ``set_names``, ``set_limits``, ``abandon``: never waits for a store
 transfer (N)       opens the store (one of them), then slices of jobs: loads first; N - 1 or fewer at stores
 lookup (1)         probes (``prober.py``), so that they do not stand behind transfers
 =================  ==========================================================================================
@@ -12,16 +12,18 @@ A job is cut into slices that run side by side; its one result comes when the la
 of its views any more.
 """
 
+import itertools
 import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from kvtiers._failures import logged_boundary, plugin_boundary
-from kvtiers.api import ChunkStore, OffloadKey
+from kvtiers.api import ChunkStore, OffloadKey, RateLimit
 from kvtiers.host.claimed_views import ClaimedViews
-from kvtiers.host.messages import Event, JobDone, JobFailed, JobReleased, JobStarted, Opened, Status, StoreJob
+from kvtiers.host.messages import Event, JobDone, JobFailed, JobReleased, JobStarted, Limits, Opened, Status, StoreJob
 from kvtiers.host.prober import Prober
 from kvtiers.host.transfer import Moved, MoverOptions, ValueMover, ValueRun, mover_options
 from kvtiers.host.transfer_queue import PoolJob, Slice, TransferQueue
@@ -68,6 +70,7 @@ class TransferPool:
         self._names = names
         self._options = options
         self._threads = threads
+        self._store_threads = store_threads
         self._deadline = deadline
         self._reopen = reopen
         self._emit = emit
@@ -82,6 +85,7 @@ class TransferPool:
         self._mover: ValueMover | None = None
         self._store: ChunkStore | None = None
         self._life = threading.Lock()  # of ``_workers`` and ``_store``, between the opening thread and ``close``
+        self._numbers = itertools.count(1)
         self._workers = [self._thread(0, self._open_and_work, open_store)]
         self._workers[0].start()
 
@@ -120,6 +124,28 @@ class TransferPool:
     def set_names(self, names: StorageNames) -> None:
         """Use these names for what is queued from now on."""
         self._names = names
+
+    def set_limits(self, limits: Limits) -> None:
+        """Use these limits from now on: threads come at once, and leave when they have ended what they do."""
+        limit = RateLimit(bytes_per_second=limits.bytes_per_second, requests_per_second=limits.requests_per_second)
+        with self._life:
+            self._options = replace(self._options, rate_limit=limit)
+            self._store_threads = limits.store_threads
+            if self._mover is None:  # not open yet: it begins with them
+                self._threads = limits.threads
+                self._queue.set_threads(limits.threads, limits.store_threads)
+                return
+            self._mover.set_rate_limit(limit)
+            self._resize(limits.threads)
+
+    def _resize(self, threads: int) -> None:
+        self._workers = [worker for worker in self._workers if worker.is_alive()]
+        have = len(self._workers) - 1  # without the prober's
+        fresh = [self._thread(next(self._numbers), self._work) for _ in range(have, threads)]
+        self._threads = threads
+        self._queue.set_threads(threads, self._store_threads, leaving=max(0, have - threads))
+        if problem := self._start(fresh):
+            self._go_on_with_fewer(problem)
 
     def stats(self) -> dict[str, float]:
         """Return the queues' lengths, and the store's own figures as of a second ago."""
@@ -202,8 +228,9 @@ class TransferPool:
         if first_use.error:
             self._close_store(store)
             return first_use.error
-        more = [self._thread(number, self._work) for number in range(1, self._threads)]
         with self._life:
+            mover.set_rate_limit(self._options.rate_limit)  # it may have changed meanwhile
+            more = [self._thread(next(self._numbers), self._work) for _ in range(1, self._threads)]
             error = "the tier is closed" if self._stop.is_set() else self._start([self._prober.thread(store, mover)])
             if not error:
                 self._mover, self._store = mover, store
@@ -226,7 +253,7 @@ class TransferPool:
 
     def _go_on_with_fewer(self, problem: str) -> None:
         count = len(self._workers) - 1  # without the prober's
-        self._queue.set_threads(count)
+        self._queue.set_threads(count, self._store_threads)
         _log.warning("%s: %d of its %d threads have started: %s", self._label, count, self._threads, problem)
 
     def _compare(self, store: ChunkStore) -> None:

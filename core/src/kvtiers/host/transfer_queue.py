@@ -107,13 +107,16 @@ class TransferQueue:
         self._counted_until = {True: 0.0, False: 0.0}  # loads, stores
         self._in_flight = {True: 0, False: 0}
         self._closed = False
-        self._store_threads = store_threads or threads
-        self.set_threads(threads)
+        self._leaving = 0
+        self.set_threads(threads, store_threads)
 
-    def set_threads(self, threads: int) -> None:
-        """Count on this many threads from now on."""
+    def set_threads(self, threads: int, store_threads: int | None, leaving: int = 0) -> None:
+        """Count on this many threads from now on; ``leaving``: so many of those that ask for work are to end."""
         with self._lock:
-            self._most_stores = max(1, min(self._store_threads, threads - 1))  # one thread at least is kept for loads
+            most = store_threads or threads
+            self._most_stores = max(1, min(most, threads - 1))  # one thread at least is kept for loads
+            self._leaving = leaving
+            self._work.notify_all()
 
     @property
     def loads(self) -> int:
@@ -139,9 +142,12 @@ class TransferQueue:
         return True
 
     def next(self) -> Slice | None:
-        """Wait for a slice and take it; None: the queue is closed. A slice of a store ends with ``store_done``."""
+        """Wait for a slice and take it; None: the thread is to end. A slice of a store ends with ``store_done``."""
         with self._lock:
             while not self._closed:
+                if self._leaving:
+                    self._leaving -= 1
+                    return None
                 if self._loads:
                     return self._loads.popleft()
                 if self._stores and self._storing < self._most_stores:

@@ -1,4 +1,4 @@
-"""The wire format between the engine and a tier host, number 5: length-prefixed messages on a stream socket.
+"""The wire format between the engine and a tier host, number 6: length-prefixed messages on a stream socket.
 
 Every message is ``u32 length | u8 kind | u16 tier | body``; ``length`` counts what follows it, ``tier`` is the tier's
 place in the HELLO.
@@ -17,6 +17,7 @@ PROBE          engine  u64 probe, u8 is prefix, keys
 ABANDON        engine  u64 job
 CLOSE          engine  f64 seconds to drain
 RELEASE        engine  u64 job
+LIMITS         engine  u32 threads, u32 store threads, u64 bytes a second, f64 requests a second; 0: none
 OPENED         host    u8 length, epoch, error
 STARTED        host    u64 job
 FAILED         host    u64 job, error
@@ -35,7 +36,7 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 from kvtiers.api import OffloadKey
-from kvtiers.host.messages import Event, JobDone, JobFailed, JobReleased, JobStarted, Opened, Probed, StoreJob
+from kvtiers.host.messages import Event, JobDone, JobFailed, JobReleased, JobStarted, Limits, Opened, Probed, StoreJob
 from kvtiers.layout.storage_name import StorageNames
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "decode_event",
     "decode_id",
     "decode_job",
+    "decode_limits",
     "decode_log",
     "decode_names",
     "decode_probe",
@@ -58,6 +60,7 @@ __all__ = [
     "encode_event",
     "encode_hello",
     "encode_job",
+    "encode_limits",
     "encode_log",
     "encode_names",
     "encode_probe",
@@ -66,7 +69,7 @@ __all__ = [
     "frame",
 ]
 
-PROTOCOL_FORMAT = 5
+PROTOCOL_FORMAT = 6
 MAX_FRAME_BYTES = 64 * 2**20
 MAX_EVENT_BYTES = 2**20  # of a host: a byte for each chunk of a job or a question, figures, a log line
 
@@ -80,6 +83,7 @@ _DONE = struct.Struct("<QQdII")
 _PROBED = struct.Struct("<QI")
 _U64 = struct.Struct("<Q")
 _F64 = struct.Struct("<d")
+_LIMITS = struct.Struct("<IIQd")
 
 
 class ProtocolError(Exception):
@@ -96,6 +100,7 @@ class Kind(IntEnum):
     ABANDON = 5
     CLOSE = 6
     RELEASE = 7
+    LIMITS = 8
     OPENED = 64
     STARTED = 65
     FAILED = 66
@@ -214,6 +219,17 @@ def decode_id(body: memoryview) -> int:
 def encode_release(tier: int, job_id: int) -> bytes:
     """Return a RELEASE message."""
     return frame(Kind.RELEASE, tier, _U64.pack(job_id))
+
+
+def encode_limits(tier: int, limits: Limits) -> bytes:
+    """Return a LIMITS message."""
+    return frame(Kind.LIMITS, tier, _LIMITS.pack(*(limit or 0 for limit in limits)))
+
+
+def decode_limits(body: memoryview) -> Limits:
+    """Read a LIMITS message."""
+    threads, store_threads, nbytes, requests = _head(_LIMITS, body)
+    return Limits(max(1, threads), store_threads or None, nbytes or None, requests or None)
 
 
 def encode_close(tier: int, seconds: float) -> bytes:

@@ -156,6 +156,11 @@ class CPUPrimaryTier:
         """Completions and abandonments of rows that were not leased that way; all of them were ignored."""
         return self._rows.misuse
 
+    @property
+    def chunks(self) -> int:
+        """Chunks that have a row."""
+        return len(self._row_of)
+
     def figures(self) -> dict[str, int]:
         """Return all of these numbers by name, in one call, since it is made at the end of each step."""
         rows, chunks = self._rows, self._chunks

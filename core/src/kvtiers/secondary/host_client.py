@@ -18,6 +18,7 @@ from kvtiers.host.messages import (
     JobFailed,
     JobReleased,
     JobStarted,
+    Limits,
     Opened,
     Probed,
     Status,
@@ -68,6 +69,7 @@ class HostClient:
         self._index = len(link.tiers)
         link.tiers.append(self)
         self.names = names
+        self.limits: Limits | None = None
         self._grace = grace
         self._is_awaited = is_awaited
         self._open_within = max(_LEAST_OPEN_SECONDS, deadline + grace)
@@ -126,6 +128,11 @@ class HostClient:
         self.names = names
         if self._link.connected and not self._link.send(wire.encode_names(self._index, names)):
             self._link.kill("it cannot be sent the names of the new weights, since it does not read")
+
+    def set_limits(self, limits: Limits) -> None:
+        """Send other limits; a host that is not there gets them when it is, and one that does not read may go on."""
+        self.limits = limits
+        self._link.send(wire.encode_limits(self._index, limits))
 
     def abandon(self, job_id: int) -> None:
         """Drop the job if it has not begun; kill the host if it does not end the job in time."""

@@ -22,7 +22,7 @@ import time
 from typing import Protocol
 
 from kvtiers.host import wire
-from kvtiers.host.messages import Event
+from kvtiers.host.messages import Event, Limits
 from kvtiers.host.wire import MAX_EVENT_BYTES, Frame, FrameReader, Kind, ProtocolError
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.region.memfd import detach_in_children
@@ -43,6 +43,8 @@ class LinkedTier(Protocol):
     """The callbacks of the connection to each tier in its host."""
 
     names: StorageNames
+    limits: Limits | None
+    """Those that have changed since the config was read; None: none has."""
 
     def on_started(self, life: HostLife) -> None:
         """Handle the start of a new host process."""
@@ -167,6 +169,8 @@ class HostConnection:
         self._unasked = 0
         for index, tier in enumerate(self.tiers):  # they may have changed since its HELLO
             self.send(wire.encode_names(index, tier.names))
+            if tier.limits is not None:
+                self.send(wire.encode_limits(index, tier.limits))
             tier.on_started(life)
         if self._ending:
             self.launcher.discard(life)

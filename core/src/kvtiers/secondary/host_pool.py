@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from kvtiers.api import OffloadKey, TransferJob
-from kvtiers.host.messages import Event, JobDone, JobFailed, JobReleased, JobStarted, Opened, Probed
+from kvtiers.host.messages import Event, JobDone, JobFailed, JobReleased, JobStarted, Limits, Opened, Probed
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.secondary.host_client import BUMPED
 from kvtiers.secondary.tier_jobs import InflightJob, JobPart
@@ -62,6 +62,9 @@ class StoreBackend(Protocol):
 
     def set_names(self, names: StorageNames) -> None:
         """Use other names (another fingerprint) for all that is sent from now on."""
+
+    def set_limits(self, limits: Limits) -> None:
+        """Use these limits from now on, in each life of a host."""
 
     def abandon(self, job_id: int) -> None:
         """Give this job up: no request waits for it any more. Its JobDone must still follow."""
@@ -198,6 +201,11 @@ class HostPool:
         """Send other names to all hosts, in order with the jobs of each."""
         for host in self._hosts:
             host.backend.set_names(names)
+
+    def set_limits(self, limits: Limits) -> None:
+        """Use these limits in each host from now on."""
+        for host in self._hosts:
+            host.backend.set_limits(limits)
 
     def flush(self) -> None:
         """Send what the step has collected."""

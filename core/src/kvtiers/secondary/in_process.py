@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvtiers.api import ChunkStore, OffloadKey, TierConfig
-from kvtiers.host.messages import Event, Opened
+from kvtiers.host.messages import Event, Limits, Opened
 from kvtiers.host.transfer_pool import TransferPool, mover_options
 from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.fingerprint_record import Described
@@ -76,6 +76,10 @@ class InProcessBackend:
     def set_names(self, names: StorageNames) -> None:
         """Use these names from now on."""
         self._pool.set_names(names)
+
+    def set_limits(self, limits: Limits) -> None:
+        """Use these limits from now on."""
+        self._pool.set_limits(limits)
 
     def abandon(self, job_id: int) -> None:
         """Begin nothing more for this job."""

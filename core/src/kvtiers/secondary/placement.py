@@ -52,6 +52,7 @@ class HostedRegion:
 class _Host:
     link: HostConnection
     members: list[TierConfig] = field(default_factory=list)
+    is_started: bool = False
 
 
 class TierHosts:
@@ -108,9 +109,27 @@ class TierHosts:
         )
 
     def start(self) -> None:
-        """Start all hosts, in parallel."""
-        for host in self._hosts.values():
-            self._launcher.start(host.link.host)
+        """Start all hosts that have not been started, in parallel."""
+        for host in list(self._hosts.values()):
+            if not host.is_started:
+                host.is_started = True
+                self._launcher.start(host.link.host)
+
+    def end(self, tier: str, timeout: float) -> None:
+        """End the hosts that are this tier's alone; those that do not end within ``timeout`` seconds are killed."""
+        until = time.monotonic() + timeout
+        names = [name for name, host in list(self._hosts.items()) if [at.tier_name for at in host.members] == [tier]]
+        links = [self._hosts.pop(name).link for name in names]
+        for link in links:
+            link.end(timeout)
+        while any(link.host.life is not None for link in links) and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
+            for link in links:
+                link.poll()
+        for link in links:
+            link.kill("it did not end when its tier was detached")
+            self._launcher.forget(link.host)
+            link.detach()
 
     def wait(self, seconds: float | None, wake: int) -> None:
         """Wait until a host has sent something or has ended, the descriptor ``wake`` is readable, or the time is over.

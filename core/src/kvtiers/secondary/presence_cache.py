@@ -46,8 +46,7 @@ class PresenceCache:
         clock: Callable[[], float],
         send: Callable[[int, Sequence[OffloadKey], bool], bool],
     ) -> None:
-        self._hit_seconds = max(_LEAST_SECONDS, exists_ttl)
-        self._miss_seconds = max(_LEAST_SECONDS, min(exists_ttl, _MISS_SECONDS))
+        self.set_ttl(exists_ttl)
         self._deadline = deadline
         self._clock = clock
         self._send = send
@@ -68,6 +67,11 @@ class PresenceCache:
     def open_probes(self) -> int:
         """Questions in flight."""
         return len(self._probes)
+
+    def set_ttl(self, exists_ttl: float) -> None:
+        """Reuse the answers that come from now on for so many seconds."""
+        self._hit_seconds = max(_LEAST_SECONDS, exists_ttl)
+        self._miss_seconds = max(_LEAST_SECONDS, min(exists_ttl, _MISS_SECONDS))
 
     def ask(self, keys: Sequence[OffloadKey]) -> list[LookupResult]:
         """Answer for the leading run of a prefix, up to the first MISS or unknown chunk; what is unknown gets asked."""

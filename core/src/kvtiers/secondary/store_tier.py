@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvtiers.api import JobResult, LookupResult, OffloadKey, TierConfig, TierRequest, TransferJob
-from kvtiers.host.messages import JobDone, JobFailed, JobReleased, JobStarted, Opened, Probed, Status
+from kvtiers.host.messages import JobDone, JobFailed, JobReleased, JobStarted, Limits, Opened, Probed, Status
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.secondary.breaker import Breaker, BreakerState
 from kvtiers.secondary.host_client import BUMPED
@@ -78,7 +78,7 @@ class ChunkStoreTier(EventTier):
         """Jobs dropped at the engine's shutdown: nothing more of them is begun."""
         self._dropped_results: list[JobResult] = []
         self._is_ending = False
-        """Jobs have been dropped: a host that is killed over them is not worth a line."""
+        """It is being closed, or jobs have been dropped: a host that ends, or is killed for it, is not worth a line."""
 
     # -- the contract
 
@@ -123,6 +123,13 @@ class ChunkStoreTier(EventTier):
         if job is not None and not job.failed_in_use:
             job.failed_in_use = True
             self._note_failed(job, "a job did not end in time")
+            self._hosts.abandon(job_id)
+
+    def cancel_job(self, job_id: int) -> None:
+        """Begin nothing more of a job that is not wanted any more; its hosts make sure that its rows are released."""
+        job = self._hosts.job(job_id)
+        if job is not None and not job.failed_in_use:
+            job.failed_in_use = True
             self._hosts.abandon(job_id)
 
     def release_job(self, job_id: int) -> None:
@@ -179,6 +186,7 @@ class ChunkStoreTier(EventTier):
 
     def close(self) -> None:
         """Close the store."""
+        self._is_ending = True
         self._hosts.close(_CLOSE_SECONDS)
 
     # -- beyond the contract, for core
@@ -217,6 +225,15 @@ class ChunkStoreTier(EventTier):
         self._suspects.clear()
         self._generation += 1
         self._hosts.set_names(names)
+
+    def set_limits(self, limits: Limits) -> None:
+        """Use these limits in each host from now on."""
+        self._hosts.set_limits(limits)
+
+    def set_waits(self, exists_ttl: float, store_queue: int) -> None:
+        """Use these options from now on: how long an answer is reused, and how many values may wait to be written."""
+        self._lookups.set_ttl(exists_ttl)
+        self._counts.store_queue = store_queue
 
     def stats(self) -> dict[str, float]:
         """Return the tier's own figures."""
@@ -384,7 +401,7 @@ class _Counts:
     """One tier's counts. ``store_queue``: the most chunks that may be on their way into the store."""
 
     def __init__(self, store_queue: int) -> None:
-        self._store_queue = store_queue
+        self.store_queue = store_queue
         self.storing = 0
         """Chunks on their way into the store."""
         self.figures = dict.fromkeys(_FIGURES, 0)
@@ -392,7 +409,7 @@ class _Counts:
     @property
     def room(self) -> int:
         """Chunks that the store queue has room for."""
-        return max(0, self._store_queue - self.storing)
+        return max(0, self.store_queue - self.storing)
 
     def begin(self, job: InflightJob) -> None:
         """Count a job; those of its chunks that are not handed over are dropped."""

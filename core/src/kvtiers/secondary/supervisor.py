@@ -78,6 +78,8 @@ class HostProcess:
     """Why it could not be started, the last time that it could not."""
     ending: bool = False
     """It is to end, and is not started again."""
+    forgotten: bool = False
+    """Its tier has been detached."""
     expected_to_end: bool = False
     """Jobs of it were dropped at the engine's end, which was logged: that it is killed for them is not worth a line."""
 
@@ -103,6 +105,11 @@ class HostLauncher:
     def start(self, host: HostProcess) -> None:
         """Start a host, and start it again whenever it ends."""
         self._requests.put(lambda: self._hosts.append(host))
+
+    def forget(self, host: HostProcess) -> None:
+        """Start a host never again, and forget it as soon as its last process has been reaped."""
+        host.ending = host.forgotten = True
+        self._requests.put(lambda: None)
 
     def kill(self, host: HostProcess, life: HostLife, reason: str) -> None:
         """Kill this process of the host now."""
@@ -157,6 +164,7 @@ class HostLauncher:
 
     def _look(self) -> None:
         now = time.monotonic()
+        self._hosts = [host for host in self._hosts if not host.forgotten or host.life is not None]
         for host in self._hosts:
             life = host.life
             if life is None:

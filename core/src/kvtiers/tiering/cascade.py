@@ -45,32 +45,53 @@ class Cascades:
         self._jobs = jobs
         self._budget = budget
         self._metrics = metrics
-        writable = [slot for slot in slots if not slot.options.read_only]
-        self._at_once = [slot for slot in writable if slot.options.admission == "all"]
-        self._second = {slot: _Wanted() for slot in writable if slot.options.admission == "second_access"}
-        self._late = [slot for slot in writable if slot.options.admission == "on_eviction"]
         self._clock = clock
-        self._chosen = {
-            slot: _admission(slot, clock()) for slot in writable if slot.options.admission == "expected-reuse"
-        }
-        if writable:
-            primary.store_everything()
-        for admission in list(self._chosen.values())[:1]:
-            primary.forecast_reuse(admission.looked_at)
-        self.works_ahead = bool(self._late or self._chosen)
+        self._at_once: list[TierSlot] = []
+        self._second: dict[TierSlot, _Wanted] = {}
+        self._late: list[TierSlot] = []
+        self._chosen: dict[TierSlot, ReuseAdmission] = {}
+        self.works_ahead = False
         """There is a tier that takes chunks before their eviction."""
+        for slot in slots:
+            self.add(slot)
         self._reserve = max(1, math.ceil(options.clean_reserve * primary.num_rows - 1e-9))
         self._written_since_scan = self._reserve
         self._fresh = 0  # rows leased since the chunks that leave next were looked at
         self._ahead = float(self._reserve)  # how many of those are looked at
         self._no_request = RequestState(RequestContext(""), slots)
 
+    def add(self, slot: TierSlot) -> None:
+        """Take in a tier, after those that there are."""
+        if slot.options.read_only:
+            return
+        if slot.options.admission == "all":
+            self._at_once.append(slot)
+        elif slot.options.admission == "second_access":
+            self._second[slot] = _Wanted()
+        elif slot.options.admission == "expected-reuse":
+            admission = self._chosen[slot] = _admission(slot, self._clock())
+            if len(self._chosen) == 1:
+                self._primary.forecast_reuse(admission.looked_at)
+            self.works_ahead = True
+        else:
+            self._late.append(slot)
+            self.works_ahead = True
+        self._primary.store_everything()
+
+    def remove(self, slot: TierSlot) -> None:
+        """Leave a tier out from now on."""
+        self._at_once = [other for other in self._at_once if other is not slot]
+        self._late = [other for other in self._late if other is not slot]
+        self._second.pop(slot, None)
+        self._chosen.pop(slot, None)
+        self.works_ahead = bool(self._late or self._chosen)
+
     def reserve(self, chunks: int) -> list[Reservation]:
         """Reserve the rows of this many newly stored chunks for each tier that takes all of them at once."""
         return [  # in this order: each one's rows are missing from the room of the next
             self._budget.reserve(slot, chunks)
             for slot in self._at_once
-            if self._budget.room(slot) >= chunks and slot.available()
+            if not slot.read_only and self._budget.room(slot) >= chunks and slot.available()
         ]
 
     def stored(
@@ -130,7 +151,7 @@ class Cascades:
         if not self._late or self._written_since_scan * 4 < self._reserve:
             return
         ahead = self._reserve - self._primary.free_rows
-        rooms = [(slot, self._budget.room(slot)) for slot in self._late if slot.available()]
+        rooms = [(slot, self._budget.room(slot)) for slot in self._late if not slot.read_only and slot.available()]
         most = min(max((room for _, room in rooms), default=0), _WORK_AHEAD_ROWS)
         if ahead > 0 and not most:
             return  # looked at again in the next step
@@ -197,6 +218,8 @@ class Cascades:
         now = self._clock()
         for slot, admission in self._chosen.items():
             most = min(self._budget.room(slot), _WORK_AHEAD_ROWS)
+            if slot.read_only:
+                continue
             if not most or not slot.available():
                 self._fresh = self._reserve  # looked at again in the next step
                 continue
@@ -212,7 +235,7 @@ class Cascades:
 
     def _send(self, slot: TierSlot, keys: Sequence[OffloadKey], state: RequestState) -> None:
         """Send as many of these readable chunks as there is room for, the first ones; drop and count the others."""
-        if not keys:
+        if not keys or slot.read_only:
             return
         available = slot.available()
         some = keys[: self._budget.room(slot)] if available else ()

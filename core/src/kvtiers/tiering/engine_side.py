@@ -1,9 +1,13 @@
 """The interfaces of what the composition root (``runtime.py``) gives the manager: an engine's side, its shadows."""
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
-__all__ = ["EngineSide", "ShadowSide"]
+__all__ = ["EngineSide", "InStep", "LiveSide", "ShadowSide"]
+
+InStep: TypeAlias = Callable[[Callable[[], Mapping[str, Any] | None]], Mapping[str, Any]]
+"""Has a step of the engine do some work, and returns what that returned; CommandRefused if there was no step in time.
+Work that returns None is called again in the next step."""
 
 
 class EngineSide(Protocol):
@@ -55,3 +59,22 @@ class ShadowSide(Protocol):
 
     def close(self, timeout: float) -> None:
         """End within ``timeout`` seconds."""
+
+
+class LiveSide(Protocol):
+    """The config of a running engine, as far as an operator may change it. Not the engine's thread; may wait.
+
+    All raise CommandRefused, one line, where they change nothing.
+    """
+
+    def limit(self, name: str, changes: Mapping[str, Any], in_step: InStep) -> Mapping[str, Any]:
+        """Give a tier other threads, or another rate limit."""
+
+    def reload(self, path: str, in_step: InStep) -> Mapping[str, Any]:
+        """Apply the live options of the config's file, "" for that of the start."""
+
+    def attach(self, name: str, path: str, in_step: InStep) -> Mapping[str, Any]:
+        """Open a tier of the config's file."""
+
+    def detach(self, name: str, in_step: InStep) -> Mapping[str, Any]:
+        """Close a tier."""

@@ -120,6 +120,20 @@ class JobTable:
         """Jobs in flight that have not failed in use."""
         return len(self._jobs) - self._failed_in_use
 
+    @property
+    def newest(self) -> int:
+        """The number of the newest job in flight, 0 if there is none."""
+        return next(reversed(self._jobs), 0)
+
+    def has_store_until(self, job_id: int) -> bool:
+        """Return whether a store with this number or a smaller one is in flight."""
+        jobs = itertools.takewhile(lambda running: running.job.job_id <= job_id, self._jobs.values())
+        return any(not running.job.is_promotion for running in jobs)
+
+    def has_jobs_of(self, slot: TierSlot) -> bool:
+        """Return whether the tier has a job in flight, or one that has failed in use."""
+        return any(True for _ in self._of(slot))
+
     def submit(
         self,
         reserved: Reservation,
@@ -151,6 +165,14 @@ class JobTable:
             slot.metrics.running_jobs += 1
             if not slot.submit(job):
                 self._finish(running, JobResult(job.job_id, success=False))
+
+    def cancel_loads(self, slot: TierSlot) -> int:
+        """Make misses of all loads of a tier; their rows stay in quarantine until it releases them."""
+        loads = [running for running in self._of(slot) if running.job.is_promotion and not running.failed_in_use]
+        chunks = sum(len(running.rows) for running in loads)
+        slot.metrics.cancelled_loads += chunks
+        self._give_up(slot, loads, "are cancelled, since it is switched off", notify=slot.cancel)
+        return chunks
 
     def poll(self) -> None:
         """Handle all tiers' events, in their order; at last fail overdue jobs."""
@@ -185,7 +207,7 @@ class JobTable:
                     failed[running] = None
                 continue
             if failed:
-                self._give_up(slot, list(failed), "failed", notify=False)
+                self._give_up(slot, list(failed), "failed")
                 failed.clear()
             if isinstance(event, JobStarted):
                 self._start(slot, event.job_id)
@@ -194,10 +216,10 @@ class JobTable:
                 self._accept(slot, event)
                 if slot.retired:
                     live = [job for job in self._of(slot) if not job.failed_in_use]
-                    self._give_up(slot, live, "were given up", notify=False)
+                    self._give_up(slot, live, "were given up")
                     break
         if failed:
-            self._give_up(slot, list(failed), "failed", notify=False)
+            self._give_up(slot, list(failed), "failed")
         if has_ended:
             slot.rate.look_ends(self._clock())
 
@@ -309,9 +331,11 @@ class JobTable:
             for running in jobs:
                 if running.job.is_promotion:  # at least that slow: it must not look fast to the next request
                     slot.rate.add(len(running.rows), now - running.submitted, now)
-            self._give_up(slot, jobs, f"did not end within {slot.options.deadline:g}s", notify=True)
+            self._give_up(slot, jobs, f"did not end within {slot.options.deadline:g}s", notify=slot.abandon)
 
-    def _give_up(self, slot: TierSlot, jobs: Sequence[_Running], why: str, *, notify: bool) -> None:
+    def _give_up(
+        self, slot: TierSlot, jobs: Sequence[_Running], why: str, *, notify: Callable[[int], object] | None = None
+    ) -> None:
         """Fail jobs for the requests that wait; their rows stay in quarantine until the tier releases them."""
         if not jobs:
             return
@@ -349,6 +373,6 @@ class JobTable:
             promoted,
             stored,
         )
-        if notify:
+        if notify is not None:
             for running in jobs:
-                slot.abandon(running.job.job_id)
+                notify(running.job.job_id)

@@ -89,10 +89,14 @@ class Waits:
     """Weighs tiers against computing; runs on the engine's thread."""
 
     def __init__(self, options: TieringOptions, clock: Callable[[], float], cost: PrefillCost) -> None:
-        self._options = options
         self._clock = clock
         self.cost = cost
         self.gpu = GpuQueue(self.cost, clock)
+        self.set_options(options)
+
+    def set_options(self, options: TieringOptions) -> None:
+        """Use other waits from now on."""
+        self._options = options
         self.decides = options.load_wait is None
         """By the model; False: ``load_wait`` is given."""
 

@@ -23,7 +23,8 @@ from kvtiers.api.keys import first_misfit
 from kvtiers.metrics import EngineMetrics
 from kvtiers.primary.tier import CPUPrimaryTier
 from kvtiers.tiering.cascade import Cascades
-from kvtiers.tiering.engine_side import EngineSide, ShadowSide
+from kvtiers.tiering.commands import CommandQueue, Operations, Parts
+from kvtiers.tiering.engine_side import EngineSide, LiveSide, ShadowSide
 from kvtiers.tiering.estimates import PRIOR_BYTES_PER_SECOND, PrefillCost
 from kvtiers.tiering.jobs import JobTable, TieringOptions
 from kvtiers.tiering.load_or_recompute import Waits
@@ -119,12 +120,33 @@ class TieringManager:
         )
         self._plans = Plans(primary, self._cascades, self._provenance, engine, metrics, prefix_group)
         self._requests = RequestTable(self._slots, self._count_misuse)
+        self.commands = CommandQueue()
+        self._commanded = self.commands.waiting  # at hand: each step looks at it
+        self.live: LiveSide | None = None
+        """Of an engine with a config."""
+        self.operations = self._operations_with(budget)
         self._events = EventLog()
         self._look_at = -math.inf
         self._polled = False
         self._ready = False
         self._closed = False
         self._snapshots = Snapshots(metrics, primary, self._slots, engine.tier_stats, what_if)
+
+    def _operations_with(self, budget: PinBudget) -> Operations:
+        return Operations(
+            Parts(
+                self._primary,
+                self._slots,
+                self._jobs,
+                self._plans,
+                self._promotions,
+                self._cascades,
+                self._provenance,
+                self._waits,
+                budget,
+                self._reset,
+            )
+        )
 
     # -- requests
 
@@ -306,8 +328,14 @@ class TieringManager:
             self._jobs.running
             or self._promotions
             or self._requests.parked
+            or self._commanded
             or any(slot.has_pending_work() for slot in self._slots)
         )
+
+    @property
+    def steps(self) -> int:
+        """How many steps have ended so far. Any thread."""
+        return self._metrics.steps
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the current weights, as it stands in the names of values. Any thread."""
@@ -398,6 +426,8 @@ class TieringManager:
             self._polled = True
             self._ready = self._engine.ready()
             self._jobs.poll()
+            if self._commanded:
+                self.commands.run()
         return self._ready
 
     def _look_around(self, now: float) -> None:

@@ -4,6 +4,7 @@ A plan that failed because a rank was lost keeps its rows until nothing of that 
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,6 +55,15 @@ class Plans:
         self._loads: dict[int, _Open] = {}
         self.orphans: list[tuple[bool, list[int]]] = []
         """Rows of failed plans that something of a lost rank may still touch; True: of a store."""
+
+    @property
+    def newest_store(self) -> int:
+        """The number of the newest store that is in flight, 0 if there is none."""
+        return next(reversed(self._stores), 0)
+
+    def has_store_until(self, plan_id: int) -> bool:
+        """Return whether a store with this number or a smaller one is in flight."""
+        return next(iter(self._stores), math.inf) <= plan_id
 
     def prepare_store(self, keys: Sequence[OffloadKey], state: RequestState) -> StorePlan | None:
         """Lease rows for those of the keys that are not in the primary and worth it; None: no room."""

@@ -69,6 +69,10 @@ class Promotions:
         self._walks: dict[RequestState, dict[int, tuple[int, OffloadKey]]] = {}
         """How long the run was that a request last reserved rows for, and its last key, by group."""
 
+    def set_store_reserve(self, store_reserve: float) -> None:
+        """Keep another share of the rows for stores from now on."""
+        self._store_reserve = store_reserve
+
     def __bool__(self) -> bool:
         return bool(self._batches)
 
@@ -155,6 +159,19 @@ class Promotions:
                 )
         self._reserved.clear()
         self._shared.clear()
+
+    def cancel_loads(self, slot: TierSlot) -> int:
+        """Forget this step's reservations for one tier; return how many there were."""
+        cancelled = 0
+        for name in [name for name, batch in self._batches.items() if batch.slot is slot]:
+            batch = self._batches.pop(name)
+            for key in batch.keys:
+                self._reserved.pop(key, None)
+                self._shared.pop(key, None)
+            cancelled += len(batch.rows)
+            self._forget(batch, batch.keys, batch.rows)
+        slot.metrics.cancelled_loads += cancelled
+        return cancelled
 
     def drop(self) -> None:
         """Forget all reservations: none has reached a tier."""

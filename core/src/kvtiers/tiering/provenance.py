@@ -25,6 +25,12 @@ class Provenance:
         self._unread: list[dict[OffloadKey, int]] = [{} for _ in slots]
         self._turns = [0] * len(slots)
 
+    def add(self, slot: TierSlot) -> None:
+        """Take in another tier, with an index that no other has had."""
+        while len(self._unread) <= slot.index:
+            self._unread.append({})
+            self._turns.append(0)
+
     def expect(self, slot: TierSlot, keys: Sequence[OffloadKey]) -> None:
         """Record that rows are reserved for these chunks, to be loaded from this tier."""
         self._tier_of.update(dict.fromkeys(keys, slot))

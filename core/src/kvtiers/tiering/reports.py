@@ -46,8 +46,9 @@ class Snapshots:
 
     def data(self) -> dict[str, Any]:
         """Return the current figures as plain data: ``engine``, ``primary``, ``tiers`` by name, ``what_if``."""
-        engine, primary, tiers = self._moment()
-        named = zip(self._slots, tiers, strict=True)
+        slots = tuple(self._slots)  # which the engine's thread may change meanwhile
+        engine, primary, tiers = self._moment(slots)
+        named = zip(slots, tiers, strict=True)
         what_if = {} if self._what_if is None else {"what_if": self._what_if.report()}
         return what_if | {
             "engine": engine,
@@ -55,12 +56,12 @@ class Snapshots:
             "tiers": {slot.name: figures | {"own": slot.own_stats(self._own_stats)} for slot, figures in named},
         }
 
-    def _moment(self) -> tuple[dict[str, Any], dict[str, int], list[dict[str, Any]]]:
+    def _moment(self, slots: Sequence[TierSlot]) -> tuple[dict[str, Any], dict[str, int], list[dict[str, Any]]]:
         """Read all figures between two calls of the engine's thread, waiting a bounded time for such a moment."""
         for _ in range(_MOST_LOOKS):
             turn = self.turns
             self._metrics.dropped_log_lines = dropped_lines()
-            moment = self._metrics.as_data(), self._primary.figures(), [slot.metrics.as_data() for slot in self._slots]
+            moment = self._metrics.as_data(), self._primary.figures(), [slot.metrics.as_data() for slot in slots]
             if turn % 2 == 0 and turn == self.turns:
                 break
             time.sleep(_CALL_SECONDS)

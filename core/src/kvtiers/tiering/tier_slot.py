@@ -76,6 +76,14 @@ class CanDetach(Protocol):
         """End whatever still touches the rows of a job, and all that is in its process."""
 
 
+@runtime_checkable
+class CanCancel(Protocol):
+    """A tier that distinguishes a job that is not wanted any more from one that takes too long."""
+
+    def cancel_job(self, job_id: int) -> None:
+        """Begin nothing more of this job; its result must still follow."""
+
+
 class TierSlot:
     """A tier in its place in the order, with the manager's state about it."""
 
@@ -99,7 +107,19 @@ class TierSlot:
 
     def available(self) -> bool:
         """Return whether the tier may be asked and given jobs now."""
-        return self._is_yes(self.tier.is_available)
+        return not self.metrics.switched_off and self._is_yes(self.tier.is_available)
+
+    @property
+    def read_only(self) -> bool:
+        """Nothing is stored in the tier: by its config, or since an operator has said so."""
+        return self.options.read_only or self.metrics.switched_read_only > 0
+
+    @property
+    def switch(self) -> str:
+        """How an operator has switched the tier: "on", "off" or "read-only"; "on" leaves it to the config."""
+        if self.metrics.switched_off:
+            return "off"
+        return "read-only" if self.metrics.switched_read_only else "on"
 
     def ask(self, keys: Sequence[OffloadKey], context: TierRequest) -> tuple[int, bool]:
         """Return how many of the leading keys the tier has, and whether its answer about the next one is RETRY."""
@@ -152,6 +172,10 @@ class TierSlot:
         """End whatever still touches the rows of a job, if the tier has processes for that."""
         if isinstance(self.tier, CanDetach):
             self._do(self.tier.kill_job, job_id, reason)
+
+    def cancel(self, job_id: int) -> None:
+        """Notify the tier that one of its jobs is not wanted any more, through no fault of the tier's."""
+        self._do(self.tier.cancel_job if isinstance(self.tier, CanCancel) else self.tier.abandon_job, job_id)
 
     def request_started(self, context: TierRequest) -> bool:
         """Notify the tier of a request; True if it wants all the request's chunks."""
@@ -278,11 +302,15 @@ class PinBudget:
     """
 
     def __init__(self, num_rows: int, all_tiers: float, one_tier: float) -> None:
+        self.set_shares(num_rows, all_tiers, one_tier)
+        self.held = 0
+        """Rows that all tiers together hold."""
+
+    def set_shares(self, num_rows: int, all_tiers: float, one_tier: float) -> None:
+        """Use other shares from now on; what is held above them is not taken back."""
         # Never above the share, but for the one row that each gets. The small number is floating point's.
         self._all_rows = max(1, int(all_tiers * num_rows + 1e-9))
         self._tier_rows = max(1, int(one_tier * num_rows + 1e-9))
-        self.held = 0
-        """Rows that all tiers together hold."""
 
     @property
     def room_in_all(self) -> int:

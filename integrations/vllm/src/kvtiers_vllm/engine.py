@@ -53,6 +53,14 @@ class CoreLink:
         """Return whether the engine is shutting down, and goes on only to finish its work."""
         return getattr(getattr(self._core(), "shutdown_state", None), "name", "RUNNING") != "RUNNING"
 
+    def wake(self) -> None:
+        """Have an idle core look again whether it has to step. Any thread; nothing before the core's first request."""
+        waiting = getattr(self._core(), "input_queue", None)
+        if waiting is not None:
+            from vllm.v1.engine import EngineCoreRequestType
+
+            waiting.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
     def weights_version(self) -> str:
         """Return vLLM's version of its current weights."""
         core = self._core()

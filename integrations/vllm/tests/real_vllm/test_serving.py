@@ -16,7 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from kvtiers.control import send_command
 from kvtiers.plugins import load_tier
+from kvtiers.status import ask_engine, running
 
 from .conftest import CHUNKS, PROMPTS, WHOLE
 from .engines import BLOCK, PATIENCE, environment, family, shared_memory, transfer_config, wait_until
@@ -249,6 +251,36 @@ def test_a_server_that_has_nothing_but_the_variable_serves_with_its_tiers(switch
     for prompt in PROMPTS:
         assert switched.complete(prompt) == truth[tuple(prompt)]
     switched.until(lambda: switched.figures("kvtiers_tier_stored_chunks_total").get("fs") == CHUNKS)
+
+
+def test_an_idle_server_is_commanded_and_goes_on_with_the_right_tokens(switched, truth):
+    engines = [ask_engine(name) for name in running() if int(name.split("-")[2]) in family(switched.process.pid)]
+    (control,) = [engine["control"] for engine in engines]
+    config = str(switched.log.parent / "tiers.yaml")
+
+    def ctl(action, **arguments):
+        return send_command(control, action, PATIENCE, **arguments)[1]
+
+    def is_right():
+        assert [switched.complete(prompt) for prompt in PROMPTS] == [truth[tuple(prompt)] for prompt in PROMPTS]
+
+    hits = "kvtiers_tier_hits_total"
+    before = switched.figures(hits).get("fs", 0)
+    assert ctl("switch", tier="fs", to="off")["was"] == "on"
+    switched.post("/reset_prefix_cache?reset_external=true")
+    is_right()
+    assert switched.figures(hits).get("fs", 0) == before
+    assert ctl("drain")["failed_chunks"] == 0
+    assert ctl("switch", tier="fs", to="on")["was"] == "off"
+    assert ctl("limit", tier="fs", threads=2)["threads"] == 2
+    assert ctl("reload", config=config)["applied"] == ["secondary.fs.threads"]
+    assert ctl("detach", tier="fs") == {"tier": "fs"}
+    switched.post("/reset_prefix_cache?reset_external=true")
+    is_right()
+    assert ctl("attach", tier="fs", config=config)["open"]
+    switched.post("/reset_prefix_cache?reset_external=true")
+    is_right()
+    switched.until(lambda: switched.figures(hits).get("fs", 0) > before)
 
 
 def test_weights_that_a_server_reloads_on_request_are_others(switched, truth):

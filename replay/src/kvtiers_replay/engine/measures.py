@@ -61,7 +61,7 @@ class Curve:
         return not self.seconds or now - self.seconds[-1] >= self.interval
 
     def add(self, now: float, counts: Mapping[str, float], depths: Mapping[str, float]) -> None:
-        """Add a point; every point has the same names."""
+        """Add a point; every point has the names of the one before, and those of tiers that were attached since."""
         if len(self.seconds) >= _POINTS:
             self.interval *= 2
             for column in (self.seconds, *self.counts.values(), *self.depths.values()):
@@ -69,7 +69,7 @@ class Curve:
         self.seconds.append(now)
         for columns, values in ((self.counts, counts), (self.depths, depths)):
             for name, value in values.items():
-                columns.setdefault(name, []).append(value)
+                columns.setdefault(name, [0.0] * (len(self.seconds) - 1)).append(value)
 
 
 @dataclass(slots=True)
@@ -134,6 +134,8 @@ class Measures:
 
     def note(self, now: float, stats: dict[str, Any], waiting: int) -> None:
         """Copy the manager's figures, and add a point to the curve."""
+        if gone := {name: tier for name, tier in self.stats.get("tiers", {}).items() if name not in stats["tiers"]}:
+            stats = {**stats, "tiers": {**gone, **stats["tiers"]}}  # was detached: what it has done stays counted
         self.stats = stats
         counts: dict[str, float] = {"references": self.references, **self.hits}
         depths: dict[str, float] = {"engine: requests waiting": waiting}

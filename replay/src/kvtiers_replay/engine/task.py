@@ -11,9 +11,10 @@ from typing import Any
 
 import kvtiers
 from kvtiers.config import OffloadConfig
+from kvtiers.control import ControlSocket, EngineActions
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.scheduler import OffloadScheduler, SchedulerOptions
-from kvtiers.status import Troubles, answer_status
+from kvtiers.status import Troubles, answer_status, figures_of_engine
 from kvtiers.tiering.manager import TieringManager
 from kvtiers_replay.engine.block_pool import BlockPool
 from kvtiers_replay.engine.engine import EngineOptions, Interrupted, ReplayEngine
@@ -143,7 +144,11 @@ def _answered_status(task: EngineTask, troubles: Troubles, manager: TieringManag
         task.layout.model.name,
         troubles,
         figures,
+        engine_figures=lambda: figures_of_engine(manager.stats()),
+        namespace=task.config.namespace,
+        fingerprint=manager.fingerprint,
         what_if=lambda: manager.stats().get("what_if", {}),
+        control=ControlSocket(EngineActions(manager, task.layout.model.name).actions()),
     )
     try:
         yield

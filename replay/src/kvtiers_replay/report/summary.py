@@ -84,11 +84,20 @@ def _budget_advice(measures: Sequence[Measures]) -> list[str]:
     """Return one line for each tier that a budget of the primary's rows costs hits."""
     asked = sum(each.stats["engine"]["lookups"] for each in measures)
     lines = []
-    for tier in measures[0].stats["tiers"]:
-        over = {name: sum(each.stats["tiers"][tier][name] for each in measures) for name in BUDGET_FIGURES}
+    for tier, engines in _by_tier(measures).items():
+        over = {name: sum(figures[name] for figures in engines) for name in BUDGET_FIGURES}
         if advice := budget_advice(over, asked):
             lines.append(f"{tier}: {advice}.")
     return lines
+
+
+def _by_tier(measures: Sequence[Measures]) -> dict[str, list[Mapping[str, Any]]]:
+    """Return each tier's figures in the engines that have it: one may have been attached to some of them only."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for each in measures:
+        for tier, figures in each.stats["tiers"].items():
+            found.setdefault(tier, []).append(figures)
+    return found
 
 
 def _sums(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
@@ -117,10 +126,10 @@ def _own_figures(measures: Sequence[Measures]) -> dict[str, list[dict[str, float
     """Return, by tier, what it counts itself in each engine: some are sums, some are of the moment, nothing adds up."""
     return {
         tier: [
-            {name: value for name, value in each.stats["tiers"][tier]["own"].items() if isinstance(value, int | float)}
-            for each in measures
+            {name: value for name, value in figures["own"].items() if isinstance(value, int | float)}
+            for figures in engines
         ]
-        for tier in measures[0].stats["tiers"]
+        for tier, engines in _by_tier(measures).items()
     }
 
 
@@ -142,8 +151,8 @@ def _latencies(measures: Sequence[Measures]) -> dict[str, Latencies]:
         "load to the gpu": Latencies.of_samples(chain.from_iterable(each.waited for each in measures)),
     }
     for text, name in (("promotion from", "promotion_latency"), ("cascade to", "cascade_latency")):
-        for tier in measures[0].stats["tiers"]:
-            histograms = [each.stats["tiers"][tier][name] for each in measures]
+        for tier, engines in _by_tier(measures).items():
+            histograms = [figures[name] for figures in engines]
             buckets = [sum(column) for column in zip(*(each["buckets"] for each in histograms), strict=True)]
             seconds = sum(each["sum"] for each in histograms)
             found[f"{text} {tier}"] = Latencies.of_histogram({"buckets": buckets, "sum": seconds})
@@ -196,7 +205,7 @@ def _over_time(curves: Sequence[Curve]) -> OverTime:
     end = max(curve.seconds[-1] for curve in curves)
     ends = np.linspace(0.0, end, min(_INTERVALS, max(len(curve.seconds) for curve in curves)) + 1)[1:]
     asked = _growth(ends, curves, "references")
-    origins = [name for name in curves[0].counts if name != "references"]
+    origins = [name for name in dict.fromkeys(chain.from_iterable(c.counts for c in curves)) if name != "references"]
     rates = {name: _growth(ends, curves, name) for name in origins}
     # All hits of an interval are known exactly; which of them came from where is apportioned again at each point.
     hits = sum(np.diff(_counted(ends, curves, name), prepend=0.0) for name in origins)
@@ -210,8 +219,10 @@ def _over_time(curves: Sequence[Curve]) -> OverTime:
             for name, grown in rates.items()
         },
         queue_depths={
-            name: sum(np.interp(ends, curve.seconds, curve.depths[name]) for curve in curves).tolist()  # type: ignore[union-attr]
-            for name in curves[0].depths
+            name: sum(
+                np.interp(ends, curve.seconds, curve.depths[name]) for curve in curves if name in curve.depths
+            ).tolist()  # type: ignore[union-attr]
+            for name in dict.fromkeys(chain.from_iterable(curve.depths for curve in curves))
         },
     )
 
@@ -224,6 +235,8 @@ def _growth(ends: npt.NDArray[np.float64], curves: Sequence[Curve], name: str) -
 def _counted(ends: npt.NDArray[np.float64], curves: Sequence[Curve], name: str) -> npt.NDArray[np.float64]:
     values = np.zeros(len(ends))
     for curve in curves:
+        if name not in curve.counts:
+            continue
         values += np.interp(ends, [0.0, *curve.seconds], [0.0, *curve.counts[name]])
     return values
 

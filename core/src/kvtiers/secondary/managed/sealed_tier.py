@@ -106,12 +106,16 @@ class SealedTier(EventTier):
 
     def abandon_job(self, job_id: int) -> None:
         """Count an overdue job against the tier, and notify the tier if it has the job already."""
+        if job_id in self._jobs and job_id != self._probing_with:
+            self._record(ok=False)
+        self.cancel_job(job_id)
+
+    def cancel_job(self, job_id: int) -> None:
+        """Notify the tier, if it has the job already, that it is not wanted any more."""
         known = self._jobs.get(job_id)
         if known is None:
             return
         known.failed_in_use = True
-        if job_id != self._probing_with:
-            self._record(ok=False)
         if known.handed_over and self._in_use is not None:  # None: it hung in its drain
             self._in_use.abandon_job(job_id)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvtiers.control import ControlSocket
 from kvtiers.layout.cache_layout import CacheLayout
 from kvtiers.metrics import (
     PRIMARY_HELP,
@@ -19,7 +20,7 @@ from kvtiers.metrics import (
     help_texts,
     what_if_figures,
 )
-from kvtiers.status import StatusSocket, Troubles, answer_status
+from kvtiers.status import StatusSocket, Troubles, answer_status, figures_of_engine
 from kvtiers_vllm.own_tiering.metrics import COUNTERS, EVERY_SECONDS, GAUGES, described, tier_definitions
 from kvtiers_vllm.plugin_figures import plugin_values
 
@@ -121,9 +122,14 @@ def _numbers(
 
 
 def open_stack_status(
-    facts: StackFacts, troubles: Troubles, engine: str, namespace: str = "", fingerprint: Callable[[], str] = lambda: ""
+    facts: StackFacts,
+    troubles: Troubles,
+    engine: str,
+    namespace: str = "",
+    fingerprint: Callable[[], str] = lambda: "",
+    control: ControlSocket | None = None,
 ) -> StatusSocket:
-    """Answer questions about the stack's tiers from now on."""
+    """Answer questions about the stack's tiers from now on. ``control``: closed with the answer."""
 
     def figures() -> dict[str, dict[str, Any]]:
         return {name: _with_facts(facts, known) for name, known in facts.stats()["tiers"].items()}
@@ -136,6 +142,8 @@ def open_stack_status(
         namespace=namespace,
         fingerprint=fingerprint,
         what_if=lambda: facts.stats().get("what_if", {}),
+        control=control,
+        engine_figures=lambda: figures_of_engine(facts.stats()),
     )
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vllm import __version__ as vllm_version
 
 from kvtiers.api import StartError
+from kvtiers.control import ControlSocket, EngineActions
 from kvtiers.layout.cache_layout import ModelIdentity
 from kvtiers.runtime import open_manager, open_worker
 from kvtiers.status import troubles_from_the_start
@@ -125,7 +126,9 @@ class KvtiersOffloadingSpec(OffloadingSpec):
         steps = StepClock()
         facts = StackFacts(manager.stats, layout, shared)
         engine = f"vLLM {vllm_version}"
-        status = open_stack_status(facts, troubles, engine, self._config.namespace, manager.fingerprint)
+        manager.commands.wake = core.wake
+        control = ControlSocket(EngineActions(manager, layout.model.name).actions())
+        status = open_stack_status(facts, troubles, engine, self._config.namespace, manager.fingerprint, control)
         digests = AdapterDigests()
         core.adapter_loads.append(digests.digest_before_loading)
 

@@ -1,0 +1,308 @@
+"""The control socket: who may command an engine, in which bytes, what is refused, and what is logged of it."""
+
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from kvtiers.control import (
+    CONTROL_FORMAT,
+    CommandRefused,
+    ControlSocket,
+    EngineActions,
+    Request,
+    send_command,
+)
+
+from .tiering.harness import Bench, chain
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "control-1.json").read_text("utf-8"))
+
+
+@pytest.fixture
+def serve():
+    """Take commands as an engine would until the test ends."""
+    sockets = []
+
+    def serve(actions):
+        sockets.append(ControlSocket(actions))
+        return sockets[-1]
+
+    yield serve
+    for one in sockets:
+        one.close()
+
+
+@pytest.fixture
+def stepping(serve):
+    """An engine with a tier "a", that steps; its control socket."""
+    bench, over = Bench(), threading.Event()
+
+    def steps():
+        while not over.wait(0.001):
+            bench.step()
+
+    engine = threading.Thread(target=steps)
+    engine.start()
+    yield bench, serve(EngineActions(bench.manager, "some-org/model").actions())
+    over.set()
+    engine.join(60)
+
+
+def says(name, data, *, ends=False):
+    """Send these bytes; return what the socket answers, to its end."""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(60)
+        client.connect(f"\0{name}")
+        client.sendall(data)
+        if ends:
+            client.shutdown(socket.SHUT_WR)
+        answer = b""
+        while more := client.recv(1 << 16):
+            answer += more
+    return answer.decode()
+
+
+# -- the format
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["title"])
+def test_commands_and_answers_of_this_format_never_change(serve, case):
+    assert CONTROL_FORMAT == 1, "another format needs a golden file of its own, beside this"
+
+    def act(request: Request):
+        assert request._arguments == case["arguments"]
+        if "error" in case["outcome"]:
+            raise CommandRefused(case["outcome"]["error"])
+        return case["outcome"]["text"], case["outcome"]["result"]
+
+    assert says(serve({case["action"]: act}).name, case["command"].encode()) == case["answer"]
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["title"])
+def test_a_client_sends_and_reads_this_format(case):
+    with socket.socket(socket.AF_UNIX) as engine:
+        engine.bind("")  # a name of the kernel's choice
+        engine.listen(1)
+        name = engine.getsockname()[1:].decode()
+        with ThreadPoolExecutor(1) as pool:
+            sent = pool.submit(send_command, name, case["action"], case["seconds"], **case["arguments"])
+            connection, _ = engine.accept()
+            with connection:
+                assert connection.recv(1 << 16).decode() == case["command"]
+                connection.sendall(case["answer"].encode())
+            if "error" in case["outcome"]:
+                with pytest.raises(CommandRefused, match=re.escape(case["outcome"]["error"])):
+                    sent.result(60)
+            else:
+                assert sent.result(60) == (case["outcome"]["text"], case["outcome"]["result"])
+
+
+def test_there_is_a_golden_command_of_every_action(stepping):
+    bench, _ = stepping
+    bench.manager.live = object()
+    assert {case["action"] for case in GOLDEN} == set(EngineActions(bench.manager, "m").actions())
+
+
+GOOD = {"kvtiers_control": 1, "action": "switch", "seconds": 5, "tier": "a", "to": "off"}
+
+
+def line(**changes):
+    return json.dumps({name: value for name, value in {**GOOD, **changes}.items() if value is not ...}).encode() + b"\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        (b"\n", "a command that is no JSON"),
+        (b"off\n", "a command that is no JSON"),
+        (b"\xff\xfe\x00\n", "a command that is no JSON"),
+        (b"[1]\n", "a command that is no JSON object"),
+        (b"[" * 50_000 + b"\n", "a command that is no JSON"),
+        (b"{}\n", "a command of format None; this engine's release has format 1"),
+        (line(kvtiers_control=2), "a command of format 2; this engine's release has format 1"),
+        (line(action=...), "a command whose action is None"),
+        (line(action="explode"), "this engine has no action 'explode'; it has switch, drain, clear"),
+        (line(seconds="soon"), "a command whose seconds are 'soon'; expected 0 to 3600"),
+        (line(seconds=-1), "a command whose seconds are -1; expected 0 to 3600"),
+        (line(tier=...), "'tier' is None; expected a text"),
+        (line(tier=7), "'tier' is 7; expected a text"),
+        (line(to="sideways"), "a tier cannot be switched to 'sideways'; expected on, off, read-only"),
+        (line(tier="b"), "there is no tier 'b'; this engine has a"),
+        (line(force=True), "this engine's release has no argument 'force'"),
+        (b"x" * 70_000, "a command of more than 65536 bytes"),
+        (line(action="clear", tier=..., to=...), "give one of fingerprint, model and tenant; nothing was changed"),
+        (line(action="clear", tier=..., to=..., tenant="x"), "names have no tenants in this release, so no chunk is"),
+        (line(action="clear", tier=..., to=..., model="other"), "this engine's model is 'some-org/model', not 'other'"),
+    ],
+)
+def test_what_is_no_command_gets_one_clear_line_and_the_next_command_is_done(stepping, data, error):
+    bench, control = stepping
+    answer = says(control.name, data)
+    assert answer.endswith("\n")
+    assert answer.count("\n") == 1
+    assert json.loads(answer)["error"].startswith(error)
+    assert bench.slots[0].switch == "on"
+    assert send_command(control.name, "switch", 60, tier="a", to="off")[0] == "a: off, it was on"
+
+
+def test_a_command_without_its_end_is_refused_when_the_stream_ends(stepping):
+    assert "a command without its end" in says(stepping[1].name, line()[:-1], ends=True)
+
+
+def test_a_client_that_sends_nothing_gets_a_line_in_the_end_and_blocks_no_other(stepping, monkeypatch):
+    monkeypatch.setattr("kvtiers.control._READ_SECONDS", 0.2)
+    _, control = stepping
+    with socket.socket(socket.AF_UNIX) as idle:
+        idle.connect(f"\0{control.name}")
+        assert send_command(control.name, "switch", 60, tier="a", to="off")[0] == "a: off, it was on"
+        idle.settimeout(60)
+        assert "no command has come within" in idle.recv(1 << 16).decode()
+
+
+# -- who, and when
+
+
+def test_a_command_is_logged_with_its_sender_its_time_and_its_outcome(stepping, caplog):
+    _, control = stepping
+    before = time.time()
+    with caplog.at_level(logging.WARNING, "kvtiers.control"):
+        send_command(control.name, "switch", 60, tier="a", to="off")
+        says(control.name, b"nonsense\n")
+    mine = f"uid {os.getuid()}, pid {os.getpid()}"
+    done, refused = (record.getMessage() for record in caplog.records)
+    assert re.fullmatch(rf"control: [0-9-]+T[0-9:]+Z: {mine}: switch tier='a' to='off': a: off, it was on", done)
+    assert re.fullmatch(rf"control: \S+: {mine}: a command that is none: refused: a command that is no JSON", refused)
+    first, second = control.latest
+    assert before <= first["at"] <= second["at"] <= time.time()
+    assert (first["uid"], first["pid"]) == (os.getuid(), os.getpid())
+
+
+_CLIENT = """
+import sys
+from kvtiers.control import CommandRefused, send_command
+try:
+    print(send_command(sys.argv[1], "switch", 60.0, tier="a", to="off")[0])
+except CommandRefused as refusal:
+    print("refused:", refusal)
+"""
+_RAW_CLIENT = """
+import socket, sys
+with socket.socket(socket.AF_UNIX) as client:
+    client.settimeout(60)
+    client.connect("\\0" + sys.argv[1])
+    try:
+        client.sendall(sys.argv[2].encode() + b"\\n")
+        print(client.recv(4096))
+    except (BrokenPipeError, ConnectionResetError):
+        print(b"")
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="needs root, and setpriv")
+def test_another_user_is_refused_by_the_engine_and_by_the_client(stepping):
+    bench, control = stepping
+    other = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    run = partial(subprocess.run, capture_output=True, text=True, timeout=100, check=True)
+    # By the engine: what the client checks is no protection. In the standard library alone, which any user can read.
+    python = getattr(sys, "_base_executable", sys.executable)
+    assert run([*other, python, "-I", "-c", _RAW_CLIENT, control.name, line().decode().strip()]).stdout == "b''\n"
+    assert not control.latest
+    assert bench.slots[0].switch == "on"
+    assert run([sys.executable, "-c", _CLIENT, control.name]).stdout == "a: off, it was on\n", "root may"
+
+
+def test_a_client_sends_nothing_to_another_users_socket(monkeypatch, serve):
+    control = serve({})
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(CommandRefused, match="an engine takes commands of its own user and of root"):
+        send_command(control.name, "switch", 5, tier="a", to="off")
+
+
+# -- engines that do not step, and engines that end
+
+
+def test_an_engine_that_does_not_step_is_said_so_and_does_it_never(serve):
+    bench = Bench()
+    control = serve(EngineActions(bench.manager, "m").actions())
+    with pytest.raises(CommandRefused, match=r"the engine has not stepped for 0\.\d+s; nothing was changed; an idle"):
+        send_command(control.name, "switch", 0.1, tier="a", to="off")
+    bench.step()
+    bench.step()
+    assert bench.slots[0].switch == "on"
+
+
+def test_a_drain_that_does_not_end_in_time_says_so(serve):
+    bench = Bench(hold=True)
+    bench.manager.complete_store(bench.begin_store(chain("a", 2)))
+    control = serve(EngineActions(bench.manager, "m").actions())
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(send_command, control.name, "drain", 0.3)
+        while not sent.done():
+            bench.step()
+            time.sleep(0.001)
+        with pytest.raises(CommandRefused, match=r"it has begun, and has not ended in .*; its stores go on"):
+            sent.result(0)
+    assert not bench.manager.commands.waiting
+
+
+def test_a_hundred_clients_at_once_are_all_answered(stepping):
+    bench, control = stepping
+    with ThreadPoolExecutor(100) as pool:
+        sent = [
+            pool.submit(send_command, control.name, "switch", 60, tier="a", to=("on", "off", "read-only")[each % 3])
+            for each in range(100)
+        ]
+        texts = [each.result(100)[0] for each in sent]
+    assert all(text.startswith("a: ") for text in texts)
+    assert not bench.manager.commands.waiting
+    assert len(control.latest) == 20
+
+
+def test_no_thread_or_socket_is_left_of_a_socket_that_was_closed(stepping):
+    _, control = stepping
+    control.close()
+    until = time.monotonic() + 60
+    while any(thread.name in {"kvtiers-control", "kvtiers-command"} for thread in threading.enumerate()):
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    with pytest.raises(CommandRefused, match="it does not answer: Connection refused"):
+        send_command(control.name, "drain", 5)
+
+
+_HANGING = """
+import sys, time
+from kvtiers.control import ControlSocket
+
+def hang(request):
+    print("begun", flush=True)
+    time.sleep(300)
+
+print(ControlSocket({"drain": hang}).name, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_client_of_an_engine_that_is_killed_in_the_midst_gets_one_clear_line():
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", _HANGING], stdin=pipe, stdout=pipe, text=True) as engine:
+        name = engine.stdout.readline().strip()
+        with ThreadPoolExecutor(1) as pool:
+            sent = pool.submit(send_command, name, "drain", 100)
+            assert engine.stdout.readline() == "begun\n"
+            engine.send_signal(signal.SIGKILL)
+            line = f"process {engine.pid} ended before it answered; whether it has done it is not certain"
+            with pytest.raises(CommandRefused, match=line):
+                sent.result(60)

@@ -1,0 +1,271 @@
+"""Commands to a running engine: what each does to tiers, loads in flight and rows, and what a step without one does."""
+
+import queue
+import threading
+from functools import partial
+
+import pytest
+
+from kvtiers.tiering.commands import Command, CommandQueue, CommandRefused
+from kvtiers.tiering.tier_slot import TierOptions, TierSlot
+
+from .harness import Bench, FaultyTier, chain
+
+KEYS = chain("a", 4)
+
+
+def do(bench, work):
+    """Have the engine's next step do some work, after the one that it may be in; return the answer."""
+    command = Command(work)
+    assert bench.manager.commands.post(command)
+    bench.step()
+    bench.step()
+    return command.answer(0.0)
+
+
+def switch(bench, to, name="a"):
+    return do(bench, partial(bench.manager.operations.switch, name, to))
+
+
+# -- off and on
+
+
+def test_a_tier_that_is_off_is_asked_nothing_and_given_nothing_until_it_is_on_again():
+    bench = Bench(tiers={"a": {}, "b": {}})
+    bench.store(KEYS[:2])
+    assert switch(bench, "off")["was"] == "on"
+    bench.forget()
+    asked, stores = len(bench.tier["a"].asked), len(bench.tier["a"].stores)
+    ctx = bench.request()
+    assert bench.lookup(KEYS[:2], ctx)[1] == 2, "the other tier has them"
+    bench.store(KEYS[2:])
+    assert (len(bench.tier["a"].asked), len(bench.tier["a"].stores)) == (asked, stores)
+    assert all(bench.tier["b"].has(KEYS))
+    assert bench.figures("a")["switched_off"] == 1
+    assert switch(bench, "on") == {"tier": "a", "was": "off", "is": "on", "cancelled_chunks": 0, "running_jobs": 0}
+    bench.tier["b"].values.clear()
+    bench.forget()
+    assert bench.lookup(KEYS[:2], bench.request())[1] == 2
+
+
+def test_loads_of_a_tier_that_is_switched_off_are_misses_at_once_and_their_rows_come_back():
+    bench = Bench(hold=True)
+    bench.tier["a"].put(KEYS)
+    ctx = bench.request()
+    assert bench.lookup(KEYS, ctx)[1] == 4
+    bench.step()
+    (job,) = bench.tier["a"].loads
+    assert switch(bench, "off")["cancelled_chunks"] == 4
+    assert bench.tier["a"].abandoned == [job.job_id]
+    assert bench.lookup(KEYS, ctx) == (0, 0, False)
+    assert bench.unused_rows() == bench.rows - 4, "the tier may still write into them"
+    assert bench.figures("a")["cancelled_loads"] == 4
+    bench.tier["a"].end(job.job_id)
+    bench.settle()
+    assert bench.unused_rows() == bench.rows
+    assert bench.figures("a")["pinned_rows"] == 0
+    assert bench.lookup(KEYS, ctx) == (0, 0, False), "what has come late is not readable"
+
+
+def test_what_was_reserved_in_the_same_step_is_a_miss_and_no_row_is_lost():
+    bench = Bench(hold=True)
+    bench.tier["a"].put(KEYS)
+    ctx, other = bench.request(), bench.request()
+    bench.lookup(KEYS, ctx)
+    bench.lookup(KEYS, other)
+    bench.manager.commands.post(Command(partial(bench.manager.operations.switch, "a", "off")))
+    bench.manager.look_again()
+    assert bench.lookup(KEYS, ctx) == (0, 0, False)
+    bench.manager.on_request_finished(other)
+    bench.settle()
+    assert not bench.tier["a"].loads
+    assert bench.unused_rows() == bench.rows
+    assert bench.figures("a")["loading_chunks"] == bench.figures("a")["pinned_rows"] == 0
+
+
+def test_stores_of_a_tier_that_is_switched_off_are_written_to_the_end():
+    bench = Bench(hold=True)
+    plan = bench.begin_store(KEYS)
+    bench.manager.complete_store(plan)
+    assert switch(bench, "off")["running_jobs"] == 1
+    bench.tier["a"].end_all()
+    bench.settle()
+    assert all(bench.tier["a"].has(KEYS))
+    assert bench.figures("a")["stored_chunks"] == 4
+
+
+@pytest.mark.parametrize("admission", ["all", "second_access", "on_eviction"])
+def test_a_tier_that_is_read_only_is_read_and_not_written(admission):
+    bench = Bench(tiers={"a": {"admission": admission}})
+    switch(bench, "read-only")
+    for name in "abcdeabcde":  # more than there are rows, twice
+        bench.store(chain(name, 4))
+    assert not bench.tier["a"].stores
+    assert bench.figures("a")["dropped_cascades"] == 0, "it is no loss that anything should be done about"
+    bench.tier["a"].put(chain("f", 2))
+    bench.forget()
+    assert bench.lookup(chain("f", 2), bench.request())[1] == 2
+
+
+def test_on_leaves_a_tier_that_its_config_makes_read_only_so():
+    bench = Bench(tiers={"a": {"read_only": True}})
+    switch(bench, "on")
+    bench.store(KEYS)
+    assert not bench.tier["a"].stores
+
+
+@pytest.mark.parametrize(
+    ("name", "to", "line"), [("b", "off", "this engine has a"), ("a", "of", "to 'of'; expected on")]
+)
+def test_a_command_that_does_not_fit_is_one_line_and_changes_nothing(name, to, line):
+    bench = Bench()
+    with pytest.raises(CommandRefused, match=line):
+        switch(bench, to, name)
+    assert bench.slots[0].switch == "on"
+
+
+# -- drain, clear
+
+
+def test_a_drain_ends_when_the_stores_of_its_begin_have_ended_though_later_ones_have_not():
+    bench = Bench(hold=True)
+    plan = bench.begin_store(KEYS[:2])
+    command = Command(bench.manager.operations.drain())
+    bench.manager.commands.post(command)
+    bench.step()
+    bench.manager.complete_store(plan)
+    bench.step()
+    assert bench.manager.has_pending_work(), "an engine without requests steps on"
+    later = bench.begin_store(KEYS[2:])
+    bench.manager.complete_store(later)
+    (first, second) = bench.tier["a"].held
+    with pytest.raises(queue.Empty):
+        command.answer(0.0)
+    bench.tier["a"].end(first)
+    bench.step()
+    bench.step()
+    assert command.answer(0.0) == {"stored_chunks": 2, "failed_chunks": 0, "memory_only_chunks": 0}
+    bench.tier["a"].end(second)
+
+
+def test_a_drain_says_what_waits_in_memory_for_its_eviction():
+    bench = Bench(tiers={"a": {"admission": "on_eviction"}})
+    bench.store(KEYS)
+    assert do(bench, bench.manager.operations.drain())["memory_only_chunks"] == 4
+
+
+def test_a_clear_forgets_what_is_resident_and_the_tiers_keep_theirs():
+    bench = Bench()
+    bench.store(KEYS)
+    assert do(bench, bench.manager.operations.clear) == {"cleared_chunks": 4}
+    assert bench.unused_rows() == bench.rows
+    assert all(bench.tier["a"].has(KEYS))
+
+
+# -- attach, detach
+
+
+def attach(bench, name, place, **options):
+    tier = FaultyTier(bench.view)
+    slot = TierSlot(len(bench.slots), tier, TierOptions(name, **options))
+    bench.slots.append(slot)
+    do(bench, lambda: bench.manager.operations.add(slot, place) or {})
+    return tier
+
+
+@pytest.mark.parametrize("admission", ["all", "second_access", "on_eviction"])
+def test_a_tier_that_is_attached_is_asked_at_its_place_and_gets_what_is_new(admission):
+    bench = Bench()
+    tier = bench.tier["b"] = attach(bench, "b", 0, admission=admission)
+    for name in "abcdeabcde":
+        bench.store(chain(name, 4))
+    assert any(tier.has(KEYS))
+    assert all(tier.has(KEYS)) or admission == "on_eviction"
+    tier.put(KEYS)
+    bench.forget()
+    asked = len(bench.tier["a"].asked)
+    assert bench.lookup(KEYS, bench.request())[1] == 4
+    assert len(bench.tier["a"].asked) == asked, "the first tier has all of it"
+    assert bench.figures("b")["stored_chunks"] >= 4
+
+
+def test_a_tier_is_detached_when_nothing_of_it_is_in_flight_any_more():
+    bench = Bench(tiers={"a": {}, "b": {}}, hold=True)
+    bench.tier["a"].put(KEYS)
+    ctx = bench.request()
+    bench.lookup(KEYS, ctx)
+    plan = bench.begin_store(chain("b", 2))
+    bench.manager.complete_store(plan)
+    bench.step()
+    command = Command(lambda: bench.manager.operations.remove("a") and {})
+    bench.manager.commands.post(command)
+    bench.step()
+    assert bench.lookup(KEYS, ctx) == (0, 0, False)
+    bench.tier["a"].end_all()
+    bench.step()
+    bench.step()
+    assert command.answer(0.0) == {}
+    assert list(bench.manager.stats()["tiers"]) == ["b"]
+    calls = bench.tier["a"].steps
+    bench.tier["b"].end_all()
+    bench.settle()
+    bench.manager.on_request_finished(ctx)
+    assert bench.tier["a"].steps == calls, "a tier that is detached is not called any more"
+    assert bench.unused_rows() == bench.rows
+
+
+# -- the queue
+
+
+def test_a_command_that_was_withdrawn_is_never_done():
+    bench = Bench()
+    command = Command(partial(bench.manager.operations.switch, "a", "off"))
+    bench.manager.commands.post(command)
+    assert command.withdraw()
+    bench.step()
+    assert bench.slots[0].switch == "on"
+    assert not bench.manager.commands.waiting
+
+
+def test_a_command_of_several_steps_that_is_withdrawn_is_not_worked_on_any_more():
+    steps = []
+    command, commands = Command(lambda: steps.append(1)), CommandQueue()
+    commands.post(command)
+    commands.run()
+    assert not command.withdraw(), "it has begun"
+    commands.run()
+    commands.run()
+    assert len(steps) == 1
+    assert not commands.waiting
+
+
+def test_a_step_does_a_bounded_number_of_commands_and_the_queue_takes_a_bounded_number():
+    done, commands = [], CommandQueue()
+    posted = [commands.post(Command(lambda: done.append(1) or {})) for _ in range(100)]
+    assert posted.count(True) == 64
+    commands.run()
+    assert len(done) == 8
+
+
+def test_what_a_command_raises_is_its_answer_and_no_step_fails():
+    bench = Bench()
+    with pytest.raises(CommandRefused, match="ZeroDivisionError"):
+        do(bench, lambda: 1 / 0)
+
+
+def test_a_command_is_begun_or_withdrawn_and_never_both():
+    """Many times, from two threads at once."""
+    for _ in range(300):
+        done, gate = [], threading.Barrier(2)
+        command, withdrawn = Command(lambda done=done: done.append(1) or {}), []
+
+        def take(command=command, withdrawn=withdrawn, gate=gate):
+            gate.wait(10)
+            withdrawn.append(command.withdraw())
+
+        other = threading.Thread(target=take)
+        other.start()
+        gate.wait(10)
+        command.step()
+        other.join(10)
+        assert withdrawn == [not done]
