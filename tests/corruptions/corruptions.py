@@ -549,6 +549,10 @@ class Run:
         way_of = dict(zip(keys, ways, strict=True))
         for key, found in engines[0].load(keys):
             self.note(key, way_of[key], found)
+        if self.done < self.count:  # room for the next batch
+            self.forget(engines, stores, keys)
+
+    def forget(self, engines, stores, keys):
         for engine, store in zip(engines, stores, strict=True):
             for key in keys:
                 with contextlib.suppress(FileNotFoundError):
