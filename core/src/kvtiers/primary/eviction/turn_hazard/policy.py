@@ -311,7 +311,7 @@ class TurnHazardPolicy(EvictionPolicy):
 
     def _evict_ranked(self, count: int) -> list[OffloadKey]:
         victims: list[OffloadKey] = []
-        aside = []
+        aside: list[tuple[float, float, int, int, int, Run]] = []
         while len(victims) < count and (run := self._lowest()) is not None:
             if len(aside) < self._most_aside and next(reversed(run.put_in_order())) not in self._first:
                 aside.append(heapq.heappop(self._queue))
