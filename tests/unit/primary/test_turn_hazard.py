@@ -493,3 +493,30 @@ def test_a_wrong_expectation_is_learnt_to_mean_nothing(lie):
         _, beside, _ = hits_by_liars(lambda number, turn: {"expects_turn_in": lie[(number + turn) % len(lie)]}, seed)
         change, asked_in_all = change + beside - others, asked_in_all + asked
     assert change >= -0.01 * asked_in_all
+
+
+def test_the_odds_of_a_chunk_are_those_of_its_place_in_whatever_order_chunks_are_asked_for():
+    policy, system = TurnHazardPolicy(400), [b"s%d" % place for place in range(4)]
+    now = [0.0]
+    policy.clock = lambda: now[0]
+    assert policy.forecasts_reuse()
+    for number in range(400):
+        now[0] += 5.0
+        tail = [b"t%d %d" % (number, place) for place in range(12)]
+        if number % 3 == 2:  # asks on where the last but one has begun
+            tail = [*(b"t%d %d" % (number - 2, place) for place in range(3)), *tail]
+        policy.access(
+            [*system, *tail], str(number), [key for key in [*system, *tail] if key not in policy._tree.run_of]
+        )
+        policy.request_finished(str(number))
+    last = [b"t%d %d" % (399, place) for place in range(12)]
+    odds = policy.expected_reuse(last)
+    assert odds == policy.expected_reuse(last[::-1])[::-1] == [policy.expected_reuse([key])[0] for key in last]
+    assert odds == sorted(odds, reverse=True)
+    assert 0 < odds[-1] < odds[0] < policy.expected_reuse(system)[0] <= 1
+    assert policy.shared_prefix([*system, *last]) == 4
+    policy.hint("over", RequestHints(session_ends=True))
+    over = [b"over%d" % place for place in range(6)]
+    policy.access(over, "over", over)
+    policy.request_finished("over")
+    assert policy.expected_reuse(over) == [0.0] * 6

@@ -211,12 +211,14 @@ class TurnHazardPolicy(EvictionPolicy):
         by_place = np.where(again[:, None], uses @ reach.shares(again=True), uses @ reach.shares(again=False))
         by_place[[run.ended for run in runs]] = 0.0
         of_run = dict(zip(runs, by_place.tolist(), strict=True))
-        places: dict[Run, dict[OffloadKey, int]] = {}
+        places: dict[Run, int] = {}
         for number, (key, run) in enumerate(zip(keys, found, strict=True)):
             if run in of_run:
-                if run not in places:
-                    places[run] = {each: place for place, each in enumerate(run.keys)}
-                odds[number] = of_run[run][place_number(places[run][key])]
+                place = places.get(run, 0) - 1  # chunks leave from the tail on
+                if place < 0 or run.keys[place] != key:
+                    place = run.place(key)
+                places[run] = place
+                odds[number] = of_run[run][place_number(place)]
         return odds
 
     def shared_prefix(self, keys: Sequence[OffloadKey]) -> int:
