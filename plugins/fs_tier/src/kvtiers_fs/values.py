@@ -161,8 +161,8 @@ def _fill(fd: int, parts: Sequence[memoryview], nbytes: int) -> bool:
     done = _read_some(fd, parts[:_MOST_PARTS])
     while 0 < done < nbytes:
         with contextlib.ExitStack() as cut:
-            behind = itertools.islice(_behind(parts, done), _MOST_PARTS)
-            more = _read_some(fd, [cut.enter_context(part) for part in behind])
+            rest = itertools.islice(behind(parts, done), _MOST_PARTS)
+            more = _read_some(fd, [cut.enter_context(part) for part in rest])
         if not more:
             return False
         done += more
