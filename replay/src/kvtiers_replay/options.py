@@ -76,7 +76,7 @@ def replay_layout(config: OffloadConfig, tokens_per_block: int, options: ReplayO
     tensors = _KV_TENSORS if page >= _KV_TENSORS else 1
     sizes = [page // tensors] * tensors
     sizes[0] += page - sum(sizes)
-    identity = ModelIdentity("replay", weights=CONTENT_VERSION)
+    identity = ModelIdentity("replay", weights=CONTENT_VERSION, engine="replay")
     if config.model is not None:
         identity = replace(identity, **config.model.identity())
     return CacheLayout(

@@ -129,6 +129,7 @@ CHANGES = [
         for name, value in {
             "name": "other", "kv_dtype": "fp8", "kv_scales": "x", "rope": "yarn", "quantization": "awq",
             "kv_layout": "HND", "hash_algorithm": "xxh3", "hash_seed": "1", "hash_bytes": 16,
+            "engine": "sglang",
         }.items()
     ],
     {"groups": (KVGroup("full", 32), KVGroup("window", 32, "sliding_window", 4096))},

@@ -40,7 +40,8 @@ class ModelIdentity:
     """Everything besides the layout that decides what KV bytes mean. All of it enters the fingerprint.
 
     ``weights``: a resolved revision or a digest of the weights; empty: unknown, so nothing is shared. ``kv_layout``:
-    the attention backend's order of a page. ``hash_*``: how the engine chains its block hashes.
+    the attention backend's order of a page. ``hash_*``: how the engine chains its block hashes. ``engine``: the code
+    that lays the bytes out, such as "sglang"; engines of different names share nothing, whatever else is equal.
     """
 
     name: str
@@ -53,6 +54,14 @@ class ModelIdentity:
     hash_algorithm: str = "sha256"
     hash_seed: str = "0"
     hash_bytes: int = 32
+    engine: str = ""
+
+    def facts(self) -> dict[str, Any]:
+        """Return what enters the fingerprint: all fields, and ``engine`` where it is not empty."""
+        facts = dataclasses.asdict(self)
+        if not self.engine:
+            del facts["engine"]
+        return facts
 
 
 @dataclass(frozen=True)
@@ -207,7 +216,7 @@ class CacheLayout:
         direct = self.row_layout == "direct"
         document = {
             "format": FINGERPRINT_FORMAT,
-            "model": dataclasses.asdict(self.model),
+            "model": self.model.facts(),
             "row_layout": self.row_layout,
             "blocks_per_chunk": self.blocks_per_chunk,
             "groups": [

@@ -11,7 +11,6 @@ store du` reads the first one. Both are for people only: nothing depends on a re
 """
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import mmap
@@ -56,7 +55,7 @@ def describe_layout(layout: CacheLayout, release: str, fingerprint: str) -> str:
     """Return the fields of a fingerprint as JSON, long ones as digests. ``release``: the engine's, no part of it."""
     whole = json.loads(layout.fingerprint_json())
     tensors = json.dumps(whole.pop("tensors"), sort_keys=True).encode()
-    model = {name: _short(str(value)) for name, value in dataclasses.asdict(layout.model).items()}
+    model = {name: _short(str(value)) for name, value in layout.model.facts().items()}
     document = {"release": release, "fingerprint": fingerprint} | whole
     document |= {"model": model, "tensors": hashlib.sha256(tensors).hexdigest()[:16]}
     return json.dumps(document, sort_keys=True)

@@ -69,6 +69,7 @@ def identity_of(kind: ObjectKind, options: Options) -> ModelIdentity:
         kv_layout=f"{json.dumps(layout)} {options.kv_layout}".strip(),
         hash_algorithm="lmcache-chunk",
         hash_seed="",
+        engine="lmcache",
     )
 
 

@@ -88,6 +88,7 @@ def identity_of(pool_name: str, pool: Any, sizes: list[int], storage: Any, optio
         kv_layout=json.dumps(_facts(pool_name, pool, sizes, storage, arguments), sort_keys=True, default=str),
         hash_algorithm="sglang-page-sha256",
         hash_seed="",
+        engine="sglang",
     )
 
 

@@ -78,6 +78,7 @@ def identity_of(model: Any, geometry: Geometry, weights: str) -> ModelIdentity:
         rope=_digest(_plain(_rope(config))),
         kv_layout=f"transformers {transformers.__version__} {_digest(layout)}",
         hash_algorithm=BLOCK_HASH_ALGORITHM,
+        engine="transformers",
     )
 
 

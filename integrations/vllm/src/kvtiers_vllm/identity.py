@@ -63,6 +63,7 @@ def identity_of(
         kv_layout=_layout_digest(engine, offloading, version, own_rows=own_rows),
         hash_algorithm=algorithm,
         hash_seed=seed,
+        engine="vllm",
     )
     return Identity(model, tuple(warning for warning in (unnamed, unseeded) if warning))
 
