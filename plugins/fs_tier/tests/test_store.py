@@ -253,3 +253,11 @@ def test_a_value_of_more_parts_than_one_call_takes_is_written_whole(folder, name
     folder.open().write_parts(name, [view[at : at + 3] for at in range(0, len(view), 3)])
     assert read(folder.open(), name, pages=2) == whole
     assert not folder.temps()
+
+
+def test_a_read_that_the_system_ends_early_is_gone_on_with(folder, names, value, read, monkeypatch):
+    store, readv = folder.open(), os.readv
+    [name] = names(1)
+    store.write(name, value(7, pages=3))
+    monkeypatch.setattr(os, "readv", lambda fd, views: readv(fd, [views[0][:4096]]))
+    assert read(store, name, pages=3) == bytes(value(7, pages=3))
