@@ -148,8 +148,9 @@ STARTERS = {
 STARTERS |= {"check_call", "check_output", "getoutput", "ProcessPoolExecutor", "execv", "spawnv"}
 MODULES = {"subprocess", "os", "multiprocessing", "concurrent.futures"}
 RUN_TO_THEIR_END = {
-    "testing/tier_plugin.py"
-}  # subprocess.run: the kit imports a tier's entry module in a new interpreter
+    "testing/tier_plugin.py",  # subprocess.run: the kit imports a tier's entry module in a new interpreter
+    "cli/report.py",  # what the machine says of its GPUs and of torch, within a few seconds
+}
 
 
 def starts(path: Path) -> list[str]:

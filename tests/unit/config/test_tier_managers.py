@@ -13,7 +13,9 @@ required: true
 read_only: true
 deadline: 9s
 breaker: {failures: 2}
-admission: second_access
+admission: expected-reuse
+may_lose: 0.02
+writes_per_hour: 1GiB
 """
 
 
