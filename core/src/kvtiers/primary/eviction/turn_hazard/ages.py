@@ -12,7 +12,7 @@ from kvtiers.primary.eviction.turn_hazard.prefix_tree import Run
 
 __all__ = ["Ages"]
 
-_BATCH = 96  # examples and ranks that are computed together
+_BATCH = 48  # examples and ranks that are computed together
 _MOST_PASSED = 256  # bins that may end in one call
 _SMALL = 64
 # Chunks up to the end, of the run, added by the last use, before it; the last gap, their mean; whether others follow;
