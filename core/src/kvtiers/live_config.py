@@ -15,6 +15,7 @@ from kvtiers.api.config import dump_resolved, load_resolved
 from kvtiers.config import OffloadConfig, load_config
 from kvtiers.config.options import may_change
 from kvtiers.host.messages import Limits
+from kvtiers.plugins import load_tier
 from kvtiers.secondary.store_tier import ChunkStoreTier
 from kvtiers.tier_set import TierSet
 from kvtiers.tiering.commands import CommandRefused
@@ -151,6 +152,8 @@ class LiveEngine:
         tier = config.secondary[order.index(name)]
         if tier.host:
             raise CommandRefused(f"{name}: a tier with a 'host' of several tiers is opened at the start only")
+        if load_tier(tier.type).kind == "manager":
+            raise CommandRefused(f"{name}: a tier that moves its rows by itself is opened at the start only")
         try:
             slot = self._tiers.build(tier, self._next_index)
         except KvtiersError as error:
@@ -189,8 +192,7 @@ class LiveEngine:
         slot, tier = self._operations.slot(name), self._store_tier(name)
         tier.set_limits(change.limits)
         tier.set_waits(config.exists_ttl, config.store_queue)
-        if config.read_only != self._configs[name].read_only:
-            slot.metrics.switched_read_only = int(config.read_only)
+        slot.read_only_by_config = config.read_only
         self._configs[name] = config
         return {
             "tier": name,

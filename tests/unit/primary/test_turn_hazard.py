@@ -220,6 +220,14 @@ def test_of_a_prompt_that_is_longer_than_the_primary_the_head_is_stored():
     assert len(served.tier.coldest(999)) == 100
 
 
+def test_what_left_often_is_remembered_once():
+    served = Served("turn-hazard", 64)
+    for number in range(3000):
+        served.serve(chunks(f"prompt {number % 50}", 4))
+    assert served.hits < 3000 * 4, "some left"
+    assert len(served.tier._policy._gone) <= 2 * 50 + 64
+
+
 def test_a_long_pause_costs_no_more_than_a_bounded_batch(monkeypatch):
     learnt = []
     learn = HazardModel.learn

@@ -189,6 +189,52 @@ def test_a_tier_that_is_attached_is_asked_at_its_place_and_gets_what_is_new(admi
     assert bench.figures("b")["stored_chunks"] >= 4
 
 
+@pytest.mark.parametrize("policy", ["lru", "arc", "turn-hazard"])
+def test_a_tier_that_forecasts_reuse_can_be_attached_to_a_primary_that_is_full(policy):
+    bench = Bench(policy=policy)
+    for name in "abcd":
+        bench.store(chain(name, 4))
+    bench.tier["b"] = attach(bench, "b", 1, admission="expected-reuse")
+    for name in "efgabcdefghij":
+        bench.store(chain(name, 4))
+    assert bench.unused_rows() == bench.rows
+    assert bench.primary.evictable + bench.primary.free_rows + bench.primary.protected_rows == bench.rows
+
+
+def test_what_a_detached_tier_has_looked_at_decides_no_eviction_any_more():
+    bench = Bench(policy="turn-hazard")
+    seen = []
+    bench.primary.evict_first = seen.append
+    for name in "bcd":
+        attach(bench, name, 1, admission="expected-reuse")
+        if name == "c":
+            do(bench, partial(_remove, bench, "b"))
+    chosen = list(bench.manager.operations._parts.cascades._chosen.values())
+    assert [len(chosen), len(seen)] == [2, 1]
+    assert seen[0] is chosen[0].looked_at
+    for name in "cd":
+        do(bench, partial(_remove, bench, name))
+    assert seen[1] is chosen[1].looked_at
+    assert seen[2:] == [None]
+
+
+def _remove(bench, name):
+    return bench.manager.operations.remove(name) and {}
+
+
+def test_a_tier_that_is_off_makes_no_other_look_at_what_leaves_in_each_step():
+    bench = Bench(tiers={name: {"admission": "expected-reuse"} for name in "ab"}, rows=64)
+    for number in range(40):
+        bench.store(chain(f"k{number}", 4))
+    switch(bench, "off", "b")
+    looks, leaving = [], bench.primary.leaving
+    bench.primary.leaving = lambda *of: looks.append(of) or leaving(*of)
+    bench.store(chain("z", 40))
+    for _ in range(200):
+        bench.step()
+    assert 0 < len(looks) <= 5
+
+
 def test_a_tier_is_detached_when_nothing_of_it_is_in_flight_any_more():
     bench = Bench(tiers={"a": {}, "b": {}}, hold=True)
     bench.tier["a"].put(KEYS)

@@ -348,7 +348,11 @@ class CPUPrimaryTier:
         """
         self._policy.evict_first(seen)
         if not self._policy.forecasts_reuse():
-            self._policy = self._chunks.policy = WithForecast(self._policy, self.num_rows)
+            self._policy = self._chunks.policy = WithForecast(self._policy, self.num_rows, self._row_of)
+
+    def evict_first(self, seen: Collection[OffloadKey] | None) -> None:
+        """Have chunks that are in ``seen`` leave before others, from now on; None: no such chunks any more."""
+        self._policy.evict_first(seen)
 
     def expected_reuse(self, keys: Sequence[OffloadKey]) -> Sequence[float]:
         """Return the probability of each of these chunks, which are here, to be used again from now on."""

@@ -57,6 +57,7 @@ class Cascades:
         self._reserve = max(1, math.ceil(options.clean_reserve * primary.num_rows - 1e-9))
         self._written_since_scan = self._reserve
         self._fresh = 0  # rows leased since the chunks that leave next were looked at
+        self._behind: dict[TierSlot, None] = {}  # tiers of ``_chosen`` that have not looked at all of them yet
         self._ahead = float(self._reserve)  # how many of those are looked at
         self._no_request = RequestState(RequestContext(""), slots)
 
@@ -83,7 +84,9 @@ class Cascades:
         self._at_once = [other for other in self._at_once if other is not slot]
         self._late = [other for other in self._late if other is not slot]
         self._second.pop(slot, None)
-        self._chosen.pop(slot, None)
+        self._behind.pop(slot, None)
+        if self._chosen.pop(slot, None) is not None:
+            self._primary.evict_first(next((left.looked_at for left in self._chosen.values()), None))
         self.works_ahead = bool(self._late or self._chosen)
 
     def reserve(self, chunks: int) -> list[Reservation]:
@@ -207,31 +210,32 @@ class Cascades:
         """Look at the chunks that leave next, for tiers that take what is likely to be used again.
 
         The nearest ones after each store: what was just stored may rank lowest. All of the reserve once in a while.
+        A look costs as many chunks as there are ahead, so a tier without much room is left until rows come back.
         """
-        if self._fresh * 4 < self._reserve:
+        if self._fresh * 4 >= self._reserve:
+            self._fresh = 0
+            self._behind = dict.fromkeys(self._chosen)
+            self._ahead = max(self._reserve, 0.999 * self._ahead)
+        if not self._behind:
             return
-        self._fresh = 0
         ahead = int(self._ahead) - self._primary.free_rows
-        self._ahead = max(self._reserve, 0.999 * self._ahead)
-        if ahead <= 0:
-            return
-        now = self._clock()
-        for slot, admission in self._chosen.items():
+        now, few = self._clock(), min(_WORK_AHEAD_ROWS, self._reserve) // 4
+        for slot in list(self._behind):
             most = min(self._budget.room(slot), _WORK_AHEAD_ROWS)
-            if slot.read_only:
+            if ahead <= 0 or slot.read_only or not slot.available():
+                del self._behind[slot]
                 continue
-            if not most or not slot.available():
-                self._fresh = self._reserve  # looked at again in the next step
+            if most < few and self._budget.held:
                 continue
+            admission = self._chosen[slot]
             undecided = self._primary.leaving(ahead, admission.looked_at)
-            if not undecided:
-                continue
-            if len(undecided) > most:
-                self._fresh = self._reserve  # the rest in the next step
-                del undecided[most:]
-            worth = admission.choose(undecided, self._primary.expected_reuse(undecided), now)
-            slot.metrics.declined_cascades += len(undecided) - len(worth)
-            self._send(slot, worth, self._no_request)
+            if len(undecided) <= most:
+                del self._behind[slot]
+            del undecided[most:]  # the rest in the next step
+            if undecided:
+                worth = admission.choose(undecided, self._primary.expected_reuse(undecided), now)
+                slot.metrics.declined_cascades += len(undecided) - len(worth)
+                self._send(slot, worth, self._no_request)
 
     def _send(self, slot: TierSlot, keys: Sequence[OffloadKey], state: RequestState) -> None:
         """Send as many of these readable chunks as there is room for, the first ones; drop and count the others."""

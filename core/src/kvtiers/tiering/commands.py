@@ -231,6 +231,7 @@ class Operations:
         slot.leave()
         self._slots.remove(slot)
         self._parts.cascades.remove(slot)
+        self._parts.provenance.remove(slot)
         return slot
 
     def set_bounds(self, options: TieringOptions) -> None:

@@ -31,6 +31,10 @@ class Provenance:
             self._unread.append({})
             self._turns.append(0)
 
+    def remove(self, slot: TierSlot) -> None:
+        """Forget what was written to a tier and not read: it is none any more."""
+        self._unread[slot.index] = {}
+
     def expect(self, slot: TierSlot, keys: Sequence[OffloadKey]) -> None:
         """Record that rows are reserved for these chunks, to be loaded from this tier."""
         self._tier_of.update(dict.fromkeys(keys, slot))

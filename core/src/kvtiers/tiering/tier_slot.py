@@ -93,6 +93,8 @@ class TierSlot:
         self.options = options
         self.name = options.name
         self.metrics = TierMetrics()
+        self.read_only_by_config = options.read_only
+        """The config as it is now says that nothing is stored in it."""
         self.retired = ""
         """Why it is out of use; empty while it is not."""
         self.rate = LoadRate()
@@ -112,7 +114,7 @@ class TierSlot:
     @property
     def read_only(self) -> bool:
         """Nothing is stored in the tier: by its config, or since an operator has said so."""
-        return self.options.read_only or self.metrics.switched_read_only > 0
+        return self.read_only_by_config or self.metrics.switched_read_only > 0
 
     @property
     def switch(self) -> str:

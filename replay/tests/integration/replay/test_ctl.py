@@ -158,6 +158,23 @@ def test_what_a_file_changes_is_applied_or_named_in_one_line(engine) -> None:
     assert "cannot read the file" in engine.refused("reload", "--config", engine.folder / "none.yaml")["error"]
 
 
+def test_a_tier_that_the_file_makes_read_only_stays_so_when_it_is_switched_off_and_on(engine) -> None:
+    read_only = engine.folder / "read-only.yaml"
+    read_only.write_text(START.replace("64MiB}", "64MiB, read_only: true}"), encoding="utf-8")
+    applied = engine.ctl("reload", "--config", read_only)["result"]["applied"]
+    assert applied == ["secondary.memory.read_only"]
+    engine.ctl("memory", "off")
+    engine.ctl("memory", "on")
+    assert engine.ctl("drain")["result"]["failed_chunks"] == 0
+    before = engine.status()
+    written = before["tiers"]["memory"]["stored_chunks"]
+    wait_until(lambda: engine.status()["figures"]["lookups"] > before["figures"]["lookups"] + 20)
+    assert engine.ctl("drain")["result"]["failed_chunks"] == 0
+    assert engine.status()["tiers"]["memory"]["stored_chunks"] == written
+    assert engine.ctl("reload")["result"]["applied"] == applied
+    wait_until(lambda: engine.status()["tiers"]["memory"]["stored_chunks"] > written)
+
+
 def test_tiers_are_attached_and_detached_and_leave_no_process(engine) -> None:
     later = engine.folder / "later.yaml"
     assert engine.ctl("attach", "fs", "--config", later)["text"] == "fs: attached, and open"
@@ -166,6 +183,10 @@ def test_tiers_are_attached_and_detached_and_leave_no_process(engine) -> None:
     hosts = engine.hosts("fs (1 of 2)") + engine.hosts("fs (2 of 2)")
     assert len(hosts) == 2
     assert engine.refused("attach", "fs")["error"] == "the tier 'fs' is attached already"
+    managed = engine.folder / "managed.yaml"
+    managed.write_text(START.replace("secondary:", "secondary:\n  - {type: memory-async, max_blocks: 64}"))
+    refused = engine.refused("attach", "memory-async", "--config", managed)["error"]
+    assert refused == "memory-async: a tier that moves its rows by itself is opened at the start only"
     assert engine.ctl("detach", "memory")["text"] == "memory: detached"
     assert list(engine.status()["tiers"]) == ["fs"]
     assert not engine.hosts("memory")

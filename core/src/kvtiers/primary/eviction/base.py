@@ -96,10 +96,11 @@ class EvictionPolicy(ABC):
         """
         return False
 
-    def evict_first(self, seen: Collection[OffloadKey]) -> None:
+    def evict_first(self, seen: Collection[OffloadKey] | None) -> None:
         """From now on evict chunks in ``seen`` before others that rank about as low: those are still to be looked at.
 
-        A wish, for policies whose ranks change without a use. Nothing by default. ``seen`` changes with time.
+        A wish, for policies whose ranks change without a use. Nothing by default. ``seen`` changes with time; None: no
+        tier looks at chunks any more.
         """
         del seen
 

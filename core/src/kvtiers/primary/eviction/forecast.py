@@ -4,7 +4,7 @@ A tier with ``admission: expected-reuse`` needs the model whatever the policy is
 which of those are worth writing down, are two questions.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from kvtiers.api import OffloadKey
 from kvtiers.primary.eviction.base import EvictionPolicy
@@ -15,11 +15,12 @@ __all__ = ["WithForecast"]
 
 
 class WithForecast(EvictionPolicy):
-    """Evicts as ``policy`` does, and answers ``expected_reuse``."""
+    """Evicts as ``policy`` does, and answers ``expected_reuse``. ``residents``: chunks that ``policy`` has already."""
 
-    def __init__(self, policy: EvictionPolicy, capacity: int) -> None:
+    def __init__(self, policy: EvictionPolicy, capacity: int, residents: Iterable[OffloadKey] = ()) -> None:
         super().__init__(capacity)
         self.policy = policy
+        self._unlearnt = set(residents)  # the model learns of these with their next use
         self.clock = policy.clock
         # It is never said that a chunk may leave, so it ranks none: that is what costs most.
         self._model = TurnHazardPolicy(capacity)
@@ -30,13 +31,17 @@ class WithForecast(EvictionPolicy):
         """Return that it does."""
         return True
 
-    def evict_first(self, seen: Collection[OffloadKey]) -> None:
+    def evict_first(self, seen: Collection[OffloadKey] | None) -> None:
         """Do what the policy does."""
         self.policy.evict_first(seen)
 
     def access(self, keys: Sequence[OffloadKey], request_id: str, new: Sequence[OffloadKey] = ()) -> None:
         """Count the use, and learn from it."""
         self.policy.access(keys, request_id, new)
+        if self._unlearnt and (late := self._unlearnt.intersection(keys)):
+            self._unlearnt -= late
+            late.update(new)
+            new = [key for key in keys if key in late]
         self._model.access(keys, request_id, new)
 
     def request_finished(self, request_id: str) -> None:
@@ -60,20 +65,20 @@ class WithForecast(EvictionPolicy):
     def remove(self, keys: Sequence[OffloadKey]) -> None:
         """Forget that the chunks are resident."""
         self.policy.remove(keys)
-        self._model.remove(keys)
+        self._left(keys)
 
     def evict(self, count: int) -> list[OffloadKey] | None:
         """Evict what the policy chooses."""
         victims = self.policy.evict(count)
         if victims:
-            self._model.remove(victims)
+            self._left(victims)
         return victims
 
     def evict_unused(self, count: int, request_id: str) -> list[OffloadKey]:
         """Evict what the policy chooses."""
         victims = self.policy.evict_unused(count, request_id)
         if victims:
-            self._model.remove(victims)
+            self._left(victims)
         return victims
 
     def worth_storing(self, keys: Sequence[OffloadKey], request_id: str) -> int:
@@ -104,3 +109,13 @@ class WithForecast(EvictionPolicy):
         """Forget everything."""
         self.policy.clear()
         self._model.clear()
+        self._unlearnt.clear()
+
+    def _left(self, keys: Sequence[OffloadKey]) -> None:
+        """Forget that these chunks are resident, in the model."""
+        if self._unlearnt:
+            known = [key for key in keys if key not in self._unlearnt]
+            self._unlearnt.difference_update(keys)
+            keys = known
+        if keys:
+            self._model.remove(keys)

@@ -55,6 +55,7 @@ class TurnHazardPolicy(EvictionPolicy):
         self._queue: list[tuple[float, float, int, int, int, Run]] = []
         self._queue_limit = _SMALL
         self._gone: list[tuple[float, int, int, Run]] = []  # without resident chunks and followers, unless used since
+        self._gone_limit = _SMALL
 
     @property
     def known(self) -> int:
@@ -188,9 +189,9 @@ class TurnHazardPolicy(EvictionPolicy):
             self._tree.reach = Reach()
         return True
 
-    def evict_first(self, seen: Collection[OffloadKey]) -> None:
+    def evict_first(self, seen: Collection[OffloadKey] | None) -> None:
         """Put runs aside whose last chunk is not in ``seen``, a few at a time, for as long as there are others."""
-        self._first, self._most_aside = seen, _ASIDE
+        self._first, self._most_aside = ((), 0) if seen is None else (seen, _ASIDE)
 
     def expected_reuse(self, keys: Sequence[OffloadKey]) -> list[float]:
         """Return the probability of each of these chunks to be used again, at its run's age; 1 while little is learnt.
@@ -239,6 +240,7 @@ class TurnHazardPolicy(EvictionPolicy):
         self._loose.clear()
         self._queue.clear()
         self._gone.clear()
+        self._gone_limit = _SMALL
 
     # -- inside: ways
 
@@ -378,14 +380,25 @@ class TurnHazardPolicy(EvictionPolicy):
     def _note_gone(self, run: Run) -> None:
         if not run.live and not run.kids and not run.users:
             heapq.heappush(self._gone, (run.last, run.serial, run.version, run))
+            if len(self._gone) > self._gone_limit:  # most are of runs that were used since
+                latest = {entry[3]: entry for entry in self._gone if self._is_gone(entry)}
+                self._gone = list(latest.values())
+                heapq.heapify(self._gone)
+                self._gone_limit = max(_SMALL, 2 * len(self._gone))
+
+    @staticmethod
+    def _is_gone(entry: tuple[float, int, int, Run]) -> bool:
+        run = entry[3]
+        return entry[2] == run.version and not (run.live or run.kids or run.users)
 
     def _forget(self) -> None:
         """Forget the least recently used of the chunks that are gone, once too many are known."""
         tree, most = self._tree, _KNOWN * self.capacity
         while len(tree.run_of) > most and self._gone:
-            _, _, version, run = heapq.heappop(self._gone)
-            if version != run.version or run.live or run.kids or run.users:
+            entry = heapq.heappop(self._gone)
+            if not self._is_gone(entry):
                 continue
+            run = entry[3]
             tree.forget(run)
             if run.parent is not None:
                 self._note_gone(run.parent)
