@@ -293,7 +293,7 @@ class Engine:
             config, self.layout, [np.zeros((1, PAYLOAD), np.uint8)], engine_id=self.manager.engine_id
         )
         self.manager.wait_ready(PATIENCE)
-        (self.tier,) = self.manager._engine._tiers.tiers.values()
+        (self.tier,) = self.manager._engine.tiers.tiers.values()
         problem = self.tier.wait_open(PATIENCE)
         assert not problem, problem
 

@@ -202,9 +202,10 @@ def test_what_a_store_gives_too_late_never_lands_in_the_callers_memory(
 def test_a_store_that_reads_in_place_for_too_long_is_killed_before_the_call_ends(
     opened, faulty, gates, machine, tmp_path, hosts_of, settled, how
 ):
+    """However late the client's own thread is: by default its calls have no time at all."""
     breaker = {"delay": "10ms", "failures": 1000, "min_calls": 1000}
-    pool = opened(faulty(deadline="60s", grace="60s", parts=True, breaker=breaker))
-    assert all(pool.put(range(4)).stored)
+    pool = opened(faulty(deadline="60s", grace="60s", parts=True, breaker=breaker), deadline=0.0)
+    assert all(pool.put(range(4), timeout=PATIENCE).stored)
     before = hosts_of()
     gates.set("read", how)
     begin = time.monotonic()
@@ -212,7 +213,7 @@ def test_a_store_that_reads_in_place_for_too_long_is_killed_before_the_call_ends
     assert time.monotonic() - begin < 20
     pool.poison(*range(8, 12))
     assert not any(machine.state_of(pid) not in {"", "Z"} for pid in before), "its host may still write"
-    machine.wait_until(lambda: pool.get(range(4)) == 4, "the host's next life")
+    machine.wait_until(lambda: pool.get(range(4), timeout=1.0) == 4, "the host's next life")
     assert pool.is_poison(*range(8, 12))
 
 

@@ -1,7 +1,10 @@
 """Values in a client's caller's memory: moved from and to many places, and not at all once their call is over."""
 
+import fcntl
 import os
+import struct
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -10,8 +13,9 @@ from tests.stores import DictStore
 from kvtiers.api import make_offload_key
 from kvtiers.host import claimed_views, transfer
 from kvtiers.host.claimed_views import ClaimedViews
-from kvtiers.host.messages import Status
+from kvtiers.host.messages import JobDone, Status, StoreJob
 from kvtiers.host.transfer import MoverOptions, ValueMover, ValueRun
+from kvtiers.host.transfer_pool import TransferPool
 from kvtiers.layout.borrowed_views import ValueViews
 from kvtiers.layout.storage_name import StorageNames
 from kvtiers.region.claims import RECORD_BYTES, ClaimState, ClaimTable
@@ -73,13 +77,19 @@ class Bench:
         self.table = ClaimTable(fd, self.mapping.view, region, first=ROWS, at=ROWS * VALUE, count=COUNT)
         self.memory = np.frombuffer(self.mapping.view, np.uint8)
         self.region = np.frombuffer(region, np.uint8)
-        self.close = lambda: os.close(fd)
-        rows = ValueViews(self.mapping.view[: ROWS * VALUE], VALUE)
-        claimed = ClaimedViews(self.table, VALUE)
-        self.mover = ValueMover(store, rows, MoverOptions([(PAYLOAD, VALUE)]), threading.Event(), claimed=claimed)
+        self.fd = fd
+        self.views = ValueViews(self.mapping.view[: ROWS * VALUE], VALUE)
+        self.mover = self.mover_of(store)
         # From the end to the start, and a byte apart.
         self.cuts = cuts
         self.rows = range(ROWS, ROWS + COUNT)
+
+    def close(self):
+        os.close(self.fd)
+
+    def mover_of(self, store):
+        claimed = ClaimedViews(self.table, VALUE)
+        return ValueMover(store, self.views, MoverOptions([(PAYLOAD, VALUE)]), threading.Event(), claimed=claimed)
 
     def parts(self, row):
         at, found = (row - ROWS + 1) * 16_384, []
@@ -101,6 +111,11 @@ class Bench:
 
     def content(self, row):
         return b"".join(self.region[offset : offset + length].tobytes() for offset, length in self.parts(row))
+
+    def is_locked(self, row):
+        """Return whether this process holds off the end of a claim: another kind of lock is in conflict with that."""
+        wanted = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, ROWS * VALUE + (row - ROWS) * RECORD_BYTES, 1, 0)
+        return struct.unpack_from("h", fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, wanted))[0] != fcntl.F_UNLCK
 
     def revoke(self):
         return [self.table.revoke(row) for row in self.rows]
@@ -164,6 +179,58 @@ def test_what_is_damaged_is_not_found_and_only_in_place_touches_the_memory(bench
     if not store.parts or not in_place:
         assert (bench.region == before).all()
     assert store.values == {}, "what is damaged is removed"
+
+
+@pytest.mark.parametrize("how", ["damaged", "half", "raises"])
+def test_what_a_second_tier_damages_in_place_is_not_found_though_the_first_one_landed_it(bench, store, how):
+    """The first tier's host has ended before its result was known, so that the next tier gets the same claims."""
+    second = type(store)()
+    bench.fill(1)
+    bench.open()
+    bench.mover.store(bench.run)
+    for name, value in store.values.items():
+        second.values[name] = value[:500] + b"?" + value[501:]
+    if how != "damaged" and second.read_parts_into is not None:
+        whole = second.read_parts_into
+
+        def read_half(name, parts):
+            whole(name, parts)
+            if how == "raises":
+                raise OSError("it was to")
+            return False
+
+        second.read_parts_into = read_half
+    bench.open(in_place=True)
+    assert set(bench.mover.load(bench.run).statuses) == {Status.DONE}
+    before = bench.region.copy()
+    assert Status.DONE not in bench.mover_of(second).load(bench.run).statuses
+    states = bench.revoke()
+    for row, state in zip(bench.rows, states, strict=True):
+        for offset, length in bench.parts(row):
+            is_whole = (bench.region[offset : offset + length] == before[offset : offset + length]).all()
+            assert is_whole or state is ClaimState.OPEN, "its call would take it"
+    if second.parts:
+        assert ClaimState.OPEN in states
+
+
+def test_a_host_that_ends_in_the_middle_of_a_copy_leaves_nothing_to_be_found(bench, monkeypatch):
+    """The claims had landed before, from another tier, whose value may have other bytes."""
+    bench.fill(1)
+    bench.open()
+    bench.mover.store(bench.run)
+    bench.open()
+    assert set(bench.mover.load(bench.run).statuses) == {Status.DONE}
+    seen = []
+
+    def copy(source, at, target, to, nbytes):
+        if target is bench.table.region:
+            seen.append([bench.table.state(row) for row in bench.rows].count(ClaimState.OPEN))
+
+    monkeypatch.setattr(claimed_views, "copy_memory", copy)
+    bench.mover.load(bench.run)
+    assert seen
+    assert set(seen) == {1}
+    assert set(bench.revoke()) == {ClaimState.LANDED}
 
 
 def test_memory_that_is_anothers_before_it_was_read_is_not_stored(bench, store):
@@ -252,6 +319,42 @@ def test_a_store_that_keeps_a_part_that_it_read_into_fails_the_value():
     assert Status.DONE not in moved.statuses
     assert "read_parts_into" in moved.error
     assert moved.kept
+    bench.close()
+
+
+def test_a_part_that_is_kept_for_a_moment_holds_off_the_calls_end_until_its_job_is_reported():
+    store = Gathering()
+    bench = Bench(store, [PAYLOAD])
+    bench.fill(1)
+    bench.open()
+    bench.mover.store(bench.run)
+    kept, events = [], []
+    read = store.read_parts_into
+    store.read_parts_into = lambda name, parts: kept.append(parts[0][:1]) or read(name, parts)
+    pool = TransferPool(
+        lambda: store,
+        bench.views,
+        NAMES,
+        MoverOptions([(PAYLOAD, VALUE)]),
+        threads=1,
+        deadline=60.0,
+        reopen=(1.0, 1.0),
+        emit=lambda event: events.append((event, bench.is_locked(ROWS))),
+        label="test",
+        claimed=ClaimedViews(bench.table, VALUE),
+    )
+    bench.open(in_place=True)
+    pool.submit(StoreJob(1, True, KEYS[:2], [ROWS, ROWS + 1]))
+    until = time.monotonic() + 60
+    while not pool._kept and time.monotonic() < until:
+        time.sleep(0.005)
+    assert pool.check_kept()
+    assert bench.is_locked(ROWS)
+    kept.clear()
+    assert not pool.check_kept()
+    [is_locked] = [is_locked for event, is_locked in events if isinstance(event, JobDone)]
+    assert not is_locked, "the next call with this claim would never end"
+    pool.close(60)
     bench.close()
 
 

@@ -30,6 +30,14 @@ with table.held(row) as held:
 print("done", flush=True)
 sys.stdin.readline()
 """
+KEEPING_HOST = (
+    HOST.replace("held.has_landed", "held.is_kept")
+    + """
+table.release(row)
+print("released", flush=True)
+sys.stdin.readline()
+"""
+)
 
 
 @pytest.fixture
@@ -51,7 +59,13 @@ def table(fd):
 @pytest.fixture
 def host(fd):
     """Another process that holds the claim of a row until it gets a line."""
-    command = [sys.executable, "-c", HOST, str(fd), str(NBYTES), str(FIRST), repr(PLACE)]
+    with started(fd, HOST) as process:
+        yield process
+
+
+@contextlib.contextmanager
+def started(fd, script):
+    command = [sys.executable, "-c", script, str(fd), str(NBYTES), str(FIRST), repr(PLACE)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[fd], text=True) as process:
         yield process
         with contextlib.suppress(ProcessLookupError):
@@ -114,6 +128,27 @@ def test_a_call_gets_its_memory_back_from_a_host_that_is_killed(table, host, is_
     assert table.revoke(FIRST) is None
     host.kill()
     host.wait(60)
+    assert table.revoke(FIRST) is ClaimState.OPEN
+
+
+def test_a_call_gets_its_memory_back_when_what_a_host_kept_is_released(table, fd):
+    table.open(FIRST, [(0, 8)], in_place=True)
+    with started(fd, KEEPING_HOST) as host:
+        for line, state in (("True", None), ("done", None), ("released", ClaimState.OPEN)):
+            assert host.stdout.readline() == f"{line}\n"
+            assert table.revoke(FIRST) is state
+            host.stdin.write("\n")
+            host.stdin.flush()
+
+
+def test_what_has_landed_is_taken_back_before_other_bytes_come(table):
+    table.open(FIRST, [(0, 8)], in_place=True)
+    with table.held(FIRST) as held:
+        held.has_landed = True
+    assert table.state(FIRST) is ClaimState.LANDED
+    with table.held(FIRST):
+        table.unland(FIRST)
+    assert table.parts(FIRST, 8) == ([(0, 8)], True)
     assert table.revoke(FIRST) is ClaimState.OPEN
 
 

@@ -233,7 +233,8 @@ class Client:
                     # Not waited for while this call has some rows: they may be all that there are.
                     piece = self._begin(kind, todo, until, 0.0 if begun else until, in_place=in_place)
                     if piece is not None:
-                        begun.append(piece)
+                        begun.append(piece)  # first: an interrupt must leave no claim open
+                        self._driver.send(piece[1])
                         continue
                     if not begun:
                         break
@@ -256,7 +257,7 @@ class Client:
         *,
         in_place: bool,
     ) -> tuple[Sequence[_Value], _Moving] | None:
-        """Begin with the next piece, or as much of it as there are rows for; None if there is none until then.
+        """Return the next piece, or as much of it as there are rows for, to be sent; None if there are none until then.
 
         The caller holds the request's rows.
         """
@@ -282,7 +283,6 @@ class Client:
             raise
         if claims is not None:
             self._count(direct_values=len(some))
-        self._driver.send(request)
         return some, request
 
     def _revoke(self, some: Sequence[_Value], request: Put | Get) -> None:
@@ -300,7 +300,8 @@ class Client:
 
     def _ended(self, request: Put | Get, table: ClaimTable, rows: Collection[int]) -> dict[int, ClaimState]:
         """Revoke these claims and return their last states; wait for a host that writes to their memory just now."""
-        soon = Task(lambda: self._driver.release_jobs(request), time.monotonic() + self._deadline)
+        # Neither task may be dropped for coming late.
+        soon = Task(lambda: self._driver.release_jobs(request), math.inf)
         if self._driver.send(soon):
             soon.over.wait(_RELEASE_SECONDS)
         states: dict[int, ClaimState] = {}
@@ -311,10 +312,11 @@ class Client:
                     states[row] = state
             if len(states) == len(rows):
                 return states
+            if not request.stop():  # no host uses them any more, though one has left a lock behind
+                return states | {row: table.state(row) for row in rows if row not in states}
             if time.monotonic() >= kill_at:
                 kill_at = math.inf
-                end = Task(lambda: self._driver.kill_jobs(request, _IN_USE), time.monotonic() + self._deadline)
-                self._driver.send(end)
+                self._driver.send(Task(lambda: self._driver.kill_jobs(request, _IN_USE), math.inf))
             time.sleep(_REVOKE_SECONDS)
 
     def _scatter(self, some: Sequence[_Value], request: Get, found: list[bool]) -> None:

@@ -4,6 +4,8 @@
 bounce buffers.
 """
 
+from collections.abc import Sequence
+
 from kvtiers.host.bounce_buffers import BounceBufferViews, copy_memory
 from kvtiers.layout.borrowed_views import Loan
 from kvtiers.region.claims import ClaimRevoked, ClaimTable
@@ -64,8 +66,15 @@ class ClaimedViews(BounceBufferViews):
         with self.table.held(row) as held:
             if not held.is_open:
                 return False
+            self.table.unland(row)  # as another tier's host may have landed it: this one may die in the middle
             for offset, length in self.table.parts(row, nbytes)[0]:
                 copy_memory(memory, at, self.table.region, offset, length)
                 at += length
             held.has_landed = True
         return True
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Let the calls of those of the rows that are claims end: no buffer of theirs is kept any more."""
+        for row in rows:
+            if row >= self.table.first:
+                self.table.release(row)

@@ -415,6 +415,7 @@ class ValueMover:
         with views.table.held(value.row) as held:
             if not held.is_open:
                 raise ClaimRevoked
+            views.table.unland(value.row)  # another tier's host may have landed it, and died
             loans = views.borrow_parts(*place, readonly=False)
             call = self._calls.read_parts(value.name, [view for loan in loans for view in loan.views])
             answers = self._call(moved, run, [value], call, is_load=True)

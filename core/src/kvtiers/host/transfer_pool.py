@@ -159,6 +159,8 @@ class TransferPool:
             free = [job for job in self._kept if all(loan.is_free() for loan in job.kept)]
             self._kept = [job for job in self._kept if job not in free]
         for job in free:
+            if self._claimed is not None:
+                self._claimed.release(job.job.rows)  # before its rows can be another call's
             self._report(job)
         return bool(self._kept)
 

@@ -128,6 +128,15 @@ class ClaimTable:
             if not held.is_kept:
                 self._unlock(at)
 
+    def unland(self, row: int) -> None:
+        """Take back, within ``held``, that a claim's memory holds the value: other bytes are about to come."""
+        at = self._record(row)
+        _HEAD.pack_into(self.memory, at, ClaimState.OPEN, *_HEAD.unpack_from(self.memory, at)[1:])
+
+    def release(self, row: int) -> None:
+        """End a ``held`` that was kept: nothing of this process uses the claim's memory any more."""
+        self._unlock(self._record(row))
+
     # -- inside
 
     def _record(self, row: int) -> int:
@@ -150,7 +159,10 @@ class ClaimTable:
 
 
 class HeldClaim:
-    """A claim while its end is held off. ``is_kept``: it stays so, until this process ends: a store kept a buffer."""
+    """A claim while its end is held off.
+
+    ``is_kept``: a store kept a buffer, so it stays so, until ``release`` or the end of this process.
+    """
 
     __slots__ = ("has_landed", "is_kept", "is_open")
 

@@ -163,7 +163,7 @@ def test_the_engines_prefix_cache_appears_among_the_hits(config_file, trace_file
     [
         ((), "give either --trace FILE or --workload NAME"),
         (("--workload", "code", "--trace", "x"), "give either --trace FILE or --workload NAME"),
-        (("--workload", "poems"), "'poems' is not 'code'"),
+        (("--workload", "poems"), "'poems' is not one of 'code', 'agent', 'rag'"),
         (("--trace", "/no/such/trace"), "error: /no/such/trace: cannot read the trace: No such file or directory"),
         (("--workload", "code", "--config", "/no/such.yaml"), "error: /no/such.yaml: cannot read the file"),
         (("--workload", "code", "--bytes-per-chunk", "4 parsecs"), "unknown unit 'parsecs'"),
