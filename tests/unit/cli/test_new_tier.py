@@ -46,13 +46,28 @@ def test_its_workflow_runs_the_kit_and_may_only_read(new_tier, tmp_path):
     assert job["steps"][1]["with"]["python-version"] == "${{ matrix.python }}"
 
 
-@pytest.mark.parametrize("name", ["Shelf", "1shelf", "my_shelf", "shelf-", "a--b", "x" * 33, "é", "a/b"])
+@pytest.mark.parametrize("name", ["Shelf", "1shelf", "1e3", "my_shelf", "shelf-", "a--b", "x" * 33, "é", "a/b"])
 def test_a_name_that_no_tier_can_have_is_refused(new_tier, tmp_path, name):
     done = new_tier(name)
     assert done.exit_code == 2
     (line,) = done.output.splitlines()
     assert line.startswith(f"error: {name!r} cannot be a tier's name")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["on", "off", "yes", "no", "true", "false", "null"])
+def test_a_name_that_yaml_reads_as_something_else_is_refused(new_tier, tmp_path, name):
+    done = new_tier(name)
+    assert done.exit_code == 2
+    (line,) = done.output.splitlines()
+    assert line == f"error: {name!r} cannot be a tier's name: YAML reads it as {yaml.safe_load(name)!r}, not as a text"
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_config_names_the_tier_as_it_was_named(new_tier, tmp_path):
+    assert new_tier("y").exit_code == 0
+    (tier,) = yaml.safe_load((tmp_path / "kvtiers-y/tiers.yaml").read_text())["secondary"]
+    assert tier["type"] == "y"
 
 
 @pytest.mark.parametrize(("name", "owner"), [("memory", "kvtiers-example"), ("replay", "kvtiers-replay")])

@@ -122,6 +122,14 @@ def test_there_are_secret_options():
         "tokens: [{}]",
         "url: 'x://{}@h'",
         "access-token: {}",
+        "X-Api-Key: {}",
+        "pwd: {}",
+        "pass: {}",
+        "db_pass: {}",
+        "dsn: {}",
+        "cookie: {}",
+        "key: {}",
+        "connection_string: {}",
     ],
 )
 def test_in_a_tier_that_is_not_installed_names_say_what_is_secret(option):
@@ -144,15 +152,153 @@ def test_what_a_secret_s_file_has_is_taken_out_of_all_else(tmp_path):
     "line",
     [
         f"GET https://x.example/c?sv=1&sig={CANARY}&se=2",
+        f"GET https://x.example/c?X-Amz-Security-Token={CANARY}&X-Amz-Date=1",
+        f"GET https://x.example/c?access_token={CANARY}",
+        f"GET https://x.example/c?a=1&api_key={CANARY}",
+        f'{{"url": "https://x.example/c?a=1\\u0026sig={CANARY}"}}',
         f"Authorization: Bearer {CANARY}",
+        f"authorization: {CANARY}",
+        f"{{'Authorization': 'Basic {CANARY}'}}",
+        f"{{'Authorization': b'Basic {CANARY}'}}",
+        f"('Authorization', 'Basic {CANARY}')",
+        f'headers {{\\"Authorization\\": \\"Basic {CANARY}\\"}}',
+        f"Authorization: AWS4-HMAC-SHA256 Credential=AKIA/s3, SignedHeaders=host, Signature={CANARY}",
+        f'Authorization: Digest username="me", response="{CANARY}"',
+        f"HTTP_AUTHORIZATION=Basic {CANARY}",
+        f"proxy-auth: Basic {CANARY}",
+        f"Set-Cookie: ***; session={CANARY}",
+        f"Cookie: a=b; session={CANARY}",
+        f"X-Auth-Token: {CANARY}",
+        f"X-Api-Key: {CANARY}",
+        f"aws_secret_access_key={CANARY}",
+        f"AccountName=it;AccountKey={CANARY}==;EndpointSuffix=x",
+        f"Client(host='h', accessKey='{CANARY}')",
+        f"Client(host=h,tokens=128,password={CANARY})",
+        f"access key: {CANARY}",
+        f"password='one \\'two {CANARY}'",
+        f"tokens=['one', '{CANARY}']",
+        f'{{\\"password\\": \\"{CANARY}\\"}}',
+        f"<a><SessionToken>{CANARY}</SessionToken></a>",
+        f"started with --redis-password {CANARY}",
+        f"started with ['--token', '{CANARY}']",
         f"connecting to s://user:{CANARY}@h",
+        f"connecting to redis://u:p@{CANARY}@h",
+        f"connecting to redis://u:p/{CANARY}@h",
+        f"connecting to redis://u:p'{CANARY}@h",
+        f"connecting to redis://:{CANARY}@h1,redis://:b@h2",
+        f"connecting to redis://:a@h1,redis://:{CANARY}@h2",
+        f"connecting to redis://u:{CANARY}@h1:1,h2:2/0",
     ],
 )
 def test_lines_of_a_log_have_no_secrets_that_the_config_has_not(line):
     assert CANARY not in Redaction().apply(line)
 
 
-@pytest.mark.parametrize("text", [f"a: [{CANARY}", f"a: &it [*it, {CANARY}]"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "kvtiers.redis: connected to redis://cache.example:6379/0 after 12.5 ms",
+        "kvtiers: tokens=128 blocks=8, max_tokens: 4096, prompt_tokens=17",
+        "Request(tokens=128,blocks=8)",
+        "blocks_per_chunk: 16",
+        "tokens_per_block: 16",
+        'kvtiers_tier_hits{tier="redis",kind="store"} 128',
+        "tokenizer='meta-llama/Llama-3.1-8B', author: kvtiers, bypass=1, passed: 3",
+        "key=ab12/0 hash=93fe row=7",
+        "--num-tokens 128 --token-file /run/token",
+        '  "tokens": {',
+        "secondary[0] (redis): password: environment variable 'NAME' is not set",
+        "secondary[0] (redis): password: expected a text (a number in quotes), '${NAME}' or {file: PATH}",
+        "password: ${NAME}",
+        "password: null",
+        "password=Secret(from ${NAME})",
+        "git@example.org and me@example.org",
+    ],
+)
+def test_lines_without_a_secret_stay_as_they_are(line):
+    assert Redaction().apply(line) == line
+
+
+def test_only_the_secret_of_a_line_is_taken_out():
+    redaction = Redaction()
+    assert redaction.apply("host=h password=abcdef, rows=3") == "host=h password=*** rows=3"
+    assert redaction.apply("'password': 'ab cd', 'rows': 3") == "'password': ***, 'rows': 3"
+    assert redaction.apply("redis://u:p@ssw0rd@h") == "redis://***@h"
+    assert redaction.apply("redis://u:p@h1:1,h2:2/0") == "redis://***@h1:1,h2:2/0"
+    assert redaction.apply("x://h/c?sig=abcdef&se=2") == "x://h/c?sig=***&se=2"
+
+
+@pytest.mark.parametrize(
+    "option",
+    [f"pasword: {CANARY}", f"accesskay: [a, {CANARY}]", f"breaker: {{pasword: {CANARY}}}"],
+)
+def test_an_option_that_a_tier_type_does_not_know_may_be_a_secret_with_a_typo(option):
+    redaction = Redaction()
+    text = "\n".join(redaction.config(f"secondary: [{{type: redis, url: 'redis://h:1', threads: 3, {option}}}]"))
+    assert CANARY not in text
+    assert "threads: 3" in text
+    assert "redis://h:1" in text
+    assert CANARY not in redaction.apply(CANARY)
+
+
+def test_a_size_behind_a_typo_is_hidden_there_and_stays_elsewhere():
+    redaction = Redaction()
+    text = redaction.config("secondary: [{type: memory, capacty: 64MiB, capacity: 64MiB}]")
+    assert text[-2:] == ["  capacty: '***'", "  capacity: 64MiB"]
+    assert redaction.apply("a region of 64MiB") == "a region of 64MiB"
+
+
+@pytest.mark.parametrize(
+    ("written", "logged"),
+    [
+        ("abc${REPORT_TEST}def", "abcvariable-91c2def"),
+        ("abcdef${NOT_SET_AT_ALL}", "abcdef"),
+        ("p%40ss%2Fword", "p@ss/word"),
+        ("p@ss/word", "p%40ss%2Fword"),
+        ('one"two\\three', 'one\\"two\\\\three'),
+        ("pässwört", "p\\u00e4ssw\\u00f6rt"),
+    ],
+)
+def test_a_secret_is_taken_out_whole_in_each_form_that_it_may_have(monkeypatch, written, logged):
+    monkeypatch.setenv("REPORT_TEST", "variable-91c2")
+    redaction = Redaction()
+    redaction.config(yaml.safe_dump({"secondary": [{"type": "redis", "password": written}]}))
+    assert redaction.apply(f"it is <{logged}>") == "it is <***>"
+
+
+@pytest.mark.parametrize(
+    ("url", "password"),
+    [
+        ("redis://u:p@ssw0rd@h", "p@ssw0rd"),
+        ("redis://u:pass%40word@h", "pass@word"),
+        ("redis://u:pass word@h", "pass word"),
+        ("redis://:word-a@h1,redis://:word-b@h2", "word-a"),
+        ("redis://:word-a@h1,redis://:word-b@h2", "word-b"),
+        ("u:word-a@h:1", "word-a"),
+    ],
+)
+def test_the_password_of_a_url_in_the_config_is_taken_out_of_all_else(url, password):
+    redaction = Redaction()
+    text = "\n".join(
+        redaction.config(yaml.safe_dump({"note": f"{password}", "secondary": [{"type": "x", "url": url}]}))
+    )
+    assert password not in text
+    assert url not in text
+    assert redaction.apply(f"it is <{password}>") == "it is <***>"
+
+
+def test_a_long_secret_is_not_hidden_by_the_folding_of_lines():
+    redaction = Redaction()
+    secret = " ".join(["word"] * 40)
+    text = yaml.safe_dump({"note": secret, "secondary": [{"type": "redis", "password": secret}]})
+    assert redaction.config(text)[0] == "note: '***'"
+
+
+def test_what_stands_beside_a_file_is_no_file():
+    assert CANARY not in "\n".join(Redaction().config(f"password: {{file: /nowhere, pasword: {CANARY}}}"))
+
+
+@pytest.mark.parametrize("text", [f"a: [{CANARY}", f"a: &it [*it, {CANARY}]", f"{{a: 2026-99-99, b: {CANARY}}}"])
 def test_a_config_that_cannot_be_read_is_left_out(text):
     (line,) = Redaction().config(text)
     assert CANARY not in line

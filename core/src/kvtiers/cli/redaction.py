@@ -1,33 +1,75 @@
 """The removal of secrets from a config and from all that stands beside it in a report.
 
-A secret is what an option of type ``Secret`` has, what an option has whose name says so, and the password in a URL.
-Where a variable or a file is named instead of it, the name stays, but its value is taken out of the log and all else.
+A secret is what an option of type ``Secret`` has, what an option has whose name says so or which its tier type does not
+have (a typo may hide such a name), and the password in a URL. Where a variable or a file is named instead of it, the
+name stays, but its value is taken out of the log and all else. In doubt more is taken out: a host rather goes with a
+password than that a part of the password stays.
 """
 
 import contextlib
+import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeAlias, get_args
+from urllib.parse import quote, unquote
 
 import yaml
+from pydantic import BaseModel
 
 from kvtiers.api import Secret, TierPluginError
+from kvtiers.api.config import expand_variables
+from kvtiers.config.options import models_in
 from kvtiers.plugins import load_tier
 
 __all__ = ["Redaction"]
 
+_Models: TypeAlias = Sequence[type[BaseModel]]
+
 _HIDDEN = "***"
 _SHORTEST = 4  # what is shorter stands in many other places, too
+_LONG = 12  # a user's name may be a token; a shorter one may be a word such as "default"
 _NAME = re.compile(
-    r"passw|passphrase|secret|token|credential|(api|access|account|private)_?key|^sas$|auth", re.IGNORECASE
+    r"passw|passphrase|(?<!by)(?<!com)pass$|(^|_)pass_|pwd|secret|token(?!i[sz])|credential|cookie|signature$"
+    r"|auth(?!or(?!i[sz]ation))|(api|access|account|private|signing|encryption|session|master)_?key"
+    r"|connection_?str|(^|_)(sas|dsn|jwt)$",
+    re.IGNORECASE,
 )
 _NOT = re.compile(r"tokens_per_block|authority|\w+_file")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
-_USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-_QUERY = re.compile(r"(?i)(?<=[?&])((?:sig|signature|token|password|secret|key|x-amz-\w+)=)[^&\s\"']+")
-_HEADER = re.compile(r"(?i)\b(authorization:\s*\w+|bearer)\s+\S+")
+_USER = re.compile(r"(?<!\S)((?:(?!://)\S)*://)\S+(?=@)")  # from the start of a word: linear in its length
+# Where the whole text is one URL, or several: its password may have a space, and there may be no scheme.
+_USER_OF_ALL = re.compile(r"(?:(?<=://)|\A(?!.*://)(?=[^/@\s]*:)).+(?=@)", re.DOTALL)
+_QUERY = re.compile(
+    r"(?i)(?:(?<=[?&#;])|(?<=u0026))"
+    r"([\w.-]*(?:sig|signature|token|pass|passwd|pwd|password|secret|key|key-?id|credentials?)=|x-amz-[\w-]+=)"
+    r"[^&\s\"']+"
+)
+_HEADER = re.compile(
+    r"(?i)(?<![a-z])(authorization|cookie)(\\*['\"])?([ \t]*[:=][ \t]*|(?(2)[ \t]*,[ \t]*|(?!)))"
+    r"(?:b?(\\*['\"]).*?(?:\4|$)|[^\s'\"].*)",
+    re.MULTILINE,
+)
+_BEARER = re.compile(r"(?i)\b(bearer)\s+\S+")
+_NAMED = re.compile(
+    r"(?<![\w-])(?:((?:(?:api|access|secret|account|private) )?[\w-]+)(?:\\*['\"])?[ \t]*[:=]+>?"
+    r"|(--[\w-]+)['\"]?,?(?=[ \t]))[ \t]*|<([\w-]+)>(?!\s)"
+)
+_ITS_VALUE = re.compile(
+    r"[\[{(].*"  # to the end of the line: brackets may be nested
+    r"|[bru]?(?:\"(?:\\.|[^\"\\\n])*\"?|'(?:\\.|[^'\\\n])*'?|(\\+['\"]).*?(?:\1|$))(?:[^\s,;)\]}]\S*)?"
+    r"|(?:(?i:basic|bearer|digest|negotiate|token)[ \t]+)?\S+",
+    re.MULTILINE,
+)
+_PLAIN = re.compile(r"[\d.]{1,5} ?[A-Za-z%]{0,3}|auto|none|all")  # of an option with a typo: it stands elsewhere, too
+_NO_VALUE = re.compile(
+    r"\$\{\w+\}['\"]?[ \t]*$|[\[{(][ \t]*$|(?i:null|none|true|false|''|\"\"|~|\*{3,})(?=[\s,;&)\]}'\"]|$)"
+    r"|Secret\(from |environment variable '\w+' is not set|expected a text |cannot read the secret's file"
+    r"|'\$\{' without its",
+    re.MULTILINE,
+)
+_COUNT = re.compile(r"\d[\d.,]*(?=[\s;)\]}]|$)|\d[\d.]*,", re.MULTILINE)
 
 
 class Redaction:
@@ -40,12 +82,14 @@ class Redaction:
         """Return the lines of a config without its secrets and comments; one line, if it is no YAML."""
         try:
             found = yaml.safe_load(text)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError) as error:
             where = getattr(error, "problem_mark", None)
             place = f" in line {where.line + 1}" if where else ""
             return [f"it is no YAML{place}, and left out, since it may have secrets"]
         try:
-            return yaml.safe_dump(self._cleaned(found, frozenset()), sort_keys=False).splitlines()
+            self._cleaned(found, (), frozenset())  # remembers all, also for what stands before it
+            cleaned = self._cleaned(found, (), frozenset())
+            return yaml.safe_dump(cleaned, sort_keys=False, allow_unicode=True, width=float("inf")).splitlines()
         except RecursionError:
             return ["it contains itself, by an alias, and is left out"]
 
@@ -53,31 +97,42 @@ class Redaction:
         """Return the text without what any of its lines has that is a secret."""
         for value in sorted(self._values, key=len, reverse=True):
             text = text.replace(value, _HIDDEN)
-        return _HEADER.sub(rf"\1 {_HIDDEN}", _QUERY.sub(rf"\1{_HIDDEN}", _USER.sub(_HIDDEN, text)))
+        text = _HEADER.sub(rf"\1\2\3{_HIDDEN}", _BEARER.sub(rf"\1 {_HIDDEN}", text))
+        return _without_named(_QUERY.sub(rf"\1{_HIDDEN}", _USER.sub(rf"\1{_HIDDEN}", text)))
 
-    def _cleaned(self, value: Any, secret_options: frozenset[str]) -> Any:
+    def _cleaned(self, value: Any, models: _Models, secret_options: frozenset[str]) -> Any:
         match value:
             case Mapping():
-                own = secret_options | _secret_options(value.get("type"))
-                return {
-                    name: self._hidden(part) if _is_secret(str(name), own) else self._cleaned(part, own)
-                    for name, part in value.items()
-                }
+                models = _models_of(value.get("type")) or models
+                own = secret_options | _secret_options(models)
+                return {name: self._option(str(name), part, models, own) for name, part in value.items()}
             case list():
-                return [self._cleaned(part, secret_options) for part in value]
-            case str() if user := _USER.search(value):
-                for part in user[0].split(":"):
-                    self._remember(part)
+                return [self._cleaned(part, models, secret_options) for part in value]
+            case str():
+                if user := _USER_OF_ALL.search(value):
+                    self._remember_user(user[0])
+                    value = _USER_OF_ALL.sub(_HIDDEN, value)
                 return self.apply(value)
         return value
+
+    def _option(self, name: str, value: Any, models: _Models, secret_options: frozenset[str]) -> Any:
+        fields = [model.model_fields[name] for model in models if name in model.model_fields]
+        is_unknown = bool(models) and not fields
+        if name == "key" or name in secret_options or _is_secret(name):
+            return self._hidden(value)
+        if is_unknown:
+            return _HIDDEN if _PLAIN.fullmatch(str(value)) else self._hidden(value)
+        return self._cleaned(
+            value, [model for field in fields for model in models_in(field.annotation)], secret_options
+        )
 
     def _hidden(self, value: Any) -> Any:
         match value:
             case None | bool() | "":
                 return value
-            case {"file": str(path)}:
-                with contextlib.suppress(OSError, UnicodeDecodeError):  # then it is in no log either
-                    self._remember(Path(path).read_text(encoding="utf-8").strip())
+            case {"file": str(path), **rest} if not rest:
+                with contextlib.suppress(OSError, ValueError):  # then it is in no log either
+                    self._remember(Path(expand_variables(path)).read_text(encoding="utf-8").strip())
                 return value
             case str() if _VARIABLE.fullmatch(value):
                 self._remember(value)
@@ -86,10 +141,48 @@ class Redaction:
             self._remember(part)
         return _HIDDEN
 
+    def _remember_user(self, text: str) -> None:
+        """Remember what stands before the last ``@`` of a URL, or of several with a comma between them."""
+        self._remember(text.partition(":")[2] or text)
+        *others, last = re.split(r",(?:[\w+.-]+://)?", text)
+        for part in (*(other.rpartition("@")[0] for other in others), last):
+            user, _, password = part.partition(":")
+            self._remember(password)
+            if len(user) >= _LONG:
+                self._remember(user)
+
     def _remember(self, text: str) -> None:
-        self._values |= {os.environ.get(name, "") for name in _VARIABLE.findall(text)}
-        self._values.add(_VARIABLE.sub("", text))
-        self._values = {value for value in self._values if len(value) >= _SHORTEST}
+        found = {os.environ.get(name, "") for name in _VARIABLE.findall(text)}
+        with contextlib.suppress(ValueError):  # it is not set, and so it is in no log either
+            found.add(expand_variables(text))
+        if not _VARIABLE.fullmatch(text):  # the name of a variable is no secret
+            found |= {text, *_VARIABLE.split(text)[::2]}
+        self._values |= {form for value in found for form in _forms(value) if len(form) >= _SHORTEST}
+
+
+def _forms(text: str) -> Iterator[str]:
+    """Yield the text as it may stand in a URL, in JSON, in Python's own form, or decoded from a URL."""
+    for plain in (text, unquote(text)):
+        yield plain
+        yield quote(plain, safe="")
+        yield json.dumps(plain)[1:-1]
+        yield json.dumps(plain, ensure_ascii=False)[1:-1]
+        yield repr(plain)[1:-1]
+
+
+def _without_named(text: str) -> str:
+    """Return the text without the value behind each name of a secret: ``NAME: it``, ``NAME=it`` or ``--NAME it``."""
+    kept, end = [], 0
+    for match in _NAMED.finditer(text):
+        start, name = match.end(), match[1] or match[2] or match[3]
+        if match.start() < end or not _is_secret(name) or _NO_VALUE.match(text, start):
+            continue
+        if "tokens" in name.lower() and _COUNT.match(text, start):
+            continue
+        if value := _ITS_VALUE.match(text, start):
+            kept += [text[end:start], _HIDDEN]
+            end = value.end()
+    return "".join([*kept, text[end:]])
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -100,17 +193,24 @@ def _texts(value: Any) -> Iterator[str]:
         yield str(value)
 
 
-def _is_secret(name: str, secret_options: frozenset[str]) -> bool:
-    return name in secret_options or (not _NOT.fullmatch(name) and bool(_NAME.search(name)))
+def _is_secret(name: str) -> bool:
+    plain = re.sub(r"[- ]|(?<=[a-z0-9])(?=[A-Z])", "_", name.strip("-"))
+    return not _NOT.fullmatch(plain) and bool(_NAME.search(plain))
 
 
-def _secret_options(tier_type: object) -> frozenset[str]:
-    """Return the options of this tier type that are secrets by their type; none where it cannot be loaded."""
+def _models_of(tier_type: object) -> _Models:
+    """Return the config model of this tier type; none where it cannot be loaded."""
     try:
-        fields = load_tier(tier_type).config.model_fields if isinstance(tier_type, str) else {}
+        return (load_tier(tier_type).config,) if isinstance(tier_type, str) else ()
     except TierPluginError:
-        return frozenset()
-    return frozenset(name for name, field in fields.items() if _has_secret(field.annotation))
+        return ()
+
+
+def _secret_options(models: _Models) -> frozenset[str]:
+    """Return the options of these models that are secrets by their type."""
+    return frozenset(
+        name for model in models for name, field in model.model_fields.items() if _has_secret(field.annotation)
+    )
 
 
 def _has_secret(annotation: object) -> bool:

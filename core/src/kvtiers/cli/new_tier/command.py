@@ -12,6 +12,7 @@ from pathlib import Path
 from string import Template
 
 import click
+import yaml
 
 from kvtiers._version import __version__
 from kvtiers.api import ConfigError
@@ -120,6 +121,8 @@ def _refuse_what_cannot_be(name: str, folder: Path) -> None:
         raise ConfigError(
             f"{name!r} cannot be a tier's name: expected at most {_LONGEST} of a-z, 0-9 and '-', a letter first"
         )
+    if yaml.safe_load(name) != name:
+        raise ConfigError(f"{name!r} cannot be a tier's name: YAML reads it as {yaml.safe_load(name)!r}, not as a text")
     taken = [entry for entry in installed_tiers() if entry.name == name]
     package = f"kvtiers_{name.replace('-', '_')}"
     if taken or importlib.util.find_spec(package):
