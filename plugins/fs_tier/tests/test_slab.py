@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from kvtiers.api import ConfigError, StoreFull, TierContext, TierUnavailable, WritesRefused
+from kvtiers.layout.namespace_epoch import read_epoch, write_epoch
 from kvtiers.plugins import load_tier
 from kvtiers_fs.config import FsConfig
+from kvtiers_fs.slab.evictor import SlabEvictor
 from kvtiers_fs.slab.format import PAGE, SLAB_FORMAT, Dead, Entry, Header, NameRecord, Row, digest_of, name_records
 from kvtiers_fs.slab.index import INDEX_FILE
 from kvtiers_fs.slab.store import SlabStore
@@ -260,7 +262,77 @@ def test_threads_that_open_a_segment_past_the_page_cache_at_once_use_one_descrip
             os.fstat(found[0])
 
 
+# -- the records of core's own
+
+
+def _write_much(store, value, settle):
+    for number in range(200):
+        store.write(f"ns/m/{number:064x}", value(number, pages=16))
+        if number % 4 == 3:
+            settle()
+
+
+@pytest.mark.parametrize("keeps_up", [True, False])
+def test_the_epoch_of_a_namespace_outlives_turnovers_of_the_capacity(slab_folder, value, monkeypatch, keeps_up):
+    store = slab_folder.open(4 << 20)
+    if not keeps_up:
+        monkeypatch.setattr(store._evictor, "round", lambda: None)
+    write_epoch(store, "ns", "0123456789abcdef")
+    _write_much(store, value, store._evictor.round)
+    assert slab_folder.segments() == 8
+    assert sum(entry.name.startswith("ns/m/") for entry in store.list("")) < 64
+    assert read_epoch(store, "ns") == "0123456789abcdef"
+
+
+def test_the_epoch_of_a_namespace_outlives_a_smaller_capacity(slab_folder, value):
+    store = slab_folder.open(4 << 20)
+    write_epoch(store, "ns", "0123456789abcdef")
+    for number in range(48):
+        store.write(f"ns/m/{number:064x}", value(number, pages=16))
+    slab_folder.close()
+    store = slab_folder.open(2 << 20)
+    slab_folder.settle(store)
+    assert slab_folder.segments() == 4
+    assert read_epoch(store, "ns") == "0123456789abcdef"
+
+
+@pytest.mark.parametrize("why", ["no room", "the end"])
+def test_a_segment_whose_epoch_could_not_be_copied_is_not_evicted(slab_folder, value, monkeypatch, why):
+    store = slab_folder.open(4 << 20)
+    monkeypatch.setattr(store._evictor, "round", lambda: None)
+    write_epoch(store, "ns", "0123456789abcdef")
+    _write_much(store, value, lambda: None)
+    if why == "the end":
+        store._evictor._stopping = True
+    else:
+        monkeypatch.setattr(store._evictor, "_move", _no_segment)
+    for _ in range(3):
+        SlabEvictor.round(store._evictor)
+    assert read_epoch(store, "ns") == "0123456789abcdef"
+
+
+def _no_segment(*_args):
+    raise StoreFull("no room")
+
+
 # -- damage, and other hands
+
+
+def test_an_index_that_another_process_has_made_again_is_not_removed(slab_folder, read, value, monkeypatch):
+    slab_folder.open(CAPACITY).write("ns/old", value(1))
+    slab_folder.close()
+    decode, others = Header.decode, []
+
+    def damaged(_data):
+        monkeypatch.setattr(Header, "decode", decode)
+        (slab_folder.path / INDEX_FILE).unlink()
+        others.append(slab_folder.open(CAPACITY))
+        others[0].write("ns/new", value(2))
+
+    monkeypatch.setattr(Header, "decode", damaged)
+    store = slab_folder.open(CAPACITY)
+    assert not others[0]._slab.index.is_removed()
+    assert read(store, "ns/new") == bytes(value(2))
 
 
 def test_damage_to_the_index_is_a_miss_and_never_another_value(slab_folder, read, value):

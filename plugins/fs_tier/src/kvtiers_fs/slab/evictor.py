@@ -2,8 +2,9 @@
 
 Segments are evicted whole, in the order in which they were begun. That is one write to the index, however many values
 go, and no file is removed, so that readers do not notice. A value of it that was read since it was written is copied
-into a younger segment first (a *second chance*), as long as those make up no more than a quarter of the segment: that
-bounds what is written beside new values. What the age of a value then is, the index has: no order is kept for reads.
+into a younger segment first (a *second chance*), and so is a record of core's own, read or not, as long as those make
+up no more than a quarter of the segment: that bounds what is written beside new values. What the age of a value then
+is, the index has: no order is kept for reads.
 
 A list in order of use, as an LRU has, would have to be written at each read, or kept by one process for all. Holes of
 single values would have to be filled by copying the others. Both cost reads something; the wrong choice of a value that
@@ -26,7 +27,7 @@ from kvtiers.api import StoreFull
 from kvtiers_fs.config import FsConfig
 from kvtiers_fs.directory import TEMP_PREFIX, Directory
 from kvtiers_fs.evictor import free_bytes
-from kvtiers_fs.slab.format import Entry, NameRecord
+from kvtiers_fs.slab.format import Entry, NameRecord, is_core_record
 from kvtiers_fs.slab.index import LockBusyError, OwnedFd
 from kvtiers_fs.slab.segments import LOCK_SECONDS, Claimed, Slab, Totals
 
@@ -127,7 +128,7 @@ class SlabEvictor:
             surplus = max(surplus, -(-short // slab.opened_index.header.segment_bytes))
         while surplus > 0 and not self._stopping:
             with slab.opened_index.locked(LOCK_SECONDS):
-                claimed = next(slab.segments.by_age(), None)
+                claimed = slab.segments.oldest()
                 if claimed is None:
                     return
                 slab.segments.evict(claimed)
@@ -143,27 +144,36 @@ class SlabEvictor:
         if claimed is None:
             return
         try:
-            self._save_used(slab, claimed)
-            with slab.opened_index.locked(LOCK_SECONDS):
-                slab.segments.evict(claimed)
+            if self._save_used(slab, claimed):
+                with slab.opened_index.locked(LOCK_SECONDS):
+                    slab.segments.evict(claimed)
         finally:
             claimed.release()
 
-    def _save_used(self, slab: Slab, claimed: Claimed) -> None:
-        """Copy what was read since it was written, the last used first, up to the share of the segment."""
+    def _save_used(self, slab: Slab, claimed: Claimed) -> bool:
+        """Copy what was read since it was written, the last used first, up to the share of the segment.
+
+        Core's own records come before that: an engine that finds the epoch of its namespace gone is without its tier.
+        False: one of them has yet to be copied.
+        """
         used = []
         for number, pair in enumerate(slab.segments.living(claimed.segment, claimed.row), start=1):
-            if pair[1].used:
+            if pair[1].used or is_core_record(pair[0].name):
                 used.append(pair)
             if not number % _BATCH:
                 time.sleep(_PAUSE_SECONDS)  # reads in this process want the interpreter, too
         room = slab.opened_index.header.segment_bytes // _KEPT_SHARE
-        for record, entry in sorted(used, key=lambda pair: -pair[1].time):
-            if self._is_expired(entry) or self._stopping:
+        for record, entry in sorted(used, key=lambda pair: (not is_core_record(pair[0].name), -pair[1].time)):
+            if self._stopping:
+                return not is_core_record(record.name)  # none: they are first
+            if self._is_expired(entry):
                 continue
             room -= entry.nbytes
-            if room < 0 or not self._copy(slab, claimed, record, entry):
-                return
+            if room < 0:
+                break
+            if not self._copy(slab, claimed, record, entry):
+                return not is_core_record(record.name)
+        return True
 
     def _copy(self, slab: Slab, claimed: Claimed, record: NameRecord, entry: Entry) -> bool:
         with mmap.mmap(-1, entry.nbytes) as memory, memoryview(memory) as value:

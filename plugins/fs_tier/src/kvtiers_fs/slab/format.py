@@ -21,7 +21,7 @@ from zlib import crc32
 
 __all__ = [
     "BUCKET_BYTES", "BUCKET_ENTRIES", "DEAD_BYTES", "ENTRY_BYTES", "PAGE", "PLACES", "ROW_BYTES", "SLAB_FORMAT",
-    "Dead", "Entry", "Header", "NameRecord", "Row", "digest_of", "name_records", "pages_of",
+    "Dead", "Entry", "Header", "NameRecord", "Row", "digest_of", "is_core_record", "name_records", "pages_of",
 ]  # fmt: skip
 
 SLAB_FORMAT = 1
@@ -58,6 +58,11 @@ def _is_whole(data: bytes, at: int, size: int) -> bool:
 def digest_of(name: str) -> bytes:
     """Return the 16 bytes by which the index has a name."""
     return blake2b(name.encode(), digest_size=16).digest()
+
+
+def is_core_record(name: str) -> bool:
+    """Return whether this is a small value of core's own, as the epoch of a namespace: hardly any other name is so."""
+    return "/_" in name
 
 
 def pages_of(nbytes: int) -> int:

@@ -39,6 +39,7 @@ INDEX_FILE = "slab-index"
 _log = logging.getLogger("kvtiers_fs")
 _EDITIONS = struct.Struct(f"<I{ROW_BYTES - 4}x")
 _EMPTY = bytes(ENTRY_BYTES)
+_NO_ROW = bytes(ROW_BYTES)
 _FEW = 8
 _TRIES = 3  # a record that fails its checksum may be one that is just being written
 _FIRST_PAUSE, _LONGEST_PAUSE = 20e-6, 2e-3
@@ -102,7 +103,9 @@ def open_index(directory: Directory, *, read_only: bool, capacity: int, value_by
         # The values behind it cannot be found any more.
         _log.warning("the index of the slab was damaged, or of another format: the cache is cold")
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(INDEX_FILE, dir_fd=directory.fd)
+            there = os.stat(INDEX_FILE, dir_fd=directory.fd, follow_symlinks=False)
+            if os.path.samestat(there, os.fstat(fd.fd)):  # or another process was sooner, and has made it again
+                os.unlink(INDEX_FILE, dir_fd=directory.fd)
 
 
 def _make(directory: Directory, capacity: int, value_bytes: int) -> None:
@@ -198,12 +201,13 @@ class Index:
         return row
 
     def rows(self) -> list[Row]:
-        """Return the rows of all segments."""
-        table = self._table()
-        return [
-            Row.decode(table, at) if table[at : at + 4] != b"\0\0\0\0" else Row()
-            for at in range(0, len(table), ROW_BYTES)
-        ]
+        """Return the rows of all segments. One that was just being written is read again."""
+        table, found = self._table(), list[Row]()
+        for segment, at in enumerate(range(0, len(table), ROW_BYTES)):
+            row = Row.decode(table, at) if table[at : at + 4] != b"\0\0\0\0" else Row()
+            is_torn = not row.edition and table[at : at + ROW_BYTES] != _NO_ROW
+            found.append(self.row(segment) if is_torn else row)
+        return found
 
     def rows_of(self, segments: Collection[int]) -> dict[int, Row]:
         """Return the rows of these segments."""

@@ -24,7 +24,7 @@ from kvtiers_fs.config import FsConfig
 from kvtiers_fs.directory import GONE, Directory
 from kvtiers_fs.evictor import free_bytes
 from kvtiers_fs.root import open_root
-from kvtiers_fs.slab.format import PAGE, Entry, NameRecord, Row, digest_of, name_records, pages_of
+from kvtiers_fs.slab.format import PAGE, Entry, NameRecord, Row, digest_of, is_core_record, name_records, pages_of
 from kvtiers_fs.slab.index import Index, OwnedFd, allocate, open_index
 
 __all__ = ["LOCK_SECONDS", "Claimed", "SegmentFile", "Segments", "Slab", "Taken", "Totals"]
@@ -260,45 +260,52 @@ class Segments:
 
     def _new(self) -> Claimed | None:
         rows = self._index.rows()
-        unused = next((segment for segment, row in enumerate(rows) if not row.birth), None)
+        # Read again: a row in use may not be overwritten because it was just being written.
+        free = (segment for segment, row in enumerate(rows) if not row.birth and not self._index.row(segment).birth)
+        unused = next(free, None)
         nbytes = self._index.header.segment_bytes
         if unused is None or sum(1 for row in rows if row.birth) >= self.most or not self._has_room(nbytes):
             return None
         birth = self.next_edition(rows)
-        try:
-            self._make_files(self.stem(birth), nbytes)
-        except OSError as error:
-            if error.errno not in _NO_ROOM:
-                raise
-            return None
+        while True:
+            try:
+                self._make_files(self.stem(birth), nbytes)
+                break
+            except FileExistsError:  # of a process that was killed; or a row could not be read, and these are in use
+                birth += 1
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+                return None
         row = Row(birth, birth)
         self._index.set_row(unused, row)
         return self.claim(unused, row)
 
     def _make_files(self, stem: str, nbytes: int) -> None:
-        permissions = self._directory.permissions
+        permissions, made = self._directory.permissions, list[str]()
         try:
             for suffix, length in ((".names", 0), (".values", nbytes)):
-                flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | _FLAGS
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS
                 fd = OwnedFd(os.open(stem + suffix, flags, permissions.file, dir_fd=self._directory.fd))
+                made.append(suffix)
                 permissions.apply(fd.fd, permissions.file)
                 if length:
                     allocate(fd.fd, length)
         except OSError:
-            self.unlink(stem)
+            self.unlink(stem, made)
             raise
 
-    def unlink(self, stem: str) -> None:
+    def unlink(self, stem: str, suffixes: Sequence[str] = (".values", ".names")) -> None:
         """Remove a segment's files."""
-        for suffix in (".values", ".names"):
+        for suffix in suffixes:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(stem + suffix, dir_fd=self._directory.fd)
 
     def _oldest(self) -> Claimed | None:
-        for claimed in self.by_age():
+        claimed = self.oldest()
+        if claimed is not None:
             self.evict(claimed)
-            return claimed
-        return None
+        return claimed
 
     # -- what the evictor does, too; all of it within the index's lock
 
@@ -309,13 +316,31 @@ class Segments:
             if rows[segment].birth and (claimed := self.claim(segment, rows[segment])):
                 yield claimed
 
+    def oldest(self) -> Claimed | None:
+        """Claim the oldest segment that has no record of core's, or the oldest one if all have.
+
+        Records wait for the evictor, which copies them on.
+        """
+        for with_records in (False, True):
+            for claimed in self.by_age():
+                if with_records or not self._has_records(claimed):
+                    return claimed
+                claimed.release()
+        return None
+
+    def _has_records(self, claimed: Claimed) -> bool:
+        if b"/_" not in os.pread(claimed.names.fd, claimed.row.names_bytes, 0):
+            return False
+        return any(is_core_record(record.name) for record, _ in self.living(claimed.segment, claimed.row))
+
     def claim(self, segment: int, row: Row) -> Claimed | None:
         """Lock a segment for this store; None if another one has it, or its files are gone."""
         if self._claimed is not None and self._claimed.segment == segment:
             return None
+        birth = row.birth
         try:
-            file = self.file(segment, row.birth)
-            lock = OwnedFd(self._directory.open(self.stem(row.birth) + ".values", os.O_RDWR | _FLAGS))
+            file = self.file(segment, birth)
+            lock = OwnedFd(self._directory.open(self.stem(birth) + ".values", os.O_RDWR | _FLAGS))
             names = file.open_names()
             fcntl.flock(lock.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -326,7 +351,7 @@ class Segments:
             return None
         # Read again: its owner may have changed it until it lost the lock.
         row = self._index.row(segment)
-        return Claimed(segment, row, file, names, lock) if row.birth else None
+        return Claimed(segment, row, file, names, lock) if birth and row.birth == birth else None
 
     def next_edition(self, rows: list[Row]) -> int:
         """Return a number that no segment had, also if a power cut took the newest rows: the time counts on."""
