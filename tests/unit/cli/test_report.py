@@ -232,7 +232,7 @@ def test_only_the_secret_of_a_line_is_taken_out():
     "option",
     [f"pasword: {CANARY}", f"accesskay: [a, {CANARY}]", f"breaker: {{pasword: {CANARY}}}"],
 )
-def test_an_option_that_a_tier_type_does_not_know_may_be_a_secret_with_a_typo(option):
+def test_an_option_that_a_tier_type_does_not_have_may_be_a_secret_with_a_typo(option):
     redaction = Redaction()
     text = "\n".join(redaction.config(f"secondary: [{{type: redis, url: 'redis://h:1', threads: 3, {option}}}]"))
     assert CANARY not in text
