@@ -113,7 +113,7 @@ def test_with_sglangs_own_fault_injector_pages_are_missed_and_never_wrong(serve,
     server = serve()
     assert isinstance(server.backend, HiCacheStorageFailureInjector)
     found = []
-    for seed in range(12):
+    for seed in range(300):
         keys, slots = server.keys(2, seed), server.take(2)
         content = server.fill(slots, seed)
         stored = server.backend.batch_set_v1(keys, slots)
@@ -122,6 +122,8 @@ def test_with_sglangs_own_fault_injector_pages_are_missed_and_never_wrong(serve,
         assert stored == [True, True] or there == [False, False]
         assert there == [False, False] or got == content
         found += there
+        if seed > 10 and (probability == "1.0" or any(found)):
+            break  # a few rounds, and at an even chance of each call as many as it takes until one finds its pages
     assert any(found) == (probability == "0.5")
 
 
