@@ -1,5 +1,6 @@
 """Rules of the whole suite: what one process has to run, and the last line about tests without recorded traces."""
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,12 @@ def work_unit(nodeid: str) -> str:
     """Return what one of several processes runs at a stretch: a file, or a folder whose files share servers."""
     file = nodeid.partition("::")[0]
     return next((folder for folder in SHARED_SERVERS if file.startswith(folder)), file)
+
+
+def pytest_configure() -> None:
+    # A shell has what it starts in the background ignore SIGINT, and so would each program that a test interrupts.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.soak.soak import redis_servers
+from tests.soak.soak import servers_of
 
 from kvtiers import ModelIdentity, open_client
 from kvtiers.api import make_offload_key
@@ -41,7 +41,7 @@ def tiers(request, tmp_path):
         return
     if shutil.which("redis-server") is None:
         pytest.skip("no redis-server here")
-    server = redis_servers().Server(tmp_path).start()
+    server = servers_of("redis_tier/tests/servers").Server(tmp_path).start()
     tier = {"type": "redis", "url": server.url, "io": "thread"}
     yield {"version": 1, "primary": {"capacity": "1MiB"}, "start_wait": "30s", "secondary": [tier]}
     server.kill()

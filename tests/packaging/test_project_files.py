@@ -73,13 +73,13 @@ def test_the_tests_that_the_guide_runs_are_there():
         assert name in names if name else (ROOT / text).is_file(), text
 
 
-def test_the_budgets_of_the_whole_run_are_its_limit_and_under_50_minutes():
+def test_the_budgets_of_the_whole_run_are_under_50_minutes_and_a_hang_ends_before_86():
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     steps = re.findall(r'^step "(?:--jobs=\d )?([\w -]+)" (\d+)', script, re.MULTILINE)
     budgets = [int(minutes) for _, minutes in steps]
     assert {target for targets, _ in steps for target in targets.split()} <= TARGETS
-    assert re.search(r"^left=\$\(\(\((.+)\) \* 60\)\)", script, re.MULTILINE)[1] == " + ".join(map(str, budgets))
-    assert int(re.search(r"^readonly limit=\$\(\((\d+) \* 60 - 10\)\)", script, re.MULTILINE)[1]) == sum(budgets) < 50
+    assert re.search(r"^left=\$\(\(\((.+)\) \* 105\)\)", script, re.MULTILINE)[1] == " + ".join(map(str, budgets))
+    assert int(re.search(r"^readonly limit=\$\(\((\d+) \* 105 - 10\)\)", script, re.MULTILINE)[1]) == sum(budgets) < 50
     assert f"its budget is {60 * budgets[-1]} s" in script
 
 

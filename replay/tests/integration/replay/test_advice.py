@@ -22,6 +22,12 @@ def rate(options: ReplayOptions, **changed) -> tuple[float, list[str]]:
     return results.prefix_hits / results.references, results.verdict[1:]
 
 
+def assert_enough(lines: list[str]) -> None:
+    """Check the primary. How many rows a tier pins depends on how fast its thread is: that may be named next."""
+    assert not [line for line in lines if "The primary is too small" in line]
+    assert len(lines) <= 1, lines
+
+
 @pytest.fixture(scope="module")
 def small() -> tuple[float, re.Match[str]]:
     hits, lines = rate(ReplayOptions(concurrency=16, primary_chunks=150))
@@ -36,20 +42,18 @@ def test_with_as_many_rows_as_it_says_the_hits_are_there(small) -> None:
     assert hits < 0.4
     larger, lines = rate(ReplayOptions(concurrency=16, primary_chunks=int(advice[1])))
     assert larger > hits + 0.3
-    assert lines == []
+    assert_enough(lines)
 
 
 def test_with_the_capacity_that_it_says_there_are_so_many_rows(small) -> None:
     hits, advice = small
     larger, lines = rate(ReplayOptions(concurrency=16), primary={"capacity": advice[2]})
     assert larger > hits + 0.3
-    assert lines == []
+    assert_enough(lines)
 
 
 def test_with_as_few_requests_in_flight_as_it_says_the_hits_are_there(small) -> None:
     hits, advice = small
     fewer, lines = rate(ReplayOptions(concurrency=int(advice[3]), primary_chunks=150))
     assert fewer > hits + 0.3
-    # Those 150 rows are few: what a tier may pin of them is what the report names next.
-    assert not [line for line in lines if "The primary is too small" in line]
-    assert len(lines) <= 1, lines
+    assert_enough(lines)

@@ -4,6 +4,7 @@ Also of the time in which its backend fails: then it raises, which core counts u
 """
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -27,6 +28,7 @@ from kvtiers.testing.running import (
 
 __all__ = ["FailureTests", "LifeTests"]
 
+_SETTLING_SECONDS = 3.0
 _BYTES = 1024 * PAGE  # long enough that a kill at any moment is most likely within a write
 
 
@@ -74,14 +76,13 @@ class LifeTests(StoreTestBase):
         kill_while_writing(open_store, written, _BYTES, part=part, patience=self.patience)
         store = stores.open()
         for name in written:
-            found = read(memory, store, name, _BYTES)
-            (is_there,) = store.exists([name])
-            if is_there and found is None:  # a server may finish what a killed writer had sent, between the two calls
+            until, agree = time.monotonic() + _SETTLING_SECONDS, False
+            while not agree and time.monotonic() < until:  # a server may still finish what a killed writer had sent
+                (is_there,) = store.exists([name])
                 found = read(memory, store, name, _BYTES)
+                agree = is_there == (found is not None)
             assert found is None or is_one_version(found), "a killed writer left a value that is neither old nor new"
-            assert is_there == (found is not None), (
-                "a killed writer left a half value: exists says that it is there, read_into does not find it"
-            )
+            assert agree, "a killed writer left a half value: exists says that it is there, read_into does not find it"
 
     @applies_to(_is_persistent)
     def test_a_killed_writer_does_not_hinder_the_next_one(
