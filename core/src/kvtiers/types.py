@@ -1,5 +1,6 @@
 """The value types of the engine's side, shared by an engine, its scheduler, its workers and the tiering manager."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -10,11 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtiers.api import OffloadKey
+from kvtiers.api.units import parse_duration
 
 __all__ = [
     "NO_HINTS",
     "NO_PARAMS",
+    "NO_RETENTION",
+    "TENANT_FIELD",
     "BlockSpec",
+    "ChunkBlocks",
     "ChunkIds",
     "LoadPlan",
     "OffloadEvent",
@@ -22,9 +27,11 @@ __all__ = [
     "PrefixHits",
     "RequestContext",
     "RequestHints",
+    "Retention",
     "StorePlan",
     "TransferResult",
     "request_hints",
+    "retention_of",
 ]
 
 ChunkIds: TypeAlias = npt.NDArray[np.int32]
@@ -32,8 +39,11 @@ ChunkIds: TypeAlias = npt.NDArray[np.int32]
 
 
 NO_PARAMS: Mapping[str, object] = MappingProxyType({})
+TENANT_FIELD = "kvtiers_tenant"
+"""The parameter of a request that names its tenant."""
 _MOST_NAMES = _LONGEST_NAME = 256
 _LONGEST_TURN = 1e9
+_LONGEST_TTL, _USUAL_TTL = 86_400.0, 600.0
 _MOST_TOKENS = 1 << 40
 
 
@@ -53,12 +63,14 @@ class RequestContext:
     ``params``: the request's free-form transfer parameters. ``kv_load_tiers`` in them, a list of tier names in any
     case, limits which secondary tiers this request may load from; an empty list allows none. What is no name is
     skipped; a list without any name, or anything else than a list, is no limit. No more than 256 entries are read: a
-    client writes them, and the engine waits. ``session``, ``session_ends`` and ``expects_turn_in`` are hints
-    (``RequestHints``).
+    client writes them, and the engine waits. ``kvtiers_tenant`` names its tenant, which is in its keys then.
+    ``session``, ``session_ends`` and ``expects_turn_in`` are hints (``RequestHints``), and so are ``priority`` and
+    ``ttl`` (``Retention``). ``traceparent``: its trace context, as W3C writes it in a header; for ``tracing``.
     """
 
     request_id: str
     params: Mapping[str, object] = field(default_factory=dict)
+    traceparent: str = ""
 
     def may_load_from(self, tier_name: str) -> bool:
         """Return whether this request may load from this secondary tier."""
@@ -102,6 +114,47 @@ def request_hints(params: Mapping[str, object]) -> RequestHints:
         output if is_count else 0,  # type: ignore[arg-type]  # an int
     )
     return found if found != NO_HINTS else NO_HINTS
+
+
+class Retention(NamedTuple):
+    """How long a client wants the chunks of a prompt to stay in the primary: a hint, never a lock.
+
+    ``priority``: "high", "normal", or "low": what such a request brings leaves first. ``ttl``: seconds for which the
+    chunks leave later than others; at most a day. 0: no hint; with high priority alone ten minutes, with low none.
+    """
+
+    priority: str = "normal"
+    ttl: float = 0.0
+
+
+NO_RETENTION = Retention()
+
+
+def retention_of(params: Mapping[str, object]) -> Retention:
+    """Return the retention among a request's parameters; what is not of the right kind or size counts as absent.
+
+    ``priority``: one of three words. ``ttl``: seconds, or a text with a unit, such as "1h".
+    """
+    named, seconds = params.get("priority"), _ttl_of(params.get("ttl"))
+    priority = named if isinstance(named, str) and named in {"high", "low"} else "normal"
+    if priority == "low":
+        seconds = 0.0
+    elif seconds is None:
+        seconds = _USUAL_TTL if priority == "high" else 0.0
+    found = Retention(priority, seconds)
+    return found if found != NO_RETENTION else NO_RETENTION
+
+
+def _ttl_of(value: object) -> float | None:
+    """Return a TTL in seconds; None if this is none."""
+    if isinstance(value, str):
+        try:
+            value = parse_duration(value) if len(value) <= _LONGEST_NAME else None
+        except ValueError:
+            return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        return None
+    return float(min(_LONGEST_TTL, value))
 
 
 class PrefixHits(NamedTuple):
@@ -169,12 +222,29 @@ class TransferResult:
     error: str = ""
 
 
+class ChunkBlocks(NamedTuple):
+    """What one chunk covers, for KV events: what a router needs beyond the chunk's key.
+
+    ``hashes``: of each of its blocks in order, as the engine itself names them to routers. ``parent``: the hash of the
+    block before them, None at the head of a prompt. ``tokens``: those of all its blocks; empty: not to be published.
+    ``adapter``: the LoRA adapter's name. ``extra_keys``: by block, what enters its hash besides tokens, in vLLM's form.
+    """
+
+    key: OffloadKey
+    hashes: Sequence[bytes]
+    parent: bytes | None = None
+    tokens: Sequence[int] = ()
+    adapter: str | None = None
+    extra_keys: Sequence[tuple[object, ...] | None] | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class OffloadEvent:
-    """A change of what is resident: chunks that were stored in, or removed from, the primary, or stored in a tier.
+    """A change of what is resident: chunks that were stored in, or removed from, the primary or a tier.
 
     ``tier`` is the secondary tier's name, or "" for the primary. Stored in a tier is each chunk that was sent down
-    and that it has now, also one that it had before. What leaves a tier is no event: it evicts by itself.
+    and that it has now, also one that it had before. Removed from a tier is each chunk that a load did not get from
+    it. What a tier evicts by itself is no event.
     """
 
     keys: Sequence[OffloadKey]

@@ -1,12 +1,11 @@
 """The public contract for tier authors: every name that a plugin may import.
 
 Three rungs: a blocking ``ChunkStore``, the abilities that a store may add to it (``SupportsBatch``,
-``SupportsPieces``, ``SupportsParts``, ``SupportsScatter``, ``SupportsListing``, ``SupportsDiagnosis``,
-``SupportsStats``), and
-``SecondaryTierManager`` for tiers that bring their own asynchrony.
+``SupportsPieces``, ``SupportsParts``, ``SupportsScatter``, ``SupportsAnyLength``, ``SupportsListing``,
+``SupportsDiagnosis``, ``SupportsStats``), and ``SecondaryTierManager`` for tiers that bring their own asynchrony.
 """
 
-from kvtiers.api.config import BreakerConfig, RateLimit, Secret, StrictModel, TierConfig
+from kvtiers.api.config import BreakerConfig, Compression, RateLimit, Secret, StrictModel, TierConfig
 from kvtiers.api.errors import (
     ChunkCorrupt,
     ConfigError,
@@ -18,13 +17,14 @@ from kvtiers.api.errors import (
     TierUnavailable,
     WritesRefused,
 )
-from kvtiers.api.keys import OffloadKey, block_hash_of, group_of, make_offload_key
+from kvtiers.api.keys import OffloadKey, block_hash_of, group_of, make_offload_key, tenant_of
 from kvtiers.api.plugin import API_VERSION, TierContext, TierPlugin, hookimpl, hookspec
 from kvtiers.api.store import (
     ChunkStore,
     Finding,
     Refused,
     StoreEntry,
+    SupportsAnyLength,
     SupportsBatch,
     SupportsDiagnosis,
     SupportsListing,
@@ -41,6 +41,7 @@ __all__ = [
     "BreakerConfig",
     "ChunkCorrupt",
     "ChunkStore",
+    "Compression",
     "ConfigError",
     "Duration",
     "Finding",
@@ -59,6 +60,7 @@ __all__ = [
     "StoreEntry",
     "StoreFull",
     "StrictModel",
+    "SupportsAnyLength",
     "SupportsBatch",
     "SupportsDiagnosis",
     "SupportsListing",
@@ -79,4 +81,5 @@ __all__ = [
     "hookimpl",
     "hookspec",
     "make_offload_key",
+    "tenant_of",
 ]

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from kvtiers.api.errors import StoreContractError
 from kvtiers.api.store import Refused
 
-__all__ = ["found", "found_each", "kept_each", "present_each"]
+__all__ = ["found", "found_each", "kept_each", "lengths_each", "present_each"]
 
 
 def found(store: object, method: str, answer: object) -> bool:
@@ -21,6 +21,17 @@ def found_each(store: object, method: str, names: Sequence[str], answers: object
     if any(answer is None for answer in each):
         raise StoreContractError(store, method, "answered None for a value; each answer must be True or False")
     return [bool(answer) for answer in each]
+
+
+def lengths_each(store: object, names: Sequence[str], most: Sequence[int], answers: object) -> list[int]:
+    """Return the answers of ``read_any_into``, one a name; StoreContractError if one is no length up to its most."""
+    method, lengths = "read_any_into", list[int]()
+    for answer, longest in zip(_one_each(store, method, names, answers), most, strict=True):
+        if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer <= longest:
+            text = f"answered {answer!r:.80} for a value; each answer must be its length, 0 to {longest}"
+            raise StoreContractError(store, method, text)
+        lengths.append(answer)
+    return lengths
 
 
 def kept_each(store: object, names: Sequence[str], answers: object) -> "list[bool | Refused]":

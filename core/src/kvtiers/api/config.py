@@ -7,6 +7,7 @@ An author subclasses ``TierConfig`` and adds fields. Unknown options are errors,
 import os
 import re
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
@@ -24,12 +25,14 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from kvtiers.api.keys import TENANT
 from kvtiers.api.units import RESOLVED, Duration, Share, Size
 
 __all__ = [
     "HOST_OPTIONS",
     "Admission",
     "BreakerConfig",
+    "Compression",
     "RateLimit",
     "Secret",
     "StrictModel",
@@ -44,13 +47,18 @@ LIVE: dict[str, JsonValue] = {"live": True}
 """Marks an option that ``kvtiers ctl reload`` applies to a running engine (``json_schema_extra``)."""
 HOST_OPTIONS = frozenset(
     {
-        "cpus", "exists_ttl", "grace", "host", "nice", "processes", "rate_limit", "retries", "store_queue",
-        "store_threads", "threads",
+        "compression", "cpus", "exists_ttl", "grace", "host", "nice", "processes", "quotas", "rate_limit", "retries",
+        "store_queue", "store_threads", "threads",
     }
 )  # fmt: skip
 """Options that apply to a store only: a tier that moves its rows by itself has no tier host and none of these."""
+EACH_OTHER_TENANT = "*"
+"""In ``quotas``, in place of a tenant's name: each tenant without a quota of its own."""
 _MOST_PROCESSORS = 65_536  # more than any kernel numbers
 _TierConfig = TypeVar("_TierConfig", bound="TierConfig")
+
+Compression: TypeAlias = Literal["none", "read", "zstd"]
+"""How a tier's values are compressed on their way to its store, without loss."""
 
 Admission: TypeAlias = Literal["all", "second_access", "on_eviction", "expected-reuse"]
 """Which chunks go down to a tier, and when."""
@@ -203,8 +211,8 @@ class TierConfig(StrictModel):
 
     A ``SecondaryTierManager`` has no tier host and none of core's threads: options about those (``host``,
     ``processes``, ``cpus``, ``nice``, ``threads``, ``store_threads``, ``grace``, ``retries``, ``store_queue``,
-    ``rate_limit``, ``exists_ttl``, ``io: process``) are refused for it; an option that the subclass declares itself is
-    the tier's own.
+    ``rate_limit``, ``exists_ttl``, ``compression``, ``io: process``) are refused for it; an option that the subclass
+    declares itself is the tier's own.
     """
 
     shareable: ClassVar[bool] = False
@@ -263,9 +271,18 @@ class TierConfig(StrictModel):
         description="values waiting to be written; more are dropped and counted",
         json_schema_extra=LIVE,
     )
+    compression: Compression = Field(
+        default="none",
+        description="zstd: values are compressed, without loss, in the tier's host, and read compressed or not; read: "
+        "written as they are, and read both ways; needs kvtiers[compression]",
+    )
     breaker: BreakerConfig = Field(default_factory=BreakerConfig, description="when the tier is taken out of use")
     rate_limit: RateLimit = Field(
         default_factory=RateLimit, description="the most that the tier may be asked for", json_schema_extra=LIVE
+    )
+    quotas: dict[str, Annotated[Size, Field(gt=0)]] = Field(
+        default_factory=dict,
+        description="by tenant, the most bytes of its values here, whose oldest go first; '*': of each other tenant",
     )
     admission: Admission = Field(
         default="all",
@@ -277,6 +294,10 @@ class TierConfig(StrictModel):
     )
     writes_per_hour: Size | None = Field(
         default=None, gt=0, description="most bytes an hour that 'admission: expected-reuse' writes; default: no bound"
+    )
+    encrypt: bool = Field(
+        default=True,
+        description="encrypt this tier's values, where the config has 'encryption'; false: they are stored in clear",
     )
     exists_ttl: Duration = Field(
         default=60.0, ge=0, description="how long the answer of an existence check is reused", json_schema_extra=LIVE
@@ -294,6 +315,25 @@ class TierConfig(StrictModel):
             raise ValueError(f"expected 1 to {_MOST_PROCESSES} or 'auto', got {processes}")
         return processes
 
+    @field_validator("quotas")
+    @classmethod
+    def _are_of_tenants(cls, quotas: dict[str, int]) -> dict[str, int]:
+        for tenant in quotas:
+            if tenant != EACH_OTHER_TENANT and (not TENANT.fullmatch(tenant) or ".." in tenant):
+                raise ValueError(
+                    f"tenant {tenant[:80]!r} cannot be used; expected 1 to 64 of a-z 0-9 . _ -, first a letter or "
+                    f"digit, no '..', or {EACH_OTHER_TENANT!r} for each other tenant"
+                )
+        return quotas
+
+    @model_validator(mode="after")
+    def _counts_in_one_host(self) -> "TierConfig":
+        if self.quotas and (self.host or self.processes not in {"auto", 1}):
+            raise ValueError(
+                "'quotas' are counted in one tier host of the tier's own; leave out 'processes' and 'host'"
+            )
+        return self
+
     @model_validator(mode="after")
     def _leaves_a_thread_for_loads(self) -> "TierConfig":
         most = max(1, self.threads - 1)
@@ -303,6 +343,16 @@ class TierConfig(StrictModel):
                 "'auto', since one thread at least is kept for loads"
             )
         return self
+
+    @field_validator("compression")
+    @classmethod
+    def _has_its_library(cls, compression: Compression) -> Compression:
+        if compression != "none" and find_spec("zstandard") is None:
+            raise ValueError(
+                f"'compression: {compression}' needs the package zstandard, which is not installed: pip install "
+                "'kvtiers[compression]', or leave the option out"
+            )
+        return compression
 
     @model_validator(mode="after")
     def _expects_reuse(self) -> "TierConfig":

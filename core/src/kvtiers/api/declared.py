@@ -13,6 +13,7 @@ from typing import Any
 from kvtiers.api.config import HOST_OPTIONS, TierConfig
 from kvtiers.api.store import (
     ChunkStore,
+    SupportsAnyLength,
     SupportsBatch,
     SupportsDiagnosis,
     SupportsListing,
@@ -30,6 +31,7 @@ ABILITIES = (
     SupportsPieces,
     SupportsParts,
     SupportsScatter,
+    SupportsAnyLength,
     SupportsListing,
     SupportsDiagnosis,
     SupportsStats,

@@ -15,6 +15,7 @@ __all__ = [
     "Finding",
     "Refused",
     "StoreEntry",
+    "SupportsAnyLength",
     "SupportsBatch",
     "SupportsDiagnosis",
     "SupportsListing",
@@ -184,6 +185,22 @@ class SupportsScatter(Protocol):
 
         1 to 64 flat, writable views of bytes, each of any length but 0 and at any address, valid during the call
         alone. False if there is no such value or it has another length; what the parts hold then does not matter.
+        """
+
+
+@runtime_checkable
+class SupportsAnyLength(Protocol):
+    """A store that reads a value without being given its length, which ``compression`` of a tier needs.
+
+    What such a tier stores is shorter than the value, by how much is known after the read. Core's threads call the
+    method instead of ``read_into`` and ``read_many_into``; a store without it has no compression.
+    """
+
+    def read_any_into(self, names: Sequence[str], dsts: Sequence[memoryview]) -> Sequence[int]:
+        """Fill the start of each ``dst`` with the value of its name; return the lengths of the values, in order.
+
+        0: there is no such value, or it is longer than its ``dst``; what that holds then does not matter. As many names
+        as ``read_many_into`` gets, or one where the store has no ``SupportsBatch``. Raise on failure, which fails all.
         """
 
 

@@ -23,8 +23,13 @@ from kvtiers.layout.cache_layout import SEAL_BYTES, CacheLayout
 from kvtiers.layout.seal import SealVerdict, check_value, seal_value
 from kvtiers.layout.storage_name import StorageNames
 
-__all__ = ["Described", "compare_layouts", "describe_layout", "is_layout_record", "read_layout", "write_layout"]
+__all__ = [
+    "KEY_FIELD", "Described", "change_key", "compare_layouts", "describe_layout", "is_layout_record", "read_layout",
+    "with_key", "write_layout",
+]  # fmt: skip
 
+KEY_FIELD = "key"
+"""Of a document: the id of the key that the values are encrypted with."""
 _FOLDER = "_layout"
 _RECORD_BYTES = 4096
 _PAYLOAD_BYTES = _RECORD_BYTES - SEAL_BYTES
@@ -80,17 +85,33 @@ def read_layout(store: ChunkStore, namespace: str, model: str, fingerprint: str 
 
 def write_layout(store: ChunkStore, names: StorageNames, document: str) -> None:
     """Write the record for these names. One that does not fit a page is left out. Raises what the store raises."""
+    for fingerprint in (names.fingerprint, ""):
+        _write(store, _name(names.namespace, names.model, fingerprint), document, over=not fingerprint)
+
+
+def change_key(store: ChunkStore, namespace: str, model: str, fingerprint: str, before: str, now: str) -> None:
+    """Have a record that states one key state another; one that states something else stays. Raises as the store."""
+    document = read_layout(store, namespace, model, fingerprint)
+    if document.get(KEY_FIELD) == before:
+        text = json.dumps(document | {KEY_FIELD: now}, sort_keys=True)
+        _write(store, _name(namespace, model, fingerprint), text, over=True)
+
+
+def _write(store: ChunkStore, name: str, document: str, *, over: bool) -> None:
     packed = zlib.compress(document.encode(), 9)
     if len(packed) > _PAYLOAD_BYTES:
         return
-    for fingerprint in (names.fingerprint, ""):
-        name = _name(names.namespace, names.model, fingerprint)
-        record = memoryview(mmap.mmap(-1, _RECORD_BYTES))
-        record[: len(packed)] = packed
-        seal_value(record, _PAYLOAD_BYTES, name, _NO_LAYOUT)
-        if not fingerprint:
-            store.delete([name])  # one that never writes over a value of this length would keep another's
-        store.write(name, record.toreadonly())
+    record = memoryview(mmap.mmap(-1, _RECORD_BYTES))
+    record[: len(packed)] = packed
+    seal_value(record, _PAYLOAD_BYTES, name, _NO_LAYOUT)
+    if over:
+        store.delete([name])  # one that never writes over a value of this length would keep another's
+    store.write(name, record.toreadonly())
+
+
+def with_key(document: str, key_id: str) -> str:
+    """Return a document that states which key the values are encrypted with; "": as it is, since they are not."""
+    return json.dumps(json.loads(document) | {KEY_FIELD: key_id}, sort_keys=True) if key_id else document
 
 
 def compare_layouts(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
@@ -98,7 +119,7 @@ def compare_layouts(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     differences = {
         name: (before, now)
         for name, before, now in _fields(theirs, ours)
-        if before != now and name not in {"fingerprint", "format"}
+        if before != now and name not in {"fingerprint", "format", KEY_FIELD}
     }
     plain = [name for name in differences if name not in _DIGESTS]
     return [f"{name}: {differences[name][0]!r} there, {differences[name][1]!r} here" for name in plain or differences]

@@ -30,6 +30,7 @@ __all__ = [
     "check_parts",
     "check_value",
     "read_seal",
+    "seal_format",
     "seal_parts",
     "seal_value",
 ]
@@ -121,3 +122,11 @@ def read_seal(value: memoryview) -> tuple[int, bytes] | None:
     if magic != _MAGIC or number != SEAL_FORMAT or length != len(value) or payload > length - SEAL_BYTES:
         return None
     return payload, layout
+
+
+def seal_format(value: memoryview) -> int | None:
+    """Return the format number of the seal at the end of ``value``; None where there is no seal of kvtiers'."""
+    if len(value) < SEAL_BYTES:
+        return None
+    magic, number, *_ = _SEAL.unpack_from(value, len(value) - SEAL_BYTES)
+    return int(number) if magic == _MAGIC else None

@@ -1,32 +1,42 @@
 """Storage names: the one place where a value's name in a store is built or taken apart.
 
 ``{namespace}[/t-{tenant}]/{model slug}-{fingerprint, 24 hex}/{key hex}``, lower case. Parts whose first character is
-``_`` are core's own; ``t-{tenant}`` is reserved: nothing writes it yet, readers accept it.
+``_`` are core's own; ``t-{tenant}`` stands in the names of keys that have a tenant, and the key behind it has none.
+Names of encrypted values end in ``k{key id, 8 hex}{80 hex}`` (``encryption/keyed_names.py``), which is format 2.
 
 Namespace and slug have at most 64 characters each, and a key of more than 47 bytes (a block hash of more than 43)
 stands in a name as its SHA-256 and its group: so a name has at most 64 + 1 + 64 + 1 + 24 + 1 + 94 = 249 characters, and
-fits where keys may have 250, as in memcached. vLLM's block hashes, of up to 32 bytes, give 227.
+fits where keys may have 250, as in memcached. vLLM's block hashes, of up to 32 bytes, give 227. A tenant takes its
+characters from the namespace's: together they have at most 61.
 """
 
 import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from kvtiers.api import ConfigError, OffloadKey
+from kvtiers.api.keys import TENANT, tenant_of, without_tenant
 from kvtiers.layout.cache_layout import CacheLayout
 
-__all__ = ["ParsedName", "StorageNames", "check_namespace", "model_slug", "parse_name"]
+__all__ = ["KEYED", "ParsedName", "StorageNames", "check_namespace", "check_tenant", "model_slug", "parse_name"]
 
 NAME_FORMAT = 1
+KEYED_NAME_FORMAT = 2
+KEYED = "k"
+"""The first character of the last part of a keyed name: no hex digit."""
 _FINGERPRINT_HEX = 24
+_LAYOUT_ID_HEX = 16
 _SLUG_LENGTH = 64
 _LONGEST_KEY = 47
 _GROUP_BYTES = 4
 _NAMESPACE = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+_WITH_TENANT = 61  # characters of a namespace and a tenant: "/t-" is the rest of 64
 _NAME = re.compile(
     r"(?P<namespace>[a-z0-9][a-z0-9._-]{0,63})/(?:t-(?P<tenant>[a-z0-9._-]+)/)?"
-    rf"(?P<model>[a-z0-9][a-z0-9._-]*)-(?P<fingerprint>[0-9a-f]{{{_FINGERPRINT_HEX}}})/(?P<key>(?:[0-9a-f]{{2}})+)"
+    rf"(?P<model>[a-z0-9][a-z0-9._-]*)-(?P<fingerprint>[0-9a-f]{{{_FINGERPRINT_HEX}}})/"
+    rf"(?:(?P<key>(?:[0-9a-f]{{2}})+)|{KEYED}(?P<key_id>[0-9a-f]{{8}})(?P<hidden>[0-9a-f]{{80}}))"
 )
 
 
@@ -38,6 +48,21 @@ def check_namespace(namespace: str) -> str:
             "no '..', not starting with 't-'"
         )
     return namespace
+
+
+def check_tenant(tenant: str, namespace: str = "") -> str:
+    """Return the tenant if it can stand in a storage name behind this namespace, else raise ConfigError."""
+    if not TENANT.fullmatch(tenant) or ".." in tenant:
+        raise ConfigError(
+            f"tenant {tenant[:80]!r} cannot be used; expected 1 to 64 of a-z 0-9 . _ -, first a letter or digit, "
+            "no '..'"
+        )
+    if len(namespace) + len(tenant) > _WITH_TENANT:
+        raise ConfigError(
+            f"tenant {tenant!r} cannot be used: it has {len(tenant)} characters, the namespace {len(namespace)}; "
+            f"expected at most {_WITH_TENANT} together"
+        )
+    return tenant
 
 
 def model_slug(name: str) -> str:
@@ -58,7 +83,7 @@ class StorageNames:
         """Return the names for this layout's values in this namespace."""
         digest = layout.fingerprint
         prefix = f"{check_namespace(namespace)}/{model_slug(layout.model.name)}-{digest[:_FINGERPRINT_HEX]}/"
-        return cls(prefix, bytes.fromhex(digest[:16]))
+        return cls(prefix, bytes.fromhex(digest[:_LAYOUT_ID_HEX]))
 
     @property
     def namespace(self) -> str:
@@ -81,16 +106,46 @@ class StorageNames:
             return self
         digest = hashlib.sha256(f"{self.prefix}{epoch}".encode()).hexdigest()
         prefix = f"{self.prefix[: -_FINGERPRINT_HEX - 1]}{digest[:_FINGERPRINT_HEX]}/"
-        return StorageNames(prefix, bytes.fromhex(digest[:16]))
+        return StorageNames(prefix, bytes.fromhex(digest[:_LAYOUT_ID_HEX]))
 
     def name(self, key: OffloadKey) -> str:
         """Return the storage name of the value with this key."""
-        return self.prefix + (key.hex() if len(key) <= _LONGEST_KEY else _short(key))
+        prefix, rest = self.split(key)
+        return prefix + _in_name(rest)
+
+    def split(self, key: OffloadKey) -> tuple[str, OffloadKey]:
+        """Return what the name of this key's value begins with, its tenant included, and the key without that."""
+        if len(key) > _GROUP_BYTES and key[-_GROUP_BYTES]:
+            prefix = _prefix_of_tenant(self.prefix, tenant_of(key))
+            if prefix:
+                return prefix, without_tenant(key)
+        return self.prefix, key
 
     def names(self, keys: Iterable[OffloadKey]) -> list[str]:
         """Return the storage names of these keys, in order."""
         prefix = self.prefix
-        return [prefix + (key.hex() if len(key) <= _LONGEST_KEY else _short(key)) for key in keys]
+        return [
+            prefix + key.hex() if _GROUP_BYTES < len(key) <= _LONGEST_KEY and not key[-_GROUP_BYTES] else self.name(key)
+            for key in keys
+        ]
+
+    def of_tenant(self, tenant: str) -> str:
+        """Return what the names of a tenant's values begin with, whatever the model."""
+        return f"{self.namespace}/t-{tenant}/"
+
+
+@lru_cache(1024)
+def _prefix_of_tenant(prefix: str, tenant: str) -> str:
+    """Return the prefix of a tenant's names; "" for what is no tenant: such a key stands in its name as it is."""
+    namespace, _, rest = prefix.partition("/")
+    try:
+        return f"{namespace}/t-{check_tenant(tenant)}/{rest}"
+    except ConfigError:
+        return ""
+
+
+def _in_name(key: OffloadKey) -> str:
+    return key.hex() if len(key) <= _LONGEST_KEY else _short(key)
 
 
 def _short(key: OffloadKey) -> str:
@@ -99,13 +154,22 @@ def _short(key: OffloadKey) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ParsedName:
-    """A storage name taken apart. ``fingerprint``: its first 24 hex digits. ``key``: what stands for it in the name."""
+    """A storage name taken apart. ``fingerprint``: its first 24 hex digits. ``key``: what stands for it in the name.
+
+    ``key_id``: of a keyed name, the id of the key that it is made with; "" of a plain one.
+    """
 
     namespace: str
     tenant: str
     model: str
     fingerprint: str
     key: OffloadKey
+    key_id: str = ""
+
+    @property
+    def layout_id(self) -> bytes:
+        """The layout id in the seal of a value of this name."""
+        return bytes.fromhex(self.fingerprint[:_LAYOUT_ID_HEX])
 
 
 def parse_name(name: str) -> ParsedName | None:
@@ -118,5 +182,6 @@ def parse_name(name: str) -> ParsedName | None:
         tenant=match["tenant"] or "",
         model=match["model"],
         fingerprint=match["fingerprint"],
-        key=bytes.fromhex(match["key"]),
+        key=bytes.fromhex(match["key"] or match["hidden"]),
+        key_id=match["key_id"] or "",
     )

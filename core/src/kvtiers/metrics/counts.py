@@ -1,11 +1,10 @@
-"""The metrics: counters, gauges and histograms as plain data, cheap to count on the engine's thread, easy to export.
+"""The counts: counters, gauges and histograms as plain data, cheap to count on the engine's thread.
 
 Each part counts into an object of its own; ``TieringManager.stats()`` puts them together. A histogram's bounds are
 fixed powers of two, in seconds. Help texts stand here alone: exporters of other systems take them from here.
 """
 
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -22,9 +21,7 @@ __all__ = [
     "Histogram",
     "TierMetrics",
     "budget_advice",
-    "export",
     "help_texts",
-    "name_of_own",
     "what_if_figures",
 ]
 
@@ -148,6 +145,7 @@ class EngineMetrics(_Metrics):
     recomputed_cheaper: int = _figure("Chunks recomputed because computing them was faster than loading them.")
     stored_chunks: int = _figure("Chunks stored in the primary by the engine.")
     refused_stores: int = _figure("Chunks for which there was no room in the primary.")
+    refused_tenants: int = _figure("Requests that ran without tiers, since their tenant may not use them.")
     declined_stores: int = _figure(
         "Chunks that were not stored, since those that would have left are likelier to be used."
     )
@@ -155,8 +153,15 @@ class EngineMetrics(_Metrics):
     failed_gpu_loads: int = _figure("Chunks whose copy into the engine failed; they were computed.")
     dropped_dirty: int = _figure("Chunks evicted from the primary before a tier with 'on_eviction' had stored them.")
     dropped_events: int = _figure("Events dropped because they were not taken.")
+    event_batches: int = _figure("Batches of KV events that were published.")
+    event_chunks: int = _figure("Chunks in the KV events that were published, each time.")
+    dropped_event_chunks: int = _figure("Chunks whose KV events were dropped, since too many waited to be published.")
+    replayed_event_batches: int = _figure("Batches of KV events that were sent again to subscribers that asked.")
     dropped_records: int = _figure("Requests missing in the recording, since its writer was too slow.")
     dropped_log_lines: int = _figure("Log lines of this process that were dropped because the log was too slow.")
+    dropped_spans: int = _figure("Spans that were dropped, since their writer or the receiver was too slow or away.")
+    prefetched_chunks: int = _figure("Chunks loaded into the primary ahead of requests, by warm-ups and prefetches.")
+    dropped_prefetches: int = _figure("Keys to be prefetched that were dropped, since too many waited.")
     misuse: int = _figure("Calls that did not fit and were ignored, such as a plan completed twice.")
     generation: int = _figure("Times that all chunks of the primary were forgotten at once.")
     engine_seconds: float = _figure("Seconds that kvtiers took of the engine's thread.", 0.0)
@@ -180,6 +185,8 @@ class ClientMetrics(_Metrics):
     direct_values: int = _figure(
         "Values of put and get_into that passed no bounce row: they lie in the client's region."
     )
+    prefetches: int = _figure("Calls of prefetch.")
+    prefetched_values: int = _figure("Values of prefetch that were near when it ended.")
     lookups: int = _figure("Calls of exists and exists_prefix.")
     deletes: int = _figure("Calls of delete.")
     deleted_values: int = _figure("Keys that delete has removed from all tiers that take stores.")
@@ -234,6 +241,7 @@ TIER_HELP: Mapping[str, str] = {
     "breaker_state": "The breaker's state: 0 in use, 1 out of use, 2 being tried.",
     "dropped_full": "Values dropped since the store was full.",
     "dropped_queue": "Values dropped since too many were waiting to be written.",
+    "dropped_quota": "Values dropped since their tenant had no room under its quota.",
     "dropped_refused": "Values dropped since a part of the store did not answer, or took no writes.",
     "dropped_shutdown": "Values dropped since the engine ended before their turn.",
     "errors": "Calls of the store that failed.",
@@ -248,6 +256,7 @@ TIER_HELP: Mapping[str, str] = {
     "open_probes": "Questions in flight about what the store has.",
     "queued_loads": "Parts of load jobs that wait for a thread.",
     "queued_stores": "Parts of store jobs that wait for a thread.",
+    "quota_deleted": "Values deleted since their tenant had no room under its quota.",
     "refusing": "1: the tier's store takes some values and refuses others; the log says why.",
     "retries": "Calls of the store repeated after a transient error.",
     "seal_failures": "Values whose bytes were not those that were stored.",
@@ -265,6 +274,9 @@ PRIMARY_HELP: Mapping[str, str] = {
     "closed_rows": "Rows that are not used yet, since a rank has not pinned them.",
     "evictable_rows": "Rows whose chunk could be evicted now.",
     "clean_rows": "Rows of chunks that their tiers have stored, so that they can be evicted without loss.",
+    "kept_rows": "Rows of chunks that a hint keeps: they are evicted when nothing else can be.",
+    "kept_over_share": "Hints to keep a chunk that were dropped, since no more chunks may be kept.",
+    "kept_given_up": "Kept chunks that were evicted, or could be, before their time: there was nothing else to evict.",
     "misuse": "Calls of the primary that did not fit and were ignored.",
     "retired_rows": "Rows that are never used, since their memory was not available when needed.",
 }
@@ -283,80 +295,6 @@ WHAT_IF_HELP: Mapping[str, str] = {
 WHAT_IF_LABELS: Mapping[str, tuple[str, ...]] = {"hit_rate": ("policy", "times"), "adds": ("tier",)}
 WHAT_IF_COUNTERS = frozenset({"dropped", "seconds"})
 
-_GAUGES = {
-    "unread_bytes",
-    "pinned_rows",
-    "quarantined_rows",
-    "running_jobs",
-    "loading_chunks",
-    "out_of_use",
-    "too_slow",
-    "switched_off",
-    "switched_read_only",
-    "generation",
-}
-_EXPORTED_HELP = {
-    **{f"kvtiers_{name}": text for name, text in help_texts(EngineMetrics).items()},
-    **{f"kvtiers_client_{name}": text for name, text in help_texts(ClientMetrics).items()},
-    "kvtiers_client_bounce_rows": "Bounce rows of the client.",
-    "kvtiers_client_free_bounce_rows": "Bounce rows that no call and no job uses.",
-    **{f"kvtiers_primary_{name}": text for name, text in PRIMARY_HELP.items()},
-    **{f"kvtiers_tier_{name}": text for name, text in TIER_HELP.items()},
-    **{f"kvtiers_what_if_{name}": text for name, text in WHAT_IF_HELP.items()},
-}
-_ENDINGS = ("", "_total", "_created", "_seconds", "_seconds_bucket", "_seconds_count", "_seconds_sum")
-_CORE_NAMES = frozenset(name + ending for name in TierMetrics.__slots__ for ending in _ENDINGS)
-"""Of core's figures of a tier, and of all that Prometheus makes of them: a name that comes twice spoils the page."""
-
-
-def export(stats: Callable[[], Mapping[str, Any]], registry: Any = None) -> Any:
-    """Export ``manager.stats`` to Prometheus: ``kvtiers.metrics.export(manager.stats)``. Returns the collector.
-
-    ``client.stats`` is taken as well: its own counts are ``kvtiers_client_<name>``, its tiers' as those of a manager.
-    Needs the extra ``kvtiers[metrics]``; ``registry`` defaults to the client library's own. A tier's own figures are
-    gauges ``kvtiers_tier_<name>``, or ``kvtiers_tier_own_<name>`` where core has a figure of that name.
-    """
-    from prometheus_client import REGISTRY  # an extra, so imported only where it is wanted
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-
-    class _Collector:
-        def collect(self) -> Iterator[Any]:
-            families: dict[str, Any] = {}
-            for name, labels, value, is_gauge in _flatten(stats()):
-                names, text = list(labels), _EXPORTED_HELP.get(name, "A figure of the tier's own store.")
-                if isinstance(value, Mapping):
-                    family = families.setdefault(name, HistogramMetricFamily(f"{name}_seconds", text, labels=names))
-                    family.add_metric(list(labels.values()), _cumulative(value["buckets"]), value["sum"])
-                    continue
-                kind = GaugeMetricFamily if is_gauge else CounterMetricFamily
-                families.setdefault(name, kind(name, text, labels=names)).add_metric(list(labels.values()), value)
-            yield from families.values()
-
-    collector = _Collector()
-    (registry or REGISTRY).register(collector)
-    return collector
-
-
-def _flatten(
-    stats: Mapping[str, Any],
-) -> Iterator[tuple[str, dict[str, str], float | Mapping[str, Any], bool]]:
-    if "engine" not in stats:
-        yield from _flatten_client(stats)
-        return
-    for name, value in stats["engine"].items():
-        yield f"kvtiers_{name}", {}, value, name in _GAUGES
-    for name, value in stats["primary"].items():
-        yield f"kvtiers_primary_{name}", {}, value, True
-    for name, labels, figure in what_if_figures(stats.get("what_if")):
-        yield f"kvtiers_what_if_{name}", labels, figure, name not in WHAT_IF_COUNTERS
-    for tier, figures in stats["tiers"].items():
-        label = {"tier": tier}
-        for name, value in figures.items():
-            if name != "own":
-                yield f"kvtiers_tier_{name}", label, value, name in _GAUGES
-        for name, value in _own(figures["own"]).items():
-            yield f"kvtiers_tier_{name}", label, value, True
-
 
 def what_if_figures(report: Mapping[str, Any] | None) -> Iterator[tuple[str, dict[str, str], float]]:
     """Yield the figures of a report of the shadow caches: name, labels, value; none of an empty one."""
@@ -370,37 +308,3 @@ def what_if_figures(report: Mapping[str, Any] | None) -> Iterator[tuple[str, dic
     for name in WHAT_IF_HELP:
         if name not in WHAT_IF_LABELS:
             yield name, {}, report[name]
-
-
-def _flatten_client(
-    stats: Mapping[str, Any],
-) -> Iterator[tuple[str, dict[str, str], float | Mapping[str, Any], bool]]:
-    for name, value in stats.items():
-        if name != "tiers":
-            yield f"kvtiers_client_{name}", {}, value, name.endswith("bounce_rows")
-    for tier, figures in stats["tiers"].items():
-        label = {"tier": tier}
-        for name, value in figures["transfers"].items():
-            yield f"kvtiers_tier_{name}", label, value, name in _GAUGES
-        for name, value in _own(figures).items():
-            yield f"kvtiers_tier_{name}", label, value, True
-
-
-def _own(figures: Mapping[str, Any]) -> dict[str, float]:
-    """Return those of a tier's own figures that are numbers, by names that Prometheus takes and core does not use."""
-    return {name_of_own(name): value for name, value in figures.items() if isinstance(value, (int, float))}
-
-
-def name_of_own(figure: str) -> str:
-    """Return the name of a tier's own figure, less ``kvtiers_tier_``: one that core does not use."""
-    name = re.sub(r"[^a-zA-Z0-9_]", "_", figure)
-    return f"own_{name}" if name in _CORE_NAMES else name
-
-
-def _cumulative(counts: list[int]) -> list[tuple[str, float]]:
-    seen = 0
-    buckets: list[tuple[str, float]] = []
-    for bound, count in zip((*map(str, Histogram.bounds), "+Inf"), counts, strict=True):
-        seen += count
-        buckets.append((bound, float(seen)))
-    return buckets

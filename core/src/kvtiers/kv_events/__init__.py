@@ -1,0 +1,1 @@
+"""KV events: which blocks are where, for routers, published as vLLM publishes them."""

@@ -1,0 +1,219 @@
+"""The chunk table: descriptions of chunks beyond their keys, and the events that are made of them.
+
+An engine describes a chunk when it stores it or asks for it; its events come later, when it has landed and when it is
+evicted. A description is kept while its chunk is in the primary, so their number is bounded by its rows, and for the
+latest ``_MOST_RECENT`` others: chunks on their way in, or out to a tier. Of a chunk that is not described the hash in
+its key is published, that of its last block, without tokens: routers that have the block from the engine's own events
+find it by that.
+
+Two chunks may share a block: the first ones where a chunk has several, all where two tenants have the same prompt. A
+block of the primary is reported as removed with the last of its chunks: routers do not count.
+"""
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from kvtiers.api import OffloadKey, block_hash_of, group_of
+from kvtiers.kv_events.naming import GroupFacts, Place
+from kvtiers.kv_events.wire import Stored, Wire
+from kvtiers.types import ChunkBlocks, OffloadEvent
+
+__all__ = ["ChunkTable"]
+
+_MOST_RECENT = 1 << 14
+
+
+class _Known(NamedTuple):
+    """A description in its compact form, as events name it."""
+
+    hashes: tuple[int | bytes, ...]
+    parent: int | bytes | None
+    tokens: "array[int]"
+    adapter: str | None
+    extra_keys: tuple[tuple[object, ...] | None, ...] | None
+
+
+class ChunkTable:
+    """Makes events. The publisher's thread alone. ``places``: by a tier's name, "" for the primary."""
+
+    def __init__(self, wire: Wire, groups: Sequence[GroupFacts], places: Mapping[str, Place], *, tokens: bool) -> None:
+        self._wire = wire
+        self._groups = groups
+        self._places = places
+        self._tokens = tokens
+        self._resident: dict[OffloadKey, _Known] = {}
+        self._bare: set[OffloadKey] = set()
+        """Chunks in the primary that are not described."""
+        self._recent: OrderedDict[OffloadKey, _Known] = OrderedDict()
+        self._holders: Counter[tuple[int, int | bytes]] = Counter()
+        """By KV group and block: the described chunks in the primary that have it."""
+
+    def describe(self, chunks: Sequence[ChunkBlocks]) -> None:
+        """Take what an engine says of chunks."""
+        for chunk in chunks:
+            if chunk.key not in self._resident:
+                self._recent[chunk.key] = self._compact(chunk)
+                self._recent.move_to_end(chunk.key)
+        self._forget_oldest()
+
+    def forget(self, keys: Sequence[OffloadKey]) -> None:
+        """Take note that these chunks have left the primary, without an event."""
+        for key in keys:
+            if key in self._resident:
+                self._evicted(group_of(key), key)
+            self._bare.discard(key)
+        self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        while len(self._recent) > _MOST_RECENT:
+            self._recent.popitem(last=False)
+
+    def events(self, change: OffloadEvent) -> Iterator[msgspec.Struct]:
+        """Yield the events of a change of what is resident."""
+        place = self._places.get(change.tier) or Place("STORAGE", None, change.tier)
+        if change.removed:
+            yield from self._removed(change, place)
+        else:
+            yield from self._stored(change, place)
+
+    def clear(self) -> None:
+        """Forget all chunks."""
+        self._resident.clear()
+        self._bare.clear()
+        self._recent.clear()
+        self._holders.clear()
+
+    def empty_primary(self) -> Iterator[msgspec.Struct]:
+        """Yield the events of an eviction of all chunks in the primary, for a stream that has others' blocks, too."""
+        yield from self.events(OffloadEvent([*self._resident, *self._bare], removed=True))
+
+    # -- inside
+
+    def _compact(self, chunk: ChunkBlocks) -> _Known:
+        hash_of = self._wire.hash_of
+        return _Known(
+            tuple(hash_of(each) for each in chunk.hashes),
+            None if chunk.parent is None else hash_of(chunk.parent),
+            _tokens_of(chunk) if self._tokens else array("I"),
+            chunk.adapter,
+            None if chunk.extra_keys is None or not self._tokens else tuple(chunk.extra_keys),
+        )
+
+    def _stored(self, change: OffloadEvent, place: Place) -> Iterator[msgspec.Struct]:
+        """Yield events of described chunks, those of one prefix together, and of others by KV group."""
+        event: Stored | None = None
+        last: tuple[int, _Known] | None = None
+        bare: dict[int, list[int | bytes]] = {}
+        for key in change.keys:
+            group = group_of(key)
+            known = self._landed(group, key) if not change.tier else self._find(key)
+            if known is None:
+                bare.setdefault(group, []).append(self._wire.hash_of(block_hash_of(key)))
+                continue
+            if event is not None and last is not None and _follows(last, (group, known)):
+                event.block_hashes.extend(known.hashes)
+                event.token_ids.extend(known.tokens)
+                if event.extra_keys is not None and known.extra_keys is not None:
+                    event.extra_keys.extend(known.extra_keys)
+            else:
+                if event is not None:
+                    yield event
+                event = self._event_of(group, known, place)
+            last = (group, known)
+        if event is not None:
+            yield event
+        for group, hashes in bare.items():
+            yield self._wire.stored(hashes, None, **self._words(group, place), **self._kind(group))
+
+    def _removed(self, change: OffloadEvent, place: Place) -> Iterator[msgspec.Struct]:
+        by_group: dict[int, list[int | bytes]] = {}
+        for key in change.keys:
+            group = group_of(key)
+            hashes = by_group.setdefault(group, [])
+            if not change.tier and key in self._resident:
+                hashes.extend(self._evicted(group, key))
+            elif (known := self._find(key)) is not None:
+                hashes.extend(known.hashes)
+            else:
+                hashes.append(self._wire.hash_of(block_hash_of(key)))
+            if not change.tier:
+                self._bare.discard(key)
+        for group, gone in by_group.items():
+            if gone:
+                yield self._wire.removed(gone, **self._words(group, place))
+
+    def _find(self, key: OffloadKey) -> _Known | None:
+        return self._resident.get(key) or self._recent.get(key)
+
+    def _landed(self, group: int, key: OffloadKey) -> _Known | None:
+        """Keep a chunk's description from now on; return it."""
+        known = self._recent.pop(key, None)
+        if known is None:
+            if key not in self._resident:
+                self._bare.add(key)
+            return self._resident.get(key)
+        self._resident[key] = known
+        self._holders.update((group, each) for each in known.hashes)
+        return known
+
+    def _evicted(self, group: int, key: OffloadKey) -> list[int | bytes]:
+        """Keep a chunk's description for a while only; return its blocks that no other chunk has."""
+        known = self._recent[key] = self._resident.pop(key)
+        gone = []
+        for each in known.hashes:
+            self._holders[group, each] -= 1
+            if not self._holders[group, each]:
+                del self._holders[group, each]
+                gone.append(each)
+        return gone
+
+    def _event_of(self, group: int, known: _Known, place: Place) -> Stored:
+        has_tokens = bool(known.tokens)
+        return self._wire.stored(
+            list(known.hashes),
+            known.parent,
+            token_ids=list(known.tokens),
+            block_size=self._groups[group].tokens_per_block if has_tokens else 0,
+            lora_name=known.adapter,
+            extra_keys=None if known.extra_keys is None else list(known.extra_keys),
+            **self._words(group, place),
+            **self._kind(group),
+        )
+
+    def _words(self, group: int, place: Place) -> dict[str, object]:
+        number = self._groups[group].number if group < len(self._groups) else group
+        return {
+            "medium": place.medium,
+            "group_idx": number,
+            "locality": place.locality,
+            "ownership": place.tier,
+        }
+
+    def _kind(self, group: int) -> dict[str, object]:
+        if group >= len(self._groups):
+            return {}
+        facts = self._groups[group]
+        return {"kv_cache_spec_kind": facts.kind, "kv_cache_spec_sliding_window": facts.window}
+
+
+def _tokens_of(chunk: ChunkBlocks) -> "array[int]":
+    try:
+        return array("I", chunk.tokens)
+    except OverflowError:  # an engine's own placeholders
+        return array("q", chunk.tokens)
+
+
+def _follows(last: tuple[int, _Known], this: tuple[int, _Known]) -> bool:
+    """Return whether a chunk continues the one before it, so that one event can name both."""
+    (group, before), (its_group, known) = last, this
+    return (
+        group == its_group
+        and known.parent == before.hashes[-1]
+        and known.adapter == before.adapter
+        and bool(known.tokens) == bool(before.tokens)
+        and (known.extra_keys is None) == (before.extra_keys is None)
+    )
