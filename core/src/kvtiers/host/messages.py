@@ -53,6 +53,8 @@ class Status(IntEnum):
     """Nothing to write: the store has it already."""
     REFUSED = 6
     """The store could not take this value now, and takes others; the job's error says why."""
+    NO_ROOM = 7
+    """Not written: its tenant has no room under its quota."""
 
 
 class StoreJob(NamedTuple):

@@ -24,6 +24,7 @@ from kvtiers._failures import plugin_boundary
 from kvtiers._version import __version__
 from kvtiers.api import ChunkStore, TierConfig, TierContext
 from kvtiers.api.config import load_resolved
+from kvtiers.encryption.config import load_sources
 from kvtiers.host import wire
 from kvtiers.host.bounce_buffers import value_views
 from kvtiers.host.claimed_views import ClaimedViews
@@ -185,6 +186,7 @@ class TierHost:
             label=tier["name"],
             described=Described(tier["prefix"], tier["layout"]) if tier["layout"] else None,
             claimed=claimed,
+            encryption=load_sources(tier["encryption"]) if "encryption" in tier else None,
         )
 
     def _emit(self, tier: int, event: Event) -> None:

@@ -96,8 +96,13 @@ class StoreCalls:
             return lambda: found_each(store, "read_many_into", names, batched.read_many_into(names, views))
         return lambda: [found(store, "read_into", store.read_into(names[0], views[0]))]
 
-    def read_pieces(self, name: str, view: memoryview, payload_bytes: int) -> Callable[[], list[bytes | None]]:
-        """Return the call that fills core's own view, and gives the payload's hash, or None: there is no such value."""
+    def read_pieces(
+        self, name: str, view: memoryview, payload_bytes: int, *, hashes: bool = True
+    ) -> Callable[[], list[bytes | None]]:
+        """Return the call that fills core's own view, and gives the payload's hash, or None: there is no such value.
+
+        ``hashes``: False: what is read is not hashed, and the hash is that of nothing.
+        """
         store = self._pieces
         assert store is not None, "ask in_pieces first"
 
@@ -116,8 +121,8 @@ class StoreCalls:
                         part = source[start : start + _STEP_BYTES]
                         end = at + len(part)
                         view[at:end] = part
-                        # Of the row, so that what is judged is what is there.
-                        hashed.update(view[at : min(end, payload_bytes)])
+                        if hashes:  # of the row, so that what is judged is what is there
+                            hashed.update(view[at : min(end, payload_bytes)])
                         at = end
             if at < len(view):
                 raise StoreContractError(store, "read_pieces", f"gave {at} of the {len(view)} bytes of a value")

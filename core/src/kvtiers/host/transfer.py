@@ -8,17 +8,30 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, TypeVar, cast
 
 from kvtiers._failures import plugin_boundary
-from kvtiers.api import ChunkStore, OffloadKey, RateLimit, StoreContractError, TierConfig, group_of
+from kvtiers.api import (
+    ChunkStore,
+    Compression,
+    OffloadKey,
+    RateLimit,
+    StoreContractError,
+    TierConfig,
+    group_of,
+    tenant_of,
+)
 from kvtiers.api.answers import present_each
+from kvtiers.encryption.keyed_names import KeyedNames
+from kvtiers.encryption.keys import KeyRing
+from kvtiers.encryption.seal import decrypt_value, encrypt_value
 from kvtiers.host.bounce_buffers import BounceBufferViews, beside_rows
 from kvtiers.host.claimed_views import ClaimedViews
 from kvtiers.host.messages import Status
+from kvtiers.host.quotas import TenantQuotas
 from kvtiers.host.store_calls import Attempts, KnownNames, RateLimiter, StoreCalls
 from kvtiers.layout.borrowed_views import Loan, ValueViews
 from kvtiers.layout.seal import SealVerdict, check_parts, check_value, seal_parts, seal_value
@@ -38,6 +51,7 @@ _BATCH_BYTES = 16 * 2**20
 _DELETED_PER_CALL = 256
 _MOST_PARTS = 63  # of a payload: the rest of its value is another one
 _TURN_BYTES = 3 * 2**20  # hashed or moved in some tenths of a millisecond
+_NOT_TAKEN = frozenset({Status.DROPPED, Status.REFUSED})
 _Answer = TypeVar("_Answer")
 
 
@@ -59,13 +73,24 @@ class MoverOptions:
     exists_ttl: float = 60.0
     rate_limit: RateLimit = field(default_factory=RateLimit)
     give_way: Callable[[], object] = _go_on
+    compression: Compression = "none"
+    quotas: Mapping[str, int] = field(default_factory=dict)
 
 
 def mover_options(
     config: TierConfig, sizes: Sequence[tuple[int, int]], give_way: Callable[[], object] = _go_on
 ) -> MoverOptions:
     """Return the mover's options from a tier's config."""
-    return MoverOptions(sizes, config.retries, config.read_only, config.exists_ttl, config.rate_limit, give_way)
+    return MoverOptions(
+        sizes,
+        config.retries,
+        config.read_only,
+        config.exists_ttl,
+        config.rate_limit,
+        give_way,
+        config.compression,
+        {} if config.read_only else config.quotas,
+    )
 
 
 def land_now(copy: Callable[[], bool]) -> bool:
@@ -124,7 +149,10 @@ class ValueMover:
     """The calls of one store, made safe. Used by several threads at once.
 
     ``epoch``: the namespace's, in this store. ``label``: the tier's name in log lines, which say once for each method
-    of the store that it does not keep the contract. ``claimed``: rows from its first one on are claims.
+    of the store that it does not keep the contract. ``claimed``: rows from its first one on are claims. ``keys``:
+    values are encrypted into bounce buffers, from where they are written, and decrypted there; their names are keyed.
+    ``namespace``: of the names, and ``lists``: the store that lists them, where ``store`` only stands before it; for
+    quotas.
     """
 
     def __init__(
@@ -136,9 +164,13 @@ class ValueMover:
         epoch: str = "",
         label: str = "",
         claimed: ClaimedViews | None = None,
+        keys: KeyRing | None = None,
+        namespace: str = "",
+        lists: ChunkStore | None = None,
     ) -> None:
         self._store = store
         self._claimed = claimed
+        self._keys = keys
         self._label = label or type(store).__name__
         self._logged_methods: set[str] = set()
         self._was_full = False
@@ -151,11 +183,17 @@ class ValueMover:
         self._known = KnownNames(options.exists_ttl)
         self._names_per_call = max(1, int(store.exists_per_call))
         self._calls = StoreCalls(store)
+        self.quotas: TenantQuotas | None = None
+        """Where tenants have some: for a thread of its own."""
+        if options.quotas:
+            self.quotas = TenantQuotas(lists or store, options.quotas, namespace, self._known.forget, self._label)
         largest = max(value for _, value in options.sizes)
         # An epoch is one store's own and enters the seal: in the row it would collide with the seal that another tier's
         # host is writing, and one of the two would store the other's.
-        self._store_views = beside_rows(views, largest) if epoch else views
-        takes_parts = self._calls.takes_parts and isinstance(self._store_views, BounceBufferViews)
+        self._store_views = beside_rows(views, largest) if epoch or keys is not None else views
+        self._load_views = views if keys is None else self._store_views
+        self._takes_parts = self._calls.takes_parts and keys is None
+        takes_parts = self._takes_parts and isinstance(self._store_views, BounceBufferViews)
         self._part_views = cast("BounceBufferViews", self._store_views) if takes_parts else None
         self.batch_values = max(1, min(_BATCH_VALUES, _BATCH_BYTES // largest)) if self._calls.in_batches else 1
 
@@ -166,14 +204,18 @@ class ValueMover:
     def load(self, run: ValueRun) -> Moved:
         """Fill the rows; a value that is absent, foreign or damaged is not DONE, whatever its row holds now."""
         moved = Moved.nothing(len(run.keys))
-        run = self._of_epoch(run)
-        self._move_all(moved, run, range(len(run.keys)), is_load=True)
+        indexes: Sequence[int] = range(len(run.keys))
+        for names in self._all_names(run.names):
+            self._move_all(moved, replace(run, names=names), indexes, is_load=True)
+            indexes = [index for index in indexes if moved.statuses[index] == Status.MISSING]
+            if not indexes:
+                break
         return moved
 
     def store(self, run: ValueRun) -> Moved:
         """Seal the rows and write those values that the store does not have yet."""
         moved = Moved.nothing(len(run.keys))
-        run = self._of_epoch(run)
+        run = replace(run, names=self._all_names(run.names)[0])
         with plugin_boundary() as store:
             present = self._present(run, moved)
         if store.error:
@@ -182,16 +224,41 @@ class ValueMover:
         for index in present:
             moved.statuses[index] = Status.PRESENT
         wanted = [index for index, status in enumerate(moved.statuses) if status != Status.PRESENT]
-        self._remove_suspects(run, wanted)
-        self._move_all(moved, run, wanted, is_load=False)
+        if self.quotas is not None:
+            wanted = self._take_room(run, wanted, moved, self.quotas)
+        try:
+            self._remove_suspects(run, wanted)
+            self._move_all(moved, run, wanted, is_load=False)
+        finally:
+            if self.quotas is not None:
+                self._settle(run, wanted, moved, self.quotas)
         return moved
+
+    def _take_room(self, run: ValueRun, wanted: Sequence[int], moved: Moved, quotas: TenantQuotas) -> list[int]:
+        """Return the indexes of those values for which their tenants have room."""
+        sizes, roomy = self._options.sizes, []
+        for index in wanted:
+            key = run.keys[index]
+            if quotas.take(tenant_of(key), sizes[group_of(key)][1]):
+                roomy.append(index)
+            else:
+                moved.statuses[index] = Status.NO_ROOM
+        return roomy
+
+    def _settle(self, run: ValueRun, wanted: Sequence[int], moved: Moved, quotas: TenantQuotas) -> None:
+        sizes = self._options.sizes
+        for index in wanted:
+            key = run.keys[index]  # one whose write has failed may be there all the same
+            may_be_there = moved.statuses[index] not in _NOT_TAKEN
+            quotas.settle(tenant_of(key), sizes[group_of(key)][1], may_be_there=may_be_there)
 
     def delete(self, run: ValueRun) -> Moved:
         """Remove the values of these keys; DONE also where there was none."""
         moved = Moved.nothing(len(run.keys), "the tier is read-only" if self._options.read_only else "")
-        names = [] if self._options.read_only else self._of_epoch(run).names.names(run.keys)
-        for start in range(0, len(names), _DELETED_PER_CALL):
-            some = names[start : start + _DELETED_PER_CALL]
+        keys = () if self._options.read_only else run.keys
+        per_call, all_names = _DELETED_PER_CALL, self._all_names(run.names)
+        for start in range(0, len(keys), per_call):
+            some = [name for names in all_names for name in names.names(keys[start : start + per_call])]
             if time.monotonic() >= run.give_up_at or not run.wanted():
                 moved.error = "no time left"
                 break
@@ -202,42 +269,60 @@ class ValueMover:
             if store.error:
                 moved.error = store.error
                 break
-            moved.statuses[start : start + len(some)] = bytes([Status.DONE]) * len(some)
+            done = len(some) // len(all_names)
+            moved.statuses[start : start + done] = bytes([Status.DONE]) * done
         return moved
 
     def probe(
         self, names: StorageNames, keys: Sequence[OffloadKey], *, is_prefix: bool, give_up_at: float
     ) -> list[bool]:
         """Ask which keys the store has. Of a prefix the answers may end after the first absence."""
-        wanted, per_call = names.of_epoch(self._epoch).names(keys), self._names_per_call
+        all_names, per_call = self._all_names(names), self._names_per_call
         if is_prefix and per_call == 1:
-            return self._bisect(wanted, give_up_at)
+            return self._bisect(all_names, keys, give_up_at)
         answers: list[bool] = []
-        for start in range(0, len(wanted), per_call):
-            answers += self._exists(wanted[start : start + per_call], give_up_at)
+        for start in range(0, len(keys), per_call):
+            answers += self._exist(all_names, keys[start : start + per_call], give_up_at)
             if is_prefix and not answers[-1]:
                 break
         return answers
 
     # -- what is there
 
-    def _bisect(self, names: Sequence[str], give_up_at: float) -> list[bool]:
+    def _bisect(self, all_names: Sequence[StorageNames], keys: Sequence[OffloadKey], give_up_at: float) -> list[bool]:
         """Find the end of a prefix: in two questions if all of it is there, in one if nothing is, else in 2 + log2(n).
 
         What lies below a hit counts as present, unasked.
         """
-        if not names or not self._exists(names[:1], give_up_at)[0]:
-            return [False] * min(1, len(names))
-        present, absent = 1, len(names) + 1  # counts that are known to be present, and known not to be
-        middle = len(names)  # of known prompts all is there, and a burst of them asks a lot
+
+        def is_there(index: int) -> bool:
+            return self._exist(all_names, keys[index : index + 1], give_up_at)[0]
+
+        if not keys or not is_there(0):
+            return [False] * min(1, len(keys))
+        present, absent = 1, len(keys) + 1  # counts that are known to be present, and known not to be
+        middle = len(keys)  # of known prompts all is there, and a burst of them asks a lot
         while absent - present > 1:
-            if self._exists(names[middle - 1 : middle], give_up_at)[0]:
+            if is_there(middle - 1):
                 present = middle
             else:
                 absent = middle
             middle = (present + absent) // 2
-        self._known.learn(names[:present])
-        return [True] * present + [False] * (present < len(names))
+        if len(all_names) == 1:  # else it is not known under which key
+            self._known.learn(all_names[0].names(keys[:present]))
+        return [True] * present + [False] * (present < len(keys))
+
+    def _exist(self, all_names: Sequence[StorageNames], keys: Sequence[OffloadKey], give_up_at: float) -> list[bool]:
+        """Ask for values by their names under each live key: by an older one where there is none by a newer one."""
+        there = self._exists(all_names[0].names(keys), give_up_at)
+        for older in all_names[1:]:
+            absent = [index for index, answer in enumerate(there) if not answer]
+            if not absent:
+                break
+            answers = self._exists(older.names([keys[index] for index in absent]), give_up_at)
+            for index, answer in zip(absent, answers, strict=True):
+                there[index] = answer
+        return there
 
     def _exists(self, names: Sequence[str], give_up_at: float, moved: Moved | None = None) -> list[bool]:
         store = self._store
@@ -283,8 +368,10 @@ class ValueMover:
 
     # -- moving
 
-    def _of_epoch(self, run: ValueRun) -> ValueRun:
-        return replace(run, names=run.names.of_epoch(self._epoch)) if self._epoch else run
+    def _all_names(self, names: StorageNames) -> Sequence[StorageNames]:
+        """Return the names that values have in this store: first those that are written, then one that is read."""
+        names = names.of_epoch(self._epoch)
+        return [names] if self._keys is None else [KeyedNames.of(names, key) for key in self._keys.all]
 
     def _move_all(self, moved: Moved, run: ValueRun, indexes: Sequence[int], *, is_load: bool) -> None:
         names, sizes = run.names.names(run.keys), self._options.sizes
@@ -301,9 +388,10 @@ class ValueMover:
         """Move one batch; False ends the run: the store failed, or there is no time left."""
         if self._claimed is not None and values[0].row >= self._claimed.table.first:
             return self._move_claimed(moved, run, values, self._claimed, is_load=is_load)
-        views = self._views if is_load else self._store_views
+        views = self._load_views if is_load else self._store_views
         in_parts = None if is_load else self._part_views
-        views.begin([value.row for value in values], filled=not is_load and in_parts is None)
+        is_copied = not is_load and in_parts is None and self._keys is None
+        views.begin([value.row for value in values], filled=is_copied)
         try:
             if in_parts is not None:
                 return self._store_in_parts(moved, run, values[0], in_parts)
@@ -320,11 +408,11 @@ class ValueMover:
         try:
             if is_load:
                 in_place = self._calls.reads_parts and views.is_in_place(first.row, first.payload)
-                if in_place and views.has_parts(first.row, first.payload, _MOST_PARTS):
+                if in_place and self._keys is None and views.has_parts(first.row, first.payload, _MOST_PARTS):
                     return self._load_in_place(moved, run, first, views)
-            elif self._calls.takes_parts and views.has_parts(first.row, first.payload, _MOST_PARTS):
+            elif self._takes_parts and views.has_parts(first.row, first.payload, _MOST_PARTS):
                 return self._store_in_parts(moved, run, first, views)
-            else:
+            elif self._keys is None:
                 for value in values:
                     views.fill(value.row, value.payload)
             return self._move_begun(moved, run, values, views, is_load=is_load)
@@ -341,9 +429,9 @@ class ValueMover:
             return self._load_in_pieces(moved, run, values[0], views)
         places, names, rows, payloads, sizes = zip(*values, strict=True)
         if not is_load:
-            for name, value, payload in zip(names, views.own(rows, sizes), payloads, strict=True):
-                seal_value(value, payload, name, run.names.layout_id)
-                self._worked(payload)
+            for value, own in zip(values, views.own(rows, sizes), strict=True):
+                self._seal(run.names, views, value, own)
+                self._worked(value.payload)
         loan = views.borrow(rows, sizes, readonly=not is_load)
         # The views are in no variable here: it would keep the exporter when the store has dropped it.
         found: list[bool] | None = None
@@ -368,6 +456,18 @@ class ValueMover:
             moved.statuses[place] = status
             moved.nbytes += nbytes if status is Status.DONE else 0
         return True
+
+    @staticmethod
+    def _seal(names: StorageNames, views: ValueViews, value: _Value, own: memoryview) -> None:
+        """Seal a value where a store's client will read it; one that is encrypted is written there by that."""
+        if not isinstance(names, KeyedNames):
+            seal_value(own, value.payload, value.name, names.layout_id)
+            return
+        assert isinstance(views, BounceBufferViews), "else the row itself would be encrypted"
+        payload, _ = views.parts(value.row, value.payload, value.nbytes)
+        encrypt_value(payload, own, value.name, names.layout_id, names.key)
+        if not views.is_given(value.row):  # its parts may have changed meanwhile, and would be sealed as they are
+            raise ClaimRevoked
 
     def _store_in_parts(self, moved: Moved, run: ValueRun, value: _Value, views: BounceBufferViews) -> bool:
         """Store one value whose payload stays where it is, with a seal that does not."""
@@ -438,7 +538,7 @@ class ValueMover:
     def _load_in_pieces(self, moved: Moved, run: ValueRun, value: _Value, views: ValueViews) -> bool:
         """Load one value that the store does not get a view for."""
         [view] = views.own([value.row], [value.nbytes])
-        call = self._calls.read_pieces(value.name, view, value.payload)
+        call = self._calls.read_pieces(value.name, view, value.payload, hashes=self._keys is None)
         answers = self._call(moved, run, [value], call, is_load=True)
         if answers is None:
             return False
@@ -507,7 +607,12 @@ class ValueMover:
         payload: int,
         hashed: bytes | None = None,
     ) -> Status:
-        status = self._judged(check_value(value, payload, name, run.names.layout_id, hashed), name)
+        names = run.names
+        if isinstance(names, KeyedNames):
+            verdict = decrypt_value(value, payload, name, names.layout_id, names.key)
+        else:
+            verdict = check_value(value, payload, name, names.layout_id, hashed)
+        status = self._judged(verdict, name)
         self._worked(payload)
         if status is Status.DONE and not run.land(lambda: views.land(row, payload)):
             return Status.FAILED

@@ -6,6 +6,7 @@ thread             does
 caller's           ``submit``, ``probe``, ``set_names``, ``set_limits``, ``abandon``: never waits for a store
 transfer (N)       opens the store (one of them), then slices of jobs: loads first; N - 1 or fewer at stores
 lookup (1)         probes (``prober.py``), so that they do not stand behind transfers
+quota (1)          counts what tenants have (``quotas.py``), where they have quotas
 =================  ==========================================================================================
 
 A job is cut into slices that run side by side; its one result comes when the last has ended and the store holds none
@@ -15,22 +16,38 @@ of its views any more.
 import itertools
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from kvtiers._failures import logged_boundary, plugin_boundary
-from kvtiers.api import ChunkStore, OffloadKey, RateLimit
+from kvtiers.api import ChunkStore, ConfigError, OffloadKey, RateLimit
+from kvtiers.encryption.config import EncryptionConfig
+from kvtiers.encryption.key_source import open_file_warnings, open_keys
 from kvtiers.host.claimed_views import ClaimedViews
+from kvtiers.host.compressed_store import compressed_store
 from kvtiers.host.messages import Event, JobDone, JobFailed, JobReleased, JobStarted, Limits, Opened, Status, StoreJob
 from kvtiers.host.prober import Prober
+from kvtiers.host.quotas import TenantQuotas
 from kvtiers.host.transfer import Moved, MoverOptions, ValueMover, ValueRun, mover_options
 from kvtiers.host.transfer_queue import PoolJob, Slice, TransferQueue
 from kvtiers.layout.borrowed_views import ValueViews
-from kvtiers.layout.fingerprint_record import Described, compare_layouts, read_layout, write_layout
+from kvtiers.layout.fingerprint_record import (
+    KEY_FIELD,
+    Described,
+    compare_layouts,
+    read_layout,
+    with_key,
+    write_layout,
+)
 from kvtiers.layout.namespace_epoch import read_epoch
 from kvtiers.layout.storage_name import StorageNames
+
+if TYPE_CHECKING:
+    from kvtiers.encryption.keys import KeyRing
 
 __all__ = ["TransferPool", "mover_options"]
 
@@ -45,7 +62,8 @@ class TransferPool:
 
     ``described``: what the fingerprint in the names was made from, written to the store with the first value.
     ``store_threads``: how many of the threads may write at the same time; None: all but one.
-    ``claimed``: views of the values in a client's caller's memory.
+    ``claimed``: views of the values in a client's caller's memory. ``encryption``: where the keys come from that values
+    are encrypted with; they are read before the store is opened, and again each time that it has to be opened again.
     ``reopen``: seconds until a store that could not be opened is tried again, doubling from the first to the second.
     """
 
@@ -64,7 +82,10 @@ class TransferPool:
         described: Described | None = None,
         store_threads: int | None = None,
         claimed: ClaimedViews | None = None,
+        encryption: EncryptionConfig | None = None,
     ) -> None:
+        self._encryption = encryption
+        self._keys: KeyRing | None = None
         self._views = views
         self._claimed = claimed
         self._names = names
@@ -140,7 +161,7 @@ class TransferPool:
 
     def _resize(self, threads: int) -> None:
         self._workers = [worker for worker in self._workers if worker.is_alive()]
-        have = len(self._workers) - 1  # without the prober's
+        have = len(self._workers) - self._others
         fresh = [self._thread(next(self._numbers), self._work) for _ in range(have, threads)]
         self._threads = threads
         self._queue.set_threads(threads, self._store_threads, leaving=max(0, have - threads))
@@ -149,7 +170,18 @@ class TransferPool:
 
     def stats(self) -> dict[str, float]:
         """Return the queues' lengths, and the store's own figures as of a second ago."""
-        return self._prober.figures | {"queued_loads": self._queue.loads, "queued_stores": self._queue.stores}
+        quotas = self._quotas
+        own = self._prober.figures if quotas is None else self._prober.figures | {"quota_deleted": quotas.deleted}
+        return own | {"queued_loads": self._queue.loads, "queued_stores": self._queue.stores}
+
+    @property
+    def _others(self) -> int:
+        """The threads that move nothing: the prober's, and that of quotas."""
+        return 1 + (self._quotas is not None)
+
+    @property
+    def _quotas(self) -> TenantQuotas | None:
+        return None if self._mover is None else self._mover.quotas
 
     def check_kept(self) -> bool:
         """Report the jobs whose kept buffers have been released since; return whether some are still kept."""
@@ -181,6 +213,8 @@ class TransferPool:
         self._drop(self._queue.take_all(), "dropped at shutdown")
         self._queue.close()
         self._prober.close()
+        if (quotas := self._quotas) is not None:
+            quotas.close()
         with self._life:
             workers, store = self._workers, self._store
         for worker in workers:
@@ -219,21 +253,41 @@ class TransferPool:
 
     def _open(self, open_store: Callable[[], ChunkStore]) -> str:
         """Open the store and start the other threads; return why it cannot be opened, if it cannot."""
+        if error := self._open_keys():
+            return error
         with plugin_boundary(exits=True) as opening:
             store = open_store()
         if opening.error:
             return opening.error
+        if problem := TenantQuotas.problem(store, self._options.quotas):
+            self._close_store(store)
+            return problem
         with plugin_boundary() as first_use:
             self._epoch = epoch = read_epoch(store, self._names.namespace)
             self._compare(store)
-            mover = ValueMover(store, self._views, self._options, self._stop, epoch, self._label, self._claimed)
+            moved = compressed_store(store, self._options.compression)
+            mover = ValueMover(
+                moved,
+                self._views,
+                self._options,
+                self._stop,
+                epoch,
+                self._label,
+                self._claimed,
+                self._keys,
+                self._names.namespace,
+                store,
+            )
         if first_use.error:
             self._close_store(store)
             return first_use.error
         with self._life:
             mover.set_rate_limit(self._options.rate_limit)  # it may have changed meanwhile
             more = [self._thread(next(self._numbers), self._work) for _ in range(1, self._threads)]
-            error = "the tier is closed" if self._stop.is_set() else self._start([self._prober.thread(store, mover)])
+            threads = [self._prober.thread(moved, mover)]
+            if mover.quotas is not None:
+                threads.append(mover.quotas.thread())
+            error = "the tier is closed" if self._stop.is_set() else self._start(threads)
             if not error:
                 self._mover, self._store = mover, store
                 if problem := self._start(more):
@@ -242,6 +296,22 @@ class TransferPool:
                 return ""
         self._close_store(store)
         return error
+
+    def _open_keys(self) -> str:
+        """Read the keys, if values are encrypted; return why they cannot be had, if so."""
+        encryption = self._encryption
+        if encryption is None:
+            return ""
+        try:
+            self._keys = open_keys(encryption, self._names.namespace)
+        except ConfigError as error:
+            return str(error)
+        except Exception as error:  # noqa: BLE001 -- of a library, which is tried again
+            return f"its keys cannot be read: {type(error).__name__}"
+        _log.info("%s: encrypted: %s", self._label, self._keys.in_words(), extra={"once": True})
+        for line in open_file_warnings(encryption):
+            _log.warning("%s: %s", self._label, line, extra={"once": True})
+        return ""
 
     def _start(self, threads: Sequence[threading.Thread]) -> str:
         """Start these threads; return why one, and each after it, cannot be started, if so."""
@@ -254,7 +324,7 @@ class TransferPool:
         return ""
 
     def _go_on_with_fewer(self, problem: str) -> None:
-        count = len(self._workers) - 1  # without the prober's
+        count = len(self._workers) - self._others
         self._queue.set_threads(count, self._store_threads)
         _log.warning("%s: %d of its %d threads have started: %s", self._label, count, self._threads, problem)
 
@@ -269,7 +339,9 @@ class TransferPool:
         if reading.error:  # it is for people only
             _log.debug("%s: what was stored last is not known: %s", self._label, reading.error)
             return
-        if theirs and theirs.get("fingerprint") != ours["fingerprint"]:
+        if theirs and (text := self._other_key(theirs)):
+            _log.warning("%s: %s", self._label, text, extra={"once": True})
+        elif theirs and theirs.get("fingerprint") != ours["fingerprint"]:
             text = "; ".join(compare_layouts(theirs, ours)) or "in what is not recorded"
             _log.warning(
                 "%s: the latest values of this model are under fingerprint %s, so this engine does not find them; they "
@@ -280,14 +352,32 @@ class TransferPool:
                 extra={"once": True},
             )
 
+    def _other_key(self, theirs: dict[str, Any]) -> str:
+        """Return in one line that the values that were stored last have no key of ours; "" if they have."""
+        there, keys = str(theirs.get(KEY_FIELD, "")), self._keys
+        ours = [""] if keys is None else [key.id for key in keys.all]
+        if there in ours or not re.fullmatch(r"([0-9a-f]{8})?", there):  # anything could be logged by a store else
+            return ""
+        if keys is None:
+            return (
+                f"the latest values of this model are encrypted (key {there}), so this engine, which has no "
+                "'encryption', does not find them"
+            )
+        stored = f"of key {there}" if there else "not encrypted"
+        return (
+            f"the latest values of this model are {stored}, so this engine, which has {keys.in_words()}, does not find "
+            "them; if that is not meant, correct 'encryption.key', or give theirs as 'encryption.previous'"
+        )
+
     def _describe(self, names: StorageNames) -> None:
         """Write the fingerprint's record to the store, before its first value."""
         described, self._described = self._described, None
         store = self._store
         if described is None or store is None or not described.is_of(names):
             return
+        key = "" if self._keys is None else self._keys.current.id
         with plugin_boundary() as writing:
-            write_layout(store, names.of_epoch(self._epoch), described.document)
+            write_layout(store, names.of_epoch(self._epoch), with_key(described.document, key))
         if writing.error:
             _log.debug("%s: its layout is not recorded: %s", self._label, writing.error)
 

@@ -1,14 +1,16 @@
 """The resident chunks of the primary: which chunks have a row, which of them are evictable, and eviction.
 
 A chunk is *evictable* if it is ready, has no readers and is not a protected promotion. Every change of that is passed
-on to the policy, which sees nothing else of rows.
+on to the policy, which sees nothing else of rows; but for chunks that hints hold back (``kept.py``).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import chain, filterfalse, islice
 from typing import NamedTuple
 
 from kvtiers.api import OffloadKey
-from kvtiers.primary.eviction import EvictionPolicy
+from kvtiers.primary.eviction import EvictionPolicy, TenantShares
+from kvtiers.primary.kept import Kept
 from kvtiers.primary.protection import Protection
 from kvtiers.primary.row_table import RowTable
 
@@ -26,11 +28,21 @@ class Allocation(NamedTuple):
 class Residents:
     """The chunks that have a row, pending or ready. Keeps the row table, the policy and the protection in step."""
 
-    def __init__(self, rows: RowTable, policy: EvictionPolicy, unread: Protection) -> None:
+    def __init__(
+        self,
+        rows: RowTable,
+        policy: EvictionPolicy,
+        unread: Protection,
+        kept: Kept,
+        shares: TenantShares | None = None,
+    ) -> None:
+        """Take the parts. ``shares``: the policy itself, or what it evicts by, where tenants have shares."""
         self.row_of: dict[OffloadKey, int] = {}
         self.rows = rows
         self.policy = policy
         self.unread = unread
+        self._shares = shares
+        self.kept = kept
         self.clean: set[OffloadKey] = set()
         self.evictable = 0
         self.may_decline = True
@@ -53,29 +65,24 @@ class Residents:
         length of the leading part of ``keys`` that is resident and was passed to the policy's ``access`` for this
         request.
         """
-        offered = keys[used:] if used else keys
-        if len(set(offered)) < len(offered):
-            offered = list(dict.fromkeys(offered))
+        offered = _each_once(keys[used:] if used else keys)
         row_of = self.row_of
         present = [] if row_of.keys().isdisjoint(offered) else [key for key in offered if key in row_of]
         missing = [key for key in offered if key not in row_of] if present else list(offered)
+        if self.kept.is_active:
+            self.kept.used(present, request_id)
         if not missing:
             self.policy.access(present, request_id)
             return Allocation([], [], [])
         self.policy.on_store_miss(missing, request_id)
         wanted = len(missing) if limit is None else min(limit, len(missing))
         evicted: list[OffloadKey] = []
-        if limit is None and self.may_decline and wanted > self.rows.free:
-            worth = max(0, self.policy.worth_storing(offered, request_id))
-            if worth < len(offered):
-                offered = offered[:worth]
-                present = [key for key in offered if key in row_of]
-                missing = [key for key in offered if key not in row_of]
-                self.declined += wanted - len(missing)
-                wanted = len(missing)
-                if not missing:
-                    self.policy.access(present, request_id)
-                    return Allocation([], [], [])
+        if limit is None and wanted > self.rows.free:
+            offered, present, missing = self._worth_storing(offered, present, missing, request_id)
+            wanted = len(missing)
+            if not missing:
+                self.policy.access(present, request_id)
+                return Allocation([], [], [])
         if wanted > self.rows.free - reserve:
             self.rows.want(wanted + reserve)
             if self.unread.keys:
@@ -90,7 +97,21 @@ class Residents:
         rows = self.rows.allocate(missing)
         row_of.update(zip(missing, rows, strict=True))
         self.policy.access(offered, request_id, missing)
+        if self.kept.is_active:
+            self.kept.brought(missing, request_id)
         return Allocation(missing, rows, evicted)
+
+    def keep(self, keys: Sequence[OffloadKey], until: float, *, high: bool) -> None:
+        """Keep these chunks, resident or not, until this time."""
+        idle = self._evictable_of([key for key in keys if key in self.row_of])
+        self._lock(idle)
+        self.give_back(self.kept.keep(keys, until, high=high))
+        self.unlock(idle)
+
+    def give_back(self, keys: Sequence[OffloadKey]) -> None:
+        """Let the policy have chunks that were held back."""
+        if keys:
+            self.policy.mark_evictable(keys)
 
     def pin(self, keys: Sequence[OffloadKey]) -> tuple[list[int], list[OffloadKey]] | None:
         """Add a reader to each of these chunks; return their rows, and the keys that had no reader before.
@@ -117,8 +138,8 @@ class Residents:
     def unlock(self, keys: Sequence[OffloadKey]) -> None:
         """Make these chunks evictable."""
         if keys:
-            self.policy.mark_evictable(keys)
             self.evictable += len(keys)
+            self.give_back(self.kept.hold(keys) if self.kept.is_active else keys)
 
     def unlock_idle(self, keys: Sequence[OffloadKey]) -> None:
         """Make those of these chunks evictable that have no readers."""
@@ -131,11 +152,20 @@ class Residents:
             self.policy.remove(keys)
             for key in keys:
                 del self.row_of[key]
+            if self.kept.is_active:
+                self.kept.left(keys)
 
     def leave(self) -> list[OffloadKey]:
         """Drop the chunks of retired rows that are not in use; return their keys."""
-        idle = self.rows.idle_keys(self.rows.leaving)
-        self.evictable -= len(self._unprotected(idle))
+        return self._drop(self.rows.idle_keys(self.rows.leaving))
+
+    def drop_idle(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Drop those of these chunks that are here and not in use; return their keys."""
+        row_of = self.row_of
+        return self._drop(self.rows.idle_keys([row_of[key] for key in keys if key in row_of]))
+
+    def _drop(self, idle: list[OffloadKey]) -> list[OffloadKey]:
+        self._lock(self._unprotected(idle))
         self.unread.end(idle)
         self.clean.difference_update(idle)
         self.rows.evict([self.row_of[key] for key in idle])
@@ -147,9 +177,25 @@ class Residents:
         self.row_of.clear()
         self.policy.clear()
         self.unread.clear()
+        self.kept.clear()
         self.clean.clear()
         self.rows.forget_all()
         self.evictable = 0
+
+    def _worth_storing(
+        self, offered: Sequence[OffloadKey], present: list[OffloadKey], missing: list[OffloadKey], request_id: str
+    ) -> tuple[Sequence[OffloadKey], list[OffloadKey], list[OffloadKey]]:
+        """Return the head of these keys that the policy finds worth what would leave for it, and count the others."""
+        low = self.kept.first_out if self.kept.is_active else 0
+        if not self.may_decline or len(missing) <= self.rows.free + low:
+            return offered, present, missing
+        worth = max(0, self.policy.worth_storing(offered, request_id))
+        if worth >= len(offered):
+            return offered, present, missing
+        offered = offered[:worth]
+        absent = [key for key in offered if key not in self.row_of]
+        self.declined += len(missing) - len(absent)
+        return offered, [key for key in offered if key in self.row_of], absent
 
     def _make_room(
         self,
@@ -166,33 +212,57 @@ class Residents:
         ``present`` and ``used`` leaves; the latter are chunks passed to the policy for this request.
         """
         free, kept = self.rows.free, self._evictable_of(present)
-        room = free + self.evictable - max(reserve, len(kept) + len(used))
+        obtainable = self.evictable if self._shares is None else self._shares.obtainable()
+        room = free + obtainable - max(reserve, len(kept) + len(used))
         if room < wanted and used:  # only now is it worth the time to see which of these could leave
             kept = self._evictable_of([*present, *used])
             used = ()
-            room = free + self.evictable - max(reserve, len(kept))
+            room = free + obtainable - max(reserve, len(kept))
         wanted = min(wanted, room)
         if wanted < least:
             return 0, []
         if wanted <= free:
             return wanted, []
         count = wanted - free
-        evicted = self._evict(count, kept, request_id) if used else []
+        evicted = self._evict(count, kept, request_id, unused=True) if used else []
         if len(evicted) < count:
-            evicted += self._evict(count - len(evicted), self._evictable_of([*present, *used]) if used else kept)
+            kept = self._evictable_of([*present, *used]) if used else kept
+            evicted += self._evict(count - len(evicted), kept, request_id)
         return (free + len(evicted) if evicted else 0), evicted
 
-    def _evict(self, count: int, kept: Sequence[OffloadKey], unused_by: str | None = None) -> list[OffloadKey]:
+    def coldest(self) -> Iterator[OffloadKey]:
+        """Yield the evictable chunks in about the order in which they leave."""
+        if not self.kept.is_active:
+            return self.policy.coldest()
+        others = filterfalse(self.kept.leaves_first, self.policy.coldest())
+        return chain(self.kept.iter_first_out(), others, self.kept.iter_held())
+
+    def leaving(self, count: int, seen: Collection[OffloadKey]) -> list[OffloadKey]:
+        """Return, of the ``count`` chunks that leave next, those not in ``seen``, or fewer."""
+        if not (self.kept.is_active and self.kept.first_out):
+            return self.policy.leaving(count, seen)
+        return [key for key in islice(self.coldest(), count) if key not in seen]
+
+    def _evict(
+        self, count: int, kept: Sequence[OffloadKey], request_id: str, *, unused: bool = False
+    ) -> list[OffloadKey]:
         """Evict this many chunks, but none of ``kept``, which are evictable; none if the policy refuses.
 
-        ``unused_by``: fewer where the policy cannot say at once that this request does not use them.
+        ``unused``: fewer where the policy cannot say at once that this request does not use them.
         """
         self._lock(kept)
-        if unused_by is None:
-            victims = self.policy.evict(count) or []
-            assert len(victims) in {0, count}, "the policy evicted another number than it was asked for"
-        else:
-            victims = self.policy.evict_unused(count, unused_by)
+        victims = self._low_victims(count, request_id) if self.kept.is_active else []
+        left = count - len(victims)
+        if unused and left:
+            victims += self.policy.evict_unused(left, request_id)
+        elif left:
+            if (short := left - (self.evictable - len(victims) - self.kept.held)) > 0:
+                self.give_back(self.kept.give_up(short))
+            chosen = self.policy.evict(left) or []
+            assert len(chosen) in {0, left}, "the policy evicted another number than it was asked for"
+            victims += chosen
+        if self.kept.is_active:
+            self.kept.left(victims)
         self.unlock(kept)
         self.rows.evict(list(map(self.row_of.pop, victims)))
         if self.clean:
@@ -200,14 +270,28 @@ class Residents:
         self.evictable -= len(victims)
         return victims
 
+    def _low_victims(self, count: int, request_id: str) -> list[OffloadKey]:
+        """Take chunks of low priority from the policy, for eviction; none that the request has brought itself."""
+        victims = self.kept.take_first_out(count, request_id)
+        if victims:
+            self.policy.remove(victims)
+        return victims
+
     def _evictable_of(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         return self._unprotected(self.rows.idle_keys([self.row_of[key] for key in dict.fromkeys(keys)]))
 
     def _lock(self, keys: Sequence[OffloadKey]) -> None:
         if keys:
-            self.policy.mark_pinned(keys)
             self.evictable -= len(keys)
+            if self.kept.is_active:
+                keys = self.kept.unhold(keys)
+            if keys:
+                self.policy.mark_pinned(keys)
 
     def _unprotected(self, keys: list[OffloadKey]) -> list[OffloadKey]:
         protected = self.unread.keys
         return [key for key in keys if key not in protected] if protected else keys
+
+
+def _each_once(keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+    return list(dict.fromkeys(keys)) if len(set(keys)) < len(keys) else keys

@@ -18,12 +18,14 @@ state does not allow is ignored and counted (``misuse``).
 """
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from itertools import filterfalse, islice
 from typing import NamedTuple
 
 from kvtiers.api import LookupResult, OffloadKey
-from kvtiers.primary.eviction import EvictionPolicy, WithForecast, make_policy
+from kvtiers.primary.eviction import EvictionPolicy, TenantShares, WithForecast, make_policy
+from kvtiers.primary.kept import Kept
 from kvtiers.primary.protection import Protection
 from kvtiers.primary.residents import Allocation, Residents
 from kvtiers.primary.row_table import RowTable
@@ -46,7 +48,9 @@ class CPUPrimaryTier:
     ``view``: the region, flat, row after row, ``row_stride`` bytes apart; it stays the caller's, who must not close
     it before the tier is closed. ``policy``: a policy of its own, or the name of one. Landed promotions
     are protected from eviction until they are first read, for ``protect_seconds`` at most, and on at most
-    ``protected_share`` of the rows. ``record_events``: the caller takes the events, of the primary and of the tiers.
+    ``protected_share`` of the rows. Hints keep chunks on at most ``kept_share`` of them. ``record_events``: the caller
+    takes the events, of the primary and of the tiers. ``shares``: by tenant, of the rows, which other tenants' chunks
+    never take; then ``policy`` is the name of one, and hints of priority and TTL are not used, as they have no tenants.
     """
 
     def __init__(
@@ -58,7 +62,9 @@ class CPUPrimaryTier:
         policy: EvictionPolicy | str = "lru",
         protected_share: float = 0.4,
         protect_seconds: float = 10.0,
+        kept_share: float = 0.5,
         record_events: bool = True,
+        shares: Mapping[str, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if view.ndim != 1 or view.itemsize != 1 or len(view) < num_rows * row_stride:
@@ -67,9 +73,16 @@ class CPUPrimaryTier:
         self.row_stride = row_stride
         self._view = view
         self._rows = RowTable(num_rows)
-        self._policy = make_policy(policy, num_rows, clock) if isinstance(policy, str) else policy
+        own = None
+        if isinstance(policy, str):
+            make = partial(make_policy, policy, num_rows, clock)
+            own = TenantShares(num_rows, shares, make) if shares else None
+            policy = own or make()
+        self._policy: EvictionPolicy = policy
         self._unread = Protection(max(1, int(protected_share * num_rows)) if protected_share else 0, protect_seconds)
-        self._chunks = Residents(self._rows, self._policy, self._unread)
+        self._takes_hints = own is None
+        self._kept = Kept(int(kept_share * num_rows) if self._takes_hints else 0)
+        self._chunks = Residents(self._rows, self._policy, self._unread, self._kept, own)
         self._row_of = self._chunks.row_of
         self.records_events = record_events
         self.events: list[OffloadEvent] = []
@@ -175,6 +188,9 @@ class CPUPrimaryTier:
             "retired_rows": rows.retired,
             "closed_rows": rows.closed,
             "clean_rows": len(chunks.clean),
+            "kept_rows": self._kept.held,
+            "kept_over_share": self._kept.over_share,
+            "kept_given_up": self._kept.given_up,
             "misuse": rows.misuse,
         }
 
@@ -257,6 +273,8 @@ class CPUPrimaryTier:
             return None
         rows, unpinned = found
         self._unread.end(keys)
+        if self._kept.is_active:
+            self._kept.used(keys, request_id)
         # A key named twice was pinned by its first mention only.
         self._policy.access(keys if len(unpinned) == len(keys) else list(dict.fromkeys(keys)), request_id)
         return rows
@@ -274,8 +292,22 @@ class CPUPrimaryTier:
         """Pass on to the eviction policy what a client says of a request."""
         self._policy.hint(request_id, hints)
 
+    def keep(self, keys: Sequence[OffloadKey], seconds: float, *, high: bool = False) -> None:
+        """Let these chunks, resident or not, leave later than others for so long; never a lock.
+
+        Head first: of more chunks than may be kept, the first ones are. ``high``: later than others that are kept.
+        """
+        self._chunks.keep(list(dict.fromkeys(keys)), self._clock() + seconds, high=high)
+
+    def brings_low(self, request_id: str) -> None:
+        """Let chunks that this request will bring, and that no other request uses, leave before others."""
+        if self._takes_hints:
+            self._kept.brings_low(request_id)
+
     def on_request_finished(self, request_id: str) -> None:
         """Settle the recency of all chunks that the request has used."""
+        if self._kept.is_active:
+            self._kept.request_finished(request_id)
         self._policy.request_finished(request_id)
 
     # The tiers' leases
@@ -310,18 +342,24 @@ class CPUPrimaryTier:
         return self._allocate(keys, request_id, len(keys) if max_rows is None else max_rows, reserve_rows, used)
 
     def complete_write(
-        self, rows: Sequence[int], success: bool, landed: Collection[OffloadKey] | None = None
+        self,
+        rows: Sequence[int],
+        success: bool,
+        landed: Collection[OffloadKey] | None = None,
+        *,
+        protects: bool = True,
     ) -> list[OffloadKey]:
         """End a promotion, or its quarantine; return the keys that became readable.
 
         Of a promotion without success the keys in ``landed`` did become readable; exactly the others are gone.
+        ``protects``: they are protected until their first read, for a while.
         """
         self.changes += 1
         readable, lost = self._rows.complete_write(rows, success, landed or ())
         self._chunks.forget(lost)
         self._note(readable, removed=False)
         if readable:
-            self._chunks.unlock_idle(self._unread.begin(readable, self._clock()))
+            self._chunks.unlock_idle(self._unread.begin(readable, self._clock()) if protects else readable)
         self._leave()
         return readable
 
@@ -333,7 +371,12 @@ class CPUPrimaryTier:
     # The rest
 
     def release_expired(self, now: float) -> None:
-        """End the protection of promotions that have waited too long to be read. ``now`` by the tier's clock."""
+        """End the protection of promotions that have waited too long to be read, and hints whose time is over.
+
+        ``now`` by the tier's clock.
+        """
+        if self._kept.is_active:
+            self._chunks.give_back(self._kept.expire(now))
         if expired := self._unread.expire(now):
             self._chunks.unlock_idle(expired)
 
@@ -373,19 +416,23 @@ class CPUPrimaryTier:
 
         Only those that ``accept`` says True to, and none that is marked clean unless ``clean`` is set.
         """
-        keys = self._policy.coldest()
+        keys = self._chunks.coldest()
         if not clean:
             keys = filterfalse(self._chunks.clean.__contains__, keys)
         return list(islice(filter(accept, keys) if accept else keys, count))
 
     def leaving(self, count: int, seen: Collection[OffloadKey]) -> list[OffloadKey]:
         """Return, of the ``count`` chunks that leave next, those not in ``seen``, or fewer. Changes nothing."""
-        return self._policy.leaving(count, seen)
+        return self._chunks.leaving(count, seen)
 
     def dirty(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return the chunks among ``keys`` that are not marked clean."""
         clean = self._chunks.clean
         return [key for key in keys if key not in clean]
+
+    def want_rows(self, fresh: int) -> None:
+        """Take note that so many fresh rows more are wanted, so that memory is made ready for them."""
+        self._rows.want(fresh)
 
     def open_rows(self, rows: int) -> None:
         """From now on, lease only the first ``rows`` rows, and others that were leased before.
@@ -407,6 +454,18 @@ class CPUPrimaryTier:
         """Forget all chunks at once. Leased rows become free when their lease has been completed."""
         self.changes += 1
         self._chunks.forget_all()
+
+    def residents(self) -> list[OffloadKey]:
+        """Return the keys of all chunks that have a row."""
+        return list(self._row_of)
+
+    def forget(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Forget those of these chunks that are not in use; return the others that are here: ask again for those."""
+        gone = self._chunks.drop_idle(keys)
+        if gone:
+            self.changes += 1
+            self._note(gone, removed=True)
+        return [key for key in keys if key in self._row_of]
 
     def take_events(self) -> list[OffloadEvent]:
         """Return what became resident and what was evicted since the last call, in order. A reset is no event."""

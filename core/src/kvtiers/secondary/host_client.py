@@ -43,7 +43,7 @@ _GONE = "its host ended"
 _LEAST_OPEN_SECONDS = 30.0  # a busy machine loads a client library slowly
 _ENDS = {
     True: frozenset({Status.MISSING, Status.DONE, Status.CORRUPT, Status.FAILED}),
-    False: frozenset({Status.DONE, Status.FAILED, Status.DROPPED, Status.PRESENT, Status.REFUSED}),
+    False: frozenset({Status.DONE, Status.FAILED, Status.DROPPED, Status.PRESENT, Status.REFUSED, Status.NO_ROOM}),
 }
 """What can become of a value of a load, and of a store."""
 

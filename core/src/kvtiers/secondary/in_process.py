@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvtiers.api import ChunkStore, OffloadKey, TierConfig
+from kvtiers.encryption.config import EncryptionConfig, encryption_of
 from kvtiers.host.messages import Event, Limits, Opened
 from kvtiers.host.transfer_pool import TransferPool, mover_options
 from kvtiers.layout.borrowed_views import ValueViews
@@ -33,6 +34,7 @@ class InProcessBackend:
         names: StorageNames,
         sizes: Sequence[tuple[int, int]],
         described: Described | None = None,
+        encryption: EncryptionConfig | None = None,
     ) -> None:
         self.parts: dict[int, JobPart] = {}
         self._events: deque[Event] = deque()
@@ -51,6 +53,7 @@ class InProcessBackend:
             emit=self._emit,
             label=config.tier_name,
             described=described,
+            encryption=encryption_of(config, encryption),
         )
 
     def wait_open(self, timeout: float) -> str:

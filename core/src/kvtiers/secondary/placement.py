@@ -11,6 +11,7 @@ from typing import Any
 from kvtiers._version import __version__
 from kvtiers.api import TierConfig
 from kvtiers.api.config import dump_resolved
+from kvtiers.encryption.config import EncryptionConfig, dump_sources, encryption_of
 from kvtiers.host.wire import PROTOCOL_FORMAT, encode_hello
 from kvtiers.layout.fingerprint_record import Described
 from kvtiers.layout.storage_name import StorageNames
@@ -60,6 +61,7 @@ class TierHosts:
 
     Make the pools of all tiers first, then ``start``: a host opens all its tiers at once. ``names``: those current now.
     ``is_awaited``: the caller waits for stores as for loads, so each poll looks at every host (see ``wait``).
+    ``encryption``: where the hosts get the keys from, which are no part of a HELLO.
     """
 
     def __init__(
@@ -70,8 +72,10 @@ class TierHosts:
         described: Described | None = None,
         *,
         is_awaited: bool = False,
+        encryption: EncryptionConfig | None = None,
     ) -> None:
         self._described = described
+        self._encryption = encryption
         self._is_awaited = is_awaited
         self._region = region
         self._namespace = namespace
@@ -181,6 +185,7 @@ class TierHosts:
                 "layout_id": names.layout_id.hex(),
                 "layout": described.document if described is not None and described.is_of(names) else "",
                 "sizes": region.sizes,
+                **self._key_sources(config),
             }
             for config in members
         ]
@@ -195,6 +200,10 @@ class TierHosts:
             }
         )
 
+    def _key_sources(self, config: TierConfig) -> dict[str, Any]:
+        encryption = encryption_of(config, self._encryption)
+        return {} if encryption is None else {"encryption": dump_sources(encryption)}
+
 
 def host_count(config: TierConfig) -> int:
     """Return how many hosts a tier with ``io: process`` has.
@@ -204,7 +213,7 @@ def host_count(config: TierConfig) -> int:
     """
     if config.processes != "auto":
         return config.processes
-    if config.host or not config.shareable:
+    if config.host or not config.shareable or config.quotas:  # which one process counts
         return 1
     return max(1, min(_MOST_BY_ITSELF, int(_processors_of(config) // _PROCESSORS_A_HOST)))
 

@@ -38,6 +38,7 @@ _FIGURES = (
     "retries",
     "dropped_full",
     "dropped_refused",
+    "dropped_quota",
     "dropped_queue",
     "dropped_shutdown",
     "already_present",
@@ -218,6 +219,10 @@ class ChunkStoreTier(EventTier):
             self._lookups.ask(keys)
             self._lookups.flush()
             self._hosts.flush()
+
+    def ask_again(self, keys: Sequence[OffloadKey]) -> None:
+        """Forget what is known of these chunks, which another engine may have stored meanwhile."""
+        self._lookups.forget(keys)
 
     def set_names(self, names: StorageNames) -> None:
         """Use other names from now on; no verdict of the old names holds for them."""
@@ -437,6 +442,7 @@ class _Counts:
         figures["missing"] += statuses.count(Status.MISSING)
         figures["dropped_full"] += statuses.count(Status.DROPPED)
         figures["dropped_refused"] += statuses.count(Status.REFUSED)
+        figures["dropped_quota"] += statuses.count(Status.NO_ROOM)
         return damaged
 
 

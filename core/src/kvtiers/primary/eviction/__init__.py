@@ -8,6 +8,7 @@ from kvtiers.primary.eviction.arc import ARCPolicy
 from kvtiers.primary.eviction.base import EvictionPolicy
 from kvtiers.primary.eviction.forecast import WithForecast
 from kvtiers.primary.eviction.lru import LRUPolicy
+from kvtiers.primary.eviction.shares import TenantShares
 from kvtiers.primary.eviction.turn_hazard import TurnHazardPolicy
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "ARCPolicy",
     "EvictionPolicy",
     "LRUPolicy",
+    "TenantShares",
     "TurnHazardPolicy",
     "WithForecast",
     "make_policy",

@@ -1,0 +1,257 @@
+"""Quotas of tenants in one store: what each has there, by listings and by what is written since, and who has room.
+
+A store has no idea of tenants, so core counts: the values behind each tenant's part of the names, listed at the start,
+and again every five minutes or when a quota is reached, since stores evict by themselves and other engines write. What
+is written in between is added before the write begins. So with one engine a tenant never has more than its quota; with
+several, what the others have written since the last count comes on top, until the next one.
+
+=================  ==========================================================================================
+thread             does
+=================  ==========================================================================================
+transfer           ``take``s room before a write, ``settle``s what came of it
+quota (1)          lists; deletes a tenant's oldest values where it has more than its quota, or no room: any of them
+                   where the store records no times
+=================  ==========================================================================================
+
+A write for which there is no room is dropped and counted: nothing waits for a deletion. Before its values have been
+counted a tenant has no room; writes wait for that for two seconds in all.
+"""
+
+import heapq
+import logging
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvtiers._failures import logged_boundary, plugin_boundary
+from kvtiers.api import ChunkStore, SupportsListing
+from kvtiers.api.config import EACH_OTHER_TENANT
+from kvtiers.layout.storage_name import parse_name
+
+__all__ = ["TenantQuotas"]
+
+_log = logging.getLogger("kvtiers.secondary")
+_RECOUNT_SECONDS = 300.0
+_PAUSE_SECONDS = 1.0  # between two counts of a tenant, at least; ten times what the last one took, if that is longer
+_AWAITED_SECONDS = 2.0
+_KEPT = 0.9  # of a quota, after a deletion: so that not every value that follows needs one
+_MOST_TENANTS = 4_096
+_MOST_OLDEST = 65_536  # values that one count can delete
+_DELETED_PER_CALL = 64
+
+
+@dataclass(slots=True, eq=False)
+class _Account:
+    """What one tenant has. ``used``: bytes, those of writes in flight included; None: not counted yet."""
+
+    tenant: str
+    quota: int
+    used: int | None = None
+    in_flight: int = 0
+    taken: int = 0
+    """Since the count that runs, or the last one, began."""
+    is_short: bool = False
+    due: float = 0.0
+    awaited_until: float = 0.0
+    """So long, and no longer, a write waits for the first count."""
+
+    @property
+    def count_at(self) -> float:
+        """When it is to be counted again."""
+        return self.due if self.is_short else self.due + _RECOUNT_SECONDS
+
+
+class TenantQuotas:
+    """Keeps each tenant within its quota in one store. ``quotas``: bytes by tenant, or by ``EACH_OTHER_TENANT``.
+
+    ``namespace``: of the names. ``forget``: called with the names of values that were deleted.
+    """
+
+    def __init__(
+        self,
+        store: ChunkStore,
+        quotas: Mapping[str, int],
+        namespace: str,
+        forget: Callable[[Sequence[str]], None],
+        label: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._quotas = quotas
+        self._namespace = namespace
+        self._forget = forget
+        self._label = label
+        self._clock = clock
+        self._accounts: dict[str, _Account] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+        with self._changed:
+            for tenant in quotas.keys() - {EACH_OTHER_TENANT}:
+                self._account(tenant)
+        self.deleted = 0
+        """Values that were deleted, since their tenant had no room."""
+
+    @staticmethod
+    def problem(store: ChunkStore, quotas: Mapping[str, int]) -> str:
+        """Return why these quotas cannot be kept in this store, "" if they can."""
+        if not quotas or isinstance(store, SupportsListing):
+            return ""
+        return (
+            f"its store, {type(store).__name__}, cannot list what it holds, so no tenant's quota can be kept in it; "
+            "leave 'quotas' out"
+        )
+
+    def thread(self) -> threading.Thread:
+        """Return the thread that counts, to be started."""
+        return threading.Thread(target=self._run, name=f"kvtiers-{self._label}-quota", daemon=True)
+
+    def close(self) -> None:
+        """Count and delete nothing more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    # -- the transfer threads
+
+    def take(self, tenant: str, nbytes: int) -> bool:
+        """Take room for a value of this tenant; False: it has none now. Each that was taken is to be settled."""
+        with self._changed:
+            account = self._account(tenant)
+            if account is None:
+                return self._quota(tenant) is None
+            if account.used is None and (left := account.awaited_until - self._clock()) > 0:
+                self._changed.wait_for(lambda: account.used is not None or self._closed, left)
+            if account.used is None or account.used + nbytes > account.quota:
+                if nbytes <= account.quota:  # else it never fits
+                    account.is_short = True
+                    self._changed.notify_all()
+                return False
+            account.used += nbytes
+            account.taken += nbytes
+            account.in_flight += nbytes
+            return True
+
+    def settle(self, tenant: str, nbytes: int, *, may_be_there: bool) -> None:
+        """Record what has come of a value for which there was room; one that may be there stays in the account."""
+        with self._changed:
+            account = self._account(tenant)
+            if account is None:
+                return
+            account.in_flight -= nbytes
+            if not may_be_there and account.used is not None:
+                account.used -= nbytes
+                account.taken -= nbytes
+
+    def _quota(self, tenant: str) -> int | None:
+        return self._quotas.get(tenant, self._quotas.get(EACH_OTHER_TENANT)) if tenant else None
+
+    def _account(self, tenant: str) -> _Account | None:
+        """Return a tenant's account; None if it has no quota, or too many write at the same time."""
+        account = self._accounts.pop(tenant, None)
+        if account is None:
+            quota = self._quota(tenant)
+            if quota is None or (len(self._accounts) >= _MOST_TENANTS and not self._close_one()):
+                return None
+            account = _Account(tenant, quota, is_short=True, awaited_until=self._clock() + _AWAITED_SECONDS)
+            self._changed.notify_all()
+        self._accounts[tenant] = account  # the one used last is the last one
+        return account
+
+    def _close_one(self) -> bool:
+        """Forget the account used longest ago, of a tenant without a quota of its own; False: there is none."""
+        for tenant, account in self._accounts.items():
+            if tenant not in self._quotas and not account.in_flight:
+                del self._accounts[tenant]
+                return True
+        return False
+
+    # -- the quota thread
+
+    def _run(self) -> None:
+        with logged_boundary(_log, "%s: quotas are kept no longer; a bug of kvtiers", self._label, exits=True):
+            while (account := self._next()) is not None:
+                self._count(account)
+
+    def _next(self) -> _Account | None:
+        """Wait until a tenant is to be counted; None: closed."""
+        with self._changed:
+            while not self._closed:
+                first = min(self._accounts.values(), key=lambda account: account.count_at, default=None)
+                wait = _RECOUNT_SECONDS if first is None else first.count_at - self._clock()
+                if first is not None and wait <= 0:
+                    return first
+                self._changed.wait(wait)
+            return None
+
+    def _count(self, account: _Account) -> None:
+        """Count a tenant's values, and delete the oldest where it has more than its quota, or no room."""
+        begun = self._clock()
+        with self._changed:
+            in_flight, account.taken = account.in_flight, 0
+            is_full, account.is_short = account.is_short and account.used is not None, False
+        total, oldest = 0, list[tuple[float, int, str]]()
+        with plugin_boundary(exits=True) as listing:
+            for modified, nbytes, name in self._listed(account.tenant):
+                total += nbytes
+                entry = (-modified, nbytes, name)  # the smallest is the newest, which makes way for an older one
+                if len(oldest) < _MOST_OLDEST:
+                    heapq.heappush(oldest, entry)
+                elif entry > oldest[0]:
+                    heapq.heapreplace(oldest, entry)
+        if listing.error:
+            self._put_off(account, begun, f"cannot be listed: {listing.error}")
+            return
+        with self._changed:
+            account.used = used = total + in_flight + account.taken
+            self._changed.notify_all()  # a write may wait for the first count
+        if used > account.quota or (is_full and used > account.quota * _KEPT):
+            error = self._delete(account, sorted(oldest, reverse=True), used - int(account.quota * _KEPT))
+            if error:
+                self._put_off(account, begun, f"cannot delete: {error}")
+                return
+        self._put_off(account, begun)
+
+    def _put_off(self, account: _Account, begun: float, error: str = "") -> None:
+        now = self._clock()
+        with self._changed:
+            account.due = now + max(_PAUSE_SECONDS, 10 * (now - begun))
+            account.is_short = account.is_short or account.used is None
+        if error:
+            text = "%s: the quota of tenant %r: the store %s; what has no room is dropped until it can be counted"
+            _log.warning(text, self._label, account.tenant, error, extra={"once": True})
+
+    def _listed(self, tenant: str) -> Iterator[tuple[float, int, str]]:
+        assert isinstance(self._store, SupportsListing)
+        for entry in self._store.list(f"{self._namespace}/t-{tenant}/"):
+            if self._closed:
+                return
+            parsed = parse_name(entry.name)
+            if parsed is None or parsed.tenant != tenant:  # a model's name may begin as a tenant's part does
+                continue
+            age = zlib.crc32(entry.name.encode()) / (1 << 32) if entry.modified is None else entry.modified
+            yield age, entry.nbytes, entry.name
+
+    def _delete(self, account: _Account, oldest: Sequence[tuple[float, int, str]], excess: int) -> str:
+        """Delete the oldest values, of ``excess`` bytes or a little more; return the store's error, if it fails."""
+        places = iter(oldest)
+        while excess > 0 and not self._closed:
+            batch: list[tuple[float, int, str]] = []
+            for entry in places:
+                batch.append(entry)
+                excess -= entry[1]
+                if excess <= 0 or len(batch) == _DELETED_PER_CALL:
+                    break
+            if not batch:
+                break
+            names = [name for _, _, name in batch]
+            self._forget(names)  # also if it fails: they may be gone all the same
+            with plugin_boundary(exits=True) as deleting:
+                self._store.delete(names)
+            if deleting.error:
+                return deleting.error
+            self.deleted += len(names)
+            with self._changed:
+                account.used = max(0, (account.used or 0) - sum(nbytes for _, nbytes, _ in batch))
+        return ""
